@@ -1,0 +1,109 @@
+"""Which mesh axis is bound, how JAX types a value over it, and where JAX versions differ."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+AxisName = str | Sequence[str]
+
+# JAX 0.10 transposes `all_gather(to="invarying")` wrongly inside shard_map(check_vma=False).
+INVARYING_GATHER_HAS_WRONG_GRADIENT = jax.__version_info__ < (0, 11, 0)
+
+
+def names(axis_name: AxisName) -> tuple[str, ...]:
+    """Give the axis as a tuple of names.
+
+    >>> names("data"), names(("replica", "fsdp"))
+    (('data',), ('replica', 'fsdp'))
+    """
+    found = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if not found or not all(isinstance(name, str) for name in found):
+        raise TypeError(
+            f"axis_name must be a name or a tuple of names, got {axis_name!r}. "
+            'Write axis_name="data", or axis_name=("replica", "fsdp").'
+        )
+    return found
+
+
+def is_bound(axis_name: AxisName) -> bool:
+    """Tell whether the code being traced runs on every rank of `axis_name`.
+
+    Nothing bound means one rank. Another axis bound in its place means that the caller
+    named the wrong one, and every rank would silently train alone: that is an error.
+
+    Args:
+      axis_name: a name, or a tuple of names.
+
+    Returns:
+      True inside a `shard_map`, `pmap` or named `vmap` over all of `axis_name`; False
+      where no mesh axis is bound.
+
+    Raises:
+      ValueError: if only some of the names, or only other mesh axes, are bound.
+    """
+    wanted = names(axis_name)
+    unbound = [name for name in wanted if not _size_or_none(name)]
+    if not unbound:
+        return True
+    bound = [*jax.sharding.get_abstract_mesh().manual_axes]
+    if bound or len(unbound) < len(wanted):
+        raise ValueError(
+            f"axis {unbound[0]!r} is not bound here, but {sorted({*bound, *wanted} - {*unbound})} "
+            f"is: gradients would stay local and the ranks would drift apart silently. "
+            f"Write axis_name={_spell(bound or wanted)}."
+        )
+    return False
+
+
+def size(axis_name: AxisName) -> int:
+    """Count the ranks of `axis_name`: 1 where nothing is bound."""
+    return lax.axis_size(names(axis_name)) if is_bound(axis_name) else 1
+
+
+def rank(axis_name: AxisName) -> jax.Array:
+    """Give this rank's position on `axis_name`, int32 `[]`: 0 where nothing is bound."""
+    return lax.axis_index(names(axis_name)) if is_bound(axis_name) else jnp.int32(0)
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Name the axes over which JAX's type of `x` says that it varies.
+
+    Only `shard_map(check_vma=True)` types values; elsewhere the set is empty.
+    """
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def is_typed(axis_name: AxisName) -> bool:
+    """Tell whether the enclosing `shard_map` types its values (check_vma=True)."""
+    return is_bound(axis_name) and bool(varying_axes(lax.axis_index(names(axis_name))))
+
+
+def as_varying(tree: Any, axis_name: AxisName) -> Any:
+    """Type every leaf as varying over `axis_name`, so that its gradient stays local.
+
+    In a typed `shard_map` the gradient of a value that does not vary is summed over the
+    ranks by JAX itself; elsewhere there are no such types and the tree is returned as it is.
+    """
+    if not is_typed(axis_name):
+        return tree
+
+    def cast(x: Any) -> Any:
+        # pcast refuses to cast what varies already.
+        missing = tuple(name for name in names(axis_name) if name not in varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
+def _size_or_none(name: str) -> int | None:
+    try:
+        return lax.axis_size(name)
+    except NameError:
+        return None
+
+
+def _spell(found: Sequence[str]) -> str:
+    return repr(found[0] if len(found) == 1 else tuple(found))

@@ -1,0 +1,66 @@
+"""Which gradient leaves are sent together; knows bytes, not ranks."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+MiB = 2**20
+
+
+def plan(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], bucket_bytes: int) -> list[list[int]]:
+    """Group leaves into buckets of at most `bucket_bytes`, last leaf first.
+
+    Backpropagation finishes the last layer first, so the first bucket can be sent while
+    earlier layers are still being differentiated (Li et al. 2020, section 3.2.3,
+    https://arxiv.org/abs/2006.15704).
+
+    Args:
+      leaves: gradient leaves, or anything with `shape` and `dtype`.
+      bucket_bytes: capacity of one bucket in bytes, > 0. A leaf is never split: one that is
+        larger gets a bucket of its own.
+
+    Returns:
+      Buckets in sending order, each the positions of its leaves. Every leaf is in exactly
+      one, and a bucket holds one dtype.
+
+    Raises:
+      ValueError: if `bucket_bytes` is not positive.
+
+    >>> w, b = jax.ShapeDtypeStruct((4, 2), "float32"), jax.ShapeDtypeStruct((2,), "float32")
+    >>> plan([w, b], bucket_bytes=32), plan([w, b], bucket_bytes=64)
+    ([[1], [0]], [[1, 0]])
+    """
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}.")
+    buckets: list[list[int]] = []
+    filling: dict[np.dtype, tuple[list[int], int]] = {}  # dtype -> (bucket, its bytes)
+    for i in reversed(range(len(leaves))):
+        dtype = leaves[i].dtype
+        num_bytes = math.prod(leaves[i].shape) * dtype.itemsize
+        bucket, used = filling.get(dtype, (None, 0))
+        if bucket is None or used + num_bytes > bucket_bytes:
+            bucket, used = [], 0
+            buckets.append(bucket)
+        bucket.append(i)
+        filling[dtype] = bucket, used + num_bytes
+    return buckets
+
+
+def pack(bucket: Sequence[jax.Array]) -> jax.Array:
+    """Lay the leaves of one bucket end to end in one vector."""
+    return jnp.concatenate([leaf.ravel() for leaf in bucket])
+
+
+def unpack(vector: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    """Invert `pack`: `unpack(pack(bucket), like=bucket)` equals `bucket`.
+
+    Args:
+      vector: `[size]`, size = the sum of the leaves' sizes.
+      like: the leaves whose shapes to restore, in order.
+    """
+    ends = np.cumsum([leaf.size for leaf in like])
+    pieces = jnp.split(vector, ends[:-1])
+    return [piece.reshape(leaf.shape) for piece, leaf in zip(pieces, like, strict=True)]

@@ -1,0 +1,87 @@
+"""Metrics over a whole set of rows, exact on any number of ranks."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jdp import metrics
+from jdp.batch import find_mask
+from jdp.step import Step
+
+
+def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any) -> Any:
+    """Run an `eval_step` over all batches, and join what it reports.
+
+    Every row counts once: not the mean of batch means, and the rows that pad the last batch
+    not at all, if the step is `eval_step(weight=lambda batch: batch["mask"].sum())`.
+
+    Args:
+      step: a function decorated with `jdp.eval_step`.
+      state: its first argument.
+      batches: `jdp.batches(dataset, batch_size, epochs=1, shuffle=False)`, or any iterable of
+        global batches.
+      *rest: its further arguments.
+
+    Returns:
+      The metrics of the step, as numpy: floats averaged by weight over all batches (in float64),
+      whole numbers and booleans summed, `jdp.rows` joined in the order of the batches, without
+      the rows that pad.
+
+    Raises:
+      ValueError: if there are no batches.
+
+    >>> import numpy as np, jdp
+    >>> mesh = jdp.init(cpu_ranks=2)
+    >>> @jdp.eval_step(weight=lambda batch: batch["mask"].sum())
+    ... def measure(params, batch):
+    ...     x, mask = batch["x"], batch["mask"]
+    ...     return {"mean": (x * mask).sum() / mask.sum(), "x": jdp.rows(x)}
+    >>> rows = {"x": np.arange(5.0, dtype="float32")}
+    >>> metrics = jdp.evaluate(measure, None, jdp.batches(rows, 4, epochs=1, shuffle=False))
+    >>> float(metrics["mean"]), metrics["x"].tolist()
+    (2.0, [0.0, 1.0, 2.0, 3.0, 4.0])
+    """
+    fetched: list[tuple[Any, float, Any]] = []
+    waiting: tuple | None = None  # One batch behind, so that the devices never wait for us.
+    for batch in batches:
+        _, reported, weight = step.run(state, batch, *rest)
+        if waiting is not None:
+            fetched.append(_fetch(*waiting))
+        waiting = reported, weight, find_mask(batch)
+    if waiting is None:
+        raise ValueError("evaluate got no batches, and the mean over no rows is not defined.")
+    fetched.append(_fetch(*waiting))
+    weights = [weight for _, weight in fetched]
+    trees = [tree for tree, _ in fetched]
+    return jax.tree.map(lambda *parts: _joined(parts, weights), *trees, is_leaf=metrics.is_rows)
+
+
+def _fetch(reported: Any, weight: jax.Array, mask: Any) -> tuple[Any, float]:
+    counts = None if mask is None else _whole(mask)
+
+    def fetch(leaf: Any) -> Any:
+        if not metrics.is_rows(leaf):
+            return np.asarray(leaf)
+        values = _whole(leaf.values)
+        return metrics.Rows(values if counts is None else values[counts])
+
+    return jax.tree.map(fetch, reported, is_leaf=metrics.is_rows), float(weight)
+
+
+def _whole(values: jax.Array) -> np.ndarray:
+    if values.is_fully_addressable:
+        return np.asarray(values)
+    return multihost_utils.process_allgather(values, tiled=True)
+
+
+def _joined(parts: tuple, weights: list[float]) -> Any:
+    if metrics.is_rows(parts[0]):
+        return np.concatenate([part.values for part in parts])
+    if not np.issubdtype(parts[0].dtype, np.inexact):
+        return np.sum(parts, axis=0)
+    # A batch in which nothing counts may well report NaN.
+    weighed = [(part.astype(np.float64), w) for part, w in zip(parts, weights, strict=True) if w > 0]
+    return sum(part * w for part, w in weighed) / sum(w for _, w in weighed)

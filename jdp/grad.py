@@ -1,0 +1,197 @@
+"""Gradients of one rank's rows: in micro-batches, and of losses that are means over all ranks."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdp import axis, metrics, scope
+from jdp.axis import AxisName
+from jdp.metrics import mean_over_ranks
+from jdp.sync import sync_gradients
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    *,
+    accumulate: int = 1,
+    has_aux: bool = False,
+    weight: Callable[[Any], Any] | None = None,
+    axis_name: AxisName = "data",
+) -> Callable[..., tuple[Any, Any]]:
+    """Make a function that gives the loss and this rank's gradient, in `accumulate` micro-batches.
+
+    Equal to the batch in one go, in a fraction of the memory for activations. The first k - 1
+    micro-batches run in a `lax.scan`, the last one behind it, so that its backward pass can hide
+    the one reduction: what DDP calls `no_sync`.
+
+    Also the helper for a `shard_map` of your own with check_vma=True: it keeps the gradient
+    local, where plain `jax.value_and_grad` lets JAX sum it.
+
+    Args:
+      loss_fn: `loss_fn(params, batch, *rest) -> loss`, the mean over the rows of `batch`; with
+        `has_aux` `-> (loss, aux)`.
+      accumulate: number k of micro-batches, >= 1; this rank's rows must divide by it.
+      has_aux: `aux` comes back too: float leaves averaged like the loss, `jdp.rows` joined.
+      weight: `weight(batch)`, how much a micro-batch counts. Default: that of the step
+        (`train_step(weight=...)`), else all the same.
+      axis_name: the data axis.
+
+    Returns:
+      `fn(params, batch, *rest) -> (loss, grads)`, or `((loss, aux), grads)`. Random keys among
+      `rest` are split over the micro-batches; everything else in it is passed to each.
+
+    Raises:
+      ValueError: if the rows do not divide by `accumulate`.
+      TypeError: if `aux` holds a leaf of which no mean is defined.
+
+    >>> import jax.numpy as jnp
+    >>> loss_fn = lambda w, x: jnp.mean((w * x) ** 2)
+    >>> loss, grad = value_and_grad(loss_fn, accumulate=4)(jnp.float32(2.0), jnp.arange(8.0))
+    >>> float(loss), float(grad)
+    (70.0, 70.0)
+    """
+    if accumulate < 1:
+        raise ValueError(f"accumulate must be at least 1, got {accumulate}.")
+
+    @functools.wraps(loss_fn)
+    def local(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
+        differentiate = jax.value_and_grad(loss_fn, has_aux=has_aux)
+        params = axis.as_varying(params, axis_name)
+        if accumulate == 1:
+            return differentiate(params, batch, *rest)
+        step = scope.current(axis_name)
+        weight_fn = weight if weight is not None or step is None else step.weight_fn
+        micro_batches, join = _split(batch, rest, accumulate)
+
+        def part(micro_batch: Any) -> Any:
+            batch, keys = micro_batch
+            with scope.entered(axis_name, batch, weight_fn, nested=True) as micro:
+                value, grads = differentiate(params, batch, *join(keys))
+            means, rows = metrics.take_rows(value)
+            means = _require_means(means)
+            return jnp.float32(1) if micro.weight is None else micro.weight, (means, grads), rows
+
+        (means, grads), rows = _accumulate(part, micro_batches, axis_name)
+        return metrics.put_rows(means, rows, marked=True), grads
+
+    return local
+
+
+def global_mean(loss_fn: Callable[..., jax.Array], *, axis_name: AxisName = "data") -> Callable[..., jax.Array]:
+    """Make a loss whose value and whose gradient are both means over all ranks.
+
+    For library code that differentiates or compares losses by itself: line searches (L-BFGS),
+    opaque SAM. `jax.lax.pmean(loss)` would not do there: it averages the value, and leaves each
+    rank with its own gradient, so that ranks search in different directions.
+
+    Args:
+      loss_fn: `loss_fn(params, *rest) -> loss`, the mean over this rank's rows.
+      axis_name: the data axis.
+
+    Returns:
+      `fn(params, *rest) -> loss`, differentiable in `params`, the same on every rank. Its
+      gradient is a mean already: `state.apply_gradients(grads, synced=True, value_fn=fn, ...)`.
+
+    >>> import jax.numpy as jnp
+    >>> fn = global_mean(lambda w, x: w * x)
+    >>> jax.vmap(lambda x: jax.grad(fn)(2.0, x), axis_name="data")(jnp.arange(4.0))
+    Array([1.5, 1.5, 1.5, 1.5], dtype=float32)
+    """
+
+    @functools.wraps(loss_fn)
+    def fn(params: Any, *rest: Any) -> jax.Array:
+        # rest is closed over: only params has a gradient here.
+        @jax.custom_vjp
+        def value(params: Any) -> jax.Array:
+            return mean_over_ranks(loss_fn(params, *rest), axis_name=axis_name)
+
+        def forward(params: Any) -> tuple[jax.Array, Any]:
+            params = axis.as_varying(params, axis_name)
+            loss, grads = jax.value_and_grad(loss_fn)(params, *rest)
+            loss = mean_over_ranks(loss, axis_name=axis_name)
+            return loss, sync_gradients(grads, axis_name=axis_name)
+
+        def backward(grads: Any, cotangent: jax.Array) -> tuple[Any]:
+            return (jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), grads),)
+
+        value.defvjp(forward, backward)
+        return value(params)
+
+    return fn
+
+
+def _split(batch: Any, rest: tuple, k: int) -> tuple[Any, Callable[[dict], tuple]]:
+    """Split rows and keys into k parts, stacked; `join(keys)` puts one part's keys into `rest`."""
+
+    def rows_of(path: Any, leaf: Any) -> jax.Array:
+        shape = jnp.shape(leaf)
+        if not shape or shape[0] % k:
+            raise ValueError(
+                f"accumulate={k}, but `batch{jax.tree_util.keystr(path)}` has "
+                f"{shape[0] if shape else 'no'} rows on each rank, which do not divide by {k}. "
+                "Choose a batch size that divides by ranks * accumulate."
+            )
+        return jnp.reshape(leaf, (k, shape[0] // k, *shape[1:]))
+
+    flat, treedef = jax.tree.flatten(rest)
+    keys = {i: jax.random.split(leaf, k) for i, leaf in enumerate(flat) if _is_key(leaf)}
+
+    def join(keys: dict[int, jax.Array]) -> tuple:
+        return jax.tree.unflatten(treedef, [keys.get(i, leaf) for i, leaf in enumerate(flat)])
+
+    return (jax.tree_util.tree_map_with_path(rows_of, batch), keys), join
+
+
+def _is_key(leaf: Any) -> bool:
+    dtype = jnp.result_type(leaf)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return jnp.ndim(leaf) == 0
+    return dtype == jnp.uint32 and jnp.shape(leaf) == (2,)  # jax.random.PRNGKey
+
+
+def _accumulate(part: Callable[[Any], Any], micro_batches: Any, axis_name: AxisName) -> Any:
+    """Average `part(micro_batch) -> (weight, means, rows)` by weight, and join the rows."""
+    part = jax.jit(part)  # One trace for its three uses: the shapes, the scan, the last one.
+    last = jax.tree.map(lambda x: x[-1], micro_batches)
+    all_but_last = jax.tree.map(lambda x: x[:-1], micro_batches)
+    _, like, _ = jax.eval_shape(part, last)
+
+    def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))  # bfloat16 loses digits
+
+    def add(sums: Any, micro_batch: Any) -> tuple[Any, list[jax.Array]]:
+        weight, means, rows = part(micro_batch)
+        # where, not only times: 0 * NaN is NaN.
+        weighted = lambda s, x: s + jnp.where(weight > 0, x.astype(s.dtype) * weight, 0)
+        return (sums[0] + weight, jax.tree.map(weighted, sums[1], means)), rows
+
+    start = axis.as_varying((jnp.float32(0), jax.tree.map(zeros, like)), axis_name)
+    sums, rows = lax.scan(add, start, all_but_last)
+    (total, sums), last_rows = add(sums, last)
+    divisor = jnp.where(total > 0, total, 1)
+    means = jax.tree.map(lambda s, x: (s / divisor).astype(x.dtype), sums, like)
+    joined = [
+        jnp.concatenate([most.reshape(-1, *most.shape[2:]), end])
+        for most, end in zip(rows, last_rows, strict=True)
+    ]
+    return means, joined
+
+
+def _require_means(value: Any) -> Any:
+    """Refuse what has no mean over micro-batches in a loss and its aux."""
+
+    def visit(path: Any, leaf: Any) -> jax.Array:
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(
+                f"aux{jax.tree_util.keystr(path[1:])} is {dtype}{list(jnp.shape(leaf))}: with "
+                "accumulate, aux is averaged over micro-batches, which means nothing for whole "
+                "numbers. Cast it to float32, or return it per row with jdp.rows(x)."
+            )
+        return jnp.asarray(leaf)
+
+    return jax.tree_util.tree_map_with_path(visit, value)

@@ -1,0 +1,200 @@
+"""The mesh: over which devices the data axis runs, and placing values on it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jdp import axis
+from jdp.axis import AxisName
+
+_current: Mesh | None = None
+
+
+def init(
+    mesh: Mesh | None = None,
+    *,
+    axis_name: AxisName = "data",
+    cpu_ranks: int | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """Make the mesh that jdp trains on, and remember it.
+
+    Several processes: call `jax.distributed.initialize()` first; the mesh then spans the
+    devices of all of them. Calling `init` again replaces the mesh; states that already lie
+    on another mesh stay there.
+
+    Args:
+      mesh: a mesh of your own, with any further axes; jdp touches only `axis_name`.
+      axis_name: name of the data axis, or a tuple of names of axes of `mesh` that form it.
+      cpu_ranks: train on this many virtual CPU devices, >= 1. Must come before anything
+        asks JAX for a device.
+      devices: the devices of the mesh, in rank order. Default: all of all processes.
+
+    Returns:
+      The mesh. Rank r is its r-th device along `axis_name`.
+
+    Raises:
+      ValueError: if `mesh` has no such axis, or `cpu_ranks` comes too late.
+
+    >>> import jdp
+    >>> mesh = jdp.init(cpu_ranks=4)
+    >>> mesh.shape["data"]
+    4
+    """
+    global _current
+    wanted = axis.names(axis_name)
+    if sum(choice is not None for choice in (mesh, cpu_ranks, devices)) > 1:
+        raise ValueError("init takes one of mesh, cpu_ranks and devices: each says which devices.")
+    if mesh is None:
+        if len(wanted) > 1:
+            raise ValueError(
+                f"axis_name={wanted} names {len(wanted)} axes, and init cannot know how many devices "
+                "lie along each. Write init(jax.make_mesh((2, 4), ...), axis_name=...)."
+            )
+        chosen = _cpu_devices(cpu_ranks) if cpu_ranks is not None else devices
+        chosen = jax.devices() if chosen is None else list(chosen)
+        mesh = Mesh(np.array(chosen), wanted, axis_types=(AxisType.Auto,))
+    _require_axes(mesh, wanted)
+    _current = mesh
+    return mesh
+
+
+def current_mesh() -> Mesh:
+    """Give the mesh that `init` made.
+
+    Raises:
+      RuntimeError: if `init` was not called.
+    """
+    if _current is None:
+        raise RuntimeError(
+            "jdp has no mesh yet, so it cannot know how many ranks share the batch. "
+            "Call jdp.init() once, before the first step or batch."
+        )
+    return _current
+
+
+def mesh_of(leaves: Sequence[Any], axis_name: AxisName) -> Mesh:
+    """Find the mesh that a state lives on: that of its leaves, else the one of `init`.
+
+    Args:
+      leaves: leaves of the state.
+      axis_name: the data axis, which the mesh must have.
+
+    Raises:
+      ValueError: if the mesh of `init` has no such axis.
+      RuntimeError: if no leaf lies on a mesh with that axis and `init` was not called.
+    """
+    wanted = axis.names(axis_name)
+    for leaf in leaves:
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            if set(wanted) <= set(sharding.mesh.axis_names):
+                return sharding.mesh
+    mesh = current_mesh()
+    _require_axes(mesh, wanted)
+    return mesh
+
+
+def num_ranks(mesh: Mesh, axis_name: AxisName) -> int:
+    """Count the ranks of `mesh` along `axis_name`."""
+    return int(np.prod([mesh.shape[name] for name in axis.names(axis_name)]))
+
+
+def placed(tree: Any, axis_name: AxisName, mesh: Mesh | None = None) -> Any:
+    """Copy a state onto the mesh, the same on every rank.
+
+    Leaves that lie there already, perhaps split over further axes, are left where they are.
+    What is copied shares no buffer with what was given, so that donating it deletes nothing
+    of the caller's.
+
+    Args:
+      tree: tree of arrays and numbers; of other leaves nothing happens.
+      axis_name: the data axis.
+      mesh: where to. Default: the mesh of the leaves, else that of `init`; without either the
+        tree is left as it is.
+
+    Raises:
+      ValueError: if a leaf is split over `axis_name`, or lies on another mesh.
+    """
+    named, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = [leaf for _, leaf in named]
+    if mesh is None:
+        try:
+            mesh = mesh_of(leaves, axis_name)
+        except RuntimeError:
+            return tree
+    away = [i for i, (path, leaf) in enumerate(named) if _is_away(path, leaf, mesh, axis_name)]
+    for i, leaf in zip(away, replicate([leaves[i] for i in away], mesh), strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def replicate(leaves: list[Any], mesh: Mesh) -> list[jax.Array]:
+    """Copy arrays to every device of `mesh`; each process gives the same values."""
+    sharding = NamedSharding(mesh, PartitionSpec())
+    if not sharding.is_fully_addressable:
+        # device_put would compare the values over all processes, leaf by leaf.
+        values = [np.asarray(leaf) for leaf in leaves]
+        return [
+            jax.make_array_from_callback(value.shape, sharding, lambda index, v=value: v[index])
+            for value in values
+        ]
+    # Numbers become arrays of a strong type: a weak one would change at the first step, and
+    # the step would compile twice.
+    strong = [leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for leaf in leaves]
+    return jax.device_put(strong, sharding, may_alias=False)
+
+
+def _is_away(path: tuple, leaf: Any, mesh: Mesh, axis_name: AxisName) -> bool:
+    if isinstance(leaf, jax.core.Tracer):
+        return False
+    if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+        return False
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return True
+    split = {name for part in sharding.spec if part is not None for name in axis.names(part)}
+    if split & set(axis.names(axis_name)):
+        raise ValueError(
+            f"`{jax.tree_util.keystr(path)}` {leaf.dtype}{list(leaf.shape)} is split over "
+            f"{axis_name!r}, but every rank needs the whole state. "
+            "Place it with jax.sharding.PartitionSpec() on that axis."
+        )
+    if sharding.mesh != mesh and sharding.mesh.size > 1:
+        raise ValueError(
+            f"`{jax.tree_util.keystr(path)}` lies on a mesh of {sharding.mesh.size} devices "
+            f"{dict(sharding.mesh.shape)}, the rest of the state on one of {mesh.size} "
+            f"{dict(mesh.shape)}. Move it with jax.device_put first, or create the state after "
+            "jdp.init()."
+        )
+    return sharding.mesh != mesh
+
+
+def _cpu_devices(num: int) -> list[jax.Device]:
+    if num < 1:
+        raise ValueError(f"cpu_ranks must be at least 1, got {num}.")
+    try:
+        jax.config.update("jax_num_cpu_devices", num)
+        jax.config.update("jax_platforms", "cpu")
+    except RuntimeError:
+        pass  # A backend runs already; it will do if it has the devices.
+    found = [device for device in jax.devices("cpu") if device.process_index == jax.process_index()]
+    if len(found) < num:
+        raise ValueError(
+            f"cpu_ranks={num}, but JAX already runs with {len(found)} CPU device(s) and cannot change "
+            "that. Call jdp.init(cpu_ranks=...) before anything that uses a device (jnp arrays, "
+            "jax.devices()), or start again."
+        )
+    return jax.devices("cpu") if jax.process_count() > 1 else found[:num]
+
+
+def _require_axes(mesh: Mesh, wanted: tuple[str, ...]) -> None:
+    missing = [name for name in wanted if name not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"the mesh has the axes {mesh.axis_names}, none called {missing[0]!r}. "
+            f"Say which one splits the batch: axis_name={mesh.axis_names[0]!r}."
+        )

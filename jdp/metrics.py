@@ -1,0 +1,178 @@
+"""Values that a step reports: means, sums and rows over all ranks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdp import axis, scope
+from jdp.axis import AxisName
+
+
+def mean_over_ranks(x: Any, *, weight: jax.Array | None = None, axis_name: AxisName = "data") -> Any:
+    """Average a tree over ranks; what comes back is the same on every rank.
+
+    Ordinary arrays, usable at once: in a `lax.cond`, as batch statistics, as a target. For a
+    value that you differentiate use `global_mean`, since each rank's gradient through this one
+    is only its own.
+
+    Args:
+      x: tree of float arrays, any shapes.
+      weight: `[]`, >= 0, how much this rank's value counts; a rank of weight 0 contributes
+        nothing, even NaN. Default: that of the step (`train_step(weight=...)`), else equal.
+      axis_name: the data axis.
+
+    Returns:
+      The tree of sum(w * x) / sum(w), in the dtypes of `x`. Where no axis is bound, `x`.
+
+    Raises:
+      TypeError: if a leaf is not a float: sum it (`sum_over_ranks`) or cast it.
+
+    >>> import jax, jdp
+    >>> jax.vmap(lambda x: mean_over_ranks(x), axis_name="data")(jax.numpy.arange(4.0))
+    Array([1.5, 1.5, 1.5, 1.5], dtype=float32)
+    """
+    leaves, treedef = jax.tree.flatten(x)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    for leaf in leaves:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise TypeError(
+                f"mean_over_ranks of {leaf.dtype}{list(leaf.shape)}: a mean is no whole number. "
+                "Write jdp.sum_over_ranks(x) for counts, or cast to float32."
+            )
+    if not axis.is_bound(axis_name) or not leaves:
+        return jax.tree.unflatten(treedef, leaves)
+    step = scope.current(axis_name)
+    if weight is None and step is not None:
+        weight = step.weight
+    if weight is None:
+        return jax.tree.unflatten(treedef, lax.pmean(leaves, axis.names(axis_name)))
+    return jax.tree.unflatten(treedef, _weighted(leaves, weight, axis_name))
+
+
+def sum_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
+    """Sum a tree over ranks, for counts and histograms.
+
+    Args:
+      x: tree of numeric arrays, any shapes; booleans count as 0 and 1.
+      axis_name: the data axis.
+
+    Returns:
+      The tree of sums, the same on every rank. Where no axis is bound, `x`.
+
+    >>> import jax, jdp
+    >>> jax.vmap(lambda x: sum_over_ranks(x), axis_name="data")(jax.numpy.arange(3))
+    Array([3, 3, 3], dtype=int32)
+    """
+    # XLA has no sum of booleans; int32 is what jnp.sum makes of them.
+    x = jax.tree.map(lambda leaf: leaf * 1 if jnp.result_type(leaf) == bool else leaf, x)
+    return lax.psum(x, axis.names(axis_name)) if axis.is_bound(axis_name) else x
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """Per-row outputs of one rank, made by `rows`."""
+
+    values: jax.Array | None
+
+
+def rows(x: Any) -> Any:
+    """Return per-row outputs from a step: predictions, losses of single rows, embeddings.
+
+    Args:
+      x: tree of arrays whose first dim is this rank's rows of the batch.
+
+    Returns:
+      The tree, marked. Hand it out among the metrics: the caller gets arrays whose first dim is
+      the whole batch, in the order of the batch.
+
+    Raises:
+      ValueError: if a first dim is not the number of this rank's rows.
+
+    >>> import jdp, jax.numpy as jnp
+    >>> @jdp.eval_step
+    ... def predict(params, batch):
+    ...     return {"prediction": jdp.rows(batch["x"] * params)}
+    """
+    step = scope.innermost()
+    for leaf in jax.tree.leaves(x):
+        shape = jnp.shape(leaf)
+        if not shape or (step is not None and shape[0] != step.num_rows):
+            raise ValueError(
+                f"jdp.rows of {jnp.result_type(leaf)}{list(shape)}: the first dim must be this rank's "
+                f"rows of the batch{'' if step is None else f', {step.num_rows} here'}, or the outputs "
+                "could not be put back in order. For one value per batch return it bare, or "
+                "jdp.sum_over_ranks(x)."
+            )
+    return jax.tree.map(Rows, x)
+
+
+def take_rows(tree: Any) -> tuple[Any, list[jax.Array]]:
+    """Take the values of `rows` out of a tree; their places stay behind, without a leaf."""
+    taken: list[jax.Array] = []
+
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, Rows):
+            return leaf
+        taken.append(leaf.values)
+        return Rows(None)
+
+    return jax.tree.map(take, tree, is_leaf=is_rows), taken
+
+
+def put_rows(tree: Any, values: Sequence[Any], *, marked: bool = False) -> Any:
+    """Put values back where `take_rows` took them: as plain arrays, or `marked` again."""
+    left = iter(values)
+
+    def put(leaf: Any) -> Any:
+        if not isinstance(leaf, Rows):
+            return leaf
+        return Rows(next(left)) if marked else next(left)
+
+    return jax.tree.map(put, tree, is_leaf=is_rows)
+
+
+def unmarked(tree: Any) -> Any:
+    """Replace every `rows` of a tree by its plain array."""
+    return put_rows(*take_rows(tree))
+
+
+def is_rows(x: Any) -> bool:
+    """Tell whether a node of a tree was made by `rows`."""
+    return isinstance(x, Rows)
+
+
+def averaged(tree: Any, axis_name: AxisName) -> Any:
+    """Average the float scalars of a tree, all by one collective; keep the other leaves.
+
+    Args:
+      tree: metrics of one rank; python floats count as arrays.
+      axis_name: the data axis of the step being traced.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    is_scalar = [not x.shape and jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
+    scalars = [x for x, chosen in zip(leaves, is_scalar, strict=True) if chosen]
+    if not scalars:
+        return jax.tree.unflatten(treedef, leaves)
+    widest = jnp.result_type(jnp.float32, *(x.dtype for x in scalars))
+    together = jnp.stack([x.astype(widest) for x in scalars])
+    means = iter(mean_over_ranks(together, axis_name=axis_name))
+    return jax.tree.unflatten(
+        treedef,
+        [
+            next(means).astype(x.dtype) if chosen else x
+            for x, chosen in zip(leaves, is_scalar, strict=True)
+        ],
+    )
+
+
+def _weighted(leaves: list[jax.Array], weight: jax.Array, axis_name: AxisName) -> list[jax.Array]:
+    share = scope.share_of(weight, axis_name)
+    # where, not only times: 0 * NaN is NaN.
+    parts = [jnp.where(share > 0, leaf * share, 0).astype(leaf.dtype) for leaf in leaves]
+    return lax.psum(parts, axis.names(axis_name))

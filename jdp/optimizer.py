@@ -1,0 +1,161 @@
+"""Optimizers for data-parallel training: optax transformations that reduce gradients first."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdp import axis, buckets, collectives, sync
+from jdp.axis import AxisName
+from jdp.collectives import AllReduce
+
+
+class ReplicatedState(NamedTuple):
+    """State of `replicated(tx)`, the same on every rank.
+
+    Its type says where in a state the reduction stands: `train_step` refuses one that lies
+    inside the state of another transformation.
+    """
+
+    inner: Any
+
+
+class Replicated(optax.GradientTransformationExtraArgs):
+    """What `replicated` returns: an optax transformation that knows its axis."""
+
+    axis_name: AxisName
+
+    def __new__(cls, init: Any, update: Any, axis_name: AxisName) -> "Replicated":
+        self = super().__new__(cls, init, update)
+        self.axis_name = axis_name
+        return self
+
+
+def replicated(
+    tx: optax.GradientTransformation,
+    *,
+    axis_name: AxisName = "data",
+    all_reduce: AllReduce = collectives.xla,
+    bucket_bytes: int = sync.BUCKET_BYTES,
+    mean: bool = True,
+) -> Replicated:
+    """Wrap an optimizer so that it sees the mean gradient of all ranks: reduce, then `tx`.
+
+    It stands outermost: what is wrapped (clipping, schedules, `optax.MultiSteps`,
+    `apply_if_finite`, masks) sees mean gradients and counts optimizer steps; what would stand
+    around it would see each rank's own. Works in `train_step`, and in a `shard_map` or
+    `pmap` of your own; where no axis is bound there is one rank.
+
+    Args:
+      tx: the optimizer, with everything that belongs to it.
+      axis_name: the data axis: a name, or a tuple of names.
+      all_reduce: the algorithm, from `jdp.collectives`.
+      bucket_bytes: capacity of one bucket in bytes, > 0.
+      mean: average over ranks, or over weights; False gives the sum.
+
+    Returns:
+      An optax transformation. `update(..., synced=True)` takes gradients that are means
+      already and hands them straight to `tx`.
+
+    Raises:
+      ValueError: from `update`, if a gradient's shape is not its parameter's.
+
+    >>> import optax, jax.numpy as jnp
+    >>> tx = replicated(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
+    >>> state = tx.init({"w": jnp.zeros(2)})
+    >>> updates, state = tx.update({"w": jnp.array([3.0, 4.0])}, state)
+    >>> updates["w"]
+    Array([-0.06, -0.08], dtype=float32)
+    """
+    axis.names(axis_name)
+    buckets.plan([], bucket_bytes)  # Both complain here, not at the first step.
+    wrapped = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> ReplicatedState:
+        return ReplicatedState(wrapped.init(params))
+
+    def update(
+        grads: Any, state: ReplicatedState, params: Any = None, *, synced: bool = False, **extra: Any
+    ) -> tuple[Any, ReplicatedState]:
+        if params is not None:
+            _require_shapes(grads, params)
+        if not synced:
+            grads = sync.sync_gradients(
+                grads,
+                axis_name=axis_name,
+                all_reduce=all_reduce,
+                bucket_bytes=bucket_bytes,
+                mean=mean,
+            )
+        updates, inner = wrapped.update(grads, state.inner, params, **extra)
+        return updates, ReplicatedState(inner)
+
+    return Replicated(init, update, axis_name)
+
+
+def require_outermost(tx: Any) -> None:
+    """Refuse an optimizer that is not `replicated(...)`.
+
+    Raises:
+      TypeError: naming the optimizer.
+    """
+    if isinstance(tx, Replicated):
+        return
+    made_by = getattr(getattr(tx, "update", None), "__qualname__", type(tx).__name__).split(".")[0]
+    raise TypeError(
+        f"the optimizer (made by {made_by!r}) is not wrapped: each rank would apply its own gradient, "
+        "and clipping or schedules around a wrapped part would see local gradients. "
+        "Write jdp.replicated(...) around the whole of it, outermost."
+    )
+
+
+def misplaced(state: Any) -> list[str]:
+    """Find `ReplicatedState`s that lie inside the state of another optax transformation.
+
+    `chain(clip_by_global_norm(1), replicated(sgd))` clips each rank's own gradient: no error,
+    another result. Its state shows it, whoever built it.
+
+    Returns:
+      Their paths, as in `.opt_state[1]`.
+    """
+    found: list[str] = []
+
+    def visit(path: tuple, node: Any, inside: bool) -> None:
+        if isinstance(node, ReplicatedState):
+            if inside:
+                found.append(jax.tree_util.keystr(path))
+            return
+        children = _children(node)
+        # optax.chain keeps its parts in a plain tuple: known by a neighbour from optax.
+        around = _is_optax_state(node) or (
+            type(node) is tuple and any(_is_optax_state(child) for _, child in children)
+        )
+        for key, child in children:
+            visit((*path, key), child, inside or around)
+
+    visit((), state, False)
+    return found
+
+
+def _children(node: Any) -> list[tuple[Any, Any]]:
+    one_level = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+    return [(path[0], child) for path, child in one_level if path]
+
+
+def _is_optax_state(node: Any) -> bool:
+    return isinstance(node, tuple) and type(node).__module__.split(".")[0] == "optax"
+
+
+def _require_shapes(grads: Any, params: Any) -> None:
+    grad_leaves, grad_tree = jax.tree_util.tree_flatten_with_path(grads)
+    param_leaves, param_tree = jax.tree.flatten(params)
+    if grad_tree != param_tree:
+        return  # Such as optax.lookahead, which takes gradients of half of its parameters.
+    for (path, grad), param in zip(grad_leaves, param_leaves, strict=True):
+        if jnp.shape(grad) != jnp.shape(param):
+            raise ValueError(
+                f"the gradient of `{jax.tree_util.keystr(path)}` is {list(jnp.shape(grad))}, the parameter "
+                f"{list(jnp.shape(param))}. Gradients of single rows must be combined on each rank first, "
+                "or row i of one rank would be averaged with row i of another: grads.mean(0)."
+            )

@@ -1,0 +1,71 @@
+"""Agreement between processes about what they are about to train."""
+
+import hashlib
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+def agreed(tree: Any, *, broadcast: bool = False) -> Any:
+    """Make sure that every process holds the same tree.
+
+    Args:
+      tree: tree of arrays; leaves that several processes share already are not looked at.
+      broadcast: take the values of process 0 instead of comparing.
+
+    Returns:
+      The tree, that of process 0 with `broadcast`. With one process, `tree` itself.
+
+    Raises:
+      ValueError: on every process, naming the first leaf and the processes that differ.
+    """
+    if jax.process_count() == 1:
+        return tree
+    named, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    local = [i for i, (_, leaf) in enumerate(named) if _is_local(leaf)]
+    leaves = [leaf for _, leaf in named]
+    shapes = [(jax.tree_util.keystr(path), np.shape(leaf), _dtype(leaf)) for path, leaf in named]
+    odd = _odd_processes([_digest(repr((shapes, local)).encode())])[0]
+    if odd:
+        raise ValueError(
+            f"the state has other leaves, shapes or dtypes on process {odd} than on process 0; here "
+            f"(process {jax.process_index()}) it has {len(shapes)} leaves, the first "
+            f"{shapes[0] if shapes else 'none'}. All processes must build the same model."
+        )
+    if broadcast:
+        values = multihost_utils.broadcast_one_to_all([np.asarray(leaves[i]) for i in local])
+        for i, value in zip(local, values, strict=True):
+            leaves[i] = value
+        return jax.tree.unflatten(treedef, leaves)
+    odd_leaves = _odd_processes([_digest(np.asarray(leaves[i]).tobytes()) for i in local])
+    for i, odd in zip(local, odd_leaves, strict=True):
+        if odd:
+            raise ValueError(
+                f"`{jax.tree_util.keystr(named[i][0])}` has other values on process {odd} than on "
+                "process 0, so the ranks would train different models. Use the same seed on every "
+                "process, or write TrainState.create(..., broadcast=True) to take process 0's."
+            )
+    return tree
+
+
+def _is_local(leaf: Any) -> bool:
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+
+
+def _dtype(leaf: Any) -> str:
+    return str(leaf.dtype) if hasattr(leaf, "dtype") else type(leaf).__name__
+
+
+def _digest(data: bytes) -> np.ndarray:
+    return np.frombuffer(hashlib.sha256(data).digest()[:16], np.uint32)
+
+
+def _odd_processes(digests: list[np.ndarray]) -> list[list[int]]:
+    """For each digest the processes whose differs from that of process 0."""
+    if not digests:
+        return []
+    gathered = np.asarray(multihost_utils.process_allgather(np.stack(digests)))
+    differs = (gathered != gathered[:1]).any(-1)  # [process, digest]
+    return [np.flatnonzero(column).tolist() for column in differs.T]

@@ -1,0 +1,173 @@
+"""One step function on one mesh: traced once for each shape, proved, then run."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdp import axis, metrics, scope, statics, verify
+from jdp.batch import find_mask
+
+
+class _NotProvedError(Exception):
+    """Raised where JAX would trace shapes that the analysis has not seen."""
+
+
+class Program:
+    """A step over `mesh`, which runs only what `verify` has accepted.
+
+    Args:
+      fn: `fn(state, batch, *rest) -> (state, metrics)`; without `returns_state` `-> metrics`.
+      mesh: where it runs.
+      axis_name: axes of the mesh that split the batch; further axes are left to the compiler.
+      weight_fn: weighs a rank's rows, or None.
+      returns_state: whether a new state comes back.
+      donate: whether the state's buffers are reused.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        mesh: Mesh,
+        axis_name: tuple[str, ...],
+        *,
+        weight_fn: Callable[[Any], Any] | None,
+        returns_state: bool,
+        donate: bool,
+    ):
+        self.mesh = mesh
+        self._fn = fn
+        self._axis_name = axis_name
+        self._weight_fn = weight_fn
+        self._returns_state = returns_state
+        self._donate = donate
+        self._jitted = self._new_jit()
+        # While a trace is being proved: how the state lies, and what was found to leave it.
+        self._layout: list[Any] | None = None
+        self._outputs: list[verify.Output] = []
+        self._marked: frozenset[str] = frozenset()
+
+    def __call__(self, *args: Any) -> tuple[Any, Any, jax.Array]:
+        """Give `(state, metrics, weight)`: rows still marked, weight summed over ranks."""
+        try:
+            return self._jitted(*args)
+        except _NotProvedError:
+            self.trace(*args)
+            return self._jitted(*args)
+
+    def trace(self, *args: Any) -> Any:
+        """Trace for the shapes of `args` and prove that every rank ends with the same state."""
+        self._layout = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args[0])]
+        try:
+            traced = self._jitted.trace(*args)
+            verify.check(traced.jaxpr, self._describe(args))
+        except BaseException:
+            # JAX keeps the trace: without this the next call would run what was refused.
+            self._jitted = self._new_jit()
+            raise
+        finally:
+            self._layout = None
+        return traced
+
+    def _new_jit(self) -> Any:
+        def on_mesh(*args: Any) -> Any:
+            if self._layout is None:
+                raise _NotProvedError
+            mapped = jax.shard_map(
+                self._on_rank,
+                mesh=self.mesh,
+                in_specs=(P(), P(self._axis_name), *(P() for _ in args[2:])),
+                out_specs=(P(), P(self._axis_name)),
+                axis_names=set(self._axis_name),
+                check_vma=False,  # The uniformity analysis proves what JAX's types get wrong here.
+            )
+            (state, reported, weight), rows = mapped(*args)
+            return self._keep_layout(args[0], state), metrics.put_rows(reported, rows, marked=True), weight
+
+        on_mesh.__name__ = on_mesh.__qualname__ = getattr(self._fn, "__name__", "step")
+        return jax.jit(on_mesh, donate_argnums=0 if self._donate else ())
+
+    def _on_rank(self, state: Any, batch: Any, *rest: Any) -> Any:
+        with scope.entered(self._axis_name, batch, self._weight_fn) as step:
+            returned = self._fn(statics.restore(state), batch, *rest)
+            new_state, reported = self._pair(returned)
+            reported, rows = metrics.take_rows(reported)
+            reported = metrics.averaged(reported, self._axis_name)
+            weight = step.total
+            if weight is None:
+                weight = jnp.float32((step.num_rows or 0) * axis.size(self._axis_name))
+        new_state = statics.hold(jax.tree.map(_strong, new_state))
+        self._marked = frozenset(step.marked)
+        self._outputs = [
+            *_outputs(f"new {self._argument(0)}", "state", new_state),
+            *_outputs("metrics", "metric", reported),
+            verify.Output("weight", "metric", "float32[]"),
+            *_outputs("rows", "rows", rows),
+        ]
+        return (new_state, reported, weight), rows
+
+    def _pair(self, returned: Any) -> tuple[Any, Any]:
+        if not self._returns_state:
+            return None, returned
+        if isinstance(returned, tuple) and len(returned) == 2:
+            return returned
+        kind = type(returned).__name__
+        raise TypeError(
+            f"`{self._fn.__name__}` returned a {kind}, but a train step returns `(state, metrics)`. "
+            "Write `return state, {}` where there is nothing to report."
+        )
+
+    def _describe(self, args: tuple) -> verify.Traced:
+        mask = find_mask(args[1])
+        named = [
+            (self._argument(i) + jax.tree_util.keystr(path), leaf)
+            for i, arg in enumerate(args)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(arg)
+        ]
+        return verify.Traced(
+            name=getattr(self._fn, "__name__", "step"),
+            axis_name=self._axis_name,
+            inputs=[path for path, _ in named],
+            outputs=self._outputs,
+            marked=self._marked,
+            mask=next((i for i, (_, leaf) in enumerate(named) if leaf is mask), None),
+            differentiates=self._returns_state,
+        )
+
+    def _argument(self, i: int) -> str:
+        names = list(inspect.signature(self._fn).parameters)
+        return names[i] if i < len(names) else f"argument {i}"
+
+    def _keep_layout(self, old: Any, new: Any) -> Any:
+        # On a mesh with further axes the compiler chooses how the new state is split over them.
+        # Another layout than the old one's would compile the next call again.
+        old_tree, (leaves, tree) = jax.tree.structure(old), jax.tree.flatten(new)
+        if len(self.mesh.axis_names) == len(self._axis_name) or tree != old_tree:
+            return new
+        pinned = [
+            jax.lax.with_sharding_constraint(leaf, where) if isinstance(where, NamedSharding) else leaf
+            for leaf, where in zip(leaves, self._layout or [], strict=True)
+        ]
+        return jax.tree.unflatten(tree, pinned)
+
+
+def _strong(leaf: Any) -> Any:
+    # A weak type that leaves where a strong one entered would compile the next call again.
+    if isinstance(leaf, jax.Array) and leaf.weak_type:
+        return jax.lax.convert_element_type(leaf, leaf.dtype)
+    return leaf
+
+
+def _outputs(name: str, kind: str, tree: Any) -> list[verify.Output]:
+    return [
+        verify.Output(
+            name + jax.tree_util.keystr(path),
+            kind,
+            f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}",
+        )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]

@@ -1,0 +1,116 @@
+"""What the step being traced knows: its data axis, its rows, and how much they weigh."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdp import axis
+from jdp.axis import AxisName
+
+
+@dataclass(frozen=True)
+class Scope:
+    """One trace of a step, on one rank.
+
+    Attributes:
+      axis_name: the data axis of the step.
+      num_rows: rows of the batch on this rank, None if the batch is empty.
+      weight_fn: gives the weight of a batch, or None where every row counts the same.
+      weight: `[]` float32, of this rank's rows; None without `weight_fn`.
+      total: `[]` float32, sum of `weight` over ranks; None where it was not taken yet.
+      marked: paths of the gradients that were marked for reduction in this trace.
+    """
+
+    axis_name: tuple[str, ...]
+    num_rows: int | None = None
+    weight_fn: Callable[[Any], jax.Array] | None = None
+    weight: jax.Array | None = None
+    total: jax.Array | None = None
+    marked: set[str] = field(default_factory=set)
+
+
+_scope: ContextVar[Scope | None] = ContextVar("jdp_scope", default=None)
+
+
+def current(axis_name: AxisName) -> Scope | None:
+    """Give the scope of the step being traced, if it is one over `axis_name`."""
+    scope = _scope.get()
+    return scope if scope is not None and scope.axis_name == axis.names(axis_name) else None
+
+
+def innermost() -> Scope | None:
+    """Give the scope of the step being traced, whatever its axis."""
+    return _scope.get()
+
+
+def share_of(weight: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Give this rank's share of the weight of all ranks: `[]` float32 in 0 to 1.
+
+    A batch of which nothing counts at all gives 0, not 0 / 0.
+    """
+    scope = current(axis_name)
+    if scope is not None and weight is scope.weight and scope.total is not None:
+        total = scope.total  # Summed once, at the start of the step.
+    else:
+        total = total_weight(weight, axis_name)
+    weight = jnp.asarray(weight, jnp.float32)
+    return jnp.where(total > 0, weight / jnp.where(total > 0, total, 1), 0)
+
+
+def total_weight(weight: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Sum a weight over the ranks: `[]` float32."""
+    weight = jnp.asarray(weight, jnp.float32)
+    return lax.psum(weight, axis.names(axis_name)) if axis.is_bound(axis_name) else weight
+
+
+def weight_of(weight_fn: Callable[[Any], Any], batch: Any) -> jax.Array:
+    """Weigh a batch: `[]` float32, at least 0.
+
+    Raises:
+      ValueError: if `weight_fn` gives anything but one number.
+    """
+    weight = jnp.asarray(weight_fn(batch))
+    if weight.shape or jnp.issubdtype(weight.dtype, jnp.complexfloating):
+        raise ValueError(
+            f"weight= gave {weight.dtype}{list(weight.shape)}, but the weight of a batch is one real "
+            'number. Write for instance weight=lambda batch: batch["mask"].sum().'
+        )
+    return weight.astype(jnp.float32)
+
+
+@contextlib.contextmanager
+def entered(
+    axis_name: AxisName,
+    batch: Any,
+    weight_fn: Callable[[Any], Any] | None,
+    *,
+    nested: bool = False,
+) -> Iterator[Scope]:
+    """Trace what stands inside as a step over `axis_name` on this rank's `batch`.
+
+    Args:
+      axis_name: the data axis of the step.
+      batch: this rank's rows.
+      weight_fn: weighs a batch, None where every row counts the same.
+      nested: `batch` is a micro-batch; its weight is summed over ranks only where it is used.
+    """
+    leaves = jax.tree.leaves(batch)
+    weight = None if weight_fn is None else weight_of(weight_fn, batch)
+    scope = Scope(
+        axis_name=axis.names(axis_name),
+        num_rows=jnp.shape(leaves[0])[0] if leaves else None,
+        weight_fn=weight_fn,
+        weight=weight,
+        total=None if weight is None or nested else total_weight(weight, axis_name),
+    )
+    token = _scope.set(scope)
+    try:
+        yield scope
+    finally:
+        _scope.reset(token)

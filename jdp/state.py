@@ -1,0 +1,174 @@
+"""`TrainState`: what a step reads and writes, the same on every rank."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jdp import axis, mesh, optimizer, processes
+from jdp.optimizer import Replicated
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Parameters, optimizer state and step number: a pytree, the same on every rank.
+
+    Attributes:
+      step: `[]` int32, optimizer steps done.
+      params: the parameters, an ordinary tree of arrays, inside a step and outside.
+      opt_state: state of `tx`, of the parameters that train.
+      model_state: what the model carries beside parameters, such as batch statistics.
+      seed: `[]` uint32, what `key` and `shared_key` are made from.
+      tx: the optimizer, `jdp.replicated(...)`. Not a leaf.
+      trainable: for each leaf of `params` whether it trains. Not a leaf.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    model_state: Any
+    seed: jax.Array
+    tx: Replicated = dataclasses.field(metadata={"static": True})
+    trainable: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls,
+        params: Any,
+        tx: Replicated,
+        *,
+        model_state: Any = None,
+        trainable: Any = None,
+        seed: int = 0,
+        broadcast: bool = False,
+    ) -> "TrainState":
+        """Make the state of step 0, on the mesh of `jdp.init()` if there is one.
+
+        Args:
+          params: tree of arrays. Leaves that are not inexact (integers) never train.
+          tx: the optimizer, `jdp.replicated(...)` outermost.
+          model_state: tree of arrays that the step carries along, or None.
+          trainable: which parameters train: a tree of bools like `params` or a prefix of it, or
+            `(path, leaf) -> bool` with path as in `"['encoder']['kernel']"`. Default: all. The
+            gradients of the others are never reduced, and the optimizer never sees them.
+          seed: where `key` and `shared_key` start, 0 <= seed < 2**32.
+          broadcast: several processes: take the values of process 0. Otherwise
+            all processes must give the same ones.
+
+        Returns:
+          The state. The arrays given are copied, never donated.
+
+        Raises:
+          TypeError: if `tx` is not wrapped.
+          ValueError: if processes give different values (naming the leaf), if nothing trains, or
+            if `params` and `model_state` lie on different meshes.
+
+        >>> import jax.numpy as jnp, optax, jdp
+        >>> state = jdp.TrainState.create({"w": jnp.ones(2)}, jdp.replicated(optax.sgd(0.5)))
+        >>> state.apply_gradients({"w": jnp.array([1.0, 2.0])}).params["w"]
+        Array([0.5, 0. ], dtype=float32)
+        """
+        optimizer.require_outermost(tx)
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"seed must be 0 <= seed < 2**32, got {seed}.")
+        given = {"params": params, "model_state": model_state}
+        given = mesh.placed(processes.agreed(given, broadcast=broadcast), tx.axis_name)
+        params = given["params"]
+        flags = _flags(params, trainable)
+        state = cls(
+            step=np.int32(0),
+            params=params,
+            opt_state=tx.init(_select(params, flags)),
+            model_state=given["model_state"],
+            seed=np.uint32(seed),
+            tx=tx,
+            trainable=flags,
+        )
+        return mesh.placed(state, tx.axis_name)
+
+    def apply_gradients(self, grads: Any, *, synced: bool = False, **extra: Any) -> "TrainState":
+        """Reduce the gradients over ranks, let the optimizer step, count the step.
+
+        Args:
+          grads: tree like `params`: this rank's own gradient of its mean loss.
+          synced: `grads` are means over ranks already, from `jdp.sync_gradients` or the
+            gradient of a `jdp.global_mean` loss.
+          **extra: handed to the optimizer: `value=`, `value_fn=`, ...
+
+        Returns:
+          The next state.
+        """
+        params = _select(self.params, self.trainable)
+        updates, opt_state = self.tx.update(
+            _select(grads, self.trainable), self.opt_state, params, synced=synced, **extra
+        )
+        params = _merge(optax.apply_updates(params, updates), self.params, self.trainable)
+        return self.replace(step=self.step + 1, params=params, opt_state=opt_state)
+
+    def replace(self, **changes: Any) -> "TrainState":
+        """Give a state with some fields changed: EMA, clipped weights, new batch statistics."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def key(self) -> jax.Array:
+        """This rank's random key of this step (dropout, augmentation): a typed key, `[]`."""
+        return jax.random.fold_in(self._step_key(), 1 + axis.rank(self.tx.axis_name))
+
+    @property
+    def shared_key(self) -> jax.Array:
+        """The random key of this step that is the same on every rank: a typed key, `[]`."""
+        return jax.random.fold_in(self._step_key(), 0)
+
+    def _step_key(self) -> jax.Array:
+        return jax.random.fold_in(jax.random.key(self.seed), self.step)
+
+
+def _flags(params: Any, trainable: Any) -> tuple[bool, ...]:
+    named, _ = jax.tree_util.tree_flatten_with_path(params)
+    if trainable is None:
+        chosen = [True] * len(named)
+    elif callable(trainable):
+        chosen = [bool(trainable(jax.tree_util.keystr(path), leaf)) for path, leaf in named]
+    else:
+        spread = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: flag, part), trainable, params)
+        chosen = [bool(flag) for flag in jax.tree.leaves(spread)]
+    flags = tuple(
+        flag and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+        for flag, (_, leaf) in zip(chosen, named, strict=True)
+    )
+    if not any(flags):
+        raise ValueError(
+            f"none of the {len(flags)} leaves of params trains: the step would change nothing. "
+            "Give float parameters, and a trainable= that selects some of them."
+        )
+    return flags
+
+
+def _select(tree: Any, flags: tuple[bool, ...]) -> Any:
+    # A leaf that does not train becomes None, which is no leaf: optax never sees it.
+    if all(flags):
+        return tree
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+    if len(leaves) != len(flags):
+        raise ValueError(
+            f"the gradients have {len(leaves)} leaves and params have {len(flags)}: "
+            "differentiate with respect to state.params as a whole; "
+            "frozen parameters are left out afterwards."
+        )
+    return jax.tree.unflatten(treedef, [x if flag else None for x, flag in zip(leaves, flags)])
+
+
+def _merge(new: Any, old: Any, flags: tuple[bool, ...]) -> Any:
+    if all(flags):
+        return new
+    updated = iter(jax.tree.leaves(new))
+    leaves, treedef = jax.tree.flatten(old)
+    return jax.tree.unflatten(
+        treedef, [next(updated) if flag else x for x, flag in zip(leaves, flags, strict=True)]
+    )

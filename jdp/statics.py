@@ -1,0 +1,63 @@
+"""Leaves that are no arrays (activation functions, names) pass through a step as they are."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, jax.ShapeDtypeStruct)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tree whose leaves are only the arrays; the other leaves are part of its structure.
+
+    JAX compiles for a structure, so another activation function is another program.
+    """
+
+    arrays: list[Any]
+    treedef: Any
+    others: tuple[tuple[int, Any], ...]  # (position among all leaves, leaf)
+
+
+jax.tree_util.register_pytree_with_keys(
+    Held,
+    lambda held: (
+        [(jax.tree_util.SequenceKey(i), x) for i, x in enumerate(held.arrays)],
+        (held.treedef, held.others),
+    ),
+    lambda aux, arrays: Held(list(arrays), *aux),
+)
+
+
+def hold(tree: Any) -> Any:
+    """Make every leaf an array: `tree` itself if they are, else a `Held`.
+
+    Raises:
+      TypeError: if a leaf that is no array cannot be hashed.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    others = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, _ARRAYS))
+    if not others:
+        return tree
+    for _, leaf in others:
+        try:
+            hash(leaf)
+        except TypeError as error:
+            raise TypeError(
+                f"the state holds a {type(leaf).__name__}, which is neither an array nor hashable: "
+                "JAX could not tell when to compile again. Keep it outside the state."
+            ) from error
+    positions = {i for i, _ in others}
+    return Held([x for i, x in enumerate(leaves) if i not in positions], treedef, others)
+
+
+def restore(tree: Any) -> Any:
+    """Invert `hold`."""
+    if not isinstance(tree, Held):
+        return tree
+    leaves = list(tree.arrays)
+    for i, leaf in tree.others:  # in rising order, so each lands where it was
+        leaves.insert(i, leaf)
+    return jax.tree.unflatten(tree.treedef, leaves)

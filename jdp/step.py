@@ -1,0 +1,289 @@
+"""`train_step` and `eval_step`: run a function of one rank on every rank of the mesh."""
+
+import functools
+import inspect
+import operator
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdp import axis, mesh, metrics, optimizer, statics
+from jdp.axis import AxisName
+from jdp.batch import place_batch
+from jdp.program import Program
+
+# XLA's CPU client before JAX 0.11 hangs for good with more than about 30 undrained steps on all
+# of its devices; elsewhere a few steps in flight are enough to hide dispatch.
+_MAX_IN_FLIGHT = 8
+
+
+def train_step(
+    fn: Callable[..., Any] | None = None,
+    *,
+    axis_name: AxisName = "data",
+    weight: Callable[[Any], Any] | None = None,
+    donate: bool = True,
+) -> Any:
+    """Run a training step on every rank of the mesh, each on its own rows of the batch.
+
+    Inside, write plain JAX. Before a step runs for the first time, its traced program is
+    proved to leave the same state on every rank, with no gradient reduced twice and no rank
+    waiting for another; a program of which that is not true is refused.
+
+    Args:
+      fn: `fn(state, batch, *rest) -> (state, metrics)`. `state`: any pytree, the same on every
+        rank. `batch`: a tree of arrays, split over ranks on their first dim. `rest`: the same on
+        every rank (a key, a temperature, a teacher's parameters). `metrics`: a tree; float
+        scalars are averaged over ranks, see also `jdp.sum_over_ranks` and `jdp.rows`.
+      axis_name: the data axis of the mesh: a name, or a tuple of names.
+      weight: `weight(batch) -> []`, how much this rank's rows count, for instance
+        `lambda batch: batch["mask"].sum()`. Gradients, accumulation, metrics and
+        `jdp.mean_over_ranks` are then sum(w * x) / sum(w); weight 0 contributes nothing, even NaN.
+      donate: reuse the memory of the state that goes in for the one that comes out.
+
+    Returns:
+      `step(state, batch, *rest) -> (state, metrics)`, which takes global batches and returns
+      without waiting for the devices. `step.lower(...)` gives the program.
+
+    Raises:
+      ValueError: from the first call with new shapes, if the program is not the same training
+        on every rank; if rows do not divide by the ranks; if a buffer was donated before.
+
+    >>> import jax, jax.numpy as jnp, optax, jdp
+    >>> mesh = jdp.init(cpu_ranks=2)
+    >>> state = jdp.TrainState.create({"w": jnp.zeros(())}, jdp.replicated(optax.sgd(0.1)))
+    >>> @jdp.train_step
+    ... def step(state, batch):
+    ...     loss_fn = lambda params: jnp.mean((params["w"] - batch) ** 2)
+    ...     loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    ...     return state.apply_gradients(grads), {"loss": loss}
+    >>> state, metrics = step(state, jnp.array([1.0, 2.0, 3.0, 6.0]))
+    >>> float(state.params["w"]), float(metrics["loss"])
+    (0.6000000238418579, 12.5)
+    """
+    options = dict(axis_name=axis_name, weight=weight, donate=donate, returns_state=True)
+    return Step(fn, **options) if fn is not None else functools.partial(Step, **options)
+
+
+def eval_step(
+    fn: Callable[..., Any] | None = None,
+    *,
+    axis_name: AxisName = "data",
+    weight: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Run an evaluation step on every rank of the mesh, each on its own rows of the batch.
+
+    Args:
+      fn: `fn(state, batch, *rest) -> metrics`, as for `train_step`; nothing is donated.
+      axis_name: the data axis of the mesh: a name, or a tuple of names.
+      weight: `weight(batch) -> []`, how much this rank's rows count.
+
+    Returns:
+      `step(state, batch, *rest) -> metrics`; `jdp.evaluate` runs it over a whole set.
+
+    Raises:
+      ValueError: as from `train_step`.
+
+    >>> import jax.numpy as jnp, jdp
+    >>> mesh = jdp.init(cpu_ranks=2)
+    >>> @jdp.eval_step
+    ... def measure(params, batch):
+    ...     return {"mean": batch.mean() * params, "doubled": jdp.rows(2 * batch)}
+    >>> metrics = measure(jnp.float32(10.0), jnp.arange(4.0))
+    >>> float(metrics["mean"]), metrics["doubled"].tolist()
+    (15.0, [0.0, 2.0, 4.0, 6.0])
+    """
+    options = dict(axis_name=axis_name, weight=weight, donate=False, returns_state=False)
+    return Step(fn, **options) if fn is not None else functools.partial(Step, **options)
+
+
+class Step:
+    """A decorated step: places its arguments, then runs the `Program` of the state's mesh."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        axis_name: AxisName,
+        weight: Callable[[Any], Any] | None,
+        donate: bool,
+        returns_state: bool,
+    ):
+        functools.update_wrapper(self, fn)
+        self.axis_name = axis.names(axis_name)
+        self.weight = weight
+        self.donate = donate
+        self.returns_state = returns_state
+        self._fn = fn
+        self._signature = inspect.signature(fn)
+        self._state_name = next(iter(self._signature.parameters), "state")
+        self._programs: dict[Mesh, Program] = {}
+        self._returned: list[weakref.ref] = []  # leaves of the last state: placed, not aliased
+        self._in_flight: deque[tuple[int, jax.Array]] = deque()
+        self._num_calls = 0
+        self._holds_others = False  # whether the state has leaves that are no arrays
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step: `(state, metrics)`, or the metrics of an `eval_step`."""
+        state, reported, _ = self.run(*args, **kwargs)
+        reported = metrics.unmarked(reported)
+        return (state, reported) if self.returns_state else reported
+
+    def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, jax.Array]:
+        """Run one step: `(state, metrics, weight)`.
+
+        Returns:
+          The state, None for an `eval_step`; the metrics, with `jdp.rows` still marked; and the
+          weight of the global batch: `[]` float32, its rows where nothing weighs them.
+        """
+        program, args = self._prepare(args, kwargs)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
+            state, reported, weight = program(*args)  # inside a jit or scan of the caller's
+            return statics.restore(state), reported, weight
+        self._num_calls += 1
+        try:
+            state, reported, weight = program(*args)
+        except jax.errors.JaxRuntimeError as error:
+            raise self._failed(self._num_calls) from error
+        self._returned = [weakref.ref(leaf) for leaf in jax.tree.leaves(state)]
+        self._bound_in_flight(weight)
+        return statics.restore(state), reported, weight
+
+    def without_donation(self) -> "Step":
+        """Give the same step, leaving whole the state that goes in."""
+        return Step(
+            self._fn,
+            axis_name=self.axis_name,
+            weight=self.weight,
+            donate=False,
+            returns_state=self.returns_state,
+        )
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Trace, prove and lower the step for these arguments: arrays or `ShapeDtypeStruct`s."""
+        program, args = self._prepare(args, kwargs)
+        return program.trace(*args).lower()
+
+    def _prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Program, tuple]:
+        args = self._signature.bind(*args, **kwargs).args
+        if len(args) < 2:
+            raise TypeError(
+                f"`{self.__name__}` got {len(args)} argument(s), but takes a state and a batch."
+            )
+        state, batch, *rest = args
+        if self._holds_others:
+            state = statics.hold(state)
+        leaves = jax.tree.leaves(state)
+        where = mesh.mesh_of(leaves, self.axis_name)
+        if not self._is_returned(leaves):
+            state = self._admit(state, where)
+        program = self._programs.get(where)
+        if program is None:
+            program = self._programs[where] = self._new_program(state, where)
+        batch = place_batch(batch, where, self.axis_name)
+        rest = [_place_rest(arg, where) for arg in rest]
+        if self.donate and rest:
+            rest = _unshared(rest, jax.tree.leaves(state))
+        return program, (state, batch, *rest)
+
+    def _is_returned(self, leaves: list[Any]) -> bool:
+        # What the last call returned is placed and shares no buffers: nothing to look at.
+        return len(leaves) == len(self._returned) and all(
+            map(operator.is_, (ref() for ref in self._returned), leaves)
+        )
+
+    def _admit(self, state: Any, where: Mesh) -> Any:
+        """Place a state that did not come from this step, and copy what is aliased in it."""
+        self._require_alive(state)
+        held = statics.hold(state)
+        self._holds_others = held is not state or isinstance(state, statics.Held)
+        state = mesh.placed(held, self.axis_name, where)
+        if not self.donate:
+            return state
+        leaves, treedef = jax.tree.flatten(state)
+        seen: set[Any] = set()
+        for i, leaf in enumerate(leaves):
+            buffer = _buffer(leaf)
+            if buffer in seen:  # Donated twice it would crash JAX 0.10.
+                leaves[i] = jnp.copy(leaf)
+            seen.add(buffer)
+        return jax.tree.unflatten(treedef, leaves)
+
+    def _require_alive(self, state: Any) -> None:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+            if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
+                continue
+            if leaf.is_deleted():
+                raise ValueError(
+                    f"`{self._state_name}{jax.tree_util.keystr(path)}` was donated to an earlier step and "
+                    f"is gone. Go on with the state that `{self.__name__}` returned, give a copy "
+                    "(jax.tree.map(jnp.copy, state)), or decorate with donate=False."
+                )
+
+    def _new_program(self, state: Any, where: Mesh) -> Program:
+        inside = optimizer.misplaced(statics.restore(state))
+        if inside and self.returns_state:
+            raise ValueError(
+                f"`{self._state_name}{inside[0]}` is the state of jdp.replicated inside "
+                "another optax transformation: clipping or scaling around it sees each rank's own "
+                "gradient, which is not what one device computes. "
+                "Write jdp.replicated(optax.chain(...)), outermost."
+            )
+        return Program(
+            self._fn,
+            where,
+            self.axis_name,
+            weight_fn=self.weight,
+            returns_state=self.returns_state,
+            donate=self.donate,
+        )
+
+    def _bound_in_flight(self, weight: jax.Array) -> None:
+        self._in_flight.append((self._num_calls, weight))
+        if len(self._in_flight) <= _MAX_IN_FLIGHT:
+            return
+        number, weight = self._in_flight.popleft()
+        try:
+            weight.block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            raise self._failed(number) from error
+
+    def _failed(self, number: int) -> RuntimeError:
+        self._in_flight.clear()
+        gone = (
+            "Its state was donated and is gone: restore the last checkpoint, or train with donate=False."
+            if self.donate
+            else "The state that went in is still whole."
+        )
+        return RuntimeError(f"call {number} of `{self.__name__}` failed while it ran. {gone}")
+
+def _place_rest(arg: Any, where: Mesh) -> Any:
+    # An array committed to one device would not go together with the mesh; JAX itself copies
+    # everything else to where it is needed.
+    def place(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+            return leaf
+        if len(leaf.sharding.device_set) == 1 and leaf.committed and where.size > 1:
+            return jax.device_put(leaf, NamedSharding(where, PartitionSpec()))
+        return leaf
+
+    return jax.tree.map(place, arg)
+
+
+def _unshared(rest: list[Any], donated: list[Any]) -> list[Any]:
+    """Copy those of the further arguments that are leaves of the state, which is donated."""
+    ids = {id(leaf) for leaf in donated}
+    return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in ids else leaf, rest)
+
+
+def _buffer(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not leaf.size:
+        return id(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        leaf = jax.random.key_data(leaf)
+    return leaf.addressable_shards[0].data.unsafe_buffer_pointer()

@@ -1,0 +1,121 @@
+"""Local gradients in, their mean over ranks out: the only place that scales."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jdp import axis, buckets, collectives, scope
+from jdp.axis import AxisName
+from jdp.collectives import AllReduce
+from jdp.mark import mark
+
+# Measured on CPU, where XLA merges the buckets of `collectives.xla` anyway; see
+# benchmarks/results. A GPU hides all but the last bucket, so it wants them small.
+BUCKET_BYTES = 4 * buckets.MiB
+
+
+def sync_gradients(
+    grads: Any,
+    *,
+    weight: jax.Array | None = None,
+    axis_name: AxisName = "data",
+    all_reduce: AllReduce = collectives.xla,
+    bucket_bytes: int = BUCKET_BYTES,
+    mean: bool = True,
+    mesh: Mesh | None = None,
+) -> Any:
+    """Average a tree of gradients over ranks, in buckets, last leaf first.
+
+    `replicated(tx)` calls it for you. Call it yourself for a metric of the mean gradient, then
+    hand that on with `state.apply_gradients(grads, synced=True)`; or in a `shard_map` or `pmap`
+    of your own.
+
+    Args:
+      grads: tree of float arrays: each rank's own gradient, of the mean loss over its rows.
+      weight: `[]`, >= 0, how much this rank's rows count, for instance `mask.sum()`; a rank of
+        weight 0 contributes nothing, even NaN. Default: that of the step
+        (`train_step(weight=...)`), else every rank the same.
+      axis_name: the data axis: a name, or a tuple of names.
+      all_reduce: the algorithm, from `jdp.collectives`.
+      bucket_bytes: capacity of one bucket in bytes, > 0. A leaf is never split.
+      mean: divide by the number of ranks, or by the sum of weights; False gives sum(w * g).
+      mesh: where the axis lies. For algorithms that depend on which devices share a host; only
+        an abstract mesh can be seen from inside a `shard_map`.
+
+    Returns:
+      A tree like `grads`, equal bits on every rank. Where no axis is bound there is one rank.
+
+    Raises:
+      ValueError: if JAX has summed a leaf already (in a `shard_map` with check_vma=True), or
+        only another axis is bound.
+      TypeError: if a leaf is no float: an integer, float0 or complex gradient.
+
+    >>> import jax, jax.numpy as jnp, jdp
+    >>> local = {"w": jnp.array([[1.0, 2.0], [3.0, 6.0]])}        # a row for each of two ranks
+    >>> jax.vmap(jdp.sync_gradients, axis_name="data")(local)["w"]
+    Array([[2., 4.],
+           [2., 4.]], dtype=float32)
+    """
+    del mesh  # No algorithm asks yet: psum and the ring run on any devices.
+    named, treedef = jax.tree_util.tree_flatten_with_path(grads)
+    paths = [jax.tree_util.keystr(path) for path, _ in named]
+    leaves = [_require_float(path, leaf) for path, (_, leaf) in zip(paths, named, strict=True)]
+    bound = axis.is_bound(axis_name)
+    if bound:
+        _require_local(paths, leaves, axis_name)
+    step = scope.current(axis_name)
+    if weight is None and step is not None:
+        weight = step.weight
+    if step is not None:
+        step.marked.update(paths)
+    axes = axis.names(axis_name)
+    leaves = [
+        mark(leaf, kind="local", path=path, axes=axes)
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
+    scale = 1.0
+    if weight is not None:
+        # Divided before the sum, or float16 would overflow; where, since 0 * NaN is NaN.
+        share = scope.share_of(weight, axis_name) if mean else weight
+        leaves = [jnp.where(share > 0, leaf * share, 0).astype(leaf.dtype) for leaf in leaves]
+    elif mean:
+        scale = 1.0 / axis.size(axis_name)
+    if bound:
+        plan = buckets.plan(leaves, bucket_bytes)
+        reduced = all_reduce([[leaves[i] for i in bucket] for bucket in plan], axes, scale=scale)
+        for bucket, values in zip(plan, reduced, strict=True):
+            for i, value in zip(bucket, values, strict=True):
+                leaves[i] = value
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _require_float(path: str, leaf: Any) -> jax.Array:
+    dtype = jnp.result_type(leaf)
+    if dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jnp.integer) or dtype == bool:
+        raise TypeError(
+            f"the gradient of `{path}` is {dtype}{list(jnp.shape(leaf))}: integers have no gradient, and "
+            "their mean would be wrong. Differentiate only float leaves; "
+            "TrainState leaves integer parameters alone."
+        )
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(
+            f"the gradient of `{path}` is {dtype}{list(jnp.shape(leaf))}: JAX's gradient of a complex "
+            "parameter is the conjugate of the direction of descent, which is easy to get wrong. "
+            "Keep the real and imaginary parts as two float parameters."
+        )
+    return jnp.asarray(leaf)
+
+
+def _require_local(paths: list[str], leaves: list[jax.Array], axis_name: AxisName) -> None:
+    if not axis.is_typed(axis_name):
+        return
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not set(axis.names(axis_name)) <= axis.varying_axes(leaf):
+            raise ValueError(
+                f"the gradient of `{path}` {leaf.dtype}{list(leaf.shape)} was already summed over "
+                f"{axis_name!r} by JAX, as shard_map(check_vma=True) does for parameters that do not "
+                f"vary: averaging it again would leave it {axis.size(axis_name)} times too large. "
+                "Write jdp.value_and_grad(loss_fn)(params, batch), which keeps it local."
+            )
