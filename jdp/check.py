@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -124,6 +125,12 @@ def _on(start: Any, where: Mesh) -> Any:
     return statics.restore(jax.device_put(start, sharding, may_alias=False))
 
 
+def _numbers(leaf: Any) -> np.ndarray:
+    if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf, np.float64)
+
+
 def _first_rank(ranks: Mesh, axis_name: tuple[str, ...]) -> Mesh:
     corner = tuple(
         slice(0, 1) if name in axis_name else slice(None) for name in ranks.axis_names
@@ -139,7 +146,7 @@ def _compare(start: Any, one: Any, many: Any, tolerance: float) -> list[LeafDiff
         jax.tree.leaves(many),
         strict=True,
     ):
-        old, a, b = (np.asarray(x, np.float64) for x in (old, a, b))
+        old, a, b = (_numbers(x) for x in (old, a, b))
         found.append(
             LeafDifference(
                 path=f"state{jax.tree_util.keystr(path)}",

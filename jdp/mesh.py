@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -137,15 +138,20 @@ def replicate(leaves: list[Any], mesh: Mesh) -> list[jax.Array]:
     sharding = NamedSharding(mesh, PartitionSpec())
     if not sharding.is_fully_addressable:
         # device_put would compare the values over all processes, leaf by leaf.
-        values = [np.asarray(leaf) for leaf in leaves]
-        return [
-            jax.make_array_from_callback(value.shape, sharding, lambda index, v=value: v[index])
-            for value in values
-        ]
+        return [_replicate_here(leaf, sharding) for leaf in leaves]
     # Numbers become arrays of a strong type: a weak one would change at the first step, and
     # the step would compile twice.
-    strong = [leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for leaf in leaves]
+    # A copy first, since device_put keeps the caller's own buffer on the device it came from.
+    strong = [jnp.copy(x) if isinstance(x, jax.Array) else np.asarray(x) for x in leaves]
     return jax.device_put(strong, sharding, may_alias=False)
+
+
+def _replicate_here(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = _replicate_here(jax.random.key_data(leaf), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    value = np.asarray(leaf)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
 def _is_away(path: tuple, leaf: Any, mesh: Mesh, axis_name: AxisName) -> bool:

@@ -1,6 +1,7 @@
 """Optimizers for data-parallel training: optax transformations that reduce gradients first."""
 
-from typing import Any, NamedTuple
+import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +10,6 @@ import optax
 from jdp import axis, buckets, collectives, sync
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce
-
-
-class ReplicatedState(NamedTuple):
-    """State of `replicated(tx)`, the same on every rank.
-
-    Its type says where in a state the reduction stands: `train_step` refuses one that lies
-    inside the state of another transformation.
-    """
-
-    inner: Any
 
 
 class Replicated(optax.GradientTransformationExtraArgs):
@@ -59,7 +50,8 @@ def replicated(
       already and hands them straight to `tx`.
 
     Raises:
-      ValueError: from `update`, if a gradient's shape is not its parameter's.
+      ValueError: from `update`, if a gradient's shape is not its parameter's, or another optax
+        transformation stands around this one.
 
     >>> import optax, jax.numpy as jnp
     >>> tx = replicated(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
@@ -72,12 +64,10 @@ def replicated(
     buckets.plan([], bucket_bytes)  # Both complain here, not at the first step.
     wrapped = optax.with_extra_args_support(tx)
 
-    def init(params: Any) -> ReplicatedState:
-        return ReplicatedState(wrapped.init(params))
-
     def update(
-        grads: Any, state: ReplicatedState, params: Any = None, *, synced: bool = False, **extra: Any
-    ) -> tuple[Any, ReplicatedState]:
+        grads: Any, state: Any, params: Any = None, *, synced: bool = False, **extra: Any
+    ) -> tuple[Any, Any]:
+        _require_outermost_call(sys._getframe(1).f_globals.get("__name__", ""))
         if params is not None:
             _require_shapes(grads, params)
         if not synced:
@@ -88,10 +78,9 @@ def replicated(
                 bucket_bytes=bucket_bytes,
                 mean=mean,
             )
-        updates, inner = wrapped.update(grads, state.inner, params, **extra)
-        return updates, ReplicatedState(inner)
+        return wrapped.update(grads, state, params, **extra)
 
-    return Replicated(init, update, axis_name)
+    return Replicated(wrapped.init, update, axis_name)
 
 
 def require_outermost(tx: Any) -> None:
@@ -110,41 +99,15 @@ def require_outermost(tx: Any) -> None:
     )
 
 
-def misplaced(state: Any) -> list[str]:
-    """Find `ReplicatedState`s that lie inside the state of another optax transformation.
-
-    `chain(clip_by_global_norm(1), replicated(sgd))` clips each rank's own gradient: no error,
-    another result. Its state shows it, whoever built it.
-
-    Returns:
-      Their paths, as in `.opt_state[1]`.
-    """
-    found: list[str] = []
-
-    def visit(path: tuple, node: Any, inside: bool) -> None:
-        if isinstance(node, ReplicatedState):
-            if inside:
-                found.append(jax.tree_util.keystr(path))
-            return
-        children = _children(node)
-        # optax.chain keeps its parts in a plain tuple: known by a neighbour from optax.
-        around = _is_optax_state(node) or (
-            type(node) is tuple and any(_is_optax_state(child) for _, child in children)
+def _require_outermost_call(caller: str) -> None:
+    # By who calls, and not by where its state lies in a state: nnx keeps no such types.
+    if caller.split(".")[0] == "optax":
+        raise ValueError(
+            f"jdp.replicated(...) is called by {caller}: it stands inside another optax "
+            "transformation. Clipping or scaling around it would see each rank's own gradient, "
+            "which is not what one device computes. Write jdp.replicated(optax.chain(...)), "
+            "outermost."
         )
-        for key, child in children:
-            visit((*path, key), child, inside or around)
-
-    visit((), state, False)
-    return found
-
-
-def _children(node: Any) -> list[tuple[Any, Any]]:
-    one_level = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
-    return [(path[0], child) for path, child in one_level if path]
-
-
-def _is_optax_state(node: Any) -> bool:
-    return isinstance(node, tuple) and type(node).__module__.split(".")[0] == "optax"
 
 
 def _require_shapes(grads: Any, params: Any) -> None:

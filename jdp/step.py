@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp import axis, mesh, metrics, optimizer, statics
+from jdp import axis, mesh, metrics, statics
 from jdp.axis import AxisName
 from jdp.batch import place_batch
 from jdp.program import Program
@@ -184,7 +184,7 @@ class Step:
             state = self._admit(state, where)
         program = self._programs.get(where)
         if program is None:
-            program = self._programs[where] = self._new_program(state, where)
+            program = self._programs[where] = self._new_program(where)
         batch = place_batch(batch, where, self.axis_name)
         rest = [_place_rest(arg, where) for arg in rest]
         if self.donate and rest:
@@ -225,15 +225,7 @@ class Step:
                     "(jax.tree.map(jnp.copy, state)), or decorate with donate=False."
                 )
 
-    def _new_program(self, state: Any, where: Mesh) -> Program:
-        inside = optimizer.misplaced(statics.restore(state))
-        if inside and self.returns_state:
-            raise ValueError(
-                f"`{self._state_name}{inside[0]}` is the state of jdp.replicated inside "
-                "another optax transformation: clipping or scaling around it sees each rank's own "
-                "gradient, which is not what one device computes. "
-                "Write jdp.replicated(optax.chain(...)), outermost."
-            )
+    def _new_program(self, where: Mesh) -> Program:
         return Program(
             self._fn,
             where,
