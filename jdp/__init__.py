@@ -2,17 +2,21 @@
 
 from jdp import collectives
 from jdp.check import check_step
+from jdp.data import batches, shard_batches
 from jdp.evaluate import evaluate
 from jdp.grad import global_mean, value_and_grad
 from jdp.mesh import init
 from jdp.metrics import mean_over_ranks, rows, sum_over_ranks
 from jdp.optimizer import replicated
+from jdp.sampler import Sampler
 from jdp.state import TrainState
 from jdp.step import eval_step, train_step
 from jdp.sync import sync_gradients
 
 __all__ = [
+    "Sampler",
     "TrainState",
+    "batches",
     "check_step",
     "collectives",
     "eval_step",
@@ -22,6 +26,7 @@ __all__ = [
     "mean_over_ranks",
     "replicated",
     "rows",
+    "shard_batches",
     "sum_over_ranks",
     "sync_gradients",
     "train_step",

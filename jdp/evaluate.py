@@ -71,10 +71,10 @@ def _fetch(reported: Any, weight: jax.Array, mask: Any) -> tuple[Any, float]:
     return jax.tree.map(fetch, reported, is_leaf=metrics.is_rows), float(weight)
 
 
-def _whole(values: jax.Array) -> np.ndarray:
-    if values.is_fully_addressable:
-        return np.asarray(values)
-    return multihost_utils.process_allgather(values, tiled=True)
+def _whole(values: Any) -> np.ndarray:
+    if isinstance(values, jax.Array) and not values.is_fully_addressable:
+        return multihost_utils.process_allgather(values, tiled=True)
+    return np.asarray(values)
 
 
 def _joined(parts: tuple, weights: list[float]) -> Any:

@@ -67,6 +67,8 @@ class _Ahead(Iterator[T], Generic[T]):
             del ready, error  # else this frame, in the traceback of `error`, holds `error`
 
     def close(self) -> None:
+        if self._stop.is_set():  # while the interpreter ends, `threading` may be gone already
+            return
         self._stop.set()
         self._free.release()
         if self._thread is not threading.current_thread():  # the garbage collector runs anywhere
@@ -94,7 +96,7 @@ def _produce(
 _running: "weakref.WeakSet[_Ahead[Any]]" = weakref.WeakSet()
 
 
-# A thread that still talks to a device while the interpreter shuts down would crash it.
+# A thread that still puts batches on devices while the interpreter shuts down makes it abort.
 @atexit.register
 def _close_all() -> None:
     for ahead in list(_running):

@@ -293,7 +293,7 @@ def test_refuses_a_mask_that_the_step_never_reads():
     masked = {**batch(), "mask": np.ones(24, bool)}
     with pytest.raises(ValueError, match=r"batch\['mask'\].*padding"):
         jdp.train_step(plain_step)(state(), masked)
-    with pytest.raises(ValueError, match=r"batch\[1\].*padding"):
+    with pytest.raises(ValueError, match=r"`b\[1\]`.*padding"):
         jdp.train_step(lambda s, b: plain_step(s, b[0]))(state(), (batch(), masked["mask"]))
 
 

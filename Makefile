@@ -1,0 +1,94 @@
+# Every target does all set-up itself: .venv has the newest JAX that a Python here can run,
+# .venv-oldest the oldest one that jdp supports, both pinned. A second call starts at once.
+
+JOBS ?= 2
+# An interpreter to try first, for one that is not found: make test PYTHON=/opt/python/bin/python3
+PYTHON ?=
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.SILENT:
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions
+FOR_NEWEST := $(PYTHON) python3.12 $(wildcard $(PYENV)/3.12.*/bin/python) python3.13 python3.14 \
+	python3 $(wildcard $(PYENV)/3.13.*/bin/python $(PYENV)/3.14.*/bin/python)
+FOR_OLDEST := $(PYTHON) python3.11 python3 $(wildcard $(PYENV)/3.11.*/bin/python)
+
+# Prints the first candidate that runs, has such a version and can make environments, or nothing.
+# It is asked itself: a name on the PATH may be a version manager's with no Python behind it.
+find = for python in $(1); do \
+	if "$$python" -c 'import ensurepip, sys, venv; sys.exit(not ($(2)))' 2> /dev/null; \
+	then echo "$$python"; break; fi; done
+newest = $(call find,$(FOR_NEWEST),(3, 12) <= sys.version_info < (3, 15))
+oldest = $(call find,$(FOR_OLDEST),(3, 11) <= sys.version_info < (3, 12))
+
+pip = $(1)/bin/python -m pip install -q --disable-pip-version-check --no-input
+pytest = $(1)/bin/python -m pytest -n $(JOBS) --dist loadgroup
+
+.PHONY: help demo test test-oldest lint bench clean
+
+help:  ## this list
+	sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' Makefile | expand -t 20
+
+demo: .venv/ready  ## train on handwritten digits, on 4 ranks of this machine's CPU
+	.venv/bin/python examples/digits.py
+
+test: .venv/ready  ## all tests on the newest JAX, then all but the slow ones on the oldest
+	if [ "$$(< .venv/pins)" = oldest ]; then
+		echo "No Python 3.12 to 3.14 was found: this tests the oldest JAX only."
+		$(call pytest,.venv)
+	elif [ -z "$$($(oldest))" ]; then
+		echo "No Python 3.11 was found: this tests the newest JAX only."
+		$(call pytest,.venv)
+	else
+		$(call pytest,.venv)
+		$(MAKE) --no-print-directory test-oldest
+	fi
+
+test-oldest: .venv-oldest/ready  ## all but the slow tests on the oldest JAX
+	$(call pytest,.venv-oldest) -m "not slow"
+
+lint: .venv/ready  ## ruff and pyrefly
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/pyrefly check --python-interpreter-path .venv/bin/python
+
+bench: .venv/ready  ## the step's overhead against hand-written JAX
+	.venv/bin/python benchmarks/step_overhead.py
+
+clean:  ## remove the environments and what was built
+	rm -rf .venv .venv-oldest build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# Environment, interpreter, pins. Writes the name of the pins when all are installed.
+define install
+	echo "Setting up $(1) with requirements/$(3).txt, once (about a minute)."
+	$(2) -m venv --clear $(1)
+	$(call pip,$(1)) -r requirements/$(3).txt
+	echo $(3) > $@
+endef
+
+.venv/pins: requirements/newest.txt requirements/oldest.txt
+	newest=$$($(newest)); oldest=$$($(oldest))
+	if [ -n "$$newest" ]; then
+		$(call install,.venv,"$$newest",newest)
+	elif [ -n "$$oldest" ]; then
+		$(call install,.venv,"$$oldest",oldest)
+	else
+		echo "jdp needs Python 3.11 to 3.14 with venv: apt-get install python3 python3-venv" >&2
+		exit 1
+	fi
+
+.venv-oldest/pins: requirements/oldest.txt
+	oldest=$$($(oldest))
+	[ -n "$$oldest" ] || { echo "The oldest JAX needs Python 3.11 with venv." >&2; exit 1; }
+	$(call install,.venv-oldest,"$$oldest",oldest)
+
+# jdp itself, editable: the pins hold its dependencies and what builds it.
+%/ready: %/pins pyproject.toml
+	$(call pip,$*) --no-deps --no-build-isolation -e .
+	touch $@

@@ -1,0 +1,56 @@
+import jax
+import pytest
+from processes import Processes
+
+AUTO = jax.sharding.AxisType.Auto
+
+
+def pytest_configure(config):
+    # The platform is chosen in ../conftest.py, before any backend starts; say so at once if a
+    # test run lost it, since every mesh below would fail with an obscure shape error.
+    assert jax.config.jax_num_cpu_devices == 8
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "processes" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.processes)
+            # One test process owns the children: two sets of them would compete for the cores.
+            item.add_marker(pytest.mark.xdist_group("processes"))
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip("needs a GPU: JAX_PLATFORMS=cuda,cpu pytest -m gpu")
+
+
+@pytest.fixture(scope="session")
+def make_mesh():
+    """make_mesh(n): the axis "data" over the first n CPU devices."""
+
+    def make_mesh(num_ranks):
+        devices = jax.devices("cpu")[:num_ranks]
+        return jax.make_mesh((num_ranks,), ("data",), axis_types=(AUTO,), devices=devices)
+
+    return make_mesh
+
+
+@pytest.fixture(params=[1, 2, 3, 8], ids=lambda n: f"{n}ranks")
+def mesh(request, make_mesh):
+    return make_mesh(request.param)
+
+
+@pytest.fixture(scope="session")
+def processes():
+    """processes(n).run(function, *args): calls it in n processes of 2 CPU devices each."""
+    started = {}
+
+    def processes(num_processes=2):
+        if num_processes not in started:
+            started[num_processes] = Processes(num_processes)
+        return started[num_processes]
+
+    yield processes
+    for each in started.values():
+        each.close()
