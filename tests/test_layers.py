@@ -10,16 +10,14 @@ PACKAGE = Path(__file__).parents[1] / "jdp"
 # From top to bottom: a room may import the rooms of the rows below its own. A room is a file
 # or a folder of jdp/. ARCHITECTURE.md says what each is for.
 ROOMS = (
-    ("check",),
-    ("evaluate",),
+    ("check", "evaluate"),
     ("step",),
-    ("verify",),
-    ("state",),
-    ("optimizer", "grad"),
-    ("sync", "metrics"),
-    ("collectives", "buckets", "uniformity", "data"),
-    ("sampler", "scope", "mesh"),
-    ("axis", "mark"),
+    ("program", "state"),
+    ("optimizer", "grad", "data"),
+    ("sync", "metrics", "agreement", "verify", "batch"),
+    ("placement", "scope", "collectives", "uniformity"),
+    ("mesh", "buckets"),
+    ("axis", "mark", "statics", "sampler", "prefetch", "dataset", "processes"),
 )
 # jdp/__init__.py: the public names, which may come from every room and which no room may import.
 PUBLIC = "__init__"

@@ -1,0 +1,152 @@
+"""Two processes of two devices each train as one process of four does."""
+
+import jax
+import numpy as np
+import pytest
+import training
+from processes import ProcessError
+from training import assert_close, loss_fn, plain_step, state
+
+import jdp
+
+ROWS = training.batch(num_rows=26)  # 26 rows in batches of 8: the last one has 2
+
+
+def masked_loss(p, batch):
+    losses = ((training.predict(p, batch["x"]) - batch["y"]) ** 2).mean(-1)
+    return (losses * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def run(all_reduce=jdp.collectives.xla):
+    """Train two epochs with a masked tail, then evaluate: what a process ends with."""
+    jdp.init(devices=sorted(jax.devices(), key=lambda d: (d.process_index, d.id))[:4])
+    weight = lambda batch: batch["mask"].sum()
+
+    @jdp.train_step(weight=weight)
+    def step(state, batch):
+        loss, grads = jdp.value_and_grad(masked_loss)(state.params, batch)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    @jdp.eval_step(weight=weight)
+    def measure(state, batch):
+        prediction = training.predict(state.params, batch["x"])[:, 0]
+        return {
+            "loss": masked_loss(state.params, batch),
+            "prediction": jdp.rows(prediction),
+            "rows": jdp.sum_over_ranks(batch["mask"]),
+        }
+
+    s = state(training.sgd(all_reduce=all_reduce))
+    for batch in jdp.batches(ROWS, 8, epochs=2, seed=3):
+        s, metrics = step(s, batch)
+    batches = jdp.batches(ROWS, 8, epochs=1, shuffle=False)
+    found = jdp.evaluate(measure, s, batches)
+    return training.fetched(s.params), float(metrics["loss"]), found
+
+
+def run_ring():
+    return run(jdp.collectives.ring)
+
+
+@pytest.mark.parametrize("function", [run, run_ring])
+def test_equal_one_process(processes, function):
+    params, loss, found = function()
+    for other_params, other_loss, other_found in processes(2).run(function):
+        assert_close(other_params, params)
+        np.testing.assert_allclose(other_loss, loss, rtol=1e-5)
+        assert found["rows"].sum() == other_found["rows"].sum() == 26
+        np.testing.assert_allclose(other_found["prediction"], found["prediction"], rtol=1e-4)
+        np.testing.assert_allclose(other_found["loss"], found["loss"], rtol=1e-5)
+
+
+def create(differs):
+    jdp.init()
+    p = training.params()
+    if differs and jax.process_index() == 1:
+        p["v"] = p["v"] + 1e-6
+    state_of = jdp.TrainState.create(p, training.sgd(), broadcast=differs == "broadcast")
+    return training.fetched(state_of.params)
+
+
+def test_other_initial_values_are_an_error_that_names_the_leaf(processes):
+    with pytest.raises(ProcessError, match=r"\['params'\]\['v'\].*other values on process \[1\]"):
+        processes(2).run(create, "differs")
+
+
+def test_broadcast_takes_the_values_of_process_0(processes):
+    first, second = processes(2).run(create, "broadcast")
+    assert_close(second, first, tolerance=0)
+    assert_close(first, training.params(), tolerance=0)
+
+
+def create_other_shapes():
+    jdp.init()
+    p = training.params()
+    if jax.process_index() == 1:
+        p["extra"] = np.zeros(2, np.float32)
+    jdp.TrainState.create(p, training.sgd())
+
+
+def test_another_model_on_one_process_is_an_error(processes):
+    with pytest.raises(ProcessError, match="other leaves, shapes or dtypes on process"):
+        processes(2).run(create_other_shapes)
+
+
+def step_on_host_arrays():
+    jdp.init()
+    jdp.train_step(plain_step)(state(), training.batch())
+
+
+def test_an_array_of_one_process_is_refused_as_a_batch(processes):
+    with pytest.raises(ProcessError, match=r"jdp\.shard_batches"):
+        processes(2).run(step_on_host_arrays)
+
+
+def unequal_rows():
+    jdp.init()
+    rows = 4 if jax.process_index() else 6
+    next(iter(jdp.shard_batches([training.batch(num_rows=rows)])))
+
+
+def test_other_rows_on_one_process_are_an_error_and_not_a_hang(processes):
+    with pytest.raises(ProcessError, match="rows per rank"):
+        processes(2).run(unequal_rows)
+
+
+def own_loader():
+    """Each process brings its own half of every batch."""
+    mesh = jdp.init()
+    step, s, seen = jdp.train_step(plain_step), state(), []
+    mine = slice(12 * jax.process_index(), 12 * jax.process_index() + 12)
+    loader = ({k: v[mine] for k, v in training.batch(i).items()} for i in range(3))
+    for batch in jdp.shard_batches(loader):
+        seen.append(batch["x"].shape[0])
+        s, _ = step(s, batch)
+    del mesh
+    return training.fetched(s.params), seen
+
+
+def test_a_loader_for_each_process_equals_one_loader(processes):
+    want, _ = training.train(1, jdp.train_step(plain_step), num_steps=3)
+    for params, seen in processes(2).run(own_loader):
+        assert_close(params, want.params)
+        assert seen == [24, 24, 24]
+
+
+def further_arguments():
+    jdp.init()
+
+    @jdp.train_step
+    def step(state, batch, key, scale):
+        noise = jax.random.normal(key, ())
+        grads = jax.grad(loss_fn)(state.params, batch)
+        return state.apply_gradients(grads).replace(model_state=noise * scale), {}
+
+    batches = jdp.batches(training.batch(), 8, num_steps=1)
+    s, _ = step(state(model_state=np.float32(0)), next(iter(batches)), jax.random.key(7), 2.0)
+    return float(s.model_state)
+
+
+def test_keys_and_numbers_go_to_every_process(processes):
+    want = 2 * float(jax.random.normal(jax.random.key(7), ()))
+    assert processes(2).run(further_arguments) == [want, want]
