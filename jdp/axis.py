@@ -16,16 +16,24 @@ INVARYING_GATHER_HAS_WRONG_GRADIENT = jax.__version_info__ < (0, 11, 0)
 def names(axis_name: AxisName) -> tuple[str, ...]:
     """Give the axis as a tuple of names.
 
+    Raises:
+      TypeError: if it is neither a name nor some different names.
+
     >>> names("data"), names(("replica", "fsdp"))
     (('data',), ('replica', 'fsdp'))
     """
-    found = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    if not found or not all(isinstance(name, str) for name in found):
+    found = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if (
+        not isinstance(found, Sequence)
+        or not found
+        or not all(isinstance(name, str) for name in found)
+        or len(set(found)) < len(found)  # XLA aborts the process on a repeated axis.
+    ):
         raise TypeError(
-            f"axis_name must be a name or a tuple of names, got {axis_name!r}. "
+            f"axis_name must be a name or a tuple of different names, got {axis_name!r}. "
             'Write axis_name="data", or axis_name=("replica", "fsdp").'
         )
-    return found
+    return tuple(found)
 
 
 def is_bound(axis_name: AxisName) -> bool:
@@ -45,15 +53,18 @@ def is_bound(axis_name: AxisName) -> bool:
       ValueError: if only some of the names, or only other mesh axes, are bound.
     """
     wanted = names(axis_name)
-    unbound = [name for name in wanted if not _size_or_none(name)]
+    unbound = [name for name in wanted if not _has_size(name)]
     if not unbound:
         return True
-    bound = [*jax.sharding.get_abstract_mesh().manual_axes]
-    if bound or len(unbound) < len(wanted):
+    # A vmap's own axis is found only if it was asked for: no public name lists those.
+    bound = [name for name in wanted if name not in unbound]
+    bound = bound or [*jax.sharding.get_abstract_mesh().manual_axes]
+    if bound:
         raise ValueError(
-            f"axis {unbound[0]!r} is not bound here, but {sorted({*bound, *wanted} - {*unbound})} "
-            f"is: gradients would stay local and the ranks would drift apart silently. "
-            f"Write axis_name={_spell(bound or wanted)}."
+            f"axis {unbound[0]!r} is not bound here, but {', '.join(map(repr, bound))} is: "
+            "gradients would stay local and the ranks would drift apart silently. "
+            f"Write axis_name={(bound[0] if len(bound) == 1 else tuple(bound))!r} if that is what "
+            "splits the batch."
         )
     return False
 
@@ -89,21 +100,31 @@ def as_varying(tree: Any, axis_name: AxisName) -> Any:
     """
     if not is_typed(axis_name):
         return tree
-
-    def cast(x: Any) -> Any:
-        # pcast refuses to cast what varies already.
-        missing = tuple(name for name in names(axis_name) if name not in varying_axes(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, tree)
+    return jax.tree.map(lambda x: _cast(x, names(axis_name)), tree)
 
 
-def _size_or_none(name: str) -> int | None:
+def as_typed_like(tree: Any, like: Any) -> Any:
+    """Type every leaf as varying where the same leaf of `like` varies, perhaps over more axes.
+
+    For values that a typed `shard_map` makes meet: the carry that goes into a loop and the
+    one that comes out, a parameter and its cotangent.
+
+    Args:
+      tree: tree of arrays.
+      like: tree of arrays or of what `jax.eval_shape` gives, of the same structure.
+    """
+    return jax.tree.map(lambda x, of: _cast(x, sorted(varying_axes(of))), tree, like)
+
+
+def _cast(x: Any, wanted: Sequence[str]) -> Any:
+    # pcast refuses to cast what varies already.
+    missing = tuple(name for name in wanted if name not in varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _has_size(name: str) -> bool:
     try:
-        return lax.axis_size(name)
+        lax.axis_size(name)
     except NameError:
-        return None
-
-
-def _spell(found: Sequence[str]) -> str:
-    return repr(found[0] if len(found) == 1 else tuple(found))
+        return False
+    return True

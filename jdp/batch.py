@@ -58,13 +58,14 @@ def _place_rows(name: str, leaf: Any, sharding: NamedSharding) -> Any:
 def _rows_error(name: str, shape: tuple, num_rows: int, first: tuple, num_ranks: int) -> str:
     if shape[0] != num_rows:
         return (
-            f"`{name}` has {shape[0]} rows and `batch{jax.tree_util.keystr(first)}` has {num_rows}: every "
-            "leaf of a batch has the same first dim. Give what is not per row as a further argument."
+            f"`{name}` has {shape[0]} rows and `batch{jax.tree_util.keystr(first)}` has "
+            f"{num_rows}: every leaf of a batch has the same first dim. Give what is not per row "
+            "as a further argument."
         )
     return (
-        f"`{name}` has {num_rows} rows, which do not divide by {num_ranks} ranks: ranks with fewer rows "
-        "would count for as much as the others. jdp.batches pads the last batch and masks what it "
-        f"added; or choose a batch size that is a multiple of {num_ranks}."
+        f"`{name}` has {num_rows} rows, which do not divide by {num_ranks} ranks: ranks with fewer "
+        "rows would count for as much as the others. jdp.batches pads the last batch and masks "
+        f"what it added; or choose a batch size that is a multiple of {num_ranks}."
     )
 
 
@@ -79,5 +80,5 @@ def find_mask(batch: Any) -> Any | None:
         mask = batch[-1]
     else:
         return None
-    is_mask = hasattr(mask, "dtype") and mask.dtype == bool and mask.ndim == 1
-    return mask if is_mask else None
+    is_array = isinstance(mask, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+    return mask if is_array and mask.dtype == bool and mask.ndim == 1 else None

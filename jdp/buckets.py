@@ -23,8 +23,8 @@ def plan(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], bucket_bytes: int) 
         larger gets a bucket of its own.
 
     Returns:
-      Buckets in sending order, each the positions of its leaves. Every leaf is in exactly
-      one, and a bucket holds one dtype.
+      Buckets in sending order, that in which backpropagation completes them; each the
+      positions of its leaves. Every leaf is in exactly one, and a bucket holds one dtype.
 
     Raises:
       ValueError: if `bucket_bytes` is not positive.
@@ -46,7 +46,8 @@ def plan(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], bucket_bytes: int) 
             buckets.append(bucket)
         bucket.append(i)
         filling[dtype] = bucket, used + num_bytes
-    return buckets
+    # With several dtypes a bucket that was begun early may be the last to be complete.
+    return sorted(buckets, key=lambda bucket: bucket[-1], reverse=True)
 
 
 def pack(bucket: Sequence[jax.Array]) -> jax.Array:

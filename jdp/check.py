@@ -41,7 +41,9 @@ class StepDifference:
 
     def __str__(self) -> str:
         width = max((len(leaf.path) for leaf in self.leaves[:5]), default=4)
-        lines = [f"{'leaf':{width}}  difference    allowed  change on 1 rank  on {self.num_ranks} ranks"]
+        lines = [
+            f"{'leaf':{width}}  difference    allowed  change on 1 rank  on {self.num_ranks} ranks"
+        ]
         for leaf in self.leaves[:5]:
             lines.append(
                 f"{leaf.path:{width}}  {leaf.difference:10.2e} {leaf.allowed:10.2e}"
@@ -91,8 +93,8 @@ def check_step(
     ranks = mesh.mesh_of(leaves, step.axis_name)
     if jax.process_count() > 1:
         raise ValueError(
-            f"check_step needs all ranks in one process, and {jax.process_count()} share this mesh. Run "
-            "it in one process with virtual devices: jdp.init(cpu_ranks=4)."
+            f"check_step needs all ranks in one process, and {jax.process_count()} share this "
+            "mesh. Run it in one process with virtual devices: jdp.init(cpu_ranks=4)."
         )
     step = step.without_donation()
     start, batch = jax.device_get((statics.hold(state), batch))
@@ -109,8 +111,9 @@ def check_step(
     print(found)
     if wrong:
         raise ValueError(
-            f"`{step.__name__}` does another thing on {num_ranks} ranks than on one: `{wrong[0].path}` is "
-            f"{wrong[0].difference:.2e} apart, and rounding explains {wrong[0].allowed:.2e}. {cause}"
+            f"`{step.__name__}` does another thing on {num_ranks} ranks than on one: "
+            f"`{wrong[0].path}` is {wrong[0].difference:.2e} apart, and rounding explains "
+            f"{wrong[0].allowed:.2e}. {cause}"
         )
     return found
 
@@ -132,9 +135,7 @@ def _numbers(leaf: Any) -> np.ndarray:
 
 
 def _first_rank(ranks: Mesh, axis_name: tuple[str, ...]) -> Mesh:
-    corner = tuple(
-        slice(0, 1) if name in axis_name else slice(None) for name in ranks.axis_names
-    )
+    corner = tuple(slice(0, 1) if name in axis_name else slice(None) for name in ranks.axis_names)
     return Mesh(ranks.devices[corner], ranks.axis_names, axis_types=ranks.axis_types)
 
 
@@ -168,8 +169,9 @@ def _likely_cause(wrong: list[LeafDifference], num_ranks: int, program: str) -> 
     ratios = [x.change_all / x.change_one for x in wrong if x.change_one]
     if statistics:
         return (
-            f"Batch statistics differ (`{statistics[0]}`): each rank normalises with its own rows. Give "
-            "the layer axis_name=, or accept the difference, as torch does without SyncBatchNorm."
+            f"Batch statistics differ (`{statistics[0]}`): each rank normalises with its own rows. "
+            "Give the layer axis_name=, or accept the difference, as torch does without "
+            "SyncBatchNorm."
         )
     if ratios and np.allclose(ratios, 1 / num_ranks, rtol=1e-2):
         return (
@@ -183,8 +185,8 @@ def _likely_cause(wrong: list[LeafDifference], num_ranks: int, program: str) -> 
         )
     if "threefry" in program or "rng_bit_generator" in program:
         return (
-            "The step draws random numbers: with state.key every rank draws its own (dropout, noise), "
-            "which one rank cannot repeat. Compare with them off, or with state.shared_key."
+            "The step draws random numbers: with state.key every rank draws its own (dropout, "
+            "noise), which one rank cannot repeat. Compare with them off, or with state.shared_key."
         )
     return (
         "Something in the loss is not a mean over rows: a masked mean without weight=, a norm of "

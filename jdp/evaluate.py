@@ -9,6 +9,7 @@ from jax.experimental import multihost_utils
 
 from jdp import metrics
 from jdp.batch import find_mask
+from jdp.data import Batches
 from jdp.step import Step
 
 
@@ -21,8 +22,9 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any) -> Any:
     Args:
       step: a function decorated with `jdp.eval_step`.
       state: its first argument.
-      batches: `jdp.batches(dataset, batch_size, epochs=1, shuffle=False)`, or any iterable of
-        global batches.
+      batches: `jdp.batches(dataset, batch_size, epochs=1, shuffle=False, tail="mask")`, which is
+        gone through from its first row on, or any iterable of global batches. tail="mask" gives
+        every batch a mask, also if the set divides by `batch_size`.
       *rest: its further arguments.
 
     Returns:
@@ -40,12 +42,15 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any) -> Any:
     ...     x, mask = batch["x"], batch["mask"]
     ...     return {"mean": (x * mask).sum() / mask.sum(), "x": jdp.rows(x)}
     >>> rows = {"x": np.arange(5.0, dtype="float32")}
-    >>> metrics = jdp.evaluate(measure, None, jdp.batches(rows, 4, epochs=1, shuffle=False))
+    >>> batches = jdp.batches(rows, 4, epochs=1, shuffle=False, tail="mask")
+    >>> metrics = jdp.evaluate(measure, None, batches)
     >>> float(metrics["mean"]), metrics["x"].tolist()
     (2.0, [0.0, 1.0, 2.0, 3.0, 4.0])
     """
-    fetched: list[tuple[Any, float, Any]] = []
-    waiting: tuple | None = None  # One batch behind, so that the devices never wait for us.
+    if isinstance(batches, Batches):
+        batches.position = 0
+    fetched: list[tuple[Any, float]] = []
+    waiting: Any = None  # One batch behind, so that the devices never wait for us.
     for batch in batches:
         _, reported, weight = step.run(state, batch, *rest)
         if waiting is not None:
@@ -83,5 +88,7 @@ def _joined(parts: tuple, weights: list[float]) -> Any:
     if not np.issubdtype(parts[0].dtype, np.inexact):
         return np.sum(parts, axis=0)
     # A batch in which nothing counts may well report NaN.
-    weighed = [(part.astype(np.float64), w) for part, w in zip(parts, weights, strict=True) if w > 0]
+    weighed = [
+        (part.astype(np.float64), w) for part, w in zip(parts, weights, strict=True) if w > 0
+    ]
     return sum(part * w for part, w in weighed) / sum(w for _, w in weighed)

@@ -42,7 +42,8 @@ def value_and_grad(
 
     Returns:
       `fn(params, batch, *rest) -> (loss, grads)`, or `((loss, aux), grads)`. Random keys among
-      `rest` are split over the micro-batches; everything else in it is passed to each.
+      `rest` (typed, or one raw `jax.random.PRNGKey`) are split over the micro-batches;
+      everything else in it is passed to each.
 
     Raises:
       ValueError: if the rows do not divide by `accumulate`.
@@ -73,15 +74,18 @@ def value_and_grad(
                 value, grads = differentiate(params, batch, *join(keys))
             means, rows = metrics.take_rows(value)
             means = _require_means(means)
-            return jnp.float32(1) if micro.weight is None else micro.weight, (means, grads), rows
+            counts = jnp.ones((), float) if micro.weight is None else micro.weight
+            return counts, (means, grads), rows
 
-        (means, grads), rows = _accumulate(part, micro_batches, axis_name)
+        (means, grads), rows = _accumulate(part, micro_batches)
         return metrics.put_rows(means, rows, marked=True), grads
 
     return local
 
 
-def global_mean(loss_fn: Callable[..., jax.Array], *, axis_name: AxisName = "data") -> Callable[..., jax.Array]:
+def global_mean(
+    loss_fn: Callable[..., jax.Array], *, axis_name: AxisName = "data"
+) -> Callable[..., jax.Array]:
     """Make a loss whose value and whose gradient are both means over all ranks.
 
     For library code that differentiates or compares losses by itself: line searches (L-BFGS),
@@ -106,17 +110,18 @@ def global_mean(loss_fn: Callable[..., jax.Array], *, axis_name: AxisName = "dat
     def fn(params: Any, *rest: Any) -> jax.Array:
         # rest is closed over: only params has a gradient here.
         @jax.custom_vjp
-        def value(params: Any) -> jax.Array:
-            return mean_over_ranks(loss_fn(params, *rest), axis_name=axis_name)
+        def value(p: Any) -> jax.Array:
+            return mean_over_ranks(loss_fn(p, *rest), axis_name=axis_name)
 
-        def forward(params: Any) -> tuple[jax.Array, Any]:
-            params = axis.as_varying(params, axis_name)
-            loss, grads = jax.value_and_grad(loss_fn)(params, *rest)
+        def forward(p: Any) -> tuple[jax.Array, Any]:
+            p = axis.as_varying(p, axis_name)
+            loss, grads = jax.value_and_grad(loss_fn)(p, *rest)
             loss = mean_over_ranks(loss, axis_name=axis_name)
             return loss, sync_gradients(grads, axis_name=axis_name)
 
         def backward(grads: Any, cotangent: jax.Array) -> tuple[Any]:
-            return (jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), grads),)
+            grads = jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), grads)
+            return (axis.as_typed_like(grads, params),)
 
         value.defvjp(forward, backward)
         return value(params)
@@ -138,7 +143,7 @@ def _split(batch: Any, rest: tuple, k: int) -> tuple[Any, Callable[[dict], tuple
         return jnp.reshape(leaf, (k, shape[0] // k, *shape[1:]))
 
     flat, treedef = jax.tree.flatten(rest)
-    keys = {i: jax.random.split(leaf, k) for i, leaf in enumerate(flat) if _is_key(leaf)}
+    keys = {i: _split_key(leaf, k) for i, leaf in enumerate(flat) if _is_key(leaf)}
 
     def join(keys: dict[int, jax.Array]) -> tuple:
         return jax.tree.unflatten(treedef, [keys.get(i, leaf) for i, leaf in enumerate(flat)])
@@ -149,11 +154,19 @@ def _split(batch: Any, rest: tuple, k: int) -> tuple[Any, Callable[[dict], tuple
 def _is_key(leaf: Any) -> bool:
     dtype = jnp.result_type(leaf)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return jnp.ndim(leaf) == 0
-    return dtype == jnp.uint32 and jnp.shape(leaf) == (2,)  # jax.random.PRNGKey
+        return True
+    raw = jax.eval_shape(jax.random.PRNGKey, 0)  # Its shape depends on jax_default_prng_impl.
+    return (jnp.shape(leaf), dtype) == (raw.shape, raw.dtype)
 
 
-def _accumulate(part: Callable[[Any], Any], micro_batches: Any, axis_name: AxisName) -> Any:
+def _split_key(key: jax.Array, k: int) -> jax.Array:
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return jax.random.split(key, k)
+    parts = jax.vmap(lambda one: jax.random.split(one, k), out_axes=1)(key.reshape(-1))
+    return parts.reshape(k, *key.shape)
+
+
+def _accumulate(part: Callable[[Any], Any], micro_batches: Any) -> Any:
     """Average `part(micro_batch) -> (weight, means, rows)` by weight, and join the rows."""
     part = jax.jit(part)  # One trace for its three uses: the shapes, the scan, the last one.
     last = jax.tree.map(lambda x: x[-1], micro_batches)
@@ -165,14 +178,17 @@ def _accumulate(part: Callable[[Any], Any], micro_batches: Any, axis_name: AxisN
 
     def add(sums: Any, micro_batch: Any) -> tuple[Any, list[jax.Array]]:
         weight, means, rows = part(micro_batch)
-        # where, not only times: 0 * NaN is NaN.
-        weighted = lambda s, x: s + jnp.where(weight > 0, x.astype(s.dtype) * weight, 0)
-        return (sums[0] + weight, jax.tree.map(weighted, sums[1], means)), rows
 
-    start = axis.as_varying((jnp.float32(0), jax.tree.map(zeros, like)), axis_name)
-    sums, rows = lax.scan(add, start, all_but_last)
+        def plus(s: jax.Array, x: jax.Array) -> jax.Array:
+            return s + scope.weighed(x, weight).astype(s.dtype)
+
+        return (sums[0] + weight, jax.tree.map(plus, sums[1], means)), rows
+
+    nothing = jnp.zeros((), float), jax.tree.map(zeros, like)
+    one_more, _ = jax.eval_shape(add, nothing, last)
+    sums, rows = lax.scan(add, axis.as_typed_like(nothing, one_more), all_but_last)
     (total, sums), last_rows = add(sums, last)
-    divisor = jnp.where(total > 0, total, 1)
+    divisor = jnp.where(total == 0, 1, total)
     means = jax.tree.map(lambda s, x: (s / divisor).astype(x.dtype), sums, like)
     joined = [
         jnp.concatenate([most.reshape(-1, *most.shape[2:]), end])

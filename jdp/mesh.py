@@ -1,5 +1,6 @@
 """The mesh: over which devices the data axis runs, and placing values on it."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jdp import axis
+from jdp.statics import is_array
 from jdp.axis import AxisName
 
 _current: Mesh | None = None
@@ -52,13 +54,13 @@ def init(
     if mesh is None:
         if len(wanted) > 1:
             raise ValueError(
-                f"axis_name={wanted} names {len(wanted)} axes, and init cannot know how many devices "
-                "lie along each. Write init(jax.make_mesh((2, 4), ...), axis_name=...)."
+                f"axis_name={wanted} names {len(wanted)} axes, and init cannot know how many "
+                "devices lie along each. Write init(jax.make_mesh((2, 4), ...), axis_name=...)."
             )
         chosen = _cpu_devices(cpu_ranks) if cpu_ranks is not None else devices
         chosen = jax.devices() if chosen is None else list(chosen)
         mesh = Mesh(np.array(chosen), wanted, axis_types=(AxisType.Auto,))
-    _require_axes(mesh, wanted)
+    require_axes(mesh, wanted)
     _current = mesh
     return mesh
 
@@ -95,13 +97,13 @@ def mesh_of(leaves: Sequence[Any], axis_name: AxisName) -> Mesh:
             if set(wanted) <= set(sharding.mesh.axis_names):
                 return sharding.mesh
     mesh = current_mesh()
-    _require_axes(mesh, wanted)
+    require_axes(mesh, wanted)
     return mesh
 
 
 def num_ranks(mesh: Mesh, axis_name: AxisName) -> int:
     """Count the ranks of `mesh` along `axis_name`."""
-    return int(np.prod([mesh.shape[name] for name in axis.names(axis_name)]))
+    return math.prod(mesh.shape[name] for name in axis.names(axis_name))
 
 
 def placed(tree: Any, axis_name: AxisName, mesh: Mesh | None = None) -> Any:
@@ -155,9 +157,7 @@ def _replicate_here(leaf: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _is_away(path: tuple, leaf: Any, mesh: Mesh, axis_name: AxisName) -> bool:
-    if isinstance(leaf, jax.core.Tracer):
-        return False
-    if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+    if isinstance(leaf, jax.core.Tracer) or not is_array(leaf):
         return False
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
@@ -190,14 +190,19 @@ def _cpu_devices(num: int) -> list[jax.Device]:
     found = [device for device in jax.devices("cpu") if device.process_index == jax.process_index()]
     if len(found) < num:
         raise ValueError(
-            f"cpu_ranks={num}, but JAX already runs with {len(found)} CPU device(s) and cannot change "
-            "that. Call jdp.init(cpu_ranks=...) before anything that uses a device (jnp arrays, "
-            "jax.devices()), or start again."
+            f"cpu_ranks={num}, but JAX already runs with {len(found)} CPU device(s) and cannot "
+            "change that. Call jdp.init(cpu_ranks=...) before anything that uses a device (jnp "
+            "arrays, jax.devices()), or start again."
         )
     return jax.devices("cpu") if jax.process_count() > 1 else found[:num]
 
 
-def _require_axes(mesh: Mesh, wanted: tuple[str, ...]) -> None:
+def require_axes(mesh: Mesh, wanted: tuple[str, ...]) -> None:
+    """Refuse a mesh without the axes `wanted`.
+
+    Raises:
+      ValueError: naming the axes that it has.
+    """
     missing = [name for name in wanted if name not in mesh.axis_names]
     if missing:
         raise ValueError(

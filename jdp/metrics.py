@@ -12,7 +12,9 @@ from jdp import axis, scope
 from jdp.axis import AxisName
 
 
-def mean_over_ranks(x: Any, *, weight: jax.Array | None = None, axis_name: AxisName = "data") -> Any:
+def mean_over_ranks(
+    x: Any, *, weight: jax.Array | None = None, axis_name: AxisName = "data"
+) -> Any:
     """Average a tree over ranks; what comes back is the same on every rank.
 
     Ordinary arrays, usable at once: in a `lax.cond`, as batch statistics, as a target. For a
@@ -48,9 +50,15 @@ def mean_over_ranks(x: Any, *, weight: jax.Array | None = None, axis_name: AxisN
     step = scope.current(axis_name)
     if weight is None and step is not None:
         weight = step.weight
+    # Summed in at least float32: these are few bytes, and a float16 sum may pass 65504.
     if weight is None:
-        return jax.tree.unflatten(treedef, lax.pmean(leaves, axis.names(axis_name)))
-    return jax.tree.unflatten(treedef, _weighted(leaves, weight, axis_name))
+        wide = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]
+        means = lax.pmean(wide, axis.names(axis_name))
+    else:
+        share = scope.share_of(weight, axis_name)
+        means = lax.psum([scope.weighed(leaf, share) for leaf in leaves], axis.names(axis_name))
+    means = [mean.astype(leaf.dtype) for mean, leaf in zip(means, leaves, strict=True)]
+    return jax.tree.unflatten(treedef, means)
 
 
 def sum_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
@@ -68,7 +76,7 @@ def sum_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
     Array([3, 3, 3], dtype=int32)
     """
     # XLA has no sum of booleans; int32 is what jnp.sum makes of them.
-    x = jax.tree.map(lambda leaf: leaf * 1 if jnp.result_type(leaf) == bool else leaf, x)
+    x = jax.tree.map(lambda leaf: leaf * 1 if jnp.result_type(leaf).kind == "b" else leaf, x)
     return lax.psum(x, axis.names(axis_name)) if axis.is_bound(axis_name) else x
 
 
@@ -77,7 +85,7 @@ def sum_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
 class Rows:
     """Per-row outputs of one rank, made by `rows`."""
 
-    values: jax.Array | None
+    values: Any  # an array, or None where the values were taken out
 
 
 def rows(x: Any) -> Any:
@@ -103,10 +111,10 @@ def rows(x: Any) -> Any:
         shape = jnp.shape(leaf)
         if not shape or (step is not None and shape[0] != step.num_rows):
             raise ValueError(
-                f"jdp.rows of {jnp.result_type(leaf)}{list(shape)}: the first dim must be this rank's "
-                f"rows of the batch{'' if step is None else f', {step.num_rows} here'}, or the outputs "
-                "could not be put back in order. For one value per batch return it bare, or "
-                "jdp.sum_over_ranks(x)."
+                f"jdp.rows of {jnp.result_type(leaf)}{list(shape)}: the first dim must be this "
+                f"rank's rows of the batch{'' if step is None else f', {step.num_rows} here'}, or "
+                "the outputs could not be put back in order. For one value per batch return it "
+                "bare, or jdp.sum_over_ranks(x)."
             )
     return jax.tree.map(Rows, x)
 
@@ -169,10 +177,3 @@ def averaged(tree: Any, axis_name: AxisName) -> Any:
             for x, chosen in zip(leaves, is_scalar, strict=True)
         ],
     )
-
-
-def _weighted(leaves: list[jax.Array], weight: jax.Array, axis_name: AxisName) -> list[jax.Array]:
-    share = scope.share_of(weight, axis_name)
-    # where, not only times: 0 * NaN is NaN.
-    parts = [jnp.where(share > 0, leaf * share, 0).astype(leaf.dtype) for leaf in leaves]
-    return lax.psum(parts, axis.names(axis_name))

@@ -17,7 +17,7 @@ class Replicated(optax.GradientTransformationExtraArgs):
 
     axis_name: AxisName
 
-    def __new__(cls, init: Any, update: Any, axis_name: AxisName) -> "Replicated":
+    def __new__(cls, init: Any, update: Any, axis_name: AxisName) -> "Replicated":  # noqa: D102
         self = super().__new__(cls, init, update)
         self.axis_name = axis_name
         return self
@@ -93,8 +93,8 @@ def require_outermost(tx: Any) -> None:
         return
     made_by = getattr(getattr(tx, "update", None), "__qualname__", type(tx).__name__).split(".")[0]
     raise TypeError(
-        f"the optimizer (made by {made_by!r}) is not wrapped: each rank would apply its own gradient, "
-        "and clipping or schedules around a wrapped part would see local gradients. "
+        f"the optimizer (made by {made_by!r}) is not wrapped: each rank would apply its own "
+        "gradient, and clipping or schedules around a wrapped part would see local gradients. "
         "Write jdp.replicated(...) around the whole of it, outermost."
     )
 
@@ -118,7 +118,8 @@ def _require_shapes(grads: Any, params: Any) -> None:
     for (path, grad), param in zip(grad_leaves, param_leaves, strict=True):
         if jnp.shape(grad) != jnp.shape(param):
             raise ValueError(
-                f"the gradient of `{jax.tree_util.keystr(path)}` is {list(jnp.shape(grad))}, the parameter "
-                f"{list(jnp.shape(param))}. Gradients of single rows must be combined on each rank first, "
-                "or row i of one rank would be averaged with row i of another: grads.mean(0)."
+                f"the gradient of `{jax.tree_util.keystr(path)}` is {list(jnp.shape(grad))}, the "
+                f"parameter {list(jnp.shape(param))}. Gradients of single rows must be combined on "
+                "each rank first, or row i of one rank would be averaged with row i of another: "
+                "grads.mean(0)."
             )

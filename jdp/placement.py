@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp import axis
 from jdp.axis import AxisName
+from jdp.mesh import require_axes
 
 
 def batch_sharding(mesh: Mesh, axis_name: AxisName) -> NamedSharding:
@@ -19,12 +20,7 @@ def batch_sharding(mesh: Mesh, axis_name: AxisName) -> NamedSharding:
       ValueError: if the mesh has no such axis.
     """
     names = axis.names(axis_name)
-    for name in names:
-        if name not in mesh.axis_names:
-            raise ValueError(
-                f"the mesh has the axes {mesh.axis_names}, none called {name!r}. "
-                f"Say which one splits the batch: axis_name={mesh.axis_names[0]!r}."
-            )
+    require_axes(mesh, names)
     return NamedSharding(mesh, PartitionSpec(names))
 
 

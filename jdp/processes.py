@@ -30,8 +30,8 @@ def agreed(tree: Any, *, broadcast: bool = False) -> Any:
     odd = _odd_processes([_digest(repr((shapes, local)).encode())])[0]
     if odd:
         raise ValueError(
-            f"the state has other leaves, shapes or dtypes on process {odd} than on process 0; here "
-            f"(process {jax.process_index()}) it has {len(shapes)} leaves, the first "
+            f"the state has other leaves, shapes or dtypes on process {odd} than on process 0; "
+            f"here (process {jax.process_index()}) it has {len(shapes)} leaves, the first "
             f"{shapes[0] if shapes else 'none'}. All processes must build the same model."
         )
     if broadcast:

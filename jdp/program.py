@@ -13,10 +13,6 @@ from jdp import axis, metrics, scope, statics, verify
 from jdp.batch import find_mask
 
 
-class _NotProvedError(Exception):
-    """Raised where JAX would trace shapes that the analysis has not seen."""
-
-
 class Program:
     """A step over `mesh`, which runs only what `verify` has accepted.
 
@@ -46,48 +42,48 @@ class Program:
         self._returns_state = returns_state
         self._donate = donate
         self._jitted = self._new_jit()
-        # While a trace is being proved: how the state lies, and what was found to leave it.
-        self._layout: list[Any] | None = None
+        # While a step is traced: the state that goes in, and what was found to leave.
+        self._state: Any = None
         self._outputs: list[verify.Output] = []
         self._marked: frozenset[str] = frozenset()
 
     def __call__(self, *args: Any) -> tuple[Any, Any, jax.Array]:
         """Give `(state, metrics, weight)`: rows still marked, weight summed over ranks."""
+        self._state = args[0]
         try:
             return self._jitted(*args)
-        except _NotProvedError:
-            pass  # Left behind first, or it would stand above every error of the author's.
-        self.trace(*args)
-        return self._jitted(*args)
+        finally:
+            self._state = None
 
     def trace(self, *args: Any) -> Any:
         """Trace for the shapes of `args` and prove that every rank ends with the same state."""
-        self._layout = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args[0])]
+        self._state = args[0]
         try:
-            traced = self._jitted.trace(*args)
-            verify.check(traced.jaxpr, self._describe(args))
-        except BaseException:
-            # JAX keeps the trace: without this the next call would run what was refused.
-            self._jitted = self._new_jit()
-            raise
+            return self._jitted.trace(*args)
         finally:
-            self._layout = None
-        return traced
+            self._state = None
 
     def _new_jit(self) -> Any:
         def on_mesh(*args: Any) -> Any:
-            if self._layout is None:
-                raise _NotProvedError
-            mapped = jax.shard_map(
-                self._on_rank,
-                mesh=self.mesh,
-                in_specs=(P(), P(self._axis_name), *(P() for _ in args[2:])),
-                out_specs=(P(), P(self._axis_name)),
-                axis_names=set(self._axis_name),
-                check_vma=False,  # The uniformity analysis proves what JAX's types get wrong here.
+            # Proved while it is traced, so that a program that was refused is never cached; and
+            # in a jit of its own, which alone has a jaxpr before the outer trace ends.
+            mapped = jax.jit(
+                jax.shard_map(
+                    self._on_rank,
+                    mesh=self.mesh,
+                    in_specs=(P(), P(self._axis_name), *(P() for _ in args[2:])),
+                    out_specs=(P(), P(self._axis_name)),
+                    axis_names=set(self._axis_name),
+                    check_vma=False,  # The analysis proves what JAX's types get wrong here.
+                )
             )
+            verify.check(mapped.trace(*args).jaxpr, self._describe(args))
             (state, reported, weight), rows = mapped(*args)
-            return self._keep_layout(args[0], state), metrics.put_rows(reported, rows, marked=True), weight
+            return (
+                self._keep_layout(args[0], state),
+                metrics.put_rows(reported, rows, marked=True),
+                weight,
+            )
 
         on_mesh.__name__ = on_mesh.__qualname__ = getattr(self._fn, "__name__", "step")
         return jax.jit(on_mesh, donate_argnums=0 if self._donate else ())
@@ -118,8 +114,8 @@ class Program:
             return returned
         kind = type(returned).__name__
         raise TypeError(
-            f"`{self._fn.__name__}` returned a {kind}, but a train step returns `(state, metrics)`. "
-            "Write `return state, {}` where there is nothing to report."
+            f"`{self._fn.__name__}` returned a {kind}, but a train step returns `(state, "
+            "metrics)`. Write `return state, {}` where there is nothing to report."
         )
 
     def _describe(self, args: tuple) -> verify.Traced:
@@ -149,9 +145,12 @@ class Program:
         old_tree, (leaves, tree) = jax.tree.structure(old), jax.tree.flatten(new)
         if len(self.mesh.axis_names) == len(self._axis_name) or tree != old_tree:
             return new
+        layout = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(self._state)]
         pinned = [
-            jax.lax.with_sharding_constraint(leaf, where) if isinstance(where, NamedSharding) else leaf
-            for leaf, where in zip(leaves, self._layout or [], strict=True)
+            jax.lax.with_sharding_constraint(leaf, where)
+            if isinstance(where, NamedSharding)
+            else leaf
+            for leaf, where in zip(leaves, layout, strict=True)
         ]
         return jax.tree.unflatten(tree, pinned)
 

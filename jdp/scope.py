@@ -22,8 +22,8 @@ class Scope:
       axis_name: the data axis of the step.
       num_rows: rows of the batch on this rank, None if the batch is empty.
       weight_fn: gives the weight of a batch, or None where every row counts the same.
-      weight: `[]` float32, of this rank's rows; None without `weight_fn`.
-      total: `[]` float32, sum of `weight` over ranks; None where it was not taken yet.
+      weight: `[]` float, of this rank's rows; None without `weight_fn`.
+      total: `[]` float, sum of `weight` over ranks; None where it was not taken yet.
       marked: paths of the gradients that were marked for reduction in this trace.
     """
 
@@ -50,7 +50,7 @@ def innermost() -> Scope | None:
 
 
 def share_of(weight: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Give this rank's share of the weight of all ranks: `[]` float32 in 0 to 1.
+    """Give this rank's share of the weight of all ranks: `[]` float in 0 to 1.
 
     A batch of which nothing counts at all gives 0, not 0 / 0.
     """
@@ -59,18 +59,24 @@ def share_of(weight: jax.Array, axis_name: AxisName) -> jax.Array:
         total = scope.total  # Summed once, at the start of the step.
     else:
         total = total_weight(weight, axis_name)
-    weight = jnp.asarray(weight, jnp.float32)
-    return jnp.where(total > 0, weight / jnp.where(total > 0, total, 1), 0)
+    return jnp.asarray(weight, float) / jnp.where(total == 0, 1, total)
 
 
 def total_weight(weight: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Sum a weight over the ranks: `[]` float32."""
-    weight = jnp.asarray(weight, jnp.float32)
+    """Sum a weight over the ranks: `[]` float."""
+    # float64 where JAX has it: float32 shares would cost float64 gradients their last digits.
+    weight = jnp.asarray(weight, float)
     return lax.psum(weight, axis.names(axis_name)) if axis.is_bound(axis_name) else weight
 
 
+def weighed(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Multiply by a weight, in at least float32: what weighs nothing gives 0, even NaN."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.where(weight == 0, 0, wide * weight)
+
+
 def weight_of(weight_fn: Callable[[Any], Any], batch: Any) -> jax.Array:
-    """Weigh a batch: `[]` float32, at least 0.
+    """Weigh a batch: `[]` float, at least 0.
 
     Raises:
       ValueError: if `weight_fn` gives anything but one number.
@@ -78,10 +84,10 @@ def weight_of(weight_fn: Callable[[Any], Any], batch: Any) -> jax.Array:
     weight = jnp.asarray(weight_fn(batch))
     if weight.shape or jnp.issubdtype(weight.dtype, jnp.complexfloating):
         raise ValueError(
-            f"weight= gave {weight.dtype}{list(weight.shape)}, but the weight of a batch is one real "
-            'number. Write for instance weight=lambda batch: batch["mask"].sum().'
+            f"weight= gave {weight.dtype}{list(weight.shape)}, but the weight of a batch is one "
+            'real number. Write for instance weight=lambda batch: batch["mask"].sum().'
         )
-    return weight.astype(jnp.float32)
+    return weight.astype(float)
 
 
 @contextlib.contextmanager

@@ -1,13 +1,11 @@
 """`TrainState`: what a step reads and writes, the same on every rank."""
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jdp import axis, mesh, optimizer, processes
@@ -82,11 +80,11 @@ class TrainState:
         params = given["params"]
         flags = _flags(params, trainable)
         state = cls(
-            step=np.int32(0),
+            step=jnp.int32(0),
             params=params,
             opt_state=tx.init(_select(params, flags)),
             model_state=given["model_state"],
-            seed=np.uint32(seed),
+            seed=jnp.uint32(seed),
             tx=tx,
             trainable=flags,
         )
@@ -136,7 +134,9 @@ def _flags(params: Any, trainable: Any) -> tuple[bool, ...]:
     elif callable(trainable):
         chosen = [bool(trainable(jax.tree_util.keystr(path), leaf)) for path, leaf in named]
     else:
-        spread = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: flag, part), trainable, params)
+        spread = jax.tree.map(
+            lambda flag, part: jax.tree.map(lambda _: flag, part), trainable, params
+        )
         chosen = [bool(flag) for flag in jax.tree.leaves(spread)]
     flags = tuple(
         flag and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
@@ -161,7 +161,9 @@ def _select(tree: Any, flags: tuple[bool, ...]) -> Any:
             "differentiate with respect to state.params as a whole; "
             "frozen parameters are left out afterwards."
         )
-    return jax.tree.unflatten(treedef, [x if flag else None for x, flag in zip(leaves, flags)])
+    return jax.tree.unflatten(
+        treedef, [x if flag else None for x, flag in zip(leaves, flags, strict=True)]
+    )
 
 
 def _merge(new: Any, old: Any, flags: tuple[bool, ...]) -> Any:

@@ -9,6 +9,11 @@ import numpy as np
 _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, jax.ShapeDtypeStruct)
 
 
+def is_array(leaf: Any) -> bool:
+    """Tell whether a leaf is an array or a number, which JAX can compute with."""
+    return isinstance(leaf, _ARRAYS)
+
+
 @dataclass(frozen=True)
 class Held:
     """A tree whose leaves are only the arrays; the other leaves are part of its structure.
@@ -38,7 +43,7 @@ def hold(tree: Any) -> Any:
       TypeError: if a leaf that is no array cannot be hashed.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    others = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, _ARRAYS))
+    others = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x))
     if not others:
         return tree
     for _, leaf in others:

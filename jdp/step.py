@@ -3,6 +3,7 @@
 import functools
 import inspect
 import operator
+import re
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +21,11 @@ from jdp.program import Program
 # XLA's CPU client before JAX 0.11 hangs for good with more than about 30 undrained steps on all
 # of its devices; elsewhere a few steps in flight are enough to hide dispatch.
 _MAX_IN_FLIGHT = 8
+
+_STATUS = re.compile(
+    "(CANCELLED|UNKNOWN|INVALID_ARGUMENT|DEADLINE_EXCEEDED|NOT_FOUND|RESOURCE_EXHAUSTED|"
+    "FAILED_PRECONDITION|ABORTED|OUT_OF_RANGE|UNIMPLEMENTED|INTERNAL|UNAVAILABLE|DATA_LOSS): "
+)
 
 
 def train_step(
@@ -105,6 +111,8 @@ def eval_step(
 class Step:
     """A decorated step: places its arguments, then runs the `Program` of the state's mesh."""
 
+    __name__: str
+
     def __init__(
         self,
         fn: Callable[..., Any],
@@ -141,16 +149,18 @@ class Step:
           The state, None for an `eval_step`; the metrics, with `jdp.rows` still marked; and the
           weight of the global batch: `[]` float32, its rows where nothing weighs them.
         """
-        program, args = self._prepare(args, kwargs)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
+        program, args, is_traced = self._prepare(args, kwargs)
+        if is_traced:
             state, reported, weight = program(*args)  # inside a jit or scan of the caller's
             return statics.restore(state), reported, weight
         self._num_calls += 1
         try:
             state, reported, weight = program(*args)
-        except jax.errors.JaxRuntimeError as error:
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            if not _is_failed_run(error):
+                raise
             raise self._failed(self._num_calls) from error
-        self._returned = [weakref.ref(leaf) for leaf in jax.tree.leaves(state)]
+        self._returned = list(map(weakref.ref, jax.tree.leaves(state)))
         self._bound_in_flight(weight)
         return statics.restore(state), reported, weight
 
@@ -166,10 +176,10 @@ class Step:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Trace, prove and lower the step for these arguments: arrays or `ShapeDtypeStruct`s."""
-        program, args = self._prepare(args, kwargs)
+        program, args, _ = self._prepare(args, kwargs)
         return program.trace(*args).lower()
 
-    def _prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Program, tuple]:
+    def _prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Program, tuple, bool]:
         args = self._signature.bind(*args, **kwargs).args
         if len(args) < 2:
             raise TypeError(
@@ -180,7 +190,9 @@ class Step:
             state = statics.hold(state)
         leaves = jax.tree.leaves(state)
         where = mesh.mesh_of(leaves, self.axis_name)
-        if not self._is_returned(leaves):
+        is_returned = self._is_returned(leaves)
+        is_traced = not is_returned and _holds_tracer(leaves)
+        if not is_returned:
             state = self._admit(state, where)
         program = self._programs.get(where)
         if program is None:
@@ -189,13 +201,13 @@ class Step:
         rest = [_place_rest(arg, where) for arg in rest]
         if self.donate and rest:
             rest = _unshared(rest, jax.tree.leaves(state))
-        return program, (state, batch, *rest)
+        return program, (state, batch, *rest), is_traced or _holds_tracer((batch, rest))
 
     def _is_returned(self, leaves: list[Any]) -> bool:
-        # What the last call returned is placed and shares no buffers: nothing to look at.
-        return len(leaves) == len(self._returned) and all(
-            map(operator.is_, (ref() for ref in self._returned), leaves)
-        )
+        # What the last call returned is placed and shares no buffers: nothing to look at. Done
+        # in every call, for every leaf, so without a line of Python for each.
+        last = map(operator.call, self._returned)
+        return len(leaves) == len(self._returned) and all(map(operator.is_, last, leaves))
 
     def _admit(self, state: Any, where: Mesh) -> Any:
         """Place a state that did not come from this step, and copy what is aliased in it."""
@@ -220,9 +232,9 @@ class Step:
                 continue
             if leaf.is_deleted():
                 raise ValueError(
-                    f"`{self._state_name}{jax.tree_util.keystr(path)}` was donated to an earlier step and "
-                    f"is gone. Go on with the state that `{self.__name__}` returned, give a copy "
-                    "(jax.tree.map(jnp.copy, state)), or decorate with donate=False."
+                    f"`{self._state_name}{jax.tree_util.keystr(path)}` was donated to an earlier "
+                    f"step and is gone. Go on with the state that `{self.__name__}` returned, give "
+                    "a copy (jax.tree.map(jnp.copy, state)), or decorate with donate=False."
                 )
 
     def _new_program(self, where: Mesh) -> Program:
@@ -248,11 +260,22 @@ class Step:
     def _failed(self, number: int) -> RuntimeError:
         self._in_flight.clear()
         gone = (
-            "Its state was donated and is gone: restore the last checkpoint, or train with donate=False."
+            "Its state was donated and is gone: restore the last checkpoint, or train with "
+            "donate=False."
             if self.donate
             else "The state that went in is still whole."
         )
         return RuntimeError(f"call {number} of `{self.__name__}` failed while it ran. {gone}")
+
+
+def _is_failed_run(error: Exception) -> bool:
+    # Once a program is compiled, JAX raises the status of a run that fails as a ValueError.
+    return isinstance(error, jax.errors.JaxRuntimeError) or bool(_STATUS.match(str(error)))
+
+
+def _holds_tracer(tree: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
 
 def _place_rest(arg: Any, where: Mesh) -> Any:
     # An array committed to one device would not go together with the mesh; JAX itself copies

@@ -50,7 +50,7 @@ def sync_gradients(
     Raises:
       ValueError: if JAX has summed a leaf already (in a `shard_map` with check_vma=True), or
         only another axis is bound.
-      TypeError: if a leaf is no float: an integer, float0 or complex gradient.
+      TypeError: if a leaf is not a real float: an integer, float0 or complex gradient.
 
     >>> import jax, jax.numpy as jnp, jdp
     >>> local = {"w": jnp.array([[1.0, 2.0], [3.0, 6.0]])}        # a row for each of two ranks
@@ -77,9 +77,9 @@ def sync_gradients(
     ]
     scale = 1.0
     if weight is not None:
-        # Divided before the sum, or float16 would overflow; where, since 0 * NaN is NaN.
-        share = scope.share_of(weight, axis_name) if mean else weight
-        leaves = [jnp.where(share > 0, leaf * share, 0).astype(leaf.dtype) for leaf in leaves]
+        # Divided before the sum, or float16 would overflow.
+        share = scope.share_of(weight, axis_name) if mean else jnp.asarray(weight, float)
+        leaves = [scope.weighed(leaf, share).astype(leaf.dtype) for leaf in leaves]
     elif mean:
         scale = 1.0 / axis.size(axis_name)
     if bound:
@@ -93,19 +93,20 @@ def sync_gradients(
 
 def _require_float(path: str, leaf: Any) -> jax.Array:
     dtype = jnp.result_type(leaf)
-    if dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jnp.integer) or dtype == bool:
-        raise TypeError(
-            f"the gradient of `{path}` is {dtype}{list(jnp.shape(leaf))}: integers have no gradient, and "
-            "their mean would be wrong. Differentiate only float leaves; "
-            "TrainState leaves integer parameters alone."
-        )
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.asarray(leaf)
+    name = "float0" if dtype == jax.dtypes.float0 else dtype
+    found = f"the gradient `grads{path}` is {name}{list(jnp.shape(leaf))}"
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
-            f"the gradient of `{path}` is {dtype}{list(jnp.shape(leaf))}: JAX's gradient of a complex "
-            "parameter is the conjugate of the direction of descent, which is easy to get wrong. "
-            "Keep the real and imaginary parts as two float parameters."
+            f"{found}: JAX's gradient of a complex parameter is the conjugate of the direction of "
+            "descent, which is easy to get wrong. Keep the real and imaginary parts as two float "
+            "parameters."
         )
-    return jnp.asarray(leaf)
+    raise TypeError(
+        f"{found}: only floats have gradients, and a mean of these would be wrong. Differentiate "
+        "float leaves only; TrainState leaves integer parameters alone."
+    )
 
 
 def _require_local(paths: list[str], leaves: list[jax.Array], axis_name: AxisName) -> None:
@@ -114,8 +115,8 @@ def _require_local(paths: list[str], leaves: list[jax.Array], axis_name: AxisNam
     for path, leaf in zip(paths, leaves, strict=True):
         if not set(axis.names(axis_name)) <= axis.varying_axes(leaf):
             raise ValueError(
-                f"the gradient of `{path}` {leaf.dtype}{list(leaf.shape)} was already summed over "
-                f"{axis_name!r} by JAX, as shard_map(check_vma=True) does for parameters that do not "
-                f"vary: averaging it again would leave it {axis.size(axis_name)} times too large. "
-                "Write jdp.value_and_grad(loss_fn)(params, batch), which keeps it local."
+                f"the gradient `grads{path}` {leaf.dtype}{list(leaf.shape)} was already summed "
+                f"over {axis_name!r} by JAX, as shard_map(check_vma=True) does for parameters that "
+                f"do not vary: averaging it again would leave it {axis.size(axis_name)} times too "
+                "large. Write jdp.value_and_grad(loss_fn)(params, batch), which keeps it local."
             )

@@ -73,9 +73,9 @@ def check(jaxpr: Any, traced: Traced) -> None:
 def _deadlocks(report: Report) -> Iterator[str]:
     for found in report.deadlocks:
         yield (
-            f"`{found.primitive}` at {found.source} runs under a `{found.control}` whose predicate may "
-            "differ from rank to rank; ranks that skip it leave the others waiting for ever. Make the "
-            "predicate the same first, for instance `jdp.mean_over_ranks(loss) < 2`."
+            f"`{found.primitive}` at {found.source} runs under a `{found.control}` whose predicate "
+            "may differ from rank to rank; ranks that skip it leave the others waiting for ever. "
+            "Make the predicate the same first, for instance `jdp.mean_over_ranks(loss) < 2`."
         )
 
 
@@ -83,9 +83,10 @@ def _reduced_twice(report: Report) -> Iterator[str]:
     for found in report.marks:
         if found.kind == "local" and found.value.reduced & set(found.axes):
             yield (
-                f"the gradient of `{found.path}` was reduced before it came to {found.source}: a sum "
-                "would be averaged as if it were each rank's own, a mean sent twice. Hand over the "
-                "local gradient, or write apply_gradients(grads, synced=True) if it is the mean."
+                f"the gradient of `{found.path}` was reduced before it came to {found.source}: a "
+                "sum would be averaged as if it were each rank's own, a mean sent twice. Hand over "
+                "the local gradient, or write apply_gradients(grads, synced=True) if it is the "
+                "mean."
             )
 
 
@@ -109,16 +110,16 @@ def _varying_outputs(report: Report, traced: Traced) -> Iterator[str]:
         where = f" (computed at {source})" if source else ""
         if output.kind == "metric":
             yield (
-                f"`{output.path}` {output.type}{where} differs from rank to rank, and only float scalars "
-                "are averaged by themselves. Write jdp.sum_over_ranks(x) for counts, "
+                f"`{output.path}` {output.type}{where} differs from rank to rank, and only float "
+                "scalars are averaged by themselves. Write jdp.sum_over_ranks(x) for counts, "
                 "jdp.mean_over_ranks(x) for means, jdp.rows(x) for a value for each row."
             )
         elif value.axes & set(traced.axis_name):
             yield f"`{output.path}`{where} {_why_varying(output)}"
         else:
             yield (
-                f"`{output.path}`{where} differs along the mesh axis {sorted(value.axes)}, on which "
-                "the state is the same. Reduce it there too."
+                f"`{output.path}`{where} differs along the mesh axis {sorted(value.axes)}, on "
+                "which the state is the same. Reduce it there too."
             )
 
 
@@ -142,8 +143,8 @@ def _unread_mask(report: Report, traced: Traced) -> Iterator[str]:
     num_constants = len(report.used_inputs) - len(traced.inputs)
     if not report.used_inputs[num_constants + traced.mask]:
         yield (
-            f"`{traced.inputs[traced.mask]}` says which rows are padding, and the step never reads it: "
-            "repeated rows would count. Weigh the loss with it, "
+            f"`{traced.inputs[traced.mask]}` says which rows are padding, and the step never reads "
+            "it: repeated rows would count. Weigh the loss with it, "
             '`(losses * batch["mask"]).sum() / batch["mask"].sum()`, and write '
             '`@jdp.train_step(weight=lambda batch: batch["mask"].sum())`; or leave the last batch '
             'out: jdp.batches(..., tail="drop").'
@@ -174,8 +175,8 @@ def _warn_of_unused(report: Report) -> None:
     unused = [m.path for m in report.marks if m.kind == "local" and m.value.zero]
     if unused:
         warnings.warn(
-            f"the loss does not depend on {_listed(unused)}: their gradients are zero, as on one device "
-            "(weight decay and momentum still move them). Leave them out with "
+            f"the loss does not depend on {_listed(unused)}: their gradients are zero, as on one "
+            "device (weight decay and momentum still move them). Leave them out with "
             "TrainState.create(trainable=...) if that is meant.",
             stacklevel=2,
         )

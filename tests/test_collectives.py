@@ -12,9 +12,9 @@ from jdp import collectives
 
 ALGORITHMS = [collectives.xla, collectives.ring]
 DTYPES = ["float32", "bfloat16", "float16", "int32", "int8", "uint8", "float64"]
-# Nothing, one element, about two to sixteen ranks' worth, primes, and a large one that divides
-# by nothing.
-SIZES = [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 97]
+# Nothing, less than one element for each rank, multiples of the ranks and their neighbours, a
+# prime; and a large one that divides by nothing.
+SIZES = [0, 1, 2, 15, 16, 17, 97]
 LARGE = 2**20 + 3
 
 every_algorithm = pytest.mark.parametrize("all_reduce", ALGORITHMS, ids=lambda f: f.__name__)
@@ -39,15 +39,30 @@ def reduced(mesh, all_reduce, buckets, **kwargs):
 
 
 @every_algorithm
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_over_ranks(mesh, all_reduce, dtype):
-    with jax.enable_x64(dtype == "float64"):
-        buckets = [[whole_numbers(mesh.size, size, dtype=dtype)] for size in SIZES]
-        got = reduced(mesh, all_reduce, buckets)
-    for [total], [x] in zip(got, buckets, strict=True):
-        assert total.dtype == x.dtype
-        want = np.sum(x.astype(np.float64), axis=0)
-        np.testing.assert_array_equal(total.astype(np.float64), np.stack([want] * mesh.size))
+def test_sums_over_ranks(mesh, all_reduce):
+    x = [[whole_numbers(mesh.size, size)] for size in SIZES]
+    got = reduced(mesh, all_reduce, x)
+    for [total], [leaf] in zip(got, x, strict=True):
+        np.testing.assert_array_equal(total, np.stack([leaf.sum(axis=0)] * mesh.size))
+
+
+@every_algorithm
+def test_sums_every_dtype_as_it_is(make_mesh, all_reduce):
+    with jax.enable_x64(True):
+        x = [[whole_numbers(3, size, dtype=dtype)] for dtype in DTYPES for size in (1, 16)]
+        got = reduced(make_mesh(3), all_reduce, x)
+    for [total], [leaf] in zip(got, x, strict=True):
+        assert total.dtype == leaf.dtype
+        want = leaf.astype(np.float64).sum(axis=0)
+        np.testing.assert_array_equal(total.astype(np.float64), np.stack([want] * 3))
+
+
+@every_algorithm
+def test_float64_keeps_its_digits(make_mesh, all_reduce):
+    x = normal(3, 5, dtype="float64")
+    with jax.enable_x64(True):
+        [[got]] = reduced(make_mesh(3), all_reduce, [[x]], scale=1 / 3)
+    np.testing.assert_allclose(got, np.stack([x.mean(axis=0)] * 3), rtol=1e-15, atol=1e-16)
 
 
 @every_algorithm
@@ -72,51 +87,47 @@ def test_leaves_of_a_bucket_keep_their_places_and_shapes(mesh, all_reduce):
 
 
 @every_algorithm
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_rank_ends_with_equal_bits(mesh, all_reduce, dtype):
-    x = [[normal(mesh.size, size, dtype=dtype), normal(mesh.size, 3, size)] for size in (1, 17, 97)]
-    x = [[one.astype(dtype) for one in bucket] for bucket in x]
+def test_every_rank_ends_with_equal_bits(mesh, all_reduce):
+    n, tolerances = mesh.size, {"float32": 1e-6, "bfloat16": 3e-2}
+    x = [[normal(n, 97, dtype=dtype), normal(n, 3, 5, dtype=dtype)] for dtype in tolerances]
     got = reduced(mesh, all_reduce, x, scale=1 / 7)
     assert_equal_bits(got)
-    tolerance = 1e-6 if dtype == "float32" else 3e-2
-    for total, leaf in zip(jax.tree.leaves(got), jax.tree.leaves(x), strict=True):
-        want = leaf.astype(np.float64).sum(axis=0) / 7
-        np.testing.assert_allclose(total[0].astype(np.float64), want, tolerance, tolerance)
+    for totals, leaves, tolerance in zip(got, x, tolerances.values(), strict=True):
+        for total, leaf in zip(totals, leaves, strict=True):
+            want = leaf.astype(np.float64).sum(axis=0) / 7
+            np.testing.assert_allclose(total[0].astype(np.float64), want, tolerance, tolerance)
 
 
 @every_algorithm
-def test_numbers_that_are_not_finite_reach_every_rank(mesh, all_reduce):
-    x = normal(mesh.size, 9)
-    x[-1, 2], x[0, 7] = np.nan, np.inf
-    [[got]] = reduced(mesh, all_reduce, [[x]], scale=0.5)
+def test_numbers_that_are_not_finite_reach_every_rank(make_mesh, all_reduce):
+    x = normal(3, 9)
+    x[2, 2], x[0, 7] = np.nan, np.inf
+    [[got]] = reduced(make_mesh(3), all_reduce, [[x]], scale=0.5)
     assert_equal_bits(got)
     np.testing.assert_array_equal(np.isnan(got[0]), np.arange(9) == 2)
     np.testing.assert_array_equal(np.isinf(got[0]), np.arange(9) == 7)
 
 
 @every_algorithm
-def test_scale_multiplies_the_sum(mesh, all_reduce):
-    x = whole_numbers(mesh.size, 5)
+def test_scale_multiplies_the_sum(make_mesh, all_reduce):
+    x = whole_numbers(3, 5)
 
     def fn(x, scale):
         return [all_reduce([[x]], "data", scale=s)[0][0] for s in (0.25, 2, scale)]
 
     for got, scale in zip(
-        per_rank(mesh, fn, x, replicated=(np.float32(1.5),)), (0.25, 2, 1.5), strict=True
+        per_rank(make_mesh(3), fn, x, replicated=(np.float32(1.5),)), (0.25, 2, 1.5), strict=True
     ):
         assert got.dtype == x.dtype
         np.testing.assert_array_equal(got[0], x.sum(axis=0) * scale)
 
 
 @every_algorithm
-def test_the_mean_of_what_is_equal_is_itself(mesh, all_reduce):
-    # 1 / 3 in bfloat16 is 0.2 % too large, the sum of such float16 infinite on two ranks.
-    x = [
-        [np.stack([np.arange(1, 9).astype(dtype)] * mesh.size)]
-        for dtype in (jnp.bfloat16, np.float32)
-    ]
-    x.append([np.full((mesh.size, 4), 60_000, np.float16)])
-    got = reduced(mesh, all_reduce, x, scale=1 / mesh.size)
+def test_the_mean_of_what_is_equal_is_itself(make_mesh, all_reduce):
+    # 1 / 3 in bfloat16 is 0.2 % too large; the sum of such float16 is infinite.
+    x = [[np.stack([np.arange(1, 9)] * 3).astype(dtype)] for dtype in ("float32", "bfloat16")]
+    x.append([np.full((3, 4), 60_000, np.float16)])
+    got = reduced(make_mesh(3), all_reduce, x, scale=1 / 3)
     for [mean], [leaf] in zip(got[:2], x[:2], strict=True):
         np.testing.assert_array_equal(mean, leaf)
     np.testing.assert_allclose(got[2][0], x[2][0], rtol=2e-3)
@@ -124,14 +135,14 @@ def test_the_mean_of_what_is_equal_is_itself(mesh, all_reduce):
 
 @every_algorithm
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
-def test_rank_r_contributes_r(make_mesh, all_reduce, num_ranks):
+def test_the_mean_of_rank_r_contributing_r_is_exact(make_mesh, all_reduce, num_ranks):
     rank = np.arange(num_ranks, dtype=np.float32)
     [[got]] = reduced(make_mesh(num_ranks), all_reduce, [[rank]], scale=1 / num_ranks)
     np.testing.assert_array_equal(got, [sum(range(num_ranks)) / num_ranks] * num_ranks)
 
 
 @every_algorithm
-@pytest.mark.parametrize("shape", [(2, 4), (3, 2), (1, 3)])
+@pytest.mark.parametrize("shape", [(3, 2), (1, 3)])
 def test_two_axes_of_a_mesh_act_as_one(all_reduce, shape):
     devices = jax.devices()[: shape[0] * shape[1]]
     mesh = jax.make_mesh(shape, ("replica", "fsdp"), (AxisType.Auto,) * 2, devices=devices)
@@ -170,20 +181,19 @@ def test_another_axis_may_be_left_to_the_compiler(all_reduce):
 
 @every_algorithm
 def test_works_in_pmap_vmap_and_scan(all_reduce):
-    x = whole_numbers(3, 2, 5)
+    x = whole_numbers(2, 2, 5)
 
     def fn(x):
-        total = all_reduce([[x]], "data")[0][0]
         each = jax.lax.scan(lambda c, row: (c, all_reduce([[row]], "data")[0][0]), 0, x)[1]
         rows = jax.vmap(lambda row: all_reduce([[row]], "data")[0][0])(x)
-        return total, each, rows
+        return each, rows
 
     for mapped in (
-        jax.pmap(fn, axis_name="data", devices=jax.devices()[:3]),
-        jax.vmap(fn, axis_name="data"),
+        jax.pmap(fn, axis_name="data", devices=jax.devices()[:2]),
+        jax.jit(jax.vmap(fn, axis_name="data")),
     ):
         for got in mapped(x):
-            np.testing.assert_array_equal(got, np.stack([x.sum(axis=0)] * 3))
+            np.testing.assert_array_equal(got, np.stack([x.sum(axis=0)] * 2))
 
 
 # Only xla

@@ -28,6 +28,13 @@ def test_counts_every_row_once_on_any_number_of_ranks(n, batch_size):
     np.testing.assert_array_equal(found["x"], 2 * ROWS["x"])
 
 
+def test_the_same_batches_serve_again():
+    ranks(2)
+    batches = jdp.batches(ROWS, 8, epochs=1, shuffle=False, tail="mask")
+    first, second = (jdp.evaluate(measure, jnp.float32(2), batches) for _ in range(2))
+    assert first["mean"] == second["mean"] and len(second["x"]) == 23
+
+
 def test_a_mean_of_batch_means_would_be_another_number():
     ranks(2)
     means = [ROWS["x"][i : i + 8].mean() for i in (0, 8, 16)]

@@ -118,7 +118,9 @@ def test_flax_train_state_with_a_wrapped_optimizer():
 
     @jdp.train_step
     def step(state, batch):
-        loss_fn = lambda p: squares(state.apply_fn({"params": p}, batch["x"]), batch)
+        def loss_fn(p):
+            return squares(state.apply_fn({"params": p}, batch["x"]), batch)
+
         loss, grads = jax.value_and_grad(loss_fn)(state.params)
         return state.apply_gradients(grads=grads), {"loss": loss}
 

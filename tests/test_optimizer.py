@@ -28,9 +28,7 @@ INSIDE = {
         optax.masked(optax.add_decayed_weights(0.1), {"w": True, "v": True, "b": False}),
         optax.sgd(0.1),
     ),
-    "partition": lambda: optax.partition(
-        {"slow": optax.sgd(0.01), "fast": optax.sgd(0.1)}, labels
-    ),
+    "partition": lambda: optax.partition({"slow": optax.sgd(0.01), "fast": optax.sgd(0.1)}, labels),
     "sam": lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2),
     "noise": lambda: optax.chain(optax.add_noise(0.01, 0.5, 3), optax.sgd(0.1)),
 }

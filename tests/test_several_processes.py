@@ -17,17 +17,20 @@ def masked_loss(p, batch):
     return (losses * batch["mask"]).sum() / batch["mask"].sum()
 
 
+def count(batch):
+    return batch["mask"].sum()
+
+
 def run(all_reduce=jdp.collectives.xla):
     """Train two epochs with a masked tail, then evaluate: what a process ends with."""
     jdp.init(devices=sorted(jax.devices(), key=lambda d: (d.process_index, d.id))[:4])
-    weight = lambda batch: batch["mask"].sum()
 
-    @jdp.train_step(weight=weight)
+    @jdp.train_step(weight=count)
     def step(state, batch):
         loss, grads = jdp.value_and_grad(masked_loss)(state.params, batch)
         return state.apply_gradients(grads), {"loss": loss}
 
-    @jdp.eval_step(weight=weight)
+    @jdp.eval_step(weight=count)
     def measure(state, batch):
         prediction = training.predict(state.params, batch["x"])[:, 0]
         return {
@@ -37,9 +40,9 @@ def run(all_reduce=jdp.collectives.xla):
         }
 
     s = state(training.sgd(all_reduce=all_reduce))
-    for batch in jdp.batches(ROWS, 8, epochs=2, seed=3):
+    for batch in jdp.batches(ROWS, 8, epochs=2, seed=3, tail="mask"):
         s, metrics = step(s, batch)
-    batches = jdp.batches(ROWS, 8, epochs=1, shuffle=False)
+    batches = jdp.batches(ROWS, 8, epochs=1, shuffle=False, tail="mask")
     found = jdp.evaluate(measure, s, batches)
     return training.fetched(s.params), float(metrics["loss"]), found
 

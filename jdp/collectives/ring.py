@@ -9,15 +9,15 @@ from jax import lax
 from jdp import axis
 from jdp.axis import AxisName
 from jdp.buckets import pack, unpack
-from jdp.collectives.xla import scaled
-from jdp.mark import mark
+from jdp.collectives.xla import Scale, scaled, split_scale
+from jdp.mark import ALL_REDUCED, mark
 
 
 def ring(
     buckets: Sequence[Sequence[jax.Array]],
     axis_name: AxisName,
     *,
-    scale: float | jax.Array = 1.0,
+    scale: Scale = 1.0,
 ) -> list[list[jax.Array]]:
     """Sum every leaf over `axis_name` by passing chunks of each bucket around a ring.
 
@@ -38,19 +38,18 @@ def ring(
     """
     if axis.is_typed(axis_name):
         raise ValueError(
-            "collectives.ring in a shard_map with check_vma=True: JAX types what ppermute passes on "
-            "as varying, so the mean could not leave with out_specs P(). Write check_vma=False "
+            "collectives.ring in a shard_map with check_vma=True: JAX types what ppermute passes "
+            "on as varying, so the mean could not leave with out_specs P(). Write check_vma=False "
             "there, or all_reduce=jdp.collectives.xla."
         )
+    axes = axis.names(axis_name)
     results = []
     for bucket in buckets:
-        total = mark(
-            _ring(pack(bucket), axis.names(axis_name)),
-            kind="all_reduced",
-            path="",
-            axes=axis.names(axis_name),
-        )
-        results.append([scaled(leaf, scale) for leaf in unpack(total, like=bucket)])
+        before, after = split_scale(scale, bucket[0].dtype)
+        total = _ring(scaled(pack(bucket), before), axes)
+        # No analysis could tell that what neighbours passed on is now the same everywhere.
+        total = mark(total, kind=ALL_REDUCED, path="", axes=axes)
+        results.append([scaled(leaf, after) for leaf in unpack(total, like=bucket)])
     return results
 
 
