@@ -12,6 +12,7 @@ from jdp.sampler import Sampler
 from jdp.state import TrainState
 from jdp.step import eval_step, train_step
 from jdp.sync import sync_gradients
+from jdp.uniformity import uniformity
 
 __all__ = [
     "Sampler",
@@ -30,5 +31,6 @@ __all__ = [
     "sum_over_ranks",
     "sync_gradients",
     "train_step",
+    "uniformity",
     "value_and_grad",
 ]

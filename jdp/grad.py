@@ -155,7 +155,8 @@ def _is_key(leaf: Any) -> bool:
     dtype = jnp.result_type(leaf)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return True
-    raw = jax.eval_shape(jax.random.PRNGKey, 0)  # Its shape depends on jax_default_prng_impl.
+    # Its shape depends on jax_default_prng_impl, which a cached trace would not see: hence lambda.
+    raw = jax.eval_shape(lambda: jax.random.PRNGKey(0))
     return (jnp.shape(leaf), dtype) == (raw.shape, raw.dtype)
 
 

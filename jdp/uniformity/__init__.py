@@ -1,0 +1,8 @@
+"""Which values may differ from rank to rank, and where ranks could wait for each other."""
+
+from jdp.uniformity.analysis import analyse, find_shard_maps
+from jdp.uniformity.classes import Class
+from jdp.uniformity.function import uniformity
+from jdp.uniformity.report import Deadlock, Marked, Report
+
+__all__ = ["Class", "Deadlock", "Marked", "Report", "analyse", "find_shard_maps", "uniformity"]

@@ -1,0 +1,81 @@
+"""The analysis of one shard_map."""
+
+from typing import Any
+
+from jdp.uniformity import arithmetic, jaxprs
+from jdp.uniformity.reads import used_inputs
+from jdp.uniformity.refs import Cell, held
+from jdp.uniformity.report import Report
+from jdp.uniformity.source import source
+from jdp.uniformity.walk import RULES, Walk
+
+
+def find_shard_maps(jaxpr: Any) -> list[Any]:
+    """Find the outermost shard_map equations of a traced program, in order, also inside of jit.
+
+    Args:
+      jaxpr: of any function, such as `jax.make_jaxpr(f)(x)` or `jax.jit(f).trace(x).jaxpr`.
+    """
+    found = []
+    for eqn in jaxprs.opened(jaxpr).eqns:
+        if eqn.primitive.name == "shard_map":
+            found.append(eqn)
+        else:
+            for body in jaxprs.bodies(eqn):
+                found += find_shard_maps(body)
+    return found
+
+
+def analyse(eqn: Any) -> Report:
+    """Find out which values may differ from rank to rank in the body of a shard_map.
+
+    The inputs are what the `in_specs` say: an axis that splits an input makes it vary.
+
+    Args:
+      eqn: a shard_map equation, see `find_shard_maps`.
+    """
+    manual = jaxprs.manual_axes(eqn)
+    walk = Walk(eqn.params["mesh"], manual)
+    body = jaxprs.mapped_body(eqn)
+    ins = []
+    for variable, spec in zip(body.invars, eqn.params["in_specs"], strict=True):
+        value = walk.lattice.mixed | walk.lattice.axes(jaxprs.spec_axes(spec))
+        ins.append(Cell(value) if jaxprs.is_ref(variable) else value)
+    outs = walk.body(body, ins, eqn)
+    outputs = tuple(walk.lattice.decode(held(value)) for value in outs)
+    return Report(
+        outputs=outputs,
+        output_sources=_sources(eqn, outputs),
+        deadlocks=walk.deadlocks(),
+        marks=walk.marks(),
+        opaque=tuple(walk.opaque),
+        used_inputs=used_inputs(body),
+        refs=tuple(
+            (i, walk.lattice.decode(value.value))
+            for i, value in enumerate(ins)
+            if type(value) is Cell
+        ),
+    )
+
+
+def _sources(eqn: Any, outputs: tuple[Any, ...]) -> tuple[str, ...]:
+    body = jaxprs.mapped_body(eqn)
+    specs = map(jaxprs.spec_axes, eqn.params["out_specs"])
+    torn = [bool(out.axes - spec) for out, spec in zip(outputs, specs, strict=True)]
+    if not any(torn):
+        return ("",) * len(torn)
+    makers = {variable: each for each in body.eqns for variable in each.outvars}
+    return tuple(
+        _maker(variable, makers) if differs else ""
+        for variable, differs in zip(body.outvars, torn, strict=True)
+    )
+
+
+def _maker(variable: Any, makers: dict[Any, Any]) -> str:
+    # Casts and copies are often not the author's: the line that computed the value is.
+    while (eqn := None if jaxprs.is_literal(variable) else makers.get(variable)) is not None:
+        moves = RULES.get(eqn.primitive.name) is arithmetic.move or eqn.primitive.name == "jdp_mark"
+        if not moves:
+            return source(eqn)
+        variable = eqn.invars[0]
+    return ""

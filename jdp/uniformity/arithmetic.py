@@ -1,0 +1,112 @@
+"""Rules for what a rank computes by itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jdp.uniformity.walk import Walk
+
+
+# mix and move are written out in the walk itself, which meets them most often.
+def mix(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    """Join the operands: they may differ, so may the result. It is no scaled sum any more."""
+    value = 0
+    for operand in ins:
+        value |= operand
+    if value & walk.lattice.nonzero or eqn.primitive.name not in ZERO_OF_ZEROS:
+        value = walk.lattice.mix(value)
+    return value
+
+
+def move(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    """Give the first operand's elements, each scaled by a constant at most."""
+    return ins[0]
+
+
+def _move_each(walk: Walk, eqn: Any, ins: list[int]) -> list[int]:
+    return ins
+
+
+def _multiply(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    return walk.lattice.product(*ins)
+
+
+def _divide(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    return walk.lattice.scale(*ins)
+
+
+def _contract(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    if not (ins[0] & ins[1] & walk.lattice.nonzero):
+        return (ins[0] | ins[1]) & walk.lattice.varying
+    return walk.lattice.mix(ins[0] | ins[1])
+
+
+def _select(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    value = ins[0] & walk.lattice.varying
+    for case in ins[1:]:
+        value |= case
+    return value
+
+
+def _sort(walk: Walk, eqn: Any, ins: list[int]) -> list[int]:
+    num_keys = eqn.params["num_keys"]
+    keys = 0
+    for key in ins[:num_keys]:
+        keys |= key
+    return [walk.lattice.mix(keys | (0 if i < num_keys else x)) for i, x in enumerate(ins)]
+
+
+def _anything(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    return walk.anything()
+
+
+def _foreign(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    # That a call without side effects depends on its operands alone is its author's promise.
+    return walk.anything() if eqn.params["has_side_effect"] else mix(walk, eqn, ins)
+
+
+# Zero if all operands are zero. Other operations may give zeros too; nothing depends on those.
+ZERO_OF_ZEROS = frozenset("add add_any concatenate cumsum pad reduce_sum stack sub".split())
+
+_MIX = """
+    abs acos acosh add add_any after_all and approx_top_k argmax argmin asin asinh atan atan2 atanh
+    bessel_i0e bessel_i1e bitcast_convert_type broadcast_to cbrt ceil cholesky cholesky_update
+    clamp clz complex concatenate conj cos cosh create_token cumlogsumexp cummax cummin cumprod
+    cumsum debug_callback debug_print digamma dynamic_slice dynamic_update_slice eig eigh eq eq_to
+    erf erf_inv erfc exp exp2 expm1 fft floor gather ge gt hessenberg householder_product igamma
+    igamma_grad_a igammac imag integer_pow iota is_finite le le_to lgamma log log1p log2 logistic
+    lt lt_to lu lu_pivots_to_permutation max min mulhi ne nextafter not one_minus_square or ormqr
+    pad platform_index polygamma polynomial population_count pow pure_callback qr random_bits
+    random_clone random_fold_in random_gamma random_seed random_split random_unwrap random_wrap
+    real reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_window_max
+    reduce_window_min reduce_window_sum reduce_xor regularized_incomplete_beta rem rng_bit_generator
+    round rsqrt scatter-add scatter-max scatter-min scatter-mul scatter-sub schur
+    select_and_gather_add select_and_scatter_add shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stack sub svd symmetric_product tan tanh
+    threefry2x32 top_k triangular_solve tridiagonal tridiagonal_solve xor zeta
+"""
+
+# Elements of the first operand, moved, cast or negated; the casts of JAX's own types of varying
+# values change nothing on a rank, and a collective that was started is done.
+_MOVE = """
+    accum_grad_in_ref add_dependency all_gather_done all_gather_reduced_done all_to_all_done
+    broadcast_in_dim convert_element_type copy copy_p expand_dims layout_constraint name neg
+    pbroadcast_done ppermute_done preduced psum_done pvary reduce_precision reduce_scatter_done
+    reduced_vary_cast reduced_vary_cast_p reshape reshard rev sharding_constraint slice split
+    squeeze stop_gradient tile transpose unstack vary_unreduced_cast vary_unreduced_cast_p
+    xla_metadata_value
+"""
+
+RULES = {
+    **dict.fromkeys(_MIX.split(), mix),
+    **dict.fromkeys(_MOVE.split(), move),
+    **dict.fromkeys("device_put optimization_barrier".split(), _move_each),
+    **dict.fromkeys("conv_general_dilated dot_general".split(), _contract),
+    **dict.fromkeys("create_linear empty empty2 infeed io_callback rng_uniform".split(), _anything),
+    "div": _divide,
+    "ffi_call": _foreign,
+    "mul": _multiply,
+    "select_n": _select,
+    "sort": _sort,
+}

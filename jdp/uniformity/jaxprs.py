@@ -1,0 +1,161 @@
+"""Parameters of JAX's primitives, and where JAX versions name them differently: the only place."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+from jax.sharding import PartitionSpec
+
+# Primitives that run a body once on their operands, and the parameters that hold one.
+CALLS = frozenset(
+    "call closed_call compute_on composite custom_jvp_call custom_partitioning custom_vjp_call "
+    "custom_vmap_call eval_jaxpr jit linear_call remat2 remat_opt xla_metadata_call".split()
+)
+_CALLED = ("jaxpr", "call_jaxpr", "call", "callee", "fwd_jaxpr")
+
+
+def opened(jaxpr: Any) -> Any:
+    """Give the jaxpr without its constants: up to JAX 0.10 those are a wrapper around it."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Tell whether a parameter is a jaxpr."""
+    return hasattr(opened(value), "eqns")
+
+
+def bodies(eqn: Any) -> Iterator[Any]:
+    """Give all jaxprs in the parameters of an equation."""
+    return _jaxprs_in(eqn.params.values())
+
+
+def _jaxprs_in(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _jaxprs_in(value)
+        elif isinstance(value, dict):
+            yield from _jaxprs_in(value.values())
+        elif is_jaxpr(value):
+            yield opened(value)
+
+
+def called_body(eqn: Any) -> Any | None:
+    """Give the one body of a call, None if it does not take the operands and give the results."""
+    for name in _CALLED:
+        body = eqn.params.get(name)
+        if body is not None and is_jaxpr(body):
+            body = opened(body)
+            fits = len(body.invars) == len(eqn.invars) and len(body.outvars) == len(eqn.outvars)
+            return body if fits else None
+    return None
+
+
+def is_literal(atom: Any) -> bool:
+    """Tell a literal from a variable."""
+    return type(atom) is Literal
+
+
+def is_ref(variable: Any) -> bool:
+    """Tell whether a variable is a `jax.Ref`: its type wraps that of what it holds."""
+    return hasattr(variable.aval, "inner_aval")
+
+
+def while_parts(eqn: Any) -> tuple[Any, Any, int, int]:
+    """Give a while loop's condition, body, and how many constants each of them takes."""
+    p = eqn.params
+    return opened(p["cond_jaxpr"]), opened(p["body_jaxpr"]), p["cond_nconsts"], p["body_nconsts"]
+
+
+def scan_parts(eqn: Any) -> tuple[Any, int, int]:
+    """Give a scan's body and the numbers of its constants and of its carried values."""
+    p = eqn.params
+    if "ft_in" in p:  # from JAX 0.11
+        constants, carry, _ = p["ft_in"].unpack()
+        return opened(p["jaxpr"]), len(list(constants)), len(list(carry))
+    return opened(p["jaxpr"]), p["num_consts"], p["num_carry"]
+
+
+def branches(eqn: Any) -> list[Any]:
+    """Give the branches of a cond."""
+    return [opened(branch) for branch in eqn.params["branches"]]
+
+
+def solver_parts(eqn: Any) -> tuple[tuple[Any, int], tuple[Any, int], int]:
+    """Give body and position of the constants of `solve` and of `matvec`, and of the rhs."""
+    jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
+    before_solve = lengths.matvec + lengths.vecmat
+    return (opened(jaxprs.solve), before_solve), (opened(jaxprs.matvec), 0), sum(lengths)
+
+
+def mapped_body(eqn: Any) -> Any:
+    """Give what a shard_map runs on every rank."""
+    return opened(eqn.params["jaxpr"])
+
+
+def manual_axes(eqn: Any) -> frozenset[str]:
+    """Name the axes that a shard_map makes manual."""
+    return frozenset(eqn.params["newly_manual_axes"])
+
+
+def spec_axes(spec: PartitionSpec) -> set[Any]:
+    """Name the axes along which arrays with this spec differ, partial sums included."""
+    found = set(spec.unreduced)
+    for entry in spec:
+        found.update(entry if isinstance(entry, tuple) else (entry,))
+    return found
+
+
+def collective_axes(eqn: Any) -> tuple[Any, ...]:
+    """Name the axes of a collective: a name, a tuple, or positions of dims among them."""
+    axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
+    return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
+
+
+def groups(eqn: Any) -> Sequence[Sequence[int]] | None:
+    """Give the groups of ranks of a collective, None if all take part in one."""
+    found = eqn.params.get("axis_index_groups")
+    return found if found is not None and len(found) > 1 else None
+
+
+def named_axes(eqn: Any) -> set[str]:
+    """Collect every string in the parameters of an equation that may be the name of an axis."""
+    return _strings_in(value for key, value in eqn.params.items() if key != "name")
+
+
+def _strings_in(values: Any) -> set[str]:
+    found = set()
+    for value in values:
+        if isinstance(value, str):
+            found.add(value)
+        elif isinstance(value, dict):
+            found |= _strings_in([*value, *value.values()])
+        elif isinstance(value, (tuple, list, set, frozenset, PartitionSpec)):
+            found |= _strings_in(value)
+    return found
+
+
+def hides_a_function(eqn: Any) -> bool:
+    """Tell whether an equation holds a Python function, where a jaxpr could stand."""
+    return any(callable(value) and not isinstance(value, type) for value in eqn.params.values())
+
+
+def expanded(eqn: Any, mesh: Any, manual: frozenset[str]) -> Any | None:
+    """Trace what a high-level primitive (JAX 0.11 and later) does, None if it cannot be traced."""
+    primitive = eqn.params.get("_prim")
+    try:
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in primitive.in_avals_flat]
+
+        def expand(*flat: Any) -> Any:
+            args = jax.tree.unflatten(primitive.in_tree, flat)
+            return jax.tree.leaves(primitive.expand(*args))
+
+        # Inside of a shard_map, so that the axes are bound that it may name.
+        spec = PartitionSpec()
+        mapped = jax.shard_map(
+            expand, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=manual, check_vma=False
+        )
+        (mapped_eqn,) = opened(jax.make_jaxpr(mapped)(*shapes)).eqns
+    except Exception:  # Whatever a primitive of somebody else's does: it stays closed.
+        return None
+    return mapped_body(mapped_eqn)

@@ -1,0 +1,76 @@
+"""Rules for `jax.Ref`: one cell for each, shared by everything that may reach it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jdp.uniformity.walk import Walk
+
+
+class Cell:
+    """What a Ref may hold: the join of all that was ever written, where ranks could skip it too."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: int):
+        self.value = value
+
+
+def held(value: int | Cell) -> int:
+    """Give the class of a value, or of what a Ref holds."""
+    return value.value if type(value) is Cell else value  # pyrefly: ignore[bad-return]
+
+
+def _cell(walk: Walk, ref: int | Cell) -> Cell:
+    # A Ref that came out of a primitive without a rule has no cell: it may alias any other.
+    return ref if type(ref) is Cell else Cell(walk.anything())
+
+
+def _varying(walk: Walk, indices: list[Any]) -> int:
+    bits = 0
+    for index in indices:
+        bits |= held(index)
+    return bits & walk.lattice.varying
+
+
+def _new(walk: Walk, eqn: Any, ins: list[Any]) -> Cell:
+    return Cell(held(ins[0]))
+
+
+def _empty(walk: Walk, eqn: Any, ins: list[Any]) -> Cell:
+    return Cell(walk.anything())
+
+
+def _read(walk: Walk, eqn: Any, ins: list[Any]) -> int:
+    ref, *indices = ins
+    return _cell(walk, ref).value | _varying(walk, indices)
+
+
+def _swap(walk: Walk, eqn: Any, ins: list[Any]) -> int:
+    ref, value, *indices = ins
+    cell, indexed = _cell(walk, ref), _varying(walk, indices)
+    before = cell.value
+    cell.value |= value | indexed | walk.where
+    return before | indexed
+
+
+def _add(walk: Walk, eqn: Any, ins: list[Any]) -> list[int]:
+    ref, value, *indices = ins
+    cell = _cell(walk, ref)
+    total = cell.value | value | _varying(walk, indices) | walk.where
+    # A first sum that is added to zeros is still that sum; two of them are no longer one.
+    untouched = not (cell.value & value & walk.lattice.nonzero)
+    cell.value = total if untouched else walk.lattice.mix(total)
+    return []
+
+
+RULES = {
+    "new_ref": _new,
+    "empty_ref": _empty,
+    "get": _read,
+    "freeze": _read,
+    "swap": _swap,
+    "addupdate": _add,
+    "free_ref": lambda walk, eqn, ins: [],
+}
