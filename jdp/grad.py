@@ -28,8 +28,9 @@ def value_and_grad(
     micro-batches run in a `lax.scan`, the last one behind it, so that its backward pass can hide
     the one reduction: what DDP calls `no_sync`.
 
-    Also the helper for a `shard_map` of your own with check_vma=True: it keeps the gradient
-    local, where plain `jax.value_and_grad` lets JAX sum it.
+    Also the helper for a `shard_map` of your own with check_vma=True: it keeps loss and gradient
+    local, where plain `jax.value_and_grad` lets JAX sum the gradient. `mean_over_ranks` and
+    `sync_gradients` average them.
 
     Args:
       loss_fn: `loss_fn(params, batch, *rest) -> loss`, the mean over the rows of `batch`; with
@@ -60,8 +61,7 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def local(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
-        differentiate = jax.value_and_grad(loss_fn, has_aux=has_aux)
-        params = axis.as_varying(params, axis_name)
+        differentiate = _local_value_and_grad(loss_fn, has_aux, axis_name)
         if accumulate == 1:
             return differentiate(params, batch, *rest)
         step = scope.current(axis_name)
@@ -114,8 +114,7 @@ def global_mean(
             return mean_over_ranks(loss_fn(p, *rest), axis_name=axis_name)
 
         def forward(p: Any) -> tuple[jax.Array, Any]:
-            p = axis.as_varying(p, axis_name)
-            loss, grads = jax.value_and_grad(loss_fn)(p, *rest)
+            loss, grads = _local_value_and_grad(loss_fn, False, axis_name)(p, *rest)
             loss = mean_over_ranks(loss, axis_name=axis_name)
             return loss, sync_gradients(grads, axis_name=axis_name)
 
@@ -125,6 +124,29 @@ def global_mean(
 
         value.defvjp(forward, backward)
         return value(params)
+
+    return fn
+
+
+def _local_value_and_grad(
+    loss_fn: Callable[..., Any], has_aux: bool, axis_name: AxisName
+) -> Callable[..., tuple[Any, Any]]:
+    if not axis.is_typed(axis_name):
+        return jax.value_and_grad(loss_fn, has_aux=has_aux)
+
+    # Types decide what JAX sums. The gradient of parameters that do not vary it would sum over
+    # the ranks; that of a loss that does not vary, such as pmean(loss), would be n times smaller
+    # than the same program gives without types.
+    def varying_loss(params: Any, *rest: Any) -> Any:
+        value = loss_fn(params, *rest)
+        if not has_aux:
+            return axis.as_varying(value, axis_name)
+        loss, aux = value
+        return axis.as_varying(loss, axis_name), aux
+
+    def fn(params: Any, *rest: Any) -> tuple[Any, Any]:
+        params = axis.as_varying(params, axis_name)
+        return jax.value_and_grad(varying_loss, has_aux=has_aux)(params, *rest)
 
     return fn
 

@@ -54,11 +54,11 @@ def replicated(
         transformation stands around this one.
 
     >>> import optax, jax.numpy as jnp
-    >>> tx = replicated(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
+    >>> tx = replicated(optax.chain(optax.clip(1.0), optax.sgd(0.5)))
     >>> state = tx.init({"w": jnp.zeros(2)})
-    >>> updates, state = tx.update({"w": jnp.array([3.0, 4.0])}, state)
+    >>> updates, state = tx.update({"w": jnp.array([3.0, -4.0])}, state)
     >>> updates["w"]
-    Array([-0.06, -0.08], dtype=float32)
+    Array([-0.5,  0.5], dtype=float32)
     """
     axis.names(axis_name)
     buckets.plan([], bucket_bytes)  # Both complain here, not at the first step.

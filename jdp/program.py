@@ -65,8 +65,8 @@ class Program:
 
     def _new_jit(self) -> Any:
         def on_mesh(*args: Any) -> Any:
-            # Proved while it is traced, so that a program that was refused is never cached; and
-            # in a jit of its own, which alone has a jaxpr before the outer trace ends.
+            # Proved while it is traced, so that JAX never caches a program that was refused; in a
+            # jit of its own, which has a jaxpr before the outer trace ends.
             mapped = jax.jit(
                 jax.shard_map(
                     self._on_rank,
@@ -75,7 +75,8 @@ class Program:
                     out_specs=(P(), P(self._axis_name)),
                     axis_names=set(self._axis_name),
                     check_vma=False,  # The analysis proves what JAX's types get wrong here.
-                )
+                ),
+                inline=True,
             )
             verify.check(mapped.trace(*args).jaxpr, self._describe(args))
             (state, reported, weight), rows = mapped(*args)
@@ -121,8 +122,8 @@ class Program:
     def _describe(self, args: tuple) -> verify.Traced:
         mask = find_mask(args[1])
         named = [
-            (self._argument(i) + jax.tree_util.keystr(path), leaf)
-            for i, arg in enumerate(args)
+            (name + jax.tree_util.keystr(path), leaf)
+            for name, arg in zip(map(self._argument, range(len(args))), args, strict=True)
             for path, leaf in jax.tree_util.tree_leaves_with_path(arg)
         ]
         return verify.Traced(

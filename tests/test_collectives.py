@@ -123,14 +123,20 @@ def test_scale_multiplies_the_sum(make_mesh, all_reduce):
 
 
 @every_algorithm
-def test_the_mean_of_what_is_equal_is_itself(make_mesh, all_reduce):
-    # 1 / 3 in bfloat16 is 0.2 % too large; the sum of such float16 is infinite.
-    x = [[np.stack([np.arange(1, 9)] * 3).astype(dtype)] for dtype in ("float32", "bfloat16")]
-    x.append([np.full((3, 4), 60_000, np.float16)])
-    got = reduced(make_mesh(3), all_reduce, x, scale=1 / 3)
-    for [mean], [leaf] in zip(got[:2], x[:2], strict=True):
-        np.testing.assert_array_equal(mean, leaf)
-    np.testing.assert_allclose(got[2][0], x[2][0], rtol=2e-3)
+def test_a_mean_is_rounded_once(make_mesh, all_reduce):
+    # 1 / 3 in bfloat16 is 0.2 % too large.
+    x = [[whole_numbers(3, 97, dtype=dtype)] for dtype in ("bfloat16", "float32")]
+    for [mean], [leaf] in zip(reduced(make_mesh(3), all_reduce, x, scale=1 / 3), x, strict=True):
+        want = (leaf.astype(np.float64).sum(axis=0) / 3).astype(leaf.dtype)
+        tolerance = 0 if leaf.dtype == jnp.bfloat16 else 2e-7
+        np.testing.assert_allclose(mean[0].astype(float), want.astype(float), rtol=tolerance)
+
+
+@every_algorithm
+def test_a_float16_mean_is_finite_where_the_sum_is_not(make_mesh, all_reduce):
+    x = np.full((2, 4), 60_000, np.float16)
+    [[got]] = reduced(make_mesh(2), all_reduce, [[x]], scale=0.5)
+    np.testing.assert_array_equal(got, x)
 
 
 @every_algorithm

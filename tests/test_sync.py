@@ -104,24 +104,22 @@ def test_an_algorithm_gets_every_leaf_once_with_one_scale(make_mesh):
 
 def test_float64_keeps_its_digits(make_mesh):
     x = np.random.default_rng(0).normal(size=(3, 5))
-    w = np.array([1.0, 2.0, 4.0])
+    w = np.array([0.1, 0.2, 0.4])
     with jax.enable_x64(True):
         plain = per_rank(make_mesh(3), jdp.sync_gradients, x)
         weighted = per_rank(make_mesh(3), lambda x, w: jdp.sync_gradients(x, weight=w), x, w)
     np.testing.assert_allclose(plain[0], x.mean(axis=0), rtol=1e-14)
-    np.testing.assert_allclose(weighted[0], w @ x / 7, rtol=1e-14)
+    np.testing.assert_allclose(weighted[0], w @ x / w.sum(), rtol=1e-14)
 
 
 def test_a_float16_mean_is_finite_where_the_sum_is_not(make_mesh):
-    x = np.full((8, 3), 60_000, np.float16)
-    np.testing.assert_array_equal(per_rank(make_mesh(8), jdp.sync_gradients, x), x)
+    x = np.full((2, 3), 60_000, np.float16)
+    np.testing.assert_array_equal(per_rank(make_mesh(2), jdp.sync_gradients, x), x)
 
 
 def test_an_empty_tree_needs_no_reduction(make_mesh):
-    assert per_rank(make_mesh(2), lambda x: jdp.sync_gradients({"a": [], "b": None}), 0.0 * np.ones(2)) == {
-        "a": [],
-        "b": None,
-    }
+    empty = {"a": [], "b": None}
+    assert per_rank(make_mesh(2), lambda x: jdp.sync_gradients(empty), np.ones(2)) == empty
 
 
 # Where it may stand
@@ -222,12 +220,11 @@ def test_weighs_each_rank_and_divides_by_all_weights(make_mesh, num_ranks):
         return [jdp.sync_gradients(x, weight=w, mean=mean) for mean in (True, False)]
 
     means, sums = per_rank(make_mesh(num_ranks), fn, x, w)
-    want = {name: leaf for name, leaf in x.items() if name != "h"}
-    for got, divisor in ((means, w.sum()), (sums, 1)):
-        got.pop("h")  # bfloat16 has too few digits
-        assert_every_rank_has(
-            got, jax.tree.map(lambda leaf: np.tensordot(w, leaf, 1) / divisor, want)
-        )
+    for tree in (x, means, sums):
+        del tree["h"]  # bfloat16 has too few digits
+    want = jax.tree.map(lambda leaf: np.tensordot(w, leaf, 1), x)
+    assert_every_rank_has(sums, want)
+    assert_every_rank_has(means, jax.tree.map(lambda leaf: leaf / w.sum(), want))
 
 
 @settings(deadline=None, max_examples=20)
@@ -286,6 +283,12 @@ def test_large_weights_do_not_overflow_float16(make_mesh, weight):
     np.testing.assert_array_equal(got, np.array([[30_000, 2]] * 2, np.float16))
 
 
+def test_a_share_is_not_rounded_to_the_dtype_of_the_gradient(make_mesh):
+    x = np.array([[10, 13], [0, 0], [0, 0]], jnp.bfloat16)
+    got = per_rank(make_mesh(3), lambda x: jdp.sync_gradients(x, weight=1), x)
+    np.testing.assert_array_equal(got, np.stack([(np.array([10, 13]) / 3).astype(x.dtype)] * 3))
+
+
 def test_a_weight_may_be_a_mask_or_a_count(make_mesh):
     x = np.array([1, 5, 9], np.float32)
     for w, want in (([True, False, True], 5), ([1, 0, 3], 7)):
@@ -305,6 +308,13 @@ def test_the_weight_of_the_step_is_the_default(make_mesh, check_vma):
     default, said_here = per_rank(make_mesh(3), fn, x, w, check_vma=check_vma)
     np.testing.assert_array_equal(default, [7] * 3)
     np.testing.assert_array_equal(said_here, [5] * 3)
+
+
+def test_the_step_learns_which_gradients_were_reduced():
+    with scope.entered("data", np.ones(2), None) as step:
+        jdp.sync_gradients({"w": [1.0, 2.0]})
+        jdp.sync_gradients({"b": 1.0})
+    assert step.marked == {"['w'][0]", "['w'][1]", "['b']"}
 
 
 def test_the_weight_of_the_step_is_summed_once(make_mesh):
@@ -441,6 +451,28 @@ def test_an_untyped_gradient_is_local_also_of_a_mean_loss(make_mesh, loss):
 
     traced = trapped(make_mesh(4), fn, check_vma=False)
     np.testing.assert_array_equal(traced.lower().compile()(WEIGHTS, ROWS), [4, 5])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_loss_that_is_a_mean_over_ranks_already_has_the_same_gradient(make_mesh, check_vma, k):
+    def loss(w, x):
+        return lax.psum(jnp.sum(x @ w), "data") / lax.psum(len(x), "data")
+
+    def fn(w, x):
+        _, grads = jdp.value_and_grad(loss, accumulate=k)(w, jnp.concatenate([x] * k))
+        return jdp.sync_gradients(grads)
+
+    traced = trapped(make_mesh(4), fn, check_vma)
+    np.testing.assert_array_equal(traced.lower().compile()(WEIGHTS, ROWS), [4, 5])
+
+
+def test_a_mean_is_not_averaged_again_in_a_typed_shard_map(make_mesh):
+    def fn(x):
+        return jdp.sync_gradients(jdp.sync_gradients(x))
+
+    with pytest.raises(ValueError, match=r"`grads` float32\[\] was already summed"):
+        per_rank(make_mesh(2), fn, np.ones(2, np.float32), check_vma=True)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

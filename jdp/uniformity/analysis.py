@@ -37,7 +37,7 @@ def analyse(eqn: Any) -> Report:
     manual = jaxprs.manual_axes(eqn)
     walk = Walk(eqn.params["mesh"], manual)
     body = jaxprs.mapped_body(eqn)
-    ins = []
+    ins: list[Any] = []
     for variable, spec in zip(body.invars, eqn.params["in_specs"], strict=True):
         value = walk.lattice.mixed | walk.lattice.axes(jaxprs.spec_axes(spec))
         ins.append(Cell(value) if jaxprs.is_ref(variable) else value)
@@ -53,7 +53,7 @@ def analyse(eqn: Any) -> Report:
         refs=tuple(
             (i, walk.lattice.decode(value.value))
             for i, value in enumerate(ins)
-            if type(value) is Cell
+            if isinstance(value, Cell)
         ),
     )
 

@@ -28,6 +28,10 @@ def _move_each(walk: Walk, eqn: Any, ins: list[int]) -> list[int]:
     return ins
 
 
+def _add(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    return walk.lattice.total(*ins)
+
+
 def _multiply(walk: Walk, eqn: Any, ins: list[int]) -> int:
     return walk.lattice.product(*ins)
 
@@ -67,10 +71,10 @@ def _foreign(walk: Walk, eqn: Any, ins: list[int]) -> int:
 
 
 # Zero if all operands are zero. Other operations may give zeros too; nothing depends on those.
-ZERO_OF_ZEROS = frozenset("add add_any concatenate cumsum pad reduce_sum stack sub".split())
+ZERO_OF_ZEROS = frozenset("concatenate cumsum pad reduce_sum stack".split())
 
 _MIX = """
-    abs acos acosh add add_any after_all and approx_top_k argmax argmin asin asinh atan atan2 atanh
+    abs acos acosh after_all and approx_top_k argmax argmin asin asinh atan atan2 atanh
     bessel_i0e bessel_i1e bitcast_convert_type broadcast_to cbrt ceil cholesky cholesky_update
     clamp clz complex concatenate conj cos cosh create_token cumlogsumexp cummax cummin cumprod
     cumsum debug_callback debug_print digamma dynamic_slice dynamic_update_slice eig eigh eq eq_to
@@ -83,7 +87,7 @@ _MIX = """
     reduce_window_min reduce_window_sum reduce_xor regularized_incomplete_beta rem rng_bit_generator
     round rsqrt scatter-add scatter-max scatter-min scatter-mul scatter-sub schur
     select_and_gather_add select_and_scatter_add shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stack sub svd symmetric_product tan tanh
+    shift_right_logical sign sin sinh sqrt square stack svd symmetric_product tan tanh
     threefry2x32 top_k triangular_solve tridiagonal tridiagonal_solve xor zeta
 """
 
@@ -102,6 +106,7 @@ RULES = {
     **dict.fromkeys(_MIX.split(), mix),
     **dict.fromkeys(_MOVE.split(), move),
     **dict.fromkeys("device_put optimization_barrier".split(), _move_each),
+    **dict.fromkeys("add add_any sub".split(), _add),
     **dict.fromkeys("conv_general_dilated dot_general".split(), _contract),
     **dict.fromkeys("create_linear empty empty2 infeed io_callback rng_uniform".split(), _anything),
     "div": _divide,

@@ -1,7 +1,7 @@
 """Classes: over which axes a value may differ, and whether it was summed over them."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Class(NamedTuple):
@@ -9,8 +9,9 @@ class Class(NamedTuple):
 
     Attributes:
       axes: mesh axes along which ranks may hold different values. Empty: uniform.
-      reduced: mesh axes along which it is a sum or mean of values that differed, and since then
-        only scaled by something uniform, negated, cast, reshaped, sliced or copied.
+      reduced: mesh axes along which it is a sum or mean of values that differed, or several of
+        those added up, and since then was only scaled by something uniform, negated, cast,
+        reshaped, sliced or copied.
       zero: it is zero everywhere, as far as that can be read off the program.
     """
 
@@ -42,7 +43,7 @@ class Lattice:
     """
 
     def __init__(self, names: Iterable[str]):
-        self._bit = {name: 1 << i for i, name in enumerate(names)}
+        self._bit: dict[Any, int] = {name: 1 << i for i, name in enumerate(names)}
         num_axes = len(self._bit)
         self.varying = (1 << num_axes) - 1
         self.unsummed = self.varying << num_axes
@@ -53,11 +54,11 @@ class Lattice:
         self._num_axes = num_axes
         self._decoded: dict[int, Class] = {}
 
-    def axes(self, names: Iterable[object]) -> int:
+    def axes(self, names: Iterable[Any]) -> int:
         """Give the varying bits of axes; names that are no axes of the mesh have none."""
         bits = 0
         for name in names:
-            bits |= self._bit.get(name, 0)  # pyrefly: ignore[bad-argument-type]
+            bits |= self._bit.get(name, 0)
         return bits
 
     def unsummed_over(self, axes: int) -> int:
@@ -109,6 +110,13 @@ class Lattice:
         if not by & self.data:
             return value | by & self.varying
         return value | by & (self.varying | self.data) | self.unsummed_over(by & self.varying)
+
+    def total(self, a: int, b: int) -> int:
+        """Give the class of `a + b` or `a - b`: two sums over ranks make one."""
+        for term in (a, b):
+            if term & self.nonzero and not term & self.data:
+                return self.mix(a | b)
+        return a | b
 
     def product(self, a: int, b: int) -> int:
         """Give the class of `a * b`."""

@@ -87,7 +87,7 @@ def _shard_map(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any]:
     joined = [lattice.axes(jaxprs.spec_axes(spec)) for spec in eqn.params["out_specs"]]
     inner = []
     for value, axes in zip(ins, split, strict=True):
-        if type(value) is Cell:
+        if isinstance(value, Cell):
             value.value |= axes
         elif axes:
             value = lattice.mix(value | axes | lattice.data)
@@ -108,7 +108,7 @@ def _high_level(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any] | Any:
 def _closed(walk: Walk, eqn: Any, ins: list[Any]) -> int:
     walk.opaque.setdefault(_name(eqn))
     for value in ins:
-        if type(value) is Cell:
+        if isinstance(value, Cell):
             value.value = walk.anything()
     return walk.anything()
 
@@ -146,7 +146,7 @@ def unknown(walk: Walk, eqn: Any, ins: list[Any]) -> Any:
     if any(map(jaxprs.is_ref, eqn.outvars)):
         value = walk.anything()  # Which Ref it is, of those that went in, nobody knows.
     for operand in ins:
-        if type(operand) is Cell:
+        if isinstance(operand, Cell):
             operand.value |= value | walk.where
     return value
 

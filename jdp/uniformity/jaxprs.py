@@ -1,5 +1,6 @@
 """Parameters of JAX's primitives, and where JAX versions name them differently: the only place."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,6 +39,8 @@ def _jaxprs_in(values: Any) -> Iterator[Any]:
             yield from _jaxprs_in(value.values())
         elif is_jaxpr(value):
             yield opened(value)
+        elif dataclasses.is_dataclass(value):  # how a Pallas kernel chooses its blocks
+            yield from _jaxprs_in(vars(value).values())
 
 
 def called_body(eqn: Any) -> Any | None:
@@ -59,6 +62,11 @@ def is_literal(atom: Any) -> bool:
 def is_ref(variable: Any) -> bool:
     """Tell whether a variable is a `jax.Ref`: its type wraps that of what it holds."""
     return hasattr(variable.aval, "inner_aval")
+
+
+def acts(eqn: Any) -> bool:
+    """Tell whether an equation does something besides giving results and naming axes."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def while_parts(eqn: Any) -> tuple[Any, Any, int, int]:

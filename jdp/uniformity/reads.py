@@ -1,64 +1,92 @@
-"""Which inputs of a jaxpr anything reads."""
+"""Which inputs of a jaxpr matter."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import Literal
 
 from jdp.uniformity import jaxprs
 
-# Primitives that hand operands to bodies one by one.
-_HAND_ON = jaxprs.CALLS | {"cond", "scan", "shard_map", "while"}
+# One for each output or input of a jaxpr: whether it is wanted, or needed.
+_Flags = tuple[bool, ...]
+_Known = dict[tuple[int, _Flags], _Flags]
 
 
-def used_inputs(jaxpr: Any) -> tuple[bool, ...]:
-    """Tell for each input whether an equation or an output reads it.
+def used_inputs(jaxpr: Any) -> _Flags:
+    """Tell for each input whether an output or a side effect depends on it.
 
-    What is only handed to the body of a call, a branch or a loop counts as read if that body
-    reads it.
+    What is handed to a call, a branch or a loop that ignores it is not used, nor what is only
+    read in vain.
     """
-    return _used(jaxpr, {})
+    return _needed(jaxpr, (True,) * len(jaxpr.outvars), {})
 
 
-def _used(jaxpr: Any, known: dict[int, tuple[bool, ...]]) -> tuple[bool, ...]:
-    if id(jaxpr) not in known:
-        read = {v for v in jaxpr.outvars if not jaxprs.is_literal(v)}
-        for eqn in jaxpr.eqns:
-            operands = [v for v in eqn.invars if type(v) is not Literal]
-            if eqn.primitive.name in _HAND_ON and not read.issuperset(operands):
-                operands = _read(eqn, known)
-            read.update(operands)
-        known[id(jaxpr)] = tuple(v in read for v in jaxpr.invars)
-    return known[id(jaxpr)]
+def _needed(jaxpr: Any, wanted: _Flags, known: _Known) -> _Flags:
+    key = id(jaxpr), wanted
+    if key not in known:
+        live = set(_variables(jaxpr.outvars, wanted))
+        for eqn in reversed(jaxpr.eqns):
+            if not live.isdisjoint(eqn.outvars) or (eqn.effects and jaxprs.acts(eqn)):
+                rule = _RULES.get(eqn.primitive.name)
+                if rule is None:
+                    live.update([atom for atom in eqn.invars if type(atom) is not Literal])
+                else:
+                    needs = rule(eqn, tuple(v in live for v in eqn.outvars), known)
+                    live.update(_variables(eqn.invars, needs))
+        known[key] = tuple(v in live for v in jaxpr.invars)
+    return known[key]
 
 
-def _read(eqn: Any, known: dict[int, tuple[bool, ...]]) -> list[Any]:
-    read, handed_on = set(), set()
-    for body, operands in _handed_on(eqn):
-        handed_on.update(operands)
-        uses = _used(body, known)
-        read.update(i for i, used in zip(operands, uses, strict=True) if used)
-    return [
-        v
-        for i, v in enumerate(eqn.invars)
-        if not jaxprs.is_literal(v) and (i in read or i not in handed_on)
-    ]
+def _variables(atoms: Sequence[Any], flags: _Flags) -> list[Any]:
+    flagged = zip(atoms, flags, strict=True)
+    return [atom for atom, flag in flagged if flag and type(atom) is not Literal]
 
 
-def _handed_on(eqn: Any) -> Iterator[tuple[Any, list[int]]]:
-    # Bodies, each with the positions of the operands that become its inputs.
-    name, operands = eqn.primitive.name, list(range(len(eqn.invars)))
-    if name == "scan":
-        yield jaxprs.scan_parts(eqn)[0], operands
-    elif name == "cond":
-        for branch in jaxprs.branches(eqn):
-            yield branch, operands[1:]
-    elif name == "while":
-        cond, body, num_cond, num_body = jaxprs.while_parts(eqn)
-        carry = operands[num_cond + num_body :]
-        yield cond, operands[:num_cond] + carry
-        yield body, operands[num_cond : num_cond + num_body] + carry
-    elif name == "shard_map":
-        yield jaxprs.mapped_body(eqn), operands
-    elif (body := jaxprs.called_body(eqn)) is not None:
-        yield body, operands
+def _call(eqn: Any, wanted: _Flags, known: _Known) -> _Flags:
+    body = jaxprs.called_body(eqn)
+    return (True,) * len(eqn.invars) if body is None else _needed(body, wanted, known)
+
+
+def _shard_map(eqn: Any, wanted: _Flags, known: _Known) -> _Flags:
+    return _needed(jaxprs.mapped_body(eqn), wanted, known)
+
+
+def _cond(eqn: Any, wanted: _Flags, known: _Known) -> _Flags:
+    needs = [_needed(branch, wanted, known) for branch in jaxprs.branches(eqn)]
+    return (True, *map(any, zip(*needs, strict=True)))
+
+
+def _scan(eqn: Any, wanted: _Flags, known: _Known) -> _Flags:
+    body, num_constants, num_carry = jaxprs.scan_parts(eqn)
+    carry, ys = wanted[:num_carry], wanted[num_carry:]
+    while True:
+        needs = _needed(body, carry + ys, known)
+        more = _either(carry, needs[num_constants : num_constants + num_carry])
+        if more == carry:
+            return needs[:num_constants] + carry + needs[num_constants + num_carry :]
+        carry = more
+
+
+def _while(eqn: Any, wanted: _Flags, known: _Known) -> _Flags:
+    cond, body, num_cond, num_body = jaxprs.while_parts(eqn)
+    decides = _needed(cond, (True,), known)
+    carry = _either(wanted, decides[num_cond:])
+    while True:
+        needs = _needed(body, carry, known)
+        more = _either(carry, needs[num_body:])
+        if more == carry:
+            return decides[:num_cond] + needs[:num_body] + carry
+        carry = more
+
+
+def _either(a: _Flags, b: _Flags) -> _Flags:
+    return tuple(x or y for x, y in zip(a, b, strict=True))
+
+
+_RULES = {
+    **dict.fromkeys(jaxprs.CALLS, _call),
+    "cond": _cond,
+    "scan": _scan,
+    "shard_map": _shard_map,
+    "while": _while,
+}

@@ -19,12 +19,12 @@ class Cell:
 
 def held(value: int | Cell) -> int:
     """Give the class of a value, or of what a Ref holds."""
-    return value.value if type(value) is Cell else value  # pyrefly: ignore[bad-return]
+    return value.value if isinstance(value, Cell) else value
 
 
 def _cell(walk: Walk, ref: int | Cell) -> Cell:
     # A Ref that came out of a primitive without a rule has no cell: it may alias any other.
-    return ref if type(ref) is Cell else Cell(walk.anything())
+    return ref if isinstance(ref, Cell) else Cell(walk.anything())
 
 
 def _varying(walk: Walk, indices: list[Any]) -> int:
@@ -58,10 +58,7 @@ def _swap(walk: Walk, eqn: Any, ins: list[Any]) -> int:
 def _add(walk: Walk, eqn: Any, ins: list[Any]) -> list[int]:
     ref, value, *indices = ins
     cell = _cell(walk, ref)
-    total = cell.value | value | _varying(walk, indices) | walk.where
-    # A first sum that is added to zeros is still that sum; two of them are no longer one.
-    untouched = not (cell.value & value & walk.lattice.nonzero)
-    cell.value = total if untouched else walk.lattice.mix(total)
+    cell.value = walk.lattice.total(cell.value, value) | _varying(walk, indices) | walk.where
     return []
 
 

@@ -1,0 +1,115 @@
+"""Every example runs as a user would run it, and does what it says."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jdp
+
+ROOT = Path(__file__).parents[1]
+DEADLINE_S = 300
+SMALL_MODEL = "--length=64 --dim=32 --depth=1 --batch-size=64".split()
+
+
+def start(example, *flags, folder, **environment):
+    # As in pyproject.toml, whose filters only pytest reads.
+    cache = "ignore:Error reading persistent compilation cache entry:UserWarning"
+    inherited = {
+        k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    }
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-W", cache, ROOT / "examples" / example, *flags],
+        cwd=folder,
+        env={**inherited, "PYTHONPATH": str(ROOT), **environment},
+        timeout=DEADLINE_S,
+        capture_output=True,
+        text=True,
+    )
+
+
+def run(example, *flags, **where):
+    ended = start(example, *flags, **where)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def load(example):
+    spec = importlib.util.spec_from_file_location(Path(example).stem, ROOT / "examples" / example)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_example_is_tested_here():
+    tests = Path(__file__).read_text()
+    assert all(f'"{path.name}"' in tests for path in (ROOT / "examples").glob("*.py"))
+
+
+def test_digits_is_learnt_alike_on_four_ranks_and_on_one(tmp_path):
+    output = run("digits.py", folder=tmp_path)
+    accuracy = re.search(r"ranks: 4, test accuracy: ([\d.]+)% of 397 rows", output)
+    difference = re.search(r"ranks: 1, largest difference of a parameter: (\S+)", output)
+    assert float(accuracy[1]) >= 97 and float(difference[1]) <= 1e-5
+    epochs = re.findall(r"^(epoch +\d+  loss [\d.]+  accuracy +[\d.]+%)", output, re.MULTILINE)
+    assert len(epochs) == 40 and epochs[:20] == epochs[20:]
+    assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_digits_fails_if_it_misses_its_target(tmp_path):
+    ended = start("digits.py", "--epochs=1", folder=tmp_path)
+    assert ended.returncode == 1 and "expected at least 97%" in ended.stderr
+
+
+def test_language_model_goes_on_with_the_same_bits_after_an_interruption(tmp_path):
+    small = (*SMALL_MODEL, "--steps=60", "--every=60")
+    whole = run("language_model.py", *small, "--checkpoint=whole.npz", folder=tmp_path)
+    run("language_model.py", *small, "--checkpoint=parts.npz", "--stop-after=25", folder=tmp_path)
+    with np.load(tmp_path / "parts.npz") as parts:
+        assert parts["position"] == 25 * 64
+    resumed = run(
+        "language_model.py", *small, "--checkpoint=parts.npz", "--resume", folder=tmp_path
+    )
+    bits = [float(re.search(r"step 60, held out: ([\d.]+)", x)[1]) for x in (whole, resumed)]
+    assert bits[0] == bits[1] < 6
+    with np.load(tmp_path / "whole.npz") as whole, np.load(tmp_path / "parts.npz") as parts:
+        assert whole["position"] == 60 * 64
+        for name in whole.files:
+            np.testing.assert_array_equal(parts[name], whole[name], strict=True)
+
+
+def test_language_model_counts_every_held_out_byte_once(mesh):
+    example = load("language_model.py")
+    jdp.init(mesh)
+    text = np.frombuffer(b"a text of a prime number of bytes: 43, not 42", np.uint8)[:43]
+    model = example.Decoder(8, 32, 1, nnx.Rngs(0))
+    _, test = example.new_steps(*nnx.split(model)[:1], accumulate=1)
+    found = example.measure(test, nnx.split(model)[1], example.windows(text, 8), 24)
+
+    bits = []
+    for begin in range(0, 43, 8):
+        known = np.concatenate([[0], text])[begin : begin + 8][: 43 - begin]
+        log_probs = jax.nn.log_softmax(model(jnp.asarray(known)[None]))[0]
+        bits += [-log_probs[i, byte] / np.log(2) for i, byte in enumerate(text[begin : begin + 8])]
+    assert found["bytes"] == len(bits) == 43
+    np.testing.assert_allclose(found["bits"], np.mean(bits), rtol=1e-6)
+
+
+def test_gan_covers_all_modes(tmp_path):
+    assert "modes covered: 8 of 8" in run("gan.py", folder=tmp_path)
+
+
+@pytest.mark.parametrize(("flags", "num_ranks"), [((), 4), (("--ranks=0",), 3)])
+def test_own_loops_agree_with_one_rank(tmp_path, flags, num_ranks):
+    output = run("own_loop.py", *flags, folder=tmp_path, JAX_NUM_CPU_DEVICES="3")
+    found = re.findall(rf"ranks: {num_ranks}, (\S+) .* a parameter: (\S+)", output)
+    assert [name for name, _ in found] == ["shard_map", "shard_map(check_vma=False)", "pmap"]
+    assert all(float(difference) <= 1e-5 for _, difference in found)

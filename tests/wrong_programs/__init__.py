@@ -1,0 +1,20 @@
+"""Train steps that are not the same training on every rank, and right ones that look like them."""
+
+from wrong_programs import (  # noqa: F401 - imported for what they note in the corpus
+    choices,
+    deadlocks,
+    forgotten,
+    kept,
+    libraries,
+    loops,
+    meshes,
+    optimizers,
+    reduced_twice,
+    refs,
+    reports,
+    rules,
+    sources,
+)
+from wrong_programs.corpus import KINDS, RIGHT, WRONG, Program
+
+__all__ = ["KINDS", "RIGHT", "WRONG", "Program"]

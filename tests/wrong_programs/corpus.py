@@ -1,0 +1,150 @@
+"""How a wrong program is written down, and the small problem that most of them train on.
+
+`@wrong(kind, blames)` stands over a step that must be refused, `@right` over a twin of it that
+differs in as little as possible and must pass. A comment `# <- here` marks the line that the
+message has to name.
+"""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jdp
+
+# What the message says, besides whose fault it is.
+KINDS = {
+    "varies": "may differ from rank to rank: it depends on this rank's rows",
+    "statistics": "comes from this rank's rows only",
+    "other axis": "differs along the mesh axis",
+    "metric": "only float scalars are averaged by themselves",
+    "reduced twice": "was reduced before it came to",
+    "deadlock": "ranks that skip it leave the others waiting",
+    "mask": "says which rows are padding, and the step never reads it",
+    "gather": 'all_gather(to="invarying") has a wrong gradient',
+    "ref": "is shared by all ranks",
+}
+
+
+class Program(NamedTuple):
+    """A step and what it is called with.
+
+    Attributes:
+      step: `(state, batch, *rest) -> (state, metrics)`, not decorated yet.
+      kind: key of `KINDS`, "" of a right program.
+      blames: beginnings of the names that must be blamed, and no others.
+      make: gives `(state, batch, *rest)`.
+      options: keyword arguments of `jdp.train_step`.
+      since: first JAX version in which it is wrong, or exists.
+      until: first JAX version in which it is right.
+    """
+
+    step: Callable[..., Any]
+    kind: str
+    blames: tuple[str, ...]
+    make: Callable[[], tuple]
+    options: dict[str, Any]
+    since: tuple[int, ...] = (0,)
+    until: tuple[int, ...] = (99,)
+
+    def exists(self) -> bool:
+        return self.since <= jax.__version_info__ < self.until
+
+    def line(self) -> str:
+        """Where the comment stands, as in "refs.py:41"; empty without one."""
+        lines, first = inspect.getsourcelines(self.step)
+        for number, text in enumerate(lines, first):
+            if "# <- here" in text:
+                return f"{Path(inspect.getsourcefile(self.step)).name}:{number}"
+        return ""
+
+
+WRONG: list[Program] = []
+RIGHT: list[Program] = []
+
+
+def wrong(
+    kind: str, *blames: str, make: Callable[[], tuple] | None = None, **options: Any
+) -> Callable[[Callable], Callable]:
+    """Note a step that must be refused; `since`, `until` and options of `train_step` go along."""
+    return _noted(WRONG, kind, blames, make, options)
+
+
+def right(*, make: Callable[[], tuple] | None = None, **options: Any) -> Callable:
+    """Note a step that must pass."""
+    return _noted(RIGHT, "", (), make, options)
+
+
+def _noted(
+    where: list[Program], kind: str, blames: tuple, make: Any, options: dict[str, Any]
+) -> Callable[[Callable], Callable]:
+    versions = {name: options.pop(name) for name in ("since", "until") if name in options}
+
+    def note(step: Callable) -> Callable:
+        where.append(Program(step, kind, blames, make or training, options, **versions))
+        return step
+
+    return note
+
+
+# A linear model on 8 rows.
+
+
+def rows() -> dict[str, np.ndarray]:
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    return {"x": x, "y": np.sin(x.sum(1))}
+
+
+def masked_rows() -> dict[str, np.ndarray]:
+    return {**rows(), "mask": np.arange(8) < 7}
+
+
+def params() -> dict[str, np.ndarray]:
+    return {"w": np.array([0.5, -1.0, 2.0], np.float32), "b": np.float32(0.25)}
+
+
+def sgd(*before: optax.GradientTransformation, **kwargs: Any) -> Any:
+    return jdp.replicated(optax.chain(*before, optax.sgd(0.1, momentum=0.9)), **kwargs)
+
+
+def training(tx: Any = None, model_state: Any = 0.0, batch: Any = None, **kwargs: Any) -> tuple:
+    """A TrainState and a batch."""
+    tx = sgd() if tx is None else tx
+    state = jdp.TrainState.create(params(), tx, model_state=model_state, **kwargs)
+    return state, rows() if batch is None else batch
+
+
+def numbers() -> tuple:
+    """A state of bare numbers, where the library has no part in what a step does; and a batch."""
+    return {"a": np.float32(1), "b": np.float32(2), "v": np.arange(4, dtype=np.float32)}, rows()
+
+
+def holding(**state: Any) -> Callable[[], tuple]:
+    """Make the state that is named here; and a batch."""
+    return lambda: (state, rows())
+
+
+def predict(p: Any, x: jax.Array) -> jax.Array:
+    return x @ p["w"] + p["b"]
+
+
+def loss_fn(p: Any, batch: Any) -> jax.Array:
+    return jnp.mean((predict(p, batch["x"]) - batch["y"]) ** 2)
+
+
+def gradients(state: Any, batch: Any) -> Any:
+    return jax.grad(loss_fn)(state.params, batch)
+
+
+def local(batch: Any) -> jax.Array:
+    """A number of this rank's rows alone."""
+    return batch["x"].mean()
+
+
+def descend(p: Any, grads: Any) -> Any:
+    return jax.tree.map(lambda x, g: x - 0.1 * g, p, grads)
