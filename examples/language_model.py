@@ -61,15 +61,17 @@ def new_steps(graphdef, accumulate):
         logits = nnx.merge(graphdef, params)(text[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]) / np.log(2)
 
+    def loss_fn(params, text):
+        return bits(params, text).mean()
+
     def counted(batch):  # neither what fills the last row nor the rows that fill the last batch
         return batch["counted"] & batch["mask"][:, None]
 
     @jdp.train_step
     def train(states, text):
         state, ema = states
-        loss_fn = jdp.value_and_grad(lambda *args: bits(*args).mean(), accumulate=accumulate)
-        loss, grads = loss_fn(state.params, text)
-        grads = jdp.sync_gradients(grads)
+        loss, grads = jdp.value_and_grad(loss_fn, accumulate=accumulate)(state.params, text)
+        grads = jdp.sync_gradients(grads)  # here, not in apply_gradients, for the norm below
         state = state.apply_gradients(grads, synced=True)
         ema = optax.incremental_update(state.params, ema, 1 - EMA_DECAY)
         return (state, ema), {"bits": loss, "norm": optax.tree.norm(grads)}
@@ -102,7 +104,7 @@ def windows(text, length):
 
 
 def measure(test, params, rows, batch_size):
-    batches = jdp.batches(rows, batch_size, epochs=1, shuffle=False, tail="mask")
+    batches = jdp.batches(rows, batch_size, epochs=1, shuffle=False)
     return jdp.evaluate(test, params, batches)
 
 
@@ -159,7 +161,8 @@ def main():
     batches = jdp.batches(rows, args.batch_size, num_steps=args.steps, position=position)
     test_rows = windows(held_out, args.length)
     with Progress("step {task.completed}", BarColumn(), "{task.description}") as progress:
-        bar, metrics = progress.add_task("", total=args.steps), None
+        bar = progress.add_task("", total=args.steps, completed=position // args.batch_size)
+        metrics = None
         for batch in batches:
             before = metrics
             states, metrics = train(states, batch)
@@ -169,7 +172,8 @@ def main():
                 progress.update(bar, completed=step, description=line)
             if step % args.every == 0 or step in (args.steps, args.stop_after):
                 found = measure(test, states[1], test_rows, args.batch_size)
-                print(f"step {step}, held out: {found['bits']:.4f} bits per byte")
+                line = "{bits:.4f} bits per byte of {bytes:,}".format(**found)
+                print(f"step {step}, held out: {line}")
                 save(args.checkpoint, states, batches.position)
             if step == args.stop_after:
                 break

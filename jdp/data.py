@@ -39,7 +39,7 @@ def batches(
     Every row comes once per epoch, in the order of `Sampler`, which does not depend on the number
     of ranks. With `num_steps` all batches are full and run across the ends of epochs. With `epochs`
     only the very last batch of the run may be short: it is padded with rows that do not count, and
-    a mask says which do. All batches of a run have the same leaves and shapes.
+    a mask in every batch says which do. All batches of a run have the same leaves and shapes.
 
     The mask, [batch_size] bool, True for a row that counts, is the key "mask" of a dict, the last
     element of a tuple, and makes any other batch x the tuple (x, mask). Write
@@ -56,9 +56,8 @@ def batches(
       epochs: how often every row comes, at least 1.
       seed: of the order, non-negative; the same on all processes.
       shuffle: False keeps the dataset's own order.
-      tail: "pad": the last batch of a run by `epochs` is padded, and there is a mask if and only if
-        one is short. "mask": so too, but there is always a mask, also with `num_steps`, for a step
-        that is to work with any number of rows. "drop": a short last batch is left out.
+      tail: what becomes of a short last batch of a run by `epochs`. "pad": it is padded, and every
+        batch has a mask, whether or not the last is short. "drop": it is left out.
       position: where to begin, in rows of the whole run: a saved `Batches.position`.
       axis_name: the mesh axis or axes that split the batch.
       mesh: default: that of `jdp.init`, looked up when a loop begins.
@@ -233,11 +232,10 @@ class _Target(NamedTuple):
 
 
 def _read(read: Read, sampler: Sampler, run: Run, position: int, mine: np.ndarray) -> Iterator[Any]:
-    has_mask = run.has_mask(position)
     while count := run.next_rows(position):
         rows = sampler.indices(position, count)
         batch = read(np.pad(rows, (0, run.batch_size - count), mode="edge")[mine])
-        yield with_mask(batch, mine < count) if has_mask else batch
+        yield with_mask(batch, mine < count) if run.has_mask else batch
         position += count
 
 

@@ -22,9 +22,8 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any) -> Any:
     Args:
       step: a function decorated with `jdp.eval_step`.
       state: its first argument.
-      batches: `jdp.batches(dataset, batch_size, epochs=1, shuffle=False, tail="mask")`, which is
-        gone through from its first row on, or any iterable of global batches. tail="mask" gives
-        every batch a mask, also if the set divides by `batch_size`.
+      batches: `jdp.batches(dataset, batch_size, epochs=1, shuffle=False)`, which is
+        gone through from its first row on, or any iterable of global batches.
       *rest: its further arguments.
 
     Returns:
@@ -42,7 +41,7 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any) -> Any:
     ...     x, mask = batch["x"], batch["mask"]
     ...     return {"mean": (x * mask).sum() / mask.sum(), "x": jdp.rows(x)}
     >>> rows = {"x": np.arange(5.0, dtype="float32")}
-    >>> batches = jdp.batches(rows, 4, epochs=1, shuffle=False, tail="mask")
+    >>> batches = jdp.batches(rows, 4, epochs=1, shuffle=False)
     >>> metrics = jdp.evaluate(measure, None, batches)
     >>> float(metrics["mean"]), metrics["x"].tolist()
     (2.0, [0.0, 1.0, 2.0, 3.0, 4.0])

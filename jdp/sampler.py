@@ -127,7 +127,7 @@ class Run(NamedTuple):
 
     batch_size: int
     end: int  # in rows of the stream
-    tail: str  # of a run that ends with an epoch: "pad", "mask" or "drop"
+    tail: str  # of a run that ends with an epoch: "pad" or "drop"
     endless: bool  # rows after `end` fill the last batch
 
     @classmethod
@@ -139,8 +139,8 @@ class Run(NamedTuple):
         Raises:
           ValueError: if not exactly one of the two is given, or no batch is left.
         """
-        if tail not in ("pad", "mask", "drop"):
-            raise ValueError(f'tail={tail!r}: write "pad", "mask" or "drop".')
+        if tail not in ("pad", "drop"):
+            raise ValueError(f'tail={tail!r}: write "pad" or "drop".')
         if num_steps is not None and epochs is None:
             end = whole("num_steps", num_steps, least=1) * batch_size
         elif epochs is not None and num_steps is None:
@@ -173,13 +173,14 @@ class Run(NamedTuple):
             return 0
         return min(left, self.batch_size)
 
-    def has_mask(self, position: int) -> bool:
-        """Tell whether the batches from `position` on have a mask: all of them, or none.
+    @property
+    def has_mask(self) -> bool:
+        """Tell whether the batches have a mask: all of them, or none.
 
-        A mask in the last batch only would be a second trace of the step.
+        A mask in the last batch only would be a second trace of the step, and one that comes and
+        goes with the number of rows would surprise its author.
         """
-        short = not self.endless and (self.end - position) % self.batch_size > 0
-        return self.tail == "mask" or (self.tail == "pad" and short)
+        return self.tail == "pad" and not self.endless
 
 
 def whole(name: str, value: int, *, least: int) -> int:

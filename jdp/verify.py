@@ -60,9 +60,11 @@ def check(jaxpr: Any, traced: Traced) -> None:
         *_reduced_twice(report),
         *_hidden_reductions(report, traced),
         *_varying_outputs(report, traced),
+        *_varying_refs(report, traced),
         *_unread_mask(report, traced),
         *_wrong_gather(step, traced),
     ]
+    problems = list(dict.fromkeys(problems))  # A line that many leaves pass is told once.
     if problems:
         shown = "\n".join(f"- {problem}" for problem in problems[:8])
         more = f"\n- and {len(problems) - 8} more" if len(problems) > 8 else ""
@@ -72,22 +74,26 @@ def check(jaxpr: Any, traced: Traced) -> None:
 
 def _deadlocks(report: Report) -> Iterator[str]:
     for found in report.deadlocks:
+        where = f" at {found.source}" if found.source else ""
         yield (
-            f"`{found.primitive}` at {found.source} runs under a `{found.control}` whose predicate "
-            "may differ from rank to rank; ranks that skip it leave the others waiting for ever. "
-            "Make the predicate the same first, for instance `jdp.mean_over_ranks(loss) < 2`."
+            f"`{found.primitive}`{where} runs under a `{found.control}` whose predicate may differ "
+            "from rank to rank; ranks that skip it leave the others waiting for ever. Make the "
+            "predicate the same first, for instance `jdp.mean_over_ranks(loss) < 2`."
         )
 
 
 def _reduced_twice(report: Report) -> Iterator[str]:
+    paths: dict[str, list[str]] = {}
     for found in report.marks:
         if found.kind == "local" and found.value.reduced & set(found.axes):
-            yield (
-                f"the gradient of `{found.path}` was reduced before it came to {found.source}: a "
-                "sum would be averaged as if it were each rank's own, a mean sent twice. Hand over "
-                "the local gradient, or write apply_gradients(grads, synced=True) if it is the "
-                "mean."
-            )
+            paths.setdefault(found.source, []).append(found.path)
+    for source, reduced in paths.items():
+        yield (
+            f"the gradient of {_listed(_quoted(reduced))} was reduced before it came to "
+            f"{source or 'jdp.sync_gradients'}: a sum would be averaged as if it were each rank's "
+            "own, a mean sent twice. Hand over the local gradient, or write "
+            "apply_gradients(grads, synced=True) if it is the mean."
+        )
 
 
 def _hidden_reductions(report: Report, traced: Traced) -> Iterator[str]:
@@ -96,52 +102,76 @@ def _hidden_reductions(report: Report, traced: Traced) -> Iterator[str]:
     hidden = sorted(traced.marked - {found.path for found in report.marks})
     if hidden and report.opaque:
         yield (
-            f"{_listed(sorted(set(report.opaque)))} hides from the analysis how the gradients of "
-            f"{_listed(hidden)} are reduced. Call apply_gradients outside of it."
+            f"{_listed(_quoted(sorted(set(report.opaque))))} hides from the analysis how the "
+            f"gradients of {_listed(_quoted(hidden))} are reduced. Call apply_gradients outside of it."
         )
 
 
 def _varying_outputs(report: Report, traced: Traced) -> Iterator[str]:
+    leaves: dict[tuple[str, str], list[str]] = {}
     for output, value, source in zip(
         traced.outputs, report.outputs, report.output_sources, strict=True
     ):
         if output.kind == "rows" or not value.axes:
             continue
-        where = f" (computed at {source})" if source else ""
+        leaf = f"`{output.path}`"
         if output.kind == "metric":
-            yield (
-                f"`{output.path}` {output.type}{where} differs from rank to rank, and only float "
-                "scalars are averaged by themselves. Write jdp.sum_over_ranks(x) for counts, "
-                "jdp.mean_over_ranks(x) for means, jdp.rows(x) for a value for each row."
-            )
+            leaf, why = f"{leaf} {output.type}", _WHY_METRIC
         elif value.axes & set(traced.axis_name):
-            yield f"`{output.path}`{where} {_why_varying(output)}"
+            why = _WHY_STATISTICS if _is_model_state(output) else _WHY_STATE
         else:
+            others = ", ".join(map(repr, sorted(value.axes)))
+            why = _WHY_OTHER_AXIS.format(others)
+        leaves.setdefault((source, why), []).append(leaf)
+    for (source, why), told in leaves.items():
+        where = f" (computed at {source})" if source else ""
+        yield f"{_listed(told)}{where} {why}"
+
+
+def _is_model_state(output: Output) -> bool:
+    return "model_state" in output.path or "batch_stats" in output.path
+
+
+_WHY_STATE = (
+    "may differ from rank to rank: it depends on this rank's rows, key or number and was never "
+    "averaged. Ranks would drift apart silently. Write `state.apply_gradients(grads)` with an "
+    "optimizer in jdp.replicated(...), or jdp.sync_gradients(grads) or jdp.mean_over_ranks(x) "
+    "first."
+)
+_WHY_STATISTICS = (
+    "may differ from rank to rank: it comes from this rank's rows only. Ranks would drift apart "
+    "silently, and normalise differently if these are batch statistics. Give the layer axis_name=, "
+    "or store jdp.mean_over_ranks(stats)."
+)
+_WHY_METRIC = (
+    "may differ from rank to rank, and only float scalars are averaged by themselves. Write "
+    "jdp.sum_over_ranks(x) for counts, jdp.mean_over_ranks(x) for means, jdp.rows(x) for a value "
+    "for each row."
+)
+_WHY_OTHER_AXIS = (
+    "may differ along the mesh axis {}, on which the state is the same. Reduce it there too."
+)
+
+
+def _varying_refs(report: Report, traced: Traced) -> Iterator[str]:
+    for position, value in report.refs:
+        if value.axes:
             yield (
-                f"`{output.path}`{where} differs along the mesh axis {sorted(value.axes)}, on "
-                "which the state is the same. Reduce it there too."
+                f"the Ref `{traced.inputs[position - _num_constants(report, traced)]}` is the same "
+                "on every rank where it goes in, and may hold another value on each afterwards. "
+                "Store jdp.mean_over_ranks(x), or return what differs by row as jdp.rows(x)."
             )
 
 
-def _why_varying(output: Output) -> str:
-    if "model_state" in output.path or "batch_stats" in output.path:
-        return (
-            "comes from this rank's rows only: ranks would normalise differently. Give the layer "
-            "axis_name=, or store jdp.mean_over_ranks(stats)."
-        )
-    return (
-        "may differ from rank to rank: it depends on this rank's rows, key or number and was never "
-        "averaged. Ranks would drift apart silently. Write `state.apply_gradients(grads)` with an "
-        "optimizer in jdp.replicated(...), or jdp.sync_gradients(grads) or jdp.mean_over_ranks(x) "
-        "first."
-    )
+def _num_constants(report: Report, traced: Traced) -> int:
+    # Captured arrays stand in front of the arguments.
+    return len(report.used_inputs) - len(traced.inputs)
 
 
 def _unread_mask(report: Report, traced: Traced) -> Iterator[str]:
     if traced.mask is None:
         return
-    num_constants = len(report.used_inputs) - len(traced.inputs)
-    if not report.used_inputs[num_constants + traced.mask]:
+    if not report.used_inputs[_num_constants(report, traced) + traced.mask]:
         yield (
             f"`{traced.inputs[traced.mask]}` says which rows are padding, and the step never reads "
             "it: repeated rows would count. Weigh the loss with it, "
@@ -175,13 +205,17 @@ def _warn_of_unused(report: Report) -> None:
     unused = [m.path for m in report.marks if m.kind == "local" and m.value.zero]
     if unused:
         warnings.warn(
-            f"the loss does not depend on {_listed(unused)}: their gradients are zero, as on one "
+            f"the loss does not depend on {_listed(_quoted(unused))}: their gradients are zero, as on one "
             "device (weight decay and momentum still move them). Leave them out with "
             "TrainState.create(trainable=...) if that is meant.",
             stacklevel=2,
         )
 
 
-def _listed(paths: Sequence[str]) -> str:
-    shown = ", ".join(f"`{path}`" for path in paths[:5])
-    return shown + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
+def _quoted(paths: Sequence[str]) -> list[str]:
+    return [f"`{path}`" for path in dict.fromkeys(paths)]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

@@ -174,19 +174,6 @@ def test_a_padded_run_counts_every_row_in_each_epoch(num_rows, batch_size, epoch
 
 
 @quick
-@given(num_rows=sizes, batch_size=sizes, epochs=st.integers(1, 3), done=st.integers(0, 3))
-def test_a_mask_stands_in_all_batches_or_in_none(num_rows, batch_size, epochs, done):
-    run = Run.planned(num_rows, batch_size, None, epochs, "pad")
-    position = min(done * batch_size, run.end)
-    short = any(rows < batch_size for rows in counts(run))
-    if position < run.end:  # a resumed run decides as the whole one did
-        assert run.has_mask(position) == run.has_mask(0) == short
-    always, never = run._replace(tail="mask"), run._replace(tail="drop")
-    assert always.has_mask(position)
-    assert not never.has_mask(position)
-
-
-@quick
 @given(num_rows=sizes, batch_size=sizes, epochs=st.integers(1, 3))
 def test_tail_drop_leaves_out_the_short_batch_only(num_rows, batch_size, epochs):
     full = epochs * num_rows // batch_size
@@ -204,6 +191,6 @@ def test_tail_drop_leaves_out_the_short_batch_only(num_rows, batch_size, epochs)
 def test_a_run_of_steps_has_full_batches_without_mask(num_rows, batch_size, num_steps, position):
     run = Run.planned(num_rows, batch_size, num_steps, None, "pad")
     assert counts(run) == [batch_size] * num_steps
-    assert not run.has_mask(position)
+    assert not run.has_mask
     left = max(num_steps * batch_size - position, 0)  # after a change of the batch size
     assert counts(run, position) == [batch_size] * -(-left // batch_size)

@@ -40,9 +40,9 @@ def run(all_reduce=jdp.collectives.xla):
         }
 
     s = state(training.sgd(all_reduce=all_reduce))
-    for batch in jdp.batches(ROWS, 8, epochs=2, seed=3, tail="mask"):
+    for batch in jdp.batches(ROWS, 8, epochs=2, seed=3):
         s, metrics = step(s, batch)
-    batches = jdp.batches(ROWS, 8, epochs=1, shuffle=False, tail="mask")
+    batches = jdp.batches(ROWS, 8, epochs=1, shuffle=False)
     found = jdp.evaluate(measure, s, batches)
     return training.fetched(s.params), float(metrics["loss"]), found
 

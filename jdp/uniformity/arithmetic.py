@@ -73,22 +73,23 @@ def _foreign(walk: Walk, eqn: Any, ins: list[int]) -> int:
 # Zero if all operands are zero. Other operations may give zeros too; nothing depends on those.
 ZERO_OF_ZEROS = frozenset("concatenate cumsum pad reduce_sum stack".split())
 
+# empty2 is a zero that stands for what the branch not taken would have kept for the gradient.
 _MIX = """
-    abs acos acosh after_all and approx_top_k argmax argmin asin asinh atan atan2 atanh
-    bessel_i0e bessel_i1e bitcast_convert_type broadcast_to cbrt ceil cholesky cholesky_update
-    clamp clz complex concatenate conj cos cosh create_token cumlogsumexp cummax cummin cumprod
-    cumsum debug_callback debug_print digamma dynamic_slice dynamic_update_slice eig eigh eq eq_to
+    abs acos acosh after_all and approx_top_k argmax argmin asin asinh atan atan2 atanh bessel_i0e
+    bessel_i1e bitcast_convert_type broadcast_to cbrt ceil cholesky cholesky_update clamp clz
+    complex concatenate conj cos cosh create_token cumlogsumexp cummax cummin cumprod cumsum
+    debug_callback debug_print digamma dynamic_slice dynamic_update_slice eig eigh empty2 eq eq_to
     erf erf_inv erfc exp exp2 expm1 fft floor gather ge gt hessenberg householder_product igamma
-    igamma_grad_a igammac imag integer_pow iota is_finite le le_to lgamma log log1p log2 logistic
-    lt lt_to lu lu_pivots_to_permutation max min mulhi ne nextafter not one_minus_square or ormqr
-    pad platform_index polygamma polynomial population_count pow pure_callback qr random_bits
-    random_clone random_fold_in random_gamma random_seed random_split random_unwrap random_wrap
-    real reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_window_max
+    igamma_grad_a igammac imag integer_pow iota is_finite le le_to lgamma log log1p log2 logistic lt
+    lt_to lu lu_pivots_to_permutation max min mulhi ne nextafter not one_minus_square or ormqr pad
+    platform_index polygamma polynomial population_count pow pure_callback qr random_bits
+    random_clone random_fold_in random_gamma random_seed random_split random_unwrap random_wrap real
+    reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_window_max
     reduce_window_min reduce_window_sum reduce_xor regularized_incomplete_beta rem rng_bit_generator
     round rsqrt scatter-add scatter-max scatter-min scatter-mul scatter-sub schur
     select_and_gather_add select_and_scatter_add shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stack svd symmetric_product tan tanh
-    threefry2x32 top_k triangular_solve tridiagonal tridiagonal_solve xor zeta
+    shift_right_logical sign sin sinh sqrt square stack svd symmetric_product tan tanh threefry2x32
+    top_k triangular_solve tridiagonal tridiagonal_solve xor zeta
 """
 
 # Elements of the first operand, moved, cast or negated; the casts of JAX's own types of varying
@@ -108,7 +109,7 @@ RULES = {
     **dict.fromkeys("device_put optimization_barrier".split(), _move_each),
     **dict.fromkeys("add add_any sub".split(), _add),
     **dict.fromkeys("conv_general_dilated dot_general".split(), _contract),
-    **dict.fromkeys("create_linear empty empty2 infeed io_callback rng_uniform".split(), _anything),
+    **dict.fromkeys("create_linear empty infeed io_callback rng_uniform".split(), _anything),
     "div": _divide,
     "ffi_call": _foreign,
     "mul": _multiply,

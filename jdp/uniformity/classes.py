@@ -102,14 +102,13 @@ class Lattice:
         return self.mix(value & ~differed | (self.data if differed else 0))
 
     def scale(self, value: int, by: int) -> int:
-        """Give the class of `value * by` or `value / by`, as far as `value` is what is scaled."""
-        if not value & self.nonzero:
-            return value | by & self.varying
-        if not value & self.data:
+        """Give the class of `value / by`, or of `value * by` as far as `value` is what is scaled.
+
+        Where `by` varies the result varies, and is no sum whatever its unsummed bits say.
+        """
+        if value & self.nonzero and not value & self.data:
             return self.mix(value | by)
-        if not by & self.data:
-            return value | by & self.varying
-        return value | by & (self.varying | self.data) | self.unsummed_over(by & self.varying)
+        return value | by & self.varying
 
     def total(self, a: int, b: int) -> int:
         """Give the class of `a + b` or `a - b`: two sums over ranks make one."""
@@ -126,4 +125,4 @@ class Lattice:
             return self.scale(b, a)
         if not b & self.data:
             return self.scale(a, b)
-        return (a | b) & ~self.unsummed | self.scale(a, b) & self.scale(b, a) & self.unsummed
+        return (a | b) & ~self.unsummed | a & b & self.unsummed

@@ -29,11 +29,8 @@ def _agree(walk: Walk, eqn: Any, ins: list[int]) -> list[int]:
 
 
 def _agree_on_source(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    axes = _meet(walk, eqn)
     value, source = ins
-    if source & axes:
-        return _spread(walk, value, axes)
-    return walk.lattice.agree(value, axes) | source & walk.lattice.varying
+    return walk.lattice.agree(value, _meet(walk, eqn)) | source & walk.lattice.varying
 
 
 def _exchange(walk: Walk, eqn: Any, ins: list[int]) -> int:

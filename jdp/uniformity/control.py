@@ -34,8 +34,13 @@ def _cond(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any]:
 
 
 def _passed_on(body: Any) -> list[int | None]:
-    # For each output the input that it is, None if it is none.
+    """Give for each output the position of the input that it is, None if it is none."""
     position = {v: i for i, v in enumerate(body.invars)}
+    for eqn in body.eqns:
+        if eqn.primitive.name in jaxprs.CALLS and (inner := jaxprs.called_body(eqn)) is not None:
+            for out, origin in zip(eqn.outvars, _passed_on(inner), strict=True):
+                if origin is not None and eqn.invars[origin] in position:
+                    position[out] = position[eqn.invars[origin]]
     return [None if jaxprs.is_literal(v) else position.get(v) for v in body.outvars]
 
 

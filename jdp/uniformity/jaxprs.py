@@ -35,8 +35,6 @@ def _jaxprs_in(values: Any) -> Iterator[Any]:
     for value in values:
         if isinstance(value, (tuple, list)):
             yield from _jaxprs_in(value)
-        elif isinstance(value, dict):
-            yield from _jaxprs_in(value.values())
         elif is_jaxpr(value):
             yield opened(value)
         elif dataclasses.is_dataclass(value):  # how a Pallas kernel chooses its blocks
@@ -109,7 +107,7 @@ def manual_axes(eqn: Any) -> frozenset[str]:
 def spec_axes(spec: PartitionSpec) -> set[Any]:
     """Name the axes along which arrays with this spec differ, partial sums included."""
     found = set(spec.unreduced)
-    for entry in spec:
+    for entry in spec.partitions:
         found.update(entry if isinstance(entry, tuple) else (entry,))
     return found
 
@@ -136,9 +134,9 @@ def _strings_in(values: Any) -> set[str]:
     for value in values:
         if isinstance(value, str):
             found.add(value)
-        elif isinstance(value, dict):
-            found |= _strings_in([*value, *value.values()])
-        elif isinstance(value, (tuple, list, set, frozenset, PartitionSpec)):
+        elif isinstance(value, PartitionSpec):
+            found |= spec_axes(value)
+        elif isinstance(value, (tuple, list, set, frozenset)):
             found |= _strings_in(value)
     return found
 

@@ -35,8 +35,8 @@ class Walk:
         self.where = 0
         self._controls: list[tuple[int, str]] = []
         # The equations whose bodies we are in: one body may be called from several places.
-        self._path: list[int] = []
-        self._marks: dict[tuple[int, ...], tuple[Any, int, int]] = {}
+        self._path: list[Any] = []
+        self._marks: dict[tuple[int, ...], tuple[Any, int, int, str]] = {}
         self._deadlocks: dict[int, Deadlock] = {}
         self._mesh = mesh
         self._expanded: dict[int, Any] = {}
@@ -51,7 +51,7 @@ class Walk:
         env: dict[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
         for variable in jaxpr.constvars:
             env[variable] = self._captured(variable)
-        self._path.append(id(eqn))
+        self._path.append(eqn)
         self._equations(jaxpr.eqns, env)
         self._path.pop()
         nonzero = self.lattice.nonzero
@@ -129,12 +129,19 @@ class Walk:
             "all_reduce" if name == "jdp_mark" else name.removesuffix("_invariant"),
             tuple(sorted(self.lattice.names(axes))),
             control,
-            source(eqn),
+            self._source(eqn),
         )
 
     def note_mark(self, eqn: Any, value: int) -> None:
         """Note a mark. The last round of a loop, in which all is final, overwrites the others."""
-        self._marks[*self._path, id(eqn)] = eqn, value, self.where
+        key = *map(id, self._path), id(eqn)
+        self._marks[key] = eqn, value, self.where, self._source(eqn)
+
+    def _source(self, eqn: Any) -> str:
+        # JAX cuts tracebacks where it traces a body: without a line of the author's in that, the
+        # equation around it has one. The outermost is the shard_map, which says too little.
+        around = (source(each) for each in (eqn, *reversed(self._path[1:])))
+        return next(filter(None, around), "")
 
     def deadlocks(self) -> tuple[Deadlock, ...]:
         """Give the deadlocks that were noted."""
@@ -143,7 +150,7 @@ class Walk:
     def marks(self) -> tuple[Marked, ...]:
         """Give the marks that were noted, one for each equation, wherever it was called."""
         found: dict[int, Marked] = {}
-        for eqn, value, where in self._marks.values():
+        for eqn, value, where, line in self._marks.values():
             note, under = self.lattice.decode(value), self.lattice.names(where)
             other = found.get(id(eqn))
             if other is not None:
@@ -153,7 +160,7 @@ class Walk:
                     zero=note.zero and other.value.zero,
                 )
                 under |= other.under
-            found[id(eqn)] = Marked(**eqn.params, value=note, under=under, source=source(eqn))
+            found[id(eqn)] = Marked(**eqn.params, value=note, under=under, source=line)
         return tuple(found.values())
 
 
