@@ -70,7 +70,7 @@ def _fetch(reported: Any, weight: jax.Array, mask: Any) -> tuple[Any, float]:
         if not metrics.is_rows(leaf):
             return np.asarray(leaf)
         values = _whole(leaf.values)
-        return metrics.Rows(values if counts is None else values[counts])
+        return metrics.Rows(values if counts is None else values[counts], values.ndim)
 
     return jax.tree.map(fetch, reported, is_leaf=metrics.is_rows), float(weight)
 

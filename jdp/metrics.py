@@ -1,7 +1,7 @@
 """Values that a step reports: means, sums and rows over all ranks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -48,7 +48,9 @@ def mean_over_ranks(
     if not axis.is_bound(axis_name) or not leaves:
         return jax.tree.unflatten(treedef, leaves)
     step = scope.current(axis_name)
-    if weight is None and step is not None:
+    if weight is not None:
+        weight = scope.require_number(weight)
+    elif step is not None:
         weight = step.weight
     # Summed in at least float32: these are few bytes, and a float16 sum may pass 65504.
     if weight is None:
@@ -86,6 +88,7 @@ class Rows:
     """Per-row outputs of one rank, made by `rows`."""
 
     values: Any  # an array, or None where the values were taken out
+    num_dims: int = field(metadata={"static": True})  # of the values where they were marked
 
 
 def rows(x: Any) -> Any:
@@ -116,18 +119,30 @@ def rows(x: Any) -> Any:
                 "the outputs could not be put back in order. For one value per batch return it "
                 "bare, or jdp.sum_over_ranks(x)."
             )
-    return jax.tree.map(Rows, x)
+    return jax.tree.map(lambda leaf: Rows(leaf, jnp.ndim(leaf)), x)
 
 
 def take_rows(tree: Any) -> tuple[Any, list[jax.Array]]:
-    """Take the values of `rows` out of a tree; their places stay behind, without a leaf."""
+    """Take the values of `rows` out of a tree; their places stay behind, without a leaf.
+
+    Raises:
+      ValueError: if a scan or vmap has stacked them since: rows are no longer their first dim.
+    """
     taken: list[jax.Array] = []
 
     def take(leaf: Any) -> Any:
         if not isinstance(leaf, Rows):
             return leaf
+        shape = jnp.shape(leaf.values)
+        if len(shape) != leaf.num_dims:
+            raise ValueError(
+                f"jdp.rows were marked with {leaf.num_dims} dim(s) and stacked to "
+                f"{jnp.result_type(leaf.values)}{list(shape)} since, by a scan or vmap: the first "
+                "dim is no longer this rank's rows, and the outputs could not be put back in "
+                "order. Stack them along another dim, and mark them with jdp.rows(x) afterwards."
+            )
         taken.append(leaf.values)
-        return Rows(None)
+        return Rows(None, leaf.num_dims)
 
     return jax.tree.map(take, tree, is_leaf=is_rows), taken
 
@@ -139,7 +154,7 @@ def put_rows(tree: Any, values: Sequence[Any], *, marked: bool = False) -> Any:
     def put(leaf: Any) -> Any:
         if not isinstance(leaf, Rows):
             return leaf
-        return Rows(next(left)) if marked else next(left)
+        return Rows(next(left), leaf.num_dims) if marked else next(left)
 
     return jax.tree.map(put, tree, is_leaf=is_rows)
 

@@ -68,9 +68,9 @@ def replicated(
         grads: Any, state: Any, params: Any = None, *, synced: bool = False, **extra: Any
     ) -> tuple[Any, Any]:
         _require_outermost_call(sys._getframe(1).f_globals.get("__name__", ""))
-        if params is not None:
-            _require_shapes(grads, params)
         if not synced:
+            if params is not None:
+                _require_shapes(grads, params)
             grads = sync.sync_gradients(
                 grads,
                 axis_name=axis_name,

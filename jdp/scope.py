@@ -81,13 +81,23 @@ def weight_of(weight_fn: Callable[[Any], Any], batch: Any) -> jax.Array:
     Raises:
       ValueError: if `weight_fn` gives anything but one number.
     """
-    weight = jnp.asarray(weight_fn(batch))
+    return require_number(weight_fn(batch)).astype(float)
+
+
+def require_number(weight: Any) -> jax.Array:
+    """Refuse a weight that would be multiplied in row by row, or in the wrong places.
+
+    Raises:
+      ValueError: if it is anything but one real number.
+    """
+    weight = jnp.asarray(weight)
     if weight.shape or jnp.issubdtype(weight.dtype, jnp.complexfloating):
         raise ValueError(
             f"weight= gave {weight.dtype}{list(weight.shape)}, but the weight of a batch is one "
-            'real number. Write for instance weight=lambda batch: batch["mask"].sum().'
+            'real number. Write for instance weight=lambda batch: batch["mask"].sum(), or '
+            "weight=mask.sum() where a function takes the weight itself."
         )
-    return weight.astype(float)
+    return weight
 
 
 @contextlib.contextmanager

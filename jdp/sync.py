@@ -66,7 +66,9 @@ def sync_gradients(
     if bound:
         _require_local(paths, leaves, axis_name)
     step = scope.current(axis_name)
-    if weight is None and step is not None:
+    if weight is not None:
+        weight = scope.require_number(weight)
+    elif step is not None:
         weight = step.weight
     if step is not None:
         step.marked.update(paths)

@@ -102,8 +102,8 @@ def _hidden_reductions(report: Report, traced: Traced) -> Iterator[str]:
     hidden = sorted(traced.marked - {found.path for found in report.marks})
     if hidden and report.opaque:
         yield (
-            f"{_listed(_quoted(sorted(set(report.opaque))))} hides from the analysis how the "
-            f"gradients of {_listed(_quoted(hidden))} are reduced. Call apply_gradients outside of it."
+            f"{_listed(_quoted(sorted(report.opaque)))} hides from the analysis how the gradients "
+            f"of {_listed(_quoted(hidden))} are reduced. Call apply_gradients outside of it."
         )
 
 
@@ -205,8 +205,8 @@ def _warn_of_unused(report: Report) -> None:
     unused = [m.path for m in report.marks if m.kind == "local" and m.value.zero]
     if unused:
         warnings.warn(
-            f"the loss does not depend on {_listed(_quoted(unused))}: their gradients are zero, as on one "
-            "device (weight decay and momentum still move them). Leave them out with "
+            f"the loss does not depend on {_listed(_quoted(unused))}: their gradients are zero, as "
+            "on one device (weight decay and momentum still move them). Leave them out with "
             "TrainState.create(trainable=...) if that is meant.",
             stacklevel=2,
         )

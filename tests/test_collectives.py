@@ -12,9 +12,9 @@ from jdp import collectives
 
 ALGORITHMS = [collectives.xla, collectives.ring]
 DTYPES = ["float32", "bfloat16", "float16", "int32", "int8", "uint8", "float64"]
-# Nothing, less than one element for each rank, multiples of the ranks and their neighbours, a
-# prime; and a large one that divides by nothing.
-SIZES = [0, 1, 2, 15, 16, 17, 97]
+# Less than one element for each rank, multiples of the ranks and their neighbours, a prime; and a
+# large one that divides by nothing.
+SIZES = [1, 2, 15, 16, 17, 97]
 LARGE = 2**20 + 3
 
 every_algorithm = pytest.mark.parametrize("all_reduce", ALGORITHMS, ids=lambda f: f.__name__)
@@ -76,7 +76,7 @@ def test_sums_a_large_leaf_that_divides_by_nothing(mesh, all_reduce):
 @every_algorithm
 def test_leaves_of_a_bucket_keep_their_places_and_shapes(mesh, all_reduce):
     n = mesh.size
-    shapes = [[(3, 5), (), (0, 2), (1, 1, 7), (3, 5)], [(2,)]]
+    shapes = [[(3, 5), (), (1, 1, 7), (3, 5)], [(2,)]]
     x = [[whole_numbers(n, *shape) + i for i, shape in enumerate(bucket)] for bucket in shapes]
     x[1] = [x[1][0].astype(np.int32)]
     got = reduced(mesh, all_reduce, x)
@@ -84,6 +84,18 @@ def test_leaves_of_a_bucket_keep_their_places_and_shapes(mesh, all_reduce):
     for total, leaf in zip(jax.tree.leaves(got), jax.tree.leaves(x), strict=True):
         assert total.dtype == leaf.dtype
         np.testing.assert_array_equal(total, np.stack([leaf.sum(axis=0)] * n))
+
+
+@every_algorithm
+def test_a_leaf_without_elements_stays_one(make_mesh, all_reduce):
+    def fn(x):  # JAX 0.11 dies of an empty argument that is split over devices: made in here
+        return all_reduce([[x, x[:0], x], [x[None, :0]]], "data", scale=2)
+
+    x = whole_numbers(3, 5)
+    [[one, empty, two], [alone]] = per_rank(make_mesh(3), fn, x)
+    assert (empty.shape, alone.shape) == ((3, 0), (3, 1, 0))
+    for got in (one, two):
+        np.testing.assert_array_equal(got, np.stack([2 * x.sum(axis=0)] * 3))
 
 
 @every_algorithm

@@ -20,8 +20,10 @@ both_types = pytest.mark.parametrize("check_vma", [True, False])
 
 def test_averages_a_tree_over_ranks(mesh):
     n = mesh.size
-    x = {"loss": np.arange(n, dtype=np.float32), "stats": [np.arange(6.0 * n, dtype=np.float32)]}
-    x["stats"] = [x["stats"][0].reshape(n, 2, 3)]
+    x = {
+        "loss": np.arange(n, dtype=np.float32),
+        "stats": [np.arange(6 * n, dtype=np.float32).reshape(n, 2, 3)],
+    }
     got = per_rank(mesh, jdp.mean_over_ranks, x)
     assert_equal_bits(got)
     np.testing.assert_array_equal(got["loss"][0], (n - 1) / 2)

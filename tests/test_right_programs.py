@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 import pytest
 from jax.sharding import AxisType
-from right_programs import PROGRAMS, batch
+from right_programs import LOSSES, PROGRAMS, batch
 from training import assert_close, fetched
 
 import jdp
@@ -49,6 +49,19 @@ def test_trains_as_one_rank_does(program):
     # Along all axes: XLA cannot sum over an axis of one device beside an axis of its own.
     one = program._replace(axes=dict.fromkeys(program.axes, 1))
     assert_close(train(program), train(one))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_is_uniform_without_a_reduction_on_rows_that_all_ranks_share(name):
+    loss_fn, make_params = LOSSES[name]
+    jdp.init(devices=jax.devices()[:4])
+
+    @jdp.train_step
+    def step(params, own_rows, rows):
+        grads = jax.grad(loss_fn)(params, rows)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {}
+
+    jax.eval_shape(step, make_params(), batch(0), batch(1))
 
 
 def test_is_a_corpus():

@@ -361,6 +361,15 @@ def test_the_gradient_of_an_integer_parameter_is_refused(make_mesh):
         per_rank(make_mesh(2), fn, np.ones((2, 2), np.float32))
 
 
+@pytest.mark.parametrize("fn", [jdp.sync_gradients, jdp.mean_over_ranks])
+@pytest.mark.parametrize(
+    "weight, found", [(np.ones(3, np.float32), r"float32\[3\]"), (1j, "complex")]
+)
+def test_a_weight_that_is_not_one_number_is_refused(make_mesh, fn, weight, found):
+    with pytest.raises(ValueError, match=f"weight= gave {found}.*one real number"):
+        per_rank(make_mesh(2), lambda x: fn(x, weight=weight), np.ones((2, 3), np.float32))
+
+
 def test_a_bucket_without_room_is_refused(make_mesh):
     with pytest.raises(ValueError, match="bucket_bytes must be positive, got 0"):
         per_rank(make_mesh(2), lambda x: jdp.sync_gradients(x, bucket_bytes=0), np.ones(2))

@@ -3,6 +3,7 @@
 Everything here is traced, and nothing of it runs: wrong programs would hang.
 """
 
+import functools
 import inspect
 import sysconfig
 from pathlib import Path
@@ -18,6 +19,7 @@ from jax import lax
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
+from jax.extend.core.primitives import cond_p, while_p
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -143,6 +145,47 @@ def tripled(x):
 tripled.def_vmap(lambda size, batched, x: (3 * x, batched[0]))
 
 
+def with_double(w):
+    return w, 2 * w
+
+
+def with_half(w):
+    return w, w / 2
+
+
+def pair(a, b):
+    return a, b
+
+
+def sines(w):
+    return jnp.sin(w).sum()
+
+
+def products(w):
+    return (w[:2] * w[2:]).sum()
+
+
+def choice(x):
+    return (x[0] < 2).astype(int)
+
+
+def closed(body, *args):
+    return jax.make_jaxpr(body)(*args)
+
+
+def count_on(c):
+    return c[0], c[1] + 1
+
+
+def counting_loop(w, x):
+    cond, body = (
+        closed(lambda end, w, i: i < end, 1.0, w, 0.0),
+        closed(lambda w, i: (w, i + 1), w, 0.0),
+    )
+    jaxprs = {"cond_jaxpr": cond, "body_jaxpr": body}
+    return while_p.bind(x[0], w, 0.0, **jaxprs, cond_nconsts=1, body_nconsts=0)
+
+
 def root(f):
     def solve(f, x):
         return lax.fori_loop(0, 3, lambda _, x: x - f(x), x)
@@ -152,6 +195,10 @@ def root(f):
 
 def cg(matvec, b):
     return jax.scipy.sparse.linalg.cg(matvec, b)[0]
+
+
+def scaled_solve(matvec, b):
+    return lax.custom_linear_solve(matvec, b, lambda matvec, b: 2 * b, symmetric=True)
 
 
 def gathered(x, **options):
@@ -267,6 +314,18 @@ PAIRS = {
         lambda w, x: lax.cond(x[0] < 2, lambda w, x: (w, x), lambda w, x: (w, 2 * x), w, x)[0],
         lambda w, x: lax.cond(x[0] < 2, lambda w, v: w, lambda w, v: v, w, 2 * w),
     ),
+    "cond, same operand of jit": (
+        lambda w, x: lax.cond(x[0] < 2, jax.jit(with_double), jax.jit(with_half), w)[0],
+        lambda w, x: lax.cond(x[0] < 2, jax.jit(with_double), jax.jit(with_half), w)[1],
+    ),
+    "cond, same operand left in place": (  # JAX takes some of these out itself
+        lambda w, x: cond_p.bind(choice(x), w, x, branches=(closed(pair, w, x),) * 2)[0],
+        lambda w, x: cond_p.bind(choice(x), w, x, branches=(closed(pair, w, x),) * 2)[1],
+    ),
+    "gradient of cond": (
+        lambda w, x: jax.grad(lambda w: lax.cond(w[0] < 2, sines, products, w))(w),
+        lambda w, x: jax.grad(lambda w: lax.cond(x[0] < 2, sines, products, w))(w),
+    ),
     "switch": (
         lambda w, x: lax.switch(2, [lambda: w, lambda: w + 1, lambda: 2 * w]),
         lambda w, x: lax.switch(rank(), [lambda: w, lambda: w + 1, lambda: 2 * w]),
@@ -278,6 +337,14 @@ PAIRS = {
     "while, what passes through": (
         lambda w, x: lax.while_loop(lambda c: c[1] < x[0], lambda c: (c[0], c[1] + 1), (w, 0.0))[0],
         lambda w, x: lax.while_loop(lambda c: c[1] < x[0], lambda c: (c[0], c[1] + 1), (w, 0.0))[1],
+    ),
+    "while, what passes through in place": (
+        lambda w, x: counting_loop(w, x)[0],
+        lambda w, x: counting_loop(w, x)[1],
+    ),
+    "while, what passes through jit": (
+        lambda w, x: lax.while_loop(lambda c: c[1] < x[0], jax.jit(count_on), (w, 0.0))[0],
+        lambda w, x: lax.while_loop(lambda c: c[1] < x[0], jax.jit(count_on), (w, 0.0))[1],
     ),
     "while, fixpoint": (
         lambda w, x: lax.fori_loop(0, 9, lambda i, c: (c[1], c[2], w), (w, w, psum(x)))[0],
@@ -423,6 +490,14 @@ NESTED = {
         lambda w, x: nested(lambda x: lax.psum(x, "model"), P("model"), P())(x),
         VARYING,
     ),
+    "a part of it, said to be all": (
+        lambda w, x: nested(lambda w: w, P("model"), P())(w),
+        MODEL,
+    ),
+    "io_callback inside, said to agree": (
+        lambda w, x: nested(lambda w: io_callback(np.asarray, shape_of(w), w), P(), P())(w),
+        BOTH,
+    ),
     "io_callback inside": (
         lambda w, x: nested(
             lambda w: io_callback(np.asarray, shape_of(w), w),
@@ -486,6 +561,34 @@ def loop_of_two_uniform_refs(ref, w, x):
     lax.fori_loop(0, 3, body, 0)
 
 
+def while_of_two_refs(value):
+    def body(ref, w, x):
+        other = jax.new_ref(jnp.ones(4))
+
+        def step(i):
+            ref[...] = other[...]
+            other[...] = value(w, x)
+            return i + 1
+
+        lax.while_loop(lambda i: i < w[0], step, 1.0)  # a carry of nonzero constants all along
+
+    return body
+
+
+def while_with_a_ref_that_decides(value):
+    def body(ref, w, x):
+        end = jax.new_ref(w[0])
+
+        def step(i):
+            ref[...] = 2 * w
+            end[...] = value(w, x)[0]
+            return i + 1
+
+        lax.while_loop(lambda i: i < end[...], step, 0.0)
+
+    return body
+
+
 REFS = {
     "store": (lambda r, w, x: store(r, w), lambda r, w, x: store(r, x)),
     "store of a part": (
@@ -510,6 +613,14 @@ REFS = {
         lambda r, w, x: in_scan(lambda c: (add(r, c), c * x)[1], w),
     ),
     "in a loop, one round late": (loop_of_two_uniform_refs, loop_of_two_refs),
+    "in a while loop, one round late": (
+        while_of_two_refs(lambda w, x: w),
+        while_of_two_refs(lambda w, x: x),
+    ),
+    "in a while loop that ends when another Ref says so": (
+        while_with_a_ref_that_decides(lambda w, x: w),
+        while_with_a_ref_that_decides(lambda w, x: x),
+    ),
     "in a while loop": (
         lambda r, w, x: lax.while_loop(lambda i: i < w[0], lambda i: (store(r, w), i + 1)[1], 0.0),
         lambda r, w, x: lax.while_loop(lambda i: i < x[0], lambda i: (store(r, w), i + 1)[1], 0.0),
@@ -517,6 +628,14 @@ REFS = {
     "a uniform write under varying control flow": (
         lambda r, w, x: lax.cond(w[0] < 2, lambda: store(r, w), lambda: None),
         lambda r, w, x: lax.cond(x[0] < 2, lambda: store(r, w), lambda: None),
+    ),
+    "a uniform term under varying control flow": (
+        lambda r, w, x: lax.cond(w[0] < 2, lambda: add(r, w), lambda: None),
+        lambda r, w, x: lax.cond(x[0] < 2, lambda: add(r, w), lambda: None),
+    ),
+    "a uniform term at an index": (
+        lambda r, w, x: jax.ref.addupdate(r, w[0].astype(int), 1.0),
+        lambda r, w, x: jax.ref.addupdate(r, x[0].astype(int), 1.0),
     ),
     "a uniform write in a kernel of rank": (
         lambda r, w, x: store(r, kernel(doubling_kernel)(w)),
@@ -665,11 +784,18 @@ def test_what_was_not_only_scaled_since_is_not_reduced(program):
 
 def test_reduced_knows_the_axis():
     def program(w, x, m):
-        return psum(x), psum(x) * m, lax.psum(m, "model"), lax.psum(x * m, ("data", "model"))
+        count = jnp.where(x > 0, 1.0, 2.0)
+        return (
+            psum(x),
+            psum(x) * m,
+            lax.psum(m, "model"),
+            lax.psum(x * m, ("data", "model")),
+            psum(count),
+        )
 
     got = report_2d(program).outputs
-    assert [value.reduced for value in got] == [VARYING, VARYING, MODEL, BOTH]
-    assert [value.axes for value in got] == [UNIFORM, MODEL, UNIFORM, UNIFORM]
+    assert [value.reduced for value in got] == [VARYING, VARYING, MODEL, BOTH, VARYING]
+    assert [value.axes for value in got] == [UNIFORM, MODEL, UNIFORM, UNIFORM, UNIFORM]
 
 
 def test_reduction_by_jax_itself_is_seen():
@@ -694,6 +820,11 @@ def test_partial_sums_vary_until_they_are_summed():
         return lax.psum(partial_sums, "data")
 
     (got,) = report(program, rows, mesh=mesh, in_specs=P("data"), check_vma=True).outputs
+    assert got == Class(UNIFORM, VARYING, False)
+
+    spec = P(unreduced={"data"})
+    partial_sums = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, spec))
+    (got,) = report(psum, partial_sums, mesh=mesh, in_specs=spec, check_vma=True).outputs
     assert got == Class(UNIFORM, VARYING, False)
 
 
@@ -817,6 +948,10 @@ DEADLOCKS = {
     "matvec of a solver": (
         lambda w, x: cg(lambda v: pmean(x * v), w),
         lambda w, x: cg(lambda v: pmean(x * v), x),
+    ),
+    "matvec that solve does not use": (
+        lambda w, x: scaled_solve(lambda v: psum(x) * v, w),
+        lambda w, x: lax.cond(x[0] < 2, lambda: scaled_solve(lambda v: psum(x) * v, w), lambda: w),
     ),
     "custom_root in a cond": (
         lambda w, x: root(lambda z: z - psum(x.sum())),
@@ -1046,10 +1181,6 @@ def strange(*args, **params):
     return strange_p.bind(*args, **params)[0]
 
 
-def closed(body, *args):
-    return jax.make_jaxpr(body)(*args)
-
-
 STRANGE = {
     "operands": (lambda w, x: strange(w), lambda w, x: strange(w, x)),
     "axis in a parameter": (
@@ -1059,6 +1190,10 @@ STRANGE = {
     "axes in nested parameters": (
         lambda w, x: strange(w, options=((0, ("model",)),)),
         lambda w, x: strange(w, options=((0, ("data",)),)),
+    ),
+    "axes in a spec": (
+        lambda w, x: strange(w, spec=P(None, "model")),
+        lambda w, x: strange(w, spec=P(None, ("data", "model"))),
     ),
     "its name is no axis": (
         lambda w, x: strange(w, name="data"),
@@ -1109,6 +1244,19 @@ def test_a_deadlock_is_seen_in_the_body_of_an_unknown_primitive():
     # Which operand is which in the body is not known, so that any may decide.
     assert not report(under(lambda w, x: w), W, W, in_specs=(P(), P())).deadlocks
     assert report(under(lambda w, x: x)).deadlocks
+
+
+def test_an_unknown_body_may_run_again_on_what_it_wrote():
+    def body(ref, w):
+        summed = lax.cond(ref[0] < 2, lambda: psum(w), lambda: w)
+        ref[...] = rank() * w
+        return summed
+
+    def program(w, x):
+        ref = jax.new_ref(w)
+        return strange(ref, w, body=jax.make_jaxpr(body)(ref, w))
+
+    assert [found.primitive for found in report(program).deadlocks] == ["psum"]
 
 
 def test_a_primitive_with_a_hidden_body_is_named():
@@ -1221,6 +1369,18 @@ USED = {
         lambda w, x: lax.while_loop(lambda c: c[0][0] < 2, lambda c: (w, c[1] * 2), (w, x))[0],
         (True, False),
     ),
+    "carried by a loop, and used a round later": (
+        lambda w, x: lax.while_loop(lambda c: c[0][0] < 2, lambda c: (c[1], c[2], c[2]), (w, w, x))[
+            0
+        ],
+        (True, True),
+    ),
+    "carried by a loop for its predicate": (
+        lambda w, x: lax.while_loop(lambda c: c[1][0] < 2, lambda c: (2 * c[0], 2 * c[1]), (w, x))[
+            0
+        ],
+        (True, True),
+    ),
     "printed": (lambda w, x: (jax.debug.print("{}", x), w)[1], (True, True)),
     "printed in a scan": (
         lambda w, x: in_scan(lambda c: (jax.debug.print("{}", x), c)[1], w),
@@ -1318,6 +1478,18 @@ def test_a_deadlock_and_a_mark_have_the_line_of_their_author():
     assert [found.source for found in got.deadlocks] == [line_of(pmean, "lax.pmean")]
 
 
+def test_what_a_library_traced_by_itself_has_the_line_that_called_it():
+    def program(w, x):
+        return lax.cond(
+            x[0] < 2,
+            functools.partial(lax.psum, axis_name="data"),
+            lambda x: x,
+            x,
+        )
+
+    assert [found.source for found in report(program).deadlocks] == [line_of(program, "lax.cond")]
+
+
 def test_an_output_has_the_line_that_computed_it():
     def program(w, x):
         first = w * x  # computed
@@ -1401,9 +1573,12 @@ def test_uniformity_follows_outputs_out_of_the_shard_map():
         looped, _ = lax.scan(
             lambda c, _: (mapped(sgd, out_specs=SGD_SPECS)(c, x)["w"], None), w, None, length=2
         )
-        return out["largest"].max() + 1, out["w"] + 1, looped
+        _, stacked = lax.scan(
+            lambda c, _: (c, mapped(sgd, out_specs=SGD_SPECS)(c, x)["largest"]), w, None, length=2
+        )
+        return out["largest"].max() + 1, out["w"] + 1, looped, stacked
 
-    assert uniformity(f, W, X) == ("varying", "uniform", "uniform")
+    assert uniformity(f, W, X) == ("varying", "uniform", "uniform", "varying")
 
 
 def test_uniformity_takes_arguments_that_are_no_arrays():

@@ -2,17 +2,25 @@
 
 from right_programs import (  # noqa: F401 - imported for what they note in the corpus
     arrays,
+    between_ranks,
+    control_flow,
+    derivatives,
     equinox_modules,
     flax_linen,
     flax_nnx,
+    gradients,
+    loops,
     losses,
     meshes,
     optimizers,
+    own_rules,
+    parameters,
+    refs,
     solvers,
+    states,
     statistics,
-    steps,
-    transformations,
+    updates,
 )
-from right_programs.corpus import PROGRAMS, Program, batch
+from right_programs.corpus import LOSSES, PROGRAMS, Program, batch
 
-__all__ = ["PROGRAMS", "Program", "batch"]
+__all__ = ["LOSSES", "PROGRAMS", "Program", "batch"]

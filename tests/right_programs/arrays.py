@@ -3,7 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental import sparse
+from jax.experimental.jet import jet
 from jax.scipy import special
 
 from right_programs.corpus import add_loss, predict
@@ -116,3 +120,114 @@ def through_a_callback(y, batch):
 def printed(y, batch):
     jax.debug.callback(lambda x: None, y.mean())
     return y
+
+
+@loss_of_predictions
+def dot_product_attention(y, batch):
+    heads = y[None, :, None] + batch["sequence"][None, :, :1, :3]
+    return jax.nn.dot_product_attention(heads, heads, heads, is_causal=True)
+
+
+@loss_of_predictions
+def ragged_experts(y, batch):
+    order, sizes = jnp.argsort(batch["labels"]), jnp.bincount(batch["labels"], length=3)
+    return lax.ragged_dot(y[order], jnp.ones((3, 3, 2)), sizes.astype(jnp.int32))
+
+
+@loss_of_predictions
+def sparse_matrix(y, batch):
+    links = jnp.stack([batch["labels"], jnp.arange(y.shape[0])], axis=1)
+    return sparse.BCOO((jnp.abs(y[:, 0]), links), shape=(3, y.shape[0])) @ y
+
+
+@loss_of_predictions
+def approximately_largest(y, batch):
+    return lax.approx_max_k(y, 2)[0]
+
+
+@loss_of_predictions
+def reduced_by_own_functions(y, batch):
+    constant = lax.stop_gradient(y)
+    norms = lax.reduce(constant, np.float32(0), lambda a, b: a + b * b, (0,))
+    window = (1, 2), (1, 1), "VALID"
+    sums = lax.reduce_window(constant, np.float32(0), lambda a, b: a + b / 2, *window)
+    return y + norms + sums.sum()
+
+
+@loss_of_predictions
+def scattered_by_other_functions(y, batch):
+    first = batch["labels"][0]
+    wave = lax.stop_gradient(y).at[0].apply(jnp.sin)
+    return wave + y.at[first].max(0.1) + y.at[0].min(0.2) + y.at[1].multiply(2)
+
+
+@loss_of_predictions
+def drawn_with_a_constant_key(y, batch):
+    keys = jax.random.split(jax.random.key(0), 5)
+    return (
+        y * jax.random.gamma(keys[0], 2.0, (3,))
+        + jax.random.poisson(keys[1], 2.0, (3,))
+        + jax.random.categorical(keys[2], y)[:, None]
+        + jax.random.binomial(keys[3], 5, 0.5, (3,))
+        + jax.random.orthogonal(keys[4], 3)[0]
+    )
+
+
+@loss_of_predictions
+def reparametrised_gamma(y, batch):
+    return jax.random.gamma(jax.random.key(0), jnp.abs(y) + 1)
+
+
+@loss_of_predictions
+def perturbed_choice(y, batch):
+    choose = optax.perturbations.make_perturbed_fun(
+        lambda y: jax.nn.one_hot(jnp.argmax(y, axis=-1), 3), num_samples=4, sigma=0.5
+    )
+    return choose(jax.random.key(0), y)
+
+
+@loss_of_predictions
+def taylor_series(y, batch):
+    value, (slope,) = jet(jnp.tanh, (y,), ((jnp.ones_like(y),),))
+    return value + slope
+
+
+@jax.custom_vjp
+def doubled_by_a_kernel(x):
+    def kernel(x_ref, out_ref):
+        out_ref[...] = 2 * x_ref[...]
+
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(kernel, out_shape=shape, interpret=True)(x)
+
+
+doubled_by_a_kernel.defvjp(lambda x: (doubled_by_a_kernel(x), None), lambda _, g: (2 * g,))
+
+
+@loss_of_predictions
+def pallas_kernel(y, batch):
+    return doubled_by_a_kernel(y)
+
+
+@loss_of_predictions
+def pallas_kernel_with_a_grid(y, batch):
+    """Blocks of the columns are added up, the first one into zeros."""
+
+    def kernel(x_ref, out_ref):
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            out_ref[...] = jnp.zeros_like(out_ref)
+
+        out_ref[...] += x_ref[...]
+
+    rows = y.shape[0]
+    column = pl.BlockSpec((rows, 1), lambda i: (0, i))
+    sums = pl.pallas_call(
+        kernel,
+        grid=(3,),
+        in_specs=[column],
+        out_specs=pl.BlockSpec((rows, 1), lambda i: (0, 0)),
+        out_shape=jax.ShapeDtypeStruct((rows, 1), y.dtype),
+        interpret=True,
+    )
+    return y + sums(lax.stop_gradient(y))

@@ -43,6 +43,7 @@ class Program(NamedTuple):
 
 
 PROGRAMS: list[Program] = []
+LOSSES: dict[str, tuple[Callable, Callable]] = {}  # those that are uniform on uniform rows
 
 
 def add(
@@ -74,9 +75,16 @@ def add_loss(
     name: str,
     loss_fn: Callable[[Any, Any], jax.Array],
     make_params: Callable[[], Any] | None = None,
+    *,
+    uniform: bool = True,
     **kwargs: Any,
 ) -> None:
-    """Note the training with a loss of `(params, batch)`."""
+    """Note the training with a loss of `(params, batch)`.
+
+    Unless `uniform` is False, ranks with the same rows have the same gradient of it.
+    """
+    if uniform:
+        LOSSES[name] = loss_fn, make_params or params
     make_state = state if make_params is None else lambda: state(make_params())
     add(f"loss: {name}", minimises(loss_fn), make_state, **kwargs)
 
@@ -139,7 +147,15 @@ def predict(p: Any, x: jax.Array) -> jax.Array:
 
 def loss_fn(p: Any, batch: Any) -> jax.Array:
     """Give the mean squared error of `predict`."""
-    return jnp.mean((predict(p, batch["rows"]) - batch["targets"]) ** 2)
+    return mean_error(predict(p, batch["rows"]), batch)
+
+
+def mean_error(predictions: jax.Array, batch: Any) -> jax.Array:
+    """Give the mean squared error of some predictions."""
+    return jnp.mean((predictions - batch["targets"]) ** 2)
+
+
+plain = minimises(loss_fn)
 
 
 def state(p: Any = None, tx: Any = SGD, **kwargs: Any) -> jdp.TrainState:

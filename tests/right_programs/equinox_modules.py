@@ -197,7 +197,7 @@ trained("scan over layers", stack, apply=scan_layers)
 trained("filter_checkpoint", linear, apply=lambda m, x, k: jax.vmap(eqx.filter_checkpoint(m))(x))
 trained("filter_jit", linear, apply=lambda m, x, k: jax.vmap(eqx.filter_jit(m))(x))
 trained("filter_vmap", linear, apply=lambda m, x, k: eqx.filter_vmap(m)(x))
-trained_whole("MLP", lambda k: nn.MLP(4, 3, 5, 2, activation=jnp.tanh, key=k), runs=True)
+trained_whole("MLP", lambda k: nn.MLP(4, 3, 5, 2, activation=jnp.tanh, key=k))
 trained_whole(
     "Sequential", lambda k: nn.Sequential([nn.Identity(), linear(k), nn.Lambda(jax.nn.relu)])
 )

@@ -197,7 +197,7 @@ trained("scan and vmap over layers", Scanned)
 trained("remat", Remat)
 trained("a counter", Counting)
 trained("a linen module", linen_module)
-stateful("Optimizer", Tower, runs=True)
+stateful("Optimizer", Tower)
 stateful(
     "Optimizer with Adam and clipping",
     Tower,

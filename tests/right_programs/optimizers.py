@@ -120,7 +120,7 @@ descends("radam", optax.radam(1e-3))
 descends("rmsprop", optax.rmsprop(1e-3, centered=True, momentum=0.9))
 descends("rprop", optax.rprop(1e-2))
 descends("sgd", optax.sgd(1e-2, momentum=0.9, nesterov=True))
-descends("sgd with a schedule", optax.sgd(STAGES), runs=True)
+descends("sgd with a schedule", optax.sgd(STAGES))
 descends("sign_sgd", optax.sign_sgd(1e-2))
 descends("signum", optax.signum(1e-2))
 descends("sm3", optax.sm3(1e-2))
@@ -174,7 +174,6 @@ descends("split_real_and_imaginary", contrib.split_real_and_imaginary(optax.adam
 descends(
     "chain with clip_by_global_norm",
     optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
-    runs=True,
 )
 descends("named_chain", optax.named_chain(("clip", optax.clip(0.1)), ("sgd", optax.sgd(0.1))))
 descends("adaptive_grad_clip", optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)))

@@ -29,10 +29,10 @@ def skips_the_update_when_the_mean_loss_is_high(state, batch):
 
 
 @wrong("new state", make=training)
-def selects_the_update_when_the_own_loss_is_finite(state, batch):
+def selects_the_update_when_the_own_loss_is_low(state, batch):
     loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
     new = state.apply_gradients(grads)
-    return jax.tree.map(lambda a, b: jnp.where(jnp.isfinite(loss), a, b), new, state), {}
+    return jax.tree.map(lambda a, b: jnp.where(loss < 2, a, b), new, state), {}
 
 
 @wrong("new state['a']")

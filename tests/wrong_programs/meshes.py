@@ -27,7 +27,10 @@ def on_two_axes():
     return NUMBERS()
 
 
-def nested(f, *args, in_specs=P(), out_specs=P()):
+WHOLE = P()
+
+
+def nested(f, *args, in_specs=WHOLE, out_specs=WHOLE):
     """Run on the ranks of "model", inside of a step over "data"."""
     return jax.shard_map(
         f, in_specs=in_specs, out_specs=out_specs, axis_names={"model"}, check_vma=False

@@ -40,7 +40,7 @@ def plateau_of_the_mean_loss(state, batch):
     return state.apply_gradients(grads, value=jdp.mean_over_ranks(loss)), {"loss": loss}
 
 
-@wrong("varies", "new state.params", make=trained_by(optax.polyak_sgd(0.1)))
+@wrong("varies", "new state.params", make=trained_by(optax.polyak_sgd(9.0)))
 def polyak_step_by_the_own_loss(state, batch):
     loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
     return state.apply_gradients(grads, value=loss), {}

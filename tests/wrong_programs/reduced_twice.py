@@ -147,7 +147,7 @@ def then_reshaped_and_transposed(state, batch):
 
 @wrong(W, B)
 def then_clipped_by_its_norm(state, batch):
-    grads = pmean(gradients(state, batch))
+    grads = psum(gradients(state, batch))
     factor = jnp.minimum(1, 1 / optax.tree.norm(grads))
     return state.apply_gradients(jax.tree.map(lambda g: g * factor, grads)), {}
 
@@ -161,14 +161,14 @@ def then_divided_by_the_number_of_all_rows(state, batch):
 
 @wrong(W, B)
 def then_set_to_zero_where_not_finite(state, batch):
-    grads = pmean(gradients(state, batch))
+    grads = psum(gradients(state, batch))
     grads = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, 0), grads)
     return state.apply_gradients(grads), {}
 
 
 @wrong(W, B)
 def then_only_used_if_finite(state, batch):
-    grads = pmean(gradients(state, batch))
+    grads = psum(gradients(state, batch))
     finite = jnp.isfinite(optax.tree.norm(grads))
     zeros = jax.tree.map(jnp.zeros_like, grads)
     return state.apply_gradients(lax.cond(finite, lambda: grads, lambda: zeros)), {}
@@ -177,36 +177,36 @@ def then_only_used_if_finite(state, batch):
 @wrong(W, B)
 def through_one_flat_vector(state, batch):
     flat, unravel = ravel_pytree(gradients(state, batch))
-    return state.apply_gradients(unravel(pmean(flat))), {}
+    return state.apply_gradients(unravel(psum(flat))), {}
 
 
 @wrong(W, B)
 def through_an_optimization_barrier(state, batch):
-    grads = lax.optimization_barrier(pmean(gradients(state, batch)))
+    grads = lax.optimization_barrier(psum(gradients(state, batch)))
     return state.apply_gradients(grads), {}
 
 
 @wrong(W, B)
 def through_a_name_for_rematerialisation(state, batch):
-    grads = jax.tree.map(lambda g: checkpoint_name(g, "grads"), pmean(gradients(state, batch)))
+    grads = jax.tree.map(lambda g: checkpoint_name(g, "grads"), psum(gradients(state, batch)))
     return state.apply_gradients(grads), {}
 
 
 @wrong(W, B)
 def through_a_jit(state, batch):
-    grads = jax.jit(lambda p: pmean(jax.grad(loss_fn)(p, batch)))(state.params)
+    grads = jax.jit(lambda p: psum(jax.grad(loss_fn)(p, batch)))(state.params)
     return state.apply_gradients(grads), {}
 
 
 @wrong(W, B)
 def through_a_ref(state, batch):
-    grads = jax.tree.map(lambda g: jax.freeze(jax.new_ref(g)), pmean(gradients(state, batch)))
+    grads = jax.tree.map(lambda g: jax.freeze(jax.new_ref(g)), psum(gradients(state, batch)))
     return state.apply_gradients(grads), {}
 
 
 @wrong(W, B)
 def through_a_while_loop(state, batch):
-    grads = pmean(gradients(state, batch))
+    grads = psum(gradients(state, batch))
     halve = functools.partial(jax.tree.map, lambda g: g / 2)
     grads = lax.while_loop(lambda g: optax.tree.norm(g) > 1, halve, grads)
     return state.apply_gradients(grads), {}
@@ -215,7 +215,7 @@ def through_a_while_loop(state, batch):
 @wrong(W, B)
 def through_the_last_round_of_a_scan(state, batch):
     def body(carry, _):
-        return pmean(gradients(state, batch)), None
+        return psum(gradients(state, batch)), None
 
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     return state.apply_gradients(lax.scan(body, zeros, None, length=2)[0]), {}
@@ -224,7 +224,7 @@ def through_the_last_round_of_a_scan(state, batch):
 @wrong(W, B)
 def in_a_step_that_is_scanned(state, batch):
     def body(state, _):
-        return state.apply_gradients(pmean(gradients(state, batch))), None  # <- here
+        return state.apply_gradients(psum(gradients(state, batch))), None  # <- here
 
     return lax.scan(body, state, None, length=2)[0], {}
 
@@ -234,7 +234,7 @@ def in_a_step_that_is_conditional(state, batch):
     loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
 
     def update():
-        return state.apply_gradients(pmean(grads))  # <- here
+        return state.apply_gradients(psum(grads))  # <- here
 
     return lax.cond(jdp.mean_over_ranks(loss) < 9, update, lambda: state), {}
 
@@ -247,7 +247,7 @@ def reduced_backward(p):
     return p
 
 
-reduced_backward.defvjp(lambda p: (p, None), lambda _, ct: (pmean(ct),))
+reduced_backward.defvjp(lambda p: (p, None), lambda _, ct: (psum(ct),))
 
 
 def hooked(p, batch):
@@ -266,8 +266,37 @@ def by_a_hook_in_a_remat(state, batch):
 
 @wrong(W, B)
 def by_a_hook_in_micro_batches(state, batch):
-    _, grads = jdp.value_and_grad(hooked, accumulate=2)(state.params, batch)  # <- here
-    return state.apply_gradients(grads), {}
+    _, grads = jdp.value_and_grad(hooked, accumulate=2)(state.params, batch)
+    return state.apply_gradients(grads), {}  # <- here
+
+
+@wrong(W, B)
+def by_two_hooks_of_the_same_parameters(state, batch):
+    def loss(p):
+        first_rows = jax.tree.map(lambda x: x[:1], batch)
+        return hooked(p, batch) + hooked(p, first_rows)
+
+    return state.apply_gradients(jax.grad(loss)(state.params)), {}
+
+
+@wrong(W, B)
+def in_every_micro_batch_by_hand(state, batch):
+    def body(sums, row):
+        grads = psum(jax.grad(loss_fn)(state.params, jax.tree.map(lambda x: x[None], row)))
+        return jax.tree.map(jnp.add, sums, grads), None
+
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    return state.apply_gradients(lax.scan(body, zeros, batch)[0]), {}  # <- here
+
+
+@right()
+def after_all_micro_batches_by_hand(state, batch):
+    def body(sums, row):
+        grads = jax.grad(loss_fn)(state.params, jax.tree.map(lambda x: x[None], row))
+        return jax.tree.map(jnp.add, sums, grads), None
+
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    return state.apply_gradients(lax.scan(body, zeros, batch)[0]), {}
 
 
 @right()

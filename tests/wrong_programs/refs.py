@@ -272,7 +272,7 @@ def a_constant_stored_in_a_jit_in_a_cond(state, batch):
 @wrong("new state['a']")
 def swapped_under_a_cond(state, batch):
     ref = jax.new_ref(state["a"])
-    lax.cond(local(batch) > 0, lambda: jax.ref.swap(ref, (), 1.0), lambda: 2.0)
+    lax.cond(local(batch) > 0, lambda: jax.ref.swap(ref, (), 0.0), lambda: 2.0)
     return {**state, "a": ref[...]}, {}
 
 

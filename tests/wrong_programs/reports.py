@@ -32,9 +32,9 @@ def count_of_all_rows(state, batch):
     return state, {"correct": jdp.sum_over_ranks(jnp.sum(batch["y"] > 0))}
 
 
-@wrong("metrics['finite']")
+@wrong("metrics['positive']")
 def bool_of_own_rows(state, batch):
-    return state, {"finite": jnp.all(jnp.isfinite(batch["x"]))}
+    return state, {"positive": jnp.all(batch["y"] > 0)}
 
 
 @wrong("metrics['mean']")
@@ -59,7 +59,7 @@ def predictions_that_are_marked_as_rows(state, batch):
 
 @wrong("metrics[0]['histogram']")
 def histogram_of_own_rows_in_a_list(state, batch):
-    return state, [{"histogram": jnp.histogram(batch["y"], bins=4)[0]}]
+    return state, [{"histogram": jnp.histogram(batch["y"], range=(-1, 1))[0]}]
 
 
 @wrong("metrics['w']", "metrics['b']", make=training)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from wrong_programs.corpus import gradients, loss_fn, predict
+from wrong_programs.corpus import gradients, predict
 from wrong_programs.reduced_twice import psum
 
 
@@ -36,32 +36,6 @@ def sum_that_was_clipped_by_element(state, batch):
     return state.apply_gradients(grads), {}
 
 
-def sums_of_micro_batches_by_hand(state, batch):
-    def body(sums, row):
-        grads = psum(jax.grad(loss_fn)(state.params, jax.tree.map(lambda x: x[None], row)))
-        return jax.tree.map(jnp.add, sums, grads), None
-
-    sums, _ = lax.scan(body, jax.tree.map(jnp.zeros_like, state.params), batch)
-    num_rows = batch["y"].shape[0]
-    return state.apply_gradients(jax.tree.map(lambda g: g / num_rows, sums)), {}
-
-
-@jax.custom_vjp
-def summed_backward(p):
-    return p
-
-
-summed_backward.defvjp(lambda p: (p, None), lambda _, ct: (psum(ct),))
-
-
-def hooks_of_parameters_used_twice(state, batch):
-    def loss(p):
-        p = {"w": p["w"], "b": p["b"]}
-        return loss_fn(summed_backward(p), batch) + 1e-2 * optax.tree.norm(summed_backward(p))
-
-    return state.apply_gradients(jax.grad(loss)(state.params)), {}
-
-
 def clipped_by_the_own_norm_first(state, batch):
     grads = gradients(state, batch)
     factor = jnp.minimum(1, 0.5 / optax.tree.norm(grads))
@@ -73,7 +47,5 @@ PROGRAMS = [
     sum_with_a_term_of_its_own,
     sum_of_gathered_gradients,
     sum_that_was_clipped_by_element,
-    sums_of_micro_batches_by_hand,
-    hooks_of_parameters_used_twice,
     clipped_by_the_own_norm_first,
 ]

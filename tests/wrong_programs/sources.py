@@ -1,6 +1,7 @@
 """Where varying values come from though nothing says so: the host, the device, kernels."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from wrong_programs import corpus
 from wrong_programs.corpus import local, numbers, right
 
 SCALAR = jax.ShapeDtypeStruct((), np.float32)
+COUNTER = itertools.count()
 VECTOR = jax.ShapeDtypeStruct((4,), np.float32)
 
 wrong = functools.partial(corpus.wrong, "varies", make=numbers)
@@ -36,12 +38,15 @@ def rank_times_zero_in_front_of_a_nan(state, batch):
 
 @wrong("new state['a']")
 def number_from_the_host(state, batch):
-    return {**state, "a": io_callback(lambda: np.float32(0), SCALAR)}, {}
+    return {**state, "a": io_callback(lambda: np.float32(next(COUNTER)), SCALAR)}, {}
 
 
 @wrong("new state['a']")
 def number_from_the_host_in_order(state, batch):
-    return {**state, "a": io_callback(lambda a: a, SCALAR, state["a"], ordered=True)}, {}
+    def counted(a):
+        return a + np.float32(next(COUNTER))
+
+    return {**state, "a": io_callback(counted, SCALAR, state["a"], ordered=True)}, {}
 
 
 @wrong("new state['a']")
@@ -96,7 +101,7 @@ def kernel_that_asks_for_its_rank(state, batch):
 @wrong("new state['v']")
 def kernel_over_own_rows(state, batch):
     def kernel(v, x, out):
-        out[...] = v[...] + x[0, 0] * pl.program_id(0)
+        out[...] = v[...] + x[0, 0] + pl.program_id(0)
 
     call = pl.pallas_call(kernel, out_shape=VECTOR, grid=(1,), interpret=True)
     return {**state, "v": call(state["v"], batch["x"])}, {}
@@ -105,7 +110,7 @@ def kernel_over_own_rows(state, batch):
 @right(make=numbers)
 def kernel_over_the_state(state, batch):
     def kernel(v, x, out):
-        out[...] = v[...] + x[0] * pl.program_id(0)
+        out[...] = v[...] + x[0] + pl.program_id(0)
 
     call = pl.pallas_call(kernel, out_shape=VECTOR, grid=(1,), interpret=True)
     return {**state, "v": call(state["v"], state["v"])}, {}
@@ -142,28 +147,6 @@ def state_of_a_kernel_without_a_kernel(state, batch):
 
 
 # Bodies of other operations
-
-
-@wrong("new state['a']")
-def reduction_that_asks_for_its_rank(state, batch):
-    def add(x, y):
-        return x + y + rank()
-
-    return {**state, "a": lax.reduce(state["v"], np.float32(0), add, (0,))}, {}
-
-
-@wrong("new state['v']")
-def window_that_asks_for_its_rank(state, batch):
-    def add(x, y):
-        return x + y + rank()
-
-    out = lax.reduce_window(state["v"], np.float32(0), add, (2,), (1,), "SAME")
-    return {**state, "v": out}, {}
-
-
-@wrong("new state['v']")
-def scatter_that_asks_for_its_rank(state, batch):
-    return {**state, "v": state["v"].at[0].apply(lambda x: x + rank())}, {}
 
 
 @wrong("new state['v']")
