@@ -63,7 +63,7 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any) -> Any:
     return jax.tree.map(lambda *parts: _joined(parts, weights), *trees, is_leaf=metrics.is_rows)
 
 
-def _fetch(reported: Any, weight: jax.Array, mask: Any) -> tuple[Any, float]:
+def _fetch(reported: Any, weight: Any, mask: Any) -> tuple[Any, float]:
     counts = None if mask is None else _whole(mask)
 
     def fetch(leaf: Any) -> Any:

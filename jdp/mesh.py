@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jdp import axis
-from jdp.statics import is_array
 from jdp.axis import AxisName
+from jdp.statics import is_array
 
 _current: Mesh | None = None
 

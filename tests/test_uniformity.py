@@ -3,92 +3,43 @@
 Everything here is traced, and nothing of it runs: wrong programs would hang.
 """
 
-import functools
-import inspect
-import sysconfig
-from pathlib import Path
-from types import SimpleNamespace
-from typing import NamedTuple
-
 import jax
 import jax.ad_checkpoint
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from analysed import (
+    BOTH,
+    MESH,
+    MESH_2D,
+    MODEL,
+    UNIFORM,
+    VARYING,
+    W,
+    X,
+    in_scan,
+    local,
+    pair_table,
+    pmean,
+    psum,
+    rank,
+    report,
+    report_2d,
+    shape_of,
+    table,
+)
 from jax import lax
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from jax.extend.core.primitives import cond_p, while_p
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdp.mark import mark
-from jdp.uniformity import Class, analyse, find_shard_maps, uniformity
-from jdp.uniformity.source import source
-
-AUTO = AxisType.Auto
-MESH = AbstractMesh((4,), ("data",), axis_types=(AUTO,))
-MESH_2D = AbstractMesh((4, 2), ("data", "model"), axis_types=(AUTO, AUTO))
-
-UNIFORM = frozenset()
-VARYING = frozenset({"data"})
-BOTH = frozenset({"data", "model"})
-MODEL = frozenset({"model"})
+from jdp.uniformity import Class, analyse, find_shard_maps
 
 JAX_0_12 = jax.__version_info__ >= (0, 12)
-
-# What every program of a table gets: w float32[4] the same on every rank, x float32[4] of this
-# rank's rows, on two axes also m float32[4], which is split over "model".
-W, X = jnp.ones(4), jnp.ones(16)
-IN_SPECS, SHARED = (P(), P("data")), P()
-
-
-def mapped(body, mesh=MESH, in_specs=IN_SPECS, out_specs=SHARED, check_vma=False, **options):
-    options = {"mesh": mesh, "in_specs": in_specs, "check_vma": check_vma, **options}
-    return jax.shard_map(body, out_specs=out_specs, **options)
-
-
-def report(body, *args, **options):
-    (eqn,) = find_shard_maps(jax.make_jaxpr(mapped(body, **options))(*(args or (W, X))))
-    return analyse(eqn)
-
-
-def report_2d(body, **options):
-    specs = (P(), P("data"), P("model"))
-    return report(body, W, X, jnp.ones(8), mesh=MESH_2D, in_specs=specs, **options)
-
-
-def rank():
-    return lax.axis_index("data")
-
-
-def psum(x):
-    return lax.psum(x, "data")
-
-
-def pmean(x):
-    return lax.pmean(x, "data")
-
-
-def local(x, path="['w']", axes=("data",)):
-    return mark(x, kind="local", path=path, axes=axes)
-
-
-def table(rows):
-    return pytest.mark.parametrize("program", list(rows.values()), ids=list(rows))
-
-
-# JAX 0.12 deprecates them; a program that has them is wrong in the same ways.
-with_psend = pytest.mark.filterwarnings("ignore:jax.lax.p(send|recv) is dep:DeprecationWarning")
-
-
-def pair_table(rows):
-    return pytest.mark.parametrize(("right", "wrong"), list(rows.values()), ids=list(rows))
-
-
-def in_scan(body, init, length=3):
-    return lax.scan(lambda carry, _: (body(carry), None), init, None, length=length)[0]
 
 
 def kernel(body):
@@ -117,8 +68,8 @@ def block_kernel(x, block):
     return pl.pallas_call(copy_kernel, out_shape=shape, interpret=True, **specs)(x)
 
 
-def shape_of(x):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+# JAX 0.12 deprecates them; a program that has them is wrong in the same ways.
+with_psend = pytest.mark.filterwarnings("ignore:jax.lax.p(send|recv) is dep:DeprecationWarning")
 
 
 def pure_callback(x):
@@ -1007,163 +958,6 @@ def test_a_deadlock_names_the_control_flow_that_varies():
     assert found.control == "while"
 
 
-# Marks
-
-
-def test_a_mark_reports_and_never_changes_a_class():
-    def program(w, x):
-        return local(x, "['a']"), mark(pmean(x), kind="param", path="['b']", axes=("data", "model"))
-
-    got = report(program)
-    assert got.outputs == (Class(VARYING, UNIFORM, False), Class(UNIFORM, VARYING, False))
-    first, second = got.marks
-    assert (first.kind, first.path, first.axes) == ("local", "['a']", ("data",))
-    assert (second.kind, second.path, second.axes) == ("param", "['b']", ("data", "model"))
-    assert (first.value, second.value) == got.outputs
-    assert first.under == second.under == UNIFORM
-
-
-def test_noise_of_a_rank_is_seen_through_marks():
-    # An optimizer that adds it to the mean gradient, between two marks.
-    def program(w, x):
-        noise = jax.random.normal(jax.random.fold_in(jax.random.key(0), rank()), w.shape)
-        update = pmean(local(x)) + noise
-        return mark(w - update, kind="param", path="['w']", axes=("data",))
-
-    assert [value.axes for value in report(program).outputs] == [VARYING]
-
-
-def test_a_mark_says_under_what_it_stands():
-    def program(w, x):
-        return lax.cond(x[0] < 2, lambda: local(w, "['a']"), lambda: w), local(w, "['b']")
-
-    assert {m.path: m.under for m in report(program).marks} == {"['a']": VARYING, "['b']": UNIFORM}
-
-
-def test_a_mark_in_a_loop_is_one_entry_and_has_its_final_class():
-    def program(w, x):
-        return in_scan(lambda c: (local(c[0], "['a']") + c[1], c[1] + c[2], x), (w, w, w))
-
-    (found,) = report(program).marks
-    assert found.value.axes == VARYING
-
-
-def test_a_mark_that_is_reached_from_two_places_shows_a_reduction_in_either():
-    sync = jax.jit(lambda g: pmean(local(g)))
-    (once,) = report(lambda w, x: (sync(x), sync(2 * x))).marks
-    (twice,) = report(lambda w, x: sync(sync(x))).marks
-    assert (once.value.axes, once.value.reduced) == (VARYING, UNIFORM)
-    assert (twice.value.axes, twice.value.reduced) == (VARYING, VARYING)
-
-
-def test_a_sum_that_comes_round_in_a_loop_is_not_taken_for_reduced():
-    # Every round reduces a gradient of its own: k steps in one scan.
-    (found,) = report(lambda w, x: in_scan(lambda c: c - pmean(local(c * x)), w)).marks
-    assert found.value == Class(VARYING, UNIFORM, False)
-
-
-def count_marks(f, *args):
-    return str(jax.make_jaxpr(f)(*args)).count("jdp_mark")
-
-
-def noted(x):
-    return jnp.sin(local(jnp.cos(x))).sum()
-
-
-POLICIES = jax.checkpoint_policies
-TRANSFORMED = {
-    "itself": noted,
-    "grad": jax.grad(noted),
-    "vmap": jax.vmap(lambda x: local(x)),
-    "jvp": lambda x: jax.jvp(noted, (x,), (x,)),
-    "linearize": lambda x: jax.linearize(noted, x)[0],
-    "hessian": jax.hessian(noted),
-    "jit": jax.jit(noted),
-    "scan": lambda x: in_scan(lambda c: c + noted(x), 0.0),
-    "cond": lambda x: lax.cond(x[0] < 2, noted, jnp.sum, x),
-    "remat": jax.grad(jax.checkpoint(noted)),
-    "remat that saves all": jax.grad(jax.checkpoint(noted, policy=POLICIES.everything_saveable)),
-    "remat that saves dots": jax.grad(jax.checkpoint(noted, policy=POLICIES.dots_saveable)),
-    "remat that saves names": jax.grad(
-        jax.checkpoint(noted, policy=POLICIES.save_only_these_names("a"))
-    ),
-    "remat that saves other names": jax.grad(
-        jax.checkpoint(noted, policy=POLICIES.save_any_names_but_these("a"))
-    ),
-}
-
-
-@pytest.fixture(params=[False, True], ids=["remat", "remat3"])
-def remat3(request):
-    # JAX's coming rematerialization, in which checkpoint_name is another kind of primitive.
-    jax.config.update("jax_remat3", request.param)
-    yield request.param
-    jax.config.update("jax_remat3", False)
-
-
-@table(TRANSFORMED)
-def test_a_mark_survives(program, remat3):
-    assert count_marks(program, jnp.ones(3)) >= 1
-
-
-def test_a_mark_is_found_in_every_kind_of_remat(remat3):
-    def program(w, x):
-        return jax.grad(jax.checkpoint(lambda w: jnp.sin(jnp.sin(local(jnp.sin(w) * x))).sum()))(w)
-
-    got = report(program)
-    assert {(found.path, found.value.axes) for found in got.marks} == {("['w']", VARYING)}
-    assert not got.opaque
-
-
-def test_a_mark_changes_no_number_and_is_not_lowered():
-    x = jnp.arange(3.0)
-    plain = jax.grad(lambda x: jnp.sin(jnp.cos(x)).sum())
-    np.testing.assert_array_equal(jax.jit(jax.grad(noted))(x), jax.jit(plain)(x))
-    np.testing.assert_array_equal(local(x), x)
-    assert jax.random.key_data(local(jax.random.key(3))).tolist() == [0, 3]
-    assert "jdp" not in jax.jit(local).lower(x).as_text()
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_a_mark_runs_in_a_shard_map(check_vma, make_mesh):
-    f = jax.shard_map(
-        jax.grad(lambda x: (local(x) ** 2).sum()),
-        mesh=make_mesh(2),
-        in_specs=P("data"),
-        out_specs=P("data"),
-        check_vma=check_vma,
-    )
-    np.testing.assert_array_equal(f(jnp.arange(4.0)), 2 * np.arange(4.0))
-
-
-@pytest.mark.parametrize("in_axes", [0, None])
-def test_a_mark_loses_the_axis_that_a_vmap_binds(in_axes):
-    def program(w, x):
-        names = ("data", "model")
-        return jax.vmap(
-            lambda x: mark(x, kind="all_reduced", path="", axes=names),
-            axis_name="data",
-            in_axes=in_axes,
-            axis_size=4,
-        )(x)
-
-    got = report(program)
-    assert [found.axes for found in got.marks] == [("model",)]
-    assert [value.axes for value in got.outputs] == [VARYING]
-
-
-def test_only_the_mark_of_a_collective_is_believed():
-    def program(w, x, m):
-        both = x + m
-        return (
-            mark(both, kind="all_reduced", path="", axes=("data",)),
-            mark(both, kind="all_reduced", path="", axes=("data", "model")),
-            mark(both, kind="mean", path="", axes=("data", "model")),
-        )
-
-    assert [value.axes for value in report_2d(program).outputs] == [MODEL, UNIFORM, BOTH]
-
-
 # Primitives that the analysis has never heard of
 
 
@@ -1449,233 +1243,6 @@ def test_shard_maps_are_found_in_order_and_wherever_they_stand():
     assert [eqn.invars[0].aval.size for eqn in found[:3]] == [4, 8, 12]
     assert {eqn.invars[0].aval.size for eqn in found[3:]} == {16, 20}
     assert find_shard_maps(jax.jit(program).trace(1.0).jaxpr) != []
-
-
-# Lines
-
-
-def line_of(function, text):
-    lines, start = inspect.getsourcelines(function)
-    (offset,) = [i for i, line in enumerate(lines) if text in line]
-    return f"test_uniformity.py:{start + offset}"
-
-
-def test_a_deadlock_and_a_mark_have_the_line_of_their_author():
-    def program(w, x):
-        grads = jax.grad(
-            lambda w: (w @ x) ** 2,
-        )(w)
-        grads = local(grads)  # the mark
-        return lax.cond(
-            x[0] < 2,
-            lambda: pmean(grads),  # the collective
-            lambda: grads,
-        )
-
-    got = report(program)
-    # The author's line is the innermost of theirs: `local` and `pmean` are defined here as well.
-    assert [found.source for found in got.marks] == [line_of(local, "mark(")]
-    assert [found.source for found in got.deadlocks] == [line_of(pmean, "lax.pmean")]
-
-
-def test_what_a_library_traced_by_itself_has_the_line_that_called_it():
-    def program(w, x):
-        return lax.cond(
-            x[0] < 2,
-            functools.partial(lax.psum, axis_name="data"),
-            lambda x: x,
-            x,
-        )
-
-    assert [found.source for found in report(program).deadlocks] == [line_of(program, "lax.cond")]
-
-
-def test_an_output_has_the_line_that_computed_it():
-    def program(w, x):
-        first = w * x  # computed
-        second = jnp.where(x > 0, w, x)  # chosen
-        return (
-            local(first.astype(jnp.bfloat16).reshape(2, 2)),
-            second,
-            x,
-            psum(x),
-            x + 1,
-        )
-
-    got = report(program, out_specs=(P(), P(), P(), P(), P("data")))
-    computed, chosen = line_of(program, "# computed"), line_of(program, "# chosen")
-    # What is passed through, agrees, or is said to differ has none.
-    assert got.output_sources == (computed, chosen, "", "", "")
-
-
-class Frame(NamedTuple):
-    file_name: str
-    line_num: int
-
-
-class Traceback:
-    def __init__(self, *file_names):
-        self.frames = [Frame(name, line) for line, name in enumerate(file_names, start=1)]
-
-
-SITE = sysconfig.get_paths()["purelib"]
-STANDARD = sysconfig.get_paths()["stdlib"]
-JDP = Path(inspect.getfile(analyse)).parents[1]
-LINES = {
-    "the author's": (["/home/me/train.py"], "train.py:1"),
-    "typed in": (["<stdin>"], "<stdin>:1"),
-    "an example of ours": ([str(JDP.parent / "examples" / "digits.py")], "digits.py:1"),
-    "innermost": (["/home/me/loss.py", "/home/me/train.py"], "loss.py:1"),
-    "jax, jdp, author": ([f"{SITE}/jax/x.py", str(JDP / "sync.py"), "/train.py"], "train.py:3"),
-    "flax, author": ([f"{SITE}/flax/linen/module.py", "/train.py"], "train.py:2"),
-    "another library, author": ([f"{SITE}/trainer/loop.py", "/train.py"], "train.py:2"),
-    "python, author": ([f"{STANDARD}/functools.py", "<frozen runpy>", "/train.py"], "train.py:3"),
-    "an installed program": ([f"{SITE}/jax/x.py", f"{SITE}/mine/train.py"], "train.py:2"),
-    "nobody": ([f"{SITE}/jax/x.py", f"{STANDARD}/functools.py", str(JDP / "sync.py")], ""),
-}
-
-
-@table(LINES)
-def test_the_line_named_is_the_innermost_of_the_author_s(program):
-    file_names, want = program
-    info = SimpleNamespace(traceback=Traceback(*file_names))
-    assert source(SimpleNamespace(source_info=info)) == want
-    assert source(SimpleNamespace(source_info=SimpleNamespace(traceback=None))) == ""
-
-
-# The public function
-
-
-def sgd(w, x):
-    loss, grads = jax.value_and_grad(lambda w: ((w * x) ** 2).mean())(w)
-    return {"w": w - pmean(local(grads)), "loss": pmean(loss), "largest": x.max(keepdims=True)}
-
-
-SGD_SPECS = {"w": P(), "loss": P(), "largest": P("data")}
-SGD_CLASSES = {"w": "uniform", "loss": "uniform", "largest": "varying"}
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, lambda f: jax.jit(jax.jit(f))])
-def test_uniformity_gives_a_class_to_every_output(wrap):
-    f = wrap(mapped(sgd, out_specs=SGD_SPECS))
-    assert uniformity(f, W, X) == SGD_CLASSES
-    assert uniformity(f, shape_of(W), shape_of(X)) == SGD_CLASSES
-    assert uniformity(lambda w: (f(w, X), w, 2.0), np.ones(4)) == (
-        SGD_CLASSES,
-        "uniform",
-        "uniform",
-    )
-
-
-def test_uniformity_follows_outputs_out_of_the_shard_map():
-    def f(w, x):
-        out = mapped(sgd, out_specs=SGD_SPECS)(w, x)
-        looped, _ = lax.scan(
-            lambda c, _: (mapped(sgd, out_specs=SGD_SPECS)(c, x)["w"], None), w, None, length=2
-        )
-        _, stacked = lax.scan(
-            lambda c, _: (c, mapped(sgd, out_specs=SGD_SPECS)(c, x)["largest"]), w, None, length=2
-        )
-        return out["largest"].max() + 1, out["w"] + 1, looped, stacked
-
-    assert uniformity(f, W, X) == ("varying", "uniform", "uniform", "varying")
-
-
-def test_uniformity_takes_arguments_that_are_no_arrays():
-    def f(w, x, scale, *, name):
-        assert (scale, name) == (3, "a")
-        return mapped(sgd, out_specs=SGD_SPECS)(scale * w, x) | {"name": name}
-
-    assert uniformity(f, W, X, 3, name="a") == SGD_CLASSES | {"name": "uniform"}
-    static = jax.jit(
-        lambda w, x, num: mapped(sgd, out_specs=SGD_SPECS)(w, x[: len(range(num))]),
-        static_argnums=2,
-    )
-    assert uniformity(static, W, X, 16) == SGD_CLASSES
-
-
-def test_uniformity_knows_pmap(make_mesh):
-    devices = jax.devices()[:4]
-    rows = jnp.ones((4, 3))
-    options = {"axis_name": "batch", "devices": devices}
-    mean = jax.pmap(lambda x: (lax.pmean(x, "batch"), x), **options)
-    assert uniformity(mean, rows, axis_name="batch") == ("uniform", "varying")
-    shared = jax.pmap(lambda x: x, out_axes=None, **options)
-    with pytest.raises(ValueError, match=r"`output` float32\[3\] .* along 'batch'"):
-        uniformity(shared, rows, axis_name="batch")
-
-
-def test_uniformity_over_two_axes():
-    specs = {"in_specs": (P(), P(("data", "model"))), "mesh": MESH_2D}
-    both = mapped(lambda w, x: lax.pmean(x, ("data", "model")), **specs)
-    one = mapped(lambda w, x: lax.pmean(x, "data"), **specs)
-    assert uniformity(both, W, X, axis_name=("data", "model")) == "uniform"
-    assert uniformity(one, W, X, axis_name="data") == "uniform"
-    with pytest.raises(ValueError, match="along 'model'"):
-        uniformity(one, W, X, axis_name=("data", "model"))
-
-
-REFUSED = {
-    "forgotten": (
-        mapped(lambda w, x: {"params": {"w": w - x, "b": pmean(x)}}),
-        [r"`output['params']['w']` float32[4]", "test_uniformity.py:", "along 'data'", "pmean(x"],
-    ),
-    "inside jit": (
-        jax.jit(mapped(lambda w, x: (w, x.sum()))),
-        ["`output[1]` float32[]", "pmean(x, 'data')", "P('data')"],
-    ),
-    "not handed out": (
-        lambda w, x: mapped(lambda w, x: (w, x))(w, x)[1].sum(),
-        ["output 1 of the shard_map float32[4]"],
-    ),
-    "deadlock": (
-        mapped(lambda w, x: lax.cond(x[0] < 2, lambda: psum(w), lambda: psum(w))),
-        ["`psum` over 'data' at test_uniformity.py:", "under a `cond`", "pmean(loss, 'data') < 2"],
-    ),
-    "reduced twice": (
-        mapped(lambda w, x: pmean(local(pmean(x), "['w']"))),
-        ["the gradient of `['w']` was reduced before", "test_uniformity.py:"],
-    ),
-    "no shard_map": (lambda w, x: w, ["no shard_map or pmap over 'data'"]),
-    "another axis": (
-        mapped(
-            lambda w, x: w,
-            mesh=AbstractMesh((4,), ("batch",), axis_types=(AUTO,)),
-            in_specs=(P(), P("batch")),
-        ),
-        ["no shard_map or pmap over 'data'", "axis_name='batch'"],
-    ),
-}
-
-
-@table(REFUSED)
-def test_uniformity_refuses_and_says_what_where_and_what_to_write(program):
-    f, parts = program
-    with pytest.raises(ValueError) as refusal:
-        uniformity(f, W, X)
-    for part in parts:
-        assert part in str(refusal.value)
-
-
-def test_uniformity_tells_all_problems_of_all_shard_maps():
-    def f(w, x):
-        first = mapped(lambda w, x: (w, x))(w, x)
-        return first, mapped(lambda w, x: x.sum())(w, x)
-
-    with pytest.raises(ValueError) as refusal:
-        uniformity(f, W, X)
-    assert "`output[0][1]` float32[4]" in str(refusal.value)
-    assert "`output[1]` float32[]" in str(refusal.value)
-
-
-def test_uniformity_refuses_a_shared_ref_that_ranks_write_apart():
-    def f(x):
-        ref = jax.new_ref(jnp.zeros(4))
-        mapped(lambda r, x: (store(r, x), x)[1], out_specs=P("data"))(ref, x)
-        return ref[...]
-
-    with pytest.raises(ValueError, match="the Ref that is input 0 of the shard_map"):
-        uniformity(f, X)
 
 
 # Against the numbers

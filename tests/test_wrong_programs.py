@@ -184,6 +184,18 @@ def test_refuses_wrong_metrics_of_an_eval_step():
         jdp.evaluate(wait, state, [batch])
 
 
+def test_tells_of_a_collective_once_though_it_has_many_parts():
+    def step(state, batch):
+        def total(x):
+            return jdp.collectives.ring([[x]], "data")[0][0]
+
+        return {"a": lax.cond(batch["y"][0] > 0, total, lambda x: x, state["a"])}, {}
+
+    with pytest.raises(ValueError) as caught:
+        jdp.train_step(step).lower({"a": jnp.zeros(())}, corpus.rows())
+    assert str(caught.value).count("`ppermute`") == 1
+
+
 def test_tells_a_line_once_and_counts_the_leaves_that_it_leaves_out():
     def step(state, batch):
         return jax.tree.map(lambda x: x + corpus.local(batch), state), {}
@@ -201,7 +213,7 @@ def test_warns_of_unused_parameters_once_and_trains_them_as_one_device_does():
     p = {**corpus.params(), "unused": np.ones(2, np.float32)}
     tx = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1))
 
-    @jdp.train_step
+    @jdp.train_step(donate=False)
     def step(state, batch):
         return state.apply_gradients(corpus.gradients(state, batch)), {}
 

@@ -53,7 +53,8 @@ class Report:
       deadlocks: collectives under control flow on which ranks may differ.
       marks: the marks in it.
       opaque: primitives with a body that could not be opened.
-      used_inputs: for each input of its body, captured arrays first, whether anything reads it.
+      used_inputs: for each input of its body, captured arrays first, whether an output or a side
+        effect depends on it.
       refs: position and final class of each input that is a `jax.Ref`.
     """
 

@@ -43,7 +43,7 @@ class Program(NamedTuple):
 
 
 PROGRAMS: list[Program] = []
-LOSSES: dict[str, tuple[Callable, Callable]] = {}  # those that are uniform on uniform rows
+LOSSES: dict[str, tuple[Callable, Callable]] = {}  # by name, with what makes params; see add_loss
 
 
 def add(

@@ -1,4 +1,4 @@
-"""Losses: those of Optax, and those that compare the rows of all ranks."""
+"""Losses of one rank's rows: those of Optax, and some by hand."""
 
 import jax
 import jax.numpy as jnp

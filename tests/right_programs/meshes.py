@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from right_programs.corpus import add, loss_fn, minimises, params, predict, right, state
+from right_programs.corpus import add, loss_fn, params, plain, predict, right, state
 
 HOSTS = {"replica": 2, "fsdp": 2}
 BOTH = ("replica", "fsdp")
@@ -20,12 +20,12 @@ def over(axis_name):
 
 add(
     "an axis of another name",
-    minimises(loss_fn),
+    plain,
     over("batch"),
     axes={"batch": 4},
     axis_name="batch",
 )
-add("two axes", minimises(loss_fn), over(BOTH), axes=HOSTS, axis_name=BOTH, runs=True)
+add("two axes", plain, over(BOTH), axes=HOSTS, axis_name=BOTH, runs=True)
 
 
 @right(over(BOTH), axes=HOSTS, axis_name=BOTH)
@@ -126,11 +126,11 @@ def own_shard_map_over_the_model_axis(state, batch):
 
 @right(axes={"data": 4, "unused": 1})
 def an_axis_of_one_device(state, batch):
-    return minimises(loss_fn)(state, batch)
+    return plain(state, batch)
 
 
 @right(lambda: state(model_state=params()), axes={"data": 2, "model": 2})
 def average_on_a_mesh_with_a_model_axis(state, batch):
-    new, metrics = minimises(loss_fn)(state, batch)
+    new, metrics = plain(state, batch)
     average = optax.incremental_update(new.params, state.model_state, 0.1)
     return new.replace(model_state=average), metrics

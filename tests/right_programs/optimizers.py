@@ -6,12 +6,10 @@ import optax
 from optax import contrib
 
 import jdp
-from right_programs.corpus import add, loss_fn, minimises, params, state
-
-PLAIN = minimises(loss_fn)
+from right_programs.corpus import add, loss_fn, params, plain, state
 
 
-def descends(name, tx, *, step=PLAIN, runs=False):
+def descends(name, tx, *, step=plain, runs=False):
     """Train `predict` with an optimizer, given or made by a function."""
 
     def make_state():
@@ -61,7 +59,7 @@ def sharpness_aware(state, batch):
 
 def at_the_eval_parameters(state, batch):
     """Schedule-free training also reports the loss at the average."""
-    new, metrics = minimises(loss_fn)(state, batch)
+    new, metrics = plain(state, batch)
     average = contrib.schedule_free_eval_params(new.opt_state, new.params)
     return new, {**metrics, "average": loss_fn(average, batch)}
 
@@ -70,6 +68,10 @@ def ahead_of_slow_weights(state, batch):
     """Lookahead: the gradient is that of the fast weights."""
     loss, grads = jax.value_and_grad(loss_fn)(state.params.fast, batch)
     return state.apply_gradients(grads), {"loss": loss}
+
+
+def every_second_step(tx, period=2, **kwargs):
+    return lambda: optax.MultiSteps(tx, period, **kwargs).gradient_transformation()
 
 
 def skips_large(updates, *args):
@@ -198,26 +200,18 @@ descends("flatten", optax.flatten(optax.adam(1e-3)))
 descends("normalize_by_update_norm", optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)))
 descends("apply_every", optax.chain(optax.sgd(0.1), optax.apply_every(2)))
 descends("apply_if_finite", optax.apply_if_finite(optax.sgd(0.1), 3), runs=True)
+descends("MultiSteps", every_second_step(optax.sgd(0.1)), runs=True)
+descends(
+    "MultiSteps with a schedule",
+    every_second_step(optax.adam(1e-3), lambda step: jnp.where(step < 2, 1, 2)),
+)
 descends(
     "skip_not_finite",
-    lambda: optax.MultiSteps(
-        optax.sgd(0.1), 2, should_skip_update_fn=optax.skip_not_finite
-    ).gradient_transformation(),
+    every_second_step(optax.sgd(0.1), should_skip_update_fn=optax.skip_not_finite),
 )
 descends(
     "skip_large_updates",
-    lambda: optax.MultiSteps(
-        optax.sgd(0.1), 2, should_skip_update_fn=skips_large
-    ).gradient_transformation(),
-)
-descends(
-    "MultiSteps", lambda: optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), runs=True
-)
-descends(
-    "MultiSteps with a schedule",
-    lambda: optax.MultiSteps(
-        optax.adam(1e-3), lambda step: jnp.where(step < 2, 1, 2)
-    ).gradient_transformation(),
+    every_second_step(optax.sgd(0.1), should_skip_update_fn=skips_large),
 )
 descends(
     "conditionally_transform",

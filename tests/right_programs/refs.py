@@ -6,7 +6,7 @@ import numpy as np
 from jax import lax
 
 import jdp
-from right_programs.corpus import loss_fn, minimises, predict, right, state
+from right_programs.corpus import loss_fn, plain, predict, right, state
 
 
 @right()
@@ -69,5 +69,5 @@ def a_ref_of_this_rank(state, batch):
         return 0
 
     lax.fori_loop(0, batch["rows"].shape[0], note, 0)
-    new, metrics = minimises(loss_fn)(state, batch)
+    new, metrics = plain(state, batch)
     return new, {**metrics, "largest": lax.pmax(largest[...], "data")}

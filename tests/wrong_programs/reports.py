@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 import jdp
@@ -159,6 +160,16 @@ def mask_that_is_only_carried_through_a_scan(state, batch):
 def mask_that_is_read_in_vain(state, batch):
     batch["mask"].sum()
     return state.apply_gradients(gradients(state, batch)), {}
+
+
+CAPTURED = np.arange(3, dtype=np.float32)
+
+
+@unread("batch['mask']", make=masked)
+def mask_that_nobody_reads_behind_captured_arrays(state, batch):
+    captured = jnp.asarray(CAPTURED)
+    grads = jax.tree.map(lambda g: g + captured.sum(), gradients(state, batch))
+    return state.apply_gradients(grads), {}
 
 
 def masked_loss(p, batch):
