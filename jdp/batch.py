@@ -1,5 +1,6 @@
 """A global batch as a step takes it: its rows checked and split over ranks, its mask found."""
 
+import weakref
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ def place_batch(batch: Any, where: Mesh, axis_name: tuple[str, ...]) -> Any:
                 "Give it as a further argument: step(state, batch, scalar)."
             )
         num_rows = shape[0] if num_rows is None else num_rows
-        if shape[0] != num_rows or num_rows % num_ranks:
+        if num_rows == 0 or shape[0] != num_rows or num_rows % num_ranks:
             raise ValueError(_rows_error(name, shape, num_rows, named[0][0], num_ranks))
         placed.append(_place_rows(name, leaf, sharding))
     return jax.tree.unflatten(treedef, placed)
@@ -52,7 +53,9 @@ def _place_rows(name: str, leaf: Any, sharding: NamedSharding) -> Any:
             f"global batch it holds ({jax.process_count()} processes train together). "
             "Make batches with jdp.batches(dataset, ...) or jdp.shard_batches(loader)."
         )
-    return jax.device_put(leaf, sharding)
+    # A copy first: JAX may use a NumPy array's memory as a CPU device's, and the caller may fill
+    # it with the next batch while this one is still read.
+    return jax.device_put(leaf if isinstance(leaf, jax.Array) else np.array(leaf), sharding)
 
 
 def _rows_error(name: str, shape: tuple, num_rows: int, first: tuple, num_ranks: int) -> str:
@@ -62,6 +65,8 @@ def _rows_error(name: str, shape: tuple, num_rows: int, first: tuple, num_ranks:
             f"{num_rows}: every leaf of a batch has the same first dim. Give what is not per row "
             "as a further argument."
         )
+    if num_rows == 0:
+        return f"`{name}` has no rows: the mean over none of them is not defined."
     return (
         f"`{name}` has {num_rows} rows, which do not divide by {num_ranks} ranks: ranks with fewer "
         "rows would count for as much as the others. jdp.batches pads the last batch and masks "
@@ -69,15 +74,33 @@ def _rows_error(name: str, shape: tuple, num_rows: int, first: tuple, num_ranks:
     )
 
 
-def find_mask(batch: Any) -> Any | None:
-    """Find the padding mask that `jdp.batches` puts into a batch: the leaf, or None.
+# The masks that jdp.batches made and somebody still holds, by identity: arrays have no hash.
+_masks: dict[int, weakref.ref] = {}
 
-    It is the key "mask" of a dict, or the last element of a tuple if that is bool `[rows]`.
+
+def note_mask(batch: Any) -> None:
+    """Note that the mask of this batch says which rows are padding.
+
+    Args:
+      batch: from `jdp.batches`: a dict with the key "mask", or a tuple that ends with it.
+    """
+    mask = batch["mask"] if isinstance(batch, dict) else batch[-1]
+    key = id(mask)
+    _masks[key] = weakref.ref(mask, lambda _: _masks.pop(key, None))
+
+
+def find_mask(batch: Any) -> Any | None:
+    """Find the padding mask of a batch: the leaf, or None.
+
+    It is the last element of a tuple only if `jdp.batches` made it, since that may well be bool
+    labels of the author's; in a dict the key "mask" of bool `[rows]` says enough.
     """
     if isinstance(batch, dict):
         mask = batch.get("mask")
     elif isinstance(batch, (tuple, list)) and batch:
         mask = batch[-1]
+        if (ref := _masks.get(id(mask))) is None or ref() is not mask:
+            return None
     else:
         return None
     is_array = isinstance(mask, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))

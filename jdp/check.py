@@ -89,6 +89,11 @@ def check_step(
     ...
     ValueError: ... The loss is summed over rows instead of averaged...
     """
+    if not isinstance(step, Step) or not step.returns_state:
+        raise TypeError(
+            f"check_step got {getattr(step, '__name__', step)!r}, which is not decorated with "
+            "jdp.train_step: it compares the states that train steps return."
+        )
     leaves = jax.tree.leaves(state)
     ranks = mesh.mesh_of(leaves, step.axis_name)
     if jax.process_count() > 1:
@@ -167,12 +172,6 @@ def _largest(change: np.ndarray) -> float:
 def _likely_cause(wrong: list[LeafDifference], num_ranks: int, program: str) -> str:
     statistics = [x.path for x in wrong if "model_state" in x.path or "batch_stats" in x.path]
     ratios = [x.change_all / x.change_one for x in wrong if x.change_one]
-    if statistics:
-        return (
-            f"Batch statistics differ (`{statistics[0]}`): each rank normalises with its own rows. "
-            "Give the layer axis_name=, or accept the difference, as torch does without "
-            "SyncBatchNorm."
-        )
     if ratios and np.allclose(ratios, 1 / num_ranks, rtol=1e-2):
         return (
             f"Every change is {num_ranks} times smaller. The loss is summed over rows instead of "
@@ -182,6 +181,12 @@ def _likely_cause(wrong: list[LeafDifference], num_ranks: int, program: str) -> 
         return (
             f"Every change is {num_ranks} times larger. A gradient is summed over ranks instead of "
             "averaged: look for lax.psum in the step, or replicated(mean=False)."
+        )
+    if statistics:
+        return (
+            f"Batch statistics differ (`{statistics[0]}`): each rank normalises with its own rows. "
+            "Give the layer axis_name=, or accept the difference, as torch does without "
+            "SyncBatchNorm."
         )
     if "threefry" in program or "rng_bit_generator" in program:
         return (

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jdp.agreement import first_batch
 from jdp.axis import AxisName
+from jdp.batch import note_mask
 from jdp.dataset import Read, reader, with_mask
 from jdp.mesh import current_mesh, num_ranks
 from jdp.placement import batch_sharding, process_rows
@@ -210,6 +211,8 @@ class Batches:
             for batch in placed:
                 self._position += self._run.next_rows(self._position)
                 self._handed_out = True
+                if self._run.has_mask:
+                    note_mask(batch)
                 yield batch
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -33,6 +34,7 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any) -> Any:
 
     Raises:
       ValueError: if there are no batches.
+      TypeError: if `step` is no `eval_step`.
 
     >>> import numpy as np, jdp
     >>> mesh = jdp.init(cpu_ranks=2)
@@ -46,6 +48,11 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any) -> Any:
     >>> float(metrics["mean"]), metrics["x"].tolist()
     (2.0, [0.0, 1.0, 2.0, 3.0, 4.0])
     """
+    if not isinstance(step, Step) or step.returns_state:
+        raise TypeError(
+            f"evaluate got {getattr(step, '__name__', step)!r}, which is not decorated with "
+            "jdp.eval_step: a train step would change and donate the state."
+        )
     if isinstance(batches, Batches):
         batches.position = 0
     fetched: list[tuple[Any, float]] = []
@@ -84,10 +91,12 @@ def _whole(values: Any) -> np.ndarray:
 def _joined(parts: tuple, weights: list[float]) -> Any:
     if metrics.is_rows(parts[0]):
         return np.concatenate([part.values for part in parts])
-    if not np.issubdtype(parts[0].dtype, np.inexact):
+    if not jnp.issubdtype(parts[0].dtype, jnp.inexact):  # bfloat16 is one to jnp alone
         return np.sum(parts, axis=0)
     # A batch in which nothing counts may well report NaN.
     weighed = [
         (part.astype(np.float64), w) for part, w in zip(parts, weights, strict=True) if w > 0
     ]
+    if not weighed:
+        return np.full_like(parts[0], np.nan, np.float64)  # the mean of nothing
     return sum(part * w for part, w in weighed) / sum(w for _, w in weighed)

@@ -9,6 +9,8 @@ from jax.interpreters import ad, batching, mlir
 
 # The kind of mark that a collective puts on its result, see `mark`.
 ALL_REDUCED = "all_reduced"
+# The kind of mark on what a step's weight is made from, which is no use of it by the step itself.
+WEIGHED = "weighed"
 
 
 def mark(x: jax.Array, *, kind: str, path: str, axes: tuple[str, ...]) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jdp import axis
+from jdp import axis, processes
 from jdp.axis import AxisName
 from jdp.statics import is_array
 
@@ -49,6 +49,13 @@ def init(
     """
     global _current
     wanted = axis.names(axis_name)
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"init got {mesh!r} for a mesh. Write jdp.init(cpu_ranks=4) for ranks of this CPU, "
+            "jdp.init(devices=...) for some devices, jdp.init() for all."
+        )
+    if devices is not None and not len(devices):
+        raise ValueError("init got no devices, and a mesh needs at least one: leave devices= out.")
     if sum(choice is not None for choice in (mesh, cpu_ranks, devices)) > 1:
         raise ValueError("init takes one of mesh, cpu_ranks and devices: each says which devices.")
     if mesh is None:
@@ -106,7 +113,7 @@ def num_ranks(mesh: Mesh, axis_name: AxisName) -> int:
     return math.prod(mesh.shape[name] for name in axis.names(axis_name))
 
 
-def placed(tree: Any, axis_name: AxisName, mesh: Mesh | None = None) -> Any:
+def placed(tree: Any, axis_name: AxisName, mesh: Mesh | None = None, *, copy: bool = False) -> Any:
     """Copy a state onto the mesh, the same on every rank.
 
     Leaves that lie there already, perhaps split over further axes, are left where they are.
@@ -118,6 +125,7 @@ def placed(tree: Any, axis_name: AxisName, mesh: Mesh | None = None) -> Any:
       axis_name: the data axis.
       mesh: where to. Default: the mesh of the leaves, else that of `init`; without either the
         tree is left as it is.
+      copy: copy also what lies there already.
 
     Raises:
       ValueError: if a leaf is split over `axis_name`, or lies on another mesh.
@@ -130,8 +138,13 @@ def placed(tree: Any, axis_name: AxisName, mesh: Mesh | None = None) -> Any:
         except RuntimeError:
             return tree
     away = [i for i, (path, leaf) in enumerate(named) if _is_away(path, leaf, mesh, axis_name)]
+    processes.agreed({jax.tree_util.keystr(named[i][0]): leaves[i] for i in away})
     for i, leaf in zip(away, replicate([leaves[i] for i in away], mesh), strict=True):
         leaves[i] = leaf
+    if copy:
+        stayed = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and i not in {*away}]
+        for i in stayed:
+            leaves[i] = jnp.copy(leaves[i])
     return jax.tree.unflatten(treedef, leaves)
 
 
@@ -143,9 +156,10 @@ def replicate(leaves: list[Any], mesh: Mesh) -> list[jax.Array]:
         return [_replicate_here(leaf, sharding) for leaf in leaves]
     # Numbers become arrays of a strong type: a weak one would change at the first step, and
     # the step would compile twice.
-    # A copy first, since device_put keeps the caller's own buffer on the device it came from.
-    strong = [jnp.copy(x) if isinstance(x, jax.Array) else np.asarray(x) for x in leaves]
-    return jax.device_put(strong, sharding, may_alias=False)
+    # A copy first, since device_put may go on using the caller's own memory, also a NumPy
+    # array's, whatever may_alias says.
+    strong = [jnp.copy(x) if isinstance(x, jax.Array) else np.array(x) for x in leaves]
+    return jax.device_put(strong, sharding)
 
 
 def _replicate_here(leaf: Any, sharding: NamedSharding) -> jax.Array:
@@ -157,7 +171,7 @@ def _replicate_here(leaf: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _is_away(path: tuple, leaf: Any, mesh: Mesh, axis_name: AxisName) -> bool:
-    if isinstance(leaf, jax.core.Tracer) or not is_array(leaf):
+    if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) or not is_array(leaf):
         return False
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):

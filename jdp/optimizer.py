@@ -22,6 +22,9 @@ class Replicated(optax.GradientTransformationExtraArgs):
         self.axis_name = axis_name
         return self
 
+    def __getnewargs__(self) -> tuple:
+        return (self.init, self.update, self.axis_name)  # what copy.deepcopy makes it from
+
 
 def replicated(
     tx: optax.GradientTransformation,

@@ -4,8 +4,11 @@ import hashlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+
+from jdp.statics import is_array
 
 
 def agreed(tree: Any, *, broadcast: bool = False) -> Any:
@@ -35,11 +38,13 @@ def agreed(tree: Any, *, broadcast: bool = False) -> Any:
             f"{shapes[0] if shapes else 'none'}. All processes must build the same model."
         )
     if broadcast:
-        values = multihost_utils.broadcast_one_to_all([np.asarray(leaves[i]) for i in local])
+        values = multihost_utils.broadcast_one_to_all([_numbers(leaves[i]) for i in local])
         for i, value in zip(local, values, strict=True):
-            leaves[i] = value
+            is_key = _is_key(leaves[i])
+            impl = jax.random.key_impl(leaves[i]) if is_key else None
+            leaves[i] = jax.random.wrap_key_data(value, impl=impl) if is_key else value
         return jax.tree.unflatten(treedef, leaves)
-    odd_leaves = _odd_processes([_digest(np.asarray(leaves[i]).tobytes()) for i in local])
+    odd_leaves = _odd_processes([_digest(_numbers(leaves[i]).tobytes()) for i in local])
     for i, odd in zip(local, odd_leaves, strict=True):
         if odd:
             raise ValueError(
@@ -51,7 +56,17 @@ def agreed(tree: Any, *, broadcast: bool = False) -> Any:
 
 
 def _is_local(leaf: Any) -> bool:
-    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+    if isinstance(leaf, jax.Array):
+        return leaf.is_fully_addressable
+    return is_array(leaf)
+
+
+def _numbers(leaf: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _dtype(leaf: Any) -> str:

@@ -42,26 +42,26 @@ class Program:
         self._returns_state = returns_state
         self._donate = donate
         self._jitted = self._new_jit()
-        # While a step is traced: the state that goes in, and what was found to leave.
-        self._state: Any = None
+        # While a step is traced: what goes in, as it is outside, and what was found to leave.
+        self._args: tuple = ()
         self._outputs: list[verify.Output] = []
         self._marked: frozenset[str] = frozenset()
 
     def __call__(self, *args: Any) -> tuple[Any, Any, jax.Array]:
         """Give `(state, metrics, weight)`: rows still marked, weight summed over ranks."""
-        self._state = args[0]
+        self._args = args
         try:
             return self._jitted(*args)
         finally:
-            self._state = None
+            self._args = ()
 
     def trace(self, *args: Any) -> Any:
         """Trace for the shapes of `args` and prove that every rank ends with the same state."""
-        self._state = args[0]
+        self._args = args
         try:
             return self._jitted.trace(*args)
         finally:
-            self._state = None
+            self._args = ()
 
     def _new_jit(self) -> Any:
         def on_mesh(*args: Any) -> Any:
@@ -103,7 +103,7 @@ class Program:
         self._outputs = [
             *_outputs(f"new {self._argument(0)}", "state", new_state),
             *_outputs("metrics", "metric", reported),
-            verify.Output("weight", "metric", "float32[]"),
+            verify.Output(verify.WEIGHT, "metric", "float32[]"),
             *_outputs("rows", "rows", rows),
         ]
         return (new_state, reported, weight), rows
@@ -115,24 +115,27 @@ class Program:
             return returned
         kind = type(returned).__name__
         raise TypeError(
-            f"`{self._fn.__name__}` returned a {kind}, but a train step returns `(state, "
-            "metrics)`. Write `return state, {}` where there is nothing to report."
+            f"`{getattr(self._fn, '__name__', 'step')}` returned a {kind}, but a train step "
+            "returns `(state, metrics)`. Write `return state, {}` where there is nothing to report."
         )
 
     def _describe(self, args: tuple) -> verify.Traced:
-        mask = find_mask(args[1])
+        state, batch, *_ = self._args
+        mask = find_mask(batch)
+        before = len(jax.tree.leaves(state))
+        masks = [before + i for i, x in enumerate(jax.tree.leaves(batch)) if x is mask]
         named = [
-            (name + jax.tree_util.keystr(path), leaf)
+            name + jax.tree_util.keystr(path)
             for name, arg in zip(map(self._argument, range(len(args))), args, strict=True)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(arg)
+            for path, _ in jax.tree_util.tree_leaves_with_path(arg)
         ]
         return verify.Traced(
             name=getattr(self._fn, "__name__", "step"),
             axis_name=self._axis_name,
-            inputs=[path for path, _ in named],
+            inputs=named,
             outputs=self._outputs,
             marked=self._marked,
-            mask=next((i for i, (_, leaf) in enumerate(named) if leaf is mask), None),
+            mask=masks[0] if masks else None,
             differentiates=self._returns_state,
         )
 
@@ -146,7 +149,7 @@ class Program:
         old_tree, (leaves, tree) = jax.tree.structure(old), jax.tree.flatten(new)
         if len(self.mesh.axis_names) == len(self._axis_name) or tree != old_tree:
             return new
-        layout = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(self._state)]
+        layout = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(self._args[0])]
         pinned = [
             jax.lax.with_sharding_constraint(leaf, where)
             if isinstance(where, NamedSharding)

@@ -12,6 +12,7 @@ from jax import lax
 
 from jdp import axis
 from jdp.axis import AxisName
+from jdp.mark import WEIGHED, mark
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,9 @@ def entered(
       nested: `batch` is a micro-batch; its weight is summed over ranks only where it is used.
     """
     leaves = jax.tree.leaves(batch)
-    weight = None if weight_fn is None else weight_of(weight_fn, batch)
+    # Marked, so that a mask which only the weight reads can be told from one that the loss reads.
+    seen = jax.tree.map(lambda x: mark(x, kind=WEIGHED, path="", axes=()), batch)
+    weight = None if weight_fn is None else weight_of(weight_fn, seen)
     scope = Scope(
         axis_name=axis.names(axis_name),
         num_rows=jnp.shape(leaves[0])[0] if leaves else None,

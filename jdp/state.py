@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from jdp import axis, mesh, optimizer, processes
+from jdp import axis, mesh, optimizer, processes, statics
 from jdp.optimizer import Replicated
 
 
@@ -49,7 +50,8 @@ class TrainState:
         """Make the state of step 0, on the mesh of `jdp.init()` if there is one.
 
         Args:
-          params: tree of arrays. Leaves that are not inexact (integers) never train.
+          params: tree of arrays. Leaves that are not inexact (integers) never train;
+            differentiate with `jax.value_and_grad(loss_fn, allow_int=True)` if there are any.
           tx: the optimizer, `jdp.replicated(...)` outermost.
           model_state: tree of arrays that the step carries along, or None.
           trainable: which parameters train: a tree of bools like `params` or a prefix of it, or
@@ -75,8 +77,9 @@ class TrainState:
         optimizer.require_outermost(tx)
         if not 0 <= seed < 2**32:
             raise ValueError(f"seed must be 0 <= seed < 2**32, got {seed}.")
-        given = {"params": params, "model_state": model_state}
-        given = mesh.placed(processes.agreed(given, broadcast=broadcast), tx.axis_name)
+        given = {"params": params, "model_state": model_state, "seed": np.uint32(seed)}
+        given = processes.agreed(given, broadcast=broadcast)
+        given = mesh.placed(given, tx.axis_name, copy=True)
         params = given["params"]
         flags = _flags(params, trainable)
         state = cls(
@@ -84,7 +87,7 @@ class TrainState:
             params=params,
             opt_state=tx.init(_select(params, flags)),
             model_state=given["model_state"],
-            seed=jnp.uint32(seed),
+            seed=jnp.asarray(given["seed"]),
             tx=tx,
             trainable=flags,
         )
@@ -103,9 +106,9 @@ class TrainState:
           The next state.
         """
         params = _select(self.params, self.trainable)
-        updates, opt_state = self.tx.update(
-            _select(grads, self.trainable), self.opt_state, params, synced=synced, **extra
-        )
+        if jax.tree.structure(grads) != jax.tree.structure(params):
+            grads = _select(grads, self.trainable)
+        updates, opt_state = self.tx.update(grads, self.opt_state, params, synced=synced, **extra)
         params = _merge(optax.apply_updates(params, updates), self.params, self.trainable)
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state)
 
@@ -129,6 +132,13 @@ class TrainState:
 
 def _flags(params: Any, trainable: Any) -> tuple[bool, ...]:
     named, _ = jax.tree_util.tree_flatten_with_path(params)
+    for path, leaf in named:
+        if not statics.is_array(leaf):
+            raise TypeError(
+                f"`params{jax.tree_util.keystr(path)}` is a {type(leaf).__name__}, which is no "
+                "array. Keep it outside of params, with Equinox: params, static = "
+                "eqx.partition(model, eqx.is_inexact_array)."
+            )
     if trainable is None:
         chosen = [True] * len(named)
     elif callable(trainable):
@@ -154,16 +164,15 @@ def _select(tree: Any, flags: tuple[bool, ...]) -> Any:
     # A leaf that does not train becomes None, which is no leaf: optax never sees it.
     if all(flags):
         return tree
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+    leaves, treedef = jax.tree.flatten(tree)
     if len(leaves) != len(flags):
         raise ValueError(
             f"the gradients have {len(leaves)} leaves and params have {len(flags)}: "
             "differentiate with respect to state.params as a whole; "
             "frozen parameters are left out afterwards."
         )
-    return jax.tree.unflatten(
-        treedef, [x if flag else None for x, flag in zip(leaves, flags, strict=True)]
-    )
+    chosen = [x if flag else None for x, flag in zip(leaves, flags, strict=True)]
+    return jax.tree.unflatten(treedef, chosen)
 
 
 def _merge(new: Any, old: Any, flags: tuple[bool, ...]) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp import axis, mesh, metrics, statics
@@ -21,6 +22,8 @@ from jdp.program import Program
 # XLA's CPU client before JAX 0.11 hangs for good with more than about 30 undrained steps on all
 # of its devices; elsewhere a few steps in flight are enough to hide dispatch.
 _MAX_IN_FLIGHT = 8
+# Of all steps of the process: (name, number of the call, whether it donated, its weight).
+_in_flight: deque[tuple[str, int, bool, jax.Array]] = deque()
 
 _STATUS = re.compile(
     "(CANCELLED|UNKNOWN|INVALID_ARGUMENT|DEADLINE_EXCEEDED|NOT_FOUND|RESOURCE_EXHAUSTED|"
@@ -123,16 +126,15 @@ class Step:
         returns_state: bool,
     ):
         functools.update_wrapper(self, fn)
+        self.__name__ = getattr(fn, "__name__", "step")  # functools.partial has none
         self.axis_name = axis.names(axis_name)
         self.weight = weight
         self.donate = donate
         self.returns_state = returns_state
         self._fn = fn
         self._signature = inspect.signature(fn)
-        self._state_name = next(iter(self._signature.parameters), "state")
         self._programs: dict[Mesh, Program] = {}
         self._returned: list[weakref.ref] = []  # leaves of the last state: placed, not aliased
-        self._in_flight: deque[tuple[int, jax.Array]] = deque()
         self._num_calls = 0
         self._holds_others = False  # whether the state has leaves that are no arrays
 
@@ -156,12 +158,14 @@ class Step:
         self._num_calls += 1
         try:
             state, reported, weight = program(*args)
-        except (jax.errors.JaxRuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError) as error:
+            if "delete" in str(error):
+                self._require_alive(*args)
             if not _is_failed_run(error):
                 raise
-            raise self._failed(self._num_calls) from error
+            raise _failed(self.__name__, self._num_calls, _any_deleted(args[0])) from error
         self._returned = list(map(weakref.ref, jax.tree.leaves(state)))
-        self._bound_in_flight(weight)
+        _bound_in_flight(self.__name__, self._num_calls, self.donate, weight)
         return statics.restore(state), reported, weight
 
     def without_donation(self) -> "Step":
@@ -180,7 +184,15 @@ class Step:
         return program.trace(*args).lower()
 
     def _prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Program, tuple, bool]:
-        args = self._signature.bind(*args, **kwargs).args
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        if bound.kwargs:
+            raise TypeError(
+                f"`{self.__name__}` takes {sorted(bound.kwargs)} by keyword only, and a step knows "
+                "its arguments by position: state, batch, and what is the same on every rank. "
+                "Leave out the `*` in its definition."
+            )
+        args = bound.args
         if len(args) < 2:
             raise TypeError(
                 f"`{self.__name__}` got {len(args)} argument(s), but takes a state and a batch."
@@ -226,16 +238,19 @@ class Step:
             seen.add(buffer)
         return jax.tree.unflatten(treedef, leaves)
 
-    def _require_alive(self, state: Any) -> None:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-            if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
-                continue
-            if leaf.is_deleted():
-                raise ValueError(
-                    f"`{self._state_name}{jax.tree_util.keystr(path)}` was donated to an earlier "
-                    f"step and is gone. Go on with the state that `{self.__name__}` returned, give "
-                    "a copy (jax.tree.map(jnp.copy, state)), or decorate with donate=False."
-                )
+    def _require_alive(self, *args: Any) -> None:
+        for name, arg in zip(self._argument_names(len(args)), args, strict=True):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
+                if _is_deleted(leaf):
+                    raise ValueError(
+                        f"`{name}{jax.tree_util.keystr(path)}` was donated to an earlier step and "
+                        "is gone. Go on with the state that the step returned, give a copy "
+                        "(jax.tree.map(jnp.copy, ...)), or decorate with donate=False."
+                    )
+
+    def _argument_names(self, num: int) -> list[str]:
+        names = list(self._signature.parameters)
+        return [names[i] if i < len(names) else f"argument {i}" for i in range(num)]
 
     def _new_program(self, where: Mesh) -> Program:
         return Program(
@@ -247,25 +262,36 @@ class Step:
             donate=self.donate,
         )
 
-    def _bound_in_flight(self, weight: jax.Array) -> None:
-        self._in_flight.append((self._num_calls, weight))
-        if len(self._in_flight) <= _MAX_IN_FLIGHT:
-            return
-        number, weight = self._in_flight.popleft()
-        try:
-            weight.block_until_ready()
-        except jax.errors.JaxRuntimeError as error:
-            raise self._failed(number) from error
 
-    def _failed(self, number: int) -> RuntimeError:
-        self._in_flight.clear()
-        gone = (
-            "Its state was donated and is gone: restore the last checkpoint, or train with "
-            "donate=False."
-            if self.donate
-            else "The state that went in is still whole."
-        )
-        return RuntimeError(f"call {number} of `{self.__name__}` failed while it ran. {gone}")
+def _bound_in_flight(name: str, number: int, donated: bool, weight: jax.Array) -> None:
+    _in_flight.append((name, number, donated, weight))
+    if len(_in_flight) <= _MAX_IN_FLIGHT:
+        return
+    name, number, donated, weight = _in_flight.popleft()
+    try:
+        weight.block_until_ready()
+    except jax.errors.JaxRuntimeError as error:
+        raise _failed(name, number, donated) from error
+
+
+def _failed(name: str, number: int, is_gone: bool) -> RuntimeError:
+    _in_flight.clear()
+    gone = (
+        "Its state was donated and is gone: restore the last checkpoint, or train with "
+        "donate=False."
+        if is_gone
+        else "The state that went in is still whole."
+    )
+    return RuntimeError(f"call {number} of `{name}` failed while it ran. {gone}")
+
+
+def _any_deleted(tree: Any) -> bool:
+    return any(map(_is_deleted, jax.tree.leaves(tree)))
+
+
+def _is_deleted(leaf: Any) -> bool:
+    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    return is_array and leaf.is_deleted()
 
 
 def _is_failed_run(error: Exception) -> bool:
@@ -281,6 +307,8 @@ def _place_rest(arg: Any, where: Mesh) -> Any:
     # An array committed to one device would not go together with the mesh; JAX itself copies
     # everything else to where it is needed.
     def place(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            return leaf.copy()  # the caller may write into it while the step runs
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
             return leaf
         if len(leaf.sharding.device_set) == 1 and leaf.committed and where.size > 1:

@@ -10,6 +10,9 @@ import jax
 from jdp import axis
 from jdp.uniformity import Report, analyse, find_shard_maps
 
+# The path of a step's own output, the weight of the global batch.
+WEIGHT = "weight"
+
 
 @dataclass(frozen=True)
 class Output:
@@ -169,14 +172,15 @@ def _num_constants(report: Report, traced: Traced) -> int:
 
 
 def _unread_mask(report: Report, traced: Traced) -> Iterator[str]:
-    if traced.mask is None:
+    averages = any(out.kind != "rows" and out.path != WEIGHT for out in traced.outputs)
+    if traced.mask is None or not averages:  # jdp.evaluate takes the padding out of rows
         return
     if not report.used_inputs[_num_constants(report, traced) + traced.mask]:
         yield (
-            f"`{traced.inputs[traced.mask]}` says which rows are padding, and the step never reads "
-            "it: repeated rows would count. Weigh the loss with it, "
+            f"`{traced.inputs[traced.mask]}` says which rows are padding, and the step does not "
+            "read it, or only for its weight=: repeated rows would count. Weigh the loss with it, "
             '`(losses * batch["mask"]).sum() / batch["mask"].sum()`, and write '
-            '`@jdp.train_step(weight=lambda batch: batch["mask"].sum())`; or leave the last batch '
+            '`weight=lambda batch: batch["mask"].sum()` in the decorator; or leave the last batch '
             'out: jdp.batches(..., tail="drop").'
         )
 

@@ -62,3 +62,31 @@ def test_no_batches_are_an_error():
     ranks(2)
     with pytest.raises(ValueError, match="no batches"):
         jdp.evaluate(measure, jnp.float32(1), [])
+
+
+def test_bfloat16_is_averaged_too():
+    ranks(2)
+    step = jdp.eval_step(lambda _, batch: batch["x"].mean().astype(jnp.bfloat16))
+    batches = jdp.batches(ROWS, 4, epochs=1, shuffle=False, tail="drop")
+    assert jdp.evaluate(step, None, batches) == 9.5
+
+
+def test_bool_labels_are_no_mask():
+    ranks(2)
+    step = jdp.eval_step(lambda _, batch: jdp.rows(batch[1]))
+    labels = np.array([True, False, False, True])
+    found = jdp.evaluate(step, None, [(np.zeros(4), labels)])
+    np.testing.assert_array_equal(found, labels)
+
+
+def test_nothing_counted_is_nan():
+    ranks(2)
+    batch = {"x": np.zeros(4), "label": np.zeros(4, int), "mask": np.zeros(4, bool)}
+    assert np.isnan(jdp.evaluate(measure, jnp.float32(1), [batch])["mean"])
+
+
+def test_a_step_that_trains_is_refused():
+    with pytest.raises(TypeError, match="jdp.eval_step"):
+        jdp.evaluate(jdp.train_step(lambda s, b: (s, {})), None, [])
+    with pytest.raises(TypeError, match="jdp.train_step"):
+        jdp.check_step(measure, None, None)

@@ -17,7 +17,8 @@ ROOMS = (
     ("sync", "metrics", "agreement", "verify", "batch"),
     ("placement", "scope", "collectives", "uniformity"),
     ("mesh", "buckets"),
-    ("axis", "mark", "statics", "sampler", "prefetch", "dataset", "processes"),
+    ("processes",),
+    ("axis", "mark", "statics", "sampler", "prefetch", "dataset"),
 )
 # jdp/__init__.py: the public names, which may come from every room and which no room may import.
 PUBLIC = "__init__"

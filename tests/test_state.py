@@ -1,3 +1,5 @@
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,6 +63,24 @@ def test_integer_leaves_never_train():
 
     s, _ = step(jdp.TrainState.create(p, sgd()), batch())
     assert int(s.params["count"]) == 3 and s.params["count"].dtype == np.int32
+
+
+def test_an_empty_place_beside_a_frozen_parameter_is_no_leaf():
+    ranks(2)
+    p = {**with_frozen(), "empty": None}
+    s = jdp.TrainState.create(p, sgd(), trainable=lambda path, leaf: path != "['frozen']")
+    s, _ = jdp.train_step(frozen_step)(s, batch())
+    assert s.params["empty"] is None
+
+
+def test_a_parameter_that_is_no_array_is_named():
+    with pytest.raises(TypeError, match=r"params\['f'\]` is a .*eqx\.partition"):
+        jdp.TrainState.create({**training.params(), "f": jnp.tanh}, sgd())
+
+
+def test_a_state_can_be_copied():
+    again = copy.deepcopy(state())
+    assert again.tx.axis_name == "data"
 
 
 def test_nothing_to_train_is_refused():

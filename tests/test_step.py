@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -293,8 +295,23 @@ def test_refuses_a_mask_that_the_step_never_reads():
     masked = {**batch(), "mask": np.ones(24, bool)}
     with pytest.raises(ValueError, match=r"batch\['mask'\].*padding"):
         jdp.train_step(plain_step)(state(), masked)
-    with pytest.raises(ValueError, match=r"`b\[1\]`.*padding"):
-        jdp.train_step(lambda s, b: plain_step(s, b[0]))(state(), (batch(), masked["mask"]))
+    weigh = jdp.train_step(plain_step, weight=lambda b: b["mask"].sum())
+    with pytest.raises(ValueError, match=r"batch\['mask'\].*only for its weight="):
+        weigh(state(), masked)
+
+
+def test_refuses_a_mask_in_a_tuple_only_if_it_is_one():
+    ranks(2)
+
+    def step(s, b):
+        return plain_step(s, {"x": b[0], "y": b[1]})
+
+    rows = batch()
+    labels = np.arange(24) % 2 == 0  # bool too, and of no interest to this step
+    jdp.train_step(step)(state(), (rows["x"], rows["y"], labels))
+    for made in jdp.batches((rows["x"], rows["y"]), 24, epochs=1):
+        with pytest.raises(ValueError, match=r"`b\[2\]` says which rows are padding"):
+            jdp.train_step(step)(state(), made)
 
 
 # Donation
@@ -515,3 +532,115 @@ def test_a_failure_while_a_step_runs_says_which_and_what_became_of_the_state(don
         s, _ = step(s, batch(), True)
         for _ in range(20):
             s, _ = step(s, batch(), False)
+
+
+# What a review found
+
+
+def test_defaults_and_keywords_reach_the_step():
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch, a=1.0, b=2.0):
+        return state, {"both": jnp.float32(a) * 10 + b}
+
+    s = {"x": np.zeros(2, np.float32)}
+    s, metrics = step(s, batch(), b=5.0)
+    assert float(metrics["both"]) == 15
+    s, metrics = step(batch=batch(), state=s)
+    assert float(metrics["both"]) == 12
+
+    @jdp.train_step
+    def keyword_only(state, batch, *, scale=1.0):
+        return state, {}
+
+    with pytest.raises(TypeError, match="scale.*by keyword only"):
+        keyword_only(s, batch(), scale=2.0)
+
+
+def test_arrays_that_lie_on_the_mesh_already_are_copied_before_they_are_donated():
+    mesh = ranks(2)
+    mine = jax.device_put(training.params(), NamedSharding(mesh, P()))
+    first = jdp.TrainState.create(mine, sgd())
+    second = jdp.TrainState.create(first.params, sgd())
+    jdp.train_step(plain_step)(second, batch())
+    assert not any(x.is_deleted() for x in jax.tree.leaves((mine, first)))
+
+
+def aligned(num, value):
+    # As JAX wants it, to use the memory without a copy.
+    memory = np.empty(4 * num + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    array = memory[start : start + 4 * num].view(np.float32)
+    array[:] = value
+    return array
+
+
+def test_a_batch_may_be_overwritten_as_soon_as_the_step_returns():
+    ranks(1)
+    rows = aligned(2**16, 1.0)
+
+    @jdp.train_step
+    def step(state, batch):
+        for _ in range(50):
+            state = state + jdp.mean_over_ranks(jnp.sort(batch).mean())
+        return state, {"mean": batch.mean()}
+
+    _, metrics = step(np.float32(0), rows)
+    rows[:] = 5
+    assert float(metrics["mean"]) == 1
+
+
+def test_a_state_that_another_step_donated_is_named():
+    ranks(2)
+    first, second = jdp.train_step(plain_step), jdp.train_step(ema)
+    s, _ = first(state(model_state=training.params()), batch())
+    second(s, batch())
+    with pytest.raises(ValueError, match=r"`state\.step` was donated"):
+        first(s, batch())
+
+
+def test_a_further_argument_that_was_donated_is_named():
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch, teacher):
+        return plain_step(state, {"x": batch["x"], "y": predict(teacher, batch["x"])})
+
+    s = state()
+    teacher = s.params
+    s, _ = step(s, batch(), teacher)
+    with pytest.raises(ValueError, match=r"`teacher\['b'\]` was donated"):
+        step(s, batch(), teacher)
+
+
+def test_a_step_may_be_a_partial_function():
+    ranks(2)
+
+    def step(scale, state, batch):
+        return plain_step(state, batch)
+
+    s, _ = jdp.train_step(functools.partial(step, 2.0))(state(), batch())
+    assert int(s.step) == 1
+
+
+def test_lower_takes_the_shapes_of_a_state():
+    ranks(2)
+    s, rows = (
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+        for tree in (state(), batch())
+    )
+    assert "all_reduce" in jdp.train_step(plain_step).lower(s, rows).as_text()
+
+
+def test_a_batch_without_rows_is_refused():
+    ranks(2)
+    with pytest.raises(ValueError, match="has no rows"):
+        jdp.train_step(plain_step)(state(), batch(num_rows=0))
+
+
+def test_init_says_how_to_ask_for_ranks():
+    with pytest.raises(TypeError, match="cpu_ranks=4"):
+        jdp.init(4)
+    with pytest.raises(ValueError, match="no devices"):
+        jdp.init(devices=[])

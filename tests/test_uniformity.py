@@ -269,6 +269,10 @@ PAIRS = {
         lambda w, x: lax.cond(x[0] < 2, jax.jit(with_double), jax.jit(with_half), w)[0],
         lambda w, x: lax.cond(x[0] < 2, jax.jit(with_double), jax.jit(with_half), w)[1],
     ),
+    "cond, number handed through jit": (
+        lambda w, x: lax.cond(w[0] < 2, lambda: jax.jit(with_double)(1.0), lambda: (2.0, 2.0))[0],
+        lambda w, x: lax.cond(x[0] < 2, lambda: jax.jit(with_double)(1.0), lambda: (2.0, 2.0))[0],
+    ),
     "cond, same operand left in place": (  # JAX takes some of these out itself
         lambda w, x: cond_p.bind(choice(x), w, x, branches=(closed(pair, w, x),) * 2)[0],
         lambda w, x: cond_p.bind(choice(x), w, x, branches=(closed(pair, w, x),) * 2)[1],
@@ -1016,6 +1020,20 @@ STRANGE = {
 def test_of_an_unknown_primitive_everything_is_joined(right, wrong):
     assert [value.axes for value in report(right).outputs] == [UNIFORM]
     assert VARYING in [value.axes for value in report(wrong).outputs]
+
+
+def test_a_ref_that_an_unknown_primitive_makes_may_hold_anything():
+    made_p = Primitive("make_ref")
+    made_p.ref_primitive = made_p.ref_allocating = True
+    made_p.is_effectful = lambda params: True
+    made_p.def_effectful_abstract_eval(lambda w, *, of: (of, set()))
+
+    def program(w, x):
+        ref = made_p.bind(w, of=jax.typeof(jax.new_ref(w)))
+        ref[...] = w
+        return ref[...]
+
+    assert [value.axes for value in report(program).outputs] == [VARYING]
 
 
 def test_an_unknown_primitive_that_names_an_axis_may_wait_for_all_ranks():

@@ -148,10 +148,15 @@ def test_uniformity_tells_a_problem_once_wherever_it_is_called():
 
 
 def test_uniformity_refuses_a_shared_ref_that_ranks_write_apart():
-    def f(x):
-        ref = jax.new_ref(jnp.zeros(4))
-        mapped(lambda r, x: (r.__setitem__(..., x), x)[1], out_specs=P("data"))(ref, x)
-        return ref[...]
+    def f(x, size, spec):
+        ref = jax.new_ref(jnp.zeros(size))
+        write = mapped(
+            lambda r, x: (r.__setitem__(..., x), x)[1],
+            in_specs=(spec, P("data")),
+            out_specs=P("data"),
+        )
+        return write(ref, x)
 
+    assert uniformity(f, X, 16, P("data")) == "varying"
     with pytest.raises(ValueError, match="the Ref that is input 0 of the shard_map"):
-        uniformity(f, X)
+        uniformity(f, X, 4, P())

@@ -39,8 +39,9 @@ def _passed_on(body: Any) -> list[int | None]:
     for eqn in body.eqns:
         if eqn.primitive.name in jaxprs.CALLS and (inner := jaxprs.called_body(eqn)) is not None:
             for out, origin in zip(eqn.outvars, _passed_on(inner), strict=True):
-                if origin is not None and eqn.invars[origin] in position:
-                    position[out] = position[eqn.invars[origin]]
+                operand = None if origin is None else eqn.invars[origin]
+                if not jaxprs.is_literal(operand) and operand in position:
+                    position[out] = position[operand]
     return [None if jaxprs.is_literal(v) else position.get(v) for v in body.outvars]
 
 
@@ -114,7 +115,7 @@ def _closed(walk: Walk, eqn: Any, ins: list[Any]) -> int:
     walk.opaque.setdefault(_name(eqn))
     for value in ins:
         if isinstance(value, Cell):
-            value.value = walk.anything()
+            value.value |= walk.anything()
     return walk.anything()
 
 
@@ -148,8 +149,6 @@ def unknown(walk: Walk, eqn: Any, ins: list[Any]) -> Any:
             inner = [Cell(value) if jaxprs.is_ref(v) else value for v in body.invars]
             for result in walk.body(body, inner, eqn) + inner:
                 value |= held(result)
-    if any(map(jaxprs.is_ref, eqn.outvars)):
-        value = walk.anything()  # Which Ref it is, of those that went in, nobody knows.
     for operand in ins:
         if isinstance(operand, Cell):
             operand.value |= value | walk.where

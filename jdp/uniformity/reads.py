@@ -5,6 +5,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
+from jdp.mark import WEIGHED
 from jdp.uniformity import jaxprs
 
 # One for each output or input of a jaxpr: whether it is wanted, or needed.
@@ -15,8 +16,8 @@ _Known = dict[tuple[int, _Flags], _Flags]
 def used_inputs(jaxpr: Any) -> _Flags:
     """Tell for each input whether an output or a side effect depends on it.
 
-    What is handed to a call, a branch or a loop that ignores it is not used, nor what is only
-    read in vain.
+    What is marked as `WEIGHED` is not used by that. What is handed to a call, a branch or a loop
+    that ignores it is not used, nor what is only read in vain.
     """
     return _needed(jaxpr, (True,) * len(jaxpr.outvars), {})
 
@@ -83,7 +84,12 @@ def _either(a: _Flags, b: _Flags) -> _Flags:
     return tuple(x or y for x, y in zip(a, b, strict=True))
 
 
+def _mark(eqn: Any, wanted: _Flags, known: _Known) -> _Flags:
+    return (eqn.params["kind"] != WEIGHED,)
+
+
 _RULES = {
+    "jdp_mark": _mark,
     **dict.fromkeys(jaxprs.CALLS, _call),
     "cond": _cond,
     "scan": _scan,

@@ -23,7 +23,7 @@ def held(value: int | Cell) -> int:
 
 
 def _cell(walk: Walk, ref: int | Cell) -> Cell:
-    # A Ref that came out of a primitive without a rule has no cell: it may alias any other.
+    # A Ref that a primitive without a rule has made has no cell. It may hold anything.
     return ref if isinstance(ref, Cell) else Cell(walk.anything())
 
 

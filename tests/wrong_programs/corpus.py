@@ -25,7 +25,7 @@ KINDS = {
     "metric": "only float scalars are averaged by themselves",
     "reduced twice": "was reduced before it came to",
     "deadlock": "ranks that skip it leave the others waiting",
-    "mask": "says which rows are padding, and the step never reads it",
+    "mask": "says which rows are padding, and the step does not read it",
     "gather": 'all_gather(to="invarying") has a wrong gradient',
     "ref": "may hold another value on each afterwards",
 }

@@ -112,8 +112,9 @@ def masked():
 
 
 def masked_tuple():
-    batch = masked_rows()
-    return training(batch=(batch["x"], batch["y"], batch["mask"]))
+    rows = masked_rows()
+    (batch,) = jdp.batches((rows["x"], rows["y"]), len(rows["x"]), epochs=1)
+    return training(batch=batch)
 
 
 unread = functools.partial(corpus.wrong, "mask")
