@@ -12,6 +12,9 @@ AxisName = str | Sequence[str]
 # JAX 0.10 transposes `all_gather(to="invarying")` wrongly inside shard_map(check_vma=False).
 INVARYING_GATHER_HAS_WRONG_GRADIENT = jax.__version_info__ < (0, 11, 0)
 
+# JAX 0.10 may crash on an array that was donated before, where later versions raise.
+DELETED_ARRAY_CRASHES = jax.__version_info__ < (0, 11, 0)
+
 
 def names(axis_name: AxisName) -> tuple[str, ...]:
     """Give the axis as a tuple of names.

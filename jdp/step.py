@@ -209,6 +209,8 @@ class Step:
         program = self._programs.get(where)
         if program is None:
             program = self._programs[where] = self._new_program(where)
+        if axis.DELETED_ARRAY_CRASHES:
+            self._require_alive(state, batch, *rest)
         batch = place_batch(batch, where, self.axis_name)
         rest = [_place_rest(arg, where) for arg in rest]
         if self.donate and rest:
