@@ -1,0 +1,89 @@
+"""What Python spends in one call of a compiled step, beside a call of `jax.jit`."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import models
+import numpy as np
+import optax
+import timing
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from lineup import Contestant
+from report import Section
+
+import jdp
+
+
+def measure(*, budget_s: float, setups: Sequence[tuple[int, int]]) -> Section:
+    """Time calls.
+
+    Args:
+      budget_s: seconds for each pair.
+      setups: (leaves of the state, ranks).
+    """
+    rows = [_row(num_leaves, ranks, budget_s) for num_leaves, ranks in setups]
+    return Section(
+        "Cost of a call",
+        "Microseconds until a call returns, of a step that adds 1 to every leaf, each a number; "
+        "the devices have nothing else to do. jdp's own part does not depend on ranks, JAX's "
+        "grows with them. 10,000 leaves run on one rank: for more, XLA takes over a minute to "
+        "compile so many arguments of a `shard_map`.",
+        rows,
+        {
+            "leaves": "{leaves}",
+            "ranks": "{ranks}",
+            "jdp, us": "{jdp_us:.0f}",
+            "jit, us": "{jit_us:.0f}",
+            "difference, us": "{difference_us:.0f}",
+            "jdp / jit": "{ratio:.3f}",
+            "95 % interval": "{low:.3f} to {high:.3f}",
+            "rounds": "{rounds}",
+        },
+    )
+
+
+def _row(num_leaves: int, ranks: int, budget_s: float) -> dict[str, Any]:
+    mesh = jdp.init(devices=jax.devices()[:ranks])
+    ours, bare = _contestants(num_leaves, mesh)
+    found = timing.compare(
+        functools.partial(timing.until_returned, ours.run),
+        functools.partial(timing.until_returned, bare.run),
+        budget_s=budget_s,
+        warm_up=3,
+    )
+    return {
+        "section": "call",
+        "leaves": num_leaves,
+        "ranks": ranks,
+        "jdp_us": found.first_s * 1e6,
+        "jit_us": found.second_s * 1e6,
+        "difference_us": (found.first_s - found.second_s) * 1e6,
+        "ratio": found.ratio,
+        "low": found.low,
+        "high": found.high,
+        "rounds": found.num_rounds,
+    }
+
+
+def _contestants(num_leaves: int, mesh: Mesh) -> tuple[Contestant, Contestant]:
+    problem = models.many_leaves(num_leaves)
+    batch = jax.device_put(problem.batch, NamedSharding(mesh, P("data")))
+
+    def advanced(params: Any) -> Any:
+        return jax.tree.map(lambda x: x + 1, params)
+
+    @jdp.train_step
+    def step(state: jdp.TrainState, batch: Any) -> Any:
+        return state.replace(params=advanced(state.params)), {}
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def bare(params: Any, batch: Any) -> Any:
+        return advanced(params), {}
+
+    state = jdp.TrainState.create(problem.params, jdp.replicated(optax.sgd(0.1)))
+    params = jax.tree.map(np.array, problem.params)
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    return Contestant(step, state, batch), Contestant(bare, params, batch)

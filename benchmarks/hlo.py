@@ -1,0 +1,148 @@
+"""Counts what one device does in one run of a compiled program: matmuls, and what it sends."""
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+# A collective appears by itself, or as a pair of start and done, of which the start is counted.
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+_BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "s8": 8, "u8": 8, "s16": 16}
+_BITS |= {"u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64}
+
+_SHAPE = re.compile(r"\b([a-z]+[0-9]*)\[([\d,]*)\]")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body)=%?([\w.\-]+)")
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+@dataclass
+class Counts:
+    """What one device does in one run.
+
+    Attributes:
+      flops: of its matmuls; 2 for a multiplication with its addition.
+      calls: how often each kind of collective runs.
+      sent_bytes: bytes that the device puts into each kind of collective.
+      hidden_bytes: those of them that are on their way while a matmul runs.
+    """
+
+    flops: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+    hidden_bytes: int = 0
+
+    def add(self, other: "Counts", times: int = 1) -> None:
+        self.flops += times * other.flops
+        self.hidden_bytes += times * other.hidden_bytes
+        for kind in other.calls:
+            self.calls[kind] += times * other.calls[kind]
+            self.sent_bytes[kind] += times * other.sent_bytes[kind]
+
+
+class _Instruction(NamedTuple):
+    name: str
+    shape: str
+    op: str
+    rest: str  # operands and attributes
+
+    def operands(self) -> list[str]:
+        return re.findall(r"%([\w.\-]+)", self.rest.split(")")[0])
+
+
+def count(text: str) -> Counts:
+    """Count in `compiled.as_text()`, with the body of a loop as often as it runs.
+
+    XLA's own `compiled.cost_analysis()` counts the body of a loop once, and all of a program
+    that accumulates is in a loop.
+
+    Args:
+      text: the optimised program of one device.
+
+    Raises:
+      ValueError: where a number would be a guess: a loop of unknown length, a branch, a
+        convolution, or a matmul hidden in a library call.
+    """
+    computations, entry = _parse(text)
+    return _count(computations, entry, {})
+
+
+def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
+    computations: dict[str, list[_Instruction]] = {}
+    entry = name = ""
+    for line in text.splitlines():
+        if line.endswith("{") and not line.startswith((" ", "HloModule")):
+            name = line.removeprefix("ENTRY ").lstrip("%").split(" ")[0]
+            entry = name if line.startswith("ENTRY") else entry
+            computations[name] = []
+        elif found := _INSTRUCTION.match(line):
+            computations[name].append(_Instruction(*found.groups()))
+    return computations, entry
+
+
+def _count(computations: dict, name: str, done: dict[str, Counts]) -> Counts:
+    if name not in done:
+        total, under_way = Counts(), {}
+        shapes = {one.name: one.shape for one in computations[name]}
+        for one in computations[name]:  # in the order in which they run
+            if one.op.endswith("-done"):
+                sent_bytes, is_hidden = under_way.pop(one.operands()[0], (0, False))
+                total.hidden_bytes += sent_bytes * is_hidden
+                continue
+            found = _count_one(one, shapes)
+            for called in _CALLED.findall(one.rest):
+                found.add(_count(computations, called, done), _times(one))
+            total.add(found)
+            if found.flops:
+                under_way = {start: (sent, True) for start, (sent, _) in under_way.items()}
+            if one.op.endswith("-start"):
+                under_way[one.name] = found.sent_bytes.total(), False
+        done[name] = total
+    return done[name]
+
+
+def _count_one(one: _Instruction, shapes: dict[str, str]) -> Counts:
+    _require_countable(one)
+    found, kind = Counts(), one.op.removesuffix("-start")
+    if one.op == "dot":
+        found.flops = _dot_flops(one, shapes)
+    if kind in COLLECTIVES:
+        found.calls[kind] = 1
+        found.sent_bytes[kind] = sum(_num_bytes(shapes[x]) for x in one.operands())
+    return found
+
+
+def _times(one: _Instruction) -> int:
+    if one.op != "while":
+        return 1
+    found = _TRIP_COUNT.search(one.rest)
+    if found is None:
+        raise ValueError(f"how often the loop {one.name} runs is not known: it cannot be counted.")
+    return int(found[1])
+
+
+def _require_countable(one: _Instruction) -> None:
+    target = re.search(r'custom_call_target="([^"]*)"', one.rest)
+    hidden = target and re.search("gemm|matmul|conv|dot", target[1], re.IGNORECASE)
+    if hidden or one.op in ("conditional", "convolution"):
+        raise ValueError(f"{one.op} {target[1] if target else one.name} is not counted here.")
+
+
+def _dot_flops(one: _Instruction, shapes: dict[str, str]) -> int:
+    lhs = _dims(shapes[one.operands()[0]])[0][1]
+    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)
+    inner = [lhs[int(i)] for i in contracted[1].split(",") if i] if contracted else []
+    return 2 * math.prod(_dims(one.shape)[0][1]) * math.prod(inner)
+
+
+def _num_bytes(shape: str) -> int:
+    return sum(math.prod(dims) * _BITS[dtype] // 8 for dtype, dims in _dims(shape))
+
+
+def _dims(shape: str) -> list[tuple[str, list[int]]]:
+    return [
+        (dtype, [int(dim) for dim in dims.split(",") if dim])
+        for dtype, dims in _SHAPE.findall(shape)
+    ]

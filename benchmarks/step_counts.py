@@ -1,0 +1,94 @@
+"""What the compiled steps do: collectives and matmuls, on CPU and compiled for GPUs."""
+
+from typing import Any
+
+import gpu_topology
+import hlo
+import jax
+import jax.numpy as jnp
+import lineup
+import models
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from lineup import Contestant
+from report import Section
+
+import jdp
+
+
+def count() -> Section:
+    """Count in all setups, on this machine's CPU."""
+    rows = [
+        _row(model, ranks, k, label, contestant.counts())
+        for model, ranks, k in lineup.SETUPS
+        for label, contestant in lineup.compiled(model, ranks, k).items()
+    ]
+    return _section("What the compiled steps do, on CPU", rows)
+
+
+def count_for_gpus() -> Section:
+    """Count in programs compiled for 8 x H200, with larger models, in bfloat16.
+
+    Raises:
+      gpu_topology.UnavailableError: if they cannot be compiled here.
+    """
+    mesh = gpu_topology.mesh_of_h200s()
+    here = jdp.init(devices=jax.devices()[:1])
+    large = (
+        models.mlp(width=2048, num_layers=4, num_rows=8192, dtype=jnp.bfloat16),
+        models.transformer(dim=512, num_layers=4, num_rows=128, length=512, dtype=jnp.bfloat16),
+    )
+    rows = []
+    for problem in large:
+        batch = _shapes(problem.batch, mesh, P("data"))
+        for k in (1, 8):
+            for label, make in lineup.makers(k).items():
+                state = _shapes(lineup.start(label, problem, here), mesh, P())
+                one = Contestant(make(problem.loss_fn, mesh, k), state, batch)
+                rows.append(_row(problem.name, mesh.size, k, label, one.counts()))
+    return _section("What the compiled steps do, compiled for 8 x H200 without one", rows)
+
+
+def _shapes(tree: Any, mesh: Mesh, spec: P) -> Any:
+    where = NamedSharding(mesh, spec)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
+
+
+def _row(model: str, ranks: int, k: int, label: str, found: hlo.Counts) -> dict[str, Any]:
+    calls = found.calls
+    return {
+        "section": "counts",
+        "model": model,
+        "ranks": ranks,
+        "micro_batches": k,
+        "contestant": label,
+        "all_reduces": calls["all-reduce"],
+        "all_gathers": calls["all-gather"],
+        "other_collectives": calls.total() - calls["all-reduce"] - calls["all-gather"],
+        "sent_mib": found.sent_bytes.total() / 2**20,
+        "hidden_mib": found.hidden_bytes / 2**20,
+        "gflops": found.flops / 1e9,
+    }
+
+
+def _section(title: str, rows: list[dict[str, Any]]) -> Section:
+    return Section(
+        title,
+        "For each device and step, counted in the optimised program, the body of a loop as "
+        "often as it runs. GFlop: of the matmuls. MiB: what the device puts into collectives; "
+        "hidden: as far as a matmul stands between start and end of the collective, which no "
+        "collective on CPU has.",
+        rows,
+        {
+            "model": "{model}",
+            "ranks": "{ranks}",
+            "micro-batches": "{micro_batches}",
+            "contestant": "{contestant}",
+            "all-reduces": "{all_reduces}",
+            "all-gathers": "{all_gathers}",
+            "other collectives": "{other_collectives}",
+            "MiB": "{sent_mib:.2f}",
+            "hidden": "{hidden_mib:.2f}",
+            "GFlop": "{gflops:.3f}",
+        },
+    )

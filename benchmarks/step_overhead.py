@@ -1,0 +1,98 @@
+"""What jdp's decorated step costs beside the same step without jdp: to run, to call, to trace.
+
+    python benchmarks/step_overhead.py                    all parts, in minutes on 2 cores
+    python benchmarks/step_overhead.py --only call,trace  some of step, counts, call, trace
+    python benchmarks/step_overhead.py --quick            tiny rounds, to see that it works
+    python benchmarks/step_overhead.py --gpu-topology     counts also what is compiled for 8 x H200
+
+Prints its tables and writes them to benchmarks/results/, those of a quick run to out/benchmarks/.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+
+import call_cost
+import gpu_topology
+import models
+import report
+import step_counts
+import step_time
+import trace_cost
+from report import Section
+
+import jdp
+
+
+def main() -> None:
+    options = _options()
+    jdp.init(cpu_ranks=4)
+    folder = report.SCRATCH if options.quick else report.RESULTS
+    sections = [section for part in options.only for section in _timed(PARTS[part], options.quick)]
+    some = "" if options.only == list(PARTS) else "_" + "_".join(options.only)
+    print("wrote", report.write(folder, "step_overhead" + some, report.hardware(), sections))
+    if options.gpu_topology:
+        try:
+            sections = list(_timed(_gpu_counts, options.quick))
+        except gpu_topology.UnavailableError as reason:
+            print(f"8 x H200: skipped, {reason}")
+        else:
+            print("wrote", report.write(folder, "step_counts", "8xh200-compiled", sections))
+
+
+def _steps(quick: bool) -> Iterator[Section]:
+    yield step_time.measure(budget_s=0.1 if quick else 5.0, min_rounds=1 if quick else 8)
+
+
+def _counts(quick: bool) -> Iterator[Section]:
+    yield step_counts.count()
+
+
+def _calls(quick: bool) -> Iterator[Section]:
+    setups = [(10, 1), (10, 4), (1_000, 1), (1_000, 4), (10_000, 1)]
+    yield call_cost.measure(budget_s=0.2 if quick else 3.0, setups=setups[:4] if quick else setups)
+
+
+def _traces(quick: bool) -> Iterator[Section]:
+    problems = [
+        models.mlp(width=512, num_layers=4, num_rows=512),
+        models.transformer(dim=128, num_layers=4, num_rows=32, length=32),
+        models.transformer(dim=128, num_layers=12, num_rows=32, length=32),
+        models.many_leaves(1_000 if quick else 10_000),
+    ]
+    yield trace_cost.measure(budget_s=0.1 if quick else 8.0, problems=problems)
+    yield trace_cost.measure_plan(num_leaves=10_000, rounds=5)
+
+
+def _gpu_counts(quick: bool) -> Iterator[Section]:
+    yield step_counts.count_for_gpus()
+
+
+# In this order, for "trace" empties JAX's caches, which hold what "step" and "counts" share.
+PARTS = {"step": _steps, "counts": _counts, "call": _calls, "trace": _traces}
+
+
+def _timed(part: Callable[[bool], Iterator[Section]], quick: bool) -> Iterator[Section]:
+    start = time.perf_counter()
+    for section in part(quick):
+        print(f"\n{section.title} ({time.perf_counter() - start:.0f} s)\n\n{report.table(section)}")
+        yield section
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny rounds, not for results")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser.add_argument("--gpu-topology", action="store_true", help="also compile for 8 x H200")
+    options = parser.parse_args()
+    wanted = options.only.split(",")
+    if unknown := set(wanted) - set(PARTS):
+        parser.error(f"--only knows {', '.join(PARTS)}, not {', '.join(sorted(unknown))}")
+    options.only = [part for part in PARTS if part in wanted]
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The one timing loop: two contestants in alternating pairs, both orders, with an interval."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+Clock = Callable[[], float]  # does its work once and gives the seconds that it took
+
+
+class Comparison(NamedTuple):
+    """What `compare` measured.
+
+    Attributes:
+      first_s: median seconds of the first contestant.
+      second_s: median seconds of the second.
+      ratio: median over rounds of first / second.
+      low: lower end of the ratio's 95 % interval.
+      high: its upper end.
+      num_rounds: rounds, of two runs of each.
+    """
+
+    first_s: float
+    second_s: float
+    ratio: float
+    low: float
+    high: float
+    num_rounds: int
+
+
+def compare(
+    first: Clock,
+    second: Clock,
+    *,
+    budget_s: float,
+    min_rounds: int = 3,
+    max_rounds: int = 500,
+    warm_up: int = 1,
+) -> Comparison:
+    """Time two contestants against each other on a machine that is not quiet.
+
+    Rounds of first, second, second, first alternate with rounds the other way about: a slow
+    drift and whatever the order does fall on both alike. A round gives one ratio.
+
+    Args:
+      first: clock of the first contestant.
+      second: clock of the second.
+      budget_s: seconds in all, after which no round begins.
+      min_rounds: rounds even if they take longer.
+      max_rounds: rounds that are enough.
+      warm_up: runs of each before the first round.
+    """
+    for _ in range(warm_up):
+        first(), second()
+    rounds: list[tuple[float, float]] = []  # seconds of one run, the mean of the round's two
+    end = time.perf_counter() + budget_s
+    while len(rounds) < max_rounds and (len(rounds) < min_rounds or time.perf_counter() < end):
+        if len(rounds) % 2 == 0:
+            outer, inner = _round(first, second)
+            rounds.append((outer, inner))
+        else:
+            outer, inner = _round(second, first)
+            rounds.append((inner, outer))
+    seconds = np.array(rounds)
+    ratios = seconds[:, 0] / seconds[:, 1]
+    first_s, second_s = np.median(seconds, axis=0)
+    return Comparison(
+        float(first_s), float(second_s), float(np.median(ratios)), *interval(ratios), len(rounds)
+    )
+
+
+def _round(outer: Clock, inner: Clock) -> tuple[float, float]:
+    a, b, c, d = outer(), inner(), inner(), outer()
+    return (a + d) / 2, (b + c) / 2
+
+
+def interval(values: np.ndarray, *, num_samples: int = 2000) -> tuple[float, float]:
+    """Give the 95 % bootstrap interval of the median (Efron 1979)."""
+    random = np.random.default_rng(0)
+    samples = random.choice(values, (num_samples, len(values)))
+    low, high = np.percentile(np.median(samples, axis=1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def until_ready(fn: Callable[[], Any]) -> float:
+    """Time `fn` until the devices have computed what it returns."""
+    start = time.perf_counter()
+    jax.block_until_ready(fn())
+    return time.perf_counter() - start
+
+
+def until_returned(fn: Callable[[], Any]) -> float:
+    """Time `fn` until it returns: what Python spends. Then wait for the devices."""
+    start = time.perf_counter()
+    result = fn()
+    elapsed = time.perf_counter() - start
+    jax.block_until_ready(result)
+    return elapsed

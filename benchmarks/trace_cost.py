@@ -1,0 +1,119 @@
+"""What it costs to trace, prove and lower a step, beside the hand-written one; and to plan."""
+
+import contextlib
+import functools
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import lineup
+import numpy as np
+import timing
+from contestants import Step
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from models import Problem
+from report import Section
+
+import jdp
+from jdp import buckets, sync, verify
+
+
+def measure(*, budget_s: float, problems: Sequence[Problem]) -> Section:
+    """Time tracing and lowering on 4 ranks.
+
+    Args:
+      budget_s: seconds for each pair; at least one round of two each.
+      problems: what to trace.
+    """
+    return Section(
+        "Trace and lower",
+        "Milliseconds from a function to its lowered program, on 4 ranks, with empty caches; the "
+        "hand-written step is `jit(shard_map)`. Goals: at most 1.2 times as long, and the "
+        "uniformity analysis, `jdp.verify.check`, at most 5 % of it.",
+        [_row(problem, budget_s) for problem in problems],
+        {
+            "model": "{model}",
+            "leaves": "{leaves}",
+            "jdp, ms": "{jdp_ms:.0f}",
+            "by hand, ms": "{hand_ms:.0f}",
+            "jdp / by hand": "{ratio:.3f}",
+            "95 % interval": "{low:.3f} to {high:.3f}",
+            "rounds": "{rounds}",
+            "analysis, ms": "{analysis_ms:.1f}",
+            "of trace and lower": "{share:.1%}",
+            "met": "{met}",
+        },
+    )
+
+
+def measure_plan(*, num_leaves: int, rounds: int) -> Section:
+    """Time the planning of buckets."""
+    shapes = [jax.ShapeDtypeStruct((i % 100, 100), np.float32) for i in range(num_leaves)]
+    plan = functools.partial(buckets.plan, shapes, sync.BUCKET_BYTES)
+    plan_ms = float(np.median([timing.until_returned(plan) for _ in range(rounds)])) * 1e3
+    row = {"section": "plan", "leaves": num_leaves, "plan_ms": plan_ms}
+    return Section(
+        "Planning buckets",
+        "At trace time. Goal: under 200 ms.",
+        [{**row, "met": "yes" if plan_ms < 200 else "no"}],
+        {"leaves": "{leaves}", "ms": "{plan_ms:.1f}", "met": "{met}"},
+    )
+
+
+def _row(problem: Problem, budget_s: float) -> dict[str, Any]:
+    mesh = jdp.init(devices=jax.devices()[:4])
+    batch = jax.device_put(problem.batch, NamedSharding(mesh, P("data")))
+
+    def lower(label: str, state: Any) -> float:
+        step = lineup.makers(1)[label](problem.loss_fn, mesh, 1)
+        return _seconds_to_lower(step, state, batch)
+
+    with _analysis_timed() as analysis_s:
+        found = timing.compare(
+            functools.partial(lower, "jdp", lineup.start("jdp", problem, mesh)),
+            functools.partial(lower, "shard_map", lineup.start("shard_map", problem, mesh)),
+            budget_s=budget_s,
+            min_rounds=1,
+            warm_up=0,
+        )
+    share = float(np.median(analysis_s)) / found.first_s
+    return {
+        "section": "trace",
+        "model": problem.name,
+        "leaves": len(jax.tree.leaves(problem.params)),
+        "jdp_ms": found.first_s * 1e3,
+        "hand_ms": found.second_s * 1e3,
+        "ratio": found.ratio,
+        "low": found.low,
+        "high": found.high,
+        "rounds": found.num_rounds,
+        "analysis_ms": float(np.median(analysis_s)) * 1e3,
+        "share": share,
+        "met": "yes" if found.ratio <= 1.2 and share <= 0.05 else "no",
+    }
+
+
+def _seconds_to_lower(step: Step, state: Any, batch: Any) -> float:
+    jax.clear_caches()
+    gc.collect()
+    start = time.perf_counter()
+    step.lower(state, batch)
+    return time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def _analysis_timed() -> Iterator[list[float]]:
+    seconds = []
+    check = verify.check
+
+    def timed(*args: Any) -> None:
+        start = time.perf_counter()
+        check(*args)
+        seconds.append(time.perf_counter() - start)
+
+    with mock.patch.object(verify, "check", timed):
+        yield seconds
