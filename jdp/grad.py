@@ -131,7 +131,8 @@ def global_mean(
 def _local_value_and_grad(
     loss_fn: Callable[..., Any], has_aux: bool, axis_name: AxisName
 ) -> Callable[..., tuple[Any, Any]]:
-    if not axis.is_typed(axis_name):
+    # A step of jdp's is never typed, and to ask takes a while.
+    if scope.current(axis_name) is not None or not axis.is_typed(axis_name):
         return jax.value_and_grad(loss_fn, has_aux=has_aux)
 
     # Types decide what JAX sums. The gradient of parameters that do not vary it would sum over
