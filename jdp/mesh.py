@@ -138,7 +138,12 @@ def placed(tree: Any, axis_name: AxisName, mesh: Mesh | None = None, *, copy: bo
         except RuntimeError:
             return tree
     away = [i for i, (path, leaf) in enumerate(named) if _is_away(path, leaf, mesh, axis_name)]
-    processes.agreed({jax.tree_util.keystr(named[i][0]): leaves[i] for i in away})
+    if away and not NamedSharding(mesh, PartitionSpec()).is_fully_addressable:
+        # Only over a mesh of several processes: one that trains alone must not wait for others.
+        kept = {*away}
+        processes.agreed(
+            treedef.unflatten([x if i in kept else None for i, x in enumerate(leaves)])
+        )
     for i, leaf in zip(away, replicate([leaves[i] for i in away], mesh), strict=True):
         leaves[i] = leaf
     if copy:

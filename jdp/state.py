@@ -78,7 +78,8 @@ class TrainState:
         if not 0 <= seed < 2**32:
             raise ValueError(f"seed must be 0 <= seed < 2**32, got {seed}.")
         given = {"params": params, "model_state": model_state, "seed": np.uint32(seed)}
-        given = processes.agreed(given, broadcast=broadcast)
+        if broadcast:
+            given = processes.agreed(given, broadcast=True)
         given = mesh.placed(given, tx.axis_name, copy=True)
         params = given["params"]
         flags = _flags(params, trainable)

@@ -153,3 +153,21 @@ def further_arguments():
 def test_keys_and_numbers_go_to_every_process(processes):
     want = 2 * float(jax.random.normal(jax.random.key(7), ()))
     assert processes(2).run(further_arguments) == [want, want]
+
+
+def train_alone():
+    """Process 0 trains on its own devices, and process 1 does nothing at all."""
+    if jax.process_index():
+        return None
+    jdp.init(devices=jax.local_devices())
+    step, s = jdp.train_step(plain_step), state()
+    for i in range(2):
+        s, _ = step(s.replace(step=np.int32(i)), training.batch(i))
+    return training.fetched(s.params)
+
+
+def test_a_process_may_train_alone_on_its_own_devices(processes):
+    want, _ = training.train(1, jdp.train_step(plain_step), num_steps=2)
+    alone, nothing = processes(2).run(train_alone, timeout_s=30)
+    assert nothing is None
+    assert_close(alone, want.params)

@@ -46,10 +46,9 @@ def test_frozen_parameters_stay_and_are_never_reduced(trainable):
     assert three[0].params["count"] == 3
 
     ranks(3)
-    reduced = str(step.lower(make_state(), batch()).as_text()).count("tensor<5x5xf32>) -> tensor")
     text = step.lower(make_state(), batch()).as_text()
     collectives = [line for line in text.splitlines() if "all_reduce" in line or "}) :" in line]
-    assert not any("5x5" in line for line in collectives), reduced
+    assert collectives and not any("5x5" in line for line in collectives)
 
 
 def test_integer_leaves_never_train():
