@@ -15,6 +15,10 @@ INVARYING_GATHER_HAS_WRONG_GRADIENT = jax.__version_info__ < (0, 11, 0)
 # JAX 0.10 may crash on an array that was donated before, where later versions raise.
 DELETED_ARRAY_CRASHES = jax.__version_info__ < (0, 11, 0)
 
+# For `jax.jit(inline=...)`: into the caller's jaxpr while that is traced. Since JAX 0.12 True means
+# later, which leaves a function to lower.
+INLINE_EARLY = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+
 
 def names(axis_name: AxisName) -> tuple[str, ...]:
     """Give the axis as a tuple of names.

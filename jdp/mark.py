@@ -5,21 +5,28 @@ from typing import Any
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 
 # The kind of mark that a collective puts on its result, see `mark`.
 ALL_REDUCED = "all_reduced"
 # The kind of mark on what a step's weight is made from, which is no use of it by the step itself.
 WEIGHED = "weighed"
+# Those of `jdp.scan_layers`: what must be the same on every rank; and a gradient that is a mean
+# over ranks, of which a mean may be taken again.
+SHARED = "shared"
+AVERAGED = "averaged"
 
 
 def mark(x: jax.Array, *, kind: str, path: str, axes: tuple[str, ...]) -> jax.Array:
     """Return `x` unchanged, and leave a note in the traced program.
 
     The note survives grad, vmap, jvp, scan, jit and rematerialization: it is an operation of its
-    own, which no policy of `jax.checkpoint` saves by name and no lowering emits. Forward-mode
-    tangents and cotangents pass it by unmarked. Under a `vmap` that binds one of `axes`, that
-    axis leaves the note: what stands there happens among the rows of an array, not among ranks.
+    own, which no policy of `jax.checkpoint` saves by name and no lowering emits (on CPU a local
+    gradient may leave a barrier, see `_unfolded`). Forward-mode tangents and cotangents pass it by
+    unmarked. Under a `vmap` that binds one of `axes`, that axis leaves the note: what stands there
+    happens among the rows of an array, not among ranks.
 
     Args:
       x: array of any shape and dtype.
@@ -38,7 +45,8 @@ def mark(x: jax.Array, *, kind: str, path: str, axes: tuple[str, ...]) -> jax.Ar
     >>> "path=['w']" in str(jax.make_jaxpr(jax.grad(noted))(3.0)), jax.grad(noted)(3.0)
     (True, Array(6., dtype=float32, weak_type=True))
     """
-    return _mark_p.bind(jnp.asarray(x), kind=kind, path=path, axes=tuple(axes))
+    x = x if isinstance(x, jax.Array) else jnp.asarray(x)
+    return _mark_p.bind(x, kind=kind, path=path, axes=tuple(axes))
 
 
 _mark_p = jax.extend.core.Primitive("jdp_mark")
@@ -61,3 +69,48 @@ ad.primitive_jvps[_mark_p] = _jvp
 batching.fancy_primitive_batchers[_mark_p] = _batch
 # Every note is another one: JAX's cache of lowerings would emit a function for each.
 mlir.register_lowering(_mark_p, lambda context, x, **note: [x], cacheable=False)
+mlir.register_lowering(
+    _mark_p,
+    lambda context, x, *, kind, **note: [_unfolded(x) if kind == "local" else x],
+    platform="cpu",
+    cacheable=False,
+)
+
+# What stands between the product and the gradient: it moves or casts elements, one for one.
+_MOVES = ("stablehlo.transpose", "stablehlo.reshape", "stablehlo.convert")
+
+
+def _unfolded(x: Any) -> Any:
+    """Keep XLA from folding the transpose of a weight's gradient into the product before it.
+
+    JAX differentiates `x @ w` to the transpose of a product, and XLA's CPU backend is slower where
+    the product writes the transpose (a transformer's step takes 6 to 15 % longer). In a step of
+    plain jit the all-reduce keeps the two apart, and here a barrier.
+    """
+    moves = []
+    product = x
+    while (op := _operation(product)) is not None and op.name in _MOVES:
+        moves.append(op)
+        product = op.operands[0]
+    is_folded = any(move.name == "stablehlo.transpose" for move in moves)
+    if not is_folded or op is None or not _sums_over_dims(op):
+        return x
+    (value,) = stablehlo.OptimizationBarrierOp([product]).results
+    for move in reversed(moves):
+        copy = move.clone()
+        copy.operands[0] = value
+        value = copy.results[0]
+    return value
+
+
+def _sums_over_dims(op: Any) -> bool:
+    # Over rows and positions, say. Where only rows are summed over, a product that writes the
+    # transpose is as fast, and writing it a second time took a fifth longer.
+    if op.name != "stablehlo.dot_general":
+        return False
+    dims = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
+    return len(dims.lhs_contracting_dimensions) > 1
+
+
+def _operation(value: Any) -> Any:
+    return None if isinstance(value.owner, ir.Block) else value.owner

@@ -1,5 +1,6 @@
 """One step function on one mesh: traced once for each shape, proved, then run."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -67,18 +68,11 @@ class Program:
         def on_mesh(*args: Any) -> Any:
             # Proved while it is traced, so that JAX never caches a program that was refused; in a
             # jit of its own, which has a jaxpr before the outer trace ends.
-            mapped = jax.jit(
-                jax.shard_map(
-                    self._on_rank,
-                    mesh=self.mesh,
-                    in_specs=(P(), P(self._axis_name), *(P() for _ in args[2:])),
-                    out_specs=(P(), P(self._axis_name)),
-                    axis_names=set(self._axis_name),
-                    check_vma=False,  # The analysis proves what JAX's types get wrong here.
-                ),
-                inline=True,
-            )
-            verify.check(mapped.trace(*args).jaxpr, self._describe(args))
+            mapped = self._new_mapped(len(args), uniform=None)
+            uniform = verify.check(mapped.trace(*args).jaxpr, self._describe(args))
+            if uniform is not None:
+                mapped = self._new_mapped(len(args), uniform)
+                verify.check(mapped.trace(*args).jaxpr, self._describe(args))
             (state, reported, weight), rows = mapped(*args)
             return (
                 self._keep_layout(args[0], state),
@@ -89,8 +83,24 @@ class Program:
         on_mesh.__name__ = on_mesh.__qualname__ = getattr(self._fn, "__name__", "step")
         return jax.jit(on_mesh, donate_argnums=0 if self._donate else ())
 
-    def _on_rank(self, state: Any, batch: Any, *rest: Any) -> Any:
-        with scope.entered(self._axis_name, batch, self._weight_fn) as step:
+    def _new_mapped(self, num_args: int, uniform: frozenset[str] | None) -> Any:
+        return jax.jit(
+            jax.shard_map(
+                functools.partial(self._on_rank, uniform),
+                mesh=self.mesh,
+                in_specs=(P(), P(self._axis_name), *(P() for _ in range(num_args - 2))),
+                out_specs=(P(), P(self._axis_name)),
+                axis_names=set(self._axis_name),
+                check_vma=False,  # The analysis proves what JAX's types get wrong here.
+            ),
+            inline=axis.INLINE_EARLY,
+        )
+
+    def _on_rank(self, uniform: frozenset[str] | None, state: Any, batch: Any, *rest: Any) -> Any:
+        platform = self.mesh.devices.flat[0].platform
+        with scope.entered(
+            self._axis_name, batch, self._weight_fn, platform=platform, uniform=uniform
+        ) as step:
             returned = self._fn(statics.restore(state), batch, *rest)
             new_state, reported = self._pair(returned)
             reported, rows = metrics.take_rows(reported)
@@ -103,7 +113,7 @@ class Program:
         self._outputs = [
             *_outputs(f"new {self._argument(0)}", "state", new_state),
             *_outputs("metrics", "metric", reported),
-            verify.Output(verify.WEIGHT, "metric", "float32[]"),
+            verify.Output(verify.WEIGHT, (), "metric", jax.typeof(weight)),
             *_outputs("rows", "rows", rows),
         ]
         return (new_state, reported, weight), rows
@@ -168,10 +178,6 @@ def _strong(leaf: Any) -> Any:
 
 def _outputs(name: str, kind: str, tree: Any) -> list[verify.Output]:
     return [
-        verify.Output(
-            name + jax.tree_util.keystr(path),
-            kind,
-            f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}",
-        )
+        verify.Output(name, path, kind, jax.typeof(leaf))
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     ]

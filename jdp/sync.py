@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jdp import axis, buckets, collectives, scope
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce
-from jdp.mark import mark
+from jdp.mark import ALL_REDUCED, mark
 
 # XLA merges the psums of `collectives.xla` on CPU whatever their size, so that only the ring feels
 # this. A first guess for GPUs, to be measured there: what is sent last is not hidden.
@@ -70,8 +70,11 @@ def sync_gradients(
         weight = scope.require_number(weight)
     elif step is not None:
         weight = step.weight
+    sent = range(len(leaves))
     if step is not None:
         step.marked.update(paths)
+        if step.uniform is not None:
+            sent = _sent(paths, step, weight, mean)
     axes = axis.names(axis_name)
     leaves = [
         mark(leaf, kind="local", path=path, axes=axes)
@@ -81,11 +84,16 @@ def sync_gradients(
     if weight is not None:
         # Divided before the sum, or float16 would overflow.
         share = scope.share_of(weight, axis_name) if mean else jnp.asarray(weight, float)
-        leaves = [scope.weighed(leaf, share).astype(leaf.dtype) for leaf in leaves]
+        for i in sent:
+            leaves[i] = scope.weighed(leaves[i], share).astype(leaves[i].dtype)
     elif mean:
         scale = 1.0 / axis.size(axis_name)
-    if bound:
-        plan = buckets.plan(leaves, bucket_bytes)
+    if bound and axis.size(axes) == 1 and step is not None:
+        # XLA keeps a psum over one rank, and its copies took as long as the rest of a step.
+        leaves = [mark(leaf, kind=ALL_REDUCED, path="", axes=axes) for leaf in leaves]
+    elif bound:
+        plan = buckets.plan([leaves[i] for i in sent], bucket_bytes)
+        plan = [[sent[i] for i in bucket] for bucket in plan]
         reduced = all_reduce([[leaves[i] for i in bucket] for bucket in plan], axes, scale=scale)
         for bucket, values in zip(plan, reduced, strict=True):
             for i, value in zip(bucket, values, strict=True):
@@ -93,10 +101,22 @@ def sync_gradients(
     return jax.tree.unflatten(treedef, leaves)
 
 
+def _sent(paths: list[str], step: scope.Scope, weight: jax.Array | None, mean: bool) -> list[int]:
+    """Give the positions of the gradients that `scan_layers` has not averaged."""
+    assert step.uniform is not None
+    if weight is not step.weight:
+        raise ValueError(
+            "jdp.sync_gradients(weight=...) of gradients that jdp.scan_layers has averaged in the "
+            "backward pass, where it knows no weight but the step's: their mean would be another. "
+            "Write jdp.train_step(weight=...), or jdp.scan_layers(..., late=False)."
+        )
+    return [i for i, path in enumerate(paths) if not mean or path not in step.uniform]
+
+
 def _require_float(path: str, leaf: Any) -> jax.Array:
-    dtype = jnp.result_type(leaf)
+    dtype = leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
     if jnp.issubdtype(dtype, jnp.floating):
-        return jnp.asarray(leaf)
+        return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     name = "float0" if dtype == jax.dtypes.float0 else dtype
     found = f"the gradient `grads{path}` is {name}{list(jnp.shape(leaf))}"
     if jnp.issubdtype(dtype, jnp.complexfloating):

@@ -8,19 +8,31 @@ from typing import Any
 import jax
 
 from jdp import axis
+from jdp.mark import AVERAGED, SHARED
 from jdp.uniformity import Report, analyse, find_shard_maps
 
-# The path of a step's own output, the weight of the global batch.
+# A step's own output, the weight of the global batch.
 WEIGHT = "weight"
 
 
 @dataclass(frozen=True)
 class Output:
-    """One leaf that leaves a step: its path as the author would write it, and what it is."""
+    """One leaf that leaves a step, described only where it is complained about."""
 
-    path: str
+    tree: str  # the tree that it is in, as the author would call it
+    keys: tuple[Any, ...]  # its path in that tree
     kind: str  # "state", "metric" or "rows"
-    type: str  # such as float32[3]
+    aval: Any  # its `jax.typeof`
+
+    @property
+    def path(self) -> str:
+        """The leaf's path as the author would write it."""
+        return self.tree + jax.tree_util.keystr(self.keys)
+
+    @property
+    def type(self) -> str:
+        """What it is, such as float32[3]."""
+        return f"{self.aval.dtype}{list(self.aval.shape)}"
 
 
 @dataclass(frozen=True)
@@ -46,12 +58,16 @@ class Traced:
     differentiates: bool
 
 
-def check(jaxpr: Any, traced: Traced) -> None:
+def check(jaxpr: Any, traced: Traced) -> frozenset[str] | None:
     """Refuse a step after which the ranks could hold different states, or wait for each other.
 
     Args:
       jaxpr: the traced program, with the step's `shard_map` in it.
       traced: what its inputs and outputs are called.
+
+    Returns:
+      Paths of the gradients that are the same on every rank before they are reduced, if
+      `scan_layers` has averaged any: traced again, the step need not send them. Else None.
 
     Raises:
       ValueError: saying which leaf or which line, why, and what to write.
@@ -62,6 +78,7 @@ def check(jaxpr: Any, traced: Traced) -> None:
         *_deadlocks(report),
         *_reduced_twice(report),
         *_hidden_reductions(report, traced),
+        *_varying_layers(report),
         *_varying_outputs(report, traced),
         *_varying_refs(report, traced),
         *_unread_mask(report, traced),
@@ -73,6 +90,15 @@ def check(jaxpr: Any, traced: Traced) -> None:
         more = f"\n- and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ValueError(f"`{traced.name}` is not the same training on every rank:\n{shown}{more}")
     _warn_of_unused(report)
+    return _uniform_gradients(report)
+
+
+def _uniform_gradients(report: Report) -> frozenset[str] | None:
+    if not any(found.kind == AVERAGED for found in report.marks):
+        return None
+    local = [found for found in report.marks if found.kind == "local"]
+    varying = {found.path for found in local if found.value.axes & set(found.axes)}
+    return frozenset(found.path for found in local) - varying
 
 
 def _deadlocks(report: Report) -> Iterator[str]:
@@ -108,6 +134,16 @@ def _hidden_reductions(report: Report, traced: Traced) -> Iterator[str]:
             f"{_listed(_quoted(sorted(report.opaque)))} hides from the analysis how the gradients "
             f"of {_listed(_quoted(hidden))} are reduced. Call apply_gradients outside of it."
         )
+
+
+def _varying_layers(report: Report) -> Iterator[str]:
+    for found in report.marks:
+        if found.kind == SHARED and found.value.axes & set(found.axes):
+            yield (
+                f"`params{found.path}` of jdp.scan_layers at {found.source} may differ from rank "
+                "to rank, and the gradient that comes back would be the mean of all. Hand over as "
+                "params what every rank has the same, and the rest as xs=."
+            )
 
 
 def _varying_outputs(report: Report, traced: Traced) -> Iterator[str]:
@@ -172,7 +208,7 @@ def _num_constants(report: Report, traced: Traced) -> int:
 
 
 def _unread_mask(report: Report, traced: Traced) -> Iterator[str]:
-    averages = any(out.kind != "rows" and out.path != WEIGHT for out in traced.outputs)
+    averages = any(out.kind != "rows" and out.tree != WEIGHT for out in traced.outputs)
     if traced.mask is None or not averages:  # jdp.evaluate takes the padding out of rows
         return
     if not report.used_inputs[_num_constants(report, traced) + traced.mask]:

@@ -1,5 +1,7 @@
 """Marks are found again whatever JAX does to a program, and change nothing in it."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -176,3 +178,31 @@ def test_only_the_mark_of_a_collective_is_believed():
         )
 
     assert [value.axes for value in report_2d(program).outputs] == [MODEL, UNIFORM, BOTH]
+
+
+def gradient(pattern):
+    """Lower for CPU the marked gradient of an einsum's weight, `x[4, 3, 2] -> [..., 5]`."""
+    x = jnp.arange(24.0).reshape(4, 3, 2)
+
+    def f(w):
+        w = mark(w, kind="local", path="", axes=("data",))
+        return jnp.einsum(pattern, x, w).sum() ** 2
+
+    def grad(w):
+        return mark(jax.grad(f)(w), kind="local", path="", axes=("data",))
+
+    w = jnp.ones((3, 2, 5) if pattern == "rtd,tdo->ro" else (2, 5))
+    lowered = jax.jit(grad).lower(w)
+    np.testing.assert_array_equal(lowered.compile()(w), jax.grad(f)(w))
+    return lowered.as_text()
+
+
+def test_on_cpu_the_transpose_of_a_gradient_is_not_folded_into_a_product_over_several_dims():
+    text = gradient("rtd,do->rto")
+    product = re.search(r"(%\w+) = stablehlo.dot_general .*contracting_dims = \[0, 1\]", text)[1]
+    barrier = re.search(rf"(%\w+) = stablehlo.optimization_barrier {product} ", text)[1]
+    assert f"stablehlo.transpose {barrier}," in text
+
+
+def test_a_gradient_that_is_summed_over_one_dim_has_no_barrier():
+    assert "optimization_barrier" not in gradient("rtd,tdo->ro")

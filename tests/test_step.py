@@ -231,6 +231,15 @@ def test_lower_takes_shapes():
     assert "all_reduce" in jdp.train_step(plain_step).lower(state(), shapes).as_text()
 
 
+def test_one_rank_reduces_no_gradient():
+    def num_reduced(num_ranks):
+        ranks(num_ranks)
+        text = jdp.train_step(plain_step).lower(state(), batch()).as_text()
+        return text.count('"stablehlo.all_reduce"')
+
+    assert num_reduced(2) - num_reduced(1) == len(jax.tree.leaves(state().params))
+
+
 def test_keeps_the_name_and_the_docstring():
     @jdp.train_step(donate=False)
     def my_step(state, batch):
