@@ -52,16 +52,18 @@ test: .venv/ready  ## all tests on the newest JAX, then all but the slow ones on
 test-oldest: .venv-oldest/ready  ## all but the slow tests on the oldest JAX
 	$(call pytest,.venv-oldest) -m "not slow"
 
-lint: .venv/ready  ## ruff and pyrefly
+lint: .venv/ready  ## ruff, pyrefly and clang-format
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/pyrefly check --python-interpreter-path .venv/bin/python
+	find jdp/csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' | \
+		xargs .venv/bin/clang-format --dry-run --Werror
 
 bench: .venv/ready  ## the step's overhead against hand-written JAX
 	.venv/bin/python benchmarks/step_overhead.py
 
 clean:  ## remove the environments and what was built
-	rm -rf .venv .venv-oldest build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest jdp/lib build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Environment, interpreter, pins. Writes the name of the pins when all are installed.
@@ -88,7 +90,10 @@ endef
 	[ -n "$$oldest" ] || { echo "The oldest JAX needs Python 3.11 with venv." >&2; exit 1; }
 	$(call install,.venv-oldest,"$$oldest",oldest)
 
-# jdp itself, editable: the pins hold its dependencies and what builds it.
-%/ready: %/pins pyproject.toml
-	$(call pip,$*) --no-deps --no-build-isolation -e .
+# jdp itself, editable; only what has changed is compiled. The newest JAX builds it as users do, in
+# an environment of pip's own, with the headers of the oldest, so that one library serves both.
+NATIVE := setup.py $(wildcard jdp/csrc/* jdp/csrc/*/*)
+%/ready: %/pins pyproject.toml $(NATIVE)
+	if [ "$$(< $*/pins)" = oldest ]; then isolation=--no-build-isolation; else isolation=; fi
+	$(call pip,$*) --no-deps $$isolation -e .
 	touch $@

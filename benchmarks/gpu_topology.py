@@ -19,23 +19,33 @@ class UnavailableError(Exception):
     """Says what is missing."""
 
 
-def mesh_of_h200s(num_devices: int = 8) -> Mesh:
+def mesh_of_h200s(num_devices: int = 8, described: str | None = None) -> Mesh:
     """Make a mesh over "data" of GPUs on one host, to compile for and never to run on.
+
+    Args:
+      num_devices: how many.
+      described: what `target_config()` gives under JAX 0.12; older plugins do not know.
 
     Raises:
       UnavailableError: if JAX's CUDA plugin is not installed, or does not describe an H200.
     """
     try:
         topology = topologies.get_topology_desc(
-            platform="cuda", topology=f"1x1x{num_devices}", target_config=_target_config()
+            platform="cuda",
+            topology=f"1x1x{num_devices}",
+            target_config=described or target_config(),
         )
     except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
         raise UnavailableError(f"JAX cannot describe {num_devices} GPUs here: {error}") from error
     return topologies.make_mesh(topology, (num_devices,), ("data",))
 
 
-# XLA's own description of an H200, which its CUDA plugin carries as text since JAX 0.12.
-def _target_config() -> str:
+def target_config() -> str:
+    """Give XLA's own description of an H200, which its CUDA plugin carries since JAX 0.12.
+
+    Raises:
+      UnavailableError: if this environment has no such plugin.
+    """
     found = importlib.util.find_spec("jax_plugins")
     folders = [Path(folder) for folder in found.submodule_search_locations or ()] if found else []
     libraries = [path for folder in folders for path in folder.glob("xla_cuda*/xla_cuda_plugin.so")]
@@ -49,4 +59,6 @@ def _target_config() -> str:
         raise UnavailableError("this CUDA plugin does not describe an H200; that of JAX 0.12 does.")
     start = library.rindex(b"gpu_device_info {", 0, library.index(_NAME))
     end = library.index(_END, start) + len(_END)
-    return library[start:end].decode()
+    lines = library[start:end].decode().splitlines()
+    # JAX 0.10 knows no such field.
+    return "\n".join(line for line in lines if "collective_memory_granularity" not in line)

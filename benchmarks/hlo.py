@@ -42,7 +42,7 @@ class Counts:
             self.sent_bytes[kind] += times * other.sent_bytes[kind]
 
 
-class _Instruction(NamedTuple):
+class Instruction(NamedTuple):
     name: str
     shape: str
     op: str
@@ -65,12 +65,12 @@ def count(text: str) -> Counts:
       ValueError: where a number would be a guess: a loop of unknown length, a branch, a
         convolution, or a matmul hidden in a library call.
     """
-    computations, entry = _parse(text)
+    computations, entry = parse(text)
     return _count(computations, entry, {})
 
 
-def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    computations: dict[str, list[_Instruction]] = {}
+def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    computations: dict[str, list[Instruction]] = {}
     entry = name = ""
     for line in text.splitlines():
         if line.endswith("{") and not line.startswith((" ", "HloModule")):
@@ -78,7 +78,7 @@ def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
             entry = name if line.startswith("ENTRY") else entry
             computations[name] = []
         elif found := _INSTRUCTION.match(line):
-            computations[name].append(_Instruction(*found.groups()))
+            computations[name].append(Instruction(*found.groups()))
     return computations, entry
 
 
@@ -93,7 +93,7 @@ def _count(computations: dict, name: str, done: dict[str, Counts]) -> Counts:
                 continue
             found = _count_one(one, shapes)
             for called in _CALLED.findall(one.rest):
-                found.add(_count(computations, called, done), _times(one))
+                found.add(_count(computations, called, done), times(one))
             total.add(found)
             if found.flops:
                 under_way = {start: (sent, True) for start, (sent, _) in under_way.items()}
@@ -103,18 +103,18 @@ def _count(computations: dict, name: str, done: dict[str, Counts]) -> Counts:
     return done[name]
 
 
-def _count_one(one: _Instruction, shapes: dict[str, str]) -> Counts:
+def _count_one(one: Instruction, shapes: dict[str, str]) -> Counts:
     _require_countable(one)
     found, kind = Counts(), one.op.removesuffix("-start")
     if one.op == "dot":
-        found.flops = _dot_flops(one, shapes)
+        found.flops = dot_flops(one, shapes)
     if kind in COLLECTIVES:
         found.calls[kind] = 1
-        found.sent_bytes[kind] = sum(_num_bytes(shapes[x]) for x in one.operands())
+        found.sent_bytes[kind] = sum(num_bytes(shapes[x]) for x in one.operands())
     return found
 
 
-def _times(one: _Instruction) -> int:
+def times(one: Instruction) -> int:
     if one.op != "while":
         return 1
     found = _TRIP_COUNT.search(one.rest)
@@ -123,22 +123,26 @@ def _times(one: _Instruction) -> int:
     return int(found[1])
 
 
-def _require_countable(one: _Instruction) -> None:
+def _require_countable(one: Instruction) -> None:
     target = re.search(r'custom_call_target="([^"]*)"', one.rest)
     hidden = target and re.search("gemm|matmul|conv|dot", target[1], re.IGNORECASE)
     if hidden or one.op in ("conditional", "convolution"):
         raise ValueError(f"{one.op} {target[1] if target else one.name} is not counted here.")
 
 
-def _dot_flops(one: _Instruction, shapes: dict[str, str]) -> int:
+def dot_flops(one: Instruction, shapes: dict[str, str]) -> int:
     lhs = _dims(shapes[one.operands()[0]])[0][1]
     contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)
     inner = [lhs[int(i)] for i in contracted[1].split(",") if i] if contracted else []
     return 2 * math.prod(_dims(one.shape)[0][1]) * math.prod(inner)
 
 
-def _num_bytes(shape: str) -> int:
+def num_bytes(shape: str) -> int:
     return sum(math.prod(dims) * _BITS[dtype] // 8 for dtype, dims in _dims(shape))
+
+
+def num_elements(shape: str) -> int:
+    return sum(math.prod(dims) for _, dims in _dims(shape))
 
 
 def _dims(shape: str) -> list[tuple[str, list[int]]]:

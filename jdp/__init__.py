@@ -9,6 +9,7 @@ from jdp.mesh import init
 from jdp.metrics import mean_over_ranks, rows, sum_over_ranks
 from jdp.optimizer import replicated
 from jdp.sampler import Sampler
+from jdp.scan_layers import scan_layers
 from jdp.state import TrainState
 from jdp.step import eval_step, train_step
 from jdp.sync import sync_gradients
@@ -27,6 +28,7 @@ __all__ = [
     "mean_over_ranks",
     "replicated",
     "rows",
+    "scan_layers",
     "shard_batches",
     "sum_over_ranks",
     "sync_gradients",

@@ -30,7 +30,7 @@ def replicated(
     tx: optax.GradientTransformation,
     *,
     axis_name: AxisName = "data",
-    all_reduce: AllReduce = collectives.xla,
+    all_reduce: AllReduce = collectives.auto,
     bucket_bytes: int = sync.BUCKET_BYTES,
     mean: bool = True,
 ) -> Replicated:

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from jdp import axis, metrics, scope, statics, verify
 from jdp.batch import find_mask
+from jdp.collectives import order
+from jdp.readiness import order_of_gradients
 
 
 class Program:
@@ -47,6 +49,7 @@ class Program:
         self._args: tuple = ()
         self._outputs: list[verify.Output] = []
         self._marked: frozenset[str] = frozenset()
+        self._split: frozenset[str] = frozenset()
 
     def __call__(self, *args: Any) -> tuple[Any, Any, jax.Array]:
         """Give `(state, metrics, weight)`: rows still marked, weight summed over ranks."""
@@ -68,10 +71,14 @@ class Program:
         def on_mesh(*args: Any) -> Any:
             # Proved while it is traced, so that JAX never caches a program that was refused; in a
             # jit of its own, which has a jaxpr before the outer trace ends.
-            mapped = self._new_mapped(len(args), uniform=None)
-            uniform = verify.check(mapped.trace(*args).jaxpr, self._describe(args))
-            if uniform is not None:
-                mapped = self._new_mapped(len(args), uniform)
+            mapped = self._new_mapped(len(args))
+            jaxpr = mapped.trace(*args).jaxpr
+            uniform = verify.check(jaxpr, self._describe(args))
+            unordered = order.why_unordered(jaxpr)
+            if uniform is not None or self._split or unordered:
+                # What is sent, and in which order, shows in the program alone.
+                ready = order_of_gradients(jaxpr) if self._split else None
+                mapped = self._new_mapped(len(args), unordered, uniform=uniform, ready=ready)
                 verify.check(mapped.trace(*args).jaxpr, self._describe(args))
             (state, reported, weight), rows = mapped(*args)
             return (
@@ -83,10 +90,10 @@ class Program:
         on_mesh.__name__ = on_mesh.__qualname__ = getattr(self._fn, "__name__", "step")
         return jax.jit(on_mesh, donate_argnums=0 if self._donate else ())
 
-    def _new_mapped(self, num_args: int, uniform: frozenset[str] | None) -> Any:
+    def _new_mapped(self, num_args: int, unordered: str | None = None, **found: Any) -> Any:
         return jax.jit(
             jax.shard_map(
-                functools.partial(self._on_rank, uniform),
+                functools.partial(self._on_rank, unordered, found),
                 mesh=self.mesh,
                 in_specs=(P(), P(self._axis_name), *(P() for _ in range(num_args - 2))),
                 out_specs=(P(), P(self._axis_name)),
@@ -96,11 +103,11 @@ class Program:
             inline=axis.INLINE_EARLY,
         )
 
-    def _on_rank(self, uniform: frozenset[str] | None, state: Any, batch: Any, *rest: Any) -> Any:
-        platform = self.mesh.devices.flat[0].platform
-        with scope.entered(
-            self._axis_name, batch, self._weight_fn, platform=platform, uniform=uniform
-        ) as step:
+    def _on_rank(
+        self, unordered: str | None, found: dict[str, Any], state: Any, batch: Any, *rest: Any
+    ) -> Any:
+        entered = scope.entered(self._axis_name, batch, self._weight_fn, mesh=self.mesh, **found)
+        with order.entered(why_not=unordered), entered as step:
             returned = self._fn(statics.restore(state), batch, *rest)
             new_state, reported = self._pair(returned)
             reported, rows = metrics.take_rows(reported)
@@ -109,7 +116,7 @@ class Program:
             if weight is None:
                 weight = jnp.float32((step.num_rows or 0) * axis.size(self._axis_name))
         new_state = statics.hold(jax.tree.map(_strong, new_state))
-        self._marked = frozenset(step.marked)
+        self._marked, self._split = frozenset(step.marked), frozenset(step.split)
         self._outputs = [
             *_outputs(f"new {self._argument(0)}", "state", new_state),
             *_outputs("metrics", "metric", reported),

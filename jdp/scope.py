@@ -1,6 +1,7 @@
 """What the step being traced knows: its data axis, its rows, and how much they weigh."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from jdp import axis
 from jdp.axis import AxisName
@@ -25,6 +27,12 @@ class Scope:
       weight_fn: gives the weight of a batch, or None where every row counts the same.
       weight: `[]` float, of this rank's rows; None without `weight_fn`.
       total: `[]` float, sum of `weight` over ranks; None where it was not taken yet.
+      mesh: where the ranks are; None where a micro-batch's scope has only the axis.
+      is_part: whether `weight` and `num_rows` are those of a micro-batch.
+      uniform: paths of the gradients that a first trace found to be the same on every rank; None
+        in a first trace.
+      ready: path of a gradient -> when a first trace found it to be ready; None where nobody asks.
+      split: paths of the gradients that go through `collectives.split`, which asks.
       marked: paths of the gradients that were marked for reduction in this trace.
     """
 
@@ -33,10 +41,20 @@ class Scope:
     weight_fn: Callable[[Any], jax.Array] | None = None
     weight: jax.Array | None = None
     total: jax.Array | None = None
+    mesh: Mesh | None = None
+    is_part: bool = False
+    uniform: frozenset[str] | None = None
+    ready: dict[str, int] | None = None
+    split: set[str] = field(default_factory=set)
     marked: set[str] = field(default_factory=set)
 
 
 _scope: ContextVar[Scope | None] = ContextVar("jdp_scope", default=None)
+
+# JAX keeps what it traced of the author's jitted functions for every value of this. One that was
+# traced with the weight of one trace would hand it to another.
+_trace = jax.make_user_context(0)
+_numbers_of_traces = itertools.count(1)
 
 
 def current(axis_name: AxisName) -> Scope | None:
@@ -108,6 +126,9 @@ def entered(
     weight_fn: Callable[[Any], Any] | None,
     *,
     nested: bool = False,
+    mesh: Mesh | None = None,
+    uniform: frozenset[str] | None = None,
+    ready: dict[str, int] | None = None,
 ) -> Iterator[Scope]:
     """Trace what stands inside as a step over `axis_name` on this rank's `batch`.
 
@@ -116,6 +137,9 @@ def entered(
       batch: this rank's rows.
       weight_fn: weighs a batch, None where every row counts the same.
       nested: `batch` is a micro-batch; its weight is summed over ranks only where it is used.
+      mesh: see `Scope`.
+      uniform: see `Scope`.
+      ready: see `Scope`.
     """
     leaves = jax.tree.leaves(batch)
     # Marked, so that a mask which only the weight reads can be told from one that the loss reads.
@@ -127,9 +151,14 @@ def entered(
         weight_fn=weight_fn,
         weight=weight,
         total=None if weight is None or nested else total_weight(weight, axis_name),
+        mesh=mesh,
+        is_part=nested,
+        uniform=uniform,
+        ready=ready,
     )
     token = _scope.set(scope)
     try:
-        yield scope
+        with contextlib.nullcontext() if weight is None else _trace(next(_numbers_of_traces)):
+            yield scope
     finally:
         _scope.reset(token)

@@ -21,7 +21,7 @@ def sync_gradients(
     *,
     weight: jax.Array | None = None,
     axis_name: AxisName = "data",
-    all_reduce: AllReduce = collectives.xla,
+    all_reduce: AllReduce = collectives.auto,
     bucket_bytes: int = BUCKET_BYTES,
     mean: bool = True,
     mesh: Mesh | None = None,
@@ -41,8 +41,8 @@ def sync_gradients(
       all_reduce: the algorithm, from `jdp.collectives`.
       bucket_bytes: capacity of one bucket in bytes, > 0. A leaf is never split.
       mean: divide by the number of ranks, or by the sum of weights; False gives sum(w * g).
-      mesh: where the axis lies. For algorithms that depend on which devices share a host; only
-        an abstract mesh can be seen from inside a `shard_map`.
+      mesh: where the axis lies: in a `shard_map` of your own that runs on several processes, so
+        that `collectives.auto` may see which of them share a host. A step of jdp's knows it.
 
     Returns:
       A tree like `grads`, equal bits on every rank. Where no axis is bound there is one rank.
@@ -58,7 +58,6 @@ def sync_gradients(
     Array([[2., 4.],
            [2., 4.]], dtype=float32)
     """
-    del mesh  # No algorithm asks yet: psum and the ring run on any devices.
     named, treedef = jax.tree_util.tree_flatten_with_path(grads)
     paths = [jax.tree_util.keystr(path) for path, _ in named]
     leaves = [_require_float(path, leaf) for path, (_, leaf) in zip(paths, named, strict=True)]
@@ -92,9 +91,16 @@ def sync_gradients(
         # XLA keeps a psum over one rank, and its copies took as long as the rest of a step.
         leaves = [mark(leaf, kind=ALL_REDUCED, path="", axes=axes) for leaf in leaves]
     elif bound:
+        if step is not None and all_reduce is collectives.split:
+            step.split.update(paths)
+            if step.ready is not None:  # `plan` takes the last one first
+                sent = sorted(sent, key=lambda i: -step.ready.get(paths[i], 0))
         plan = buckets.plan([leaves[i] for i in sent], bucket_bytes)
         plan = [[sent[i] for i in bucket] for bucket in plan]
-        reduced = all_reduce([[leaves[i] for i in bucket] for bucket in plan], axes, scale=scale)
+        mesh = mesh if mesh is not None or step is None else step.mesh
+        reduced = all_reduce(
+            [[leaves[i] for i in bucket] for bucket in plan], axes, scale=scale, mesh=mesh
+        )
         for bucket, values in zip(plan, reduced, strict=True):
             for i, value in zip(bucket, values, strict=True):
                 leaves[i] = value

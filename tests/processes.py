@@ -45,10 +45,18 @@ class Child:
 
 
 class Processes:
-    """`num_processes` children; started by the first `run`, and again after one of them died."""
+    """`num_processes` children; started by the first `run`, and again after one of them died.
 
-    def __init__(self, num_processes):
+    Args:
+      num_processes: how many.
+      address: where the first one listens, for all of them.
+      within: what each is started by, for instance ("ip", "netns", "exec", "name"); None: itself.
+    """
+
+    def __init__(self, num_processes, *, address="127.0.0.1", within=None):
         self.num_processes = num_processes
+        self._address = address
+        self._within = within or [()] * num_processes
         self._children = []
 
     def run(self, function, *args, timeout_s=60.0):
@@ -90,10 +98,16 @@ class Processes:
         for index in range(self.num_processes):
             log = tempfile.TemporaryFile("ab+")  # appended to, so that both sides may seek
             ours, theirs = connection.Pipe()
-            arguments = (theirs.fileno(), os.getpid(), port, self.num_processes, index)
+            address = f"{self._address}:{port}"
+            arguments = (theirs.fileno(), os.getpid(), address, self.num_processes, index)
             with theirs:
                 process = subprocess.Popen(
-                    [sys.executable, "-c", f"import processes; processes.serve{arguments}"],
+                    [
+                        *self._within[index],
+                        sys.executable,
+                        "-c",
+                        f"import processes; processes.serve{arguments}",
+                    ],
                     env=environment(),
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
@@ -167,11 +181,11 @@ def environment():
     }
 
 
-def serve(fd, parent_pid, port, num_processes, index):
+def serve(fd, parent_pid, address, num_processes, index):
     """Join the other processes, then answer calls until the parent closes the pipe."""
     end_with(parent_pid)
     pipe = connection.Connection(fd)
-    answer(pipe, START_TIMEOUT_S, lambda: join(port, num_processes, index))
+    answer(pipe, START_TIMEOUT_S, lambda: join(address, num_processes, index))
     while True:
         try:
             timeout_s, call = pipe.recv()
@@ -188,8 +202,7 @@ def end_with(parent_pid):
         sys.exit()
 
 
-def join(port, num_processes, index):
-    address = f"127.0.0.1:{port}"
+def join(address, num_processes, index):
     jax.distributed.initialize(
         address,
         num_processes,

@@ -9,15 +9,24 @@ from jax.sharding import PartitionSpec as P
 from per_rank import assert_equal_bits, per_rank
 
 from jdp import collectives
+from jdp.collectives import library
 
-ALGORITHMS = [collectives.xla, collectives.ring]
+ANYWHERE = [collectives.xla, collectives.ring, collectives.auto]
+
+
+def native_ring(*args, **kwargs):
+    return collectives.native(*args, algorithm="ring", **kwargs)
+
+
+NATIVE = [collectives.native, native_ring] if library.why_missing() is None else []
 DTYPES = ["float32", "bfloat16", "float16", "int32", "int8", "uint8", "float64"]
 # Less than one element for each rank, multiples of the ranks and their neighbours, a prime; and a
 # large one that divides by nothing.
 SIZES = [1, 2, 15, 16, 17, 97]
 LARGE = 2**20 + 3
 
-every_algorithm = pytest.mark.parametrize("all_reduce", ALGORITHMS, ids=lambda f: f.__name__)
+every_algorithm = pytest.mark.parametrize("all_reduce", ANYWHERE + NATIVE, ids=lambda f: f.__name__)
+those_of_anywhere = pytest.mark.parametrize("all_reduce", ANYWHERE, ids=lambda f: f.__name__)
 
 
 def whole_numbers(num_ranks, *shape, dtype="float32"):
@@ -181,7 +190,7 @@ def test_one_axis_of_a_mesh_leaves_the_other_alone(all_reduce, axis):
     np.testing.assert_array_equal(got.reshape(grid.shape), want)
 
 
-@every_algorithm
+@those_of_anywhere
 def test_another_axis_may_be_left_to_the_compiler(all_reduce):
     mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
     x = whole_numbers(2, 6, 4)
@@ -197,7 +206,7 @@ def test_another_axis_may_be_left_to_the_compiler(all_reduce):
     np.testing.assert_array_equal(jax.jit(mapped)(split), x.sum(axis=0, keepdims=True))
 
 
-@every_algorithm
+@those_of_anywhere
 def test_works_in_pmap_vmap_and_scan(all_reduce):
     x = whole_numbers(2, 2, 5)
 

@@ -54,6 +54,11 @@ def test_every_example_is_tested_here():
     assert all(f'"{path.name}"' in tests for path in (ROOT / "examples").glob("*.py"))
 
 
+def test_scanned_layers_learn(tmp_path):
+    output = run("scanned_layers.py", folder=tmp_path)
+    assert float(re.search(r"after 60 steps: loss ([\d.]+)", output)[1]) < 0.1
+
+
 def test_digits_is_learnt_alike_on_four_ranks_and_on_one(tmp_path):
     output = run("digits.py", folder=tmp_path)
     accuracy = re.search(r"ranks: 4, test accuracy: ([\d.]+)% of 397 rows", output)

@@ -304,7 +304,7 @@ def loops(jaxpr, inside=()):
 def test_all_but_the_last_micro_batch_run_in_a_loop_and_one_reduction_follows(make_mesh, k):
     def fn(w, x):
         _, grads = jdp.value_and_grad(lambda w, x: jnp.mean(x @ w), accumulate=k)(w, x)
-        return jdp.sync_gradients(grads)
+        return jdp.sync_gradients(grads, all_reduce=jdp.collectives.xla)
 
     mapped = jax.shard_map(
         fn, mesh=make_mesh(2), in_specs=(P(), P("data")), out_specs=P(), check_vma=False

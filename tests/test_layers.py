@@ -13,11 +13,11 @@ ROOMS = (
     ("check", "evaluate"),
     ("step",),
     ("program", "state"),
-    ("optimizer", "grad", "data"),
-    ("sync", "metrics", "agreement", "verify", "batch"),
+    ("optimizer", "grad", "data", "scan_layers"),
+    ("sync", "metrics", "agreement", "verify", "readiness", "late_reduction", "batch"),
     ("placement", "scope", "collectives", "uniformity"),
     ("mesh", "buckets"),
-    ("processes",),
+    ("processes", "store"),
     ("axis", "mark", "statics", "sampler", "prefetch", "dataset"),
 )
 # jdp/__init__.py: the public names, which may come from every room and which no room may import.

@@ -51,7 +51,11 @@ def run_ring():
     return run(jdp.collectives.ring)
 
 
-@pytest.mark.parametrize("function", [run, run_ring])
+def run_native():
+    return run(jdp.collectives.native)
+
+
+@pytest.mark.parametrize("function", [run, run_ring, run_native])
 def test_equal_one_process(processes, function):
     params, loss, found = function()
     for other_params, other_loss, other_found in processes(2).run(function):

@@ -91,7 +91,7 @@ def test_mean_false_gives_the_sum(mesh):
 def test_an_algorithm_gets_every_leaf_once_with_one_scale(make_mesh):
     calls = []
 
-    def all_reduce(buckets, axis_name, *, scale):
+    def all_reduce(buckets, axis_name, *, scale, mesh):
         calls.append(([[leaf.shape for leaf in bucket] for bucket in buckets], axis_name, scale))
         return xla(buckets, axis_name, scale=scale)
 

@@ -1,15 +1,18 @@
 """All-reduce algorithms: one signature, each ends with equal bits on every rank.
 
-`all_reduce(buckets, axis_name, *, scale) -> buckets`: every leaf summed over the ranks of
+`all_reduce(buckets, axis_name, *, scale, mesh) -> buckets`: every leaf summed over the ranks of
 `axis_name` and multiplied by `scale`. A bucket is a list of leaves of one dtype; buckets come
 in the order in which backpropagation finishes them.
 """
 
 from collections.abc import Callable
 
+from jdp.collectives.auto import auto
+from jdp.collectives.native import native
 from jdp.collectives.ring import ring
+from jdp.collectives.split import split
 from jdp.collectives.xla import xla
 
 AllReduce = Callable[..., list]
 
-__all__ = ["AllReduce", "ring", "xla"]
+__all__ = ["AllReduce", "auto", "native", "ring", "split", "xla"]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from jdp import axis
 from jdp.axis import AxisName
@@ -18,6 +19,7 @@ def ring(
     axis_name: AxisName,
     *,
     scale: Scale = 1.0,
+    mesh: Mesh | None = None,
 ) -> list[list[jax.Array]]:
     """Sum every leaf over `axis_name` by passing chunks of each bucket around a ring.
 
@@ -28,6 +30,7 @@ def ring(
       buckets: lists of leaves, one dtype each; any shapes. Sums are taken in that dtype.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
+      mesh: not needed: this runs on any devices.
 
     Returns:
       The same lists, summed and scaled, in the dtype of each leaf.

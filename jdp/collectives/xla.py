@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
 from jdp import axis
 from jdp.axis import AxisName
@@ -18,6 +19,7 @@ def xla(
     axis_name: AxisName,
     *,
     scale: Scale = 1.0,
+    mesh: Mesh | None = None,
 ) -> list[list[jax.Array]]:
     """Sum every leaf over `axis_name` with `lax.psum`, one call for each bucket.
 
@@ -27,6 +29,7 @@ def xla(
       buckets: lists of leaves, one dtype each; any shapes.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
+      mesh: not needed: this runs on any devices.
 
     Returns:
       The same lists, summed and scaled, in the dtype of each leaf.

@@ -21,6 +21,12 @@ def _all_reduce(walk: Walk, eqn: Any, ins: list[int]) -> list[int]:
     return [_spread(walk, x, axes) for x in ins]  # What is uniform is summed unequally often.
 
 
+def _native(walk: Walk, eqn: Any, ins: list[int]) -> list[int]:
+    axes = _meet(walk, eqn)
+    token, *leaves = ins[3:]  # before them the rank, its group and the scale
+    return [walk.lattice.agree(token, axes), *(walk.lattice.all_reduce(x, axes) for x in leaves)]
+
+
 def _agree(walk: Walk, eqn: Any, ins: list[int]) -> list[int]:
     axes = _meet(walk, eqn)
     if jaxprs.groups(eqn) is not None:
@@ -95,6 +101,7 @@ RULES = {
     ),
     **dict.fromkeys(_with_start("ppermute psend precv"), _pass_on),
     "axis_index": _rank,
+    "jdp_all_reduce": _native,
     "jdp_mark": _mark,
     "pbroadcast_dynamic": _agree_on_source,
 }

@@ -7,9 +7,12 @@ import jax.numpy as jnp
 from jax import lax
 
 import jdp
+from jdp.collectives import library
 from wrong_programs import corpus
 from wrong_programs.corpus import gradients, local, loss_fn, numbers, right, training
 
+# What a step of jdp's reduces gradients with here.
+REDUCTION = "psum" if library.why_missing() else "jdp_all_reduce"
 NEXT = [(i, (i + 1) % 4) for i in range(4)]
 
 wrong = functools.partial(corpus.wrong, "deadlock", make=numbers)
@@ -86,7 +89,7 @@ def psum_scatter_on_some_ranks(state, batch):
     return {**state, "v": only_if(local(batch) > 0, scattered, state["v"])}, {}
 
 
-@wrong("psum", "new state['v']")
+@wrong(REDUCTION, "new state['v']")
 def sync_gradients_on_some_ranks(state, batch):
     def synced(v):
         return jdp.sync_gradients(v)  # <- here
@@ -118,7 +121,7 @@ def sum_over_ranks_on_some_ranks(state, batch):
     return {**state, "a": only_if(local(batch) > 0, total, state["a"])}, {}
 
 
-@wrong("psum", "new state", make=training)
+@wrong(REDUCTION, "new state", make=training)
 def apply_gradients_on_ranks_with_a_finite_loss(state, batch):
     loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
 
@@ -235,7 +238,7 @@ def until_the_mean_loss_is_small(state, batch):
     return {**state, "a": lax.while_loop(predicate, body, state["a"])}, {}
 
 
-@wrong("psum", "new state", make=training)
+@wrong(REDUCTION, "new state", make=training)
 def until_the_own_gradient_is_small(state, batch):
     def predicate(state):
         return jnp.abs(gradients(state, batch)["b"]) > 0.1

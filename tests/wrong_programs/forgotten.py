@@ -289,7 +289,7 @@ def pseudo_labels_kept_in_a_teacher(state, batch):
     return {"p": {**state["p"], "b": state["p"]["b"] + labels.std()}}, {}
 
 
-def leaves_as_it_is(buckets, axis_name, *, scale):
+def leaves_as_it_is(buckets, axis_name, *, scale, mesh):
     return buckets
 
 

@@ -1,0 +1,215 @@
+"""What calls through XLA cost on one GPU, and the table of all that was measured there.
+
+`run_all.sh` calls it:
+
+    python benchmarks/gpu/measure.py LIBJDP_CUDA_SO BENCH_RING_JSONL
+"""
+
+import ctypes
+import functools
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import contestants  # noqa: E402
+import models  # noqa: E402
+import report  # noqa: E402
+import timing  # noqa: E402
+from lineup import start  # noqa: E402
+from report import Section  # noqa: E402
+
+import jdp  # noqa: E402
+
+TOKEN = jax.ShapeDtypeStruct((1,), jnp.float32)
+NUM_BUCKETS = 32
+CALLS = 200
+
+
+def main() -> None:
+    library, lines = Path(sys.argv[1]), Path(sys.argv[2])
+    if jax.default_backend() != "gpu":
+        sys.exit(f"measure.py needs a GPU; JAX found {jax.default_backend()}.")
+    sections = []
+    for part in (
+        lambda: ring_sections(lines),
+        lambda: [call_section(library)],
+        lambda: [step_section()],
+    ):
+        try:
+            sections += part()
+        except Exception as error:  # the other parts still count
+            print(f"measure: a part failed: {type(error).__name__}: {error}", file=sys.stderr)
+    for section in sections:
+        print(f"\n{section.title}\n\n{report.table(section)}")
+    for section in sections:
+        for row in section.rows:
+            row["gpu"] = gpu()
+    print("wrote", report.write(report.RESULTS, "ring", gpu().split(",")[0], sections))
+    sys.exit(len(sections) < 5)
+
+
+def gpu() -> str:
+    """Name, driver, and compiler."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    card = subprocess.check_output(query, text=True).splitlines()[0]
+    nvcc = subprocess.check_output(["nvcc", "--version"], text=True).split("release ")[1][:4]
+    return f"{card}, nvcc {nvcc}"
+
+
+def ring_sections(lines: Path) -> list[Section]:
+    """Tabulate what bench_ring printed, as far as it came."""
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    copy = next(row for row in rows if row["kind"] == "copy")
+    columns = {
+        "ranks": "{num_ranks}",
+        "KiB a rank": "{kib:.0f}",
+        "algorithm": "{algorithm}",
+        "blocks a rank": "{num_channels}",
+        "us": "{us:.1f}",
+        "floor, us": "{floor_us:.1f}",
+        "floor / time": "{fraction:.2f}",
+    }
+    for row in rows:
+        row["kib"], row["slot_kib"] = row["bytes"] / 1024, row.get("slot_bytes", 0) / 1024
+    text = (
+        f"{gpu()}. All ranks on one GPU, f32. The floor is what a rank moves through device memory "
+        f"over the {copy['tb_per_s']:.2f} TB/s of a device-to-device copy in the same run; small "
+        "buckets beat it, for they stay in the cache. Medians of graph replays."
+    )
+
+    def of(kind: str) -> list[dict]:
+        return [row for row in rows if row["kind"] == kind]
+
+    return [
+        Section("Latency of small buckets", text, of("latency"), columns),
+        Section("From 64 KiB to 256 MiB", text, of("size"), columns),
+        Section(
+            "Blocks and message sizes, 8 ranks, 64 MiB, ring",
+            text,
+            of("variant"),
+            {**columns, "message, KiB": "{slot_kib:.0f}"},
+        ),
+    ]
+
+
+def call_section(path: Path) -> Section:
+    """Time start and done of one rank through XLA, beside a program without them."""
+    open_communicator(path)
+    leaf = jnp.asarray(np.random.default_rng(0).standard_normal(1024), jnp.float32)
+    leaves = [leaf + i for i in range(NUM_BUCKETS)]
+    with_ring, without = jax.jit(rings), jax.jit(lambda xs: [x * 2 for x in xs])
+    for got, x in zip(with_ring(leaves), leaves, strict=True):
+        np.testing.assert_array_equal(got, x * 2)  # one rank: its own, scaled
+    compared = timing.compare(
+        functools.partial(clock, with_ring, leaves),
+        functools.partial(clock, without, leaves),
+        budget_s=15,
+    )
+    per_bucket_us = (compared.first_s - compared.second_s) / CALLS / NUM_BUCKETS * 1e6
+    row = {"num_buckets": NUM_BUCKETS, "per_bucket_us": per_bucket_us}
+    return Section(
+        "A bucket's start and done through XLA",
+        f"{gpu()}. One rank, {NUM_BUCKETS} buckets of 4 KiB in one program, {CALLS} calls in a "
+        "row, minus the same program with a product in their place.",
+        [row],
+        {"buckets": "{num_buckets}", "us a bucket": "{per_bucket_us:.2f}"},
+    )
+
+
+# As jdp.collectives does it: all starts, a barrier over the tokens, the dones in a chain.
+def rings(leaves: list[jax.Array]) -> list[jax.Array]:
+    def attributes(i: int) -> dict:
+        return {"bucket": np.int32(i), "num_ranks": np.int32(1), "communicator": np.int64(0)}
+
+    scale = jnp.float32(2)
+    tokens = [
+        jax.ffi.ffi_call("jdp_ring_start", TOKEN)(scale, x, **attributes(i))
+        for i, x in enumerate(leaves)
+    ]
+    tokens = jax.lax.optimization_barrier(tokens)
+    after, results = tokens[0], []
+    for i, (token, x) in enumerate(zip(tokens, leaves, strict=True)):
+        shapes = [TOKEN, jax.ShapeDtypeStruct(x.shape, x.dtype)]
+        call = jax.ffi.ffi_call("jdp_ring_done", shapes, input_output_aliases={1: 0, 2: 1})
+        after, y = call(token, after, x, **attributes(i))
+        results.append(y)
+    return results
+
+
+def open_communicator(path: Path) -> None:
+    library = ctypes.CDLL(str(path))
+    for name in ("jdp_ring_start", "jdp_ring_done"):
+        handler = jax.ffi.pycapsule(getattr(library, name))
+        jax.ffi.register_ffi_target(name, handler, platform="CUDA")
+    library.jdp_cuda_last_error.restype = ctypes.c_char_p
+    key, ordinal = ctypes.c_int64(0), ctypes.c_int32(0)
+    blob = ctypes.create_string_buffer(1024)
+
+    def call(name: str, *args: object) -> None:
+        if getattr(library, name)(key, ordinal, *args):
+            raise RuntimeError(library.jdp_cuda_last_error().decode())
+
+    # Device 0, rank 0 of 1, on one device; room for all buckets.
+    call("jdp_cuda_open", 0, 0, 1, 2, ctypes.c_int64(NUM_BUCKETS * 8192))
+    call("jdp_cuda_export", blob)
+    call("jdp_cuda_import", blob)
+    call("jdp_cuda_probe_write")
+    call("jdp_cuda_probe_read")
+
+
+# Seconds of CALLS calls; the last ends when all have.
+def clock(function, leaves: list[jax.Array]) -> float:
+    begin = time.perf_counter()
+    for _ in range(CALLS):
+        results = function(leaves)
+    jax.block_until_ready(results)
+    return time.perf_counter() - begin
+
+
+def step_section() -> Section:
+    """Time the decorated step beside plain jit."""
+    mesh = jdp.init(devices=jax.devices()[:1])
+    rows = []
+    for problem in (
+        models.mlp(width=2048, num_layers=4, num_rows=8192),
+        models.transformer(dim=512, num_layers=12, num_rows=32, length=256),
+    ):
+        batch = jax.device_put(problem.batch)
+        clocks = []
+        for label, make in (("jdp", contestants.jdp_step), ("jit", contestants.jit_natural)):
+            step, state = make(problem.loss_fn, mesh, 1), start(label, problem, mesh)
+            clocks.append(functools.partial(step_clock, step, [state], batch))
+        compared = timing.compare(*clocks, budget_s=12, warm_up=2)
+        rows.append({"model": problem.name, **compared._asdict()})
+    return Section(
+        "The decorated step beside plain jit, one GPU",
+        f"{gpu()}. jdp / jit, the median of pairs, and its 95 % interval. Ten steps in a row.",
+        rows,
+        {
+            "model": "{model}",
+            "jit, s": "{second_s:.6f}",
+            "jdp / jit": "{ratio:.3f}",
+            "interval": "{low:.3f} to {high:.3f}",
+        },
+    )
+
+
+# The state is donated, so it is kept in a list from one call to the next.
+def step_clock(step, kept: list, batch) -> float:
+    begin = time.perf_counter()
+    for _ in range(10):
+        kept[0], metrics = step(kept[0], batch)
+    jax.block_until_ready((kept[0], metrics))
+    return (time.perf_counter() - begin) / 10
+
+
+if __name__ == "__main__":
+    main()

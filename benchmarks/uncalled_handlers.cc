@@ -1,0 +1,16 @@
+// Stands in for the ring's handlers where jdp has no CUDA library: XLA asks for them when it
+// compiles, and what is compiled for GPUs that are not there never calls them.
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+static ffi::Error Uncalled(ffi::RemainingArgs, ffi::RemainingRets) {
+  return ffi::Error::Internal("compiled only");
+}
+
+#pragma GCC visibility push(default)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jdp_ring_start, Uncalled,
+                              ffi::Ffi::Bind().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jdp_ring_done, Uncalled,
+                              ffi::Ffi::Bind().RemainingArgs().RemainingRets());
+#pragma GCC visibility pop

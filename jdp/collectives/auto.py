@@ -1,0 +1,52 @@
+"""The all-reduce that fits where the ranks are."""
+
+import logging
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from jdp import axis
+from jdp.axis import AxisName
+from jdp.collectives import order
+from jdp.collectives.native import native, why_not
+from jdp.collectives.xla import Scale, xla
+
+_log = logging.getLogger("jdp")
+_told: set[str] = set()
+
+
+def auto(
+    buckets: Sequence[Sequence[jax.Array]],
+    axis_name: AxisName,
+    *,
+    scale: Scale = 1.0,
+    mesh: Mesh | None = None,
+) -> list[list[jax.Array]]:
+    """Sum every leaf over `axis_name`: `native` in steps on CPUs of one host, else `xla`.
+
+    The choice depends on the program, devices and hosts alone, never on timing, and is logged once, to the
+    logger "jdp" at level INFO.
+
+    Args:
+      buckets: lists of leaves, one dtype each; any shapes.
+      axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
+      scale: multiplies the sum; a number, or `[]` float, the same on every rank.
+      mesh: where the axis lies; None if it is not known, as inside a `shard_map` of one's own.
+
+    Returns:
+      The same lists, summed and scaled, in the dtype of each leaf.
+    """
+    reason = order.why_not() or why_not(axis.names(axis_name), mesh)
+    _tell(
+        f"gradients are summed by XLA (collectives.xla), since collectives.native cannot: {reason}"
+        if reason
+        else "gradients are summed by jdp's own code (collectives.native)."
+    )
+    return (xla if reason else native)(buckets, axis_name, scale=scale, mesh=mesh)
+
+
+def _tell(what: str) -> None:
+    if what not in _told:
+        _told.add(what)
+        _log.info(what)

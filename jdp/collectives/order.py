@@ -1,0 +1,147 @@
+"""What tells the native all-reduces of one program apart, and in which order they run.
+
+XLA runs what does not depend on each other in another order on each rank, and makes one call of
+two that are equal: each call has a number of its own, and takes a token from the one before.
+"""
+
+import contextlib
+import itertools
+import zlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.extend.core
+
+
+# Where the token stands among the operands of an all-reduce.
+TOKEN = 3
+
+# At most two of XLA's threads for each rank wait for other ranks at once: one for its own
+# collectives. A second chain of these would be the third.
+_MAX_CHAINS = 1
+
+
+class _Order:
+    """Of the program being traced."""
+
+    def __init__(self, why_not: str | None) -> None:
+        self.why_not = why_not
+        self.numbers = itertools.count()
+        self.token: jax.Array | None = None
+        self.trace: Any = None  # where the token was made, and may be used
+
+
+# JAX keeps what it traced of the author's jitted functions for each value of this, and must not
+# hand the all-reduces of a step to a program where nothing orders them.
+_traced_where = jax.make_user_context("")
+_order: ContextVar[_Order | None] = ContextVar("jdp_order", default=None)
+# Outside of jdp's programs: where the last number was given, and how often for equal leaves.
+_last_trace: Any = None
+_num_equal: dict[int, int] = {}
+
+
+@contextlib.contextmanager
+def entered(*, why_not: str | None = None) -> Iterator[None]:
+    """Order the all-reduces that are traced inside: those of one program.
+
+    Args:
+      why_not: in a sentence, why they cannot be told apart after all; see `why_unordered`.
+    """
+    token = _order.set(_Order(why_not))
+    try:
+        with _traced_where("step" if why_not is None else "unordered step"):
+            yield
+    finally:
+        _order.reset(token)
+
+
+def why_not() -> str | None:
+    """Say in a sentence why nothing orders the all-reduces of this program, or None."""
+    order = _order.get()
+    if order is None:
+        return (
+            "outside of jdp.train_step nothing puts it in one order with the program's other "
+            "calls (all_reduce=jdp.collectives.native takes it where each step reduces once)."
+        )
+    return order.why_not
+
+
+def why_unordered(jaxpr: Any) -> str | None:
+    """Say in a sentence why the all-reduces of a traced program could meet others than their own.
+
+    JAX traces a function that is jitted by itself once, whoever calls it: its all-reduces then
+    stand in the program several times, under the same numbers, and outside of its chain.
+
+    Args:
+      jaxpr: of the whole program.
+    """
+    numbers: list[int] = []
+    num_chains = _look_through(jaxpr, numbers)
+    if len(set(numbers)) < len(numbers):
+        return "a function that reduces is called twice in one program, and JAX traced it once."
+    if num_chains > _MAX_CHAINS:
+        return f"{num_chains} functions within the program reduce, and nothing orders them."
+    return None
+
+
+def _look_through(jaxpr: Any, numbers: list[int]) -> int:
+    """Collect the numbers of all all-reduces, and count those that wait for no other one."""
+    num_chains, given = 0, set()
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if equation.primitive.name == "jdp_all_reduce":
+            numbers.append(equation.params["number"])
+            token, waits = id(equation.invars[TOKEN]), id(equation.outvars[0])
+            num_chains += token not in given
+            given.discard(token)  # A second one that takes it runs beside the first.
+            given.add(waits)
+            continue
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                    num_chains += _look_through(inner, numbers)
+    return num_chains
+
+
+def next_number(bucket: Sequence[jax.Array]) -> int:
+    """Give the next all-reduce of the program its number, >= 0.
+
+    The same in every process and in every run of the same program: the numbers are part of what
+    the compilation cache looks at.
+
+    Args:
+      bucket: what is reduced. Where jdp does not trace the whole program, numbers are made from
+        its shapes.
+    """
+    order = _order.get()
+    if order is not None:
+        return next(order.numbers)
+    global _last_trace
+    trace = jax.extend.core.get_opaque_trace_state()
+    if trace != _last_trace:
+        _last_trace = trace
+        _num_equal.clear()
+    content = zlib.crc32(repr([(leaf.shape, str(leaf.dtype)) for leaf in bucket]).encode())
+    _num_equal[content] = _num_equal.get(content, -1) + 1
+    return derived(content, f"outside {_num_equal[content]}")
+
+
+def derived(number: int, by: str) -> int:
+    """Number the all-reduce that a transformation makes of another: its tangent, say."""
+    return zlib.crc32(f"{number} {by}".encode()) % 2**30 + 2**30
+
+
+def token() -> jax.Array | None:
+    """Give the token of the last all-reduce, None if the next one is the first here."""
+    order = _order.get()
+    if order is None or order.trace != jax.extend.core.get_opaque_trace_state():
+        return None
+    return order.token
+
+
+def passed(token: jax.Array) -> None:
+    """Note the token that the next all-reduce has to take."""
+    order = _order.get()
+    if order is not None:
+        order.token, order.trace = token, jax.extend.core.get_opaque_trace_state()

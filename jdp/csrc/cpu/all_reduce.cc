@@ -1,0 +1,17 @@
+#include "call.h"
+#include "communicator.h"
+#include "meeting.h"
+
+namespace jdp {
+
+Status all_reduce(const Call& call, const Bucket& bucket) {
+  if (call.rank < 0 || call.rank >= call.num_ranks) {
+    return {Code::kInvalidArgument, "jdp: bucket " + std::to_string(call.bucket) + ": rank " +
+                                        std::to_string(call.rank) + " is none of " +
+                                        std::to_string(call.num_ranks)};
+  }
+  return call.communicator == 0 ? all_reduce_in_process(call, bucket)
+                                : all_reduce_in_segment(call, bucket);
+}
+
+}  // namespace jdp

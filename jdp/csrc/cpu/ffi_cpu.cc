@@ -1,0 +1,127 @@
+// XLA's side of the CPU all-reduce: buffers and attributes in, a call of the library out.
+
+#include <optional>
+#include <vector>
+
+#include "c_api.h"
+#include "call.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace jdp {
+namespace {
+
+std::optional<Type> type_of(ffi::DataType type) {
+  switch (type) {
+    case ffi::F32:
+      return Type::kF32;
+    case ffi::F64:
+      return Type::kF64;
+    case ffi::BF16:
+      return Type::kBF16;
+    case ffi::F16:
+      return Type::kF16;
+    case ffi::S8:
+    case ffi::U8:
+      return Type::kInt8;
+    case ffi::S16:
+    case ffi::U16:
+      return Type::kInt16;
+    case ffi::S32:
+    case ffi::U32:
+      return Type::kInt32;
+    case ffi::S64:
+    case ffi::U64:
+      return Type::kInt64;
+    default:
+      return std::nullopt;
+  }
+}
+
+ffi::Error error_of(const Status& status) {
+  switch (status.code) {
+    case Code::kOk:
+      return ffi::Error::Success();
+    case Code::kInvalidArgument:
+      return ffi::Error(ffi::ErrorCode::kInvalidArgument, status.message);
+    case Code::kDeadlineExceeded:
+      return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, status.message);
+    default:
+      return ffi::Error(ffi::ErrorCode::kAborted, status.message);
+  }
+}
+
+// A float widened to double is still the same number.
+double scale_of(const ffi::AnyBuffer& scale) {
+  return scale.element_type() == ffi::F64 ? *static_cast<const double*>(scale.untyped_data())
+                                          : *static_cast<const float*>(scale.untyped_data());
+}
+
+ffi::Error handle(ffi::RunId run, ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ffi::S32> group,
+                  ffi::AnyBuffer scale, ffi::BufferR1<ffi::F32> token, ffi::RemainingArgs leaves,
+                  ffi::ResultBufferR1<ffi::F32> token_out, ffi::RemainingRets results,
+                  int32_t num_ranks, int32_t bucket, int32_t algorithm, int64_t communicator) {
+  const auto wrong = [&](const char* what) {
+    return ffi::Error::InvalidArgument("jdp: bucket " + std::to_string(bucket) + ": " + what);
+  };
+  if (leaves.size() == 0 || leaves.size() != results.size()) {
+    return wrong("there must be as many results as leaves, and at least one");
+  }
+  if (scale.element_type() != ffi::F32 && scale.element_type() != ffi::F64) {
+    return wrong("the scale must be f32 or f64");
+  }
+  std::vector<Leaf> places;
+  places.reserve(leaves.size());
+  const ffi::DataType dtype = leaves.get<ffi::AnyBuffer>(0)->element_type();
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    const ffi::AnyBuffer in = *leaves.get<ffi::AnyBuffer>(i);
+    const ffi::AnyBuffer out = **results.get<ffi::AnyBuffer>(i);
+    if (in.element_type() != dtype || out.element_type() != dtype ||
+        in.element_count() != out.element_count()) {
+      return wrong("all leaves and results must have one type, and pairs of them one size");
+    }
+    places.push_back(
+        {in.untyped_data(), out.untyped_data(), static_cast<int64_t>(in.element_count())});
+  }
+  const std::optional<Type> type = type_of(dtype);
+  if (!type) return wrong("this type of elements is not supported");
+  const Call call{run.run_id,
+                  communicator,
+                  *group.typed_data(),
+                  bucket,
+                  *rank.typed_data(),
+                  num_ranks,
+                  static_cast<Algorithm>(algorithm),
+                  scale_of(scale)};
+  const Status status = all_reduce(call, Bucket(*type, std::move(places)));
+  if (status.ok() && token_out->typed_data() != token.typed_data()) {
+    *token_out->typed_data() = *token.typed_data();
+  }
+  return error_of(status);
+}
+
+}  // namespace
+}  // namespace jdp
+
+extern "C" JDP_EXPORT XLA_FFI_Error* jdp_all_reduce(XLA_FFI_CallFrame* frame);
+
+// Of the headers that this library was built with: a runtime that is older must not load it.
+extern "C" JDP_EXPORT int jdp_ffi_api_version();
+
+int jdp_ffi_api_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jdp_all_reduce, jdp::handle,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::RunId>()
+                                  .Arg<ffi::BufferR0<ffi::S32>>()
+                                  .Arg<ffi::BufferR0<ffi::S32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::BufferR1<ffi::F32>>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::BufferR1<ffi::F32>>()
+                                  .RemainingRets()
+                                  .Attr<int32_t>("num_ranks")
+                                  .Attr<int32_t>("bucket")
+                                  .Attr<int32_t>("algorithm")
+                                  .Attr<int64_t>("communicator"));

@@ -1,0 +1,253 @@
+#include "meeting.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+#include <utility>
+
+#include "cpu_link.h"
+#include "reduce.h"
+
+namespace jdp {
+namespace {
+
+// Of each rank, in bytes. Smaller tiles cost claims, larger ones leave ranks idle at the end.
+constexpr int64_t kTileBytes = 64 * 1024;
+
+// Guards who has joined which meeting.
+std::mutex& registry_mutex() {
+  static std::mutex* mutex = new std::mutex;  // outlives threads that still wait at exit
+  return *mutex;
+}
+
+// One call of all ranks of a group. Whoever is awake reduces tiles of everybody's leaves, beginning
+// with the rank that comes last: ranks that sleep, or have no core, delay nobody.
+class Meeting {
+ public:
+  Meeting(const Call& first, const Bucket& bucket, uint64_t nth)
+      : first_(first), nth_(nth), num_expected_(first.num_ranks), buckets_(first.num_ranks) {
+    const int64_t element_bytes = visit(bucket.type(), [](auto zero) { return sizeof zero; });
+    tile_ = kTileBytes / element_bytes;
+    num_tiles_ = (bucket.count() + tile_ - 1) / tile_;
+  }
+
+  // True once nobody else is expected. The registry's mutex is held.
+  bool join(const Call& call, const Bucket& bucket);
+
+  // Waits for the others and reduces with them.
+  Status reduce_with_others(const Call& call, const Bucket& bucket);
+
+ private:
+  std::string misfit(const Call& call, const Bucket& bucket) const;
+  Status wait_for_ranks(const Call& call);
+  Status wait_for_neighbour(const Call& call, Counter& counter, uint32_t target, Neighbour whose);
+  Status give_up(const Status& why);
+  Status failure();
+  void open();
+  void reduce_tiles();
+  template <typename T>
+  void reduce_tile(int64_t tile);
+
+  const Call first_;
+  const uint64_t nth_;
+  int num_joined_ = 0;
+  int num_expected_;
+  std::vector<const Bucket*> buckets_;  // by rank
+  int64_t tile_;                        // elements
+  int64_t num_tiles_;
+  std::unique_ptr<Mailbox[]> mailboxes_;  // of the ring, by sender
+
+  Status status_;   // why there is no result; guarded by the registry's mutex
+  Counter opened_;  // 1: all ranks are here, or it failed
+  Counter failed_;  // 1: it failed
+  std::atomic<int64_t> next_tile_{0};
+  std::atomic<int64_t> num_reduced_{0};
+  Counter finished_;  // 1: all tiles are reduced
+};
+
+std::string Meeting::misfit(const Call& call, const Bucket& bucket) const {
+  if (call.num_ranks != first_.num_ranks || call.algorithm != first_.algorithm ||
+      std::memcmp(&call.scale, &first_.scale, sizeof call.scale) != 0) {
+    const auto text = [](const Call& it) {
+      return std::to_string(it.num_ranks) + " ranks and scale " + std::to_string(it.scale);
+    };
+    return "ranks disagree on the number of ranks, the scale or the algorithm: rank " +
+           std::to_string(first_.rank) + " brings " + text(first_) + ", rank " +
+           std::to_string(call.rank) + " " + text(call);
+  }
+  if (buckets_[call.rank]) {
+    return "rank " + std::to_string(call.rank) +
+           " came twice; all-reduces of one program must be chained by their token";
+  }
+  if (!bucket.fits(*buckets_[first_.rank])) {
+    return "ranks disagree on the leaves' types or sizes: rank " + std::to_string(first_.rank) +
+           " brings " + std::to_string(buckets_[first_.rank]->count()) + " elements, rank " +
+           std::to_string(call.rank) + " " + std::to_string(bucket.count());
+  }
+  return "";
+}
+
+bool Meeting::join(const Call& call, const Bucket& bucket) {
+  ++num_joined_;
+  num_expected_ = std::max(num_expected_, call.num_ranks);
+  if (status_.ok()) {
+    const std::string what = num_joined_ == 1 ? "" : misfit(call, bucket);
+    if (what.empty()) {
+      buckets_[call.rank] = &bucket;
+      if (num_joined_ == first_.num_ranks) open();
+    } else {
+      status_ = invalid(call, nth_, what);
+      advance(failed_, 1);
+      advance(opened_, 1);
+    }
+  }
+  return num_joined_ == num_expected_;
+}
+
+void Meeting::open() {
+  if (first_.algorithm == Algorithm::kRing) mailboxes_.reset(new Mailbox[first_.num_ranks]);
+  advance(opened_, 1);
+  if (num_tiles_ == 0) advance(finished_, 1);
+}
+
+Status Meeting::give_up(const Status& why) {
+  const std::lock_guard<std::mutex> lock(registry_mutex());
+  if (status_.ok()) {
+    status_ = why;
+    advance(failed_, 1);
+    advance(opened_, 1);
+  }
+  return status_;
+}
+
+Status Meeting::failure() {
+  const std::lock_guard<std::mutex> lock(registry_mutex());
+  return status_;
+}
+
+Status Meeting::wait_for_ranks(const Call& call) {
+  const Stopwatch watch;
+  while (!wait_briefly(opened_, 1)) {
+    if (!aborted() && !watch.expired()) continue;
+    const std::lock_guard<std::mutex> lock(registry_mutex());
+    if (reached(opened_, 1)) break;
+    std::vector<int> missing;
+    for (int rank = 0; rank < call.num_ranks; ++rank) {
+      if (!buckets_[rank]) missing.push_back(rank);
+    }
+    status_ = aborted() ? was_aborted(call, nth_, abort_reason())
+                        : timed_out(call, nth_, watch.elapsed_s(), missing);
+    advance(failed_, 1);
+    advance(opened_, 1);
+  }
+  // Once it is open, only a ring can fail.
+  return reached(failed_, 1) ? failure() : Status{};
+}
+
+Status Meeting::wait_for_neighbour(const Call& call, Counter& counter, uint32_t target,
+                                   Neighbour whose) {
+  const Stopwatch watch;
+  const int step = whose == Neighbour::kNext ? 1 : call.num_ranks - 1;
+  while (!wait_briefly(counter, target)) {
+    if (reached(failed_, 1)) return failure();
+    if (aborted()) return give_up(was_aborted(call, nth_, abort_reason()));
+    if (watch.expired()) {
+      const int peer = (call.rank + step) % call.num_ranks;
+      return give_up(timed_out(call, nth_, watch.elapsed_s(), {peer}));
+    }
+  }
+  return {};
+}
+
+template <typename T>
+void Meeting::reduce_tile(int64_t tile) {
+  const int num_ranks = first_.num_ranks;
+  const int64_t begin = tile * tile_;
+  std::vector<const T*> inputs(num_ranks);
+  std::vector<T*> outputs(num_ranks);
+  const Bucket& any = *buckets_[0];
+  const int64_t size = std::min(tile_, any.count() - begin);
+  any.pieces(begin, size, [&](size_t index, int64_t first, int64_t length, int64_t) {
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      const Leaf& leaf = buckets_[rank]->leaf(index);
+      inputs[rank] = static_cast<const T*>(leaf.in) + first;
+      outputs[rank] = static_cast<T*>(leaf.out) + first;
+    }
+    reduce<T>(inputs.data(), num_ranks, outputs.data(), num_ranks, length,
+              static_cast<typename Element<T>::Scale>(first_.scale));
+  });
+}
+
+void Meeting::reduce_tiles() {
+  int64_t num_reduced = 0;
+  for (;; ++num_reduced) {
+    const int64_t tile = next_tile_.fetch_add(1, std::memory_order_relaxed);
+    if (tile >= num_tiles_) break;
+    // A rank that comes here late claims nothing, and so looks at no bucket of ranks that left.
+    visit(buckets_[0]->type(), [&](auto zero) { reduce_tile<decltype(zero)>(tile); });
+  }
+  if (num_reduced == 0) return;
+  if (num_reduced_.fetch_add(num_reduced) + num_reduced == num_tiles_) advance(finished_, 1);
+}
+
+Status Meeting::reduce_with_others(const Call& call, const Bucket& bucket) {
+  const Status status = wait_for_ranks(call);
+  if (!status.ok()) return status;
+  if (call.algorithm == Algorithm::kRing) {
+    const int previous = (call.rank + call.num_ranks - 1) % call.num_ranks;
+    return ring_through(mailboxes_[call.rank], mailboxes_[previous], bucket, call.scale, call.rank,
+                        call.num_ranks, [&](Counter& counter, uint32_t target, Neighbour whose) {
+                          return wait_for_neighbour(call, counter, target, whose);
+                        });
+  }
+  reduce_tiles();
+  // No deadline: the others are at work on this rank's memory, which they must be let finish.
+  while (!wait_briefly(finished_, 1)) continue;
+  return {};
+}
+
+class Registry {
+ public:
+  std::shared_ptr<Meeting> join(const Call& call, const Bucket& bucket) {
+    const std::lock_guard<std::mutex> lock(registry_mutex());
+    const Key key{call.run, call.group, call.bucket};
+    std::shared_ptr<Meeting>& place = meetings_[key];
+    if (!place) {
+      const uint64_t nth = ++num_calls_[{call.group, call.bucket}];
+      place = std::make_shared<Meeting>(call, bucket, nth);
+    }
+    const std::shared_ptr<Meeting> meeting = place;
+    if (meeting->join(call, bucket)) meetings_.erase(key);
+    return meeting;
+  }
+
+  void forget() {
+    const std::lock_guard<std::mutex> lock(registry_mutex());
+    meetings_.clear();
+    num_calls_.clear();
+  }
+
+ private:
+  using Key = std::tuple<int64_t, int32_t, int32_t>;
+  // A failed meeting stays until all its ranks came, so that late ones fail, too.
+  std::map<Key, std::shared_ptr<Meeting>> meetings_;
+  std::map<std::pair<int32_t, int32_t>, uint64_t> num_calls_;  // by group and bucket
+};
+
+Registry& registry() {
+  static Registry* only = new Registry;
+  return *only;
+}
+
+}  // namespace
+
+Status all_reduce_in_process(const Call& call, const Bucket& bucket) {
+  return registry().join(call, bucket)->reduce_with_others(call, bucket);
+}
+
+void forget_meetings() { registry().forget(); }
+
+}  // namespace jdp

@@ -1,0 +1,86 @@
+#include "reduce.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace jdp {
+namespace {
+
+// A block's sums and results stay in the L1 cache, whatever the number of ranks; local arrays
+// overlap nothing, so compilers make vectors of the loops.
+constexpr int64_t kBlockBytes = 4096;
+
+template <typename T>
+inline __attribute__((always_inline)) void reduce_blocks(const T* const* inputs, int num_inputs,
+                                                         T* const* outputs, int num_outputs,
+                                                         int64_t count,
+                                                         typename Element<T>::Scale scale) {
+  using E = Element<T>;
+  using Sum = typename E::Sum;
+  constexpr int64_t kBlock = kBlockBytes / sizeof(Sum);
+  alignas(64) Sum sums[kBlock];
+  alignas(64) T results[kBlock];
+  for (int64_t begin = 0; begin < count; begin += kBlock) {
+    const int64_t size = std::min(kBlock, count - begin);
+    const T* first = inputs[0] + begin;
+    if (num_inputs == 1) {
+      for (int64_t i = 0; i < size; ++i) results[i] = E::round(E::widen(first[i]), scale);
+    } else if (num_inputs == 2) {
+      const T* last = inputs[1] + begin;
+      for (int64_t i = 0; i < size; ++i) {
+        results[i] = E::round(static_cast<Sum>(E::widen(first[i]) + E::widen(last[i])), scale);
+      }
+    } else {
+      const T* second = inputs[1] + begin;
+      for (int64_t i = 0; i < size; ++i) sums[i] = E::widen(first[i]) + E::widen(second[i]);
+      for (int rank = 2; rank < num_inputs - 1; ++rank) {
+        const T* next = inputs[rank] + begin;
+        for (int64_t i = 0; i < size; ++i) sums[i] += E::widen(next[i]);
+      }
+      const T* last = inputs[num_inputs - 1] + begin;
+      for (int64_t i = 0; i < size; ++i) {
+        results[i] = E::round(static_cast<Sum>(sums[i] + E::widen(last[i])), scale);
+      }
+    }
+    for (int rank = 0; rank < num_outputs; ++rank) {
+      std::memcpy(outputs[rank] + begin, results, size * sizeof(T));
+    }
+  }
+}
+
+#ifdef __x86_64__
+// Libraries travel, so what the CPU can do is asked when they run, not when they are built.
+const bool has_avx2 = __builtin_cpu_supports("avx2");
+
+template <typename T>
+__attribute__((target("avx2"))) void reduce_avx2(const T* const* inputs, int num_inputs,
+                                                 T* const* outputs, int num_outputs, int64_t count,
+                                                 typename Element<T>::Scale scale) {
+  reduce_blocks(inputs, num_inputs, outputs, num_outputs, count, scale);
+}
+#endif
+
+}  // namespace
+
+template <typename T>
+void reduce(const T* const* inputs, int num_inputs, T* const* outputs, int num_outputs,
+            int64_t count, typename Element<T>::Scale scale) {
+#ifdef __x86_64__
+  if (has_avx2) return reduce_avx2(inputs, num_inputs, outputs, num_outputs, count, scale);
+#endif
+  reduce_blocks(inputs, num_inputs, outputs, num_outputs, count, scale);
+}
+
+#define JDP_INSTANTIATE(T) \
+  template void reduce<T>(const T* const*, int, T* const*, int, int64_t, Element<T>::Scale);
+JDP_INSTANTIATE(float)
+JDP_INSTANTIATE(double)
+JDP_INSTANTIATE(BFloat16)
+JDP_INSTANTIATE(Float16)
+JDP_INSTANTIATE(uint8_t)
+JDP_INSTANTIATE(uint16_t)
+JDP_INSTANTIATE(uint32_t)
+JDP_INSTANTIATE(uint64_t)
+#undef JDP_INSTANTIATE
+
+}  // namespace jdp

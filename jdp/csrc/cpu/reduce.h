@@ -1,0 +1,17 @@
+// The arithmetic: elements of all ranks in, their sum out.
+
+#pragma once
+
+#include <cstdint>
+
+#include "../element.h"
+
+namespace jdp {
+
+// Writes the sum of `num_inputs` (>= 1) vectors, added in their order, scaled and rounded once, to
+// each of `num_outputs` vectors. An output may be an input, but must not overlap one otherwise.
+template <typename T>
+void reduce(const T* const* inputs, int num_inputs, T* const* outputs, int num_outputs,
+            int64_t count, typename Element<T>::Scale scale);
+
+}  // namespace jdp

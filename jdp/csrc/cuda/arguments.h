@@ -1,0 +1,76 @@
+// What one rank's kernel is told, and what it tells its host.
+
+#pragma once
+
+#include <cstdint>
+
+#include "layout.h"
+
+namespace jdp {
+
+enum class Type : int32_t { kF32, kF64, kBF16, kF16, kU8, kU16, kU32, kU64 };
+
+enum class Algorithm : int32_t { kRing, kOneShot, kTwoShot };
+
+inline int64_t bytes_of(Type type) {
+  switch (type) {
+    case Type::kU8:
+      return 1;
+    case Type::kBF16:
+    case Type::kF16:
+    case Type::kU16:
+      return 2;
+    case Type::kF32:
+    case Type::kU32:
+      return 4;
+    case Type::kF64:
+    case Type::kU64:
+      return 8;
+  }
+  return 0;
+}
+
+// A leaf. In the vector that is reduced it begins at a multiple of 16 bytes, so that each 16 bytes
+// of messages belong to one leaf; what is left over at its end is sent and not read.
+struct Segment {
+  const void* in;
+  void* out;      // may be `in`
+  int64_t size;   // elements, at least 1
+  int32_t begin;  // in the vector, units of 16 bytes
+};
+
+// As many as fit into the 4 KiB of kernel parameters. More leaves are several launches: the table
+// then needs no memory, no copy and no wait.
+constexpr int kMaxSegments = 96;
+
+enum class Outcome : uint32_t { kNone = 0, kLate = 1, kAborted = 2 };
+
+// In pinned memory of the host, which reads it without a call to CUDA.
+struct Report {
+  uint32_t outcome;  // an Outcome, written last
+  uint32_t call;     // of this channel since the last reset, from 0
+  int32_t bucket;
+  int32_t rank;
+  int32_t gave_up;  // kLate: `rank`; kAborted: the rank that told this one, -1: this host
+  int32_t peer;     // that did not answer the rank that gave up; -1: the host did not wait for one
+  int32_t step;     // of this call: waits that ended well
+  uint32_t abort;   // written by the host: end every wait
+};
+
+struct Arguments {
+  Layout layout;
+  Staging staging[kMaxRanks];  // of each rank, as mapped on this device
+  Report* report;
+  const void* scale;    // float, or double for kF64; on the device
+  uint64_t timeout_ns;  // 0: wait for ever
+  int32_t rank;
+  int32_t bucket;
+  int32_t num_channels;  // of this call: blocks of the launch, at most those of the layout
+  Algorithm algorithm;
+  int32_t num_vectors;  // of 16 bytes
+  int32_t num_segments;
+  Segment segments[kMaxSegments];
+};
+static_assert(sizeof(Arguments) <= 4096, "kernel parameters take 4 KiB");
+
+}  // namespace jdp

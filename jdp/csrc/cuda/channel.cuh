@@ -1,0 +1,131 @@
+// What the blocks of all algorithms have in common: this rank's part of the vector, waiting for
+// peers, giving up.
+
+#pragma once
+
+#include <cstdint>
+
+#include "arguments.h"
+#include "vectors.cuh"
+
+namespace jdp {
+
+// Whether a counter that wraps around has come to `target`.
+JDP_DEVICE bool reached(uint32_t counter, uint32_t target) {
+  return static_cast<int32_t>(counter - target) >= 0;
+}
+
+// Every member is called by all threads of the block, unless it says otherwise.
+template <typename T, typename Block>
+class Channel {
+ public:
+  using Scale = typename Element<T>::Scale;
+
+  JDP_DEVICE Channel(const Arguments& arguments, int index, Block block)
+      : arguments(arguments),
+        block(block),
+        index(index),
+        state(own()->channel(index)->state),
+        scale(*static_cast<const Scale*>(arguments.scale)),
+        span(chunk_span(index, arguments.num_channels, 0, arguments.num_vectors, 1)) {
+    // A rank that was told to stop does not begin. (Its host does not launch after an abort of its
+    // own, whose flag would take a microsecond to read.)
+    const bool told = block.thread() == 0 && block.load_acquire(&own()->rank()->abort);
+    failed_ = block.any(told);
+    if (told) aborted();
+  }
+
+  // Waits until `missing()`, asked by the first `num_askers` threads with their number, is no
+  // longer a rank but -1. False: some rank stayed missing, or there is an abort; then and from
+  // then on nothing may be sent or read.
+  template <typename Missing>
+  JDP_DEVICE bool wait(int num_askers, Missing missing) {
+    if (failed_) return false;
+    bool gave_up = false;
+    for (int asker = block.thread(); asker < num_askers; asker += block.num_threads()) {
+      gave_up = gave_up || !poll([&] { return missing(asker); });
+    }
+    failed_ = block.any(gave_up);
+    ++step_;
+    return !failed_;
+  }
+
+  // To be called last. What was not reduced must not look as if it were: it becomes all ones, NaN
+  // in every type of floating point.
+  JDP_DEVICE void finish() {
+    if (failed_) {
+      Vector<T> ones;
+      memset(&ones, 0xff, sizeof ones);
+      for_each_vector<T>(
+          block, arguments, span, [&](const Segment&, int32_t, auto) { return ones; },
+          [&](const Segment& segment, int32_t vector, auto whole, const Vector<T>& loaded) {
+            store_own<T>(segment, vector, loaded, whole);
+          });
+    }
+    // All threads have read the state: the constructor has a barrier.
+    if (block.thread() == 0) {
+      ++state.call;
+      own()->channel(index)->state = state;
+    }
+  }
+
+  JDP_DEVICE const Staging* own() const { return &arguments.staging[arguments.rank]; }
+
+  const Arguments& arguments;
+  const Block block;
+  const int index;
+  ChannelState state;
+  const Scale scale;
+  const Span span;  // of this channel, units of 16 bytes
+
+ private:
+  // By one thread. The clock and the abort flags are slow to read, so one poll in 64 does.
+  template <typename Missing>
+  JDP_DEVICE bool poll(Missing missing) {
+    uint64_t begin_ns = 0;
+    for (uint32_t polls = 1;; ++polls) {
+      const int peer = missing();
+      if (peer < 0) return true;
+      block.pause();
+      if (polls % 64) continue;
+      if (aborted()) return false;
+      if (begin_ns == 0) begin_ns = block.now_ns();
+      if (arguments.timeout_ns && block.now_ns() - begin_ns > arguments.timeout_ns) {
+        give_up(Outcome::kLate, abort_word(arguments.rank, peer));
+        return false;
+      }
+    }
+  }
+
+  // By one thread.
+  JDP_DEVICE bool aborted() {
+    const uint32_t by_rank = block.load_acquire(&own()->rank()->abort);
+    const uint32_t by_host = block.load_acquire(&arguments.report->abort);
+    if (!by_rank && !by_host) return false;
+    give_up(Outcome::kAborted, by_rank);
+    return true;
+  }
+
+  // By one thread. The first failure of a rank is the one that is told; peers stop, too.
+  JDP_DEVICE void give_up(Outcome outcome, uint32_t word) {
+    if (block.exchange(&own()->rank()->reported, 1)) return;
+    JDP_NO_UNROLL
+    for (int rank = 0; rank < arguments.layout.num_ranks; ++rank) {
+      block.store_release(&arguments.staging[rank].rank()->abort,
+                          word ? word : abort_word(arguments.rank, -1));
+    }
+    Report* report = arguments.report;
+    report->call = state.call;
+    report->bucket = arguments.bucket;
+    report->rank = arguments.rank;
+    report->gave_up = who_gave_up(word);
+    report->peer = given_up_on(word);
+    report->step = step_;
+    block.store_release(&report->outcome, static_cast<uint32_t>(outcome));
+  }
+
+  bool failed_;
+  int32_t step_ = 0;
+};
+
+}  // namespace jdp

@@ -1,0 +1,280 @@
+#include "communicator.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <random>
+#include <string>
+
+#include "cuda_calls.h"
+#include "ring_kernel.h"
+
+namespace jdp {
+namespace {
+
+constexpr uint64_t kBlobVersion = 0x6a647063'00000001;
+
+std::atomic<double> process_timeout_s{30};
+
+uint64_t this_process() {
+  static const uint64_t number = [] {
+    std::random_device random;
+    return uint64_t{random()} << 32 | random();
+  }();
+  return number;
+}
+
+template <typename T>
+Status allocate_on_device(T** memory, int64_t bytes) {
+  return of_cuda(cudaMalloc(reinterpret_cast<void**>(memory), bytes), "cudaMalloc");
+}
+
+uint32_t load_acquire(const uint32_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+
+}  // namespace
+
+void set_timeout_s(double timeout_s) { process_timeout_s = timeout_s; }
+
+double timeout_s() { return process_timeout_s; }
+
+Status find_topology(Topology* topology) {
+  int num_devices;
+  JDP_CUDA(cudaGetDeviceCount(&num_devices));
+  *topology = Topology::kNvlink;
+  for (int one = 0; one < num_devices; ++one) {
+    for (int other = 0; other < num_devices; ++other) {
+      // Only NVLink carries atomics from GPU to GPU.
+      int atomics = 1;
+      if (one != other) {
+        JDP_CUDA(
+            cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, one, other));
+      }
+      if (!atomics) *topology = Topology::kPcie;
+    }
+  }
+  return {};
+}
+
+Status Communicator::open(const Setup& setup, std::unique_ptr<Communicator>* communicator) {
+  if (setup.num_ranks < 1 || setup.num_ranks > kMaxRanks || setup.rank < 0 ||
+      setup.rank >= setup.num_ranks) {
+    return {Code::kInvalidArgument, "jdp: rank " + std::to_string(setup.rank) + " of " +
+                                        std::to_string(setup.num_ranks) + ": there are from 1 to " +
+                                        std::to_string(kMaxRanks) + " ranks, counted from 0"};
+  }
+  OnDevice on_device(setup.device);
+  std::unique_ptr<Communicator> made(new Communicator(setup));
+  JDP_RETURN_IF_ERROR(made->allocate());
+  *communicator = std::move(made);
+  return {};
+}
+
+Status Communicator::allocate() {
+  Staging& own = staging_[setup_.rank];
+  JDP_RETURN_IF_ERROR(allocate_on_device(&own.base, staging_bytes(plan_.layout)));
+  JDP_RETURN_IF_ERROR(allocate_on_device(&scales_, kMaxFlights * sizeof(double)));
+  JDP_RETURN_IF_ERROR(allocate_on_device(&num_wrong_, sizeof *num_wrong_));
+  JDP_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&report_), sizeof *report_,
+                         cudaHostAllocMapped | cudaHostAllocPortable));
+  memset(report_, 0, sizeof *report_);
+  int low;
+  int high;
+  JDP_CUDA(cudaDeviceGetStreamPriorityRange(&low, &high));
+  JDP_CUDA(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, high));
+  JDP_CUDA(cudaEventCreateWithFlags(&handed_over_, cudaEventDisableTiming));
+  flights_.reserve(kMaxFlights);
+  for (int i = 0; i < kMaxFlights; ++i) {
+    Flight flight;
+    JDP_CUDA(cudaEventCreateWithFlags(&flight.finished, cudaEventDisableTiming));
+    flights_.push_back(std::move(flight));
+  }
+  JDP_CUDA(load_kernels());
+  int num_resident;
+  JDP_CUDA(count_resident_blocks(&num_resident));
+  if (num_resident < plan_.layout.num_channels) {
+    return {Code::kUnavailable, "jdp: this GPU runs " + std::to_string(num_resident) + " of " +
+                                    std::to_string(plan_.layout.num_channels) + " blocks at once"};
+  }
+  JDP_RETURN_IF_ERROR(reserve(setup_.arena_bytes));
+  return clear_flags();
+}
+
+Communicator::~Communicator() {
+  OnDevice on_device(setup_.device);
+  if (stream_) cudaStreamSynchronize(stream_);
+  for (void* memory : imported_) cudaIpcCloseMemHandle(memory);
+  for (Flight& flight : flights_) cudaEventDestroy(flight.finished);
+  if (handed_over_) cudaEventDestroy(handed_over_);
+  if (stream_) cudaStreamDestroy(stream_);
+  cudaFree(staging_[setup_.rank].base);
+  cudaFree(arena_);
+  cudaFree(scales_);
+  cudaFree(num_wrong_);
+  cudaFreeHost(report_);
+}
+
+Status Communicator::clear_flags() {
+  JDP_CUDA(cudaStreamSynchronize(stream_));
+  JDP_CUDA(cudaMemsetAsync(staging_[setup_.rank].base, 0, flags_bytes(plan_.layout), stream_));
+  JDP_CUDA(cudaStreamSynchronize(stream_));
+  memset(report_, 0, sizeof *report_);
+  regions_.clear();
+  for (Flight& flight : flights_) flight.in_flight = false;
+  return {};
+}
+
+Status Communicator::blob(Blob* blob) const {
+  OnDevice on_device(setup_.device);
+  char* own = staging_[setup_.rank].base;
+  *blob = {};
+  blob->version = kBlobVersion;
+  blob->process = this_process();
+  blob->pointer = reinterpret_cast<uint64_t>(own);
+  blob->device = setup_.device;
+  blob->rank = setup_.rank;
+  blob->plan = plan_;
+  // Where the system has no IPC, ranks of one process do without.
+  if (cudaIpcGetMemHandle(&blob->handle, own) != cudaSuccess) {
+    cudaGetLastError();
+    blob->handle = {};
+  }
+  return {};
+}
+
+Status Communicator::connect(const Blob* blobs) {
+  OnDevice on_device(setup_.device);
+  for (int rank = 0; rank < setup_.num_ranks; ++rank) {
+    const Blob& blob = blobs[rank];
+    if (blob.version != kBlobVersion || blob.rank != rank) {
+      return {Code::kInvalidArgument, "jdp: entry " + std::to_string(rank) +
+                                          " does not come from that rank of this version of jdp"};
+    }
+    if (memcmp(&blob.plan, &plan_, sizeof plan_) != 0) {
+      return {Code::kInvalidArgument, "jdp: rank " + std::to_string(rank) + " has the plan (" +
+                                          describe(blob.plan) + "), rank " +
+                                          std::to_string(setup_.rank) + " (" + describe(plan_) +
+                                          "): they would wait for each other"};
+    }
+    if (rank != setup_.rank) JDP_RETURN_IF_ERROR(map_peer(blob));
+  }
+  return {};
+}
+
+Status Communicator::map_peer(const Blob& blob) {
+  if (blob.process != this_process()) {
+    void* memory;
+    // The handle stands for the whole allocation.
+    JDP_CUDA(cudaIpcOpenMemHandle(&memory, blob.handle, cudaIpcMemLazyEnablePeerAccess));
+    imported_.push_back(memory);
+    staging_[blob.rank].base = static_cast<char*>(memory);
+    return {};
+  }
+  if (blob.device != setup_.device) {
+    int can_access;
+    JDP_CUDA(cudaDeviceCanAccessPeer(&can_access, setup_.device, blob.device));
+    if (!can_access) {
+      return {Code::kUnavailable, "jdp: GPU " + std::to_string(setup_.device) +
+                                      " cannot reach the memory of GPU " +
+                                      std::to_string(blob.device)};
+    }
+    const cudaError_t error = cudaDeviceEnablePeerAccess(blob.device, 0);
+    if (error == cudaErrorPeerAccessAlreadyEnabled) {
+      cudaGetLastError();
+    } else {
+      JDP_CUDA(error);
+    }
+  }
+  staging_[blob.rank].base = reinterpret_cast<char*>(blob.pointer);
+  return {};
+}
+
+Status Communicator::probe(cudaError_t (*launch)(const Arguments&, uint32_t*, cudaStream_t),
+                           const char* what) {
+  OnDevice on_device(setup_.device);
+  JDP_CUDA(cudaMemsetAsync(num_wrong_, 0, sizeof *num_wrong_, stream_));
+  JDP_CUDA(launch(arguments(), num_wrong_, stream_));
+  uint32_t num_wrong;
+  JDP_CUDA(cudaMemcpyAsync(&num_wrong, num_wrong_, sizeof num_wrong, cudaMemcpyDefault, stream_));
+  JDP_CUDA(cudaStreamSynchronize(stream_));
+  if (num_wrong) {
+    return {Code::kUnavailable, "jdp: rank " + std::to_string(setup_.rank) + " of " +
+                                    std::to_string(setup_.num_ranks) + ": " + what + " " +
+                                    std::to_string(num_wrong) +
+                                    " ranks came out wrong, though the driver says that their "
+                                    "memory can be reached (an IOMMU or ACS can be the reason)"};
+  }
+  return {};
+}
+
+Status Communicator::probe_write() { return probe(launch_probe_write, "what was written to"); }
+
+Status Communicator::probe_read() { return probe(launch_probe_read, "what was written by"); }
+
+Arguments Communicator::arguments() const {
+  Arguments arguments = {};
+  arguments.layout = plan_.layout;
+  std::copy(std::begin(staging_), std::end(staging_), arguments.staging);
+  arguments.report = report_;
+  arguments.timeout_ns = static_cast<uint64_t>(timeout_s() * 1e9);
+  arguments.rank = setup_.rank;
+  return arguments;
+}
+
+Status Communicator::failure() const {
+  const uint32_t outcome = load_acquire(&report_->outcome);
+  if (outcome == static_cast<uint32_t>(Outcome::kNone)) {
+    if (!load_acquire(&report_->abort)) return {};
+    return {Code::kAborted, "jdp: rank " + std::to_string(setup_.rank) + " was told to stop"};
+  }
+  const std::string where = "bucket " + std::to_string(report_->bucket) + ", call " +
+                            std::to_string(report_->call) + ", step " +
+                            std::to_string(report_->step);
+  const std::string rank = "jdp: rank " + std::to_string(report_->rank);
+  if (outcome == static_cast<uint32_t>(Outcome::kLate)) {
+    return {Code::kDeadlineExceeded, rank + ": nothing from rank " + std::to_string(report_->peer) +
+                                         " for " + std::to_string(timeout_s()) + " s in " + where +
+                                         "; is that process alive? Gradients since then are NaN"};
+  }
+  const std::string end = ". Gradients since then are NaN";
+  const std::string other = "rank " + std::to_string(report_->gave_up);
+  if (report_->peer < 0) {
+    return {Code::kAborted, rank + " stopped in " + where + ": " +
+                                (report_->gave_up < 0 ? "this process" : other) +
+                                " was told to stop" + end};
+  }
+  return {Code::kDeadlineExceeded, rank + " stopped in " + where + ": " + other +
+                                       " gave up waiting for rank " +
+                                       std::to_string(report_->peer) + end};
+}
+
+void Communicator::abort() { __atomic_store_n(&report_->abort, 1, __ATOMIC_RELEASE); }
+
+Status Communicator::reset() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  OnDevice on_device(setup_.device);
+  return clear_flags();
+}
+
+Status Communicator::reserve(int64_t arena_bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (arena_bytes <= regions_.capacity()) return {};
+  OnDevice on_device(setup_.device);
+  if (regions_.used()) {
+    return {Code::kFailedPrecondition,
+            "jdp: the arena can't grow while buckets are started and not done"};
+  }
+  char* larger;
+  JDP_RETURN_IF_ERROR(allocate_on_device(&larger, arena_bytes));
+  cudaFree(arena_);  // waits for the device
+  arena_ = larger;
+  regions_.resize(arena_bytes);
+  return {};
+}
+
+int64_t Communicator::memory_bytes() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return staging_bytes(plan_.layout) + regions_.capacity() +
+         kMaxFlights * static_cast<int64_t>(sizeof(double)) + sizeof *num_wrong_;
+}
+
+}  // namespace jdp

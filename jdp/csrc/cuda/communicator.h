@@ -1,0 +1,138 @@
+// One rank's end of a reduction: its memory, the way to its peers, its stream. No XLA here.
+//
+// A rank is one GPU of this process; other ranks are in this process or in another one of this
+// host. Made in three steps, with a barrier over all ranks after each: `open`, `connect` with what
+// every rank's `blob` said, `probe_write` and `probe_read`. From then on calls only enqueue: they
+// neither allocate nor wait.
+
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "arena.h"
+#include "arguments.h"
+#include "plan.h"
+#include "status.h"
+
+namespace jdp {
+
+struct Setup {
+  int device;  // CUDA's number
+  int rank;
+  int num_ranks;
+  Topology topology;
+  int64_t arena_bytes;  // room for the results of all buckets between their start and their done
+};
+
+// What a rank tells its peers. The same size everywhere; plain bytes to send.
+struct Blob {
+  uint64_t version;
+  uint64_t process;  // a random number of each process
+  uint64_t pointer;  // valid in that process
+  int32_t device;
+  int32_t rank;
+  cudaIpcMemHandle_t handle;
+  Plan plan;
+};
+
+struct Leaf {
+  void* data;
+  int64_t size;  // elements
+};
+
+class Communicator {
+ public:
+  // Allocates, makes streams and events, and loads all kernels.
+  static Status open(const Setup& setup, std::unique_ptr<Communicator>* communicator);
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  Status blob(Blob* blob) const;
+  // `blobs`: [num_ranks], in the order of ranks.
+  Status connect(const Blob* blobs);
+  Status probe_write();
+  Status probe_read();
+
+  // Begins to reduce the leaves, once what is on `stream` is done: their mean is in the arena when
+  // `finish` of the same bucket is. `scale` is on the device: a float, or a double for kF64.
+  Status start(int bucket, Type type, const std::vector<Leaf>& leaves, const void* scale,
+               cudaStream_t stream);
+  // Puts the result into `to`, once `stream` comes to it. `from` are the leaves of `start`.
+  Status finish(int bucket, const std::vector<Leaf>& from, const std::vector<Leaf>& to,
+                cudaStream_t stream);
+
+  // What an earlier call found out by now: a rank that did not answer, or an abort.
+  Status failure() const;
+  // Ends every wait of this rank's kernels, and of its peers'.
+  void abort();
+  // As after probe_read. To be called on all ranks, between two barriers.
+  Status reset();
+  // Makes the arena at least this large; nothing may be in flight.
+  Status reserve(int64_t arena_bytes);
+
+  const Plan& plan() const { return plan_; }
+  // On the device.
+  int64_t memory_bytes() const;
+  // Buckets that were reduced again in `finish`, for XLA had moved their leaves in between.
+  int64_t num_repeated() const { return num_repeated_; }
+
+ private:
+  struct Flight {
+    bool in_flight = false;
+    int bucket;
+    Type type;
+    int64_t region;  // of the arena
+    std::vector<Leaf> leaves;
+    cudaEvent_t finished;
+  };
+  static constexpr int kMaxFlights = 512;
+
+  explicit Communicator(const Setup& setup)
+      : setup_(setup), plan_(make_plan(setup.num_ranks, setup.topology)), regions_(0) {}
+
+  Status allocate();
+  Status clear_flags();
+  Status map_peer(const Blob& blob);
+  Status probe(cudaError_t (*launch)(const Arguments&, uint32_t*, cudaStream_t), const char* what);
+  Arguments arguments() const;
+  Flight* find(int bucket);
+  Flight* take(int bucket);
+  Status no_room(int bucket, int64_t bytes) const;
+  const void* scale_of(const Flight& flight) const;
+  Status reduce(const Flight& flight, const std::vector<Leaf>& from, const std::vector<Leaf>& to,
+                cudaStream_t stream);
+  Status copy(const Flight& flight, const std::vector<Leaf>& to, cudaStream_t stream);
+  std::vector<Leaf> in_arena(const Flight& flight) const;
+  // Work enqueued on `then` from now on begins after what is on `first`.
+  Status order(cudaStream_t first, cudaStream_t then);
+
+  const Setup setup_;
+  const Plan plan_;
+  mutable std::mutex mutex_;  // one ring at a time is enqueued; the stream runs one at a time
+  Staging staging_[kMaxRanks] = {};
+  std::vector<void*> imported_;  // of other processes
+  char* arena_ = nullptr;
+  Arena regions_;
+  char* scales_ = nullptr;  // 8 bytes for each flight
+  uint32_t* num_wrong_ = nullptr;
+  Report* report_ = nullptr;
+  cudaStream_t stream_ = nullptr;
+  cudaEvent_t handed_over_ = nullptr;
+  std::vector<Flight> flights_;
+  int64_t num_repeated_ = 0;
+};
+
+// Of all waits of this process; 0: none. 30 to begin with.
+void set_timeout_s(double timeout_s);
+double timeout_s();
+
+// Whether the GPUs that this process sees all have NVLink between them.
+Status find_topology(Topology* topology);
+
+}  // namespace jdp

@@ -1,0 +1,164 @@
+// XLA's side of the CUDA all-reduce: buffers and attributes in, calls of a communicator out.
+//
+// No handler is compatible with command buffers: inside a CUDA graph the ring could not run beside
+// the step, and would be an unjoined fork of it.
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "c_api.h"
+#include "registry.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace jdp {
+namespace {
+
+// Integers wrap around, so signed ones are added as unsigned.
+std::optional<Type> type_of(ffi::DataType type) {
+  switch (type) {
+    case ffi::F32:
+      return Type::kF32;
+    case ffi::F64:
+      return Type::kF64;
+    case ffi::BF16:
+      return Type::kBF16;
+    case ffi::F16:
+      return Type::kF16;
+    case ffi::S8:
+    case ffi::U8:
+      return Type::kU8;
+    case ffi::S16:
+    case ffi::U16:
+      return Type::kU16;
+    case ffi::S32:
+    case ffi::U32:
+      return Type::kU32;
+    case ffi::S64:
+    case ffi::U64:
+      return Type::kU64;
+    default:
+      return std::nullopt;
+  }
+}
+
+ffi::Error error_of(const Status& status) {
+  switch (status.code) {
+    case Code::kOk:
+      return ffi::Error::Success();
+    case Code::kInvalidArgument:
+      return ffi::Error(ffi::ErrorCode::kInvalidArgument, status.message);
+    case Code::kFailedPrecondition:
+      return ffi::Error(ffi::ErrorCode::kFailedPrecondition, status.message);
+    case Code::kResourceExhausted:
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted, status.message);
+    case Code::kDeadlineExceeded:
+      return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, status.message);
+    case Code::kAborted:
+      return ffi::Error(ffi::ErrorCode::kAborted, status.message);
+    case Code::kUnavailable:
+      return ffi::Error(ffi::ErrorCode::kUnavailable, status.message);
+  }
+  return ffi::Error(ffi::ErrorCode::kInternal, status.message);
+}
+
+// Finds the communicator, and says what is wrong if there is none for this call.
+Status find_for(int64_t key, int32_t ordinal, int32_t num_ranks, int32_t bucket,
+                std::shared_ptr<Communicator>* communicator) {
+  *communicator = find(key, ordinal);
+  const std::string here = "jdp: bucket " + std::to_string(bucket) + ": communicator " +
+                           std::to_string(key) + " on device " + std::to_string(ordinal);
+  if (!*communicator) {
+    return {Code::kFailedPrecondition, here + " was not made in this process"};
+  }
+  const int there = (*communicator)->plan().layout.num_ranks;
+  if (there == num_ranks) return {};
+  return {Code::kFailedPrecondition, here + " is of " + std::to_string(there) +
+                                         " ranks, the program of " + std::to_string(num_ranks)};
+}
+
+ffi::Error start(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer scale,
+                 ffi::RemainingArgs args, ffi::ResultBufferR1<ffi::F32>, int32_t bucket,
+                 int32_t num_ranks, int64_t key) {
+  const auto wrong = [&](const char* what) {
+    return ffi::Error::InvalidArgument("jdp: bucket " + std::to_string(bucket) + ": " + what);
+  };
+  if (args.size() == 0) return wrong("there must be at least one leaf");
+  const ffi::DataType dtype = args.get<ffi::AnyBuffer>(0)->element_type();
+  const std::optional<Type> type = type_of(dtype);
+  if (!type) return wrong("this type of elements is not supported");
+  if (scale.element_type() != (dtype == ffi::F64 ? ffi::F64 : ffi::F32)) {
+    return wrong("the scale must be f64 for f64 leaves, and f32 for all others");
+  }
+  std::vector<Leaf> leaves;
+  leaves.reserve(args.size());
+  for (size_t i = 0; i < args.size(); ++i) {
+    const ffi::AnyBuffer leaf = *args.get<ffi::AnyBuffer>(i);
+    if (leaf.element_type() != dtype) return wrong("all leaves must have one type");
+    leaves.push_back({leaf.untyped_data(), static_cast<int64_t>(leaf.element_count())});
+  }
+  std::shared_ptr<Communicator> communicator;
+  Status status = find_for(key, ordinal, num_ranks, bucket, &communicator);
+  // The token's bytes are never read.
+  if (status.ok())
+    status = communicator->start(bucket, *type, leaves, scale.untyped_data(), stream);
+  return error_of(status);
+}
+
+ffi::Error done(cudaStream_t stream, int32_t ordinal, ffi::BufferR1<ffi::F32>,
+                ffi::BufferR1<ffi::F32>, ffi::RemainingArgs args, ffi::ResultBufferR1<ffi::F32>,
+                ffi::RemainingRets results, int32_t bucket, int32_t num_ranks, int64_t key) {
+  const auto wrong = [&](const char* what) {
+    return ffi::Error::InvalidArgument("jdp: bucket " + std::to_string(bucket) + ": " + what);
+  };
+  if (args.size() != results.size()) return wrong("there must be as many results as leaves");
+  std::vector<Leaf> from;
+  std::vector<Leaf> to;
+  for (size_t i = 0; i < args.size(); ++i) {
+    const ffi::AnyBuffer in = *args.get<ffi::AnyBuffer>(i);
+    const ffi::AnyBuffer out = **results.get<ffi::AnyBuffer>(i);
+    if (in.element_type() != out.element_type() || in.element_count() != out.element_count()) {
+      return wrong("a result must have the type and size of its leaf");
+    }
+    from.push_back({in.untyped_data(), static_cast<int64_t>(in.element_count())});
+    to.push_back({out.untyped_data(), static_cast<int64_t>(out.element_count())});
+  }
+  std::shared_ptr<Communicator> communicator;
+  Status status = find_for(key, ordinal, num_ranks, bucket, &communicator);
+  if (status.ok()) status = communicator->finish(bucket, from, to, stream);
+  return error_of(status);
+}
+
+}  // namespace
+}  // namespace jdp
+
+int jdp_ffi_api_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }
+
+extern "C" JDP_EXPORT XLA_FFI_Error* jdp_ring_start(XLA_FFI_CallFrame* frame);
+extern "C" JDP_EXPORT XLA_FFI_Error* jdp_ring_done(XLA_FFI_CallFrame* frame);
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jdp_ring_start, jdp::start,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::BufferR1<ffi::F32>>()
+                                  .Attr<int32_t>("bucket")
+                                  .Attr<int32_t>("num_ranks")
+                                  .Attr<int64_t>("communicator"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jdp_ring_done, jdp::done,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<ffi::BufferR1<ffi::F32>>()
+                                  .Arg<ffi::BufferR1<ffi::F32>>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::BufferR1<ffi::F32>>()
+                                  .RemainingRets()
+                                  .Attr<int32_t>("bucket")
+                                  .Attr<int32_t>("num_ranks")
+                                  .Attr<int64_t>("communicator"));

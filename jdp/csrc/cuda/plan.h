@@ -1,0 +1,39 @@
+// Which algorithm reduces a bucket, and with how many blocks: a function of topology and size,
+// fixed when a communicator is made, never of timing, so that every rank decides the same and a
+// result repeats bit by bit.
+
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "arguments.h"
+
+namespace jdp {
+
+enum class Topology : int32_t {
+  kPcie,        // peers reach each other through the host's bus
+  kNvlink,      // every pair of ranks has NVLink or NVSwitch between them
+  kSameDevice,  // ranks share one GPU
+};
+
+// The same on all ranks; compared byte by byte when they connect, so it has no padding.
+struct Plan {
+  Layout layout;
+  int64_t one_shot_bytes;  // buckets up to this size
+  int64_t two_shot_bytes;  // buckets up to this size, unless they are one-shot; above: ring
+  int64_t channel_bytes;   // another block for each so many bytes, up to layout.num_channels
+  int64_t topology;        // a Topology
+};
+static_assert(sizeof(Plan) == 56, "padding would be compared, too");
+
+Plan make_plan(int num_ranks, Topology topology);
+
+// `bytes`: of the bucket's elements.
+Algorithm choose(const Plan& plan, int64_t bytes);
+int num_channels(const Plan& plan, int64_t bytes);
+
+// One line for people.
+std::string describe(const Plan& plan);
+
+}  // namespace jdp

@@ -1,0 +1,27 @@
+// What one thread block does in one launch.
+
+#pragma once
+
+#include "../ring_all_reduce.h"
+#include "channel.cuh"
+#include "cuda_link.cuh"
+#include "exchange.cuh"
+
+namespace jdp {
+
+// Replaces this channel's part of the leaves of one rank by its sum over ranks, scaled.
+template <typename T, Algorithm kAlgorithm, typename Block>
+JDP_DEVICE void reduce_channel(const Arguments& arguments, int index, Block block) {
+  Channel<T, Block> channel(arguments, index, block);
+  if constexpr (kAlgorithm == Algorithm::kRing) {
+    CudaLink<T, Block> link(channel);
+    ring_all_reduce(link, channel.span.size, arguments.rank, arguments.layout.num_ranks);
+  } else if constexpr (kAlgorithm == Algorithm::kOneShot) {
+    Exchange<T, Block>(channel).one_shot();
+  } else {
+    Exchange<T, Block>(channel).two_shot();
+  }
+  channel.finish();
+}
+
+}  // namespace jdp

@@ -1,0 +1,192 @@
+// The two calls of a communicator that a step makes. They enqueue, and neither allocate nor wait.
+
+#include <algorithm>
+#include <string>
+
+#include "communicator.h"
+#include "cuda_calls.h"
+#include "ring_kernel.h"
+
+namespace jdp {
+namespace {
+
+// Vectors are counted in 31 bits; what is left over keeps sums with a block's stride in range.
+constexpr int64_t kMaxBytes = int64_t{1} << 34;
+
+int64_t bytes_of(Type type, const Leaf& leaf) { return leaf.size * bytes_of(type); }
+
+int64_t padded(int64_t bytes) { return (bytes + 15) / 16 * 16; }
+
+int64_t arena_bytes_of(Type type, const std::vector<Leaf>& leaves) {
+  int64_t bytes = 0;
+  for (const Leaf& leaf : leaves) bytes += padded(bytes_of(type, leaf));
+  return bytes;
+}
+
+bool same(const std::vector<Leaf>& one, const std::vector<Leaf>& other) {
+  return std::equal(
+      one.begin(), one.end(), other.begin(), other.end(),
+      [](const Leaf& a, const Leaf& b) { return a.data == b.data && a.size == b.size; });
+}
+
+// Calls `launch(arguments)` for kMaxSegments leaves at a time; `size_of(leaf)` in units of
+// `unit_bytes`.
+template <typename SizeOf, typename Launch>
+Status for_each_table(Arguments arguments, const std::vector<Leaf>& from,
+                      const std::vector<Leaf>& to, int64_t unit_bytes, SizeOf size_of,
+                      Launch launch) {
+  size_t i = 0;
+  while (i < from.size()) {
+    arguments.num_segments = 0;
+    arguments.num_vectors = 0;
+    for (; i < from.size() && arguments.num_segments < kMaxSegments; ++i) {
+      const int64_t size = size_of(from[i]);
+      if (size == 0) continue;
+      arguments.segments[arguments.num_segments++] = {from[i].data, to[i].data, size,
+                                                      arguments.num_vectors};
+      arguments.num_vectors += static_cast<int32_t>(padded(size * unit_bytes) / 16);
+    }
+    if (arguments.num_segments) JDP_RETURN_IF_ERROR(launch(arguments));
+  }
+  return {};
+}
+
+}  // namespace
+
+Communicator::Flight* Communicator::find(int bucket) {
+  for (Flight& flight : flights_) {
+    if (flight.in_flight && flight.bucket == bucket) return &flight;
+  }
+  return nullptr;
+}
+
+Communicator::Flight* Communicator::take(int bucket) {
+  // Still in flight: the step of that start was given up before its done.
+  Flight* flight = find(bucket);
+  if (flight) {
+    regions_.give_back(flight->region);
+    return flight;
+  }
+  for (Flight& free : flights_) {
+    if (!free.in_flight) return &free;
+  }
+  return nullptr;
+}
+
+const void* Communicator::scale_of(const Flight& flight) const {
+  return scales_ + (&flight - flights_.data()) * sizeof(double);
+}
+
+std::vector<Leaf> Communicator::in_arena(const Flight& flight) const {
+  std::vector<Leaf> leaves = flight.leaves;
+  char* place = arena_ + flight.region;
+  for (Leaf& leaf : leaves) {
+    leaf.data = place;
+    place += padded(bytes_of(flight.type, leaf));
+  }
+  return leaves;
+}
+
+Status Communicator::order(cudaStream_t first, cudaStream_t then) {
+  JDP_CUDA(cudaEventRecord(handed_over_, first));
+  JDP_CUDA(cudaStreamWaitEvent(then, handed_over_, 0));
+  return {};
+}
+
+Status Communicator::start(int bucket, Type type, const std::vector<Leaf>& leaves,
+                           const void* scale, cudaStream_t stream) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  JDP_RETURN_IF_ERROR(failure());
+  OnDevice on_device(setup_.device);
+  const int64_t bytes = arena_bytes_of(type, leaves);
+  if (bytes >= kMaxBytes) {
+    return {Code::kInvalidArgument, "jdp: bucket " + std::to_string(bucket) + " has " +
+                                        std::to_string(bytes) + " bytes; at most " +
+                                        std::to_string(kMaxBytes) + " can be reduced in one"};
+  }
+  Flight* flight = take(bucket);
+  if (!flight) {
+    return {Code::kResourceExhausted, "jdp: bucket " + std::to_string(bucket) + ": " +
+                                          std::to_string(kMaxFlights) +
+                                          " buckets are started and not done; make buckets larger"};
+  }
+  if (flight->in_flight) JDP_CUDA(cudaStreamWaitEvent(stream, flight->finished, 0));
+  flight->in_flight = false;
+  const int64_t region = regions_.take(bytes);
+  if (region < 0) return no_room(bucket, bytes);
+  flight->in_flight = true;
+  flight->bucket = bucket;
+  flight->type = type;
+  flight->region = region;
+  flight->leaves = leaves;
+  // The leaves are operands of done and stay as they are until then; the scale is none.
+  JDP_CUDA(cudaMemcpyAsync(const_cast<void*>(scale_of(*flight)), scale,
+                           type == Type::kF64 ? sizeof(double) : sizeof(float),
+                           cudaMemcpyDeviceToDevice, stream));
+  JDP_RETURN_IF_ERROR(order(stream, stream_));
+  JDP_RETURN_IF_ERROR(reduce(*flight, leaves, in_arena(*flight), stream_));
+  JDP_CUDA(cudaEventRecord(flight->finished, stream_));
+  return {};
+}
+
+Status Communicator::no_room(int bucket, int64_t bytes) const {
+  return {Code::kResourceExhausted,
+          "jdp: bucket " + std::to_string(bucket) + " needs " + std::to_string(bytes) +
+              " bytes of the arena, where " + std::to_string(regions_.used()) + " of " +
+              std::to_string(regions_.capacity()) +
+              " are taken by buckets that are started and not done: reserve at least " +
+              std::to_string(regions_.used() + bytes + 256) +
+              " bytes, the size of all gradients of a step"};
+}
+
+Status Communicator::reduce(const Flight& flight, const std::vector<Leaf>& from,
+                            const std::vector<Leaf>& to, cudaStream_t stream) {
+  Arguments arguments = this->arguments();
+  arguments.bucket = flight.bucket;
+  arguments.scale = scale_of(flight);
+  return for_each_table(
+      arguments, from, to, bytes_of(flight.type), [](const Leaf& leaf) { return leaf.size; },
+      [&](Arguments& table) {
+        const int64_t bytes = int64_t{table.num_vectors} * 16;
+        table.algorithm = choose(plan_, bytes);
+        table.num_channels = num_channels(plan_, bytes);
+        return of_cuda(launch(flight.type, table, stream), "launching an all-reduce");
+      });
+}
+
+Status Communicator::copy(const Flight& flight, const std::vector<Leaf>& to, cudaStream_t stream) {
+  return for_each_table(
+      arguments(), in_arena(flight), to, 1,
+      [&](const Leaf& leaf) { return bytes_of(flight.type, leaf); },
+      [&](Arguments& table) { return of_cuda(launch_copy(table, stream), "launching a copy"); });
+}
+
+Status Communicator::finish(int bucket, const std::vector<Leaf>& from, const std::vector<Leaf>& to,
+                            cudaStream_t stream) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  JDP_RETURN_IF_ERROR(failure());
+  OnDevice on_device(setup_.device);
+  Flight* flight = find(bucket);
+  if (!flight || flight->leaves.size() != from.size()) {
+    return {Code::kFailedPrecondition,
+            "jdp: bucket " + std::to_string(bucket) + " is done without a start of as many leaves"};
+  }
+  JDP_CUDA(cudaStreamWaitEvent(stream, flight->finished, 0));
+  if (same(flight->leaves, from)) {
+    JDP_RETURN_IF_ERROR(copy(*flight, to, stream));
+    // What is started next may write where this copy reads.
+    JDP_RETURN_IF_ERROR(order(stream, stream_));
+  } else {
+    // XLA copied the leaves for this call, so it was free to write over what `start` saw before
+    // the ring had read it. All ranks run the same program, so all do this.
+    ++num_repeated_;
+    JDP_RETURN_IF_ERROR(order(stream, stream_));
+    JDP_RETURN_IF_ERROR(reduce(*flight, from, to, stream_));
+    JDP_RETURN_IF_ERROR(order(stream_, stream));
+  }
+  regions_.give_back(flight->region);
+  flight->in_flight = false;
+  return {};
+}
+
+}  // namespace jdp

@@ -1,0 +1,34 @@
+// How a call ended.
+
+#pragma once
+
+#include <string>
+#include <utility>
+
+namespace jdp {
+
+enum class Code {
+  kOk,
+  kInvalidArgument,
+  kFailedPrecondition,
+  kResourceExhausted,
+  kDeadlineExceeded,
+  kAborted,
+  kUnavailable,  // the hardware or the driver cannot do it
+};
+
+struct Status {
+  Code code = Code::kOk;
+  std::string message;
+
+  Status() = default;
+  Status(Code code, std::string message) : code(code), message(std::move(message)) {}
+  bool ok() const { return code == Code::kOk; }
+};
+
+}  // namespace jdp
+
+#define JDP_RETURN_IF_ERROR(expression)                                      \
+  do {                                                                       \
+    if (::jdp::Status status_ = (expression); !status_.ok()) return status_; \
+  } while (false)

@@ -1,0 +1,112 @@
+// What an element is added up in, and how a sum becomes an element again, on host and device.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "ring_all_reduce.h"
+
+namespace jdp {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+struct Float16 {
+  uint16_t bits;
+};
+
+JDP_HOST_DEVICE inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+JDP_HOST_DEVICE inline float float_of(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+JDP_HOST_DEVICE inline float to_float(BFloat16 element) {
+  return float_of(static_cast<uint32_t>(element.bits) << 16);
+}
+
+// To the nearest, ties to even. Branch-free, so that compilers make vectors of it.
+JDP_HOST_DEVICE inline BFloat16 to_bfloat16(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const uint32_t quiet_nan = bits >> 16 | 0x40;
+  const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+  return {static_cast<uint16_t>(is_nan ? quiet_nan : rounded)};
+}
+
+JDP_HOST_DEVICE inline float to_float(Float16 element) {
+  const uint32_t sign = static_cast<uint32_t>(element.bits & 0x8000) << 16;
+  const uint32_t rest = static_cast<uint32_t>(element.bits & 0x7fff) << 13;
+  // Exponents differ by 112, which a product by 2^112 adds, subnormals included.
+  const float value = float_of(rest) * float_of((127 + 112) << 23);
+  const bool is_special = (element.bits & 0x7c00) == 0x7c00;
+  return float_of(sign | bits_of(value) | (is_special ? 0x7f800000u : 0));
+}
+
+// To the nearest, ties to even; past 65519 infinity.
+JDP_HOST_DEVICE inline Float16 to_float16(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t sign = bits >> 16 & 0x8000;
+  const uint32_t size = bits & 0x7fffffff;
+  // Normal: subtract 112 from the exponent and round off 13 bits.
+  const uint32_t normal = (size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13;
+  // Subnormal: adding 0.5 puts multiples of 2^-24 into the last bits, rounded by the addition.
+  const uint32_t subnormal = bits_of(float_of(size) + 0.5f) - bits_of(0.5f);
+  const uint32_t special = size > 0x7f800000 ? 0x7e00 : 0x7c00;
+  const uint32_t rest = size >= 0x477ff000 ? special : size < 0x38800000 ? subnormal : normal;
+  return {static_cast<uint16_t>(sign | rest)};
+}
+
+// Sum: what elements are added up in; sums travel between ranks as such. `scale` is a Scale.
+// Integers wrap around, as XLA's do, and are not scaled.
+template <typename T>
+struct Element {
+  static_assert(std::is_integral<T>::value, "an element is an integer, or one of those below");
+  using Sum = typename std::make_unsigned<T>::type;
+  using Scale = float;
+  JDP_HOST_DEVICE static Sum widen(T element) { return static_cast<Sum>(element); }
+  JDP_HOST_DEVICE static T round(Sum sum, Scale) { return static_cast<T>(sum); }
+};
+
+template <>
+struct Element<double> {
+  using Sum = double;
+  using Scale = double;
+  JDP_HOST_DEVICE static Sum widen(double element) { return element; }
+  JDP_HOST_DEVICE static double round(Sum sum, Scale scale) { return sum * scale; }
+};
+
+template <>
+struct Element<float> {
+  using Sum = float;
+  using Scale = float;
+  JDP_HOST_DEVICE static Sum widen(float element) { return element; }
+  JDP_HOST_DEVICE static float round(Sum sum, Scale scale) { return sum * scale; }
+};
+
+template <>
+struct Element<BFloat16> {
+  using Sum = float;
+  using Scale = float;
+  JDP_HOST_DEVICE static Sum widen(BFloat16 element) { return to_float(element); }
+  JDP_HOST_DEVICE static BFloat16 round(Sum sum, Scale scale) { return to_bfloat16(sum * scale); }
+};
+
+template <>
+struct Element<Float16> {
+  using Sum = float;
+  using Scale = float;
+  JDP_HOST_DEVICE static Sum widen(Float16 element) { return to_float(element); }
+  JDP_HOST_DEVICE static Float16 round(Sum sum, Scale scale) { return to_float16(sum * scale); }
+};
+
+}  // namespace jdp

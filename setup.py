@@ -1,0 +1,243 @@
+# ruff: noqa: D102 - methods that setuptools calls are described there
+"""Builds the native libraries into jdp/lib; without a compiler jdp installs without them.
+
+JDP_CUDA=auto (default) builds the CUDA library where nvcc is found, "on" demands it, "off" leaves
+it out. CXX is the C++ compiler.
+"""
+
+import concurrent.futures
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from setuptools import Command, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build import build
+from setuptools.dist import Distribution
+
+ROOT = Path(__file__).parent
+CSRC = ROOT / "jdp" / "csrc"
+# No contraction: sums must have the same bits on all CPUs.
+CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
+NVCC_FLAGS = [
+    *("-std=c++17", "-O3", "--shared", "-cudart", "static"),
+    *("-Xcompiler", "-fPIC,-fvisibility=hidden"),
+    *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in (80, 90, 100)),
+    "-gencode=arch=compute_80,code=compute_80",
+]
+
+
+class BuildError(Exception):
+    """Says in one line why a library was not built."""
+
+
+class BuildNative(Command):
+    """Compiles what has changed since the last build."""
+
+    description = "build the native libraries"
+    user_options = []
+    editable_mode = False
+
+    def initialize_options(self):
+        self.build_lib = None
+
+    def finalize_options(self):
+        self.set_undefined_options("build_py", ("build_lib", "build_lib"))
+
+    def run(self):
+        # Into the sources' tree, whatever is built, so that a second build has nothing to do.
+        lib = ROOT / "jdp" / "lib"
+        for name, make in (("cpu", build_cpu), ("cuda", build_cuda)):
+            # pip shows a build's output only if it is asked to, so the reason stays on file.
+            library, reason = lib / f"libjdp_{name}.so", lib / f"libjdp_{name}.txt"
+            try:
+                make(library)
+                reason.unlink(missing_ok=True)
+            except BuildError as error:
+                print(
+                    f"jdp: no {name.upper()} library, JAX's own collectives instead: {error}",
+                    file=sys.stderr,
+                )
+                library.unlink(missing_ok=True)
+                lib.mkdir(exist_ok=True)
+                reason.write_text(f"{error}\n")
+                if name == "cuda" and cuda_wanted() == "on":
+                    sys.exit(1)
+        if not self.editable_mode:
+            for path in results():
+                self.copy_file(path, self._in_wheel(path))
+
+    def _in_wheel(self, path):
+        target = Path(self.build_lib, path.relative_to(ROOT))
+        self.mkpath(str(target.parent))
+        return str(target)
+
+    def get_source_files(self):
+        return [str(path.relative_to(ROOT)) for path in sources(CSRC)]
+
+    def get_outputs(self):
+        if self.editable_mode:
+            return []
+        return [str(Path(self.build_lib, path.relative_to(ROOT))) for path in results()]
+
+    def get_output_mapping(self):
+        return {}
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for any Python: the libraries know nothing of it."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
+
+class NativeDistribution(Distribution):
+    """A distribution for one platform, though it holds no Python extension."""
+
+    def has_ext_modules(self):
+        return True
+
+
+def build_cpu(library):
+    """Compile jdp/csrc/cpu."""
+    if not sys.platform.startswith("linux"):
+        raise BuildError("it is written for Linux")
+    cxx = compiler()
+    include, version = ffi_headers()
+    files = [path for path in sources(CSRC / "cpu") if path.suffix == ".cc"]
+    stamp = Stamp(library, sources(CSRC / "cpu"), cxx + CXX_FLAGS, version)
+    if stamp.is_fresh():
+        return
+    library.parent.mkdir(exist_ok=True)
+    flags = [*CXX_FLAGS, "-isystem", str(include)]
+    with tempfile.TemporaryDirectory() as objects:
+
+        def compiled(path):
+            target = Path(objects, f"{path.stem}.o")
+            run([*cxx, *flags, "-c", str(path), "-o", str(target)])
+            return str(target)
+
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            files = list(pool.map(compiled, files))
+        link([*cxx, *CXX_FLAGS, "-shared", *files], library)
+    stamp.write()
+
+
+def build_cuda(library):
+    """Compile jdp/csrc/cuda."""
+    files = sources(CSRC / "cuda") if (CSRC / "cuda").is_dir() else []
+    if cuda_wanted() == "off":
+        raise BuildError("JDP_CUDA=off")
+    if not any(path.suffix == ".cu" for path in files):
+        raise BuildError("there are no sources for it")
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        raise BuildError("nvcc was not found")
+    include, version = ffi_headers()
+    stamp = Stamp(library, files, [nvcc, *NVCC_FLAGS], version)
+    if stamp.is_fresh():
+        return
+    library.parent.mkdir(exist_ok=True)
+    inputs = [str(path) for path in files if path.suffix in (".cu", ".cc")]
+    link([nvcc, *NVCC_FLAGS, "-isystem", str(include), *inputs], library)
+    stamp.write()
+
+
+class Stamp:
+    """What a library was built from."""
+
+    def __init__(self, library, files, command, version):
+        digest = hashlib.sha256(json.dumps(command).encode())
+        # The algorithm and the elements, which both libraries share, lie one folder up.
+        for path in [*files, *CSRC.glob("*.h")]:
+            digest.update(str(path.relative_to(CSRC)).encode() + b"\0" + path.read_bytes())
+        self.library, self.path = library, library.with_suffix(".json")
+        self.now = {"digest": digest.hexdigest(), "ffi_api": list(version)}
+
+    def is_fresh(self):
+        # A library of older headers runs with newer ones, so environments that take turns with
+        # one checkout keep the one of the oldest.
+        if not (self.library.exists() and self.path.exists()):
+            return False
+        then = json.loads(self.path.read_text())
+        return then["digest"] == self.now["digest"] and then["ffi_api"] <= self.now["ffi_api"]
+
+    def write(self):
+        """Remember it, and say what was built."""
+        self.path.write_text(json.dumps(self.now))
+        version = ".".join(map(str, self.now["ffi_api"]))
+        print(f"jdp: built {self.library.name} with XLA's FFI API {version}", file=sys.stderr)
+
+
+def results():
+    """List what a wheel takes along: libraries, or why there are none."""
+    lib = ROOT / "jdp" / "lib"
+    return sorted([*lib.glob("libjdp_*.so"), *lib.glob("libjdp_*.txt")])
+
+
+def sources(folder):
+    """List the C++ and CUDA files of a folder and below, in one order."""
+    suffixes = (".cc", ".h", ".cu", ".cuh")
+    return sorted(path for path in folder.rglob("*") if path.suffix in suffixes)
+
+
+def compiler():
+    """Give the command of the C++ compiler."""
+    if wanted := os.environ.get("CXX"):
+        return shlex.split(wanted)
+    for name in ("g++", "clang++", "c++"):
+        if shutil.which(name):
+            return [name]
+    raise BuildError("there is no C++ compiler (g++, clang++ or $CXX)")
+
+
+def ffi_headers():
+    """Give folder and version of XLA's FFI headers, which jaxlib brings."""
+    spec = importlib.util.find_spec("jaxlib")  # does not import it
+    if spec is None or not spec.submodule_search_locations:
+        raise BuildError("jaxlib, which has XLA's headers, is not installed; take 0.10.2")
+    include = Path(spec.submodule_search_locations[0]) / "include"
+    header = include / "xla" / "ffi" / "api" / "c_api.h"
+    if not header.exists():
+        raise BuildError(f"jaxlib has no {header}")
+    numbers = re.findall(r"#define XLA_FFI_API_M(?:AJOR|INOR) (\d+)", header.read_text())
+    return include, tuple(int(number) for number in numbers)
+
+
+def cuda_wanted():
+    """Give JDP_CUDA."""
+    wanted = os.environ.get("JDP_CUDA", "auto")
+    if wanted not in ("auto", "on", "off"):
+        sys.exit(f"JDP_CUDA is {wanted!r}; write auto, on or off.")
+    return wanted
+
+
+def link(command, library):
+    """Run the last command, and put the library in place whole."""
+    partial = library.with_suffix(f".{os.getpid()}")
+    run([*command, "-o", str(partial)])
+    partial.replace(library)
+
+
+def run(command):
+    """Run a compiler; its messages are shown only if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.stderr.write(done.stdout + done.stderr)
+        raise BuildError(f"{shlex.join(command[:1])} failed with {done.returncode}, see above")
+
+
+if __name__ == "__main__":
+    build.sub_commands = [*build.sub_commands, ("build_native", None)]
+    setup(
+        cmdclass={"build_native": BuildNative, "bdist_wheel": PlatformWheel},
+        distclass=NativeDistribution,
+    )

@@ -1,0 +1,186 @@
+// Ranks of several processes: the same sums, and what happens when one of them dies.
+
+#include <sys/wait.h>
+
+#include "testing.h"
+
+namespace jdp {
+namespace {
+
+struct Memory {
+  int pid;
+  int fd;
+  uint64_t nonce;
+  int num_ranks;
+};
+
+Memory make(int num_ranks) {
+  Memory memory{getpid(), -1, 0, num_ranks};
+  memory.fd = Segment::create(num_ranks, &memory.nonce);
+  CHECK(memory.fd >= 0);
+  return memory;
+}
+
+void attach(const Memory& memory, const std::vector<int>& ranks) {
+  std::string why;
+  auto segment =
+      Segment::attach(memory.pid, memory.fd, memory.nonce, memory.num_ranks, ranks, &why);
+  if (!segment) describe(why);
+  CHECK(segment);
+  attach_communicator(1, 0, segment);
+}
+
+pid_t start(const std::function<void()>& body) {
+  const pid_t child = fork();
+  if (child != 0) return child;
+  end_with_parent();
+  body();
+  std::exit(0);
+}
+
+void expect_success(pid_t child) {
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+void test_processes_with_one_and_with_several_ranks_get_the_sum() {
+  const std::vector<std::vector<std::vector<int>>> hosts = {
+      {{0}, {1}}, {{0, 1}, {2, 3}}, {{2, 0}, {1}}};
+  for (const auto& processes : hosts) {
+    int num_ranks = 0;
+    for (const auto& ranks : processes) num_ranks += static_cast<int>(ranks.size());
+    const Memory memory = make(num_ranks);
+    std::vector<pid_t> children;
+    for (const std::vector<int>& ranks : processes) {
+      children.push_back(start([&] {
+        attach(memory, ranks);
+        on_ranks(ranks, [&](int rank) {
+          for (int step = 0; step < 12; ++step) {
+            const Way way = kWays[2 + step % 2];
+            Leaves<float> leaves(rank, {1, 300, 40001 * (step % 4)}, step % 3 == 0, step % 2);
+            CHECK(all_reduce(call_of(way, rank, num_ranks, step % 5), leaves.bucket()).ok());
+            leaves.check(num_ranks);
+          }
+        });
+      }));
+    }
+    for (pid_t child : children) expect_success(child);
+    close(memory.fd);
+  }
+}
+
+// Rank 2 is killed in the middle of many steps; the others need not wait for the deadline.
+void test_a_killed_process_is_named_at_once() {
+  for (const Way& way : {kWays[2], kWays[3]}) {
+    const Memory memory = make(3);
+    std::vector<pid_t> children;
+    for (int rank : range(3)) {
+      children.push_back(start([&] {
+        attach(memory, {rank});
+        const Stopwatch watch;
+        Status status;
+        while (status.ok()) {
+          CHECK(watch.elapsed_s() < 20);
+          Leaves<float> leaves(rank, {5000}, true, 0);
+          status = all_reduce(call_of(way, rank, 3), leaves.bucket());
+        }
+        CHECK(status.code == Code::kDeadlineExceeded);
+        CHECK(contains(status.message, "for rank 2, whose process has ended"));
+      }));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    // Not waited for until the others ended: a zombie is dead, too.
+    kill(children[2], SIGKILL);
+    expect_success(children[0]);
+    expect_success(children[1]);
+    waitpid(children[2], nullptr, 0);
+    close(memory.fd);
+  }
+}
+
+void test_one_process_ends_the_waits_of_all() {
+  const Memory memory = make(3);
+  std::vector<pid_t> children;
+  for (int rank : {0, 1}) {
+    children.push_back(start([&] {
+      attach(memory, {rank});
+      Leaves<float> leaves(rank, {10}, true, 0);
+      const Status status = all_reduce(call_of(kWays[2], rank, 3), leaves.bucket());
+      CHECK(status.code == Code::kAborted);
+      CHECK(contains(status.message, "rank 2 gives up"));
+    }));
+  }
+  children.push_back(start([&] {
+    attach(memory, {2});
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    stop_communicators("rank 2 gives up");
+  }));
+  for (pid_t child : children) expect_success(child);
+  close(memory.fd);
+}
+
+// A launcher that knows only the file sets the word at byte 64.
+void test_the_abort_word_ends_waits() {
+  const Memory memory = make(2);
+  const pid_t child = start([&] {
+    attach(memory, {0});
+    Leaves<float> leaves(0, {10}, true, 0);
+    const Status status = all_reduce(call_of(kWays[2], 0, 2), leaves.bucket());
+    CHECK(status.code == Code::kAborted);
+    CHECK(contains(status.message, "another process ended this communicator"));
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  const uint32_t stop = 1;
+  CHECK(pwrite(memory.fd, &stop, sizeof stop, 64) == sizeof stop);
+  expect_success(child);
+  close(memory.fd);
+}
+
+void test_another_segment_than_announced_is_refused() {
+  const Memory memory = make(2);
+  expect_success(start([&] {
+    std::string why;
+    CHECK(!Segment::attach(memory.pid, memory.fd, memory.nonce + 1, 2, {0}, &why));
+    CHECK(contains(why, "another segment than was announced"));
+    CHECK(!Segment::attach(memory.pid, memory.fd, memory.nonce, 3, {0}, &why));
+    CHECK(contains(why, "not a segment for 3 ranks"));
+    CHECK(!Segment::attach(memory.pid, 1000, memory.nonce, 2, {0}, &why));
+    CHECK(contains(why, "cannot open"));
+    CHECK(!Segment::attach(memory.pid, memory.fd, memory.nonce, 2, {2}, &why));
+    CHECK(contains(why, "the seat of rank 2"));
+  }));
+  close(memory.fd);
+}
+
+void test_a_seat_is_taken_once() {
+  const Memory memory = make(2);
+  const pid_t first = start([&] {
+    attach(memory, {1});
+    pause();
+  });
+  std::string why;
+  auto segment = Segment::attach(memory.pid, memory.fd, memory.nonce, 2, {0}, &why);
+  while (segment->seat(1).is_taken.load() == 0) std::this_thread::yield();
+  expect_success(start([&] {
+    CHECK(!Segment::attach(memory.pid, memory.fd, memory.nonce, 2, {1}, &why));
+    CHECK(contains(why, "cannot take the seat of rank 1"));
+  }));
+  CHECK(!segment->is_gone(1));
+  kill(first, SIGKILL);
+  waitpid(first, nullptr, 0);
+  CHECK(segment->is_gone(1));
+}
+
+}  // namespace
+}  // namespace jdp
+
+int main() {
+  jdp::end_with_parent();
+  jdp::test_processes_with_one_and_with_several_ranks_get_the_sum();
+  jdp::test_a_killed_process_is_named_at_once();
+  jdp::test_one_process_ends_the_waits_of_all();
+  jdp::test_the_abort_word_ends_waits();
+  jdp::test_another_segment_than_announced_is_refused();
+  jdp::test_a_seat_is_taken_once();
+}

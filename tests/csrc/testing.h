@@ -1,0 +1,190 @@
+// What the tests share: a check that ends the program, ranks as threads, and buckets of known sums.
+
+#pragma once
+
+#include <signal.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "call.h"
+#include "communicator.h"
+#include "meeting.h"
+
+#define CHECK(condition)                                                             \
+  do {                                                                               \
+    if (!(condition)) {                                                              \
+      std::fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
+      std::abort();                                                                  \
+    }                                                                                \
+  } while (false)
+
+namespace jdp {
+
+// Prints what a failing test was about.
+inline void describe(const std::string& text) { std::fprintf(stderr, "%s\n", text.c_str()); }
+
+inline bool contains(const std::string& text, const std::string& part) {
+  if (text.find(part) != std::string::npos) return true;
+  describe("\"" + text + "\" does not contain \"" + part + "\"");
+  return false;
+}
+
+inline void end_with_parent() { prctl(PR_SET_PDEATHSIG, SIGKILL); }
+
+// Runs body(rank) on a thread for each rank.
+inline void on_ranks(const std::vector<int>& ranks, const std::function<void(int)>& body) {
+  std::vector<std::thread> threads;
+  for (int rank : ranks) threads.emplace_back(body, rank);
+  for (std::thread& thread : threads) thread.join();
+}
+
+inline std::vector<int> range(int end) {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < end; ++rank) ranks.push_back(rank);
+  return ranks;
+}
+
+// The ways that an all-reduce can go.
+struct Way {
+  const char* name;
+  int64_t communicator;
+  Algorithm algorithm;
+};
+
+inline const Way kWays[] = {{"meeting, direct", 0, Algorithm::kDirect},
+                            {"meeting, ring", 0, Algorithm::kRing},
+                            {"segment, direct", 1, Algorithm::kDirect},
+                            {"segment, ring", 1, Algorithm::kRing}};
+
+// Makes a communicator for threads of this process, as if they were processes.
+inline void make_segment(int num_ranks, int64_t communicator = 1, int32_t group = 0) {
+  uint64_t nonce = 0;
+  const int fd = Segment::create(num_ranks, &nonce);
+  std::string why;
+  auto segment = Segment::attach(getpid(), fd, nonce, num_ranks, range(num_ranks), &why);
+  if (!segment) describe(why);
+  CHECK(segment);
+  attach_communicator(communicator, group, segment);
+}
+
+inline void reset() {
+  clear_abort();
+  forget_meetings();
+  detach_communicators();
+  set_timeout_s(30);
+}
+
+inline Call call_of(const Way& way, int rank, int num_ranks, int32_t bucket = 3, int64_t run = 1,
+                    int32_t group = 0, double scale = 0.5) {
+  return {run, way.communicator, group, bucket, rank, num_ranks, way.algorithm, scale};
+}
+
+template <typename T>
+T element_of(int value) {
+  if constexpr (std::is_same_v<T, BFloat16>)
+    return to_bfloat16(static_cast<float>(value));
+  else if constexpr (std::is_same_v<T, Float16>)
+    return to_float16(static_cast<float>(value));
+  else
+    return static_cast<T>(value);
+}
+
+// Small whole numbers, so that sums are exact in every type.
+inline int value_at(int rank, int64_t i) { return static_cast<int>((i * 7 + rank * 5) % 17) - 8; }
+
+inline int sum_at(int num_ranks, int64_t i) {
+  int sum = 0;
+  for (int rank = 0; rank < num_ranks; ++rank) sum += value_at(rank, i);
+  return sum;
+}
+
+// The sum, halved if it is a float's.
+template <typename T>
+T expected_at(int num_ranks, int64_t i) {
+  const int sum = sum_at(num_ranks, i);
+  if constexpr (std::is_integral_v<T>)
+    return static_cast<T>(sum);
+  else if constexpr (std::is_same_v<T, double>)
+    return sum * 0.5;
+  else if constexpr (std::is_same_v<T, float>)
+    return sum * 0.5f;
+  else if constexpr (std::is_same_v<T, BFloat16>)
+    return to_bfloat16(sum * 0.5f);
+  else
+    return to_float16(sum * 0.5f);
+}
+
+template <typename T>
+constexpr Type type_of() {
+  if constexpr (std::is_same_v<T, float>)
+    return Type::kF32;
+  else if constexpr (std::is_same_v<T, double>)
+    return Type::kF64;
+  else if constexpr (std::is_same_v<T, BFloat16>)
+    return Type::kBF16;
+  else if constexpr (std::is_same_v<T, Float16>)
+    return Type::kF16;
+  else if constexpr (sizeof(T) == 1)
+    return Type::kInt8;
+  else if constexpr (sizeof(T) == 2)
+    return Type::kInt16;
+  else if constexpr (sizeof(T) == 4)
+    return Type::kInt32;
+  else
+    return Type::kInt64;
+}
+
+// One rank's leaves: each begins `shift` elements after an aligned address, and around each lie
+// elements that nobody may touch.
+template <typename T>
+class Leaves {
+ public:
+  Leaves(int rank, std::vector<int64_t> counts, bool in_place, int shift)
+      : counts_(std::move(counts)), shift_(shift), in_place_(in_place) {
+    int64_t i = 0;
+    for (int64_t count : counts_) {
+      std::vector<T> in(count + shift + 1, element_of<T>(77));
+      outs_.push_back(in);
+      for (int64_t k = 0; k < count; ++k) in[shift + k] = element_of<T>(value_at(rank, i++));
+      ins_.push_back(std::move(in));
+    }
+  }
+
+  Bucket bucket() {
+    std::vector<Leaf> leaves;
+    for (size_t i = 0; i < counts_.size(); ++i) {
+      T* in = ins_[i].data() + shift_;
+      leaves.push_back({in, in_place_ ? in : outs_[i].data() + shift_, counts_[i]});
+    }
+    return Bucket(type_of<T>(), std::move(leaves));
+  }
+
+  void check(int num_ranks) const {
+    const T untouched = element_of<T>(77);
+    int64_t i = 0;
+    for (const std::vector<T>& leaf : in_place_ ? ins_ : outs_) {
+      const int64_t end = static_cast<int64_t>(leaf.size()) - 1;
+      for (int64_t k = 0; k <= end; ++k) {
+        const bool outside = k < shift_ || k == end;
+        const T expected = outside ? untouched : expected_at<T>(num_ranks, i++);
+        CHECK(std::memcmp(&leaf[k], &expected, sizeof(T)) == 0);
+      }
+    }
+  }
+
+ private:
+  std::vector<int64_t> counts_;
+  int shift_;
+  bool in_place_;
+  std::vector<std::vector<T>> ins_, outs_;
+};
+
+}  // namespace jdp

@@ -1,0 +1,76 @@
+"""Steps compiled for 8 x H200, which are not there, hide what can be hidden of their reductions.
+
+Run where JAX's CUDA plugin is installed; that of JAX 0.12 describes an H200, and others take the
+description from the file that JDP_TARGET_CONFIG names.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import gpu_topology  # noqa: E402 - benchmarks are programs, found by their folder
+
+DESCRIBED = os.environ.get("JDP_TARGET_CONFIG")
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """measured(model, optimizer, method): what `gpu_schedules.measure` finds, once for each."""
+    try:
+        mesh = gpu_topology.mesh_of_h200s(described=DESCRIBED and Path(DESCRIBED).read_text())
+    except gpu_topology.UnavailableError as reason:
+        pytest.skip(str(reason))
+    import gpu_programs
+    import gpu_schedules
+
+    gpu_programs.register_handlers()
+    found = {}
+
+    def measured(*step):
+        if step not in found:
+            found[step] = gpu_schedules.measure(*step, mesh)
+        return found[step]
+
+    return measured
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("model", ["mlp", "transformer"])
+def test_the_split_ring_hides_all_that_can_be_hidden(model, optimizer, measured):
+    found = measured(model, optimizer, "split")
+    assert found["hidden_mib"] >= found["ceiling_mib"] > 0
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_transformer_waits_for_2_percent_of_its_reductions_at_most(optimizer, measured):
+    assert measured("transformer", optimizer, "split")["exposed_share"] <= 0.02
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_an_mlp_waits_no_longer_than_with_the_best_psum(optimizer, measured):
+    best = min(
+        measured("mlp", optimizer, method)["exposed_us"]
+        for method in ("psum", "psum, 4 MiB", "psum, 8 MiB", "psum, 16 MiB")
+    )
+    assert measured("mlp", optimizer, "split")["exposed_us"] <= best
+
+
+@pytest.mark.parametrize("method", ["scan_layers, psum", "scan_layers, split"])
+@pytest.mark.parametrize("model", ["mlp", "transformer"])
+def test_scanned_layers_hide_all_but_the_last_of_them(model, method, measured):
+    found = measured(model, "sgd", method)
+    assert found["hidden_mib"] >= found["ceiling_mib"] > 0
+
+
+@pytest.mark.parametrize("method", ["scan_layers, psum, remat", "scan_layers, split, remat"])
+def test_rematerialised_layers_hide_as_much(method, measured):
+    found = measured("transformer", "sgd", method)
+    assert found["hidden_mib"] >= found["ceiling_mib"] > 0
+
+
+def test_plainly_scanned_layers_hide_nothing(measured):
+    assert measured("mlp", "sgd", "scan, psum")["hidden_mib"] == 0
