@@ -29,7 +29,7 @@ oldest = $(call find,$(FOR_OLDEST),(3, 11) <= sys.version_info < (3, 12))
 pip = $(1)/bin/python -m pip install -q --disable-pip-version-check --no-input
 pytest = $(1)/bin/python -m pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: help demo test test-oldest lint bench clean
+.PHONY: help demo test test-oldest test-schedules schedules lint bench clean
 
 help:  ## this list
 	sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -37,7 +37,7 @@ help:  ## this list
 demo: .venv/ready  ## train on handwritten digits, on 4 ranks of this machine's CPU
 	.venv/bin/python examples/digits.py
 
-test: .venv/ready  ## all tests on the newest JAX, then all but the slow ones on the oldest
+test: .venv/ready  ## all tests on the newest JAX, then all but the slow ones on the oldest; schedules
 	if [ "$$(< .venv/pins)" = oldest ]; then
 		echo "No Python 3.12 to 3.14 was found: this tests the oldest JAX only."
 		$(call pytest,.venv)
@@ -48,9 +48,24 @@ test: .venv/ready  ## all tests on the newest JAX, then all but the slow ones on
 		$(call pytest,.venv)
 		$(MAKE) --no-print-directory test-oldest
 	fi
+	$(MAKE) --no-print-directory test-schedules
 
 test-oldest: .venv-oldest/ready  ## all but the slow tests on the oldest JAX
 	$(call pytest,.venv-oldest) -m "not slow"
+
+# Each environment has the plugin for GPUs and nothing else of its own, and needs no GPU.
+schedules = if [ -e $(1)/why ]; then cat $(1)/why; else \
+	JDP_TARGET_CONFIG=$(CURDIR)/.venv-gpu/h200.txtpb $(1)/bin/python -m pytest -q tests/schedules; fi
+
+test-schedules: .venv-gpu/ready  ## compile steps for 8 x H200, on the newest JAX and on the oldest
+	$(call schedules,.venv-gpu)
+	if [ -e .venv-oldest/ready ]; then
+		$(MAKE) --no-print-directory .venv-gpu-oldest/ready
+		$(call schedules,.venv-gpu-oldest)
+	fi
+
+schedules: test-schedules .venv-gpu-0.11/ready  ## the same, on JAX 0.11.2 too
+	$(call schedules,.venv-gpu-0.11)
 
 lint: .venv/ready  ## ruff, pyrefly and clang-format
 	.venv/bin/ruff check .
@@ -63,7 +78,7 @@ bench: .venv/ready  ## the step's overhead against hand-written JAX
 	.venv/bin/python benchmarks/step_overhead.py
 
 clean:  ## remove the environments and what was built
-	rm -rf .venv .venv-oldest jdp/lib build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* jdp/lib build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Environment, interpreter, pins. Writes the name of the pins when all are installed.
@@ -97,3 +112,29 @@ NATIVE := setup.py $(wildcard jdp/csrc/* jdp/csrc/*/*)
 	if [ "$$(< $*/pins)" = oldest ]; then isolation=--no-build-isolation; else isolation=; fi
 	$(call pip,$*) --no-deps $$isolation -e .
 	touch $@
+
+# Environment, the one that it stands on, further packages of its own. `why` says what is missing.
+define install_gpu
+	$(2)/bin/python -m venv --clear $(1)
+	site='import sysconfig; print(sysconfig.get_path("purelib"))'
+	$(CURDIR)/$(2)/bin/python -c "$$site" > "$$($(1)/bin/python -c "$$site")/below.pth"
+	version=$(or $(3),$$($(2)/bin/python -c 'import jax; print(jax.__version__)'))
+	if ! $(call pip,$(1)) --no-deps $(addsuffix =="$$version",$(if $(3),jax jaxlib) jax-cuda13-plugin jax-cuda13-pjrt); then
+		echo "Steps were not compiled for 8 x H200: JAX's plugin $$version for CUDA cannot be installed." > $(1)/why
+	elif [ $(1) = .venv-gpu ]; then
+		PYTHONPATH=benchmarks $(1)/bin/python -c 'import gpu_topology; print(gpu_topology.target_config())' \
+			> $(1)/h200.txtpb
+	fi
+	touch $@
+endef
+
+.venv-gpu/ready: .venv/pins
+	$(MAKE) --no-print-directory .venv/ready
+	$(call install_gpu,.venv-gpu,.venv)
+
+.venv-gpu-oldest/ready: .venv-oldest/pins .venv-gpu/ready
+	$(MAKE) --no-print-directory .venv-oldest/ready
+	$(call install_gpu,.venv-gpu-oldest,.venv-oldest)
+
+.venv-gpu-0.11/ready: .venv-gpu/ready
+	$(call install_gpu,.venv-gpu-0.11,.venv,0.11.2)

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from jdp.collectives import library, order
+
 # A collective appears by itself, or as a pair of start and done, of which the start is counted.
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -111,6 +113,10 @@ def _count_one(one: Instruction, shapes: dict[str, str]) -> Counts:
     if kind in COLLECTIVES:
         found.calls[kind] = 1
         found.sent_bytes[kind] = sum(num_bytes(shapes[x]) for x in one.operands())
+    if f'custom_call_target="{library.TARGET}"' in one.rest:
+        found.calls["all-reduce"] = 1
+        leaves = one.operands()[order.TOKEN + 1 :]
+        found.sent_bytes["all-reduce"] = sum(num_bytes(shapes[x]) for x in leaves)
     return found
 
 

@@ -25,8 +25,8 @@ def auto(
 ) -> list[list[jax.Array]]:
     """Sum every leaf over `axis_name`: `native` in steps on CPUs of one host, else `xla`.
 
-    The choice depends on the program, devices and hosts alone, never on timing, and is logged once, to the
-    logger "jdp" at level INFO.
+    The choice depends on the program, devices and hosts alone, never on timing, and is logged
+    once, to the logger "jdp" at level INFO.
 
     Args:
       buckets: lists of leaves, one dtype each; any shapes.

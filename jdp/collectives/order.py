@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.extend.core
 
-
 # Where the token stands among the operands of an all-reduce.
 TOKEN = 3
 
