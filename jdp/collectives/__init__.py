@@ -8,6 +8,7 @@ in the order in which backpropagation finishes them.
 from collections.abc import Callable
 
 from jdp.collectives.auto import auto
+from jdp.collectives.library import set_timeout_s
 from jdp.collectives.native import native
 from jdp.collectives.ring import ring
 from jdp.collectives.split import split
@@ -15,4 +16,4 @@ from jdp.collectives.xla import xla
 
 AllReduce = Callable[..., list]
 
-__all__ = ["AllReduce", "auto", "native", "ring", "split", "xla"]
+__all__ = ["AllReduce", "auto", "native", "ring", "set_timeout_s", "split", "xla"]
