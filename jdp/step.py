@@ -22,8 +22,8 @@ from jdp.program import Program
 # XLA's CPU client before JAX 0.11 hangs for good with more than about 30 undrained steps on all
 # of its devices; elsewhere a few steps in flight are enough to hide dispatch.
 _MAX_IN_FLIGHT = 8
-# Of all steps of the process: (name, number of the call, whether it donated, its weight).
-_in_flight: deque[tuple[str, int, bool, jax.Array]] = deque()
+# Of the process: (step, number of its call, weight of the batch, which is ready when it has run).
+_in_flight: deque[tuple["Step", int, jax.Array]] = deque()
 
 _STATUS = re.compile(
     "(CANCELLED|UNKNOWN|INVALID_ARGUMENT|DEADLINE_EXCEEDED|NOT_FOUND|RESOURCE_EXHAUSTED|"
@@ -151,10 +151,12 @@ class Step:
           The state, None for an `eval_step`; the metrics, with `jdp.rows` still marked; and the
           weight of the global batch: `[]` float32, its rows where nothing weighs them.
         """
-        program, args, is_traced = self._prepare(args, kwargs)
+        program, args, is_traced, follows = self._prepare(args, kwargs)
         if is_traced:
             state, reported, weight = program(*args)  # inside a jit or scan of the caller's
             return statics.restore(state), reported, weight
+        if not follows or (_in_flight and _in_flight[-1][0] is not self):
+            _order_between_processes(program.mesh)
         self._num_calls += 1
         try:
             state, reported, weight = program(*args)
@@ -165,7 +167,8 @@ class Step:
                 raise
             raise _failed(self.__name__, self._num_calls, _any_deleted(args[0])) from error
         self._returned = list(map(weakref.ref, jax.tree.leaves(state)))
-        _bound_in_flight(self.__name__, self._num_calls, self.donate, weight)
+        _in_flight.append((self, self._num_calls, weight))
+        _drain(_MAX_IN_FLIGHT)
         return statics.restore(state), reported, weight
 
     def without_donation(self) -> "Step":
@@ -180,10 +183,11 @@ class Step:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Trace, prove and lower the step for these arguments: arrays or `ShapeDtypeStruct`s."""
-        program, args, _ = self._prepare(args, kwargs)
+        program, args, *_ = self._prepare(args, kwargs)
         return program.trace(*args).lower()
 
-    def _prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Program, tuple, bool]:
+    def _prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Program, tuple, bool, bool]:
+        """Give program, arguments, whether one is traced, and whether the state is our last."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         if bound.kwargs:
@@ -215,7 +219,8 @@ class Step:
         rest = [_place_rest(arg, where) for arg in rest]
         if self.donate and rest:
             rest = _unshared(rest, jax.tree.leaves(state))
-        return program, (state, batch, *rest), is_traced or _holds_tracer((batch, rest))
+        is_traced = is_traced or _holds_tracer((batch, rest))
+        return program, (state, batch, *rest), is_traced, is_returned
 
     def _is_returned(self, leaves: list[Any]) -> bool:
         # What the last call returned is placed and shares no buffers: nothing to look at. Done
@@ -265,15 +270,20 @@ class Step:
         )
 
 
-def _bound_in_flight(name: str, number: int, donated: bool, weight: jax.Array) -> None:
-    _in_flight.append((name, number, donated, weight))
-    if len(_in_flight) <= _MAX_IN_FLIGHT:
-        return
-    name, number, donated, weight = _in_flight.popleft()
-    try:
-        weight.block_until_ready()
-    except jax.errors.JaxRuntimeError as error:
-        raise _failed(name, number, donated) from error
+def _order_between_processes(where: Mesh) -> None:
+    # Between processes a reduction is told from others by its turn alone, and a CPU may run steps
+    # that do not depend on each other in another order in each process.
+    if where.is_multi_process and where.devices.flat[0].platform == "cpu":
+        _drain(0)
+
+
+def _drain(num_left: int) -> None:
+    while len(_in_flight) > num_left:
+        step, number, weight = _in_flight.popleft()
+        try:
+            weight.block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            raise _failed(step.__name__, number, step.donate) from error
 
 
 def _failed(name: str, number: int, is_gone: bool) -> RuntimeError:

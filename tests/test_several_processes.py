@@ -175,3 +175,23 @@ def test_a_process_may_train_alone_on_its_own_devices(processes):
     alone, nothing = processes(2).run(train_alone, timeout_s=30)
     assert nothing is None
     assert_close(alone, want.params)
+
+
+# Two models train side by side: nothing but the order of calls tells their reductions apart.
+
+
+def train_two():
+    jdp.init(devices=sorted(jax.devices(), key=lambda d: (d.process_index, d.id))[:4])
+    step = jdp.train_step(plain_step)
+    tx = training.sgd()
+    states = [state(tx), jax.tree.map(lambda x: 2 * x, state(tx))]
+    for batch in jdp.batches(ROWS, 8, num_steps=100, seed=3):
+        states = [step(s, batch)[0] for s in states]
+    return [training.fetched(s.params) for s in states]
+
+
+def test_steps_on_two_states_in_turn_are_not_mixed_up(processes):
+    want = train_two()
+    for got in processes(2).run(train_two):
+        for mine, expected in zip(got, want, strict=True):
+            assert_close(mine, expected)
