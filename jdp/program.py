@@ -26,6 +26,7 @@ class Program:
       weight_fn: weighs a rank's rows, or None.
       returns_state: whether a new state comes back.
       donate: whether the state's buffers are reused.
+      is_part: whether it is traced into a larger program of the author's.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Program:
         weight_fn: Callable[[Any], Any] | None,
         returns_state: bool,
         donate: bool,
+        is_part: bool = False,
     ):
         self.mesh = mesh
         self._fn = fn
@@ -44,6 +46,7 @@ class Program:
         self._weight_fn = weight_fn
         self._returns_state = returns_state
         self._donate = donate
+        self._why_xla = order.PART_OF_ANOTHER if is_part else None
         self._jitted = self._new_jit()
         # While a step is traced: what goes in, as it is outside, and what was found to leave.
         self._args: tuple = ()
@@ -71,15 +74,18 @@ class Program:
         def on_mesh(*args: Any) -> Any:
             # Proved while it is traced, so that JAX never caches a program that was refused; in a
             # jit of its own, which has a jaxpr before the outer trace ends.
-            mapped = self._new_mapped(len(args))
+            mapped = self._new_mapped(len(args), self._why_xla)
             jaxpr = mapped.trace(*args).jaxpr
             uniform = verify.check(jaxpr, self._describe(args))
             unordered = order.why_unordered(jaxpr)
             if uniform is not None or self._split or unordered:
                 # What is sent, and in which order, shows in the program alone.
                 ready = order_of_gradients(jaxpr) if self._split else None
-                mapped = self._new_mapped(len(args), unordered, uniform=uniform, ready=ready)
-                verify.check(mapped.trace(*args).jaxpr, self._describe(args))
+                why_xla = self._why_xla or unordered
+                mapped = self._new_mapped(len(args), why_xla, uniform=uniform, ready=ready)
+                jaxpr = mapped.trace(*args).jaxpr
+                verify.check(jaxpr, self._describe(args))
+                order.require(jaxpr)
             (state, reported, weight), rows = mapped(*args)
             return (
                 self._keep_layout(args[0], state),
@@ -90,10 +96,10 @@ class Program:
         on_mesh.__name__ = on_mesh.__qualname__ = getattr(self._fn, "__name__", "step")
         return jax.jit(on_mesh, donate_argnums=0 if self._donate else ())
 
-    def _new_mapped(self, num_args: int, unordered: str | None = None, **found: Any) -> Any:
+    def _new_mapped(self, num_args: int, why_xla: str | None = None, **found: Any) -> Any:
         return jax.jit(
             jax.shard_map(
-                functools.partial(self._on_rank, unordered, found),
+                functools.partial(self._on_rank, why_xla, found),
                 mesh=self.mesh,
                 in_specs=(P(), P(self._axis_name), *(P() for _ in range(num_args - 2))),
                 out_specs=(P(), P(self._axis_name)),
@@ -104,10 +110,10 @@ class Program:
         )
 
     def _on_rank(
-        self, unordered: str | None, found: dict[str, Any], state: Any, batch: Any, *rest: Any
+        self, why_xla: str | None, found: dict[str, Any], state: Any, batch: Any, *rest: Any
     ) -> Any:
         entered = scope.entered(self._axis_name, batch, self._weight_fn, mesh=self.mesh, **found)
-        with order.entered(why_not=unordered), entered as step:
+        with order.entered(why_not=why_xla), entered as step:
             returned = self._fn(statics.restore(state), batch, *rest)
             new_state, reported = self._pair(returned)
             reported, rows = metrics.take_rows(reported)

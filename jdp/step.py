@@ -133,7 +133,7 @@ class Step:
         self.returns_state = returns_state
         self._fn = fn
         self._signature = inspect.signature(fn)
-        self._programs: dict[Mesh, Program] = {}
+        self._programs: dict[tuple[Mesh, bool], Program] = {}
         self._returned: list[weakref.ref] = []  # leaves of the last state: placed, not aliased
         self._num_calls = 0
         self._holds_others = False  # whether the state has leaves that are no arrays
@@ -210,9 +210,6 @@ class Step:
         is_traced = not is_returned and _holds_tracer(leaves)
         if not is_returned:
             state = self._admit(state, where)
-        program = self._programs.get(where)
-        if program is None:
-            program = self._programs[where] = self._new_program(where)
         if axis.DELETED_ARRAY_CRASHES and _any_deleted((state, batch, rest)):
             self._require_alive(state, batch, *rest)
         batch = place_batch(batch, where, self.axis_name)
@@ -220,6 +217,9 @@ class Step:
         if self.donate and rest:
             rest = _unshared(rest, jax.tree.leaves(state))
         is_traced = is_traced or _holds_tracer((batch, rest))
+        program = self._programs.get((where, is_traced))
+        if program is None:
+            program = self._programs[where, is_traced] = self._new_program(where, is_traced)
         return program, (state, batch, *rest), is_traced, is_returned
 
     def _is_returned(self, leaves: list[Any]) -> bool:
@@ -259,7 +259,7 @@ class Step:
         names = list(self._signature.parameters)
         return [names[i] if i < len(names) else f"argument {i}" for i in range(num)]
 
-    def _new_program(self, where: Mesh) -> Program:
+    def _new_program(self, where: Mesh, is_part: bool) -> Program:
         return Program(
             self._fn,
             where,
@@ -267,6 +267,7 @@ class Step:
             weight_fn=self.weight,
             returns_state=self.returns_state,
             donate=self.donate,
+            is_part=is_part,
         )
 
 

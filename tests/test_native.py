@@ -311,3 +311,23 @@ def test_outside_of_a_step_auto_leaves_it_to_xla(make_mesh):
         jdp.sync_gradients, mesh=make_mesh(2), in_specs=P("data"), out_specs=P(), check_vma=False
     )
     assert library.TARGET not in jax.jit(mapped).lower(x).as_text()
+
+
+def test_a_step_within_a_program_of_the_authors_is_left_to_xla():
+    ranks(2)
+    step = jdp.train_step(plain_step)
+    several = jax.jit(lambda s, b: [step(s, b), step(jax.tree.map(jnp.copy, s), b)])
+    assert library.TARGET not in several.lower(state(), batch()).as_text()
+    assert library.TARGET in step.lower(state(), batch()).as_text()
+
+
+def test_native_is_refused_in_a_step_where_nothing_orders_its_calls():
+    ranks(2)
+
+    @jdp.train_step
+    def step(s, batch):
+        grads = jax.grad(loss_fn)(s.params, batch)
+        return update(update(s, grads), grads), {}
+
+    with pytest.raises(ValueError, match=r"called twice in one program.*collectives\.auto"):
+        step(state(sgd(all_reduce=native)), batch())

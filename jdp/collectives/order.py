@@ -22,6 +22,9 @@ TOKEN = 3
 _MAX_CHAINS = 1
 
 
+PART_OF_ANOTHER = "the step is part of a larger program, of which jdp sees no more than itself."
+
+
 class _Order:
     """Of the program being traced."""
 
@@ -83,6 +86,21 @@ def why_unordered(jaxpr: Any) -> str | None:
     if num_chains > _MAX_CHAINS:
         return f"{num_chains} functions within the program reduce, and nothing orders them."
     return None
+
+
+def require(jaxpr: Any) -> None:
+    """Refuse a program whose all-reduces could meet others than their own.
+
+    Raises:
+      ValueError: saying why.
+    """
+    reason = why_unordered(jaxpr)
+    if reason:
+        raise ValueError(
+            f"collectives.native cannot reduce in this step: {reason} Ranks could take one "
+            "reduction for another. Write all_reduce=jdp.collectives.auto, which leaves such a "
+            "step to XLA, or call apply_gradients in the step itself."
+        )
 
 
 def _look_through(jaxpr: Any, numbers: list[int]) -> int:
