@@ -66,6 +66,9 @@ JDP_HOST_DEVICE inline Float16 to_float16(float value) {
   return {static_cast<uint16_t>(sign | rest)};
 }
 
+// Signed integers are reduced as unsigned ones, which wrap around in the same way.
+enum class Type : int32_t { kF32, kF64, kBF16, kF16, kU8, kU16, kU32, kU64 };
+
 // Sum: what elements are added up in; sums travel between ranks as such. `scale` is a Scale.
 // Integers wrap around, as XLA's do, and are not scaled.
 template <typename T>

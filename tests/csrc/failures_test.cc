@@ -89,7 +89,7 @@ void test_types_that_differ_are_a_disagreement() {
     make_segment(2);
     on_ranks(range(2), [&](int rank) {
       std::vector<float> values(8);
-      const Type type = rank == 0 ? Type::kF32 : Type::kInt32;
+      const Type type = rank == 0 ? Type::kF32 : Type::kU32;
       const Bucket bucket(type, {{values.data(), values.data(), 8}});
       CHECK(all_reduce(call_of(way, rank, 2), bucket).code == Code::kInvalidArgument);
     });

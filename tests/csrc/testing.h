@@ -133,13 +133,13 @@ constexpr Type type_of() {
   else if constexpr (std::is_same_v<T, Float16>)
     return Type::kF16;
   else if constexpr (sizeof(T) == 1)
-    return Type::kInt8;
+    return Type::kU8;
   else if constexpr (sizeof(T) == 2)
-    return Type::kInt16;
+    return Type::kU16;
   else if constexpr (sizeof(T) == 4)
-    return Type::kInt32;
+    return Type::kU32;
   else
-    return Type::kInt64;
+    return Type::kU64;
 }
 
 // One rank's leaves: each begins `shift` elements after an aligned address, and around each lie

@@ -12,8 +12,6 @@
 namespace jdp {
 
 // Types of elements. Signed integers wrap as unsigned ones do, so one type stands for both.
-enum class Type : int32_t { kF32, kF64, kBF16, kF16, kInt8, kInt16, kInt32, kInt64 };
-
 // Calls `visitor` with a zero element of `type`.
 template <typename Visitor>
 auto visit(Type type, Visitor visitor) {
@@ -26,11 +24,11 @@ auto visit(Type type, Visitor visitor) {
       return visitor(BFloat16{});
     case Type::kF16:
       return visitor(Float16{});
-    case Type::kInt8:
+    case Type::kU8:
       return visitor(uint8_t{});
-    case Type::kInt16:
+    case Type::kU16:
       return visitor(uint16_t{});
-    case Type::kInt32:
+    case Type::kU32:
       return visitor(uint32_t{});
     default:
       return visitor(uint64_t{});

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "../status.h"
 #include "bucket.h"
-#include "status.h"
 #include "wait.h"
 
 namespace jdp {

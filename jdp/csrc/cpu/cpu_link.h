@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "../ring_all_reduce.h"
+#include "../status.h"
 #include "bucket.h"
-#include "status.h"
 #include "wait.h"
 
 namespace jdp {

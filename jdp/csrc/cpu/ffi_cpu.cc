@@ -3,54 +3,12 @@
 #include <optional>
 #include <vector>
 
+#include "../ffi_types.h"
 #include "c_api.h"
 #include "call.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace jdp {
 namespace {
-
-std::optional<Type> type_of(ffi::DataType type) {
-  switch (type) {
-    case ffi::F32:
-      return Type::kF32;
-    case ffi::F64:
-      return Type::kF64;
-    case ffi::BF16:
-      return Type::kBF16;
-    case ffi::F16:
-      return Type::kF16;
-    case ffi::S8:
-    case ffi::U8:
-      return Type::kInt8;
-    case ffi::S16:
-    case ffi::U16:
-      return Type::kInt16;
-    case ffi::S32:
-    case ffi::U32:
-      return Type::kInt32;
-    case ffi::S64:
-    case ffi::U64:
-      return Type::kInt64;
-    default:
-      return std::nullopt;
-  }
-}
-
-ffi::Error error_of(const Status& status) {
-  switch (status.code) {
-    case Code::kOk:
-      return ffi::Error::Success();
-    case Code::kInvalidArgument:
-      return ffi::Error(ffi::ErrorCode::kInvalidArgument, status.message);
-    case Code::kDeadlineExceeded:
-      return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, status.message);
-    default:
-      return ffi::Error(ffi::ErrorCode::kAborted, status.message);
-  }
-}
 
 // A float widened to double is still the same number.
 double scale_of(const ffi::AnyBuffer& scale) {

@@ -4,11 +4,10 @@
 
 #include <cstdint>
 
+#include "../element.h"
 #include "layout.h"
 
 namespace jdp {
-
-enum class Type : int32_t { kF32, kF64, kBF16, kF16, kU8, kU16, kU32, kU64 };
 
 enum class Algorithm : int32_t { kRing, kOneShot, kTwoShot };
 

@@ -14,10 +14,10 @@
 #include <mutex>
 #include <vector>
 
+#include "../status.h"
 #include "arena.h"
 #include "arguments.h"
 #include "plan.h"
-#include "status.h"
 
 namespace jdp {
 
