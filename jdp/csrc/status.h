@@ -3,7 +3,6 @@
 #pragma once
 
 #include <string>
-#include <utility>
 
 namespace jdp {
 
@@ -21,8 +20,6 @@ struct Status {
   Code code = Code::kOk;
   std::string message;
 
-  Status() = default;
-  Status(Code code, std::string message) : code(code), message(std::move(message)) {}
   bool ok() const { return code == Code::kOk; }
 };
 
