@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdp import axis, mesh, metrics, statics
 from jdp.axis import AxisName
 from jdp.batch import place_batch
+from jdp.collectives import library
 from jdp.program import Program
 
 # XLA's CPU client before JAX 0.11 hangs for good with more than about 30 undrained steps on all
@@ -283,7 +284,8 @@ def _drain(num_left: int) -> None:
         step, number, weight = _in_flight.popleft()
         try:
             weight.block_until_ready()
-        except jax.errors.JaxRuntimeError as error:
+            library.check()
+        except RuntimeError as error:
             raise _failed(step.__name__, number, step.donate) from error
 
 

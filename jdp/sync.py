@@ -1,5 +1,6 @@
 """Local gradients in, their mean over ranks out: the only place that scales."""
 
+from itertools import chain
 from typing import Any
 
 import jax
@@ -91,19 +92,18 @@ def sync_gradients(
         # XLA keeps a psum over one rank, and its copies took as long as the rest of a step.
         leaves = [mark(leaf, kind=ALL_REDUCED, path="", axes=axes) for leaf in leaves]
     elif bound:
-        if step is not None and all_reduce is collectives.split:
+        mesh = mesh if mesh is not None or step is None else step.mesh
+        if step is not None and collectives.starts_when_ready(all_reduce, mesh):
             step.split.update(paths)
             if step.ready is not None:  # `plan` takes the last one first
                 sent = sorted(sent, key=lambda i: -step.ready.get(paths[i], 0))
         plan = buckets.plan([leaves[i] for i in sent], bucket_bytes)
         plan = [[sent[i] for i in bucket] for bucket in plan]
-        mesh = mesh if mesh is not None or step is None else step.mesh
         reduced = all_reduce(
             [[leaves[i] for i in bucket] for bucket in plan], axes, scale=scale, mesh=mesh
         )
-        for bucket, values in zip(plan, reduced, strict=True):
-            for i, value in zip(bucket, values, strict=True):
-                leaves[i] = value
+        for i, value in zip(chain.from_iterable(plan), chain.from_iterable(reduced), strict=True):
+            leaves[i] = value
     return jax.tree.unflatten(treedef, leaves)
 
 

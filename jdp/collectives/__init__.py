@@ -9,11 +9,20 @@ from collections.abc import Callable
 
 from jdp.collectives.auto import auto
 from jdp.collectives.library import set_timeout_s
-from jdp.collectives.native import native
+from jdp.collectives.native import native, starts_when_ready
 from jdp.collectives.ring import ring
 from jdp.collectives.split import split
 from jdp.collectives.xla import xla
 
 AllReduce = Callable[..., list]
 
-__all__ = ["AllReduce", "auto", "native", "ring", "set_timeout_s", "split", "xla"]
+__all__ = [
+    "AllReduce",
+    "auto",
+    "native",
+    "ring",
+    "set_timeout_s",
+    "split",
+    "starts_when_ready",
+    "xla",
+]

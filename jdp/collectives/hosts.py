@@ -6,7 +6,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -50,33 +50,72 @@ class _Shared(NamedTuple):
 
 @functools.cache
 def _shared(mesh: Mesh, axes: tuple[str, ...]) -> _Shared:
-    groups = _groups(mesh, axes)
-    if all(len(set(group)) == 1 for group in groups):
+    processes = [[device.process_index for device in group] for group in groups(mesh, axes)]
+    if all(len(set(group)) == 1 for group in processes):
         return _Shared(0, None)
     if not store.is_open():
-        return _Shared(0, "the processes were not joined by jax.distributed.initialize.")
-    # The same in every run: it becomes part of the program, which the compilation cache keeps.
+        return _Shared(0, NOT_JOINED)
+    key = key_of(mesh, axes)
+    return _Shared(key, _attach(key, processes))
+
+
+NOT_JOINED = "the processes were not joined by jax.distributed.initialize."
+
+
+def key_of(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    """Give the key of the communicator of these ranks, > 0: the same in every process and run."""
+    # It becomes part of the program, which the compilation cache keeps.
     ids = [device.id for device in mesh.devices.flat]
-    key = 1 + zlib.crc32(repr((ids, mesh.devices.shape, mesh.axis_names, axes)).encode())
-    return _Shared(key, _attach(key, groups))
+    return 1 + zlib.crc32(repr((ids, mesh.devices.shape, mesh.axis_names, axes)).encode())
 
 
-# [group][rank] -> process. A group: the ranks that reduce among themselves.
-def _groups(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
+def groups(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
+    """Give the devices that reduce among themselves: `[group][rank]`, each device once."""
     names = list(mesh.axis_names)
     others = [i for i, name in enumerate(names) if name not in axes]
     devices = np.transpose(mesh.devices, others + [names.index(name) for name in axes])
-    num_ranks = int(np.prod([mesh.shape[name] for name in axes]))
-    return [[d.process_index for d in group] for group in devices.reshape(-1, num_ranks)]
+    return devices.reshape(-1, int(np.prod([mesh.shape[name] for name in axes])))
+
+
+def why_on_several(room: str, peers: list[int]) -> str | None:
+    """Say in a sentence which process is on another host, or None.
+
+    Args:
+      room: where in the store the answers stand, once in a run.
+      peers: all processes that call this.
+    """
+    me, host = jax.process_index(), _host()
+    for process, theirs in exchanged(f"{room}/host", peers, host):
+        if theirs != host:
+            return f"process {process} is on another host than process {me}."
+    return None
+
+
+def exchanged(key: str, peers: list[int], value: Any) -> Iterator[tuple[int, Any]]:
+    """Yield (process, value) of all processes, in one order: all come to the same answer.
+
+    Args:
+      key: where in the store the values stand, once in a run.
+      peers: all processes that call this; the store is not needed for one alone.
+      value: what JSON can hold.
+
+    Raises:
+      RuntimeError: if a process does not come within `library.timeout_s()`.
+    """
+    me = jax.process_index()
+    if peers == [me]:
+        yield me, value
+        return
+    store.put(f"{key}/{me}", json.dumps(value))
+    for process in peers:
+        yield process, json.loads(_get(f"{key}/{process}", process))
 
 
 def _attach(key: int, groups: list[list[int]]) -> str | None:
     me = jax.process_index()
     peers = sorted({process for group in groups for process in group})
-    host = _host()
-    for process, theirs in _exchanged(f"jdp/{key}/host", peers, host):
-        if theirs != host:
-            return f"process {process} is on another host than process {me}."
+    if reason := why_on_several(f"jdp/{key}", peers):
+        return reason
     failure = ""
     try:
         for number, group in enumerate(groups):
@@ -90,17 +129,10 @@ def _attach(key: int, groups: list[list[int]]) -> str | None:
                 library.attach(key, number, len(group), ranks, segment)
     except OSError as error:
         failure = str(error)
-    for process, theirs in _exchanged(f"jdp/{key}/attached", peers, failure):
+    for process, theirs in exchanged(f"jdp/{key}/attached", peers, failure):
         if theirs:
             return f"process {process} cannot share memory with the others ({theirs})."
     return None
-
-
-# Yields (process, value), process 0 first, so that all come to the same answer.
-def _exchanged(key: str, peers: list[int], value: str) -> Iterator[tuple[int, str]]:
-    store.put(f"{key}/{jax.process_index()}", json.dumps(value))
-    for process in peers:
-        yield process, json.loads(_get(f"{key}/{process}", process))
 
 
 def _get(key: str, process: int) -> str:

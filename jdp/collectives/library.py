@@ -1,17 +1,30 @@
-"""The native CPU library: found, checked, loaded and registered, once and not before it is used."""
+"""The native CPU library, and the waits of both libraries: loaded not before they are used."""
 
 import ctypes
 import os
-import re
 from collections.abc import Sequence
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_uint64
 from functools import cache
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
+from jdp.collectives import cuda_library
+from jdp.collectives.loading import LIB, Loaded, load
+from jdp.collectives.loading import runtime_version as _runtime_version
 
 TARGET = "jdp_all_reduce"
-_PATH = Path(__file__).parent.parent / "lib" / "libjdp_cpu.so"
+_PATH = LIB / "libjdp_cpu.so"
+_SIGNATURES = {
+    "jdp_set_timeout_s": (None, c_double),
+    "jdp_timeout_s": (c_double,),
+    "jdp_abort": (None, c_char_p),
+    "jdp_reset": (None,),
+    "jdp_last_error": (c_char_p,),
+    "jdp_segment_create": (c_int, c_int32, POINTER(c_uint64)),
+    "jdp_communicator_attach": (
+        *(c_int, c_int64, c_int32, c_int32, POINTER(c_int32)),
+        *(c_int32, c_int32, c_int32, c_uint64),
+    ),
+}
 
 
 def why_missing() -> str | None:
@@ -42,6 +55,7 @@ def set_timeout_s(timeout_s: float) -> None:
             "Write the seconds after which a silent rank counts as missing, such as 30."
         )
     _functions().jdp_set_timeout_s(timeout_s)
+    cuda_library.set_timeout_s(timeout_s)
 
 
 def timeout_s() -> float:
@@ -53,23 +67,35 @@ def abort(reason: str) -> None:
     """End all waits for other ranks, present and future, until `reset`.
 
     Args:
-      reason: what the errors of the waiting ranks say.
+      reason: what the errors of the waiting ranks say; those of GPUs say that they were told to.
 
     Raises:
       RuntimeError: if there is no native library.
     """
     _functions().jdp_abort(reason.encode())
+    cuda_library.abort()
 
 
 def reset() -> None:
-    """Forget an abort and failed all-reduces, and leave all communicators.
+    """Forget an abort and failed all-reduces, and leave all communicators but those of GPUs.
 
-    No all-reduce may be running.
+    No all-reduce may be running, in any process. Where GPUs of several processes reduce together,
+    all of these must call it before the next one.
 
     Raises:
       RuntimeError: if there is no native library.
     """
     _functions().jdp_reset()
+    cuda_library.reset()
+
+
+def check() -> None:
+    """Find out whether an all-reduce of GPUs has failed by now; on CPUs its own call fails.
+
+    Raises:
+      RuntimeError: if one has, with the rank that did not come. Gradients since then are NaN.
+    """
+    cuda_library.check()
 
 
 class Segment(NamedTuple):
@@ -123,58 +149,12 @@ def attach(
         raise OSError(functions.jdp_last_error().decode())
 
 
-class _Loaded(NamedTuple):
-    functions: ctypes.CDLL | None
-    why_missing: str | None
-
-
 @cache
-def _loaded() -> _Loaded:
-    if not _PATH.exists():
-        reason = _PATH.with_suffix(".txt")  # what the build wrote
-        why = reason.read_text().strip() if reason.exists() else "install jdp with pip"
-        return _Loaded(None, f"{_PATH.name} was not built: {why}.")
-    try:
-        functions = ctypes.CDLL(str(_PATH))
-    except OSError as error:
-        return _Loaded(None, f"{_PATH.name} does not load: {error}.")
-    # XLA would refuse a handler that is newer than itself together with the whole CPU backend.
-    built_with, runtime = divmod(functions.jdp_ffi_api_version(), 1000), _runtime_version()
-    if runtime is None or built_with[0] != runtime[0] or built_with > runtime:
-        return _Loaded(
-            None,
-            f"{_PATH.name} was built with version {built_with} of XLA's FFI, and this jaxlib has "
-            f"{runtime}: install jdp again with this jaxlib, or with jaxlib 0.10.2's headers.",
-        )
-    functions.jdp_set_timeout_s.argtypes = [ctypes.c_double]
-    functions.jdp_set_timeout_s.restype = None
-    functions.jdp_timeout_s.restype = ctypes.c_double
-    functions.jdp_abort.argtypes = [ctypes.c_char_p]
-    functions.jdp_abort.restype = None
-    functions.jdp_reset.restype = None
-    functions.jdp_last_error.restype = ctypes.c_char_p
-    functions.jdp_segment_create.argtypes = [ctypes.c_int32, ctypes.POINTER(ctypes.c_uint64)]
-    functions.jdp_communicator_attach.argtypes = [
-        *(ctypes.c_int64, ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_int32)),
-        *(ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ctypes.c_uint64),
-    ]
-    handler = jax.ffi.pycapsule(functions.jdp_all_reduce)
-    jax.ffi.register_ffi_target(TARGET, handler, platform="cpu")
-    return _Loaded(functions, None)
+def _loaded() -> Loaded:
+    return load(_PATH, _SIGNATURES, {TARGET: TARGET}, "cpu", _runtime_version())
 
 
-# The (major, minor) version of XLA's FFI in the installed jaxlib, as its headers tell.
-def _runtime_version() -> tuple[int, int] | None:
-    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
-    if not header.exists():
-        return None
-    text = header.read_text()
-    major = re.search(r"#define XLA_FFI_API_MAJOR (\d+)", text)
-    minor = re.search(r"#define XLA_FFI_API_MINOR (\d+)", text)
-    return (int(major[1]), int(minor[1])) if major and minor else None
-
-
-def _functions() -> ctypes.CDLL:
+def _functions() -> Any:
     functions, why = _loaded()
     if functions is None:
         raise RuntimeError(f"{why} jdp.collectives.xla needs no library.")

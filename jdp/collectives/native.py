@@ -1,6 +1,7 @@
-"""The compiled all-reduce: leaves are summed where they lie, by the threads of the ranks.
+"""The compiled all-reduce: leaves are summed where they lie.
 
-`jdp/csrc/cpu` does the work; this file is the primitive that stands for it in a traced program.
+On CPUs the threads of the ranks do the work, in `jdp/csrc/cpu`; most of this file is the primitive
+that stands for it in a traced program. On GPUs it is a pair of calls of `jdp/csrc/cuda`.
 """
 
 import functools
@@ -17,7 +18,8 @@ from jax.sharding import Mesh
 
 from jdp import axis
 from jdp.axis import AxisName
-from jdp.collectives import hosts, library, order
+from jdp.collectives import gpus, hosts, library, order
+from jdp.collectives.split import pairs, split
 from jdp.collectives.xla import Scale, scaled, xla
 
 _DTYPES = frozenset(
@@ -33,16 +35,20 @@ def native(
     mesh: Mesh | None = None,
     algorithm: str = "direct",
 ) -> list[list[jax.Array]]:
-    """Sum every leaf over `axis_name` in compiled code of jdp's own, on CPUs of one host.
+    """Sum every leaf over `axis_name` in compiled code of jdp's own, on CPUs or GPUs of one host.
+
+    The code for GPUs was compiled and never run: before it is used for the first time it is
+    compared with `lax.psum`. It has no derivatives, unlike that for CPUs.
 
     Args:
       buckets: lists of leaves, one dtype each; any shapes. bfloat16 and float16 are added up in
         float32 and rounded once. Of dtypes that the code does not know XLA takes the sum.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
-      mesh: where the axis lies; needed where there are several processes.
+      mesh: where the axis lies; needed where there are several processes, or GPUs. One that is only
+        described can be compiled for.
       algorithm: "direct": each part of a bucket is summed from all ranks by whichever rank is
-        free; "ring": chunks go round, as between GPUs.
+        free; "ring": chunks go round. Between GPUs the size of a bucket decides.
 
     Returns:
       The same lists, summed and scaled, in the dtype of each leaf; equal bits on every rank.
@@ -51,12 +57,10 @@ def native(
       ValueError: if it cannot run here, saying why; `collectives.auto` takes XLA's sum instead.
     """
     axes = axis.names(axis_name)
-    reason = why_not(axes, mesh)
-    if reason:
-        raise ValueError(
-            f"collectives.native cannot run here: {reason} Write all_reduce=jdp.collectives.auto, "
-            "which then takes XLA's sum, or jdp.collectives.xla."
-        )
+    _require(_why_unable(axes, mesh))
+    if _platform(mesh) == "gpu":
+        assert mesh is not None  # or _why_unable would have said so
+        return _on_gpus(buckets, axes, scale, mesh)
     rank, group = lax.axis_index(axes), _group(axes)
     communicator = hosts.communicator(mesh, axes)
     token = order.token()
@@ -88,13 +92,39 @@ def native(
 
 
 def why_not(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
-    """Say in a sentence why `native` cannot run where this is traced, or None.
+    """Say in a sentence why `auto` takes no `native` where this is traced, or None.
 
     The answer depends on devices and hosts alone, so that it is the same in every process.
     """
-    platform = mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
-    if platform != "cpu":
-        return f"the ranks are on {platform!r}, where a split pair of calls does its work."
+    if _platform(mesh) == "gpu":
+        return (
+            "the ranks are on GPUs, where it has not been measured yet; to try it, write "
+            "all_reduce=jdp.collectives.native."
+        )
+    return _why_unable(axes, mesh)
+
+
+def starts_when_ready(all_reduce: Any, mesh: Mesh | None) -> bool:
+    """Tell whether an algorithm starts a bucket once it is complete, so that their order counts."""
+    return all_reduce is split or (all_reduce is native and _platform(mesh) == "gpu")
+
+
+def _platform(mesh: Mesh | None) -> str:
+    return mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
+
+
+def _require(reason: str | None) -> None:
+    if reason:
+        raise ValueError(
+            f"collectives.native cannot run here: {reason} Write all_reduce=jdp.collectives.auto, "
+            "which then takes XLA's sum, or jdp.collectives.xla."
+        )
+
+
+def _why_unable(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
+    platform = _platform(mesh)
+    if platform not in ("cpu", "gpu"):
+        return f"the ranks are on {platform!r}, and it is written for CPUs and GPUs."
     around = jax.sharding.get_abstract_mesh()
     if not set(axes) <= set(around.manual_axes):
         return f"the axis {axes} is that of a vmap, which is one array and no ranks."
@@ -106,7 +136,58 @@ def why_not(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
             f"the mesh axis {automatic[0]!r} is left to the compiler, which would gather what is "
             "split over it before a call of foreign code."
         )
-    return library.why_missing() or hosts.why_apart(mesh, axes)
+    if platform == "cpu":
+        return library.why_missing() or hosts.why_apart(mesh, axes)
+    if mesh is None:
+        return (
+            "which GPUs a shard_map runs on cannot be seen from inside: hand over "
+            "sync_gradients(..., mesh=mesh)."
+        )
+    return gpus.communicator(mesh, axes).why_not
+
+
+def _on_gpus(
+    buckets: Sequence[Sequence[jax.Array]], axes: tuple[str, ...], scale: Scale, mesh: Mesh
+) -> list[list[jax.Array]]:
+    # Integers are scaled as XLA's sums are.
+    ours = [
+        bucket[0].dtype.name in _DTYPES and jnp.issubdtype(bucket[0].dtype, jnp.floating)
+        for bucket in buckets
+    ]
+    sent = [bucket for bucket, is_ours in zip(buckets, ours, strict=True) if is_ours]
+    numbers = [order.next_number(bucket) for bucket in sent]
+    key = reserved(sent, numbers, axes, mesh)
+    reduced = iter(pairs(sent, axes, scale=scale, numbers=numbers, communicator=key))
+    return [
+        next(reduced) if is_ours else xla([bucket], axes, scale=scale)[0]
+        for bucket, is_ours in zip(buckets, ours, strict=True)
+    ]
+
+
+def reserved(
+    buckets: Sequence[Sequence[jax.Array]],
+    numbers: Sequence[int],
+    axes: tuple[str, ...],
+    mesh: Mesh,
+) -> int:
+    """Give the key of the communicator of these GPUs, once it has room for some more buckets.
+
+    Args:
+      buckets: lists of leaves.
+      numbers: of the buckets in the program, see `order.next_number`.
+      axes: the ranks.
+      mesh: of GPUs.
+
+    Raises:
+      ValueError: if the communicator cannot be used, or has no room.
+    """
+    here = gpus.communicator(mesh, axes)
+    _require(here.why_not)
+    try:
+        here.reserve(dict(zip(numbers, map(gpus.room_of, buckets), strict=True)))
+    except gpus.UnavailableError as error:
+        _require(str(error))
+    return here.key
 
 
 def _group(axes: tuple[str, ...]) -> jax.Array:

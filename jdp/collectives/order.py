@@ -17,6 +17,9 @@ import jax.extend.core
 # Where the token stands among the operands of an all-reduce.
 TOKEN = 3
 
+# The call that starts a reduction between GPUs.
+START = "jdp_ring_start"
+
 # At most two of XLA's threads for each rank wait for other ranks at once: one for its own
 # collectives. A second chain of these would be the third.
 _MAX_CHAINS = 1
@@ -114,6 +117,8 @@ def _look_through(jaxpr: Any, numbers: list[int]) -> int:
             given.discard(token)  # A second one that takes it runs beside the first.
             given.add(waits)
             continue
+        if equation.params.get("target_name") == START:  # no rank waits in it
+            numbers.append(int(dict(equation.params["attributes"])["bucket"]))
         for value in equation.params.values():
             for inner in value if isinstance(value, (tuple, list)) else (value,):
                 if hasattr(getattr(inner, "jaxpr", inner), "eqns"):

@@ -40,10 +40,30 @@ def split(
     Returns:
       The same lists, summed and scaled, in the dtype of each leaf.
     """
-    names = axis.names(axis_name)
     numbers = [order.next_number(bucket) for bucket in buckets]
+    return pairs(buckets, axis_name, scale=scale, numbers=numbers)
+
+
+def pairs(
+    buckets: Sequence[Sequence[jax.Array]],
+    axis_name: AxisName,
+    *,
+    scale: Scale,
+    numbers: Sequence[int],
+    communicator: int = 0,
+) -> list[list[jax.Array]]:
+    """Do what `split` does.
+
+    Args:
+      buckets: as there.
+      axis_name: as there.
+      scale: as there.
+      numbers: of the buckets, see `order.next_number`.
+      communicator: key under which the GPUs find each other.
+    """
+    names = axis.names(axis_name)
     tokens = [
-        start(bucket, names, scale=scale, number=i)
+        start(bucket, names, scale=scale, number=i, communicator=communicator)
         for i, bucket in zip(numbers, buckets, strict=True)
     ]
     # A done that stood right behind its start would hide nothing.
@@ -51,13 +71,18 @@ def split(
     results, after = [], None
     for i, token, bucket in zip(numbers, tokens, buckets, strict=True):
         # In one order on every rank: XLA would turn them round.
-        after, leaves = done(token, bucket, names, after=after, number=i)
+        after, leaves = done(token, bucket, names, after=after, number=i, communicator=communicator)
         results.append(leaves)
     return results
 
 
 def start(
-    bucket: Sequence[jax.Array], axis_name: AxisName, *, scale: Scale, number: int
+    bucket: Sequence[jax.Array],
+    axis_name: AxisName,
+    *,
+    scale: Scale,
+    number: int,
+    communicator: int = 0,
 ) -> jax.Array:
     """Start the ring over one bucket.
 
@@ -66,13 +91,14 @@ def start(
       axis_name: the ranks.
       scale: multiplies the sum.
       number: of this bucket in the program, see `order.next_number`.
+      communicator: key under which the GPUs find each other.
 
     Returns:
       The token that `done` takes.
     """
     wide = jnp.float64 if bucket[0].dtype == jnp.float64 else jnp.float32
-    call = jax.ffi.ffi_call("jdp_ring_start", TOKEN)
-    return call(jnp.asarray(scale, wide), *bucket, **_attributes(axis_name, number))
+    call = jax.ffi.ffi_call(order.START, TOKEN)
+    return call(jnp.asarray(scale, wide), *bucket, **_attributes(axis_name, number, communicator))
 
 
 def done(
@@ -82,6 +108,7 @@ def done(
     *,
     after: jax.Array | None,
     number: int,
+    communicator: int = 0,
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Wait for the ring over one bucket.
 
@@ -91,6 +118,7 @@ def done(
       axis_name: the ranks.
       after: the token of the `done` that comes before this one; None for the first.
       number: as in `start`.
+      communicator: as in `start`.
 
     Returns:
       A token for the next `done`, and the leaves, summed and scaled.
@@ -100,16 +128,16 @@ def done(
     aliases = {i + 1: i for i in range(len(shapes))}
     call = jax.ffi.ffi_call("jdp_ring_done", shapes, input_output_aliases=aliases)
     after = token if after is None else after
-    after, *leaves = call(token, after, *bucket, **_attributes(names, number))
+    after, *leaves = call(token, after, *bucket, **_attributes(names, number, communicator))
     # To the analysis a foreign call is anything of its operands, which differ.
     leaves = [mark(leaf, kind=ALL_REDUCED, path="", axes=names) for leaf in leaves]
     return after, leaves
 
 
-def _attributes(axis_name: AxisName, number: int) -> dict[str, np.integer]:
+def _attributes(axis_name: AxisName, number: int, communicator: int) -> dict[str, np.integer]:
     num_ranks = axis.size(axis_name)
     return {
         "bucket": np.int32(number),
         "num_ranks": np.int32(num_ranks),
-        "communicator": np.int64(0),  # all ranks are devices of this process
+        "communicator": np.int64(communicator),
     }
