@@ -10,7 +10,8 @@ from jax import lax
 
 from jdp import axis, buckets, scope
 from jdp.collectives import AllReduce, order
-from jdp.collectives.split import TOKEN, done, split, start
+from jdp.collectives.native import native, reserved, starts_when_ready
+from jdp.collectives.split import TOKEN, done, start
 from jdp.collectives.xla import scaled, split_scale
 from jdp.mark import AVERAGED, mark
 
@@ -63,12 +64,18 @@ class Hooks:
         weight, self._mesh = (None, None) if step is None else (step.weight, step.mesh)
         self._share = None if weight is None else scope.share_of(weight, axes)
         self._scale = 1.0 if weight is not None else 1.0 / axis.size(axes)
-        # The ring of `split` starts before a layer's matmuls and is waited for behind them; any
-        # other algorithm is placed by XLA.
-        self._numbers = []
-        if all_reduce is split:
+        # A ring between GPUs starts before a layer's matmuls and is waited for behind them; any
+        # other algorithm is placed by XLA. The last layer's has a call of its own.
+        self._numbers: list[int] = []
+        self._last_numbers: list[int] = []
+        self._communicator = 0
+        if starts_when_ready(all_reduce, self._mesh):
             leaves = [[self._slot[i] for i in bucket] for bucket in self._plan]
             self._numbers = [order.next_number(bucket) for bucket in leaves]
+            self._last_numbers = [order.derived(i, "last layer") for i in self._numbers]
+            if all_reduce is native:
+                numbers = self._numbers + self._last_numbers
+                self._communicator = reserved(2 * leaves, numbers, axes, self._mesh)
 
     def enter(self, floats: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Give the stacked parameters and an empty slot."""
@@ -144,9 +151,8 @@ class Hooks:
 
     def _reduced(self, slot: list[jax.Array]) -> list[jax.Array]:
         if self._numbers:
-            numbers = [order.derived(number, "last layer") for number in self._numbers]
-            tokens = lax.optimization_barrier(self._started(slot, numbers))
-            return self._waited_for(slot, tokens, numbers)
+            tokens = lax.optimization_barrier(self._started(slot, self._last_numbers))
+            return self._waited_for(slot, tokens, self._last_numbers)
         bucketed = [[slot[i] for i in bucket] for bucket in self._plan]
         return self._unplanned(self._all_reduced(bucketed, self._scale))
 
@@ -166,16 +172,18 @@ class Hooks:
         return self._unplanned([buckets.unpack(x, o) for x, o in zip(means, likes, strict=True)])
 
     def _started(self, slot: list[jax.Array], numbers: list[int]) -> list[jax.Array]:
+        options = {"scale": self._scale, "communicator": self._communicator}
         return [
-            start([slot[i] for i in bucket], self._axes, scale=self._scale, number=number)
+            start([slot[i] for i in bucket], self._axes, number=number, **options)
             for number, bucket in zip(numbers, self._plan, strict=True)
         ]
 
     def _waited_for(self, slot: list, tokens: list, numbers: list[int]) -> list[jax.Array]:
         after, reduced = None, []
+        options = {"communicator": self._communicator}
         for number, bucket, token in zip(numbers, self._plan, tokens, strict=True):
             leaves = [slot[i] for i in bucket]
-            after, leaves = done(token, leaves, self._axes, after=after, number=number)
+            after, leaves = done(token, leaves, self._axes, after=after, number=number, **options)
             reduced.append(leaves)
         return self._unplanned(reduced)
 

@@ -59,7 +59,6 @@ def native(
     axes = axis.names(axis_name)
     _require(_why_unable(axes, mesh))
     if _platform(mesh) == "gpu":
-        assert mesh is not None  # or _why_unable would have said so
         return _on_gpus(buckets, axes, scale, mesh)
     rank, group = lax.axis_index(axes), _group(axes)
     communicator = hosts.communicator(mesh, axes)
@@ -147,7 +146,7 @@ def _why_unable(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
 
 
 def _on_gpus(
-    buckets: Sequence[Sequence[jax.Array]], axes: tuple[str, ...], scale: Scale, mesh: Mesh
+    buckets: Sequence[Sequence[jax.Array]], axes: tuple[str, ...], scale: Scale, mesh: Mesh | None
 ) -> list[list[jax.Array]]:
     # Integers are scaled as XLA's sums are.
     ours = [
@@ -168,7 +167,7 @@ def reserved(
     buckets: Sequence[Sequence[jax.Array]],
     numbers: Sequence[int],
     axes: tuple[str, ...],
-    mesh: Mesh,
+    mesh: Mesh | None,
 ) -> int:
     """Give the key of the communicator of these GPUs, once it has room for some more buckets.
 
@@ -181,6 +180,8 @@ def reserved(
     Raises:
       ValueError: if the communicator cannot be used, or has no room.
     """
+    _require(_why_unable(axes, mesh))
+    assert mesh is not None  # that would have been a reason
     here = gpus.communicator(mesh, axes)
     _require(here.why_not)
     try:
