@@ -1,6 +1,5 @@
 """Local gradients in, their mean over ranks out: the only place that scales."""
 
-from itertools import chain
 from typing import Any
 
 import jax
@@ -102,8 +101,9 @@ def sync_gradients(
         reduced = all_reduce(
             [[leaves[i] for i in bucket] for bucket in plan], axes, scale=scale, mesh=mesh
         )
-        for i, value in zip(chain.from_iterable(plan), chain.from_iterable(reduced), strict=True):
-            leaves[i] = value
+        for bucket, values in zip(plan, reduced, strict=True):
+            for i, value in zip(bucket, values, strict=True):
+                leaves[i] = value
     return jax.tree.unflatten(treedef, leaves)
 
 
