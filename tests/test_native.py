@@ -331,3 +331,18 @@ def test_native_is_refused_in_a_step_where_nothing_orders_its_calls():
 
     with pytest.raises(ValueError, match=r"called twice in one program.*collectives\.auto"):
         step(state(sgd(all_reduce=native)), batch())
+
+
+def test_two_updates_in_one_step_are_one_chain():
+    ranks(2)
+
+    @jdp.train_step
+    def step(both, batch):
+        grads = [jax.grad(loss_fn)(s.params, batch) for s in both]
+        return [s.apply_gradients(g) for s, g in zip(both, grads, strict=True)], {}
+
+    tx = sgd()
+    text = step.lower([state(tx), state(tx)], batch()).as_text()
+    assert text.count(f"@{library.TARGET}") == 2 and "all_reduce" not in text.replace(
+        library.TARGET, ""
+    )
