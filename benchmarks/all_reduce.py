@@ -55,12 +55,12 @@ def main() -> None:
 
 
 def _one_process(at: Peers, quick: bool) -> Iterator[Section]:
-    sizes = [4 * KiB, 64 * KiB] if quick else [4 * KiB, 64 * KiB, MiB, 16 * MiB, 64 * MiB]
+    sizes = [64 * KiB] if quick else [4 * KiB, 64 * KiB, MiB, 16 * MiB, 64 * MiB]
     yield from reduce_one_process.measure(sizes=sizes, **_effort(quick))
 
 
 def _processes(at: Peers, quick: bool) -> Iterator[Section]:
-    sizes = [64 * KiB, MiB] if quick else [64 * KiB, MiB, 16 * MiB, 64 * MiB]
+    sizes = [64 * KiB] if quick else [64 * KiB, MiB, 16 * MiB, 64 * MiB]
     yield from reduce_processes.measure(at=at, sizes=sizes, **_effort(quick))
 
 

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from report import Section
 from rounds import Word
+from team import Team
+from timing import Clock
 
 # Loads and stores of all `n` ranks together, in vectors: what each algorithm does, in words.
 FORMULAS = {
@@ -24,11 +26,27 @@ FORMULAS = {
 }
 GOAL, GOAL_BYTES = 0.5, 16 * 2**20
 
+_COPIED_BYTES = 128 * 2**20  # by each process in a run: long enough that all run at once
+
+
+def memcpy_clock(copies: Team, num_bytes: int) -> Clock:
+    """Time a copy of `num_bytes` by each process of a team of `rank_memcpy.py`, all at once."""
+    num_calls = max(2, _COPIED_BYTES // num_bytes)
+    copies.ask("prepare", num_bytes)
+
+    def clock() -> float:
+        # From the first start to the last end: of more processes than cores some would wait.
+        starts, ends = zip(*copies.ask("run", num_calls), strict=True)
+        return (max(ends) - min(starts)) / num_calls
+
+    return clock
+
 
 def rows(
     found: Mapping[str, np.ndarray],
     *,
     where: str,
+    what: str,
     num_ranks: int,
     num_bytes: int,
     names: Sequence[str],
@@ -38,6 +56,7 @@ def rows(
     Args:
       found: of `rounds.alternate`, with "memcpy".
       where: of FORMULAS.
+      what: is reduced, in a word.
       num_ranks: ranks, and copies at once.
       num_bytes: of one rank's vector.
       names: contestants to tell of.
@@ -48,7 +67,8 @@ def rows(
     for name in names:
         seconds = float(np.median(found[name]))
         formula = FORMULAS[where].get(name)
-        row: dict[str, Any] = {"ranks": num_ranks, "bytes": num_bytes, "contestant": name}
+        row: dict[str, Any] = {"what": what, "ranks": num_ranks, "bytes": num_bytes}
+        row["contestant"] = name
         row |= {"us": seconds * 1e6, "memcpy_gb_per_s": copied / 1e9}
         row["least"] = 2 * num_ranks * num_bytes / seconds / copied
         row |= {"vectors": Word("-"), "moved": Word("-"), "goal": Word("-"), "met": Word("-")}
@@ -65,7 +85,7 @@ def section(title: str, text: str, rows: Sequence[dict[str, Any]]) -> Section:
     """Make the table of such rows."""
     return Section(
         title,
-        "A vector of float32 for each rank. `moved`: the loads and stores that the algorithm makes "
+        "Of float32. `moved`: the loads and stores that the algorithm makes "
         "of payload, in all ranks together, over time, as a fraction of what one memcpy of such a "
         "vector by each rank at once moves (2 vectors a rank) in the same rounds. `vectors`: that "
         "amount by formula, in vectors. `least`: the same for the 2 vectors a rank that no "
@@ -73,6 +93,7 @@ def section(title: str, text: str, rows: Sequence[dict[str, Any]]) -> Section:
         f"be told of code whose copies are not known. {text}",
         rows,
         {
+            "what": "{what}",
             "ranks": "{ranks}",
             "bytes": "{bytes}",
             "contestant": "{contestant}",

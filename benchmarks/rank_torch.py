@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import itertools
-import os
 import sys
 import time
 

@@ -65,13 +65,13 @@ def against(
     row: dict[str, Any] = {"rival": rival, "jdp_us": float(np.median(found[jdp])) * 1e6}
     row["goal"] = Word("-") if goal is None else goal
     if rival not in found:
-        row |= dict.fromkeys(("rival_us", "ratio", "low", "high", "met"), Word("missing"))
+        row |= dict.fromkeys(("rival_us", "ratio", "interval", "met"), Word("missing"))
         return row | {"rounds": len(found[jdp])}
     ratios = found[rival] / found[jdp]
     ratio, (low, high) = float(np.median(ratios)), timing.interval(ratios)
     met = Word("-") if goal is None else "yes" if ratio >= goal else "no"
-    row |= {"rival_us": float(np.median(found[rival])) * 1e6, "ratio": ratio, "low": low}
-    return row | {"high": high, "met": met, "rounds": len(ratios)}
+    row |= {"rival_us": float(np.median(found[rival])) * 1e6, "ratio": ratio, "met": met}
+    return row | {"interval": f"{low:.2f} to {high:.2f}", "rounds": len(ratios)}
 
 
 AGAINST_COLUMNS = {
@@ -79,7 +79,7 @@ AGAINST_COLUMNS = {
     "jdp, us": "{jdp_us:.1f}",
     "rival, us": "{rival_us:.1f}",
     "rival / jdp": "{ratio:.2f}",
-    "95 % interval": "{low:.2f} to {high:.2f}",
+    "95 % interval": "{interval}",
     "rounds": "{rounds}",
     "goal": "{goal:.3g}",
     "met": "{met}",

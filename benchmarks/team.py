@@ -5,6 +5,7 @@ file needs the standard library alone. They talk over a socket with a name, for 
 no other file, in lines of JSON.
 """
 
+import contextlib
 import ctypes
 import faulthandler
 import json
@@ -17,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +77,12 @@ class Team:
         """
         request = json.dumps([timeout_s, what, args]) + "\n"
         try:
-            for connection, _ in self._members:
-                connection.sendall(request.encode())
-            return [self._answer(*member, timeout_s + _GRACE_S) for member in self._members]
+            for member, _ in self._members:
+                member.sendall(request.encode())
+            return self._answers(timeout_s + _GRACE_S)
         except (OSError, ValueError) as error:
             self.close()
-            raise TeamError(f"{what}{args}: {error!r}\n{self._last_words()}") from error
+            raise TeamError(f"{what}{args}: {error}\n{self._last_words()}") from error
 
     def slowest(self, what: str, *args: Any) -> Callable[[], float]:
         """Give a clock: how long `what` takes the slowest of them."""
@@ -88,9 +90,9 @@ class Team:
 
     def close(self) -> None:
         """End all processes."""
-        for connection, lines in self._members:
+        for member, lines in self._members:
             lines.close()
-            connection.close()
+            member.close()
         for process in self._processes:
             process.terminate()  # mpirun then ends its own
         for process in self._processes:
@@ -126,23 +128,30 @@ class Team:
                 what = f"ended with status {ended[0].returncode}" if ended else "did not come"
                 raise TeamError(f"{self._processes[0].args}: {what}\n{self._last_words()}")
             try:
-                connection, _ = listener.accept()
+                member, _ = listener.accept()
             except TimeoutError:
                 continue
-            connection.settimeout(START_TIMEOUT_S)
-            lines = connection.makefile("r")
-            found[json.loads(lines.readline())] = connection, lines
+            member.settimeout(ASK_TIMEOUT_S)
+            lines = member.makefile("r")
+            found[json.loads(lines.readline())] = member, lines
         self._members = [found[index] for index in sorted(found)]
 
-    def _answer(self, connection: socket.socket, lines: Any, timeout_s: float) -> Any:
-        connection.settimeout(timeout_s)
-        line = lines.readline()
-        if not line:
-            raise ValueError("a process ended")
-        good, answer = json.loads(line)
-        if not good:
-            raise ValueError(answer)
-        return answer
+    # Whoever comes first: after one has failed the others may wait for it.
+    def _answers(self, timeout_s: float) -> list[Any]:
+        waiting = {member: i for i, (member, _) in enumerate(self._members)}
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        while waiting:
+            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise ValueError(f"process {min(waiting.values())} gave no answer")
+            for member in ready:
+                index = waiting.pop(member)
+                line = self._members[index][1].readline()
+                good, answers[index] = json.loads(line) if line else (False, "ended")
+                if not good:
+                    raise ValueError(f"process {index}: {answers[index]}")
+        return [answers[index] for index in range(len(answers))]
 
     def _last_words(self) -> str:
         self._log.seek(0)
@@ -157,10 +166,11 @@ def serve(index: int, make: Callable[[], Mapping[str, Callable[..., Any]]]) -> N
       make: makes the functions that can be asked for; one is `about`, which describes the versions.
     """
     end_with(os.getppid())
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(os.environ["JDP_TEAM"])
-        lines = connection.makefile("r")
-        connection.sendall(f"{index}\n".encode())
+    # The team may close while an answer is on its way.
+    with socket.socket(socket.AF_UNIX) as asked, contextlib.suppress(ConnectionError):
+        asked.connect(os.environ["JDP_TEAM"])
+        lines = asked.makefile("r")
+        asked.sendall(f"{index}\n".encode())
         functions: Mapping[str, Callable[..., Any]] = {}
         for line in lines:
             timeout_s, what, args = json.loads(line)
@@ -171,7 +181,7 @@ def serve(index: int, make: Callable[[], Mapping[str, Callable[..., Any]]]) -> N
             except Exception:
                 answer = [False, traceback.format_exc()]
             faulthandler.cancel_dump_traceback_later()
-            connection.sendall((json.dumps(answer) + "\n").encode())
+            asked.sendall((json.dumps(answer) + "\n").encode())
 
 
 def end_with(parent: int) -> None:
