@@ -182,9 +182,12 @@ def averaged(tree: Any, axis_name: AxisName) -> Any:
     scalars = [x for x, chosen in zip(leaves, is_scalar, strict=True) if chosen]
     if not scalars:
         return jax.tree.unflatten(treedef, leaves)
-    widest = jnp.result_type(jnp.float32, *(x.dtype for x in scalars))
-    together = jnp.stack([x.astype(widest) for x in scalars])
-    means = iter(mean_over_ranks(together, axis_name=axis_name))
+    if len(scalars) > 1:
+        widest = jnp.result_type(jnp.float32, *(x.dtype for x in scalars))
+        together = jnp.stack([x.astype(widest) for x in scalars])
+        means = iter(mean_over_ranks(together, axis_name=axis_name))
+    else:  # most steps report a loss, and a stack takes a while to trace
+        means = iter([mean_over_ranks(scalars[0], axis_name=axis_name)])
     return jax.tree.unflatten(
         treedef,
         [
