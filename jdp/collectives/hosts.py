@@ -37,7 +37,12 @@ def why_apart(mesh: Mesh | None, axes: tuple[str, ...]) -> str | None:
 
 
 def communicator(mesh: Mesh | None, axes: tuple[str, ...]) -> int:
-    """Give the key of the shared memory of these ranks; 0 if they are all of this process."""
+    """Give the key of the shared memory of these ranks; 0 if they are all of this process.
+
+    Args:
+      mesh: where the axes lie, None if that is not known.
+      axes: names of the mesh axes that are reduced over.
+    """
     if mesh is None or jax.process_count() == 1:
         return 0
     return _shared(mesh, axes).communicator

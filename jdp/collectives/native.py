@@ -99,6 +99,10 @@ def why_not(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
     """Say in a sentence why `auto` takes no `native` where this is traced, or None.
 
     The answer depends on devices and hosts alone, so that it is the same in every process.
+
+    Args:
+      axes: names of the mesh axes that are reduced over.
+      mesh: where they lie, None if that is not known.
     """
     if _platform(mesh) == "gpu":
         return (
@@ -109,7 +113,12 @@ def why_not(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
 
 
 def starts_when_ready(all_reduce: Any, mesh: Mesh | None) -> bool:
-    """Tell whether an algorithm starts a bucket once it is complete, so that their order counts."""
+    """Tell whether an algorithm starts a bucket once it is complete, so that their order counts.
+
+    Args:
+      all_reduce: the algorithm.
+      mesh: where it would run, None if that is not known.
+    """
     return all_reduce is split or (all_reduce is native and _platform(mesh) == "gpu")
 
 
