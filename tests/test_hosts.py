@@ -234,3 +234,32 @@ def test_a_rank_that_is_missing_ends_the_wait_by_name(what, timeout_s, donate, t
     assert ("is gone" in error) == donate and is_whole
     assert took_s < (10 if what == "dies" else timeout_s + 2)
     assert not list(Path("/dev/shm").glob("*jdp*"))
+
+
+# What only one process lacks all must know of, or the others would wait for it.
+
+
+def auto_where_process_1_has(what):
+    function = {"no library": "why_missing", "no memory": "create_segment"}[what]
+    if jax.process_index() == (1 if what == "no library" else 0):
+
+        def fail(*args):
+            raise OSError("no memory left")
+
+        setattr(library, function, fail if what == "no memory" else lambda: "it was not built.")
+    return step_with_auto()
+
+
+@needs_library
+@pytest.mark.processes
+@pytest.mark.parametrize("what", ["no library", "no memory"])
+def test_what_one_process_lacks_is_a_reason_for_all(what):
+    children = Processes(2)
+    try:
+        answers = children.run(auto_where_process_1_has, what)
+    finally:
+        children.close()
+    for _, told in answers:
+        [line] = told
+        assert "collectives.xla" in line
+        assert {"no library": "it was not built", "no memory": "no memory left"}[what] in line

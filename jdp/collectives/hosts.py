@@ -121,17 +121,21 @@ def _attach(key: int, groups: list[list[int]]) -> str | None:
     peers = sorted({process for group in groups for process in group})
     if reason := why_on_several(f"jdp/{key}", peers):
         return reason
-    failure = ""
+    for process, theirs in exchanged(f"jdp/{key}/library", peers, library.why_missing()):
+        if theirs:
+            return f"process {process} has no native library: {theirs}"
+    for number, group in enumerate(groups):
+        if group[0] == me:
+            store.put(f"jdp/{key}/group/{number}", json.dumps(_made(len(group))))
+    failure = None
     try:
         for number, group in enumerate(groups):
-            if group[0] == me:
-                segment = library.create_segment(len(group))
-                store.put(f"jdp/{key}/group/{number}", json.dumps(segment))
-        for number, group in enumerate(groups):
             if me in group:
-                segment = library.Segment(*json.loads(_get(f"jdp/{key}/group/{number}", group[0])))
+                made = json.loads(_get(f"jdp/{key}/group/{number}", group[0]))
+                if isinstance(made, str):
+                    raise OSError(made)
                 ranks = [rank for rank, process in enumerate(group) if process == me]
-                library.attach(key, number, len(group), ranks, segment)
+                library.attach(key, number, len(group), ranks, library.Segment(*made))
     except OSError as error:
         failure = str(error)
     for process, theirs in exchanged(f"jdp/{key}/attached", peers, failure):
@@ -140,8 +144,16 @@ def _attach(key: int, groups: list[list[int]]) -> str | None:
     return None
 
 
+def _made(num_ranks: int) -> library.Segment | str:
+    """Make memory, or say why there is none: the others must not wait for it."""
+    try:
+        return library.create_segment(num_ranks)
+    except OSError as error:
+        return str(error)
+
+
 def _get(key: str, process: int) -> str:
-    timeout_s = library.timeout_s()
+    timeout_s = 300.0 if library.why_missing() else library.timeout_s()
     value = store.get(key, timeout_s=timeout_s)
     if value is None:
         raise RuntimeError(

@@ -150,7 +150,8 @@ def _why_unable(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
             "split over it before a call of foreign code."
         )
     if platform == "cpu":
-        return library.why_missing() or hosts.why_apart(mesh, axes)
+        # Processes first: one of them may have no library, and all must come to one answer.
+        return hosts.why_apart(mesh, axes) or library.why_missing()
     if mesh is None:
         return (
             "which GPUs a shard_map runs on cannot be seen from inside: hand over "
