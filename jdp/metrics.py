@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
 
@@ -185,9 +186,9 @@ def averaged(tree: Any, axis_name: AxisName) -> Any:
     if len(scalars) > 1:
         widest = jnp.result_type(jnp.float32, *(x.dtype for x in scalars))
         together = jnp.stack([x.astype(widest) for x in scalars])
-        means = iter(mean_over_ranks(together, axis_name=axis_name))
+        means = iter(_like_gradients(together, axis_name))
     else:  # most steps report a loss, and a stack takes a while to trace
-        means = iter([mean_over_ranks(scalars[0], axis_name=axis_name)])
+        means = iter([_like_gradients(scalars[0], axis_name)])
     return jax.tree.unflatten(
         treedef,
         [
@@ -195,3 +196,19 @@ def averaged(tree: Any, axis_name: AxisName) -> Any:
             for x, chosen in zip(leaves, is_scalar, strict=True)
         ],
     )
+
+
+# As the gradients went: a collective of XLA's beside jdp's own costs a wake-up of all ranks on CPU,
+# and on GPU the first JAX puts off all reductions to hide that one.
+def _like_gradients(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    step = scope.current(axis_name)
+    here = jax.extend.core.get_opaque_trace_state()
+    before = step.reductions[-1] if step is not None and step.reductions else None
+    if step is None or before is None or before.trace != here:
+        return mean_over_ranks(x, axis_name=axis_name)
+    wide, scale = x.astype(jnp.promote_types(x.dtype, jnp.float32)), 1.0 / axis.size(axis_name)
+    if step.weight is not None:
+        wide, scale = scope.weighed(wide, scope.share_of(step.weight, axis_name)), 1.0
+    axes = axis.names(axis_name)
+    ((mean,),) = before.all_reduce([[wide]], axes, scale=scale, mesh=step.mesh)
+    return mean.astype(x.dtype)

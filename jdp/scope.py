@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ class Scope:
       ready: path of a gradient -> when a first trace found it to be ready; None where nobody asks.
       split: paths of the gradients that go through `collectives.split`, which asks.
       marked: paths of the gradients that were marked for reduction in this trace.
+      reductions: how gradients were reduced in this trace, one after the other.
     """
 
     axis_name: tuple[str, ...]
@@ -47,6 +48,14 @@ class Scope:
     ready: dict[str, int] | None = None
     split: set[str] = field(default_factory=set)
     marked: set[str] = field(default_factory=set)
+    reductions: list["Reduction"] = field(default_factory=list)
+
+
+class Reduction(NamedTuple):
+    """How gradients were reduced, and in which of JAX's traces."""
+
+    all_reduce: Callable[..., Any]
+    trace: Any
 
 
 _scope: ContextVar[Scope | None] = ContextVar("jdp_scope", default=None)

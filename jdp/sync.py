@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -104,6 +105,9 @@ def sync_gradients(
         for bucket, values in zip(plan, reduced, strict=True):
             for i, value in zip(bucket, values, strict=True):
                 leaves[i] = value
+        if step is not None:
+            here = jax.extend.core.get_opaque_trace_state()
+            step.reductions.append(scope.Reduction(all_reduce, here))
     return jax.tree.unflatten(treedef, leaves)
 
 

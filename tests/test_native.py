@@ -184,11 +184,19 @@ def test_gradients_are_reduced_in_place():
     ranks(2)
     step, s = jdp.train_step(plain_step), state(sgd(all_reduce=native))
     compiled = step.lower(s, batch()).compile().as_text()
-    [call] = re.findall(rf'.*custom_call_target="{library.TARGET}".*', compiled)
-    assert "output_to_operand_aliasing" in call
+    calls = re.findall(rf'.*custom_call_target="{library.TARGET}".*', compiled)
+    assert all("output_to_operand_aliasing" in call for call in calls)
+    assert len(calls) == 2, "one bucket of gradients, and the loss"
     # Of more than one number; a weight's gradient may have to be turned, wherever it goes.
     copies = re.findall(r".*= f32\[(?:\d\d+|\d+,\d+)\]\S* copy\(.*", compiled)
     assert not [copy for copy in copies if "transpose" not in copy]
+
+
+def test_metrics_are_averaged_as_the_gradients_are():
+    ranks(2)
+    compiled = jdp.train_step(plain_step).lower(state(), batch()).compile().as_text()
+    assert len(re.findall(rf'custom_call_target="{library.TARGET}"', compiled)) == 2
+    assert " all-reduce(" not in compiled and "all-reduce-start" not in compiled
 
 
 def test_nothing_of_a_run_is_in_the_program():
