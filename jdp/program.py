@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdp import axis, metrics, scope, statics, verify
 from jdp.batch import find_mask
-from jdp.collectives import order
+from jdp.collectives import order, waits
 from jdp.readiness import order_of_gradients
 
 
@@ -97,9 +97,10 @@ class Program:
         return jax.jit(on_mesh, donate_argnums=0 if self._donate else ())
 
     def _new_mapped(self, num_args: int, why_xla: str | None = None, **found: Any) -> Any:
+        on_rank = functools.partial(self._on_rank, why_xla, found)
         return jax.jit(
             jax.shard_map(
-                functools.partial(self._on_rank, why_xla, found),
+                waits.update_between(on_rank) if found.get("ready") else on_rank,
                 mesh=self.mesh,
                 in_specs=(P(), P(self._axis_name), *(P() for _ in range(num_args - 2))),
                 out_specs=(P(), P(self._axis_name)),

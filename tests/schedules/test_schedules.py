@@ -15,14 +15,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu_topology  # noqa: E402 - benchmarks are programs, found by their folder
 
-# XLA before JAX 0.11 puts the starts of the rings late where the step has another all-reduce, such
-# as that of its metrics: 90 % of a transformer's gradients are hidden, and 31 % exposed.
-late_before_0_11 = pytest.mark.xfail(
-    jax.__version_info__ < (0, 11), reason="XLA starts the rings late", strict=True
-)
-# XLA hides its last all-reduce behind Adam's update (12 to 19 us), which no done lets through.
-behind_adam = pytest.mark.xfail(reason="no update between two dones: 67 us", strict=True)
-
 DESCRIBED = os.environ.get("JDP_TARGET_CONFIG")
 
 
@@ -48,25 +40,18 @@ def measured():
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("model", ["mlp", pytest.param("transformer", marks=late_before_0_11)])
+@pytest.mark.parametrize("model", ["mlp", "transformer"])
 def test_the_split_ring_hides_all_that_can_be_hidden(model, optimizer, measured):
     found = measured(model, optimizer, "split")
     assert found["hidden_mib"] >= found["ceiling_mib"] > 0
 
 
-@late_before_0_11
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_a_transformer_waits_for_2_percent_of_its_reductions_at_most(optimizer, measured):
     assert measured("transformer", optimizer, "split")["exposed_share"] <= 0.02
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        pytest.param("sgd", marks=late_before_0_11),
-        pytest.param("adam", marks=behind_adam),
-    ],
-)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_an_mlp_waits_no_longer_than_with_the_best_psum(optimizer, measured):
     best = min(
         measured("mlp", optimizer, method)["exposed_us"]

@@ -1,0 +1,94 @@
+"""Where a step waits for its rings: after all that does not need them."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+from jax import lax
+
+from jdp.uniformity import jaxprs
+
+# The call that waits for a reduction between GPUs, and where it takes the token of the one before.
+DONE, _AFTER = "jdp_ring_done", 1
+
+
+def update_between(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Let parameters be updated before the ring of the next bucket is waited for.
+
+    XLA would wait for all rings before the first update, which then hides nothing of what the
+    last ones still send. Here each wait takes what the one before it made final. Where every
+    update needs all gradients, as after clipping by their norm, nothing changes.
+
+    Args:
+      fn: what a rank runs, in a `shard_map`; its rings wait for each other.
+
+    Returns:
+      The same operations in another order.
+    """
+
+    def run(*args: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        body = jaxprs.opened(closed)
+        given = [*closed.consts, *jax.tree.leaves(args)]
+        values = dict(zip([*body.constvars, *body.invars], given, strict=True))
+        parts = _parts(body.eqns)
+        last_use = {v: i for i, part in enumerate(parts) for v in _read(part)}
+        last_use |= dict.fromkeys(_variables(body.outvars), len(parts))
+        final: list[Any] = []
+        for i, part in enumerate(parts):
+            if final:
+                _hold(part[0].invars[_AFTER], final, values)
+            made = [v for eqn in part for v in eqn.outvars if last_use.get(v, 0) > i]
+            segment = body.replace(
+                constvars=[],
+                invars=[v for v in _read(part) if v in values],
+                outvars=made,
+                eqns=part,
+            )
+            function = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(segment, []))
+            results = function(*(values[v] for v in segment.invars))
+            values.update(zip(made, results, strict=True))
+            final = [v for v in made if last_use[v] == len(parts) and _is_float(v)] if i else []
+        leaves = [v.val if jaxprs.is_literal(v) else values[v] for v in body.outvars]
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+    return run
+
+
+def _parts(eqns: Sequence[Any]) -> list[list[Any]]:
+    """Group equations by the wait that they need: those that need none, the first one, and so on.
+
+    Each group begins with its wait, but for the first.
+    """
+    parts: defaultdict[int, list[Any]] = defaultdict(list)
+    wait_of: dict[Any, int] = {}
+    for eqn in eqns:
+        wait = max((wait_of.get(v, 0) for v in _variables(eqn.invars)), default=0)
+        wait += _is_wait(eqn)
+        wait_of |= dict.fromkeys(eqn.outvars, wait)
+        parts[wait].append(eqn)
+    return [parts[i] for i in sorted(parts)]
+
+
+def _hold(token: Any, final: list[Any], values: dict[Any, Any]) -> None:
+    held = lax.optimization_barrier([values[token], *(values[v] for v in final)])
+    values.update(zip([token, *final], held, strict=True))
+
+
+def _read(part: Sequence[Any]) -> list[Any]:
+    return list(dict.fromkeys(v for eqn in part for v in _variables(eqn.invars)))
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if not jaxprs.is_literal(atom)]
+
+
+def _is_wait(eqn: Any) -> bool:
+    return eqn.primitive.name == "ffi_call" and eqn.params["target_name"] == DONE
+
+
+def _is_float(variable: Any) -> bool:
+    return jnp.issubdtype(variable.aval.dtype, jnp.floating)
