@@ -42,7 +42,7 @@ class Method(NamedTuple):
 
     Attributes:
       options: of `gpu_programs.lowered`.
-      threshold_mib: up to which XLA combines all-reduces; None: as it does by itself.
+      threshold_mib: up to which XLA combines all-reduces; None: as jdp chooses.
     """
 
     options: dict[str, Any]
@@ -53,6 +53,7 @@ PSUM = dict(all_reduce=collectives.xla)
 SPLIT = dict(all_reduce=collectives.split)
 WHOLE = {
     "psum": Method(PSUM),
+    "psum, XLA's default": Method(PSUM, 30),
     "psum, 4 MiB": Method(PSUM, 4),
     "psum, 8 MiB": Method(PSUM, 8),
     "psum, 16 MiB": Method(PSUM, 16),

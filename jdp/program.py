@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp import axis, metrics, scope, statics, verify
+from jdp import axis, metrics, progress, scope, statics, verify
 from jdp.batch import find_mask
 from jdp.collectives import order, waits
+from jdp.collectives.xla import combine_options
 from jdp.readiness import order_of_gradients
 
 
@@ -47,31 +48,62 @@ class Program:
         self._returns_state = returns_state
         self._donate = donate
         self._why_xla = order.PART_OF_ANOTHER if is_part else None
+        self._is_part = is_part
+        self._on_mesh = self._new_on_mesh()
         self._jitted = self._new_jit()
+        self._is_tuned = False
         # While a step is traced: what goes in, as it is outside, and what was found to leave.
         self._args: tuple = ()
+        self._is_compiling = False
         self._outputs: list[verify.Output] = []
         self._marked: frozenset[str] = frozenset()
         self._split: frozenset[str] = frozenset()
+        self._gradient_bytes = 0
 
     def __call__(self, *args: Any) -> tuple[Any, Any, jax.Array]:
         """Give `(state, metrics, weight)`: rows still marked, weight summed over ranks."""
         self._args = args
         try:
+            if not self._is_tuned:
+                self._tune()
             return self._jitted(*args)
         finally:
-            self._args = ()
+            self._end_call()
 
     def trace(self, *args: Any) -> Any:
         """Trace for the shapes of `args` and prove that every rank ends with the same state."""
         self._args = args
         try:
+            if not self._is_tuned:
+                self._tune()
             return self._jitted.trace(*args)
         finally:
-            self._args = ()
+            self._end_call()
 
-    def _new_jit(self) -> Any:
+    def _end_call(self) -> None:
+        self._args = ()
+        if self._is_compiling:
+            self._is_compiling = False
+            progress.compiling_ends()
+
+    def _tune(self) -> None:
+        """Tell XLA how to merge what it reduces: of the first shapes, which may not be the last."""
+        self._is_tuned = True
+        if self._is_part or self.mesh.devices.flat[0].platform != "gpu":
+            return
+        self._jitted.trace(*self._args)  # of the same function, so that JAX traces it once
+        self._jitted = self._new_jit(combine_options(self._gradient_bytes))
+
+    def _new_jit(self, compiler_options: dict[str, int] | None = None) -> Any:
+        donated = 0 if self._donate else ()
+        return jax.jit(self._on_mesh, donate_argnums=donated, compiler_options=compiler_options)
+
+    def _new_on_mesh(self) -> Callable[..., Any]:
         def on_mesh(*args: Any) -> Any:
+            # Only a call that traces comes here, and it then compiles.
+            if not self._is_compiling:
+                self._is_compiling = True
+                progress.compiling_begins()
             # Proved while it is traced, so that JAX never caches a program that was refused; in a
             # jit of its own, which has a jaxpr before the outer trace ends.
             mapped = self._new_mapped(len(args), self._why_xla)
@@ -94,7 +126,7 @@ class Program:
             )
 
         on_mesh.__name__ = on_mesh.__qualname__ = getattr(self._fn, "__name__", "step")
-        return jax.jit(on_mesh, donate_argnums=0 if self._donate else ())
+        return on_mesh
 
     def _new_mapped(self, num_args: int, why_xla: str | None = None, **found: Any) -> Any:
         on_rank = functools.partial(self._on_rank, why_xla, found)
@@ -124,6 +156,7 @@ class Program:
                 weight = jnp.float32((step.num_rows or 0) * axis.size(self._axis_name))
         new_state = statics.hold(jax.tree.map(_strong, new_state))
         self._marked, self._split = frozenset(step.marked), frozenset(step.split)
+        self._gradient_bytes = sum(reduction.num_bytes for reduction in step.reductions)
         self._outputs = [
             *_outputs(f"new {self._argument(0)}", "state", new_state),
             *_outputs("metrics", "metric", reported),

@@ -52,10 +52,11 @@ class Scope:
 
 
 class Reduction(NamedTuple):
-    """How gradients were reduced, and in which of JAX's traces."""
+    """How gradients were reduced, in which of JAX's traces, and how many bytes of them."""
 
     all_reduce: Callable[..., Any]
     trace: Any
+    num_bytes: int
 
 
 _scope: ContextVar[Scope | None] = ContextVar("jdp_scope", default=None)

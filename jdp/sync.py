@@ -107,7 +107,8 @@ def sync_gradients(
                 leaves[i] = value
         if step is not None:
             here = jax.extend.core.get_opaque_trace_state()
-            step.reductions.append(scope.Reduction(all_reduce, here))
+            num_bytes = sum(leaves[i].size * leaves[i].dtype.itemsize for i in sent)
+            step.reductions.append(scope.Reduction(all_reduce, here, num_bytes))
     return jax.tree.unflatten(treedef, leaves)
 
 

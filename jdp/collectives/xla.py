@@ -13,6 +13,12 @@ from jdp.axis import AxisName
 
 Scale = float | jax.Array
 
+MiB = 2**20
+# About what the wires of a host of GPUs send in the time that one all-reduce takes to begin.
+_LEAST_COMBINED = 8 * MiB
+# XLA's own, see `xla_gpu_all_reduce_combine_threshold_bytes`.
+_MOST_COMBINED = 30 * MiB
+
 
 def xla(
     buckets: Sequence[Sequence[jax.Array]],
@@ -41,6 +47,30 @@ def xla(
         sums = lax.psum(parts, axis.names(axis_name))
         results.append([scaled(leaf, after) for leaf in sums])
     return results
+
+
+def combine_options(num_bytes: int) -> dict[str, int]:
+    """Choose up to how many bytes XLA merges the psums of a step on GPUs.
+
+    What is merged starts when its last gradient is ready, and the last all-reduce is the one that
+    no backward pass hides: a step with few gradients is better off with several small ones. Eight
+    at least, unless they would be so small that beginning them takes most of their time.
+
+    Args:
+      num_bytes: of all gradients of a step, >= 0.
+
+    Returns:
+      Options of XLA's compiler; none where its own choice is left alone.
+
+    >>> combine_options(32 * MiB)
+    {'xla_gpu_all_reduce_combine_threshold_bytes': 8388608}
+    >>> combine_options(288 * MiB)
+    {}
+    """
+    threshold = max(num_bytes // 8, _LEAST_COMBINED)
+    if threshold >= _MOST_COMBINED or num_bytes <= _LEAST_COMBINED:
+        return {}
+    return {"xla_gpu_all_reduce_combine_threshold_bytes": threshold}
 
 
 def split_scale(scale: Scale, dtype: np.dtype) -> tuple[Scale, Scale]:
