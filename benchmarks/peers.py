@@ -12,7 +12,11 @@ from typing import NamedTuple
 import team
 from team import Team
 
+from jdp.launch import spawn
+
 _FOLDER = Path(__file__).parent
+# As `jdp run` starts processes on CPUs; the peers have it, too.
+_MEMORY = {"GLIBC_TUNABLES": spawn.environment({})["GLIBC_TUNABLES"]}
 TORCH, MPI = "torch gloo", "Open MPI"
 
 
@@ -57,19 +61,20 @@ def jax_team(num_processes: int, num_devices: int) -> Team:
         "JAX_NUM_CPU_DEVICES": str(num_devices),
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "",  # a number of devices there would win
+        **_MEMORY,
     }
     return Team(_commands(sys.executable, "jax", num_processes), num_processes, environment)
 
 
 def torch_team(python: str, num_processes: int) -> Team:
     """Start processes of `rank_torch.py`."""
-    return Team(_commands(python, "torch", num_processes), num_processes, {"OMP_NUM_THREADS": "1"})
+    return Team(_commands(python, "torch", num_processes), num_processes, _MEMORY | {"OMP_NUM_THREADS": "1"})
 
 
 def memcpy_team(num_processes: int) -> Team:
     """Start processes of `rank_memcpy.py`."""
     commands = [[sys.executable, str(_FOLDER / "rank_memcpy.py")]] * num_processes
-    return Team(commands, num_processes)
+    return Team(commands, num_processes, _MEMORY)
 
 
 def mpi_team(peers: Peers, num_processes: int) -> Team:
@@ -77,7 +82,7 @@ def mpi_team(peers: Peers, num_processes: int) -> Team:
     assert peers.mpirun and peers.mpi
     command = [peers.mpirun, "-n", str(num_processes), peers.mpi, str(_FOLDER / "rank_mpi.py")]
     is_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return Team([command], num_processes, is_root if os.geteuid() == 0 else None)
+    return Team([command], num_processes, _MEMORY | (is_root if os.geteuid() == 0 else {}))
 
 
 @contextlib.contextmanager

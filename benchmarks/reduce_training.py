@@ -85,8 +85,10 @@ def _section(rows: list[dict[str, Any]]) -> Section:
         f"Milliseconds of a step of an MLP of {NUM_LAYERS} square layers, {NUM_ROWS} rows in each "
         f"of {NUM_PROCESSES} processes, SGD with momentum. `cost`: the step less the same step "
         "without the reduction, in the same rounds: jdp's on a mesh of its own process alone, "
-        "PyTorch's DDP under `no_sync`. jdp's step also takes the mean of the loss, through JAX's "
-        "gloo. `gloo` is `jdp.collectives.xla`. Goal: at most a third of what DDP's costs.",
+        "PyTorch's DDP under `no_sync`. jdp's step also takes the mean of the loss. "
+        "`gloo` is `jdp.collectives.xla`. All processes, the peer's too, allocate in huge pages, "
+        "as `jdp run` has it: XLA maps its temporaries anew in each step, and 100 MB in pages of "
+        "4 KiB cost more than their sum. Goal: at most a third of what DDP's costs.",
         rows,
         {
             "bytes": "{bytes}",
