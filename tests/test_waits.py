@@ -38,13 +38,22 @@ def clip(params, grads):
     return descend(params, [g / optax.tree.norm(grads) for g in grads])
 
 
+@jax.jit
+def halve(grads):  # of all leaves, as optimizers do, and called twice
+    return [0.5 * g for g in grads]
+
+
+def descend_twice(params, grads):
+    return descend(descend(params, halve(grads)), halve(halve(grads)))
+
+
 def leaves(num):
     rng = np.random.default_rng(num)
     return [jnp.asarray(rng.normal(size=(3, i + 1)), jnp.float32) for i in range(num)]
 
 
 @pytest.mark.parametrize("num", [0, 1, 2, 3, 8])
-@pytest.mark.parametrize("update", [descend, clip])
+@pytest.mark.parametrize("update", [descend, descend_twice, clip])
 def test_results_keep_their_bits(monkeypatch, update, num):
     monkeypatch.setattr(waits, "_is_wait", is_wait)
     params, grads = leaves(num), leaves(num + 1)[:num] or [jnp.ones(2)]
@@ -68,6 +77,13 @@ def test_each_bucket_is_updated_before_the_next_is_waited_for(monkeypatch):
     held = ["wait", "sub", "optimization_barrier"]
     assert before == ["wait"] * 3 + ["sub"] * 3
     assert after == [*held, *held, "wait", "sub"]
+
+
+def test_a_jitted_function_of_all_leaves_waits_for_no_more_than_each_needs(monkeypatch):
+    monkeypatch.setattr(waits, "_is_wait", is_wait)
+    found = names(waits.update_between(functools.partial(step, descend_twice)))
+    kinds = [name for name in found if name in ("wait", "sub")]
+    assert kinds == ["wait", "sub", "sub"] * 3
 
 
 def test_updates_that_need_all_gradients_stay_behind_all_waits(monkeypatch):

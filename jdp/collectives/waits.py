@@ -65,12 +65,41 @@ def _parts(eqns: Sequence[Any]) -> list[list[Any]]:
     """
     parts: defaultdict[int, list[Any]] = defaultdict(list)
     wait_of: dict[Any, int] = {}
+    _sort(eqns, wait_of, parts)
+    return [parts[i] for i in sorted(parts)]
+
+
+def _sort(eqns: Sequence[Any], wait_of: dict[Any, int], parts: dict[int, list[Any]]) -> None:
     for eqn in eqns:
         wait = max((wait_of.get(v, 0) for v in _variables(eqn.invars)), default=0)
+        if wait and not _is_wait(eqn) and (inner := _opened(eqn)) is not None:
+            # An optimizer's jitted function takes all leaves: by itself it would need all waits.
+            _sort(inner, wait_of, parts)
+            continue
         wait += _is_wait(eqn)
         wait_of |= dict.fromkeys(eqn.outvars, wait)
         parts[wait].append(eqn)
-    return [parts[i] for i in sorted(parts)]
+
+
+def _opened(eqn: Any) -> list[Any] | None:
+    """Give the equations of a jitted function in terms of the caller's variables."""
+    body = jaxprs.called_body(eqn) if eqn.primitive.name == "jit" else None
+    if body is None or body.constvars or jaxprs.acts(eqn):
+        return None
+    named = dict(zip(body.invars, eqn.invars, strict=True))
+    inner_results = _variables(body.outvars)
+    if len(set(inner_results)) < len(body.outvars) or not named.keys().isdisjoint(inner_results):
+        return None  # it hands on what it was given, or something twice
+    named |= dict(zip(body.outvars, eqn.outvars, strict=True))
+    fresh = jax.extend.core.gensym()
+    opened = []
+    for inner in body.eqns:
+        for v in inner.outvars:
+            if v not in named:  # JAX traces a function once: its variables may come again
+                named[v] = v if type(v) is jax.extend.core.DropVar else fresh(v.aval)
+        given = [v if jaxprs.is_literal(v) else named[v] for v in inner.invars]
+        opened.append(inner.replace(invars=given, outvars=[named[v] for v in inner.outvars]))
+    return opened
 
 
 def _hold(token: Any, final: list[Any], values: dict[Any, Any]) -> None:
