@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jdp import metrics
+from jdp import metrics, progress
 from jdp.batch import find_mask
 from jdp.data import Batches
 from jdp.step import Step
@@ -55,6 +55,11 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any) -> Any:
         )
     if isinstance(batches, Batches):
         batches.position = 0
+    with progress.EVALUATING:
+        return _evaluate(step, state, batches, rest)
+
+
+def _evaluate(step: Step, state: Any, batches: Iterable[Any], rest: tuple) -> Any:
     fetched: list[tuple[Any, float]] = []
     waiting: Any = None  # One batch behind, so that the devices never wait for us.
     for batch in batches:

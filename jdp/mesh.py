@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jdp import axis, processes
+from jdp import axis, joining, processes, progress, same, store
 from jdp.axis import AxisName
 from jdp.statics import is_array
 
@@ -22,12 +22,16 @@ def init(
     axis_name: AxisName = "data",
     cpu_ranks: int | None = None,
     devices: Sequence[jax.Device] | None = None,
+    timeout_s: float | None = 600.0,
 ) -> Mesh:
     """Make the mesh that jdp trains on, and remember it.
 
-    Several processes: call `jax.distributed.initialize()` first; the mesh then spans the
-    devices of all of them. Calling `init` again replaces the mesh; states that already lie
-    on another mesh stay there.
+    Of several processes, `init` finds the others, and the mesh spans the devices of all: under
+    `jdp run`, mpiexec, Slurm's srun or Kubernetes, by torchrun's variables, or after a
+    `jax.distributed.initialize()` of your own. It must then come before anything that makes an
+    array. Under `jdp run`, what stands before `init` is also run by standby processes, which
+    wait in it. Calling `init` again replaces the mesh; states that already lie on another mesh
+    stay there.
 
     Args:
       mesh: a mesh of your own, with any further axes; jdp touches only `axis_name`.
@@ -35,12 +39,19 @@ def init(
       cpu_ranks: train on this many virtual CPU devices, >= 1. Must come before anything
         asks JAX for a device.
       devices: the devices of the mesh, in rank order. Default: all of all processes.
+      timeout_s: seconds, > 0, after which a run that makes no step is ended with exit code 124;
+        after 30 s it says where each process is. Compiling, evaluating, saving and all that comes
+        before the first step may take six times as long; see `jdp.phase`. `jdp run --timeout-s`
+        comes first. None: no limit. One process alone is ended only in a step, or while it waits
+        for `jdp.batches`, and at a prompt not at all.
 
     Returns:
       The mesh. Rank r is its r-th device along `axis_name`.
 
     Raises:
-      ValueError: if `mesh` has no such axis, or `cpu_ranks` comes too late.
+      ValueError: if `mesh` has no such axis, `cpu_ranks` comes too late, or `timeout_s` is not
+        positive; on every process, if one has other versions, devices, XLA_FLAGS or another mesh.
+      RuntimeError: if the other processes can't be found, or JAX runs already.
 
     >>> import jdp
     >>> mesh = jdp.init(cpu_ranks=4)
@@ -58,6 +69,7 @@ def init(
         raise ValueError("init got no devices, and a mesh needs at least one: leave devices= out.")
     if sum(choice is not None for choice in (mesh, cpu_ranks, devices)) > 1:
         raise ValueError("init takes one of mesh, cpu_ranks and devices: each says which devices.")
+    joining.join()
     if mesh is None:
         if len(wanted) > 1:
             raise ValueError(
@@ -68,6 +80,10 @@ def init(
         chosen = jax.devices() if chosen is None else list(chosen)
         mesh = Mesh(np.array(chosen), wanted, axis_types=(AxisType.Auto,))
     require_axes(mesh, wanted)
+    same.require_start(mesh, timeout_s)
+    if mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu":
+        store.keep_programs_of_all()
+    progress.begin(timeout_s, jax.process_index(), jax.process_count())
     _current = mesh
     return mesh
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp import axis, metrics, progress, scope, statics, verify
+from jdp import axis, metrics, progress, same, scope, statics, verify, waits
 from jdp.batch import find_mask
-from jdp.collectives import order, waits
+from jdp.collectives import order
 from jdp.collectives.xla import combine_options
 from jdp.readiness import order_of_gradients
 
@@ -27,7 +27,8 @@ class Program:
       weight_fn: weighs a rank's rows, or None.
       returns_state: whether a new state comes back.
       donate: whether the state's buffers are reused.
-      is_part: whether it is traced into a larger program of the author's.
+      is_part: whether it is traced into a larger program of the author's; that one is not
+        compared between processes.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Program:
     ):
         self.mesh = mesh
         self._fn = fn
+        self._name = getattr(fn, "__name__", "step")  # functools.partial has none
         self._axis_name = axis_name
         self._weight_fn = weight_fn
         self._returns_state = returns_state
@@ -59,14 +61,22 @@ class Program:
         self._marked: frozenset[str] = frozenset()
         self._split: frozenset[str] = frozenset()
         self._gradient_bytes = 0
+        # Of a program of the author's, jdp does not see when it runs.
+        is_compared = mesh.is_multi_process and not is_part
+        self._first_runs = same.FirstRuns(mesh, self._name) if is_compared else None
 
-    def __call__(self, *args: Any) -> tuple[Any, Any, jax.Array]:
-        """Give `(state, metrics, weight)`: rows still marked, weight summed over ranks."""
+    def __call__(self, *args: Any, follows: bool = False) -> tuple[Any, Any, jax.Array]:
+        """Give `(state, metrics, weight)`: rows still marked, weight summed over ranks.
+
+        Args:
+          *args: of the step.
+          follows: whether the state is what the last call returned.
+        """
         self._args = args
         try:
-            if not self._is_tuned:
-                self._tune()
-            return self._jitted(*args)
+            if self._first_runs is None:
+                return self._run(*args)
+            return self._first_runs.run(self._run, self._traced, args, follows=follows)
         finally:
             self._end_call()
 
@@ -74,11 +84,19 @@ class Program:
         """Trace for the shapes of `args` and prove that every rank ends with the same state."""
         self._args = args
         try:
-            if not self._is_tuned:
-                self._tune()
-            return self._jitted.trace(*args)
+            return self._traced(*args)
         finally:
             self._end_call()
+
+    def _run(self, *args: Any) -> Any:
+        if not self._is_tuned:
+            self._tune()
+        return self._jitted(*args)
+
+    def _traced(self, *args: Any) -> Any:
+        if not self._is_tuned:
+            self._tune()
+        return self._jitted.trace(*args)
 
     def _end_call(self) -> None:
         self._args = ()
@@ -100,6 +118,8 @@ class Program:
 
     def _new_on_mesh(self) -> Callable[..., Any]:
         def on_mesh(*args: Any) -> Any:
+            if self._first_runs is not None:
+                self._first_runs.on_trace()
             # Only a call that traces comes here, and it then compiles.
             if not self._is_compiling:
                 self._is_compiling = True
@@ -125,7 +145,7 @@ class Program:
                 weight,
             )
 
-        on_mesh.__name__ = on_mesh.__qualname__ = getattr(self._fn, "__name__", "step")
+        on_mesh.__name__ = on_mesh.__qualname__ = self._name
         return on_mesh
 
     def _new_mapped(self, num_args: int, why_xla: str | None = None, **found: Any) -> Any:
@@ -187,7 +207,7 @@ class Program:
             for path, _ in jax.tree_util.tree_leaves_with_path(arg)
         ]
         return verify.Traced(
-            name=getattr(self._fn, "__name__", "step"),
+            name=self._name,
             axis_name=self._axis_name,
             inputs=named,
             outputs=self._outputs,

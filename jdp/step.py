@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp import axis, mesh, metrics, statics
+from jdp import axis, mesh, metrics, progress, statics
 from jdp.axis import AxisName
 from jdp.batch import place_batch
 from jdp.collectives import library
@@ -43,7 +43,9 @@ def train_step(
 
     Inside, write plain JAX. Before a step runs for the first time, its traced program is
     proved to leave the same state on every rank, with no gradient reduced twice and no rank
-    waiting for another; a program of which that is not true is refused.
+    waiting for another; a program of which that is not true is refused. Several processes also
+    compare theirs, with the arrays that they capture, before anything is sent or donated; a step
+    inside a `jax.jit` of your own is proved, and not compared.
 
     Args:
       fn: `fn(state, batch, *rest) -> (state, metrics)`. `state`: any pytree, the same on every
@@ -62,7 +64,8 @@ def train_step(
 
     Raises:
       ValueError: from the first call with new shapes, if the program is not the same training
-        on every rank; if rows do not divide by the ranks; if a buffer was donated before.
+        on every rank, or another one on another process; if rows do not divide by the ranks; if a
+        buffer was donated before.
 
     >>> import jax, jax.numpy as jnp, optax, jdp
     >>> mesh = jdp.init(cpu_ranks=2)
@@ -132,6 +135,7 @@ class Step:
         self.weight = weight
         self.donate = donate
         self.returns_state = returns_state
+        self._phase = progress.TRAIN_STEP if returns_state else progress.EVAL_STEP
         self._fn = fn
         self._signature = inspect.signature(fn)
         self._programs: dict[tuple[Mesh, bool], Program] = {}
@@ -156,20 +160,23 @@ class Step:
         if is_traced:
             state, reported, weight = program(*args)  # inside a jit or scan of the caller's
             return statics.restore(state), reported, weight
-        if not follows or (_in_flight and _in_flight[-1][0] is not self):
-            _order_between_processes(program.mesh)
-        self._num_calls += 1
-        try:
-            state, reported, weight = program(*args)
-        except (RuntimeError, ValueError) as error:
-            if "delete" in str(error):
-                self._require_alive(*args)
-            if not _is_failed_run(error):
-                raise
-            raise _failed(self.__name__, self._num_calls, _any_deleted(args[0])) from error
-        self._returned = list(map(weakref.ref, jax.tree.leaves(state)))
-        _in_flight.append((self, self._num_calls, weight))
-        _drain(_MAX_IN_FLIGHT)
+        with self._phase:
+            if not follows or (_in_flight and _in_flight[-1][0] is not self):
+                _order_between_processes(program.mesh)
+            self._num_calls += 1
+            try:
+                state, reported, weight = program(*args, follows=follows)
+            except (RuntimeError, ValueError) as error:
+                if "delete" in str(error):
+                    self._require_alive(*args)
+                if not _is_failed_run(error):
+                    raise
+                raise _failed(self.__name__, self._num_calls, _any_deleted(args[0])) from error
+            self._returned = list(map(weakref.ref, jax.tree.leaves(state)))
+            _in_flight.append((self, self._num_calls, weight))
+            _drain(_MAX_IN_FLIGHT)
+            if progress.is_first_step and self.returns_state:
+                _wait_for_first_step()
         return statics.restore(state), reported, weight
 
     def without_donation(self) -> "Step":
@@ -277,6 +284,24 @@ def _order_between_processes(where: Mesh) -> None:
     # that do not depend on each other in another order in each process.
     if where.is_multi_process and where.devices.flat[0].platform == "cpu":
         _drain(0)
+
+
+def _wait_for_first_step() -> None:
+    # The other processes may still compile: this wait has the time of that.
+    with progress.FIRST_STEP:
+        _drain(0)
+
+
+def _num_running() -> int:
+    # All of JAX's arrays have it, though the interface of `jax.Array` does not say so.
+    is_ready = operator.methodcaller("is_ready")
+    try:
+        return sum(not is_ready(weight) for *_, weight in tuple(_in_flight))
+    except (AttributeError, RuntimeError):  # the latter of a step that failed, which is none
+        return 0
+
+
+progress.ask_devices(_num_running)
 
 
 def _drain(num_left: int) -> None:

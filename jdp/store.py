@@ -1,4 +1,4 @@
-"""The store of JAX's coordination service, through which processes tell each other small things."""
+"""JAX's private state of the joined processes: its store, through which they tell small things."""
 
 from typing import Any
 
@@ -13,6 +13,17 @@ def put(key: str, value: str) -> None:
     _client().key_value_set(key, value)
 
 
+def offer(key: str, value: str) -> bool:
+    """Tell all processes something unless one told it before; returns whether this one did."""
+    try:
+        put(key, value)
+    except Exception as error:  # a RuntimeError of jaxlib, by its text
+        if "ALREADY_EXISTS" in str(error):
+            return False
+        raise
+    return True
+
+
 def get(key: str, *, timeout_s: float) -> str | None:
     """Wait for what a process tells under `key`; None if it does not within `timeout_s`."""
     try:
@@ -21,6 +32,31 @@ def get(key: str, *, timeout_s: float) -> str | None:
         if "DEADLINE_EXCEEDED" in str(error):
             return None
         raise
+
+
+def keys(prefix: str) -> list[str]:
+    """List the keys that something was told under by now, of those below `prefix`, without it."""
+    return [key.removeprefix(prefix) for key, _ in _client().key_value_dir_get(prefix)]
+
+
+def delete(key: str) -> None:
+    """Take back what was told under `key`, or below a `key` with a last "/", once all read it."""
+    _client().key_value_delete(key)
+
+
+def keep_programs_of_all() -> None:
+    """Let each process keep its programs in JAX's persistent compilation cache, on CPUs.
+
+    JAX lets process 0 alone write, and on CPUs looks for programs under another key in each
+    process: all others would compile again in each run, and whenever one takes over.
+    """
+    try:
+        from jax._src import distributed
+
+        # Nothing else asks for it once the backend runs.
+        distributed.global_state.process_id = 0
+    except (ImportError, AttributeError):
+        pass
 
 
 # JAX has no public name for its client; this is the only place that knows the private one.

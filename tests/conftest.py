@@ -1,5 +1,6 @@
 import jax
 import pytest
+from launcher import Launcher
 from processes import Processes
 
 AUTO = jax.sharding.AxisType.Auto
@@ -53,4 +54,18 @@ def processes():
 
     yield processes
     for each in started.values():
+        each.close()
+
+
+@pytest.fixture
+def jdp_run(tmp_path):
+    """jdp_run(*flags, **scripts): starts `jdp run` and gives its `Launcher`."""
+    started = []
+
+    def jdp_run(*flags, **scripts):
+        started.append(Launcher(tmp_path, *flags, **scripts))
+        return started[-1]
+
+    yield jdp_run
+    for each in started:
         each.close()

@@ -10,15 +10,31 @@ PACKAGE = Path(__file__).parents[1] / "jdp"
 # From top to bottom: a room may import the rooms of the rows below its own. A room is a file
 # or a folder of jdp/. ARCHITECTURE.md says what each is for.
 ROOMS = (
-    ("check", "evaluate"),
+    ("__main__",),
+    ("cli",),
+    ("check", "checkpoint", "evaluate", "replicas"),
     ("step",),
     ("program", "state"),
     ("optimizer", "grad", "data", "scan_layers"),
-    ("sync", "metrics", "agreement", "verify", "readiness", "late_reduction", "batch"),
-    ("placement", "scope", "collectives", "uniformity"),
+    (
+        "sync",
+        "metrics",
+        "agreement",
+        "lockstep",
+        "verify",
+        "readiness",
+        "late_reduction",
+        "batch",
+        "waits",
+    ),
+    ("placement", "scope", "collectives", "uniformity", "newest"),
     ("mesh", "buckets"),
-    ("processes", "store"),
-    ("axis", "mark", "statics", "sampler", "prefetch", "dataset"),
+    ("same",),
+    ("same_program",),
+    ("exchange",),
+    ("joining", "processes", "progress", "snapshot", "store"),
+    ("axis", "mark", "statics", "sampler", "prefetch", "dataset", "launch", "schedulers"),
+    ("background", "commit", "disk", "preemption"),
 )
 # jdp/__init__.py: the public names, which may come from every room and which no room may import.
 PUBLIC = "__init__"

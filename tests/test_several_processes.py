@@ -44,6 +44,7 @@ def run(all_reduce=jdp.collectives.xla):
         s, metrics = step(s, batch)
     batches = jdp.batches(ROWS, 8, epochs=1, shuffle=False)
     found = jdp.evaluate(measure, s, batches)
+    assert jdp.check_replicas(s)
     return training.fetched(s.params), float(metrics["loss"]), found
 
 

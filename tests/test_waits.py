@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jdp
-from jdp.collectives import waits
+from jdp import waits
 
 
 @jax.jit

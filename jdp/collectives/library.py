@@ -3,10 +3,11 @@
 import ctypes
 import os
 from collections.abc import Sequence
-from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_uint64
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from typing import Any, NamedTuple
 
+from jdp import progress
 from jdp.collectives import cuda_library
 from jdp.collectives.loading import LIB, Loaded, load
 from jdp.collectives.loading import runtime_version as _runtime_version
@@ -19,6 +20,7 @@ _SIGNATURES = {
     "jdp_abort": (None, c_char_p),
     "jdp_reset": (None,),
     "jdp_last_error": (c_char_p,),
+    "jdp_set_progress": (None, c_void_p),
     "jdp_segment_create": (c_int, c_int32, POINTER(c_uint64)),
     "jdp_communicator_attach": (
         *(c_int, c_int64, c_int32, c_int32, POINTER(c_int32)),
@@ -151,7 +153,10 @@ def attach(
 
 @cache
 def _loaded() -> Loaded:
-    return load(_PATH, _SIGNATURES, {TARGET: TARGET}, "cpu", _runtime_version())
+    loaded = load(_PATH, _SIGNATURES, {TARGET: TARGET}, "cpu", _runtime_version())
+    if loaded.functions is not None:
+        loaded.functions.jdp_set_progress(progress.native_numbers())
+    return loaded
 
 
 def _functions() -> Any:

@@ -17,8 +17,8 @@ import jax.extend.core
 # Where the token stands among the operands of an all-reduce.
 TOKEN = 3
 
-# The call that starts a reduction between GPUs.
-START = "jdp_ring_start"
+# The calls that start a reduction between GPUs, and wait for it.
+START, DONE = "jdp_ring_start", "jdp_ring_done"
 
 # At most two of XLA's threads for each rank wait for other ranks at once: one for its own
 # collectives. A second chain of these would be the third.

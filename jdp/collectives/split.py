@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jdp import axis
 from jdp.axis import AxisName
-from jdp.collectives import order, waits
+from jdp.collectives import order
 from jdp.collectives.xla import Scale
 from jdp.mark import ALL_REDUCED, mark
 
@@ -126,7 +126,7 @@ def done(
     names = axis.names(axis_name)
     shapes = [TOKEN, *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in bucket)]
     aliases = {i + 1: i for i in range(len(shapes))}
-    call = jax.ffi.ffi_call(waits.DONE, shapes, input_output_aliases=aliases)
+    call = jax.ffi.ffi_call(order.DONE, shapes, input_output_aliases=aliases)
     after = token if after is None else after
     after, *leaves = call(token, after, *bucket, **_attributes(names, number, communicator))
     # To the analysis a foreign call is anything of its operands, which differ.

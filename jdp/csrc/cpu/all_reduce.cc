@@ -1,6 +1,7 @@
 #include "call.h"
 #include "communicator.h"
 #include "meeting.h"
+#include "progress.h"
 
 namespace jdp {
 
@@ -10,6 +11,7 @@ Status all_reduce(const Call& call, const Bucket& bucket) {
                                         std::to_string(call.rank) + " is none of " +
                                         std::to_string(call.num_ranks)};
   }
+  const Underway underway(call.bucket);
   return call.communicator == 0 ? all_reduce_in_process(call, bucket)
                                 : all_reduce_in_segment(call, bucket);
 }

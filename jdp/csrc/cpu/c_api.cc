@@ -5,6 +5,7 @@
 
 #include "communicator.h"
 #include "meeting.h"
+#include "progress.h"
 
 namespace {
 
@@ -26,6 +27,8 @@ void jdp_reset() {
   jdp::forget_meetings();
   jdp::detach_communicators();
 }
+
+void jdp_set_progress(void* progress) { jdp::set_progress(static_cast<jdp::Progress*>(progress)); }
 
 int jdp_segment_create(int32_t num_ranks, uint64_t* nonce) {
   const int fd = jdp::Segment::create(num_ranks, nonce);

@@ -20,6 +20,10 @@ JDP_EXPORT void jdp_abort(const char* reason);
 // communicators. No all-reduce may be running.
 JDP_EXPORT void jdp_reset();
 
+// From now on counts all-reduces in `progress`: [3] int64, see `Progress` in progress.h, which must
+// stay valid as long as the process runs.
+JDP_EXPORT void jdp_set_progress(void* progress);
+
 // Makes memory for the ranks of a communicator, which all processes then attach, this one included.
 //
 // Returns: an open file, which stays open until `jdp_reset`; -1, and `jdp_last_error`, if there is

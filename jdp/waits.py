@@ -9,10 +9,11 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
 
+from jdp.collectives import order
 from jdp.uniformity import jaxprs
 
-# The call that waits for a reduction between GPUs, and where it takes the token of the one before.
-DONE, _AFTER = "jdp_ring_done", 1
+# Where a call that waits takes the token of the one before.
+_AFTER = 1
 
 
 def update_between(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,7 +117,7 @@ def _variables(atoms: Sequence[Any]) -> list[Any]:
 
 
 def _is_wait(eqn: Any) -> bool:
-    return eqn.primitive.name == "ffi_call" and eqn.params["target_name"] == DONE
+    return eqn.primitive.name == "ffi_call" and eqn.params["target_name"] == order.DONE
 
 
 def _is_float(variable: Any) -> bool:

@@ -1,0 +1,167 @@
+"""How a process finds the others that it trains with, and how it leaves them when it fails."""
+
+import inspect
+import os
+import socket
+import sys
+import time
+import traceback
+from types import TracebackType
+from typing import Any, NoReturn
+
+import jax
+
+from jdp import schedulers
+from jdp.launch.devices import num_gpus
+from jdp.launch.member import Assignment, Member, current
+
+# How long processes wait for each other to come; JAX's own default.
+JOIN_TIMEOUT_S = 300
+
+# Without a launcher only JAX notices that a process is gone, and ends the others after this time;
+# its own default is 100 s.
+HEARTBEAT_TIMEOUT_S = 30
+
+# Of a traceback; the end of it says most.
+MAX_TRACEBACK_CHARS = 100_000
+
+# The exit code of processes that saved after SIGTERM. They agree on that, and leave together.
+SAVED = 75
+
+# An address at which no other host could reach this process.
+_LOOPBACK = ("localhost", "127.", "[::1]")
+
+
+def member() -> Member | None:
+    """Give what this process knows of `jdp run`; None without it."""
+    return current()
+
+
+def join() -> None:
+    """Find the other processes, if there are any, and connect JAX with them.
+
+    Under `jdp run`, wait until it says which process this is. Else take what the environment says
+    (`jdp.schedulers`); a process that is told nothing is alone. A second call does nothing, and
+    what the author has joined by `jax.distributed.initialize` stays so.
+
+    Raises:
+      RuntimeError: if the others can't be found, or JAX runs already.
+      TimeoutError: if process 0 does not come.
+    """
+    launched = member()
+    if launched is not None:
+        assignment = launched.park()
+        if not jax.distributed.is_initialized():
+            start = time.monotonic()
+            _connect_as(assignment)
+            launched.tell("joined", s=time.monotonic() - start)
+    elif not jax.distributed.is_initialized():
+        place = schedulers.find(os.environ)
+        if place is not None:
+            _connect(place)
+    if launched is not None or jax.distributed.is_initialized():
+        _fail_fast()
+
+
+def _connect_as(assignment: Assignment) -> None:
+    if assignment.num_processes > 1:
+        _initialize(
+            coordinator_address=assignment.coordinator,
+            coordinator_bind_address=assignment.coordinator,
+            num_processes=assignment.num_processes,
+            process_id=assignment.process_id,
+            local_device_ids=assignment.gpus or [],
+        )
+    elif assignment.gpus and len(assignment.gpus) < num_gpus():
+        # As jax.distributed.initialize does it.
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, assignment.gpus)))
+
+
+def _connect(place: schedulers.Place) -> None:
+    address = place.coordinator
+    local = address is not None and address.startswith(_LOOPBACK)
+    _initialize(
+        coordinator_address=address,
+        coordinator_bind_address=address if local else None,
+        num_processes=place.num_processes,
+        process_id=place.process_id,
+        local_device_ids=place.devices(num_gpus(), os.environ),
+        cluster_detection_method=place.method,
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+    )
+
+
+def _initialize(**place) -> None:
+    address = place["coordinator_address"]
+    if address is not None and place["process_id"] > 0:
+        _wait_for(address)
+    try:
+        jax.distributed.initialize(initialization_timeout=JOIN_TIMEOUT_S, **place)
+    except RuntimeError as error:
+        if "must be called before" in str(error):
+            raise RuntimeError(
+                "jdp.init() connects the processes, and JAX runs already: something before it "
+                "made an array or asked for a device, as jax.random.key does. Move jdp.init() "
+                "to the top of the program."
+            ) from error
+        raise
+
+
+# JAX waits a second after a first connection that failed.
+def _wait_for(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+            return
+        except OSError:
+            time.sleep(0.001)
+    raise TimeoutError(
+        f"process 0 was not there within {JOIN_TIMEOUT_S} s: nobody listens at {address}. Is it "
+        "alive, and can it be reached from this host?"
+    )
+
+
+# What ends this process ends it at once. JAX would have it wait for the others at its exit, for
+# minutes, while they wait for it in a collective.
+def _fail_fast() -> None:
+    shown_by = sys.excepthook
+    if getattr(shown_by, "fails_fast", False):
+        return
+
+    def fail(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        shown_by(kind, error, where)
+        text = "".join(traceback.format_exception(kind, error, where))
+        _leave(130 if kind is KeyboardInterrupt else 1, text)
+
+    fail.fails_fast = True  # type: ignore[attr-defined]
+    sys.excepthook = fail
+    sys.exit = _exit
+
+
+# Nothing is called for a SystemExit that nobody catches, but it is dropped when the interpreter has
+# taken its code, and then no Python is running: whoever catches one drops it in a frame.
+class _Exit(SystemExit):
+    def __del__(self) -> None:
+        frame = inspect.currentframe()
+        if self.code and self.code != SAVED and frame is not None and frame.f_back is None:
+            _leave(self.code if isinstance(self.code, int) else 1, f"SystemExit: {self.code}\n")
+
+
+def _exit(status: Any = None, /) -> NoReturn:
+    raise _Exit(status)
+
+
+def _leave(code: int, why: str) -> None:
+    launched = member()
+    if launched is not None:
+        launched.tell("failed", traceback=why[-MAX_TRACEBACK_CHARS:])
+    if not jax.distributed.is_initialized():
+        return
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # closed, or none
+            pass
+    os._exit(code)

@@ -1,0 +1,225 @@
+"""Where each process is: shared memory that processes write and the launcher reads.
+
+Each process has a slot, which it alone writes, with stores of words: nobody waits for anybody, and
+what a process wrote last stays readable however it hangs or ends.
+"""
+
+import functools
+import mmap
+import os
+import struct
+import time
+from typing import NamedTuple
+
+SLOT_BYTES = 256
+_NAME_BYTES = 64
+
+# Words of 8 bytes, in the byte order of the host.
+_PID, _GENERATION, _TIMEOUT, _STEPS, _PROGRESS, _SINCE = range(6)
+# The limit and the name of the phase, as one piece.
+_LIMIT, _NAME = 6, slice(56, 56 + _NAME_BYTES)
+_PIECE = f"{8 + _NAME_BYTES}s"
+_write_step = struct.Struct(f"qqq{_PIECE}").pack_into
+_write_phase = struct.Struct(f"qq{_PIECE}").pack_into
+# The native library's, by any of its threads, in a cache line of their own: how many all-reduces
+# ranks of this process have entered and left, and the bucket of the last one entered.
+NATIVE = slice(128, 152)
+_ENTERED, _DONE, _BUCKET = range(16, 19)
+# What a thread notes that looks now and then.
+_RUNNING, _DEBUGGED = 24, 25
+
+# What a process writes last, if it ends by itself.
+ENDED = "the script has ended"
+
+
+class Where(NamedTuple):
+    """Where a process is; plain values, so that a host can send them to another.
+
+    Attributes:
+      pid: of the process; 0 while nobody has begun.
+      generation: that it belongs to.
+      steps: training steps that it has called, of which a few may still be running.
+      progress_s: when it last got on, on the clock of `time.monotonic`.
+      phase: what it does, `ENDED` once its script has ended.
+      since_s: when the phase began, on the same clock.
+      limit_s: how long the phase may go on without progress: inf for ever, 0 as its name says.
+      timeout_s: what its script gave to `jdp.init`.
+      entered: all-reduces of the native library that its ranks have entered.
+      done: those that they have left.
+      bucket: of the last one entered.
+      is_running: its devices have not finished its last step, as seen once it stopped getting on.
+      state: "stopped" (by a signal), "debugged", "gone" or "".
+    """
+
+    pid: int
+    generation: int = 0
+    steps: int = 0
+    progress_s: float = 0.0
+    phase: str = ""
+    since_s: float = 0.0
+    limit_s: float = 0.0
+    timeout_s: float = 600.0
+    entered: int = 0
+    done: int = 0
+    bucket: int = 0
+    is_running: bool = False
+    state: str = ""
+
+    def moved(self, seconds: float) -> "Where":
+        """Give the same on another host's clock, which is `seconds` ahead."""
+        return self._replace(progress_s=self.progress_s + seconds, since_s=self.since_s + seconds)
+
+
+class Board:
+    """Slots of the processes of one host.
+
+    >>> board = Board.create(num_slots=2)
+    >>> slot = board.slot(1)
+    >>> slot.begin(generation=3, timeout_s=600.0)
+    >>> since_ns = slot.enter(record("waiting for data"))
+    >>> board.slot(1).read().phase, board.slot(0).read().pid
+    ('waiting for data', 0)
+    """
+
+    def __init__(self, memory: mmap.mmap, fd: int = -1):
+        self.fd = fd
+        self.num_slots = len(memory) // SLOT_BYTES
+        self._memory = memory
+
+    @classmethod
+    def create(cls, num_slots: int) -> "Board":
+        """Make a board that other processes attach by its `fd`, where the system has such files.
+
+        Args:
+          num_slots: how many processes it has room for, >= 1.
+        """
+        size = num_slots * SLOT_BYTES
+        if not hasattr(os, "memfd_create"):
+            return cls(mmap.mmap(-1, size))
+        fd = os.memfd_create("jdp-board")
+        os.ftruncate(fd, size)
+        return cls(mmap.mmap(fd, size), fd)
+
+    @classmethod
+    def attach(cls, fd: int) -> "Board":
+        """Open the board that the file `fd` holds, which stays open."""
+        return cls(mmap.mmap(fd, os.fstat(fd).st_size), fd)
+
+    def slot(self, index: int) -> "Slot":
+        """Give a slot, from 0 to num_slots - 1."""
+        if not 0 <= index < self.num_slots:
+            raise IndexError(f"slot {index} of a board of {self.num_slots}.")
+        begin = index * SLOT_BYTES
+        return Slot(memoryview(self._memory)[begin : begin + SLOT_BYTES])
+
+
+class Slot:
+    """One process's part of a board. Whoever writes costs itself less than a microsecond.
+
+    The time of the last progress is written before what it was: a reader in between, or one that
+    finds the process killed there, takes it for busier than it is, never for stalled.
+
+    Attributes:
+      write_phase: `write_phase(progress_ns, since_ns, phase)`, one call of C: the process got on,
+        and is in a phase, a `record`.
+      write_step: `write_step(steps, progress_ns, since_ns, phase)`: it has called so many steps,
+        too.
+    """
+
+    def __init__(self, memory: memoryview):
+        self.memory = memory
+        self._words = memory.cast("q")
+        self._floats = memory.cast("d")
+        self.write_phase = functools.partial(_write_phase, memory, 8 * _PROGRESS)
+        self.write_step = functools.partial(_write_step, memory, 8 * _STEPS)
+
+    def begin(self, generation: int, timeout_s: float) -> None:
+        """Take the slot for this process.
+
+        Args:
+          generation: that the process belongs to.
+          timeout_s: what its script asks for, inf for no limit.
+        """
+        words = self._words
+        words[_STEPS] = words[_RUNNING] = words[_DEBUGGED] = 0
+        words[_GENERATION] = generation
+        self._floats[_TIMEOUT] = timeout_s
+        words[_PROGRESS] = words[_SINCE] = time.monotonic_ns()
+        words[_PID] = os.getpid()
+
+    def clear(self) -> None:
+        """Forget whoever had the slot."""
+        self.memory[:] = bytes(SLOT_BYTES)
+
+    def enter(self, phase: bytes, since_ns: int = 0) -> int:
+        """Write that a phase begins, or with `since_ns` that one goes on which began then.
+
+        Returns:
+          When it began, on the clock of `time.monotonic_ns`.
+        """
+        now = time.monotonic_ns()
+        since_ns = since_ns or now
+        self.write_phase(now, since_ns, phase)
+        return since_ns
+
+    def touch(self) -> None:
+        """Write that the process got on."""
+        self._words[_PROGRESS] = time.monotonic_ns()
+
+    def note(self, is_running: bool, is_debugged: bool) -> None:
+        """Write what nobody outside can see.
+
+        Args:
+          is_running: the devices have not finished the last step.
+          is_debugged: a Python debugger is at work.
+        """
+        self._words[_RUNNING] = is_running
+        self._words[_DEBUGGED] = is_debugged
+
+    def read(self) -> Where:
+        """Read where the process is, and look at its state in the system."""
+        # What was equal twice in a row is not half written.
+        seen, again = bytes(self.memory), bytes(self.memory)
+        while seen != again:
+            seen, again = again, bytes(self.memory)
+        view = memoryview(seen)
+        words, floats = view.cast("q"), view.cast("d")
+        pid = words[_PID]
+        return Where(
+            pid=pid,
+            generation=words[_GENERATION],
+            steps=words[_STEPS],
+            progress_s=words[_PROGRESS] / 1e9,
+            phase=seen[_NAME].rstrip(b"\0").decode(errors="ignore"),
+            since_s=words[_SINCE] / 1e9,
+            limit_s=floats[_LIMIT],
+            timeout_s=floats[_TIMEOUT],
+            entered=words[_ENTERED],
+            done=words[_DONE],
+            bucket=words[_BUCKET],
+            is_running=bool(words[_RUNNING]),
+            state="debugged" if words[_DEBUGGED] else _state(pid),
+        )
+
+
+def record(name: str, limit_s: float = 0.0) -> bytes:
+    """Give a phase as a slot holds it; made once, and stored often.
+
+    Args:
+      name: of which the first 64 bytes are kept.
+      limit_s: how long it may go on without progress: inf for ever, 0 as the name says.
+    """
+    return struct.pack(f"d{_NAME_BYTES}s", limit_s, name.encode())
+
+
+def _state(pid: int) -> str:
+    if not pid or not os.path.isdir("/proc/self"):
+        return ""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            lines = dict(line.split(":\t", 1) for line in file if ":\t" in line)
+    except OSError:
+        return "gone"
+    if int(lines.get("TracerPid", 0)):
+        return "debugged"
+    return {"T": "stopped", "Z": "gone"}.get(lines["State"][0], "")

@@ -1,0 +1,100 @@
+"""Why a generation ends."""
+
+import signal
+import time
+from dataclasses import dataclass, field
+
+from jdp.launch import logs
+
+WATCHDOG_CODE = 124
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a generation ends.
+
+    Attributes:
+      text: in words.
+      code: exit code of the run if it ends with this.
+      full_text: for people, with the traceback or what the process wrote last.
+      silent_s: for how long it was not noticed.
+      is_of_program: a process failed, not a host.
+      raised: the script raised, and `full_text` has the traceback.
+      is_sure: it can't be the consequence of another failure.
+      grows: nothing is wrong, there is only room for more processes.
+      noticed: time.monotonic() of it.
+    """
+
+    text: str
+    code: int
+    full_text: str
+    silent_s: float = 0.0
+    is_of_program: bool = True
+    raised: bool = False
+    is_sure: bool = False
+    grows: bool = False
+    noticed: float = field(default_factory=time.monotonic)
+
+
+def exit_of_process(
+    rank: int,
+    host: str,
+    pid: int,
+    returncode: int,
+    traceback: str | None,
+    last_lines: list[str],
+) -> Cause:
+    """A process failed by itself.
+
+    Args:
+      rank: of the process.
+      host: its name.
+      pid: there.
+      returncode: as that of Popen.
+      traceback: of what its script raised, if it did.
+      last_lines: what it wrote.
+    """
+    text = logs.cause(
+        rank=rank,
+        host=host,
+        pid=pid,
+        returncode=returncode,
+        traceback=traceback,
+        last_lines=last_lines,
+    )
+    return Cause(
+        f"rank {rank} (pid {pid} on {host}) {logs.in_words(returncode)}",
+        logs.exit_code(returncode),
+        text.removeprefix("jdp run: "),
+        raised=traceback is not None,
+        # Others may have failed for the loss of this one, and said so before. But JAX aborts for
+        # that, too.
+        is_sure=returncode < 0 and returncode != -signal.SIGABRT,
+    )
+
+
+def stall_of_process(rank: int, host: str, pid: int, stalled_s: float, report: str) -> Cause:
+    """A process made no progress, and the others waited for it."""
+    text = f"rank {rank} (pid {pid} on {host}) made no progress for {stalled_s:.1f} s"
+    return Cause(text, WATCHDOG_CODE, f"the cause: {report}", stalled_s)
+
+
+def early_end(rank: int, other: int, grace_s: float) -> Cause:
+    """A process came to its end, and another one goes on."""
+    text = f"rank {rank} came to the end of the script {grace_s:g} s ago, and rank {other} goes on"
+    advice = (
+        "All processes must make the same steps. If one has work to do alone at the end, say for "
+        "how long: --shutdown-timeout-s."
+    )
+    return Cause(text, 1, f"the cause: {text}. {advice}", grace_s)
+
+
+def loss_of_host(host: str, why: str, silent_s: float) -> Cause:
+    """A host is gone, or silent for so long that it must be."""
+    text = f"host {host} was lost: {why}"
+    return Cause(text, 1, f"the cause: {text}.", silent_s, is_of_program=False)
+
+
+def growth() -> Cause:
+    """There is room for more processes."""
+    return Cause("there is room for more processes", 0, "", grows=True)

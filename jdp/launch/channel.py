@@ -1,0 +1,138 @@
+"""Messages between the parts of a run: one JSON object a line, over a socket.
+
+Three parts talk. A *process* and the *host* that started it (`member.py`, `process.py`) over a
+socket pair; hosts and the *leader* (`host.py`, `leader.py`) over TCP.
+
+A process tells its host:
+  parked                        it ran up to `jdp.init()` and waits there
+  joined      s                 it found the others; took s seconds
+  restored    step, tier, s     it has the state after `step` steps, from memory or disk
+  first_step  s, compile_s      it finished its first step, s seconds after `go`
+  failed      traceback         its script raised, and it is about to exit
+  ended                         its script came to its end
+A host tells a process:
+  go          an `Assignment`   which process of which generation it is now
+
+What hosts and the leader say to each other stands at the top of `leader.py`.
+"""
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable
+from typing import Any
+
+# A line that is longer than this was not written by one of us; a traceback is cut below it.
+MAX_LINE_BYTES = 1 << 20
+
+
+def encode(kind: str, facts: dict[str, Any]) -> bytes:
+    """Write a message as a line.
+
+    >>> encode("restored", {"step": 3})
+    b'{"kind": "restored", "step": 3}\\n'
+    """
+    return json.dumps({"kind": kind, **facts}).encode() + b"\n"
+
+
+def decode(line: bytes) -> tuple[str, dict[str, Any]]:
+    """Read a message: its kind and its facts.
+
+    Raises:
+      ValueError: if it is none.
+
+    >>> decode(b'{"kind": "restored", "step": 3}')
+    ('restored', {'step': 3})
+    """
+    try:
+        message = json.loads(line)
+    except RecursionError:
+        raise ValueError("not a message: too deep") from None
+    if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+        raise ValueError(f"not a message: {line[:80]!r}")
+    return message.pop("kind"), message
+
+
+class Channel:
+    """One end of a connection, on the running event loop.
+
+    Args:
+      connection: a connected stream socket, which the channel closes.
+      received: is called with kind and facts of each message. May be changed later, as the next.
+      closed: is called once, with the reason, when the other end is gone; not after `close`.
+      max_line_bytes: a longer line ends the connection.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        received: Callable[[str, dict[str, Any]], None] = lambda kind, facts: None,
+        closed: Callable[[str], None] = lambda why: None,
+        max_line_bytes: int = MAX_LINE_BYTES,
+    ) -> None:
+        connection.setblocking(False)
+        self.is_open = True
+        self.received = received
+        self.max_line_bytes = max_line_bytes
+        self.closed = closed
+        self._socket = connection
+        self._rest = b""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(connection, self.read)
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """The addresses of this end and of the other, as both see them."""
+        return self._socket.getsockname()[0], self._socket.getpeername()[0]
+
+    def send(self, kind: str, **facts: Any) -> None:
+        """Send a message; into nothing if the other end is gone."""
+        if not self.is_open:
+            return
+        data = encode(kind, facts)
+        try:
+            # The kernel takes some 100 KB for a peer that does not read. One that is behind by
+            # so much has stopped, and would have to be given up anyway.
+            if self._socket.send(data) != len(data):
+                self._lose("it stopped reading")
+        except (BlockingIOError, ConnectionError) as error:
+            self._lose(error.strerror or "it stopped reading")
+
+    def read(self) -> None:
+        """Take what has arrived; the event loop calls this, and who wants to be sure."""
+        while self.is_open:
+            try:
+                data = self._socket.recv(1 << 16)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                return self._lose(error.strerror or "connection lost")
+            if not data:
+                return self._lose("connection closed")
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                self._take(line)
+            if len(self._rest) > self.max_line_bytes:
+                return self._lose(f"a message of more than {self.max_line_bytes} bytes")
+
+    def close(self) -> None:
+        """Close this end."""
+        if self.is_open:
+            self.is_open = False
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+
+    def _take(self, line: bytes) -> None:
+        if not self.is_open:
+            return
+        try:
+            kind, facts = decode(line)
+        except ValueError as error:
+            return self._lose(str(error))
+        self.received(kind, facts)
+
+    # Called later, so that nobody who sends finds the world changed when `send` returns.
+    def _lose(self, why: str) -> None:
+        if self.is_open:
+            self.close()
+            self._loop.call_soon(self.closed, why)

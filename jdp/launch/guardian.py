@@ -1,0 +1,113 @@
+"""A process that outlives the launcher by a moment, to kill what the launcher started.
+
+The death signal of `spawn` ends the launcher's children, but not what those have started. The
+guardian holds one end of a pipe, and learns from its closing that the launcher is gone, in whatever
+way. It is a program of its own, without jdp, so that it is small and starts at once.
+"""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+# A variable by which the guardian finds what left its process group.
+MARK = "JDP_GUARDIAN"
+
+
+class Guardian:
+    """Watches over the processes of one launcher; to be started before any of them.
+
+    Example:
+      guardian = Guardian()
+      process = spawn(command, environment(**guardian.environment))
+      guardian.add(process.pid)
+      ...
+      kill(process)
+      process.wait()
+      guardian.remove(process.pid)
+      guardian.close()
+    """
+
+    def __init__(self) -> None:
+        mark = secrets.token_hex(16)
+        # A launcher may run in a process of another one, whose mark it hands on.
+        marks = filter(None, [os.environ.get(MARK), mark])
+        self.environment = {MARK: ",".join(marks)}
+        """Variables that each process must be started with."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, mark],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            cwd="/",
+            start_new_session=True,  # Ctrl-C and a closed terminal are for the launcher
+        )
+
+    def add(self, group: int) -> None:
+        """Kill this process group when the launcher is gone."""
+        self._tell(f"+{group}\n")
+
+    def remove(self, group: int) -> None:
+        """Forget a group whose leader was waited for: its number may soon be another's."""
+        self._tell(f"-{group}\n")
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Kill what is left of all that was started, and return when it is done.
+
+        Raises:
+          TimeoutError: if something could not be killed within `timeout_s` seconds.
+        """
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise TimeoutError(
+                f"processes with {MARK}={self.environment[MARK]} in their environment could not "
+                f"be killed within {timeout_s} s; perhaps they wait for a disk or a driver."
+            ) from None
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        # Without a guardian, the death signal of spawn is left.
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(line.encode())
+
+
+def main() -> None:
+    """Run as the guardian: read groups until the launcher is gone, then kill them."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    mark = sys.argv[1].encode()
+    groups: set[int] = set()
+    for line in sys.stdin:
+        (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+    for group in groups:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+    # Again and again, since what is being killed may still start something.
+    while marked := _marked(mark):
+        for pid in marked:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+# The processes that were started with `mark` in their environment. A zombie has none.
+def _marked(mark: bytes) -> list[int]:
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+            if mark in file.read():
+                found.append(int(name))
+    return found
+
+
+if __name__ == "__main__":
+    main()

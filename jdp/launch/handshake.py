@@ -1,0 +1,34 @@
+"""How two ends of a connection show each other that they know the run's token, without sending it.
+
+Each sends a nonce of its own, and then an HMAC of both nonces under the token: challenge and
+response as in RFC 2195, in both directions. Who listens in learns nothing that could be used again.
+"""
+
+import hmac
+import secrets
+
+# Of the protocol between hosts and leader. Both ends must speak the same.
+VERSION = 1
+
+
+def make_nonce() -> str:
+    """Make a number that was never used before."""
+    return secrets.token_hex(16)
+
+
+def proof(token: str, part: str, leader_nonce: str, host_nonce: str) -> str:
+    """Show that one knows the token.
+
+    Args:
+      token: the secret.
+      part: "leader" or "host": whose proof it is, so that neither can send back the other's.
+      leader_nonce: made by the leader for this connection.
+      host_nonce: made by the host for this connection.
+    """
+    text = f"jdp {VERSION} {part} {leader_nonce} {host_nonce}"
+    return hmac.new(token.encode(), text.encode(), "sha256").hexdigest()
+
+
+def is_proof(given: object, *expected: str) -> bool:
+    """Say whether `given` is `proof(*expected)`, in a time that tells nothing about it."""
+    return isinstance(given, str) and hmac.compare_digest(given.encode(), proof(*expected).encode())

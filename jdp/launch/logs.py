@@ -1,0 +1,364 @@
+"""What the processes of this host write: to the console, to files, and kept for the end.
+
+One thread reads all of it, so that a console that is stopped holds up the processes, as it would
+without a launcher, and never the launcher's own work. Only that thread touches an `Output`.
+"""
+
+import os
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from jdp.launch.options import Options
+from jdp.launch.values import STDERR, STDOUT
+
+TAIL_LINES = 50
+
+# What is longer is shown in parts.
+MAX_LINE_BYTES = 2**20
+
+# A progress bar ends its lines with a carriage return, and is shown while it moves. One at the very
+# end may be half of \r\n, so it waits for what comes.
+_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r(?!\Z))")
+
+
+class Output:
+    """What one process writes. Made by `Logs.add`."""
+
+    def __init__(self, logs: "Logs", process: subprocess.Popen[bytes], local_rank: int) -> None:
+        self.local_rank = local_rank
+        self.prefix = b""
+        self.is_standby = False
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._file: IO[bytes] | None = None
+        self._path: Path | None = None
+        assert process.stdout is not None and process.stderr is not None
+        self.pipes = {process.stdout: STDOUT, process.stderr: STDERR}
+        self._partial = {STDOUT: b"", STDERR: b""}
+        self._logs = logs
+
+    def assign(self, rank: int, local_rank: int, generation: int) -> None:
+        """Call the process by its rank from now on; a standby's output is shown from now on.
+
+        Args:
+          rank: among all processes of the run.
+          local_rank: among those of this host, for --local-ranks-filter.
+          generation: as `Assignment`.
+        """
+        self._logs.post(lambda: self._assign(rank, local_rank, generation))
+
+    def last_lines(self, timeout_s: float = 1.0) -> list[str]:
+        """Give the last lines, at most TAIL_LINES, with all that an ended process has written."""
+        done: Future[list[str]] = Future()
+
+        def collect() -> None:
+            self._logs.drain(self)
+            # A line without an end is a process's last word, too.
+            partial = [text for text in self._partial.values() if text]
+            done.set_result([*self.tail, *(_text(line) for line in partial)][-TAIL_LINES:])
+
+        self._logs.post(collect)
+        try:
+            return done.result(timeout_s)
+        except TimeoutError:  # the console is stopped
+            return list(self.tail)
+
+    def open(self, name: str) -> None:
+        """Write to this file of the log folder, if there is one."""
+        self._file, self._path = self._logs.open(name)
+
+    def take(self, stream: int, data: bytes) -> None:
+        """Take what was read from `stream`; nothing is its end."""
+        if data:
+            data = self._partial[stream] + data
+            end = 0
+            for line in _LINE.finditer(data):
+                self._show(stream, line[0])
+                end = line.end()
+            self._partial[stream] = data[end:]
+        if self._partial[stream] and (not data or len(self._partial[stream]) > MAX_LINE_BYTES):
+            self._show(stream, self._partial[stream].rstrip(b"\r") + b"\n")
+            self._partial[stream] = b""
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _show(self, stream: int, line: bytes) -> None:
+        self._save(line)
+        if not line.endswith(b"\r"):
+            self.tail.append(_text(line))
+        if not self.is_standby:
+            self._logs.show(self, stream, line)
+
+    def _assign(self, rank: int, local_rank: int, generation: int) -> None:
+        self._logs.drain(self)
+        self.local_rank, self.is_standby = local_rank, False
+        self.prefix = self._logs.prefix(f"rank {rank}", rank)
+        before = self._path
+        if before is not None:
+            self.close()
+            # Not renamed: a run that was resumed may have written to the file of this rank before.
+            self.open(f"generation_{generation}/rank_{rank}.log")
+            if self._file is not None:
+                self._save(before.read_bytes())
+                before.unlink()
+            if not self.pipes:
+                self.close()
+
+    def _save(self, data: bytes) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self._logs.say(f"{self._path} can't be written: {error.strerror}")
+            self._file = self._path = None
+
+
+class Logs:
+    """Reads the processes of this host, shows their lines, and writes their files.
+
+    Args:
+      options: which lines are shown, and where files go.
+      out: console for standard output; None: ours.
+      err: console for standard error; None: ours.
+    """
+
+    def __init__(
+        self, options: Options, out: IO[bytes] | None = None, err: IO[bytes] | None = None
+    ) -> None:
+        self._options = options
+        self._consoles = {STDOUT: out or sys.stdout.buffer, STDERR: err or sys.stderr.buffer}
+        self._gone: set[int] = set()  # consoles that nobody reads any more
+        self._told_of_filter = False
+        self._alone = options.nnodes[1] * options.nproc_per_node[1] == 1
+        self._calls: deque[Callable[[], None]] = deque()
+        self._selector = selectors.DefaultSelector()
+        self._waker, self._woken = socket.socketpair()
+        for end in (self._waker, self._woken):
+            end.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._outputs: set[Output] = set()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._read, name="jdp logs", daemon=True)
+        self._thread.start()
+
+    def add(
+        self, process: subprocess.Popen[bytes], local_rank: int, *, standby: bool = False
+    ) -> Output:
+        """Read a process that `spawn` started, until it closes its pipes.
+
+        Args:
+          process: its `stdout` and `stderr` belong to us from now on.
+          local_rank: the one that it will probably have; what it writes before it is given one is
+            shown under that.
+          standby: show nothing before it is given a rank.
+        """
+        output = Output(self, process, local_rank)
+        output.is_standby = standby
+        output.prefix = self.prefix(f"process {local_rank}", local_rank)
+        output.open(f"before_init/{socket.gethostname()}_{process.pid}.log")
+        self.post(lambda: self._add(output))
+        return output
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Show and write what ended processes have left, and stop.
+
+        Args:
+          timeout_s: for how long, if a process or a stopped console holds us up.
+        """
+        self.post(self._finish)
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self._waker.close()
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have the thread call this, after what was posted before."""
+        self._calls.append(call)
+        with suppress(OSError):  # full, so that it will wake up anyway; or closed
+            self._waker.send(b"x")
+
+    def drain(self, output: Output) -> None:
+        """Read what lies in the pipes of a process. In the thread."""
+        for pipe, stream in [*output.pipes.items()]:
+            while data := _read_now(pipe):
+                output.take(stream, data)
+            if data is not None:
+                output.take(stream, b"")
+                self._selector.unregister(pipe)
+                pipe.close()
+                del output.pipes[pipe]
+        if not output.pipes:
+            output.close()
+            self._outputs.discard(output)
+
+    def show(self, output: Output, stream: int, line: bytes) -> None:
+        """Write a line to the console if it is for it. In the thread."""
+        if self._options.is_shown(output.local_rank, stream):
+            self._write(stream, output.prefix + line)
+        elif not self._told_of_filter and not self._options.redirects:
+            self._told_of_filter = True
+            shown = ", ".join(map(str, sorted(self._options.local_ranks_filter or ())))
+            self.say(f"output of local rank {shown} is shown; --local-ranks-filter all shows all")
+
+    def say(self, text: str) -> None:
+        """Write a line of our own to the console. In the thread."""
+        self._write(STDERR, f"jdp run: {text}\n".encode())
+
+    def prefix(self, name: str, number: int) -> bytes:
+        """Give what stands before each line of a process: nothing if there is only one."""
+        if self._alone:
+            return b""
+        if not self._consoles[STDOUT].isatty():
+            return f"[{name}] ".encode()
+        from rich.console import Console  # slow to import, and only for people who watch
+        from rich.text import Text
+
+        colours = ("cyan", "magenta", "green", "yellow", "blue", "red")
+        console = Console()
+        with console.capture() as captured:
+            console.print(Text(f"[{name}] ", style=colours[number % len(colours)]), end="")
+        return captured.get().encode()
+
+    def open(self, name: str) -> tuple[IO[bytes], Path] | tuple[None, None]:
+        """Open a file of the log folder, to append to it; (None, None) if there is none."""
+        if self._options.log_dir is None:
+            return None, None
+        path = self._options.log_dir / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered, so that what a killed run has written is there.
+            return path.open("ab", buffering=0), path
+        except OSError as error:
+            why = f"{path} can't be written: {error.strerror}"
+            self.post(lambda: self.say(why))
+            return None, None
+
+    def _add(self, output: Output) -> None:
+        self._outputs.add(output)
+        for pipe in output.pipes:
+            os.set_blocking(pipe.fileno(), False)
+            self._selector.register(pipe, selectors.EVENT_READ, output)
+
+    def _read(self) -> None:
+        while not (self._is_closing and not self._outputs):
+            ready = [key for key, _ in self._selector.select()]
+            with suppress(BlockingIOError):
+                self._woken.recv(4096)
+            for output in {key.data for key in ready} - {None}:
+                self.drain(output)
+            while self._calls:
+                self._calls.popleft()()
+        self._selector.close()
+        self._woken.close()
+
+    def _finish(self) -> None:
+        self._is_closing = True
+        for output in [*self._outputs]:
+            self.drain(output)
+
+    def _write(self, stream: int, line: bytes) -> None:
+        if stream in self._gone:
+            return
+        try:
+            self._consoles[stream].write(line)
+            self._consoles[stream].flush()
+        except OSError:  # as under `| head`
+            self._gone.add(stream)
+
+
+# None: there is nothing now; b"": there will be nothing more.
+def _read_now(pipe: IO[bytes]) -> bytes | None:
+    try:
+        return os.read(pipe.fileno(), 2**16)
+    except BlockingIOError:
+        return None
+
+
+def _text(line: bytes) -> str:
+    return line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]
+
+
+def in_words(returncode: int) -> str:
+    """Say how a process ended.
+
+    Args:
+      returncode: that of Popen: the exit code, or minus the signal.
+
+    >>> in_words(-11)
+    'was killed by SIGSEGV (signal 11): a crash in compiled code'
+    >>> in_words(3)
+    'ended with exit code 3'
+    """
+    why = {
+        -signal.SIGKILL: "perhaps by the kernel, for want of memory (see dmesg)",
+        -signal.SIGSEGV: "a crash in compiled code",
+        -signal.SIGBUS: "a crash in compiled code, or /dev/shm is full",
+        -signal.SIGABRT: "compiled code gave up; it says why above",
+        75: "it saved after SIGTERM; run it again with --resume",
+        124: "the watchdog ended it",
+    }
+    if returncode < 0:
+        try:
+            name = signal.Signals(-returncode).name
+        except ValueError:
+            name = "a signal"
+        words = f"was killed by {name} (signal {-returncode})"
+    else:
+        words = f"ended with exit code {returncode}"
+    return f"{words}: {why[returncode]}" if returncode in why else words
+
+
+def exit_code(returncode: int) -> int:
+    """Give the exit code that tells what became of a process: 128 + n if signal n killed it.
+
+    >>> exit_code(-9), exit_code(3)
+    (137, 3)
+    """
+    return 128 - returncode if returncode < 0 else returncode
+
+
+def cause(
+    *,
+    rank: int | None,
+    host: str,
+    pid: int,
+    returncode: int,
+    traceback: str | None = None,
+    last_lines: list[str] | None = None,
+) -> str:
+    """Say which process failed first and why: what a user wants to read last.
+
+    Args:
+      rank: None for one that was given none yet.
+      host: its name.
+      pid: there.
+      returncode: as `in_words`.
+      traceback: what it told us; None if it could not.
+      last_lines: of its output, shown where there is no traceback.
+
+    >>> print(cause(rank=1, host="a", pid=7, returncode=3, last_lines=["no such file"]))
+    jdp run: the cause: rank 1 (pid 7 on a) ended with exit code 3
+    its last output:
+      no such file
+    """
+    who = f"rank {rank}" if rank is not None else "a process before jdp.init()"
+    lines = [f"jdp run: the cause: {who} (pid {pid} on {host}) {in_words(returncode)}"]
+    if traceback:
+        lines += [f"  {line}" for line in traceback.rstrip().splitlines()]
+    elif last_lines:
+        lines += ["its last output:", *(f"  {line}" for line in last_lines)]
+    return "\n".join(lines)

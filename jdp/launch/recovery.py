@@ -1,0 +1,109 @@
+"""From one generation to the next: what it took, in a line for people and as a record."""
+
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from jdp.launch.cause import Cause
+
+# What all processes tell in turn, and what the time up to it is called.
+_PARTS = {"joined": "form_s", "restored": "restore_s", "first_step": "step_s"}
+
+
+class Recovery:
+    """Takes the times from a failure until all processes of the next generation made a step.
+
+    Failures on the way belong to it.
+
+    Args:
+      step: the last step that was made, if known.
+    """
+
+    def __init__(self, step: int | None) -> None:
+        self._step = step
+        self._restored_step: int | None = None
+        self._compile_s = 0.0
+        self._causes: list[Cause] = []
+        self._times: list[tuple[str, float]] = []
+
+    def begin(self, cause: Cause) -> None:
+        """Note that a generation has ended, and why."""
+        self._causes.append(cause)
+        self._times = self._times[:1] or [("", cause.noticed)]
+        self._times.append(("end_s", time.monotonic()))
+
+    def mark(self, what: str, told: Iterable[dict[str, Any]]) -> None:
+        """Note that all processes have come to some point, and what they told then."""
+        if what not in _PARTS:
+            return
+        self._times.append((_PARTS[what], time.monotonic()))
+        if what == "restored":
+            self._restored_step = min(facts["step"] for facts in told)
+        if what == "first_step":
+            self._compile_s = max(facts.get("compile_s") or 0.0 for facts in told)
+
+    @property
+    def text(self) -> str:
+        """Say what it was that had to be recovered from."""
+        return ", then ".join(cause.text for cause in self._causes)
+
+    def record(self) -> dict[str, Any]:
+        """Give the seconds of each part, of the whole, and what was lost."""
+        silent_s = self._causes[0].silent_s
+        parts = {
+            name: at - before
+            for (_, before), (name, at) in zip(self._times, self._times[1:], strict=False)
+        }
+        seconds = {
+            "detect_s": silent_s,
+            **parts,
+            "compile_s": self._compile_s,
+            "whole_s": self._times[-1][1] - self._times[0][1] + silent_s,
+        }
+        lost = None
+        if self._step is not None and self._restored_step is not None:
+            lost = max(self._step - self._restored_step, 0)
+        return {
+            "cause": self.text,
+            **{name: round(value, 4) for name, value in seconds.items()},
+            "restored_step": self._restored_step,
+            "lost_steps": lost,
+        }
+
+    def __str__(self) -> str:
+        record = self.record()
+        parts = [f"detected {record['detect_s']:.3f}"]
+        if "form_s" in record:
+            parts.append(f"re-formed {record['end_s'] + record['form_s']:.3f}")
+        if "restore_s" in record:
+            parts.append(f"restored {record['restore_s']:.3f}")
+        compiled = f" (compiled {self._compile_s:.3f})" if self._compile_s else ""
+        parts.append(f"first step {record['step_s']:.3f}{compiled}")
+        lost = record["lost_steps"]
+        words = "" if lost is None else f", {lost} step{'' if lost == 1 else 's'} lost"
+        return f"whole after {record['whole_s']:.3f} s ({', '.join(parts)}){words}"
+
+
+class Events:
+    """Writes what happens to a file of JSON lines, with the time.
+
+    Args:
+      path: of the file, which is appended to; None: nowhere.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", buffering=1) if path is not None else None
+
+    def write(self, event: str, **facts: Any) -> None:
+        """Write one event: what, `time.time()`, and its facts."""
+        if self._file is not None:
+            self._file.write(json.dumps({"event": event, "at": time.time(), **facts}) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()

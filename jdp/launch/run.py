@@ -1,0 +1,116 @@
+"""`jdp run`: one launcher, from its start to its exit code."""
+
+import asyncio
+import errno
+import ipaddress
+import secrets
+import signal
+import socket
+
+from jdp.launch.host import Host, Outcome
+from jdp.launch.leader import Leader
+from jdp.launch.options import Options
+from jdp.launch.process import Kit
+from jdp.launch.recovery import Events
+from jdp.launch.say import say
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def run(options: Options) -> int:
+    """Run a program on the processes of this host, together with other hosts if there are any.
+
+    Args:
+      options: what to run, and how.
+
+    Returns:
+      The exit code: 0; 75 if the program saved after a signal; 124 if the watchdog ended it;
+      128 + n after signal n; else that of the first process that failed, or 1.
+    """
+    try:
+        address, listener = _meeting_place(options)
+        kit = Kit(options)
+    except (OSError, ValueError) as error:
+        say(str(error))
+        return 2
+    try:
+        outcome = asyncio.run(_run(options, kit, address, listener))
+    finally:
+        try:
+            kit.close()
+        except TimeoutError as error:
+            say(str(error))
+    if outcome.why:
+        say(outcome.why)
+    return outcome.code
+
+
+async def _run(
+    options: Options, kit: Kit, address: tuple[str, int], listener: socket.socket | None
+) -> Outcome:
+    loop = asyncio.get_running_loop()
+    bug: asyncio.Future[Outcome] = loop.create_future()
+    loop.set_exception_handler(lambda loop, context: _note_bug(bug, context))
+    token = options.token or secrets.token_hex(16)
+    events, leader = Events(None), None
+    if listener is not None:
+        events = Events(options.log_dir and options.log_dir / "events.jsonl")
+        leader = Leader(options, token, listener, kit.say, events)
+    host = Host(options, token, address, kit, leads=leader is not None)
+    if leader is not None:
+        leader.home = host.id
+    for number in SIGNALS:
+        loop.add_signal_handler(number, host.stop, number)
+    try:
+        await asyncio.wait([host.over, bug], return_when=asyncio.FIRST_COMPLETED)
+        outcome = host.over.result() if host.over.done() else bug.result()
+        if leader is not None:
+            await leader.close(*outcome)
+        return outcome
+    finally:
+        await host.close()
+        events.close()
+
+
+# Where the hosts meet, and a socket that listens there if this launcher leads.
+def _meeting_place(options: Options) -> tuple[tuple[str, int], socket.socket | None]:
+    if options.nnodes[1] == 1 or options.rdzv_endpoint is None:
+        return _listening(("127.0.0.1", 0))
+    name, _, port = options.rdzv_endpoint.rpartition(":")
+    address = name.strip("[]"), int(port)
+    if options.node_rank:
+        return address, None
+    try:
+        return _listening(_address_here(*address))
+    except OSError as error:
+        # Not an address of this host, or another launcher of it leads.
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE) and options.node_rank is None:
+            return address, None
+        raise ValueError(
+            f"host 0 leads, and can't listen at {options.rdzv_endpoint}: {error.strerror}. Give "
+            "--rdzv-endpoint an address of this host and a port that is free."
+        ) from error
+
+
+# What to listen at when the others know this host by `name`. Many hosts take their own name for a
+# loopback address, where nobody finds them, or can't resolve it yet: then at all addresses.
+def _address_here(name: str, port: int) -> tuple[str, int]:
+    try:
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0]
+    except socket.gaierror:
+        return "", port
+    is_alias = ipaddress.ip_address(found).is_loopback and name not in (found, "localhost")
+    return ("" if is_alias else str(found)), port
+
+
+def _listening(address: tuple[str, int]) -> tuple[tuple[str, int], socket.socket]:
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    listener = socket.create_server(address, family=family, backlog=128)
+    own, port = listener.getsockname()[:2]
+    return ("127.0.0.1" if own == "0.0.0.0" else own, port), listener
+
+
+# What was raised in a callback would otherwise only be logged, and the run would go on for ever.
+def _note_bug(bug: asyncio.Future[Outcome], context: dict) -> None:
+    if not bug.done():
+        bug.set_exception(context.get("exception") or RuntimeError(context["message"]))

@@ -1,0 +1,176 @@
+"""What those that start several processes tell each of them: mpiexec, Slurm, Kubernetes, torchrun.
+
+`jax.distributed.initialize()` alone would believe a Slurm allocation without srun, in which one
+process waits for others that nobody started, and would give each process one GPU.
+"""
+
+import importlib.util
+from collections.abc import Mapping
+from typing import NamedTuple
+
+# How many processes, and which one, as the starters of MPICH and Intel MPI say it.
+_PMI = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{x}" for x in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))
+
+
+class Place(NamedTuple):
+    """Which of several processes this is.
+
+    Args:
+      method: by which JAX finds what is None here; "deactivate": nothing is.
+      num_processes: of all hosts.
+      process_id: from 0.
+      coordinator: "address:port" at which process 0 listens.
+      local_id: number among the processes of this host.
+      num_local: processes of this host.
+    """
+
+    method: str
+    num_processes: int | None = None
+    process_id: int | None = None
+    coordinator: str | None = None
+    local_id: int = 0
+    num_local: int = 1
+
+    def devices(self, num_gpus: int, environment: Mapping[str, str]) -> list[int]:
+        """Choose this process's GPUs.
+
+        Args:
+          num_gpus: that it sees.
+          environment: its variables.
+
+        Returns:
+          Their numbers; none: all that it sees.
+
+        >>> Place("slurm", local_id=1, num_local=2).devices(8, {})
+        [4, 5, 6, 7]
+        """
+        bound = environment.get("SLURM_GPUS_ON_NODE", str(num_gpus)) != str(num_gpus)
+        if bound or num_gpus < self.num_local or self.num_local == 1:
+            return []
+        each = num_gpus // self.num_local
+        return [*range(self.local_id * each, (self.local_id + 1) * each)]
+
+
+def find(environment: Mapping[str, str]) -> Place | None:
+    """Find which of several processes this is, from its environment.
+
+    WORLD_SIZE=1 says that it is alone, whatever else is there.
+
+    Args:
+      environment: its variables.
+
+    Returns:
+      None for a process that is alone.
+
+    Raises:
+      RuntimeError: if it is one of several and can't find the others.
+
+    >>> find({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}) is None  # an allocation, without srun
+    True
+    >>> find({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7"}).coordinator
+    'a:7'
+    """
+    if environment.get("WORLD_SIZE") == "1":
+        return None
+    for place_of in (_torchrun, _open_mpi, _slurm, _other_mpi, _kubernetes):
+        place = place_of(environment)
+        if place is not None:
+            return place
+    if "WORLD_SIZE" in environment:
+        needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in needed if name not in environment]
+        raise RuntimeError(
+            f"WORLD_SIZE={environment['WORLD_SIZE']} says that this is one of several processes, "
+            f"and {', '.join(missing)} is not set, so that it can't find the others. Start it with "
+            "jdp run, or set WORLD_SIZE=1 if it is alone."
+        )
+    return None
+
+
+def _torchrun(environment: Mapping[str, str]) -> Place | None:
+    if not {"WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"} <= set(environment):
+        return None
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise RuntimeError(
+            "torchrun keeps a store of its own at MASTER_PORT="
+            f"{environment['MASTER_PORT']}, where JAX's processes would meet. Write jdp run for "
+            "torchrun; it takes the same flags."
+        )
+    return Place(
+        "deactivate",
+        int(environment["WORLD_SIZE"]),
+        int(environment["RANK"]),
+        f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}",
+        int(environment.get("LOCAL_RANK", 0)),
+        int(environment.get("LOCAL_WORLD_SIZE", 1)),
+    )
+
+
+# Before Slurm: mpiexec inside a Slurm job starts its own daemons by srun.
+def _open_mpi(environment: Mapping[str, str]) -> Place | None:
+    if int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) == 1:
+        return None
+    # Before version 5, a variable tells where mpiexec runs; since then, only MPI itself can tell.
+    if "OMPI_MCA_orte_hnp_uri" in environment:
+        return _mpi("ompi", _OPEN_MPI, environment)
+    return _mpi("mpi4py", _OPEN_MPI, environment)
+
+
+def _other_mpi(environment: Mapping[str, str]) -> Place | None:
+    if int(environment.get("PMI_SIZE", 1)) == 1:
+        return None
+    return _mpi("mpi4py", _PMI, environment)
+
+
+def _mpi(method: str, names: tuple[str, ...], environment: Mapping[str, str]) -> Place:
+    size, rank, local_rank, local_size = names
+    if method == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
+        raise RuntimeError(
+            f"{size}={environment[size]} says that this is one of several processes of MPI, and "
+            "only mpi4py can ask MPI where the first one is: pip install mpi4py. Or write jdp run "
+            "--nproc-per-node for mpiexec -n, or set WORLD_SIZE=1 if each process is alone."
+        )
+    return Place(
+        method,
+        int(environment[size]),
+        int(environment[rank]),
+        local_id=int(environment.get(local_rank, 0)),
+        num_local=int(environment.get(local_size, 1)),
+    )
+
+
+# SLURM_NTASKS, which JAX reads, is set in an allocation without srun, too.
+def _slurm(environment: Mapping[str, str]) -> Place | None:
+    if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) == 1 or "SLURM_PROCID" not in environment:
+        return None
+    return Place(
+        "slurm",
+        int(environment["SLURM_STEP_NUM_TASKS"]),
+        int(environment["SLURM_PROCID"]),
+        local_id=int(environment.get("SLURM_LOCALID", 0)),
+        num_local=_tasks_here(environment),
+    )
+
+
+# SLURM_STEP_TASKS_PER_NODE is as "4(x2),3": two hosts with 4 tasks, one with 3.
+def _tasks_here(environment: Mapping[str, str]) -> int:
+    tasks = []
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
+        number, _, times = part.rstrip(")").partition("(x")
+        tasks += [int(number)] * int(times or 1)
+    return tasks[min(int(environment.get("SLURM_NODEID", 0)), len(tasks) - 1)]
+
+
+# A pod knows its number and not how many there are; JAX asks Kubernetes.
+def _kubernetes(environment: Mapping[str, str]) -> Place | None:
+    if not {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= set(environment):
+        return None
+    if importlib.util.find_spec("kubernetes") is None:
+        raise RuntimeError(
+            f"JOB_COMPLETION_INDEX={environment['JOB_COMPLETION_INDEX']} says that this is a pod "
+            "of an Indexed Job, and JAX needs the package kubernetes to find the others. Write "
+            "jdp run --nnodes, as in examples/kubernetes.yaml, or set WORLD_SIZE=1 if each pod "
+            "trains alone."
+        )
+    return Place("k8s", process_id=int(environment["JOB_COMPLETION_INDEX"]))

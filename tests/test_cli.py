@@ -1,0 +1,256 @@
+"""`jdp run` understands a command for torchrun, and says what is wrong with a wrong one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jdp.cli import main
+from jdp.launch.devices import num_cpus, num_gpus
+from jdp.launch.options import Options, parse
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def parsed(line, **environment):
+    return parse(line.split(), environment)
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("--nproc-per-node 2", "nproc_per_node", (2, 2)),
+        ("--nproc-per-node 1:4", "nproc_per_node", (1, 4)),
+        ("--max-restarts 0", "max_restarts", 0),
+        ("--standbys 1", "standbys", 1),
+        ("--timeout-s 1.5", "timeout_s", 1.5),
+        ("--join-timeout-s 2", "join_timeout_s", 2.0),
+        ("--last-call-timeout-s 2", "last_call_timeout_s", 2.0),
+        ("--heartbeat-timeout-s 2", "heartbeat_timeout_s", 2.0),
+        ("--shutdown-timeout 2", "shutdown_timeout_s", 2.0),
+        ("--shutdown-timeout-s 2", "shutdown_timeout_s", 2.0),
+        ("--rdzv-conf join_timeout=3,last_call_timeout=1", "join_timeout_s", 3.0),
+        ("--rdzv-conf join_timeout=3 --join-timeout-s 4", "join_timeout_s", 4.0),
+        ("--rdzv-id name", "rdzv_id", "name"),
+        ("--rdzv-endpoint host0", "rdzv_endpoint", "host0:29400"),
+        ("--rdzv-endpoint [fe80::1]:7", "rdzv_endpoint", "[fe80::1]:7"),
+        ("--master-addr host0 --master-port 7", "rdzv_endpoint", "host0:7"),
+        ("--master-addr host0", "rdzv_endpoint", "host0:29500"),
+        ("--rdzv-backend c10d", "command", ("train.py",)),
+        ("--rdzv-backend static", "command", ("train.py",)),
+        ("--local-addr 10.0.0.2", "local_addr", "10.0.0.2"),
+        ("--log-dir logs", "log_dir", Path("logs")),
+        ("--log-dir logs --redirects 3", "redirects", {-1: 3}),
+        ("--tee 0:1,1:2", "tee", {0: 1, 1: 2}),
+        ("--local-ranks-filter 0,2", "local_ranks_filter", {0, 2}),
+        ("--local-ranks-filter all", "local_ranks_filter", None),
+        ("--standalone", "standalone", True),
+        ("--resume", "resume", True),
+        ("--no-python", "no_python", True),
+        ("--module", "module", True),
+    ],
+)
+def test_flags_are_understood_in_both_spellings(line, name, value):
+    assert getattr(parsed(f"{line} train.py"), name) == value
+    flags = " ".join(w.replace("-", "_") if w[:2] == "--" else w for w in line.split())
+    flags = " ".join("--" + w[2:] if w[:2] == "__" else w for w in flags.split())
+    assert getattr(parsed(f"{flags} train.py"), name) == value
+
+
+def test_nothing_is_needed_but_the_program():
+    assert parsed("train.py") == Options(("train.py",))
+
+
+@pytest.mark.parametrize(
+    ("line", "argv"),
+    [
+        ("train.py --nnodes 3 -m -- x", [sys.executable, *"train.py --nnodes 3 -m -- x".split()]),
+        ("-- train.py -- --x", [sys.executable, "train.py", "--", "--x"]),
+        ("-m pkg.train --lr 1", [sys.executable, "-m", "pkg.train", "--lr", "1"]),
+        ("--no-python ls -l", ["ls", "-l"]),
+    ],
+)
+def test_what_follows_the_program_is_its_own(line, argv):
+    assert parsed(line).argv() == argv
+
+
+def test_the_command_line_comes_before_jdp_variables_and_these_before_torchruns():
+    environment = {"PET_MAX_RESTARTS": "1", "PET_STANDBYS": "7", "JDP_MAX_RESTARTS": "2"}
+    options = parsed("train.py", **environment, JDP_RESUME="1", JDP_STANDALONE="0")
+    assert (options.max_restarts, options.standbys) == (2, 7)
+    assert options.resume and not options.standalone
+    assert parsed("--max-restarts 3 train.py", **environment).max_restarts == 3
+
+
+def test_a_wrong_variable_is_named():
+    with pytest.raises(ValueError, match="PET_NNODES='two': --nnodes: 'two' is no number of hosts"):
+        parsed("train.py", PET_NNODES="two")
+
+
+SEVERAL = "--nnodes 3 --rdzv-endpoint host0 train.py"
+
+
+@pytest.mark.parametrize(
+    "variable", ["JOB_COMPLETION_INDEX", "SLURM_NODEID", "GROUP_RANK", "JDP_NODE_RANK"]
+)
+def test_a_host_has_the_number_that_its_scheduler_gives_it(variable):
+    environment = {"JDP_TOKEN": "secret", variable: "2"}
+    assert parsed(SEVERAL, **environment).node_rank == 2
+    assert parsed(f"--node-rank 1 {SEVERAL}", **environment).node_rank == 1
+    assert parsed("train.py", SLURM_NODEID="2").node_rank is None
+
+
+def test_standalone_is_one_host_whatever_the_environment_says():
+    options = parsed(
+        "--standalone train.py", JDP_NNODES="4", JDP_RDZV_ENDPOINT="host0", JDP_NODE_RANK="3"
+    )
+    assert (options.nnodes, options.rdzv_endpoint, options.node_rank) == ((1, 1), None, None)
+
+
+def test_the_token_comes_from_a_file_or_a_variable(tmp_path):
+    (tmp_path / "token").write_text("secret\n")
+    line = f"--token-file {tmp_path}/token {SEVERAL}"
+    assert parsed(line, JDP_TOKEN="another").token == "secret"
+    assert parsed(SEVERAL, JDP_TOKEN="another").token == "another"
+
+
+@pytest.mark.parametrize(
+    ("line", "num"),
+    [("", 2), ("--standbys 0", 0), ("--standbys 5", 5), ("--max-restarts 0", 0)],
+)
+def test_as_many_stand_by_as_run_unless_nothing_is_restarted(line, num):
+    assert parsed(f"--nproc-per-node 1:2 {line} train.py").num_standbys == num
+
+
+def test_processes_are_counted_by_what_the_host_has(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    cpus = (num_cpus(), num_cpus())
+    for word, number in (("gpu", (3, 3)), ("auto", (3, 3)), ("cpu", cpus)):
+        assert parsed(f"--nproc-per-node {word} train.py").nproc_per_node == number
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert parsed("--nproc-per-node auto train.py").nproc_per_node == cpus
+    with pytest.raises(ValueError, match="there is no GPU on this host"):
+        parsed("--nproc-per-node gpu train.py")
+
+
+def test_gpus_are_the_devices_of_the_driver(tmp_path):
+    for name in ("nvidia0", "nvidia11", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert num_gpus({}, tmp_path) == 2
+    assert num_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "there is no program to run. Write jdp run train.py"),
+        ("--nnodes 0 x", "'0' is no number of hosts: write 2, or 1:4"),
+        ("--nnodes 4:1 x", "'4:1' is no number of hosts"),
+        ("--nproc-per-node many x", "'many' is no number of processes"),
+        ("--max-restarts -1 x", "'-1' is no number of restarts: write a whole number, 0 or more"),
+        ("--timeout-s 0 x", "'0' is no time: write seconds, above 0"),
+        ("--timeout-s nan x", "'nan' is no time"),
+        ("--rdzv-endpoint host:99999 x", "'host:99999' is no place to meet: write address:port"),
+        ("--rdzv-endpoint fe80::1 x", "no place to meet: .* or \\[fe80::1\\]:29400"),
+        ("--rdzv-backend etcd x", "invalid choice: 'etcd'"),
+        ("--rdzv-conf read_timeout=3 x", "'read_timeout' has no meaning here: write join_timeout"),
+        ("--tee 4 x", "'4' says no streams: write 1 for standard output"),
+        ("--local-ranks-filter one x", "'one' are no local ranks: write 0, or 0,2, or all"),
+        ("--redirects 3 x", "there is no folder for them. Add --log-dir logs"),
+        ("-m --no-python x", "--no-python says that .* leave one out"),
+        ("--standalone --nnodes 2 x", "--standalone is one host, and --nnodes allows 2"),
+        ("--nnodes 2 x", "2 hosts must know where to meet. .*--rdzv-endpoint FIRST_HOST:29400"),
+        ("--nnodes 2 --rdzv-endpoint a x", "need a secret in common. .*--token-file token"),
+        ("--node-rank 1 x", "--node-rank 1 is no host of --nnodes 1: .* from 0 to 0"),
+        ("--token-file /no/such/file x", "can't be read: No such file"),
+        ("--token-file /dev/null x", "is empty. Try openssl rand"),
+        ("--lr 3 train.py", "there is no flag --lr; .* stand behind its name"),
+        ("--run-path x", "--run-path is not for jdp: it runs a script inside"),
+        ("--virtual-local-rank x", "is not for jdp: each process is given its devices"),
+        ("--numa-binding node x", "is not for jdp: it binds no memory"),
+    ],
+)
+def test_a_wrong_command_says_what_to_write(line, said):
+    with pytest.raises(ValueError, match=said):
+        parsed(line)
+
+
+def test_flags_that_mean_nothing_here_are_accepted_with_the_reason(capsys):
+    options = parsed("--start_method=spawn --monitor-interval 0.1 --role trainer train.py")
+    assert options == Options(("train.py",))
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(" changes nothing here: ")[0] for line in said] == [
+        f"jdp run: --{flag}" for flag in ("start-method", "monitor-interval", "role")
+    ]
+
+
+def test_the_exit_code_of_a_wrong_command_is_2(capsys):
+    assert main(["run", "--nnodes", "0", "train.py"]) == 2
+    assert capsys.readouterr().err.startswith("jdp run: --nnodes: '0' is no number of hosts")
+    assert main(["walk"]) == 2
+    assert capsys.readouterr().err.startswith("jdp: there is no command 'walk'")
+    assert main([]) == 0
+    assert "jdp COMMAND" in capsys.readouterr().out
+
+
+# -X importtime writes a line for each module that is imported.
+@pytest.mark.parametrize(
+    "arguments",
+    [["-m", "jdp", "run", "--help"], ["-c", "import jdp.launch.run"], ["-c", "import jdp"]],
+)
+def test_the_launcher_needs_no_jax(arguments):
+    ended = subprocess.run(
+        [sys.executable, "-X", "importtime", *arguments],
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
+    assert "jdp" in imported
+    assert not {"jax", "numpy", "flax"} & imported
+
+
+def test_the_command_for_slurm_is_one_that_jdp_understands(tmp_path):
+    stubs = {
+        "scontrol": "[ $1 = show ] && printf 'host0\\nhost1\\n' || echo $* >> requeued",
+        "srun": 'shift; "$@"',
+        "jdp": "printf '%s\\n' \"$@\" > arguments; echo $JDP_TOKEN > token; exit 75",
+    }
+    for name, text in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "host[0-1]", "SLURM_JOB_ID": "7"}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    ended = subprocess.run(
+        ["bash", EXAMPLES / "slurm.sh"], cwd=tmp_path, env={**slurm, "PATH": path}, timeout=60
+    )
+    command, *arguments = (tmp_path / "arguments").read_text().splitlines()
+    token = (tmp_path / "token").read_text().strip()
+    options = parse(arguments, {"SLURM_NODEID": "1", "JDP_TOKEN": token})
+    assert (command, options.nnodes, options.node_rank) == ("run", (2, 2), 1)
+    assert (options.rdzv_endpoint, options.resume) == ("host0:29400", True)
+    assert len(token) == 32
+    # What was saved is gone on with.
+    assert ended.returncode == 75
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+
+
+def test_the_command_for_kubernetes_is_one_that_jdp_understands():
+    service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    jdp, command, *arguments = container["command"]
+    assert [each["name"] for each in container["env"]] == ["JDP_TOKEN"]
+    options = parse(arguments, {"JOB_COMPLETION_INDEX": "1", "JDP_TOKEN": "secret"})
+    assert (jdp, command, options.node_rank) == ("jdp", "run", 1)
+    assert options.nnodes[1] == job["spec"]["completions"] == job["spec"]["parallelism"]
+    name = job["metadata"]["name"]
+    assert options.rdzv_endpoint == f"{name}-0.{pod['subdomain']}:29400"
+    assert service["metadata"]["name"] == pod["subdomain"]
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert options.shutdown_timeout_s < pod["terminationGracePeriodSeconds"]
