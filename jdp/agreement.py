@@ -1,19 +1,16 @@
 """Before a loop begins: do all processes bring batches that fit together?"""
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
+from jdp import exchange
 from jdp.placement import Layout
 
-# Room for the longest report: JSON writes a character in at most 12 bytes.
-_REPORT_BYTES, _TEXT_CHARACTERS = 8192, 600
+_TEXT_CHARACTERS = 600
 
 
 class Report(NamedTuple):
@@ -30,9 +27,8 @@ def first_batch(
 ) -> tuple[Any, Layout] | None:
     """Take the first host batch and its layout, and compare them over the mesh's processes.
 
-    All processes must come here, in the thread that also runs their steps: the comparison is a
-    computation over all of them. It fails on all of them or on none, so that none waits in its
-    first step for one that has given up.
+    All processes must come here, in the same order. It fails on all of them or on none, so that
+    none waits in its first step for one that has given up.
 
     Args:
       batches: this process's host batches; the first is taken.
@@ -44,7 +40,7 @@ def first_batch(
 
     Raises:
       ValueError: if the layout is wrong, or the processes' layouts or facts differ.
-      RuntimeError: if another process failed to make its first batch.
+      RuntimeError: if another process failed to make its first batch, or does not come here.
     """
     found, error, report = None, None, Report("end", "", 0, "no batches")
     try:
@@ -54,10 +50,11 @@ def first_batch(
             break
     except Exception as failure:
         error, report = failure, Report("error", "", 0, repr(failure))
-    if not sharding.is_fully_addressable:
-        reports = _exchange(report, sharding)
-        if error is None:
-            require_agreement(reports)
+    report = report._replace(text=report.text[:_TEXT_CHARACTERS])
+    assert isinstance(sharding.mesh, Mesh)
+    told = exchange.told(exchange.peers(sharding.mesh), report, what="first batches")
+    if error is None:
+        require_agreement({process: Report(*each) for process, each in told.items()})
     if error is not None:
         raise error
     return found
@@ -101,24 +98,3 @@ def _report(layout: Layout, facts: str) -> Report:
     same = repr((facts, str(layout.treedef), [str(row) for row in rows]))
     text = ", ".join(filter(None, [facts, *map(str, layout.leaves)]))
     return Report("batch", hashlib.sha256(same.encode()).hexdigest(), per_rank, text)
-
-
-# Over the batch's own mesh, which need not span all processes of the program.
-def _exchange(report: Report, sharding: NamedSharding) -> dict[int, Report]:
-    mesh = sharding.mesh
-    line = json.dumps(report._replace(text=report.text[:_TEXT_CHARACTERS]))
-    row = np.frombuffer(line.encode().ljust(_REPORT_BYTES), np.uint8)[None]
-    per_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    shape = (mesh.size, _REPORT_BYTES)
-    rows = jax.make_array_from_callback(shape, per_device, lambda index: row)
-    everywhere = jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()))(rows)
-    processes = [device.process_index for device in mesh.devices.flat]
-    texts = np.asarray(everywhere.addressable_data(0))
-    return {
-        process: Report(*json.loads(text.tobytes()))
-        for process, text in sorted(zip(processes, texts, strict=True), key=lambda pair: pair[0])
-    }
-
-
-def _same(x: jax.Array) -> jax.Array:
-    return x

@@ -69,8 +69,8 @@ def _rows_error(name: str, shape: tuple, num_rows: int, first: tuple, num_ranks:
         return f"`{name}` has no rows: the mean over none of them is not defined."
     return (
         f"`{name}` has {num_rows} rows, which do not divide by {num_ranks} ranks: ranks with fewer "
-        "rows would count for as much as the others. jdp.batches pads the last batch and masks "
-        f"what it added; or choose a batch size that is a multiple of {num_ranks}."
+        "rows would count for as much as the others. jdp.batches(..., mask=True) pads batches "
+        f"and masks what it added; or choose a batch size that is a multiple of {num_ranks}."
     )
 
 

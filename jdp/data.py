@@ -11,10 +11,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jdp import progress
 from jdp.agreement import first_batch
 from jdp.axis import AxisName
 from jdp.batch import note_mask
 from jdp.dataset import Read, reader, with_mask
+from jdp.lockstep import in_step, raise_pending
 from jdp.mesh import current_mesh, num_ranks
 from jdp.placement import batch_sharding, process_rows
 from jdp.prefetch import prefetch as ahead
@@ -30,6 +32,7 @@ def batches(
     seed: int = 0,
     shuffle: bool = True,
     tail: str = "pad",
+    mask: bool | None = None,
     position: int = 0,
     axis_name: AxisName = "data",
     mesh: Mesh | None = None,
@@ -42,23 +45,30 @@ def batches(
     only the very last batch of the run may be short: it is padded with rows that do not count, and
     a mask in every batch says which do. All batches of a run have the same leaves and shapes.
 
-    The mask, [batch_size] bool, True for a row that counts, is the key "mask" of a dict, the last
+    Where batches have a mask they have the same rows on any number of ranks: what does not divide
+    is padded to a multiple of the ranks. 12 rows on 5 ranks are 15, of which the last 3, all of
+    rank 4, do not count. Without a mask that is an error.
+
+    The mask, [rows] bool, True for a row that counts, is the key "mask" of a dict, the last
     element of a tuple, and makes any other batch x the tuple (x, mask). Write
-    `@jdp.train_step(weight=lambda batch: batch["mask"].sum())` to leave the padding out.
+    `@jdp.train_step(weight=lambda batch: batch["mask"].sum())` to leave the padding out: gradients
+    are then those of the rows that count, also where a rank has none.
 
     Args:
       dataset: an array with rows as its first dim; a dict or tuple of such arrays, equally long
         (NumPy, memory-mapped, JAX, or what else takes an array of row numbers); or anything with
         `__len__` and `__getitem__` that gives one row, a tree of numbers and arrays of equal
         shapes. Rows are read in a background thread. Transform them in `__getitem__`.
-      batch_size: rows of one batch over all ranks, of all processes; a multiple of the number of
-        ranks. Each process reads its own rows only.
+      batch_size: rows of one batch over all ranks, of all processes, at least 1; without a mask a
+        multiple of the number of ranks. Each process reads its own rows only.
       num_steps: number of batches, at least 1. Give this or `epochs`.
       epochs: how often every row comes, at least 1.
       seed: of the order, non-negative; the same on all processes.
       shuffle: False keeps the dataset's own order.
       tail: what becomes of a short last batch of a run by `epochs`. "pad": it is padded, and every
         batch has a mask, whether or not the last is short. "drop": it is left out.
+      mask: True: every batch has a mask, so that any `batch_size` does on any number of ranks.
+        Default: only in a run by `epochs` with `tail="pad"`.
       position: where to begin, in rows of the whole run: a saved `Batches.position`.
       axis_name: the mesh axis or axes that split the batch.
       mesh: default: that of `jdp.init`, looked up when a loop begins.
@@ -69,8 +79,8 @@ def batches(
 
     Raises:
       ValueError: if not exactly one of `num_steps` and `epochs` is given, a number is out of its
-        range, arrays have different numbers of rows, or `batch_size` does not divide by the number
-        of ranks (here if `mesh` is given, else when a loop begins).
+        range, arrays have different numbers of rows, or batches without a mask do not divide by
+        the number of ranks (here if `mesh` is given, else when a loop begins).
       TypeError: if the dataset is none of the above.
 
     >>> mesh = Mesh(jax.devices()[:1], "data")
@@ -82,10 +92,10 @@ def batches(
     """
     num_rows, read = reader(dataset)
     sampler = Sampler(num_rows, batch_size, seed=seed, shuffle=shuffle)
-    run = Run.planned(num_rows, sampler.batch_size, num_steps, epochs, tail)
+    run = Run.planned(num_rows, sampler.batch_size, num_steps, epochs, tail, mask)
     target = _Target(axis_name, mesh, whole("prefetch", prefetch, least=0))
     if mesh is not None:
-        target.sharding(run.batch_size)
+        run.padded_size(target.num_ranks())
     result = Batches(read, sampler, run, target)
     result.position = position
     return result
@@ -101,9 +111,10 @@ def shard_batches(
     """Place the batches of any loader, each process its own part of the global batch.
 
     For what reads and shuffles by itself: a PyTorch DataLoader, grain, a generator. The loader must
-    know which rows are this process's, and give every process equally many batches. The first
-    batches of all processes are compared, once; every later one must look like the first. Values
-    are copied, so that the loader may use its memory again.
+    know which rows are this process's, and give every process equally many batches; where one ends
+    or leaves its loop after another number, all are told. The first batches of all processes are
+    compared, once; every later one must look like the first. Values are copied, so that the loader
+    may use its memory again.
 
     Args:
       loader: this process's host batches: trees of arrays, or of what converts to NumPy (a tensor
@@ -119,7 +130,8 @@ def shard_batches(
     Raises:
       TypeError, ValueError: in the loop, before the batch is placed: a leaf is not of numbers or is
         a scalar; rows differ between leaves or processes, or do not divide by the process's ranks;
-        a later batch differs from the first.
+        a later batch differs from the first; processes hand out different numbers of batches.
+      RuntimeError: the loader of another process raised an error, or does not get on.
 
     >>> loader = ({"x": np.full(2, i)} for i in range(2))
     >>> placed = shard_batches(loader, mesh=Mesh(jax.devices()[:1], "data"))
@@ -204,8 +216,9 @@ class Batches:
         return loop if loop and inspect.getgeneratorstate(loop) != inspect.GEN_CLOSED else None
 
     def _hand_out(self) -> Generator[Any, None, None]:
-        mine = process_rows(self._target.sharding(self._run.batch_size), self._run.batch_size)
-        host_batches = _read(self._read, self._sampler, self._run, self._position, mine)
+        size = self._run.padded_size(self._target.num_ranks())
+        mine = process_rows(self._target.sharding(), size)
+        host_batches = _read(self._read, self._sampler, self._run, self._position, size, mine)
         facts = f"{self._sampler}, {self._run}, position={self._position}"
         with closing(_place(host_batches, self._target, facts)) as placed:
             for batch in placed:
@@ -221,23 +234,23 @@ class _Target(NamedTuple):
     mesh: Mesh | None
     prefetch: int
 
-    def sharding(self, batch_size: int | None = None) -> NamedSharding:
-        mesh = current_mesh() if self.mesh is None else self.mesh
-        sharding = batch_sharding(mesh, self.axis_name)
-        ranks = num_ranks(mesh, self.axis_name)
-        if batch_size is not None and batch_size % ranks:
-            raise ValueError(
-                f"batch_size {batch_size} does not divide by the {ranks} ranks of axis "
-                f"{self.axis_name!r}, and all ranks hold equally many rows. "
-                f"Use a multiple of {ranks}, such as {-(-batch_size // ranks) * ranks}."
-            )
-        return sharding
+    def sharding(self) -> NamedSharding:
+        return batch_sharding(self._mesh(), self.axis_name)
+
+    def num_ranks(self) -> int:
+        self.sharding()  # refuses a mesh without that axis
+        return num_ranks(self._mesh(), self.axis_name)
+
+    def _mesh(self) -> Mesh:
+        return current_mesh() if self.mesh is None else self.mesh
 
 
-def _read(read: Read, sampler: Sampler, run: Run, position: int, mine: np.ndarray) -> Iterator[Any]:
-    while count := run.next_rows(position):
-        rows = sampler.indices(position, count)
-        batch = read(np.pad(rows, (0, run.batch_size - count), mode="edge")[mine])
+def _read(
+    read: Read, sampler: Sampler, run: Run, position: int, size: int, mine: np.ndarray
+) -> Iterator[Any]:
+    while run.next_rows(position):
+        rows, count = run.batch(sampler, position, size)
+        batch = read(rows[mine])
         yield with_mask(batch, mine < count) if run.has_mask else batch
         position += count
 
@@ -246,10 +259,27 @@ def _place(
     host_batches: Iterator[Any], target: _Target, facts: str = ""
 ) -> Generator[Any, None, None]:
     sharding = target.sharding()
-    begin = first_batch(host_batches, sharding, facts)
+    with progress.DATA:
+        raise_pending()
+        begin = first_batch(host_batches, sharding, facts)
     if begin is not None:
         first, layout = begin
-        yield from ahead(map(layout.place, chain([first], host_batches)), target.prefetch)
+        placed = ahead(map(layout.place, chain([first], host_batches)), target.prefetch)
+        yield from _told(in_step(placed, sharding))
+
+
+_END = object()
+
+
+# Says when the loop waits for the next batch.
+def _told(batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
+    with closing(batches):
+        while True:
+            with progress.DATA:
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            yield batch
 
 
 # JAX may use the memory of a NumPy array as a CPU device's, without a copy and whatever `may_alias`

@@ -53,8 +53,8 @@ def with_mask(batch: Any, mask: np.ndarray) -> Any:
         if "mask" in batch:
             raise ValueError(
                 'the rows have a "mask" of their own, and batches() needs that key to mark the '
-                "rows that pad the last batch. Give yours another name in the dataset, or leave "
-                'a short last batch out: tail="drop".'
+                "rows that pad a batch. Give yours another name in the dataset, or do without "
+                'padding: tail="drop", without mask=True.'
             )
         return {**batch, "mask": mask}
     return (*batch, mask) if isinstance(batch, tuple) else (batch, mask)

@@ -17,16 +17,20 @@ from jdp.sync import sync_gradients
 def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
-    accumulate: int = 1,
+    accumulate: int | None = None,
+    micro_batch_rows: int | None = None,
     has_aux: bool = False,
     weight: Callable[[Any], Any] | None = None,
     axis_name: AxisName = "data",
 ) -> Callable[..., tuple[Any, Any]]:
-    """Make a function that gives the loss and this rank's gradient, in `accumulate` micro-batches.
+    """Make a function that gives the loss and this rank's gradient, in k micro-batches.
 
     Equal to the batch in one go, in a fraction of the memory for activations. The first k - 1
     micro-batches run in a `lax.scan`, the last one behind it, so that its backward pass can hide
     the one reduction: what DDP calls `no_sync`.
+
+    `accumulate` says k. `micro_batch_rows` says what fits into memory, and k follows from the rows
+    of a rank: a run that goes on with fewer ranks takes more micro-batches, and not more memory.
 
     Also the helper for a `shard_map` of your own with check_vma=True: it keeps loss and gradient
     local, where plain `jax.value_and_grad` lets JAX sum the gradient. `mean_over_ranks` and
@@ -35,10 +39,14 @@ def value_and_grad(
     Args:
       loss_fn: `loss_fn(params, batch, *rest) -> loss`, the mean over the rows of `batch`; with
         `has_aux` `-> (loss, aux)`.
-      accumulate: number k of micro-batches, >= 1; this rank's rows must divide by it.
+      accumulate: number k of micro-batches, >= 1; this rank's rows must divide by it. Give this
+        or `micro_batch_rows`; without either, one go.
+      micro_batch_rows: the most rows of this rank in one micro-batch, >= 1. k is as small as that
+        allows, and they are equal, but for the last one where the rows do not divide: 17 rows by
+        at most 8 are 6, 6 and 5, each weighed by its rows. The loss is then traced twice.
       has_aux: `aux` comes back too: float leaves averaged like the loss, `jdp.rows` joined.
       weight: `weight(batch)`, how much a micro-batch counts. Default: that of the step
-        (`train_step(weight=...)`), else all the same.
+        (`train_step(weight=...)`), else its rows.
       axis_name: the data axis.
 
     Returns:
@@ -47,7 +55,8 @@ def value_and_grad(
       everything else in it is passed to each.
 
     Raises:
-      ValueError: if the rows do not divide by `accumulate`.
+      ValueError: if the rows do not divide by `accumulate`; if a leaf of the batch has other rows
+        than the first; if both `accumulate` and `micro_batch_rows` are given.
       TypeError: if `aux` holds a leaf of which no mean is defined.
 
     >>> import jax.numpy as jnp
@@ -56,17 +65,18 @@ def value_and_grad(
     >>> float(loss), float(grad)
     (70.0, 70.0)
     """
-    if accumulate < 1:
-        raise ValueError(f"accumulate must be at least 1, got {accumulate}.")
+    _require_choice(accumulate, micro_batch_rows)
 
     @functools.wraps(loss_fn)
     def local(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
         differentiate = _local_value_and_grad(loss_fn, has_aux, axis_name)
-        if accumulate == 1:
+        k = _num_micro_batches(batch, accumulate, micro_batch_rows)
+        if k == 1:
             return differentiate(params, batch, *rest)
         step = scope.current(axis_name)
         weight_fn = weight if weight is not None or step is None else step.weight_fn
-        micro_batches, join = _split(batch, rest, accumulate)
+        most, last, join = _split(batch, rest, k)
+        num_rows = _num_rows(most[0], dim=1)
 
         def part(micro_batch: Any) -> Any:
             batch, keys = micro_batch
@@ -74,10 +84,11 @@ def value_and_grad(
                 value, grads = differentiate(params, batch, *join(keys))
             means, rows = metrics.take_rows(value)
             means = _require_means(means)
-            counts = jnp.ones((), float) if micro.weight is None else micro.weight
-            return counts, (means, grads), rows
+            # 1, but for a last one that is smaller.
+            count = jnp.asarray(_num_rows(batch) / num_rows, float)
+            return count if micro.weight is None else micro.weight, (means, grads), rows
 
-        (means, grads), rows = _accumulate(part, micro_batches)
+        (means, grads), rows = _accumulate(part, most, last)
         return metrics.put_rows(means, rows, marked=True), grads
 
     return local
@@ -152,18 +163,57 @@ def _local_value_and_grad(
     return fn
 
 
-def _split(batch: Any, rest: tuple, k: int) -> tuple[Any, Callable[[dict], tuple]]:
-    """Split rows and keys into k parts, stacked; `join(keys)` puts one part's keys into `rest`."""
+def _require_choice(accumulate: int | None, micro_batch_rows: int | None) -> None:
+    if accumulate is not None and micro_batch_rows is not None:
+        raise ValueError(
+            f"accumulate={accumulate} and micro_batch_rows={micro_batch_rows} both say how the "
+            "rows are split: give the number of micro-batches, or how many rows fit into one."
+        )
+    for name, number in (("accumulate", accumulate), ("micro_batch_rows", micro_batch_rows)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}.")
 
-    def rows_of(path: Any, leaf: Any) -> jax.Array:
-        shape = jnp.shape(leaf)
-        if not shape or shape[0] % k:
+
+def _num_micro_batches(batch: Any, accumulate: int | None, micro_batch_rows: int | None) -> int:
+    """Choose the number of micro-batches, after a look at the rows."""
+    num_rows = _num_rows(batch)
+    if micro_batch_rows is not None:
+        k, split = max(1, -(-num_rows // micro_batch_rows)), f"micro_batch_rows={micro_batch_rows}"
+    else:
+        k, split = accumulate or 1, f"accumulate={accumulate}"
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch) if k > 1 else ():
+        name, shape = f"`batch{jax.tree_util.keystr(path)}`", jnp.shape(leaf)
+        rows = f"{split}, but {name} has {shape[0] if shape else 'no'} rows on each rank"
+        if micro_batch_rows is None and (not shape or shape[0] % k):
             raise ValueError(
-                f"accumulate={k}, but `batch{jax.tree_util.keystr(path)}` has "
-                f"{shape[0] if shape else 'no'} rows on each rank, which do not divide by {k}. "
-                "Choose a batch size that divides by ranks * accumulate."
+                f"{rows}, which do not divide by {k}. Choose a batch size that divides by ranks * "
+                "accumulate, or say how many rows of a rank fit into memory: micro_batch_rows=."
             )
-        return jnp.reshape(leaf, (k, shape[0] // k, *shape[1:]))
+        if micro_batch_rows is not None and shape[:1] != (num_rows,):
+            raise ValueError(
+                f"{rows}, the first leaf {num_rows}: row i of every leaf must belong together. "
+                "Give what is not per row as a further argument."
+            )
+    return k
+
+
+def _num_rows(batch: Any, dim: int = 0) -> int:
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    return shapes[0][dim] if shapes and len(shapes[0]) > dim else 1
+
+
+def _split(batch: Any, rest: tuple, k: int) -> tuple[Any, Any, Callable[[dict], tuple]]:
+    """Split rows and keys into k parts: all but the last, stacked, and the last.
+
+    Each part is (rows, keys); `join(keys)` puts the keys into `rest`.
+    """
+
+    def but_last(leaf: Any) -> jax.Array:
+        size = -(-leaf.shape[0] // k)
+        return jnp.reshape(leaf[: (k - 1) * size], (k - 1, size, *leaf.shape[1:]))
+
+    def last(leaf: Any) -> jax.Array:
+        return leaf[(k - 1) * -(-leaf.shape[0] // k) :]
 
     flat, treedef = jax.tree.flatten(rest)
     keys = {i: _split_key(leaf, k) for i, leaf in enumerate(flat) if _is_key(leaf)}
@@ -171,7 +221,11 @@ def _split(batch: Any, rest: tuple, k: int) -> tuple[Any, Callable[[dict], tuple
     def join(keys: dict[int, jax.Array]) -> tuple:
         return jax.tree.unflatten(treedef, [keys.get(i, leaf) for i, leaf in enumerate(flat)])
 
-    return (jax.tree_util.tree_map_with_path(rows_of, batch), keys), join
+    return (
+        (jax.tree.map(but_last, batch), {i: key[:-1] for i, key in keys.items()}),
+        (jax.tree.map(last, batch), {i: key[-1] for i, key in keys.items()}),
+        join,
+    )
 
 
 def _is_key(leaf: Any) -> bool:
@@ -190,12 +244,11 @@ def _split_key(key: jax.Array, k: int) -> jax.Array:
     return parts.reshape(k, *key.shape)
 
 
-def _accumulate(part: Callable[[Any], Any], micro_batches: Any) -> Any:
+def _accumulate(part: Callable[[Any], Any], most: Any, last: Any) -> Any:
     """Average `part(micro_batch) -> (weight, means, rows)` by weight, and join the rows."""
     part = jax.jit(part)  # One trace for its three uses: the shapes, the scan, the last one.
-    last = jax.tree.map(lambda x: x[-1], micro_batches)
-    all_but_last = jax.tree.map(lambda x: x[:-1], micro_batches)
     _, like, _ = jax.eval_shape(part, last)
+    _require_equal_shapes(like, jax.eval_shape(part, jax.tree.map(lambda x: x[0], most))[1])
 
     def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))  # bfloat16 loses digits
@@ -210,15 +263,28 @@ def _accumulate(part: Callable[[Any], Any], micro_batches: Any) -> Any:
 
     nothing = jnp.zeros((), float), jax.tree.map(zeros, like)
     one_more, _ = jax.eval_shape(add, nothing, last)
-    sums, rows = lax.scan(add, axis.as_typed_like(nothing, one_more), all_but_last)
+    sums, rows = lax.scan(add, axis.as_typed_like(nothing, one_more), most)
     (total, sums), last_rows = add(sums, last)
     divisor = jnp.where(total == 0, 1, total)
     means = jax.tree.map(lambda s, x: (s / divisor).astype(x.dtype), sums, like)
     joined = [
-        jnp.concatenate([most.reshape(-1, *most.shape[2:]), end])
-        for most, end in zip(rows, last_rows, strict=True)
+        jnp.concatenate([stacked.reshape(-1, *stacked.shape[2:]), end])
+        for stacked, end in zip(rows, last_rows, strict=True)
     ]
     return means, joined
+
+
+def _require_equal_shapes(last: Any, others: Any) -> None:
+    """Refuse a mean whose shape changes with the rows of the micro-batch."""
+    named = jax.tree_util.tree_leaves_with_path(others)
+    for (path, other), leaf in zip(named, jax.tree.leaves(last), strict=True):
+        if other.shape != leaf.shape:
+            raise ValueError(
+                f"the loss gives {other.dtype}{list(other.shape)} at "
+                f"{jax.tree_util.keystr(path)} for one micro-batch and "
+                f"{leaf.dtype}{list(leaf.shape)} for the last one, which has fewer rows: they have "
+                "no mean. Return what there is per row with jdp.rows(x)."
+            )
 
 
 def _require_means(value: Any) -> Any:

@@ -129,15 +129,25 @@ class Run(NamedTuple):
     end: int  # in rows of the stream
     tail: str  # of a run that ends with an epoch: "pad" or "drop"
     endless: bool  # rows after `end` fill the last batch
+    # All batches of a run have a mask, or none: one in some only would be a second trace of the
+    # step, and one that comes and goes with the number of rows would surprise its author.
+    has_mask: bool
 
     @classmethod
     def planned(
-        cls, num_rows: int, batch_size: int, num_steps: int | None, epochs: int | None, tail: str
+        cls,
+        num_rows: int,
+        batch_size: int,
+        num_steps: int | None,
+        epochs: int | None,
+        tail: str,
+        mask: bool | None = None,
     ) -> "Run":
         """Plan a run of `num_steps` full batches, or of all rows `epochs` times.
 
         Raises:
-          ValueError: if not exactly one of the two is given, or no batch is left.
+          ValueError: if not exactly one of the two is given, no batch is left, or `mask` is False
+            where a batch may be short.
         """
         if tail not in ("pad", "drop"):
             raise ValueError(f'tail={tail!r}: write "pad" or "drop".')
@@ -150,7 +160,13 @@ class Run(NamedTuple):
                 f"num_steps={num_steps} and epochs={epochs}: give exactly one of the two, for each "
                 "says where the run ends. Write num_steps=1000, or epochs=3."
             )
-        run = cls(batch_size, end, tail, endless=num_steps is not None)
+        may_be_short = tail == "pad" and num_steps is None
+        if mask is False and may_be_short:
+            raise ValueError(
+                'mask=False with tail="pad": the rows that pad a short last batch would count. '
+                'Leave mask out, or that batch: tail="drop".'
+            )
+        run = cls(batch_size, end, tail, num_steps is not None, may_be_short or bool(mask))
         if run.num_batches == 0:
             raise ValueError(
                 f'tail="drop" leaves no batch at all: the run has {end} rows, a batch '
@@ -173,14 +189,38 @@ class Run(NamedTuple):
             return 0
         return min(left, self.batch_size)
 
-    @property
-    def has_mask(self) -> bool:
-        """Tell whether the batches have a mask: all of them, or none.
+    def padded_size(self, num_ranks: int) -> int:
+        """Count the rows of a batch with those that pad it: all ranks hold equally many.
 
-        A mask in the last batch only would be a second trace of the step, and one that comes and
-        goes with the number of rows would surprise its author.
+        Raises:
+          ValueError: if there are some that pad, and no mask.
         """
-        return self.tail == "pad" and not self.endless
+        rows = -(-self.batch_size // num_ranks) * num_ranks
+        if rows > self.batch_size and not self.has_mask:
+            raise ValueError(
+                f"batch_size {self.batch_size} does not divide by the {num_ranks} ranks, and all "
+                f"ranks hold equally many rows. Write mask=True: each batch is padded to {rows} "
+                "rows, and its mask says which count, so that any number of ranks trains on the "
+                f"same {self.batch_size}. Or use a multiple of {num_ranks}, such as {rows}."
+            )
+        return rows
+
+    def batch(self, sampler: Sampler, position: int, size: int) -> tuple[np.ndarray, int]:
+        """Give the row numbers of the batch at `position`, and how many of them count.
+
+        Those that count stand first, in the order of the stream; the last of them is repeated.
+
+        Args:
+          sampler: gives the stream.
+          position: where to begin, before the end of the run.
+          size: `padded_size`.
+
+        Returns:
+          Row numbers, [size] int, equal blocks of them for the ranks in order; and the number of
+          those that are no padding, so that the last ranks may hold nothing else.
+        """
+        count = self.next_rows(position)
+        return np.pad(sampler.indices(position, count), (0, size - count), mode="edge"), count
 
 
 def whole(name: str, value: int, *, least: int) -> int:

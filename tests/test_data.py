@@ -66,20 +66,20 @@ def test_ranks_hold_the_global_batch_in_order(mesh):
 @given(
     num_rows=st.integers(1, 11),
     epochs=st.integers(1, 3),
-    ranks=st.tuples(st.sampled_from([1, 2, 3, 8]), st.sampled_from([1, 2, 3, 8])),
-    per_rank=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    ranks=st.tuples(st.sampled_from([1, 2, 3, 5, 8]), st.sampled_from([1, 2, 3, 5, 8])),
+    batch_sizes=st.tuples(st.integers(1, 12), st.integers(1, 12)),
     stop=st.integers(0, 5),
     shuffle=st.booleans(),
 )
 def test_every_row_counts_once_per_epoch_also_across_a_change_of_ranks(
-    num_rows, epochs, ranks, per_rank, stop, shuffle
+    num_rows, epochs, ranks, batch_sizes, stop, shuffle
 ):
     data = {"row": np.arange(num_rows)}
     options = dict(epochs=epochs, seed=2, shuffle=shuffle, prefetch=0)
-    first = batches(data, ranks[0] * per_rank[0], mesh=data_mesh(ranks[0]), **options)
+    first = batches(data, batch_sizes[0], mesh=data_mesh(ranks[0]), **options)
     done = rows_of(itertools.islice(first, stop))
     second = batches(
-        data, ranks[1] * per_rank[1], mesh=data_mesh(ranks[1]), position=first.position, **options
+        data, batch_sizes[1], mesh=data_mesh(ranks[1]), position=first.position, **options
     )
     seen = np.concatenate([np.array([], int), *done, *rows_of(second)])
     stream = Sampler(num_rows, 1, seed=2, shuffle=shuffle).indices(0, epochs * num_rows)
@@ -386,7 +386,12 @@ def test_a_program_that_ends_inside_a_loop_ends_quietly():
         (dict(epochs=1, position=-1), "position must be at least 0, not -1"),
         (dict(epochs=1, seed=-1), "seed must be at least 0"),
         (dict(epochs=1, batch_size=12, tail="drop"), "11 rows, a batch 12"),
-        (dict(epochs=1, batch_size=10), "batch_size 10 .* 4 ranks .*multiple of 4, such as 12"),
+        (
+            dict(num_steps=1, batch_size=10),
+            "batch_size 10 .* 4 ranks.*mask=True.*multiple of 4, such as 12",
+        ),
+        (dict(epochs=1, batch_size=10, tail="drop"), "batch_size 10 .* 4 ranks"),
+        (dict(epochs=1, mask=False), 'mask=False with tail="pad"'),
         (dict(epochs=1, axis_name="dp"), "none called 'dp'"),
         (dict(epochs=1, dataset={"x": X, "y": X[:3]}), r"\['y'\] has 3 rows, \['x'\] has 11"),
     ],

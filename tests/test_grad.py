@@ -6,6 +6,8 @@ import numpy as np
 import optax
 import pytest
 import training
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -59,6 +61,71 @@ def test_micro_batches_of_unequal_weight_equal_one_go(k):
     fn = jdp.value_and_grad(masked_loss, accumulate=k, weight=count_rows)
     want = jax.value_and_grad(masked_loss)(training.params(), rows)
     assert_close(jax.jit(fn)(training.params(), rows), want)
+
+
+# 24 rows by at most r: k = 24 / r rounded up, all equal but perhaps the last.
+@pytest.mark.parametrize(
+    "r, sizes",
+    [
+        (25, [24]),
+        (24, [24]),
+        (23, [12, 12]),
+        (12, [12, 12]),
+        (10, [8, 8, 8]),
+        (7, [6, 6, 6, 6]),
+        (5, [5, 5, 5, 5, 4]),
+        (1, [1] * 24),
+    ],
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_at_most_so_many_rows_at_once_equal_one_go(r, sizes, masked):
+    seen = []
+
+    def loss_with_rows(p, batch):
+        seen.append(len(batch["x"]))
+        ids = jnp.zeros(len(batch["x"])) + batch["x"][:, 0]
+        return (masked_loss if masked else loss_fn)(p, batch), jdp.rows(ids)
+
+    weight = count_rows if masked else None
+    fn = jdp.value_and_grad(loss_with_rows, micro_batch_rows=r, has_aux=True, weight=weight)
+    rows = batch(masked=masked)
+    (loss, ids), grads = jax.jit(fn)(training.params(), rows)
+    want = jax.value_and_grad(masked_loss if masked else loss_fn)(training.params(), rows)
+    assert_close((loss, grads), want)
+    np.testing.assert_array_equal(ids.values, rows["x"][:, 0])
+    assert set(seen) == set(sizes) and sum(sizes) == 24
+
+
+@pytest.mark.parametrize("r, k", [(24, 1), (12, 2), (7, 4), (1, 24)])
+def test_rows_that_divide_are_split_as_by_accumulate(r, k):
+    rows, p = batch(), training.params()
+    got = jax.jit(jdp.value_and_grad(loss_fn, micro_batch_rows=r))(p, rows)
+    want = jax.jit(jdp.value_and_grad(loss_fn, accumulate=k))(p, rows)
+    assert_close(got, want, tolerance=0)
+
+
+@settings(deadline=None, max_examples=30)
+@given(num_rows=st.integers(1, 12), r=st.integers(1, 13))
+def test_any_rows_in_micro_batches_of_any_size_have_the_mean_of_all(num_rows, r):
+    x = np.arange(num_rows, dtype=np.float32)
+    seen = []
+
+    def mean(w, x):
+        seen.append(len(x))
+        return jnp.mean(w * x)
+
+    loss, grad = jdp.value_and_grad(mean, micro_batch_rows=r)(jnp.float32(2), x)
+    np.testing.assert_allclose([loss, grad], [2 * x.mean(), x.mean()], rtol=1e-6)
+    assert 1 <= min(seen) and max(seen) <= r
+
+
+def test_an_aux_that_changes_its_shape_with_the_rows_has_no_mean():
+    def loss_with_errors(p, batch):
+        return loss_fn(p, batch), {"errors": (predict(p, batch["x"]) - batch["y"])[:, 0]}
+
+    fn = jdp.value_and_grad(loss_with_errors, micro_batch_rows=5, has_aux=True)
+    with pytest.raises(ValueError, match=r"float32\[5\] at .*errors.* float32\[4\] .*jdp.rows"):
+        fn(training.params(), batch())
 
 
 @pytest.mark.parametrize("last", [True, False])
@@ -384,6 +451,24 @@ def test_accumulates_what_varies_over_a_further_axis():
 def test_there_is_at_least_one_micro_batch(k):
     with pytest.raises(ValueError, match=f"accumulate must be at least 1, got {k}"):
         jdp.value_and_grad(loss_fn, accumulate=k)
+
+
+def test_a_micro_batch_has_at_least_one_row():
+    with pytest.raises(ValueError, match="micro_batch_rows must be at least 1, got 0"):
+        jdp.value_and_grad(loss_fn, micro_batch_rows=0)
+
+
+def test_the_split_is_said_in_one_way():
+    with pytest.raises(ValueError, match="accumulate=2 and micro_batch_rows=4 both say"):
+        jdp.value_and_grad(loss_fn, accumulate=2, micro_batch_rows=4)
+
+
+def test_leaves_of_unequal_rows_have_no_micro_batches_of_some_rows():
+    fn = jdp.value_and_grad(loss_fn, micro_batch_rows=5)
+    for wrong, found in ((np.ones(12), "12"), (3, "no")):
+        message = rf"micro_batch_rows=5, but `batch\['z'\]` has {found} rows .* first leaf 24"
+        with pytest.raises(ValueError, match=message):
+            fn(training.params(), {**batch(), "z": wrong})
 
 
 def test_rows_that_do_not_divide_are_refused_with_their_numbers():

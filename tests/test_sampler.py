@@ -164,6 +164,72 @@ def counts(run, position=0):
 
 
 @quick
+@given(
+    num_rows=sizes,
+    batch_size=sizes,
+    epochs=st.integers(1, 3),
+    seed=seeds,
+    stretches=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 4)), max_size=4),
+)
+def test_every_row_counts_once_however_often_the_number_of_ranks_changes(
+    num_rows, batch_size, epochs, seed, stretches
+):
+    sampler = Sampler(num_rows, batch_size, seed=seed)
+    run = Run.planned(num_rows, batch_size, None, epochs, "pad")
+    position, batches = 0, []
+    for num_ranks, num_batches in [*stretches, (3, run.num_batches)]:
+        size = run.padded_size(num_ranks)
+        assert size % num_ranks == 0 and batch_size <= size < batch_size + num_ranks
+        for _ in range(num_batches):
+            if not run.next_rows(position):
+                break
+            rows, count = run.batch(sampler, position, size)
+            assert rows.shape == (size,) and set(rows[count:]) <= {rows[count - 1]}
+            # What a rank reads is its block of the rows, and of them what is not masked.
+            blocks = zip(
+                np.split(rows, num_ranks), np.split(np.arange(size) < count, num_ranks), strict=True
+            )
+            batches.append(np.concatenate([block[mask] for block, mask in blocks]).tolist())
+            position += count
+    expected = stream(Sampler(num_rows, 1, seed=seed), 0, epochs * num_rows)
+    assert batches == [
+        expected[i : i + batch_size] for i in range(0, len(expected), batch_size)
+    ]  # the same batches, too, as on any number of ranks
+    for epoch in np.reshape(expected, (epochs, num_rows)):
+        assert sorted(epoch) == list(range(num_rows))
+
+
+@pytest.mark.parametrize(
+    "num_steps, epochs, tail, mask, has_mask",
+    [
+        (5, None, "pad", None, False),
+        (5, None, "pad", True, True),
+        (5, None, "pad", False, False),
+        (None, 1, "pad", None, True),
+        (None, 1, "pad", True, True),
+        (None, 1, "drop", None, False),
+        (None, 1, "drop", True, True),
+    ],
+)
+def test_batches_have_a_mask_where_rows_may_pad_or_where_it_is_asked_for(
+    num_steps, epochs, tail, mask, has_mask
+):
+    run = Run.planned(10, 4, num_steps, epochs, tail, mask)
+    assert run.has_mask == has_mask
+    if has_mask:
+        assert [run.padded_size(n) for n in (1, 2, 3, 4, 5, 8)] == [4, 4, 6, 4, 5, 8]
+    else:
+        assert [run.padded_size(n) for n in (1, 2, 4)] == [4, 4, 4]
+        with pytest.raises(ValueError, match="batch_size 4 .* 3 ranks.*mask=True.*padded to 6"):
+            run.padded_size(3)
+
+
+def test_rows_that_pad_are_never_without_a_mask():
+    with pytest.raises(ValueError, match='mask=False with tail="pad"'):
+        Run.planned(10, 4, None, 1, "pad", False)
+
+
+@quick
 @given(num_rows=sizes, batch_size=sizes, epochs=st.integers(1, 3))
 def test_a_padded_run_counts_every_row_in_each_epoch(num_rows, batch_size, epochs):
     run = Run.planned(num_rows, batch_size, None, epochs, "pad")
