@@ -6,11 +6,14 @@ from typing import Any
 from jdp.launch.board import Where
 from jdp.launch.channel import Channel
 
-# A slot that fails twice within WINDOW_S is left out for REST_S, the next time for twice that; if
-# there would be too few processes without it, for BACKOFF_S only, and twice that for each failure.
+# A slot that fails twice within WINDOW_S is left out for REST_S, the next time for twice that, and
+# so on up to MAX_REST_S. If there would be too few processes without it, all have to wait for it:
+# then for BACKOFF_S, twice that for each further failure, and MAX_BACKOFF_S at the most.
 WINDOW_S = 60.0
 REST_S = 60.0
+MAX_REST_S = 3600.0
 BACKOFF_S = 0.1
+MAX_BACKOFF_S = 5.0
 
 
 class Slot:
@@ -39,10 +42,10 @@ class Slot:
         if len(self._failures) < 2:
             return
         if can_rest:
-            self.free_at = now + REST_S * 2**self._num_rests
+            self.free_at = now + min(REST_S * 2**self._num_rests, MAX_REST_S)
             self._num_rests += 1
         else:
-            self.free_at = now + BACKOFF_S * 2 ** (len(self._failures) - 2)
+            self.free_at = now + min(BACKOFF_S * 2 ** (len(self._failures) - 2), MAX_BACKOFF_S)
 
 
 class Guest:

@@ -12,9 +12,9 @@ States, and what ends them:
   ENDING    its processes were killed. Until all were waited for (WAITING)
   OVER      the run is over for this host
 
-If the leader is lost, the others go on without this host: in all states the processes are killed,
-and when they have ended the host is JOINING again; standbys and commit memory stay. `over` ends any
-state.
+If the leader is lost, the others go on without this host. So its processes are killed, and when
+they have ended the host is JOINING again; standbys and commit memory stay. Only what is STOPPING
+has its time, since what it saves counts; the run is OVER then. `over` ends any state.
 
 Standbys are started when every process of a generation has finished its first step, or when the
 host joins a run that is going on, and killed by `stop` and at the end.
@@ -28,7 +28,7 @@ import signal
 import socket
 from typing import Any, NamedTuple
 
-from jdp.launch.link import Link
+from jdp.launch.link import Link, start_task
 from jdp.launch.member import Assignment
 from jdp.launch.options import Options
 from jdp.launch.process import Kit, Process
@@ -98,7 +98,7 @@ class Host:
             lost=self._lost_leader,
             gave_up=lambda why: self._finish(1, why),
         )
-        self._beats = asyncio.create_task(self._beat())
+        self._beats = start_task(self._beat())
 
     def stop(self, number: int) -> None:
         """End the run because this launcher got a signal; an interrupt after that kills at once.
@@ -300,7 +300,7 @@ class Host:
         self._set_deadline(None)
         if self._state is State.OVER:
             return
-        if not self._link.is_joined and self._state is State.STOPPING:
+        if not self._link.is_joined and (self._saved or self._signal is not None):
             code = SAVED if self._saved else 128 + (self._signal or signal.SIGTERM)
             return self._finish(code, "the leader was lost while the run ended.")
         self._port.close()

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from jdp.launch import handshake
@@ -48,7 +48,7 @@ class Link:
         self._nonces = "", ""  # the leader's and ours
         self._answer: asyncio.Future[str] | None = None  # "" or why we may not join now
         self._lease_s = 0.0  # time.monotonic() at which the leader may take us for dead
-        self._task = asyncio.create_task(self._join())
+        self._task = start_task(self._join())
 
     def send(self, kind: str, **facts: Any) -> None:
         """Send a message to the leader; into nothing while there is none."""
@@ -63,7 +63,7 @@ class Link:
 
     def join_again(self) -> None:
         """Look for a leader once more."""
-        self._task = asyncio.create_task(self._join())
+        self._task = start_task(self._join())
 
     def close(self) -> None:
         """Leave."""
@@ -155,6 +155,13 @@ class Link:
             self._lost(why)
         else:
             self._answer_with(why)
+
+
+def start_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Start a task whose error is one of the event loop, as that of a callback is, and not lost."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda done: None if done.cancelled() else done.result())
+    return task
 
 
 async def _connect(address: tuple[str, int]) -> socket.socket:

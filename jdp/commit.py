@@ -1,0 +1,145 @@
+"""The last commit, in memory of the host that outlives the processes that write to it.
+
+The memory is a file without a name that the launcher made. It begins with a page of two records;
+a record says where its commit lies. A commit is written in three steps: the record of the older
+one is struck out, the values are written, the record is written. So whenever the writer dies,
+at least one record is that of a commit which nobody has touched since it was whole.
+"""
+
+import json
+import os
+import struct
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# magic word, which changes with the format; number of the commit, higher in the newer one; where it
+# begins; bytes of its facts; bytes of its values; checksum of all these and the facts.
+_RECORD = struct.Struct("<16sQQQQI")
+_MAGIC = b"jdp commit 1".ljust(16, b"\0")
+_PAGE_BYTES = 4096
+_ALIGNMENT = 64
+
+# Linux takes at most IOV_MAX = 1024 pieces of memory in one call.
+_MAX_PIECES = 1024
+
+
+class Commit(NamedTuple):
+    """A commit that is whole."""
+
+    number: int
+    start: int  # in the file
+    text: bytes  # its facts
+    num_bytes: int  # of its values
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What was written with the values."""
+        return json.loads(self.text)
+
+    @property
+    def end(self) -> int:
+        """Where in the file it ends."""
+        return self.start + len(self.text) + self.num_bytes
+
+
+class CommitMemory:
+    """Two commits in a file, of which only the older is ever touched.
+
+    One process writes; any may read while none writes.
+
+    Args:
+      file: descriptor of the memory; empty at first.
+
+    >>> memory = CommitMemory(os.memfd_create("example"))
+    >>> memory.write({"step": 10}, [np.arange(3, dtype=np.uint8)])
+    >>> newest = memory.newest()
+    >>> newest.facts, memory.read(newest)
+    ({'step': 10}, array([0, 1, 2], dtype=uint8))
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+
+    def newest(self) -> Commit | None:
+        """Find the newest commit; None if there is none."""
+        whole = [commit for slot in (0, 1) if (commit := self._commit(slot))]
+        return max(whole, default=None, key=lambda commit: commit.number)
+
+    def read(self, commit: Commit) -> np.ndarray:
+        """Copy the values of a commit, `[num_bytes]` uint8."""
+        # Aligned as JAX wants memory that it takes on a CPU as it is, for all ranks at once.
+        room = np.empty(commit.num_bytes + _ALIGNMENT, np.uint8)
+        skipped = -room.ctypes.data % _ALIGNMENT
+        data = room[skipped : skipped + commit.num_bytes]
+        start, done = commit.start + len(commit.text), 0
+        while done < data.size:
+            count = os.preadv(self._file, [data[done:].data], start + done)
+            if not count:
+                raise OSError(f"the commit memory ends after {done} of {data.size} bytes.")
+            done += count
+        return data
+
+    def write(self, facts: dict[str, Any], parts: Sequence[np.ndarray]) -> None:
+        """Write a commit in place of the older one.
+
+        Args:
+          facts: what JSON can hold.
+          parts: the values, uint8 and one-dimensional, written one after the other.
+
+        Raises:
+          OSError: if the host has no memory left; the newer commit is still there.
+        """
+        commits = [self._commit(slot) for slot in (0, 1)]
+        numbers = [0 if commit is None else commit.number for commit in commits]
+        slot = numbers.index(min(numbers))
+        text = json.dumps(facts).encode()
+        num_bytes = sum(part.size for part in parts)
+        start = _room(commits[1 - slot], len(text) + num_bytes)
+        _write(self._file, [bytes(_RECORD.size)], slot * _RECORD.size)
+        _write(self._file, [text, *(part.data for part in parts)], start)
+        fields = _MAGIC, max(numbers) + 1, start, len(text), num_bytes
+        record = _RECORD.pack(*fields, _checksum(fields, text))
+        _write(self._file, [record], slot * _RECORD.size)
+
+    def _commit(self, slot: int) -> Commit | None:
+        record = os.pread(self._file, _RECORD.size, slot * _RECORD.size)
+        if len(record) < _RECORD.size:
+            return None
+        *fields, checksum = _RECORD.unpack(record)
+        magic, number, start, text_bytes, num_bytes = fields
+        if magic != _MAGIC:
+            return None
+        text = os.pread(self._file, text_bytes, start)
+        if checksum != _checksum(fields, text):
+            return None
+        return Commit(number, start, text, num_bytes)
+
+
+def _checksum(fields: Sequence[Any], text: bytes) -> int:
+    return zlib.crc32(text, zlib.crc32(_RECORD.pack(*fields, 0)))
+
+
+# Where `num_bytes` fit beside the commit that must stay: before it, else after it. Commits of one
+# size take turns.
+def _room(stays: Commit | None, num_bytes: int) -> int:
+    if stays is None or _PAGE_BYTES + num_bytes <= stays.start:
+        return _PAGE_BYTES
+    return stays.end + -stays.end % _PAGE_BYTES
+
+
+def _write(file: int, parts: Sequence[Any], start: int) -> None:
+    left = deque(memoryview(part) for part in parts)
+    while left:
+        # Through a call, not a mapping: a host without memory answers it with an error, and a
+        # store into a mapping with SIGBUS.
+        count = os.pwritev(file, list(islice(left, _MAX_PIECES)), start)
+        start += count
+        while left and count >= len(left[0]):
+            count -= len(left.popleft())
+        if left:
+            left[0] = left[0][count:]

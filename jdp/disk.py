@@ -1,0 +1,256 @@
+"""Checkpoints on disk: one folder each, written by Orbax, with a manifest that tells it is whole.
+
+    directory/lock                 held by the run that writes here
+    directory/1000-1/state/        step 1000 of the run's first life: what Orbax writes
+    directory/1000-1/manifest      what it holds, and the checksum of every file of it
+
+A checkpoint is written under another name and renamed when all of it, the manifest last, is on the
+disk. What a power cut or a bad disk does to it later, its checksums show.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# A process that was killed a moment ago may not be gone yet.
+_LOCK_TIMEOUT_S = 2.0
+
+_NAME = re.compile(r"(\d+)-(\d+)")
+_UNFINISHED = ".part"
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint that was once whole. Of two, the one of the later life is the newer."""
+
+    life: int  # which life of the run wrote it: each restore begins the next, from 1 on
+    step: int
+    path: Path
+
+
+class TornError(Exception):
+    """A checkpoint is not what was written."""
+
+
+class Folder:
+    """The checkpoints of one run.
+
+    Args:
+      path: the folder; made when it is locked.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self._lock: Any = None
+
+    def lock(self) -> None:
+        """Keep other runs out, until `unlock` or this process dies; remove what a death left over.
+
+        Raises:
+          RuntimeError: if another run writes here.
+          OSError: if this process cannot.
+        """
+        if self._lock is not None:
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = open(self.path / "lock", "a+")  # held open
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        try:
+            self._take(file)
+        except BaseException:
+            file.close()
+            raise
+        self._lock = file
+        for left_over in self.path.glob(f"*{_UNFINISHED}"):
+            shutil.rmtree(left_over, ignore_errors=True)
+
+    def unlock(self) -> None:
+        """Let other runs in."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Find the checkpoints, newest first, whether or not they are whole."""
+        if not self.path.is_dir():
+            return []
+        names = [(_NAME.fullmatch(path.name), path) for path in self.path.iterdir()]
+        found = [Checkpoint(int(m[2]), int(m[1]), path) for m, path in names if m]
+        return sorted(found, reverse=True)
+
+    def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Read what was written with a checkpoint, and see that every byte is still as it was.
+
+        Raises:
+          TornError: naming the file that is not.
+        """
+        try:
+            document = json.loads((checkpoint.path / "manifest").read_bytes())
+            manifest, checksum = document["manifest"], document["sha256"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise TornError(f"its manifest cannot be read ({error})") from error
+        if checksum != _checksum(manifest):
+            raise TornError("its manifest has another checksum than when it was written")
+        for name, (num_bytes, checksum) in manifest["files"].items():
+            file = checkpoint.path / name
+            try:
+                found = file.stat().st_size
+                if found != num_bytes:
+                    raise TornError(f"{name} has {found} bytes, not {num_bytes}")
+                if _file_checksum(file) != checksum:
+                    raise TornError(f"{name} has another checksum than when it was written")
+            except OSError as error:
+                raise TornError(f"{name} cannot be read ({error})") from error
+        return manifest["facts"]
+
+    def read(self, checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """Read arrays by name."""
+        import orbax.checkpoint as ocp
+
+        arguments = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+        with _orbax() as orbax:
+            return orbax.restore(
+                checkpoint.path / "state", args=ocp.args.PyTreeRestore(restore_args=arguments)
+            )
+
+    def write(self, life: int, step: int, facts: dict[str, Any], arrays: dict[str, Any]) -> None:
+        """Write a checkpoint; wait until it is on the disk.
+
+        Args:
+          life: of the run.
+          step: number of it.
+          facts: what JSON can hold.
+          arrays: NumPy arrays by name, none of them empty.
+
+        Raises:
+          OSError: if it cannot be written; the checkpoints before it stay.
+        """
+        final = self.path / f"{step}-{life}"
+        part = final.with_name(final.name + _UNFINISHED)
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            _write(part, facts, arrays)
+            os.rename(part, final)
+            _sync(self.path)
+        except Exception as error:
+            shutil.rmtree(part, ignore_errors=True)
+            raise self._failure(step, arrays, error) from error
+
+    def keep(self, count: int) -> None:
+        """Remove all but the newest `count` checkpoints."""
+        for checkpoint in self.checkpoints()[count:]:
+            # Renamed first, so that what a death leaves of it does not look like a checkpoint.
+            part = checkpoint.path.with_name(checkpoint.path.name + _UNFINISHED)
+            with contextlib.suppress(OSError):
+                os.rename(checkpoint.path, part)
+                shutil.rmtree(part)
+
+    def _take(self, file: Any) -> None:
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    raise RuntimeError(
+                        f"{self.path} is in use by another run ({file.read().strip()}). Two runs "
+                        "in one directory would mix their checkpoints: end the other one, or "
+                        "give this one a directory of its own."
+                    ) from None
+                time.sleep(0.02)
+            except OSError as error:
+                raise _unwritable(self.path, error) from error
+        try:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    def _failure(self, step: int, arrays: dict[str, Any], error: Exception) -> OSError:
+        needed = sum(array.nbytes for array in arrays.values())
+        try:
+            free = f"{shutil.disk_usage(self.path).free} bytes are free there"
+        except OSError as missing:
+            free = str(missing)
+        last = next((str(found.step) for found in self.checkpoints()), "none")
+        return OSError(
+            f"step {step} could not be saved to {self.path}: it takes {needed} bytes or a little "
+            f"more, and {free}. The last good checkpoint stays: {last}. What the disk said: "
+            f"{type(error).__name__}: {error}"
+        )
+
+
+def prepare() -> None:
+    """Import what writing needs, so that it is there when it is needed."""
+    import orbax.checkpoint  # noqa: F401
+
+
+# Orbax as one process alone uses it, however many there are: only process 0 comes here, and what
+# it brings are whole arrays of the host.
+@contextlib.contextmanager
+def _orbax() -> Iterator[Any]:
+    import jax
+    import orbax.checkpoint as ocp
+
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix="jdp"
+    )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as orbax:
+        yield orbax
+
+
+def _write(part: Path, facts: dict[str, Any], arrays: dict[str, Any]) -> None:
+    import orbax.checkpoint as ocp
+
+    with _orbax() as orbax:
+        orbax.save(part / "state", args=ocp.args.PyTreeSave(arrays))
+    files = [file for file in sorted((part / "state").rglob("*")) if file.is_file()]
+    sums = {str(f.relative_to(part)): [f.stat().st_size, _file_checksum(f)] for f in files}
+    manifest = {"facts": facts, "files": sums}
+    with open(part / "manifest", "w") as file:
+        json.dump({"sha256": _checksum(manifest), "manifest": manifest}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(part)
+
+
+def _checksum(manifest: Any) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _file_checksum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unwritable(path: Path, error: OSError) -> OSError:
+    return OSError(
+        f"checkpoints cannot be written to {path}: {error}. Give Checkpointer a directory that "
+        "this process may write to."
+    )

@@ -1,0 +1,52 @@
+"""SIGTERM, which says that this machine is wanted back: all processes stop after the same step."""
+
+import logging
+import signal
+import threading
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+SAVED = 75  # exit code of a run that saved after SIGTERM; EX_TEMPFAIL: run it again
+
+_log = logging.getLogger("jdp")
+
+
+class Preemption:
+    """Listens for SIGTERM until `close`.
+
+    Several processes: JAX listens in each of them (it looks once a second), and they agree on a
+    step that none has begun; asking costs less than a microsecond. One process: a signal handler,
+    which only the main thread can have; in another thread SIGTERM ends the process as ever.
+    """
+
+    def __init__(self) -> None:
+        self._told = False
+        self._before: Any = None
+        self._is_mine = False
+        self._agrees = jax.process_count() > 1
+        if self._agrees and not jax.config.jax_enable_preemption_service:
+            _log.warning("jdp: nothing is saved at SIGTERM: jax_enable_preemption_service is off.")
+            self._agrees = False
+        elif not self._agrees and threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._note)
+            self._is_mine = True
+
+    def reached(self, step: int) -> bool:
+        """Tell whether to stop after this step; all processes ask after each, and get one answer.
+
+        Args:
+          step: number of it, the same on all processes, one more each time.
+        """
+        return multihost_utils.reached_preemption_sync_point(step) if self._agrees else self._told
+
+    def close(self) -> None:
+        """Give SIGTERM back to whom it belonged."""
+        if self._is_mine and threading.current_thread() is threading.main_thread():
+            self._is_mine = False
+            # None: a handler that Python did not install, and cannot install again.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+
+    def _note(self, *_: object) -> None:
+        self._told = True
