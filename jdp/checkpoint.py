@@ -14,8 +14,9 @@ from jdp import disk, exchange, progress, snapshot, store
 from jdp.background import Background
 from jdp.commit import CommitMemory
 from jdp.launch import member
+from jdp.launch.exits import SAVED
 from jdp.newest import Found, Sources, leaves_of, loaded, named, newest
-from jdp.preemption import SAVED, Preemption
+from jdp.preemption import Preemption
 from jdp.sampler import whole
 
 _log = logging.getLogger("jdp")
@@ -344,6 +345,7 @@ def _require_alone(life: _Life) -> None:
 
 def _write_commit(memory: CommitMemory, facts: dict[str, Any], taken: snapshot.Snapshot) -> None:
     memory.write(facts, snapshot.pack(taken.fetch()))
+    progress.kept(facts["step"], "a commit in this host's memory")
 
 
 def _write_checkpoint(
@@ -351,6 +353,7 @@ def _write_checkpoint(
 ) -> None:
     arrays = named(taken.leaves, taken.fetch())
     folder.write(facts["life"], facts["step"], facts, arrays)
+    progress.kept(facts["step"], str(folder.path))
     folder.keep(keep)
 
 

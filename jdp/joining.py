@@ -13,6 +13,7 @@ import jax
 
 from jdp import schedulers
 from jdp.launch.devices import num_gpus
+from jdp.launch.exits import SAVED
 from jdp.launch.member import Assignment, Member, current
 
 # How long processes wait for each other to come; JAX's own default.
@@ -24,9 +25,6 @@ HEARTBEAT_TIMEOUT_S = 30
 
 # Of a traceback; the end of it says most.
 MAX_TRACEBACK_CHARS = 100_000
-
-# The exit code of processes that saved after SIGTERM. They agree on that, and leave together.
-SAVED = 75
 
 # An address at which no other host could reach this process.
 _LOOPBACK = ("localhost", "127.", "[::1]")

@@ -8,8 +8,6 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-SAVED = 75  # exit code of a run that saved after SIGTERM; EX_TEMPFAIL: run it again
-
 _log = logging.getLogger("jdp")
 
 

@@ -135,13 +135,14 @@ def begin(timeout_s: float | None, process: int = 0, num_processes: int = 1) -> 
     Raises:
       ValueError: if `timeout_s` is not positive.
     """
-    global _between, _num_steps, is_first_step, _compile_s
+    global _between, _num_steps, is_first_step, _compile_s, _longest_s
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(
             f"timeout_s={timeout_s} would end the run before its first step. Write the seconds "
             "after which a step that is not done never will be, such as 600, or None."
         )
     limit_s = math.inf if timeout_s is None else timeout_s
+    _longest_s = limit_s * watch.PATIENCE
     launcher = member.current()
     is_alone = launcher is None and num_processes == 1
     # Alone nobody waits for the author's own code, which may well take days.
@@ -174,6 +175,26 @@ def compiling_ends() -> None:
 def ask_devices(num_running: Callable[[], int]) -> None:
     """Let the watch ask how many steps the devices have not finished, from a thread of its own."""
     self_watch.num_running = num_running
+
+
+def longest_wait_s() -> float:
+    """Give for how long another process may keep this one waiting before the watch ends the run.
+
+    Returns:
+      Seconds; inf if nobody watches.
+    """
+    return _longest_s
+
+
+def kept(step: int, where: str) -> None:
+    """Note the newest step that this run could go on from."""
+    global _kept
+    _kept = f"step {step} ({where})"
+
+
+def newest_kept() -> str | None:
+    """Give the step that this run could go on from, in words; None if nothing keeps any."""
+    return _kept
 
 
 def native_numbers() -> int:
@@ -211,5 +232,7 @@ def _forked() -> None:
     _slot = Board.create(1).slot(0)
 
 
+_longest_s = math.inf
+_kept: str | None = None
 _slot = _own_slot()
 os.register_at_fork(after_in_child=_forked)

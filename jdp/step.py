@@ -316,12 +316,14 @@ def _drain(num_left: int) -> None:
 
 def _failed(name: str, number: int, is_gone: bool) -> RuntimeError:
     _in_flight.clear()
-    gone = (
-        "Its state was donated and is gone: restore the last checkpoint, or train with "
-        "donate=False."
-        if is_gone
-        else "The state that went in is still whole."
-    )
+    gone = "The state that went in is still whole."
+    if is_gone:
+        kept = progress.newest_kept()
+        back = "a checkpoint" if kept is None else f"what was kept of {kept}"
+        gone = (
+            f"Its state was donated and is gone: go back to {back} with jdp.Checkpointer, or train "
+            "with donate=False."
+        )
     return RuntimeError(f"call {number} of `{name}` failed while it ran. {gone}")
 
 

@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from jdp.launch.logs import TAIL_LINES, Logs, cause, exit_code, in_words
+from jdp.launch.exits import exit_code, in_words
+from jdp.launch.logs import TAIL_LINES, Logs, cause
 from jdp.launch.options import parse
 
 TIMEOUT_S = 10.0
@@ -161,6 +162,19 @@ def test_redirects_keep_a_stream_off_the_console(tmp_path):
     for rank in (0, 1):
         text = (tmp_path / f"generation_0/rank_{rank}.log").read_text()
         assert sorted(text.splitlines()) == ["error", "out"]
+
+
+def test_what_the_filter_hides_is_shown_once_it_is_revealed():
+    run = Run()
+    writer, output = run.add(1)
+    output.assign(1, 1, 0)
+    writer.write("hidden\n")
+    output.last_lines()
+    output.reveal()
+    output.last_lines()
+    writer.write("its stack\n")
+    out, _ = run.end()
+    assert out == "[rank 1] its stack\n"
 
 
 def test_a_standby_is_silent_until_it_is_wanted(tmp_path):

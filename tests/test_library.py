@@ -57,6 +57,17 @@ def timeout_s():
     library.set_timeout_s(before)
 
 
+@pytest.mark.parametrize("is_told", [False, True])
+def test_waits_are_only_made_longer_and_not_against_the_authors_word(monkeypatch, is_told):
+    before = library.timeout_s()
+    monkeypatch.setattr(library, "_is_told", is_told)
+    library.wait_at_least(before / 2)
+    assert library.timeout_s() == before
+    library.wait_at_least(before * 2)
+    assert library.timeout_s() == (before if is_told else before * 2)
+    library.set_timeout_s(before)
+
+
 def test_loading_starts_no_backend():
     # A device count can only be set before there is a backend.
     program = """

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jdp import store
+from jdp import progress, store
 from jdp.collectives import library
 
 
@@ -141,6 +142,9 @@ def _attach(key: int, groups: list[list[int]]) -> str | None:
     for process, theirs in exchanged(f"jdp/{key}/attached", peers, failure):
         if theirs:
             return f"process {process} cannot share memory with the others ({theirs})."
+    if not math.isinf(progress.longest_wait_s()):
+        # A process that saves or compiles meanwhile has that long; the watch sees who hangs.
+        library.wait_at_least(progress.longest_wait_s())
     return None
 
 

@@ -29,6 +29,9 @@ _SIGNATURES = {
 }
 
 
+_is_told = False  # by the author
+
+
 def why_missing() -> str | None:
     """Say in a sentence why there is no native library, or None if there is one.
 
@@ -56,8 +59,21 @@ def set_timeout_s(timeout_s: float) -> None:
             f"timeout_s={timeout_s} would end every wait for another rank before it begins. "
             "Write the seconds after which a silent rank counts as missing, such as 30."
         )
+    global _is_told
+    _is_told = True
     _functions().jdp_set_timeout_s(timeout_s)
     cuda_library.set_timeout_s(timeout_s)
+
+
+def wait_at_least(seconds: float) -> None:
+    """Raise the deadline of every wait for another rank, unless `set_timeout_s` was called.
+
+    Args:
+      seconds: > 0.
+    """
+    if not _is_told and seconds > timeout_s():
+        _functions().jdp_set_timeout_s(seconds)
+        cuda_library.set_timeout_s(seconds)
 
 
 def timeout_s() -> float:

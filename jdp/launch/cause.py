@@ -5,8 +5,7 @@ import time
 from dataclasses import dataclass, field
 
 from jdp.launch import logs
-
-WATCHDOG_CODE = 124
+from jdp.launch.exits import STALLED, exit_code, in_words
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ def exit_of_process(
         last_lines=last_lines,
     )
     return Cause(
-        f"rank {rank} (pid {pid} on {host}) {logs.in_words(returncode)}",
-        logs.exit_code(returncode),
+        f"rank {rank} (pid {pid} on {host}) {in_words(returncode)}",
+        exit_code(returncode),
         text.removeprefix("jdp run: "),
         raised=traceback is not None,
         # Others may have failed for the loss of this one, and said so before. But JAX aborts for
@@ -76,7 +75,7 @@ def exit_of_process(
 def stall_of_process(rank: int, host: str, pid: int, stalled_s: float, report: str) -> Cause:
     """A process made no progress, and the others waited for it."""
     text = f"rank {rank} (pid {pid} on {host}) made no progress for {stalled_s:.1f} s"
-    return Cause(text, WATCHDOG_CODE, f"the cause: {report}", stalled_s)
+    return Cause(text, STALLED, f"the cause: {report}", stalled_s)
 
 
 def early_end(rank: int, other: int, grace_s: float) -> Cause:

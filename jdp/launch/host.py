@@ -28,6 +28,7 @@ import signal
 import socket
 from typing import Any, NamedTuple
 
+from jdp.launch.exits import SAVED
 from jdp.launch.link import Link, start_task
 from jdp.launch.member import Assignment
 from jdp.launch.options import Options
@@ -38,9 +39,6 @@ State = enum.Enum("State", "JOINING WAITING RUNNING STOPPING ENDING OVER")
 
 # Between two beats; there are at least five of them in `heartbeat_timeout_s`.
 BEAT_S = 0.2
-
-# Exit code of a process that saved after SIGTERM.
-SAVED = 75
 
 
 class Outcome(NamedTuple):
@@ -190,7 +188,7 @@ class Host:
             case "stop":
                 self._stop(**facts)
             case "dump":
-                self._dump()
+                self._dump(**facts)
             case "over":
                 self._finish(**facts)
 
@@ -327,8 +325,10 @@ class Host:
 
     # Each shows its Python stacks on standard error, also one that never lets go of the GIL. One
     # that has not begun on the board has no handler yet, and would die.
-    def _dump(self) -> None:
+    def _dump(self, ranks: list[int]) -> None:
         for process in self._processes:
+            if process.process_id in ranks:  # those that the others wait for
+                process.reveal()
             if process.slot.read().pid == process.popen.pid:
                 process.signal(signal.SIGQUIT)
 

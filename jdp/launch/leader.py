@@ -54,9 +54,9 @@ from jdp.launch.board import Where
 from jdp.launch.cause import Cause
 from jdp.launch.channel import Channel
 from jdp.launch.door import Door, Refusal
+from jdp.launch.exits import SAVED
 from jdp.launch.generation import Generation
 from jdp.launch.guest import Guest
-from jdp.launch.host import SAVED
 from jdp.launch.options import Options
 from jdp.launch.plan import Plan
 from jdp.launch.recovery import Events, Recovery
@@ -331,7 +331,7 @@ class Leader:
 
     def _stalled(self, generation: Generation, stall: Stall) -> None:
         self._say(stall.report)
-        generation.send("dump")
+        generation.send("dump", ranks=stall.processes)
         self._events.write(
             "stalled",
             generation=generation.number,

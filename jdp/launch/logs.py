@@ -7,7 +7,6 @@ without a launcher, and never the launcher's own work. Only that thread touches 
 import os
 import re
 import selectors
-import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from jdp.launch.exits import in_words
 from jdp.launch.options import Options
 from jdp.launch.values import STDERR, STDOUT
 
@@ -39,6 +39,7 @@ class Output:
         self.local_rank = local_rank
         self.prefix = b""
         self.is_standby = False
+        self.is_revealed = False
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._file: IO[bytes] | None = None
         self._path: Path | None = None
@@ -56,6 +57,14 @@ class Output:
           generation: as `Assignment`.
         """
         self._logs.post(lambda: self._assign(rank, local_rank, generation))
+
+    def reveal(self) -> None:
+        """Show the process on the console from now on, whatever --local-ranks-filter says."""
+
+        def reveal() -> None:
+            self.is_revealed = True
+
+        self._logs.post(reveal)
 
     def last_lines(self, timeout_s: float = 1.0) -> list[str]:
         """Give the last lines, at most TAIL_LINES, with all that an ended process has written."""
@@ -207,7 +216,7 @@ class Logs:
 
     def show(self, output: Output, stream: int, line: bytes) -> None:
         """Write a line to the console if it is for it. In the thread."""
-        if self._options.is_shown(output.local_rank, stream):
+        if output.is_revealed or self._options.is_shown(output.local_rank, stream):
             self._write(stream, output.prefix + line)
         elif not self._told_of_filter and not self._options.redirects:
             self._told_of_filter = True
@@ -290,45 +299,6 @@ def _read_now(pipe: IO[bytes]) -> bytes | None:
 
 def _text(line: bytes) -> str:
     return line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]
-
-
-def in_words(returncode: int) -> str:
-    """Say how a process ended.
-
-    Args:
-      returncode: that of Popen: the exit code, or minus the signal.
-
-    >>> in_words(-11)
-    'was killed by SIGSEGV (signal 11): a crash in compiled code'
-    >>> in_words(3)
-    'ended with exit code 3'
-    """
-    why = {
-        -signal.SIGKILL: "perhaps by the kernel, for want of memory (see dmesg)",
-        -signal.SIGSEGV: "a crash in compiled code",
-        -signal.SIGBUS: "a crash in compiled code, or /dev/shm is full",
-        -signal.SIGABRT: "compiled code gave up; it says why above",
-        75: "it saved after SIGTERM; run it again with --resume",
-        124: "the watchdog ended it",
-    }
-    if returncode < 0:
-        try:
-            name = signal.Signals(-returncode).name
-        except ValueError:
-            name = "a signal"
-        words = f"was killed by {name} (signal {-returncode})"
-    else:
-        words = f"ended with exit code {returncode}"
-    return f"{words}: {why[returncode]}" if returncode in why else words
-
-
-def exit_code(returncode: int) -> int:
-    """Give the exit code that tells what became of a process: 128 + n if signal n killed it.
-
-    >>> exit_code(-9), exit_code(3)
-    (137, 3)
-    """
-    return 128 - returncode if returncode < 0 else returncode
 
 
 def cause(

@@ -143,6 +143,10 @@ class Process:
         """Kill it and what it started; `died` is called soon."""
         spawn.kill(self.popen)
 
+    def reveal(self) -> None:
+        """Show its output on the console from now on, whatever the filter says."""
+        self._output.reveal()
+
     def read(self) -> None:
         """Take what it has told by now."""
         self._channel.read()

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jdp.launch.board import Slot
+from jdp.launch.exits import STALLED
 from jdp.launch.watch import Watch
-
-EXIT_CODE = 124
 
 # File 2, not sys.stderr: a thread that hangs may hold the lock of the latter.
 _STDERR = 2
@@ -101,7 +100,7 @@ class SelfWatch:
             if stall is not None:
                 self._tell(stall.report)
                 if stall.is_over and self._ends:
-                    os._exit(EXIT_CODE)
+                    os._exit(STALLED)
 
     # Rings if this thread gets no turn for so long: other code holds Python's lock. Alone it may
     # be the author's own code, which takes as long as it takes.

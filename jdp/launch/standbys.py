@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from jdp.launch.logs import in_words
+from jdp.launch.exits import in_words
 from jdp.launch.process import Process
 
 

@@ -16,7 +16,7 @@ _BRIEF = frozenset([STEP, BETWEEN, DATA])
 # All others (compiling, evaluating, saving, what comes before the first step is done, an author's
 # own) may take much longer without anything being wrong: XLA compiles large programs for tens of
 # minutes, and data and checkpoints come over networks. Six times 600 s is an hour.
-_PATIENCE = 6.0
+PATIENCE = 6.0
 STARTING, FIRST = "starting", "waiting for the first step"
 # In these a process waits for its devices, and they perhaps for another process.
 _WAITING = frozenset([STEP, FIRST])
@@ -130,7 +130,7 @@ class Watch:
         # The script may take its time, not the step that it has called and perhaps waits for.
         if where.limit_s and not (where.is_running and where.phase == BETWEEN):
             return where.limit_s
-        return self._timeout_of(where) * (1 if where.phase in _BRIEF else _PATIENCE)
+        return self._timeout_of(where) * (1 if where.phase in _BRIEF else PATIENCE)
 
     # As large a part of the limit as a stall is of timeout_s.
     def _patience_s(self, where: Where) -> float:

@@ -1,0 +1,47 @@
+"""How processes end: exit codes of a run, and what those of a process say."""
+
+import signal
+
+# It saved after SIGTERM; EX_TEMPFAIL: run it again.
+SAVED = 75
+# No step was finished for too long; as timeout(1) has it.
+STALLED = 124
+
+
+def in_words(returncode: int) -> str:
+    """Say how a process ended.
+
+    Args:
+      returncode: that of Popen: the exit code, or minus the signal.
+
+    >>> in_words(-11)
+    'was killed by SIGSEGV (signal 11): a crash in compiled code'
+    >>> in_words(3)
+    'ended with exit code 3'
+    """
+    why = {
+        -signal.SIGKILL: "perhaps by the kernel, for want of memory (see dmesg)",
+        -signal.SIGSEGV: "a crash in compiled code",
+        -signal.SIGBUS: "a crash in compiled code, or /dev/shm is full",
+        -signal.SIGABRT: "compiled code gave up; it says why above",
+        SAVED: "it saved after SIGTERM; run it again with --resume",
+        STALLED: "the watchdog ended it",
+    }
+    if returncode < 0:
+        try:
+            name = signal.Signals(-returncode).name
+        except ValueError:
+            name = "a signal"
+        words = f"was killed by {name} (signal {-returncode})"
+    else:
+        words = f"ended with exit code {returncode}"
+    return f"{words}: {why[returncode]}" if returncode in why else words
+
+
+def exit_code(returncode: int) -> int:
+    """Give the exit code that tells what became of a process: 128 + n if signal n killed it.
+
+    >>> exit_code(-9), exit_code(3)
+    (137, 3)
+    """
+    return 128 - returncode if returncode < 0 else returncode
