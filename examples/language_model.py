@@ -6,8 +6,6 @@ python examples/language_model.py --resume     # go on where the last run was en
 """
 
 import argparse
-import os
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -108,22 +106,6 @@ def measure(test, params, rows, batch_size):
     return jdp.evaluate(test, params, batches)
 
 
-def save(path, states, position):
-    with open(f"{path}.new", "wb") as file:
-        np.savez(file, *jax.device_get(jax.tree.leaves(states)), position=position)
-    os.replace(f"{path}.new", path)  # all of it, or what was there before
-
-
-def load(path, like):
-    """Give the states and the position that were saved."""
-    leaves, treedef = jax.tree.flatten(like)
-    with np.load(path) as file:
-        saved = [file[f"arr_{i}"] for i in range(len(file) - 1)]
-        if [leaf.shape for leaf in saved] != [leaf.shape for leaf in leaves]:
-            sys.exit(f"{path} is of another model: give --length, --dim and --depth as it had them")
-        return jax.tree.unflatten(treedef, saved), int(file["position"])
-
-
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -135,8 +117,8 @@ def parse_args():
     add("--dim", type=int, default=128, help="width of the model, a multiple of 32")
     add("--depth", type=int, default=6, help="blocks of the model")
     add("--every", type=int, default=100, help="steps between evaluations, and checkpoints")
-    add("--checkpoint", default="language_model.npz")
-    add("--resume", action="store_true", help="go on from the checkpoint")
+    add("--checkpoints", default="language_model", help="folder")
+    add("--resume", action="store_true", help="go on from the newest checkpoint")
     add("--stop-after", type=int, help="end early, after this step")
     return parser.parse_args()
 
@@ -152,21 +134,23 @@ def main():
     schedule = optax.warmup_cosine_decay_schedule(0, 3e-3, args.steps // 10, args.steps)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
     state = jdp.TrainState.create(params, jdp.replicated(tx))
-    states, position = (state, state.params), 0
-    if args.resume:
-        states, position = load(args.checkpoint, states)
+    states = state, state.params
 
     train, test = new_steps(graphdef, args.accumulate)
     rows = windows(text, args.length)["text"][:-1]  # without the last, which may not be full
-    batches = jdp.batches(rows, args.batch_size, num_steps=args.steps, position=position)
+    batches = jdp.batches(rows, args.batch_size, num_steps=args.steps)
     test_rows = windows(held_out, args.length)
-    with Progress("step {task.completed}", BarColumn(), "{task.description}") as progress:
-        bar = progress.add_task("", total=args.steps, completed=position // args.batch_size)
+    checkpointer = jdp.Checkpointer(args.checkpoints, save_every=args.every, resume=args.resume)
+    progress = Progress("step {task.completed}", BarColumn(), "{task.description}")
+    with checkpointer, progress:
+        states = checkpointer.restore(states, batches)
+        bar = progress.add_task("", total=args.steps, completed=checkpointer.steps)
         metrics = None
         for batch in batches:
             before = metrics
             states, metrics = train(states, batch)
-            step = batches.position // args.batch_size
+            checkpointer.step(states, batches)
+            step = checkpointer.steps
             if before is not None:  # one step late, so that the devices need not wait
                 line = "{bits:.3f} bits per byte, gradient norm {norm:.2f}".format(**before)
                 progress.update(bar, completed=step, description=line)
@@ -174,7 +158,6 @@ def main():
                 found = measure(test, states[1], test_rows, args.batch_size)
                 line = "{bits:.4f} bits per byte of {bytes:,}".format(**found)
                 print(f"step {step}, held out: {line}")
-                save(args.checkpoint, states, batches.position)
             if step == args.stop_after:
                 break
 

@@ -273,7 +273,10 @@ class _Loop:
         if self._first is None or self._num_batches <= self._first.num_batches:
             return
         was_told = self._raised.wait(LAST_GRACE_S)
-        if not was_told and not self._stop.is_set() and self._place() == place:
+        # Another process's abort may have got it out before its place was looked at.
+        has_left = self._mine is not None and self._mine.how == "left"
+        is_out = was_told or has_left or self._stop.is_set()
+        if not is_out and self._place() == place:
             print(f"jdp: process {self._me} still waits, and ends.", file=sys.stderr, flush=True)
             _exit()
 

@@ -82,8 +82,8 @@ def find(environment: Mapping[str, str]) -> Place | None:
         missing = [name for name in needed if name not in environment]
         raise RuntimeError(
             f"WORLD_SIZE={environment['WORLD_SIZE']} says that this is one of several processes, "
-            f"and {', '.join(missing)} is not set, so that it can't find the others. Start it with "
-            "jdp run, or set WORLD_SIZE=1 if it is alone."
+            f"and without {', '.join(missing)} it can't find the others. Start it with jdp run, or "
+            "set WORLD_SIZE=1 if it is alone."
         )
     return None
 

@@ -1,10 +1,13 @@
 """Every example runs as a user would run it, and does what it says."""
 
 import importlib.util
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -14,22 +17,25 @@ import pytest
 from flax import nnx
 
 import jdp
+from jdp import disk, newest
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 300
 SMALL_MODEL = "--length=64 --dim=32 --depth=1 --batch-size=64".split()
 
 
-def start(example, *flags, folder, **environment):
+def environment():
+    ours = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    return {k: v for k, v in os.environ.items() if k not in ours} | {"PYTHONPATH": str(ROOT)}
+
+
+def start(example, *flags, folder, **variables):
     # As in pyproject.toml, whose filters only pytest reads.
     cache = "ignore:Error reading persistent compilation cache entry:UserWarning"
-    inherited = {
-        k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
-    }
     return subprocess.run(
         [sys.executable, "-W", "error", "-W", cache, ROOT / "examples" / example, *flags],
         cwd=folder,
-        env={**inherited, "PYTHONPATH": str(ROOT), **environment},
+        env={**environment(), **variables},
         timeout=DEADLINE_S,
         capture_output=True,
         text=True,
@@ -76,19 +82,25 @@ def test_digits_fails_if_it_misses_its_target(tmp_path):
 
 def test_language_model_goes_on_with_the_same_bits_after_an_interruption(tmp_path):
     small = (*SMALL_MODEL, "--steps=60", "--every=60")
-    whole = run("language_model.py", *small, "--checkpoint=whole.npz", folder=tmp_path)
-    run("language_model.py", *small, "--checkpoint=parts.npz", "--stop-after=25", folder=tmp_path)
-    with np.load(tmp_path / "parts.npz") as parts:
-        assert parts["position"] == 25 * 64
-    resumed = run(
-        "language_model.py", *small, "--checkpoint=parts.npz", "--resume", folder=tmp_path
-    )
+    whole = run("language_model.py", *small, "--checkpoints=whole", folder=tmp_path)
+    run("language_model.py", *small, "--checkpoints=parts", "--stop-after=25", folder=tmp_path)
+    assert newest_checkpoint(tmp_path / "parts")[0] == 25 * 64
+    resumed = run("language_model.py", *small, "--checkpoints=parts", "--resume", folder=tmp_path)
     bits = [float(re.search(r"step 60, held out: ([\d.]+)", x)[1]) for x in (whole, resumed)]
     assert bits[0] == bits[1] < 6
-    with np.load(tmp_path / "whole.npz") as whole, np.load(tmp_path / "parts.npz") as parts:
-        assert whole["position"] == 60 * 64
-        for name in whole.files:
-            np.testing.assert_array_equal(parts[name], whole[name], strict=True)
+    position, arrays = newest_checkpoint(tmp_path / "whole")
+    resumed_position, resumed_arrays = newest_checkpoint(tmp_path / "parts")
+    assert position == resumed_position == 60 * 64
+    jax.tree.map(np.testing.assert_array_equal, resumed_arrays, arrays)
+
+
+def newest_checkpoint(path):
+    """Give the position and the arrays of the newest checkpoint in a folder."""
+    folder = disk.Folder(path)
+    checkpoint = folder.checkpoints()[0]
+    facts = folder.facts(checkpoint)
+    leaves = newest.leaves_of(facts)
+    return facts["position"], folder.read(checkpoint, [*newest.named(leaves, leaves)])
 
 
 def test_language_model_counts_every_held_out_byte_once(mesh):
@@ -118,3 +130,47 @@ def test_own_loops_agree_with_one_rank(tmp_path, flags, num_ranks):
     found = re.findall(rf"ranks: {num_ranks}, (\S+) .* a parameter: (\S+)", output)
     assert [name for name, _ in found] == ["shard_map", "shard_map(check_vma=False)", "pmap"]
     assert all(float(difference) <= 1e-5 for _, difference in found)
+
+
+@pytest.mark.xdist_group("processes")
+def test_elastic_language_model_outlives_a_process_and_saves_at_sigterm(tmp_path):
+    flags = "--length=16 --dim=16 --depth=1 --steps=1000000".split()
+    launched = subprocess.Popen(
+        [sys.executable, "-m", "jdp", "run", "--nproc-per-node=2", "--log-dir=logs"]
+        + [ROOT / "examples" / "elastic_language_model.py", *flags],
+        cwd=tmp_path,
+        env={**environment(), "JAX_NUM_CPU_DEVICES": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with launched:
+        try:
+            events = tmp_path / "logs" / "events.jsonl"
+            until("ready", events)  # Standbys wait.
+            os.kill(until("first_step", events)["pid"], signal.SIGKILL)
+            assert "killed by SIGKILL" in until("recovered", events)["cause"]
+            launched.terminate()
+            launched.wait(DEADLINE_S)
+        finally:
+            launched.kill()
+            output = launched.stdout.read()
+    begins = re.findall(r"one of 2 ranks, begins after step (\d+)", output)
+    saved = re.search(r"step (\d+) is saved in", output)
+    assert launched.returncode == 75 and len(begins) == 2 and saved, output
+    assert int(begins[0]) == 0 < int(begins[1]) < int(saved[1]), output
+
+
+def until(event, events):
+    """Wait for the first event of that name, and give its facts."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        lines = events.read_text().split("\n")[:-1] if events.exists() else []
+        found = [json.loads(line) for line in lines]
+        if found and found[-1]["event"] == "over":
+            break
+        for facts in found:
+            if facts["event"] == event:
+                return facts
+        time.sleep(0.02)
+    raise AssertionError(f"no event {event!r}")

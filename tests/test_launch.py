@@ -29,6 +29,15 @@ def test_a_script_that_never_asks_finds_the_environment_of_torchrun(jdp_run):
     assert run.wait() == 0
     for rank in (0, 1):
         assert f"{{'GROUP_RANK': '0', 'LOCAL_RANK': '{rank}', 'RANK': '{rank}'}}" in run.output
+    assert "never called jdp.init()" in run.output
+
+
+def test_ctrl_backslash_ends_nothing(jdp_run):
+    run = jdp_run("--nproc-per-node=2")
+    run.pids(0, 2)
+    os.kill(run.process.pid, signal.SIGQUIT)
+    assert run.finish() == 0
+    assert "never called" not in run.output
 
 
 @pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (3, 1)])

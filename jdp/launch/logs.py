@@ -60,11 +60,7 @@ class Output:
 
     def reveal(self) -> None:
         """Show the process on the console from now on, whatever --local-ranks-filter says."""
-
-        def reveal() -> None:
-            self.is_revealed = True
-
-        self._logs.post(reveal)
+        self.is_revealed = True  # not posted: what it writes next may be read before
 
     def last_lines(self, timeout_s: float = 1.0) -> list[str]:
         """Give the last lines, at most TAIL_LINES, with all that an ended process has written."""

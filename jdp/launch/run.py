@@ -61,6 +61,7 @@ async def _run(
         leader.home = host.id
     for number in SIGNALS:
         loop.add_signal_handler(number, host.stop, number)
+    loop.add_signal_handler(signal.SIGQUIT, host.dump)  # Ctrl-\: where is everybody?
     try:
         await asyncio.wait([host.over, bug], return_when=asyncio.FIRST_COMPLETED)
         outcome = host.over.result() if host.over.done() else bug.result()

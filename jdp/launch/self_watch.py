@@ -35,7 +35,7 @@ def begin(slot: Slot, timeout_s: float, process: int, *, is_launched: bool, is_a
     """
     global _current
     end()
-    if not is_alone and signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL:
+    if not is_alone and signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN):
         # In C, so that it shows where a process is that never comes back to Python.
         faulthandler.register(signal.SIGQUIT, file=_STDERR, all_threads=True, chain=False)
     _current = SelfWatch(slot, timeout_s, process, is_launched=is_launched, is_alone=is_alone)

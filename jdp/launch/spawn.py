@@ -10,7 +10,8 @@ from pathlib import Path
 
 # Runs before the program, in its process. The death signal comes when the launcher dies, but not if
 # it died before prctl was called: then the parent is another one already. A handler of the launcher
-# may have blocked signals, and exec keeps that.
+# may have blocked signals, a shell ignores Ctrl-C and Ctrl-\ for what it runs with "&", and exec
+# keeps both.
 _BEFORE = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
@@ -18,6 +19,8 @@ ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 if os.getppid() != int(sys.argv[1]):
     os.kill(os.getpid(), signal.SIGKILL)
 signal.pthread_sigmask(signal.SIG_SETMASK, [])
+for number in signal.SIGINT, signal.SIGQUIT:
+    signal.signal(number, signal.SIG_DFL)
 try:
     os.execvp(sys.argv[2], sys.argv[2:])
 except OSError as error:

@@ -1,0 +1,30 @@
+#!/bin/bash
+# Training on two hosts of Slurm: sbatch slurm.sh
+#
+# srun starts one launcher on each host, by the same command. The first host leads; SLURM_NODEID,
+# which Slurm sets, tells each its number.
+
+#SBATCH --job-name=train
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+# Before the time is up, each launcher gets SIGTERM: a checkpoint is saved, and the exit code is 75.
+#SBATCH --signal=TERM@120
+
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+JDP_TOKEN=$(openssl rand -hex 16)
+export JDP_TOKEN
+
+# One process on each host drives all of its GPUs. A host that fails ends its own launcher only.
+srun --kill-on-bad-exit=0 \
+    jdp run --nnodes "$SLURM_NNODES" --rdzv-endpoint "$first:29400" \
+    --shutdown-timeout 100 --resume train.py
+code=$?
+
+if [ $code -eq 75 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
