@@ -195,7 +195,7 @@ class Checkpointer:
         resumes = life.resumes(self._resume)
         with exchange.failing_together(life.group, "while it looked for what to restore"):
             if life.process == 0:
-                self._folder.lock()
+                self._folder.lock(resumes=life.was_replaced)
             sources = Sources(self._folder, life.memory)
         offer = sources.offer() | {"tag": life.tag, "resumes": resumes}
         offers = exchange.told(life.group, offer, what="what there is to restore")
@@ -307,6 +307,11 @@ class _Life:
         self.is_held = False  # whether all hosts have a commit of this life, or the one before
         self.is_over = False
         self._ends = [folder.unlock]
+
+    @property
+    def was_replaced(self) -> bool:
+        """Processes before these have died, or stopped at SIGTERM."""
+        return self.assigned is not None and self.assigned.generation > 0
 
     def resumes(self, resume: bool | None) -> bool:
         if self.assigned is not None and self.assigned.resumes:

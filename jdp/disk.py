@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# A process that was killed a moment ago may not be gone yet.
-_LOCK_TIMEOUT_S = 2.0
+# A process that was killed a moment ago may not be gone yet; one that died with its host keeps the
+# lock of an NFS server for 90 s.
+_LOCK_TIMEOUT_S, _LOST_LOCK_TIMEOUT_S = 2.0, 120.0
 
 _NAME = re.compile(r"(\d+)-(\d+)")
 _UNFINISHED = ".part"
@@ -53,8 +54,11 @@ class Folder:
         self.path = Path(path).absolute()
         self._lock: Any = None
 
-    def lock(self) -> None:
+    def lock(self, *, resumes: bool = False) -> None:
         """Keep other runs out, until `unlock` or this process dies; remove what a death left over.
+
+        Args:
+          resumes: the one that holds it may be this run, on a host that is gone.
 
         Raises:
           RuntimeError: if another run writes here.
@@ -68,7 +72,7 @@ class Folder:
         except OSError as error:
             raise _unwritable(self.path, error) from error
         try:
-            self._take(file)
+            self._take(file, _LOST_LOCK_TIMEOUT_S if resumes else _LOCK_TIMEOUT_S)
         except BaseException:
             file.close()
             raise
@@ -158,8 +162,8 @@ class Folder:
                 os.rename(checkpoint.path, part)
                 shutil.rmtree(part)
 
-    def _take(self, file: Any) -> None:
-        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    def _take(self, file: Any, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -14,17 +14,25 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jdp import store
+from jdp.leaving import OtherFailedError
 
 _timeout_s = 300.0
 # How often the processes of a group told each other something: a key of the store is used once.
 _num_told: Counter[tuple[int, ...]] = Counter()
 _NUM_BLOCKS, _GRACE_S = 256, 2.0
+# The store takes no endless wait.
+_SLICE_S = 60.0
 
 
 def set_timeout_s(timeout_s: float) -> None:
-    """Set the deadline of every later comparison in this process; 300 to begin with."""
+    """Set the deadline of every later comparison in this process: 300 to begin with, inf for none."""
     global _timeout_s
     _timeout_s = timeout_s
+
+
+def timeout_s() -> float:
+    """Give how long this process waits for others that tell it nothing."""
+    return _timeout_s
 
 
 def peers(mesh: Mesh) -> tuple[int, ...]:
@@ -46,7 +54,8 @@ def told(group: tuple[int, ...], value: Any, *, what: str) -> dict[int, Any]:
       process -> value.
 
     Raises:
-      RuntimeError: if a process failed (see `failing_together`), or does not come in time.
+      OtherFailedError: if a process failed (see `failing_together`).
+      RuntimeError: if a process does not come in time.
     """
     me = jax.process_index()
     if group == (me,):
@@ -54,7 +63,7 @@ def told(group: tuple[int, ...], value: Any, *, what: str) -> dict[int, Any]:
     number = _put(group, {"value": value})
     end, found = time.monotonic() + _timeout_s, {}
     for process in group:
-        text = store.get(_key(group, number, process), timeout_s=end - time.monotonic())
+        text = _get(_key(group, number, process), end)
         if text is None:
             raise RuntimeError(
                 f"process {process} did not come within {_timeout_s:g} s to compare {what} with "
@@ -63,7 +72,7 @@ def told(group: tuple[int, ...], value: Any, *, what: str) -> dict[int, Any]:
             )
         answer = json.loads(text)
         if "failed" in answer:
-            raise RuntimeError(f"process {process} failed {answer['failed']}")
+            raise OtherFailedError(f"process {process} failed {answer['failed']}")
         found[process] = answer["value"]
     if number:  # All have come here, so that none reads the last one any more.
         store.delete(_key(group, number - 1, me))
@@ -142,6 +151,14 @@ def _put(group: tuple[int, ...], answer: Any) -> int:
     _num_told[group] += 1
     store.put(_key(group, number, jax.process_index()), json.dumps(answer))
     return number
+
+
+def _get(key: str, end: float) -> str | None:
+    while True:
+        left_s = end - time.monotonic()
+        text = store.get(key, timeout_s=min(left_s, _SLICE_S))
+        if text is not None or left_s <= _SLICE_S:
+            return text
 
 
 def _key(group: tuple[int, ...], number: int, process: int) -> str:

@@ -1,19 +1,13 @@
-"""How a process finds the others that it trains with, and how it leaves them when it fails."""
+"""How a process finds the others that it trains with."""
 
-import inspect
 import os
 import socket
-import sys
 import time
-import traceback
-from types import TracebackType
-from typing import Any, NoReturn
 
 import jax
 
-from jdp import schedulers
+from jdp import leaving, schedulers
 from jdp.launch.devices import num_gpus
-from jdp.launch.exits import SAVED
 from jdp.launch.member import Assignment, Member, current
 
 # How long processes wait for each other to come; JAX's own default.
@@ -22,9 +16,6 @@ JOIN_TIMEOUT_S = 300
 # Without a launcher only JAX notices that a process is gone, and ends the others after this time;
 # its own default is 100 s.
 HEARTBEAT_TIMEOUT_S = 30
-
-# Of a traceback; the end of it says most.
-MAX_TRACEBACK_CHARS = 100_000
 
 # An address at which no other host could reach this process.
 _LOOPBACK = ("localhost", "127.", "[::1]")
@@ -58,7 +49,7 @@ def join() -> None:
         if place is not None:
             _connect(place)
     if launched is not None or jax.distributed.is_initialized():
-        _fail_fast()
+        leaving.fail_fast()
 
 
 def _connect_as(assignment: Assignment) -> None:
@@ -119,47 +110,3 @@ def _wait_for(address: str) -> None:
         f"process 0 was not there within {JOIN_TIMEOUT_S} s: nobody listens at {address}. Is it "
         "alive, and can it be reached from this host?"
     )
-
-
-# What ends this process ends it at once. JAX would have it wait for the others at its exit, for
-# minutes, while they wait for it in a collective.
-def _fail_fast() -> None:
-    shown_by = sys.excepthook
-    if getattr(shown_by, "fails_fast", False):
-        return
-
-    def fail(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        shown_by(kind, error, where)
-        text = "".join(traceback.format_exception(kind, error, where))
-        _leave(130 if kind is KeyboardInterrupt else 1, text)
-
-    fail.fails_fast = True  # type: ignore[attr-defined]
-    sys.excepthook = fail
-    sys.exit = _exit
-
-
-# Nothing is called for a SystemExit that nobody catches, but it is dropped when the interpreter has
-# taken its code, and then no Python is running: whoever catches one drops it in a frame.
-class _Exit(SystemExit):
-    def __del__(self) -> None:
-        frame = inspect.currentframe()
-        if self.code and self.code != SAVED and frame is not None and frame.f_back is None:
-            _leave(self.code if isinstance(self.code, int) else 1, f"SystemExit: {self.code}\n")
-
-
-def _exit(status: Any = None, /) -> NoReturn:
-    raise _Exit(status)
-
-
-def _leave(code: int, why: str) -> None:
-    launched = member()
-    if launched is not None:
-        launched.tell("failed", traceback=why[-MAX_TRACEBACK_CHARS:])
-    if not jax.distributed.is_initialized():
-        return
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):  # closed, or none
-            pass
-    os._exit(code)

@@ -15,9 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jdp import exchange, store
 from jdp.collectives import library
-
-# How long a process that has ended its loop waits for those that have not.
-TIMEOUT_S = 600.0
+from jdp.leaving import OtherFailedError
 
 # How long a process has, once it is known that the loops differ, to come for its next batch, where
 # it is told: then its waits for other ranks are ended, and, if that does not help, the process.
@@ -50,7 +48,7 @@ def in_step(
         that does not, since the step reduces by psum, the process ends with exit code 1. One that
         has left its loop is told in its next loop, or when it ends. The run cannot go on.
       RuntimeError: likewise if `batches` raises on another process; or if a process does not end
-        its loop for `TIMEOUT_S` after this one.
+        its loop for `exchange.timeout_s()` after this one.
     """
     assert isinstance(sharding.mesh, Mesh)
     peers = exchange.peers(sharding.mesh)
@@ -192,7 +190,7 @@ class _Loop:
         try:
             if store.is_open():
                 self.end("left")
-                self._settled.wait(TIMEOUT_S)
+                self._is_settled()
         finally:
             self._stop.set()
             self._thread.join()
@@ -202,7 +200,9 @@ class _Loop:
         if self._problem is not None and not self._raised.is_set():
             self._raised.set()
             with self._failing():
-                raise (RuntimeError if self._problem.is_failure else ValueError)(self._problem.text)
+                raise (OtherFailedError if self._problem.is_failure else ValueError)(
+                    self._problem.text
+                )
 
     # A process that has left the loop may wait for this one, to begin its next loop.
     def _failing(self) -> contextlib.AbstractContextManager[None]:
@@ -229,10 +229,13 @@ class _Loop:
         notes = store.keys(f"{self._room}/notes/")
         return [process for process in self._peers if str(process) not in notes]
 
+    def _is_settled(self) -> bool:
+        return self._settled.wait(min(exchange.timeout_s(), threading.TIMEOUT_MAX))
+
     def _wait_for_others(self) -> None:
-        if not self._settled.wait(TIMEOUT_S):
+        if not self._is_settled():
             raise RuntimeError(
-                f"{self._mine}, and {TIMEOUT_S:g} s later processes {self._missing()} have neither "
+                f"{self._mine}, and {exchange.timeout_s():g} s later processes {self._missing()} have neither "
                 "ended theirs nor gone on: they hang, or do something else."
             )
         self.raise_problem()

@@ -54,6 +54,7 @@ class Sources:
         self._life: int = facts.get("life", 0)
         self._checkpoint: Checkpoint | None = None
         self._checkpoint_facts: dict[str, Any] = {}
+        self._torn: list[str] = []
         if jax.process_index() == 0:
             self._find_checkpoint()
 
@@ -65,6 +66,7 @@ class Sources:
             "checkpoint": [written.life, written.step] if written else None,
             "life": self._life,
             "where": str(self._folder.path),
+            "torn": self._torn,
         }
 
     def read(self, tier: str) -> tuple[dict[str, Any], list[np.ndarray]]:
@@ -95,12 +97,7 @@ class Sources:
             except TornError as error:
                 torn.append(f"{checkpoint.path}: {error}")
                 _log.warning("jdp: a checkpoint is not whole and is passed over: %s.", torn[-1])
-        if torn and not self._key:
-            raise RuntimeError(
-                f"none of the {len(torn)} checkpoints is whole, and nothing is lost by looking "
-                f"into it before training begins anew: {'; '.join(torn)}. Move the directory "
-                "away, or give Checkpointer a new one."
-            )
+        self._torn = torn
 
 
 def newest(offers: dict[int, dict[str, Any]]) -> Found | None:
@@ -119,6 +116,12 @@ def newest(offers: dict[int, dict[str, Any]]) -> Found | None:
         life, step = checkpoint
         return Found("checkpoint", life, step, 0, others, f"step {step} of {where}")
     if commit is None:
+        if torn := offers[0].get("torn"):
+            raise RuntimeError(
+                f"none of the {len(torn)} checkpoints is whole, and nothing is lost by looking "
+                f"into it before training begins anew: {'; '.join(torn)}. Move the directory "
+                "away, or give Checkpointer a new one."
+            )
         return None
     holders = [process for process, its in commits.items() if its == commit]
     lacking = [process for process in offers if process not in holders]

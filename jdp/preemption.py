@@ -1,6 +1,8 @@
 """SIGTERM, which says that this machine is wanted back: all processes stop after the same step."""
 
+import functools
 import logging
+import os
 import signal
 import threading
 from typing import Any
@@ -27,7 +29,8 @@ class Preemption:
         if self._agrees and not jax.config.jax_enable_preemption_service:
             _log.warning("jdp: nothing is saved at SIGTERM: jax_enable_preemption_service is off.")
             self._agrees = False
-        elif not self._agrees and threading.current_thread() is threading.main_thread():
+        _let_children_end()
+        if not self._agrees and threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._note)
             self._is_mine = True
 
@@ -48,3 +51,10 @@ class Preemption:
 
     def _note(self, *_: object) -> None:
         self._told = True
+
+
+# What a process forks off, such as a data loader's, inherits its handler, or that of JAX; when it is
+# told to end it must.
+@functools.cache
+def _let_children_end() -> None:
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))

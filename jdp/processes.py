@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jdp import exchange, store
 from jdp.statics import is_array
 
 
@@ -30,7 +31,7 @@ def agreed(tree: Any, *, broadcast: bool = False) -> Any:
     local = [i for i, (_, leaf) in enumerate(named) if _is_local(leaf)]
     leaves = [leaf for _, leaf in named]
     shapes = [(jax.tree_util.keystr(path), np.shape(leaf), _dtype(leaf)) for path, leaf in named]
-    odd = _odd_processes([_digest(repr((shapes, local)).encode())])[0]
+    [odd] = _odd_processes([_digest(repr((shapes, local)).encode())])
     if odd:
         raise ValueError(
             f"the state has other leaves, shapes or dtypes on process {odd} than on process 0; "
@@ -73,14 +74,21 @@ def _dtype(leaf: Any) -> str:
     return str(leaf.dtype) if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
-def _digest(data: bytes) -> np.ndarray:
-    return np.frombuffer(hashlib.sha256(data).digest()[:16], np.uint32)
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
-def _odd_processes(digests: list[np.ndarray]) -> list[list[int]]:
-    """For each digest the processes whose differs from that of process 0."""
-    if not digests:
-        return []
-    gathered = np.asarray(multihost_utils.process_allgather(np.stack(digests)))
-    differs = (gathered != gathered[:1]).any(-1)  # [process, digest]
-    return [np.flatnonzero(column).tolist() for column in differs.T]
+# For each digest the processes whose differs from that of process 0.
+def _odd_processes(digests: list[str]) -> list[list[int]]:
+    told = _told(digests) if digests else {}
+    return [[i for i, its in told.items() if its[n] != told[0][n]] for n in range(len(digests))]
+
+
+# Through the store, where nothing has to be compiled; JAX may have found the processes without one.
+def _told(digests: list[str]) -> dict[int, list[str]]:
+    if store.is_open():
+        everyone = tuple(range(jax.process_count()))
+        return exchange.told(everyone, digests, what="the state")
+    numbers = [np.frombuffer(bytes.fromhex(digest), np.uint32) for digest in digests]
+    gathered = np.asarray(multihost_utils.process_allgather(np.stack(numbers)))
+    return dict(enumerate([[number.tobytes().hex() for number in each] for each in gathered]))

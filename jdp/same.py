@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ import jaxlib
 from jax.sharding import Mesh
 
 from jdp import exchange
+from jdp.launch import member
+from jdp.launch.watch import PATIENCE
 from jdp.same_program import Program, require_program, require_schedule
 
 _PACKAGE = Path(__file__).parent
@@ -27,7 +30,9 @@ def require_start(mesh: Mesh, timeout_s: float | None) -> None:
 
     Args:
       mesh: if it is of one process, there is nothing to compare.
-      timeout_s: deadline of this and of every later comparison, in seconds; None: 300.
+      timeout_s: deadline of this comparison, in seconds; None: 300. A process may keep the others
+        waiting in later ones while it saves or compiles: without a launcher for six times as long
+        (None: for ever); a launcher's watch knows what all of them do, and says when it is enough.
 
     Raises:
       ValueError: on every process, naming one that differs and what it has.
@@ -37,6 +42,8 @@ def require_start(mesh: Mesh, timeout_s: float | None) -> None:
     group = exchange.peers(mesh)
     if len(group) > 1:
         require_equal_facts(exchange.told(group, _facts(mesh), what="versions in jdp.init"))
+    is_watched = member.current() is not None
+    exchange.set_timeout_s(math.inf if is_watched or timeout_s is None else PATIENCE * timeout_s)
 
 
 def require_equal_facts(facts: Mapping[int, Mapping[str, str | None]]) -> None:

@@ -2,6 +2,7 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 
@@ -347,6 +348,28 @@ def test_sigterm_saves_the_step_and_gives_the_handler_back(tmp_path, caplog):
     assert signal.getsignal(signal.SIGTERM) is before
     assert names(tmp_path) == ["5-1", "lock"]
     assert f"SIGTERM: step 5 is saved in {tmp_path}" in caplog.text
+
+
+FORKS = """
+import os, signal, sys, time
+import jax, jdp
+jax.config.update("jax_platforms", "cpu")
+with jdp.Checkpointer(sys.argv[1]) as ckpt:
+    ckpt.restore({"n": jax.numpy.int32(0)})
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(0.1)
+    os.kill(child, signal.SIGTERM)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_what_a_process_forks_off_ends_at_sigterm(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-c", FORKS, str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.split() == [str(-signal.SIGTERM)]
 
 
 def test_outside_of_the_main_thread_signals_are_left_alone(tmp_path):

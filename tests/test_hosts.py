@@ -1,13 +1,9 @@
 """Which processes share a host, and what they reduce through."""
 
-import contextlib
 import json
 import logging
 import os
-import shutil
 import signal
-import socket
-import subprocess
 import time
 from pathlib import Path
 
@@ -17,6 +13,7 @@ import pytest
 import training
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from namespaces import two_hosts, why_no_namespaces
 from processes import ProcessError, Processes
 from training import assert_close, batch, loss_fn, state
 
@@ -116,44 +113,6 @@ def step_with_auto():
 
     s, _ = step(state(), global_batch())
     return training.fetched(s.params), told
-
-
-@contextlib.contextmanager
-def two_hosts():
-    """Two network namespaces with a wire between them, as prefixes of a command."""
-    names = [f"jdp-{os.getpid()}-{i}" for i in (0, 1)]
-    folders = [Path("/etc/netns", name) for name in names]
-
-    def ip(*args):
-        subprocess.run(["ip", *args], check=True, capture_output=True, text=True)
-
-    try:
-        for i, (name, folder) in enumerate(zip(names, folders, strict=True)):
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-            folder.mkdir(parents=True)
-            # Gloo listens where the host's name points to.
-            (folder / "hosts").write_text(f"10.83.0.{i + 1} {socket.gethostname()}\n")
-        ip("-n", names[0], "link", "add", "wire0", "type", "veth", "peer", "name", "wire1")
-        ip("-n", names[0], "link", "set", "wire1", "netns", names[1])
-        for i, name in enumerate(names):
-            ip("-n", name, "addr", "add", f"10.83.0.{i + 1}/24", "dev", f"wire{i}")
-            ip("-n", name, "link", "set", f"wire{i}", "up")
-        yield [("ip", "netns", "exec", name) for name in names]
-    finally:
-        for name, folder in zip(names, folders, strict=True):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def why_no_namespaces():
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    if shutil.which("ip") is None:
-        return "there is no ip command"
-    made = subprocess.run(["ip", "netns", "add", "jdp-probe"], capture_output=True, text=True)
-    subprocess.run(["ip", "netns", "del", "jdp-probe"], capture_output=True)
-    return f"ip netns: {made.stderr.strip()}" if made.returncode else None
 
 
 @pytest.mark.processes

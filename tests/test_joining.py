@@ -153,9 +153,9 @@ def test_a_failure_in_one_process_ends_jdp_run_with_the_cause_last(after, why, t
 # since importing JAX takes longest.
 LEAVE = """
 import os, sys, threading
-from jdp import joining
-joining._leave = lambda code, why: os._exit(7)
-joining._fail_fast()
+from jdp import leaving
+leaving._leave = lambda code, why: os._exit(7)
+leaving.fail_fast()
 for source in sys.argv[1:]:
     if not os.fork():
         break

@@ -135,8 +135,8 @@ def test_what_is_being_saved_when_the_leader_dies_is_saved(hosts):
 
 KEEPS = """
 text = os.pread(launcher.commit_file, 99, 0).decode()
-print("generation", a.generation, "resumes", a.resumes, "found", text)
 if not text: os.pwrite(launcher.commit_file, b"commit %d" % a.generation, 0)
+print("generation", a.generation, "resumes", a.resumes, "found", text)
 """
 
 
@@ -144,6 +144,7 @@ def test_the_death_of_the_leaders_host_loses_nothing(hosts):
     run = hosts("--nnodes=2", after=KEEPS)
     leader, other = run.add(0), run.add(1)
     pids = leader.pids(0, 2)
+    other.until_true(lambda: "generation 0" in other.output, "its commit")
     leader.process.kill()
     other.until_true(lambda: not {*pids} & {*other.alive()}, "end of its processes")
     other.until_true(lambda: "the leader is lost" in other.output, "word of it")

@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -162,6 +163,31 @@ def test_redirects_keep_a_stream_off_the_console(tmp_path):
     for rank in (0, 1):
         text = (tmp_path / f"generation_0/rank_{rank}.log").read_text()
         assert sorted(text.splitlines()) == ["error", "out"]
+
+
+def test_a_long_line_without_an_end_does_not_hold_up_the_launcher():
+    run = Run()
+    writer, output = run.add(0)
+    output.assign(0, 0, 0)
+    for _ in range(64):
+        writer.write("x" * 2**14)  # looked through again and again, this took minutes
+    writer.write("\n")
+    assert output.last_lines(timeout_s=10.0)
+    assert run.end()[0].count("x") == 2**20
+
+
+def test_a_log_folder_that_is_gone_ends_nothing(tmp_path):
+    run = Run("--log-dir", str(tmp_path))
+    writer, output = run.add(0, standby=True)
+    writer.write("before\n")
+    output.last_lines()
+    shutil.rmtree(tmp_path / "before_init")
+    output.assign(0, 0, 1)
+    output.last_lines()
+    writer.write("after\n")
+    out, err = run.end()
+    assert "after" in out
+    assert "can't be moved" in err
 
 
 def test_what_the_filter_hides_is_shown_once_it_is_revealed():

@@ -6,16 +6,18 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from jdp.launch import guest as guests
-from jdp.launch import handshake, plan
+from jdp.launch import handshake, plan, spawn
 from jdp.launch.channel import Channel, decode, encode
 from jdp.launch.guest import Guest, Slot
 from jdp.launch.member import VARIABLE, Assignment, Member
 from jdp.launch.process import gpus_of_slots
+from jdp.launch.recovery import Events
 
 
 def guest(name="a", host_id=None, num=(2, 2), address=None, seen="10.0.0.2", leader="10.0.0.1"):
@@ -98,6 +100,7 @@ def test_a_proof_is_of_one_part_one_token_and_one_connection():
     for i in range(4):
         assert not handshake.is_proof(proof, *good[:i], "other", *good[i + 1 :])
     assert not handshake.is_proof(None, *good)
+    assert not handshake.is_proof("\ud800", *good[:3], "\ud800")  # which JSON can hold
 
 
 @pytest.mark.parametrize("line", [b"", b"7", b"[]", b"{}", b'{"kind": 1}', b"\xff", b"[" * 9999])
@@ -202,3 +205,22 @@ assert {VARIABLE!r} not in os.environ and not os.get_inheritable({theirs.fileno(
             check=True,
             timeout=30,
         )
+
+
+def test_what_a_process_starts_before_it_asks_is_no_member_either():
+    description = json.dumps({"socket": 77, "board": 78, "commit": 79, "slot": 0})
+    code = "from jdp.launch.member import current; assert current() is None"
+    variables = {**os.environ, VARIABLE: description}  # without the descriptors
+    subprocess.run([sys.executable, "-c", code], env=variables, check=True, timeout=30)
+
+
+def test_a_record_that_cannot_be_written_ends_nothing(capfd):
+    events = Events(Path("/dev/full"))
+    for _ in range(3):
+        events.write("formed", generation=0)
+    events.close()
+    assert capfd.readouterr().err.count("/dev/full can't be written") == 1
+
+
+def test_the_token_is_not_in_the_environment_of_processes():
+    assert "JDP_TOKEN" not in spawn.environment({"JDP_TOKEN": "secret"})

@@ -30,9 +30,10 @@ ROOMS = (
     ("placement", "scope", "collectives", "uniformity", "newest"),
     ("mesh", "buckets"),
     ("same",),
-    ("same_program",),
+    ("same_program", "processes"),
     ("exchange",),
-    ("joining", "processes", "progress", "snapshot", "store"),
+    ("joining", "progress", "snapshot", "store"),
+    ("leaving",),
     ("axis", "mark", "statics", "sampler", "prefetch", "dataset", "launch", "schedulers"),
     ("background", "commit", "disk", "preemption"),
 )

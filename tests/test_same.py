@@ -173,7 +173,7 @@ def test_what_one_process_is_refused_for_is_told_to_the_others(processes):
     waiting, refused = processes(2).run(run_refused)
     assert refused.startswith("ValueError: `step` is not the same training on every rank")
     assert waiting.startswith(
-        "RuntimeError: process 1 failed while it traced `step`, so no process"
+        "OtherFailedError: process 1 failed while it traced `step`, so no process"
     )
     assert refused in waiting
 

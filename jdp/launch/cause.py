@@ -2,7 +2,7 @@
 
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jdp.launch import logs
 from jdp.launch.exits import STALLED, exit_code, in_words
@@ -86,6 +86,13 @@ def early_end(rank: int, other: int, grace_s: float) -> Cause:
         "how long: --shutdown-timeout-s."
     )
     return Cause(text, 1, f"the cause: {text}. {advice}", grace_s)
+
+
+def after_end(why: Cause, rank: int) -> Cause:
+    """A process failed after another one had come to its end, and perhaps for want of it."""
+    text = f"rank {rank} came to the end of the script"
+    full_text = f"{text}. After that:\n{why.full_text}"
+    return replace(why, text=f"{text}, then {why.text}", full_text=full_text)
 
 
 def loss_of_host(host: str, why: str, silent_s: float) -> Cause:

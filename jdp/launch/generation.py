@@ -29,7 +29,7 @@ class Generation:
       returncodes: of processes that ended by themselves.
       cause: why it ends; the first one.
       stepped: each process has finished its first step.
-      step: the last step that was made, as far as hosts know.
+      step: the last step that all processes made, as far as hosts know.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Generation:
         self.returncodes: dict[int, int] = {}
         self.cause: Cause | None = None
         self.stepped = False
-        self.step = 0
+        self.step: int | None = None
         self._blamed: tuple[Guest, int] | None = None  # with the slot
         self._early: float | None = None  # since when one has ended and others have not
         self._watch = Watch(timeout_s)
@@ -81,8 +81,12 @@ class Generation:
 
     @property
     def may_grow(self) -> bool:
-        """It is worth the while: each process has made a step, and none has ended."""
-        return self.stepped and self._early is None
+        """It is worth the while: each process has made a step, and none has ended.
+
+        And nothing is lost: each has asked where to go on, or all would begin at step 0.
+        """
+        goes_on = len(self.told.get("restored", {})) == self.size
+        return self.stepped and goes_on and self._early is None
 
     def note(self, process_id: int, what: str, facts: dict[str, Any]) -> bool:
         """Note what a process told; says whether it was the last one to tell that."""
@@ -114,9 +118,9 @@ class Generation:
             guest, slot = self._blamed
             guest.slots[slot].fail(now, can_rest=len(guest.free(now)) > guest.least)
 
-    def end(self, guest: Guest, step: int) -> None:
-        """Note that a host has no more processes of it."""
-        self.step = max(self.step, step)
+    def end(self, guest: Guest, step: int | None) -> None:
+        """Note that a host has no more processes of it, and the last step that all of them made."""
+        self.step = min((each for each in (self.step, step) if each is not None), default=None)
         if guest in self.guests:
             self.guests.remove(guest)
 
@@ -133,11 +137,15 @@ class Generation:
         """Fail if some processes came to their end more than `grace_s` ago and others did not."""
         if self._early is None or now - self._early < grace_s:
             return
-        ended = {i for i, code in self.returncodes.items() if code == 0}
-        ended |= self.told.get("ended", {}).keys()
+        ended = self.came_to_end()
         others = sorted({*range(self.size)} - ended)
         if others:
             self.fail(cause.early_end(min(ended), others[0], grace_s))
+
+    def came_to_end(self) -> set[int]:
+        """Give the processes that came to the end of the script."""
+        exited = {i for i, code in self.returncodes.items() if code == 0}
+        return exited | self.told.get("ended", {}).keys()
 
     def _note_end(self) -> None:
         if self._early is None:

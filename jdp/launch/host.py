@@ -79,10 +79,11 @@ class Host:
             ready=lambda: self._link.send("ready", generation=self._generation),
             say=kit.say,
         )
-        self._step = 0  # the last one that the generation made here
+        self._step: int | None = None  # the last one that all processes of the generation made here
         self._signal: int | None = None
         self._was_signalled = False  # this very launcher
         self._saved = False  # one of its processes did, and ended
+        self._has_asked = False  # one of its processes, which it is
         self._changed = asyncio.Event()
         self._deadline: asyncio.TimerHandle | None = None
         self._link = Link(
@@ -198,7 +199,7 @@ class Host:
         if first == 0:
             self._port.close()  # from now on process 0's
         self._state = State.RUNNING
-        self._generation, self._run_id, self._step = common["generation"], common["run_id"], 0
+        self._generation, self._run_id, self._step = common["generation"], common["run_id"], None
         for local_id, slot in enumerate(slots):
             assignment = Assignment(
                 process_id=first + local_id,
@@ -218,6 +219,7 @@ class Host:
         return Process(self._kit, local_id, assignment, self._told, self._died)
 
     def _told(self, process: Process, kind: str, facts: dict[str, Any]) -> None:
+        self._has_asked = self._has_asked or kind == "parked"
         if process.assignment is None:
             if kind == "parked":
                 self._standbys.note_parked()
@@ -275,7 +277,8 @@ class Host:
         )
 
     def _note_step(self, process: Process) -> None:
-        self._step = max(self._step, process.restored_step + process.slot.read().steps)
+        step = process.restored_step + process.slot.read().steps
+        self._step = step if self._step is None else min(self._step, step)
 
     def _kill_processes(self) -> None:
         self._state = State.ENDING
@@ -323,6 +326,10 @@ class Host:
             for process in self._processes:
                 process.signal(signal)
 
+    def dump(self) -> None:
+        """Have all processes of this host show their stacks."""
+        self._dump([process.process_id for process in self._processes])
+
     # Each shows its Python stacks on standard error, also one that never lets go of the GIL. One
     # that has not begun on the board has no handler yet, and would die.
     def _dump(self, ranks: list[int]) -> None:
@@ -336,6 +343,8 @@ class Host:
         if self._state is State.OVER:
             return
         self._state = State.OVER
+        if code == 0 and not self._has_asked and len(self._kit.gpus) > 1:
+            self._kit.say("the script never called jdp.init(): each process ran by itself.")
         self._set_deadline(None)
         self._standbys.kill()
         for process in self._processes:

@@ -238,7 +238,8 @@ class Leader:
 
     def _all_stepped(self, generation: Generation) -> None:
         generation.stepped = self._stepped = True
-        generation.send("stepped")
+        for guest in self._guests:  # also those that came while no generation was there
+            guest.channel.send("stepped")
         recovery, self._recovery = self._recovery, None
         if recovery is not None:
             record = recovery.record()
@@ -265,9 +266,11 @@ class Leader:
         self._events.write("exited", generation=generation.number, **who)
         if returncode not in (0, SAVED) and self._state is not State.STOPPING:
             why = cause.exit_of_process(**who, traceback=traceback, last_lines=last_lines)
+            if ended := generation.came_to_end():
+                why = cause.after_end(why, min(ended))
             generation.fail(why, guest, process_id)
 
-    def _ended(self, guest: Guest, generation: int, port: int, step: int) -> None:
+    def _ended(self, guest: Guest, generation: int, port: int, step: int | None) -> None:
         guest.port = port
         if self._generation is not None and generation == self._generation.number:
             self._generation.end(guest, step)
@@ -356,7 +359,8 @@ class Leader:
         elif self._signal is not None:
             self._over(128 + self._signal, "")
         elif why is None or generation.is_done:
-            self._over(0, "")
+            before = "" if self._recovery is None else f"{self._recovery.text}. "
+            self._over(0, before and f"{before}There was no step left to make after that.")
         elif why.grows or self._may_recover(why):
             self._recover(why, generation)
         else:

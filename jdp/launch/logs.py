@@ -29,7 +29,7 @@ MAX_LINE_BYTES = 2**20
 
 # A progress bar ends its lines with a carriage return, and is shown while it moves. One at the very
 # end may be half of \r\n, so it waits for what comes.
-_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r(?!\Z))")
+_END_OF_LINE = re.compile(rb"\r\n|\n|\r(?!\Z)")
 
 
 class Output:
@@ -87,9 +87,9 @@ class Output:
         if data:
             data = self._partial[stream] + data
             end = 0
-            for line in _LINE.finditer(data):
-                self._show(stream, line[0])
-                end = line.end()
+            for found in _END_OF_LINE.finditer(data):
+                self._show(stream, data[end : found.end()])
+                end = found.end()
             self._partial[stream] = data[end:]
         if self._partial[stream] and (not data or len(self._partial[stream]) > MAX_LINE_BYTES):
             self._show(stream, self._partial[stream].rstrip(b"\r") + b"\n")
@@ -118,8 +118,11 @@ class Output:
             # Not renamed: a run that was resumed may have written to the file of this rank before.
             self.open(f"generation_{generation}/rank_{rank}.log")
             if self._file is not None:
-                self._save(before.read_bytes())
-                before.unlink()
+                try:
+                    self._save(before.read_bytes())
+                    before.unlink()
+                except OSError as error:
+                    self._logs.say(f"{before} can't be moved to {self._path}: {error.strerror}")
             if not self.pipes:
                 self.close()
 
@@ -266,7 +269,11 @@ class Logs:
             for output in {key.data for key in ready} - {None}:
                 self.drain(output)
             while self._calls:
-                self._calls.popleft()()
+                call = self._calls.popleft()
+                try:
+                    call()
+                except Exception as error:  # or nobody would read what the processes write
+                    self.say(f"the logs go on after {error!r}")
         self._selector.close()
         self._woken.close()
 

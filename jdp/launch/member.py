@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import socket
+import stat
 import threading
 import time
 from typing import Any, NamedTuple
@@ -145,6 +146,15 @@ def current() -> Member | None:
     if description is None:
         return None
     fds = json.loads(description)
+    if not _is_socket(fds["socket"]):
+        return None  # A process above this one started it, without them, before it asked itself.
     for name in ("socket", "board", "commit"):
         os.set_inheritable(fds[name], False)
     return Member(socket.socket(fileno=fds["socket"]), fds["board"], fds["slot"], fds["commit"])
+
+
+def _is_socket(fd: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError:
+        return False

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jdp.launch.cause import Cause
+from jdp.launch.say import say
 
 # What all processes tell in turn, and what the time up to it is called.
 _PARTS = {"joined": "form_s", "restored": "restore_s", "first_step": "step_s"}
@@ -96,14 +97,20 @@ class Events:
     def __init__(self, path: Path | None) -> None:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", buffering=1) if path is not None else None
+        self._file = path.open("ab", buffering=0) if path is not None else None
 
     def write(self, event: str, **facts: Any) -> None:
         """Write one event: what, `time.time()`, and its facts."""
         if self._file is not None:
-            self._file.write(json.dumps({"event": event, "at": time.time(), **facts}) + "\n")
+            record = json.dumps({"event": event, "at": time.time(), **facts})
+            try:
+                self._file.write(record.encode() + b"\n")
+            except OSError as error:  # the run goes on without its record
+                say(f"{self._file.name} can't be written: {error.strerror}")
+                self.close()
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
+            self._file = None

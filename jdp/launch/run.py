@@ -60,7 +60,8 @@ async def _run(
     if leader is not None:
         leader.home = host.id
     for number in SIGNALS:
-        loop.add_signal_handler(number, host.stop, number)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            loop.add_signal_handler(number, host.stop, number)
     loop.add_signal_handler(signal.SIGQUIT, host.dump)  # Ctrl-\: where is everybody?
     try:
         await asyncio.wait([host.over, bug], return_when=asyncio.FIRST_COMPLETED)

@@ -106,6 +106,8 @@ def environment(
         # 4 KiB; with huge pages, what synchronisation adds to a step of 100 MB fell from 54 to
         # 10 ms.
         defaults["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+    # Who reads the environment of a process must not be able to join the run.
+    inherited = {name: value for name, value in inherited.items() if name != "JDP_TOKEN"}
     return {**defaults, **inherited, **own}
 
 

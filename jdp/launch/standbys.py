@@ -44,7 +44,10 @@ class Standbys:
 
     def take(self) -> Process | None:
         """Give one that waits, or one that will soon, since others of its kind did; else None."""
-        self._processes.sort(key=lambda process: not process.parked)
+        # Whatever killed the one that it is to replace may have killed it, too.
+        self._processes.sort(key=lambda process: (process.is_dying(), not process.parked))
+        if self._processes and self._processes[0].is_dying():
+            return None
         if self._processes and (self._one_parked or self._processes[0].parked):
             return self._processes.pop(0)
         return None

@@ -153,7 +153,8 @@ def _slowest(begun: Mapping[int, Where]) -> list[int]:
 def _causes(begun: Mapping[int, Where], slowest: list[int]) -> list[int]:
     fewest = min(begun[i].steps for i in slowest)
     ended = [i for i, it in begun.items() if it.phase == ENDED and it.steps <= fewest]
-    stopped = [i for i in slowest if begun[i].state in ("stopped", "gone")]
+    # Wherever it is: others may wait for steps that it has called and that did not run.
+    stopped = [i for i, it in begun.items() if it.state in ("stopped", "gone")]
     away = [i for i in slowest if not _waits(begun[i])]
     fewest_entered = min(begun[i].entered for i in slowest)
     behind = [i for i in slowest if begun[i].entered == fewest_entered]
