@@ -68,7 +68,9 @@ def jax_team(num_processes: int, num_devices: int) -> Team:
 
 def torch_team(python: str, num_processes: int) -> Team:
     """Start processes of `rank_torch.py`."""
-    return Team(_commands(python, "torch", num_processes), num_processes, _MEMORY | {"OMP_NUM_THREADS": "1"})
+    return Team(
+        _commands(python, "torch", num_processes), num_processes, _MEMORY | {"OMP_NUM_THREADS": "1"}
+    )
 
 
 def memcpy_team(num_processes: int) -> Team:

@@ -53,8 +53,8 @@ class Preemption:
         self._told = True
 
 
-# What a process forks off, such as a data loader's, inherits its handler, or that of JAX; when it is
-# told to end it must.
+# What a process forks off, such as a data loader's, inherits its handler or that of JAX, and must
+# end when it is told to.
 @functools.cache
 def _let_children_end() -> None:
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))

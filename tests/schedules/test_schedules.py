@@ -8,7 +8,6 @@ import os
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
