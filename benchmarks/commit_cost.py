@@ -1,0 +1,246 @@
+"""What commits cost a step, and how long it takes to restore one.
+
+    python benchmarks/commit_cost.py           in two minutes on 2 cores
+    python benchmarks/commit_cost.py --quick   tiny rounds, to see that it works
+
+Prints its tables and writes them to benchmarks/results/, those of a quick run to out/benchmarks/.
+"""
+
+import argparse
+import functools
+import json
+import os
+import socket
+import tempfile
+import time
+from typing import Any
+
+import jax
+import models
+import numpy as np
+import optax
+import report
+import timing
+from jax.sharding import NamedSharding, PartitionSpec
+from models import Problem
+from report import Section
+
+import jdp
+from jdp.launch import channel, member
+from jdp.launch.board import Board
+
+COMMIT_EVERY = 10
+GOAL = 1.02
+MIB = 1 << 20
+_kept_open: list[socket.socket] = []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny rounds, not for results")
+    quick = parser.parse_args().quick
+    launched()
+    mesh = jdp.init(cpu_ranks=4)
+    sections = [
+        step_cost(budget_s=1.0 if quick else 30.0, min_rounds=1 if quick else 5),
+        restore_time(mesh, rounds=2 if quick else 11),
+    ]
+    for section in sections:
+        print(f"\n{section.title}\n\n{report.table(section)}")
+    folder = report.SCRATCH if quick else report.RESULTS
+    print("wrote", report.write(folder, "commit_cost", report.hardware(), sections))
+
+
+def launched() -> None:
+    """Make this process one that `jdp run` started, with a commit memory of its own."""
+    ours, theirs = socket.socketpair()
+    fds = {"socket": theirs.detach(), "board": Board.create(1).fd, "commit": memory_file()}
+    os.environ[member.VARIABLE] = json.dumps({**fds, "slot": 0})
+    assignment = member.Assignment(0, 0, 1, 0, 1, "127.0.0.1:1", False, None, "benchmark")
+    ours.sendall(channel.encode("go", assignment._asdict()))
+    member.current.cache_clear()  # nobody had started this process when jdp was imported
+    _kept_open.append(ours)
+
+
+def memory_file() -> int:
+    """Make a commit memory, as the launcher does."""
+    return os.memfd_create("commits")
+
+
+def step_cost(*, budget_s: float, min_rounds: int) -> Section:
+    """Time steps with commits against the same steps without.
+
+    Args:
+      budget_s: seconds for each model.
+      min_rounds: rounds of each even if they take longer.
+    """
+    rows = []
+    for problem in (
+        models.mlp(width=512, num_layers=4, num_rows=512),
+        models.transformer(dim=128, num_layers=4, num_rows=32, length=32),
+        models.mlp(width=1024, num_layers=6, num_rows=1024),
+    ):
+        num_bytes, clocks, ckpt = _contestants(problem)
+        found = timing.compare(
+            clocks["commits"], clocks["none"], budget_s=budget_s, min_rounds=min_rounds
+        )
+        _without_saving(ckpt)
+        rows.append(
+            {
+                "section": "commits",
+                "model": problem.name,
+                "state_mib": num_bytes / MIB,
+                "step_ms": found.second_s / COMMIT_EVERY * 1e3,
+                "ratio": found.ratio,
+                "low": found.low,
+                "high": found.high,
+                "rounds": found.num_rounds,
+                "moved_mib": 4 * num_bytes / MIB,
+                "floor": 1 + _copy_s(num_bytes) * 2 / found.second_s,
+                "goal": GOAL,
+                "met": "yes" if found.ratio <= GOAL else "no",
+            }
+        )
+    return Section(
+        "What commits cost",
+        f"{COMMIT_EVERY} steps with one commit over {COMMIT_EVERY} without a Checkpointer, on 4 "
+        "ranks of one process, Adam. The commit falls into the middle and is whole before the "
+        "clock stops. "
+        "Rounds of two runs each, in alternating order; medians, and the 95 % bootstrap interval "
+        "of the median ratio. A commit moves four times the state's bytes: read and written on the "
+        "device, read and written on the host. The floor is what these two copies take by "
+        "themselves, if nothing of it overlaps with the steps.",
+        rows,
+        {
+            "model": "{model}",
+            "state, MiB": "{state_mib:.1f}",
+            "step, ms": "{step_ms:.1f}",
+            "with / without": "{ratio:.3f}",
+            "95 % interval": "{low:.3f} to {high:.3f}",
+            "rounds": "{rounds}",
+            "moved, MiB": "{moved_mib:.0f}",
+            "floor": "{floor:.3f}",
+            "goal": "{goal:.2f}",
+            "met": "{met}",
+        },
+    )
+
+
+def _contestants(problem: Problem) -> tuple[int, dict[str, timing.Clock], jdp.Checkpointer]:
+    @jdp.train_step
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(problem.loss_fn)(state.params, batch)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    tx = jdp.replicated(optax.adam(1e-3))
+    batch = jax.device_put(
+        problem.batch, NamedSharding(jdp.mesh.current_mesh(), PartitionSpec("data"))
+    )
+    os.ftruncate(member.current().commit_file, 0)
+    ckpt = jdp.Checkpointer(tempfile.mkdtemp(), commit_every=COMMIT_EVERY, save_every=1 << 40)
+    clocks = {}
+    for name, used in (("commits", ckpt), ("none", None)):
+        run = _Run(step, jdp.TrainState.create(problem.params, tx), batch, used)
+        run(COMMIT_EVERY + COMMIT_EVERY // 2)  # so that a commit falls into the middle
+        clocks[name] = functools.partial(run, COMMIT_EVERY)
+    num_bytes = sum(x.nbytes for x in jax.tree.leaves(run.state))
+    return num_bytes, clocks, ckpt
+
+
+class _Run:
+    def __init__(self, step: Any, state: Any, batch: Any, ckpt: jdp.Checkpointer | None):
+        self.state = state if ckpt is None else ckpt.restore(state)
+        self._step, self._batch, self._ckpt = step, batch, ckpt
+
+    def __call__(self, num_steps: int) -> float:
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            self.state, _ = self._step(self.state, self._batch)
+            if self._ckpt is not None:
+                self._ckpt.step(self.state)
+        jax.block_until_ready(self.state)
+        if self._ckpt is not None:
+            self._ckpt._life.commits.wait()
+        return time.perf_counter() - start
+
+
+# Into memory that is mapped already, as both copies of a commit are.
+def _copy_s(num_bytes: int) -> float:
+    source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))
+
+
+def restore_time(mesh: jax.sharding.Mesh, *, rounds: int) -> Section:
+    """Time `Checkpointer.restore` of a commit.
+
+    Args:
+      mesh: of 4 ranks.
+      rounds: how often each is restored.
+    """
+    rows = [
+        {
+            "section": "restore",
+            "state_mib": mib,
+            "leaves": leaves,
+            **_restored(mesh, mib, leaves, rounds),
+        }
+        for mib, leaves in ((1, 20), (100, 100))
+    ]
+    return Section(
+        "How long a commit takes to restore",
+        f"`restore` on 4 ranks of one process: median and longest of {rounds}, each with a new "
+        "Checkpointer; and what reading the bytes takes by itself.",
+        rows,
+        {
+            "state, MiB": "{state_mib}",
+            "leaves": "{leaves}",
+            "restore, ms": "{median_ms:.1f}",
+            "longest, ms": "{longest_ms:.1f}",
+            "reading alone, ms": "{read_ms:.1f}",
+        },
+    )
+
+
+def _restored(mesh: Any, mib: int, num_leaves: int, rounds: int) -> dict[str, float]:
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    size = mib * MIB // 4 // num_leaves
+    state = {
+        f"w{i}": jax.device_put(np.full(size, i, np.float32), everywhere) for i in range(num_leaves)
+    }
+    file = member.current().commit_file
+    os.ftruncate(file, 0)
+    folder, times, read = tempfile.mkdtemp(), [], []
+    ckpt = jdp.Checkpointer(folder)
+    ckpt.restore(state)
+    ckpt.step(state)
+    _without_saving(ckpt)
+    for _ in range(rounds):
+        ckpt = jdp.Checkpointer(folder, resume=True)
+        start = time.perf_counter()
+        jax.block_until_ready(ckpt.restore(state))
+        times.append(time.perf_counter() - start)
+        _without_saving(ckpt)
+        start = time.perf_counter()
+        os.preadv(file, [np.empty(mib * MIB, np.uint8)], 0)
+        read.append(time.perf_counter() - start)
+    return {
+        "median_ms": float(np.median(times)) * 1e3,
+        "longest_ms": max(times) * 1e3,
+        "read_ms": float(np.median(read)) * 1e3,
+    }
+
+
+# As after an exception: no checkpoint is written.
+def _without_saving(ckpt: jdp.Checkpointer) -> None:
+    ckpt.__exit__(KeyboardInterrupt)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""`jdp run` of victim.py: started, injured and looked at from outside."""
+
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lineage
+import numpy as np
+import victim
+from launcher import Launcher
+from victim import Fault
+
+VICTIM = (Path(__file__).parent / "victim.py").read_text()
+
+# Steps that do not end in this time are a hang; and as many seconds until --shutdown-timeout-s.
+TIMEOUT_S = 2.0
+
+# 60 epochs.
+NUM_STEPS = 384
+
+
+class PatientLauncher(Launcher):
+    deadline_s = 60.0
+
+
+class Training:
+    """One training run, in the folder that its processes share, by one launcher or several.
+
+    Args:
+      folder: that it owns.
+      num_steps: of the whole run.
+      leash: how far it may go without further orders; None: to the end.
+    """
+
+    def __init__(self, folder: Path, num_steps: int = NUM_STEPS, leash: int | None = None) -> None:
+        self.folder, self.num_steps = folder, num_steps
+        self.launchers: list[Launcher] = []
+        self._num_faults, self._num_launches = 0, 0
+        folder.mkdir(parents=True, exist_ok=True)
+        self.order(leash)
+
+    def start(self, *flags: str, within: Sequence[str] = (), **environment: str) -> Launcher:
+        """Start a launcher; `within` is what it is started by."""
+        own = self.folder / f"launcher_{secrets.token_hex(4)}"
+        own.mkdir()
+        launcher = PatientLauncher(
+            own,
+            *("--max-restarts=1000", f"--timeout-s={TIMEOUT_S:g}", *flags),
+            script=VICTIM,
+            before=str(self.folder),
+            init=str(self.num_steps),
+            within=within,
+            JAX_NUM_CPU_DEVICES="1",
+            **{victim.LAUNCH: str(self._num_launches), **environment},
+        )
+        self.launchers.append(launcher)
+        return launcher
+
+    def launch_again(self, *flags: str) -> Launcher:
+        """Start a launcher that goes on where those before have ended."""
+        self._num_launches += 1
+        return self.start("--resume", *flags)
+
+    def order(self, leash: int | None, *faults: tuple[str, int, int | None]) -> Path:
+        """Let the run go on to step `leash`, and have faults on the way: (kind, rank, step).
+
+        Returns:
+          What exists when the last of them has happened.
+        """
+        steps = list(dict.fromkeys(step for _, _, step in faults))
+        numbered = [Fault(self._num_faults + steps.index(fault[2]), *fault) for fault in faults]
+        self._num_faults += len(steps)
+        # Renamed, so that no process reads half of it.
+        part = self.folder / "orders.part"
+        part.write_text(json.dumps({"leash": leash, "faults": numbered}))
+        os.rename(part, self.folder / "orders.json")
+        return self.folder / victim.happened(self._num_faults - 1)
+
+    def step(self) -> int:
+        """The last step that some process began."""
+        return max((e["step"] for e in lineage.read(self.folder) if "step" in e), default=0)
+
+    def until_step(self, launcher: Launcher, step: int) -> None:
+        """Wait until some process begins this step."""
+        launcher.until_true(lambda: self.step() >= step, f"step {step}")
+
+    def params(self) -> dict[str, np.ndarray]:
+        """The parameters after the last step."""
+        with np.load(self.folder / "final.npz") as file:
+            return dict(file)
+
+    def lost_steps(self) -> list[int]:
+        """How many steps that all processes had begun each restore took back."""
+        return lineage.lost_steps(lineage.read(self.folder))
+
+    def miscounted(self) -> list[str]:
+        """What is wrong with the rows that the run has trained on."""
+        return lineage.miscounted(lineage.read(self.folder), victim.NUM_ROWS, self.num_steps)
+
+    def close(self) -> None:
+        """End it, and see that no process is left."""
+        for launcher in self.launchers:
+            launcher.close()
+
+
+def generation(launcher: Launcher) -> int:
+    """The number of the generation that was formed last."""
+    return launcher.until("formed")[-1]["generation"]
+
+
+def until_ready(launcher: Launcher, num_hosts: int = 1) -> None:
+    """Wait until a generation trains and all standbys wait."""
+    while True:
+        number = generation(launcher)
+        launcher.until_true(
+            lambda number=number: (
+                len(launcher.events("ready", generation=number)) >= num_hosts
+                or generation(launcher) > number
+            ),
+            f"standbys of generation {number}",
+        )
+        if generation(launcher) == number:
+            return
+
+
+def until_recovered(launcher: Launcher, number: int) -> dict[str, Any]:
+    """Wait for the `number`-th recovery, print how long it took, and give its record."""
+    record = launcher.until("recovered", number)[number - 1]
+    print(f"{record['whole_s']:.3f} s: {record}")
+    return record
+
+
+def have_same_bits(params: dict[str, np.ndarray], oracle: dict[str, np.ndarray]) -> bool:
+    """Compare as integers: 0.0 is not -0.0."""
+    return params.keys() == oracle.keys() and all(
+        np.array_equal(params[name].view(np.int32), values.view(np.int32))
+        for name, values in oracle.items()
+    )
+
+
+def assert_close(params: dict[str, np.ndarray], oracle: dict[str, np.ndarray]) -> None:
+    """Compare up to what the order of sums may change."""
+    assert params.keys() == oracle.keys()
+    for name, values in oracle.items():
+        np.testing.assert_allclose(params[name], values, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def shared_memory() -> set[str]:
+    """What has a name in shared memory."""
+    return set(os.listdir("/dev/shm"))

@@ -1,0 +1,23 @@
+"""Random faults, one after the other, change nothing in what is learnt."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from victim import COMMIT_EVERY
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import faults  # noqa: E402 - benchmarks are programs, found by their folder
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("processes")
+def test_chaos_costs_no_bits_and_no_row(tmp_path):
+    outcome = faults.chaos(tmp_path, num_faults=20, seed=1)
+    assert len(outcome.incidents) == 20
+    assert outcome.has_same_bits
+    assert not outcome.miscounted
+    assert max(outcome.lost_steps) <= 2 * COMMIT_EVERY
+    for section in (faults.run_section(outcome), faults.kinds_section(outcome)):
+        print(faults.report.table(section))

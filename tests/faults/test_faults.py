@@ -1,0 +1,107 @@
+"""One process fails in whatever way: the run goes on, and ends as if nothing had happened.
+
+All faults happen to one run, one after the other, each when the standbys wait again.
+"""
+
+import os
+import re
+import signal
+from typing import NamedTuple
+
+import harness
+import pytest
+from victim import COMMIT_EVERY, SAVE_EVERY
+
+pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.slow]
+
+
+class Case(NamedTuple):
+    """Faults that happen together, and what the launcher must say of it.
+
+    Attributes:
+      faults: (kind, rank, steps since the case before, from 4 to 20); None for the steps: in the
+        generation that comes next. After 20 steps there are a commit and a checkpoint.
+      cause: a pattern of the text.
+    """
+
+    faults: list[tuple[str, int, int | None]]
+    cause: str
+
+
+# The same rank not too often within a minute: its place would stay empty for a while.
+CASES = {
+    "killed": Case([("kill", 1, 7)], "rank 1 .* SIGKILL"),
+    "raises": Case([("fail", 2, 5)], "rank 2 .* exit code 1"),
+    "rank 0 killed": Case([("kill", 0, 18)], "rank 0 .* SIGKILL"),
+    "out of memory": Case([("out of memory", 1, 9)], "rank 1 .* exit code 1"),
+    "exits early": Case([("exit early", 2, 8)], "exit code 1|rank 2 came to the end"),
+    "dies when a commit begins": Case([("kill in a commit 1", 0, 16)], "rank 0 .* SIGKILL"),
+    "hangs": Case([("hang", 1, 11)], "rank 1 .* no progress"),
+    "hangs in a collective": Case([("hang in a collective", 2, 6)], "rank 2 .* no progress"),
+    "dies inside a commit": Case([("kill in a commit 2", 0, 16)], "rank 0 .* SIGKILL"),
+    "is stopped": Case([("stop", 1, 10)], "rank 1 .* no progress"),
+    "hangs and holds the GIL": Case([("hang with the GIL", 2, 5)], "rank 2 .* no progress"),
+    "dies when a commit ends": Case([("kill in a commit 3", 0, 16)], "rank 0 .* SIGKILL"),
+    "exits at once": Case([("exit at once", 1, 4)], "rank 1 came to the end"),
+    "two at once": Case([("kill", 1, 12), ("kill", 2, 12)], "rank [12] .* SIGKILL"),
+    "dies in a checkpoint": Case([("kill in a checkpoint", 0, SAVE_EVERY)], "rank 0 .* SIGKILL"),
+    "the next generation fails, too": Case(
+        [("kill", 1, 13), ("kill", 2, None)], "rank 1 .* SIGKILL.*, then rank 2 .* SIGKILL"
+    ),
+    "without standbys": Case([("kill", 0, 14)], "rank 0 .* SIGKILL"),
+}
+
+
+@pytest.fixture(scope="module")
+def run(trainings):
+    """The run, and what the launcher wrote of each recovery."""
+    training = trainings(leash=SAVE_EVERY + 3)
+    launcher = training.start("--nproc-per-node=3")
+    records = {}
+    for number, (name, case) in enumerate(CASES.items(), 1):
+        print(name, end=": ")
+        harness.until_ready(launcher)
+        if name == "without standbys":
+            for pid in launcher.standbys(harness.generation(launcher), 3):
+                os.kill(pid, signal.SIGKILL)
+        begin = SAVE_EVERY * number
+        faults = [(kind, r, None if at is None else begin + at) for kind, r, at in case.faults]
+        training.order(begin + SAVE_EVERY + 3, *faults)
+        records[name] = harness.until_recovered(launcher, number)
+    training.order(None)
+    assert launcher.wait() == 0, launcher.output
+    training.close()
+    return training, launcher, records
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_run_goes_on_if_one(run, name):
+    _, _, records = run
+    assert re.search(CASES[name].cause, records[name]["cause"])
+    assert 0 <= records[name]["lost_steps"] <= 2 * COMMIT_EVERY
+
+
+def test_no_more_is_lost_than_two_commits_are_apart(run):
+    training, _, _ = run
+    assert max(training.lost_steps()) <= 2 * COMMIT_EVERY
+
+
+def test_the_parameters_have_the_bits_of_an_uninterrupted_run(run, oracle):
+    training, _, _ = run
+    assert harness.have_same_bits(training.params(), oracle)
+
+
+def test_each_row_counts_once_in_each_epoch(run):
+    training, _, _ = run
+    assert not training.miscounted()
+
+
+def test_who_left_its_loop_early_is_named(run):
+    _, launcher, _ = run
+    assert "process 2 left its loop" in launcher.output
+
+
+def test_only_what_failed_is_restarted(run):
+    _, launcher, _ = run
+    num_deaths = len(CASES) + 1  # one generation died before it made a step
+    assert len(launcher.events("formed")) == 1 + num_deaths

@@ -1,0 +1,84 @@
+"""A launcher is killed or told to stop: the same command with --resume goes on."""
+
+import os
+import signal
+import time
+
+import harness
+import lineage
+import pytest
+from victim import SAVE_EVERY
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_and_a_preempted_process_cost_no_bits(trainings, oracle):
+    training = trainings(leash=50)
+    launcher = training.start("--nproc-per-node=3")
+    harness.until_ready(launcher)
+    training.until_step(launcher, 50)
+
+    # One that is slow is no fault.
+    training.order(70, *[("slow", 1, step) for step in (52, 60)])
+    training.until_step(launcher, 70)
+    assert len(launcher.events("formed")) == 1
+
+    began = time.monotonic()
+    launcher.process.kill()
+    launcher.close()  # asserts that it leaves nothing behind
+    training.order(120)
+    again = training.launch_again("--nproc-per-node=3")
+    again.until("first_step", 3)
+    print(f"killed launcher: {time.monotonic() - began:.3f} s until the next one trains")
+    assert {e["tier"] for e in again.events("restored")} == {"checkpoint"}
+    assert training.lost_steps()[-1] <= 2 * SAVE_EVERY
+
+    training.until_step(again, 120)
+    os.kill(again.pids(0, 3)[1], signal.SIGTERM)
+    # A process looks once a second whether it was told to stop.
+    while again.process.poll() is None and training.step() < training.num_steps - 1:
+        training.order(training.step() + 1)
+        time.sleep(0.05)
+    assert again.wait() == 75
+    last = {e["rank"]: e["step"] for e in lineage.read(training.folder) if e.get("step", 0) > 70}
+    assert len(set(last.values())) == 1
+    assert [e["returncode"] for e in again.events("exited")] == [75] * 3
+
+    training.order(None)
+    last_one = training.launch_again("--nproc-per-node=3")
+    assert last_one.wait() == 0, last_one.output
+    assert {e["step"] for e in last_one.events("restored")} == set(last.values())
+    assert training.lost_steps()[-1] == 0
+    training.close()
+    assert harness.have_same_bits(training.params(), oracle)
+    assert not training.miscounted()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "code"), [("fail", 1), ("kill", 128 + signal.SIGKILL)])
+def test_a_death_before_the_first_step_is_shown_and_not_tried_again(trainings, kind, code):
+    training = trainings()
+    training.order(None, (kind, 1, None))
+    launcher = training.start("--nproc-per-node=2")
+    assert launcher.wait() == code
+    assert len(launcher.events("formed")) == 1
+    assert "rank 1" in launcher.output
+    assert ("a bug of the author" if kind == "fail" else "SIGKILL") in launcher.output
+    assert "have not finished a step" in launcher.output.splitlines()[-1]
+    training.close()
+
+
+# The one that runs on the oldest JAX, too.
+def test_a_killed_process_costs_no_bits(trainings):
+    results = []
+    for faults in ([], [("kill", 0, 7)]):
+        training = trainings(num_steps=32)
+        training.order(None, *faults)
+        launcher = training.start("--nproc-per-node=2")
+        assert launcher.wait() == 0, launcher.output
+        assert len(launcher.events("recovered")) == len(faults)
+        assert not training.miscounted()
+        training.close()
+        results.append(training.params())
+    assert harness.have_same_bits(*results)

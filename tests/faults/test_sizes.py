@@ -1,0 +1,106 @@
+"""Hosts are lost and come back: the run goes on with as many processes as there are."""
+
+import contextlib
+import subprocess
+
+import harness
+import pytest
+from launcher import free_port
+from namespaces import two_hosts, why_no_namespaces
+
+pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.slow]
+
+TOKEN = {"JDP_TOKEN": "a secret"}
+
+
+class Hosts:
+    """One launcher for each host, with one process each; host 0 leads."""
+
+    def __init__(self, training, num_hosts, address="127.0.0.1", within=None):
+        self.launchers = [None] * num_hosts
+        self._training = training
+        self._within = within or [()] * num_hosts
+        self._flags = f"--nnodes=1:{num_hosts}", f"--rdzv-endpoint={address}:{free_port()}"
+
+    def start(self, rank):
+        """Start the launcher of a host, perhaps again."""
+        flags = *self._flags, f"--node-rank={rank}"
+        self.launchers[rank] = self._training.start(*flags, within=self._within[rank], **TOKEN)
+
+    def kill(self, rank):
+        """Have a host die."""
+        self.launchers[rank].process.kill()
+
+    def until_trained_by(self, num_processes):
+        """Wait until a generation of that size trains, with standbys."""
+        leader = self.launchers[0]
+        leader.until_true(
+            lambda: leader.until("formed")[-1]["num_processes"] == num_processes,
+            f"generation of {num_processes}",
+        )
+        harness.until_ready(leader, num_processes)
+
+
+def test_shrinking_and_growing_give_the_same_parameters(trainings, oracle):
+    training = trainings(leash=20)
+    hosts = Hosts(training, 3)
+    for rank in range(3):
+        hosts.start(rank)
+    hosts.until_trained_by(3)
+    hosts.kill(2)
+    training.order(40)
+    hosts.until_trained_by(2)
+    hosts.kill(1)
+    training.order(60)
+    hosts.until_trained_by(1)
+    training.until_step(hosts.launchers[0], 60)
+    hosts.start(1)
+    hosts.start(2)
+    hosts.until_trained_by(3)
+    # The leader goes, too, and all that it knew; the others have the commit.
+    training.order(100)
+    training.until_step(hosts.launchers[0], 100)
+    hosts.kill(0)
+    hosts.start(0)
+    hosts.until_trained_by(3)
+    training.order(None)
+    assert [launcher.wait() for launcher in hosts.launchers] == [0, 0, 0]
+    for launcher in training.launchers:
+        for record in launcher.events("recovered"):
+            print(record)
+    training.close()
+    harness.assert_close(training.params(), oracle)
+    assert not training.miscounted()
+    assert max(training.lost_steps()) <= 2 * harness.victim.COMMIT_EVERY
+
+
+def test_a_host_whose_wire_is_cut_is_left_out_until_it_can_be_reached(trainings, oracle):
+    if reason := why_no_namespaces():
+        pytest.skip(reason)
+    with two_hosts() as within:
+        training = trainings(leash=20)
+        hosts = Hosts(training, 2, "10.83.0.1", within)
+        hosts.start(0)
+        hosts.start(1)
+        hosts.until_trained_by(2)
+        with wire_cut(within[1]):
+            training.order(40)
+            hosts.until_trained_by(1)
+            training.until_step(hosts.launchers[0], 40)
+        hosts.until_trained_by(2)
+        training.order(None)
+        assert [launcher.wait() for launcher in hosts.launchers] == [0, 0]
+        training.close()
+    for record in hosts.launchers[0].events("recovered"):
+        print(record)
+    harness.assert_close(training.params(), oracle)
+    assert not training.miscounted()
+
+
+@contextlib.contextmanager
+def wire_cut(within):
+    subprocess.run([*within, "ip", "link", "set", "wire1", "down"], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*within, "ip", "link", "set", "wire1", "up"], check=True)
