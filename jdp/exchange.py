@@ -25,7 +25,7 @@ _SLICE_S = 60.0
 
 
 def set_timeout_s(timeout_s: float) -> None:
-    """Set the deadline of every later comparison in this process: 300 to begin with, inf for none."""
+    """Set the deadline of every later comparison in this process; 300 to begin with, inf: none."""
     global _timeout_s
     _timeout_s = timeout_s
 

@@ -39,7 +39,7 @@ def fail_fast() -> None:
     sys.excepthook = _show_and_leave
     sys.exit = _exit
     # Called before what has the process wait for others, or says that it came to its end.
-    atexit.register(_leave_if_failed)
+    atexit.register(leave_if_failed)
 
 
 def _show_and_leave(
@@ -50,21 +50,21 @@ def _show_and_leave(
     _leave_by(kind, error, where)
 
 
-def _leave_by(
-    kind: type[BaseException], error: BaseException, where: TracebackType | None
-) -> None:
+def _leave_by(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
     text = "".join(traceback.format_exception(kind, error, where))
     if isinstance(error, OtherFailedError) and current() is not None:
         time.sleep(_GRACE_S)  # The launcher ends this process when it hears of the one that failed.
     _leave(130 if issubclass(kind, KeyboardInterrupt) else 1, text)
 
 
-# Of a hook that was installed after ours and has taken its place, nothing is known but that Python
-# notes an exception before it calls any. At a prompt one may be long past.
-def _leave_if_failed() -> None:
-    error = getattr(sys, "last_value", None)
+def leave_if_failed() -> None:
+    """End this process if nobody caught an exception; for exit handlers that wait for others."""
+    # Of a hook that was installed after ours and has taken its place, nothing is known but that
+    # Python notes an exception before it calls any. At a prompt one may be long past.
+    is_replaced = _shown_by is not None and sys.excepthook is not _show_and_leave
     is_prompt = hasattr(sys, "ps1") or sys.flags.interactive
-    if sys.excepthook is not _show_and_leave and error is not None and not is_prompt:
+    error = getattr(sys, "last_value", None)
+    if is_replaced and not is_prompt and error is not None:
         _leave_by(type(error), error, error.__traceback__)
 
 

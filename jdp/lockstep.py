@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jdp import exchange, store
 from jdp.collectives import library
-from jdp.leaving import OtherFailedError
+from jdp.leaving import OtherFailedError, leave_if_failed
 
 # How long a process has, once it is known that the loops differ, to come for its next batch, where
 # it is told: then its waits for other ranks are ended, and, if that does not help, the process.
@@ -235,8 +235,8 @@ class _Loop:
     def _wait_for_others(self) -> None:
         if not self._is_settled():
             raise RuntimeError(
-                f"{self._mine}, and {exchange.timeout_s():g} s later processes {self._missing()} have neither "
-                "ended theirs nor gone on: they hang, or do something else."
+                f"{self._mine}, and {exchange.timeout_s():g} s later processes {self._missing()} "
+                "have neither ended theirs nor gone on: they hang, or do something else."
             )
         self.raise_problem()
 
@@ -294,6 +294,7 @@ _running: set[_Loop] = set()
 
 
 def _stop_all() -> None:
+    leave_if_failed()
     for loop in list(_running):
         loop.stop()
     if _running:  # those with a problem

@@ -87,7 +87,7 @@ EVAL_STEP = Phase(watch.STEP)
 FIRST_STEP = Phase(watch.FIRST)
 DATA = Phase(watch.DATA)
 EVALUATING = Phase("evaluating")
-SAVING = Phase("saving")
+SAVING = Phase(watch.SAVING)
 _COMPILING = Phase("compiling")
 
 

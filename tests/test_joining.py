@@ -110,6 +110,13 @@ def test_processes_of_mpiexec_find_each_other():
 
 
 RAISE = "if me == 1: raise ValueError('no luck')\ntime.sleep(600)"
+# Another hook than ours, and a loop that ends together at the exit.
+REPLACED = f"""
+sys.excepthook = sys.__excepthook__
+loop = jdp.shard_batches(jax.numpy.zeros(2) for _ in range(9))
+next(loop)
+{RAISE}
+"""
 EXIT = "if me == 1: sys.exit('no luck')\ntime.sleep(600)"
 
 
@@ -135,7 +142,11 @@ def test_an_exception_in_one_process_ends_mpiexec():
 @several
 @pytest.mark.parametrize(
     ("after", "why"),
-    [(RAISE, "ValueError: no luck"), pytest.param(EXIT, "SystemExit: no luck", marks=[slow])],
+    [
+        (RAISE, "ValueError: no luck"),
+        pytest.param(EXIT, "SystemExit: no luck", marks=[slow]),
+        pytest.param(REPLACED, "ValueError: no luck", marks=[slow]),
+    ],
 )
 def test_a_failure_in_one_process_ends_jdp_run_with_the_cause_last(after, why, tmp_path):
     (tmp_path / "train.py").write_text(program(after=after)[-1])
@@ -152,7 +163,7 @@ def test_a_failure_in_one_process_ends_jdp_run_with_the_cause_last(after, why, t
 # What becomes of a SystemExit shows in the exit code of one process alone. Its children are forks,
 # since importing JAX takes longest.
 LEAVE = """
-import os, sys, threading
+import _thread, os, sys, threading, time
 from jdp import leaving
 leaving._leave = lambda code, why: os._exit(7)
 leaving.fail_fast()
@@ -176,6 +187,10 @@ def test_only_an_exit_that_nobody_catches_and_that_says_failure_leaves_at_once()
         "try: sys.exit(3)\nexcept SystemExit: pass": 0,
         "def f():\n  try: sys.exit(3)\n  finally: pass\nf()": 7,
         "threading.Thread(target=sys.exit, args=(3,)).start()": 0,
+        "_thread.start_new_thread(sys.exit, (3,)); time.sleep(0.1)": 0,
+        "raise ValueError": 7,
+        "sys.excepthook = lambda *_: None; raise ValueError": 7,  # as rich.traceback.install() does
+        "sys.excepthook = lambda *_: None": 0,
     }
     [(_, out, errors)] = run([sys.executable, "-c", LEAVE, *codes])
     assert dict(zip(codes, map(int, out.split()), strict=True)) == codes, errors

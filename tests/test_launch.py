@@ -158,13 +158,60 @@ def test_what_a_script_raised_is_printed_last(jdp_run):
     run = jdp_run(
         "--nproc-per-node=2",
         "--max-restarts=0",
-        after="if a.process_id: launcher.tell('failed', traceback='KeyError: 7'); time.sleep(9)",
+        after="if a.process_id: launcher.tell('failed', code=1, traceback='KeyError: 7'); "
+        "time.sleep(9)",
     )
     assert run.wait() == 1
     assert "KeyError: 7" in run.output.splitlines()[-2]
 
 
-TELLS = "launcher.tell('failed', traceback='lost it')"
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_exit_code_of_a_process_that_says_why_is_its_own(jdp_run, size):
+    run = jdp_run(
+        f"--nproc-per-node={size}",
+        "--max-restarts=0",
+        after="if a.process_id == a.num_processes - 1: "
+        "launcher.tell('failed', code=3, traceback='SystemExit: 3'); sys.exit(3)",
+    )
+    assert run.wait() == 3
+    assert "SystemExit: 3" in run.output.splitlines()[-2]
+    assert "came to the end" not in run.output
+
+
+def test_a_process_that_fails_alone_may_clean_up(jdp_run):
+    cleans_up = "lambda: (time.sleep(0.3), (folder / 'clean').touch())"
+    run = jdp_run(
+        "--max-restarts=0",
+        before=f"import atexit; atexit.register({cleans_up})",
+        after="launcher.tell('failed', code=1, traceback='KeyError: 7'); sys.exit(1)",
+    )
+    assert run.wait() == 1
+    assert (run.folder / "clean").exists()
+
+
+@pytest.mark.parametrize(
+    ("fails", "code", "why"),
+    [
+        ("sys.exit(3)", 3, "SystemExit: 3"),
+        ("sys.excepthook = print; raise KeyError(7)", 1, "KeyError: 7"),
+        # What the other one raises is that this one failed, and it may be the faster one.
+        ("time.sleep(1); raise KeyError(7)", 1, "KeyError: 7"),
+    ],
+)
+def test_who_failed_is_the_cause_with_its_own_code(jdp_run, fails, code, why):
+    after = f"""
+from jdp import leaving
+leaving.fail_fast()
+if a.process_id == 0: {fails}
+raise leaving.OtherFailedError("process 0 failed")
+"""
+    run = jdp_run("--nproc-per-node=2", "--max-restarts=0", after=after)
+    assert run.wait() == code
+    assert "the cause: rank 0 " in run.output
+    assert why in run.output.splitlines()[-2]
+
+
+TELLS = "launcher.tell('failed', code=1, traceback='lost it')"
 
 
 @pytest.mark.parametrize(("lost", "by"), [(0, TELLS), (1, TELLS), (0, "os._exit(3)")])
@@ -187,16 +234,36 @@ if a.generation == 0: (folder / "noticed").touch(); {by}; time.sleep(9)
     assert run.finish() == 0
 
 
-def test_an_early_end_of_one_process_is_a_failure(jdp_run):
+BEGINS = """
+from jdp import progress
+progress.begin(600.0, a.process_id, a.num_processes)
+"""
+
+
+def test_an_early_end_of_one_process_that_another_waits_for_is_a_failure(jdp_run):
     run = jdp_run(
         "--nproc-per-node=2",
         "--max-restarts=1",
-        after="if a.process_id and not a.generation: sys.exit(0)",
+        after=f"""{BEGINS}
+if a.process_id and not a.generation: sys.exit(0)
+progress.TRAIN_STEP.__enter__()
+""",
     )
     run.pids(1, 2)
-    words = "rank 1 came to the end of the script 2 s ago, and rank 0 goes on"
+    words = "rank 1 came to the end of the script, and rank 0 has waited for 2 s in a step that it"
     run.until_true(lambda: words in run.output, words)
     assert run.finish() == 0
+
+
+@pytest.mark.parametrize("begins", ["", BEGINS])
+def test_a_process_may_work_alone_at_the_end(jdp_run, begins):
+    run = jdp_run(
+        "--nproc-per-node=2",
+        "--max-restarts=0",
+        "--shutdown-timeout-s=0.3",
+        after=f"{begins}\nif not a.process_id: time.sleep(1.2)\nsys.exit()",
+    )
+    assert run.wait() == 0
 
 
 def test_a_process_whose_script_has_ended_counts_before_it_exits(jdp_run):
@@ -204,10 +271,22 @@ def test_a_process_whose_script_has_ended_counts_before_it_exits(jdp_run):
         "--nproc-per-node=2",
         "--max-restarts=0",
         before="import atexit; atexit.register(time.sleep, 60)",
-        after="if a.process_id: sys.exit()",
+        after=f"{BEGINS}\nif a.process_id: sys.exit()\nprogress.TRAIN_STEP.__enter__()",
     )
     assert run.wait() == 1
     assert "rank 1 came to the end of the script" in run.output
+
+
+def test_the_watch_ends_scripts_that_have_ended_and_do_not_exit(jdp_run):
+    run = jdp_run(
+        "--nproc-per-node=2",
+        "--max-restarts=0",
+        "--timeout-s=0.2",
+        before="import atexit; atexit.register(time.sleep, 60)",
+        after=f"{BEGINS}\nsys.exit()",
+    )
+    assert run.wait() == 124
+    assert "It does not exit" in run.output
 
 
 def test_who_has_saved_and_ended_ends_the_run(jdp_run):
@@ -254,6 +333,20 @@ def test_who_ignores_a_signal_is_killed_after_the_grace(jdp_run):
     run.until("running", 2)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(1.0, 75), (99.0, 128 + signal.SIGTERM)])
+def test_who_saves_has_the_time_of_its_phase_after_the_grace(jdp_run, seconds, code):
+    saves = f"""{BEGINS}
+def save(*_):
+    with progress.Phase("saving", 2.0): time.sleep({seconds})
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+"""
+    run = jdp_run("--nproc-per-node=2", "--shutdown-timeout-s=0.3", after=saves)
+    run.until("running", 2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == code
 
 
 def test_a_second_interrupt_kills_at_once(jdp_run):

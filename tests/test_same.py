@@ -2,6 +2,7 @@
 
 import os
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -428,3 +429,34 @@ def test_another_schedule_is_refused_on_every_process(processes):
         assert "another order of collectives on process 1 than on process 0" in error
         assert "jdp_ring_start" in error.split("on process 1, and")[0]
     assert processes(2).run(compare_schedules, SCHEDULE, SCHEDULE) == [None, None]
+
+
+def wait_for_one_that_saves():
+    jdp.init(timeout_s=0.5)
+    if me():
+        with jdp.phase("saving"):
+            time.sleep(1.0)
+    try:
+        return exchange.told((0, 1), me(), what="whether it is saved")
+    finally:
+        jdp.init()
+
+
+def test_who_may_take_long_is_waited_for(processes):
+    assert processes(2).run(wait_for_one_that_saves) == [{0: 0, 1: 1}] * 2
+
+
+def test_under_a_launcher_only_the_watch_ends_a_comparison(monkeypatch):
+    waits = []
+
+    def get(key, *, timeout_s):
+        waits.append(timeout_s)
+        return '{"value": 7}' if len(waits) > 3 else None
+
+    mesh = jdp.init()
+    monkeypatch.setattr(exchange, "_timeout_s", 0.5)
+    monkeypatch.setattr(same.member, "current", lambda: "a launcher")
+    same.require_start(mesh, 0.5)
+    monkeypatch.setattr(exchange, "store", SimpleNamespace(put=lambda *_: None, get=get))
+    assert exchange.told((0, 99), 7, what="values") == {0: 7, 99: 7}
+    assert waits == [60.0] * 5

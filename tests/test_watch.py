@@ -135,9 +135,14 @@ def test_a_script_that_has_ended_is_named_while_others_train():
     assert looks(Watch(10.0), processes, 10)[10].is_over
 
 
-def test_scripts_that_have_all_ended_are_not_reported():
-    assert not looks(Watch(1.0), {0: at(ENDED), 1: at(ENDED, 11)}, 1000)
+def test_scripts_that_have_all_ended_and_do_not_exit_are_given_up_as_late_as_a_long_phase():
+    said = looks(Watch(600.0), {0: at(ENDED, 10), 1: at(ENDED, 9)}, 3600)
+    assert [now for now, stall in said.items() if stall.is_over] == [3600]
+    assert said[3600].processes == [0, 1]
+    assert "It does not exit" in said[3600].report
     assert not looks(Watch(1.0), {}, 10)
+    # Where another one still runs, that one's time counts.
+    assert not looks(Watch(600.0), {0: at(ENDED), 1: at("saving", limit_s=math.inf)}, 3600)
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1])

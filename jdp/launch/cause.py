@@ -79,12 +79,12 @@ def stall_of_process(rank: int, host: str, pid: int, stalled_s: float, report: s
 
 
 def early_end(rank: int, other: int, grace_s: float) -> Cause:
-    """A process came to its end, and another one goes on."""
-    text = f"rank {rank} came to the end of the script {grace_s:g} s ago, and rank {other} goes on"
-    advice = (
-        "All processes must make the same steps. If one has work to do alone at the end, say for "
-        "how long: --shutdown-timeout-s."
+    """A process came to its end, and another one waits for it in a step."""
+    text = (
+        f"rank {rank} came to the end of the script, and rank {other} has waited for {grace_s:g} s "
+        "in a step that it does not make"
     )
+    advice = "All processes must make the same steps."
     return Cause(text, 1, f"the cause: {text}. {advice}", grace_s)
 
 

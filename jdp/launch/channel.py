@@ -8,7 +8,7 @@ A process tells its host:
   joined      s                 it found the others; took s seconds
   restored    step, tier, s     it has the state after `step` steps, from memory or disk
   first_step  s, compile_s      it finished its first step, s seconds after `go`
-  failed      traceback         its script raised, and it is about to exit
+  failed      code, traceback   its script raised, and it is about to exit with that code
   ended                         its script came to its end
 A host tells a process:
   go          an `Assignment`   which process of which generation it is now

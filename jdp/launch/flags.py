@@ -143,7 +143,7 @@ def _add_faults(parser: Parser) -> None:
     parser.flag(group, "--resume", text, action="store_true")
     text = "end a run in which no step finished for S seconds (default: as jdp.init says, 600)"
     parser.flag(group, "--timeout-s", text, type=read_seconds, metavar="S")
-    text = "seconds from SIGTERM to SIGKILL (default 30)"
+    text = "seconds from SIGTERM to SIGKILL, unless it is saving (default 30)"
     # torchrun has it without the unit.
     names = "--shutdown-timeout --shutdown-timeout-s"
     parser.flag(group, names, text, type=read_seconds, metavar="S")

@@ -8,7 +8,7 @@ from jdp.launch.board import Where
 from jdp.launch.cause import Cause
 from jdp.launch.guest import Guest
 from jdp.launch.plan import Plan, size
-from jdp.launch.watch import Stall, Watch
+from jdp.launch.watch import Stall, Watch, waits
 
 
 class Generation:
@@ -134,13 +134,21 @@ class Generation:
         return self._watch.look(now, {i: it for g in self.guests for i, it in g.where.items()})
 
     def look_for_early_ends(self, now: float, grace_s: float) -> None:
-        """Fail if some processes came to their end more than `grace_s` ago and others did not."""
+        """Fail if a process waits in a step that others, which came to their end, do not make.
+
+        What it does alone at the end may take as long as the watch says.
+
+        Args:
+          now: seconds.
+          grace_s: how long it may wait, since they ended.
+        """
         if self._early is None or now - self._early < grace_s:
             return
         ended = self.came_to_end()
-        others = sorted({*range(self.size)} - ended)
-        if others:
-            self.fail(cause.early_end(min(ended), others[0], grace_s))
+        for guest in self.guests:
+            for i, where in guest.where.items():
+                if i not in ended and waits(where) and now - where.progress_s >= grace_s:
+                    return self.fail(cause.early_end(min(ended), i, grace_s))
 
     def came_to_end(self) -> set[int]:
         """Give the processes that came to the end of the script."""

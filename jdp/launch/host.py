@@ -8,7 +8,7 @@ States, and what ends them:
   RUNNING   its part of a generation lives. Until a process fails or `end` (ENDING), one has saved
             or `stop` (STOPPING), all have ended with code 0 (WAITING)
   STOPPING  its processes were asked to end. Until all have (WAITING), or `end`, or
-            `shutdown_timeout_s` (ENDING)
+            `shutdown_timeout_s` if none of them is still saving then (ENDING)
   ENDING    its processes were killed. Until all were waited for (WAITING)
   OVER      the run is over for this host
 
@@ -26,6 +26,7 @@ import enum
 import secrets
 import signal
 import socket
+import time
 from typing import Any, NamedTuple
 
 from jdp.launch.exits import SAVED
@@ -34,6 +35,7 @@ from jdp.launch.member import Assignment
 from jdp.launch.options import Options
 from jdp.launch.process import Kit, Process
 from jdp.launch.standbys import Standbys
+from jdp.launch.watch import SAVING, Watch
 
 State = enum.Enum("State", "JOINING WAITING RUNNING STOPPING ENDING OVER")
 
@@ -83,6 +85,7 @@ class Host:
         self._signal: int | None = None
         self._was_signalled = False  # this very launcher
         self._saved = False  # one of its processes did, and ended
+        self._watch = Watch(options.timeout_s)  # knows how long a process may save
         self._has_asked = False  # one of its processes, which it is
         self._changed = asyncio.Event()
         self._deadline: asyncio.TimerHandle | None = None
@@ -224,10 +227,14 @@ class Host:
             if kind == "parked":
                 self._standbys.note_parked()
         elif kind == "failed":
-            # It is about to exit, and nothing is gained by waiting for that. But if another one
-            # dies, what this one raised is that it lost it.
-            if not any(other.is_dying() for other in self._processes):
-                self._fail(process, 1)
+            # It is about to exit, and nothing is gained by waiting for that, unless it is alone and
+            # has things of its own to do. But if another one dies, what this one raised is that it
+            # lost it.
+            is_alone = process.assignment.num_processes == 1
+            if not is_alone and not any(other.is_dying() for other in self._processes):
+                self._fail(process, facts["code"])
+        elif kind == "ended" and process.traceback is not None:
+            pass  # by failing
         elif kind != "parked":
             who = {"process_id": process.process_id, "pid": process.popen.pid}
             self._link.send("told", **who, what=kind, facts=facts)
@@ -321,10 +328,19 @@ class Host:
         self._standbys.kill()
         if self._state is State.RUNNING:
             self._state = State.STOPPING
-            self._set_deadline(self._end)
+            self._set_deadline(self._end_unless_saving)
         if self._state is State.STOPPING and signal is not None:
             for process in self._processes:
                 process.signal(signal)
+
+    # What is being saved is worth more than the time.
+    def _end_unless_saving(self) -> None:
+        now = time.monotonic()
+        places = [process.slot.read() for process in self._processes]
+        if any(it.phase == SAVING and self._watch.left_s(now, it) > 0 for it in places):
+            self._set_deadline(self._end_unless_saving, BEAT_S)
+        else:
+            self._end()
 
     def dump(self) -> None:
         """Have all processes of this host show their stacks."""
@@ -351,13 +367,14 @@ class Host:
             process.kill()
         self.over.set_result(Outcome(code, why))
 
-    def _set_deadline(self, call: Any) -> None:
+    def _set_deadline(self, call: Any, after_s: float | None = None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
         if call is not None:
             loop = asyncio.get_running_loop()
-            self._deadline = loop.call_later(self._options.shutdown_timeout_s, call)
+            after_s = self._options.shutdown_timeout_s if after_s is None else after_s
+            self._deadline = loop.call_later(after_s, call)
 
 
 # A port for process 0 of the next generation, should that be here; nobody else gets it meanwhile.

@@ -29,7 +29,7 @@ class Options:
       join_timeout_s: hosts that have not met by then give up; > 0, as all timeouts.
       last_call_timeout_s: once the least number of hosts is there, more may come for so long.
       heartbeat_timeout_s: a host that is silent for so long is lost.
-      shutdown_timeout_s: from SIGTERM to SIGKILL.
+      shutdown_timeout_s: from SIGTERM to SIGKILL, unless a process is saving then.
       timeout_s: the watch ends a run in which no step finished for so long; None: what each script
         gives to `jdp.init`.
       resume: go on from the newest checkpoint in the first generation, too.

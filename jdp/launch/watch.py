@@ -18,6 +18,7 @@ _BRIEF = frozenset([STEP, BETWEEN, DATA])
 # minutes, and data and checkpoints come over networks. Six times 600 s is an hour.
 PATIENCE = 6.0
 STARTING, FIRST = "starting", "waiting for the first step"
+SAVING = "saving"
 # In these a process waits for its devices, and they perhaps for another process.
 _WAITING = frozenset([STEP, FIRST])
 
@@ -105,7 +106,7 @@ class Watch:
             [
                 f"no progress for {_seconds(stalled_s)}{verdict}.",
                 *_lines(now, begun, causes),
-                f"  {_advice([begun[i] for i in causes])}",
+                f"  {_advice([begun[i] for i in causes], [*begun.values()])}",
             ]
         )
         return Stall(report, causes, stalled_s, is_over)
@@ -143,7 +144,9 @@ class Watch:
 # Those that still have to come to the step that the others are in.
 def _slowest(begun: Mapping[int, Where]) -> list[int]:
     running = {i: it.steps for i, it in begun.items() if it.phase != ENDED}
-    fewest = min(running.values(), default=0)
+    if not running:
+        return [*begun]  # They have to exit.
+    fewest = min(running.values())
     # In a debugger one may be ahead, and is waited for all the same.
     return [i for i, n in running.items() if n == fewest or begun[i].state == "debugged"]
 
@@ -152,10 +155,13 @@ def _slowest(begun: Mapping[int, Where]) -> list[int]:
 # A script that has ended before them is a cause, too: it will never come.
 def _causes(begun: Mapping[int, Where], slowest: list[int]) -> list[int]:
     fewest = min(begun[i].steps for i in slowest)
-    ended = [i for i, it in begun.items() if it.phase == ENDED and it.steps <= fewest]
+    ended = [i for i, it in begun.items() if it.phase == ENDED]
+    if len(ended) == len(begun):
+        return ended
+    ended = [i for i in ended if begun[i].steps <= fewest]
     # Wherever it is: others may wait for steps that it has called and that did not run.
     stopped = [i for i, it in begun.items() if it.state in ("stopped", "gone")]
-    away = [i for i in slowest if not _waits(begun[i])]
+    away = [i for i in slowest if not waits(begun[i])]
     fewest_entered = min(begun[i].entered for i in slowest)
     behind = [i for i in slowest if begun[i].entered == fewest_entered]
     found = ended or stopped or away or behind
@@ -170,7 +176,7 @@ def _lines(now: float, begun: Mapping[int, Where], causes: list[int]) -> list[st
         where = begun[i]
         behind = most - where.steps if i in causes else 0
         lag = f", {behind} step{'s' * (behind > 1)} behind" if behind else ""
-        wait = ", waits for the above" if i in others and _waits(where) else ""
+        wait = ", waits for the above" if i in others and waits(where) else ""
         lines.append(f"  process {i} (pid {where.pid}){lag}: {_doing(now, where)}{wait}")
     return lines
 
@@ -187,17 +193,22 @@ def _doing(now: float, where: Where) -> str:
     return f"{where.state}, {what}" if where.state else what
 
 
-# For its devices, and these perhaps for other processes; the script itself may wait for them, too.
-def _waits(where: Where) -> bool:
+def waits(where: Where) -> bool:
+    """Say whether a process waits in a step: for its devices, and these perhaps for others.
+
+    Its script may wait for its devices, too, or do something else meanwhile.
+    """
     if where.phase == BETWEEN:
         return where.is_running or where.entered > where.done
     return where.phase in _WAITING
 
 
-def _advice(causes: list[Where]) -> str:
+def _advice(causes: list[Where], begun: list[Where]) -> str:
     phases = {it.phase for it in causes}
     if any(it.state == "stopped" for it in causes):
         return "A signal stopped it: kill -CONT continues it."
+    if all(it.phase == ENDED for it in begun):
+        return "It does not exit: what it registered with atexit hangs, as its stack shows."
     if ENDED in phases:
         return (
             "All processes must make the same steps: look for an early return, or for data that "
@@ -205,7 +216,7 @@ def _advice(causes: list[Where]) -> str:
         )
     if DATA in phases:
         return "Look at the loader: its stack shows what it waits for."
-    if any(map(_waits, causes)):
+    if any(map(waits, causes)):
         return (
             "Each waits for a step: a device hangs, or a process makes other collectives than the "
             "others. Their stacks show what the hosts do."
