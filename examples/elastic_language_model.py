@@ -100,7 +100,7 @@ def main():
     with jdp.Checkpointer(args.checkpoints, commit_every=5, save_every=100) as checkpointer:
         state = checkpointer.restore(state, batches)
         step = checkpointer.steps
-        print(f"process {os.getpid()}, one of {mesh.size} ranks, begins after step {step}")
+        print(f"pid {os.getpid()}, one of {mesh.size} ranks, begins after step {step}")
         for batch in batches:
             state, metrics = train(state, batch)
             checkpointer.step(state, batches)

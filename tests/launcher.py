@@ -135,7 +135,7 @@ class Launcher:
     def pids(self, generation: int, size: int) -> list[int]:
         """The pids of a generation, by rank, once it has made its first step."""
         told = self.until("first_step", size, generation=generation)
-        return [e["pid"] for e in sorted(told, key=lambda e: e["rank"])]
+        return [e["pid"] for e in sorted(told, key=lambda e: e["process_id"])]
 
     def standbys(self, generation: int, number: int) -> list[int]:
         """The pids of the standbys behind a generation, once they wait."""

@@ -156,7 +156,7 @@ def test_a_failure_in_one_process_ends_jdp_run_with_the_cause_last(after, why, t
     )
     assert code == 1, errors
     assert [1, 2, 4] in found((code, out, errors))  # the other may not have come so far
-    cause = errors[errors.index("jdp run: the cause: rank 1") :]
+    cause = errors[errors.index("jdp run: the cause: process 1") :]
     assert "ended with exit code 1" in cause and f"  {why}\n" in cause
 
 

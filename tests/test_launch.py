@@ -49,7 +49,7 @@ def test_a_killed_process_is_replaced_by_a_standby(jdp_run, size, rank):
     assert sorted(run.pids(1, size)) == sorted(standbys)
     assert not set(pids) & set(run.alive())
     assert run.finish() == 0
-    assert f"rank {rank} (pid {pids[rank]}" in run.output
+    assert f"process {rank} (pid {pids[rank]}" in run.output
     assert "was killed by SIGKILL" in run.output
     [recovered] = run.events("recovered")
     assert recovered["restored_step"] == 10
@@ -125,7 +125,7 @@ def test_nothing_is_restarted_before_a_step_was_finished(jdp_run):
     )
     assert run.wait() == 1
     assert len(run.events("formed")) == 1
-    assert "the cause: rank 1 " in run.output.splitlines()[-4]
+    assert "the cause: process 1 " in run.output.splitlines()[-4]
     assert "no such file" in run.output.splitlines()[-2]
     assert "have not finished a step" in run.output.splitlines()[-1]
 
@@ -150,7 +150,7 @@ def test_the_last_failure_of_the_budget_is_the_exit_code(jdp_run, budget):
     )
     assert run.wait() == 7
     assert len(run.events("formed")) == 1 + budget
-    assert "rank 1" in run.output and "exit code 7" in run.output
+    assert "process 1" in run.output and "exit code 7" in run.output
     assert f"--max-restarts {budget}" in run.output.splitlines()[-1]
 
 
@@ -207,7 +207,7 @@ raise leaving.OtherFailedError("process 0 failed")
 """
     run = jdp_run("--nproc-per-node=2", "--max-restarts=0", after=after)
     assert run.wait() == code
-    assert "the cause: rank 0 " in run.output
+    assert "the cause: process 0 " in run.output
     assert why in run.output.splitlines()[-2]
 
 
@@ -230,7 +230,7 @@ if a.generation == 0: (folder / "noticed").touch(); {by}; time.sleep(9)
     time.sleep(0.1)
     run.process.send_signal(signal.SIGCONT)
     [recovered] = run.until("recovered")
-    assert f"rank {lost} " in recovered["cause"] and "SIGKILL" in recovered["cause"]
+    assert f"process {lost} " in recovered["cause"] and "SIGKILL" in recovered["cause"]
     assert run.finish() == 0
 
 
@@ -250,7 +250,7 @@ progress.TRAIN_STEP.__enter__()
 """,
     )
     run.pids(1, 2)
-    words = "rank 1 came to the end of the script, and rank 0 has waited for 2 s in a step that it"
+    words = "process 1 came to the end of the script, and process 0 has waited for 2 s in a step"
     run.until_true(lambda: words in run.output, words)
     assert run.finish() == 0
 
@@ -274,7 +274,7 @@ def test_a_process_whose_script_has_ended_counts_before_it_exits(jdp_run):
         after=f"{BEGINS}\nif a.process_id: sys.exit()\nprogress.TRAIN_STEP.__enter__()",
     )
     assert run.wait() == 1
-    assert "rank 1 came to the end of the script" in run.output
+    assert "process 1 came to the end of the script" in run.output
 
 
 def test_the_watch_ends_scripts_that_have_ended_and_do_not_exit(jdp_run):

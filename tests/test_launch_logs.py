@@ -68,10 +68,10 @@ def test_lines_have_their_rank_in_front_and_go_where_they_were_written_to():
         writer.write(f"error{rank}\n", "stderr")
     out, err = run.end()
     assert sorted(out.splitlines()) == [
-        *("[rank 2] one0", "[rank 2] two0"),
-        *("[rank 3] one1", "[rank 3] two1"),
+        *("[process 2] one0", "[process 2] two0"),
+        *("[process 3] one1", "[process 3] two1"),
     ]
-    assert sorted(err.splitlines()) == ["[rank 2] error0", "[rank 3] error1"]
+    assert sorted(err.splitlines()) == ["[process 2] error0", "[process 3] error1"]
 
 
 def test_lines_of_several_processes_stay_whole():
@@ -83,13 +83,13 @@ def test_lines_of_several_processes_stay_whole():
         b.write(part)
         out_b.last_lines()
     out, _ = run.end()
-    assert sorted(out.splitlines()) == [f"[process {i}] {'x' * 9}{'y' * 9}" for i in (0, 1)]
+    assert sorted(out.splitlines()) == [f"[local process {i}] {'x' * 9}{'y' * 9}" for i in (0, 1)]
 
 
 def test_a_last_line_without_an_end_is_shown():
     run = Run()
     run.add()[0].write("no end")
-    assert run.end()[0] == "[process 0] no end\n"
+    assert run.end()[0] == "[local process 0] no end\n"
 
 
 def test_a_progress_bar_moves_while_it_is_written():
@@ -97,9 +97,11 @@ def test_a_progress_bar_moves_while_it_is_written():
     writer, output = run.add()
     writer.write("10%\r20%\r")
     output.last_lines()
-    assert run.out.getvalue() == b"[process 0] 10%\r"
+    assert run.out.getvalue() == b"[local process 0] 10%\r"
     writer.write("\ndone\r\n")
-    assert run.end()[0] == "[process 0] 10%\r[process 0] 20%\r\n[process 0] done\r\n"
+    assert (
+        run.end()[0] == "[local process 0] 10%\r[local process 0] 20%\r\n[local process 0] done\r\n"
+    )
 
 
 def test_one_process_alone_has_no_prefix():
@@ -115,7 +117,8 @@ def test_only_local_rank_0_is_shown_and_that_is_said_once():
         output.assign(rank, rank, 0)
         writer.write("a\nb\n")
     out, err = run.end()
-    assert {line.partition("] ")[0] for line in out.splitlines()} <= {"[rank 0", "[process 0"}
+    named = {line.partition("] ")[0] for line in out.splitlines()}
+    assert named <= {"[process 0", "[local process 0"}
     assert err == "jdp run: output of local rank 0 is shown; --local-ranks-filter all shows all\n"
 
 
@@ -133,7 +136,7 @@ def test_files_have_everything_by_generation_and_rank(tmp_path):
         run.end()
     files = {str(p.relative_to(tmp_path)): p.read_text() for p in tmp_path.rglob("*.log")}
     assert files == {
-        f"generation_{generation}/rank_{rank}.log": f"before\ngeneration {generation}\nerror\n"
+        f"generation_{generation}/process_{rank}.log": f"before\ngeneration {generation}\nerror\n"
         for generation in (0, 1)
         for rank in (0, 1)
     }
@@ -146,7 +149,7 @@ def test_a_resumed_run_appends_to_the_files_of_the_one_before(tmp_path):
         output.assign(0, 0, 0)
         writer.write(text)
         run.end()
-    assert (tmp_path / "generation_0/rank_0.log").read_text() == "first\nsecond\n"
+    assert (tmp_path / "generation_0/process_0.log").read_text() == "first\nsecond\n"
 
 
 def test_redirects_keep_a_stream_off_the_console(tmp_path):
@@ -158,10 +161,10 @@ def test_redirects_keep_a_stream_off_the_console(tmp_path):
         writer.write("out\n")
         writer.write("error\n", "stderr")
     out, err = run.end()
-    assert sorted(out.splitlines()) == ["[rank 0] out", "[rank 1] out"]
+    assert sorted(out.splitlines()) == ["[process 0] out", "[process 1] out"]
     assert err == ""
     for rank in (0, 1):
-        text = (tmp_path / f"generation_0/rank_{rank}.log").read_text()
+        text = (tmp_path / f"generation_0/process_{rank}.log").read_text()
         assert sorted(text.splitlines()) == ["error", "out"]
 
 
@@ -200,7 +203,7 @@ def test_what_the_filter_hides_is_shown_once_it_is_revealed():
     output.last_lines()
     writer.write("its stack\n")
     out, _ = run.end()
-    assert out == "[rank 1] its stack\n"
+    assert out == "[process 1] its stack\n"
 
 
 def test_a_standby_is_silent_until_it_is_wanted(tmp_path):
@@ -213,9 +216,9 @@ def test_a_standby_is_silent_until_it_is_wanted(tmp_path):
     output.assign(1, 1, 1)
     output.last_lines()
     writer.write("training\n")
-    assert run.end()[0] == "[rank 1] training\n"
+    assert run.end()[0] == "[process 1] training\n"
     assert not file.exists()
-    assert (tmp_path / "generation_1/rank_1.log").read_text() == "importing\ntraining\n"
+    assert (tmp_path / "generation_1/process_1.log").read_text() == "importing\ntraining\n"
 
 
 def test_what_a_standby_wrote_before_it_was_wanted_is_never_shown():
@@ -248,7 +251,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_costs_only_the_files(tmp_pa
     output.last_lines()
     writer.write("on\n")
     out, err = run.end()
-    assert out == "[rank 0] on\n"
+    assert out == "[process 0] on\n"
     assert "can't be written: " in err
 
 
@@ -264,7 +267,7 @@ def test_a_console_that_nobody_reads_costs_only_the_console(tmp_path):
         output.last_lines()
         writer.write("b\n")
         run.end()
-    assert (tmp_path / "generation_0/rank_0.log").read_text() == "a\nb\n"
+    assert (tmp_path / "generation_0/process_0.log").read_text() == "a\nb\n"
 
 
 def test_a_stopped_console_does_not_hold_up_the_launcher():
@@ -284,7 +287,7 @@ def test_a_stopped_console_does_not_hold_up_the_launcher():
     assert output.last_lines(timeout_s=0.01) == ["a"]
     stopped.goes_on.set()
     run.end()
-    assert stopped.getvalue() == b"[process 0] a\n"
+    assert stopped.getvalue() == b"[local process 0] a\n"
 
 
 def test_bytes_that_are_no_text_are_shown_as_they_are():
@@ -302,7 +305,7 @@ import os
 from jdp.launch.logs import Logs
 from jdp.launch.options import parse
 logs = Logs(parse(["--nproc-per-node", "2", "x"], {}))
-os.write(1, repr([logs.prefix("rank 0", 0), logs.prefix("rank 1", 1)]).encode())
+os.write(1, repr([logs.prefix("process 0", 0), logs.prefix("process 1", 1)]).encode())
 os._exit(0)
 """
     ours, theirs = os.openpty()
@@ -314,13 +317,14 @@ os._exit(0)
     os.close(ours)
     os.close(theirs)
     first, second = eval(text)
-    assert b"[rank 0]" in first and first.startswith(b"\x1b[") and first[:5] != second[:5]
+    assert b"[process 0]" in first and first.startswith(b"\x1b[") and first[:5] != second[:5]
 
 
 def test_the_cause_has_who_where_how_and_the_traceback():
-    text = cause(rank=2, host="h", pid=7, returncode=1, traceback="Traceback\nValueError: x\n")
+    raised = "Traceback\nValueError: x\n"
+    text = cause(process_id=2, host="h", pid=7, returncode=1, traceback=raised)
     assert text.splitlines() == [
-        "jdp run: the cause: rank 2 (pid 7 on h) ended with exit code 1",
+        "jdp run: the cause: process 2 (pid 7 on h) ended with exit code 1",
         "  Traceback",
         "  ValueError: x",
     ]

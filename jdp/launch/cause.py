@@ -36,7 +36,7 @@ class Cause:
 
 
 def exit_of_process(
-    rank: int,
+    process_id: int,
     host: str,
     pid: int,
     returncode: int,
@@ -46,7 +46,7 @@ def exit_of_process(
     """A process failed by itself.
 
     Args:
-      rank: of the process.
+      process_id: of the process.
       host: its name.
       pid: there.
       returncode: as that of Popen.
@@ -54,7 +54,7 @@ def exit_of_process(
       last_lines: what it wrote.
     """
     text = logs.cause(
-        rank=rank,
+        process_id=process_id,
         host=host,
         pid=pid,
         returncode=returncode,
@@ -62,7 +62,7 @@ def exit_of_process(
         last_lines=last_lines,
     )
     return Cause(
-        f"rank {rank} (pid {pid} on {host}) {in_words(returncode)}",
+        f"process {process_id} (pid {pid} on {host}) {in_words(returncode)}",
         exit_code(returncode),
         text.removeprefix("jdp run: "),
         raised=traceback is not None,
@@ -72,25 +72,25 @@ def exit_of_process(
     )
 
 
-def stall_of_process(rank: int, host: str, pid: int, stalled_s: float, report: str) -> Cause:
+def stall_of_process(process_id: int, host: str, pid: int, stalled_s: float, report: str) -> Cause:
     """A process made no progress, and the others waited for it."""
-    text = f"rank {rank} (pid {pid} on {host}) made no progress for {stalled_s:.1f} s"
+    text = f"process {process_id} (pid {pid} on {host}) made no progress for {stalled_s:.1f} s"
     return Cause(text, STALLED, f"the cause: {report}", stalled_s)
 
 
-def early_end(rank: int, other: int, grace_s: float) -> Cause:
+def early_end(process_id: int, other: int, grace_s: float) -> Cause:
     """A process came to its end, and another one waits for it in a step."""
     text = (
-        f"rank {rank} came to the end of the script, and rank {other} has waited for {grace_s:g} s "
-        "in a step that it does not make"
+        f"process {process_id} came to the end of the script, and process {other} has waited for "
+        f"{grace_s:g} s in a step that it does not make"
     )
     advice = "All processes must make the same steps."
     return Cause(text, 1, f"the cause: {text}. {advice}", grace_s)
 
 
-def after_end(why: Cause, rank: int) -> Cause:
+def after_end(why: Cause, process_id: int) -> Cause:
     """A process failed after another one had come to its end, and perhaps for want of it."""
-    text = f"rank {rank} came to the end of the script"
+    text = f"process {process_id} came to the end of the script"
     full_text = f"{text}. After that:\n{why.full_text}"
     return replace(why, text=f"{text}, then {why.text}", full_text=full_text)
 

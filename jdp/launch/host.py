@@ -348,9 +348,9 @@ class Host:
 
     # Each shows its Python stacks on standard error, also one that never lets go of the GIL. One
     # that has not begun on the board has no handler yet, and would die.
-    def _dump(self, ranks: list[int]) -> None:
+    def _dump(self, process_ids: list[int]) -> None:
         for process in self._processes:
-            if process.process_id in ranks:  # those that the others wait for
+            if process.process_id in process_ids:  # those that the others wait for
                 process.reveal()
             if process.slot.read().pid == process.popen.pid:
                 process.signal(signal.SIGQUIT)

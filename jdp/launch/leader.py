@@ -226,7 +226,7 @@ class Leader:
         generation = self._generation
         if generation is None:
             return
-        who = {"rank": process_id, "host": guest.name, "pid": pid}
+        who = {"process_id": process_id, "host": guest.name, "pid": pid}
         self._events.write(what, generation=generation.number, **who, **facts)
         if not generation.note(process_id, what, facts):
             return
@@ -262,7 +262,7 @@ class Leader:
         if generation is None:
             return
         generation.note_exit(process_id, returncode)
-        who = {"rank": process_id, "host": guest.name, "pid": pid, "returncode": returncode}
+        who = {"process_id": process_id, "host": guest.name, "pid": pid, "returncode": returncode}
         self._events.write("exited", generation=generation.number, **who)
         if returncode not in (0, SAVED) and self._state is not State.STOPPING:
             why = cause.exit_of_process(**who, traceback=traceback, last_lines=last_lines)
@@ -334,11 +334,11 @@ class Leader:
 
     def _stalled(self, generation: Generation, stall: Stall) -> None:
         self._say(stall.report)
-        generation.send("dump", ranks=stall.processes)
+        generation.send("dump", process_ids=stall.processes)
         self._events.write(
             "stalled",
             generation=generation.number,
-            ranks=stall.processes,
+            process_ids=stall.processes,
             stalled_s=stall.stalled_s,
             is_over=stall.is_over,
         )

@@ -48,15 +48,15 @@ class Output:
         self._partial = {STDOUT: b"", STDERR: b""}
         self._logs = logs
 
-    def assign(self, rank: int, local_rank: int, generation: int) -> None:
-        """Call the process by its rank from now on; a standby's output is shown from now on.
+    def assign(self, process_id: int, local_rank: int, generation: int) -> None:
+        """Call the process by its number from now on; a standby's output is shown from now on.
 
         Args:
-          rank: among all processes of the run.
+          process_id: among all processes of the run.
           local_rank: among those of this host, for --local-ranks-filter.
           generation: as `Assignment`.
         """
-        self._logs.post(lambda: self._assign(rank, local_rank, generation))
+        self._logs.post(lambda: self._assign(process_id, local_rank, generation))
 
     def reveal(self) -> None:
         """Show the process on the console from now on, whatever --local-ranks-filter says."""
@@ -108,15 +108,15 @@ class Output:
         if not self.is_standby:
             self._logs.show(self, stream, line)
 
-    def _assign(self, rank: int, local_rank: int, generation: int) -> None:
+    def _assign(self, process_id: int, local_rank: int, generation: int) -> None:
         self._logs.drain(self)
         self.local_rank, self.is_standby = local_rank, False
-        self.prefix = self._logs.prefix(f"rank {rank}", rank)
+        self.prefix = self._logs.prefix(f"process {process_id}", process_id)
         before = self._path
         if before is not None:
             self.close()
-            # Not renamed: a run that was resumed may have written to the file of this rank before.
-            self.open(f"generation_{generation}/rank_{rank}.log")
+            # Not renamed: a run that was resumed may have written to the new file before.
+            self.open(f"generation_{generation}/process_{process_id}.log")
             if self._file is not None:
                 try:
                     self._save(before.read_bytes())
@@ -173,11 +173,11 @@ class Logs:
           process: its `stdout` and `stderr` belong to us from now on.
           local_rank: the one that it will probably have; what it writes before it is given one is
             shown under that.
-          standby: show nothing before it is given a rank.
+          standby: show nothing before it is given a number.
         """
         output = Output(self, process, local_rank)
         output.is_standby = standby
-        output.prefix = self.prefix(f"process {local_rank}", local_rank)
+        output.prefix = self.prefix(f"local process {local_rank}", local_rank)
         output.open(f"before_init/{socket.gethostname()}_{process.pid}.log")
         self.post(lambda: self._add(output))
         return output
@@ -306,7 +306,7 @@ def _text(line: bytes) -> str:
 
 def cause(
     *,
-    rank: int | None,
+    process_id: int | None,
     host: str,
     pid: int,
     returncode: int,
@@ -316,19 +316,19 @@ def cause(
     """Say which process failed first and why: what a user wants to read last.
 
     Args:
-      rank: None for one that was given none yet.
+      process_id: None for one that was given none yet.
       host: its name.
       pid: there.
       returncode: as `in_words`.
       traceback: what it told us; None if it could not.
       last_lines: of its output, shown where there is no traceback.
 
-    >>> print(cause(rank=1, host="a", pid=7, returncode=3, last_lines=["no such file"]))
-    jdp run: the cause: rank 1 (pid 7 on a) ended with exit code 3
+    >>> print(cause(process_id=1, host="a", pid=7, returncode=3, last_lines=["no such file"]))
+    jdp run: the cause: process 1 (pid 7 on a) ended with exit code 3
     its last output:
       no such file
     """
-    who = f"rank {rank}" if rank is not None else "a process before jdp.init()"
+    who = f"process {process_id}" if process_id is not None else "a process before jdp.init()"
     lines = [f"jdp run: the cause: {who} (pid {pid} on {host}) {in_words(returncode)}"]
     if traceback:
         lines += [f"  {line}" for line in traceback.rstrip().splitlines()]

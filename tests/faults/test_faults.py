@@ -30,25 +30,25 @@ class Case(NamedTuple):
 
 # The same rank not too often within a minute: its place would stay empty for a while.
 CASES = {
-    "killed": Case([("kill", 1, 7)], "rank 1 .* SIGKILL"),
-    "raises": Case([("fail", 2, 5)], "rank 2 .* exit code 1"),
-    "rank 0 killed": Case([("kill", 0, 18)], "rank 0 .* SIGKILL"),
-    "out of memory": Case([("out of memory", 1, 9)], "rank 1 .* exit code 1"),
-    "exits early": Case([("exit early", 2, 8)], "exit code 1|rank 2 came to the end"),
-    "dies when a commit begins": Case([("kill in a commit 1", 0, 16)], "rank 0 .* SIGKILL"),
-    "hangs": Case([("hang", 1, 11)], "rank 1 .* no progress"),
-    "hangs in a collective": Case([("hang in a collective", 2, 6)], "rank 2 .* no progress"),
-    "dies inside a commit": Case([("kill in a commit 2", 0, 16)], "rank 0 .* SIGKILL"),
-    "is stopped": Case([("stop", 1, 10)], "rank 1 .* no progress"),
-    "hangs and holds the GIL": Case([("hang with the GIL", 2, 5)], "rank 2 .* no progress"),
-    "dies when a commit ends": Case([("kill in a commit 3", 0, 16)], "rank 0 .* SIGKILL"),
-    "exits at once": Case([("exit at once", 1, 4)], "rank 1 came to the end"),
+    "killed": Case([("kill", 1, 7)], "process 1 .* SIGKILL"),
+    "raises": Case([("fail", 2, 5)], "process 2 .* exit code 1"),
+    "process 0 killed": Case([("kill", 0, 18)], "process 0 .* SIGKILL"),
+    "out of memory": Case([("out of memory", 1, 9)], "process 1 .* exit code 1"),
+    "exits early": Case([("exit early", 2, 8)], "exit code 1|process 2 came to the end"),
+    "dies when a commit begins": Case([("kill in a commit 1", 0, 16)], "process 0 .* SIGKILL"),
+    "hangs": Case([("hang", 1, 11)], "process 1 .* no progress"),
+    "hangs in a collective": Case([("hang in a collective", 2, 6)], "process 2 .* no progress"),
+    "dies inside a commit": Case([("kill in a commit 2", 0, 16)], "process 0 .* SIGKILL"),
+    "is stopped": Case([("stop", 1, 10)], "process 1 .* no progress"),
+    "hangs and holds the GIL": Case([("hang with the GIL", 2, 5)], "process 2 .* no progress"),
+    "dies when a commit ends": Case([("kill in a commit 3", 0, 16)], "process 0 .* SIGKILL"),
+    "exits at once": Case([("exit at once", 1, 4)], "process 1 came to the end"),
     "two at once": Case([("kill", 1, 12), ("kill", 2, 12)], "rank [12] .* SIGKILL"),
-    "dies in a checkpoint": Case([("kill in a checkpoint", 0, SAVE_EVERY)], "rank 0 .* SIGKILL"),
+    "dies in a checkpoint": Case([("kill in a checkpoint", 0, SAVE_EVERY)], "process 0 .* SIGKILL"),
     "the next generation fails, too": Case(
-        [("kill", 1, 13), ("kill", 2, None)], "rank 1 .* SIGKILL.*, then rank 2 .* SIGKILL"
+        [("kill", 1, 13), ("kill", 2, None)], "process 1 .* SIGKILL.*, then process 2 .* SIGKILL"
     ),
-    "without standbys": Case([("kill", 0, 14)], "rank 0 .* SIGKILL"),
+    "without standbys": Case([("kill", 0, 14)], "process 0 .* SIGKILL"),
 }
 
 

@@ -63,7 +63,7 @@ def test_a_death_before_the_first_step_is_shown_and_not_tried_again(trainings, k
     launcher = training.start("--nproc-per-node=2")
     assert launcher.wait() == code
     assert len(launcher.events("formed")) == 1
-    assert "rank 1" in launcher.output
+    assert "process 1" in launcher.output
     assert ("a bug of the author" if kind == "fail" else "SIGKILL") in launcher.output
     assert "have not finished a step" in launcher.output.splitlines()[-1]
     training.close()
