@@ -126,6 +126,20 @@ def test_a_stopped_process_is_the_cause_wherever_it_stopped():
     assert "kill -CONT" in stall.report
 
 
+def test_a_stopped_process_has_no_more_time_for_its_phase_than_for_a_step():
+    patient = {"limit_s": 1e9}
+    processes = {0: at("waiting", **patient), 1: at("waiting", state="stopped", **patient)}
+    said = looks(Watch(10.0), processes, 10)
+    assert list(said) == [5, 10] and said[10].is_over and said[10].processes == [1]
+
+
+def test_a_process_that_is_stopped_late_has_its_time_from_then_on():
+    watch, busy = Watch(10.0), {0: at("waiting", limit_s=1e9)}
+    assert not looks(watch, busy, 1000)
+    stopped = {0: at("waiting", limit_s=1e9, state="stopped")}
+    assert [now for now in range(1001, 1012) if watch.look(now, stopped)] == [1006, 1011]
+
+
 def test_a_script_that_has_ended_is_named_while_others_train():
     processes = {0: at(STEP, 12), 1: at(ENDED, 11, since_s=-9.0)}
     stall = first(processes)

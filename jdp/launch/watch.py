@@ -67,6 +67,7 @@ class Watch:
         self._is_over = False
         self._last_look_s = math.inf
         self._blind_until_s = -math.inf
+        self._stopped_s: dict[int, float] = {}  # since when
 
     def look(self, now: float, processes: Mapping[int, Where]) -> Stall | None:
         """Give what is to be said now, if anything is.
@@ -89,6 +90,9 @@ class Watch:
         if not slowest:
             return None
         idle_s = {i: now - max(begun[i].progress_s, self._blind_until_s) for i in begun}
+        stopped = [i for i in begun if begun[i].state == "stopped"]
+        self._stopped_s = {i: self._stopped_s.get(i, now) for i in stopped}
+        idle_s |= {i: min(idle_s[i], now - since_s) for i, since_s in self._stopped_s.items()}
         used = min(idle_s[i] / self._limit_s(begun[i]) for i in slowest)
         stalls = min(idle_s[i] / self._patience_s(begun[i]) for i in slowest)
         if stalls < 1:
@@ -128,6 +132,8 @@ class Watch:
     def _limit_s(self, where: Where) -> float:
         if where.state == "debugged":  # whoever debugs has all the time
             return math.inf
+        if where.state == "stopped":  # it does not do what its phase has time for
+            return self._timeout_of(where)
         # The script may take its time, not the step that it has called and perhaps waits for.
         if where.limit_s and not (where.is_running and where.phase == BETWEEN):
             return where.limit_s
@@ -146,6 +152,8 @@ def _slowest(begun: Mapping[int, Where]) -> list[int]:
     running = {i: it.steps for i, it in begun.items() if it.phase != ENDED}
     if not running:
         return [*begun]  # They have to exit.
+    if stopped := [i for i in running if begun[i].state == "stopped"]:
+        return stopped  # Whatever the others have time for, it will not come.
     fewest = min(running.values())
     # In a debugger one may be ahead, and is waited for all the same.
     return [i for i, n in running.items() if n == fewest or begun[i].state == "debugged"]
