@@ -389,7 +389,7 @@ stuck()
 
 def test_the_watch_ends_a_generation_that_makes_no_step(jdp_run):
     run = jdp_run("--nproc-per-node=2", "--timeout-s=1", after=HANGS)
-    run.until("stalled", is_over=True, ranks=[0])
+    run.until("stalled", is_over=True, process_ids=[0])
     run.pids(1, 2)
     assert run.finish() == 0
     assert "no progress" in run.output and "in stuck" in run.output

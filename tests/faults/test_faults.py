@@ -34,7 +34,9 @@ CASES = {
     "raises": Case([("fail", 2, 5)], "process 2 .* exit code 1"),
     "process 0 killed": Case([("kill", 0, 18)], "process 0 .* SIGKILL"),
     "out of memory": Case([("out of memory", 1, 9)], "process 1 .* exit code 1"),
-    "exits early": Case([("exit early", 2, 8)], "exit code 1|process 2 came to the end"),
+    "exits early": Case(
+        [("exit early", 2, 8)], "exit code 1|process 2 (came to the end|.* no progress)"
+    ),
     "dies when a commit begins": Case([("kill in a commit 1", 0, 16)], "process 0 .* SIGKILL"),
     "hangs": Case([("hang", 1, 11)], "process 1 .* no progress"),
     "hangs in a collective": Case([("hang in a collective", 2, 6)], "process 2 .* no progress"),
@@ -43,7 +45,7 @@ CASES = {
     "hangs and holds the GIL": Case([("hang with the GIL", 2, 5)], "process 2 .* no progress"),
     "dies when a commit ends": Case([("kill in a commit 3", 0, 16)], "process 0 .* SIGKILL"),
     "exits at once": Case([("exit at once", 1, 4)], "process 1 came to the end"),
-    "two at once": Case([("kill", 1, 12), ("kill", 2, 12)], "rank [12] .* SIGKILL"),
+    "two at once": Case([("kill", 1, 12), ("kill", 2, 12)], "process [12] .* SIGKILL"),
     "dies in a checkpoint": Case([("kill in a checkpoint", 0, SAVE_EVERY)], "process 0 .* SIGKILL"),
     "the next generation fails, too": Case(
         [("kill", 1, 13), ("kill", 2, None)], "process 1 .* SIGKILL.*, then process 2 .* SIGKILL"
