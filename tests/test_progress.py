@@ -161,9 +161,9 @@ def test_a_loop_that_waits_for_a_batch_says_so(prefetch, alone):
     def look():
         asked.wait(10)
         deadline = time.monotonic() + 10
-        while now_in() != "waiting for data" and time.monotonic() < deadline:
+        while (phase := now_in()) != "waiting for data" and time.monotonic() < deadline:
             time.sleep(0.001)  # or this thread would keep Python's lock from the one it looks at
-        seen.append(now_in())
+        seen.append(phase)
         answer.set()
 
     looker = threading.Thread(target=look)
