@@ -5,12 +5,11 @@ import os
 import secrets
 import time
 import weakref
-from importlib import metadata
 from typing import Any
 
 import jax
 
-from jdp import disk, exchange, progress, snapshot, store
+from jdp import disk, exchange, progress, same, snapshot, store
 from jdp.background import Background
 from jdp.commit import CommitMemory
 from jdp.launch import member
@@ -281,7 +280,7 @@ class Checkpointer:
             "tag": life.tag,
             "step": self._steps,
             "position": life.position,
-            "jdp": _version(),
+            "jdp": same.version(),
             "jax": jax.__version__,
             "leaves": taken.leaves,
         }
@@ -378,10 +377,3 @@ def _position(facts: dict[str, Any], where: str) -> int:
             "state = ckpt.restore(state), and set batches.position yourself."
         )
     return facts["position"]
-
-
-def _version() -> str:
-    try:
-        return metadata.version("jdp")
-    except metadata.PackageNotFoundError:
-        return "not installed"

@@ -68,7 +68,7 @@ def require_equal_facts(facts: Mapping[int, Mapping[str, str | None]]) -> None:
 def _facts(mesh: Mesh) -> dict[str, str | None]:
     flags = [x for x in os.environ.get("XLA_FLAGS", "").split() if not x.startswith(_OWN_FLAGS)]
     return {
-        "jdp": f"{_version()} (sources {_digest_of_sources()})",
+        "jdp": f"{version()} (sources {_digest_of_sources()})",
         "JAX": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),
@@ -82,7 +82,8 @@ def _facts(mesh: Mesh) -> dict[str, str | None]:
     }
 
 
-def _version() -> str:
+def version() -> str:
+    """Give the version of jdp that is installed."""
     try:
         return metadata.version("jdp")
     except metadata.PackageNotFoundError:  # It runs from its sources.

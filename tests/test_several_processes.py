@@ -1,5 +1,7 @@
 """Two processes of two devices each train as one process of four does."""
 
+import time
+
 import jax
 import numpy as np
 import pytest
@@ -196,3 +198,21 @@ def test_steps_on_two_states_in_turn_are_not_mixed_up(processes):
     for got in processes(2).run(train_two):
         for mine, expected in zip(got, want, strict=True):
             assert_close(mine, expected)
+
+
+def compile_twice():
+    """How often a program that was never compiled before is found the second time."""
+    jdp.init()
+    found = []
+    jax.monitoring.register_event_listener(lambda event, **_: found.append(event))
+    for _ in range(2):
+        jax.clear_caches()
+        jax.jit(lambda x: x + NEVER_SEEN)(1.0)
+    return found.count("/jax/compilation_cache/cache_hits")
+
+
+NEVER_SEEN = time.time()
+
+
+def test_each_process_finds_what_it_compiled_before(processes):
+    assert all(count >= 1 for count in processes(2).run(compile_twice))
