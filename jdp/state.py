@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 
 from jdp import axis, mesh, optimizer, processes, statics
 from jdp.optimizer import Replicated
@@ -77,16 +78,17 @@ class TrainState:
         optimizer.require_outermost(tx)
         if not 0 <= seed < 2**32:
             raise ValueError(f"seed must be 0 <= seed < 2**32, got {seed}.")
-        given = {"params": params, "model_state": model_state, "seed": np.uint32(seed)}
+        numbers = {"step": np.int32(0), "seed": np.uint32(seed)}
+        given = {"params": params, "model_state": model_state, **numbers}
         if broadcast:
             given = processes.agreed(given, broadcast=True)
         given = mesh.placed(given, tx.axis_name, copy=True)
         params = given["params"]
         flags = _flags(params, trainable)
         state = cls(
-            step=jnp.int32(0),
+            step=jnp.asarray(given["step"]),
             params=params,
-            opt_state=tx.init(_select(params, flags)),
+            opt_state=_new_opt_state(tx, _select(params, flags)),
             model_state=given["model_state"],
             seed=jnp.asarray(given["seed"]),
             tx=tx,
@@ -129,6 +131,24 @@ class TrainState:
 
     def _step_key(self) -> jax.Array:
         return jax.random.fold_in(jax.random.key(self.seed), self.step)
+
+
+def _new_opt_state(tx: Replicated, params: Any) -> Any:
+    leaves = jax.tree.leaves(params)
+    where = {x.sharding for x in leaves if isinstance(x, jax.Array) and not _is_traced(x)}
+    if len(where) == 1 and isinstance(everywhere := where.pop(), NamedSharding):
+        if everywhere.is_fully_replicated:
+            # One program for all leaves, where optax makes one for each shape: when processes are
+            # replaced, this is waited for.
+            try:
+                return jax.jit(tx.init, out_shardings=everywhere)(params)
+            except Exception:
+                pass  # It can't be traced, or fails; then what follows says how.
+    return tx.init(params)
+
+
+def _is_traced(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
 
 
 def _flags(params: Any, trainable: Any) -> tuple[bool, ...]:

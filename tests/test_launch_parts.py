@@ -170,6 +170,26 @@ def test_parking_twice_is_parking_once(launched, monkeypatch):
     assert launcher.recv(9999) == b'{"kind": "parked"}\n'
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_process_prepares_only_while_it_has_the_time(launched, monkeypatch, is_told):
+    monkeypatch.setattr("atexit.register", lambda call, *args: None)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    member, launcher = launched
+    done = []
+
+    def tell():
+        launcher.sendall(encode("go", ASSIGNMENT._asdict()))
+
+    def prepare():
+        done.append(launcher.recv(9999))
+        tell()
+
+    if is_told:
+        tell()
+    assert member.park(prepare) == ASSIGNMENT
+    assert done == ([] if is_told else [b'{"kind": "parked"}\n'])
+
+
 def test_a_parked_process_without_a_launcher_ends(launched):
     member, launcher = launched
     launcher.close()

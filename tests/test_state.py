@@ -7,6 +7,7 @@ import optax
 import pytest
 import training
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from training import assert_close, batch, loss_fn, plain_step, ranks, sgd, state, train
 
 import jdp
@@ -146,6 +147,38 @@ def test_apply_gradients_without_a_step_is_one_rank():
     got = state(jdp.replicated(optax.sgd(0.1))).apply_gradients(grads).params
     want = jax.tree.map(lambda p, g: p - 0.1 * g, training.params(), grads)
     assert_close(jax.device_get(got), jax.device_get(want), tolerance=1e-6)
+
+
+# Beside Adam, which is traced: one that keeps the parameters themselves, and one that asks for
+# their values, which only an array has.
+KEEPS = optax.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, s))
+ASKS = optax.GradientTransformation(
+    lambda p: jax.tree.map(lambda x: jnp.float32(float(jnp.sum(x))), p), lambda g, s, p=None: (g, s)
+)
+
+
+@pytest.mark.parametrize("tx", [optax.adam(0.1), KEEPS, ASKS], ids=["adam", "keeps", "asks"])
+def test_the_optimizer_begins_with_what_its_init_gives_on_every_rank(tx):
+    mesh = jdp.init(cpu_ranks=3)
+    created = jdp.TrainState.create(training.params(), jdp.replicated(tx))
+    expected = tx.init(jax.tree.map(jnp.asarray, training.params()))
+    assert jax.tree.structure(created.opt_state) == jax.tree.structure(expected)
+    for ours, theirs in zip(
+        jax.tree.leaves(created.opt_state), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+        assert ours.dtype == theirs.dtype and ours.weak_type == theirs.weak_type
+        assert ours.sharding == NamedSharding(mesh, PartitionSpec())
+
+
+def test_an_init_that_fails_fails_with_its_own_error():
+    def init(params):
+        raise KeyError("no such parameter")
+
+    jdp.init(cpu_ranks=2)
+    tx = jdp.replicated(optax.GradientTransformation(init, lambda g, s, p=None: (g, s)))
+    with pytest.raises(KeyError, match="no such parameter"):
+        jdp.TrainState.create(training.params(), tx)
 
 
 def test_lies_on_the_mesh_of_init():

@@ -8,10 +8,12 @@ import atexit
 import functools
 import json
 import os
+import select
 import socket
 import stat
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jdp.launch.channel import MAX_LINE_BYTES, decode, encode
@@ -94,11 +96,14 @@ class Member:
         self._connection = connection
         self._lock = threading.Lock()
 
-    def park(self) -> Assignment:
+    def park(self, prepare: Callable[[], None] | None = None) -> Assignment:
         """Wait until the launcher says which process this is, and set the environment so.
 
         A process of a new generation is told at once; a standby waits here for its turn, for as
         long as the launcher lives.
+
+        Args:
+          prepare: called by a standby, which has the time.
 
         Returns:
           The assignment; at a second call the same one, without waiting.
@@ -108,6 +113,8 @@ class Member:
         """
         if self.assignment is None:
             self.tell("parked")
+            if prepare is not None and not select.select([self._connection], [], [], 0)[0]:
+                prepare()
             with self._connection.makefile("rb") as lines:
                 line = lines.readline(MAX_LINE_BYTES)
             if not line:
