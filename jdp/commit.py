@@ -7,12 +7,11 @@ at least one record is that of a commit which nobody has touched since it was wh
 """
 
 import json
+import mmap
 import os
 import struct
 import zlib
-from collections import deque
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,9 +22,6 @@ _RECORD = struct.Struct("<16sQQQQI")
 _MAGIC = b"jdp commit 1".ljust(16, b"\0")
 _PAGE_BYTES = 4096
 _ALIGNMENT = 64
-
-# Linux takes at most IOV_MAX = 1024 pieces of memory in one call.
-_MAX_PIECES = 1024
 
 
 class Commit(NamedTuple):
@@ -64,6 +60,7 @@ class CommitMemory:
 
     def __init__(self, file: int) -> None:
         self._file = file
+        self._mapped = np.empty(0, np.uint8)
 
     def newest(self) -> Commit | None:
         """Find the newest commit; None if there is none."""
@@ -100,11 +97,23 @@ class CommitMemory:
         text = json.dumps(facts).encode()
         num_bytes = sum(part.size for part in parts)
         start = _room(commits[1 - slot], len(text) + num_bytes)
-        _write(self._file, [bytes(_RECORD.size)], slot * _RECORD.size)
-        _write(self._file, [text, *(part.data for part in parts)], start)
+        self._make_room(start + len(text) + num_bytes)
+        _write(self._file, bytes(_RECORD.size), slot * _RECORD.size)
+        _write(self._file, text, start)
+        at = start + len(text)
+        for part in parts:
+            np.copyto(self._mapped[at : at + part.size], part)
+            at += part.size
         fields = _MAGIC, max(numbers) + 1, start, len(text), num_bytes
         record = _RECORD.pack(*fields, _checksum(fields, text))
-        _write(self._file, [record], slot * _RECORD.size)
+        _write(self._file, record, slot * _RECORD.size)
+
+    # Stores into a mapping take half the time of a call. But on a host without memory they are a
+    # SIGBUS, where a call is an error: so all pages are asked for first.
+    def _make_room(self, num_bytes: int) -> None:
+        if num_bytes > self._mapped.size:
+            os.posix_fallocate(self._file, 0, num_bytes)
+            self._mapped = np.frombuffer(mmap.mmap(self._file, num_bytes), np.uint8)
 
     def _commit(self, slot: int) -> Commit | None:
         record = os.pread(self._file, _RECORD.size, slot * _RECORD.size)
@@ -132,14 +141,7 @@ def _room(stays: Commit | None, num_bytes: int) -> int:
     return stays.end + -stays.end % _PAGE_BYTES
 
 
-def _write(file: int, parts: Sequence[Any], start: int) -> None:
-    left = deque(memoryview(part) for part in parts)
-    while left:
-        # Through a call, not a mapping: a host without memory answers it with an error, and a
-        # store into a mapping with SIGBUS.
-        count = os.pwritev(file, list(islice(left, _MAX_PIECES)), start)
-        start += count
-        while left and count >= len(left[0]):
-            count -= len(left.popleft())
-        if left:
-            left[0] = left[0][count:]
+def _write(file: int, data: bytes, start: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(file, data[done:], start + done)

@@ -134,8 +134,7 @@ class TrainState:
 
 
 def _new_opt_state(tx: Replicated, params: Any) -> Any:
-    leaves = jax.tree.leaves(params)
-    where = {x.sharding for x in leaves if isinstance(x, jax.Array) and not _is_traced(x)}
+    where = {_sharding(x) for x in jax.tree.leaves(params)}
     if len(where) == 1 and isinstance(everywhere := where.pop(), NamedSharding):
         if everywhere.is_fully_replicated:
             # One program for all leaves, where optax makes one for each shape: when processes are
@@ -147,8 +146,8 @@ def _new_opt_state(tx: Replicated, params: Any) -> Any:
     return tx.init(params)
 
 
-def _is_traced(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer)
+def _sharding(x: Any) -> Any:
+    return None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
 
 
 def _flags(params: Any, trainable: Any) -> tuple[bool, ...]:

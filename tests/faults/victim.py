@@ -224,21 +224,25 @@ def kill_in_checkpoint(folder: Path) -> None:
     threading.Thread(target=wait_and_kill, daemon=True).start()
 
 
-# In the middle of the n-th write of a commit: of the record that is struck out, of the values, of
-# the new record.
+# In the middle of the record that is struck out, of the values, or of the new record.
 def kill_in_commit(n: int) -> None:
-    write, calls = os.pwritev, []
+    write, calls = os.pwrite, []
 
-    def half(file: int, parts: Any, start: int) -> int:
+    def half(file: int, data: bytes, start: int) -> int:
         calls.append(start)
-        if len(calls) < n:
-            return write(file, parts, start)
-        data = b"".join(parts)
-        os.pwrite(file, data[: len(data) // 2], start)
-        kill()
-        raise AssertionError("unreachable")
+        if len(calls) == n:
+            write(file, data[: len(data) // 2], start)
+            kill()
+        return write(file, data, start)
 
-    os.pwritev = half
+    def half_of_values(target: np.ndarray, values: np.ndarray) -> None:
+        target[: len(target) // 2] = values[: len(target) // 2]
+        kill()
+
+    if n == 2:
+        np.copyto = half_of_values
+    else:
+        os.pwrite = half
 
 
 FAULTS = {
