@@ -9,12 +9,14 @@ import time
 
 import jax
 
-from jdp import leaving, schedulers
+from jdp import leaving, progress, schedulers
 from jdp.launch.devices import num_gpus
 from jdp.launch.member import Assignment, Member, current
 
-# How long processes wait for each other to come; JAX's own default.
+# How long processes wait for each other to come; JAX's own default. A launcher sees who does not
+# come, says so, and gives up by itself.
 JOIN_TIMEOUT_S = 300
+_LAUNCHED_TIMEOUT_S = 24 * 3600
 
 # Without a launcher only JAX notices that a process is gone, and ends the others after this time;
 # its own default is 100 s.
@@ -45,6 +47,7 @@ def join() -> None:
         assignment = launched.park(_prepare)
         if not jax.distributed.is_initialized():
             start = time.monotonic()
+            progress.joins()
             _connect_as(assignment)
             launched.tell("joined", s=time.monotonic() - start)
     elif not jax.distributed.is_initialized():
@@ -69,6 +72,7 @@ def _prepare() -> None:
 def _connect_as(assignment: Assignment) -> None:
     if assignment.num_processes > 1:
         _initialize(
+            _LAUNCHED_TIMEOUT_S,
             coordinator_address=assignment.coordinator,
             coordinator_bind_address=assignment.coordinator,
             num_processes=assignment.num_processes,
@@ -84,6 +88,7 @@ def _connect(place: schedulers.Place) -> None:
     address = place.coordinator
     local = address is not None and address.startswith(_LOOPBACK)
     _initialize(
+        JOIN_TIMEOUT_S,
         coordinator_address=address,
         coordinator_bind_address=address if local else None,
         num_processes=place.num_processes,
@@ -94,12 +99,12 @@ def _connect(place: schedulers.Place) -> None:
     )
 
 
-def _initialize(**place) -> None:
+def _initialize(timeout_s: int, **place) -> None:
     address = place["coordinator_address"]
     if address is not None and place["process_id"] > 0:
-        _wait_for(address)
+        _wait_for(address, timeout_s)
     try:
-        jax.distributed.initialize(initialization_timeout=JOIN_TIMEOUT_S, **place)
+        jax.distributed.initialize(initialization_timeout=timeout_s, **place)
     except RuntimeError as error:
         if "must be called before" in str(error):
             raise RuntimeError(
@@ -111,16 +116,16 @@ def _initialize(**place) -> None:
 
 
 # JAX waits a second after a first connection that failed.
-def _wait_for(address: str) -> None:
+def _wait_for(address: str, timeout_s: float) -> None:
     host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + JOIN_TIMEOUT_S
-    while time.monotonic() < deadline:
+    start = time.monotonic()
+    while (waited_s := time.monotonic() - start) < timeout_s:
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
             return
         except OSError:
-            time.sleep(0.001)
+            time.sleep(min(0.001 + waited_s / 50, 0.1))
     raise TimeoutError(
-        f"process 0 was not there within {JOIN_TIMEOUT_S} s: nobody listens at {address}. Is it "
+        f"process 0 was not there within {timeout_s} s: nobody listens at {address}. Is it "
         "alive, and can it be reached from this host?"
     )

@@ -124,6 +124,13 @@ def phase(name: str, *, timeout_s: float | None = None) -> Phase:
     return Phase(name, timeout_s or 0.0)
 
 
+def joins() -> None:
+    """Note that this process waits for the others, until `begin`."""
+    _open[0] = record(watch.JOINING), time.monotonic_ns()
+    _slot.enter(*_open[-1])
+    self_watch.show_stacks_when_asked()
+
+
 def begin(timeout_s: float | None, process: int = 0, num_processes: int = 1) -> None:
     """Begin to watch this process, or begin anew.
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from jdp.launch.board import SLOT_BYTES, Board, Where, record
+from jdp.launch.board import BEFORE, SLOT_BYTES, Board, Where, record
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 8])
@@ -70,6 +70,17 @@ def test_an_outer_phase_goes_on_since_it_began():
     where = slot.read()
     assert (where.phase, where.since_s) == ("evaluating", since_ns / 1e9)
     assert where.progress_s > where.since_s
+
+
+def test_a_process_is_expected_until_it_begins():
+    slot = Board.create(1).slot(0)
+    slot.expect(pid=os.getpid(), generation=2)
+    where = slot.read()
+    assert (where.pid, where.generation, where.phase) == (os.getpid(), 2, BEFORE)
+    assert 0 < where.progress_s == where.since_s and where.timeout_s == 600.0
+    slot.begin(generation=2, timeout_s=7.0)
+    slot.enter(record("starting"))
+    assert (slot.read().phase, slot.read().timeout_s) == ("starting", 7.0)
 
 
 def test_a_process_that_begins_in_a_slot_forgets_who_had_it():

@@ -400,6 +400,18 @@ def test_a_hang_that_may_not_be_restarted_has_its_own_exit_code(jdp_run):
     assert run.wait() == 124
 
 
+def test_a_process_that_never_comes_to_init_is_named_and_not_waited_for(jdp_run):
+    run = jdp_run(
+        "--nproc-per-node=2",
+        "--timeout-s=0.5",
+        before="time.sleep(99 if os.environ['RANK'] == '1' else 0)",
+        init="from jdp import progress; progress.joins(); time.sleep(99)",
+    )
+    assert run.wait() == 124
+    assert "process 1 (pid" in run.output and "before jdp.init()" in run.output
+    assert "waits for the above" in run.output and "in <module>" in run.output
+
+
 def test_the_commit_memory_outlives_the_processes(jdp_run):
     run = jdp_run(
         "--nproc-per-node=2",

@@ -32,8 +32,8 @@ ROOMS = (
     ("same",),
     ("same_program", "processes"),
     ("exchange",),
-    ("joining", "progress", "snapshot", "store"),
-    ("leaving",),
+    ("joining", "snapshot", "store"),
+    ("leaving", "progress"),
     ("axis", "mark", "statics", "sampler", "prefetch", "dataset", "launch", "schedulers"),
     ("background", "commit", "disk", "preemption"),
 )

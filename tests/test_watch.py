@@ -3,8 +3,8 @@ import math
 
 import pytest
 
-from jdp.launch.board import ENDED, Where
-from jdp.launch.watch import BETWEEN, DATA, FIRST, STARTING, STEP, Watch
+from jdp.launch.board import BEFORE, ENDED, Where
+from jdp.launch.watch import BETWEEN, DATA, FIRST, JOINING, STARTING, STEP, Watch
 
 
 def at(phase, steps=10, since_s=0.0, **facts):
@@ -192,6 +192,18 @@ def test_a_process_that_has_not_begun_is_left_out():
     said = looks(Watch(10.0), {0: Where(pid=0), 1: at(STEP)}, 10)
     assert said[10].processes == [1]
     assert "process 0" not in said[10].report
+
+
+def test_while_no_process_has_come_to_init_nobody_waits():
+    assert not looks(Watch(10.0), {0: at(BEFORE, 0), 1: at(BEFORE, 0)}, 1000)
+
+
+def test_a_process_that_does_not_come_to_init_is_named_and_given_up_as_late_as_a_long_phase():
+    said = looks(Watch(10.0), {0: at(JOINING, 0), 1: at(BEFORE, 0)}, 61)
+    assert {now: stall.processes for now, stall in said.items()} == {30: [1], 60: [1]}
+    assert [stall.is_over for stall in said.values()] == [False, True]
+    assert "process 1 (pid 1000): before jdp.init() for 30 s" in said[30].report
+    assert "waiting in jdp.init() for the others for 30 s, 0 steps" in said[30].report
 
 
 def test_time_in_which_nobody_looked_does_not_count():

@@ -28,6 +28,11 @@ _ENTERED, _DONE, _BUCKET = range(16, 19)
 # What a thread notes that looks now and then.
 _RUNNING, _DEBUGGED = 24, 25
 
+# What `jdp.init` is given unless the script says something else.
+_TIMEOUT_S = 600.0
+
+# What the launcher writes for a process, until that comes to `jdp.init()`.
+BEFORE = "before jdp.init()"
 # What a process writes last, if it ends by itself.
 ENDED = "the script has ended"
 
@@ -36,11 +41,11 @@ class Where(NamedTuple):
     """Where a process is; plain values, so that a host can send them to another.
 
     Attributes:
-      pid: of the process; 0 while nobody has begun.
+      pid: of the process; 0 while the slot is nobody's.
       generation: that it belongs to.
       steps: training steps that it has called, of which a few may still be running.
       progress_s: when it last got on, on the clock of `time.monotonic`.
-      phase: what it does, `ENDED` once its script has ended.
+      phase: what it does, `BEFORE` it has begun, `ENDED` once its script has ended.
       since_s: when the phase began, on the same clock.
       limit_s: how long the phase may go on without progress: inf for ever, 0 as its name says.
       timeout_s: what its script gave to `jdp.init`.
@@ -58,7 +63,7 @@ class Where(NamedTuple):
     phase: str = ""
     since_s: float = 0.0
     limit_s: float = 0.0
-    timeout_s: float = 600.0
+    timeout_s: float = _TIMEOUT_S
     entered: int = 0
     done: int = 0
     bucket: int = 0
@@ -133,6 +138,11 @@ class Slot:
         self.write_phase = functools.partial(_write_phase, memory, 8 * _PROGRESS)
         self.write_step = functools.partial(_write_step, memory, 8 * _STEPS)
 
+    def expect(self, pid: int, generation: int) -> None:
+        """Take the slot for a process that will begin, and has no time to say so."""
+        self._take(pid, generation, _TIMEOUT_S)
+        self.enter(record(BEFORE))
+
     def begin(self, generation: int, timeout_s: float) -> None:
         """Take the slot for this process.
 
@@ -140,12 +150,15 @@ class Slot:
           generation: that the process belongs to.
           timeout_s: what its script asks for, inf for no limit.
         """
+        self._take(os.getpid(), generation, timeout_s)
+
+    def _take(self, pid: int, generation: int, timeout_s: float) -> None:
         words = self._words
         words[_STEPS] = words[_RUNNING] = words[_DEBUGGED] = 0
         words[_GENERATION] = generation
         self._floats[_TIMEOUT] = timeout_s
         words[_PROGRESS] = words[_SINCE] = time.monotonic_ns()
-        words[_PID] = os.getpid()
+        words[_PID] = pid
 
     def clear(self) -> None:
         """Forget whoever had the slot."""

@@ -29,6 +29,7 @@ import socket
 import time
 from typing import Any, NamedTuple
 
+from jdp.launch.board import BEFORE
 from jdp.launch.exits import SAVED
 from jdp.launch.link import Link, start_task
 from jdp.launch.member import Assignment
@@ -347,12 +348,12 @@ class Host:
         self._dump([process.process_id for process in self._processes])
 
     # Each shows its Python stacks on standard error, also one that never lets go of the GIL. One
-    # that has not begun on the board has no handler yet, and would die.
+    # that has not come to jdp.init() has no handler yet, and would die.
     def _dump(self, process_ids: list[int]) -> None:
         for process in self._processes:
             if process.process_id in process_ids:  # those that the others wait for
                 process.reveal()
-            if process.slot.read().pid == process.popen.pid:
+            if process.slot.read().phase not in ("", BEFORE):
                 process.signal(signal.SIGQUIT)
 
     def _finish(self, code: int, why: str) -> None:

@@ -132,6 +132,7 @@ class Process:
     def go(self, assignment: Assignment) -> None:
         """Make it a process of a generation."""
         self.assignment = assignment
+        self.slot.expect(self.popen.pid, assignment.generation)
         self._channel.send("go", **assignment._asdict())
         self._output.assign(assignment.process_id, assignment.local_id, assignment.generation)
 

@@ -35,11 +35,17 @@ def begin(slot: Slot, timeout_s: float, process: int, *, is_launched: bool, is_a
     """
     global _current
     end()
-    if not is_alone and signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN):
-        # In C, so that it shows where a process is that never comes back to Python.
-        faulthandler.register(signal.SIGQUIT, file=_STDERR, all_threads=True, chain=False)
+    if not is_alone:
+        show_stacks_when_asked()
     _current = SelfWatch(slot, timeout_s, process, is_launched=is_launched, is_alone=is_alone)
     _current.start()
+
+
+def show_stacks_when_asked() -> None:
+    """Have SIGQUIT show the Python stacks of this process, unless it has another use here."""
+    if signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN):
+        # In C, so that it shows where a process is that never comes back to Python.
+        faulthandler.register(signal.SIGQUIT, file=_STDERR, all_threads=True, chain=False)
 
 
 def end() -> None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jdp.launch.board import ENDED, Where
+from jdp.launch.board import BEFORE, ENDED, Where
 
 _STALL_S = 30.0
 # Looks are a second apart at most, unless somebody stopped the one that looks.
@@ -17,10 +17,11 @@ _BRIEF = frozenset([STEP, BETWEEN, DATA])
 # own) may take much longer without anything being wrong: XLA compiles large programs for tens of
 # minutes, and data and checkpoints come over networks. Six times 600 s is an hour.
 PATIENCE = 6.0
+JOINING = "waiting in jdp.init() for the others"
 STARTING, FIRST = "starting", "waiting for the first step"
 SAVING = "saving"
-# In these a process waits for its devices, and they perhaps for another process.
-_WAITING = frozenset([STEP, FIRST])
+# In these a process waits for another, or for its devices, and these perhaps for another process.
+_WAITING = frozenset([JOINING, STEP, FIRST])
 
 
 class Stall(NamedTuple):
@@ -77,12 +78,14 @@ class Watch:
 
         Args:
           now: seconds, on the clock of `Where`.
-          processes: of all hosts, by index; those that have not begun are left out of account.
+          processes: of all hosts, by index. While all are before `jdp.init()` nobody waits.
 
         Returns:
           None, or a report; with `is_over` once when the last of its time is used.
         """
         begun = {i: it for i, it in processes.items() if it.pid and it.phase}
+        if all(it.phase == BEFORE for it in begun.values()):
+            begun = {}
         slowest = _slowest(begun)
         if now - self._last_look_s > _BLIND_S:
             self._blind_until_s = now
@@ -229,6 +232,8 @@ def _advice(causes: list[Where], begun: list[Where]) -> str:
             "Each waits for a step: a device hangs, or a process makes other collectives than the "
             "others. Their stacks show what the hosts do."
         )
+    if BEFORE in phases:
+        return "What stands before jdp.init() may take its time, but not so long on some processes."
     if phases <= {BETWEEN, STARTING}:
         return (
             "It is in the script's own code: its stack shows where. Put long work of your own into "
