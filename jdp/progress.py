@@ -88,7 +88,7 @@ FIRST_STEP = Phase(watch.FIRST)
 DATA = Phase(watch.DATA)
 EVALUATING = Phase("evaluating")
 SAVING = Phase(watch.SAVING)
-_COMPILING = Phase("compiling")
+_COMPILING = Phase(watch.COMPILING)
 
 
 def phase(name: str, *, timeout_s: float | None = None) -> Phase:

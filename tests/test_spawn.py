@@ -232,3 +232,30 @@ def test_what_the_environment_says_comes_before_what_jdp_would_say():
 
 def test_huge_pages_are_for_hosts_without_gpus():
     assert "GLIBC_TUNABLES" not in spawn.environment({}, num_gpus=1)
+
+
+@pytest.mark.parametrize(("phase", "is_kept"), [("compiling", False), ("running a step", True)])
+def test_what_a_killed_process_may_have_written_half_is_compiled_again(
+    tmp_path, jdp_run, phase, is_kept
+):
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    for name in ("jit_f-1-cache", "jit_g-2-cache", "mine.txt"):
+        (folder / name).touch()
+    long_ago = time.time() - 60
+    os.utime(folder / "jit_f-1-cache", (long_ago, long_ago))
+    run = jdp_run(
+        after=f"""
+from jdp import progress
+if a.generation == 0:
+    progress.begin(60.0)
+    with progress.phase({phase!r}):
+        for name in "jit_g-2-cache", "mine.txt": Path({str(folder)!r}, name).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+""",
+        JAX_COMPILATION_CACHE_DIR=str(folder),
+    )
+    run.pids(1, 1)
+    assert run.finish() == 0
+    assert (folder / "jit_g-2-cache").exists() is is_kept
+    assert (folder / "jit_f-1-cache").exists() and (folder / "mine.txt").exists()

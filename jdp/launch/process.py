@@ -5,9 +5,10 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from jdp.launch import spawn
+from jdp.launch import programs, spawn
 from jdp.launch.board import Board
 from jdp.launch.channel import Channel
 from jdp.launch.devices import num_gpus
@@ -15,6 +16,7 @@ from jdp.launch.guardian import Guardian
 from jdp.launch.logs import Logs
 from jdp.launch.member import VARIABLE, Assignment, environment
 from jdp.launch.options import Options
+from jdp.launch.watch import COMPILING, STARTING
 
 # PF_EXITING of Linux, in the flags of /proc/PID/stat.
 _EXITING = 0x4
@@ -171,7 +173,9 @@ class Process:
         self.read()  # its last words
         self._channel.close()
         self.kill()  # what it started
-        self.popen.wait()
+        where = self.slot.read()
+        if self.popen.wait() < 0 and where.phase in (STARTING, COMPILING):
+            programs.drop_torn(Path(self._kit.variables[programs.VARIABLE]))
         self._kit.guardian.remove(self.popen.pid)
         self._kit.free_slots.append(self._slot_index)
         self._died(self)

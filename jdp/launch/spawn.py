@@ -6,7 +6,8 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+
+from jdp.launch import programs
 
 # Runs before the program, in its process. The death signal comes when the launcher dies, but not if
 # it died before prctl was called: then the parent is another one already. A handler of the launcher
@@ -97,7 +98,7 @@ def environment(
         # A crash inside a library shows where each thread was.
         "PYTHONFAULTHANDLER": "1",
         # A process that takes over finds the programs of the one before.
-        "JAX_COMPILATION_CACHE_DIR": str(_cache_folder(inherited)),
+        programs.VARIABLE: str(programs.folder(inherited)),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
     }
@@ -109,8 +110,3 @@ def environment(
     # Who reads the environment of a process must not be able to join the run.
     inherited = {name: value for name, value in inherited.items() if name != "JDP_TOKEN"}
     return {**defaults, **inherited, **own}
-
-
-def _cache_folder(inherited: Mapping[str, str]) -> Path:
-    caches = inherited.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    return Path(caches, "jdp", "xla")

@@ -19,7 +19,7 @@ _BRIEF = frozenset([STEP, BETWEEN, DATA])
 PATIENCE = 6.0
 JOINING = "waiting in jdp.init() for the others"
 STARTING, FIRST = "starting", "waiting for the first step"
-SAVING = "saving"
+COMPILING, SAVING = "compiling", "saving"
 # In these a process waits for another, or for its devices, and these perhaps for another process.
 _WAITING = frozenset([JOINING, STEP, FIRST])
 

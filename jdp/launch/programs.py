@@ -1,0 +1,34 @@
+"""The folder of compiled programs, which a process that takes over reads and need not compile."""
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+
+_SUFFIX = "-cache"  # of JAX's entries
+
+# Longer than between two pieces of one file, shorter than between a program and its next run.
+_JUST_NOW_S = 1.0
+
+
+def folder(inherited: Mapping[str, str]) -> Path:
+    """Give the folder of programs of all runs, should the environment name no other."""
+    caches = inherited.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return Path(caches, "jdp", "xla")
+
+
+def drop_torn(folder: Path) -> None:
+    """Remove what was being written just now, when a process that compiled was killed.
+
+    JAX writes a program in place. Of one that is not whole it warns in each process, compiles it
+    again, and does not replace it.
+    """
+    oldest = time.time() - _JUST_NOW_S
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                if entry.name.endswith(_SUFFIX) and entry.stat().st_mtime >= oldest:
+                    os.unlink(entry)
