@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jdp import store
+from jdp import progress, store
 from jdp.leaving import OtherFailedError
 
 _timeout_s = 300.0
@@ -63,7 +63,8 @@ def told(group: tuple[int, ...], value: Any, *, what: str) -> dict[int, Any]:
     number = _put(group, {"value": value})
     end, found = time.monotonic() + _timeout_s, {}
     for process in group:
-        text = _get(_key(group, number, process), end)
+        with progress.WAITING:
+            text = _get(_key(group, number, process), end)
         if text is None:
             raise RuntimeError(
                 f"process {process} did not come within {_timeout_s:g} s to compare {what} with "

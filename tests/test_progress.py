@@ -1,3 +1,4 @@
+import json
 import math
 import os
 import re
@@ -13,7 +14,7 @@ import training
 from processes import environment
 
 import jdp
-from jdp import progress
+from jdp import exchange, progress
 
 
 def where():
@@ -78,6 +79,21 @@ def test_a_limit_that_is_over_before_it_begins_is_an_error(timeout_s):
     with pytest.raises(ValueError, match=re.escape(f"timeout_s={timeout_s} would end")):
         jdp.init(timeout_s=timeout_s)
     assert jdp.mesh.current_mesh() is mesh
+
+
+def test_who_waits_to_be_told_something_is_seen_to_wait(alone, monkeypatch):
+    seen = []
+
+    def get(key, *, timeout_s):
+        seen.append(now_in())
+        return json.dumps({"value": key[-1]})
+
+    for name, fake in (("put", lambda *_: None), ("delete", lambda *_: None), ("get", get)):
+        monkeypatch.setattr(exchange.store, name, fake)
+    with jdp.phase("saving"):
+        assert exchange.told((0, 1), "mine", what="a test") == {0: "0", 1: "1"}
+        assert now_in() == "saving"
+    assert seen == ["waiting for the other processes"] * 2
 
 
 def test_a_phase_without_a_name_is_an_error():
@@ -178,7 +194,7 @@ def test_what_a_process_forks_off_does_not_speak_for_it(alone):
     reader, writer = os.pipe()
     program = f"""
 import os
-from jdp import progress
+from jdp import exchange, progress
 progress.begin(None)
 if not (child := os.fork()):
     with progress.TRAIN_STEP:

@@ -4,7 +4,7 @@ import math
 import pytest
 
 from jdp.launch.board import BEFORE, ENDED, Where
-from jdp.launch.watch import BETWEEN, DATA, FIRST, JOINING, STARTING, STEP, Watch
+from jdp.launch.watch import BETWEEN, DATA, FIRST, JOINING, STARTING, STEP, WAITING, Watch
 
 
 def at(phase, steps=10, since_s=0.0, **facts):
@@ -166,6 +166,14 @@ def test_nobody_is_ended_for_waiting_while_the_one_waited_for_has_time(num_ahead
     said = looks(Watch(10.0), {0: evaluates, 1: waits}, 100)
     assert [t for t, stall in said.items() if stall.is_over] == [60]
     assert said[30].processes == [0]
+
+
+def test_a_process_that_waits_for_others_has_no_more_time_than_they_have():
+    waits = at(WAITING)
+    assert first({0: waits, 1: at(BETWEEN)}).processes == [1]
+    for phase, over_s in ((BETWEEN, 10), ("saving", 60), (WAITING, 60)):
+        said = looks(Watch(10.0), {0: waits, 1: at(phase)}, 100)
+        assert [now for now, stall in said.items() if stall.is_over] == [over_s]
 
 
 def test_one_that_hangs_is_ended_while_others_get_on_ahead_of_it():

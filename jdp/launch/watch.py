@@ -19,9 +19,10 @@ _BRIEF = frozenset([STEP, BETWEEN, DATA])
 PATIENCE = 6.0
 JOINING = "waiting in jdp.init() for the others"
 STARTING, FIRST = "starting", "waiting for the first step"
+WAITING = "waiting for the other processes"
 COMPILING, SAVING = "compiling", "saving"
 # In these a process waits for another, or for its devices, and these perhaps for another process.
-_WAITING = frozenset([JOINING, STEP, FIRST])
+_WAITING = frozenset([JOINING, WAITING, STEP, FIRST])
 
 
 class Stall(NamedTuple):
@@ -159,7 +160,9 @@ def _slowest(begun: Mapping[int, Where]) -> list[int]:
         return stopped  # Whatever the others have time for, it will not come.
     fewest = min(running.values())
     # In a debugger one may be ahead, and is waited for all the same.
-    return [i for i, n in running.items() if n == fewest or begun[i].state == "debugged"]
+    slowest = [i for i, n in running.items() if n == fewest or begun[i].state == "debugged"]
+    # Its time is that of those it waits for; but without a launcher it does not see them.
+    return [i for i in slowest if begun[i].phase != WAITING] or slowest
 
 
 # Of the slowest those that wait for nobody, else the ones that have entered the fewest all-reduces.
