@@ -1,6 +1,7 @@
 """The parts of the launcher that can be looked at alone."""
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -14,8 +15,11 @@ import pytest
 from jdp.launch import guest as guests
 from jdp.launch import handshake, plan, spawn
 from jdp.launch.channel import Channel, decode, encode
+from jdp.launch.door import Door
 from jdp.launch.guest import Guest, Slot
+from jdp.launch.link import Link
 from jdp.launch.member import VARIABLE, Assignment, Member
+from jdp.launch.options import parse
 from jdp.launch.process import gpus_of_slots
 from jdp.launch.recovery import Events
 
@@ -144,6 +148,66 @@ def test_a_channel_never_waits_for_who_does_not_read():
             return await asyncio.wait_for(closed, 5.0)
 
     assert asyncio.run(talk())
+
+
+# Addresses of the loopback at which nobody listens, or never answers.
+@pytest.fixture
+def deserted():
+    with socket.socket() as deserted:
+        deserted.bind(("127.0.0.1", 0))
+        yield deserted.getsockname()
+
+
+@pytest.fixture
+def silent():
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=0) as silent,
+        contextlib.ExitStack() as stack,
+    ):
+        for _ in range(4):  # more than it keeps; what comes then is left without an answer
+            visitor = stack.enter_context(socket.socket())
+            visitor.setblocking(False)
+            visitor.connect_ex(silent.getsockname())
+        yield silent.getsockname()
+
+
+@pytest.mark.parametrize("first", ["deserted", "silent"])
+def test_a_host_tries_all_addresses_of_the_leader(monkeypatch, request, first):
+    options = parse(["--join-timeout-s=3", "--heartbeat-timeout-s=1", "train.py"], {})
+    listener = socket.create_server(("127.0.0.1", 0))
+    addresses = request.getfixturevalue(first), listener.getsockname()
+    stream = socket.AF_INET, socket.SOCK_STREAM, 0, ""
+
+    async def join():
+        joined = asyncio.get_running_loop().create_future()
+        door = Door(
+            listener,
+            "token",
+            judge=lambda facts: None,
+            admit=lambda channel, facts, proof: channel.send(
+                "welcome", proof=proof, is_running=False
+            ),
+        )
+        link = Link(
+            options,
+            "token",
+            ("leader", 7),
+            leads=False,
+            introduce=dict,
+            joined=lambda is_running: joined.set_result(""),
+            received=lambda kind, facts: None,
+            lost=joined.set_result,
+            gave_up=joined.set_result,
+        )
+        try:
+            return await joined
+        finally:
+            link.close()
+            door.close()
+
+    found = [(*stream, address) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert asyncio.run(join()) == ""
 
 
 @pytest.fixture
