@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,10 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from jdp.launch import cause, handshake, plan, spawn
 from jdp.launch import guest as guests
-from jdp.launch import handshake, plan, spawn
 from jdp.launch.channel import Channel, decode, encode
 from jdp.launch.door import Door
+from jdp.launch.exits import exit_code, in_words
 from jdp.launch.guest import Guest, Slot
 from jdp.launch.link import Link
 from jdp.launch.member import VARIABLE, Assignment, Member
@@ -208,6 +210,32 @@ def test_a_host_tries_all_addresses_of_the_leader(monkeypatch, request, first):
     found = [(*stream, address) for address in addresses]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     assert asyncio.run(join()) == ""
+
+
+def test_the_cause_has_who_where_how_and_the_traceback():
+    raised = "Traceback\nValueError: x\n"
+    why = cause.exit_of_process(2, "h", 7, 1, raised, last_lines=["not shown"])
+    assert why.full_text.splitlines() == [
+        "the cause: process 2 (pid 7 on h) ended with exit code 1",
+        "  Traceback",
+        "  ValueError: x",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("returncode", "code", "words"),
+    [
+        (-signal.SIGKILL, 137, "was killed by SIGKILL (signal 9): "),
+        (-signal.SIGTERM, 143, "was killed by SIGTERM (signal 15)"),
+        (-64, 192, "was killed by SIGRTMAX (signal 64)"),
+        (-63, 191, "was killed by a signal (signal 63)"),
+        (1, 1, "ended with exit code 1"),
+        (124, 124, "ended with exit code 124: the watchdog ended it"),
+    ],
+)
+def test_ends_are_told_in_words_and_handed_on(returncode, code, words):
+    assert exit_code(returncode) == code
+    assert in_words(returncode).startswith(words)
 
 
 @pytest.fixture
