@@ -17,13 +17,13 @@ from jdp.launch import cause, handshake, plan, spawn
 from jdp.launch import guest as guests
 from jdp.launch.channel import Channel, decode, encode
 from jdp.launch.door import Door
+from jdp.launch.events import Events
 from jdp.launch.exits import exit_code, in_words
 from jdp.launch.guest import Guest, Slot
 from jdp.launch.link import Link
 from jdp.launch.member import VARIABLE, Assignment, Member
 from jdp.launch.options import parse
 from jdp.launch.process import gpus_of_slots
-from jdp.launch.recovery import Events
 
 
 def guest(name="a", host_id=None, num=(2, 2), address=None, seen="10.0.0.2", leader="10.0.0.1"):
@@ -326,12 +326,13 @@ def test_what_a_process_starts_before_it_asks_is_no_member_either():
     subprocess.run([sys.executable, "-c", code], env=variables, check=True, timeout=30)
 
 
-def test_a_record_that_cannot_be_written_ends_nothing(capfd):
-    events = Events(Path("/dev/full"))
+def test_a_record_that_cannot_be_written_ends_nothing():
+    said = []
+    events = Events(Path("/dev/full"), said.append)
     for _ in range(3):
         events.write("formed", generation=0)
     events.close()
-    assert capfd.readouterr().err.count("/dev/full can't be written") == 1
+    assert said == ["/dev/full can't be written: No space left on device"]
 
 
 def test_the_token_is_not_in_the_environment_of_processes():

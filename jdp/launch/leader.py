@@ -54,12 +54,13 @@ from jdp.launch.board import Where
 from jdp.launch.cause import Cause
 from jdp.launch.channel import Channel
 from jdp.launch.door import Door, Refusal
+from jdp.launch.events import Events
 from jdp.launch.exits import SAVED
 from jdp.launch.generation import Generation
 from jdp.launch.guest import Guest
 from jdp.launch.options import Options
 from jdp.launch.plan import Plan
-from jdp.launch.recovery import Events, Recovery
+from jdp.launch.recovery import Recovery
 from jdp.launch.watch import Stall
 
 State = Enum("State", "GATHERING RUNNING STOPPING ENDING OVER")
@@ -76,7 +77,6 @@ class Leader:
       token: of the run.
       listener: a listening socket where hosts join, which the leader closes.
       say: tells whoever watches the run.
-      events: where it is written what happens.
 
     Attributes:
       home: id of the host that is in this very process, once there is one.
@@ -88,10 +88,10 @@ class Leader:
         token: str,
         listener: socket.socket,
         say: Callable[[str], None],
-        events: Events,
     ) -> None:
         self.home = ""
-        self._options, self._say, self._events = options, say, events
+        self._options, self._say = options, say
+        self._events = Events(options.log_dir and options.log_dir / "events.jsonl", say)
         self._state = State.GATHERING
         self._since = time.monotonic()  # when the state began
         self._guests: list[Guest] = []
@@ -128,6 +128,7 @@ class Leader:
             self._timer.cancel()
         for guest in self._guests:
             guest.channel.close()
+        self._events.close()
 
     # --- who takes part ---
 

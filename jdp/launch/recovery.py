@@ -1,13 +1,10 @@
 """From one generation to the next: what it took, in a line for people and as a record."""
 
-import json
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from jdp.launch.cause import Cause
-from jdp.launch.say import say
 
 # What all processes tell in turn, and what the time up to it is called.
 _PARTS = {"joined": "form_s", "restored": "restore_s", "first_step": "step_s"}
@@ -85,32 +82,3 @@ class Recovery:
         lost = record["lost_steps"]
         words = "" if lost is None else f", {lost} step{'' if lost == 1 else 's'} lost"
         return f"whole after {record['whole_s']:.3f} s ({', '.join(parts)}){words}"
-
-
-class Events:
-    """Writes what happens to a file of JSON lines, with the time.
-
-    Args:
-      path: of the file, which is appended to; None: nowhere.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0) if path is not None else None
-
-    def write(self, event: str, **facts: Any) -> None:
-        """Write one event: what, `time.time()`, and its facts."""
-        if self._file is not None:
-            record = json.dumps({"event": event, "at": time.time(), **facts})
-            try:
-                self._file.write(record.encode() + b"\n")
-            except OSError as error:  # the run goes on without its record
-                say(f"{self._file.name} can't be written: {error.strerror}")
-                self.close()
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
