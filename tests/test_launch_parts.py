@@ -23,6 +23,7 @@ from jdp.launch.guest import Guest, Slot
 from jdp.launch.link import Link
 from jdp.launch.member import VARIABLE, Assignment, Member
 from jdp.launch.options import parse
+from jdp.launch.plan import Part
 from jdp.launch.process import gpus_of_slots
 
 
@@ -35,8 +36,8 @@ def guest(name="a", host_id=None, num=(2, 2), address=None, seen="10.0.0.2", lea
 def test_hosts_with_a_number_come_first_and_the_others_as_they_came():
     hosts = [guest("x"), guest("b", 1), guest("y"), guest("a", 0)]
     made = plan.make(hosts, least=1, now=0.0)
-    assert [host.name for host, _ in made] == ["a", "b", "x", "y"]
-    assert plan.size(made) == 8
+    assert [part.guest.name for part in made] == ["a", "b", "x", "y"]
+    assert [part.first for part in made] == [0, 2, 4, 6] and plan.size(made) == 8
 
 
 def test_too_few_hosts_make_no_plan():
@@ -45,20 +46,34 @@ def test_too_few_hosts_make_no_plan():
 
 def test_a_host_that_has_just_come_is_left_out_if_there_are_enough():
     old, new = guest("old"), guest("new")
-    old.used = [0]
-    assert [host.name for host, _ in plan.make([old, new], least=1, now=0.0)] == ["old"]
+    old.take_part(0)
+    assert [part.guest for part in plan.make([old, new], least=1, now=0.0)] == [old]
     assert len(plan.make([old, new], least=2, now=0.0)) == 2
     new.is_ready = True
     assert len(plan.make([old, new], least=1, now=0.0)) == 2
+
+
+def test_hosts_that_may_be_on_their_way_are_waited_for_at_the_start_only():
+    flags = "--nnodes=1:2", "--rdzv-endpoint=a:7", "--last-call-timeout-s=5", "train.py"
+    options = parse(flags, {"JDP_TOKEN": "a secret"})
+    one, two = guest("one"), guest("two")
+    start = plan.Gathering(options, is_start=True)
+    assert start.plan([one], now=1.0) is None
+    assert start.plan([], now=2.0) is None  # from now on it waits anew
+    assert start.plan([one], now=3.0) is None
+    assert start.plan([one], now=7.9) is None
+    assert start.plan([one], now=8.0) == [Part(one, 0, [0, 1])]
+    assert plan.size(plan.Gathering(options, is_start=True).plan([one, two], now=1.0)) == 4
+    assert plan.Gathering(options, is_start=False).plan([one], now=1.0) is not None
 
 
 def test_a_slot_that_rests_is_left_out_and_one_that_is_needed_is_waited_for():
     elastic, fixed = guest(num=(1, 2)), guest(num=(2, 2))
     for host in (elastic, fixed):
         host.slots[0].free_at = 5.0
-    assert plan.make([elastic], least=1, now=0.0) == [(elastic, [1])]
+    assert plan.make([elastic], least=1, now=0.0) == [Part(elastic, 0, [1])]
     assert plan.make([fixed], least=1, now=0.0) is None
-    assert plan.make([fixed], least=1, now=5.0) == [(fixed, [0, 1])]
+    assert plan.make([fixed], least=1, now=5.0) == [Part(fixed, 0, [0, 1])]
 
 
 def test_a_slot_rests_when_it_fails_twice_in_a_minute_and_each_time_for_longer():
@@ -83,12 +98,13 @@ def test_a_slot_that_is_needed_backs_off_only():
 
 
 def test_process_0_listens_where_others_reach_its_host():
-    home, other = guest("home", seen="127.0.0.1"), guest("other", leader="10.0.0.1")
-    assert plan.coordinator([(home, [0])], "home") == "127.0.0.1:7"
-    assert plan.coordinator([(home, [0]), (other, [0])], "home") == "10.0.0.1:7"
-    assert plan.coordinator([(other, [0]), (home, [0])], "home") == "10.0.0.2:7"
-    chosen = guest("home", address="fe80::1")
-    assert plan.coordinator([(chosen, [0]), (other, [0])], "home") == "[fe80::1]:7"
+    home = Part(guest("home", seen="127.0.0.1"), 0, [0])
+    other = Part(guest("other", leader="10.0.0.1"), 1, [0])
+    chosen = Part(guest("home", address="fe80::1"), 0, [0])
+    assert plan.coordinator([home], "home") == "127.0.0.1:7"
+    assert plan.coordinator([home, other], "home") == "10.0.0.1:7"
+    assert plan.coordinator([other, home], "home") == "10.0.0.2:7"
+    assert plan.coordinator([chosen, other], "home") == "[fe80::1]:7"
 
 
 def test_gpus_are_shared_evenly_or_not_at_all():
