@@ -1,7 +1,8 @@
 """Generations over hosts: who takes part, who is which process, and what happens after a failure.
 
 One launcher leads: the one that listens where the hosts meet. Its own processes are looked after by
-a `Host` as everyone's are, so a run on one host is the case of a single guest.
+a `Host` as everyone's are, so a run on one host is the case of a single guest. What hosts and the
+leader say to each other stands at the top of `channel.py`.
 
 States, and what ends them:
 
@@ -27,7 +28,6 @@ from typing import Any
 
 from jdp.launch import cause, plan
 from jdp.launch.board import Where
-from jdp.launch.cause import Cause
 from jdp.launch.channel import Channel
 from jdp.launch.door import Door, Refusal
 from jdp.launch.events import Events
@@ -36,7 +36,7 @@ from jdp.launch.generation import Generation, State
 from jdp.launch.guest import Guest
 from jdp.launch.options import Options
 from jdp.launch.plan import Gathering, Plan
-from jdp.launch.recovery import Recovery
+from jdp.launch.recovery import Recoveries
 
 # How often time itself is looked at: for stalls and for hosts that are silent.
 LOOK_S = 0.2
@@ -70,11 +70,9 @@ class Leader:
         self._guests: list[Guest] = []
         self._generation: Generation | None = None  # the one that lives
         self._number = -1  # of the last generation
-        self._stepped = False  # some generation did
         self._run_id = options.rdzv_id
-        self._num_restarts = 0
         self._signal: int | None = None
-        self._recovery: Recovery | None = None
+        self._recoveries = Recoveries(options.max_restarts, say, self._events)
         self._all_left = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._door = Door(listener, token, self._refusal, self._admit)
@@ -130,7 +128,7 @@ class Leader:
         channel.closed = functools.partial(self._left, guest)
         # A leader that was started again goes on where the hosts are.
         self._number = max(self._number, guest.generation)
-        self._stepped = self._stepped or facts["stepped"]
+        self._recoveries.stepped = self._recoveries.stepped or facts["stepped"]
         self._run_id = self._run_id or facts["run_id"]
         self._guests.append(guest)
         channel.send("welcome", proof=proof, is_running=self._generation is not None)
@@ -197,24 +195,13 @@ class Leader:
     # --- what happens in a generation ---
 
     def _told(self, generation: Generation, guest: Guest, what: str, **facts: Any) -> None:
-        is_told_by_all = generation.note(guest, what=what, **facts)
-        if is_told_by_all and self._recovery is not None:
-            self._recovery.mark(what, generation.told[what].values())
-        if is_told_by_all and what == "first_step":
-            self._all_stepped(generation)
-
-    def _all_stepped(self, generation: Generation) -> None:
-        self._stepped = True
-        for guest in self._guests:  # also those that came while no generation was there
-            guest.channel.send("stepped")
-        recovery, self._recovery = self._recovery, None
-        if recovery is not None:
-            record = recovery.record()
-            self._events.write("recovered", generation=generation.number, **record)
-            self._say(
-                f"{recovery.text}. Generation {generation.number} of {generation.size} processes "
-                f"is {recovery}."
-            )
+        if not generation.note(guest, what=what, **facts):
+            return
+        # Now all processes have told it.
+        self._recoveries.mark(what, generation)
+        if what == "first_step":
+            for each in self._guests:  # also those that came while no generation was there
+                each.channel.send("stepped")
 
     def _ended(self, guest: Guest, generation: int, port: int, step: int | None) -> None:
         guest.port = port
@@ -277,34 +264,14 @@ class Leader:
         elif self._signal is not None:
             self._over(128 + self._signal, "")
         elif why is None or generation.is_done:
-            before = "" if self._recovery is None else f"{self._recovery.text}. "
-            self._over(0, before and f"{before}There was no step left to make after that.")
-        elif why.grows or self._may_recover(why):
-            self._recover(why, generation)
+            before = self._recoveries.text
+            self._over(0, before and f"{before}. There was no step left to make after that.")
+        elif why_not := self._recoveries.why_not(why):
+            self._over(why.code, f"{why.full_text}\n{why_not}")
         else:
-            self._over(why.code, f"{why.full_text}\n{self._why_no_restart()}")
-
-    def _may_recover(self, why: Cause) -> bool:
-        return self._num_restarts < self._options.max_restarts and (
-            self._stepped or not why.is_of_program
-        )
-
-    def _why_no_restart(self) -> str:
-        if self._num_restarts >= self._options.max_restarts:
-            return f"It is not started again: --max-restarts {self._options.max_restarts}."
-        return "It is not started again, since its processes have not finished a step so far."
-
-    def _recover(self, why: Cause, generation: Generation) -> None:
-        if not why.grows:
-            self._num_restarts += 1
             generation.blame(time.monotonic())
-            # Of a process whose output is not shown, this is all there is to see.
-            if why.raised:
-                self._say(why.full_text)
-        if self._recovery is None:
-            self._recovery = Recovery(generation.step if generation.stepped else None)
-        self._recovery.begin(why)
-        self._gathering = Gathering(self._options, is_start=False)
+            self._recoveries.begin(why, generation)
+            self._gathering = Gathering(self._options, is_start=False)
 
     def _over(self, code: int, why: str) -> None:
         self._is_over = True
