@@ -19,6 +19,7 @@ from jdp.launch.channel import Channel, decode, encode
 from jdp.launch.door import Door
 from jdp.launch.events import Events
 from jdp.launch.exits import exit_code, in_words
+from jdp.launch.generation import Generation
 from jdp.launch.guest import Guest, Slot
 from jdp.launch.link import Link
 from jdp.launch.member import VARIABLE, Assignment, Member
@@ -105,6 +106,26 @@ def test_process_0_listens_where_others_reach_its_host():
     assert plan.coordinator([home, other], "home") == "10.0.0.1:7"
     assert plan.coordinator([other, home], "home") == "10.0.0.2:7"
     assert plan.coordinator([chosen, other], "home") == "[fe80::1]:7"
+
+
+def test_the_first_failure_is_the_cause_unless_a_later_one_is_sure():
+    host, other = guest("a"), guest("b")
+    parts = [Part(host, 0, [0, 1]), Part(other, 2, [1])]
+    options = parse(["train.py"], {})
+    generation = Generation(0, parts, options, say=print, events=Events(None, print))
+
+    def end(on, process_id, returncode):
+        generation.note_exit(on, process_id, 7, returncode, traceback=None, last_lines=[])
+        return generation.cause and generation.cause.code
+
+    assert end(host, 1, 0) is None
+    assert end(host, 0, 3) == 3
+    assert end(host, 0, -signal.SIGABRT) == 3  # as JAX does when another process is lost
+    assert end(other, 2, -signal.SIGSEGV) == 139
+    assert end(host, 0, -signal.SIGKILL) == 139
+    for now in (0.0, 1.0):
+        generation.blame(now)
+    assert [slot.free_at > 0 for slot in host.slots + other.slots] == [False] * 3 + [True]
 
 
 def test_gpus_are_shared_evenly_or_not_at_all():
