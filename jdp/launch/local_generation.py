@@ -164,9 +164,9 @@ class LocalGeneration:
         for process in self.processes:
             if process.process_id in process_ids:
                 process.reveal()
-            # Also one that never lets go of the GIL shows them. One that has not begun on the board
-            # has no handler yet, and would die.
-            if process.slot.read().pid == process.popen.pid:
+            # Also one that never lets go of the GIL shows them. But one that has no handler, since
+            # it is before `jdp.init()` or Python has ended in it, would die.
+            if _handles(process.popen.pid, signal.SIGQUIT):
                 process.signal(signal.SIGQUIT)
 
     # What is being saved is worth more than the time.
@@ -193,3 +193,9 @@ class LocalGeneration:
         if call is not None:
             after_s = self._shutdown_timeout_s if after_s is None else after_s
             self._deadline = asyncio.get_running_loop().call_later(after_s, call)
+
+
+def _handles(pid: int, number: int) -> bool:
+    with open(f"/proc/{pid}/status") as file:
+        masks = dict(line.split(":", 1) for line in file)
+    return bool(int(masks["SigCgt"], 16) & 1 << number - 1)
