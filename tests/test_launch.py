@@ -32,11 +32,23 @@ def test_a_script_that_never_asks_finds_the_environment_of_torchrun(jdp_run):
     assert "never called jdp.init()" in run.output
 
 
-def test_ctrl_backslash_ends_nothing(jdp_run):
-    run = jdp_run("--nproc-per-node=2")
-    run.pids(0, 2)
+BEGINS = """
+from jdp import progress
+progress.begin(600.0, a.process_id, a.num_processes)
+"""
+# What Python does before it has ended.
+FORGETS = "import faulthandler; faulthandler.unregister(signal.SIGQUIT)"
+
+
+@pytest.mark.parametrize("after", ["", BEGINS, BEGINS + FORGETS])
+def test_ctrl_backslash_ends_nothing(jdp_run, after):
+    run = jdp_run("--nproc-per-node=2", after=after)
+    run.until("running", 2)
     os.kill(run.process.pid, signal.SIGQUIT)
+    if after == BEGINS:
+        run.until_true(lambda: run.output.count("most recent call first") >= 2, "stacks")
     assert run.finish() == 0
+    assert [e["returncode"] for e in run.events("exited")] == [0, 0]
     assert "never called" not in run.output
 
 
@@ -232,12 +244,6 @@ if a.generation == 0: (folder / "noticed").touch(); {by}; time.sleep(9)
     [recovered] = run.until("recovered")
     assert f"process {lost} " in recovered["cause"] and "SIGKILL" in recovered["cause"]
     assert run.finish() == 0
-
-
-BEGINS = """
-from jdp import progress
-progress.begin(600.0, a.process_id, a.num_processes)
-"""
 
 
 def test_an_early_end_of_one_process_that_another_waits_for_is_a_failure(jdp_run):

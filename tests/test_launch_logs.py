@@ -3,16 +3,12 @@
 import io
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
 
-import pytest
-
-from jdp.launch.exits import exit_code, in_words
-from jdp.launch.logs import TAIL_LINES, Logs, cause
+from jdp.launch.logs import TAIL_LINES, Logs
 from jdp.launch.options import parse
 
 TIMEOUT_S = 10.0
@@ -318,29 +314,3 @@ os._exit(0)
     os.close(theirs)
     first, second = eval(text)
     assert b"[process 0]" in first and first.startswith(b"\x1b[") and first[:5] != second[:5]
-
-
-def test_the_cause_has_who_where_how_and_the_traceback():
-    raised = "Traceback\nValueError: x\n"
-    text = cause(process_id=2, host="h", pid=7, returncode=1, traceback=raised)
-    assert text.splitlines() == [
-        "jdp run: the cause: process 2 (pid 7 on h) ended with exit code 1",
-        "  Traceback",
-        "  ValueError: x",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("returncode", "code", "words"),
-    [
-        (-signal.SIGKILL, 137, "was killed by SIGKILL (signal 9): "),
-        (-signal.SIGTERM, 143, "was killed by SIGTERM (signal 15)"),
-        (-64, 192, "was killed by SIGRTMAX (signal 64)"),
-        (-63, 191, "was killed by a signal (signal 63)"),
-        (1, 1, "ended with exit code 1"),
-        (124, 124, "ended with exit code 124: the watchdog ended it"),
-    ],
-)
-def test_ends_are_told_in_words_and_handed_on(returncode, code, words):
-    assert exit_code(returncode) == code
-    assert in_words(returncode).startswith(words)

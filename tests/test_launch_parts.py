@@ -1,8 +1,10 @@
 """The parts of the launcher that can be looked at alone."""
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,13 +13,19 @@ from types import SimpleNamespace
 
 import pytest
 
+from jdp.launch import cause, handshake, plan, spawn
 from jdp.launch import guest as guests
-from jdp.launch import handshake, plan, spawn
 from jdp.launch.channel import Channel, decode, encode
+from jdp.launch.door import Door
+from jdp.launch.events import Events
+from jdp.launch.exits import exit_code, in_words
+from jdp.launch.generation import Generation
 from jdp.launch.guest import Guest, Slot
+from jdp.launch.link import Link
 from jdp.launch.member import VARIABLE, Assignment, Member
+from jdp.launch.options import parse
+from jdp.launch.plan import Part
 from jdp.launch.process import gpus_of_slots
-from jdp.launch.recovery import Events
 
 
 def guest(name="a", host_id=None, num=(2, 2), address=None, seen="10.0.0.2", leader="10.0.0.1"):
@@ -29,8 +37,8 @@ def guest(name="a", host_id=None, num=(2, 2), address=None, seen="10.0.0.2", lea
 def test_hosts_with_a_number_come_first_and_the_others_as_they_came():
     hosts = [guest("x"), guest("b", 1), guest("y"), guest("a", 0)]
     made = plan.make(hosts, least=1, now=0.0)
-    assert [host.name for host, _ in made] == ["a", "b", "x", "y"]
-    assert plan.size(made) == 8
+    assert [part.guest.name for part in made] == ["a", "b", "x", "y"]
+    assert [part.first for part in made] == [0, 2, 4, 6] and plan.size(made) == 8
 
 
 def test_too_few_hosts_make_no_plan():
@@ -39,20 +47,34 @@ def test_too_few_hosts_make_no_plan():
 
 def test_a_host_that_has_just_come_is_left_out_if_there_are_enough():
     old, new = guest("old"), guest("new")
-    old.used = [0]
-    assert [host.name for host, _ in plan.make([old, new], least=1, now=0.0)] == ["old"]
+    old.take_part(0)
+    assert [part.guest for part in plan.make([old, new], least=1, now=0.0)] == [old]
     assert len(plan.make([old, new], least=2, now=0.0)) == 2
     new.is_ready = True
     assert len(plan.make([old, new], least=1, now=0.0)) == 2
+
+
+def test_hosts_that_may_be_on_their_way_are_waited_for_at_the_start_only():
+    flags = "--nnodes=1:2", "--rdzv-endpoint=a:7", "--last-call-timeout-s=5", "train.py"
+    options = parse(flags, {"JDP_TOKEN": "a secret"})
+    one, two = guest("one"), guest("two")
+    start = plan.Gathering(options, is_start=True)
+    assert start.plan([one], now=1.0) is None
+    assert start.plan([], now=2.0) is None  # from now on it waits anew
+    assert start.plan([one], now=3.0) is None
+    assert start.plan([one], now=7.9) is None
+    assert start.plan([one], now=8.0) == [Part(one, 0, [0, 1])]
+    assert plan.size(plan.Gathering(options, is_start=True).plan([one, two], now=1.0)) == 4
+    assert plan.Gathering(options, is_start=False).plan([one], now=1.0) is not None
 
 
 def test_a_slot_that_rests_is_left_out_and_one_that_is_needed_is_waited_for():
     elastic, fixed = guest(num=(1, 2)), guest(num=(2, 2))
     for host in (elastic, fixed):
         host.slots[0].free_at = 5.0
-    assert plan.make([elastic], least=1, now=0.0) == [(elastic, [1])]
+    assert plan.make([elastic], least=1, now=0.0) == [Part(elastic, 0, [1])]
     assert plan.make([fixed], least=1, now=0.0) is None
-    assert plan.make([fixed], least=1, now=5.0) == [(fixed, [0, 1])]
+    assert plan.make([fixed], least=1, now=5.0) == [Part(fixed, 0, [0, 1])]
 
 
 def test_a_slot_rests_when_it_fails_twice_in_a_minute_and_each_time_for_longer():
@@ -77,12 +99,33 @@ def test_a_slot_that_is_needed_backs_off_only():
 
 
 def test_process_0_listens_where_others_reach_its_host():
-    home, other = guest("home", seen="127.0.0.1"), guest("other", leader="10.0.0.1")
-    assert plan.coordinator([(home, [0])], "home") == "127.0.0.1:7"
-    assert plan.coordinator([(home, [0]), (other, [0])], "home") == "10.0.0.1:7"
-    assert plan.coordinator([(other, [0]), (home, [0])], "home") == "10.0.0.2:7"
-    chosen = guest("home", address="fe80::1")
-    assert plan.coordinator([(chosen, [0]), (other, [0])], "home") == "[fe80::1]:7"
+    home = Part(guest("home", seen="127.0.0.1"), 0, [0])
+    other = Part(guest("other", leader="10.0.0.1"), 1, [0])
+    chosen = Part(guest("home", address="fe80::1"), 0, [0])
+    assert plan.coordinator([home], "home") == "127.0.0.1:7"
+    assert plan.coordinator([home, other], "home") == "10.0.0.1:7"
+    assert plan.coordinator([other, home], "home") == "10.0.0.2:7"
+    assert plan.coordinator([chosen, other], "home") == "[fe80::1]:7"
+
+
+def test_the_first_failure_is_the_cause_unless_a_later_one_is_sure():
+    host, other = guest("a"), guest("b")
+    parts = [Part(host, 0, [0, 1]), Part(other, 2, [1])]
+    options = parse(["train.py"], {})
+    generation = Generation(0, parts, options, say=print, events=Events(None, print))
+
+    def end(on, process_id, returncode):
+        generation.note_exit(on, process_id, 7, returncode, traceback=None, last_lines=[])
+        return generation.cause and generation.cause.code
+
+    assert end(host, 1, 0) is None
+    assert end(host, 0, 3) == 3
+    assert end(host, 0, -signal.SIGABRT) == 3  # as JAX does when another process is lost
+    assert end(other, 2, -signal.SIGSEGV) == 139
+    assert end(host, 0, -signal.SIGKILL) == 139
+    for now in (0.0, 1.0):
+        generation.blame(now)
+    assert [slot.free_at > 0 for slot in host.slots + other.slots] == [False] * 3 + [True]
 
 
 def test_gpus_are_shared_evenly_or_not_at_all():
@@ -144,6 +187,92 @@ def test_a_channel_never_waits_for_who_does_not_read():
             return await asyncio.wait_for(closed, 5.0)
 
     assert asyncio.run(talk())
+
+
+# Addresses of the loopback at which nobody listens, or never answers.
+@pytest.fixture
+def deserted():
+    with socket.socket() as deserted:
+        deserted.bind(("127.0.0.1", 0))
+        yield deserted.getsockname()
+
+
+@pytest.fixture
+def silent():
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=0) as silent,
+        contextlib.ExitStack() as stack,
+    ):
+        for _ in range(4):  # more than it keeps; what comes then is left without an answer
+            visitor = stack.enter_context(socket.socket())
+            visitor.setblocking(False)
+            visitor.connect_ex(silent.getsockname())
+        yield silent.getsockname()
+
+
+@pytest.mark.parametrize("first", ["deserted", "silent"])
+def test_a_host_tries_all_addresses_of_the_leader(monkeypatch, request, first):
+    options = parse(["--join-timeout-s=3", "--heartbeat-timeout-s=1", "train.py"], {})
+    listener = socket.create_server(("127.0.0.1", 0))
+    addresses = request.getfixturevalue(first), listener.getsockname()
+    stream = socket.AF_INET, socket.SOCK_STREAM, 0, ""
+
+    async def join():
+        joined = asyncio.get_running_loop().create_future()
+        door = Door(
+            listener,
+            "token",
+            judge=lambda facts: None,
+            admit=lambda channel, facts, proof: channel.send(
+                "welcome", proof=proof, is_running=False
+            ),
+        )
+        link = Link(
+            options,
+            "token",
+            ("leader", 7),
+            leads=False,
+            introduce=dict,
+            joined=lambda is_running: joined.set_result(""),
+            received=lambda kind, facts: None,
+            lost=joined.set_result,
+            gave_up=joined.set_result,
+        )
+        try:
+            return await joined
+        finally:
+            link.close()
+            door.close()
+
+    found = [(*stream, address) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert asyncio.run(join()) == ""
+
+
+def test_the_cause_has_who_where_how_and_the_traceback():
+    raised = "Traceback\nValueError: x\n"
+    why = cause.exit_of_process(2, "h", 7, 1, raised, last_lines=["not shown"])
+    assert why.full_text.splitlines() == [
+        "the cause: process 2 (pid 7 on h) ended with exit code 1",
+        "  Traceback",
+        "  ValueError: x",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("returncode", "code", "words"),
+    [
+        (-signal.SIGKILL, 137, "was killed by SIGKILL (signal 9): "),
+        (-signal.SIGTERM, 143, "was killed by SIGTERM (signal 15)"),
+        (-64, 192, "was killed by SIGRTMAX (signal 64)"),
+        (-63, 191, "was killed by a signal (signal 63)"),
+        (1, 1, "ended with exit code 1"),
+        (124, 124, "ended with exit code 124: the watchdog ended it"),
+    ],
+)
+def test_ends_are_told_in_words_and_handed_on(returncode, code, words):
+    assert exit_code(returncode) == code
+    assert in_words(returncode).startswith(words)
 
 
 @pytest.fixture
@@ -234,12 +363,13 @@ def test_what_a_process_starts_before_it_asks_is_no_member_either():
     subprocess.run([sys.executable, "-c", code], env=variables, check=True, timeout=30)
 
 
-def test_a_record_that_cannot_be_written_ends_nothing(capfd):
-    events = Events(Path("/dev/full"))
+def test_a_record_that_cannot_be_written_ends_nothing():
+    said = []
+    events = Events(Path("/dev/full"), said.append)
     for _ in range(3):
         events.write("formed", generation=0)
     events.close()
-    assert capfd.readouterr().err.count("/dev/full can't be written") == 1
+    assert said == ["/dev/full can't be written: No space left on device"]
 
 
 def test_the_token_is_not_in_the_environment_of_processes():

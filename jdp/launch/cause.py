@@ -4,7 +4,6 @@ import signal
 import time
 from dataclasses import dataclass, field, replace
 
-from jdp.launch import logs
 from jdp.launch.exits import STALLED, exit_code, in_words
 
 
@@ -51,20 +50,23 @@ def exit_of_process(
       pid: there.
       returncode: as that of Popen.
       traceback: of what its script raised, if it did.
-      last_lines: what it wrote.
+      last_lines: what it wrote, shown where there is no traceback.
+
+    >>> print(exit_of_process(1, "a", 7, 3, None, ["no such file"]).full_text)
+    the cause: process 1 (pid 7 on a) ended with exit code 3
+    its last output:
+      no such file
     """
-    text = logs.cause(
-        process_id=process_id,
-        host=host,
-        pid=pid,
-        returncode=returncode,
-        traceback=traceback,
-        last_lines=last_lines,
-    )
+    text = f"{_who(process_id, host, pid)} {in_words(returncode)}"
+    lines = [f"the cause: {text}"]
+    if traceback:
+        lines += [f"  {line}" for line in traceback.rstrip().splitlines()]
+    elif last_lines:
+        lines += ["its last output:", *(f"  {line}" for line in last_lines)]
     return Cause(
-        f"process {process_id} (pid {pid} on {host}) {in_words(returncode)}",
+        text,
         exit_code(returncode),
-        text.removeprefix("jdp run: "),
+        "\n".join(lines),
         raised=traceback is not None,
         # Others may have failed for the loss of this one, and said so before. But JAX aborts for
         # that, too.
@@ -74,7 +76,7 @@ def exit_of_process(
 
 def stall_of_process(process_id: int, host: str, pid: int, stalled_s: float, report: str) -> Cause:
     """A process made no progress, and the others waited for it."""
-    text = f"process {process_id} (pid {pid} on {host}) made no progress for {stalled_s:.1f} s"
+    text = f"{_who(process_id, host, pid)} made no progress for {stalled_s:.1f} s"
     return Cause(text, STALLED, f"the cause: {report}", stalled_s)
 
 
@@ -104,3 +106,7 @@ def loss_of_host(host: str, why: str, silent_s: float) -> Cause:
 def growth() -> Cause:
     """There is room for more processes."""
     return Cause("there is room for more processes", 0, "", grows=True)
+
+
+def _who(process_id: int, host: str, pid: int) -> str:
+    return f"process {process_id} (pid {pid} on {host})"

@@ -13,7 +13,25 @@ A process tells its host:
 A host tells a process:
   go          an `Assignment`   which process of which generation it is now
 
-What hosts and the leader say to each other stands at the top of `leader.py`.
+A host tells the leader:
+  join    id, proof, ...           who it is, and that it knows the token
+  ready   generation               a change would be quick: its standbys wait, or it has none
+  told    process_id, what, ...    what a process told it
+  exited  process_id, ...          a process ended by itself
+  ended   generation, port, step   none of its processes is left; a port for the next coordinator
+  stop    signal, at_once          its launcher was asked to end the run
+  beat    at, where                it lives, its time, and where its processes are
+The leader tells a host:
+  challenge  nonce                 show that you know the token
+  welcome    proof, is_running     you are in; so do I; a generation lives
+  refused    why, is_final         you are not, for now or for good
+  go         first, slots, ...     start your part of a generation
+  stepped                          each process has finished a step: start standbys
+  end                              kill your part of the generation
+  stop       signal                ask your processes to end, with a signal or without
+  dump       process_ids           have your processes show their stacks, these on the console
+  beat       at                    I heard your beat of that time
+  over       code, why             the run is over
 """
 
 import asyncio

@@ -1,14 +1,31 @@
-"""What the leader knows of the generation that lives."""
+"""The generation that lives, as the leader sees it: what its hosts tell, and why it ends.
 
+States, and what ends them:
+
+  RUNNING   until a process fails, a host is lost, the watch gives up or the run can grow (ENDING),
+            or until a signal, or a process that saved and ended (STOPPING)
+  STOPPING  its processes were asked to end. Until a second signal (ENDING)
+  ENDING    its processes are being killed
+
+In each of them its processes may end, and the last host that has none of them left ends it.
+"""
+
+import enum
 import time
+from collections.abc import Callable
 from typing import Any
 
 from jdp.launch import cause
 from jdp.launch.board import Where
 from jdp.launch.cause import Cause
+from jdp.launch.events import Events
+from jdp.launch.exits import SAVED
 from jdp.launch.guest import Guest
-from jdp.launch.plan import Plan, size
+from jdp.launch.options import Options
+from jdp.launch.plan import Part, Plan, size
 from jdp.launch.watch import Stall, Watch, waits
+
+State = enum.Enum("State", "RUNNING STOPPING ENDING")
 
 
 class Generation:
@@ -16,19 +33,17 @@ class Generation:
 
     Args:
       number: 0 for the first.
-      plan: the hosts in the order of their processes, with the slots that are used of each.
-      timeout_s: of the watch.
-      resumes: there is something to go on from.
-      run_id: name of the run.
-      coordinator: "address:port" of process 0.
+      plan: of its parts.
+      options: of the command line.
+      say: tells whoever watches the run.
+      events: where it is written what happens.
 
     Attributes:
       size: number of processes.
-      guests: hosts that have processes of it.
+      state: see above.
+      parts: by host, without those of which no process is left.
       told: facts by what was told, and by process.
-      returncodes: of processes that ended by themselves.
       cause: why it ends; the first one.
-      stepped: each process has finished its first step.
       step: the last step that all processes made, as far as hosts know.
     """
 
@@ -36,48 +51,38 @@ class Generation:
         self,
         number: int,
         plan: Plan,
-        timeout_s: float | None,
-        resumes: bool,
-        run_id: str,
-        coordinator: str,
+        options: Options,
+        say: Callable[[str], None],
+        events: Events,
     ) -> None:
         self.number = number
         self.size = size(plan)
-        self.guests = [guest for guest, _ in plan]
+        self.state = State.RUNNING
+        self.parts = {part.guest: part for part in plan}
         self.told: dict[str, dict[int, dict[str, Any]]] = {}
-        self.returncodes: dict[int, int] = {}
         self.cause: Cause | None = None
-        self.stepped = False
         self.step: int | None = None
+        self._returncodes: dict[int, int] = {}  # of processes that ended by themselves
         self._blamed: tuple[Guest, int] | None = None  # with the slot
         self._early: float | None = None  # since when one has ended and others have not
-        self._watch = Watch(timeout_s)
-        first = 0
-        for host_id, (guest, slots) in enumerate(plan):
-            guest.used, guest.first, guest.where = slots, first, {}
-            guest.is_ready, guest.generation = False, number
-            guest.channel.send(
-                "go",
-                first=first,
-                slots=slots,
-                generation=number,
-                num_processes=self.size,
-                coordinator=coordinator,
-                resumes=resumes,
-                run_id=run_id,
-                host_id=host_id,
-            )
-            first += len(slots)
+        self._grace_s = options.shutdown_timeout_s
+        self._watch = Watch(options.timeout_s)
+        self._say, self._events = say, events
 
-    def send(self, kind: str, **facts: Any) -> None:
-        """Send a message to all hosts that have processes of it."""
-        for guest in self.guests:
-            guest.channel.send(kind, **facts)
+    @property
+    def stepped(self) -> bool:
+        """Each process has finished its first step."""
+        return self._all_told("first_step")
+
+    @property
+    def saved(self) -> bool:
+        """A process saved, and ended."""
+        return SAVED in self._returncodes.values()
 
     @property
     def is_done(self) -> bool:
         """All processes have ended with code 0."""
-        return [*self.returncodes.values()] == [0] * self.size
+        return [*self._returncodes.values()] == [0] * self.size
 
     @property
     def may_grow(self) -> bool:
@@ -85,32 +90,67 @@ class Generation:
 
         And nothing is lost: each has asked where to go on, or all would begin at step 0.
         """
-        goes_on = len(self.told.get("restored", {})) == self.size
-        return self.stepped and goes_on and self._early is None
+        return self.stepped and self._all_told("restored") and self._early is None
 
-    def note(self, process_id: int, what: str, facts: dict[str, Any]) -> bool:
+    def note(self, guest: Guest, process_id: int, pid: int, what: str, facts: dict) -> bool:
         """Note what a process told; says whether it was the last one to tell that."""
+        self._write(what, process_id=process_id, host=guest.name, pid=pid, **facts)
         told = self.told.setdefault(what, {})
         is_news = process_id not in told
         told[process_id] = facts
         if what == "ended":
             self._note_end()
-        return is_news and len(told) == self.size
+        return is_news and self._all_told(what)
 
-    def note_exit(self, process_id: int, returncode: int) -> None:
-        """Note how a process ended."""
-        self.returncodes[process_id] = returncode
+    def note_exit(
+        self,
+        guest: Guest,
+        process_id: int,
+        pid: int,
+        returncode: int,
+        traceback: str | None,
+        last_lines: list[str],
+    ) -> None:
+        """Note how a process ended; what came of itself is a failure unless all is well."""
+        self._returncodes[process_id] = returncode
         if returncode == 0:
             self._note_end()
+        who = {"process_id": process_id, "host": guest.name, "pid": pid, "returncode": returncode}
+        self._write("exited", **who)
+        if returncode not in (0, SAVED) and self.state is not State.STOPPING:
+            why = cause.exit_of_process(**who, traceback=traceback, last_lines=last_lines)
+            if ended := self._came_to_end():
+                why = cause.after_end(why, min(ended))
+            self.fail(why, process_id)
 
-    def fail(self, why: Cause, guest: Guest | None = None, process_id: int = 0) -> None:
-        """Note why it ends, and whose process is to blame, if any.
+    def note_where(self, guest: Guest, where: dict[int, Where]) -> None:
+        """Note where the processes of a host are."""
+        if guest in self.parts:
+            self.parts[guest].where = where
+
+    def note_left(self, guest: Guest, step: int | None) -> None:
+        """Note that a host has no more processes of it, and the last step that all of them made."""
+        self.step = min((each for each in (self.step, step) if each is not None), default=None)
+        self.parts.pop(guest, None)
+
+    def look(self, now: float) -> None:
+        """Look whether it gets on, and fail if it does not."""
+        places = {i: where for part in self.parts.values() for i, where in part.where.items()}
+        stall = self._watch.look(now, places)
+        if stall is not None:
+            self._note_stall(stall)
+        self._look_for_early_ends(now, places)
+
+    def fail(self, why: Cause, process_id: int | None = None) -> None:
+        """Note why it ends, and which process is to blame, if any.
 
         The first cause counts, unless a later one is sure.
         """
         if self.cause is None or (why.is_sure and not self.cause.is_sure):
-            self.cause = why
-            self._blamed = (guest, guest.slot_of(process_id)) if guest is not None else None
+            self.cause, self._blamed = why, None
+            if process_id is not None:
+                part = self._part_of(process_id)
+                self._blamed = part.guest, part.slots[process_id - part.first]
 
     def blame(self, now: float) -> None:
         """Have the slot of the process that failed rest, should it fail often."""
@@ -118,43 +158,79 @@ class Generation:
             guest, slot = self._blamed
             guest.slots[slot].fail(now, can_rest=len(guest.free(now)) > guest.least)
 
-    def end(self, guest: Guest, step: int | None) -> None:
-        """Note that a host has no more processes of it, and the last step that all of them made."""
-        self.step = min((each for each in (self.step, step) if each is not None), default=None)
-        if guest in self.guests:
-            self.guests.remove(guest)
+    # --- what hosts are told ---
 
-    def find(self, process_id: int) -> tuple[Guest, Where]:
-        """Give the host that a process is on, and where the process is."""
-        guest = next(guest for guest in self.guests if process_id in guest.where)
-        return guest, guest.where[process_id]
+    def start(self, **facts: Any) -> None:
+        """Have its processes started, with these facts for the `Assignment` of each."""
+        for host_id, (guest, part) in enumerate(self.parts.items()):
+            guest.take_part(self.number)
+            guest.channel.send(
+                "go",
+                first=part.first,
+                slots=part.slots,
+                generation=self.number,
+                num_processes=self.size,
+                host_id=host_id,
+                **facts,
+            )
+        hosts = [guest.name for guest in self.parts]
+        self._write("formed", num_processes=self.size, hosts=hosts)
 
-    def look(self, now: float) -> Stall | None:
-        """Look whether it gets on."""
-        return self._watch.look(now, {i: it for g in self.guests for i, it in g.where.items()})
+    def stop(self, number: int | None) -> None:
+        """Ask its processes to end, with a signal or without."""
+        self.state = State.STOPPING
+        self._send("stop", signal=number)
 
-    def look_for_early_ends(self, now: float, grace_s: float) -> None:
-        """Fail if a process waits in a step that others, which came to their end, do not make.
+    def end(self) -> None:
+        """Have its processes killed."""
+        self.state = State.ENDING
+        self._send("end")
 
-        What it does alone at the end may take as long as the watch says.
+    def _send(self, kind: str, **facts: Any) -> None:
+        for guest in self.parts:
+            guest.channel.send(kind, **facts)
 
-        Args:
-          now: seconds.
-          grace_s: how long it may wait, since they ended.
-        """
-        if self._early is None or now - self._early < grace_s:
-            return
-        ended = self.came_to_end()
-        for guest in self.guests:
-            for i, where in guest.where.items():
-                if i not in ended and waits(where) and now - where.progress_s >= grace_s:
-                    return self.fail(cause.early_end(min(ended), i, grace_s))
+    # --- what it makes of it ---
 
-    def came_to_end(self) -> set[int]:
-        """Give the processes that came to the end of the script."""
-        exited = {i for i, code in self.returncodes.items() if code == 0}
-        return exited | self.told.get("ended", {}).keys()
+    def _write(self, event: str, **facts: Any) -> None:
+        self._events.write(event, generation=self.number, **facts)
+
+    def _all_told(self, what: str) -> bool:
+        return len(self.told.get(what, {})) == self.size
+
+    def _part_of(self, process_id: int) -> Part:
+        return next(part for part in self.parts.values() if process_id in part.process_ids)
 
     def _note_end(self) -> None:
         if self._early is None:
             self._early = time.monotonic()
+
+    # The processes that came to the end of the script.
+    def _came_to_end(self) -> set[int]:
+        exited = {i for i, code in self._returncodes.items() if code == 0}
+        return exited | self.told.get("ended", {}).keys()
+
+    def _note_stall(self, stall: Stall) -> None:
+        self._say(stall.report)
+        self._send("dump", process_ids=stall.processes)
+        self._write(
+            "stalled",
+            process_ids=stall.processes,
+            stalled_s=stall.stalled_s,
+            is_over=stall.is_over,
+        )
+        if stall.is_over:
+            first = stall.processes[0]
+            part = self._part_of(first)
+            who = first, part.guest.name, part.where[first].pid
+            self.fail(cause.stall_of_process(*who, stall.stalled_s, stall.report), first)
+
+    # Fail if a process waits in a step that others, which came to their end, do not make. What it
+    # does alone at the end may take as long as the watch says.
+    def _look_for_early_ends(self, now: float, places: dict[int, Where]) -> None:
+        if self._early is None or now - self._early < self._grace_s:
+            return
+        ended = self._came_to_end()
+        for i, where in places.items():
+            if i not in ended and waits(where) and now - where.progress_s >= self._grace_s:
+                return self.fail(cause.early_end(min(ended), i, self._grace_s))

@@ -3,7 +3,6 @@
 import time
 from typing import Any
 
-from jdp.launch.board import Where
 from jdp.launch.channel import Channel
 
 # A slot that fails twice within WINDOW_S is left out for REST_S, the next time for twice that, and
@@ -61,11 +60,10 @@ class Guest:
       leader_address: where it sees the leader.
       port: free there, for a coordinator.
       least: processes that it must have to take part.
-      used: slots of the generation; the i-th has process `first` + i.
       generation: the last one that it took part in.
+      took_part: it did so since it joined.
       is_ready: a change would be quick, since its standbys wait, or it has none.
       heard: time.monotonic() of its last message.
-      where: where its processes are, by process id, on the leader's clock.
     """
 
     def __init__(self, channel: Channel, facts: dict[str, Any]) -> None:
@@ -78,16 +76,14 @@ class Guest:
         self.least, most = facts["num_processes"]
         self.slots = [Slot() for _ in range(most)]
         self.generation = facts["generation"]
-        self.used: list[int] = []
-        self.first = 0
+        self.took_part = False
         self.is_ready = False
         self.heard = time.monotonic()
-        self.where: dict[int, Where] = {}
+
+    def take_part(self, generation: int) -> None:
+        """Note that it takes part in a generation, for which it uses up its standbys."""
+        self.generation, self.took_part, self.is_ready = generation, True, False
 
     def free(self, now: float) -> list[int]:
         """Give the slots that a process may be started in."""
         return [i for i, slot in enumerate(self.slots) if slot.free_at <= now]
-
-    def slot_of(self, process_id: int) -> int:
-        """Give the slot in which a process of the generation runs."""
-        return self.used[process_id - self.first]

@@ -1,38 +1,16 @@
 """Generations over hosts: who takes part, who is which process, and what happens after a failure.
 
 One launcher leads: the one that listens where the hosts meet. Its own processes are looked after by
-a `Host` as everyone's are, so a run on one host is the case of a single guest.
+a `Host` as everyone's are, so a run on one host is the case of a single guest. What hosts and the
+leader say to each other stands at the top of `channel.py`.
 
 States, and what ends them:
 
-  GATHERING  no generation lives. Until enough hosts are there (RUNNING), or the join timeout (OVER)
-  RUNNING    a generation lives. Until a process fails, a host is lost, the watch gives up or the
-             run can grow (ENDING); a signal, or a process that saved and ended (STOPPING); all
-             processes have ended with code 0 (OVER)
-  STOPPING   the processes were asked to end. Until all have (OVER), or a second signal (ENDING)
-  ENDING     the processes are being killed. Until none is left (GATHERING, or OVER if nothing is to
-             be tried again)
-  OVER       the exit code is known and told. Until the hosts have left
-
-A host says:
-  join     who it is, and a proof that it knows the token
-  ready    generation                 a change would be quick: its standbys wait, or it has none
-  told     process_id, pid, what, facts   what a process told it (`channel.py`)
-  exited   process_id, ...            a process ended by itself
-  ended    generation, port, step     none of its processes is left; a port for the next coordinator
-  stop     signal, at_once            its launcher was asked to end the run
-  beat     at, where                  it lives, its time, and where its processes are
-The leader says:
-  challenge  nonce                    show that you know the token
-  welcome    proof, is_running        you are in; so do I; a generation lives
-  refused    why, is_final            you are not, for now or for good
-  go         first, slots, ...        start your part of a generation
-  stepped                             each process has finished a step: start standbys
-  end                                 kill your part of the generation
-  stop       signal                   ask your processes to end, with a signal or without
-  dump                                have your processes show their stacks
-  beat       at                       I heard your beat of that time
-  over       code, why                the run is over
+  gathering     no generation lives. Until enough hosts are there (a generation), or the join
+                timeout or a signal (over)
+  a generation  see `generation.py`. Until no host has processes of it (gathering, or over if
+                nothing is to be tried again)
+  over          the exit code is known and told. Until the hosts have left
 
 Fencing: a host none of whose beats was answered for `heartbeat_timeout_s` kills its processes, and
 the leader takes it for dead when it has heard nothing for 1.5 times that. So no process of an old
@@ -46,23 +24,19 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from enum import Enum
 from typing import Any
 
 from jdp.launch import cause, plan
 from jdp.launch.board import Where
-from jdp.launch.cause import Cause
 from jdp.launch.channel import Channel
 from jdp.launch.door import Door, Refusal
+from jdp.launch.events import Events
 from jdp.launch.exits import SAVED
-from jdp.launch.generation import Generation
+from jdp.launch.generation import Generation, State
 from jdp.launch.guest import Guest
 from jdp.launch.options import Options
-from jdp.launch.plan import Plan
-from jdp.launch.recovery import Events, Recovery
-from jdp.launch.watch import Stall
-
-State = Enum("State", "GATHERING RUNNING STOPPING ENDING OVER")
+from jdp.launch.plan import Gathering, Plan
+from jdp.launch.recovery import Recoveries
 
 # How often time itself is looked at: for stalls and for hosts that are silent.
 LOOK_S = 0.2
@@ -76,7 +50,6 @@ class Leader:
       token: of the run.
       listener: a listening socket where hosts join, which the leader closes.
       say: tells whoever watches the run.
-      events: where it is written what happens.
 
     Attributes:
       home: id of the host that is in this very process, once there is one.
@@ -88,21 +61,18 @@ class Leader:
         token: str,
         listener: socket.socket,
         say: Callable[[str], None],
-        events: Events,
     ) -> None:
         self.home = ""
-        self._options, self._say, self._events = options, say, events
-        self._state = State.GATHERING
-        self._since = time.monotonic()  # when the state began
+        self._options, self._say = options, say
+        self._events = Events(options.log_dir and options.log_dir / "events.jsonl", say)
+        self._is_over = False
+        self._gathering = Gathering(options, is_start=True)
         self._guests: list[Guest] = []
         self._generation: Generation | None = None  # the one that lives
         self._number = -1  # of the last generation
-        self._stepped = False  # some generation did
         self._run_id = options.rdzv_id
-        self._num_restarts = 0
         self._signal: int | None = None
-        self._enough_since: float | None = None
-        self._recovery: Recovery | None = None
+        self._recoveries = Recoveries(options.max_restarts, say, self._events)
         self._all_left = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._door = Door(listener, token, self._refusal, self._admit)
@@ -116,7 +86,7 @@ class Leader:
           why: for people, in that case.
           timeout_s: how long to wait.
         """
-        if self._state is not State.OVER:
+        if not self._is_over:
             self._over(code, why)
         try:
             async with asyncio.timeout(timeout_s):
@@ -128,11 +98,13 @@ class Leader:
             self._timer.cancel()
         for guest in self._guests:
             guest.channel.close()
+        self._events.close()
 
     # --- who takes part ---
 
     def _refusal(self, facts: dict[str, Any]) -> Refusal | None:
-        if self._state in (State.OVER, State.STOPPING):
+        generation = self._generation
+        if self._is_over or (generation is not None and generation.state is State.STOPPING):
             return Refusal("the run is over.", True)
         run_ids = {facts["run_id"], self._options.rdzv_id} - {None}
         if len(run_ids) > 1:
@@ -156,7 +128,7 @@ class Leader:
         channel.closed = functools.partial(self._left, guest)
         # A leader that was started again goes on where the hosts are.
         self._number = max(self._number, guest.generation)
-        self._stepped = self._stepped or facts["stepped"]
+        self._recoveries.stepped = self._recoveries.stepped or facts["stepped"]
         self._run_id = self._run_id or facts["run_id"]
         self._guests.append(guest)
         channel.send("welcome", proof=proof, is_running=self._generation is not None)
@@ -176,12 +148,12 @@ class Leader:
         guest.channel.close()
         self._guests.remove(guest)
         self._all_left_if_so()
-        if self._state is State.OVER:
+        if self._is_over:
             return
         self._events.write("host lost", host=guest.name, why=why)
         lost = cause.loss_of_host(guest.name, why, time.monotonic() - guest.heard)
-        if self._generation is not None and guest in self._generation.guests:
-            self._generation.guests.remove(guest)
+        if self._generation is not None and guest in self._generation.parts:
+            self._generation.note_left(guest, None)
             self._generation.fail(lost)
         elif self._options.nnodes[1] > 1:
             self._say(f"{lost.text}.")
@@ -198,10 +170,10 @@ class Leader:
                 return self._heard(guest, **facts)
             case "ready":
                 self._ready(guest, **facts)
-            case "told":
-                self._told(guest, **facts)
-            case "exited":
-                self._exited(guest, **facts)
+            case "told" if self._generation is not None:
+                self._told(self._generation, guest, **facts)
+            case "exited" if self._generation is not None:
+                self._generation.note_exit(guest, **facts)
             case "ended":
                 self._ended(guest, **facts)
             case "stop":
@@ -210,8 +182,10 @@ class Leader:
 
     def _heard(self, guest: Guest, at: float, where: dict[str, list]) -> None:
         guest.channel.send("beat", at=at)
-        ahead_s = guest.heard - at
-        guest.where = {int(i): Where(*values).moved(ahead_s) for i, values in where.items()}
+        if self._generation is not None:
+            ahead_s = guest.heard - at
+            places = {int(i): Where(*values).moved(ahead_s) for i, values in where.items()}
+            self._generation.note_where(guest, places)
 
     def _ready(self, guest: Guest, generation: int) -> None:
         if generation == guest.generation and not guest.is_ready:
@@ -220,82 +194,44 @@ class Leader:
 
     # --- what happens in a generation ---
 
-    def _told(
-        self, guest: Guest, process_id: int, pid: int, what: str, facts: dict[str, Any]
-    ) -> None:
-        generation = self._generation
-        if generation is None:
-            return
-        who = {"process_id": process_id, "host": guest.name, "pid": pid}
-        self._events.write(what, generation=generation.number, **who, **facts)
-        if not generation.note(process_id, what, facts):
+    def _told(self, generation: Generation, guest: Guest, what: str, **facts: Any) -> None:
+        if not generation.note(guest, what=what, **facts):
             return
         # Now all processes have told it.
-        if self._recovery is not None:
-            self._recovery.mark(what, generation.told[what].values())
+        self._recoveries.mark(what, generation)
         if what == "first_step":
-            self._all_stepped(generation)
-
-    def _all_stepped(self, generation: Generation) -> None:
-        generation.stepped = self._stepped = True
-        for guest in self._guests:  # also those that came while no generation was there
-            guest.channel.send("stepped")
-        recovery, self._recovery = self._recovery, None
-        if recovery is not None:
-            record = recovery.record()
-            self._events.write("recovered", generation=generation.number, **record)
-            self._say(
-                f"{recovery.text}. Generation {generation.number} of {generation.size} processes "
-                f"is {recovery}."
-            )
-
-    def _exited(
-        self,
-        guest: Guest,
-        process_id: int,
-        pid: int,
-        returncode: int,
-        traceback: str | None,
-        last_lines: list[str],
-    ) -> None:
-        generation = self._generation
-        if generation is None:
-            return
-        generation.note_exit(process_id, returncode)
-        who = {"process_id": process_id, "host": guest.name, "pid": pid, "returncode": returncode}
-        self._events.write("exited", generation=generation.number, **who)
-        if returncode not in (0, SAVED) and self._state is not State.STOPPING:
-            why = cause.exit_of_process(**who, traceback=traceback, last_lines=last_lines)
-            if ended := generation.came_to_end():
-                why = cause.after_end(why, min(ended))
-            generation.fail(why, guest, process_id)
+            for each in self._guests:  # also those that came while no generation was there
+                each.channel.send("stepped")
 
     def _ended(self, guest: Guest, generation: int, port: int, step: int | None) -> None:
         guest.port = port
         if self._generation is not None and generation == self._generation.number:
-            self._generation.end(guest, step)
+            self._generation.note_left(guest, step)
 
     def _asked_to_stop(self, number: int, at_once: bool) -> None:
         self._signal = self._signal or number
-        if at_once and self._state is State.STOPPING:
-            self._end()
+        generation = self._generation
+        if at_once and generation is not None and generation.state is State.STOPPING:
+            generation.end()
 
     # --- decisions ---
 
     # Look at everything and do what is to be done: after each message, and when time has passed.
     def _consider(self) -> None:
+        if self._is_over:
+            return
         now = time.monotonic()
         silence_s = 1.5 * self._options.heartbeat_timeout_s
         for guest in [*self._guests]:
             if guest.id != self.home and now - guest.heard > silence_s:
                 self._remove(guest, f"silent for {now - guest.heard:.1f} s")
         generation = self._generation
-        if generation is not None and not generation.guests:
+        if generation is not None and not generation.parts:
             self._generation = None
             self._decide(generation)
-        elif generation is not None and self._state is State.RUNNING:
+        elif generation is not None and generation.state is State.RUNNING:
             self._look(now, generation)
-        if self._state is State.GATHERING:
+        if self._generation is None and not self._is_over:
             self._gather(now)
         self._wake(now)
 
@@ -303,93 +239,42 @@ class Leader:
     def _wake(self, now: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._state is State.OVER:
-            return
         free_at = [slot.free_at for guest in self._guests for slot in guest.slots]
         soonest = min([now + LOOK_S, *(at for at in free_at if at > now)])
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(soonest - now, self._consider)
 
-    def _enter(self, state: State) -> None:
-        self._state, self._since = state, time.monotonic()
-
     def _look(self, now: float, generation: Generation) -> None:
-        stall = generation.look(now)
-        if stall is not None:
-            self._stalled(generation, stall)
-        generation.look_for_early_ends(now, self._options.shutdown_timeout_s)
-        if self._signal is not None or SAVED in generation.returncodes.values():
-            self._enter(State.STOPPING)
-            generation.send("stop", signal=self._signal)
+        generation.look(now)
+        if self._signal is not None or generation.saved:
+            generation.stop(self._signal)
         elif generation.cause is not None:
-            self._end()
+            generation.end()
         elif generation.may_grow and self._can_grow(now, generation):
             generation.fail(cause.growth())
-            self._end()
-
-    def _end(self) -> None:
-        assert self._generation is not None
-        self._enter(State.ENDING)
-        self._generation.send("end")
-
-    def _stalled(self, generation: Generation, stall: Stall) -> None:
-        self._say(stall.report)
-        generation.send("dump", process_ids=stall.processes)
-        self._events.write(
-            "stalled",
-            generation=generation.number,
-            process_ids=stall.processes,
-            stalled_s=stall.stalled_s,
-            is_over=stall.is_over,
-        )
-        if stall.is_over:
-            first = stall.processes[0]
-            guest, where = generation.find(first)
-            who = first, guest.name, where.pid
-            why = cause.stall_of_process(*who, stall.stalled_s, stall.report)
-            generation.fail(why, guest, first)
+            generation.end()
 
     # Nothing of the generation is left.
     def _decide(self, generation: Generation) -> None:
         why = generation.cause
         text = why.text if why is not None else ""
         self._events.write("generation ended", generation=generation.number, cause=text)
-        if SAVED in generation.returncodes.values():
+        if generation.saved:
             self._over(SAVED, "it saved and ended; the same command with --resume goes on there.")
         elif self._signal is not None:
             self._over(128 + self._signal, "")
         elif why is None or generation.is_done:
-            before = "" if self._recovery is None else f"{self._recovery.text}. "
-            self._over(0, before and f"{before}There was no step left to make after that.")
-        elif why.grows or self._may_recover(why):
-            self._recover(why, generation)
+            before = self._recoveries.text
+            self._over(0, before and f"{before}. There was no step left to make after that.")
+        elif why_not := self._recoveries.why_not(why):
+            self._over(why.code, f"{why.full_text}\n{why_not}")
         else:
-            self._over(why.code, f"{why.full_text}\n{self._why_no_restart()}")
-
-    def _may_recover(self, why: Cause) -> bool:
-        return self._num_restarts < self._options.max_restarts and (
-            self._stepped or not why.is_of_program
-        )
-
-    def _why_no_restart(self) -> str:
-        if self._num_restarts >= self._options.max_restarts:
-            return f"It is not started again: --max-restarts {self._options.max_restarts}."
-        return "It is not started again, since its processes have not finished a step so far."
-
-    def _recover(self, why: Cause, generation: Generation) -> None:
-        if not why.grows:
-            self._num_restarts += 1
             generation.blame(time.monotonic())
-            # Of a process whose output is not shown, this is all there is to see.
-            if why.raised:
-                self._say(why.full_text)
-        if self._recovery is None:
-            self._recovery = Recovery(generation.step if generation.stepped else None)
-        self._recovery.begin(why)
-        self._enter(State.GATHERING)
+            self._recoveries.begin(why, generation)
+            self._gathering = Gathering(self._options, is_start=False)
 
     def _over(self, code: int, why: str) -> None:
-        self._enter(State.OVER)
+        self._is_over = True
         self._events.write("over", code=code, why=why)
         for guest in self._guests:
             guest.channel.send("over", code=code, why=why)
@@ -400,54 +285,22 @@ class Leader:
     def _gather(self, now: float) -> None:
         if self._signal is not None:
             return self._over(128 + self._signal, "")
-        least, most = self._options.nnodes
-        chosen = self._plan(now)
-        if chosen is None:
-            self._enough_since = None
-            if len(self._guests) < least and now - self._since > self._options.join_timeout_s:
-                self._over(1, self._who_is_there())
-            return
-        self._enough_since = self._enough_since or now
-        # At the start others may be on their way. Later on they make the run grow when they come.
-        is_start = self._recovery is None
-        waited_s = now - self._enough_since
-        if not is_start or len(chosen) == most or waited_s >= self._options.last_call_timeout_s:
+        if chosen := self._gathering.plan(self._guests, now):
             self._form(chosen)
-
-    def _who_is_there(self) -> str:
-        there = ", ".join(guest.name for guest in self._guests) or "none"
-        least, most = self._options.nnodes
-        return (
-            f"only {len(self._guests)} of at least {least} hosts are there ({there}) after "
-            f"{self._options.join_timeout_s:g} s. Start `jdp run` on the others, or ask for fewer "
-            f"with --nnodes 1:{most}, or wait longer with --join-timeout-s."
-        )
+        elif why := self._gathering.why_in_vain(self._guests, now):
+            self._over(1, why)
 
     def _can_grow(self, now: float, generation: Generation) -> bool:
-        next_one = self._plan(now) or []
-        return plan.size(next_one) > generation.size and all(g.is_ready for g, _ in next_one)
-
-    def _plan(self, now: float) -> Plan | None:
-        return plan.make(self._guests, self._options.nnodes[0], now)
+        next_one = plan.make(self._guests, self._options.nnodes[0], now) or []
+        is_quick = all(part.guest.is_ready for part in next_one)
+        return is_quick and plan.size(next_one) > generation.size
 
     def _form(self, chosen: Plan) -> None:
         self._number += 1
         self._run_id = self._run_id or secrets.token_hex(4)
-        self._generation = Generation(
-            self._number,
-            chosen,
-            self._options.timeout_s,
+        self._generation = Generation(self._number, chosen, self._options, self._say, self._events)
+        self._generation.start(
             resumes=self._number > 0 or self._options.resume,
             run_id=self._run_id,
             coordinator=plan.coordinator(chosen, self.home),
         )
-        for guest in self._guests:
-            if guest not in self._generation.guests:
-                guest.used = []
-        self._events.write(
-            "formed",
-            generation=self._number,
-            num_processes=self._generation.size,
-            hosts=[guest.name for guest in self._generation.guests],
-        )
-        self._enter(State.RUNNING)

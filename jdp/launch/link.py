@@ -91,9 +91,8 @@ class Link:
         timeout_s = self._options.heartbeat_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                self._channel = Channel(
-                    await _connect(self._address), self._receive, self._disconnected
-                )
+                connection = await _connect(self._address, timeout_s)
+                self._channel = Channel(connection, self._receive, self._disconnected)
                 why = await self._answer
         except TimeoutError:
             why = f"no answer within {timeout_s:g} s"
@@ -164,14 +163,23 @@ def start_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     return task
 
 
-async def _connect(address: tuple[str, int]) -> socket.socket:
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    family, kind, protocol, _, where = found[0]
-    connection = socket.socket(family, kind, protocol)
+# All addresses of the name in turn, each for as long as the others: behind some there is nobody.
+async def _connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
+    found = await asyncio.get_running_loop().getaddrinfo(*address, type=socket.SOCK_STREAM)
+    whys = []
+    for family, kind, protocol, _, where in found:
+        try:
+            async with asyncio.timeout(timeout_s / len(found)):
+                return await _connect_to(socket.socket(family, kind, protocol), where)
+        except OSError as error:
+            whys.append(error.strerror or f"no answer from {where[0]}")
+    raise OSError("; ".join(whys))
+
+
+async def _connect_to(connection: socket.socket, where: Any) -> socket.socket:
     connection.setblocking(False)
     try:
-        await loop.sock_connect(connection, where)
+        await asyncio.get_running_loop().sock_connect(connection, where)
     except BaseException:
         connection.close()
         raise

@@ -18,7 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from jdp.launch.exits import in_words
 from jdp.launch.options import Options
 from jdp.launch.values import STDERR, STDOUT
 
@@ -302,36 +301,3 @@ def _read_now(pipe: IO[bytes]) -> bytes | None:
 
 def _text(line: bytes) -> str:
     return line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]
-
-
-def cause(
-    *,
-    process_id: int | None,
-    host: str,
-    pid: int,
-    returncode: int,
-    traceback: str | None = None,
-    last_lines: list[str] | None = None,
-) -> str:
-    """Say which process failed first and why: what a user wants to read last.
-
-    Args:
-      process_id: None for one that was given none yet.
-      host: its name.
-      pid: there.
-      returncode: as `in_words`.
-      traceback: what it told us; None if it could not.
-      last_lines: of its output, shown where there is no traceback.
-
-    >>> print(cause(process_id=1, host="a", pid=7, returncode=3, last_lines=["no such file"]))
-    jdp run: the cause: process 1 (pid 7 on a) ended with exit code 3
-    its last output:
-      no such file
-    """
-    who = f"process {process_id}" if process_id is not None else "a process before jdp.init()"
-    lines = [f"jdp run: the cause: {who} (pid {pid} on {host}) {in_words(returncode)}"]
-    if traceback:
-        lines += [f"  {line}" for line in traceback.rstrip().splitlines()]
-    elif last_lines:
-        lines += ["its last output:", *(f"  {line}" for line in last_lines)]
-    return "\n".join(lines)

@@ -1,13 +1,12 @@
-"""From one generation to the next: what it took, in a line for people and as a record."""
+"""From one generation to the next: whether the run goes on, and what that took."""
 
-import json
 import time
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jdp.launch.cause import Cause
-from jdp.launch.say import say
+from jdp.launch.events import Events
+from jdp.launch.generation import Generation
 
 # What all processes tell in turn, and what the time up to it is called.
 _PARTS = {"joined": "form_s", "restored": "restore_s", "first_step": "step_s"}
@@ -87,30 +86,61 @@ class Recovery:
         return f"whole after {record['whole_s']:.3f} s ({', '.join(parts)}){words}"
 
 
-class Events:
-    """Writes what happens to a file of JSON lines, with the time.
+class Recoveries:
+    """Decides whether a run goes on after a failure, and tells what it took.
 
     Args:
-      path: of the file, which is appended to; None: nowhere.
+      max_restarts: how many failures are recovered from.
+      say: tells whoever watches the run.
+      events: where it is written what happens.
+
+    Attributes:
+      stepped: some generation has finished a step, so that the program is sound.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0) if path is not None else None
+    def __init__(self, max_restarts: int, say: Callable[[str], None], events: Events) -> None:
+        self.stepped = False
+        self._num_restarts, self._max_restarts = 0, max_restarts
+        self._current: Recovery | None = None
+        self._say, self._events = say, events
 
-    def write(self, event: str, **facts: Any) -> None:
-        """Write one event: what, `time.time()`, and its facts."""
-        if self._file is not None:
-            record = json.dumps({"event": event, "at": time.time(), **facts})
-            try:
-                self._file.write(record.encode() + b"\n")
-            except OSError as error:  # the run goes on without its record
-                say(f"{self._file.name} can't be written: {error.strerror}")
-                self.close()
+    @property
+    def text(self) -> str:
+        """Say what is being recovered from; nothing if all is well."""
+        return "" if self._current is None else self._current.text
 
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+    def why_not(self, why: Cause) -> str:
+        """Say why the run does not go on after this; nothing if it does."""
+        if why.grows:
+            return ""
+        if self._num_restarts >= self._max_restarts:
+            return f"It is not started again: --max-restarts {self._max_restarts}."
+        if why.is_of_program and not self.stepped:
+            return "It is not started again, since its processes have not finished a step so far."
+        return ""
+
+    def begin(self, why: Cause, generation: Generation) -> None:
+        """Note that the run goes on after this generation, and why that has ended."""
+        if not why.grows:
+            self._num_restarts += 1
+        # Of a process whose output is not shown, this is all there is to see.
+        if why.raised:
+            self._say(why.full_text)
+        if self._current is None:
+            self._current = Recovery(generation.step if generation.stepped else None)
+        self._current.begin(why)
+
+    def mark(self, what: str, generation: Generation) -> None:
+        """Note what all processes have told; once they have made a step, say what it took."""
+        if self._current is not None:
+            self._current.mark(what, generation.told[what].values())
+        if what != "first_step":
+            return
+        self.stepped = True
+        done, self._current = self._current, None
+        if done is not None:
+            self._events.write("recovered", generation=generation.number, **done.record())
+            self._say(
+                f"{done.text}. Generation {generation.number} of {generation.size} processes is "
+                f"{done}."
+            )

@@ -1,18 +1,18 @@
 """`jdp run`: one launcher, from its start to its exit code."""
 
 import asyncio
+import contextlib
 import errno
 import ipaddress
 import secrets
 import signal
 import socket
+import sys
 
 from jdp.launch.host import Host, Outcome
 from jdp.launch.leader import Leader
 from jdp.launch.options import Options
 from jdp.launch.process import Kit
-from jdp.launch.recovery import Events
-from jdp.launch.say import say
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -31,7 +31,7 @@ def run(options: Options) -> int:
         address, listener = _meeting_place(options)
         kit = Kit(options)
     except (OSError, ValueError) as error:
-        say(str(error))
+        _say(str(error))
         return 2
     try:
         outcome = asyncio.run(_run(options, kit, address, listener))
@@ -39,9 +39,9 @@ def run(options: Options) -> int:
         try:
             kit.close()
         except TimeoutError as error:
-            say(str(error))
+            _say(str(error))
     if outcome.why:
-        say(outcome.why)
+        _say(outcome.why)
     return outcome.code
 
 
@@ -52,10 +52,7 @@ async def _run(
     bug: asyncio.Future[Outcome] = loop.create_future()
     loop.set_exception_handler(lambda loop, context: _note_bug(bug, context))
     token = options.token or secrets.token_hex(16)
-    events, leader = Events(None), None
-    if listener is not None:
-        events = Events(options.log_dir and options.log_dir / "events.jsonl")
-        leader = Leader(options, token, listener, kit.say, events)
+    leader = Leader(options, token, listener, kit.say) if listener is not None else None
     host = Host(options, token, address, kit, leads=leader is not None)
     if leader is not None:
         leader.home = host.id
@@ -71,7 +68,6 @@ async def _run(
         return outcome
     finally:
         await host.close()
-        events.close()
 
 
 # Where the hosts meet, and a socket that listens there if this launcher leads.
@@ -116,3 +112,9 @@ def _listening(address: tuple[str, int]) -> tuple[tuple[str, int], socket.socket
 def _note_bug(bug: asyncio.Future[Outcome], context: dict) -> None:
     if not bug.done():
         bug.set_exception(context.get("exception") or RuntimeError(context["message"]))
+
+
+# Where there are no logs yet, or no more.
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"jdp run: {text}", file=sys.stderr, flush=True)
