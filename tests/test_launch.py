@@ -341,15 +341,16 @@ def test_who_ignores_a_signal_is_killed_after_the_grace(jdp_run):
     assert run.wait() == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize(("seconds", "code"), [(1.0, 75), (99.0, 128 + signal.SIGTERM)])
-def test_who_saves_has_the_time_of_its_phase_after_the_grace(jdp_run, seconds, code):
+@pytest.mark.parametrize(("seconds", "code"), [(1.5, 75), (99.0, 128 + signal.SIGTERM)])
+def test_who_saves_has_the_time_of_its_phase_and_then_the_grace(jdp_run, seconds, code):
     saves = f"""{BEGINS}
 def save(*_):
     with progress.Phase("saving", 2.0): time.sleep({seconds})
+    time.sleep(0.5)
     sys.exit(75)
 signal.signal(signal.SIGTERM, save)
 """
-    run = jdp_run("--nproc-per-node=2", "--shutdown-timeout-s=0.3", after=saves)
+    run = jdp_run("--nproc-per-node=2", "--shutdown-timeout-s=1", after=saves)
     run.until("running", 2)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == code

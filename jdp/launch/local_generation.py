@@ -3,8 +3,8 @@
 States, and what ends them:
 
   RUNNING   they live. Until one fails or `end` (ENDING), one has saved or `stop` (STOPPING)
-  STOPPING  they were asked to end. Until `end`, or `shutdown_timeout_s` if none of them is still
-            saving then (ENDING)
+  STOPPING  they were asked to end. Until `end`, or `shutdown_timeout_s` in which none of them was
+            saving (ENDING)
   ENDING    they were killed
 
 In each of them its processes may end, and the last that was waited for ends it.
@@ -12,6 +12,7 @@ In each of them its processes may end, and the last that was waited for ends it.
 
 import asyncio
 import enum
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -59,6 +60,7 @@ class LocalGeneration:
         self._state = State.RUNNING
         self._watch = Watch(options.timeout_s)  # knows how long a process may save
         self._deadline: asyncio.TimerHandle | None = None
+        self._saving_s = -math.inf  # when one of them was last seen to save
 
     @property
     def is_stopping(self) -> bool:
@@ -169,12 +171,14 @@ class LocalGeneration:
             if _handles(process.popen.pid, signal.SIGQUIT):
                 process.signal(signal.SIGQUIT)
 
-    # What is being saved is worth more than the time.
+    # What is being saved is worth more than the time, and who has saved needs some to end.
     def _end_unless_saving(self) -> None:
         now = time.monotonic()
         if any(
             it.phase == SAVING and self._watch.left_s(now, it) > 0 for it in self.where().values()
         ):
+            self._saving_s = now
+        if now < self._saving_s + self._shutdown_timeout_s:
             self._set_deadline(self._end_unless_saving, _LOOK_S)
         else:
             self.end()
