@@ -4,7 +4,6 @@ import os
 import signal
 import time
 
-import launcher
 import pytest
 
 
@@ -117,6 +116,14 @@ def test_a_failure_while_the_next_generation_forms_is_recovered_from(jdp_run):
     assert run.finish() == 0
     [recovered] = run.events("recovered")
     assert "SIGKILL" in recovered["cause"] and "code 9" in recovered["cause"]
+
+
+def test_a_run_that_had_no_step_left_after_a_failure_says_so(jdp_run):
+    run = jdp_run("--nproc-per-node=2", init="if a.generation: sys.exit()")
+    os.kill(run.pids(0, 2)[1], signal.SIGKILL)
+    assert run.wait() == 0
+    last = run.output.splitlines()[-1]
+    assert "process 1 " in last and "SIGKILL" in last and "no step left" in last
 
 
 def test_nothing_is_restarted_before_a_step_was_finished(jdp_run):
@@ -315,6 +322,13 @@ def test_a_signal_reaches_the_processes(jdp_run, number):
     assert run.output.count(f"got {int(number)}") == 2
 
 
+def test_a_hangup_that_is_ignored_at_the_start_stays_ignored(jdp_run):
+    run = jdp_run("--nproc-per-node=2", within=["nohup"])
+    run.until("running", 2)
+    run.process.send_signal(signal.SIGHUP)
+    assert run.finish() == 0
+
+
 def test_who_saves_at_a_signal_sets_the_exit_code(jdp_run):
     run = jdp_run(
         "--nproc-per-node=2",
@@ -433,12 +447,11 @@ if a.process_id == 0:
     assert len(set(ports)) == 2
 
 
-# The seconds of jdp.launch.guest, for a test.
-QUICK = "from jdp.launch import guest; guest.REST_S = 1.0; guest.BACKOFF_S = 0.05\n"
+SHORT_REST = "from jdp.launch import guest; guest.REST_S = 1.0"
 
 
-def test_a_slot_that_fails_twice_rests_and_the_run_grows_back(jdp_run, tmp_path):
-    run = jdp_run("--nproc-per-node=1:3", "--max-restarts=9", **site(tmp_path, QUICK))
+def test_a_slot_that_fails_twice_rests_and_the_run_grows_back(jdp_run):
+    run = jdp_run("--nproc-per-node=1:3", "--max-restarts=9", changes=SHORT_REST)
     os.kill(run.pids(0, 3)[1], signal.SIGKILL)
     os.kill(run.pids(1, 3)[1], signal.SIGKILL)
     run.pids(2, 2)
@@ -446,14 +459,6 @@ def test_a_slot_that_fails_twice_rests_and_the_run_grows_back(jdp_run, tmp_path)
     assert run.finish() == 0
     assert [e["num_processes"] for e in run.events("formed")] == [3, 3, 2, 3]
     assert run.events("recovered")[-1]["cause"] == "there is room for more processes"
-
-
-def site(folder, code):
-    """Variables by which every Python runs `code` at its start."""
-    path = folder / "site"
-    path.mkdir()
-    (path / "sitecustomize.py").write_text(code)
-    return {"PYTHONPATH": f"{path}:{launcher.PACKAGES}"}
 
 
 JAX_SCRIPT = """

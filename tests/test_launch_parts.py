@@ -18,6 +18,7 @@ from jdp.launch.guest import Guest, Slot
 from jdp.launch.member import VARIABLE, Assignment, Member
 from jdp.launch.process import gpus_of_slots
 from jdp.launch.recovery import Events
+from jdp.launch.standbys import Standbys
 
 
 def guest(name="a", host_id=None, num=(2, 2), address=None, seen="10.0.0.2", leader="10.0.0.1"):
@@ -83,6 +84,27 @@ def test_process_0_listens_where_others_reach_its_host():
     assert plan.coordinator([(other, [0]), (home, [0])], "home") == "10.0.0.2:7"
     chosen = guest("home", address="fe80::1")
     assert plan.coordinator([(chosen, [0]), (other, [0])], "home") == "[fe80::1]:7"
+
+
+def standby(name, parked=True, is_dying=False):
+    return SimpleNamespace(name=name, parked=parked, is_dying=lambda: is_dying)
+
+
+# Those that are taken, one after the other.
+def taken(*processes):
+    waiting = iter(processes)
+    each = Standbys(len(processes), lambda _: next(waiting), ready=lambda: None, say=print)
+    each.fill()
+    if any(process.parked for process in processes):
+        each.note_parked()
+    return [process.name for process in iter(each.take, None)]
+
+
+def test_the_standbys_that_wait_are_taken_first_and_those_that_die_never():
+    waits, starts, dies = standby("w"), standby("s", parked=False), standby("d", is_dying=True)
+    assert taken(dies, starts, waits) == ["w", "s"]
+    assert taken(dies) == []
+    assert taken(starts) == []  # perhaps it never waits
 
 
 def test_gpus_are_shared_evenly_or_not_at_all():
