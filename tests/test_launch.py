@@ -202,7 +202,7 @@ def test_a_process_that_fails_alone_may_clean_up(jdp_run):
         ("sys.exit(3)", 3, "SystemExit: 3"),
         ("sys.excepthook = print; raise KeyError(7)", 1, "KeyError: 7"),
         # What the other one raises is that this one failed, and it may be the faster one.
-        ("time.sleep(1); raise KeyError(7)", 1, "KeyError: 7"),
+        ("time.sleep(0.3); raise KeyError(7)", 1, "KeyError: 7"),
     ],
 )
 def test_who_failed_is_the_cause_with_its_own_code(jdp_run, fails, code, why):
@@ -251,13 +251,14 @@ def test_an_early_end_of_one_process_that_another_waits_for_is_a_failure(jdp_run
     run = jdp_run(
         "--nproc-per-node=2",
         "--max-restarts=1",
+        "--shutdown-timeout-s=0.5",
         after=f"""{BEGINS}
 if a.process_id and not a.generation: sys.exit(0)
 progress.TRAIN_STEP.__enter__()
 """,
     )
     run.pids(1, 2)
-    words = "process 1 came to the end of the script, and process 0 has waited for 2 s in a step"
+    words = "process 1 came to the end of the script, and process 0 has waited for 0.5 s in a step"
     run.until_true(lambda: words in run.output, words)
     assert run.finish() == 0
 
@@ -268,7 +269,7 @@ def test_a_process_may_work_alone_at_the_end(jdp_run, begins):
         "--nproc-per-node=2",
         "--max-restarts=0",
         "--shutdown-timeout-s=0.3",
-        after=f"{begins}\nif not a.process_id: time.sleep(1.2)\nsys.exit()",
+        after=f"{begins}\nif not a.process_id: time.sleep(0.8)\nsys.exit()",
     )
     assert run.wait() == 0
 
@@ -277,6 +278,7 @@ def test_a_process_whose_script_has_ended_counts_before_it_exits(jdp_run):
     run = jdp_run(
         "--nproc-per-node=2",
         "--max-restarts=0",
+        "--shutdown-timeout-s=0.5",
         before="import atexit; atexit.register(time.sleep, 60)",
         after=f"{BEGINS}\nif a.process_id: sys.exit()\nprogress.TRAIN_STEP.__enter__()",
     )
