@@ -38,10 +38,27 @@ SIZE = 3
 MINUTES = 10.0
 GOAL_S = 0.5  # for a process that is killed, on a quiet machine
 
-# Steps in which a fault happens, and that it has at most, with those that are lost and the one that
-# each generation makes.
-STRIDE = 24
-MOST_STEPS = 32
+
+class Pace(NamedTuple):
+    """How fast faults follow each other.
+
+    Attributes:
+      stride: steps in which one happens.
+      changes: of the launcher, in Python.
+    """
+
+    stride: int
+    changes: str
+
+    def num_steps(self, num_faults: int) -> int:
+        """How many steps the whole run needs, so that it ends with an epoch."""
+        # With those that are lost, and the one that each generation makes; most come earlier.
+        most, whole = self.stride + 8, NUM_ROWS // 2
+        return -(-num_faults * most // whole) * whole
+
+
+FULL = Pace(stride=24, changes="")
+QUICK = Pace(stride=10, changes=harness.SHORT_BACKOFF)
 
 
 class Incident(NamedTuple):
@@ -91,8 +108,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of what happens")
     parser.add_argument("--quick", action="store_true", help="not for results")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        outcome = chaos(Path(folder), args.faults, args.seed)
+    pace = QUICK if args.quick else FULL
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        oracle = harness.uninterrupted(folder / "oracle", pace.num_steps(args.faults))
+        outcome = chaos(folder / "chaos", oracle, args.faults, args.seed, pace)
     sections = [run_section(outcome), kinds_section(outcome)]
     for section in sections:
         print(f"\n{section.title}\n\n{report.table(section)}")
@@ -104,28 +124,22 @@ def main() -> None:
         sys.exit(f"{outcome.miscounted[:9]}; same bits: {outcome.has_same_bits}")
 
 
-def chaos(folder: Path, num_faults: int, seed: int) -> Outcome:
-    """Train twice, once with faults.
+def chaos(folder: Path, oracle: Training, num_faults: int, seed: int, pace: Pace) -> Outcome:
+    """Train with faults.
 
     Args:
-      folder: for both runs.
+      folder: for the run.
+      oracle: the same run without faults.
       num_faults: how many; fewer if they take longer than MINUTES.
       seed: of what happens.
+      pace: of the faults.
     """
-    # So that the run ends with an epoch.
-    whole = NUM_ROWS // 2
-    num_steps = -(-num_faults * MOST_STEPS // whole) * whole
-    oracle = Training(folder / "oracle", num_steps)
-    with contextlib.closing(oracle):
-        launcher = oracle.start(f"--nproc-per-node={SIZE}", "--standbys=0", "--timeout-s=60")
-        if launcher.wait():
-            raise RuntimeError(launcher.output)
-    training = Training(folder / "chaos", num_steps, leash=STRIDE)
+    training = Training(folder, oracle.num_steps, pace.stride, pace.changes)
     with contextlib.closing(training):
         began = time.monotonic()
         launcher = training.start(f"--nproc-per-node={SIZE}")
         incidents = []
-        fate = Fate(training, launcher, random.Random(seed))
+        fate = Fate(training, launcher, random.Random(seed), pace.stride)
         while len(incidents) < num_faults and time.monotonic() - began < MINUTES * 60:
             incidents.append(fate.strike())
         training.order(None)
@@ -148,10 +162,14 @@ class Fate:
       training: the run.
       launcher: of it.
       rng: what is decided with.
+      stride: steps in which something happens.
     """
 
-    def __init__(self, training: Training, launcher: Launcher, rng: random.Random) -> None:
+    def __init__(
+        self, training: Training, launcher: Launcher, rng: random.Random, stride: int
+    ) -> None:
         self._training, self._launcher, self._rng = training, launcher, rng
+        self._stride = stride
         self._num = self._generation = 0
         self._kinds: dict[str, Callable[[str, int], float]] = {
             "SIGKILL": self._signal,
@@ -203,10 +221,11 @@ class Fate:
     # By the script itself, before a step.
     def _order(self, kind: str, rank: int) -> float:
         begin = self._training.step() + 2
-        step = begin + self._rng.randrange(STRIDE)
+        end = begin + self._stride
+        step = self._rng.randrange(begin, end)
         if kind == "kill in a checkpoint":
             step = -(-begin // SAVE_EVERY) * SAVE_EVERY
-        fault = self._training.order(begin + STRIDE + COMMIT_EVERY, (kind, rank, step))
+        fault = self._training.order(max(step, end) + COMMIT_EVERY, (kind, rank, step))
         self._launcher.until_true(lambda: os.path.lexists(fault), kind)
         return os.lstat(fault).st_mtime
 
@@ -218,7 +237,7 @@ class Fate:
         if kind == "SIGKILL of two":
             victims.append(pids[rank - 1])
         delay_s = self._rng.uniform(0.0, 0.15)
-        self._training.order(self._training.step() + STRIDE)
+        self._training.order(self._training.step() + self._stride)
         time.sleep(delay_s)
         began = time.time()
         for pid in victims:

@@ -12,9 +12,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from jdp.launch import spawn
+
 DEADLINE_S = 30.0
 
 MARK = "JDP_TEST_MARK"
+
+# A test run that is killed leaves no launcher behind.
+DIES_WITH_US = [sys.executable, "-I", "-S", "-c", spawn._BEFORE, str(os.getpid())]
 
 PACKAGES = str(Path(__file__).parents[1])
 
@@ -52,6 +57,7 @@ class Launcher:
       before, init, after: Python that the script executes in these places.
       script: another one.
       within: what it is started by, such as ("ip", "netns", "exec", "name").
+      changes: Python that the launcher itself executes first.
       environment: further variables.
 
     Attributes:
@@ -69,20 +75,26 @@ class Launcher:
         after="",
         script=SCRIPT,
         within: Sequence[str] = (),
+        changes="",
         **environment: str,
     ):
         self.folder = folder
         self.mark = secrets.token_hex(8)
         self._logs = folder / f"logs_{self.mark}"
         self._output = folder / f"output_{self.mark}"
+        self._events: list[dict] = []
+        self._num_read = 0
         path = folder / "train.py"
         path.write_text(script)
+        changed = f"{changes}\nimport sys; from jdp.cli import main; sys.exit(main())"
         quick = ["--heartbeat-timeout-s=1", "--shutdown-timeout-s=2", "--last-call-timeout-s=0.5"]
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
                 [
+                    *DIES_WITH_US,
                     *within,
-                    *(sys.executable, "-m", "jdp", "run", "--local-ranks-filter=all"),
+                    *(sys.executable, *(["-c", changed] if changes else ["-m", "jdp"])),
+                    *("run", "--local-ranks-filter=all"),
                     *(f"--log-dir={self._logs}", *quick, *flags),
                     *(str(path), before, init, after),
                 ],
@@ -104,10 +116,14 @@ class Launcher:
 
     def events(self, event: str, **facts) -> list[dict]:
         """The events of that name so far, with these facts."""
+        # Asked for again and again: only what is new is read.
         path = self._logs / "events.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        found = [json.loads(line) for line in lines]
-        return [e for e in found if {"event": event, **facts}.items() <= e.items()]
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(self._num_read)
+            while (line := file.readline()).endswith(b"\n"):
+                self._events.append(json.loads(line))
+                self._num_read += len(line)
+        return [e for e in self._events if {"event": event, **facts}.items() <= e.items()]
 
     def until(self, event: str, number: int = 1, **facts) -> list[dict]:
         """Wait until there are so many such events, and give them."""

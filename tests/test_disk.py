@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import ml_dtypes
@@ -208,6 +209,16 @@ def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path, monkeypatch):
             holder.send_signal(signal.SIGKILL)
     folder.lock()
     folder.unlock()
+
+
+def test_a_run_that_goes_on_waits_for_who_holds_the_lock(folder, monkeypatch):
+    monkeypatch.setattr("jdp.disk._LOCK_TIMEOUT_S", 0.0)
+    timer = threading.Timer(0.3, folder.unlock)
+    timer.start()
+    other = Folder(folder.path)
+    other.lock(resumes=True)
+    other.unlock()
+    timer.join()
 
 
 def test_two_runs_of_one_process_are_kept_apart(folder, monkeypatch):

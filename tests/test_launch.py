@@ -4,7 +4,6 @@ import os
 import signal
 import time
 
-import launcher
 import pytest
 
 
@@ -131,6 +130,14 @@ def test_a_failure_while_the_next_generation_forms_is_recovered_from(jdp_run):
     assert "SIGKILL" in recovered["cause"] and "code 9" in recovered["cause"]
 
 
+def test_a_run_that_had_no_step_left_after_a_failure_says_so(jdp_run):
+    run = jdp_run("--nproc-per-node=2", init="if a.generation: sys.exit()")
+    os.kill(run.pids(0, 2)[1], signal.SIGKILL)
+    assert run.wait() == 0
+    last = run.output.splitlines()[-1]
+    assert "process 1 " in last and "SIGKILL" in last and "no step left" in last
+
+
 def test_nothing_is_restarted_before_a_step_was_finished(jdp_run):
     run = jdp_run(
         "--nproc-per-node=2", init="if a.process_id: sys.exit('no such file')\ntime.sleep(9)"
@@ -207,7 +214,7 @@ def test_a_process_that_fails_alone_may_clean_up(jdp_run):
         ("sys.exit(3)", 3, "SystemExit: 3"),
         ("sys.excepthook = print; raise KeyError(7)", 1, "KeyError: 7"),
         # What the other one raises is that this one failed, and it may be the faster one.
-        ("time.sleep(1); raise KeyError(7)", 1, "KeyError: 7"),
+        ("time.sleep(0.3); raise KeyError(7)", 1, "KeyError: 7"),
     ],
 )
 def test_who_failed_is_the_cause_with_its_own_code(jdp_run, fails, code, why):
@@ -250,13 +257,14 @@ def test_an_early_end_of_one_process_that_another_waits_for_is_a_failure(jdp_run
     run = jdp_run(
         "--nproc-per-node=2",
         "--max-restarts=1",
+        "--shutdown-timeout-s=0.5",
         after=f"""{BEGINS}
 if a.process_id and not a.generation: sys.exit(0)
 progress.TRAIN_STEP.__enter__()
 """,
     )
     run.pids(1, 2)
-    words = "process 1 came to the end of the script, and process 0 has waited for 2 s in a step"
+    words = "process 1 came to the end of the script, and process 0 has waited for 0.5 s in a step"
     run.until_true(lambda: words in run.output, words)
     assert run.finish() == 0
 
@@ -267,7 +275,7 @@ def test_a_process_may_work_alone_at_the_end(jdp_run, begins):
         "--nproc-per-node=2",
         "--max-restarts=0",
         "--shutdown-timeout-s=0.3",
-        after=f"{begins}\nif not a.process_id: time.sleep(1.2)\nsys.exit()",
+        after=f"{begins}\nif not a.process_id: time.sleep(0.8)\nsys.exit()",
     )
     assert run.wait() == 0
 
@@ -276,6 +284,7 @@ def test_a_process_whose_script_has_ended_counts_before_it_exits(jdp_run):
     run = jdp_run(
         "--nproc-per-node=2",
         "--max-restarts=0",
+        "--shutdown-timeout-s=0.5",
         before="import atexit; atexit.register(time.sleep, 60)",
         after=f"{BEGINS}\nif a.process_id: sys.exit()\nprogress.TRAIN_STEP.__enter__()",
     )
@@ -319,6 +328,13 @@ def test_a_signal_reaches_the_processes(jdp_run, number):
     run.process.send_signal(number)
     assert run.wait() == 128 + number
     assert run.output.count(f"got {int(number)}") == 2
+
+
+def test_a_hangup_that_is_ignored_at_the_start_stays_ignored(jdp_run):
+    run = jdp_run("--nproc-per-node=2", within=["nohup"])
+    run.until("running", 2)
+    run.process.send_signal(signal.SIGHUP)
+    assert run.finish() == 0
 
 
 def test_who_saves_at_a_signal_sets_the_exit_code(jdp_run):
@@ -452,12 +468,11 @@ if a.process_id == 0:
     assert len(set(ports)) == 2
 
 
-# The seconds of jdp.launch.guest, for a test.
-QUICK = "from jdp.launch import guest; guest.REST_S = 1.0; guest.BACKOFF_S = 0.05\n"
+SHORT_REST = "from jdp.launch import guest; guest.REST_S = 1.0"
 
 
-def test_a_slot_that_fails_twice_rests_and_the_run_grows_back(jdp_run, tmp_path):
-    run = jdp_run("--nproc-per-node=1:3", "--max-restarts=9", **site(tmp_path, QUICK))
+def test_a_slot_that_fails_twice_rests_and_the_run_grows_back(jdp_run):
+    run = jdp_run("--nproc-per-node=1:3", "--max-restarts=9", changes=SHORT_REST)
     os.kill(run.pids(0, 3)[1], signal.SIGKILL)
     os.kill(run.pids(1, 3)[1], signal.SIGKILL)
     run.pids(2, 2)
@@ -465,14 +480,6 @@ def test_a_slot_that_fails_twice_rests_and_the_run_grows_back(jdp_run, tmp_path)
     assert run.finish() == 0
     assert [e["num_processes"] for e in run.events("formed")] == [3, 3, 2, 3]
     assert run.events("recovered")[-1]["cause"] == "there is room for more processes"
-
-
-def site(folder, code):
-    """Variables by which every Python runs `code` at its start."""
-    path = folder / "site"
-    path.mkdir()
-    (path / "sitecustomize.py").write_text(code)
-    return {"PYTHONPATH": f"{path}:{launcher.PACKAGES}"}
 
 
 JAX_SCRIPT = """

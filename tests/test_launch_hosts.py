@@ -83,6 +83,32 @@ def test_a_host_that_comes_later_makes_the_run_grow_and_costs_no_restart(hosts):
     assert {host.finish() for host in (leader, *others)} == {0}
 
 
+# Long enough for a host to come.
+LONG_BACKOFF = "from jdp.launch import guest; guest.BACKOFF_S = 2.0"
+
+
+def test_a_host_that_comes_between_two_generations_makes_the_run_grow(hosts):
+    run = hosts("--nnodes=1:2", changes=LONG_BACKOFF)
+    leader = run.add(0)
+    for generation in (0, 1):
+        os.kill(leader.pids(generation, 1)[0], signal.SIGKILL)
+    other = run.add(1)
+    leader.pids(2, 1)
+    leader.pids(3, 2)
+    assert {leader.finish(), other.finish()} == {0}
+
+
+def test_a_run_that_would_begin_at_step_0_does_not_grow(hosts):
+    script = launcher.SCRIPT.replace('tell("restored"', 'tell("has no Checkpointer"')
+    run = hosts("--nnodes=1:2", script=script)
+    leader = run.add(0)
+    leader.pids(0, 1)
+    other = run.add(1)
+    leader.until("ready", 2)
+    assert {leader.finish(), other.finish()} == {0}
+    assert len(leader.events("formed")) == 1
+
+
 def test_the_run_shrinks_without_a_lost_host_and_grows_when_it_is_back(hosts):
     run = hosts("--nnodes=1:2", "--last-call-timeout-s=30")
     leader, other = run.add(0), run.add(1)

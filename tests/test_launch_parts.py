@@ -26,6 +26,7 @@ from jdp.launch.member import VARIABLE, Assignment, Member
 from jdp.launch.options import parse
 from jdp.launch.plan import Part
 from jdp.launch.process import gpus_of_slots
+from jdp.launch.standbys import Standbys
 
 
 def guest(name="a", host_id=None, num=(2, 2), address=None, seen="10.0.0.2", leader="10.0.0.1"):
@@ -126,6 +127,27 @@ def test_the_first_failure_is_the_cause_unless_a_later_one_is_sure():
     for now in (0.0, 1.0):
         generation.blame(now)
     assert [slot.free_at > 0 for slot in host.slots + other.slots] == [False] * 3 + [True]
+
+
+def standby(name, parked=True, is_dying=False):
+    return SimpleNamespace(name=name, parked=parked, is_dying=lambda: is_dying)
+
+
+# Those that are taken, one after the other.
+def taken(*processes):
+    waiting = iter(processes)
+    each = Standbys(len(processes), lambda _: next(waiting), ready=lambda: None, say=print)
+    each.fill()
+    if any(process.parked for process in processes):
+        each.note_parked()
+    return [process.name for process in iter(each.take, None)]
+
+
+def test_the_standbys_that_wait_are_taken_first_and_those_that_die_never():
+    waits, starts, dies = standby("w"), standby("s", parked=False), standby("d", is_dying=True)
+    assert taken(dies, starts, waits) == ["w", "s"]
+    assert taken(dies) == []
+    assert taken(starts) == []  # perhaps it never waits
 
 
 def test_gpus_are_shared_evenly_or_not_at_all():

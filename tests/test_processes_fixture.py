@@ -162,3 +162,9 @@ def is_running(pid):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_tests_with_processes_stay_together(request, processes):
+    if not getattr(request.config.option, "loadgroup", False):
+        pytest.skip("needs pytest -n 2 --dist loadgroup")
+    assert request.node.nodeid.endswith("@processes")

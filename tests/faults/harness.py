@@ -1,5 +1,6 @@
 """`jdp run` of victim.py: started, injured and looked at from outside."""
 
+import contextlib
 import json
 import os
 import secrets
@@ -21,6 +22,10 @@ TIMEOUT_S = 2.0
 # 60 epochs.
 NUM_STEPS = 384
 
+# A place where processes fail again and again within a minute stays empty for up to 5 s each time.
+# Here all do: for a tenth of that.
+SHORT_BACKOFF = "from jdp.launch import guest; guest.BACKOFF_S /= 10; guest.MAX_BACKOFF_S /= 10"
+
 
 class PatientLauncher(Launcher):
     deadline_s = 60.0
@@ -33,10 +38,17 @@ class Training:
       folder: that it owns.
       num_steps: of the whole run.
       leash: how far it may go without further orders; None: to the end.
+      changes: Python that its launchers execute first.
     """
 
-    def __init__(self, folder: Path, num_steps: int = NUM_STEPS, leash: int | None = None) -> None:
-        self.folder, self.num_steps = folder, num_steps
+    def __init__(
+        self,
+        folder: Path,
+        num_steps: int = NUM_STEPS,
+        leash: int | None = None,
+        changes: str = SHORT_BACKOFF,
+    ) -> None:
+        self.folder, self.num_steps, self._changes = folder, num_steps, changes
         self.launchers: list[Launcher] = []
         self._num_faults, self._num_launches = 0, 0
         folder.mkdir(parents=True, exist_ok=True)
@@ -53,6 +65,7 @@ class Training:
             before=str(self.folder),
             init=str(self.num_steps),
             within=within,
+            changes=self._changes,
             JAX_NUM_CPU_DEVICES="1",
             **{victim.LAUNCH: str(self._num_launches), **environment},
         )
@@ -104,6 +117,16 @@ class Training:
         """End it, and see that no process is left."""
         for launcher in self.launchers:
             launcher.close()
+
+
+def uninterrupted(folder: Path, num_steps: int = NUM_STEPS) -> Training:
+    """Give a run of 3 processes to which nothing happened."""
+    training = Training(folder, num_steps)
+    with contextlib.closing(training):
+        launcher = training.start("--nproc-per-node=3", "--standbys=0", "--timeout-s=60")
+        if launcher.wait() or launcher.events("recovered") or training.miscounted():
+            raise RuntimeError(f"{training.miscounted()}\n{launcher.output}")
+    return training
 
 
 def generation(launcher: Launcher) -> int:

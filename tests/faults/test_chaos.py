@@ -13,8 +13,8 @@ import faults  # noqa: E402 - benchmarks are programs, found by their folder
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("processes")
-def test_chaos_costs_no_bits_and_no_row(tmp_path):
-    outcome = faults.chaos(tmp_path, num_faults=20, seed=1)
+def test_chaos_costs_no_bits_and_no_row(tmp_path, oracle):
+    outcome = faults.chaos(tmp_path, oracle, num_faults=20, seed=1, pace=faults.QUICK)
     assert len(outcome.incidents) == 20
     assert outcome.has_same_bits
     assert not outcome.miscounted

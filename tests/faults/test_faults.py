@@ -90,7 +90,7 @@ def test_no_more_is_lost_than_two_commits_are_apart(run):
 
 def test_the_parameters_have_the_bits_of_an_uninterrupted_run(run, oracle):
     training, _, _ = run
-    assert harness.have_same_bits(training.params(), oracle)
+    assert harness.have_same_bits(training.params(), oracle.params())
 
 
 def test_each_row_counts_once_in_each_epoch(run):

@@ -11,16 +11,18 @@ from victim import SAVE_EVERY
 
 pytestmark = pytest.mark.xdist_group("processes")
 
+FLAGS = "--nproc-per-node=3", "--standbys=1"
+
 
 @pytest.mark.slow
 def test_a_killed_launcher_and_a_preempted_process_cost_no_bits(trainings, oracle):
     training = trainings(leash=50)
-    launcher = training.start("--nproc-per-node=3")
+    launcher = training.start(*FLAGS)
     harness.until_ready(launcher)
     training.until_step(launcher, 50)
 
     # One that is slow is no fault.
-    training.order(70, *[("slow", 1, step) for step in (52, 60)])
+    training.order(70, ("slow", 1, 60))
     training.until_step(launcher, 70)
     assert len(launcher.events("formed")) == 1
 
@@ -28,7 +30,7 @@ def test_a_killed_launcher_and_a_preempted_process_cost_no_bits(trainings, oracl
     launcher.process.kill()
     launcher.close()  # asserts that it leaves nothing behind
     training.order(120)
-    again = training.launch_again("--nproc-per-node=3")
+    again = training.launch_again(*FLAGS)
     again.until("first_step", 3)
     print(f"killed launcher: {time.monotonic() - began:.3f} s until the next one trains")
     assert {e["tier"] for e in again.events("restored")} == {"checkpoint"}
@@ -46,12 +48,12 @@ def test_a_killed_launcher_and_a_preempted_process_cost_no_bits(trainings, oracl
     assert [e["returncode"] for e in again.events("exited")] == [75] * 3
 
     training.order(None)
-    last_one = training.launch_again("--nproc-per-node=3")
+    last_one = training.launch_again(*FLAGS)
     assert last_one.wait() == 0, last_one.output
     assert {e["step"] for e in last_one.events("restored")} == set(last.values())
     assert training.lost_steps()[-1] == 0
     training.close()
-    assert harness.have_same_bits(training.params(), oracle)
+    assert harness.have_same_bits(training.params(), oracle.params())
     assert not training.miscounted()
 
 
@@ -71,14 +73,15 @@ def test_a_death_before_the_first_step_is_shown_and_not_tried_again(trainings, k
 
 # The one that runs on the oldest JAX, too.
 def test_a_killed_process_costs_no_bits(trainings):
-    results = []
-    for faults in ([], [("kill", 0, 7)]):
-        training = trainings(num_steps=32)
-        training.order(None, *faults)
-        launcher = training.start("--nproc-per-node=2")
-        assert launcher.wait() == 0, launcher.output
-        assert len(launcher.events("recovered")) == len(faults)
+    whole, broken = trainings(num_steps=32), trainings(num_steps=32, leash=4)
+    launcher = whole.start("--nproc-per-node=2", "--standbys=0")
+    assert launcher.wait() == 0, launcher.output
+    launcher = broken.start("--nproc-per-node=2")
+    harness.until_ready(launcher)
+    broken.order(None, ("kill", 0, 7))
+    assert launcher.wait() == 0, launcher.output
+    assert len(launcher.events("recovered")) == 1
+    for training in (whole, broken):
         assert not training.miscounted()
         training.close()
-        results.append(training.params())
-    assert harness.have_same_bits(*results)
+    assert harness.have_same_bits(whole.params(), broken.params())

@@ -138,7 +138,7 @@ class Orders:
             while step > self._leash:
                 # Again and again: one that is stopped here is missed.
                 with jdp.phase("waiting for orders", timeout_s=2.0):
-                    time.sleep(0.002)
+                    time.sleep(0.005)
                 self._read()
         for fault in self._faults:
             if (fault.step, fault.rank) == (step, self._rank) and self._is_due(fault):
