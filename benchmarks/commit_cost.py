@@ -1,6 +1,6 @@
 """What commits cost a step, and how long it takes to restore one.
 
-    python benchmarks/commit_cost.py           in two minutes on 2 cores
+    python benchmarks/commit_cost.py           in five minutes on 2 cores
     python benchmarks/commit_cost.py --quick   tiny rounds, to see that it works
 
 Prints its tables and writes them to benchmarks/results/, those of a quick run to out/benchmarks/.
@@ -44,7 +44,7 @@ def main() -> None:
     launched()
     mesh = jdp.init(cpu_ranks=4)
     sections = [
-        step_cost(budget_s=1.0 if quick else 30.0, min_rounds=1 if quick else 5),
+        step_cost(budget_s=1.0 if quick else 90.0, min_rounds=1 if quick else 5),
         restore_time(mesh, rounds=2 if quick else 11),
     ]
     for section in sections:
