@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from launched import Launcher
 
 import jdp
+from jdp import disk
 from jdp import mesh as jdp_mesh
 
 ROWS = {"x": np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)}
@@ -453,6 +454,24 @@ def test_the_commits_of_one_directory_are_not_taken_for_those_of_another(tmp_pat
         assert launcher.process("test_checkpoint:one_after_the_other", tmp_path).result() == [0, 0]
         again = launcher.process("test_checkpoint:one_after_the_other", tmp_path, generation=1)
         assert again.result() == [3, 3]
+
+
+# How long a process waits for who holds the directory.
+def patience(path):
+    jdp.init()
+    waits = []
+    disk.Folder._take = lambda self, file, timeout_s: waits.append(timeout_s)
+    jdp.Checkpointer(path, resume=True).restore({"n": 0})
+    return waits
+
+
+def test_who_takes_over_waits_longer_for_the_directory_than_a_new_run(tmp_path):
+    with Launcher() as launcher:
+        started = [
+            launcher.process("test_checkpoint:patience", tmp_path, generation=i) for i in (0, 1)
+        ]
+        [new], [taken_over] = [process.result() for process in started]
+    assert taken_over > 10 * new
 
 
 def test_the_newer_of_commit_and_checkpoint_is_taken(tmp_path):
