@@ -1,6 +1,6 @@
 """What commits cost a step, and how long it takes to restore one.
 
-    python benchmarks/commit_cost.py           in six minutes on 2 cores
+    python benchmarks/commit_cost.py           in ten minutes on 2 cores
     python benchmarks/commit_cost.py --quick   tiny rounds, to see that it works
 
 Prints its tables and writes them to benchmarks/results/, those of a quick run to out/benchmarks/.
