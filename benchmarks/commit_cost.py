@@ -124,13 +124,13 @@ def step_cost(*, num_processes: int, budget_s: float, min_rounds: int) -> Sectio
         )
     return Section(
         "What commits cost",
-        f"{COMMIT_EVERY} steps with one commit over {COMMIT_EVERY} without a Checkpointer, on 4 "
-        "ranks of one process, Adam. The commit falls into the middle and is whole before the "
-        "clock stops. Rounds of two runs each, in alternating order, and their median; of "
-        f"{num_processes} such processes the median, the least and the most, since processes "
-        "differ by more than a commit costs. A commit moves four times the state's bytes: read "
-        "and written on the device, read and written on the host. The floor is what these two "
-        "copies take by themselves, if nothing of it overlaps with the steps.",
+        f"{COMMIT_EVERY} steps with one commit over {COMMIT_EVERY} without, on 4 ranks of one "
+        "process, Adam, all of one training. The commit falls into the middle and is whole before "
+        "the clock stops. Rounds of two runs each, in alternating order, and their median; of "
+        f"{num_processes} such processes the median, the least and the most. A commit moves four "
+        "times the state's bytes: read and written on the device, read and written on the host. "
+        "The floor is what these two copies take by themselves, if nothing of it overlaps with the "
+        "steps.",
         rows,
         {
             "model": "{model}",
@@ -150,56 +150,62 @@ def step_cost(*, num_processes: int, budget_s: float, min_rounds: int) -> Sectio
 def measure(number: int, *, budget_s: float, min_rounds: int) -> dict[str, Any]:
     """Measure a model in this process."""
     problem = MODELS[number]()
-    num_bytes, clocks, ckpt = _contestants(problem)
+    training = _Training(problem)
     found = timing.compare(
-        clocks["commits"], clocks["none"], budget_s=budget_s, min_rounds=min_rounds
+        training.with_commit, training.without, budget_s=budget_s, min_rounds=min_rounds
     )
-    _without_saving(ckpt)
+    training.end()
     return {
         "model": problem.name,
-        "num_bytes": num_bytes,
+        "num_bytes": training.num_bytes,
         "ratio": found.ratio,
         "second_s": found.second_s,
         "rounds": found.num_rounds,
     }
 
 
-def _contestants(problem: Problem) -> tuple[int, dict[str, timing.Clock], jdp.Checkpointer]:
-    @jdp.train_step
-    def step(state, batch):
-        loss, grads = jax.value_and_grad(problem.loss_fn)(state.params, batch)
-        return state.apply_gradients(grads), {"loss": loss}
+# One for both contestants: two states lie elsewhere in memory, and the steps of one are then
+# faster than those of the other by more than a commit costs.
+class _Training:
+    def __init__(self, problem: Problem):
+        @jdp.train_step
+        def step(state, batch):
+            loss, grads = jax.value_and_grad(problem.loss_fn)(state.params, batch)
+            return state.apply_gradients(grads), {"loss": loss}
 
-    tx = jdp.replicated(optax.adam(1e-3))
-    batch = jax.device_put(
-        problem.batch, NamedSharding(jdp.mesh.current_mesh(), PartitionSpec("data"))
-    )
-    os.ftruncate(member.current().commit_file, 0)
-    ckpt = jdp.Checkpointer(tempfile.mkdtemp(), commit_every=COMMIT_EVERY, save_every=1 << 40)
-    clocks = {}
-    for name, used in (("commits", ckpt), ("none", None)):
-        run = _Run(step, jdp.TrainState.create(problem.params, tx), batch, used)
-        run(COMMIT_EVERY + COMMIT_EVERY // 2)  # so that a commit falls into the middle
-        clocks[name] = functools.partial(run, COMMIT_EVERY)
-    num_bytes = sum(x.nbytes for x in jax.tree.leaves(run.state))
-    return num_bytes, clocks, ckpt
+        spread = NamedSharding(jdp.mesh.current_mesh(), PartitionSpec("data"))
+        self._step, self._batch = step, jax.device_put(problem.batch, spread)
+        self._ckpt = jdp.Checkpointer(
+            tempfile.mkdtemp(), commit_every=COMMIT_EVERY, save_every=1 << 40
+        )
+        state = jdp.TrainState.create(problem.params, jdp.replicated(optax.adam(1e-3)))
+        self._state = self._ckpt.restore(state)
+        self.num_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
+        for _ in range(COMMIT_EVERY // 2):  # so that a commit falls into the middle
+            self._advance(self._ckpt)
 
+    def with_commit(self) -> float:
+        return self._steps(self._ckpt)
 
-class _Run:
-    def __init__(self, step: Any, state: Any, batch: Any, ckpt: jdp.Checkpointer | None):
-        self.state = state if ckpt is None else ckpt.restore(state)
-        self._step, self._batch, self._ckpt = step, batch, ckpt
+    def without(self) -> float:
+        return self._steps(None)
 
-    def __call__(self, num_steps: int) -> float:
+    def _steps(self, ckpt: jdp.Checkpointer | None) -> float:
         start = time.perf_counter()
-        for _ in range(num_steps):
-            self.state, _ = self._step(self.state, self._batch)
-            if self._ckpt is not None:
-                self._ckpt.step(self.state)
-        jax.block_until_ready(self.state)
-        if self._ckpt is not None:
-            self._ckpt._life.commits.wait()
+        for _ in range(COMMIT_EVERY):
+            self._advance(ckpt)
+        jax.block_until_ready(self._state)
+        if ckpt is not None:
+            ckpt._life.commits.wait()
         return time.perf_counter() - start
+
+    def _advance(self, ckpt: jdp.Checkpointer | None) -> None:
+        self._state, _ = self._step(self._state, self._batch)
+        if ckpt is not None:
+            ckpt.step(self._state)
+
+    def end(self) -> None:
+        _without_saving(self._ckpt)
 
 
 # Into memory that is mapped already, as both copies of a commit are.
