@@ -82,6 +82,7 @@ def _facts(mesh: Mesh) -> dict[str, str | None]:
     }
 
 
+@functools.cache  # It looks through sys.path, and each commit says it.
 def version() -> str:
     """Give the version of jdp that is installed."""
     try:
