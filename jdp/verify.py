@@ -157,7 +157,7 @@ def _varying_outputs(report: Report, traced: Traced) -> Iterator[str]:
         if output.kind == "metric":
             leaf, why = f"{leaf} {output.type}", _WHY_METRIC
         elif value.axes & set(traced.axis_name):
-            why = _WHY_STATISTICS if _is_model_state(output) else _WHY_STATE
+            why = _why_state(output)
         else:
             others = ", ".join(map(repr, sorted(value.axes)))
             why = _WHY_OTHER_AXIS.format(others)
@@ -167,8 +167,11 @@ def _varying_outputs(report: Report, traced: Traced) -> Iterator[str]:
         yield f"{_listed(told)}{where} {why}"
 
 
-def _is_model_state(output: Output) -> bool:
-    return "model_state" in output.path or "batch_stats" in output.path
+def _why_state(output: Output) -> str:
+    if jax.dtypes.issubdtype(output.aval.dtype, jax.dtypes.prng_key):
+        return _WHY_KEY
+    is_model_state = "model_state" in output.path or "batch_stats" in output.path
+    return _WHY_STATISTICS if is_model_state else _WHY_STATE
 
 
 _WHY_STATE = (
@@ -179,8 +182,14 @@ _WHY_STATE = (
 )
 _WHY_STATISTICS = (
     "may differ from rank to rank: it comes from this rank's rows only. Ranks would drift apart "
-    "silently, and normalise differently if these are batch statistics. Give the layer axis_name=, "
-    "or store jdp.mean_over_ranks(stats)."
+    "silently, and normalise differently if these are batch statistics. Store "
+    "jdp.mean_over_ranks(stats), or give the layer axis_name= (micro-batches that are weighed want "
+    "both)."
+)
+_WHY_KEY = (
+    "may differ from rank to rank: it is a random key that was made from this rank's. Ranks would "
+    "drift apart silently. Leave it out of the state: state.key is this rank's, and a new one in "
+    "every step."
 )
 _WHY_METRIC = (
     "may differ from rank to rank, and only float scalars are averaged by themselves. Write "

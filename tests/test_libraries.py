@@ -169,6 +169,51 @@ def test_nnx_split_and_merge():
     assert_close(train(4, step, make_state), train(1, step, make_state))
 
 
+class NnxNormed(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(5, axis_name="data", rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.out = nnx.Linear(5, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.dropout(self.norm(x)))
+
+
+def nnx_normed_step(graph, *rest, kept):
+    def step(state, batch):
+        def loss_fn(p):
+            model = nnx.merge(graph, p, state.model_state, *rest, copy=True)
+            nnx.reseed(model, default=state.key)
+            loss = squares(model(batch["x"]), batch)
+            dropped = model.dropout(jnp.ones((1, 64)))
+            return loss, (nnx.state(model, kept), dropped)
+
+        (_, (kept_state, dropped)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        dropped = jdp.rows(jnp.broadcast_to(dropped, (batch["x"].shape[0], 64)))
+        return state.apply_gradients(grads).replace(model_state=kept_state), {"dropped": dropped}
+
+    return jdp.train_step(step)
+
+
+def test_nnx_batch_statistics_and_dropout_that_differs_between_ranks():
+    ranks(4)
+    graph, p, stats, rest = nnx.split(NnxNormed(nnx.Rngs(0)), nnx.Param, nnx.BatchStat, ...)
+    state = jdp.TrainState.create(p, sgd(), model_state=stats)
+    step = nnx_normed_step(graph, rest, kept=nnx.BatchStat)
+    for _ in range(2):
+        state, metrics = step(state, batch())
+    drawn = np.asarray(metrics["dropped"])[:: NUM_ROWS // 4]
+    assert len({row.tobytes() for row in drawn}) == 4
+
+
+def test_nnx_keys_of_a_rank_are_refused_in_the_state():
+    ranks(2)
+    graph, p, rest = nnx.split(NnxNormed(nnx.Rngs(0)), nnx.Param, ...)
+    state = jdp.TrainState.create(p, sgd(), model_state=rest)
+    with pytest.raises(ValueError, match=r"model_state\['dropout'\].*is a random key.*state\.key"):
+        nnx_normed_step(graph, kept=nnx.Not(nnx.Param))(state, batch())
+
+
 def nnx_optimizer(tx):
     model = NnxMlp(nnx.Rngs(0))
     return nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))

@@ -21,6 +21,7 @@ import jdp
 KINDS = {
     "varies": "may differ from rank to rank: it depends on this rank's rows",
     "statistics": "it comes from this rank's rows only",
+    "key": "it is a random key that was made from this rank's",
     "other axis": "may differ along the mesh axis",
     "metric": "only float scalars are averaged by themselves",
     "reduced twice": "was reduced before it came to",

@@ -132,7 +132,7 @@ def seed_drawn_from_this_ranks_key(state, batch):
     return state.replace(seed=jax.random.bits(state.key)), {}
 
 
-@wrong("varies", "new state['key']", make=lambda: ({"key": jax.random.key(0)}, rows()))
+@wrong("key", "new state['key']", make=lambda: ({"key": jax.random.key(0)}, rows()))
 def key_folded_with_the_rank(state, batch):
     return {"key": jax.random.fold_in(state["key"], lax.axis_index("data"))}, {}
 
