@@ -75,7 +75,7 @@ def check_step(
 
     Raises:
       ValueError: if a leaf is further apart than `tolerance`; names the worst and the likely
-        cause. Also if several processes share the mesh.
+        cause. Also if several processes share the mesh, or it has one rank.
 
     >>> import jax, jax.numpy as jnp, optax, jdp
     >>> mesh = jdp.init(cpu_ranks=2)
@@ -101,11 +101,16 @@ def check_step(
             f"check_step needs all ranks in one process, and {jax.process_count()} share this "
             "mesh. Run it in one process with virtual devices: jdp.init(cpu_ranks=4)."
         )
+    num_ranks = mesh.num_ranks(ranks, step.axis_name)
+    if num_ranks == 1:
+        raise ValueError(
+            "check_step compares all ranks with one, and this mesh has 1 rank: any step would "
+            "pass. Make ranks of virtual devices: jdp.init(cpu_ranks=4)."
+        )
     step = step.without_donation()
     start, batch = jax.device_get((statics.hold(state), batch))
     after_all = _run(step, start, batch, rest, ranks)
     after_one = _run(step, start, batch, rest, _first_rank(ranks, step.axis_name))
-    num_ranks = mesh.num_ranks(ranks, step.axis_name)
     leaves = _compare(start, after_one, after_all, tolerance)
     wrong = [leaf for leaf in leaves if not leaf.difference <= leaf.allowed]
     cause = None

@@ -19,6 +19,12 @@ def test_a_right_step_passes_and_changes_nothing(capsys):
     assert "state.params['w']" in capsys.readouterr().out
 
 
+def test_one_rank_is_refused_since_any_step_would_pass():
+    ranks(1)
+    with pytest.raises(ValueError, match=r"has 1 rank.*cpu_ranks=4"):
+        jdp.check_step(jdp.train_step(summed_loss), state(), batch())
+
+
 def summed_loss(state, batch):
     grads = jax.grad(lambda p: jnp.sum((predict(p, batch["x"]) - batch["y"]) ** 2))(state.params)
     return state.apply_gradients(grads), {}
