@@ -107,12 +107,23 @@ class TrainState:
 
         Returns:
           The next state.
+
+        Raises:
+          ValueError: if `grads` is another tree than `params`, and the optimizer cannot use it.
         """
         params = _select(self.params, self.trainable)
         if jax.tree.structure(grads) != jax.tree.structure(params):
             grads = _select(grads, self.trainable)
-        updates, opt_state = self.tx.update(grads, self.opt_state, params, synced=synced, **extra)
-        params = _merge(optax.apply_updates(params, updates), self.params, self.trainable)
+        try:
+            updates, opt_state = self.tx.update(
+                grads, self.opt_state, params, synced=synced, **extra
+            )
+            params = optax.apply_updates(params, updates)
+        except (TypeError, ValueError) as error:
+            if jax.tree.structure(grads) == jax.tree.structure(params):
+                raise
+            raise ValueError(_other_tree(grads, params)) from error
+        params = _merge(params, self.params, self.trainable)
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state)
 
     def replace(self, **changes: Any) -> "TrainState":
@@ -156,8 +167,8 @@ def _flags(params: Any, trainable: Any) -> tuple[bool, ...]:
         if not statics.is_array(leaf):
             raise TypeError(
                 f"`params{jax.tree_util.keystr(path)}` is a {type(leaf).__name__}, which is no "
-                "array. Keep it outside of params, with Equinox: params, static = "
-                "eqx.partition(model, eqx.is_inexact_array)."
+                'array. With Flax, params are model.init(key, x)["params"]. Keep it outside of '
+                "params with Equinox: params, static = eqx.partition(model, eqx.is_inexact_array)."
             )
     if trainable is None:
         chosen = [True] * len(named)
@@ -193,6 +204,20 @@ def _select(tree: Any, flags: tuple[bool, ...]) -> Any:
         )
     chosen = [x if flag else None for x, flag in zip(leaves, flags, strict=True)]
     return jax.tree.unflatten(treedef, chosen)
+
+
+def _other_tree(grads: Any, params: Any) -> str:
+    def named(tree: Any) -> str:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        paths = [f"`{jax.tree_util.keystr(path)}`" for path, _ in leaves[:3]]
+        return f"{len(leaves)} ({', '.join(paths)}{', ...' if len(leaves) > 3 else ''})"
+
+    return (
+        f"the gradients are a {type(grads).__name__} with the leaves {named(grads)}, params a "
+        f"{type(params).__name__} with {named(params)}, and each parameter wants its own gradient. "
+        "Differentiate with respect to state.params as a whole, and take the gradients alone: "
+        "loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)."
+    )
 
 
 def _merge(new: Any, old: Any, flags: tuple[bool, ...]) -> Any:

@@ -301,3 +301,27 @@ def test_rows_of_another_length_are_refused():
     step = jdp.eval_step(lambda s, b: jdp.rows(b["x"][:3]))
     with pytest.raises(ValueError, match=r"float32\[3, 5\].*12 here"):
         step(None, batch())
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda grads: (jnp.float32(0), grads), r"are a tuple with the leaves 4 \(`\[0\]`, "),
+        (lambda grads: {"w": grads["w"]}, r"are a dict with the leaves 1 \(`\['w'\]`\), params"),
+    ],
+    ids=["with the loss", "of a part"],
+)
+def test_gradients_that_are_another_tree_than_params_are_named(wrong, message, tx):
+    @jdp.train_step
+    def step(state, batch):
+        return state.apply_gradients(wrong(jax.grad(loss_fn)(state.params, batch))), {}
+
+    ranks(2)
+    with pytest.raises(ValueError, match=message):
+        step(state(jdp.replicated(tx)), batch())
+
+
+def test_a_model_in_place_of_its_params_is_told_what_to_write():
+    with pytest.raises(TypeError, match=r'a function.*model\.init\(key, x\)\["params"\]'):
+        jdp.TrainState.create(loss_fn, sgd())
