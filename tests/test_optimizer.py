@@ -216,3 +216,9 @@ def test_where_no_axis_is_bound_there_is_one_rank():
     tx = jdp.replicated(optax.sgd(0.5))
     updates, _ = tx.update({"w": jnp.ones(2)}, tx.init({"w": jnp.ones(2)}))
     np.testing.assert_array_equal(updates["w"], [-0.5, -0.5])
+
+
+@pytest.mark.parametrize("tx, kind", [(optax.sgd, "function"), (0.1, "float")])
+def test_what_is_no_optax_transformation_is_refused(tx, kind):
+    with pytest.raises(TypeError, match=f"got a {kind}.*Write jdp.replicated"):
+        jdp.replicated(tx)
