@@ -21,6 +21,7 @@ def place_batch(batch: Any, where: Mesh, axis_name: tuple[str, ...]) -> Any:
     Raises:
       ValueError: if a leaf is a scalar, leaves have different first dims, these do not divide
         by the ranks, or the array is of one process among several.
+      TypeError: if a leaf does not hold numbers.
     """
     named, treedef = jax.tree_util.tree_flatten_with_path(batch)
     num_ranks = mesh.num_ranks(where, axis_name)
@@ -31,10 +32,7 @@ def place_batch(batch: Any, where: Mesh, axis_name: tuple[str, ...]) -> Any:
         name = f"batch{jax.tree_util.keystr(path)}"
         shape = np.shape(leaf)
         if not shape:
-            raise ValueError(
-                f"`{name}` is a scalar, but a batch is split over ranks on its first dim. "
-                "Give it as a further argument: step(state, batch, scalar)."
-            )
+            raise ValueError(_scalar_error(name, path, leaf))
         num_rows = shape[0] if num_rows is None else num_rows
         if num_rows == 0 or shape[0] != num_rows or num_rows % num_ranks:
             raise ValueError(_rows_error(name, shape, num_rows, named[0][0], num_ranks))
@@ -55,7 +53,26 @@ def _place_rows(name: str, leaf: Any, sharding: NamedSharding) -> Any:
         )
     # A copy first: JAX may use a NumPy array's memory as a CPU device's, and the caller may fill
     # it with the next batch while this one is still read.
-    return jax.device_put(leaf if isinstance(leaf, jax.Array) else np.array(leaf), sharding)
+    if not isinstance(leaf, jax.Array):
+        leaf = np.array(leaf)
+        if leaf.dtype.kind in "OSUMm":
+            raise TypeError(
+                f"`{name}` {leaf.dtype}{list(leaf.shape)} cannot be put on a device, which holds "
+                "numbers. Leave it out of the batch."
+            )
+    return jax.device_put(leaf, sharding)
+
+
+def _scalar_error(name: str, path: tuple, leaf: Any) -> str:
+    if path and isinstance(path[-1], jax.tree_util.SequenceKey) and not hasattr(leaf, "shape"):
+        return (
+            f"`{name}` is the single value {leaf!r}: to JAX a list is a tree, whose elements are "
+            "arrays of their own. Give columns, such as np.asarray(values); strings stay outside."
+        )
+    return (
+        f"`{name}` is a scalar, but a batch is split over ranks on its first dim. "
+        "Give it as a further argument: step(state, batch, scalar)."
+    )
 
 
 def _rows_error(name: str, shape: tuple, num_rows: int, first: tuple, num_ranks: int) -> str:

@@ -99,9 +99,10 @@ def _stack(rows: np.ndarray, values: list[Any]) -> Any:
         for row, array in zip(rows, arrays, strict=True):
             if array.shape != arrays[0].shape:
                 raise ValueError(
-                    f"row {row} has {jax.tree_util.keystr(path)} of shape {list(array.shape)}, row "
-                    f"{rows[0]} of shape {list(arrays[0].shape)}: rows are stacked into one array. "
-                    "Pad or crop them in __getitem__."
+                    f"row {row}{jax.tree_util.keystr(path)} has the shape {list(array.shape)}, row "
+                    f"{rows[0]} {list(arrays[0].shape)}: rows are stacked into one array. Pad or "
+                    "crop them in __getitem__. (A list is a list of rows; columns come in a tuple "
+                    "or dict.)"
                 )
         return np.stack(arrays)
 

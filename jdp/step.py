@@ -196,7 +196,10 @@ class Step:
 
     def _prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Program, tuple, bool, bool]:
         """Give program, arguments, whether one is traced, and whether the state is our last."""
-        bound = self._signature.bind(*args, **kwargs)
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(self._call_error(error)) from None
         bound.apply_defaults()
         if bound.kwargs:
             raise TypeError(
@@ -229,6 +232,15 @@ class Step:
         if program is None:
             program = self._programs[where, is_traced] = self._new_program(where, is_traced)
         return program, (state, batch, *rest), is_traced, is_returned
+
+    def _call_error(self, error: TypeError) -> str:
+        hint = ""
+        if next(iter(self._signature.parameters), None) == "self":
+            hint = (
+                " A decorated method is not bound to its object: decorate the bound one, "
+                f"self.{self.__name__} = jdp.train_step(self._{self.__name__}) in __init__."
+            )
+        return f"{self.__name__}{self._signature}: {error}.{hint}"
 
     def _is_returned(self, leaves: list[Any]) -> bool:
         # What the last call returned is placed and shares no buffers: nothing to look at. Done

@@ -264,6 +264,16 @@ def test_a_missing_argument_is_named():
         jdp.train_step(plain_step)(None)
 
 
+def test_a_method_is_told_where_to_decorate():
+    class Trainer:
+        @jdp.train_step
+        def step(self, state, batch):
+            return plain_step(state, batch)
+
+    with pytest.raises(TypeError, match=r"'batch'.*self\.step = jdp\.train_step\(self\._step\)"):
+        Trainer().step(None, None)
+
+
 def test_a_step_without_metrics_is_told_what_to_return():
     ranks(2)
     step = jdp.train_step(lambda state, batch: state)
@@ -292,12 +302,20 @@ def test_further_arguments_are_the_same_on_every_rank():
         ({"x": np.zeros((4, 5)), "y": np.zeros((2, 1))}, r"\['y'\]` has 2 rows and.*has 4"),
         ({"x": np.zeros((5, 5))}, r"\['x'\]` has 5 rows, which do not divide by 2 ranks"),
         ({"x": np.float32(1)}, r"\['x'\]` is a scalar"),
+        ({"x": [[1.0, 2.0]] * 2}, r"\['x'\]\[0\]\[0\]` is the single value 1\.0.*np\.asarray"),
+        ({"x": np.zeros((2, 5)), "name": ["a", "b"]}, r"\['name'\]\[0\]` is the single value 'a'"),
     ],
 )
 def test_refuses_a_batch_that_cannot_be_split(wrong, message):
     ranks(2)
     with pytest.raises(ValueError, match=message):
         jdp.train_step(plain_step)(state(), wrong)
+
+
+def test_refuses_columns_that_are_no_numbers():
+    ranks(2)
+    with pytest.raises(TypeError, match=r"`batch\['name'\]` <U1\[2\] cannot be put on a device"):
+        jdp.train_step(plain_step)(state(), {"name": np.array(["a", "b"])})
 
 
 def test_refuses_a_mask_that_the_step_never_reads():
