@@ -76,11 +76,11 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
     def __getattr__(name):
         if name not in _ROOMS:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if not _ROOMS[name]:  # Itself a room, which another may ask for while it is imported.
+            return importlib.import_module(f"jdp.{name}")
         for public, room in _ROOMS.items():
             if room:
                 globals()[public] = getattr(importlib.import_module(f"jdp.{room}"), public)
-            else:
-                importlib.import_module(f"jdp.{public}")
         return globals()[name]
 
     def __dir__():

@@ -43,6 +43,10 @@ def test_import_loads_nothing_that_only_tests_and_examples_need():
     assert not [name for name in loaded if name.startswith(optional)]
 
 
+def test_a_room_may_be_imported_before_any_public_name():
+    assert run("from jdp.optimizer import Replicated\nprint(Replicated.__name__)") == ["Replicated"]
+
+
 def test_all_lists_what_is_there_once():
     assert not [name for name in jdp.__all__ if not hasattr(jdp, name)]
     assert len(set(jdp.__all__)) == len(jdp.__all__)
