@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import pytest
 
 from jdp.launch import cause, handshake, plan, spawn
 from jdp.launch import guest as guests
-from jdp.launch.channel import Channel, decode, encode
+from jdp.launch.channel import MAX_LINE_BYTES, Channel, decode, encode
 from jdp.launch.door import Door
 from jdp.launch.events import Events
 from jdp.launch.exits import exit_code, in_words
@@ -209,6 +210,45 @@ def test_a_channel_never_waits_for_who_does_not_read():
             return await asyncio.wait_for(closed, 5.0)
 
     assert asyncio.run(talk())
+
+
+def test_what_the_kernel_takes_in_parts_arrives_as_a_whole():
+    texts = ["x" * (MAX_LINE_BYTES - 100), "the end"]
+
+    async def talk():
+        ours, theirs = socket.socketpair()
+        got, all_came = [], asyncio.Event()
+
+        def take(kind, facts):
+            got.append(facts["text"])
+            all_came.set() if len(got) == len(texts) else None
+
+        channel, other = Channel(ours), Channel(theirs, take, got.append)
+        for text in texts:
+            channel.send("n", text=text)
+        await asyncio.wait_for(all_came.wait(), 5.0)
+        channel.close()
+        other.close()
+        return got
+
+    assert asyncio.run(talk()) == texts
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ECONNRESET])
+def test_a_connection_that_breaks_while_one_sends_is_lost_and_no_bug(number):
+    class Broken(socket.socket):
+        def send(self, *_):
+            raise OSError(number, os.strerror(number))
+
+    async def talk():
+        ours, theirs = socket.socketpair()
+        closed = asyncio.get_running_loop().create_future()
+        channel = Channel(Broken(fileno=ours.detach()), closed=closed.set_result)
+        with theirs:
+            channel.send("n")
+            return await asyncio.wait_for(closed, 5.0)
+
+    assert asyncio.run(talk()) == os.strerror(number)
 
 
 # Addresses of the loopback at which nobody listens, or never answers.

@@ -21,7 +21,9 @@ from typing import IO
 from jdp.launch.options import Options
 from jdp.launch.values import STDERR, STDOUT
 
+# What is kept for the end: as many lines, and so much of each.
 TAIL_LINES = 50
+TAIL_LINE_CHARS = 1000
 
 # What is longer is shown in parts.
 MAX_LINE_BYTES = 2**20
@@ -300,4 +302,4 @@ def _read_now(pipe: IO[bytes]) -> bytes | None:
 
 
 def _text(line: bytes) -> str:
-    return line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]
+    return line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2][:TAIL_LINE_CHARS]
