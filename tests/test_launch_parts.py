@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from jdp.launch.events import Events
 from jdp.launch.exits import exit_code, in_words
 from jdp.launch.generation import Generation
 from jdp.launch.guest import Guest, Slot
+from jdp.launch.leader import Leader
 from jdp.launch.link import Link
 from jdp.launch.member import VARIABLE, Assignment, Member
 from jdp.launch.options import parse
@@ -309,6 +311,32 @@ def test_a_host_tries_all_addresses_of_the_leader(monkeypatch, request, first):
     found = [(*stream, address) for address in addresses]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     assert asyncio.run(join()) == ""
+
+
+def test_a_host_that_dies_while_it_joins_is_lost_and_no_bug():
+    options = parse(["--nnodes=2", "--rdzv-endpoint=a:7", "train.py"], {"JDP_TOKEN": "token"})
+    facts = {"id": "a", "name": "a", "address": None, "port": 7, "num_processes": [1, 1]}
+    facts |= {"host_id": None, "run_id": None, "generation": -1, "stepped": False, "nonce": "2"}
+
+    async def join():
+        said, bugs, loop = [], [], asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: bugs.append(context))
+        listener = socket.create_server(("127.0.0.1", 0))
+        leader = Leader(options, "token", listener, said.append)
+        with socket.create_connection(listener.getsockname()) as host:
+            host.setblocking(False)
+            nonce = decode(await loop.sock_recv(host, 9999))[1]["nonce"]
+            facts["proof"] = handshake.proof("token", "host", nonce, "2")
+            host.sendall(encode("join", facts))
+            reset = struct.pack("ii", 1, 0)  # instead of an orderly end
+            host.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        while len(said) < 2 and not bugs:
+            await asyncio.sleep(0.001)
+        await leader.close(1, "")
+        return said, bugs
+
+    (joined, lost), bugs = asyncio.run(asyncio.wait_for(join(), 10.0))
+    assert "host a joined" in joined and "host a was lost" in lost and not bugs
 
 
 def test_the_cause_has_who_where_how_and_the_traceback():

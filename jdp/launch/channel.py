@@ -83,6 +83,8 @@ class Channel:
       received: is called with kind and facts of each message. May be changed later, as the next.
       closed: is called once, with the reason, when the other end is gone; not after `close`.
       max_line_bytes: a longer line ends the connection.
+      addresses: of this end and of the other, as both see them; known when it was accepted, while
+        a socket forgets them when the other end is gone.
     """
 
     def __init__(
@@ -91,21 +93,17 @@ class Channel:
         received: Callable[[str, dict[str, Any]], None] = lambda kind, facts: None,
         closed: Callable[[str], None] = lambda why: None,
         max_line_bytes: int = MAX_LINE_BYTES,
+        addresses: tuple[str, str] = ("", ""),
     ) -> None:
         connection.setblocking(False)
         self.is_open = True
         self.received = received
-        self.max_line_bytes = max_line_bytes
+        self.max_line_bytes, self.addresses = max_line_bytes, addresses
         self.closed = closed
         self._socket = connection
         self._rest, self._unsent = b"", b""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(connection, self.read)
-
-    @property
-    def addresses(self) -> tuple[str, str]:
-        """The addresses of this end and of the other, as both see them."""
-        return self._socket.getsockname()[0], self._socket.getpeername()[0]
 
     def send(self, kind: str, **facts: Any) -> None:
         """Send a message; into nothing if the other end is gone."""
