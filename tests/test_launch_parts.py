@@ -453,13 +453,17 @@ def test_what_a_process_starts_before_it_asks_is_no_member_either():
     subprocess.run([sys.executable, "-c", code], env=variables, check=True, timeout=30)
 
 
-def test_a_record_that_cannot_be_written_ends_nothing():
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [("/dev/full", "No space left on device"), ("/dev/null/logs/events", "Not a directory")],
+)
+def test_a_record_that_cannot_be_written_ends_nothing(path, why):
     said = []
-    events = Events(Path("/dev/full"), said.append)
+    events = Events(Path(path), said.append)
     for _ in range(3):
         events.write("formed", generation=0)
     events.close()
-    assert said == ["/dev/full can't be written: No space left on device"]
+    assert said == [f"{path} can't be written: {why}"]
 
 
 def test_the_token_is_not_in_the_environment_of_processes():
