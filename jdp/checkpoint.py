@@ -259,8 +259,10 @@ class Checkpointer:
             with exchange.failing_together(life.group, doing):
                 if life.saved_at != self._steps:
                     self._begin_save(life)
+                life.saved_at = -1  # if what follows fails, on whichever process
                 life.saves.wait()
             exchange.told(life.group, None, what=f"whether step {self._steps} is saved")
+            life.saved_at = self._steps
 
     def _stop(self, life: "_Life") -> None:
         self._save(life)

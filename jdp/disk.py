@@ -78,7 +78,8 @@ class Folder:
             raise
         self._lock = file
         for left_over in self.path.glob(f"*{_UNFINISHED}"):
-            shutil.rmtree(left_over, ignore_errors=True)
+            if _NAME.fullmatch(left_over.stem):  # or it is somebody else's
+                shutil.rmtree(left_over, ignore_errors=True)
 
     def unlock(self) -> None:
         """Let other runs in."""
@@ -231,9 +232,9 @@ def _write(part: Path, facts: dict[str, Any], arrays: dict[str, Any]) -> None:
     manifest = {"facts": facts, "files": sums}
     with open(part / "manifest", "w") as file:
         json.dump({"sha256": _checksum(manifest), "manifest": manifest}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(part)
+    # Orbax leaves some of its files and all of its folders to the kernel.
+    for path in [*part.rglob("*"), part]:
+        _sync(path)
 
 
 def _checksum(manifest: Any) -> str:
@@ -245,8 +246,8 @@ def _file_checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -15,8 +15,8 @@ import jax
 from jdp.launch.exits import SAVED
 from jdp.launch.member import current
 
-# Of a traceback; the end of it says most.
-MAX_TRACEBACK_CHARS = 100_000
+# Of a traceback; the end of it says most. A message holds as many, whatever they are.
+MAX_TRACEBACK_CHARS = 80_000
 
 # Whoever fails first tells the others, waits up to 2 s until they know, and prints its traceback.
 _GRACE_S = 3.0

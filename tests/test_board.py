@@ -7,6 +7,7 @@ import time
 import pytest
 
 from jdp.launch.board import BEFORE, SLOT_BYTES, Board, Where, record
+from jdp.launch.watch import STEP, Watch
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 8])
@@ -143,6 +144,16 @@ def test_what_is_written_while_it_is_read_is_read_again():
 
     slot.memory = Changing()
     assert slot.read().phase == "after"
+
+
+# As struct does it, and in any pieces.
+@pytest.mark.parametrize("num_cleared", range(0, 97, 8))
+def test_a_process_that_is_stopped_while_it_writes_is_not_taken_for_one_that_hangs(num_cleared):
+    slot = Board.create(1).slot(0)
+    slot.begin(generation=0, timeout_s=600.0)
+    slot.enter(record(STEP))
+    slot.memory[24 : 24 + num_cleared] = bytes(num_cleared)
+    assert Watch().look(time.monotonic(), {0: slot.read()}) is None
 
 
 def test_the_state_of_a_process_is_seen_and_its_words_outlive_it(child):

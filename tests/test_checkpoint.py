@@ -317,6 +317,19 @@ def test_what_fails_at_the_end_is_raised_at_the_end(tmp_path):
             shutil.rmtree(tmp_path / "run")
 
 
+def test_what_could_not_be_saved_is_saved_when_it_is_asked_for_again(tmp_path):
+    with jdp.Checkpointer(tmp_path) as ckpt:
+        state = ckpt.restore({"n": jnp.int32(0)})
+        ckpt.step(state)
+        (tmp_path / "1-1").mkdir()
+        (tmp_path / "1-1" / "in the way").touch()
+        with pytest.raises(OSError, match="step 1 could not be saved"):
+            ckpt.save(state)
+        shutil.rmtree(tmp_path / "1-1")
+        ckpt.save(state)
+        assert (tmp_path / "1-1" / "manifest").exists()
+
+
 def test_a_leaf_that_becomes_another_shape_is_followed(tmp_path):
     with jdp.Checkpointer(tmp_path, save_every=1) as ckpt:
         ckpt.restore({"w": jnp.zeros(2)})

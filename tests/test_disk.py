@@ -133,6 +133,33 @@ def test_a_death_while_writing_leaves_no_checkpoint_and_is_cleared_away(folder, 
     assert sorted(path.name for path in folder.path.iterdir()) == ["10-1", "lock"]
 
 
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(folder, monkeypatch):
+    synced, missing, fsync, rename = set(), [], os.fsync, os.rename
+
+    def noted_fsync(file):
+        synced.add(Path(f"/proc/self/fd/{file}").readlink())
+        fsync(file)
+
+    def noted_rename(old, new):
+        if new == folder.path / "10-1":  # Orbax has a name of its own until it is done
+            missing.extend(path for path in [old, *old.rglob("*")] if path not in synced)
+        rename(old, new)
+
+    monkeypatch.setattr("jdp.disk.os.fsync", noted_fsync)
+    monkeypatch.setattr("jdp.disk.os.rename", noted_rename)
+    write(folder, 10)
+    assert not missing and whole(folder) == [10]
+    assert folder.path in synced
+
+
+def test_only_what_could_be_a_checkpoint_is_cleared_away(folder):
+    folder.unlock()
+    for name in ("notes.part", "20-1.part"):
+        (folder.path / name).mkdir()
+    folder.lock()
+    assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "notes.part"]
+
+
 # In a mount namespace of its own, so that nothing is left however it ends; without root, files may
 # not be larger than the disk would be, which is nearly the same.
 ON_A_SMALL_DISK = """

@@ -197,6 +197,22 @@ def test_the_exit_code_of_a_process_that_says_why_is_its_own(jdp_run, size):
     assert "came to the end" not in run.output
 
 
+@pytest.mark.parametrize(
+    "says",
+    [
+        "[print('x' * 500_000) for _ in range(9)]",
+        "leaving.fail_fast(); raise KeyError('\U0001f600' * 100_000)",  # 12 bytes each in JSON
+    ],
+    ids=["output", "traceback"],
+)
+def test_who_failed_is_the_cause_however_much_it_says(jdp_run, says):
+    after = f"from jdp import leaving\nif a.process_id == 0: {says}; sys.exit(1)"
+    run = jdp_run("--nproc-per-node=2", "--max-restarts=0", after=after)
+    assert run.wait() == 1
+    assert "the cause: process 0 " in run.output
+    assert not run.events("host lost")
+
+
 def test_a_process_that_fails_alone_may_clean_up(jdp_run):
     cleans_up = "lambda: (time.sleep(0.3), (folder / 'clean').touch())"
     run = jdp_run(

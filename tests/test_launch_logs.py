@@ -286,6 +286,28 @@ def test_a_stopped_console_does_not_hold_up_the_launcher():
     assert stopped.getvalue() == b"[local process 0] a\n"
 
 
+def test_a_process_that_never_stops_writing_does_not_keep_others_from_being_heard():
+    class Refills(io.BytesIO):
+        def write(self, data):
+            if not heard:
+                chatty.write("on\n")
+            return super().write(data)
+
+    heard = []
+    run = Run()
+    run.logs._consoles[1] = Refills()
+    chatty, _ = run.add(0)
+    quiet, output = run.add(1)
+    quiet.write("here\n")
+    chatty.write("on\n")
+    try:
+        heard = output.last_lines(TIMEOUT_S)
+    finally:
+        heard = heard or ["nothing"]
+        run.end()
+    assert heard == ["here"]
+
+
 def test_bytes_that_are_no_text_are_shown_as_they_are():
     run = Run(num=1)
     writer, output = run.add()

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +17,13 @@ import pytest
 
 from jdp.launch import cause, handshake, plan, spawn
 from jdp.launch import guest as guests
-from jdp.launch.channel import Channel, decode, encode
+from jdp.launch.channel import MAX_LINE_BYTES, Channel, decode, encode
 from jdp.launch.door import Door
 from jdp.launch.events import Events
 from jdp.launch.exits import exit_code, in_words
 from jdp.launch.generation import Generation
 from jdp.launch.guest import Guest, Slot
+from jdp.launch.leader import Leader
 from jdp.launch.link import Link
 from jdp.launch.member import VARIABLE, Assignment, Member
 from jdp.launch.options import parse
@@ -211,6 +214,45 @@ def test_a_channel_never_waits_for_who_does_not_read():
     assert asyncio.run(talk())
 
 
+def test_what_the_kernel_takes_in_parts_arrives_as_a_whole():
+    texts = ["x" * (MAX_LINE_BYTES - 100), "the end"]
+
+    async def talk():
+        ours, theirs = socket.socketpair()
+        got, all_came = [], asyncio.Event()
+
+        def take(kind, facts):
+            got.append(facts["text"])
+            all_came.set() if len(got) == len(texts) else None
+
+        channel, other = Channel(ours), Channel(theirs, take, got.append)
+        for text in texts:
+            channel.send("n", text=text)
+        await asyncio.wait_for(all_came.wait(), 5.0)
+        channel.close()
+        other.close()
+        return got
+
+    assert asyncio.run(talk()) == texts
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ECONNRESET])
+def test_a_connection_that_breaks_while_one_sends_is_lost_and_no_bug(number):
+    class Broken(socket.socket):
+        def send(self, *_):
+            raise OSError(number, os.strerror(number))
+
+    async def talk():
+        ours, theirs = socket.socketpair()
+        closed = asyncio.get_running_loop().create_future()
+        channel = Channel(Broken(fileno=ours.detach()), closed=closed.set_result)
+        with theirs:
+            channel.send("n")
+            return await asyncio.wait_for(closed, 5.0)
+
+    assert asyncio.run(talk()) == os.strerror(number)
+
+
 # Addresses of the loopback at which nobody listens, or never answers.
 @pytest.fixture
 def deserted():
@@ -269,6 +311,32 @@ def test_a_host_tries_all_addresses_of_the_leader(monkeypatch, request, first):
     found = [(*stream, address) for address in addresses]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     assert asyncio.run(join()) == ""
+
+
+def test_a_host_that_dies_while_it_joins_is_lost_and_no_bug():
+    options = parse(["--nnodes=2", "--rdzv-endpoint=a:7", "train.py"], {"JDP_TOKEN": "token"})
+    facts = {"id": "a", "name": "a", "address": None, "port": 7, "num_processes": [1, 1]}
+    facts |= {"host_id": None, "run_id": None, "generation": -1, "stepped": False, "nonce": "2"}
+
+    async def join():
+        said, bugs, loop = [], [], asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: bugs.append(context))
+        listener = socket.create_server(("127.0.0.1", 0))
+        leader = Leader(options, "token", listener, said.append)
+        with socket.create_connection(listener.getsockname()) as host:
+            host.setblocking(False)
+            nonce = decode(await loop.sock_recv(host, 9999))[1]["nonce"]
+            facts["proof"] = handshake.proof("token", "host", nonce, "2")
+            host.sendall(encode("join", facts))
+            reset = struct.pack("ii", 1, 0)  # instead of an orderly end
+            host.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        while len(said) < 2 and not bugs:
+            await asyncio.sleep(0.001)
+        await leader.close(1, "")
+        return said, bugs
+
+    (joined, lost), bugs = asyncio.run(asyncio.wait_for(join(), 10.0))
+    assert "host a joined" in joined and "host a was lost" in lost and not bugs
 
 
 def test_the_cause_has_who_where_how_and_the_traceback():
@@ -385,13 +453,17 @@ def test_what_a_process_starts_before_it_asks_is_no_member_either():
     subprocess.run([sys.executable, "-c", code], env=variables, check=True, timeout=30)
 
 
-def test_a_record_that_cannot_be_written_ends_nothing():
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [("/dev/full", "No space left on device"), ("/dev/null/logs/events", "Not a directory")],
+)
+def test_a_record_that_cannot_be_written_ends_nothing(path, why):
     said = []
-    events = Events(Path("/dev/full"), said.append)
+    events = Events(Path(path), said.append)
     for _ in range(3):
         events.write("formed", generation=0)
     events.close()
-    assert said == ["/dev/full can't be written: No space left on device"]
+    assert said == [f"{path} can't be written: {why}"]
 
 
 def test_the_token_is_not_in_the_environment_of_processes():

@@ -1,5 +1,6 @@
 """No orphans: what a launcher has started ends with it, whichever way it ends."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -11,6 +12,8 @@ import pytest
 
 from jdp.launch import spawn
 from jdp.launch.guardian import MARK, Guardian
+from jdp.launch.options import parse
+from jdp.launch.process import Kit, Process
 
 TIMEOUT_S = 10.0
 
@@ -189,6 +192,30 @@ def test_killing_a_process_that_has_ended_kills_what_it_left_behind():
     assert process.wait(TIMEOUT_S) == 0
     spawn.kill(process)  # its number is no longer ours: nothing happens
     close_pipes(process)
+
+
+LEAVES_A_CHILD = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid)"
+
+
+def test_what_a_process_started_dies_with_it_also_if_a_signal_comes_too_late(tmp_path):
+    (tmp_path / "leaves.py").write_text(LEAVES_A_CHILD)
+    kit = Kit(parse([str(tmp_path / "leaves.py")], {}))
+
+    async def child():
+        died = asyncio.Event()
+        process = Process(kit, 0, None, lambda *_: None, lambda _: died.set())
+        os.waitid(os.P_PID, process.popen.pid, os.WEXITED | os.WNOWAIT)
+        [pid] = map(int, process.last_lines())
+        assert is_alive(pid)
+        process.signal(signal.SIGTERM)
+        await asyncio.wait_for(died.wait(), TIMEOUT_S)
+        return pid
+
+    try:
+        pid = asyncio.run(child())
+        until(lambda: not is_alive(pid))
+    finally:
+        kit.close()
 
 
 def test_a_process_has_a_group_of_its_own():

@@ -191,19 +191,22 @@ class Slot:
 
     def read(self) -> Where:
         """Read where the process is, and look at its state in the system."""
-        # What was equal twice in a row is not half written.
+        # What was equal twice in a row is not being written now.
         seen, again = bytes(self.memory), bytes(self.memory)
         while seen != again:
             seen, again = again, bytes(self.memory)
         view = memoryview(seen)
         words, floats = view.cast("q"), view.cast("d")
         pid = words[_PID]
+        # struct clears what it is about to write, the time first: a process that was stopped there
+        # is in no phase so far.
+        name = seen[_NAME] if words[_PROGRESS] else b""
         return Where(
             pid=pid,
             generation=words[_GENERATION],
             steps=words[_STEPS],
             progress_s=words[_PROGRESS] / 1e9,
-            phase=seen[_NAME].rstrip(b"\0").decode(errors="ignore"),
+            phase=name.rstrip(b"\0").decode(errors="ignore"),
             since_s=words[_SINCE] / 1e9,
             limit_s=floats[_LIMIT],
             timeout_s=floats[_TIMEOUT],

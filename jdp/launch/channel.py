@@ -40,8 +40,12 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-# A line that is longer than this was not written by one of us; a traceback is cut below it.
+# A line that is longer than this was not written by one of us; what a process wrote or raised is
+# cut below it.
 MAX_LINE_BYTES = 1 << 20
+
+# Who is behind by more than this has stopped, and would have to be given up anyway.
+_MAX_UNSENT_BYTES = 4 * MAX_LINE_BYTES
 
 
 def encode(kind: str, facts: dict[str, Any]) -> bytes:
@@ -79,6 +83,8 @@ class Channel:
       received: is called with kind and facts of each message. May be changed later, as the next.
       closed: is called once, with the reason, when the other end is gone; not after `close`.
       max_line_bytes: a longer line ends the connection.
+      addresses: of this end and of the other, as both see them; known when it was accepted, while
+        a socket forgets them when the other end is gone.
     """
 
     def __init__(
@@ -87,34 +93,23 @@ class Channel:
         received: Callable[[str, dict[str, Any]], None] = lambda kind, facts: None,
         closed: Callable[[str], None] = lambda why: None,
         max_line_bytes: int = MAX_LINE_BYTES,
+        addresses: tuple[str, str] = ("", ""),
     ) -> None:
         connection.setblocking(False)
         self.is_open = True
         self.received = received
-        self.max_line_bytes = max_line_bytes
+        self.max_line_bytes, self.addresses = max_line_bytes, addresses
         self.closed = closed
         self._socket = connection
-        self._rest = b""
+        self._rest, self._unsent = b"", b""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(connection, self.read)
 
-    @property
-    def addresses(self) -> tuple[str, str]:
-        """The addresses of this end and of the other, as both see them."""
-        return self._socket.getsockname()[0], self._socket.getpeername()[0]
-
     def send(self, kind: str, **facts: Any) -> None:
         """Send a message; into nothing if the other end is gone."""
-        if not self.is_open:
-            return
-        data = encode(kind, facts)
-        try:
-            # The kernel takes some 100 KB for a peer that does not read. One that is behind by
-            # so much has stopped, and would have to be given up anyway.
-            if self._socket.send(data) != len(data):
-                self._lose("it stopped reading")
-        except (BlockingIOError, ConnectionError) as error:
-            self._lose(error.strerror or "it stopped reading")
+        if self.is_open:
+            self._unsent += encode(kind, facts)
+            self._write()
 
     def read(self) -> None:
         """Take what has arrived; the event loop calls this, and who wants to be sure."""
@@ -138,7 +133,24 @@ class Channel:
         if self.is_open:
             self.is_open = False
             self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
             self._socket.close()
+
+    # Of a long message the kernel takes a part, and the rest when the other end has read that.
+    def _write(self) -> None:
+        try:
+            count = self._socket.send(self._unsent)
+        except BlockingIOError:
+            count = 0
+        except OSError as error:
+            return self._lose(error.strerror or "connection lost")
+        self._unsent = self._unsent[count:]
+        if len(self._unsent) > _MAX_UNSENT_BYTES:
+            self._lose("it stopped reading")
+        elif self._unsent:
+            self._loop.add_writer(self._socket, self._write)
+        else:
+            self._loop.remove_writer(self._socket)
 
     def _take(self, line: bytes) -> None:
         if not self.is_open:

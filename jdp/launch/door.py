@@ -56,7 +56,7 @@ class Door:
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, address = self._listener.accept()
         except OSError:
             return
         if len(self._visitors) == MAX_VISITORS:
@@ -64,7 +64,8 @@ class Door:
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         nonce = handshake.make_nonce()
-        visitor = Channel(connection, max_line_bytes=VISITOR_BYTES)
+        addresses = connection.getsockname()[0], address[0]
+        visitor = Channel(connection, max_line_bytes=VISITOR_BYTES, addresses=addresses)
         visitor.received = functools.partial(self._visited, visitor, nonce)
         visitor.closed = lambda why: self._dismiss(visitor)
         self._visitors.add(visitor)

@@ -16,10 +16,13 @@ class Events:
     """
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
+        self._file, self._say = None, say
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0) if path is not None else None
-        self._say = say
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("ab", buffering=0)
+            except OSError as error:  # the run goes on without its record
+                say(f"{path} can't be written: {error.strerror}")
 
     def write(self, event: str, **facts: Any) -> None:
         """Write one event: what, `time.time()`, and its facts."""
@@ -27,7 +30,7 @@ class Events:
             record = json.dumps({"event": event, "at": time.time(), **facts})
             try:
                 self._file.write(record.encode() + b"\n")
-            except OSError as error:  # the run goes on without its record
+            except OSError as error:
                 self._say(f"{self._file.name} can't be written: {error.strerror}")
                 self.close()
 

@@ -116,13 +116,14 @@ class LocalGeneration:
             self._tell_exit(process, code)
 
     def _tell_exit(self, process: Process, code: int) -> None:
+        says_why = code in (0, SAVED) or process.traceback is not None
         self._send(
             "exited",
             process_id=process.process_id,
             pid=process.popen.pid,
             returncode=code,
             traceback=process.traceback,
-            last_lines=process.last_lines() if code not in (0, SAVED) else [],
+            last_lines=[] if says_why else process.last_lines(),
         )
 
     def _note_step(self, process: Process) -> None:

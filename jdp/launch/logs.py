@@ -21,10 +21,16 @@ from typing import IO
 from jdp.launch.options import Options
 from jdp.launch.values import STDERR, STDOUT
 
+# What is kept for the end: as many lines, and so much of each.
 TAIL_LINES = 50
+TAIL_LINE_CHARS = 1000
 
 # What is longer is shown in parts.
 MAX_LINE_BYTES = 2**20
+
+# In so many a pipe is read that was as full as Linux lets it be, and its end.
+_READ_BYTES = 2**16
+_MAX_READS = 2**20 // _READ_BYTES + 1
 
 # A progress bar ends its lines with a carriage return, and is shown while it moves. One at the very
 # end may be half of \r\n, so it waits for what comes.
@@ -200,17 +206,11 @@ class Logs:
 
     def drain(self, output: Output) -> None:
         """Read what lies in the pipes of a process. In the thread."""
-        for pipe, stream in [*output.pipes.items()]:
-            while data := _read_now(pipe):
-                output.take(stream, data)
-            if data is not None:
-                output.take(stream, b"")
-                self._selector.unregister(pipe)
-                pipe.close()
-                del output.pipes[pipe]
-        if not output.pipes:
-            output.close()
-            self._outputs.discard(output)
+        for pipe in [*output.pipes]:
+            # Not for ever: it may write faster than anybody reads.
+            for _ in range(_MAX_READS):
+                if not self._read_once(output, pipe):
+                    break
 
     def show(self, output: Output, stream: int, line: bytes) -> None:
         """Write a line to the console if it is for it. In the thread."""
@@ -258,15 +258,16 @@ class Logs:
         self._outputs.add(output)
         for pipe in output.pipes:
             os.set_blocking(pipe.fileno(), False)
-            self._selector.register(pipe, selectors.EVENT_READ, output)
+            self._selector.register(pipe, selectors.EVENT_READ, (output, pipe))
 
     def _read(self) -> None:
         while not (self._is_closing and not self._outputs):
             ready = [key for key, _ in self._selector.select()]
             with suppress(BlockingIOError):
                 self._woken.recv(4096)
-            for output in {key.data for key in ready} - {None}:
-                self.drain(output)
+            for key in ready:
+                if key.data is not None:
+                    self._read_once(*key.data)
             while self._calls:
                 call = self._calls.popleft()
                 try:
@@ -275,6 +276,21 @@ class Logs:
                     self.say(f"the logs go on after {error!r}")
         self._selector.close()
         self._woken.close()
+
+    # Says whether there may be more.
+    def _read_once(self, output: Output, pipe: IO[bytes]) -> bool:
+        data = _read_now(pipe)
+        if data is None:
+            return False
+        output.take(output.pipes[pipe], data)
+        if not data:
+            self._selector.unregister(pipe)
+            pipe.close()
+            del output.pipes[pipe]
+        if not output.pipes:
+            output.close()
+            self._outputs.discard(output)
+        return bool(data)
 
     def _finish(self) -> None:
         self._is_closing = True
@@ -294,10 +310,10 @@ class Logs:
 # None: there is nothing now; b"": there will be nothing more.
 def _read_now(pipe: IO[bytes]) -> bytes | None:
     try:
-        return os.read(pipe.fileno(), 2**16)
+        return os.read(pipe.fileno(), _READ_BYTES)
     except BlockingIOError:
         return None
 
 
 def _text(line: bytes) -> str:
-    return line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]
+    return line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2][:TAIL_LINE_CHARS]

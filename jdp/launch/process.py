@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -140,7 +141,8 @@ class Process:
 
     def signal(self, number: int) -> None:
         """Send it a signal, though not to what it started: data loaders go on while it saves."""
-        self.popen.send_signal(number)
+        # Popen.send_signal would wait for one that has ended, and nobody kill what that started.
+        signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:
         """Kill it and what it started; `died` is called soon."""

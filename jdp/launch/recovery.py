@@ -12,8 +12,8 @@ from jdp.launch.generation import Generation
 _PARTS = {"joined": "form_s", "restored": "restore_s", "first_step": "step_s"}
 
 
-class Recovery:
-    """Takes the times from a failure until all processes of the next generation made a step.
+class Outage:
+    """From a failure until all processes of a next generation made a step: what took how long.
 
     Failures on the way belong to it.
 
@@ -101,13 +101,13 @@ class Recoveries:
     def __init__(self, max_restarts: int, say: Callable[[str], None], events: Events) -> None:
         self.stepped = False
         self._num_restarts, self._max_restarts = 0, max_restarts
-        self._current: Recovery | None = None
+        self._outage: Outage | None = None
         self._say, self._events = say, events
 
     @property
     def text(self) -> str:
         """Say what is being recovered from; nothing if all is well."""
-        return "" if self._current is None else self._current.text
+        return "" if self._outage is None else self._outage.text
 
     def why_not(self, why: Cause) -> str:
         """Say why the run does not go on after this; nothing if it does."""
@@ -126,18 +126,18 @@ class Recoveries:
         # Of a process whose output is not shown, this is all there is to see.
         if why.raised:
             self._say(why.full_text)
-        if self._current is None:
-            self._current = Recovery(generation.step if generation.stepped else None)
-        self._current.begin(why)
+        if self._outage is None:
+            self._outage = Outage(generation.step if generation.stepped else None)
+        self._outage.begin(why)
 
     def mark(self, what: str, generation: Generation) -> None:
         """Note what all processes have told; once they have made a step, say what it took."""
-        if self._current is not None:
-            self._current.mark(what, generation.told[what].values())
+        if self._outage is not None:
+            self._outage.mark(what, generation.told[what].values())
         if what != "first_step":
             return
         self.stepped = True
-        done, self._current = self._current, None
+        done, self._outage = self._outage, None
         if done is not None:
             self._events.write("recovered", generation=generation.number, **done.record())
             self._say(
