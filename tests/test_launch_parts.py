@@ -17,7 +17,7 @@ import pytest
 
 from jdp.launch import cause, handshake, plan, spawn
 from jdp.launch import guest as guests
-from jdp.launch.channel import MAX_LINE_BYTES, Channel, decode, encode
+from jdp.launch.channel import MAX_LINE_BYTES, Channel, decode, encode, protocol
 from jdp.launch.door import Door
 from jdp.launch.events import Events
 from jdp.launch.exits import exit_code, in_words
@@ -274,6 +274,39 @@ def silent():
         yield silent.getsockname()
 
 
+# What a leader of another jdp may say, and what anybody else may.
+@pytest.mark.parametrize(
+    ("greeting", "why"),
+    [
+        (b'{"kind": "challenge", "nonce": "1"}\n', "the same jdp on all hosts"),
+        (b'{"kind": "challenge", "nonce": 1, "protocol": "?", "more": 2}\n', "same jdp"),
+        (b'{"kind": "welcome"}\n', "does not know the token"),
+        (b'{"kind": "refused", "more": 1}\n', "let this host join"),
+        (b'{"kind": "beat"}\n', "let this host join"),
+        (b'{"kind": "go"}\n', "let this host join"),
+    ],
+)
+def test_a_host_says_that_who_listens_is_no_leader_of_its_jdp(greeting, why):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        options = parse(["--join-timeout-s=1", "--heartbeat-timeout-s=0.3", "train.py"], {})
+        link = {"introduce": dict, "lost": print, "joined": print, "leads": False}
+
+        async def join():
+            found = asyncio.get_running_loop().create_future()
+            link["gave_up"], link["received"] = found.set_result, print
+            joining = Link(options, "token", listener.getsockname(), **link)
+            listener.setblocking(False)
+            visitor, _ = await asyncio.get_running_loop().sock_accept(listener)
+            with visitor:
+                visitor.send(greeting)
+                try:
+                    return await found
+                finally:
+                    joining.close()
+
+        assert why in asyncio.run(join())
+
+
 @pytest.mark.parametrize("first", ["deserted", "silent"])
 def test_a_host_tries_all_addresses_of_the_leader(monkeypatch, request, first):
     options = parse(["--join-timeout-s=3", "--heartbeat-timeout-s=1", "train.py"], {})
@@ -436,20 +469,36 @@ from jdp.launch.member import current
 assert current().slot == 5 and current() is current()
 assert {VARIABLE!r} not in os.environ and not os.get_inheritable({theirs.fileno()})
 """
-        variables = {**os.environ, VARIABLE: json.dumps({**fds, "slot": 5})}
         subprocess.run(
             [sys.executable, "-c", code],
-            env=variables,
+            env=described({**fds, "slot": 5, "protocol": protocol()}),
             pass_fds=[theirs.fileno()],
             check=True,
             timeout=30,
         )
 
 
+def described(launcher):
+    return {**os.environ, VARIABLE: json.dumps(launcher)}
+
+
+def test_a_process_with_another_jdp_than_its_launcher_says_so():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        done = subprocess.run(
+            [sys.executable, "-c", "import jdp; jdp.init()"],
+            env=described({"socket": theirs.fileno(), "place": 3, "protocol": "older"}),
+            pass_fds=[theirs.fileno()],
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+    assert done.returncode == 1 and "has not the jdp that `jdp run` belongs to" in done.stderr
+
+
 def test_what_a_process_starts_before_it_asks_is_no_member_either():
-    description = json.dumps({"socket": 77, "board": 78, "commit": 79, "slot": 0})
     code = "from jdp.launch.member import current; assert current() is None"
-    variables = {**os.environ, VARIABLE: description}  # without the descriptors
+    variables = described({"socket": 77, "board": 78, "commit": 79, "slot": 0})  # without them
     subprocess.run([sys.executable, "-c", code], env=variables, check=True, timeout=30)
 
 

@@ -22,7 +22,7 @@ A host tells the leader:
   stop    signal, at_once          its launcher was asked to end the run
   beat    at, where                it lives, its time, and where its processes are
 The leader tells a host:
-  challenge  nonce                 show that you know the token
+  challenge  nonce, protocol       show that you know the token
   welcome    proof, is_running     you are in; so do I; a generation lives
   refused    why, is_final         you are not, for now or for good
   go         first, slots, ...     start your part of a generation
@@ -35,9 +35,12 @@ The leader tells a host:
 """
 
 import asyncio
+import functools
+import hashlib
 import json
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # A line that is longer than this was not written by one of us; what a process wrote or raised is
@@ -46,6 +49,15 @@ MAX_LINE_BYTES = 1 << 20
 
 # Who is behind by more than this has stopped, and would have to be given up anyway.
 _MAX_UNSENT_BYTES = 4 * MAX_LINE_BYTES
+
+
+@functools.cache
+def protocol() -> str:
+    """Name the language of these messages: both ends must be of the same sources."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def encode(kind: str, facts: dict[str, Any]) -> bytes:

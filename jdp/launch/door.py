@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jdp.launch import handshake
-from jdp.launch.channel import MAX_LINE_BYTES, Channel
+from jdp.launch.channel import MAX_LINE_BYTES, Channel, protocol
 
 # What a visitor may send and how long it may take until it has shown that it knows the token, and
 # how many there may be at a time.
@@ -70,7 +70,7 @@ class Door:
         visitor.closed = lambda why: self._dismiss(visitor)
         self._visitors.add(visitor)
         self._loop.call_later(VISITOR_S, self._dismiss, visitor)
-        visitor.send("challenge", nonce=nonce)
+        visitor.send("challenge", nonce=nonce, protocol=protocol())
 
     def _dismiss(self, visitor: Channel) -> None:
         if visitor in self._visitors:

@@ -7,9 +7,6 @@ response as in RFC 2195, in both directions. Who listens in learns nothing that 
 import hmac
 import secrets
 
-# Of the protocol between hosts and leader. Both ends must speak the same.
-VERSION = 1
-
 
 def make_nonce() -> str:
     """Make a number that was never used before."""
@@ -25,7 +22,7 @@ def proof(token: str, part: str, leader_nonce: str, host_nonce: str) -> str:
       leader_nonce: made by the leader for this connection.
       host_nonce: made by the host for this connection.
     """
-    text = f"jdp {VERSION} {part} {leader_nonce} {host_nonce}"
+    text = f"jdp {part} {leader_nonce} {host_nonce}"
     return hmac.new(token.encode(), text.encode(errors="replace"), "sha256").hexdigest()
 
 

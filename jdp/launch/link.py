@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from jdp.launch import handshake
-from jdp.launch.channel import Channel
+from jdp.launch.channel import Channel, protocol
 from jdp.launch.options import Options
 
 RETRY_S = 0.5
@@ -108,24 +108,30 @@ class Link:
 
     def _receive(self, kind: str, facts: dict[str, Any]) -> None:
         match kind:
+            # Whoever listens there may have said these; not what follows.
             case "challenge":
-                self._prove(**facts)
+                self._prove(str(facts.get("nonce")), facts.get("protocol"))
             case "welcome":
-                self._enter(**facts)
+                self._enter(facts.get("proof"), bool(facts.get("is_running")))
             case "refused":
-                self._refused(**facts)
-            case "beat":
+                self._refused(str(facts.get("why")), bool(facts.get("is_final")))
+            case "beat" if self.is_joined:
                 self._lease_s = max(self._lease_s, facts["at"] + self._options.heartbeat_timeout_s)
             case _ if self.is_joined:
                 self._received(kind, facts)
 
-    def _prove(self, nonce: str) -> None:
+    def _prove(self, nonce: str, its_protocol: object) -> None:
         assert self._channel is not None
+        if its_protocol != protocol():
+            return self._end(
+                "whoever listens there has not the jdp of this host, and they would misunderstand "
+                "each other. Install the same jdp on all hosts"
+            )
         self._nonces = nonce, handshake.make_nonce()
         proof = handshake.proof(self._token, "host", *self._nonces)
         self._channel.send("join", nonce=self._nonces[1], proof=proof, **self._introduce())
 
-    def _enter(self, proof: str, is_running: bool) -> None:
+    def _enter(self, proof: object, is_running: bool) -> None:
         if not handshake.is_proof(proof, self._token, "leader", *self._nonces):
             return self._end("whoever listens there does not know the token of this run")
         self.is_joined = True
@@ -167,10 +173,10 @@ def start_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 async def _connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
     found = await asyncio.get_running_loop().getaddrinfo(*address, type=socket.SOCK_STREAM)
     whys = []
-    for family, kind, protocol, _, where in found:
+    for family, kind, number, _, where in found:
         try:
             async with asyncio.timeout(timeout_s / len(found)):
-                return await _connect_to(socket.socket(family, kind, protocol), where)
+                return await _connect_to(socket.socket(family, kind, number), where)
         except OSError as error:
             whys.append(error.strerror or f"no answer from {where[0]}")
     raise OSError("; ".join(whys))

@@ -11,12 +11,13 @@ import os
 import select
 import socket
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jdp.launch.channel import MAX_LINE_BYTES, decode, encode
+from jdp.launch.channel import MAX_LINE_BYTES, decode, encode, protocol
 
 VARIABLE = "JDP_LAUNCHER"
 
@@ -147,14 +148,24 @@ class Member:
 
 @functools.cache
 def current() -> Member | None:
-    """Give what this process knows of its launcher; None if `jdp run` did not start it."""
-    # Taken out, and the descriptors kept to this process: what it starts is no member of the run.
-    description = os.environ.pop(VARIABLE, None)
+    """Give what this process knows of its launcher; None if `jdp run` did not start it.
+
+    Raises:
+      RuntimeError: if the launcher is of another jdp.
+    """
+    description = os.environ.get(VARIABLE)
     if description is None:
         return None
     fds = json.loads(description)
     if not _is_socket(fds["socket"]):
         return None  # A process above this one started it, without them, before it asked itself.
+    if fds.get("protocol") != protocol():
+        raise RuntimeError(
+            f"{sys.executable} has not the jdp that `jdp run` belongs to, and they would "
+            "misunderstand each other. Start both from one environment: python -m jdp run ..."
+        )
+    # Taken out, and the descriptors kept to this process: what it starts is no member of the run.
+    os.environ.pop(VARIABLE)
     for name in ("socket", "board", "commit"):
         os.set_inheritable(fds[name], False)
     return Member(socket.socket(fileno=fds["socket"]), fds["board"], fds["slot"], fds["commit"])

@@ -11,7 +11,7 @@ from typing import Any
 
 from jdp.launch import programs, spawn
 from jdp.launch.board import Board
-from jdp.launch.channel import Channel
+from jdp.launch.channel import Channel, protocol
 from jdp.launch.devices import num_gpus
 from jdp.launch.guardian import Guardian
 from jdp.launch.logs import Logs
@@ -104,7 +104,8 @@ class Process:
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours, self._receive)
         fds = {"socket": theirs.fileno(), "board": kit.board.fd, "commit": kit.commit_file}
-        variables = {**kit.variables, VARIABLE: json.dumps({**fds, "slot": self._slot_index})}
+        facts = {**fds, "slot": self._slot_index, "protocol": protocol()}
+        variables = {**kit.variables, VARIABLE: json.dumps(facts)}
         if assignment is not None:
             # For a script that never asks us.
             variables |= environment(assignment)
