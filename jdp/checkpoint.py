@@ -269,9 +269,10 @@ class Checkpointer:
         life.end()
         if life.process == 0:
             _log.warning(
-                "jdp: SIGTERM: step %d is saved in %s. Run again with --resume to go on.",
+                "jdp: SIGTERM: step %d is saved in %s. Run again with %s to go on.",
                 self._steps,
                 self._folder.path,
+                "JDP_RESUME=1" if life.assigned is None else "--resume",
             )
         raise SystemExit(SAVED)
 

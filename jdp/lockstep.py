@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jdp import exchange, store
+from jdp import exchange, progress, store
 from jdp.collectives import library
 from jdp.leaving import OtherFailedError, leave_if_failed
 
@@ -295,6 +295,7 @@ _running: set[_Loop] = set()
 
 def _stop_all() -> None:
     leave_if_failed()
+    progress.ends()
     for loop in list(_running):
         loop.stop()
     if _running:  # those with a problem

@@ -23,20 +23,20 @@ def agreed(tree: Any, *, broadcast: bool = False) -> Any:
       The tree, that of process 0 with `broadcast`. With one process, `tree` itself.
 
     Raises:
-      ValueError: on every process, naming the first leaf and the processes that differ.
+      ValueError: on every process, naming the first leaf that differs, and whose it is.
     """
     if jax.process_count() == 1:
         return tree
     named, treedef = jax.tree_util.tree_flatten_with_path(tree)
     local = [i for i, (_, leaf) in enumerate(named) if _is_local(leaf)]
     leaves = [leaf for _, leaf in named]
-    shapes = [(jax.tree_util.keystr(path), np.shape(leaf), _dtype(leaf)) for path, leaf in named]
-    [odd] = _odd_processes([_digest(repr((shapes, local)).encode())])
-    if odd:
+    shapes = [_described(path, leaf) for path, leaf in named]
+    [pair] = _odd_ones([_digest(repr(shapes).encode())])
+    if pair is not None:
+        odd, usual = pair
         raise ValueError(
-            f"the state has other leaves, shapes or dtypes on process {odd} than on process 0; "
-            f"here (process {jax.process_index()}) it has {len(shapes)} leaves, the first "
-            f"{shapes[0] if shapes else 'none'}. All processes must build the same model."
+            f"the state has other leaves, shapes or dtypes on process {odd} than on process "
+            f"{usual}{_first_difference(pair, shapes)}. All processes must build the same model."
         )
     if broadcast:
         values = multihost_utils.broadcast_one_to_all([_numbers(leaves[i]) for i in local])
@@ -45,13 +45,15 @@ def agreed(tree: Any, *, broadcast: bool = False) -> Any:
             impl = jax.random.key_impl(leaves[i]) if is_key else None
             leaves[i] = jax.random.wrap_key_data(value, impl=impl) if is_key else value
         return jax.tree.unflatten(treedef, leaves)
-    odd_leaves = _odd_processes([_digest(_numbers(leaves[i]).tobytes()) for i in local])
-    for i, odd in zip(local, odd_leaves, strict=True):
-        if odd:
+    pairs = _odd_ones([_digest(_numbers(leaves[i]).tobytes()) for i in local])
+    for i, pair in zip(local, pairs, strict=True):
+        if pair is not None:
+            odd, usual = pair
             raise ValueError(
                 f"`{jax.tree_util.keystr(named[i][0])}` has other values on process {odd} than on "
-                "process 0, so the ranks would train different models. Use the same seed on every "
-                "process, or write TrainState.create(..., broadcast=True) to take process 0's."
+                f"process {usual}, so the ranks would train different models. Use the same seed on "
+                "every process, or write TrainState.create(..., broadcast=True) to take process "
+                "0's."
             )
     return tree
 
@@ -70,18 +72,34 @@ def _is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _dtype(leaf: Any) -> str:
-    return str(leaf.dtype) if hasattr(leaf, "dtype") else type(leaf).__name__
+def _described(path: tuple, leaf: Any) -> str:
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else type(leaf).__name__
+    is_shared = isinstance(leaf, jax.Array) and not _is_local(leaf)
+    what = f"{dtype}{[*np.shape(leaf)]}{' on devices of several processes' if is_shared else ''}"
+    return f"`{jax.tree_util.keystr(path)}` {what}"
+
+
+# Where the leaves of two processes first differ, in words, as far as there is a store to ask in.
+def _first_difference(pair: tuple[int, int], shapes: list[str]) -> str:
+    if not store.is_open():
+        return ""
+    group = tuple(range(jax.process_count()))
+    index = exchange.first_difference(pair, group, shapes)
+    mine = shapes[index] if index < len(shapes) else "no more"
+    told = exchange.told(group, mine, what="leaves")
+    odd, usual = pair
+    return f": leaf {index + 1} is {told[odd]} on process {odd}, {told[usual]} on process {usual}"
 
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-# For each digest the processes whose differs from that of process 0.
-def _odd_processes(digests: list[str]) -> list[list[int]]:
+# For each digest a process that has another one than most, and one of those; None if all agree.
+def _odd_ones(digests: list[str]) -> list[tuple[int, int] | None]:
     told = _told(digests) if digests else {}
-    return [[i for i, its in told.items() if its[n] != told[0][n]] for n in range(len(digests))]
+    each = [{process: its[n] for process, its in told.items()} for n in range(len(digests))]
+    return [exchange.odd_one(its) if len({*its.values()}) > 1 else None for its in each]
 
 
 # Through the store, where nothing has to be compiled; JAX may have found the processes without one.

@@ -222,9 +222,17 @@ def _tell_first_step() -> None:
         launcher.tell("first_step", s=seconds, compile_s=_compile_s)
 
 
+def ends() -> None:
+    """Note that the script came to its end, before the process waits for others in its exit."""
+    _slot.enter(record(ENDED))
+    launcher = member.current()
+    if launcher is not None:
+        launcher.tell_end(steps=_num_steps)
+
+
 def _end() -> None:
     self_watch.end()
-    _slot.enter(record(ENDED))
+    ends()
 
 
 def _own_slot() -> Slot:

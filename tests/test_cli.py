@@ -154,6 +154,7 @@ def test_gpus_are_the_devices_of_the_driver(tmp_path):
         ("--timeout-s 0 x", "'0' is no time: write seconds, above 0"),
         ("--timeout-s nan x", "'nan' is no time"),
         ("--rdzv-endpoint host:99999 x", "'host:99999' is no place to meet: write address:port"),
+        ("--master-port 99999 x", "'99999' is no port: write a number from 1 to 65535"),
         ("--rdzv-endpoint fe80::1 x", "no place to meet: .* or \\[fe80::1\\]:29400"),
         ("--rdzv-backend etcd x", "invalid choice: 'etcd'"),
         ("--rdzv-conf read_timeout=3 x", "'read_timeout' has no meaning here: write join_timeout"),

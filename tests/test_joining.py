@@ -160,6 +160,31 @@ def test_a_failure_in_one_process_ends_jdp_run_with_the_cause_last(after, why, t
     assert "ended with exit code 1" in cause and f"  {why}\n" in cause
 
 
+# Process 1 has the batch, and takes no step with it; process 0 never asks for another one.
+LEAVES = """
+import jax.numpy as jnp, numpy as np, optax
+@jdp.train_step
+def step(state, rows):
+    loss, grads = jax.value_and_grad(lambda w: jnp.mean((rows @ w - 1) ** 2))(state.params)
+    return state.apply_gradients(grads), jdp.mean_over_ranks(loss)
+state = jdp.TrainState.create(jnp.zeros(4), jdp.replicated(optax.sgd(0.1)))
+for i, rows in enumerate(jdp.batches(np.ones((12, 4), np.float32), 12, num_steps=9)):
+    if me == 1 and i == 3:
+        break
+    state, loss = step(state, rows)
+    float(loss)
+"""
+
+
+@several
+def test_a_script_that_ends_before_a_step_of_the_others_is_named_while_they_wait_in_it(tmp_path):
+    (tmp_path / "train.py").write_text(program(after=LEAVES)[-1])
+    launch = [sys.executable, "-m", "jdp", "run", "--nproc-per-node", "2", "--max-restarts", "0"]
+    [(code, _, errors)] = run([*launch, "--shutdown-timeout-s", "1", str(tmp_path / "train.py")])
+    words = "process 1 came to the end of the script, and process 0 has waited for 1 s in a step"
+    assert code == 1 and f"jdp run: the cause: {words}" in errors, errors
+
+
 # What becomes of a SystemExit shows in the exit code of one process alone. Its children are forks,
 # since importing JAX takes longest.
 LEAVE = """

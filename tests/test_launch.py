@@ -296,6 +296,21 @@ def test_a_process_may_work_alone_at_the_end(jdp_run, begins):
     assert run.wait() == 0
 
 
+def test_a_last_step_that_all_have_called_may_take_long(jdp_run):
+    run = jdp_run(
+        "--nproc-per-node=2",
+        "--max-restarts=0",
+        "--shutdown-timeout-s=0.3",
+        after=f"""{BEGINS}
+with progress.TRAIN_STEP: pass
+progress.ask_devices(lambda: 1)  # they run it
+if not a.process_id: time.sleep(3.0)
+sys.exit()
+""",
+    )
+    assert run.wait() == 0, run.output
+
+
 def test_a_process_whose_script_has_ended_counts_before_it_exits(jdp_run):
     run = jdp_run(
         "--nproc-per-node=2",

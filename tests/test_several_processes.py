@@ -79,7 +79,7 @@ def create(differs):
 
 
 def test_other_initial_values_are_an_error_that_names_the_leaf(processes):
-    with pytest.raises(ProcessError, match=r"\['params'\]\['v'\].*other values on process \[1\]"):
+    with pytest.raises(ProcessError, match=r"\['params'\]\['v'\].*other values on process 1 than"):
         processes(2).run(create, "differs")
 
 
@@ -89,17 +89,44 @@ def test_broadcast_takes_the_values_of_process_0(processes):
     assert_close(first, training.params(), tolerance=0)
 
 
-def create_other_shapes():
+def create_other_model(odd, kind):
     jdp.init()
     p = training.params()
-    if jax.process_index() == 1:
-        p["extra"] = np.zeros(2, np.float32)
-    jdp.TrainState.create(p, training.sgd())
+    if jax.process_index() == odd:
+        match kind:
+            case "another leaf":
+                p["extra"] = np.zeros(2, np.float32)
+            case "a leaf less":
+                del p["w"]
+            case "shape":
+                p["v"] = np.zeros((3, 2), np.float32)
+            case "dtype":
+                p["v"] = p["v"].astype(np.float16)
+    try:
+        jdp.TrainState.create(p, training.sgd())
+    except ValueError as error:
+        return str(error)
 
 
-def test_another_model_on_one_process_is_an_error(processes):
-    with pytest.raises(ProcessError, match="other leaves, shapes or dtypes on process"):
-        processes(2).run(create_other_shapes)
+@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("kind", "there", "usual"),
+    [
+        ("another leaf", "`['params']['extra']` float32[2]", "`['params']['v']` float32["),
+        ("a leaf less", "", "`['params']['w']` float32["),
+        ("shape", "`['params']['v']` float32[3, 2]", "`['params']['v']` float32["),
+        ("dtype", "`['params']['v']` float16[", "`['params']['v']` float32["),
+    ],
+)
+def test_another_model_on_one_process_is_named_to_all_with_its_first_leaf(
+    processes, odd, kind, there, usual
+):
+    first, *others = processes(3).run(create_other_model, odd, kind)
+    other = 0 if odd else 1
+    assert others == [first, first]
+    assert f"dtypes on process {odd} than on process {other}: leaf " in first
+    assert f" is {there}" in first and f" on process {odd}, {usual}" in first
+    assert f" on process {other}. " in first
 
 
 def step_on_host_arrays():

@@ -120,6 +120,46 @@ def ignores(pid, number):
     return bool(mask >> (number - 1) & 1)
 
 
+# Names in /dev/shm, as a data loader has them that does not fork, and a process that uses them.
+SHARES = """
+import multiprocessing, time
+from multiprocessing import shared_memory
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    memory, lock = shared_memory.SharedMemory(create=True, size=8), context.Lock()
+    child = context.Process(target=time.sleep, args=(600,))
+    child.start()
+    print(memory.name, lock._semlock.name.replace("/", "sem."), child.pid, flush=True)
+    child.join()
+"""
+
+
+@pytest.mark.parametrize("how", ["process", "died", "guardian"])
+def test_what_a_killed_process_shared_is_removed_from_shared_memory(tmp_path, how):
+    (tmp_path / "shares.py").write_text(SHARES)
+    guardian = Guardian()
+    variables = spawn.environment(**guardian.environment)
+    process = spawn.spawn([sys.executable, str(tmp_path / "shares.py")], variables)
+    guardian.add(process.pid)
+    try:
+        *names, child = process.stdout.readline().decode().split()
+        shared = [Path("/dev/shm", name) for name in names]
+        assert len(shared) == 2 and all(path.exists() for path in shared)
+        if how == "died":
+            os.kill(process.pid, signal.SIGKILL)
+            until(lambda: not is_alive(process.pid))
+        if how != "guardian":
+            spawn.kill(process)
+            until(lambda: not any(path.exists() for path in shared))
+        guardian.close()
+        assert not any(path.exists() for path in shared)
+        assert not is_alive(process.pid) and not is_alive(int(child))
+    finally:
+        guardian.close()
+        process.wait()
+    close_pipes(process)
+
+
 def test_closing_a_guardian_kills_what_is_left_and_nothing_else():
     guardian = Guardian()
     mark = guardian.environment

@@ -9,7 +9,7 @@ A process tells its host:
   restored    step, tier, s     it has the state after `step` steps, from memory or disk
   first_step  s, compile_s      it finished its first step, s seconds after `go`
   failed      code, traceback   its script raised, and it is about to exit with that code
-  ended                         its script came to its end
+  ended       steps             its script came to its end, after it has called so many, if any
 A host tells a process:
   go          an `Assignment`   which process of which generation it is now
 

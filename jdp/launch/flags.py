@@ -9,6 +9,7 @@ from jdp.launch.values import (
     read_conf,
     read_count,
     read_endpoint,
+    read_port,
     read_processes,
     read_range,
     read_ranks,
@@ -157,7 +158,7 @@ def _add_hosts(parser: Parser) -> None:
     parser.flag(group, "--rdzv-endpoint", text, type=read_endpoint, metavar="HOST:PORT")
     text = "with --master-port: another way to write --rdzv-endpoint"
     parser.flag(group, "--master-addr", text, metavar="HOST")
-    parser.flag(group, "--master-port", None, type=read_count("a port", 1))
+    parser.flag(group, "--master-port", None, type=read_port)
     text = "a secret, the same on all hosts, without which none may join; or JDP_TOKEN"
     parser.flag(group, "--token-file", text, type=Path, metavar="FILE")
     text = "number of this host, from 0; taken from Slurm or Kubernetes where they tell it"

@@ -23,7 +23,7 @@ from jdp.launch.exits import SAVED
 from jdp.launch.guest import Guest
 from jdp.launch.options import Options
 from jdp.launch.plan import Part, Plan, size
-from jdp.launch.watch import Stall, Watch, waits
+from jdp.launch.watch import BETWEEN, Stall, Watch, waits
 
 State = enum.Enum("State", "RUNNING STOPPING ENDING")
 
@@ -226,11 +226,18 @@ class Generation:
             self.fail(cause.stall_of_process(*who, stall.stalled_s, stall.report), first)
 
     # Fail if a process waits in a step that others, which came to their end, do not make. What it
-    # does alone at the end may take as long as the watch says.
+    # does alone at the end may take as long as the watch says, and a step as long as it takes.
     def _look_for_early_ends(self, now: float, places: dict[int, Where]) -> None:
         if self._early is None or now - self._early < self._grace_s:
             return
         ended = self._came_to_end()
         for i, where in places.items():
-            if i not in ended and waits(where) and now - where.progress_s >= self._grace_s:
-                return self.fail(cause.early_end(min(ended), i, self._grace_s))
+            if i in ended or not waits(where) or now - where.progress_s < self._grace_s:
+                continue
+            called = where.steps + (where.phase != BETWEEN)
+            if missing := [other for other in ended if self._steps_of(other) < called]:
+                return self.fail(cause.early_end(min(missing), i, self._grace_s))
+
+    # That a process which came to its end has called; -1 if it told nothing.
+    def _steps_of(self, process_id: int) -> int:
+        return self.told.get("ended", {}).get(process_id, {}).get("steps", -1)

@@ -16,6 +16,9 @@ from contextlib import suppress
 # A variable by which the guardian finds what left its process group.
 MARK = "JDP_GUARDIAN"
 
+# How long a resource tracker has to clean up, which takes it some milliseconds.
+_TRACKER_S = 2.0
+
 
 class Guardian:
     """Watches over the processes of one launcher; to be started before any of them.
@@ -89,23 +92,64 @@ def main() -> None:
     for line in sys.stdin:
         (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
     for group in groups:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.SIGKILL)
+        kill_group(group)
+    end = time.monotonic() + _TRACKER_S
     # Again and again, since what is being killed may still start something.
     while marked := _marked(mark):
         for pid in marked:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+            if not _is_tracker(pid) or time.monotonic() > end:
+                _kill(pid)
         time.sleep(0.005)
+
+
+def kill_group(group: int) -> None:
+    """Kill all processes of a group but Python's resource tracker.
+
+    Whoever starts processes by `multiprocessing` without fork may have one. When all that use it
+    have ended it removes what they have left in /dev/shm, and ends, too.
+    """
+    members = [pid for pid in _processes() if _group_of(pid) == group]
+    trackers = {*filter(_is_tracker, members)}
+    if trackers:
+        for pid in members:
+            if pid not in trackers:
+                _kill(pid)
+    else:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except OSError:
+        return None
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"resource_tracker import main" in file.read()
+    except OSError:
+        return False
 
 
 # The processes that were started with `mark` in their environment. A zombie has none.
 def _marked(mark: bytes) -> list[int]:
     found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+    for pid in _processes():
+        with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
             if mark in file.read():
-                found.append(int(name))
+                found.append(pid)
     return found
 
 

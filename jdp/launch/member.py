@@ -93,6 +93,7 @@ class Member:
         self.commit_file = commit_file
         self.assignment: Assignment | None = None
         self.woken = 0.0  # time.monotonic() at `go`
+        self._has_ended = False
         self._pid = os.getpid()
         self._connection = connection
         self._lock = threading.Lock()
@@ -126,8 +127,18 @@ class Member:
             os.environ.update(environment(self.assignment))
             # Whoever imported JAX before has its exit handler run after this one: there JAX
             # waits for the other processes, and the launcher should know by then.
-            atexit.register(self.tell, "ended")
+            atexit.register(self.tell_end)
         return self.assignment
+
+    def tell_end(self, **facts: Any) -> None:
+        """Tell the launcher that the script came to its end; a second time nothing.
+
+        Args:
+          **facts: `steps` that it has called, if it trains.
+        """
+        if not self._has_ended:
+            self._has_ended = True
+            self.tell("ended", **facts)
 
     def tell(self, kind: str, **facts: Any) -> None:
         """Tell the launcher; see `channel.py` for what. From any thread.

@@ -1,13 +1,12 @@
 """Starting a process that ends with its launcher, and ending it with all that it started."""
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 
 from jdp.launch import programs
+from jdp.launch.guardian import kill_group
 
 # Runs before the program, in its process. The death signal comes when the launcher dies, but not if
 # it died before prctl was called: then the parent is another one already. A handler of the launcher
@@ -70,13 +69,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     belong to another group.
     """
     if process.returncode is None:
-        signal_group(process, signal.SIGKILL)
-
-
-def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to a process that was not waited for yet, and to what it started."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
+        kill_group(process.pid)
 
 
 def environment(

@@ -43,6 +43,13 @@ def read_count(what: str, low: int) -> Callable[[str], int]:
     return read
 
 
+def read_port(text: str) -> int:
+    """Read the number of a port."""
+    if not re.fullmatch(r"\d+", text) or not 0 < int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: write a number from 1 to 65535")
+    return int(text)
+
+
 def read_seconds(text: str) -> float:
     """Read a time."""
     try:
