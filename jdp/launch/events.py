@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 class Events:
@@ -16,10 +16,14 @@ class Events:
     """
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0) if path is not None else None
+        self._file: IO[bytes] | None = None
         self._say = say
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("ab", buffering=0)
+            except OSError as error:  # the run goes on without its record
+                say(f"{path} can't be written: {error.strerror}")
 
     def write(self, event: str, **facts: Any) -> None:
         """Write one event: what, `time.time()`, and its facts."""
@@ -27,7 +31,7 @@ class Events:
             record = json.dumps({"event": event, "at": time.time(), **facts})
             try:
                 self._file.write(record.encode() + b"\n")
-            except OSError as error:  # the run goes on without its record
+            except OSError as error:
                 self._say(f"{self._file.name} can't be written: {error.strerror}")
                 self.close()
 
