@@ -120,6 +120,8 @@ class Checkpointer:
             life.end()
             raise
         self._steps, self._life = found.step if found else 0, life
+        life.note(state, batches)
+        life.is_unsaved = found is not None and found.tier == "commit"
         life.begin(is_held=found is not None and found.tier == "commit" and not found.lacking)
         if life.member is not None:
             tier, seconds = found.tier if found else "none", time.monotonic() - began
@@ -175,7 +177,7 @@ class Checkpointer:
         if life is None or life.is_over:
             return
         try:
-            if life.num_steps:
+            if life.num_steps or life.is_unsaved:
                 self._save(life)
                 life.commits.wait()
         finally:
@@ -234,7 +236,7 @@ class Checkpointer:
                 f"batches were given to ckpt.{one} and not to ckpt.{other}: rows would count twice "
                 "or never after a restart. Give them to both, or to none."
             )
-        life.state, life.position = state, None if batches is None else int(batches.position)
+        life.note(state, batches)
         return life
 
     def _begin_commit(self, life: "_Life", memory: CommitMemory) -> None:
@@ -303,6 +305,7 @@ class _Life:
         self.state: Any = None  # after the last step, as the position is
         self.position: int | None = None
         self.num_steps, self.saved_at = 0, -1
+        self.is_unsaved = False  # what was restored may be on no disk
         self.is_held = False  # whether all hosts have a commit of this life, or the one before
         self.is_over = False
         self._ends = [folder.unlock]
@@ -316,6 +319,9 @@ class _Life:
         if self.assigned is not None and self.assigned.resumes:
             return True
         return os.environ.get("JDP_RESUME", "") not in ("", "0") if resume is None else resume
+
+    def note(self, state: Any, batches: Any) -> None:
+        self.state, self.position = state, None if batches is None else int(batches.position)
 
     def begin(self, *, is_held: bool) -> None:
         self.is_held = is_held
