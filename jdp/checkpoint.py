@@ -44,7 +44,7 @@ class Checkpointer:
     with exit code 75.
 
     Args:
-      directory: of the checkpoints of this one run, on a disk that process 0 sees.
+      directory: of the checkpoints of this one run, on a disk that process 0 sees; no URL.
       commit_every: steps from commit to commit, at least 1.
       save_every: steps from checkpoint to checkpoint, at least 1.
       keep: how many checkpoints are kept, the newest, at least 1.
@@ -53,7 +53,7 @@ class Checkpointer:
         on.
 
     Raises:
-      ValueError: if a number is out of its range.
+      ValueError: if a number is out of its range, or `directory` is a URL.
 
     >>> import tempfile, jax.numpy as jnp, jdp
     >>> directory = tempfile.mkdtemp()
@@ -104,6 +104,7 @@ class Checkpointer:
           The restored state, or `state`.
 
         Raises:
+          TypeError: if `batches` have no position.
           ValueError: if what was written is of another model (naming the leaf), or without a
             position of the data although `batches` are given.
           RuntimeError: if `directory` holds an earlier run and this is no resumption, if another
@@ -113,6 +114,12 @@ class Checkpointer:
         began = time.monotonic()
         if self._life is not None:
             raise RuntimeError("restore was called already: call it once, before the loop.")
+        if batches is not None and not hasattr(batches, "position"):
+            raise TypeError(
+                f"a {type(batches).__name__} has no `position`: after a restart rows would count "
+                "twice or never. Give jdp.batches(...), or an object with an int `position` that "
+                "says what it has handed out, and goes on from there when it is set."
+            )
         life = _Life(self._folder, has_data=batches is not None)
         try:
             found, state = self._restored(life, state, batches)

@@ -48,9 +48,17 @@ class Folder:
 
     Args:
       path: the folder; made when it is locked.
+
+    Raises:
+      ValueError: if it is a URL.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if "://" in str(path):
+            raise ValueError(
+                f"{path} is no folder of a disk: a file there could not be locked against other "
+                "runs. Give a path, perhaps of a bucket that is mounted."
+            )
         self.path = Path(path).absolute()
         self._lock: Any = None
 

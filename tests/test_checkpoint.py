@@ -264,6 +264,13 @@ def test_any_object_with_a_position_will_do(tmp_path):
     assert rows.position == 7 and type(rows.position) is int
 
 
+def test_batches_without_a_position_are_refused(tmp_path):
+    with jdp.Checkpointer(tmp_path) as ckpt:
+        with pytest.raises(TypeError, match="a list has no `position`"):
+            ckpt.restore({"n": jnp.int32(0)}, [1, 2])
+    assert names(tmp_path) == []
+
+
 def test_a_position_that_was_not_stored_is_missed(tmp_path):
     counted(tmp_path, 3)
     with pytest.raises(ValueError, match="not known where the data stood"):

@@ -189,6 +189,11 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_that_names_it(tmp_path):
         Folder(tmp_path / "file" / "run").lock()
 
 
+def test_a_url_is_no_folder():
+    with pytest.raises(ValueError, match="gs://bucket/run is no folder of a disk"):
+        Folder("gs://bucket/run")
+
+
 HOLDER = """
 import sys, time
 from jdp.disk import Folder
