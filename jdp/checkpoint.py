@@ -44,7 +44,7 @@ class Checkpointer:
     with exit code 75.
 
     Args:
-      directory: of the checkpoints of this one run, on a disk that process 0 sees.
+      directory: of the checkpoints of this one run, on a disk that process 0 sees; no URL.
       commit_every: steps from commit to commit, at least 1.
       save_every: steps from checkpoint to checkpoint, at least 1.
       keep: how many checkpoints are kept, the newest, at least 1.
@@ -53,7 +53,7 @@ class Checkpointer:
         on.
 
     Raises:
-      ValueError: if a number is out of its range.
+      ValueError: if a number is out of its range, or `directory` is a URL.
 
     >>> import tempfile, jax.numpy as jnp, jdp
     >>> directory = tempfile.mkdtemp()
@@ -104,6 +104,7 @@ class Checkpointer:
           The restored state, or `state`.
 
         Raises:
+          TypeError: if `batches` have no position.
           ValueError: if what was written is of another model (naming the leaf), or without a
             position of the data although `batches` are given.
           RuntimeError: if `directory` holds an earlier run and this is no resumption, if another
@@ -113,6 +114,12 @@ class Checkpointer:
         began = time.monotonic()
         if self._life is not None:
             raise RuntimeError("restore was called already: call it once, before the loop.")
+        if batches is not None and not hasattr(batches, "position"):
+            raise TypeError(
+                f"a {type(batches).__name__} has no `position`: after a restart rows would count "
+                "twice or never. Give jdp.batches(...), or an object with an int `position` that "
+                "says what it has handed out, and goes on from there when it is set."
+            )
         life = _Life(self._folder, has_data=batches is not None)
         try:
             found, state = self._restored(life, state, batches)
@@ -120,6 +127,8 @@ class Checkpointer:
             life.end()
             raise
         self._steps, self._life = found.step if found else 0, life
+        life.note(state, batches)
+        life.is_unsaved = found is not None and found.tier == "commit"
         life.begin(is_held=found is not None and found.tier == "commit" and not found.lacking)
         if life.member is not None:
             tier, seconds = found.tier if found else "none", time.monotonic() - began
@@ -175,7 +184,7 @@ class Checkpointer:
         if life is None or life.is_over:
             return
         try:
-            if life.num_steps:
+            if life.num_steps or life.is_unsaved:
                 self._save(life)
                 life.commits.wait()
         finally:
@@ -234,7 +243,7 @@ class Checkpointer:
                 f"batches were given to ckpt.{one} and not to ckpt.{other}: rows would count twice "
                 "or never after a restart. Give them to both, or to none."
             )
-        life.state, life.position = state, None if batches is None else int(batches.position)
+        life.note(state, batches)
         return life
 
     def _begin_commit(self, life: "_Life", memory: CommitMemory) -> None:
@@ -306,6 +315,7 @@ class _Life:
         self.state: Any = None  # after the last step, as the position is
         self.position: int | None = None
         self.num_steps, self.saved_at = 0, -1
+        self.is_unsaved = False  # what was restored may be on no disk
         self.is_held = False  # whether all hosts have a commit of this life, or the one before
         self.is_over = False
         self._ends = [folder.unlock]
@@ -319,6 +329,9 @@ class _Life:
         if self.assigned is not None and self.assigned.resumes:
             return True
         return os.environ.get("JDP_RESUME", "") not in ("", "0") if resume is None else resume
+
+    def note(self, state: Any, batches: Any) -> None:
+        self.state, self.position = state, None if batches is None else int(batches.position)
 
     def begin(self, *, is_held: bool) -> None:
         self.is_held = is_held

@@ -48,9 +48,17 @@ class Folder:
 
     Args:
       path: the folder; made when it is locked.
+
+    Raises:
+      ValueError: if it is a URL.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if "://" in str(path):
+            raise ValueError(
+                f"{path} is no folder of a disk: a file there could not be locked against other "
+                "runs. Give a path, perhaps of a bucket that is mounted."
+            )
         self.path = Path(path).absolute()
         self._lock: Any = None
 
@@ -68,7 +76,8 @@ class Folder:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            file = open(self.path / "lock", "a+")  # held open
+            # Held open; unbuffered, or what a full disk did not take would be an error of close.
+            file = open(self.path / "lock", "ab+", buffering=0)
         except OSError as error:
             raise _unwritable(self.path, error) from error
         try:
@@ -172,18 +181,18 @@ class Folder:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     file.seek(0)
+                    holder = file.read().decode().strip()
                     raise RuntimeError(
-                        f"{self.path} is in use by another run ({file.read().strip()}). Two runs "
-                        "in one directory would mix their checkpoints: end the other one, or "
-                        "give this one a directory of its own."
+                        f"{self.path} is in use by another run ({holder}). Two runs in one "
+                        "directory would mix their checkpoints: end the other one, or give this "
+                        "one a directory of its own."
                     ) from None
                 time.sleep(0.02)
             except OSError as error:
                 raise _unwritable(self.path, error) from error
         try:
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         except OSError as error:
             raise _unwritable(self.path, error) from error
 

@@ -9,7 +9,7 @@ import time
 
 import jax
 
-from jdp import leaving, progress, schedulers
+from jdp import leaving, preemption, progress, schedulers
 from jdp.launch.devices import num_gpus
 from jdp.launch.member import Assignment, Member, current
 
@@ -56,6 +56,7 @@ def join() -> None:
             _connect(place)
     if launched is not None or jax.distributed.is_initialized():
         leaving.fail_fast()
+        preemption.let_children_end()
 
 
 # What need not be done when the other processes wait for this one.

@@ -29,7 +29,7 @@ class Preemption:
         if self._agrees and not jax.config.jax_enable_preemption_service:
             _log.warning("jdp: nothing is saved at SIGTERM: jax_enable_preemption_service is off.")
             self._agrees = False
-        _let_children_end()
+        let_children_end()
         if not self._agrees and threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._note)
             self._is_mine = True
@@ -53,8 +53,11 @@ class Preemption:
         self._told = True
 
 
-# What a process forks off, such as a data loader's, inherits its handler or that of JAX, and must
-# end when it is told to.
 @functools.cache
-def _let_children_end() -> None:
+def let_children_end() -> None:
+    """Have SIGTERM end what this process forks off from now on, such as a data loader's processes.
+
+    They inherit a handler, JAX's since the processes are connected or that of `Preemption`, which
+    would keep the signal from ending them.
+    """
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))

@@ -49,6 +49,8 @@ def describe(state: Any) -> list[Leaf]:
 def require_same(saved: Sequence[Leaf], given: Sequence[Leaf], where: str) -> None:
     """Refuse to restore into the state of another model.
 
+    A number of Python or a NumPy array of 64 bits has become what JAX computes with.
+
     Args:
       saved: what was written.
       given: what is to be restored.
@@ -57,7 +59,7 @@ def require_same(saved: Sequence[Leaf], given: Sequence[Leaf], where: str) -> No
     Raises:
       ValueError: naming the first leaf that differs.
     """
-    if list(saved) == list(given):
+    if len(saved) == len(given) and all(map(_fits, saved, given)):
         return
     advice = (
         "That is another model or optimizer, and its values would mean something else. Build the "
@@ -65,7 +67,7 @@ def require_same(saved: Sequence[Leaf], given: Sequence[Leaf], where: str) -> No
     )
     names = {leaf.name for leaf in given}, {leaf.name for leaf in saved}
     for old, new in zip(saved, given, strict=False):
-        if old.name == new.name and old != new:
+        if old.name == new.name and not _fits(old, new):
             raise ValueError(
                 f"`{old.name}` is {old} in {where}, and {new} in the state given to restore. "
                 + advice
@@ -201,6 +203,12 @@ def _leaf(name: str, x: Any) -> Leaf:
     if dtype.hasobject:
         raise TypeError(f"`{name}` is {x}, which no array can hold. Keep it outside the state.")
     return Leaf(name, tuple(np.shape(x)), str(dtype), None)
+
+
+def _fits(saved: Leaf, given: Leaf) -> bool:
+    if saved.dtype != given.dtype:
+        given = given._replace(dtype=str(jax.dtypes.canonicalize_dtype(given.dtype)))
+    return saved == given
 
 
 def _is_key(x: Any) -> bool:

@@ -131,6 +131,23 @@ def test_a_restored_state_does_not_trace_the_step_again(make_mesh, tmp_path):
     assert state.step == 4
 
 
+def test_a_run_that_began_with_numbers_and_arrays_of_64_bits_goes_on(make_mesh, tmp_path):
+    jdp.init(make_mesh(2))
+    step = jdp.train_step(lambda state, _: (jax.tree.map(lambda x: 2 * x, state), {}))
+
+    def fresh():
+        return {"n": 1, "rate": 0.5, "w": np.ones(3), "i": np.ones(2, int), "s": np.float64(2)}
+
+    for done, resume in enumerate((False, True)):
+        with jdp.Checkpointer(tmp_path, resume=resume) as ckpt:
+            state = ckpt.restore(fresh())
+            assert ckpt.steps == done
+            state, _ = step(state, np.ones(2, np.float32))
+            ckpt.step(state)
+    assert jax.tree.map(np.asarray, state)["w"].tolist() == [4.0] * 3
+    assert [int(state["n"]), float(state["rate"]), float(state["s"])] == [4, 2.0, 8.0]
+
+
 def test_several_states_keys_and_leaves_that_are_no_arrays_are_restored(make_mesh, tmp_path):
     jdp.init(make_mesh(2))
 
@@ -245,6 +262,13 @@ def test_any_object_with_a_position_will_do(tmp_path):
     with jdp.Checkpointer(tmp_path, resume=True) as ckpt:
         ckpt.restore({"n": 0}, rows)
     assert rows.position == 7 and type(rows.position) is int
+
+
+def test_batches_without_a_position_are_refused(tmp_path):
+    with jdp.Checkpointer(tmp_path) as ckpt:
+        with pytest.raises(TypeError, match="a list has no `position`"):
+            ckpt.restore({"n": jnp.int32(0)}, [1, 2])
+    assert names(tmp_path) == []
 
 
 def test_a_position_that_was_not_stored_is_missed(tmp_path):
@@ -420,6 +444,25 @@ def test_a_commit_is_restored_without_orbax_and_the_launcher_told(tmp_path):
         assert kinds["restored"]["step"] == 20 and kinds["restored"]["tier"] == "commit"
         assert 0 < kinds["restored"]["s"] < 60
     assert names(tmp_path) == ["lock"]
+
+
+def test_what_is_only_in_a_commit_is_saved_at_the_end(tmp_path):
+    with Launcher() as launcher:
+        launcher.process("test_checkpoint:committed", tmp_path, 20).result()
+        launcher.process("test_checkpoint:at_its_end", tmp_path, generation=1).result()
+    assert names(tmp_path) == ["20-2", "lock"]
+    rows = Rows()
+    with jdp.Checkpointer(tmp_path, resume=True) as ckpt:
+        state = ckpt.restore({"w": jnp.zeros(4)}, rows)
+    assert state["w"].tolist() == [20.0] * 4 and ckpt.steps == rows.position == 20
+    assert names(tmp_path) == ["20-2", "lock"]  # where it is already
+
+
+# The run died while it saved its last step.
+def at_its_end(path):
+    jdp.init()
+    with jdp.Checkpointer(path) as ckpt:
+        ckpt.restore({"w": jnp.zeros(4)}, Rows())
 
 
 # Runs `stop` steps and ends without a word, as if killed, once what was begun is written.

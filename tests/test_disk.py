@@ -170,7 +170,7 @@ exec "$@"
 """
 
 FULL = """
-import sys
+import resource, sys
 import numpy as np
 from jdp.disk import Folder
 folder = Folder(sys.argv[1])
@@ -184,6 +184,12 @@ except OSError as error:
 print(sorted(path.name for path in folder.path.iterdir()))
 folder.write(1, 30, {"step": 30}, small)
 print([folder.facts(each)["step"] for each in folder.checkpoints()])
+folder.unlock()
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+try:
+    folder.lock()
+except OSError as error:
+    print(error)
 """
 
 
@@ -198,15 +204,21 @@ def test_a_full_disk_is_an_error_that_leaves_the_last_good_checkpoint(tmp_path):
         timeout=60,
     )
     assert not done.returncode, done.stderr
-    *error, left, whole = done.stdout.splitlines()
+    *error, left, whole, locked = done.stdout.splitlines()
     assert re.search("step 20 could not be saved.*1000000 bytes.*stays: 10", " ".join(error))
     assert left == "['10-1', 'lock']" and whole == "[30, 10]"
+    assert re.search("checkpoints cannot be written to .*: .*File too large", locked)
 
 
 def test_a_folder_that_cannot_be_written_to_is_an_error_that_names_it(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="cannot be written to .*file/run.*that this process may"):
         Folder(tmp_path / "file" / "run").lock()
+
+
+def test_a_url_is_no_folder():
+    with pytest.raises(ValueError, match="gs://bucket/run is no folder of a disk"):
+        Folder("gs://bucket/run")
 
 
 HOLDER = """

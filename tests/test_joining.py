@@ -130,6 +130,24 @@ def test_processes_of_torchrun_find_each_other_and_end_when_one_raises():
     assert second[2].endswith("ValueError: no luck\n")
 
 
+FORKS = """
+import os, signal
+child = os.fork()
+if not child:
+    time.sleep(60)
+    os._exit(0)
+time.sleep(0.1)
+os.kill(child, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@several
+def test_what_processes_fork_off_ends_at_sigterm():
+    ended = run(*[program(after=FORKS)] * 2, variables=torchrun(2, free_port()))
+    assert [out.split()[-1] for _, out, _ in ended] == [str(-signal.SIGTERM)] * 2, ended
+
+
 @several
 @mpiexec
 @slow

@@ -31,6 +31,13 @@ def test_a_script_that_never_asks_finds_the_environment_of_torchrun(jdp_run):
     assert "never called jdp.init()" in run.output
 
 
+def test_a_launcher_with_closed_streams_runs_and_recovers(jdp_run):
+    run = jdp_run("--nproc-per-node=2", within=("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"))
+    os.kill(run.pids(0, 2)[1], signal.SIGKILL)
+    run.pids(1, 2)
+    assert run.finish() == 0
+
+
 BEGINS = """
 from jdp import progress
 progress.begin(600.0, a.process_id, a.num_processes)

@@ -515,5 +515,15 @@ def test_a_record_that_cannot_be_written_ends_nothing(path, why):
     assert said == [f"{path} can't be written: {why}"]
 
 
+def test_a_record_that_cannot_be_opened_ends_nothing(tmp_path):
+    (tmp_path / "logs").touch()
+    said = []
+    path = tmp_path / "logs" / "events.jsonl"
+    events = Events(path, said.append)
+    events.write("formed", generation=0)
+    events.close()
+    assert len(said) == 1 and said[0].startswith(f"{path} can't be written: ")
+
+
 def test_the_token_is_not_in_the_environment_of_processes():
     assert "JDP_TOKEN" not in spawn.environment({"JDP_TOKEN": "secret"})

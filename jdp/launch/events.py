@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 class Events:
@@ -16,7 +16,8 @@ class Events:
     """
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
-        self._file, self._say = None, say
+        self._file: IO[bytes] | None = None
+        self._say = say
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)

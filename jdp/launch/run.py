@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
+import os
 import secrets
 import signal
 import socket
@@ -27,6 +28,7 @@ def run(options: Options) -> int:
       The exit code: 0; 75 if the program saved after a signal; 124 if the watchdog ended it;
       128 + n after signal n; else that of the first process that failed, or 1.
     """
+    _open_standard_streams()
     try:
         address, listener = _meeting_place(options)
         kit = Kit(options)
@@ -106,6 +108,16 @@ def _listening(address: tuple[str, int]) -> tuple[tuple[str, int], socket.socket
     listener = socket.create_server(address, family=family, backlog=128)
     own, port = listener.getsockname()[:2]
     return ("127.0.0.1" if own == "0.0.0.0" else own, port), listener
+
+
+# A daemon may have closed them. What is opened next would take their numbers, and lose them in the
+# processes, where these are pipes.
+def _open_standard_streams() -> None:
+    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(file)
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
 
 
 # What was raised in a callback would otherwise only be logged, and the run would go on for ever.
