@@ -24,6 +24,11 @@ _log = logging.getLogger("jdp")
 # recovers is waiting for, and long before it is needed.
 _PREPARED_AFTER = 3
 
+_NOT_CLOSED = (
+    "jdp: the Checkpointer of %s was not closed, and steps after its last checkpoint are saved "
+    "nowhere. Write with jdp.Checkpointer(...) as ckpt: around the loop, or call ckpt.close()."
+)
+
 
 class Checkpointer:
     """Keeps the state of a run, and where its data stands, outside of its processes.
@@ -153,6 +158,8 @@ class Checkpointer:
         life.saves.check()
         self._steps += 1
         life.num_steps += 1
+        if life.num_steps == 1 and life.process == 0:
+            life.expect_close(self._folder.path)
         if life.preemption.reached(self._steps):
             self._stop(life)
         if self._steps % self._save_every == 0:
@@ -340,6 +347,10 @@ class _Life:
         self.for_saves = snapshot.Snapshots(reuse=False)
         self.preemption = Preemption()
         self._ends = [self.commits.end, self.saves.end, self.preemption.close, *self._ends]
+
+    def expect_close(self, path: os.PathLike[str]) -> None:
+        warning = weakref.finalize(self, _log.warning, _NOT_CLOSED, path)
+        self._ends.append(warning.detach)
 
     def end(self) -> None:
         self.is_over, self.state = True, None

@@ -412,6 +412,27 @@ def test_what_a_process_forks_off_ends_at_sigterm(tmp_path):
     assert found.stdout.split() == [str(-signal.SIGTERM)]
 
 
+NEVER_CLOSED = """
+import sys
+import jax, jdp
+jax.config.update("jax_platforms", "cpu")
+def train(path, closes):
+    ckpt = jdp.Checkpointer(path)
+    ckpt.step(ckpt.restore({"n": jax.numpy.int32(0)}))
+    if closes:
+        ckpt.close()
+kept = train(sys.argv[1], closes=True), train(sys.argv[2], closes=False)
+"""
+
+
+def test_a_run_that_ends_without_close_says_what_is_lost(tmp_path):
+    paths = [str(tmp_path / name) for name in ("closed", "open")]
+    command = [sys.executable, "-W", "ignore", "-c", NEVER_CLOSED, *paths]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert f"{paths[1]} was not closed" in found.stderr and paths[0] not in found.stderr
+    assert names(tmp_path / "open") == ["lock"]
+
+
 def test_outside_of_the_main_thread_signals_are_left_alone(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     failures = []
