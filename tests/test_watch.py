@@ -176,6 +176,16 @@ def test_a_process_that_waits_for_others_has_no_more_time_than_they_have():
         assert [now for now, stall in said.items() if stall.is_over] == [over_s]
 
 
+@pytest.mark.parametrize("step", [at(STEP), at(BETWEEN, 11, is_running=True)])
+def test_who_waits_elsewhere_is_the_cause_that_others_wait_in_a_step(step):
+    said = looks(Watch(600.0), {0: step, 1: at(WAITING), 2: step}, 600)
+    assert {*map(str, (stall.processes for stall in said.values()))} == {"[1]"}
+    assert [now for now, stall in said.items() if stall.is_over] == [600]
+    assert "look for an early break" in said[30].report
+    late = first({0: at(WAITING, 11), 1: at(STEP, 10)})
+    assert late.processes == [1] and "early break" not in late.report
+
+
 def test_one_that_hangs_is_ended_while_others_get_on_ahead_of_it():
     watch, hangs = Watch(10.0), at(BETWEEN, 10)
     said = [watch.look(now, {0: hangs, 1: at(STEP, 20 + now, now)}) for now in range(11)]

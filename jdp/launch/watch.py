@@ -97,8 +97,9 @@ class Watch:
         stopped = [i for i in begun if begun[i].state == "stopped"]
         self._stopped_s = {i: self._stopped_s.get(i, now) for i in stopped}
         idle_s |= {i: min(idle_s[i], now - since_s) for i, since_s in self._stopped_s.items()}
-        used = min(idle_s[i] / self._limit_s(begun[i]) for i in slowest)
-        stalls = min(idle_s[i] / self._patience_s(begun[i]) for i in slowest)
+        limits_s = self._limits_s(begun)
+        used = min(idle_s[i] / limits_s[i] for i in slowest)
+        stalls = min(idle_s[i] / self._patience_s(limits_s[i], begun[i]) for i in slowest)
         if stalls < 1:
             self._next, self._is_over = 1.0, False
             return None
@@ -109,7 +110,7 @@ class Watch:
         self._is_over = self._is_over or is_over
         stalled_s = min(idle_s[i] for i in slowest)
         causes = _causes(begun, slowest)
-        verdict = self._verdict(max(self._limit_s(begun[i]) for i in slowest), is_over)
+        verdict = self._verdict(max(limits_s[i] for i in slowest), is_over)
         report = "\n".join(
             [
                 f"no progress for {_seconds(stalled_s)}{verdict}.",
@@ -133,6 +134,15 @@ class Watch:
     def _timeout_of(self, where: Where) -> float:
         return where.timeout_s if self._timeout_s is None else self._timeout_s
 
+    # Who waits for others has the time that they have.
+    def _limits_s(self, begun: Mapping[int, Where]) -> dict[int, float]:
+        limits_s = {i: self._limit_s(it) for i, it in begun.items()}
+        others = [limits_s[i] for i, it in begun.items() if it.phase not in (WAITING, ENDED)]
+        for i, it in begun.items():
+            if it.phase == WAITING and not it.state and others:
+                limits_s[i] = max(others)
+        return limits_s
+
     def _limit_s(self, where: Where) -> float:
         if where.state == "debugged":  # whoever debugs has all the time
             return math.inf
@@ -144,8 +154,8 @@ class Watch:
         return self._timeout_of(where) * (1 if where.phase in _BRIEF else PATIENCE)
 
     # As large a part of the limit as a stall is of timeout_s.
-    def _patience_s(self, where: Where) -> float:
-        limit_s, timeout_s = self._limit_s(where), self._timeout_of(where)
+    def _patience_s(self, limit_s: float, where: Where) -> float:
+        timeout_s = self._timeout_of(where)
         if math.isinf(timeout_s):
             return max(_STALL_S, limit_s / 2)
         return limit_s * min(_STALL_S, timeout_s / 2) / timeout_s
@@ -161,12 +171,13 @@ def _slowest(begun: Mapping[int, Where]) -> list[int]:
     fewest = min(running.values())
     # In a debugger one may be ahead, and is waited for all the same.
     slowest = [i for i, n in running.items() if n == fewest or begun[i].state == "debugged"]
-    # Its time is that of those it waits for; but without a launcher it does not see them.
+    # Who waits has the time of those it waits for; but without a launcher it does not see them.
     return [i for i in slowest if begun[i].phase != WAITING] or slowest
 
 
-# Of the slowest those that wait for nobody, else the ones that have entered the fewest all-reduces.
-# A script that has ended before them is a cause, too: it will never come.
+# Of the slowest those that wait for nobody, else whoever waits elsewhere than in the step of these,
+# else the ones that have entered the fewest all-reduces. A script that has ended before them is a
+# cause, too: it will never come.
 def _causes(begun: Mapping[int, Where], slowest: list[int]) -> list[int]:
     fewest = min(begun[i].steps for i in slowest)
     ended = [i for i, it in begun.items() if it.phase == ENDED]
@@ -176,9 +187,11 @@ def _causes(begun: Mapping[int, Where], slowest: list[int]) -> list[int]:
     # Wherever it is: others may wait for steps that it has called and that did not run.
     stopped = [i for i, it in begun.items() if it.state in ("stopped", "gone")]
     away = [i for i in slowest if not waits(begun[i])]
+    in_step = any(begun[i].phase == STEP for i in slowest)
+    elsewhere = [i for i, it in begun.items() if it.phase == WAITING and it.steps == fewest]
     fewest_entered = min(begun[i].entered for i in slowest)
     behind = [i for i in slowest if begun[i].entered == fewest_entered]
-    found = ended or stopped or away or behind
+    found = ended or stopped or away or (elsewhere if in_step else []) or behind
     return sorted(found, key=lambda i: (begun[i].steps, begun[i].progress_s, i))
 
 
@@ -223,6 +236,11 @@ def _advice(causes: list[Where], begun: list[Where]) -> str:
         return "A signal stopped it: kill -CONT continues it."
     if all(it.phase == ENDED for it in begun):
         return "It does not exit: what it registered with atexit hangs, as its stack shows."
+    if phases == {WAITING} and any(it.phase != WAITING for it in begun):
+        return (
+            "It waits for the others elsewhere than in their step. All processes must make the "
+            "same steps: look for an early break or return on this process."
+        )
     if ENDED in phases:
         return (
             "All processes must make the same steps: look for an early return, or for data that "
