@@ -129,6 +129,11 @@ class Step:
         donate: bool,
         returns_state: bool,
     ):
+        if weight is not None and not callable(weight):
+            raise TypeError(
+                f"weight={weight!r} is no function of the batch. Write how much a rank's rows "
+                'count: weight=lambda batch: batch["mask"].sum().'
+            )
         functools.update_wrapper(self, fn)
         self.__name__ = getattr(fn, "__name__", "step")  # functools.partial has none
         self.axis_name = axis.names(axis_name)
@@ -363,6 +368,11 @@ def _place_rest(arg: Any, where: Mesh) -> Any:
     def place(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray):
             return leaf.copy()  # the caller may write into it while the step runs
+        if isinstance(leaf, str):
+            raise TypeError(
+                f"a further argument of the step is or holds {leaf!r}, and a compiled program takes "
+                "arrays and numbers. Close over it: decorate a function for each value."
+            )
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
             return leaf
         if len(leaf.sharding.device_set) == 1 and leaf.committed and where.size > 1:

@@ -293,6 +293,21 @@ def test_further_arguments_are_the_same_on_every_rank():
         assert float(new.model_state) == 2 * float(jax.random.normal(jax.random.key(7), ()))
 
 
+def test_a_text_as_a_further_argument_is_refused():
+    @jdp.train_step
+    def step(state, batch, how):
+        raise AssertionError
+
+    ranks(1)
+    with pytest.raises(TypeError, match="'mean', and a compiled program takes arrays and numbers"):
+        step(state(), batch(), {"by": "mean"})
+
+
+def test_a_weight_that_is_no_function_is_refused():
+    with pytest.raises(TypeError, match=r"weight=2.0 is no function.*weight=lambda batch"):
+        jdp.train_step(weight=2.0)(lambda state, batch: (state, {}))
+
+
 # Batches
 
 
