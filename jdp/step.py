@@ -370,8 +370,8 @@ def _place_rest(arg: Any, where: Mesh) -> Any:
             return leaf.copy()  # the caller may write into it while the step runs
         if isinstance(leaf, str):
             raise TypeError(
-                f"a further argument of the step holds {leaf!r}, and a compiled program takes arrays "
-                "and numbers. Close over it: decorate a function for each value."
+                f"a further argument of a step holds {leaf!r}, and a compiled program takes "
+                "arrays and numbers. Close over it: decorate a function for each value."
             )
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
             return leaf
