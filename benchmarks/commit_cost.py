@@ -74,7 +74,7 @@ def launched() -> None:
     """Make this process one that `jdp run` started, with a commit memory of its own."""
     ours, theirs = socket.socketpair()
     fds = {"socket": theirs.detach(), "board": Board.create(1).fd, "commit": memory_file()}
-    os.environ[member.VARIABLE] = json.dumps({**fds, "slot": 0, "protocol": channel.protocol()})
+    os.environ |= member.invitation(**fds, slot=0)
     assignment = member.Assignment(0, 0, 1, 0, 1, "127.0.0.1:1", False, None, "benchmark")
     ours.sendall(channel.encode("go", assignment._asdict()))
     member.current.cache_clear()  # nobody had started this process when jdp was imported

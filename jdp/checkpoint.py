@@ -5,6 +5,7 @@ import os
 import secrets
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -325,7 +326,7 @@ class _Life:
         self.is_unsaved = False  # what was restored may be on no disk
         self.is_held = False  # whether all hosts have a commit of this life, or the one before
         self.is_over = False
-        self._ends = [folder.unlock]
+        self._ends: list[Callable[[], object]] = [folder.unlock]
 
     @property
     def was_replaced(self) -> bool:

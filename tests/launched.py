@@ -17,7 +17,7 @@ from processes import end_with, environment, free_port
 
 from jdp.launch import member
 from jdp.launch.board import Board
-from jdp.launch.channel import decode, encode, protocol
+from jdp.launch.channel import decode, encode
 
 TIMEOUT_S = 60.0
 
@@ -76,14 +76,13 @@ class Process:
             "board": launcher.board.fd,
             "commit": launcher.memories[host],
         }
-        facts = {**fds, "slot": len(launcher.started), "protocol": protocol()}
+        invitation = member.invitation(**fds, slot=len(launcher.started))
         with theirs:
             self.popen = subprocess.Popen(
                 [sys.executable, str(Path(__file__)), program, str(os.getpid())]
                 + [str(self._answer.fileno())]
                 + [pickle.dumps(args).hex()],
-                env=environment()
-                | {member.VARIABLE: json.dumps(facts), "JAX_NUM_CPU_DEVICES": "1"},
+                env=environment() | invitation | {"JAX_NUM_CPU_DEVICES": "1"},
                 pass_fds=[*fds.values(), self._answer.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,

@@ -9,6 +9,8 @@ import threading
 import launcher
 import pytest
 
+from jdp.launch.channel import encode, protocol
+
 TOKEN = {"JDP_TOKEN": "a secret"}
 
 
@@ -295,7 +297,7 @@ def test_who_does_not_know_the_token_is_no_leader(hosts):
         host = run.add(1)
         connection, _ = listener.accept()
         with connection:
-            connection.sendall(b'{"kind": "challenge", "nonce": "1"}\n')
+            connection.sendall(encode("challenge", {"nonce": "1", "protocol": protocol()}))
             assert b"a secret" not in connection.recv(9999)
             connection.sendall(b'{"kind": "welcome", "proof": "1", "is_running": true}\n')
             assert host.wait() == 1

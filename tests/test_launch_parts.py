@@ -17,7 +17,7 @@ import pytest
 
 from jdp.launch import cause, handshake, plan, spawn
 from jdp.launch import guest as guests
-from jdp.launch.channel import MAX_LINE_BYTES, Channel, decode, encode, protocol
+from jdp.launch.channel import MAX_LINE_BYTES, Channel, decode, encode
 from jdp.launch.door import Door
 from jdp.launch.events import Events
 from jdp.launch.exits import exit_code, in_words
@@ -25,7 +25,7 @@ from jdp.launch.generation import Generation
 from jdp.launch.guest import Guest, Slot
 from jdp.launch.leader import Leader
 from jdp.launch.link import Link
-from jdp.launch.member import VARIABLE, Assignment, Member
+from jdp.launch.member import VARIABLE, Assignment, Member, invitation
 from jdp.launch.options import parse
 from jdp.launch.plan import Part
 from jdp.launch.process import gpus_of_slots
@@ -471,15 +471,11 @@ assert {VARIABLE!r} not in os.environ and not os.get_inheritable({theirs.fileno(
 """
         subprocess.run(
             [sys.executable, "-c", code],
-            env=described({**fds, "slot": 5, "protocol": protocol()}),
+            env=os.environ | invitation(**fds, slot=5),
             pass_fds=[theirs.fileno()],
             check=True,
             timeout=30,
         )
-
-
-def described(launcher):
-    return {**os.environ, VARIABLE: json.dumps(launcher)}
 
 
 def test_a_process_with_another_jdp_than_its_launcher_says_so():
@@ -487,7 +483,7 @@ def test_a_process_with_another_jdp_than_its_launcher_says_so():
     with ours, theirs:
         done = subprocess.run(
             [sys.executable, "-c", "import jdp; jdp.init()"],
-            env=described({"socket": theirs.fileno(), "place": 3, "protocol": "older"}),
+            env=os.environ | {VARIABLE: json.dumps({"socket": theirs.fileno(), "place": 3})},
             pass_fds=[theirs.fileno()],
             capture_output=True,
             text=True,
@@ -498,7 +494,7 @@ def test_a_process_with_another_jdp_than_its_launcher_says_so():
 
 def test_what_a_process_starts_before_it_asks_is_no_member_either():
     code = "from jdp.launch.member import current; assert current() is None"
-    variables = described({"socket": 77, "board": 78, "commit": 79, "slot": 0})  # without them
+    variables = os.environ | invitation(socket=77, board=78, commit=79, slot=0)  # without them
     subprocess.run([sys.executable, "-c", code], env=variables, check=True, timeout=30)
 
 

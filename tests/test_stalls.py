@@ -1,6 +1,5 @@
 """Processes that stop getting on: alone, two without a launcher, two with one."""
 
-import json
 import os
 import re
 import signal
@@ -15,7 +14,7 @@ from processes import environment, free_port
 
 from jdp.launch.board import Board
 from jdp.launch.channel import decode, encode
-from jdp.launch.member import Assignment
+from jdp.launch.member import Assignment, invitation
 from jdp.launch.watch import Watch
 
 STALLING = str(Path(__file__).parent / "stalling.py")
@@ -162,16 +161,7 @@ class Launcher:
 
     def variables(self):
         return [
-            {
-                "JDP_LAUNCHER": json.dumps(
-                    {
-                        "socket": theirs.fileno(),
-                        "board": self.board.fd,
-                        "slot": i + 1,
-                        "commit": self.commit,
-                    }
-                )
-            }
+            invitation(socket=theirs.fileno(), board=self.board.fd, slot=i + 1, commit=self.commit)
             for i, (_, theirs) in enumerate(self.pairs)
         ]
 

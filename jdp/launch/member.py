@@ -157,6 +157,16 @@ class Member:
                 pass  # The launcher is gone, and the kernel is about to end this process, too.
 
 
+def invitation(**where: int) -> dict[str, str]:
+    """Write the environment in which `current` finds its launcher.
+
+    Args:
+      **where: `socket`, `board` and `commit`, descriptors that the process inherits, and its `slot`
+        on the board.
+    """
+    return {VARIABLE: json.dumps({**where, "protocol": protocol()})}
+
+
 @functools.cache
 def current() -> Member | None:
     """Give what this process knows of its launcher; None if `jdp run` did not start it.

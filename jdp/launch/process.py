@@ -1,7 +1,6 @@
 """One process of this host: a standby, until it has an assignment."""
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -11,11 +10,11 @@ from typing import Any
 
 from jdp.launch import programs, spawn
 from jdp.launch.board import Board
-from jdp.launch.channel import Channel, protocol
+from jdp.launch.channel import Channel
 from jdp.launch.devices import num_gpus
 from jdp.launch.guardian import Guardian
 from jdp.launch.logs import Logs
-from jdp.launch.member import VARIABLE, Assignment, environment
+from jdp.launch.member import Assignment, environment, invitation
 from jdp.launch.options import Options
 from jdp.launch.watch import COMPILING, STARTING
 
@@ -104,8 +103,7 @@ class Process:
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours, self._receive)
         fds = {"socket": theirs.fileno(), "board": kit.board.fd, "commit": kit.commit_file}
-        facts = {**fds, "slot": self._slot_index, "protocol": protocol()}
-        variables = {**kit.variables, VARIABLE: json.dumps(facts)}
+        variables = {**kit.variables, **invitation(**fds, slot=self._slot_index)}
         if assignment is not None:
             # For a script that never asks us.
             variables |= environment(assignment)
