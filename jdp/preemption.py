@@ -58,6 +58,15 @@ def let_children_end() -> None:
     """Have SIGTERM end what this process forks off from now on, such as a data loader's processes.
 
     They inherit a handler, JAX's since the processes are connected or that of `Preemption`, which
-    would keep the signal from ending them.
+    would keep the signal from ending them. An author's own handler is theirs, too.
     """
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    os.register_at_fork(after_in_child=_hand_back)
+
+
+# JAX's handler is not of Python, which knows what stood there before.
+def _hand_back() -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    owner = getattr(handler, "__self__", None)
+    if isinstance(owner, Preemption):
+        handler = owner._before
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)

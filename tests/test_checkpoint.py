@@ -394,6 +394,8 @@ FORKS = """
 import os, signal, sys, time
 import jax, jdp
 jax.config.update("jax_platforms", "cpu")
+if len(sys.argv) > 2:
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
 with jdp.Checkpointer(sys.argv[1]) as ckpt:
     ckpt.restore({"n": jax.numpy.int32(0)})
     child = os.fork()
@@ -406,10 +408,11 @@ with jdp.Checkpointer(sys.argv[1]) as ckpt:
 """
 
 
-def test_what_a_process_forks_off_ends_at_sigterm(tmp_path):
-    command = [sys.executable, "-W", "ignore", "-c", FORKS, str(tmp_path)]
+@pytest.mark.parametrize(("handler", "code"), [([], -signal.SIGTERM), (["own"], 7)])
+def test_what_a_process_forks_off_ends_at_sigterm_as_its_author_wants(tmp_path, handler, code):
+    command = [sys.executable, "-W", "ignore", "-c", FORKS, str(tmp_path), *handler]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert found.stdout.split() == [str(-signal.SIGTERM)]
+    assert found.stdout.split() == [str(int(code))]
 
 
 NEVER_CLOSED = """

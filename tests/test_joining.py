@@ -142,10 +142,14 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
+OWN_HANDLER = "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(7))"
+
+
 @several
-def test_what_processes_fork_off_ends_at_sigterm():
-    ended = run(*[program(after=FORKS)] * 2, variables=torchrun(2, free_port()))
-    assert [out.split()[-1] for _, out, _ in ended] == [str(-signal.SIGTERM)] * 2, ended
+def test_what_processes_fork_off_ends_at_sigterm_as_its_author_wants():
+    programs = program(after=FORKS), program(before=OWN_HANDLER, after=FORKS)
+    ended = run(*programs, variables=torchrun(2, free_port()))
+    assert [int(out.split()[-1]) for _, out, _ in ended] == [-signal.SIGTERM, 7], ended
 
 
 @several
