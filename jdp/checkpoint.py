@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jdp import disk, exchange, progress, same, snapshot, store
+from jdp import disk, exchange, progress, rank_state, same, snapshot, store
 from jdp.background import Background
 from jdp.commit import CommitMemory
 from jdp.launch import member
@@ -230,7 +230,9 @@ class Checkpointer:
             )
         facts, values = loaded(life.group, found, sources)
         with exchange.failing_together(life.group, f"while it restored {found.where}"):
-            snapshot.require_same(leaves_of(facts), snapshot.describe(state), found.where)
+            values = rank_state.resized(state, values, found.where)
+            saved = snapshot.with_shapes(leaves_of(facts), values)
+            snapshot.require_same(saved, snapshot.describe(state), found.where)
             state = snapshot.place(state, values)
             if batches is not None:
                 batches.position = _position(facts, found.where)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp import axis, exchange, mesh, statics
+from jdp import axis, exchange, mesh, rank_state, statics
 from jdp.axis import AxisName
 
 # (structure of a state, axes, every) -> how often it was to be checked.
@@ -60,15 +60,16 @@ def check_replicas(state: Any, *, every: int = 1, axis_name: AxisName = "data") 
     _num_calls[key] += 1
     if (_num_calls[key] - 1) % every:
         return None
+    found = zip(jax.tree_util.tree_leaves_with_path(state), rank_state.flags(state), strict=True)
     named = [
-        (path, leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        (path, rank_state.per_rank(leaf) if is_own else leaf)
+        for (path, leaf), is_own in found
         if statics.is_array(leaf) and getattr(leaf, "dtype", None) != jax.dtypes.float0
     ]
-    if any(isinstance(leaf, jax.core.Tracer) for _, leaf in named):
-        raise TypeError("check_replicas looks at arrays: call it between steps, not inside one.")
     leaves = [leaf for _, leaf in named]
-    where = mesh.mesh_of(leaves, axes)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(leaves)):
+        raise TypeError("check_replicas looks at arrays: call it between steps, not inside one.")
+    where = mesh.mesh_of(jax.tree.leaves(leaves), axes)
     leaves = jax.tree.leaves(mesh.placed(leaves, axes, where))
     paths = [jax.tree_util.keystr(path) for path, _ in named]
     hashes = _gathered(where, leaves)

@@ -177,8 +177,8 @@ def _why_state(output: Output) -> str:
 _WHY_STATE = (
     "may differ from rank to rank: it depends on this rank's rows, key or number and was never "
     "averaged. Ranks would drift apart silently. Write `state.apply_gradients(grads)` with an "
-    "optimizer in jdp.replicated(...), or jdp.sync_gradients(grads) or jdp.mean_over_ranks(x) "
-    "first."
+    "optimizer in jdp.replicated(...), or jdp.sync_gradients(grads) first. State that belongs to a "
+    "rank or to its rows (hidden states, error feedback) goes into jdp.per_rank(x)."
 )
 _WHY_STATISTICS = (
     "may differ from rank to rank: it comes from this rank's rows only. Ranks would drift apart "

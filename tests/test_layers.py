@@ -33,7 +33,7 @@ ROOMS = (
     ("same_program", "processes"),
     ("exchange",),
     ("joining", "snapshot", "store"),
-    ("leaving", "progress"),
+    ("leaving", "progress", "rank_state"),
     ("axis", "mark", "statics", "sampler", "prefetch", "dataset", "launch", "schedulers"),
     ("background", "commit", "disk", "preemption"),
 )
