@@ -107,15 +107,15 @@ Span SegmentCall::chunk(int rank, Span span) const {
 
 // Why nobody waits before writing into a slot that was last used three rounds ago, in round r:
 //
-// `signature` and `data` are written by sign and publish of round r + 3, and read by all ranks in
-// reduce_chunk of r. If r is of the same call and not one shot, this rank has gathered r before,
-// and so has seen that all have reduced it. Else r is of an earlier call. A rank sends at most two
-// rounds of a call (one of a ring) before it sees that all have sent the first, that is, have left
-// every call before. Only r + 1 and r + 2 may come before that.
+// `signature` and `data` are written when round r + 3 begins, and read by all ranks when they
+// reduce round r. If ranks gather r, this rank has done so, and has seen then that all have reduced
+// it. Else r is all of its call (one shot, or a ring), and r + 1 is the first round of the next. A
+// rank sends at most two rounds of a call before it sees that all have sent the first, and so have
+// left the call before: these two are r + 1 and r + 2.
 //
 // `result` is written by reduce_chunk of round r + 3, once all have sent r + 3, and read by the
-// others in gather of r. A rank that has sent r + 3 has gathered r: in the step before if r is of
-// the same call, else before it left that call.
+// others when they gather r. A rank that has sent r + 3 has gathered r: in the step before if both
+// are of one call, else before it left the call of r.
 void SegmentCall::sign(uint32_t round) {
   slot(call_.rank, round).signature = {bucket_.fingerprint(), bucket_.count(), nth_,
                                        call_.scale,           call_.bucket,    call_.algorithm};
