@@ -19,7 +19,7 @@ ZeroDivisionError: division by zero"""
 def no_cpu(opcode):
     return (
         f"UNIMPLEMENTED: HLO opcode `{opcode}` is not supported by XLA:CPU ThunkEmitter. "
-        "Standalone elemental and reduction operations must be wrapped into fusions by FusionWrapper."
+        "Standalone elemental and reduction operations must be wrapped into fusions."
     )
 
 
