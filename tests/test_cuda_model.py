@@ -73,6 +73,11 @@ def test_a_host_that_says_stop_ends_the_waits_of_all_ranks(host_model):
     assert not differences(host_model, ring_cases.aborted_cases(), ring_cases.aborted_difference)
 
 
+def test_a_rank_with_another_bucket_is_named_with_both_and_nothing_is_added_up(host_model):
+    cases = ring_cases.mismatched_cases()
+    assert not differences(host_model, cases, ring_cases.mismatched_difference)
+
+
 def test_the_arena_gives_what_is_free_and_nothing_else(tmp_path):
     if CXX is None:
         pytest.skip("needs a C++ compiler: g++, clang++ or $CXX")
