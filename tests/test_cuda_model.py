@@ -78,9 +78,15 @@ def test_a_rank_with_another_bucket_is_named_with_both_and_nothing_is_added_up(h
     assert not differences(host_model, cases, ring_cases.mismatched_difference)
 
 
-def test_the_arena_gives_what_is_free_and_nothing_else(tmp_path):
+@pytest.mark.parametrize("program", ["arena_test.cc", "host_side_test.cc"])
+def test_the_host_gives_out_memory_blocks_and_turns_as_it_should(program, tmp_path):
     if CXX is None:
         pytest.skip("needs a C++ compiler: g++, clang++ or $CXX")
-    program = compiled(tmp_path, "arena_test.cc")
-    done = subprocess.run([program], capture_output=True, text=True, timeout=DEADLINE_S)
+    plan = ROOT / "jdp" / "csrc" / "cuda" / "plan.cc"
+    done = subprocess.run(
+        [compiled(tmp_path, program, str(plan))],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
     assert done.returncode == 0, done.stderr

@@ -76,7 +76,7 @@ JDP_HOST_DEVICE inline uint32_t why_given_up(uint32_t word) { return word >> 16;
 struct Layout {
   int32_t num_ranks;
   int32_t num_channels;
-  int64_t slot_bytes;      // of one ring message, a multiple of 32
+  int64_t slot_bytes;      // of one ring message, a multiple of 32; 0: there are no rings
   int64_t exchange_bytes;  // of one rank's part in an exchange, a multiple of 16
 };
 
