@@ -48,12 +48,13 @@ struct Report {
   uint32_t call;     // of this channel since the last reset, from 0
   int32_t bucket;
   int32_t rank;
-  int32_t gave_up;  // kAborted: the rank that told this one, -1: this host; otherwise `rank`
-  int32_t peer;     // that `gave_up` gave up on; -1: the host did not wait for one
-  int32_t step;     // of this call: waits that ended well
-  uint32_t why;     // an Outcome: of the rank that gave up
-  Tag sent;         // kMismatched: by `peer`
-  uint32_t abort;   // written by the host: end every wait
+  int32_t gave_up;      // kAborted: the rank that told this one, -1: this host; otherwise `rank`
+  int32_t peer;         // that `gave_up` gave up on; -1: the host did not wait for one
+  int32_t step;         // of this call: waits that ended well
+  uint32_t why;         // an Outcome: of the rank that gave up
+  int32_t num_vectors;  // of this rank's call
+  Tag sent;             // kMismatched: by `peer`
+  uint32_t abort;       // written by the host: end every wait
 };
 
 struct Arguments {

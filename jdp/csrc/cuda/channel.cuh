@@ -144,6 +144,7 @@ class Channel {
     report->peer = given_up_on(word);
     report->step = step_;
     report->why = why_given_up(word);
+    report->num_vectors = arguments.num_vectors;
     report->sent = sent;
     block.store_release(&report->outcome, static_cast<uint32_t>(outcome));
   }
