@@ -3,7 +3,6 @@
 import functools
 import inspect
 import operator
-import re
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp import axis, mesh, metrics, progress, statics
+from jdp import axis, failure, mesh, metrics, progress, statics
 from jdp.axis import AxisName
 from jdp.batch import place_batch
 from jdp.collectives import library
@@ -25,11 +24,6 @@ from jdp.program import Program
 _MAX_IN_FLIGHT = 8
 # Of the process: (step, number of its call, weight of the batch, which is ready when it has run).
 _in_flight: deque[tuple["Step", int, jax.Array]] = deque()
-
-_STATUS = re.compile(
-    "(CANCELLED|UNKNOWN|INVALID_ARGUMENT|DEADLINE_EXCEEDED|NOT_FOUND|RESOURCE_EXHAUSTED|"
-    "FAILED_PRECONDITION|ABORTED|OUT_OF_RANGE|UNIMPLEMENTED|INTERNAL|UNAVAILABLE|DATA_LOSS): "
-)
 
 
 def train_step(
@@ -174,9 +168,10 @@ class Step:
             except (RuntimeError, ValueError) as error:
                 if "delete" in str(error):
                     self._require_alive(*args)
-                if not _is_failed_run(error):
+                if not failure.is_failed_run(error):
                     raise
-                raise _failed(self.__name__, self._num_calls, _any_deleted(args[0])) from error
+                is_gone = _any_deleted(args[0])
+                raise _failed(self.__name__, self._num_calls, is_gone, error) from error
             self._returned = list(map(weakref.ref, jax.tree.leaves(state)))
             _in_flight.append((self, self._num_calls, weight))
             _drain(_MAX_IN_FLIGHT)
@@ -328,20 +323,20 @@ def _drain(num_left: int) -> None:
             weight.block_until_ready()
             library.check()
         except RuntimeError as error:
-            raise _failed(step.__name__, number, step.donate) from error
+            raise _failed(step.__name__, number, step.donate, error) from error
 
 
-def _failed(name: str, number: int, is_gone: bool) -> RuntimeError:
+def _failed(name: str, number: int, is_gone: bool, error: Exception) -> RuntimeError:
     _in_flight.clear()
-    gone = "The state that went in is still whole."
+    gone = "The input state was not donated and is intact."
     if is_gone:
         kept = progress.newest_kept()
         back = "a checkpoint" if kept is None else f"what was kept of {kept}"
         gone = (
-            f"Its state was donated and is gone: go back to {back} with jdp.Checkpointer, or train "
-            "with donate=False."
+            f"The input state was donated and is gone: go back to {back} with jdp.Checkpointer, or "
+            "train with donate=False."
         )
-    return RuntimeError(f"call {number} of `{name}` failed while it ran. {gone}")
+    return RuntimeError(f"call {number} of `{name}` failed: {failure.reason(error)}. {gone}")
 
 
 def _any_deleted(tree: Any) -> bool:
@@ -351,11 +346,6 @@ def _any_deleted(tree: Any) -> bool:
 def _is_deleted(leaf: Any) -> bool:
     is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
     return is_array and leaf.is_deleted()
-
-
-def _is_failed_run(error: Exception) -> bool:
-    # Once a program is compiled, JAX raises the status of a run that fails as a ValueError.
-    return isinstance(error, jax.errors.JaxRuntimeError) or bool(_STATUS.match(str(error)))
 
 
 def _holds_tracer(tree: Any) -> bool:
