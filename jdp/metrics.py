@@ -48,11 +48,10 @@ def mean_over_ranks(
             )
     if not axis.is_bound(axis_name) or not leaves:
         return jax.tree.unflatten(treedef, leaves)
-    step = scope.current(axis_name)
     if weight is not None:
         weight = scope.require_number(weight)
-    elif step is not None:
-        weight = step.weight
+    else:
+        weight = scope.default_weight(axis_name, "jdp.mean_over_ranks")
     # Summed in at least float32: these are few bytes, and a float16 sum may pass 65504.
     if weight is None:
         wide = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]

@@ -73,9 +73,37 @@ _numbers_of_traces = itertools.count(1)
 
 
 def current(axis_name: AxisName) -> Scope | None:
-    """Give the scope of the step being traced, if it is one over `axis_name`."""
+    """Return the scope of the step being traced, if it is one over these axes, in any order."""
     scope = _scope.get()
-    return scope if scope is not None and scope.axis_name == axis.names(axis_name) else None
+    wanted = set(axis.names(axis_name))
+    return scope if scope is not None and set(scope.axis_name) == wanted else None
+
+
+def around(axis_name: AxisName) -> Scope | None:
+    """Return the scope of the step being traced, if it has one of these axes."""
+    scope = _scope.get()
+    if scope is None or set(scope.axis_name).isdisjoint(axis.names(axis_name)):
+        return None
+    return scope
+
+
+def default_weight(axis_name: AxisName, caller: str) -> jax.Array | None:
+    """Return the weight of the step over these axes, None where every rank counts the same.
+
+    Raises:
+      ValueError: if the step is one over other axes, too, or over some of these, and has a weight.
+    """
+    step = around(axis_name)
+    if step is None or step.weight is None:
+        return None
+    if set(step.axis_name) != set(axis.names(axis_name)):
+        raise ValueError(
+            f"{caller}(axis_name={axis_name!r}) in a step over the axes {step.axis_name} that has "
+            "a weight=: how much a rank weighs is known among all ranks of the step, and a mean of "
+            f"means would weigh them differently. Write axis_name={step.axis_name!r}, or say what "
+            f"counts here: {caller}(..., weight=...)."
+        )
+    return step.weight
 
 
 def innermost() -> Scope | None:

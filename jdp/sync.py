@@ -68,14 +68,14 @@ def sync_gradients(
         _require_local(paths, leaves, axis_name)
     if weight is not None:
         weight = scope.require_number(weight)
-    elif step is not None:
-        weight = step.weight
+    else:
+        weight = scope.default_weight(axis_name, "jdp.sync_gradients")
     sent = range(len(leaves))
     if step is not None:
         step.marked.update(paths)
         if step.uniform is not None:
             sent = _sent(paths, step, weight, mean)
-    axes = axis.names(axis_name)
+    axes = axis.in_mesh_order(axis_name)
     leaves = [
         mark(leaf, kind="local", path=path, axes=axes)
         for path, leaf in zip(paths, leaves, strict=True)

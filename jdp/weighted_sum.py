@@ -67,14 +67,14 @@ def weighting(weight: jax.Array | None, axis_name: AxisName, *, mean: bool) -> W
       axis_name: the ranks.
       mean: divide by the sum of weights.
     """
-    step = scope.current(axis_name)
+    step = scope.around(axis_name)
     own = None if step is None else step.weight
     if own is None:
         if weight is None:
             return Weighting(None)
         return Weighting(scope.share_of(weight, axis_name) if mean else jnp.asarray(weight, float))
-    share = scope.share_of(own, axis_name)
     assert step is not None
+    share = scope.share_of(own, step.axis_name)  # among some of the ranks, too, up to a factor
     options: dict[str, Any] = {"is_adjoint": True, "why_not": _why_not(step, share)}
     if weight is own:
         forward = share if mean else jnp.asarray(own, float)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 
 import jdp
 
@@ -403,3 +404,105 @@ def test_without_a_weight_the_advised_loss_is_exact_whatever_it_reduces_by(n, lo
 def one_centre(p, batch):
     z = predict(p, batch["x"])
     return mean(((z - mean(z, batch)) ** 4).sum(1), batch)
+
+
+# Several axes
+
+
+AXES = ("a", "b")
+
+
+def on_two_axes(loss, reduce, weight=count, axis_name=AXES):
+    """The loss and the gradient of a step over 2 x 2 ranks, of which every rank has the same."""
+    devices = jax.devices()[:4]
+    jdp.init(jax.make_mesh((2, 2), AXES, (AxisType.Auto,) * 2, devices=devices), axis_name=AXES)
+
+    @jdp.train_step(axis_name=axis_name, weight=weight)
+    def step(state, batch):
+        value, grads = jax.value_and_grad(loss)(state.params, batch)
+        return state.apply_gradients(reduce(grads, batch), synced=True), {"loss": value}
+
+    tx = jdp.replicated(optax.sgd(1.0), axis_name=AXES)
+    new, metrics = step(jdp.TrainState.create(params(), tx), rows(4))
+    got = jax.tree.map(lambda old, new: old - new, params(), jax.device_get(new.params))
+    return metrics["loss"], got
+
+
+def over_both(p, batch):
+    return normalised(p, batch, lambda x: jdp.mean_over_ranks(x, axis_name=("b", "a")))
+
+
+def by_reversed_axes(grads, batch):
+    return jdp.sync_gradients(grads, axis_name=("b", "a"))
+
+
+def axis_by_axis(grads, batch):
+    grads = jdp.sync_gradients(grads, axis_name="a", weight=count(batch))
+    weight = jdp.sum_over_ranks(count(batch), axis_name="a")
+    return jdp.sync_gradients(grads, axis_name="b", weight=weight)
+
+
+@pytest.mark.parametrize("axis_name", [AXES, ("b", "a")])
+@pytest.mark.parametrize("all_reduce", [jdp.collectives.auto, jdp.collectives.ring])
+def test_the_order_of_the_axes_does_not_count(all_reduce, axis_name):
+    def sync(grads, batch):
+        return jdp.sync_gradients(grads, axis_name=("b", "a"), all_reduce=all_reduce)
+
+    want = jax.value_and_grad(normalised)(params(), rows(4))
+    assert_equal(on_two_axes(over_both, sync, axis_name=axis_name), want)
+
+
+def test_one_axis_after_the_other_is_exact_where_each_has_its_weight():
+    want = jax.value_and_grad(masked)(params(), rows(4))
+    assert_equal(on_two_axes(masked, axis_by_axis), want)
+
+
+@pytest.mark.parametrize("part", ["a", "b"])
+def test_a_part_of_the_axes_has_no_weight_of_the_step(part):
+    def sync(grads, batch):
+        return jdp.sync_gradients(jdp.sync_gradients(grads, axis_name=part), axis_name=AXES)
+
+    def mean_of_part(p, batch):
+        return normalised(p, batch, lambda x: jdp.mean_over_ranks(x, axis_name=part))
+
+    for name, loss, reduce in (
+        ("jdp.sync_gradients", masked, sync),
+        ("jdp.mean_over_ranks", mean_of_part, by_reversed_axes),
+    ):
+        with pytest.raises(ValueError, match=rf"{name}\(axis_name='{part}'\).*\('a', 'b'\)"):
+            on_two_axes(loss, reduce)
+
+
+def test_without_a_weight_one_axis_after_the_other_is_the_mean_over_both():
+    def one_after_the_other(grads, batch):
+        return jdp.sync_gradients(jdp.sync_gradients(grads, axis_name="b"), axis_name="a")
+
+    def plain(p, batch):
+        return jnp.mean((predict(p, batch["x"]) - batch["y"]) ** 2) + 0 * count(batch)
+
+    want = jax.value_and_grad(plain)(params(), rows(4))
+    assert_equal(on_two_axes(plain, one_after_the_other, weight=None), want)
+
+
+def test_sums_and_means_over_a_part_have_the_gradient_of_the_weighted_loss():
+    """Ranks of one "a" share a centre: on one rank, that of the halves of the batch."""
+
+    def centred(p, batch):
+        z = predict(p, batch["x"])
+        options = {"axis_name": "b"}
+        total, num = jdp.sum_over_ranks((mean(z, batch) * count(batch), count(batch)), **options)
+        middle = jdp.mean_over_ranks(mean(z, batch), weight=count(batch) ** 2, **options)
+        return mean(((z - total / num) ** 2 * (z - middle) ** 2).sum(1), batch)
+
+    def on_one(p):
+        batch, losses = rows(4), []
+        for i in (0, 1):
+            half = jax.tree.map(lambda x, i=i: x[8 * i : 8 * i + 8], batch)
+            z, counts = predict(p, half["x"]), np.array(COUNTS[4][2 * i : 2 * i + 2])
+            sums = jnp.where(half["mask"][:, None], z, 0).reshape(2, ROWS, 2).sum(1)
+            middle = counts @ sums / (counts**2).sum()
+            centre = sums.sum(0) / counts.sum()
+            losses.append(mean(((z - centre) ** 2 * (z - middle) ** 2).sum(1), half) * counts.sum())
+        return sum(losses) / count(batch)
+
+    assert_equal(on_two_axes(centred, by_reversed_axes), jax.value_and_grad(on_one)(params()))
