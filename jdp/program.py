@@ -63,6 +63,7 @@ class Program:
         self._outputs: list[verify.Output] = []
         self._marked: frozenset[str] = frozenset()
         self._split: frozenset[str] = frozenset()
+        self._weighed: frozenset[str] = frozenset()
         self._gradient_bytes = 0
         # Of a program of the author's, jdp does not see when it runs.
         is_compared = mesh.is_multi_process and not is_part
@@ -189,6 +190,7 @@ class Program:
         leaving = _outputs(f"new {self._argument(0)}", "state", whole)
         is_own = rank_state.flags(whole)
         self._marked, self._split = frozenset(step.marked), frozenset(step.split)
+        self._weighed = frozenset(step.weighed)
         self._gradient_bytes = sum(reduction.num_bytes for reduction in step.reductions)
         self._outputs = [
             *itertools.compress(leaving, map(operator.not_, is_own)),
@@ -226,6 +228,7 @@ class Program:
             marked=self._marked,
             mask=masks[0] if masks else None,
             differentiates=self._returns_state,
+            weighed=self._weighed,
         )
 
     def _names(self, i: int, arg: Any) -> list[str]:

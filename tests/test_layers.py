@@ -27,6 +27,8 @@ ROOMS = (
         "batch",
         "waits",
     ),
+    ("transposed",),
+    ("weighted_sum",),
     ("placement", "scope", "collectives", "uniformity", "newest"),
     ("mesh", "buckets"),
     ("same",),
