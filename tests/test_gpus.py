@@ -471,23 +471,32 @@ def test_deadline_abort_and_reset_act_on_gpus_too(notes):
 
 # The library itself, where it was built
 
-needs_library = pytest.mark.skipif(
-    cuda_library.why_missing() is not None, reason=f"{cuda_library.why_missing()}"
-)
+
+# Once in a process: a second one would register its handlers beside those of the first.
+@pytest.fixture(scope="module")
+def loaded(built_cuda_library):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_library, "_PATH", built_cuda_library)
+        cuda_library._loaded.cache_clear()
+        assert cuda_library.why_missing() is None
+        yield built_cuda_library
+    cuda_library._loaded.cache_clear()
 
 
-@needs_library
-def test_without_a_driver_the_library_loads_and_says_that_there_are_no_gpus():
+@pytest.mark.slow
+def test_without_a_driver_the_library_loads_and_says_that_there_are_no_gpus(built_cuda_library):
     program = """
-        import json, jax
+        import json, pathlib, sys, jax
         from jdp.collectives import cuda_library
+        cuda_library._PATH = pathlib.Path(sys.argv[1])
         why = [cuda_library.why_missing(), cuda_library.why_no_gpus()]
         print(json.dumps([*why, jax.devices()[0].platform]))
     """
     program = "\n".join(line.strip() for line in program.splitlines())
     env = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", program, built_cuda_library],
+        capture_output=True, text=True, timeout=60,
         cwd=Path(__file__).parents[1], env={**os.environ, **env},
     )  # fmt: skip
     missing, why, platform = json.loads(done.stdout.splitlines()[-1])
@@ -510,13 +519,13 @@ def num_rings(lowered):
     return [text.count(f'custom_call_target="jdp_ring_{kind}"') for kind in kinds]
 
 
-@needs_library
-def test_a_step_with_native_compiles_for_8_h200s(h200s):
+@pytest.mark.slow
+def test_a_step_with_native_compiles_for_8_h200s(h200s, loaded):
     assert num_rings(lowered(h200s)) == [1, 1]
 
 
-@needs_library
-def test_what_is_tried_before_the_first_use_compiles_for_8_h200s(h200s):
+@pytest.mark.slow
+def test_what_is_tried_before_the_first_use_compiles_for_8_h200s(h200s, loaded):
     num_tried = len(trial.TRIED)
     lowered = trial.comparison(h200s, ("data",), 5).lower()
     assert num_rings(lowered) == [num_tried, num_tried]

@@ -105,7 +105,7 @@ Status Communicator::start(int64_t run, int bucket, Type type, const std::vector
   const auto all_at = [&](const std::string& where) {
     return devices_ ? devices_->join(ordinal_, where, timeout_s()) : Status();
   };
-  const std::string where = "bucket " + std::to_string(bucket);
+  const std::string where = "bucket " + std::to_string(bucket) + " of run " + std::to_string(run);
   if (run != std::exchange(last_run_, run)) JDP_RETURN_IF_ERROR(all_at("the first ring, " + where));
   const Status status = enqueue(bucket, type, leaves, scale, stream);
   if (!status.ok()) {
@@ -136,7 +136,8 @@ Status Communicator::enqueue(int bucket, Type type, const std::vector<Leaf>& lea
                                           std::to_string(kMaxFlights) +
                                           " buckets are started and not done; make buckets larger"};
   }
-  if (flight->in_flight) JDP_CUDA(cudaStreamWaitEvent(stream, flight->finished, 0));
+  // The last ring of this flight, whose scale is overwritten below; nothing if there was none.
+  JDP_CUDA(cudaStreamWaitEvent(stream, flight->finished, 0));
   flight->in_flight = false;
   const int64_t region = regions_.take(bytes);
   if (region < 0) return no_room(bucket, bytes);
@@ -208,7 +209,8 @@ Status Communicator::finish(int bucket, Type type, const std::vector<Leaf>& from
     ++num_repeated_;
     JDP_RETURN_IF_ERROR(order(stream, stream_));
     JDP_RETURN_IF_ERROR(reduce(*flight, from, to, stream_));
-    JDP_RETURN_IF_ERROR(order(stream_, stream));
+    JDP_CUDA(cudaEventRecord(flight->finished, stream_));
+    JDP_CUDA(cudaStreamWaitEvent(stream, flight->finished, 0));
   }
   regions_.give_back(flight->region);
   flight->in_flight = false;
