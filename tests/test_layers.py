@@ -12,7 +12,8 @@ PACKAGE = Path(__file__).parents[1] / "jdp"
 ROOMS = (
     ("__main__",),
     ("cli",),
-    ("check", "checkpoint", "evaluate", "replicas"),
+    ("check", "checkpoint", "evaluate"),
+    ("replicas",),
     ("step",),
     ("program", "state"),
     ("optimizer", "grad", "data", "scan_layers"),
@@ -32,7 +33,7 @@ ROOMS = (
     ("same",),
     ("same_program", "processes"),
     ("exchange",),
-    ("joining", "snapshot", "store"),
+    ("joining", "snapshot", "store", "hashes"),
     ("leaving", "progress"),
     ("axis", "mark", "statics", "sampler", "prefetch", "dataset", "launch", "schedulers"),
     ("background", "commit", "disk", "preemption"),
