@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jdp import disk, exchange, progress, same, snapshot, store
+from jdp import arguments, disk, exchange, progress, same, snapshot, store
 from jdp.background import Background
 from jdp.commit import CommitMemory
 from jdp.launch import member
@@ -249,6 +249,7 @@ class Checkpointer:
             if batches is not None:
                 batches.position = _position(facts, found.where)
         exchange.told(life.group, None, what=f"whether {found.where} is restored")
+        arguments.vouch(jax.tree.leaves(state))  # All have it from one place.
         return found, state
 
     def _noted(self, state: Any, batches: Any) -> "_Life":

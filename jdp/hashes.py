@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,29 +28,57 @@ def of_leaves(where: Mesh, leaves: list[jax.Array]) -> jax.Array:
       `[*where.devices.shape, leaf, 2]` uint32: each device holds the hashes of its own parts.
       Nothing is waited for.
     """
+    return folded(where, leaves, range(len(leaves)))[0]
+
+
+def folded(
+    where: Mesh, leaves: list[jax.Array], numbers: Sequence[int]
+) -> tuple[jax.Array, jax.Array]:
+    """Hash as `of_leaves`, and fold the hashes of a device's parts into one.
+
+    Args:
+      where: the mesh that all leaves lie on.
+      leaves: arrays, replicated or split.
+      numbers: of each leaf, which tell it from others where the hashes are folded.
+
+    Returns:
+      The hashes, and `[*where.devices.shape, 2]` uint32.
+    """
     shardings = (leaf.sharding for leaf in leaves)
-    return _program(where, tuple(x.spec for x in shardings if isinstance(x, NamedSharding)))(leaves)
+    specs = tuple(x.spec for x in shardings if isinstance(x, NamedSharding))
+    return _program(where, specs, tuple(numbers))(leaves)
 
 
 def of_this_process(hashed: jax.Array) -> dict[int, str]:
     """Fetch what `of_leaves` returned: position of a device in the mesh -> its hashes in hex."""
-    shape = hashed.shape[:-2]
     return {
-        int(
-            np.ravel_multi_index([part.start or 0 for part in shard.index[:-2]], shape)
-        ): np.asarray(shard.data).tobytes().hex()
-        for shard in hashed.addressable_shards
+        int(np.ravel_multi_index(position, hashed.shape[:-2])): values.tobytes().hex()
+        for position, values in parts(hashed)
     }
 
 
+def parts(hashed: jax.Array) -> list[tuple[tuple[int, ...], np.ndarray]]:
+    """Fetch what `of_leaves` returned for the devices of this process: where, and `[leaf, 2]`."""
+    return [
+        (tuple(each.start or 0 for each in shard.index[:-2]), np.asarray(shard.data).reshape(-1, 2))
+        for shard in hashed.addressable_shards
+    ]
+
+
 @functools.cache
-def _program(where: Mesh, specs: tuple[P, ...]) -> Any:
-    def on_device(leaves: list[jax.Array]) -> jax.Array:
+def _program(where: Mesh, specs: tuple[P, ...], numbers: tuple[int, ...]) -> Any:
+    factors = np.array([2 * number + 1 for number in numbers], np.uint32).reshape(-1, 1)
+
+    def on_device(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        each, both = (*[1] * where.devices.ndim, len(leaves), 2), (*[1] * where.devices.ndim, 2)
+        if not leaves:  # XLA of JAX 0.12 refuses to multiply nothing.
+            return jnp.zeros(each, jnp.uint32), jnp.zeros(both, jnp.uint32)
         pairs = [
             of_part(x, _offsets(x, spec, where)) for x, spec in zip(leaves, specs, strict=True)
         ]
-        shape = (*[1] * where.devices.ndim, len(leaves), 2)
-        return jnp.asarray(pairs, jnp.uint32).reshape(shape)
+        hashed = jnp.asarray(pairs, jnp.uint32)
+        total = (hashed * factors).sum(0, dtype=jnp.uint32)
+        return hashed.reshape(each), total.reshape(both)
 
     # A collective could meet those of a step in flight.
     return jax.jit(

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jdp import axis, exchange, hashes, mesh, statics
+from jdp import axis, exchange, hashes, mesh, statics, step
 from jdp.axis import AxisName
 
 
@@ -66,6 +66,7 @@ def check_replicas(state: Any, *, every: int = 1, axis_name: AxisName = "data") 
     if any(isinstance(leaf, jax.core.Tracer) for _, leaf in named):
         raise TypeError("check_replicas looks at arrays: call it between steps, not inside one.")
     leaves = [leaf for _, leaf in named]
+    step.drain()
     where = mesh.mesh_of(leaves, axes)
     leaves = jax.tree.leaves(mesh.placed(leaves, axes, where))
     paths = [jax.tree_util.keystr(path) for path, _ in named]
@@ -84,6 +85,7 @@ def require_equal_copies(state: Any) -> None:
     Raises:
       RuntimeError: as from `check_replicas`.
     """
+    step.drain()
     on: dict[Mesh, list[tuple[Any, jax.Array]]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         sharding = getattr(leaf, "sharding", None)
