@@ -31,12 +31,12 @@ ROOMS = (
     ("placement", "scope", "collectives", "uniformity", "newest"),
     ("mesh", "buckets"),
     ("same",),
-    ("same_program", "processes"),
+    ("same_program", "processes", "arguments"),
     ("exchange",),
     ("joining", "snapshot", "store", "hashes"),
     ("leaving", "progress"),
     ("axis", "mark", "statics", "sampler", "prefetch", "dataset", "launch", "schedulers"),
-    ("background", "commit", "disk", "preemption"),
+    ("background", "commit", "disk", "preemption", "differences"),
 )
 # jdp/__init__.py: the public names, which may come from every room and which no room may import.
 PUBLIC = "__init__"
