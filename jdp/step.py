@@ -61,7 +61,8 @@ def train_step(
     Inside, write plain JAX. Before a step runs for the first time, its traced program is
     proved to leave the same state on every rank, with no gradient reduced twice and no rank
     waiting for another; a program of which that is not true is refused. Several processes also
-    compare theirs, with the arrays that they capture, before anything is sent or donated; a step
+    compare theirs, with the arrays that they capture and the arguments, before anything is sent or
+    donated, and in each later call `rest` and what was changed in the state since the last; a step
     inside a `jax.jit` of your own is proved, and not compared.
 
     Args:
@@ -83,6 +84,8 @@ def train_step(
       ValueError: from the first call with new shapes, if the program is not the same training
         on every rank, or another one on another process; if rows do not divide by the ranks; if a
         buffer was donated before.
+      RuntimeError: if a step failed while it ran, or an earlier one got another `rest` or changed
+        state on another process; on every process, naming the leaf.
 
     >>> import jax, jax.numpy as jnp, optax, jdp
     >>> mesh = jdp.init(cpu_ranks=2)
