@@ -13,7 +13,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp import axis, metrics, progress, rank_state, same, scope, statics, verify, waits
+from jdp import (
+    arguments,
+    axis,
+    metrics,
+    progress,
+    rank_state,
+    same,
+    scope,
+    statics,
+    verify,
+    waits,
+)
 from jdp.batch import find_mask
 from jdp.collectives import order
 from jdp.collectives.xla import combine_options
@@ -67,28 +78,40 @@ class Program:
         self._gradient_bytes = 0
         # Of a program of the author's, jdp does not see when it runs.
         is_compared = mesh.is_multi_process and not is_part
-        self._first_runs = same.FirstRuns(mesh, self._name) if is_compared else None
+        self._first_runs = self.arguments = None
+        if is_compared:
+            self._first_runs = same.FirstRuns(mesh, self._name)
+            self.arguments = arguments.Arguments(mesh, axis_name, self._argument)
 
-    def __call__(self, *args: Any, follows: bool = False) -> tuple[Any, Any, jax.Array]:
-        """Give `(state, metrics, weight)`: rows still marked, weight summed over ranks.
+    def __call__(
+        self, *args: Any, follows: bool = False, given: arguments.Given | None = None
+    ) -> Any:
+        """Return `(state, metrics, weight, differs)`: rows still marked, weight summed over ranks.
 
         Args:
           *args: of the step.
           follows: whether the state is what the last call returned.
+          given: on a mesh of several processes, what `arguments.of` made of `args`. `differs` is
+            then whether it was another on another process, `[ranks]` bool; otherwise None.
         """
         self._args = args
         try:
-            if self._first_runs is None:
+            if self._first_runs is None or self.arguments is None or given is None:
                 return self._run(*args)
-            return self._first_runs.run(self._run, self._traced, args, follows=follows)
+            first, args = (
+                functools.partial(self.arguments.require_equal, given),
+                (*args, given.checksums),
+            )
+            return self._first_runs.run(self._run, self._traced, args, follows=follows, first=first)
         finally:
             self._end_call()
 
     def trace(self, *args: Any) -> Any:
         """Trace for the shapes of `args` and prove that every rank ends with the same state."""
         self._args = args
+        checksums = () if self.arguments is None else (self.arguments.zeros(args),)
         try:
-            return self._traced(*args)
+            return self._traced(*args, *checksums)
         finally:
             self._end_call()
 
@@ -143,13 +166,14 @@ class Program:
                 jaxpr = mapped.trace(*inputs).jaxpr
                 verify.check(jaxpr, self._describe(args))
                 order.require(jaxpr)
-            (state, reported, weight), (rows, own) = mapped(*inputs)
+            (state, reported, weight), (rows, differs, own) = mapped(*inputs)
             if own:
                 state = statics.hold(rank_state.put(statics.restore(state), own))
             return (
                 self._keep_layout(args[0], state),
                 metrics.put_rows(reported, rows, marked=True),
                 weight,
+                differs,
             )
 
         on_mesh.__name__ = on_mesh.__qualname__ = self._name
@@ -157,11 +181,14 @@ class Program:
 
     def _new_mapped(self, num_args: int, why_xla: str | None = None, **found: Any) -> Any:
         on_rank = functools.partial(self._on_rank, why_xla, found)
+        specs = [P(), P(self._axis_name), *(P() for _ in range(num_args - 2))]
+        if self.arguments is not None:
+            specs[-1] = self.arguments.spec
         return jax.jit(
             jax.shard_map(
                 waits.update_between(on_rank) if found.get("ready") else on_rank,
                 mesh=self.mesh,
-                in_specs=(P(), P(self._axis_name), *(P() for _ in range(num_args - 2))),
+                in_specs=tuple(specs),
                 out_specs=(P(), P(self._axis_name)),
                 axis_names=set(self._axis_name),
                 check_vma=False,  # The analysis proves what JAX's types get wrong here.
@@ -176,12 +203,20 @@ class Program:
         state = statics.restore(state)
         if own:
             state = rank_state.put(state, own)
+        checksums: Any = ()
+        if self.arguments is not None:
+            rest, checksums = rest[:-1], rest[-1]
         entered = scope.entered(self._axis_name, batch, self._weight_fn, mesh=self.mesh, **found)
         with order.entered(why_not=why_xla), entered as step:
             returned = self._fn(state, batch, *rest)
             new_state, reported = self._pair(returned)
             reported, rows = metrics.take_rows(reported)
-            reported = metrics.averaged(reported, self._axis_name)
+            if self.arguments is None:
+                reported, differs = metrics.averaged(reported, self._axis_name), None
+            else:
+                pieces = arguments.pieces(rest, checksums)
+                reported, sums = metrics.averaged_and_summed(reported, self._axis_name, pieces)
+                differs = arguments.differ(pieces, sums, axis.size(self._axis_name))
             weight = step.total
             if weight is None:
                 weight = jnp.float32((step.num_rows or 0) * axis.size(self._axis_name))
@@ -196,10 +231,10 @@ class Program:
             *itertools.compress(leaving, map(operator.not_, is_own)),
             *_outputs("metrics", "metric", reported),
             verify.Output(verify.WEIGHT, (), "metric", jax.typeof(weight)),
-            *_outputs("rows", "rows", rows),
+            *_outputs("rows", "rows", (rows, differs)),
             *(replace(x, kind="rows") for x in itertools.compress(leaving, is_own)),
         ]
-        return (statics.hold(new_state), reported, weight), (rows, own)
+        return (statics.hold(new_state), reported, weight), (rows, differs, own)
 
     def _pair(self, returned: Any) -> tuple[Any, Any]:
         if not self._returns_state:

@@ -12,7 +12,8 @@ PACKAGE = Path(__file__).parents[1] / "jdp"
 ROOMS = (
     ("__main__",),
     ("cli",),
-    ("check", "checkpoint", "evaluate", "replicas"),
+    ("check", "checkpoint", "evaluate"),
+    ("replicas",),
     ("step",),
     ("program", "state"),
     ("optimizer", "grad", "data", "scan_layers"),
@@ -32,9 +33,9 @@ ROOMS = (
     ("placement", "scope", "collectives", "uniformity", "newest"),
     ("mesh", "buckets"),
     ("same",),
-    ("same_program", "processes"),
+    ("same_program", "processes", "arguments"),
     ("exchange",),
-    ("joining", "snapshot", "store"),
+    ("joining", "snapshot", "store", "hashes"),
     ("leaving", "progress", "rank_state"),
     (
         "axis",
@@ -47,7 +48,7 @@ ROOMS = (
         "launch",
         "schedulers",
     ),
-    ("background", "commit", "disk", "preemption"),
+    ("background", "commit", "disk", "preemption", "differences"),
 )
 # jdp/__init__.py: the public names, which may come from every room and which no room may import.
 PUBLIC = "__init__"
