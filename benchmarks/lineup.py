@@ -56,7 +56,7 @@ def compiled(name: str, num_ranks: int, k: int) -> dict[str, Training]:
 
 def training(label: str, step: Step, problem: Problem, mesh: Mesh, oracle: Oracle) -> Training:
     """Give the contestant called `label` its state and its batch."""
-    batch = jax.device_put(problem.batch, NamedSharding(mesh, P("data")))
+    batch = jax.device_put(problem.batch, NamedSharding(mesh_of(label, mesh), P("data")))
     return Training(label, step, functools.partial(start, label, problem, mesh), batch, oracle)
 
 
@@ -73,12 +73,18 @@ def _problem(name: str) -> Problem:
     return models.transformer(dim=128, num_layers=4, num_rows=32, length=32)
 
 
+def mesh_of(label: str, mesh: Mesh) -> Mesh:
+    """Give the mesh on which the contestant called `label` has its arrays."""
+    return contestants.explicit_mesh(mesh) if label == contestants.EXPLICIT else mesh
+
+
 def start(label: str, problem: Problem, mesh: Mesh) -> Any:
     """Give the state of step 0, in the form of the contestant called `label`."""
     # Copied, since device_put may keep numpy's buffers, and every contestant donates.
     params = jax.tree.map(np.array, problem.params)
-    params = jax.device_put(params, NamedSharding(mesh, P()))
+    everywhere = NamedSharding(mesh_of(label, mesh), P())
+    params = jax.device_put(params, everywhere)
     if label == "jdp":
         return jdp.TrainState.create(params, _TX)
-    opt_state = jax.device_put(contestants.TX.init(params), NamedSharding(mesh, P()))
+    opt_state = jax.device_put(contestants.TX.init(jax.device_get(params)), everywhere)
     return contestants.State(params, opt_state)

@@ -42,10 +42,11 @@ def count_for_gpus() -> Section:
     )
     rows = []
     for problem in large:
-        batch = _shapes(problem.batch, mesh, P("data"))
         for k in (1, 8):
             for label, make in lineup.makers(k).items():
-                state = _shapes(lineup.start(label, problem, here), mesh, P())
+                where = lineup.mesh_of(label, mesh)
+                state = _shapes(lineup.start(label, problem, here), where, P())
+                batch = _shapes(problem.batch, where, P("data"))
                 program = make(problem.loss_fn, mesh, k), state, batch
                 rows.append(_row(problem.name, mesh.size, k, label, lineup.counts(*program)))
                 if label in ("jdp", "shard_map"):
