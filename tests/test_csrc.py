@@ -10,6 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ROOT / "jdp" / "csrc" / "cpu"
+# XLA's side has tests of its own, through JAX.
+LIBRARY = [path for path in SOURCES.glob("*.cc") if path.stem not in ("ffi_cpu", "c_api")]
 TESTS = sorted((ROOT / "tests" / "csrc").glob("*_test.cc"))
 CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or "c++"
 FLAGS = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-pthread"]
@@ -20,6 +22,7 @@ MODES = {
     "threads": (["-O1", "-fsanitize=thread"], 2000),
     "memory": (["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"], 2000),
 }
+SMALL_SLOTS = ["-DJDP_FUZZ_SLOT_BYTES=2048", "-O1"]
 
 pytestmark = pytest.mark.skipif(shutil.which(CXX) is None, reason="there is no C++ compiler")
 
@@ -37,6 +40,12 @@ def compile_all(files, flags, folder):
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(compiled, files))
+
+
+def linked(main, shared, flags):
+    program = main.with_suffix("")
+    run([CXX, *flags, "-pthread", str(main), *map(str, shared), "-o", str(program)], 60)
+    return program
 
 
 def require_sanitizers(flags, folder):
@@ -57,11 +66,23 @@ def require_sanitizers(flags, folder):
 def test_the_native_all_reduce_holds_what_its_own_tests_claim(mode, tmp_path):
     flags, num_steps = MODES[mode]
     require_sanitizers(flags, tmp_path)
-    # XLA's side has tests of its own, through JAX.
-    library = [path for path in SOURCES.glob("*.cc") if path.stem not in ("ffi_cpu", "c_api")]
-    objects = compile_all([*library, *TESTS], flags, tmp_path)
-    shared, mains = objects[: len(library)], objects[len(library) :]
+    objects = compile_all([*LIBRARY, *TESTS], flags, tmp_path)
+    shared, mains = objects[: len(LIBRARY)], objects[len(LIBRARY) :]
     for main in mains:
-        program = main.with_suffix("")
-        run([CXX, *flags, "-pthread", str(main), *map(str, shared), "-o", str(program)], 60)
-        run([str(program), str(num_steps)], 100)
+        run([str(linked(main, shared, flags)), str(num_steps)], 100)
+
+
+# Small slots make many rounds of few bytes, and so find more in a second; the real size is what
+# users run.
+@pytest.mark.parametrize("slot", ["small", "real"])
+@pytest.mark.parametrize(
+    "mode, seconds", [("plain", 6), pytest.param("threads", 10, marks=pytest.mark.slow)]
+)
+def test_every_schedule_gives_exact_sums(mode, seconds, slot, tmp_path):
+    """Set JDP_FUZZ_SEED to the seed that a failure shows, and JDP_FUZZ_SECONDS to run longer."""
+    flags = [*MODES[mode][0], "-DJDP_FUZZ", *SMALL_SLOTS * (slot == "small")]
+    require_sanitizers(flags, tmp_path)
+    fuzzer, *shared = compile_all([ROOT / "tests/csrc/schedule_fuzz.cc", *LIBRARY], flags, tmp_path)
+    seconds = float(os.environ.get("JDP_FUZZ_SECONDS", seconds))
+    seed = os.environ.get("JDP_FUZZ_SEED", "0")
+    run([str(linked(fuzzer, shared, flags)), str(seconds), seed], 60 + 2 * seconds)

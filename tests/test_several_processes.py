@@ -3,7 +3,9 @@
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import training
 from processes import ProcessError
@@ -67,6 +69,65 @@ def test_equal_one_process(processes, function):
         assert found["rows"].sum() == other_found["rows"].sum() == 26
         np.testing.assert_allclose(other_found["prediction"], found["prediction"], rtol=1e-4)
         np.testing.assert_allclose(other_found["loss"], found["loss"], rtol=1e-5)
+
+
+# Sizes that end within a bucket, a round and a chunk, whatever these are. All numbers are small and
+# whole, so that every rank's parameters must have exactly the oracle's bits.
+
+ODD_MODELS = {
+    "0.1 MB": [25_013, 7],
+    "1.8 MB": [458_747],
+    "5 MB": [1_000_003, 101, 250_007],
+    "12 MB": [3_000_017, 2],
+    "30 MB": [1_299_709, 5_000_011, 1_200_007, 13],
+}
+ODD_STEPS = 8
+
+
+def pattern(leaf, size, xp=np):
+    return ((xp.arange(size) % 1021 * 7 + 3 * leaf) % 17 - 8).astype("float32")
+
+
+def train_odd_sizes(sizes):
+    """Train in steps whose mean gradient is known; what is wrong, by leaf and device."""
+    mesh = jdp.init()
+    num_rows = 2 * mesh.size
+    # Each rank has a gradient of its own; the mean of all is `i + 1` times the pattern.
+    apart = np.arange(num_rows, dtype=np.float32) - (num_rows - 1) / 2
+
+    @jdp.train_step
+    def step(state, batch):
+        def loss(p):
+            return sum(
+                jnp.mean(batch["x"]) * jnp.vdot(pattern(i, w.size, jnp), w) for i, w in enumerate(p)
+            )
+
+        return state.apply_gradients(jax.grad(loss)(state.params)), {}
+
+    s = jdp.TrainState.create(
+        [np.zeros(size, np.float32) for size in sizes], jdp.replicated(optax.sgd(1.0))
+    )
+    for batch in jdp.shard_batches(own_rows(apart + i + 1) for i in range(ODD_STEPS)):
+        s, _ = step(s, batch)
+    factor = sum(range(1, ODD_STEPS + 1))
+    return [
+        f"leaf {leaf} of {w.size} on {shard.device}: {np.sum(np.asarray(shard.data) != want)} wrong"
+        for leaf, w in enumerate(s.params)
+        for want in [-factor * pattern(leaf, w.size)]
+        for shard in w.addressable_shards
+        if not np.array_equal(shard.data, want)
+    ]
+
+
+def own_rows(x):
+    return {"x": np.split(x, jax.process_count())[jax.process_index()]}
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("model", ODD_MODELS)
+def test_every_rank_gets_exact_means_of_models_of_odd_sizes(processes, model, num_processes):
+    found = processes(num_processes).run(train_odd_sizes, ODD_MODELS[model])
+    assert found == [[]] * num_processes
 
 
 def create(differs):

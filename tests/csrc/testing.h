@@ -147,9 +147,10 @@ constexpr Type type_of() {
 template <typename T>
 class Leaves {
  public:
-  Leaves(int rank, std::vector<int64_t> counts, bool in_place, int shift)
-      : counts_(std::move(counts)), shift_(shift), in_place_(in_place) {
-    int64_t i = 0;
+  // `salt` makes the values of one call other than those of the next.
+  Leaves(int rank, std::vector<int64_t> counts, bool in_place, int shift, int64_t salt = 0)
+      : counts_(std::move(counts)), shift_(shift), in_place_(in_place), salt_(salt) {
+    int64_t i = salt_;
     for (int64_t count : counts_) {
       std::vector<T> in(count + shift + 1, element_of<T>(77));
       outs_.push_back(in);
@@ -167,23 +168,38 @@ class Leaves {
     return Bucket(type_of<T>(), std::move(leaves));
   }
 
+  // Every element of this rank, and those around that nobody may touch.
   void check(int num_ranks) const {
+    std::string wrong = first_wrong(num_ranks);
+    if (!wrong.empty()) describe(wrong);
+    CHECK(wrong.empty());
+  }
+
+  // Says which element is the first wrong one, and how many are; empty if all are right.
+  std::string first_wrong(int num_ranks) const {
     const T untouched = element_of<T>(77);
-    int64_t i = 0;
+    int64_t i = salt_, num_wrong = 0, index = 0;
+    std::string first;
     for (const std::vector<T>& leaf : in_place_ ? ins_ : outs_) {
       const int64_t end = static_cast<int64_t>(leaf.size()) - 1;
       for (int64_t k = 0; k <= end; ++k) {
         const bool outside = k < shift_ || k == end;
         const T expected = outside ? untouched : expected_at<T>(num_ranks, i++);
-        CHECK(std::memcmp(&leaf[k], &expected, sizeof(T)) == 0);
+        if (std::memcmp(&leaf[k], &expected, sizeof(T)) == 0) continue;
+        if (++num_wrong == 1) {
+          first = "leaf " + std::to_string(index) + ", element " + std::to_string(k - shift_);
+        }
       }
+      ++index;
     }
+    return num_wrong == 0 ? "" : std::to_string(num_wrong) + " wrong elements, first " + first;
   }
 
  private:
   std::vector<int64_t> counts_;
   int shift_;
   bool in_place_;
+  int64_t salt_;
   std::vector<std::vector<T>> ins_, outs_;
 };
 

@@ -11,7 +11,7 @@ namespace jdp {
 namespace {
 
 // Up to this size it is quicker to read everything from all than to wait twice.
-constexpr int64_t kOneShotBytes = 32 * 1024;
+constexpr int64_t kOneShotBytes = kSlotBytes / 16;  // 32 KiB
 
 // What this process keeps for one of its ranks.
 struct LocalRank {
@@ -33,7 +33,7 @@ class SegmentCall {
         nth_(nth),
         segment_(segment),
         own_(segment.seat(call.rank)),
-        base_(own_.sent.value.load(std::memory_order_relaxed)) {}
+        base_(own_.num_rounds) {}
 
   template <typename T>
   Status direct();
@@ -58,8 +58,15 @@ class SegmentCall {
   T* data(int rank, uint32_t round) {
     return reinterpret_cast<T*>(slot(rank, round).data);
   }
+  template <typename T>
+  T* result(int rank, uint32_t round) {
+    return reinterpret_cast<T*>(slot(rank, round).result);
+  }
+  // What a counter shows once `round` is done.
+  uint32_t after(uint32_t round) const { return static_cast<uint32_t>(base_ + round + 1); }
 
   void sign(uint32_t round);
+  void advance_sent(uint32_t round);
   Status check_signatures(uint32_t round);
   Status wait_for_all(CounterOf counter, uint32_t target);
   Status wait_for(Counter& counter, uint32_t target, const std::function<std::vector<int>()>& who);
@@ -69,7 +76,7 @@ class SegmentCall {
   const uint64_t nth_;
   Segment& segment_;
   Seat& own_;
-  const uint32_t base_;  // rounds before this call
+  const uint64_t base_;  // rounds before this call
   bool one_shot_ = false;
 };
 
@@ -98,11 +105,17 @@ Span SegmentCall::chunk(int rank, Span span) const {
   return chunk_span(rank, call_.num_ranks, span.begin, span.size, 64 / sizeof(T));
 }
 
-// No wait: the slot was last used three rounds ago. This rank has seen since then that all have
-// reduced that round, so what it wrote for them was read. Its own chunk there is written again by
-// reduce_chunk, after all have sent this round, and so have gathered that one. At the border of two
-// calls less has been seen, but a rank sends at most two rounds of a call before it hears from all
-// that they have left the call before.
+// Why nobody waits before writing into a slot that was last used three rounds ago, in round r:
+//
+// `signature` and `data` are written when round r + 3 begins, and read by all ranks when they
+// reduce round r. If ranks gather r, this rank has done so, and has seen then that all have reduced
+// it. Else r is all of its call (one shot, or a ring), and r + 1 is the first round of the next. A
+// rank sends at most two rounds of a call before it sees that all have sent the first, and so have
+// left the call before: these two are r + 1 and r + 2.
+//
+// `result` is written by reduce_chunk of round r + 3, once all have sent r + 3, and read by the
+// others when they gather r. A rank that has sent r + 3 has gathered r: in the step before if both
+// are of one call, else before it left the call of r.
 void SegmentCall::sign(uint32_t round) {
   slot(call_.rank, round).signature = {bucket_.fingerprint(), bucket_.count(), nth_,
                                        call_.scale,           call_.bucket,    call_.algorithm};
@@ -125,15 +138,24 @@ void SegmentCall::publish(uint32_t round, Span span) {
     copy(span.begin, own.begin);
     copy(own.begin + own.size, span.begin + span.size);
   }
-  advance(own_.sent, base_ + round + 1);
+  pause_at(Stage::kPublish);
+  advance_sent(round);
+}
+
+void SegmentCall::advance_sent(uint32_t round) {
+  own_.num_rounds = base_ + round + 1;
+  advance(own_.sent, after(round));
 }
 
 template <typename T>
 Status SegmentCall::reduce_chunk(uint32_t round, Span span) {
-  Status status = wait_for_all(&Seat::sent, base_ + round + 1);
+  Status status = wait_for_all(&Seat::sent, after(round));
+  pause_at(Stage::kReduce);
   if (status.ok()) status = check_signatures(round);
   if (!status.ok()) return status;
+  pause_at(Stage::kReduce);
   const Span own = chunk<T>(call_.rank, span);
+  const bool is_shared = !one_shot_ && call_.num_ranks > 1;
   std::vector<const T*> inputs(call_.num_ranks);
   bucket_.pieces(own.begin, own.size, [&](size_t index, int64_t first, int64_t size, int64_t at) {
     const int64_t offset = own.begin - span.begin + at;
@@ -142,23 +164,25 @@ Status SegmentCall::reduce_chunk(uint32_t round, Span span) {
     }
     const Leaf& leaf = bucket_.leaf(index);
     inputs[call_.rank] = static_cast<const T*>(leaf.in) + first;
-    T* const outputs[] = {static_cast<T*>(leaf.out) + first, data<T>(call_.rank, round) + offset};
-    reduce<T>(inputs.data(), call_.num_ranks, outputs, one_shot_ ? 1 : 2, size,
+    T* const outputs[] = {static_cast<T*>(leaf.out) + first, result<T>(call_.rank, round) + at};
+    reduce<T>(inputs.data(), call_.num_ranks, outputs, is_shared ? 2 : 1, size,
               static_cast<typename Element<T>::Scale>(call_.scale));
   });
-  advance(own_.reduced, base_ + round + 1);
+  pause_at(Stage::kReduce);
+  advance(own_.reduced, after(round));
   return status;
 }
 
 template <typename T>
 Status SegmentCall::gather(uint32_t round, Span span) {
   if (one_shot_) return {};
-  const Status status = wait_for_all(&Seat::reduced, base_ + round + 1);
+  const Status status = wait_for_all(&Seat::reduced, after(round));
   if (!status.ok()) return status;
   for (int step = 1; step < call_.num_ranks; ++step) {
+    pause_at(Stage::kGather);
     const int rank = (call_.rank + step) % call_.num_ranks;
     const Span theirs = chunk<T>(rank, span);
-    const T* from = data<T>(rank, round) + (theirs.begin - span.begin);
+    const T* from = result<T>(rank, round);
     bucket_.pieces(theirs.begin, theirs.size,
                    [&](size_t index, int64_t first, int64_t size, int64_t at) {
                      std::memcpy(static_cast<T*>(bucket_.leaf(index).out) + first, from + at,
@@ -171,11 +195,12 @@ Status SegmentCall::gather(uint32_t round, Span span) {
 Status SegmentCall::ring() {
   // One empty round tells whether all ranks do the same; then mailboxes do.
   sign(0);
-  advance(own_.sent, base_ + 1);
-  Status status = wait_for_all(&Seat::sent, base_ + 1);
+  advance_sent(0);
+  Status status = wait_for_all(&Seat::sent, after(0));
+  pause_at(Stage::kReduce);
   if (status.ok()) status = check_signatures(0);
   if (!status.ok()) return status;
-  advance(own_.reduced, base_ + 1);
+  advance(own_.reduced, after(0));
   const int next = (call_.rank + 1) % call_.num_ranks;
   const int previous = (call_.rank + call_.num_ranks - 1) % call_.num_ranks;
   return ring_through(own_.mailbox, segment_.seat(previous).mailbox, bucket_, call_.scale,

@@ -10,6 +10,7 @@
 #include "../ring_all_reduce.h"
 #include "../status.h"
 #include "bucket.h"
+#include "fuzzing.h"
 #include "wait.h"
 
 namespace jdp {
@@ -18,11 +19,11 @@ namespace jdp {
 // received when a call ends.
 struct Mailbox {
   static constexpr int kNumSlots = 2;
-  static constexpr int64_t kSlotBytes = 256 * 1024;
+  static constexpr int64_t kBytes = kSlotBytes / 2;  // 256 KiB
 
   Counter sent;      // messages; written by the sender
   Counter received;  // messages; written by the receiver
-  alignas(128) std::byte slots[kNumSlots][kSlotBytes];
+  alignas(128) std::byte slots[kNumSlots][kBytes];
 };
 
 // Waits for a counter of a peer. Which one counts (previous or next rank) is for the error.
@@ -42,7 +43,7 @@ class CpuLink {
       : out_(to_next), in_(from_previous), bucket_(bucket), scale_(scale), wait_(std::move(wait)) {}
 
   int64_t align() const { return 64 / static_cast<int64_t>(sizeof(T)); }
-  int64_t capacity() const { return Mailbox::kSlotBytes / static_cast<int64_t>(sizeof(Sum)); }
+  int64_t capacity() const { return Mailbox::kBytes / static_cast<int64_t>(sizeof(Sum)); }
   const Status& status() const { return status_; }
 
   void send(Span span) {
@@ -133,8 +134,14 @@ class CpuLink {
                : nullptr;
   }
 
-  void post() { advance(out_.sent, out_.sent.value.load(std::memory_order_relaxed) + 1); }
-  void take() { advance(in_.received, in_.received.value.load(std::memory_order_relaxed) + 1); }
+  void post() {
+    pause_at(Stage::kMessage);
+    advance(out_.sent, out_.sent.value.load(std::memory_order_relaxed) + 1);
+  }
+  void take() {
+    pause_at(Stage::kMessage);
+    advance(in_.received, in_.received.value.load(std::memory_order_relaxed) + 1);
+  }
 
   bool wait(Counter& counter, uint32_t target, Neighbour whose) {
     if (status_.ok() && !reached(counter, target)) status_ = wait_(counter, target, whose);

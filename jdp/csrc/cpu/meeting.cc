@@ -15,7 +15,7 @@ namespace jdp {
 namespace {
 
 // Of each rank, in bytes. Smaller tiles cost claims, larger ones leave ranks idle at the end.
-constexpr int64_t kTileBytes = 64 * 1024;
+constexpr int64_t kTileBytes = kSlotBytes / 8;  // 64 KiB
 
 // Guards who has joined which meeting.
 std::mutex& registry_mutex() {
@@ -186,10 +186,12 @@ void Meeting::reduce_tiles() {
   for (;; ++num_reduced) {
     const int64_t tile = next_tile_.fetch_add(1, std::memory_order_relaxed);
     if (tile >= num_tiles_) break;
+    pause_at(Stage::kTile);
     // A rank that comes here late claims nothing, and so looks at no bucket of ranks that left.
     visit(buckets_[0]->type(), [&](auto zero) { reduce_tile<decltype(zero)>(tile); });
   }
   if (num_reduced == 0) return;
+  pause_at(Stage::kTile);
   if (num_reduced_.fetch_add(num_reduced) + num_reduced == num_tiles_) advance(finished_, 1);
 }
 

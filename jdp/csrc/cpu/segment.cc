@@ -14,7 +14,7 @@
 namespace jdp {
 namespace {
 
-constexpr uint64_t kLayout = 0x6a647000'00000001;  // "jdp" and the version of what lies where
+constexpr uint64_t kLayout = 0x6a647000'00000002;  // "jdp" and the version of what lies where
 constexpr size_t kHeaderBytes = 4096;
 
 enum Stopped : uint32_t { kRunning = 0, kUntold = 1, kTelling = 2, kTold = 3 };

@@ -12,6 +12,7 @@
 
 #include "call.h"
 #include "cpu_link.h"
+#include "fuzzing.h"
 
 namespace jdp {
 
@@ -25,23 +26,27 @@ struct Signature {
   Algorithm algorithm;
 };
 
-// One rank's part of a round: first what it adds to the others' chunks, and in the place of its own
-// chunk, later, the result.
+// One rank's part of a round: what it adds to the chunks of the others, and the sum of its own
+// chunk. These are two places, because rounds are cut differently: the last one of a bucket is
+// shorter, so a rank's own chunk is not the same bytes in two rounds.
 struct Slot {
-  static constexpr int64_t kBytes = 512 * 1024;
+  static constexpr int64_t kBytes = kSlotBytes;
 
   Signature signature;
   alignas(128) std::byte data[kBytes];
+  // The chunk of a rank that has others to share with is at most half of a round.
+  alignas(128) std::byte result[kBytes / 2];
 };
 
 // One rank's part of the memory, written by that rank alone. Counters count rounds since the
-// segment was made.
+// segment was made, modulo 2^32.
 struct Seat {
   static constexpr int kNumSlots = 3;  // communicator.cc says why three are enough
 
   std::atomic<uint32_t> is_taken;  // 1: its process has attached, and holds its lock
+  uint64_t num_rounds;             // `sent` in full; read by its own rank, to find the slot
   Counter sent;                    // the slot holds this rank's elements
-  Counter reduced;                 // the slot holds its chunk's result
+  Counter reduced;                 // the slot holds the sum of its chunk
   Mailbox mailbox;                 // of the ring, to the next rank
   Slot slots[kNumSlots];
 };

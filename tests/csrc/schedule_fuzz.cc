@@ -1,0 +1,269 @@
+// Random calls on random schedules: every element of every rank is compared with the exact sum.
+//
+// A scenario is a sequence of calls of one group of ranks, which are threads of this process or
+// spread over several. It follows from its seed alone; when each rank runs also depends on the
+// machine, so that a seed that failed may need some seconds to fail again.
+//
+// Args: seconds to run, and the first seed (0: a random one).
+
+#include <sys/wait.h>
+
+#include <chrono>
+#include <random>
+
+#include "fuzzing.h"
+#include "testing.h"
+
+namespace jdp {
+namespace {
+
+using Generator = std::mt19937_64;
+
+int64_t between(Generator& generator, int64_t first, int64_t last) {
+  return std::uniform_int_distribution<int64_t>(first, last)(generator);
+}
+
+bool one_in(Generator& generator, int64_t n) { return between(generator, 1, n) == 1; }
+
+struct Step {
+  Type type;
+  std::vector<int64_t> counts;  // elements of each leaf
+  bool in_place;
+  int shift;
+  Algorithm algorithm;
+  int32_t bucket;
+  int64_t salt;
+};
+
+struct Scenario {
+  uint64_t seed;
+  int64_t communicator;
+  std::vector<std::vector<int>> processes;  // the ranks of each; one process: threads of this one
+  int num_ranks;
+  uint64_t first_round;  // that the counters begin with
+  std::vector<Step> steps;
+  // Some ranks are slow at one stage, all are slow at times.
+  Stage slow_stage;
+  std::vector<bool> is_slow;
+  int slow_us;
+  int pause_once_in;
+};
+
+int64_t bytes_of(Type type) {
+  return visit(type, [](auto zero) { return static_cast<int64_t>(sizeof zero); });
+}
+
+// Up to nine rounds; mostly none that ends with a slot.
+int64_t random_count(Generator& generator, Type type) {
+  const int64_t width = kSlotBytes / bytes_of(type);
+  if (one_in(generator, 6)) return between(generator, 0, width / 16 + 1);  // one shot
+  const int64_t rounds = between(generator, 0, 8);
+  const int64_t rest =
+      one_in(generator, 4) ? between(generator, -1, 1) : between(generator, 0, width);
+  return std::max<int64_t>(0, rounds * width + rest);
+}
+
+std::vector<int64_t> random_split(Generator& generator, int64_t count) {
+  std::vector<int64_t> counts;
+  for (int64_t more = between(generator, 0, 3); more > 0; --more) {
+    counts.push_back(one_in(generator, 4) ? 0 : between(generator, 0, count));
+    count -= counts.back();
+  }
+  counts.push_back(count);
+  return counts;
+}
+
+Step random_step(Generator& generator, int64_t index) {
+  Step step;
+  step.type = static_cast<Type>(between(generator, 0, 7));
+  step.counts = random_split(generator, random_count(generator, step.type));
+  step.in_place = one_in(generator, 2);
+  step.shift = static_cast<int>(between(generator, 0, 3));
+  step.algorithm = one_in(generator, 4) ? Algorithm::kRing : Algorithm::kDirect;
+  step.bucket = static_cast<int32_t>(between(generator, 0, 2));
+  step.salt = 5 * index + 1;
+  return step;
+}
+
+uint64_t random_first_round(Generator& generator) {
+  const uint64_t wraps[] = {0, uint64_t{1} << 31, uint64_t{1} << 32, uint64_t{3} << 32};
+  const uint64_t wrap = wraps[between(generator, 0, 3)];
+  return wrap == 0 ? 0 : wrap - static_cast<uint64_t>(between(generator, 0, 20));
+}
+
+Scenario random_scenario(uint64_t seed) {
+  Generator generator(seed);
+  Scenario it;
+  it.seed = seed;
+  it.num_ranks = static_cast<int>(one_in(generator, 12) ? 1 : between(generator, 2, 5));
+  it.communicator = one_in(generator, 4) ? 0 : 1;
+  int64_t num_processes = 1;
+#ifndef __SANITIZE_THREAD__  // sees one process only
+  if (it.communicator != 0) num_processes = between(generator, 1, it.num_ranks);
+#endif
+  it.processes.resize(num_processes);
+  for (int rank = 0; rank < it.num_ranks; ++rank) {
+    const int64_t where = rank < num_processes ? rank : between(generator, 0, num_processes - 1);
+    it.processes[where].push_back(rank);
+    it.is_slow.push_back(one_in(generator, 3));
+  }
+  it.first_round = random_first_round(generator);
+  for (int64_t left = between(generator, 1, 12); left > 0; --left) {
+    it.steps.push_back(random_step(generator, left));
+  }
+  it.slow_stage = static_cast<Stage>(between(generator, 0, 4));
+  it.slow_us = static_cast<int>(between(generator, 0, 3) * 100);
+  it.pause_once_in = static_cast<int>(between(generator, 4, 64));
+  return it;
+}
+
+std::string text_of(const Scenario& it) {
+  std::string text = "seed " + std::to_string(it.seed) + ": " + std::to_string(it.num_ranks) +
+                     " ranks in " + std::to_string(it.processes.size()) + " processes, " +
+                     (it.communicator == 0 ? "meeting" : "segment") + ", first round " +
+                     std::to_string(it.first_round) + "\n";
+  for (size_t i = 0; i < it.steps.size(); ++i) {
+    const Step& step = it.steps[i];
+    text += "  step " + std::to_string(i) + ": " +
+            (step.algorithm == Algorithm::kRing ? "ring" : "direct") + ", bucket " +
+            std::to_string(step.bucket) + ", " + std::to_string(bytes_of(step.type)) +
+            " bytes an element (type " + std::to_string(static_cast<int>(step.type)) + "), leaves";
+    for (int64_t count : step.counts) text += " " + std::to_string(count);
+    text += "\n";
+  }
+  return text;
+}
+
+// Of the rank that this thread runs.
+struct Pauses {
+  const Scenario* scenario = nullptr;
+  bool is_slow = false;
+  Generator generator;
+};
+thread_local Pauses pauses;
+
+void sleep_us(int64_t us) { std::this_thread::sleep_for(std::chrono::microseconds(us)); }
+
+void run_step(const Scenario& it, int rank, size_t index) {
+  const Step& step = it.steps[index];
+  const Way way{"", it.communicator, step.algorithm};
+  visit(step.type, [&](auto zero) {
+    using T = decltype(zero);
+    Leaves<T> leaves(rank, step.counts, step.in_place, step.shift, step.salt);
+    // Of each call a run of its own, as a program that is executed again, and at times of all.
+    const int64_t run = it.seed % 2 == 0 ? 1 : static_cast<int64_t>(index);
+    const Call call = call_of(way, rank, it.num_ranks, step.bucket, run);
+    const Status status = all_reduce(call, leaves.bucket());
+    const std::string wrong = status.ok() ? leaves.first_wrong(it.num_ranks) : status.message;
+    if (wrong.empty()) return;
+    describe("rank " + std::to_string(rank) + ", step " + std::to_string(index) + ": " + wrong +
+             "\n" + text_of(it));
+    std::abort();
+  });
+}
+
+void run_rank(const Scenario& it, int rank) {
+  pauses.scenario = &it;
+  pauses.is_slow = it.is_slow[rank];
+  pauses.generator.seed(it.seed * 8 + rank);
+  for (size_t index = 0; index < it.steps.size(); ++index) run_step(it, rank, index);
+  pauses.scenario = nullptr;
+}
+
+struct Memory {
+  int fd;
+  uint64_t nonce;
+  std::shared_ptr<Segment> segment;
+};
+
+std::shared_ptr<Segment> attached(const Scenario& it, pid_t maker, const Memory& memory,
+                                  const std::vector<int>& ranks) {
+  std::string why;
+  auto segment = Segment::attach(maker, memory.fd, memory.nonce, it.num_ranks, ranks, &why);
+  if (!segment) describe(why);
+  CHECK(segment);
+  return segment;
+}
+
+void set_counters(Segment& segment, uint64_t round) {
+  for (int rank = 0; rank < segment.num_ranks(); ++rank) {
+    Seat& seat = segment.seat(rank);
+    seat.num_rounds = round;
+    for (Counter* counter :
+         {&seat.sent, &seat.reduced, &seat.mailbox.sent, &seat.mailbox.received}) {
+      counter->value.store(static_cast<uint32_t>(round));
+    }
+  }
+}
+
+void run_in_this_process(const Scenario& it) {
+  if (it.communicator != 0) {
+    Memory memory{};
+    memory.fd = Segment::create(it.num_ranks, &memory.nonce);
+    auto segment = attached(it, getpid(), memory, range(it.num_ranks));
+    set_counters(*segment, it.first_round);
+    attach_communicator(1, 0, segment);
+  }
+  on_ranks(range(it.num_ranks), [&](int rank) { run_rank(it, rank); });
+  reset();
+}
+
+void run_in_processes(const Scenario& it) {
+  Memory memory{};
+  memory.fd = Segment::create(it.num_ranks, &memory.nonce);
+  const pid_t maker = getpid();
+  const auto segment = attached(it, maker, memory, {});
+  set_counters(*segment, it.first_round);
+  std::vector<pid_t> children;
+  for (const std::vector<int>& ranks : it.processes) {
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+      end_with_parent();
+      attach_communicator(1, 0, attached(it, maker, memory, ranks));
+      on_ranks(ranks, [&](int rank) { run_rank(it, rank); });
+      _exit(0);
+    }
+    children.push_back(child);
+  }
+  for (pid_t child : children) {
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  }
+}
+
+}  // namespace
+
+void pause_at(Stage stage) {
+  if (!pauses.scenario) return;
+  const Scenario& it = *pauses.scenario;
+  if (pauses.is_slow && stage == it.slow_stage) sleep_us(it.slow_us);
+  if (!one_in(pauses.generator, it.pause_once_in)) return;
+  if (one_in(pauses.generator, 2)) {
+    std::this_thread::yield();
+  } else {
+    sleep_us(between(pauses.generator, 0, 200));
+  }
+}
+
+}  // namespace jdp
+
+int main(int num_arguments, char** arguments) {
+  using namespace jdp;
+  end_with_parent();
+  CHECK(num_arguments == 3);
+  const double seconds = std::atof(arguments[1]);
+  uint64_t seed = std::strtoull(arguments[2], nullptr, 10);
+  if (seed == 0) seed = std::random_device()();
+  std::printf("first seed %llu\n", static_cast<unsigned long long>(seed));
+  std::fflush(stdout);
+  set_timeout_s(30);
+  const Stopwatch watch;
+  int64_t num_scenarios = 0;
+  for (; num_scenarios == 0 || watch.elapsed_s() < seconds; ++num_scenarios) {
+    const Scenario scenario = random_scenario(seed + num_scenarios);
+    scenario.processes.size() == 1 ? run_in_this_process(scenario) : run_in_processes(scenario);
+  }
+  std::printf("%lld scenarios\n", static_cast<long long>(num_scenarios));
+}
