@@ -77,6 +77,10 @@ def value_and_grad(
         weight_fn = weight if weight is not None or step is None else step.weight_fn
         looped, last, join = _split(batch, rest, k, is_whole=scope.platform() == "cpu")
         num_rows = _num_rows(looped[0], dim=1)
+        # Multiplying by 1 / 2**i is exact. It becomes part of the loop's own sum, where a division
+        # behind the loop reads and writes all gradients once more.
+        is_scaled = weight_fn is None and last is None and k & (k - 1) == 0
+        full = 1 / k if is_scaled else 1
 
         def part(micro_batch: Any) -> Any:
             batch, keys = micro_batch
@@ -84,11 +88,11 @@ def value_and_grad(
                 value, grads = differentiate(params, batch, *join(keys))
             means, rows = metrics.take_rows(value)
             means = _require_means(means)
-            # 1, but for a last one that is smaller.
-            count = jnp.asarray(_num_rows(batch) / num_rows, float)
+            # `full`, but for a last one that is smaller.
+            count = jnp.asarray(full * _num_rows(batch) / num_rows, float)
             return count if micro.weight is None else micro.weight, (means, grads), rows
 
-        (means, grads), rows = _accumulate(part, looped, last)
+        (means, grads), rows = _accumulate(part, looped, last, is_scaled=is_scaled)
         return metrics.put_rows(means, rows, marked=True), grads
 
     return local
@@ -247,13 +251,14 @@ def _split_key(key: jax.Array, k: int) -> jax.Array:
     return parts.reshape(k, *key.shape)
 
 
-def _accumulate(part: Callable[[Any], Any], looped: Any, last: Any) -> Any:
+def _accumulate(part: Callable[[Any], Any], looped: Any, last: Any, *, is_scaled: bool) -> Any:
     """Average `part(micro_batch) -> (weight, means, rows)` by weight, and join the rows.
 
     Args:
       part: of a micro-batch.
       looped: micro-batches, stacked.
       last: one more, None if there is none.
+      is_scaled: whether the weights sum to 1.
     """
     part = jax.jit(part)  # One trace for its three uses: the shapes, the scan, the last one.
     first = jax.tree.map(lambda x: x[0], looped)
@@ -277,8 +282,10 @@ def _accumulate(part: Callable[[Any], Any], looped: Any, last: Any) -> Any:
     sums, rows = lax.scan(add, axis.as_typed_like(nothing, one_more), looped)
     sums, last_rows = (sums, None) if last is None else add(sums, last)
     total, sums = sums
-    divisor = jnp.where(total == 0, 1, total)
-    means = jax.tree.map(lambda s, x: (s / divisor).astype(x.dtype), sums, like)
+    if not is_scaled:
+        divisor = jnp.where(total == 0, 1, total)
+        sums = jax.tree.map(lambda s: s / divisor, sums)
+    means = jax.tree.map(lambda s, x: s.astype(x.dtype), sums, like)
     joined = [stacked.reshape(-1, *stacked.shape[2:]) for stacked in rows]
     if last_rows is not None:
         joined = [jnp.concatenate(parts) for parts in zip(joined, last_rows, strict=True)]
