@@ -32,6 +32,8 @@ import jdp
 from jdp.collectives import library
 
 KiB, MiB = 2**10, 2**20
+# Of several rounds through shared memory, of which the last is short.
+ODD = 7 * MiB // 4 + 4
 
 
 def main() -> None:
@@ -60,12 +62,12 @@ def _one_process(at: Peers, quick: bool) -> Iterator[Section]:
 
 
 def _processes(at: Peers, quick: bool) -> Iterator[Section]:
-    sizes = [64 * KiB] if quick else [64 * KiB, MiB, 16 * MiB, 64 * MiB]
+    sizes = [64 * KiB, ODD] if quick else [64 * KiB, MiB, ODD, 16 * MiB, 64 * MiB]
     yield from reduce_processes.measure(at=at, sizes=sizes, **_effort(quick))
 
 
 def _training(at: Peers, quick: bool) -> Iterator[Section]:
-    widths = (16,) if quick else reduce_training.WIDTHS
+    widths = (420,) if quick else reduce_training.WIDTHS
     yield reduce_training.measure(at=at, widths=widths, **_effort(quick))
 
 

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import exact
 import jax
 import models
 import numpy as np
@@ -11,7 +12,6 @@ import optax
 import timing
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lineup import Contestant
 from report import Section
 
 import jdp
@@ -30,7 +30,8 @@ def measure(*, budget_s: float, setups: Sequence[tuple[int, int]]) -> Section:
         "Microseconds until a call returns, of a step that adds 1 to every leaf, each a number; "
         "the devices have nothing else to do. jdp's own part does not depend on ranks, JAX's "
         "grows with them. 10,000 leaves run on one rank: for more, XLA takes over a minute to "
-        "compile so many arguments of a `shard_map`.",
+        "compile so many arguments of a `shard_map`. Results checked on every rank "
+        "after the last round: the state counts the calls.",
         rows,
         {
             "leaves": "{leaves}",
@@ -49,11 +50,13 @@ def _row(num_leaves: int, ranks: int, budget_s: float) -> dict[str, Any]:
     mesh = jdp.init(devices=jax.devices()[:ranks])
     ours, bare = _contestants(num_leaves, mesh)
     found = timing.compare(
-        functools.partial(timing.until_returned, ours.run),
-        functools.partial(timing.until_returned, bare.run),
+        functools.partial(timing.until_returned, ours),
+        functools.partial(timing.until_returned, bare),
         budget_s=budget_s,
         warm_up=3,
     )
+    ours.check()
+    bare.check()
     return {
         "section": "call",
         "leaves": num_leaves,
@@ -68,8 +71,36 @@ def _row(num_leaves: int, ranks: int, budget_s: float) -> dict[str, Any]:
     }
 
 
-def _contestants(num_leaves: int, mesh: Mesh) -> tuple[Contestant, Contestant]:
+class Counter:
+    """A step that adds 1 to every leaf, of which leaf i starts at i."""
+
+    def __init__(self, label: str, step: Any, state: Any, batch: Any, params_of: Any):
+        self._label, self._step, self._batch, self._params_of = label, step, batch, params_of
+        self._state, self._num_calls = state, 0
+
+    def __call__(self) -> Any:
+        self._num_calls += 1
+        self._state, metrics = self._step(self._state, self._batch)
+        return self._state, metrics
+
+    def check(self) -> None:
+        for name, leaf in self._params_of(self._state).items():
+            expected = np.float32(int(name[1:]) + self._num_calls)
+            for rank, shard in enumerate(leaf.addressable_shards):
+                if np.asarray(shard.data) != expected:
+                    exact.require(
+                        shard.data,
+                        expected,
+                        contestant=self._label,
+                        rank=rank,
+                        round_number=self._num_calls,
+                        what=name,
+                    )
+
+
+def _contestants(num_leaves: int, mesh: Mesh) -> tuple[Counter, Counter]:
     problem = models.many_leaves(num_leaves)
+    whole = {f"w{i}": np.float32(i) for i in range(num_leaves)}
     batch = jax.device_put(problem.batch, NamedSharding(mesh, P("data")))
 
     def advanced(params: Any) -> Any:
@@ -83,7 +114,9 @@ def _contestants(num_leaves: int, mesh: Mesh) -> tuple[Contestant, Contestant]:
     def bare(params: Any, batch: Any) -> Any:
         return advanced(params), {}
 
-    state = jdp.TrainState.create(problem.params, jdp.replicated(optax.sgd(0.1)))
-    params = jax.tree.map(np.array, problem.params)
-    params = jax.device_put(params, NamedSharding(mesh, P()))
-    return Contestant(step, state, batch), Contestant(bare, params, batch)
+    state = jdp.TrainState.create(whole, jdp.replicated(optax.sgd(0.1)))
+    params = jax.device_put(jax.tree.map(np.array, whole), NamedSharding(mesh, P()))
+    return (
+        Counter("jdp", step, state, batch, lambda state: state.params),
+        Counter("jit", bare, params, batch, lambda params: params),
+    )

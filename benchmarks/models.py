@@ -25,10 +25,10 @@ def mlp(*, width: int, num_layers: int, num_rows: int, dtype: Any = np.float32) 
         for _ in range(num_layers)
     ]
     batch = {name: _normal(random, (num_rows, width), 1, dtype) for name in ("x", "y")}
-    return Problem("mlp", params, batch, _mlp_loss)
+    return Problem("mlp", params, batch, mlp_loss)
 
 
-def _mlp_loss(params: Any, batch: Any) -> jax.Array:
+def mlp_loss(params: Any, batch: Any) -> jax.Array:
     x = batch["x"]
     for layer in params[:-1]:
         x = jax.nn.gelu(x @ layer["w"] + layer["b"])
@@ -60,10 +60,10 @@ def transformer(
         "head": _normal(random, (dim, 256), dim, dtype),
     }
     text = random.integers(0, 256, (num_rows, length + 1), dtype=np.int32)
-    return Problem(f"transformer-{num_layers}", params, {"text": text}, _transformer_loss)
+    return Problem(f"transformer-{num_layers}", params, {"text": text}, transformer_loss)
 
 
-def _transformer_loss(params: Any, batch: Any) -> jax.Array:
+def transformer_loss(params: Any, batch: Any) -> jax.Array:
     inputs, targets = batch["text"][:, :-1], batch["text"][:, 1:]
     x = params["bytes"][inputs] + params["positions"]
     for block in params["blocks"]:

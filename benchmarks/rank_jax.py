@@ -3,10 +3,10 @@
 import functools
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import contestants
+import exact
 import jax
 import loops
 import models
@@ -14,6 +14,7 @@ import numpy as np
 import team
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from training import Oracle, Training
 
 import jdp
 
@@ -26,27 +27,30 @@ def functions() -> dict:
     )
     mesh = jdp.init()
     together = loops.Loop("psum", mesh, [1], 1)
-    made: dict[str, Callable[[], Any]] = {}
+    made: dict[str, exact.Contestant] = {}
 
-    def run(name: str, num_calls: int) -> float:
+    def seconds(contestant: exact.Contestant) -> float:
         jax.block_until_ready(together())
         start = time.perf_counter()
-        jax.block_until_ready(made[name]())
-        return (time.perf_counter() - start) / num_calls
+        jax.block_until_ready(contestant())
+        return time.perf_counter() - start
+
+    def run(name: str, num_calls: int) -> float:
+        return exact.checked(made[name], seconds)() / num_calls
 
     def prepare(num_bytes: int, num_calls: int) -> None:
         made.clear()  # the memory of the last size
-        for name in loops.MEANS:
+        for name in loops.SUMS:
             made[name] = loops.Loop(name, mesh, [num_bytes // 4], num_calls)
         for name in ("direct", "psum"):
-            one = loops.Loop(name, mesh, [num_bytes // 4], 1)
-            made[f"{name}, calls"] = functools.partial(_repeat, one, num_calls, wait=True)
+            calls = loops.Loop(name, mesh, [num_bytes // 4], 1, repeats=num_calls)
+            made[f"{name}, calls"] = calls
 
     def prepare_step(*problem: int, num_steps: int) -> None:
         made.clear()
+        oracles: dict[int, Oracle] = {}
         for name, all_reduce in ALL_REDUCES.items():
-            step = _Training(all_reduce, mesh, *problem)
-            made[name] = functools.partial(_repeat, step, num_steps)
+            made[name] = training_of(name, all_reduce, mesh, problem, num_steps, oracles)
 
     return {
         "about": lambda: f"jax {jax.__version__}",
@@ -65,41 +69,44 @@ ALL_REDUCES = {
 }
 
 
-def _repeat(call: Callable[[], Any], num_calls: int, *, wait: bool = False) -> Any:
-    for _ in range(num_calls - 1):
-        result = call()
-        if wait:
-            jax.block_until_ready(result)
-    return call()
+def training_of(
+    name: str,
+    all_reduce: Any,
+    mesh: Mesh,
+    problem: tuple[int, ...],
+    num_steps: int,
+    oracles: dict[int, Oracle],
+) -> Training:
+    """Make a contestant that trains models.mlp.
 
+    Args:
+      name: of the contestant.
+      all_reduce: from jdp.collectives; None: each process trains alone on its rows.
+      mesh: of all processes.
+      problem: width, layers, rows of a rank.
+      num_steps: of one run.
+      oracles: by number of ranks; those that are missing are added.
+    """
+    if all_reduce is None:
+        mesh = Mesh(np.array(jax.local_devices()[:1]), mesh.axis_names)
+    width, num_layers, num_rows = problem
+    made = models.mlp(width=width, num_layers=num_layers, num_rows=num_rows * mesh.size)
+    if mesh.size not in oracles:
+        oracles[mesh.size] = Oracle(made, num_steps=num_steps, num_runs=2)
+    where = NamedSharding(mesh, P("data"))
+    batch = {
+        name: jax.make_array_from_callback(rows.shape, where, rows.__getitem__)
+        for name, rows in made.batch.items()
+    }
+    tx = jdp.replicated(contestants.TX, all_reduce=all_reduce or jdp.collectives.xla)
 
-class _Training:
-    """A step of models.mlp; with no `all_reduce` each process trains alone on its rows."""
-
-    def __init__(
-        self,
-        all_reduce: Any,
-        mesh: Mesh,
-        width: int,
-        num_layers: int,
-        num_rows: int,
-    ):
-        if all_reduce is None:
-            mesh = Mesh(np.array(jax.local_devices()[:1]), mesh.axis_names)
-        problem = models.mlp(width=width, num_layers=num_layers, num_rows=num_rows * mesh.size)
-        where = NamedSharding(mesh, P("data"))
-        self._batch = {
-            name: jax.make_array_from_callback(rows.shape, where, rows.__getitem__)
-            for name, rows in problem.batch.items()
-        }
+    def start() -> jdp.TrainState:
         jdp.init(mesh)
-        tx = jdp.replicated(contestants.TX, all_reduce=all_reduce or jdp.collectives.xla)
-        self._state = jdp.TrainState.create(problem.params, tx)
-        self._step = contestants.jdp_step(problem.loss_fn, mesh, 1)
+        return jdp.TrainState.create(made.params, tx)
 
-    def __call__(self) -> Any:
-        self._state, metrics = self._step(self._state, self._batch)
-        return self._state, metrics
+    jdp.init(mesh)
+    step = contestants.jdp_step(made.loss_fn, mesh, 1)
+    return Training(name, step, start, batch, oracles[mesh.size])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import bandwidth
+import exact
 import jax
 import loops
 import numpy as np
@@ -46,9 +47,10 @@ def measure(*, sizes: Sequence[int], budget_s: float, min_rounds: int) -> list[S
 def _rows(mesh: Any, sizes: Sequence[int], copies: Any, *, budget_s: float, min_rounds: int) -> Any:
     num_calls, num_bytes = NUM_CALLS if copies else 1, sum(sizes) * 4
     made = {
-        name: loops.Loop(name, mesh, sizes, num_calls, donate=bool(copies)) for name in loops.MEANS
+        name: loops.Loop(name, mesh, sizes, num_calls, donate=bool(copies)) for name in loops.SUMS
     }
-    clocks = {name: functools.partial(_per_call, loop, num_calls) for name, loop in made.items()}
+    clock = functools.partial(_per_call, num_calls=num_calls)
+    clocks = {name: exact.checked(loop, clock) for name, loop in made.items()}
     if copies:
         clocks["memcpy"] = bandwidth.memcpy_clock(copies, num_bytes)
     found = rounds.alternate(clocks, budget_s=budget_s, min_rounds=min_rounds)
@@ -73,18 +75,19 @@ def _rows(mesh: Any, sizes: Sequence[int], copies: Any, *, budget_s: float, min_
     return against, [{"section": "one process, memory", **row} for row in moved]
 
 
-def _per_call(loop: loops.Loop, num_calls: int) -> float:
+def _per_call(loop: exact.Contestant, num_calls: int) -> float:
     return timing.until_ready(loop) / num_calls
 
 
 def _against(rows: list[dict[str, Any]]) -> Section:
     return Section(
         "One process: against lax.psum",
-        f"Microseconds of a mean over the devices of one process: {NUM_CALLS} in a `lax.scan` "
-        "inside `jit`, donated. `rival / jdp` above 1: jdp's `direct` is faster. `none`: the same "
-        "loop with the multiplication alone. `tree`: 100 leaves, 25 MiB. `one call`: the tree "
-        "reduced once by a call from Python that does not donate. There fresh memory for the "
-        "results is what takes the time (page faults), whatever sums them: `none` shows it.",
+        f"Microseconds of a scaled sum over the devices of one process: {NUM_CALLS} in a "
+        "`lax.scan` inside `jit`, donated. `rival / jdp` above 1: jdp's `direct` is faster. "
+        "`none`: the same loop with the multiplication alone. `tree`: 100 leaves, 25 MiB. "
+        "`one call`: the tree reduced once by a call from Python that does not donate. There fresh "
+        "memory for the results is what takes the time (page faults), whatever sums them: `none` "
+        "shows it. " + exact.CHECKED,
         rows,
         {
             "what": "{what}",

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import bandwidth
+import exact
 import numpy as np
 import peers
 import rounds
@@ -13,7 +14,7 @@ from report import Section
 from team import Team
 
 NUM_PROCESSES = 2
-# jdp and JAX: means in one loop of a program, and programs of one mean, called by Python.
+# jdp and JAX: sums in one loop of a program, and programs of one sum, called by Python.
 NAMES = {
     "direct": "direct",
     "ring": "ring",
@@ -63,8 +64,8 @@ def _time(
             continue
         if name == "jax":
             team.ask("prepare", num_bytes, num_calls)
-            for mean, label in NAMES.items():
-                clocks[label] = team.slowest("run", mean, num_calls)
+            for one, label in NAMES.items():
+                clocks[label] = team.slowest("run", one, num_calls)
         else:
             team.ask("prepare", num_bytes)
             clocks[name] = team.slowest("run", num_calls)
@@ -119,12 +120,13 @@ def _against_section(rows: list[dict[str, Any]], at: Peers, versions: str) -> Se
     return Section(
         "Processes of one host: against JAX, PyTorch and Open MPI",
         f"{NUM_PROCESSES} processes; {versions}. Microseconds of an all-reduce, of the slowest "
-        "process: jdp and JAX take means (`none`: only their multiplication), 10 of them, or 100 "
+        "process: jdp and JAX scale them (`none` does nothing else), 10 of them, or 100 "
         "of less than 1 MiB, in a `lax.scan` inside `jit`, donated; PyTorch and Open MPI take as "
-        "many sums in place, called from Python. `calls`: programs of one mean, called from Python "
+        "many sums in place, called from Python. `calls`: programs of one sum, called from Python "
         "and waited for, jdp's against JAX's. `rival / jdp` above 1: jdp's `direct` is faster. "
         "Open MPI ties each process to a core, as is its default; the others run where the system "
-        "puts them. All processes live through the rounds, and sleep in the others' turns."
+        "puts them. All processes live through the rounds, and sleep in the others' turns. "
+        + exact.CHECKED
         + missing,
         rows,
         {

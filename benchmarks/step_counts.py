@@ -10,19 +10,20 @@ import lineup
 import models
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lineup import Contestant
 from report import Section
 
 import jdp
 from jdp.buckets import MiB
 
+COMBINE = "xla_gpu_all_reduce_combine_threshold_bytes"
+
 
 def count() -> Section:
     """Count in all setups, on this machine's CPU."""
     rows = [
-        _row(model, ranks, k, label, contestant.counts())
+        _row(model, ranks, k, label, lineup.counts(one.step, one.state, one.batch))
         for model, ranks, k in lineup.SETUPS
-        for label, contestant in lineup.compiled(model, ranks, k).items()
+        for label, one in lineup.compiled(model, ranks, k).items()
     ]
     return _section("What the compiled steps do, on CPU", rows)
 
@@ -41,14 +42,15 @@ def count_for_gpus() -> Section:
     )
     rows = []
     for problem in large:
-        batch = _shapes(problem.batch, mesh, P("data"))
         for k in (1, 8):
             for label, make in lineup.makers(k).items():
-                state = _shapes(lineup.start(label, problem, here), mesh, P())
-                one = Contestant(make(problem.loss_fn, mesh, k), state, batch)
-                rows.append(_row(problem.name, mesh.size, k, label, one.counts()))
+                where = lineup.mesh_of(label, mesh)
+                state = _shapes(lineup.start(label, problem, here), where, P())
+                batch = _shapes(problem.batch, where, P("data"))
+                program = make(problem.loss_fn, mesh, k), state, batch
+                rows.append(_row(problem.name, mesh.size, k, label, lineup.counts(*program)))
                 if label in ("jdp", "shard_map"):
-                    found = one.counts(xla_gpu_all_reduce_combine_threshold_bytes=4 * MiB)
+                    found = lineup.counts(*program, **{COMBINE: 4 * MiB})
                     rows.append(_row(problem.name, mesh.size, k, f"{label}, 4 MiB", found))
     return _section(
         "What the compiled steps do, compiled for 8 x H200 without one",

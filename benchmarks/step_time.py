@@ -1,9 +1,9 @@
 """The time of a step: jdp against each rival."""
 
-import functools
 from typing import Any
 
 import contestants
+import exact
 import lineup
 import timing
 from report import Section
@@ -19,9 +19,7 @@ def measure(*, budget_s: float, min_rounds: int) -> Section:
     rows = []
     for model, ranks, k in lineup.SETUPS:
         made = lineup.compiled(model, ranks, k)
-        clocks = {
-            label: functools.partial(timing.until_ready, one.run) for label, one in made.items()
-        }
+        clocks = {label: exact.checked(one, timing.until_ready) for label, one in made.items()}
         for label in contestants.rivals(k):
             found = timing.compare(
                 clocks["jdp"], clocks[label], budget_s=budget_s, min_rounds=min_rounds
@@ -34,8 +32,8 @@ def measure(*, budget_s: float, min_rounds: int) -> Section:
         "rival, and at least 1.5 times faster (0.667) than the naturally written `jit` with "
         "accumulation. Rounds of two runs each, in alternating order; medians, and the 95 % "
         "bootstrap interval of the median ratio. The rivals stand in "
-        "`benchmarks/contestants.py`; before they are timed, all have the same parameters after "
-        "two steps, to 1e-5.",
+        "`benchmarks/contestants.py`. The loss, parameters and momentum after each step are those "
+        f"of the same training on one device, to 1e-4 of the largest element. {exact.CHECKED}",
         rows,
         {
             "model": "{model}",

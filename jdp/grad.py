@@ -31,9 +31,9 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Make a function that gives the loss and this rank's gradient, in k micro-batches.
 
-    Equal to the batch in one go, in a fraction of the memory for activations. The first k - 1
-    micro-batches run in a `lax.scan`, the last one behind it, so that its backward pass can hide
-    the one reduction: what DDP calls `no_sync`.
+    Equal to the batch in one go, in a fraction of the memory for activations, reduced once: what
+    DDP calls `no_sync`. On CPUs all micro-batches run in one `lax.scan`; elsewhere the last one
+    runs behind it, so that its backward pass can hide the reduction.
 
     `accumulate` says k. `micro_batch_rows` says what fits into memory, and k follows from the rows
     of a rank: a run that goes on with fewer ranks takes more micro-batches, and not more memory.
@@ -84,8 +84,12 @@ def value_and_grad(
         weight_fn = weight if weight is not None or step is None else step.weight_fn
         is_own = step is not None and weight is not None and weight is not step.weight_fn
         why_no_gradient = _OWN_WEIGHT if is_own else ""
-        most, last, join = _split(batch, rest, k)
-        num_rows = _num_rows(most[0], dim=1)
+        looped, last, join = _split(batch, rest, k, is_whole=scope.platform() == "cpu")
+        num_rows = _num_rows(looped[0], dim=1)
+        # Multiplying by 1 / 2**i is exact. It becomes part of the loop's own sum, where a division
+        # behind the loop reads and writes all gradients once more.
+        is_scaled = weight_fn is None and last is None and k & (k - 1) == 0
+        full = 1 / k if is_scaled else 1
 
         def part(micro_batch: Any) -> Any:
             batch, keys = micro_batch
@@ -94,11 +98,11 @@ def value_and_grad(
                 value, grads = differentiate(params, batch, *join(keys))
             means, rows = metrics.take_rows(value)
             means = _require_means(means)
-            # 1, but for a last one that is smaller.
-            count = jnp.asarray(_num_rows(batch) / num_rows, float)
+            # `full`, but for a last one that is smaller.
+            count = jnp.asarray(full * _num_rows(batch) / num_rows, float)
             return count if micro.weight is None else micro.weight, (means, grads), rows
 
-        (means, grads), rows = _accumulate(part, most, last)
+        (means, grads), rows = _accumulate(part, looped, last, is_scaled=is_scaled)
         return metrics.put_rows(means, rows, marked=True), grads
 
     return local
@@ -212,18 +216,23 @@ def _num_rows(batch: Any, dim: int = 0) -> int:
     return shapes[0][dim] if shapes and len(shapes[0]) > dim else 1
 
 
-def _split(batch: Any, rest: tuple, k: int) -> tuple[Any, Any, Callable[[dict], tuple]]:
-    """Split rows and keys into k parts: all but the last, stacked, and the last.
+def _split(
+    batch: Any, rest: tuple, k: int, *, is_whole: bool
+) -> tuple[Any, Any, Callable[[dict], tuple]]:
+    """Split rows and keys into k parts: those of the loop, stacked, and the last.
 
-    Each part is (rows, keys); `join(keys)` puts the keys into `rest`.
+    Each part is (rows, keys); `join(keys)` puts the keys into `rest`. With `is_whole` the loop has
+    all k parts and there is no last, None, unless it is smaller.
     """
+    is_whole = is_whole and _num_rows(batch) % k == 0
+    m = k if is_whole else k - 1
 
-    def but_last(leaf: Any) -> jax.Array:
+    def looped(leaf: Any) -> jax.Array:
         size = -(-leaf.shape[0] // k)
-        return jnp.reshape(leaf[: (k - 1) * size], (k - 1, size, *leaf.shape[1:]))
+        return jnp.reshape(leaf[: m * size], (m, size, *leaf.shape[1:]))
 
     def last(leaf: Any) -> jax.Array:
-        return leaf[(k - 1) * -(-leaf.shape[0] // k) :]
+        return leaf[m * -(-leaf.shape[0] // k) :]
 
     flat, treedef = jax.tree.flatten(rest)
     keys = {i: _split_key(leaf, k) for i, leaf in enumerate(flat) if _is_key(leaf)}
@@ -231,11 +240,9 @@ def _split(batch: Any, rest: tuple, k: int) -> tuple[Any, Any, Callable[[dict], 
     def join(keys: dict[int, jax.Array]) -> tuple:
         return jax.tree.unflatten(treedef, [keys.get(i, leaf) for i, leaf in enumerate(flat)])
 
-    return (
-        (jax.tree.map(but_last, batch), {i: key[:-1] for i, key in keys.items()}),
-        (jax.tree.map(last, batch), {i: key[-1] for i, key in keys.items()}),
-        join,
-    )
+    in_loop = jax.tree.map(looped, batch), {i: key[:m] for i, key in keys.items()}
+    behind = jax.tree.map(last, batch), {i: key[-1] for i, key in keys.items()}
+    return in_loop, None if is_whole else behind, join
 
 
 def _is_key(leaf: Any) -> bool:
@@ -254,11 +261,20 @@ def _split_key(key: jax.Array, k: int) -> jax.Array:
     return parts.reshape(k, *key.shape)
 
 
-def _accumulate(part: Callable[[Any], Any], most: Any, last: Any) -> Any:
-    """Average `part(micro_batch) -> (weight, means, rows)` by weight, and join the rows."""
+def _accumulate(part: Callable[[Any], Any], looped: Any, last: Any, *, is_scaled: bool) -> Any:
+    """Average `part(micro_batch) -> (weight, means, rows)` by weight, and join the rows.
+
+    Args:
+      part: of a micro-batch.
+      looped: micro-batches, stacked.
+      last: one more, None if there is none.
+      is_scaled: whether the weights sum to 1.
+    """
     part = jax.jit(part)  # One trace for its three uses: the shapes, the scan, the last one.
-    _, like, _ = jax.eval_shape(part, last)
-    _require_equal_shapes(like, jax.eval_shape(part, jax.tree.map(lambda x: x[0], most))[1])
+    first = jax.tree.map(lambda x: x[0], looped)
+    _, like, _ = jax.eval_shape(part, first)
+    if last is not None:
+        _require_equal_shapes(jax.eval_shape(part, last)[1], like)
 
     def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))  # bfloat16 loses digits
@@ -272,15 +288,17 @@ def _accumulate(part: Callable[[Any], Any], most: Any, last: Any) -> Any:
         return (sums[0] + weight, jax.tree.map(plus, sums[1], means)), rows
 
     nothing = jnp.zeros((), float), jax.tree.map(zeros, like)
-    one_more, _ = jax.eval_shape(add, nothing, last)
-    sums, rows = lax.scan(add, axis.as_typed_like(nothing, one_more), most)
-    (total, sums), last_rows = add(sums, last)
-    divisor = jnp.where(total == 0, 1, total)
-    means = jax.tree.map(lambda s, x: (s / divisor).astype(x.dtype), sums, like)
-    joined = [
-        jnp.concatenate([stacked.reshape(-1, *stacked.shape[2:]), end])
-        for stacked, end in zip(rows, last_rows, strict=True)
-    ]
+    one_more, _ = jax.eval_shape(add, nothing, first)
+    sums, rows = lax.scan(add, axis.as_typed_like(nothing, one_more), looped)
+    sums, last_rows = (sums, None) if last is None else add(sums, last)
+    total, sums = sums
+    if not is_scaled:
+        divisor = jnp.where(total == 0, 1, total)
+        sums = jax.tree.map(lambda s: s / divisor, sums)
+    means = jax.tree.map(lambda s, x: s.astype(x.dtype), sums, like)
+    joined = [stacked.reshape(-1, *stacked.shape[2:]) for stacked in rows]
+    if last_rows is not None:
+        joined = [jnp.concatenate(parts) for parts in zip(joined, last_rows, strict=True)]
     return means, joined
 
 

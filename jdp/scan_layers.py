@@ -94,11 +94,7 @@ def _is_late(late: bool | None, axis_name: AxisName) -> bool:
     step = scope.innermost()
     if step is not None and step.is_part:
         return False
-    if late is None:
-        mesh = None if step is None else step.mesh
-        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-        late = platform == "gpu"
-    return late
+    return scope.platform() == "gpu" if late is None else late
 
 
 @contextlib.contextmanager

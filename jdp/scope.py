@@ -111,6 +111,13 @@ def innermost() -> Scope | None:
     return _scope.get()
 
 
+def platform() -> str:
+    """Return the platform of the step being traced; outside of a step, JAX's default."""
+    step = innermost()
+    mesh = None if step is None else step.mesh
+    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+
+
 def share_of(weight: jax.Array, axis_name: AxisName) -> jax.Array:
     """Give this rank's share of the weight of all ranks: `[]` float in 0 to 1.
 
