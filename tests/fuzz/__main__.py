@@ -7,7 +7,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import conftest  # noqa: E402, F401 - platform and compilation cache, as for tests
-
 from fuzz import hunt  # noqa: E402
 from fuzz.program import Program  # noqa: E402
 

@@ -93,6 +93,11 @@ CHOICES = {
     "donate": [True, False],
 }
 
+# What the result does not depend on: such programs share one run of the oracle.
+WAYS = tuple("order tx_order auto algorithm bucket_bytes run feed donate".split())
+
+NUM_WAYS = 3
+
 # With two CPU devices in each process.
 CHOICES_OF_PROCESSES = {
     n: CHOICES | {"processes": [n], "mesh": [(2 * n,), (2, n)], "run": ["train_step", "shard_map"]}
@@ -131,6 +136,15 @@ def is_valid(p):
     )
 
 
+def problem(p):
+    """Return the program without the ways in which jdp computes it."""
+    ways = dict.fromkeys(WAYS)
+    ways |= {"reduce": "apply" if p.reduce != "sum" else "sum", "processes": 1}
+    ways["model"] = "scan" if p.model in ("scan_layers", "late") else p.model
+    ways["loop"] = "alternate" if p.loop in ("alternate", "two_in_jit") else "python"
+    return dataclasses.replace(p, **ways)
+
+
 def refusal(p):
     """Why jdp may refuse this program, or None where it must run."""
     if p.run == "typed" and p.algorithm in ("ring", "native"):
@@ -139,6 +153,8 @@ def refusal(p):
         return "a psum or an all_gather in a weighted loss has no weight of its own"
     if p.algorithm == "native" and p.loss == "maml":
         return "nothing orders the native calls of functions that JAX traces by themselves"
+    if p.algorithm == "native" and p.auto > 1:
+        return "the compiler would gather what it splits before a call of foreign code"
     if p.weight != "none" and p.reduce == "by_axis":
         return "a weight belongs to all data axes at once"
     if p.auto > 1 and p.dtype in ("bfloat16", "float16", "mixed"):
@@ -162,23 +178,29 @@ class Draw:
 
     def __iter__(self):
         while True:
-            candidates = [self._one() for _ in range(12)]
-            best = max(candidates, key=lambda p: sum(x not in self.seen for x in self._pairs(p)))
-            for pair in self._pairs(best):
-                self.seen[pair] = self.seen.get(pair, 0) + 1
-            yield best
+            program = self._best(lambda: self._one(Program(), self._choices))
+            yield program
+            for _ in range(NUM_WAYS - 1):
+                yield self._best(lambda program=program: self._one(program, WAYS))
 
-    def _one(self):
+    def _best(self, draw):
+        candidates = [draw() for _ in range(12)]
+        best = max(candidates, key=lambda p: sum(x not in self.seen for x in self._pairs(p)))
+        for pair in self._pairs(best):
+            self.seen[pair] = self.seen.get(pair, 0) + 1
+        return best
+
+    def _one(self, program, names):
         while True:
             simple = self._random.choice([0.3, 0.6, 0.85])  # how many fields keep their default
-            fields = {"seed": self._random.randrange(2**16)}
-            for name, values in self._choices.items():
-                is_kept = self._random.random() < simple
-                default = getattr(Program, name)
+            fields = {} if names is WAYS else {"seed": self._random.randrange(2**16)}
+            for name in names:
+                values, default = self._choices[name], getattr(Program, name)
                 kept = default if default in values else values[0]
+                is_kept = self._random.random() < simple
                 fields[name] = kept if is_kept else self._random.choice(values)
-            if is_valid(program := Program(**fields)):
-                return program
+            if is_valid(drawn := dataclasses.replace(program, **fields)):
+                return drawn
 
     def _pairs(self, program):
         values = [(name, getattr(program, name)) for name in self._choices]

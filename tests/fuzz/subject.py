@@ -95,7 +95,11 @@ def _body(p, factor=1.0):
         if how == "whole" and p.run != "typed":
             return jax.value_and_grad(loss_fn, has_aux=True, allow_int=True)(params, batch, key)
         fn = jdp.value_and_grad(
-            loss_fn, has_aux=True, axis_name=axes, **split, **({} if is_step else {"weight": weight})
+            loss_fn,
+            has_aux=True,
+            axis_name=axes,
+            **split,
+            **({} if is_step else {"weight": weight}),
         )
         return fn(params, batch, key)
 
