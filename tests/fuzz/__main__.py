@@ -23,7 +23,7 @@ def main():
             outcome = runner.run(eval(args.program, {"Program": Program}))
         print(outcome.kind, outcome.text, sep="\n")
         return outcome.is_failure
-    kinds = args.processes or (1, 1, 2, 1, 1, 3)
+    kinds = (args.processes,) if args.processes else (1, 1, 2, 1, 1, 3)
     report = hunt.hunt(float(args.seconds), seed=args.seed, processes=kinds, say=print)
     print(report)
     return bool(report.failures)

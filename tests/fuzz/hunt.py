@@ -3,6 +3,7 @@
 import collections
 import os
 import random
+import shlex
 import time
 from dataclasses import dataclass, field
 
@@ -50,7 +51,7 @@ class Report:
       outcomes: kind -> number of programs.
       passed_over: known defect -> number of programs that failed by it.
       failures: (program drawn, program shrunk, outcome of the second).
-      draw: the `Draw`, which counts pairs of choices.
+      seen: pair of choices -> number of programs.
       seconds: that it took.
     """
 
@@ -58,14 +59,14 @@ class Report:
     outcomes: collections.Counter = field(default_factory=collections.Counter)
     passed_over: collections.Counter = field(default_factory=collections.Counter)
     failures: list = field(default_factory=list)
-    draw: Draw | None = None
+    seen: dict = field(default_factory=dict)
     seconds: float = 0.0
 
     def __str__(self):
         num = self.outcomes.total()
-        pairs = len(self.draw.seen)
+        pairs = len(self.seen)
         of_choice = collections.Counter()
-        for pair, count in self.draw.seen.items():
+        for pair, count in self.seen.items():
             for choice in pair:
                 of_choice[choice] += count
         per_field = len({name for name, _ in of_choice}) - 1 or 1
@@ -82,37 +83,31 @@ class Report:
 
 def describe(drawn, program, outcome, seed):
     """Say what failed, and how to repeat it."""
+    argument = shlex.quote(repr(program))
     return (
         f"\n{outcome.kind}: {program!r}\n{outcome.text}\n"
         f"  drawn with --seed {seed}: {drawn!r}\n"
-        f"  repeat: PYTHONPATH=tests .venv/bin/python -m fuzz --program '{program!r}'\n"
+        f"  repeat: PYTHONPATH=tests .venv/bin/python -m fuzz --program {argument}\n"
     )
 
 
-def hunt(seconds, *, seed=None, processes=1, most_failures=3, say=lambda text: None):
+def hunt(seconds, *, seed=None, processes=(1,), most_failures=3, say=lambda text: None):
     """Run programs for some seconds: a `Report`.
 
     Args:
       seconds: after which no further program begins.
       seed: of the draw. Default: a random one.
-      processes: how many processes train together; (2, 3) takes turns, half a minute each.
+      processes: how many processes train together, in turns of at most half a minute.
       most_failures: that are shrunk before the hunt ends.
       say: gets each failure as a text at once.
     """
     seed = int.from_bytes(os.urandom(4)) if seed is None else seed
-    kinds = [processes] if isinstance(processes, int) else list(processes)
-    draws = [
-        iter_draw(random.Random(f"{seed} {n}"), CHOICES if n == 1 else CHOICES_OF_PROCESSES[n])
-        for n in kinds
-    ]
-    report = Report(seed, draw=draws[0][0])
-    for draw, _ in draws:
-        draw.seen = report.draw.seen
-    start = time.monotonic()
+    report, start = Report(seed), time.monotonic()
+    programs = {n: iter(_draw(seed, n, report.seen)) for n in sorted(set(processes))}
+    turn_s = min(30, seconds / len(processes))
     with Runner() as runner:
         while (now := time.monotonic() - start) < seconds and len(report.failures) < most_failures:
-            _, programs = draws[int(now / min(30, seconds / len(kinds))) % len(kinds)]
-            program = next(programs)
+            program = next(programs[processes[int(now / turn_s) % len(processes)]])
             outcome = runner.run(program)
             report.outcomes[outcome.kind] += 1
             if not outcome.is_failure:
@@ -127,10 +122,9 @@ def hunt(seconds, *, seed=None, processes=1, most_failures=3, say=lambda text: N
     return report
 
 
-def iter_draw(rng, choices):
-    """Return a `Draw` and its iterator."""
-    draw = Draw(rng, choices)
-    return draw, iter(draw)
+def _draw(seed, num_processes, seen):
+    choices = CHOICES if num_processes == 1 else CHOICES_OF_PROCESSES[num_processes]
+    return Draw(random.Random(f"{seed} {num_processes}"), choices, seen)
 
 
 def shrink(runner, program, outcome):

@@ -13,7 +13,7 @@ NUM_STEPS = 4
 TINY = 2.0**-13  # of a gradient near 1; float16 is subnormal below 6.1e-5
 
 _EXTRA = {"none": [], "primes": [(7,), (), (13, 3), (1,)], "empty": [(0,), (3, 0), (5,)]}
-_LARGE = [(3_001,), (40_009,), (200_003,)]  # 1.6 MB of float64
+_LARGE = [(3_001,), (40_009,), (300_007,)]  # 2.4 MB of float64
 
 
 class Over(NamedTuple):

@@ -100,7 +100,8 @@ NUM_WAYS = 3
 
 # With two CPU devices in each process.
 CHOICES_OF_PROCESSES = {
-    n: CHOICES | {"processes": [n], "mesh": [(2 * n,), (2, n)], "run": ["train_step", "shard_map"]}
+    n: CHOICES
+    | {"processes": [n], "mesh": [(2 * n,), (2, n), (n,)], "run": ["train_step", "shard_map"]}
     for n in (2, 3)
 }
 
@@ -111,7 +112,7 @@ def is_valid(p):
     exact_split = not p.split.startswith("accumulate") or p.rows % len(p.splits) == 0
     return (
         exact_split
-        and p.ranks * p.auto <= (8 if p.processes == 1 else 2 * p.processes)
+        and (p.ranks * p.auto <= 8 if p.processes == 1 else p.ranks * p.auto == 2 * p.processes)
         and (len(p.mesh) == 2 or (p.order, p.tx_order) == ("mesh", "same"))
         and (len(p.mesh) == 2 or p.reduce != "by_axis")
         # A key is numbered by the axes of the optimizer, rows by those of the step.
@@ -170,11 +171,11 @@ class Draw:
     Args:
       random: a `random.Random`.
       choices: field -> values.
+      seen: pair of (field, value) -> number of programs; counted further.
     """
 
-    def __init__(self, random, choices):
-        self._random, self._choices = random, choices
-        self.seen = {}  # pair of (field, value) -> number of programs
+    def __init__(self, random, choices, seen):
+        self._random, self._choices, self.seen = random, choices, seen
 
     def __iter__(self):
         while True:
