@@ -8,7 +8,7 @@ CASES = {
         Program(loss="batch_mean", weight="mask"),
         Program(loss="batch_mean", weight="zero", mesh=(4,)),
         Program(loss="batch_mean", weight="float", split="accumulate=2"),
-        Program(loss="batch_mean", weight="float", reduce="synced", run="shard_map"),
+        Program(loss="batch_mean", weight="float", model="late"),
         Program(loss="batch_sum", weight="float"),
         Program(loss="all_gather", weight="mask"),
         Program(loss="maml", weight="mask"),

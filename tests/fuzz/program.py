@@ -129,7 +129,8 @@ def is_valid(p):
         and (p.loss != "global_mean" or p.split == "whole")
         # In a function of the author's own the weight is given at each call.
         and (is_step or p.weight == "none" or p.reduce in ("synced", "by_axis"))
-        and (is_step or p.weight == "none" or p.loss != "global_mean")
+        # A collective of the loss cannot know it there, and so neither what its gradient is.
+        and (is_step or p.weight == "none" or p.loss == "rows")
         and (is_step or (p.loop, p.feed, p.auto) == ("python", "arrays", 1))
         and (is_step or p.donate)
         and (p.run != "pmap" or len(p.mesh) == 1)
