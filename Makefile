@@ -29,7 +29,7 @@ oldest = $(call find,$(FOR_OLDEST),(3, 11) <= sys.version_info < (3, 12))
 pip = $(1)/bin/python -m pip install -q --disable-pip-version-check --no-input
 pytest = $(1)/bin/python -m pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: help demo test test-oldest test-schedules schedules lint bench clean
+.PHONY: help demo test test-oldest test-schedules schedules fuzz lint bench clean
 
 help:  ## this list
 	sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -66,6 +66,10 @@ test-schedules: .venv-gpu/ready  ## compile steps for 8 x H200, on the newest JA
 
 schedules: test-schedules .venv-gpu-0.11/ready  ## the same, on JAX 0.11.2 too
 	$(call schedules,.venv-gpu-0.11)
+
+FUZZ_SECONDS ?= 3600
+fuzz: .venv/ready  ## random training steps against plain JAX, for an hour (FUZZ_SECONDS)
+	PYTHONPATH=tests .venv/bin/python -m fuzz --seconds $(FUZZ_SECONDS)
 
 lint: .venv/ready  ## ruff, pyrefly and clang-format
 	.venv/bin/ruff check .

@@ -51,10 +51,14 @@ class Processes:
       num_processes: how many.
       address: where the first one listens, for all of them.
       within: what each is started by, for instance ("ip", "netns", "exec", "name"); None: itself.
+      num_devices: CPU devices of each.
     """
 
-    def __init__(self, num_processes, *, address="127.0.0.1", within=None):
+    def __init__(
+        self, num_processes, *, address="127.0.0.1", within=None, num_devices=DEVICES_PER_PROCESS
+    ):
         self.num_processes = num_processes
+        self._num_devices = num_devices
         self._address = address
         self._within = within or [()] * num_processes
         self._children = []
@@ -108,7 +112,7 @@ class Processes:
                         "-c",
                         f"import processes; processes.serve{arguments}",
                     ],
-                    env=environment(),
+                    env=environment(self._num_devices),
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -171,21 +175,22 @@ def free_port():
 
 
 # A child finds the test modules and jdp where the parent does.
-def environment():
+def environment(num_devices=DEVICES_PER_PROCESS):
     tests = Path(__file__).parent
     paths = [str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
-        "JAX_NUM_CPU_DEVICES": str(DEVICES_PER_PROCESS),
+        "JAX_NUM_CPU_DEVICES": str(num_devices),
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
 
 
 def serve(fd, parent_pid, address, num_processes, index):
-    """Join the other processes, then answer calls until the parent closes the pipe."""
+    """Join the other processes, if any, then answer calls until the parent closes the pipe."""
     end_with(parent_pid)
     pipe = connection.Connection(fd)
-    answer(pipe, START_TIMEOUT_S, lambda: join(address, num_processes, index))
+    alone = num_processes == 1
+    answer(pipe, START_TIMEOUT_S, lambda: alone or join(address, num_processes, index))
     while True:
         try:
             timeout_s, call = pipe.recv()

@@ -1,0 +1,106 @@
+"""The same training in plain JAX and optax, on one device, with all rows at once: no jdp here."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from fuzz import model
+from fuzz.program import problem
+
+
+def _divide(x, weight):
+    return x / jnp.where(weight == 0, 1.0, weight)
+
+
+ALONE = model.Over(
+    mean=lambda x: x,
+    total=lambda x: x,
+    gather=lambda x: x,
+    gradient=lambda x: x,
+    divide=_divide,
+    scan=lax.scan,
+)
+
+
+def train(p):
+    """Return what training must end with: state, metrics of each step; in float64."""
+    return _train(problem(p))
+
+
+@functools.lru_cache(maxsize=4)
+def _train(p):
+    params = jax.tree.map(_widest, model.params(p))
+    tx = model.optimizer(p)
+    opt_state = tx.init(_floats(params))
+    chosen = _micro_batches(p)
+
+    @jax.jit
+    def step(params, opt_state, rows, noise, factor):
+        def objective(floats):
+            whole = jax.tree.map(lambda x, f: x if f is None else f, params, floats)
+            total, weight = jnp.zeros(3), 0.0
+            outs = []
+            for index in chosen:
+                part = {name: x[index] for name, x in rows.items()}
+                loss, (mean, out) = model.loss(p, ALONE, whole, part, noise[index])
+                w = model.weights(part).sum()
+                total += w * jnp.stack([factor * loss, loss, mean])
+                weight += w
+                outs.append(out)
+            means = _divide(total, weight)
+            by_row = jnp.zeros(len(noise)).at[np.concatenate(chosen)].set(jnp.concatenate(outs))
+            return means[0], (means[0], means[2], by_row, weight)
+
+        grads, reported = jax.grad(objective, has_aux=True)(_floats(params))
+        if p.reduce == "sum":
+            scale = p.ranks if p.weight == "none" else reported[3]
+            grads = jax.tree.map(lambda g: g * scale, grads)
+        updates, opt_state = tx.update(grads, opt_state, _floats(params))
+        floats = optax.apply_updates(_floats(params), updates)
+        params = jax.tree.map(lambda x, f: x if f is None else f, params, floats)
+        return params, opt_state, reported, optax.tree.norm(grads)
+
+    metrics = []
+    for i, rows in enumerate(model.batches(p)):
+        factor = 0.5 if p.loop in ("alternate", "two_in_jit") and i % 2 else 1.0
+        params, opt_state, reported, norm = step(params, opt_state, rows, noise(p, i), factor)
+        counted = np.int64(np.sum(np.asarray(model.weights(rows)) > 0))
+        metrics.append({"loss": reported[0], "mean": reported[1], "out": reported[2]})
+        metrics[-1] |= {"count": counted, "norm": norm}
+    numbers = {"step": np.int32(model.NUM_STEPS), "seed": np.uint32(p.seed)}
+    state = {"params": params, "opt_state": opt_state, **numbers}
+    return jax.device_get((state, metrics))
+
+
+def noise(p, step):
+    """What the keys of a step add to the output of each row: `[rows of all ranks, 2]`."""
+    if p.noise == "none":
+        return np.zeros((p.ranks * p.rows, 2))
+    key = jax.random.fold_in(jax.random.key(np.uint32(p.seed)), step)
+    parts = []
+    for rank in range(p.ranks):
+        of_rank = jax.random.fold_in(key, 1 + rank if p.noise == "rank" else 0)
+        k = len(p.splits)
+        keys = jax.random.split(of_rank, k) if k > 1 else [of_rank]
+        for part, size in zip(keys, p.splits, strict=True):
+            parts.append(jax.random.normal(part, (size, 2), float))
+    return np.concatenate(parts)
+
+
+def _micro_batches(p):
+    """Which rows of the global batch all ranks compute at once."""
+    rows = np.arange(p.ranks * p.rows).reshape(p.ranks, p.rows)
+    return [part.reshape(-1) for part in np.split(rows, np.cumsum(p.splits)[:-1], axis=1)]
+
+
+def _floats(params):
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda x: x if is_float(x) else None, params)
+
+
+def _widest(x):
+    return x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x

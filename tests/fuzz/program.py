@@ -1,0 +1,224 @@
+"""What a program of the fuzzer is, which programs make sense, and drawing them."""
+
+import dataclasses
+import itertools
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Program:
+    """One training run; every default is the simplest choice."""
+
+    seed: int = 0  # of parameters, rows and weights
+    processes: int = 1
+    mesh: tuple[int, ...] = (2,)  # ranks along each data axis
+    order: str = "mesh"  # in which the step names two data axes
+    tx_order: str = "same"  # in which the optimizer names them
+    auto: int = 1  # devices on a further axis, which the compiler partitions
+    model: str = "mlp"
+    extra: str = "none"  # further leaves
+    dtype: str = "float64"
+    tiny: bool = False  # gradients near 1e-5, a learning rate to match
+    optimizer: str = "sgd"
+    loss: str = "rows"
+    weight: str = "none"
+    rows: int = 4  # of a rank
+    split: str = "whole"  # into micro-batches
+    noise: str = "none"  # by which key
+    reduce: str = "apply"
+    algorithm: str = "auto"
+    bucket_bytes: int = 4 * 2**20
+    run: str = "train_step"
+    loop: str = "python"
+    feed: str = "arrays"
+    metrics: str = "loss"
+    donate: bool = True
+
+    def __repr__(self):
+        return f"Program({', '.join(f'{name}={value!r}' for name, value in self.features())})"
+
+    @property
+    def ranks(self):
+        return math.prod(self.mesh)
+
+    @property
+    def axes(self):
+        """The data axes in the order that the step gives."""
+        axes = ("a", "b") if len(self.mesh) == 2 else ("data",)
+        return axes[::-1] if self.order == "reversed" else axes
+
+    @property
+    def tx_axes(self):
+        return self.axes[::-1] if self.tx_order == "other" else self.axes
+
+    @property
+    def splits(self):
+        """Rows of a rank in each micro-batch."""
+        how, _, number = self.split.partition("=")
+        k = {"whole": 1, "accumulate": int(number or 0)}.get(how, -(-self.rows // int(number or 1)))
+        size = -(-self.rows // k)
+        return [size] * (k - 1) + [self.rows - (k - 1) * size]
+
+    def features(self):
+        """(name, value) of every field that is not the default."""
+        fields = dataclasses.fields(self)
+        pairs = [(field.name, getattr(self, field.name), field.default) for field in fields]
+        return [(name, value) for name, value, default in pairs if value != default]
+
+
+CHOICES = {
+    "processes": [1],
+    "mesh": [(1,), (2,), (3,), (4,), (8,), (2, 2), (2, 3), (1, 2)],
+    "order": ["mesh", "reversed"],
+    "tx_order": ["same", "other"],
+    "auto": [1, 2],
+    "model": "mlp scan scan_layers late late_models embedding shared unused integer".split(),
+    "extra": ["none", "primes", "empty", "large"],
+    "dtype": ["float64", "float32", "bfloat16", "float16", "mixed"],
+    "tiny": [False, True],
+    "optimizer": ["sgd", "momentum", "clip", "multi_steps", "adam"],
+    "loss": ["rows", "batch_mean", "batch_sum", "all_gather", "maml", "global_mean"],
+    "weight": ["none", "mask", "zero", "float"],
+    "rows": [4, 1, 6, 5],
+    "split": ["whole", "accumulate=2", "accumulate=3", "micro_batch_rows=2", "micro_batch_rows=4"],
+    "noise": ["none", "shared", "rank"],
+    "reduce": ["apply", "synced", "sum", "by_axis"],
+    "algorithm": ["auto", "xla", "ring", "native"],
+    "bucket_bytes": [4 * 2**20, 1, 100],
+    "run": ["train_step", "shard_map", "typed", "pmap"],
+    "loop": ["python", "scan", "alternate", "two_in_jit"],
+    "feed": ["arrays", "batches"],
+    "metrics": ["loss", "all"],
+    "donate": [True, False],
+}
+
+# What the result does not depend on: such programs share one run of the oracle.
+WAYS = tuple("order tx_order auto algorithm bucket_bytes run feed donate".split())
+
+NUM_WAYS = 3
+
+# With two CPU devices in each process.
+CHOICES_OF_PROCESSES = {
+    n: CHOICES
+    | {"processes": [n], "mesh": [(2 * n,), (2, n), (n,)], "run": ["train_step", "shard_map"]}
+    for n in (2, 3)
+}
+
+
+def is_valid(p):
+    """Whether the program means something: what it does not allow says nothing about jdp."""
+    is_step = p.run == "train_step"
+    exact_split = not p.split.startswith("accumulate") or p.rows % len(p.splits) == 0
+    return (
+        exact_split
+        and (p.ranks * p.auto <= 8 if p.processes == 1 else p.ranks * p.auto == 2 * p.processes)
+        and (len(p.mesh) == 2 or (p.order, p.tx_order) == ("mesh", "same"))
+        and (len(p.mesh) == 2 or p.reduce != "by_axis")
+        # A key is numbered by the axes of the optimizer, rows by those of the step.
+        and (p.tx_order == "same" or p.noise != "rank")
+        # Adam divides rounding errors by rounding errors, unless they are small.
+        and (p.optimizer != "adam" or p.dtype == "float64")
+        and (not p.tiny or p.optimizer in ("sgd", "momentum"))
+        # jax.value_and_grad(allow_int=True) is the only gradient that allows integers.
+        and (p.model != "integer" or (p.split == "whole" and p.run != "typed"))
+        and (p.model != "integer" or (p.loss not in ("maml", "global_mean")))
+        and (p.model != "integer" or p.reduce in ("apply", "sum"))
+        # The gradient of a global mean is reduced, and its function has no aux.
+        and (p.loss != "global_mean" or (p.reduce == "apply" and p.metrics == "loss"))
+        and (p.loss != "global_mean" or p.split == "whole")
+        # In a function of the author's own the weight is given at each call.
+        and (is_step or p.weight == "none" or p.reduce in ("synced", "by_axis"))
+        # A collective of the loss cannot know it there, and so neither what its gradient is.
+        and (is_step or p.weight == "none" or p.loss == "rows")
+        and (is_step or (p.loop, p.feed, p.auto) == ("python", "arrays", 1))
+        and (is_step or p.donate)
+        and (p.run != "pmap" or len(p.mesh) == 1)
+        and (p.feed == "arrays" or p.loop in ("python", "alternate"))
+    )
+
+
+def problem(p):
+    """Return the program without the ways in which jdp computes it."""
+    ways = dict.fromkeys(WAYS)
+    ways |= {"reduce": "apply" if p.reduce != "sum" else "sum", "processes": 1}
+    ways["model"] = "scan" if p.model in ("scan_layers", "late") else p.model
+    ways["loop"] = "alternate" if p.loop in ("alternate", "two_in_jit") else "python"
+    return dataclasses.replace(p, **ways)
+
+
+def refusal(p):
+    """Why jdp may refuse this program, or None where it must run."""
+    if p.run == "typed" and p.algorithm in ("ring", "native"):
+        return "types cannot say that this algorithm leaves the same value on all ranks"
+    if p.weight != "none" and p.loss in ("batch_sum", "all_gather"):
+        return "a psum or an all_gather in a weighted loss has no weight of its own"
+    if p.algorithm == "native" and p.loss == "maml":
+        return "nothing orders the native calls of functions that JAX traces by themselves"
+    if p.algorithm == "native" and p.auto > 1:
+        return "the compiler would gather what it splits before a call of foreign code"
+    if p.weight != "none" and p.reduce == "by_axis":
+        return "a weight belongs to all data axes at once"
+    if p.auto > 1 and p.dtype in ("bfloat16", "float16", "mixed"):
+        return "XLA:CPU aborts on an all-reduce of small floats beside an axis of the compiler's"
+    if p.model in ("late", "late_models") and p.loss in ("maml", "all_gather", "batch_sum"):
+        return "only reverse mode over one loss is defined for gradients that are reduced late"
+    return None
+
+
+class Draw:
+    """An endless sequence of programs that meets every pair of choices soon.
+
+    Args:
+      random: a `random.Random`.
+      choices: field -> values.
+      seen: pair of (field, value) -> number of programs; counted further.
+    """
+
+    def __init__(self, random, choices, seen):
+        self._random, self._choices, self.seen = random, choices, seen
+
+    def __iter__(self):
+        while True:
+            program = self._best(lambda: self._one(Program(), self._choices))
+            yield program
+            for _ in range(NUM_WAYS - 1):
+                yield self._best(lambda program=program: self._one(program, WAYS))
+
+    def _best(self, draw):
+        candidates = [draw() for _ in range(12)]
+        best = max(candidates, key=lambda p: sum(x not in self.seen for x in self._pairs(p)))
+        for pair in self._pairs(best):
+            self.seen[pair] = self.seen.get(pair, 0) + 1
+        return best
+
+    def _one(self, program, names):
+        while True:
+            simple = self._random.choice([0.3, 0.6, 0.85])  # how many fields keep their default
+            fields = {} if names is WAYS else {"seed": self._random.randrange(2**16)}
+            for name in names:
+                values, default = self._choices[name], getattr(Program, name)
+                kept = default if default in values else values[0]
+                is_kept = self._random.random() < simple
+                fields[name] = kept if is_kept else self._random.choice(values)
+            if is_valid(drawn := dataclasses.replace(program, **fields)):
+                return drawn
+
+    def _pairs(self, program):
+        values = [(name, getattr(program, name)) for name in self._choices]
+        return list(itertools.combinations(values, 2))
+
+
+def simpler(p):
+    """Yield programs that differ from `p` in one field, which has its default there."""
+    for name, value in p.features():
+        default = getattr(Program, name)
+        if name == "processes" or (name == "mesh" and p.processes > 1):
+            continue
+        values = [default]
+        if name == "mesh":
+            values = [v for v in [(2,), (3,), (4,), (2, 2)] if math.prod(v) < p.ranks]
+        for other in values:
+            changed = dataclasses.replace(p, **{name: other})
+            if other != value and is_valid(changed):
+                yield changed
