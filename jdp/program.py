@@ -61,6 +61,7 @@ class Program:
         self._marked: frozenset[str] = frozenset()
         self._split: frozenset[str] = frozenset()
         self._gradient_bytes = 0
+        self._late_choices: list[bool] = []  # see `scope.Scope`
         # Of a program of the author's, jdp does not see when it runs.
         is_compared = mesh.is_multi_process and not is_part
         self._first_runs = same.FirstRuns(mesh, self._name) if is_compared else None
@@ -128,7 +129,7 @@ class Program:
             # jit of its own, which has a jaxpr before the outer trace ends.
             mapped = self._new_mapped(len(args), self._why_xla)
             jaxpr = mapped.trace(*args).jaxpr
-            uniform = verify.check(jaxpr, self._describe(args))
+            uniform = self._prove(jaxpr, args)
             unordered = order.why_unordered(jaxpr)
             if uniform is not None or self._split or unordered:
                 # What is sent, and in which order, shows in the program alone.
@@ -147,6 +148,19 @@ class Program:
 
         on_mesh.__name__ = on_mesh.__qualname__ = self._name
         return on_mesh
+
+    def _prove(self, jaxpr: Any, args: tuple) -> frozenset[str] | None:
+        """Check the program, and that of other platforms too, so that all give one verdict."""
+        if not self._late_choices:
+            return verify.check(jaxpr, self._describe(args))
+        here = self._late_choices[0]
+        elsewhere = self._new_mapped(len(args), order.PART_OF_ANOTHER, late=not here).trace(*args)
+        programs = {here: jaxpr, not here: elsewhere.jaxpr}
+        uniform = {}
+        for late in (False, True):  # in this order everywhere, for the same text
+            uniform[late] = verify.check(programs[late], self._describe(args))
+        verify.require_reverse_mode(programs[True], self._name)
+        return uniform[here]
 
     def _new_mapped(self, num_args: int, why_xla: str | None = None, **found: Any) -> Any:
         on_rank = functools.partial(self._on_rank, why_xla, found)
@@ -175,6 +189,9 @@ class Program:
             if weight is None:
                 weight = jnp.float32((step.num_rows or 0) * axis.size(self._axis_name))
         new_state = statics.hold(jax.tree.map(_strong, new_state))
+        if step.late is not None:  # a program of other platforms
+            return (new_state, reported, weight), rows
+        self._late_choices = step.late_choices
         self._marked, self._split = frozenset(step.marked), frozenset(step.split)
         self._gradient_bytes = sum(reduction.num_bytes for reduction in step.reductions)
         self._outputs = [

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import Mesh
 
 from jdp import axis, collectives, scope
 from jdp.axis import AxisName
@@ -69,6 +70,9 @@ def scan_layers(
         return lax.scan(f, init, stacked, reverse=reverse, unroll=unroll)
     axes = axis.names(axis_name)
     params = _shared(params, axes)
+    step = scope.innermost()
+    if step is not None and step.late:  # for the proof alone, and perhaps on another platform
+        all_reduce = collectives.xla
     hooks = Hooks(floats_of(params), axes, all_reduce, reverse)
     leaves, treedef = jax.tree.flatten(params)
     others = [None if is_float(leaf) else leaf for leaf in leaves]
@@ -89,16 +93,24 @@ def scan_layers(
 
 
 def _is_late(late: bool | None, axis_name: AxisName) -> bool:
-    if axis.size(axis_name) == 1 or _is_inside.get() or axis.is_typed(axis_name):
-        return False
     step = scope.innermost()
-    if step is not None and step.is_part:
+    if step is None and axis.size(axis_name) == 1:
         return False
-    if late is None:
-        mesh = None if step is None else step.mesh
-        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-        late = platform == "gpu"
+    if _is_inside.get() or axis.is_typed(axis_name) or (step is not None and step.is_part):
+        return False
+    if late is not None:
+        return late and axis.size(axis_name) > 1
+    if step is not None and step.late is not None:
+        return step.late
+    late = _reduces_late(None if step is None else step.mesh) and axis.size(axis_name) > 1
+    if step is not None:
+        step.late_choices.append(late)
     return late
+
+
+def _reduces_late(mesh: Mesh | None) -> bool:
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    return platform == "gpu"
 
 
 @contextlib.contextmanager

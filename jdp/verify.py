@@ -93,6 +93,20 @@ def check(jaxpr: Any, traced: Traced) -> frozenset[str] | None:
     return _uniform_gradients(report)
 
 
+def require_reverse_mode(jaxpr: Any, name: str) -> None:
+    """Refuse forward-mode derivatives of layers that reduce late, before JAX lowers them.
+
+    Raises:
+      ValueError: saying what to write.
+    """
+    if "custom_lin" in _primitives(jaxpr):
+        raise ValueError(
+            f"`{name}` takes a forward-mode derivative (jax.jvp, jax.jacfwd, jax.hessian) through "
+            "jdp.scan_layers, which has none where it reduces in the backward loop, as it does on "
+            "GPUs by default. Write jdp.scan_layers(..., late=False)."
+        )
+
+
 def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
     problems = [
         *_deadlocks(report),
