@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jdp.step import eval_step as eval_step
     from jdp.step import train_step as train_step
     from jdp.sync import sync_gradients as sync_gradients
+    from jdp.uniformity import declare_pure as declare_pure
     from jdp.uniformity import uniformity as uniformity
 
 # The room of each public name.
@@ -39,6 +40,7 @@ _ROOMS = {
     "check_replicas": "replicas",
     "check_step": "check",
     "collectives": "",
+    "declare_pure": "uniformity",
     "eval_step": "step",
     "evaluate": "evaluate",
     "global_mean": "grad",

@@ -76,6 +76,7 @@ class Program:
         self._split: frozenset[str] = frozenset()
         self._weighed: frozenset[str] = frozenset()
         self._gradient_bytes = 0
+        self._late_choices: list[bool] = []  # see `scope.Scope`
         # Of a program of the author's, jdp does not see when it runs.
         is_compared = mesh.is_multi_process and not is_part
         self._first_runs = self.arguments = None
@@ -156,7 +157,7 @@ class Program:
             inputs = _own_beside_batch(*args)
             mapped = self._new_mapped(len(args), self._why_xla)
             jaxpr = mapped.trace(*inputs).jaxpr
-            uniform = verify.check(jaxpr, self._describe(args))
+            uniform = self._prove(jaxpr, args)
             unordered = order.why_unordered(jaxpr)
             if uniform is not None or self._split or unordered:
                 # What is sent, and in which order, shows in the program alone.
@@ -178,6 +179,20 @@ class Program:
 
         on_mesh.__name__ = on_mesh.__qualname__ = self._name
         return on_mesh
+
+    def _prove(self, jaxpr: Any, args: tuple) -> frozenset[str] | None:
+        """Check the program, and that of other platforms too, so that all give one verdict."""
+        if not self._late_choices:
+            return verify.check(jaxpr, self._describe(args))
+        here = self._late_choices[0]
+        mapped = self._new_mapped(len(args), order.PART_OF_ANOTHER, late=not here)
+        elsewhere = mapped.trace(*_own_beside_batch(*args))
+        programs = {here: jaxpr, not here: elsewhere.jaxpr}
+        uniform = {}
+        for late in (False, True):  # in this order everywhere, for the same text
+            uniform[late] = verify.check(programs[late], self._describe(args))
+        verify.require_reverse_mode(programs[True], self._name)
+        return uniform[here]
 
     def _new_mapped(self, num_args: int, why_xla: str | None = None, **found: Any) -> Any:
         on_rank = functools.partial(self._on_rank, why_xla, found)
@@ -222,6 +237,9 @@ class Program:
                 weight = jnp.float32((step.num_rows or 0) * axis.size(self._axis_name))
         new_state, own = rank_state.take(jax.tree.map(_strong, new_state))
         whole = statics.hold(rank_state.put(new_state, own)) if own else statics.hold(new_state)
+        if step.late is not None:  # a program of other platforms
+            return (statics.hold(new_state), reported, weight), (rows, differs, own)
+        self._late_choices = step.late_choices
         leaving = _outputs(f"new {self._argument(0)}", "state", whole)
         is_own = rank_state.flags(whole)
         self._marked, self._split = frozenset(step.marked), frozenset(step.split)

@@ -69,6 +69,9 @@ def scan_layers(
         return lax.scan(f, init, stacked, reverse=reverse, unroll=unroll)
     axes = axis.in_mesh_order(axis_name)
     params = _shared(params, axes)
+    step = scope.innermost()
+    if step is not None and step.late:  # for the proof alone, and perhaps on another platform
+        all_reduce = collectives.xla
     hooks = Hooks(floats_of(params), axes, all_reduce, reverse)
     leaves, treedef = jax.tree.flatten(params)
     others = [None if is_float(leaf) else leaf for leaf in leaves]
@@ -89,12 +92,19 @@ def scan_layers(
 
 
 def _is_late(late: bool | None, axis_name: AxisName) -> bool:
-    if axis.size(axis_name) == 1 or _is_inside.get() or axis.is_typed(axis_name):
-        return False
     step = scope.innermost()
-    if step is not None and step.is_part:
+    if step is None and axis.size(axis_name) == 1:
         return False
-    return scope.platform() == "gpu" if late is None else late
+    if _is_inside.get() or axis.is_typed(axis_name) or (step is not None and step.is_part):
+        return False
+    if late is not None:
+        return late and axis.size(axis_name) > 1
+    if step is not None and step.late is not None:
+        return step.late
+    late = scope.platform() == "gpu" and axis.size(axis_name) > 1
+    if step is not None:
+        step.late_choices.append(late)
+    return late
 
 
 @contextlib.contextmanager

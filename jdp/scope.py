@@ -35,6 +35,9 @@ class Scope:
       uniform: paths of the gradients that a first trace found to be the same on every rank; None
         in a first trace.
       ready: path of a gradient -> when a first trace found it to be ready; None where nobody asks.
+      late: whether `scan_layers` reduces late where its caller leaves that to the platform; None:
+        as the platform has it.
+      late_choices: what it took where its caller left that to the platform.
       split: paths of the gradients that go through `collectives.split`, which asks.
       marked: paths of the gradients that were marked for reduction in this trace.
       reductions: how gradients were reduced in this trace, one after the other.
@@ -51,6 +54,8 @@ class Scope:
     weighed: set[str] = field(default_factory=set)
     uniform: frozenset[str] | None = None
     ready: dict[str, int] | None = None
+    late: bool | None = None
+    late_choices: list[bool] = field(default_factory=list)
     split: set[str] = field(default_factory=set)
     marked: set[str] = field(default_factory=set)
     reductions: list["Reduction"] = field(default_factory=list)
@@ -186,6 +191,7 @@ def entered(
     mesh: Mesh | None = None,
     uniform: frozenset[str] | None = None,
     ready: dict[str, int] | None = None,
+    late: bool | None = None,
 ) -> Iterator[Scope]:
     """Trace what stands inside as a step over `axis_name` on this rank's `batch`.
 
@@ -198,6 +204,7 @@ def entered(
       mesh: see `Scope`.
       uniform: see `Scope`.
       ready: see `Scope`.
+      late: see `Scope`.
     """
     leaves = jax.tree.leaves(batch)
     # Marked, so that a mask which only the weight reads can be told from one that the loss reads.
@@ -215,6 +222,7 @@ def entered(
         why_no_gradient=why_no_gradient,
         uniform=uniform,
         ready=ready,
+        late=late,
     )
     if weight is not None:
         (scope if around is None else around).weighed.add(

@@ -9,7 +9,13 @@ import jax
 
 from jdp import axis, transposed
 from jdp.mark import AVERAGED, SHARED
-from jdp.uniformity import Report, analyse, find_shard_maps
+from jdp.uniformity import (
+    Report,
+    analyse,
+    compilers_deadlock,
+    find_shard_maps,
+    unknown_primitives,
+)
 
 # A step's own output, the weight of the global batch.
 WEIGHT = "weight"
@@ -76,6 +82,34 @@ def check(jaxpr: Any, traced: Traced) -> frozenset[str] | None:
     """
     step = find_shard_maps(jaxpr)[0]
     report = analyse(step)
+    problems = _problems(step, report, traced)
+    if problems:
+        if report.unknown:
+            trusted = analyse(step, trusts_unknown=True)
+            if problems != _problems(step, trusted, traced):
+                problems += unknown_primitives(report)
+        shown = "\n".join(f"- {problem}" for problem in problems[:8])
+        more = f"\n- and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ValueError(f"`{traced.name}` is not the same training on every rank:\n{shown}{more}")
+    _warn_of_unused(report)
+    return _uniform_gradients(report)
+
+
+def require_reverse_mode(jaxpr: Any, name: str) -> None:
+    """Refuse forward-mode derivatives of layers that reduce late, before JAX lowers them.
+
+    Raises:
+      ValueError: saying what to write.
+    """
+    if "custom_lin" in _primitives(jaxpr):
+        raise ValueError(
+            f"`{name}` takes a forward-mode derivative (jax.jvp, jax.jacfwd, jax.hessian) through "
+            "jdp.scan_layers, which has none where it reduces in the backward loop, as it does on "
+            "GPUs by default. Write jdp.scan_layers(..., late=False)."
+        )
+
+
+def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
     problems = [
         *_deadlocks(report),
         *_reduced_twice(report),
@@ -87,13 +121,7 @@ def check(jaxpr: Any, traced: Traced) -> frozenset[str] | None:
         *_wrong_gather(step, traced),
         *_unweighted_transposes(step, traced),
     ]
-    problems = list(dict.fromkeys(problems))  # A line that many leaves pass is told once.
-    if problems:
-        shown = "\n".join(f"- {problem}" for problem in problems[:8])
-        more = f"\n- and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise ValueError(f"`{traced.name}` is not the same training on every rank:\n{shown}{more}")
-    _warn_of_unused(report)
-    return _uniform_gradients(report)
+    return list(dict.fromkeys(problems))  # A line that many leaves pass is told once.
 
 
 def _uniform_gradients(report: Report) -> frozenset[str] | None:
@@ -107,6 +135,9 @@ def _uniform_gradients(report: Report) -> frozenset[str] | None:
 def _deadlocks(report: Report) -> Iterator[str]:
     for found in report.deadlocks:
         where = f" at {found.source}" if found.source else ""
+        if found.is_compilers:
+            yield compilers_deadlock(found, "jdp.mean_over_ranks(loss) < 2")
+            continue
         yield (
             f"`{found.primitive}`{where} runs under a `{found.control}` whose predicate may differ "
             "from rank to rank; ranks that skip it leave the others waiting for ever. Make the "

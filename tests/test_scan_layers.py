@@ -1,6 +1,7 @@
 """Layers under scan_layers train like layers under lax.scan on one device."""
 
 import functools
+import importlib
 import re
 
 import flax.linen as nn
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jdp
 from jdp import collectives
 
+jdp_scan_layers = importlib.import_module("jdp.scan_layers")
 NUM_LAYERS, WIDTH, RATE = 4, 5, 0.1
 ROWS = 24  # divides by 1, 2, 3 and 8 ranks
 late = functools.partial(jdp.scan_layers, late=True)
@@ -457,3 +459,83 @@ def test_a_flax_block_is_a_layer(make_mesh):
 
     want = plainly(loss_fn, blocks, rows())
     assert_close(trained(make_mesh(3), loss_fn, blocks, rows()), want, 3e-6)
+
+
+# One verdict for all platforms: a CPU and a GPU take different programs
+
+
+def by_default(change=lambda grads: grads, form=mean_loss):
+    @jdp.train_step
+    def step(state, batch):
+        grads = jax.grad(functools.partial(form, jdp.scan_layers))(state.params, batch)
+        return state.apply_gradients(change(grads)), {}
+
+    return step
+
+
+def refusal(step, mesh, platform, monkeypatch):
+    monkeypatch.setattr(jdp_scan_layers, "_reduces_late", lambda _: platform == "gpu")
+    with pytest.raises(ValueError) as caught:
+        step.lower(state_of(mesh, parameters()), rows())
+    return str(caught.value)
+
+
+def layers_over_ranks(reduce):
+    def change(grads):
+        return {**grads, "layers": jax.tree.map(lambda g: reduce(g, "data"), grads["layers"])}
+
+    return by_default(change)
+
+
+def varying_params(scan, params, batch):
+    masked = jax.tree.map(lambda w: w * batch["x"].mean(), params["layers"])
+    return squares(scan, {**params, "layers": masked}, batch["x"]).mean()
+
+
+def skipped_by_some(scan, params, batch):
+    mean = lambda params: squares(scan, params, batch["x"]).mean()  # noqa: E731
+    return lax.cond(batch["x"].sum() > 0, mean, lambda params: 0.0, params)
+
+
+@jdp.train_step
+def in_forward_mode(state, batch):
+    loss_fn = functools.partial(mean_loss, jdp.scan_layers, batch=batch)
+    return state, {"slope": jax.jvp(loss_fn, (state.params,), (state.params,))[1]}
+
+
+WRONG_ON_ONE_PLATFORM = {
+    "forward mode": (in_forward_mode, "late=False"),
+    "psum": (layers_over_ranks(lax.psum), "reduced before it came"),
+    "pmean": (layers_over_ranks(lax.pmean), "reduced before it came"),
+    "params that vary": (by_default(form=varying_params), "as xs="),
+    "skipped by some ranks": (by_default(form=skipped_by_some), "waiting for ever"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ON_ONE_PLATFORM)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_one_platform_refuses_all_refuse_with_the_same_text(
+    name, num_ranks, make_mesh, monkeypatch
+):
+    step, text = WRONG_ON_ONE_PLATFORM[name]
+    on_cpu, on_gpu = (
+        refusal(jdp.train_step(step.__wrapped__), make_mesh(num_ranks), platform, monkeypatch)
+        for platform in ("cpu", "gpu")
+    )
+    assert on_cpu == on_gpu
+    assert text in on_cpu
+
+
+@every_form
+def test_a_form_that_the_default_takes_on_one_platform_it_takes_on_all(
+    form, make_mesh, monkeypatch
+):
+    for platform in ("cpu", "gpu"):
+        monkeypatch.setattr(jdp_scan_layers, "_reduces_late", lambda _, p=platform: p == "gpu")
+        by_default(form=form).lower(state_of(make_mesh(2), parameters()), rows())
+
+
+def test_the_proof_of_other_platforms_leaves_nothing_in_the_program(make_mesh):
+    assert num_reductions(make_mesh(2), mean_loss, scan=jdp.scan_layers) == num_reductions(
+        make_mesh(2), mean_loss, scan=functools.partial(late, late=False)
+    )

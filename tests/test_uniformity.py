@@ -3,6 +3,8 @@
 Everything here is traced, and nothing of it runs: wrong programs would hang.
 """
 
+import dataclasses
+
 import jax
 import jax.ad_checkpoint
 import jax.numpy as jnp
@@ -37,7 +39,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdp.mark import mark
-from jdp.uniformity import Class, analyse, find_shard_maps
+from jdp.uniformity import Class, analyse, declare_pure, find_shard_maps
 
 JAX_0_12 = jax.__version_info__ >= (0, 12)
 
@@ -962,7 +964,7 @@ def test_a_deadlock_names_the_control_flow_that_varies():
     assert found.control == "while"
 
 
-# Primitives that the analysis has never heard of
+# Primitives without a rule of their own: declared pure, with a body, or never heard of
 
 
 def new_primitive(name):
@@ -973,6 +975,7 @@ def new_primitive(name):
 
 
 strange_p = new_primitive("strange")
+declare_pure(strange_p)
 
 
 def strange(*args, **params):
@@ -1017,7 +1020,7 @@ STRANGE = {
 
 
 @pair_table(STRANGE)
-def test_of_an_unknown_primitive_everything_is_joined(right, wrong):
+def test_of_a_primitive_without_a_rule_everything_is_joined(right, wrong):
     assert [value.axes for value in report(right).outputs] == [UNIFORM]
     assert VARYING in [value.axes for value in report(wrong).outputs]
 
@@ -1078,6 +1081,26 @@ def test_a_primitive_with_a_hidden_body_is_named():
     got = report(program)
     assert got.opaque == ("strange",)
     assert [value.axes for value in got.outputs] == [UNIFORM, UNIFORM]
+
+
+slotted_p = new_primitive("slotted")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    """How a primitive may hold a body or none."""
+
+    body: object
+
+
+def test_a_body_in_a_dataclass_with_slots_is_looked_into():
+    def program(w, x):
+        return [
+            slotted_p.bind(w, options=Slotted(closed(f, w)))[0]
+            for f in (lambda w: 2 * w, lambda w: w * rank())
+        ]
+
+    assert [value.axes for value in report(program).outputs] == [UNIFORM, VARYING]
 
 
 class Unexpandable:

@@ -272,12 +272,30 @@ def _transpose(
     return [None] * _FIRST_LEAF + given
 
 
-# Rows of an array and ranks are added up independently.
-def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    return _all_reduce_p.bind(*args, **params), dims[_FIRST_LEAF - 1 :]
+# Rows of an array and ranks are added up independently, unless a vmap gives its rows the name of an
+# axis, which then means them.
+def _batch(
+    axis_data: Any, args: Sequence[Any], dims: Sequence[Any], *, axes: Any, **params: Any
+) -> tuple[Any, Any]:
+    if axis_data.name in axes:
+        remaining = tuple(name for name in axes if name != axis_data.name)
+        sums = [
+            _sum_of_rows(x, dim, axis_data.size, remaining, scale=args[2])
+            for x, dim in zip(args[_FIRST_LEAF:], dims[_FIRST_LEAF:], strict=True)
+        ]
+        return [args[_FIRST_LEAF - 1], *sums], [dims[_FIRST_LEAF - 1]] + [None] * len(sums)
+    return _all_reduce_p.bind(*args, axes=axes, **params), dims[_FIRST_LEAF - 1 :]
+
+
+def _sum_of_rows(x: Any, dim: Any, size: int, axes: tuple[str, ...], *, scale: Any) -> jax.Array:
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_float else x
+    total = wide * size if dim is None else wide.sum(dim, dtype=wide.dtype)
+    total = lax.psum(total, axes) if axes else total
+    return (total * scale).astype(x.dtype) if is_float else total
 
 
 ad.primitive_jvps[_all_reduce_p] = _jvp
 ad.primitive_transposes[_all_reduce_p] = _transpose
-batching.primitive_batchers[_all_reduce_p] = _batch
+batching.fancy_primitive_batchers[_all_reduce_p] = _batch
 mlir.register_lowering(_all_reduce_p, _lower, platform="cpu", cacheable=False)

@@ -26,16 +26,17 @@ def find_shard_maps(jaxpr: Any) -> list[Any]:
     return found
 
 
-def analyse(eqn: Any) -> Report:
+def analyse(eqn: Any, *, trusts_unknown: bool = False) -> Report:
     """Find out which values may differ from rank to rank in the body of a shard_map.
 
     The inputs are what the `in_specs` say: an axis that splits an input makes it vary.
 
     Args:
       eqn: a shard_map equation, see `find_shard_maps`.
+      trusts_unknown: take primitives that are on no list for pure.
     """
     manual = jaxprs.manual_axes(eqn)
-    walk = Walk(eqn.params["mesh"], manual)
+    walk = Walk(eqn.params["mesh"], manual, trusts_unknown=trusts_unknown)
     body = jaxprs.mapped_body(eqn)
     ins: list[Any] = []
     for variable, spec in zip(body.invars, eqn.params["in_specs"], strict=True):
@@ -49,6 +50,7 @@ def analyse(eqn: Any) -> Report:
         deadlocks=walk.deadlocks(),
         marks=walk.marks(),
         opaque=tuple(walk.opaque),
+        unknown=tuple(walk.unknown.items()),
         used_inputs=used_inputs(body),
         refs=tuple(
             (i, walk.lattice.decode(value.value))

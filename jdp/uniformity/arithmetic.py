@@ -66,13 +66,16 @@ def _sort(walk: Walk, eqn: Any, ins: list[int]) -> list[int]:
     return [walk.lattice.mix(keys | (0 if i < num_keys else x)) for i, x in enumerate(ins)]
 
 
-def _anything(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    return walk.anything()
-
-
 def _foreign(walk: Walk, eqn: Any, ins: list[int]) -> int:
     # That a call without side effects depends on its operands alone is its author's promise.
     return walk.anything() if eqn.params["has_side_effect"] else mix(walk, eqn, ins)
+
+
+def _exported(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    # A program for several devices may communicate; one for one device cannot.
+    program = eqn.params["exported"]
+    effects = (*program.ordered_effects, *program.unordered_effects)
+    return walk.anything() if effects or program.nr_devices > 1 else mix(walk, eqn, ins)
 
 
 # Zero if all operands are zero. Other operations may give zeros too; nothing depends on those.
@@ -80,32 +83,44 @@ ZERO_OF_ZEROS = frozenset("concatenate cumsum pad reduce_sum stack".split())
 
 # empty2 is a zero that stands for what the branch not taken would have kept for the gradient.
 _MIX = """
-    abs acos acosh after_all and approx_top_k argmax argmin asin asinh atan atan2 atanh bessel_i0e
-    bessel_i1e bitcast_convert_type broadcast_to cbrt ceil cholesky cholesky_update clamp clz
-    complex concatenate conj cos cosh create_token cumlogsumexp cummax cummin cumprod cumsum
-    debug_callback debug_print digamma dynamic_slice dynamic_update_slice eig eigh empty2 eq eq_to
-    erf erf_inv erfc exp exp2 expm1 fft floor gather ge gt hessenberg householder_product igamma
-    igamma_grad_a igammac imag integer_pow iota is_finite le le_to lgamma log log1p log2 logistic lt
-    lt_to lu lu_pivots_to_permutation max min mulhi ne nextafter not one_minus_square or ormqr pad
-    platform_index polygamma polynomial population_count pow pure_callback qr random_bits
-    random_clone random_fold_in random_gamma random_seed random_split random_unwrap random_wrap real
+    _copysign abs acos acosh after_all and approx_top_k argmax argmin asin asinh atan atan2
+    atanh bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense
+    bcoo_sort_indices bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose
+    bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense bessel_i0e bessel_i1e
+    bitcast_convert_type broadcast_to cbrt ceil check cholesky cholesky_update clamp clz complex
+    concatenate conj coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv coo_todense cos cosh
+    create_token csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense cumlogsumexp
+    cummax cummin cumprod cumsum dce_sink debug_callback debug_print digamma dim_as_value
+    dimension_size dot_product_attention_bwd dot_product_attention_bwd_wrapper
+    dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
+    dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
+    dot_product_attention_fwd dot_product_attention_fwd_wrapper dynamic_slice
+    dynamic_update_slice eig eigh empty2 eq eq_to erf erf_inv erfc exp exp2 expm1 fft floor
+    from_edtype gather ge geqp3 geqrf gt hessenberg householder_product igamma igamma_grad_a
+    igammac imag inspect_sharding integer_pow iota iota_2x32_shape is_finite le le_to lgamma log
+    log1p log2 logistic lt lt_to lu lu_pivots_to_permutation max min mulhi ne nextafter not
+    one_minus_square or ormqr pack_dtype pad philox2x32 philox4x32 platform_index polygamma
+    polynomial population_count pow pure_callback qr ragged_dot_general random_bits random_clone
+    random_fold_in random_gamma random_seed random_split random_unwrap random_wrap real
     reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_window_max
-    reduce_window_min reduce_window_sum reduce_xor regularized_incomplete_beta rem rng_bit_generator
-    round rsqrt scatter-add scatter-max scatter-min scatter-mul scatter-sub schur
-    select_and_gather_add select_and_scatter_add shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stack svd symmetric_product tan tanh threefry2x32
-    top_k triangular_solve tridiagonal tridiagonal_solve xor zeta
+    reduce_window_min reduce_window_sum reduce_xor regularized_incomplete_beta rem
+    rng_bit_generator rnn_bwd rnn_fwd round rsqrt scaled_dot scaled_matmul scaled_matmul_wrapper
+    scatter-add scatter-max scatter-min scatter-mul scatter-sub schur
+    select_and_gather_add select_and_scatter_add shape_assertion shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh spsolve sqrt square stack svd
+    symmetric_product tan tanh threefry2x32 threefry4x32 to_edtype todense top_k
+    triangular_solve tridiagonal tridiagonal_solve unpack_dtype xor zeros_like zeta
 """
 
 # Elements of the first operand, moved, cast or negated; the casts of JAX's own types of varying
 # values change nothing on a rank, and a collective that was started is done.
 _MOVE = """
     accum_grad_in_ref add_dependency all_gather_done all_gather_reduced_done all_to_all_done
-    broadcast_in_dim convert_element_type copy copy_p expand_dims layout_constraint name neg
-    pbroadcast_done ppermute_done preduced psum_done pvary reduce_precision reduce_scatter_done
-    reduced_vary_cast reduced_vary_cast_p reshape reshard rev sharding_constraint slice split
-    squeeze stop_gradient tile transpose unstack vary_unreduced_cast vary_unreduced_cast_p
-    xla_metadata_value
+    assert_consumed_value broadcast_in_dim consume convert_element_type copy copy_p expand_dims
+    layout_constraint name neg pbroadcast_done ppermute_done preduced psum_done pvary
+    reduce_precision reduce_scatter_done reduced_vary_cast reduced_vary_cast_p reshape reshard
+    rev sharding_constraint slice split squeeze stop_gradient tile transpose unstack
+    vary_unreduced_cast vary_unreduced_cast_p xla_metadata_value
 """
 
 RULES = {
@@ -114,10 +129,10 @@ RULES = {
     **dict.fromkeys("device_put optimization_barrier".split(), _move_each),
     **dict.fromkeys("add add_any sub".split(), _add),
     **dict.fromkeys("conv_general_dilated dot_general".split(), _contract),
-    **dict.fromkeys("create_linear empty infeed io_callback rng_uniform".split(), _anything),
+    **dict.fromkeys("buffer_callback ffi_call".split(), _foreign),
+    "call_exported": _exported,
     "div": _divide,
     "jdp_weigh": _weigh,
-    "ffi_call": _foreign,
     "mul": _multiply,
     "select_n": _select,
     "sort": _sort,

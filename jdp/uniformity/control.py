@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jdp.uniformity import jaxprs
+from jdp.uniformity import jaxprs, kernels
 from jdp.uniformity.refs import Cell, held
 
 if TYPE_CHECKING:
@@ -127,6 +127,29 @@ def _name(eqn: Any) -> str:
 
 
 def unknown(walk: Walk, eqn: Any, ins: list[Any]) -> Any:
+    """Look through bodies; where there are none, anything may come out."""
+    if any(True for _ in jaxprs.bodies(eqn)) or walk.trusts_unknown:
+        return joined(walk, eqn, ins)
+    walk.note_unknown(eqn)
+    joined(walk, eqn, ins)  # for what it notes
+    return _source(walk, eqn, ins)
+
+
+def _source(walk: Walk, eqn: Any, ins: list[Any]) -> int:
+    """Give anything, and write it into all Refs."""
+    for value in ins:
+        if isinstance(value, Cell):
+            value.value |= walk.anything()
+    return walk.anything()
+
+
+def _copy_by_dma(walk: Walk, eqn: Any, ins: list[Any]) -> Any:
+    # The device to which a Pallas kernel copies comes last, None for its own.
+    *_, device = eqn.params["tree"].unflatten(list(range(len(ins))))
+    return joined(walk, eqn, ins) if device is None else _source(walk, eqn, ins)
+
+
+def joined(walk: Walk, eqn: Any, ins: list[Any]) -> Any:
     """Join all operands, all bodies walked with that join, and all axes that are named.
 
     Everything may also be written into every Ref among the operands.
@@ -155,12 +178,30 @@ def unknown(walk: Walk, eqn: Any, ins: list[Any]) -> Any:
     return value
 
 
+# Those of JAX, equinox, lineax and jax_triton that have bodies, take Refs or hide a function.
+_JOINED = frozenset(
+    "announce_jaxpr custom_jvp_call_jaxpr linear_solve maybe_set noinline nonbatchable pin "
+    "nondifferentiable_backward nontraceable reduce reduce_window run_state scatter "
+    "select_and_scatter select_if_vmap shard_alike stage tie triton_kernel_call unpin unvmap_all "
+    "unvmap_any unvmap_max".split()
+)
+
+# What is drawn from the device, its host or its memory.
+_SOURCES = frozenset(
+    "box_get box_set create_linear custom_lin empty global_array_to_host_local_array "
+    "host_local_array_to_global_array infeed io_callback log_extend log_read new_box new_log "
+    "rng_uniform".split()
+)
+
 RULES = {
+    **dict.fromkeys(_JOINED | kernels.JOINED, joined),
+    **dict.fromkeys(_SOURCES | kernels.SOURCES, _source),
     **dict.fromkeys(jaxprs.CALLS, _call),
     "call_hi_primitive": _high_level,
     "call_hi_primitive_linearized": _closed,
     "cond": _cond,
     "custom_linear_solve": _solve,
+    "dma_start": _copy_by_dma,
     "scan": _scan,
     "shard_map": _shard_map,
     "while": _while,

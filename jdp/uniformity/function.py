@@ -10,7 +10,7 @@ from jdp import axis
 from jdp.axis import AxisName
 from jdp.uniformity import jaxprs
 from jdp.uniformity.analysis import analyse, find_shard_maps
-from jdp.uniformity.refusals import refusals, spelled
+from jdp.uniformity.refusals import refusals, spelled, unknown_primitives
 from jdp.uniformity.report import Report
 
 
@@ -63,7 +63,12 @@ def uniformity(
         # An output that leaves in several places is called by the first.
         leaves = reversed(list(zip(left, traced.paths, strict=True)))
         paths = {value.position: path for value, path in leaves if value.origin == key}
-        problems += refusals(eqn, reports[key], names, paths)
+        found = [*refusals(eqn, reports[key], names, paths)]
+        if found and reports[key].unknown:
+            trusted = analyse(eqn, trusts_unknown=True)
+            if found != [*refusals(eqn, trusted, names, paths)]:
+                found += unknown_primitives(reports[key])
+        problems += found
     if problems:
         shown = "\n".join(f"- {problem}" for problem in problems[:8])
         more = f"\n- and {len(problems) - 8} more" if len(problems) > 8 else ""

@@ -38,7 +38,7 @@ def _jaxprs_in(values: Any) -> Iterator[Any]:
         elif is_jaxpr(value):
             yield opened(value)
         elif dataclasses.is_dataclass(value):  # how a Pallas kernel chooses its blocks
-            yield from _jaxprs_in(vars(value).values())
+            yield from _jaxprs_in(getattr(value, f.name, None) for f in dataclasses.fields(value))
 
 
 def called_body(eqn: Any) -> Any | None:

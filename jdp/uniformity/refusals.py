@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from jdp.uniformity import jaxprs
-from jdp.uniformity.report import Report
+from jdp.uniformity.report import Deadlock, Report
 
 
 def refusals(
@@ -27,6 +27,9 @@ def refusals(
 def _deadlocks(report: Report, names: tuple[str, ...]) -> Iterator[str]:
     for found in report.deadlocks:
         at = f" at {found.source}" if found.source else ""
+        if found.is_compilers:
+            yield compilers_deadlock(found, f"jax.lax.pmean(loss, {spelled(names)}) < 2")
+            continue
         yield (
             f"`{found.primitive}` over {spelled(found.axes)}{at} runs under a `{found.control}` "
             "whose predicate may differ from rank to rank; ranks that skip it leave the others "
@@ -73,6 +76,34 @@ def _torn_refs(eqn: Any, report: Report, names: tuple[str, ...]) -> Iterator[str
                 f"Average what is written, jax.lax.pmean(x, {spelled(names)}), or split it, "
                 f"P({spelled(names)})."
             )
+
+
+def compilers_deadlock(found: Deadlock, uniform: str) -> str:
+    """Write what is wrong with a collective of XLA's own.
+
+    Args:
+      found: the deadlock.
+      uniform: an example of a predicate that is the same on every rank.
+    """
+    at = f" at {found.source}" if found.source else ""
+    return (
+        f"`{found.primitive}`{at} runs under a `{found.control}` whose predicate may differ from "
+        f"rank to rank, and the mesh axis {spelled(found.axes)} is left to the compiler: if it "
+        "splits the operand, XLA exchanges edges between all devices there, and ranks that skip it "
+        f"leave the others waiting for ever. Make the predicate the same first, `{uniform}`, or "
+        "compute both cases and write jnp.where(predicate, a, b)."
+    )
+
+
+def unknown_primitives(report: Report) -> Iterator[str]:
+    """Give a text for every primitive whose results the analysis does not trust."""
+    for name, line in report.unknown:
+        at = f" at {line}" if line else ""
+        yield (
+            f"jdp does not know the primitive `{name}`{at} and assumes that its results differ "
+            "from rank to rank. If equal operands give equal results on every rank, write "
+            "jdp.declare_pure(primitive) before the first step. If not, average what it gives."
+        )
 
 
 def spelled(names: Collection[str]) -> str:

@@ -14,12 +14,14 @@ class Deadlock:
       axes: names of the mesh axes along which it communicates.
       control: what it stands under, "cond" or "while".
       source: the author's line, such as "train.py:41"; empty if no line is the author's.
+      is_compilers: whether XLA would put the collective in, to split `primitive` over `axes`.
     """
 
     primitive: str
     axes: tuple[str, ...]
     control: str
     source: str
+    is_compilers: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Report:
       deadlocks: collectives under control flow on which ranks may differ.
       marks: the marks in it.
       opaque: primitives with a body that could not be opened.
+      unknown: primitives that are on no list, and for each the author's line where it stands.
       used_inputs: for each input of its body, captured arrays first, whether an output or a side
         effect depends on it.
       refs: position and final class of each input that is a `jax.Ref`.
@@ -63,5 +66,6 @@ class Report:
     deadlocks: tuple[Deadlock, ...]
     marks: tuple[Marked, ...]
     opaque: tuple[str, ...]
+    unknown: tuple[tuple[str, str], ...]
     used_inputs: tuple[bool, ...]
     refs: tuple[tuple[int, Class], ...]

@@ -8,6 +8,7 @@ from jax.extend.core import Literal
 
 from jdp.uniformity import arithmetic, collectives, control, jaxprs, refs
 from jdp.uniformity.classes import Lattice
+from jdp.uniformity.partitioned import shifts
 from jdp.uniformity.refs import Cell
 from jdp.uniformity.report import Deadlock, Marked
 from jdp.uniformity.source import source
@@ -26,9 +27,10 @@ class Walk:
     Args:
       mesh: of the shard_map that is analysed.
       manual: names of its manual axes: those along which ranks run their own code.
+      trusts_unknown: take primitives that are on no list for pure.
     """
 
-    def __init__(self, mesh: Any, manual: frozenset[str]):
+    def __init__(self, mesh: Any, manual: frozenset[str], *, trusts_unknown: bool = False):
         self.lattice = Lattice(mesh.axis_names)
         self.everywhere = self.lattice.axes(manual)
         # Axes along which ranks may not all come here, and the control flow that is why.
@@ -41,6 +43,10 @@ class Walk:
         self._mesh = mesh
         self._expanded: dict[int, Any] = {}
         self.opaque: dict[str, None] = {}
+        self.trusts_unknown = trusts_unknown
+        self.unknown: dict[str, str] = {}
+        # Axes of several devices that are left to the compiler.
+        self._automatic = {name for name, size in mesh.shape.items() if size > 1} - manual
 
     def anything(self) -> int:
         """Give the class of a value of which nothing is known."""
@@ -100,6 +106,8 @@ class Walk:
         """Walk a body that ranks along the `varying` axes may not all run."""
         outside = self.where
         self.where |= varying
+        if varying and self._automatic:
+            self._note_shift(control, jaxpr, eqn)
         self._controls.append((varying, control))
         outs = self.body(jaxpr, ins, eqn)
         self._controls.pop()
@@ -109,10 +117,11 @@ class Walk:
     @contextlib.contextmanager
     def manual_too(self, names: frozenset[str]) -> Iterator[None]:
         """Walk where further axes are manual."""
-        outside = self.everywhere
+        outside = self.everywhere, self._automatic
         self.everywhere |= self.lattice.axes(names)
+        self._automatic = self._automatic - names
         yield
-        self.everywhere = outside
+        self.everywhere, self._automatic = outside
 
     def expanded(self, eqn: Any) -> Any | None:
         """Give what a high-level primitive does, traced once, None if it cannot be traced."""
@@ -131,6 +140,21 @@ class Walk:
             control,
             self._source(eqn),
         )
+
+    def _note_shift(self, control: str, jaxpr: Any, around: Any) -> None:
+        found = next(shifts(jaxpr), None)
+        if found is not None:
+            self._deadlocks[id(around)] = Deadlock(
+                found.primitive.name,
+                tuple(sorted(self._automatic)),
+                control,
+                source(found) or source(around) or self._source(around),
+                is_compilers=True,
+            )
+
+    def note_unknown(self, eqn: Any) -> None:
+        """Note a primitive that is on no list, and a line where it stands."""
+        self.unknown.setdefault(eqn.primitive.name, self._source(eqn))
 
     def note_mark(self, eqn: Any, value: int) -> None:
         """Note a mark. The last round of a loop, in which all is final, overwrites the others."""
