@@ -14,6 +14,7 @@ from jdp.collectives.native import native, reserved, starts_when_ready
 from jdp.collectives.split import TOKEN, done, start
 from jdp.collectives.xla import scaled, split_scale
 from jdp.mark import AVERAGED, mark
+from jdp.together import together
 
 
 def is_float(leaf: Any) -> bool:
@@ -84,7 +85,10 @@ class Hooks:
         """Give the stacked parameters and an empty slot."""
 
         def same(floats: list, _: Any) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
-            return floats, [jnp.zeros(x.shape, x.dtype) for x in self._slot], jnp.float32(0)
+            # Nothing reads the slot on the way forward. A layer has the shape of its gradient, also
+            # where vmap gives each model one: a constant would be one slot for all of them.
+            slot = [lax.stop_gradient(x[0]) for x in floats]
+            return floats, slot, jnp.float32(0)
 
         def backward(share: Any, cotangents: tuple[list, list, Any]) -> tuple[list, Any]:
             shifted, slot, _ = cotangents
@@ -102,7 +106,7 @@ class Hooks:
         hook = jax.custom_vjp(same)
         # Not hook(floats): a second derivative would meet it again there, and not the others.
         hook.defvjp(lambda floats, share: (same(floats, share), share), backward)
-        floats, slot, self._witness = hook(floats, self._share)
+        floats, slot, self._witness = hook(together(floats), self._share)
         return floats, slot
 
     def begin(self, floats: list, carry: Any, slot: list) -> tuple[list, Any, list, list]:
@@ -132,6 +136,10 @@ class Hooks:
 
         numbers = self._numbers
         moving = floats_of(carry) if numbers else []
+        if moving:
+            one, two = len(floats), len(floats) + len(moving)
+            given = together([*floats, *moving, *slot])
+            floats, moving, slot = given[:one], given[one:two], given[two:]
         hook = _hooked(same, backward)
         floats, moving, slot, tokens = hook(floats, moving, slot, self._share, self._witness)
         return floats, with_floats(carry, moving) if numbers else carry, slot, tokens
@@ -153,7 +161,10 @@ class Hooks:
             return moving, slot, started, None
 
         hook = _hooked(same, backward)
-        moving, slot = hook(floats_of(carry), slot, tokens, None, self._witness)
+        moving = floats_of(carry)
+        given = together([*moving, *slot])
+        moving, slot = given[: len(moving)], given[len(moving) :]
+        moving, slot = hook(moving, slot, tokens, None, self._witness)
         return with_floats(carry, moving), slot
 
     def _weighted_by(self, share: jax.Array | None) -> weighted_sum.Weighting:

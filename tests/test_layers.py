@@ -41,6 +41,7 @@ ROOMS = (
         "axis",
         "failure",
         "mark",
+        "together",
         "statics",
         "sampler",
         "prefetch",

@@ -1,7 +1,6 @@
 """Layers under scan_layers train like layers under lax.scan on one device."""
 
 import functools
-import importlib
 import re
 
 import flax.linen as nn
@@ -14,9 +13,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp import collectives
+from jdp import collectives, scope
 
-jdp_scan_layers = importlib.import_module("jdp.scan_layers")
 NUM_LAYERS, WIDTH, RATE = 4, 5, 0.1
 ROWS = 24  # divides by 1, 2, 3 and 8 ranks
 late = functools.partial(jdp.scan_layers, late=True)
@@ -186,6 +184,44 @@ def mapped(scan, params, batch):
     return jax.vmap(lambda x: squares(scan, params, x))(batch["x"]).mean()
 
 
+def models(scan, params, batch, shared=()):
+    """A loss over three models, of which each has its own gradient."""
+
+    def of_model(scale):
+        scaled = {name: x if name in shared else scale * x for name, x in params["layers"].items()}
+        return squares(scan, {**params, "layers": scaled}, batch["x"]).mean()
+
+    return jax.vmap(of_model)(jnp.array([1.0, 0.5, -0.3])).sum()
+
+
+def stacked_models(scan, params, batch):
+    """The same, with the models along the second dim of the parameters."""
+    scales = jnp.array([1.0, 0.5, -0.3])
+
+    def product(x):
+        return jnp.stack([scale * x for scale in scales], axis=1)
+
+    def of_model(layers):
+        return squares(scan, {**params, "layers": layers}, batch["x"]).mean()
+
+    many = jax.tree.map(product, params["layers"])
+    return jnp.mean(jax.vmap(of_model, in_axes=1)(many) * jnp.arange(1.0, 4.0))
+
+
+def models_of_shared_biases(scan, params, batch):
+    return models(scan, params, batch, shared=("b",))
+
+
+def slopes_of_models(scan, params, batch):
+    """grad of vmap of grad."""
+
+    def of_model(scale):
+        scaled = {**params, "layers": jax.tree.map(lambda x: scale * x, params["layers"])}
+        return jnp.square(jax.grad(lambda x: squares(scan, scaled, x).sum())(batch["x"])).mean()
+
+    return jax.vmap(of_model)(jnp.array([1.0, 0.5])).sum()
+
+
 FORMS = [
     mean_loss,
     rematerialised,
@@ -202,6 +238,10 @@ FORMS = [
     gradient_penalty,
     hessian_product,
     mapped,
+    models,
+    stacked_models,
+    models_of_shared_biases,
+    slopes_of_models,
 ]
 every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 
@@ -474,7 +514,7 @@ def by_default(change=lambda grads: grads, form=mean_loss):
 
 
 def refusal(step, mesh, platform, monkeypatch):
-    monkeypatch.setattr(jdp_scan_layers, "_reduces_late", lambda _: platform == "gpu")
+    monkeypatch.setattr(scope, "platform", lambda: platform)
     with pytest.raises(ValueError) as caught:
         step.lower(state_of(mesh, parameters()), rows())
     return str(caught.value)
@@ -531,7 +571,7 @@ def test_a_form_that_the_default_takes_on_one_platform_it_takes_on_all(
     form, make_mesh, monkeypatch
 ):
     for platform in ("cpu", "gpu"):
-        monkeypatch.setattr(jdp_scan_layers, "_reduces_late", lambda _, p=platform: p == "gpu")
+        monkeypatch.setattr(scope, "platform", lambda p=platform: p)
         by_default(form=form).lower(state_of(make_mesh(2), parameters()), rows())
 
 

@@ -126,7 +126,7 @@ _MOVE = """
 RULES = {
     **dict.fromkeys(_MIX.split(), mix),
     **dict.fromkeys(_MOVE.split(), move),
-    **dict.fromkeys("device_put optimization_barrier".split(), _move_each),
+    **dict.fromkeys("device_put jdp_together optimization_barrier".split(), _move_each),
     **dict.fromkeys("add add_any sub".split(), _add),
     **dict.fromkeys("conv_general_dilated dot_general".split(), _contract),
     **dict.fromkeys("buffer_callback ffi_call".split(), _foreign),
