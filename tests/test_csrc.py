@@ -18,7 +18,7 @@ FLAGS = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-pthrea
 
 # Flags, and small steps in a row: sanitizers make them slow.
 MODES = {
-    "plain": (["-O3"], 100_000),
+    "plain": (["-O3"], 30_000),
     "threads": (["-O1", "-fsanitize=thread"], 2000),
     "memory": (["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"], 2000),
 }

@@ -199,8 +199,11 @@ def test_a_segment_serves_the_rank_that_attached_it():
     value = all_reduce(jnp.arange(100_000.0), communicator=7, scale=0.5)
     np.testing.assert_array_equal(value, np.arange(100_000) / 2)
     library.reset()
+    np.testing.assert_array_equal(
+        all_reduce(jnp.arange(100_000.0), communicator=7, scale=0.5), np.arange(100_000) / 2
+    )
     with pytest.raises(jax.errors.JaxRuntimeError, match="not attached rank 0 of 1"):
-        all_reduce(jnp.ones(3), communicator=7)
+        all_reduce(jnp.ones(3), communicator=8)
 
 
 @needs_library

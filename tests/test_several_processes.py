@@ -8,10 +8,14 @@ import numpy as np
 import optax
 import pytest
 import training
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from processes import ProcessError
+from threads import wait_until
 from training import assert_close, loss_fn, plain_step, state
 
 import jdp
+from jdp.collectives import library
 
 ROWS = training.batch(num_rows=26)  # 26 rows in batches of 8: the last one has 2
 
@@ -156,6 +160,51 @@ def test_float16_gradients_below_the_smallest_normal_number_move_parameters(
     for all_reduce in (jdp.collectives.xla, jdp.collectives.auto, jdp.collectives.native):
         for found in run(step_by_the_smallest, "float16", 2e-5, all_reduce):
             assert found == [[moved] * 3] * (4 // num_processes)
+
+
+def reduce_fail_and_begin_anew(folder):
+    """Sum over ranks; process 1 comes too late for one; reset; with the same program sum again."""
+    devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))[:4]
+    mesh, me = Mesh(np.array(devices), ("data",)), jax.process_index()
+
+    def total(factor):
+        mine = (1 + jax.lax.axis_index("data")) * factor * jnp.arange(400_001) % 1009
+        [[result]] = jdp.collectives.native([[mine.astype("float32")]], "data", mesh=mesh)
+        return result[None]
+
+    run = jax.jit(
+        jax.shard_map(total, mesh=mesh, in_specs=P(), out_specs=P("data"), check_vma=False)
+    )
+
+    def is_exact(factor):
+        want = sum((1 + rank) * factor * np.arange(400_001) % 1009 for rank in range(4))
+        return [np.array_equal(x.data[0], want) for x in run(factor).addressable_shards]
+
+    found, before = [], library.timeout_s()
+    for failures in range(2):
+        found += is_exact(2 * failures + 1)
+        library.set_timeout_s(0.5)
+        if me == 1:
+            wait_until((folder / f"failed {failures}").exists)
+        try:
+            jax.block_until_ready(run(7))
+            found.append("no error")
+        except RuntimeError as error:
+            found.append("DEADLINE_EXCEEDED" in str(error) and "for ranks 2, 3" in str(error))
+        (folder / f"failed {failures}").touch()
+        library.set_timeout_s(before)
+        if me == failures:  # both orders
+            wait_until((folder / f"reset {failures}").exists)
+        library.reset()
+        (folder / f"reset {failures}").touch()
+        found += is_exact(2 * failures + 2)
+    return found
+
+
+def test_after_a_timeout_and_a_reset_the_same_program_sums_again(processes, tmp_path):
+    if library.why_missing():
+        pytest.skip(library.why_missing())
+    assert processes(2).run(reduce_fail_and_begin_anew, tmp_path) == [[True] * 10] * 2
 
 
 def create(differs):

@@ -18,7 +18,7 @@ _SIGNATURES = {
     "jdp_set_timeout_s": (None, c_double),
     "jdp_timeout_s": (c_double,),
     "jdp_abort": (None, c_char_p),
-    "jdp_reset": (None,),
+    "jdp_reset": (c_int,),
     "jdp_last_error": (c_char_p,),
     "jdp_set_progress": (None, c_void_p),
     "jdp_segment_create": (c_int, c_int32, POINTER(c_uint64)),
@@ -95,15 +95,20 @@ def abort(reason: str) -> None:
 
 
 def reset() -> None:
-    """Forget an abort and failed all-reduces, and leave all communicators but those of GPUs.
+    """Forget an abort and failed all-reduces, so that the next ones start afresh.
 
-    No all-reduce may be running, in any process. Where GPUs of several processes reduce together,
-    all of these must call it before the next one.
+    After a failed all-reduce every process that took part must call it, once its own calls have
+    ended. The order does not matter, nor does an extra call: the next all-reduce waits, up to its
+    deadline, for the processes that have not called it yet. Compiled steps stay valid. For GPUs all
+    processes must call it before the next all-reduce of any of them.
 
     Raises:
+      OSError: if there is no memory for a new start.
       RuntimeError: if there is no native library.
     """
-    _functions().jdp_reset()
+    functions = _functions()
+    if functions.jdp_reset():
+        raise OSError(functions.jdp_last_error().decode())
     cuda_library.reset()
 
 

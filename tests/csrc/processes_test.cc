@@ -266,6 +266,89 @@ void test_a_process_whose_first_thread_has_ended_lives_on() {
   waitpid(child, nullptr, 0);
 }
 
+bool gives_sums(int rank) {
+  Leaves<float> leaves(rank, {300, 400001}, true, 0);
+  const Status status = all_reduce(call_of(kWays[2], rank, 3), leaves.bucket());
+  if (status.ok()) leaves.check(3);
+  return status.ok();
+}
+
+void renew() {
+  std::string why;
+  const bool is_done = renew_communicators(&why);
+  if (!is_done) describe(why);
+  CHECK(is_done);
+}
+
+// Rank 2 comes too late, and all begin anew, in another order and another number of times each.
+void test_after_a_failure_all_begin_anew() {
+  for (int late : {0, 1, 2}) {
+    const Memory memory = make(3);
+    std::vector<pid_t> children;
+    for (int rank : range(3)) {
+      children.push_back(start([&] {
+        attach(memory, {rank});
+        for (int failures = 0; failures < 3; ++failures) {
+          CHECK(gives_sums(rank) && gives_sums(rank));
+          set_timeout_s(0.3);
+          if (rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(500));
+          CHECK(!gives_sums(rank));
+          CHECK(!gives_sums(rank));  // for good
+          set_timeout_s(30);
+          if (rank == late) std::this_thread::sleep_for(std::chrono::milliseconds(200));
+          for (int times = 0; times <= (rank + failures) % 3; ++times) renew();
+          // Whoever is left behind by a peer that began anew once more is told, and follows.
+          while (!gives_sums(rank)) renew();
+        }
+      }));
+    }
+    for (pid_t child : children) expect_success(child);
+    close(memory.fd);
+  }
+}
+
+// The maker of the newest segment is gone: the others make another one.
+void test_begins_anew_without_the_process_that_made_the_memory() {
+  const Memory memory = make(3);
+  int ends[2];
+  CHECK(pipe(ends) == 0);
+  std::vector<pid_t> children;
+  for (int rank : {0, 1}) {
+    children.push_back(start([&] {
+      attach(memory, {rank});
+      char go;
+      CHECK(read(ends[0], &go, 1) == 1);
+      renew();
+      set_timeout_s(0.3);
+      Leaves<float> leaves(rank, {10}, true, 0);
+      const Status status = all_reduce(call_of(kWays[2], rank, 3), leaves.bucket());
+      CHECK(contains(status.message, "for rank 2, which ended"));
+    }));
+  }
+  expect_success(start([&] {
+    attach(memory, {2});
+    renew();
+  }));
+  CHECK(write(ends[1], "go", 2) == 2);
+  for (pid_t child : children) expect_success(child);
+  close(memory.fd);
+}
+
+void test_who_has_not_begun_anew_is_told() {
+  const Memory memory = make(2);
+  attach(memory, {0});
+  expect_success(start([&] {
+    detach_communicators();
+    attach(memory, {1});
+    renew();
+  }));
+  Leaves<float> leaves(0, {10}, true, 0);
+  const Status status = all_reduce(call_of(kWays[2], 0, 2), leaves.bucket());
+  CHECK(status.code == Code::kAborted);
+  CHECK(contains(status.message, "every process of it must call"));
+  reset();
+}
+
 }  // namespace
 }  // namespace jdp
 
@@ -280,5 +363,8 @@ int main() {
   jdp::test_a_process_that_closes_the_file_again_lives_on();
   jdp::test_a_killed_process_is_gone_though_its_child_lives();
   jdp::test_a_number_that_another_process_has_by_now_is_no_life();
+  jdp::test_after_a_failure_all_begin_anew();
+  jdp::test_begins_anew_without_the_process_that_made_the_memory();
+  jdp::test_who_has_not_begun_anew_is_told();
   jdp::test_a_process_whose_first_thread_has_ended_lives_on();
 }

@@ -22,10 +22,10 @@ void jdp_abort(const char* reason) {
   jdp::stop_communicators(reason);
 }
 
-void jdp_reset() {
+int jdp_reset() {
   jdp::clear_abort();
   jdp::forget_meetings();
-  jdp::detach_communicators();
+  return jdp::renew_communicators(&last_error) ? 0 : -1;
 }
 
 void jdp_set_progress(void* progress) { jdp::set_progress(static_cast<jdp::Progress*>(progress)); }

@@ -16,9 +16,12 @@ JDP_EXPORT double jdp_timeout_s();
 // in all that share a communicator with it.
 JDP_EXPORT void jdp_abort(const char* reason);
 
-// As after loading, except for the deadline: forgets an abort and what failed, and leaves all
-// communicators. No all-reduce may be running.
-JDP_EXPORT void jdp_reset();
+// Forgets an abort and what failed, and begins anew in all communicators. Every process of a
+// communicator must do so, in any order; the first all-reduce waits for those that have not yet. No
+// all-reduce may be running in this process.
+//
+// Returns: 0; -1, and `jdp_last_error`, if a communicator cannot be used any more.
+JDP_EXPORT int jdp_reset();
 
 // From now on counts all-reduces in `progress`: [3] int64, see `Progress` in progress.h, which must
 // stay valid as long as the process runs.
@@ -26,7 +29,8 @@ JDP_EXPORT void jdp_set_progress(void* progress);
 
 // Makes memory for the ranks of a communicator, which all processes then attach, this one included.
 //
-// Returns: an open file, which stays open until `jdp_reset`; -1, and `jdp_last_error`, if there is
+// Returns: an open file, which stays open as long as it is attached; -1, and `jdp_last_error`, if
+// there is
 //   no such memory.
 JDP_EXPORT int jdp_segment_create(int32_t num_ranks, uint64_t* nonce);
 

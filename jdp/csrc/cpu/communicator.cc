@@ -20,6 +20,7 @@ struct LocalRank {
 };
 
 struct Communicator {
+  std::shared_ptr<Segment> first;  // knows its newest successor
   std::shared_ptr<Segment> segment;
   std::map<int, LocalRank> ranks;
 };
@@ -267,6 +268,17 @@ Status SegmentCall::wait_for(Counter& counter, uint32_t target,
   return {};
 }
 
+std::shared_ptr<Communicator> communicator_in(std::shared_ptr<Segment> first,
+                                              std::shared_ptr<Segment> segment) {
+  auto made = std::make_shared<Communicator>();
+  for (int rank = 0; rank < segment->num_ranks(); ++rank) {
+    if (segment->is_local(rank)) made->ranks[rank];
+  }
+  made->first = std::move(first);
+  made->segment = std::move(segment);
+  return made;
+}
+
 // Guards the table, not the communicators.
 std::mutex& table_mutex() {
   static std::mutex* mutex = new std::mutex;
@@ -304,13 +316,26 @@ Status all_reduce_in_segment(const Call& call, const Bucket& bucket) {
 }
 
 void attach_communicator(int64_t communicator, int32_t group, std::shared_ptr<Segment> segment) {
-  auto made = std::make_shared<Communicator>();
-  for (int rank = 0; rank < segment->num_ranks(); ++rank) {
-    if (segment->is_local(rank)) made->ranks[rank];
-  }
-  made->segment = std::move(segment);
+  auto made = communicator_in(segment, segment);
   const std::lock_guard<std::mutex> lock(table_mutex());
   table()[{communicator, group}] = std::move(made);
+}
+
+bool renew_communicators(std::string* why) {
+  const std::lock_guard<std::mutex> lock(table_mutex());
+  bool is_done = true;
+  for (auto entry = table().begin(); entry != table().end();) {
+    const Communicator& before = *entry->second;
+    auto segment = Segment::renew(*before.first, *before.segment, why);
+    is_done = is_done && segment;
+    if (segment) {
+      entry->second = communicator_in(before.first, std::move(segment));
+      ++entry;
+    } else {
+      entry = table().erase(entry);
+    }
+  }
+  return is_done;
 }
 
 void stop_communicators(const std::string& reason) {

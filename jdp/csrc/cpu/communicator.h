@@ -20,6 +20,11 @@ void attach_communicator(int64_t communicator, int32_t group, std::shared_ptr<Se
 // Ends the waits of all processes in all communicators that this one takes part in.
 void stop_communicators(const std::string& reason);
 
+// Begins anew in all communicators, with counters of 0. False, and why, if one cannot be used any
+// more. Every process must do so, in any order and any number of times: they meet in the newest
+// segment. No all-reduce of this process may be running; those of others end with an error.
+bool renew_communicators(std::string* why);
+
 // Leaves all communicators. No all-reduce may be running.
 void detach_communicators();
 

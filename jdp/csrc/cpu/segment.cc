@@ -1,9 +1,11 @@
 #include "segment.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -35,6 +37,12 @@ struct Segment::Header {
   alignas(64) std::atomic<uint32_t> stopped;
   Code code;
   char message[1024];
+  // Where the segment is that takes the place of this one; `successor` is its nonce, 0 if there is
+  // none. Whoever holds the lock may die: what it wrote may be half, and is checked by `attach`.
+  pthread_mutex_t renewal;
+  int32_t successor_pid;
+  int32_t successor_fd;
+  uint64_t successor;
 };
 
 int Segment::create(int num_ranks, uint64_t* nonce) {
@@ -51,11 +59,18 @@ int Segment::create(int num_ranks, uint64_t* nonce) {
     errno = error;
     return -1;
   }
+  static_assert(sizeof(Header) <= kHeaderBytes, "seats begin behind the header");
   // A new file is all zeros, which is what counters begin with.
   Header* header = static_cast<Header*>(memory);
   header->layout = kLayout;
   header->nonce = *nonce;
   header->num_ranks = num_ranks;
+  pthread_mutexattr_t attributes;
+  pthread_mutexattr_init(&attributes);
+  pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
+  pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
+  pthread_mutex_init(&header->renewal, &attributes);
+  pthread_mutexattr_destroy(&attributes);
   munmap(memory, kHeaderBytes);
   return fd;
 }
@@ -95,6 +110,51 @@ std::shared_ptr<Segment> Segment::attach(int pid, int fd, uint64_t nonce, int nu
   return segment;
 }
 
+// Holds the lock of the first segment, if `ok`.
+class Segment::Renewal {
+ public:
+  explicit Renewal(Header& header) : header_(header) {
+    timespec end;
+    clock_gettime(CLOCK_REALTIME, &end);
+    end.tv_sec += 10;  // it is held for some system calls
+    const int error = pthread_mutex_timedlock(&header_.renewal, &end);
+    if (error == EOWNERDEAD) pthread_mutex_consistent(&header_.renewal);
+    ok = error == 0 || error == EOWNERDEAD;
+  }
+  Renewal(const Renewal&) = delete;
+  ~Renewal() {
+    if (ok) pthread_mutex_unlock(&header_.renewal);
+  }
+
+  bool ok;
+
+ private:
+  Header& header_;
+};
+
+std::shared_ptr<Segment> Segment::renew(Segment& first, Segment& current, std::string* why) {
+  current.stop({Code::kAborted,
+                "jdp: another process left this communicator by reset(), which every process of "
+                "it must call after a failure"});
+  Header& header = first.header();
+  const Renewal renewal(header);
+  if (!renewal.ok) return *why = "another process stands still in reset()", nullptr;
+  const auto successor = [&] {
+    return attach(header.successor_pid, header.successor_fd, header.successor, first.num_ranks(),
+                  current.local_ranks_, why);
+  };
+  if (header.successor != 0 && header.successor != current.header().nonce) {
+    // Its maker may have ended, and what was made may be stopped.
+    const auto newest = successor();
+    if (newest && !newest->is_stopped()) return newest;
+  }
+  const int fd = create(first.num_ranks(), &header.successor);
+  if (fd < 0) return *why = last_error("no shared memory"), nullptr;
+  header.successor_pid = getpid();
+  header.successor_fd = fd;
+  return successor();
+}
+
 Segment::Segment(int fd, void* memory, size_t size, std::vector<int> local_ranks)
     : fd_(fd), memory_(memory), size_(size), local_ranks_(std::move(local_ranks)) {}
 
@@ -103,9 +163,7 @@ Segment::~Segment() {
   close(fd_);
 }
 
-int Segment::num_ranks() const {
-  return static_cast<int>(static_cast<const Header*>(memory_)->num_ranks);
-}
+int Segment::num_ranks() const { return static_cast<int>(header().num_ranks); }
 
 Seat& Segment::seat(int rank) {
   return reinterpret_cast<Seat*>(static_cast<std::byte*>(memory_) + kHeaderBytes)[rank];
@@ -121,12 +179,12 @@ bool Segment::is_gone(int rank) {
 }
 
 Status Segment::stop(const Status& why) {
-  Header& header = *static_cast<Header*>(memory_);
+  Header& shared = header();
   uint32_t running = kRunning;
-  if (header.stopped.compare_exchange_strong(running, kTelling)) {
-    header.code = why.code;
-    std::snprintf(header.message, sizeof header.message, "%s", why.message.c_str());
-    header.stopped.store(kTold);
+  if (shared.stopped.compare_exchange_strong(running, kTelling)) {
+    shared.code = why.code;
+    std::snprintf(shared.message, sizeof shared.message, "%s", why.message.c_str());
+    shared.stopped.store(kTold);
     for (int rank = 0; rank < num_ranks(); ++rank) {
       Seat& peer = seat(rank);
       for (Counter* counter :
@@ -139,16 +197,16 @@ Status Segment::stop(const Status& why) {
 }
 
 bool Segment::is_stopped() const {
-  return static_cast<const Header*>(memory_)->stopped.load(std::memory_order_relaxed) != kRunning;
+  return header().stopped.load(std::memory_order_relaxed) != kRunning;
 }
 
 Status Segment::why_stopped() const {
-  const Header& header = *static_cast<const Header*>(memory_);
+  const Header& shared = header();
   // Whoever tells may have been killed meanwhile.
-  for (int i = 0; i < 100 && header.stopped.load() == kTelling; ++i) {
+  for (int i = 0; i < 100 && shared.stopped.load() == kTelling; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  if (header.stopped.load() == kTold) return {header.code, header.message};
+  if (shared.stopped.load() == kTold) return {shared.code, shared.message};
   return {Code::kAborted, "jdp: another process ended this communicator"};
 }
 

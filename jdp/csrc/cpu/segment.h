@@ -35,6 +35,7 @@ struct Slot {
   Signature signature;
   alignas(128) std::byte data[kBytes];
   // The chunk of a rank that has others to share with is at most half of a round.
+  static_assert(kBytes % 128 == 0, "half of a slot is a multiple of the chunks' alignment");
   alignas(128) std::byte result[kBytes / 2];
 };
 
@@ -60,6 +61,13 @@ class Segment {
   static std::shared_ptr<Segment> attach(int pid, int fd, uint64_t nonce, int num_ranks,
                                          const std::vector<int>& local_ranks, std::string* why);
 
+  // The segment that takes the place of `current`, for the same ranks of this process: the newest
+  // one, if another process has made it already, else a new one. Null, and why.
+  //
+  // `first` is the segment that all processes attached in the beginning: it keeps where the newest
+  // one is. `current` is stopped, so that peers which still use it are told.
+  static std::shared_ptr<Segment> renew(Segment& first, Segment& current, std::string* why);
+
   Segment(const Segment&) = delete;
   ~Segment();
 
@@ -78,6 +86,8 @@ class Segment {
 
  private:
   struct Header;
+  class Renewal;
+  Header& header() const { return *static_cast<Header*>(memory_); }
   Segment(int fd, void* memory, size_t size, std::vector<int> local_ranks);
 
   const int fd_;
