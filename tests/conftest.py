@@ -20,6 +20,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.processes)
             # One test process owns the children: two sets of them would compete for the cores.
             item.add_marker(pytest.mark.xdist_group("processes"))
+        if "built_cuda_library" in getattr(item, "fixturenames", ()):
+            # One test process builds it: another would only wait.
+            item.add_marker(pytest.mark.xdist_group("cuda"))
 
 
 def pytest_runtest_setup(item):

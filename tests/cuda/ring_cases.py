@@ -21,7 +21,7 @@ import ring_model
 DTYPES = ("float32", "float64", "bfloat16", "float16", "uint8", "uint16", "uint32", "uint64")
 ALGORITHMS = ("ring", "one_shot", "two_shot")
 LATE, ABORTED, MISMATCHED = 1, 2, 3
-REPORT = struct.Struct("=IIiiiiiIiIiI")
+REPORT = struct.Struct("=IIiiiiiIiiIiI")
 
 RANKS = (2, 3, 4, 5, 8)
 PRIMES = (997, 10007)
@@ -90,6 +90,7 @@ class Report(NamedTuple):
     peer: int
     step: int
     why: int
+    num_vectors: int
     sent_bucket: int
     sent_call: int
     sent_vectors: int
@@ -257,9 +258,10 @@ def mismatched_difference(case, result):
         if report.outcome not in (MISMATCHED, ABORTED) or report.why != MISMATCHED:
             return f"{case}: rank {rank} reports {report}"
         own, other = (8, 7) if rank == case.odd_rank else (7, 8)
-        seen = (report.bucket, report.sent_bucket, report.sent_call)
+        size = sum(-(-size * 4 // 16) for size in case.sizes)
+        seen = (report.bucket, report.num_vectors, report.sent_bucket, report.sent_call)
         # One that is told of it may not have come to that call.
-        if report.outcome == MISMATCHED and seen != (own, other, case.odd_call):
+        if report.outcome == MISMATCHED and seen != (own, size, other, case.odd_call):
             return f"{case}: rank {rank} reports {report}"
     if MISMATCHED not in [report.outcome for report, _ in result]:
         return f"{case}: no rank saw it"

@@ -115,11 +115,11 @@ Status Communicator::load() {
 }
 
 Communicator::~Communicator() {
-  if (is_resident_) residency().give_back(setup_.device, plan_.layout.num_channels);
   const OnDevice on_device(setup_.device);
   if (!on_device.status().ok()) return;  // the driver has ended
   if (report_) abort();                  // nothing here waits for a rank any longer
   if (stream_) cudaStreamSynchronize(stream_);
+  if (is_resident_) residency().give_back(setup_.device, plan_.layout.num_channels);
   for (void* memory : imported_) cudaIpcCloseMemHandle(memory);
   for (Flight& flight : flights_) cudaEventDestroy(flight.finished);
   if (handed_over_) cudaEventDestroy(handed_over_);
