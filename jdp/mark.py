@@ -13,6 +13,8 @@ from jax.interpreters import ad, batching, mlir
 ALL_REDUCED = "all_reduced"
 # The kind of mark on what a step's weight is made from, which is no use of it by the step itself.
 WEIGHED = "weighed"
+# The kind of mark on gradients that are weighed by something else than their step.
+OWN_WEIGHT = "own_weight"
 # Those of `jdp.scan_layers`: what must be the same on every rank; and a gradient that is a mean
 # over ranks, of which a mean may be taken again.
 SHARED = "shared"

@@ -56,6 +56,8 @@ def train_step(
       weight: `weight(batch) -> []`, how much this rank's rows count, for instance
         `lambda batch: batch["mask"].sum()`. Gradients, accumulation, metrics and
         `jdp.mean_over_ranks` are then sum(w * x) / sum(w); weight 0 contributes nothing, even NaN.
+        A `lax.psum` or `lax.all_gather` that is differentiated is refused: JAX transposes it
+        without weights.
       donate: reuse the memory of the state that goes in for the one that comes out.
 
     Returns:

@@ -37,7 +37,8 @@ def sync_gradients(
       grads: tree of float arrays: each rank's own gradient, of the mean loss over its rows.
       weight: `[]`, >= 0, how much this rank's rows count, for instance `mask.sum()`; a rank of
         weight 0 contributes nothing, even NaN. Default: that of the step
-        (`train_step(weight=...)`), else every rank the same.
+        (`train_step(weight=...)`), else every rank the same. Means and sums over ranks inside the
+        loss have the gradient for the default weight, not for another one that is given here.
       axis_name: the data axis: a name, or a tuple of names.
       all_reduce: the algorithm, from `jdp.collectives`.
       bucket_bytes: capacity of one bucket in bytes, > 0. A leaf is never split.
@@ -50,7 +51,8 @@ def sync_gradients(
 
     Raises:
       ValueError: if JAX has summed a leaf already (in a `shard_map` with check_vma=True), or
-        only another axis is bound.
+        only another axis is bound; if `axis_name` is a part of the axes of a step with a weight,
+        and `weight` is not given.
       TypeError: if a leaf is not a real float: an integer, float0 or complex gradient.
 
     >>> import jax, jax.numpy as jnp, jdp
