@@ -408,6 +408,44 @@ def one_centre(p, batch):
     return mean(((z - mean(z, batch)) ** 4).sum(1), batch)
 
 
+@pytest.mark.parametrize("weight", [None, count])
+@pytest.mark.parametrize(
+    "loss", [normalised, adapted, jax.jit(in_a_scan), undifferentiated, masked]
+)
+def test_a_weight_that_the_loss_did_not_know_is_refused(loss, weight):
+    @jdp.train_step(weight=weight)
+    def step(state, batch):
+        value, grads = jax.value_and_grad(loss)(state.params, batch)
+        grads = jdp.sync_gradients(grads, weight=count(batch) ** 2)
+        return state.apply_gradients(grads, synced=True), {"loss": value}
+
+    if loss in (undifferentiated, masked):  # nothing in them was differentiated over ranks
+        trained(2, step, rows(2))
+        return
+    with pytest.raises(ValueError, match=r"differentiated, and jdp.sync_gradients\(weight=\)"):
+        trained(2, step, rows(2))
+
+
+def test_an_inner_gradient_may_have_a_weight_of_its_own():
+    squared = functools.partial(adapted_by_square, on_ranks=True)
+    want = jax.value_and_grad(adapted_by_square)(params(), rows(4))
+    assert_equal(trained(4, step_of(squared), rows(4)), want)
+
+
+def adapted_by_square(p, batch, on_ranks=False):
+    """MAML, where ranks count by the square of their rows in the inner gradient."""
+    if on_ranks:
+        grads = jdp.sync_gradients(jax.grad(masked)(p, batch), weight=count(batch) ** 2)
+    else:
+        parts = [jax.tree.map(lambda x, i=i: x[i : i + ROWS], batch) for i in range(0, 16, ROWS)]
+        counts = np.array(COUNTS[4]) ** 2
+        many = [jax.grad(masked)(p, part) for part in parts]
+        grads = jax.tree.map(
+            lambda *g: jnp.tensordot(counts, jnp.stack(g), 1) / counts.sum(), *many
+        )
+    return masked(jax.tree.map(lambda x, g: x - 0.3 * g, p, grads), batch)
+
+
 def with_batch_norm(p, batch):
     """Statistics of all rows, whether they count or not."""
     norm = nn.BatchNorm(
