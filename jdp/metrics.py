@@ -61,6 +61,7 @@ def mean_over_ranks(
         means = lax.pmean(wide, axis.names(axis_name))
     else:
         weights = weighted_sum.weighting(weight, axis_name, mean=True)
+        assert weights.forward is not None
         widest = jnp.promote_types(jnp.float32, weights.forward.dtype)
         wide = [leaf.astype(jnp.promote_types(leaf.dtype, widest)) for leaf in leaves]
         means = weighted_sum.summed(wide, axis_name, weights)
