@@ -97,6 +97,29 @@ def rank(axis_name: AxisName) -> jax.Array:
     return lax.axis_index(names(axis_name)) if is_bound(axis_name) else jnp.int32(0)
 
 
+def psum(tree: Any, axis_name: AxisName) -> Any:
+    """Sum every leaf over `axis_name`, as `lax.psum` does.
+
+    XLA's CPU backend aborts the process on an all-reduce of bfloat16 where a further axis of the
+    mesh is left to the compiler. There the sum is taken in float32, and rounded once.
+    """
+    axes = names(axis_name)
+    around = jax.sharding.get_abstract_mesh()
+    if set(around.axis_names) == set(around.manual_axes) or jax.default_backend() != "cpu":
+        return lax.psum(tree, axes)
+    leaves, treedef = jax.tree.flatten(tree)
+    dtypes = [jnp.result_type(leaf) for leaf in leaves]
+    wide = [
+        lax.convert_element_type(leaf, jnp.float32) if dtype == jnp.bfloat16 else leaf
+        for leaf, dtype in zip(leaves, dtypes, strict=True)
+    ]
+    sums = [
+        lax.convert_element_type(leaf, dtype) if dtype == jnp.bfloat16 else leaf
+        for leaf, dtype in zip(lax.psum(wide, axes), dtypes, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, sums)
+
+
 def varying_axes(x: Any) -> frozenset[str]:
     """Name the axes over which JAX's type of `x` says that it varies.
 

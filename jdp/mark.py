@@ -13,6 +13,8 @@ from jax.interpreters import ad, batching, mlir
 ALL_REDUCED = "all_reduced"
 # The kind of mark on what a step's weight is made from, which is no use of it by the step itself.
 WEIGHED = "weighed"
+# The kind of mark on gradients that are weighed by something else than their step.
+OWN_WEIGHT = "own_weight"
 # Those of `jdp.scan_layers`: what must be the same on every rank; and a gradient that is a mean
 # over ranks, of which a mean may be taken again.
 SHARED = "shared"
@@ -24,9 +26,9 @@ def mark(x: jax.Array, *, kind: str, path: str, axes: tuple[str, ...]) -> jax.Ar
 
     The note survives grad, vmap, jvp, scan, jit and rematerialization: it is an operation of its
     own, which no policy of `jax.checkpoint` saves by name and no lowering emits (on CPU a local
-    gradient may leave a barrier, see `_unfolded`). Forward-mode tangents and cotangents pass it by
-    unmarked. Under a `vmap` that binds one of `axes`, that axis leaves the note: what stands there
-    happens among the rows of an array, not among ranks.
+    gradient may leave a barrier, see `_unfolded`). Cotangents pass it by unmarked, and forward-mode
+    tangents, too, unless it is `"all_reduced"`. Under a `vmap` that binds one of `axes`, that axis
+    leaves the note: what stands there happens among the rows of an array, not among ranks.
 
     Args:
       x: array of any shape and dtype.
@@ -53,7 +55,11 @@ _mark_p = jax.extend.core.Primitive("jdp_mark")
 
 
 def _jvp(primals: tuple, tangents: tuple, **note: Any) -> tuple[Any, Any]:
-    return _mark_p.bind(*primals, **note), tangents[0]
+    (slope,) = tangents
+    # The tangent of a sum over ranks is one, too.
+    if note["kind"] == ALL_REDUCED and type(slope) is not ad.Zero:
+        slope = _mark_p.bind(slope, **note)
+    return _mark_p.bind(*primals, **note), slope
 
 
 def _batch(
@@ -66,6 +72,7 @@ def _batch(
 _mark_p.def_impl(lambda x, **note: x)
 _mark_p.def_abstract_eval(lambda x, **note: x)
 ad.primitive_jvps[_mark_p] = _jvp
+ad.primitive_transposes[_mark_p] = lambda cotangent, x, **note: [cotangent]
 batching.fancy_primitive_batchers[_mark_p] = _batch
 # Every note is another one: JAX's cache of lowerings would emit a function for each.
 mlir.register_lowering(_mark_p, lambda context, x, **note: [x], cacheable=False)

@@ -19,14 +19,15 @@ def mean_over_ranks(
 ) -> Any:
     """Average a tree over ranks; what comes back is the same on every rank.
 
-    Ordinary arrays, usable at once: in a `lax.cond`, as batch statistics, as a target. For a
-    value that you differentiate use `global_mean`, since each rank's gradient through this one
-    is only its own.
+    Ordinary arrays, usable at once: in a `lax.cond`, as batch statistics, as a target. Inside a
+    loss its gradient is exact, with the weights of the step, too. As the loss itself use
+    `global_mean`, since each rank's gradient through this one is only its own.
 
     Args:
       x: tree of float arrays, any shapes.
       weight: `[]`, >= 0, how much this rank's value counts; a rank of weight 0 contributes
-        nothing, even NaN. Default: that of the step (`train_step(weight=...)`), else equal.
+        nothing, even NaN. Default: that of the step (`train_step(weight=...)`), else equal. A rank
+        whose rows weigh nothing in the step has no gradient, whatever it weighs here.
       axis_name: the data axis.
 
     Returns:
@@ -34,6 +35,8 @@ def mean_over_ranks(
 
     Raises:
       TypeError: if a leaf is not a float: sum it (`sum_over_ranks`) or cast it.
+      ValueError: if `axis_name` is a part of the axes of a step with a weight, and `weight` is not
+        given.
 
     >>> import jax, jdp
     >>> jax.vmap(lambda x: mean_over_ranks(x), axis_name="data")(jax.numpy.arange(4.0))
@@ -59,6 +62,7 @@ def mean_over_ranks(
         means = lax.pmean(wide, axis.names(axis_name))
     else:
         weights = weighted_sum.weighting(weight, axis_name, mean=True)
+        assert weights.forward is not None
         widest = jnp.promote_types(jnp.float32, weights.forward.dtype)
         wide = [leaf.astype(jnp.promote_types(leaf.dtype, widest)) for leaf in leaves]
         means = weighted_sum.summed(wide, axis_name, weights)
@@ -68,6 +72,9 @@ def mean_over_ranks(
 
 def sum_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
     """Sum a tree over ranks, for counts and histograms.
+
+    Its gradient is exact, with the weights of the step, too; a rank whose rows weigh nothing in
+    the step has none.
 
     Args:
       x: tree of numeric arrays, any shapes; booleans count as 0 and 1.

@@ -65,6 +65,7 @@ class Program:
         self._donate = donate
         self._why_xla = order.PART_OF_ANOTHER if is_part else None
         self._is_part = is_part
+        self._series = order.next_series(self._name) if is_part else ""
         self._on_mesh = self._new_on_mesh()
         self._jitted = self._new_jit()
         self._is_tuned = False
@@ -222,7 +223,7 @@ class Program:
         if self.arguments is not None:
             rest, checksums = rest[:-1], rest[-1]
         entered = scope.entered(self._axis_name, batch, self._weight_fn, mesh=self.mesh, **found)
-        with order.entered(why_not=why_xla), entered as step:
+        with order.entered(why_not=why_xla, series=self._series), entered as step:
             returned = self._fn(state, batch, *rest)
             new_state, reported = self._pair(returned)
             reported, rows = metrics.take_rows(reported)

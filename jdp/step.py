@@ -68,6 +68,8 @@ def train_step(
       weight: `weight(batch) -> []`, how much this rank's rows count, for instance
         `lambda batch: batch["mask"].sum()`. Gradients, accumulation, metrics and
         `jdp.mean_over_ranks` are then sum(w * x) / sum(w); weight 0 contributes nothing, even NaN.
+        A `lax.psum` or `lax.all_gather` that is differentiated is refused: JAX transposes it
+        without weights.
       donate: reuse the memory of the state that goes in for the one that comes out.
 
     Returns:
@@ -248,8 +250,9 @@ class Step:
             self._require_alive(state, batch, *rest)
         batch = place_batch(batch, where, self.axis_name)
         rest = [_place_rest(arg, where) for arg in rest]
-        if self.donate and rest:
-            rest = _unshared(rest, jax.tree.leaves(state))
+        # Split over several ranks a batch is a copy.
+        if self.donate and (rest or mesh.num_ranks(where, self.axis_name) == 1):
+            batch, *rest = _unshared([batch, *rest], jax.tree.leaves(state))
         is_traced = is_traced or _holds_tracer((batch, rest))
         program = self._programs.get((where, is_traced))
         if program is None:
@@ -435,10 +438,10 @@ def _place_rest(arg: Any, where: Mesh) -> Any:
     return jax.tree.map(place, arg)
 
 
-def _unshared(rest: list[Any], donated: list[Any]) -> list[Any]:
-    """Copy those of the further arguments that are leaves of the state, which is donated."""
-    ids = {id(leaf) for leaf in donated}
-    return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in ids else leaf, rest)
+def _unshared(args: list[Any], donated: list[Any]) -> list[Any]:
+    """Copy the leaves of other arguments that are leaves of the state, which is donated."""
+    ids = {id(leaf) for leaf in donated if isinstance(leaf, jax.Array)}
+    return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in ids else leaf, args)
 
 
 def _buffer(leaf: Any) -> Any:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jdp import axis, buckets, collectives, scope, weighted_sum
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce
-from jdp.mark import ALL_REDUCED, mark
+from jdp.mark import ALL_REDUCED, OWN_WEIGHT, mark
 
 # XLA merges the psums of `collectives.xla` on CPU whatever their size, so that only the ring feels
 # this. A first guess for GPUs, to be measured there: what is sent last is not hidden.
@@ -37,7 +37,8 @@ def sync_gradients(
       grads: tree of float arrays: each rank's own gradient, of the mean loss over its rows.
       weight: `[]`, >= 0, how much this rank's rows count, for instance `mask.sum()`; a rank of
         weight 0 contributes nothing, even NaN. Default: that of the step
-        (`train_step(weight=...)`), else every rank the same.
+        (`train_step(weight=...)`), else every rank the same. Means and sums over ranks inside the
+        loss have the gradient for the default weight: with another one a step is refused.
       axis_name: the data axis: a name, or a tuple of names.
       all_reduce: the algorithm, from `jdp.collectives`.
       bucket_bytes: capacity of one bucket in bytes, > 0. A leaf is never split.
@@ -50,7 +51,8 @@ def sync_gradients(
 
     Raises:
       ValueError: if JAX has summed a leaf already (in a `shard_map` with check_vma=True), or
-        only another axis is bound.
+        only another axis is bound; if `axis_name` is a part of the axes of a step with a weight,
+        and `weight` is not given.
       TypeError: if a leaf is not a real float: an integer, float0 or complex gradient.
 
     >>> import jax, jax.numpy as jnp, jdp
@@ -81,6 +83,8 @@ def sync_gradients(
         for path, leaf in zip(paths, leaves, strict=True)
     ]
     scale = 1.0
+    if step is not None and weight is not None and weight is not step.weight:
+        leaves = [mark(leaf, kind=OWN_WEIGHT, path="", axes=axes) for leaf in leaves]
     weights = weighted_sum.Weighting(None)
     if weight is not None:
         # Divided before the sum, or float16 would overflow.

@@ -39,22 +39,93 @@ def find(jaxpr: Any, axes: frozenset[str]) -> list[Found]:
       jaxpr: of a rank.
       axes: names of the axes along which ranks weigh differently.
     """
-    return list(dict.fromkeys(_find(jaxprs.opened(jaxpr), axes, is_transposed=False, around="")))
+    return list(dict.fromkeys(_find(jaxprs.opened(jaxpr), axes, _Place())))
 
 
-def _find(jaxpr: Any, axes: frozenset[str], *, is_transposed: bool, around: str) -> Iterator[Found]:
-    for eqn in jaxpr.eqns:
+def find_before(jaxpr: Any, axes: frozenset[str], kind: str) -> list[Found]:
+    """Find the transposed collectives over one of `axes` on which a mark of this kind depends.
+
+    Args:
+      jaxpr: of a rank.
+      axes: names of axes.
+      kind: of the mark, see `jdp.mark`.
+    """
+    found: dict[Found, None] = {}
+    body = jaxprs.opened(jaxpr)
+    _follow(body, axes, kind, _Place(), [{} for _ in body.invars], found)
+    return list(found)
+
+
+class _Place(NamedTuple):
+    """Where an equation stands.
+
+    Attributes:
+      is_transposed: whether JAX made it by transposing another.
+      is_ours: whether it belongs to a sum that weighs the ranks.
+      line: the author's line.
+    """
+
+    is_transposed: bool = False
+    is_ours: bool = False
+    line: str = ""
+
+    def within(self, eqn: Any) -> "_Place":
         stack = eqn.source_info.name_stack.stack
         names = {part.name for part in stack if type(part).__name__ == "Scope"}
         transforms = {part.name for part in stack if type(part).__name__ == "Transform"}
-        if NAME in names:
+        goes_on = self.is_transposed and "rematted_computation" not in names
+        return _Place(
+            goes_on or "transpose" in transforms,
+            self.is_ours or NAME in names,
+            source.source(eqn) or self.line,
+        )
+
+
+def _find(jaxpr: Any, axes: frozenset[str], place: _Place) -> Iterator[Found]:
+    for eqn in jaxpr.eqns:
+        here = place.within(eqn)
+        if here.is_ours:
             continue
-        here = is_transposed and "rematted_computation" not in names or "transpose" in transforms
-        line = source.source(eqn) or around
-        if here and _communicates(eqn, axes):
-            yield Found(_TRANSPOSE_OF.get(eqn.primitive.name, eqn.primitive.name), line)
+        if here.is_transposed and _communicates(eqn, axes):
+            yield Found(_name(eqn), here.line)
         for body in jaxprs.bodies(eqn):
-            yield from _find(body, axes, is_transposed=here, around=line)
+            yield from _find(body, axes, here)
+
+
+def _follow(
+    jaxpr: Any, axes: frozenset[str], kind: str, place: _Place, ins: list[Any], found: dict
+) -> list[dict[Found, None]]:
+    """Return on which collectives each output depends; add those of marks to `found`.
+
+    What a body gets depends on all operands of its equation, unless it takes just these.
+    """
+    env: dict[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
+
+    def read(atom: Any) -> dict[Found, None]:
+        return {} if jaxprs.is_literal(atom) else env.get(atom, {})
+
+    for eqn in jaxpr.eqns:
+        here = place.within(eqn)
+        operands = [read(atom) for atom in eqn.invars]
+        value = {each: None for operand in operands for each in operand}
+        if here.is_transposed and _communicates(eqn, axes):
+            value[Found(_name(eqn), here.line)] = None
+        if eqn.primitive.name == "jdp_mark" and eqn.params["kind"] == kind:
+            found.update(value)
+        bodies = list(jaxprs.bodies(eqn))
+        if eqn.primitive.name in jaxprs.CALLS and (body := jaxprs.called_body(eqn)) is not None:
+            outs = _follow(body, axes, kind, here, operands, found)
+        else:
+            for body in bodies * 2:  # what a loop carries comes back
+                for each in _follow(body, axes, kind, here, [value] * len(body.invars), found):
+                    value = {**value, **each}
+            outs = [value] * len(eqn.outvars)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _name(eqn: Any) -> str:
+    return _TRANSPOSE_OF.get(eqn.primitive.name, eqn.primitive.name)
 
 
 def _communicates(eqn: Any, axes: frozenset[str]) -> bool:

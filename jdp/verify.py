@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jdp import axis, transposed
-from jdp.mark import AVERAGED, SHARED
+from jdp.mark import AVERAGED, OWN_WEIGHT, SHARED
 from jdp.uniformity import (
     Report,
     analyse,
@@ -119,7 +119,7 @@ def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
         *_varying_refs(report, traced),
         *_unread_mask(report, traced),
         *_wrong_gather(step, traced),
-        *_unweighted_transposes(step, traced),
+        *_unweighted_transposes(step, report, traced),
     ]
     return list(dict.fromkeys(problems))  # A line that many leaves pass is told once.
 
@@ -273,11 +273,21 @@ def _wrong_gather(step: Any, traced: Traced) -> Iterator[str]:
             )
 
 
-def _unweighted_transposes(step: Any, traced: Traced) -> Iterator[str]:
+def _unweighted_transposes(step: Any, report: Report, traced: Traced) -> Iterator[str]:
+    axes = frozenset(traced.axis_name)
+    if any(found.kind == OWN_WEIGHT for found in report.marks):
+        for found in transposed.find_before(step.params["jaxpr"], axes, OWN_WEIGHT):
+            where = f" at {found.source}" if found.source else ""
+            yield (
+                f"`{found.name}`{where} is differentiated, and jdp.sync_gradients(weight=) weighs "
+                "that gradient by something else than the step: the cotangents of the ranks were "
+                "added up by other weights, and the gradient would be wrong. Write "
+                "jdp.train_step(weight=...), and leave it out of jdp.sync_gradients."
+            )
     if not traced.weighed:
         return
     by = _listed([f"{name}(weight=)" for name in sorted(traced.weighed)])
-    for found in transposed.find(step.params["jaxpr"], frozenset(traced.axis_name)):
+    for found in transposed.find(step.params["jaxpr"], axes):
         where = f" at {found.source}" if found.source else ""
         yield (
             f"`{found.name}`{where} is differentiated, and {by} weighs the ranks: JAX adds up the "

@@ -1,6 +1,8 @@
 """What every all-reduce must do, and what is particular to one."""
 
 import itertools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -299,3 +301,35 @@ def test_the_order_of_the_axes_does_not_count(all_reduce, shape):
     for axes in itertools.permutations(names):
         got = per_rank(mesh, lambda x, axes=axes: all_reduce([[x]], axes)[0][0], x)
         np.testing.assert_array_equal(got, [x.sum(axis=0)] * mesh.size)
+
+
+ON_FURTHER_AXES = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, PartitionSpec as P
+import jdp
+
+jax.config.update("jax_num_cpu_devices", 4)
+for size in (1, 2):
+    mesh = jax.make_mesh((2, size), ("data", "model"), (AxisType.Auto,) * 2,
+                         devices=jax.devices()[: 2 * size])
+    x = jax.device_put(jnp.ones((4, 6), "bfloat16"), jax.NamedSharding(mesh, P(None, "model")))
+
+    def summed(x):
+        algorithms = jdp.collectives.auto, jdp.collectives.xla, jdp.collectives.ring
+        sums = [all_reduce([[x]], "data")[0][0] for all_reduce in algorithms]
+        slope = jax.grad(lambda x: jdp.sum_over_ranks(x).astype("float32").sum())(x)
+        return [*sums, jdp.sum_over_ranks(x), 2 * jdp.mean_over_ranks(x), slope]
+
+    options = dict(mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False)
+    for got in jax.jit(jax.shard_map(summed, **options))(x):
+        assert got.dtype == "bfloat16", got.dtype
+        np.testing.assert_array_equal(got.astype("float32"), np.full((4, 6), 2))
+"""
+
+
+def test_bfloat16_beside_an_axis_of_the_compiler_does_not_abort():
+    child = subprocess.run(
+        [sys.executable, "-c", ON_FURTHER_AXES], capture_output=True, text=True, timeout=120
+    )
+    assert child.returncode == 0, child.stderr[-2000:]

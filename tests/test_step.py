@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from training import assert_close, batch, loss_fn, plain_step, predict, ranks, sgd, state, train
 
 import jdp
+from jdp import collectives
+from jdp.collectives import library
 
 # Programs that are right as they stand: each is the same training on any number of ranks.
 
@@ -688,3 +690,72 @@ def test_init_says_how_to_ask_for_ranks():
         jdp.init(4)
     with pytest.raises(ValueError, match="no devices"):
         jdp.init(devices=[])
+
+
+@pytest.mark.skipif(library.why_missing() is not None, reason="needs the native library")
+def test_steps_in_one_jit_number_their_reductions_differently():
+    ranks(2)
+    num_calls = 3
+
+    def make(scale):
+        def step(state, batch):
+            grads = jax.tree.map(lambda p: scale * p * batch["x"].mean(), state)
+            return jdp.sync_gradients(grads, all_reduce=jdp.collectives.native), {}
+
+        return jdp.train_step(step)
+
+    steps = [make(float(i + 1)) for i in range(num_calls)]
+
+    def both(state, batch):
+        return [step(state, batch)[0] for step in steps]
+
+    state = {"w": jnp.ones(3), "b": jnp.ones(())}
+    traced = jax.jit(both).trace(state, batch())
+    numbers = _numbers(traced.jaxpr)
+    assert len(numbers) == len(set(numbers)) == num_calls
+    want = batch()["x"].mean()
+    for i, got in enumerate(jax.jit(both)(state, batch())):
+        for leaf in jax.tree.leaves(got):
+            np.testing.assert_allclose(leaf, (i + 1) * want, rtol=1e-5)
+
+
+def _numbers(jaxpr):
+    found = []
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        found += [eqn.params["number"]] if eqn.primitive.name == "jdp_all_reduce" else []
+        for body in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda x: True):
+            for each in body if isinstance(body, (tuple, list)) else (body,):
+                if hasattr(getattr(each, "jaxpr", each), "eqns"):
+                    found += _numbers(each)
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_leaf_of_the_state_may_be_the_batch(n):
+    ranks(n)
+
+    @jdp.train_step
+    def step(state, batch):
+        return {"x": jdp.sync_gradients(state["x"] * batch["x"].sum())}, {}
+
+    state, want = {"x": jnp.arange(4.0)}, np.arange(4.0)
+    for _ in range(2):
+        state, _ = step(state, {"x": state["x"]})
+        want = want * want.sum() / n
+        np.testing.assert_array_equal(state["x"], want)
+
+
+@pytest.mark.parametrize("all_reduce", [collectives.auto, collectives.xla, collectives.ring])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_tangent_of_a_mean_gradient_is_a_mean(n, all_reduce):
+    ranks(n)
+
+    @jdp.train_step
+    def step(state, batch):
+        def mean(w):
+            return jdp.sync_gradients(w**2 * batch["x"].mean(), all_reduce=all_reduce)
+
+        return jax.jvp(mean, (state,), (2 * state,))[1], {}
+
+    rows = {"x": np.arange(6, dtype=np.float32)}
+    np.testing.assert_allclose(step(jnp.ones(3), rows)[0], np.full(3, 10), rtol=1e-6)

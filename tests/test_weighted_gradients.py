@@ -2,6 +2,7 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType
+from per_rank import per_rank
 
 import jdp
 
@@ -404,6 +406,111 @@ def test_without_a_weight_the_advised_loss_is_exact_whatever_it_reduces_by(n, lo
 def one_centre(p, batch):
     z = predict(p, batch["x"])
     return mean(((z - mean(z, batch)) ** 4).sum(1), batch)
+
+
+@pytest.mark.parametrize("weight", [None, count])
+@pytest.mark.parametrize(
+    "loss", [normalised, adapted, jax.jit(in_a_scan), undifferentiated, masked]
+)
+def test_a_weight_that_the_loss_did_not_know_is_refused(loss, weight):
+    @jdp.train_step(weight=weight)
+    def step(state, batch):
+        value, grads = jax.value_and_grad(loss)(state.params, batch)
+        grads = jdp.sync_gradients(grads, weight=count(batch) ** 2)
+        return state.apply_gradients(grads, synced=True), {"loss": value}
+
+    if loss in (undifferentiated, masked):  # nothing in them was differentiated over ranks
+        trained(2, step, rows(2))
+        return
+    with pytest.raises(ValueError, match=r"differentiated, and jdp.sync_gradients\(weight=\)"):
+        trained(2, step, rows(2))
+
+
+def test_an_inner_gradient_may_have_a_weight_of_its_own():
+    squared = functools.partial(adapted_by_square, on_ranks=True)
+    want = jax.value_and_grad(adapted_by_square)(params(), rows(4))
+    assert_equal(trained(4, step_of(squared), rows(4)), want)
+
+
+def adapted_by_square(p, batch, on_ranks=False):
+    """MAML, where ranks count by the square of their rows in the inner gradient."""
+    if on_ranks:
+        grads = jdp.sync_gradients(jax.grad(masked)(p, batch), weight=count(batch) ** 2)
+    else:
+        parts = [jax.tree.map(lambda x, i=i: x[i : i + ROWS], batch) for i in range(0, 16, ROWS)]
+        counts = np.array(COUNTS[4]) ** 2
+        many = [jax.grad(masked)(p, part) for part in parts]
+        grads = jax.tree.map(
+            lambda *g: jnp.tensordot(counts, jnp.stack(g), 1) / counts.sum(), *many
+        )
+    return masked(jax.tree.map(lambda x, g: x - 0.3 * g, p, grads), batch)
+
+
+def with_batch_norm(p, batch):
+    """Statistics of all rows, whether they count or not."""
+    norm = nn.BatchNorm(
+        use_running_average=False,
+        axis_name="data",
+        use_scale=False,
+        use_bias=False,
+        dtype=float,
+        force_float32_reductions=False,
+    )
+    z = predict(p, batch["x"])
+    stats = {"mean": jnp.zeros(2), "var": jnp.ones(2)}
+    z, _ = norm.apply({"batch_stats": stats}, z, mutable=["batch_stats"])
+    return mean(((z - batch["y"]) ** 2).sum(1), batch)
+
+
+def test_batch_norm_of_flax_is_refused_by_weight_and_exact_without():
+    def advised(p, batch):
+        return with_batch_norm(p, batch) * count(batch) / jdp.mean_over_ranks(count(batch) * 1.0)
+
+    def on_one(p, batch):
+        return jax.vmap(with_batch_norm, in_axes=(None, 0), axis_name="data")(p, batch)[0]
+
+    with pytest.raises(ValueError, match=r"`psum` at .* is differentiated"):
+        trained(2, step_of(with_batch_norm), rows(2))
+    whole = jax.tree.map(lambda x: x[None], rows(4))
+    want = jax.value_and_grad(on_one)(params(), whole)
+    assert_equal(trained(4, step_of(advised, weight=None), rows(4)), want)
+
+
+def test_a_global_mean_of_a_loss_over_ranks_is_exact():
+    @jdp.train_step(weight=count)
+    def step(state, batch):
+        loss = jdp.global_mean(lambda p: normalised(p, batch))
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads, synced=True), {"loss": value}
+
+    assert_equal(trained(4, step, rows(4)), jax.value_and_grad(normalised)(params(), rows(4)))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_typed_shard_map_refuses_what_it_would_differentiate_without_weights(check_vma):
+    batch = jax.tree.map(lambda x: x.reshape(2, ROWS, *x.shape[1:]), rows(2))
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
+
+    def on_rank(batch):
+        loss, grads = jdp.value_and_grad(normalised, accumulate=2, weight=count)(params(), batch)
+        return jdp.sync_gradients(grads, weight=count(batch))
+
+    if check_vma:
+        with pytest.raises(ValueError, match="check_vma=True.*without weights"):
+            per_rank(mesh, on_rank, batch, check_vma=True)
+        return
+    got = per_rank(mesh, on_rank, batch)
+
+    def on_one(p):
+        halves = [
+            jax.tree.map(lambda x, i=i: x[:, i : i + 2].reshape(4, *x.shape[2:]), batch)
+            for i in (0, 2)
+        ]
+        return sum(count(half) * normalised(p, half) for half in halves) / count(rows(2))
+
+    want = jax.grad(on_one)(params())
+    for rank in (0, 1):
+        assert_equal(jax.tree.map(lambda x, r=rank: x[r], got), want)
 
 
 # Several axes

@@ -31,8 +31,9 @@ PART_OF_ANOTHER = "the step is part of a larger program, of which jdp sees no mo
 class _Order:
     """Of the program being traced."""
 
-    def __init__(self, why_not: str | None) -> None:
+    def __init__(self, why_not: str | None, series: str) -> None:
         self.why_not = why_not
+        self.series = series
         self.numbers = itertools.count()
         self.token: jax.Array | None = None
         self.trace: Any = None  # where the token was made, and may be used
@@ -45,21 +46,36 @@ _order: ContextVar[_Order | None] = ContextVar("jdp_order", default=None)
 # Outside of jdp's programs: where the last number was given, and how often for equal leaves.
 _last_trace: Any = None
 _num_equal: dict[int, int] = {}
+# Of steps that are part of another program, by the name of their function.
+_num_steps: dict[str, int] = {}
 
 
 @contextlib.contextmanager
-def entered(*, why_not: str | None = None) -> Iterator[None]:
+def entered(*, why_not: str | None = None, series: str = "") -> Iterator[None]:
     """Order the all-reduces that are traced inside: those of one program.
 
     Args:
       why_not: in a sentence, why they cannot be told apart after all; see `why_unordered`.
+      series: see `next_series`; empty for a program that is no part of another.
     """
-    token = _order.set(_Order(why_not))
+    token = _order.set(_Order(why_not, series))
     try:
         with _traced_where("step" if why_not is None else "unordered step"):
             yield
     finally:
         _order.reset(token)
+
+
+def next_series(name: str) -> str:
+    """Return a name for a step that is part of a larger program, different for each step.
+
+    The same in every process that makes its steps in the same order.
+
+    Args:
+      name: of the step's function.
+    """
+    _num_steps[name] = _num_steps.get(name, -1) + 1
+    return f"step {name} {_num_steps[name]}"
 
 
 def why_not() -> str | None:
@@ -138,7 +154,8 @@ def next_number(bucket: Sequence[jax.Array]) -> int:
     """
     order = _order.get()
     if order is not None:
-        return next(order.numbers)
+        number = next(order.numbers)
+        return derived(number, order.series) if order.series else number
     global _last_trace
     trace = jax.extend.core.get_opaque_trace_state()
     if trace != _last_trace:

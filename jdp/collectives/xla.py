@@ -44,7 +44,7 @@ def xla(
     for bucket in buckets:
         before, after = split_scale(scale, bucket[0].dtype)
         parts = [scaled(leaf, before) for leaf in bucket]
-        sums = lax.psum(parts, axis.names(axis_name))
+        sums = axis.psum(parts, axis_name)
         results.append([scaled(leaf, after) for leaf in sums])
     return results
 
