@@ -80,7 +80,7 @@ CHOICES = {
     "optimizer": ["sgd", "momentum", "clip", "multi_steps", "adam"],
     "loss": ["rows", "batch_mean", "batch_sum", "all_gather", "maml", "global_mean"],
     "weight": ["none", "mask", "zero", "float"],
-    "rows": [4, 1, 6, 5],
+    "rows": [4, 1, 6, 5, 7],
     "split": ["whole", "accumulate=2", "accumulate=3", "micro_batch_rows=2", "micro_batch_rows=4"],
     "noise": ["none", "shared", "rank"],
     "reduce": ["apply", "synced", "sum", "by_axis"],
