@@ -9,7 +9,7 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import axis, scope
+from jdp import axis, scope, weighted_sum
 from jdp.axis import AxisName
 
 
@@ -48,18 +48,19 @@ def mean_over_ranks(
             )
     if not axis.is_bound(axis_name) or not leaves:
         return jax.tree.unflatten(treedef, leaves)
-    step = scope.current(axis_name)
     if weight is not None:
         weight = scope.require_number(weight)
-    elif step is not None:
-        weight = step.weight
+    else:
+        weight = scope.default_weight(axis_name, "jdp.mean_over_ranks")
     # Summed in at least float32: these are few bytes, and a float16 sum may pass 65504.
     if weight is None:
         wide = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]
         means = lax.pmean(wide, axis.names(axis_name))
     else:
-        share = scope.share_of(weight, axis_name)
-        means = lax.psum([scope.weighed(leaf, share) for leaf in leaves], axis.names(axis_name))
+        weights = weighted_sum.weighting(weight, axis_name, mean=True)
+        widest = jnp.promote_types(jnp.float32, weights.forward.dtype)
+        wide = [leaf.astype(jnp.promote_types(leaf.dtype, widest)) for leaf in leaves]
+        means = weighted_sum.summed(wide, axis_name, weights)
     means = [mean.astype(leaf.dtype) for mean, leaf in zip(means, leaves, strict=True)]
     return jax.tree.unflatten(treedef, means)
 
@@ -80,7 +81,10 @@ def sum_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
     """
     # XLA has no sum of booleans; int32 is what jnp.sum makes of them.
     x = jax.tree.map(lambda leaf: leaf * 1 if jnp.result_type(leaf).kind == "b" else leaf, x)
-    return lax.psum(x, axis.names(axis_name)) if axis.is_bound(axis_name) else x
+    if not axis.is_bound(axis_name):
+        return x
+    weights = weighted_sum.weighting(None, axis_name, mean=False)
+    return weighted_sum.summed(x, axis_name, weights)
 
 
 @jax.tree_util.register_dataclass

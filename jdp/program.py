@@ -60,6 +60,7 @@ class Program:
         self._outputs: list[verify.Output] = []
         self._marked: frozenset[str] = frozenset()
         self._split: frozenset[str] = frozenset()
+        self._weighed: frozenset[str] = frozenset()
         self._gradient_bytes = 0
         # Of a program of the author's, jdp does not see when it runs.
         is_compared = mesh.is_multi_process and not is_part
@@ -176,6 +177,7 @@ class Program:
                 weight = jnp.float32((step.num_rows or 0) * axis.size(self._axis_name))
         new_state = statics.hold(jax.tree.map(_strong, new_state))
         self._marked, self._split = frozenset(step.marked), frozenset(step.split)
+        self._weighed = frozenset(step.weighed)
         self._gradient_bytes = sum(reduction.num_bytes for reduction in step.reductions)
         self._outputs = [
             *_outputs(f"new {self._argument(0)}", "state", new_state),
@@ -214,6 +216,7 @@ class Program:
             marked=self._marked,
             mask=masks[0] if masks else None,
             differentiates=self._returns_state,
+            weighed=self._weighed,
         )
 
     def _argument(self, i: int) -> str:

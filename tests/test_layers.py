@@ -27,6 +27,8 @@ ROOMS = (
         "batch",
         "waits",
     ),
+    ("transposed",),
+    ("weighted_sum",),
     ("placement", "scope", "collectives", "uniformity", "newest"),
     ("mesh", "buckets"),
     ("same",),
@@ -34,7 +36,17 @@ ROOMS = (
     ("exchange",),
     ("joining", "snapshot", "store"),
     ("leaving", "progress"),
-    ("axis", "mark", "statics", "sampler", "prefetch", "dataset", "launch", "schedulers"),
+    (
+        "axis",
+        "mark",
+        "together",
+        "statics",
+        "sampler",
+        "prefetch",
+        "dataset",
+        "launch",
+        "schedulers",
+    ),
     ("background", "commit", "disk", "preemption"),
 )
 # jdp/__init__.py: the public names, which may come from every room and which no room may import.

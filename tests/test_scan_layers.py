@@ -184,6 +184,44 @@ def mapped(scan, params, batch):
     return jax.vmap(lambda x: squares(scan, params, x))(batch["x"]).mean()
 
 
+def models(scan, params, batch, shared=()):
+    """A loss over three models, of which each has its own gradient."""
+
+    def of_model(scale):
+        scaled = {name: x if name in shared else scale * x for name, x in params["layers"].items()}
+        return squares(scan, {**params, "layers": scaled}, batch["x"]).mean()
+
+    return jax.vmap(of_model)(jnp.array([1.0, 0.5, -0.3])).sum()
+
+
+def stacked_models(scan, params, batch):
+    """The same, with the models along the second dim of the parameters."""
+    scales = jnp.array([1.0, 0.5, -0.3])
+
+    def product(x):
+        return jnp.stack([scale * x for scale in scales], axis=1)
+
+    def of_model(layers):
+        return squares(scan, {**params, "layers": layers}, batch["x"]).mean()
+
+    many = jax.tree.map(product, params["layers"])
+    return jnp.mean(jax.vmap(of_model, in_axes=1)(many) * jnp.arange(1.0, 4.0))
+
+
+def models_of_shared_biases(scan, params, batch):
+    return models(scan, params, batch, shared=("b",))
+
+
+def slopes_of_models(scan, params, batch):
+    """grad of vmap of grad."""
+
+    def of_model(scale):
+        scaled = {**params, "layers": jax.tree.map(lambda x: scale * x, params["layers"])}
+        return jnp.square(jax.grad(lambda x: squares(scan, scaled, x).sum())(batch["x"])).mean()
+
+    return jax.vmap(of_model)(jnp.array([1.0, 0.5])).sum()
+
+
 FORMS = [
     mean_loss,
     rematerialised,
@@ -200,6 +238,10 @@ FORMS = [
     gradient_penalty,
     hessian_product,
     mapped,
+    models,
+    stacked_models,
+    models_of_shared_biases,
+    slopes_of_models,
 ]
 every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 
