@@ -38,11 +38,8 @@ IS_HIT = {
 }
 
 # Defects of jdp's that are known: their programs must fail, and the fuzzer passes them over.
-# Whoever mends one takes it out here. They are items 6, 7, 8, 9 and 2 of issue 15, in this order.
+# Whoever mends one takes it out here. They are items 9 and 2 of issue 15.
 KNOWN = (
-    "weight over ranks",
-    "axis order",
-    "late models",
     "small floats beside an Auto axis",
     "subnormal float16",
 )
