@@ -7,7 +7,7 @@ CASES = {
     "weight over ranks": [
         Program(loss="batch_mean", weight="mask"),
         Program(loss="batch_mean", weight="zero", mesh=(4,)),
-        Program(loss="batch_mean", weight="float", split="accumulate=2"),
+        Program(loss="batch_mean", weight="float", rows=4, split="accumulate=2"),
         Program(loss="batch_mean", weight="float", model="late"),
         Program(loss="batch_sum", weight="float"),
         Program(loss="all_gather", weight="mask"),
