@@ -7,7 +7,7 @@ CASES = {
     "weight over ranks": [
         Program(loss="batch_mean", weight="mask"),
         Program(loss="batch_mean", weight="zero", mesh=(4,)),
-        Program(loss="batch_mean", weight="float", split="accumulate=2"),
+        Program(loss="batch_mean", weight="float", rows=4, split="accumulate=2"),
         Program(loss="batch_mean", weight="float", model="late"),
         Program(loss="batch_sum", weight="float"),
         Program(loss="all_gather", weight="mask"),
@@ -21,6 +21,7 @@ CASES = {
     "late models": [Program(model="late_models")],
     "small floats beside an Auto axis": [Program(auto=2, dtype="bfloat16")],
     "subnormal float16": [Program(dtype="float16", tiny=True)],
+    "sums between processes": [Program(seed=2, processes=2, mesh=(4,), extra="large")],
 }
 
 # Whether a program may fail by a defect.
@@ -35,16 +36,15 @@ IS_HIT = {
         p.auto > 1 and p.dtype in ("bfloat16", "float16", "mixed")
     ),
     "subnormal float16": lambda p: p.dtype == "float16" and p.tiny,
+    "sums between processes": lambda p: p.processes > 1 and p.extra == "large",
 }
 
 # Defects of jdp's that are known: their programs must fail, and the fuzzer passes them over.
-# Whoever mends one takes it out here. They are items 6, 7, 8, 9 and 2 of issue 15, in this order.
+# Whoever mends one takes it out here. They are items 9, 2 and 1 of issue 15.
 KNOWN = (
-    "weight over ranks",
-    "axis order",
-    "late models",
     "small floats beside an Auto axis",
     "subnormal float16",
+    "sums between processes",
 )
 
 
