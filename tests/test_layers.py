@@ -36,7 +36,7 @@ ROOMS = (
     ("joining", "snapshot", "store", "hashes"),
     ("leaving", "progress"),
     ("axis", "mark", "statics", "sampler", "prefetch", "dataset", "launch", "schedulers"),
-    ("background", "commit", "disk", "preemption", "differences"),
+    ("background", "commit", "disk", "preemption", "differences", "overdue"),
 )
 # jdp/__init__.py: the public names, which may come from every room and which no room may import.
 PUBLIC = "__init__"
