@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp import arguments, axis, failure, mesh, metrics, progress, statics
+from jdp import arguments, axis, failure, mesh, metrics, overdue, progress, statics
 from jdp.axis import AxisName
 from jdp.batch import place_batch
 from jdp.collectives import library
@@ -32,10 +32,12 @@ class _Call(NamedTuple):
     program: Program
     given: arguments.Given | None
     differs: jax.Array | None  # whether that was another on another process
-    weight: jax.Array  # of the batch, which is ready when the call has run
+    weight: Any  # of the batch, which is ready when the call has run
 
 
 _in_flight: deque[_Call] = deque()
+# The call that is being made: JAX runs a small program on CPU before it returns.
+_made: _Call | None = None
 # Steps over meshes of several processes.
 _steps: "weakref.WeakSet[Step]" = weakref.WeakSet()
 
@@ -177,6 +179,7 @@ class Step:
           The state, None for an `eval_step`; the metrics, with `jdp.rows` still marked; and the
           weight of the global batch: `[]` float32, its rows where nothing weighs them.
         """
+        global _made
         program, args, is_traced, follows = self._prepare(args, kwargs)
         if is_traced:
             state, reported, weight, _ = program(*args)  # inside a jit or scan of the caller's
@@ -189,6 +192,7 @@ class Step:
             if program.arguments is not None:
                 given = program.arguments.of(args, self._unknown(args[0], follows))
             try:
+                _made = _Call(self, self._num_calls, program, given, None, None)
                 state, reported, weight, differs = program(*args, follows=follows, given=given)
             except (RuntimeError, ValueError) as error:
                 if "delete" in str(error):
@@ -197,6 +201,8 @@ class Step:
                     raise
                 is_gone, cause = _any_deleted(args[0]), _cause(program, given)
                 raise _failed(self.__name__, self._num_calls, is_gone, error, cause) from error
+            finally:
+                _made = None
             self._returned = list(map(weakref.ref, jax.tree.leaves(state)))
             _in_flight.append(_Call(self, self._num_calls, program, given, differs, weight))
             _drain(_MAX_IN_FLIGHT)
@@ -340,13 +346,27 @@ def _wait_for_first_step() -> None:
         _drain(0)
 
 
+_overdue = overdue.Overdue()
+
+
+# Called from a thread, now and then while no step begins or ends.
 def _num_running() -> int:
     # All of JAX's arrays have it, though the interface of `jax.Array` does not say so.
     is_ready = operator.methodcaller("is_ready")
     try:
-        return sum(not is_ready(weight) for *_, weight in tuple(_in_flight))
+        running = [call for call in tuple(_in_flight) if not is_ready(call.weight)]
     except (AttributeError, RuntimeError):  # the latter of a step that failed, which is none
         return 0
+    # The others may have come further, or less far.
+    made = _made
+    calls = [*_in_flight, *([] if made is None else [made])] if running or made else []
+    _overdue.look([_unfinished(call) for call in calls])
+    return len(running)
+
+
+def _unfinished(call: _Call) -> overdue.Unfinished:
+    explain = functools.partial(_difference, call.program, call.given, overdue.PATIENCE_S)
+    return overdue.Unfinished(call.step.__name__, call.number, explain)
 
 
 progress.ask_devices(_num_running)
@@ -359,7 +379,7 @@ def drain() -> None:
 
 def _drain(num_left: int) -> None:
     while len(_in_flight) > num_left:
-        call = _in_flight.popleft()
+        call = _in_flight[0]  # stays there while it is waited for, see `_num_running`
         try:
             call.weight.block_until_ready()
             library.check()
@@ -367,6 +387,7 @@ def _drain(num_left: int) -> None:
             cause = _cause(call.program, call.given)
             name, is_gone = call.step.__name__, call.step.donate
             raise _failed(name, call.number, is_gone, error, cause) from error
+        _in_flight.popleft()
         _require_same_arguments(call)
 
 
@@ -380,11 +401,17 @@ def _require_same_arguments(call: _Call) -> None:
     raise RuntimeError(call.program.arguments.explained(call.given, step, call.number))
 
 
-def _cause(program: Program, given: arguments.Given | None) -> str:
-    """Return in what a failed call differed between processes, as a sentence, if that is known."""
+def _difference(
+    program: Program, given: arguments.Given | None, timeout_s: float = _EXPLAIN_FAILURE_S
+) -> str | None:
+    """Return in what a call differed between processes, as a sentence, if that is known."""
     if program.arguments is None or given is None or not (given.small or given.large):
-        return ""
-    difference = program.arguments.difference(given, timeout_s=_EXPLAIN_FAILURE_S)
+        return None
+    return program.arguments.difference(given, timeout_s=timeout_s)
+
+
+def _cause(program: Program, given: arguments.Given | None) -> str:
+    difference = _difference(program, given)
     return f" It was not the same call on all processes: {difference}" if difference else ""
 
 

@@ -279,6 +279,113 @@ def test_two_kinds_of_ranks_are_seen_by_every_rank():
         assert not arguments.differ(jnp.asarray(a), jnp.asarray(num_ranks * a), num_ranks).any()
 
 
+def train_on_two_axes(layout):
+    """The errors of a step on a mesh with a model axis, equal and with an odd process."""
+    from jax.sharding import AxisType, Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+    devices = np.array(devices).reshape(2, 2)
+    devices = devices if layout == "data between processes" else devices.T
+    mesh = jdp.init(Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2))
+    batch, found = one_batch(), []
+
+    def split(value):
+        where = NamedSharding(mesh, P("model"))
+        return jax.make_array_from_callback(value.shape, where, lambda index: value[index])
+
+    for wrong in ("", "float", "split"):
+        s = state()
+
+        def train(s=s, wrong=wrong):
+            for n in range(3):
+                odd = me() * (n == 1)
+                values = np.arange(20_000, dtype=np.float32) + odd * (wrong == "split")
+                extra = [split(values), 1.0 + odd * (wrong == "float")]
+                s, _ = noisy_of_two(s, batch, *extra)
+            jdp.check_replicas(s)
+
+        found.append(refusal(train))
+    return found
+
+
+@jdp.train_step
+def noisy_of_two(state, batch, teacher, scale):
+    return noisy._fn(state, batch, [teacher, scale])
+
+
+@pytest.mark.parametrize("layout", ["data between processes", "model between processes"])
+def test_arguments_on_a_mesh_with_further_axes_are_compared(processes, layout):
+    one, other = processes(2).run(train_on_two_axes, layout)
+    assert one[0] is None and other[0] is None
+    if layout == "data between processes":
+        assert one == other
+        assert "`scale` has other values on process 1 than on process 0: 2.0, and 1.0" in one[1]
+        assert "`teacher` has other values on process 1 than on process 0" in one[2]
+
+
+def fail_in_the_third_call(odd):
+    jdp.init()
+    batch, s = one_batch(), state()
+
+    def fail(step):
+        if step == 2:
+            raise OSError("of the author")
+        return np.float32(0)
+
+    @jdp.train_step
+    def step(state, batch, scale):
+        kind = jax.ShapeDtypeStruct((), jnp.float32)
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+        zero = jax.pure_callback(fail, kind, state.step)
+        new = state.apply_gradients(jax.tree.map(lambda g: g * scale, grads))
+        return new, {"loss": loss + zero}
+
+    def train(s=s):
+        for n in range(3):
+            s, _ = step(s, batch, 1.0 + (n == 2) * odd * me())
+        jdp.check_replicas(s)
+
+    return refusal(train)
+
+
+def test_a_call_that_fails_says_in_what_it_differed(processes):
+    for error in processes(2).run(fail_in_the_third_call, 1):
+        assert "call 3 of `step` failed while it ran. It was not the same call on all" in error
+        assert "`scale` has other values on process 1 than on process 0: 2.0, and 1.0" in error
+    for error in processes(2).run(fail_in_the_third_call, 0):
+        assert "call 3 of `step` failed while it ran. " in error and "process 1" not in error
+
+
+def restore_and_close(path):
+    jdp.init()
+    batch, hashed = one_batch(), []
+    original = hashes.folded
+
+    def train(num, extra):
+        with jdp.Checkpointer(path, resume=True) as ckpt:
+            s = ckpt.restore(state())
+            for n in range(num):
+                s, _ = noisy(s, batch, extra(n))
+                ckpt.step(s)
+
+    train(2, lambda n: 1.0)
+    hashes.folded = lambda *args: hashed.append(len(args[1])) or original(*args)
+    try:
+        train(2, lambda n: 1.0)
+    finally:
+        hashes.folded = original
+    error = refusal(train, 2, lambda n: 1.0 + (n == 1) * me())
+    return hashed, error, sorted(each.name for each in path.iterdir() if each.name != "lock")
+
+
+def test_a_restored_state_is_not_hashed_and_close_waits_for_the_last_calls(processes, tmp_path):
+    for hashed, error, saved in processes(2).run(restore_and_close, tmp_path):
+        assert hashed == [len(jax.tree.leaves(state()))]  # at the end, by close
+        assert "`extra` has other values on process 1 than on process 0: 2.0, and 1.0" in error
+        assert saved == ["2-1", "4-2", "6-3"]
+
+
 def difference_seen_by_one():
     mesh = jdp.init()
     checks = arguments.Arguments(mesh, ("data",), str)

@@ -49,7 +49,7 @@ ROOMS = (
         "launch",
         "schedulers",
     ),
-    ("background", "commit", "disk", "preemption", "differences"),
+    ("background", "commit", "disk", "preemption", "differences", "overdue"),
 )
 # jdp/__init__.py: the public names, which may come from every room and which no room may import.
 PUBLIC = "__init__"

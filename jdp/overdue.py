@@ -1,0 +1,71 @@
+"""Calls of steps that do not end: did all processes make them with the same arguments?"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+_log = logging.getLogger("jdp")
+
+# After so long without any step that ends, the processes tell each other what they called.
+PATIENCE_S = 5.0
+
+
+class Unfinished(NamedTuple):
+    """A call that may still be running.
+
+    Attributes:
+      step: name of the step.
+      number: of the call.
+      explain: returns in what the call differed between processes, or None; may wait.
+    """
+
+    step: str
+    number: int
+    explain: Callable[[], str | None]
+
+
+class Overdue:
+    """Looks now and then at the calls in flight, and logs a difference if none of them ends.
+
+    Args:
+      patience_s: seconds until they are compared, once.
+    """
+
+    def __init__(self, patience_s: float = PATIENCE_S):
+        self._patience_s = patience_s
+        self._oldest: tuple[str, int] | None = None
+        self._since = 0.0
+        self._is_explained = False
+
+    def look(self, calls: Sequence[Unfinished]) -> threading.Thread | None:
+        """Look at the calls that have not ended, oldest first; nothing is waited for.
+
+        Returns:
+          The thread that explains them, where it is time.
+        """
+        oldest = (calls[0].step, calls[0].number) if calls else None
+        if oldest != self._oldest:
+            self._oldest, self._since, self._is_explained = oldest, time.monotonic(), False
+        late_s = time.monotonic() - self._since
+        if not calls or late_s < self._patience_s or self._is_explained:
+            return None
+        self._is_explained = True
+        thread = threading.Thread(target=_explain, args=(calls, late_s), daemon=True)
+        thread.start()
+        return thread
+
+
+def _explain(calls: Sequence[Unfinished], late_s: float) -> None:
+    for call in calls:
+        if difference := call.explain():
+            _log.error(
+                "jdp: no step has ended for %.0f s. A likely cause: call %d of `%s` was not the "
+                "same on all processes, so they may wait for each other: %s",
+                late_s,
+                call.number,
+                call.step,
+                difference,
+            )
+            return
