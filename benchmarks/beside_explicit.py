@@ -25,7 +25,7 @@ import numpy as np
 import report
 import timing
 from report import Section
-from training import Oracle
+from oracle import Oracle
 
 import jdp
 
