@@ -109,6 +109,7 @@ endef
 # an environment of pip's own, with the headers of the oldest, so that one library serves both.
 NATIVE := setup.py $(wildcard jdp/csrc/* jdp/csrc/*/*)
 %/ready: %/pins pyproject.toml $(NATIVE)
+	echo "Compiling jdp into $*: C++, about half a minute; where nvcc and an NVIDIA GPU are, CUDA for a minute or two more."
 	if [ "$$(< $*/pins)" = oldest ]; then isolation=--no-build-isolation; else isolation=; fi
 	$(call pip,$*) --no-deps $$isolation -e .
 	touch $@

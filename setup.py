@@ -1,8 +1,9 @@
 # ruff: noqa: D102 - methods that setuptools calls are described there
 """Builds the native libraries into jdp/lib; without a compiler jdp installs without them.
 
-JDP_CUDA=auto (default) builds the CUDA library where nvcc is found, "on" demands it, "off" leaves
-it out. CXX is the C++ compiler.
+JDP_CUDA=auto (default) builds the CUDA library where there are nvcc and an NVIDIA GPU: it takes a
+minute or two of a processor. "on" demands it, with nvcc alone; "off" leaves it out. CXX is the C++
+compiler.
 """
 
 import concurrent.futures
@@ -28,11 +29,13 @@ CSRC = ROOT / "jdp" / "csrc"
 # No contraction: sums must have the same bits on all CPUs.
 CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
 NVCC_FLAGS = [
-    *("-std=c++17", "-O3", "--shared", "-cudart", "static"),
+    *("-std=c++17", "-O3", "--shared", "-cudart", "static", "--threads=0"),
     *("-Xcompiler", "-fPIC,-fvisibility=hidden"),
-    *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in (80, 90, 100)),
-    "-gencode=arch=compute_80,code=compute_80",
 ]
+# A100, H100 and H200, B200. Others run the code of the first one, compiled by their driver.
+GPU_ARCHITECTURES = (80, 90, 100)
+# What the driver leaves where there is a GPU: on Linux, in a container, in Windows' Linux.
+SIGNS_OF_A_GPU = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
 
 
 class BuildError(Exception):
@@ -142,13 +145,30 @@ def build_cuda(library):
     if nvcc is None:
         raise BuildError("nvcc was not found")
     include, version = ffi_headers()
-    stamp = Stamp(library, files, [nvcc, *NVCC_FLAGS], version)
+    command = [nvcc, *NVCC_FLAGS, *gencode_flags(nvcc)]
+    stamp = Stamp(library, files, command, version)
     if stamp.is_fresh():
         return
+    if cuda_wanted() == "auto" and not any(map(os.path.exists, SIGNS_OF_A_GPU)):
+        raise BuildError("no NVIDIA GPU was found when jdp was installed; JDP_CUDA=on builds it")
     library.parent.mkdir(exist_ok=True)
     inputs = [str(path) for path in files if path.suffix in (".cu", ".cc")]
-    link([nvcc, *NVCC_FLAGS, "-isystem", str(include), *inputs], library)
+    link([*command, "-isystem", str(include), *inputs], library)
     stamp.write()
+
+
+def gencode_flags(nvcc):
+    """Return the flags for the GPUs that this nvcc knows: before 12.8 it refuses sm_100."""
+    listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True)
+    if listed.returncode:
+        raise BuildError(f"`{nvcc} --list-gpu-arch` failed: CUDA 11.8 or newer is needed")
+    known = set(re.findall(r"^compute_(\d+)$", listed.stdout, re.M))
+    chosen = [arch for arch in map(str, GPU_ARCHITECTURES) if arch in known]
+    if not chosen:
+        wanted = ", ".join(f"compute_{arch}" for arch in GPU_ARCHITECTURES)
+        raise BuildError(f"{nvcc} knows none of {wanted}: CUDA 11.8 or newer is needed")
+    flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in chosen]
+    return [*flags, f"-gencode=arch=compute_{chosen[0]},code=compute_{chosen[0]}"]
 
 
 class Stamp:

@@ -24,8 +24,8 @@ import models
 import numpy as np
 import report
 import timing
-from report import Section
 from oracle import Oracle
+from report import Section
 
 import jdp
 

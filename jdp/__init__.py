@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jdp.metrics import sum_over_ranks as sum_over_ranks
     from jdp.optimizer import replicated as replicated
     from jdp.progress import phase as phase
+    from jdp.rank_state import per_rank as per_rank
     from jdp.replicas import check_replicas as check_replicas
     from jdp.sampler import Sampler as Sampler
     from jdp.scan_layers import scan_layers as scan_layers
@@ -43,6 +44,7 @@ _ROOMS = {
     "global_mean": "grad",
     "init": "mesh",
     "mean_over_ranks": "metrics",
+    "per_rank": "rank_state",
     "phase": "progress",
     "replicated": "optimizer",
     "rows": "metrics",

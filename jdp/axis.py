@@ -43,6 +43,17 @@ def names(axis_name: AxisName) -> tuple[str, ...]:
     return tuple(found)
 
 
+def in_mesh_order(axis_name: AxisName) -> tuple[str, ...]:
+    """Return the names in the order of the enclosing mesh, in which `lax.ppermute` counts ranks.
+
+    `lax.axis_index` counts them in the order of its argument: together they are right in one order
+    only. Where the names are not all axes of a mesh (`vmap`, `pmap`), they are returned as given.
+    """
+    found = names(axis_name)
+    order = jax.sharding.get_abstract_mesh().axis_names
+    return tuple(sorted(found, key=order.index)) if set(found) <= set(order) else found
+
+
 def is_bound(axis_name: AxisName) -> bool:
     """Tell whether the code being traced runs on every rank of `axis_name`.
 

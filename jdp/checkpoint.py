@@ -10,13 +10,14 @@ from typing import Any
 
 import jax
 
-from jdp import disk, exchange, progress, same, snapshot, store
+from jdp import arguments, disk, exchange, progress, rank_state, same, snapshot, store
 from jdp.background import Background
 from jdp.commit import CommitMemory
 from jdp.launch import member
 from jdp.launch.exits import SAVED
 from jdp.newest import Found, Sources, leaves_of, loaded, named, newest
 from jdp.preemption import Preemption
+from jdp.replicas import RanksDifferError, require_equal_copies
 from jdp.sampler import whole
 
 _log = logging.getLogger("jdp")
@@ -57,6 +58,8 @@ class Checkpointer:
       resume: whether to go on from what `directory` holds. Default: `jdp run --resume`, or
         without it whether JDP_RESUME is 1. What `jdp run` starts again after a death always goes
         on.
+      check_replicas: whether `close` makes sure that all ranks hold the same bits of the state,
+        see `jdp.check_replicas`. Each device reads its copy of the state once.
 
     Raises:
       ValueError: if a number is out of its range, or `directory` is a URL.
@@ -81,12 +84,14 @@ class Checkpointer:
         save_every: int = 1000,
         keep: int = 3,
         resume: bool | None = None,
+        check_replicas: bool = True,
     ) -> None:
         self._folder = disk.Folder(directory)
         self._commit_every = whole("commit_every", commit_every, least=1)
         self._save_every = whole("save_every", save_every, least=1)
         self._keep = whole("keep", keep, least=1)
         self._resume = resume
+        self._check_replicas = check_replicas
         self._steps = 0
         self._life: _Life | None = None
 
@@ -186,15 +191,24 @@ class Checkpointer:
     def close(self) -> None:
         """Save what is not saved yet, wait until it is, and let other runs use the directory.
 
-        A `with` block does it at its end; if an exception ends the block, nothing more is saved.
+        Then compare the state of all ranks, unless `check_replicas=False`. At the end of a `with`
+        block `close` is called; if an exception ends the block, nothing is saved or compared.
+
+        Raises:
+          OSError, RuntimeError: as from `save`.
+          RuntimeError: on every process, if ranks hold other bits of the state than each other.
+            The last step is saved then, as process 0 holds it.
         """
         life = self._life
         if life is None or life.is_over:
             return
         try:
             if life.num_steps or life.is_unsaved:
-                self._save(life)
+                has_state = self._check_replicas and not _any_deleted(life.state)
+                can_check = self._save(life, can_check=has_state)
                 life.commits.wait()
+                if can_check:
+                    self._require_equal_ranks(life)
         finally:
             life.end()
 
@@ -230,11 +244,14 @@ class Checkpointer:
             )
         facts, values = loaded(life.group, found, sources)
         with exchange.failing_together(life.group, f"while it restored {found.where}"):
-            snapshot.require_same(leaves_of(facts), snapshot.describe(state), found.where)
+            values = rank_state.resized(state, values, found.where)
+            saved = snapshot.with_shapes(leaves_of(facts), values)
+            snapshot.require_same(saved, snapshot.describe(state), found.where)
             state = snapshot.place(state, values)
             if batches is not None:
                 batches.position = _position(facts, found.where)
         exchange.told(life.group, None, what=f"whether {found.where} is restored")
+        arguments.vouch(jax.tree.leaves(state))  # All have it from one place.
         return found, state
 
     def _noted(self, state: Any, batches: Any) -> "_Life":
@@ -270,7 +287,8 @@ class Checkpointer:
             facts = self._facts(life, taken)
             life.saves.begin(_write_checkpoint, self._folder, facts, taken, self._keep)
 
-    def _save(self, life: "_Life") -> None:
+    def _save(self, life: "_Life", *, can_check: bool = False) -> bool:
+        """Save, and return whether all processes can compare their states now."""
         doing = f"while it saved step {self._steps} to {self._folder.path}"
         with progress.SAVING:
             with exchange.failing_together(life.group, doing):
@@ -278,8 +296,22 @@ class Checkpointer:
                     self._begin_save(life)
                 life.saved_at = -1  # if what follows fails, on whichever process
                 life.saves.wait()
-            exchange.told(life.group, None, what=f"whether step {self._steps} is saved")
+            told = exchange.told(
+                life.group, [self._steps, can_check], what=f"whether step {self._steps} is saved"
+            )
             life.saved_at = self._steps
+        return all(each == [self._steps, True] for each in told.values())
+
+    def _require_equal_ranks(self, life: "_Life") -> None:
+        with progress.COMPARING:
+            try:
+                with exchange.failing_together(life.group, "while it hashed its state"):
+                    require_equal_copies(life.state)
+            except RanksDifferError as error:
+                raise RanksDifferError(
+                    f"{error} Step {self._steps} is saved in {self._folder.path} as process 0 "
+                    "holds it, and earlier checkpoints may be of ranks that differed already."
+                ) from None
 
     def _stop(self, life: "_Life") -> None:
         self._save(life)
@@ -396,6 +428,10 @@ def _all_processes() -> tuple[int, ...]:
             "could agree on what to restore. Use a version of JAX that jdp was tested with."
         )
     return tuple(range(jax.process_count()))
+
+
+def _any_deleted(state: Any) -> bool:
+    return any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
 
 
 def _position(facts: dict[str, Any], where: str) -> int:

@@ -80,6 +80,35 @@ def told(group: tuple[int, ...], value: Any, *, what: str) -> dict[int, Any]:
     return found
 
 
+def offered(group: tuple[int, ...], key: str, value: Any, *, timeout_s: float) -> dict[int, Any]:
+    """Offer something to the other processes, and return what each has offered under the same key.
+
+    Other than `told`, no process has to call it: those that do not are left out, and nothing
+    raises. For explaining a failure that some processes may not have seen.
+
+    Args:
+      group: processes that may call it.
+      key: which tells this call from all others of the run.
+      value: what JSON can hold.
+      timeout_s: how long to wait for all of them together.
+
+    Returns:
+      process -> value.
+    """
+    me, found = jax.process_index(), {jax.process_index(): value}
+    end = time.monotonic() + timeout_s
+    try:
+        store.offer(f"jdp/offered/{key}/{me}", json.dumps(value))
+        for process in group:
+            left_s = max(0.0, end - time.monotonic())
+            text = store.get(f"jdp/offered/{key}/{process}", timeout_s=left_s)
+            if text is not None:
+                found[process] = json.loads(text)
+    except Exception:  # The store may be gone with a process that failed.
+        pass
+    return dict(sorted(found.items()))
+
+
 @contextlib.contextmanager
 def failing_together(group: tuple[int, ...], doing: str) -> Iterator[None]:
     """Let the other processes know of an error inside, so that they do not wait in `told`.

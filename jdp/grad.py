@@ -13,6 +13,12 @@ from jdp.axis import AxisName
 from jdp.metrics import mean_over_ranks
 from jdp.sync import sync_gradients
 
+# The share of a micro-batch in the loss of the step is known only after the last one.
+_OWN_WEIGHT = (
+    "jdp.value_and_grad(weight=...) weighs the micro-batches, and the step weighs the ranks by "
+    "something else. Give the weight to jdp.train_step(weight=...) alone, which counts in both."
+)
+
 
 def value_and_grad(
     loss_fn: Callable[..., Any],
@@ -46,7 +52,8 @@ def value_and_grad(
         at most 8 are 6, 6 and 5, each weighed by its rows. The loss is then traced twice.
       has_aux: `aux` comes back too: float leaves averaged like the loss, `jdp.rows` joined.
       weight: `weight(batch)`, how much a micro-batch counts. Default: that of the step
-        (`train_step(weight=...)`), else its rows.
+        (`train_step(weight=...)`), else its rows. Where it is not the step's, a mean or sum over
+        ranks inside the loss cannot be differentiated.
       axis_name: the data axis.
 
     Returns:
@@ -75,6 +82,8 @@ def value_and_grad(
             return differentiate(params, batch, *rest)
         step = scope.current(axis_name)
         weight_fn = weight if weight is not None or step is None else step.weight_fn
+        is_own = step is not None and weight is not None and weight is not step.weight_fn
+        why_no_gradient = _OWN_WEIGHT if is_own else ""
         looped, last, join = _split(batch, rest, k, is_whole=scope.platform() == "cpu")
         num_rows = _num_rows(looped[0], dim=1)
         # Multiplying by 1 / 2**i is exact. It becomes part of the loop's own sum, where a division
@@ -84,7 +93,8 @@ def value_and_grad(
 
         def part(micro_batch: Any) -> Any:
             batch, keys = micro_batch
-            with scope.entered(axis_name, batch, weight_fn, nested=True) as micro:
+            options = {"nested": True, "why_no_gradient": why_no_gradient}
+            with scope.entered(axis_name, batch, weight_fn, **options) as micro:
                 value, grads = differentiate(params, batch, *join(keys))
             means, rows = metrics.take_rows(value)
             means = _require_means(means)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import axis, buckets, scope
+from jdp import axis, buckets, scope, weighted_sum
 from jdp.collectives import AllReduce, order
 from jdp.collectives.native import native, reserved, starts_when_ready
 from jdp.collectives.split import TOKEN, done, start
@@ -62,7 +62,10 @@ class Hooks:
         self._plan = buckets.plan(self._slot, sys.maxsize)
         step = scope.current(axes)
         weight, self._mesh = (None, None) if step is None else (step.weight, step.mesh)
-        self._share = None if weight is None else scope.share_of(weight, axes)
+        self._weights = weighted_sum.Weighting(None)
+        if weight is not None:
+            self._weights = weighted_sum.weighting(weight, axes, mean=True)
+        self._share = self._weights.forward
         self._scale = 1.0 if weight is not None else 1.0 / axis.size(axes)
         # A ring between GPUs starts before a layer's matmuls and is waited for behind them; any
         # other algorithm is placed by XLA. The last layer's has a call of its own.
@@ -80,24 +83,26 @@ class Hooks:
     def enter(self, floats: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Give the stacked parameters and an empty slot."""
 
-        def same(floats: list) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
+        def same(floats: list, _: Any) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
             return floats, [jnp.zeros(x.shape, x.dtype) for x in self._slot], jnp.float32(0)
 
-        def backward(_: None, cotangents: tuple[list, list, Any]) -> tuple[list[jax.Array]]:
+        def backward(share: Any, cotangents: tuple[list, list, Any]) -> tuple[list, Any]:
             shifted, slot, _ = cotangents
+            weights = self._weighted_by(share)
             means = []
             for mean, others in zip(self._reduced(slot), shifted, strict=True):
+                mean = weights.total(mean)
                 parts = [others[1:], mean[None]] if self._reverse else [mean[None], others[:-1]]
                 # To the analysis that is no sum over ranks any more, which it would refuse to see
                 # averaged again.
                 mean = jnp.concatenate(parts)
                 means.append(mark(mean, kind=AVERAGED, path="", axes=self._axes))
-            return (means,)
+            return means, jax.tree.map(jnp.zeros_like, share)
 
         hook = jax.custom_vjp(same)
         # Not hook(floats): a second derivative would meet it again there, and not the others.
-        hook.defvjp(lambda floats: (same(floats), None), backward)
-        floats, slot, self._witness = hook(floats)
+        hook.defvjp(lambda floats, share: (same(floats, share), share), backward)
+        floats, slot, self._witness = hook(floats, self._share)
         return floats, slot
 
     def begin(self, floats: list, carry: Any, slot: list) -> tuple[list, Any, list, list]:
@@ -120,7 +125,9 @@ class Hooks:
                 sums, gradient = lax.optimization_barrier((sums, gradient))
                 means = self._unpacked(sums)
             if share is not None:
-                gradient = [scope.weighed(x, share).astype(x.dtype) for x in gradient]
+                weights = self._weighted_by(share)
+                gradient = [weights.term(x) for x in gradient]
+                means = [weights.total(x) for x in means]
             return means, moving, gradient, nothing
 
         numbers = self._numbers
@@ -149,6 +156,13 @@ class Hooks:
         moving, slot = hook(floats_of(carry), slot, tokens, None, self._witness)
         return with_floats(carry, moving), slot
 
+    def _weighted_by(self, share: jax.Array | None) -> weighted_sum.Weighting:
+        # Handed on by the hooks, which JAX may keep for another trace: the share of that one.
+        if share is None:
+            return self._weights
+        share = lax.stop_gradient(share)  # A second derivative gives it a tangent of zeros.
+        return self._weights._replace(forward=share, after=share)
+
     def _reduced(self, slot: list[jax.Array]) -> list[jax.Array]:
         if self._numbers:
             tokens = lax.optimization_barrier(self._started(slot, self._last_numbers))
@@ -164,7 +178,8 @@ class Hooks:
         return [x for (x,) in self._all_reduced([[x] for x in vectors], 1.0)]
 
     def _all_reduced(self, bucketed: list[list[jax.Array]], scale: float) -> list[list[jax.Array]]:
-        return self._all_reduce(bucketed, self._axes, scale=scale, mesh=self._mesh)
+        with self._weights.named():
+            return self._all_reduce(bucketed, self._axes, scale=scale, mesh=self._mesh)
 
     def _unpacked(self, sums: list[jax.Array]) -> list[jax.Array]:
         means = [scaled(x, split_scale(self._scale, x.dtype)[1]) for x in sums]

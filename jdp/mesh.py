@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jdp import axis, joining, processes, progress, same, store
+from jdp import axis, joining, processes, progress, rank_state, same, store
 from jdp.axis import AxisName
 from jdp.statics import is_array
 
@@ -130,7 +130,7 @@ def num_ranks(mesh: Mesh, axis_name: AxisName) -> int:
 
 
 def placed(tree: Any, axis_name: AxisName, mesh: Mesh | None = None, *, copy: bool = False) -> Any:
-    """Copy a state onto the mesh, the same on every rank.
+    """Copy a state onto the mesh, the same on every rank; `per_rank` is split over the ranks.
 
     Leaves that lie there already, perhaps split over further axes, are left where they are.
     What is copied shares no buffer with what was given, so that donating it deletes nothing
@@ -144,7 +144,8 @@ def placed(tree: Any, axis_name: AxisName, mesh: Mesh | None = None, *, copy: bo
       copy: copy also what lies there already.
 
     Raises:
-      ValueError: if a leaf is split over `axis_name`, or lies on another mesh.
+      ValueError: if a leaf is split over `axis_name`, or lies on another mesh; if one of `per_rank`
+        does not divide by the number of ranks.
     """
     named, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [leaf for _, leaf in named]
@@ -153,17 +154,27 @@ def placed(tree: Any, axis_name: AxisName, mesh: Mesh | None = None, *, copy: bo
             mesh = mesh_of(leaves, axis_name)
         except RuntimeError:
             return tree
-    away = [i for i, (path, leaf) in enumerate(named) if _is_away(path, leaf, mesh, axis_name)]
-    if away and not NamedSharding(mesh, PartitionSpec()).is_fully_addressable:
+    is_own = rank_state.flags(tree)
+    away, unsplit = [], []
+    for i, (path, leaf) in enumerate(named):
+        if is_own[i]:
+            if _is_unsplit(path, leaf, mesh, axis_name):
+                unsplit.append(i)
+        elif _is_away(path, leaf, mesh, axis_name):
+            away.append(i)
+    if (away or unsplit) and not NamedSharding(mesh, PartitionSpec()).is_fully_addressable:
         # Only over a mesh of several processes: one that trains alone must not wait for others.
-        kept = {*away}
+        kept = {*away, *unsplit}
         processes.agreed(
             treedef.unflatten([x if i in kept else None for i, x in enumerate(leaves)])
         )
     for i, leaf in zip(away, replicate([leaves[i] for i in away], mesh), strict=True):
         leaves[i] = leaf
+    for i in unsplit:
+        leaves[i] = _split(leaves[i], mesh, axis_name)
     if copy:
-        stayed = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and i not in {*away}]
+        placed = {*away, *unsplit}
+        stayed = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and i not in placed]
         for i in stayed:
             leaves[i] = jnp.copy(leaves[i])
     return jax.tree.unflatten(treedef, leaves)
@@ -189,6 +200,34 @@ def _replicate_here(leaf: Any, sharding: NamedSharding) -> jax.Array:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     value = np.asarray(leaf)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def _is_unsplit(path: tuple, leaf: Any, mesh: Mesh, axis_name: AxisName) -> bool:
+    if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) or not is_array(leaf):
+        return False
+    rank_state.require_dim(jax.tree_util.keystr(path), leaf, num_ranks(mesh, axis_name))
+    spec = _spec_on(leaf, mesh)
+    return not spec or spec[0] is None or axis.names(spec[0]) != axis.names(axis_name)
+
+
+def _spec_on(leaf: Any, mesh: Mesh) -> PartitionSpec | None:
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+        return sharding.spec
+    return None
+
+
+def _split(leaf: Any, mesh: Mesh, axis_name: AxisName) -> jax.Array:
+    # Over further axes it stays split as it was.
+    others = (_spec_on(leaf, mesh) or (None,))[1:]
+    sharding = NamedSharding(mesh, PartitionSpec(axis.names(axis_name), *others))
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = _split(jax.random.key_data(leaf), mesh, axis_name)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
+    value = np.asarray(leaf)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: np.array(value[index]))
 
 
 def _is_away(path: tuple, leaf: Any, mesh: Mesh, axis_name: AxisName) -> bool:

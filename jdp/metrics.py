@@ -1,6 +1,7 @@
 """Values that a step reports: means, sums and rows over all ranks."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import axis, scope
+from jdp import axis, scope, weighted_sum
 from jdp.axis import AxisName
 
 
@@ -48,18 +49,19 @@ def mean_over_ranks(
             )
     if not axis.is_bound(axis_name) or not leaves:
         return jax.tree.unflatten(treedef, leaves)
-    step = scope.current(axis_name)
     if weight is not None:
         weight = scope.require_number(weight)
-    elif step is not None:
-        weight = step.weight
+    else:
+        weight = scope.default_weight(axis_name, "jdp.mean_over_ranks")
     # Summed in at least float32: these are few bytes, and a float16 sum may pass 65504.
     if weight is None:
         wide = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]
         means = lax.pmean(wide, axis.names(axis_name))
     else:
-        share = scope.share_of(weight, axis_name)
-        means = lax.psum([scope.weighed(leaf, share) for leaf in leaves], axis.names(axis_name))
+        weights = weighted_sum.weighting(weight, axis_name, mean=True)
+        widest = jnp.promote_types(jnp.float32, weights.forward.dtype)
+        wide = [leaf.astype(jnp.promote_types(leaf.dtype, widest)) for leaf in leaves]
+        means = weighted_sum.summed(wide, axis_name, weights)
     means = [mean.astype(leaf.dtype) for mean, leaf in zip(means, leaves, strict=True)]
     return jax.tree.unflatten(treedef, means)
 
@@ -80,7 +82,10 @@ def sum_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
     """
     # XLA has no sum of booleans; int32 is what jnp.sum makes of them.
     x = jax.tree.map(lambda leaf: leaf * 1 if jnp.result_type(leaf).kind == "b" else leaf, x)
-    return lax.psum(x, axis.names(axis_name)) if axis.is_bound(axis_name) else x
+    if not axis.is_bound(axis_name):
+        return x
+    weights = weighted_sum.weighting(None, axis_name, mean=False)
+    return weighted_sum.summed(x, axis_name, weights)
 
 
 @jax.tree_util.register_dataclass
@@ -170,13 +175,38 @@ def is_rows(x: Any) -> bool:
     return isinstance(x, Rows)
 
 
-def averaged(tree: Any, axis_name: AxisName) -> Any:
+def averaged_and_summed(tree: Any, axis_name: AxisName, summed: jax.Array) -> tuple[Any, jax.Array]:
+    """Average a tree as `averaged` does, and sum a vector over ranks, all by one collective.
+
+    Args:
+      tree: metrics of one rank; python floats count as arrays.
+      axis_name: the data axis of the step being traced.
+      summed: `[k]` float32, whole numbers whose sum float32 holds.
+    """
+    sums: list[jax.Array] = []
+
+    def together(x: jax.Array) -> jax.Array:
+        means, total = _averaged_with(x.reshape(-1), summed, axis_name)
+        sums.append(total)
+        return means.reshape(x.shape)
+
+    tree = averaged(tree, axis_name, together)
+    if not sums:
+        together(jnp.zeros(0, jnp.float32))
+    return tree, sums[0]
+
+
+def averaged(
+    tree: Any, axis_name: AxisName, average: Callable[[jax.Array], jax.Array] | None = None
+) -> Any:
     """Average the float scalars of a tree, all by one collective; keep the other leaves.
 
     Args:
       tree: metrics of one rank; python floats count as arrays.
       axis_name: the data axis of the step being traced.
+      average: averages an array. Default: as the gradients went.
     """
+    average = average or functools.partial(_like_gradients, axis_name=axis_name)
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     is_scalar = [not x.shape and jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
@@ -186,9 +216,9 @@ def averaged(tree: Any, axis_name: AxisName) -> Any:
     if len(scalars) > 1:
         widest = jnp.result_type(jnp.float32, *(x.dtype for x in scalars))
         together = jnp.stack([x.astype(widest) for x in scalars])
-        means = iter(_like_gradients(together, axis_name))
+        means = iter(average(together))
     else:  # most steps report a loss, and a stack takes a while to trace
-        means = iter([_like_gradients(scalars[0], axis_name)])
+        means = iter([average(scalars[0])])
     return jax.tree.unflatten(
         treedef,
         [
@@ -201,10 +231,8 @@ def averaged(tree: Any, axis_name: AxisName) -> Any:
 # As the gradients went: a collective of XLA's beside jdp's own costs a wake-up of all ranks on CPU,
 # and on GPU the first JAX puts off all reductions to hide that one.
 def _like_gradients(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    step = scope.current(axis_name)
-    here = jax.extend.core.get_opaque_trace_state()
-    before = step.reductions[-1] if step is not None and step.reductions else None
-    if step is None or before is None or before.trace != here:
+    step, before = _last_reduction(axis_name)
+    if step is None or before is None:
         return mean_over_ranks(x, axis_name=axis_name)
     wide, scale = x.astype(jnp.promote_types(x.dtype, jnp.float32)), 1.0 / axis.size(axis_name)
     if step.weight is not None:
@@ -212,3 +240,26 @@ def _like_gradients(x: jax.Array, axis_name: AxisName) -> jax.Array:
     axes = axis.names(axis_name)
     ((mean,),) = before.all_reduce([[wide]], axes, scale=scale, mesh=step.mesh)
     return mean.astype(x.dtype)
+
+
+def _averaged_with(
+    x: jax.Array, summed: jax.Array, axis_name: AxisName
+) -> tuple[jax.Array, jax.Array]:
+    step, before = _last_reduction(axis_name)
+    wide, scale = x.astype(jnp.promote_types(x.dtype, jnp.float32)), 1.0 / axis.size(axis_name)
+    if step is not None and step.weight is not None:
+        wide, scale = scope.weighed(wide, scope.share_of(step.weight, axis_name)), 1.0
+    together, axes = jnp.concatenate([wide, summed.astype(wide.dtype)]), axis.names(axis_name)
+    if step is None or before is None:
+        total = lax.psum(together, axes)
+    else:
+        ((total,),) = before.all_reduce([[together]], axes, scale=1.0, mesh=step.mesh)
+    return (total[: x.size] * scale).astype(x.dtype), total[x.size :]
+
+
+def _last_reduction(axis_name: AxisName) -> tuple[scope.Scope | None, scope.Reduction | None]:
+    step = scope.current(axis_name)
+    before = step.reductions[-1] if step is not None and step.reductions else None
+    if before is not None and before.trace != jax.extend.core.get_opaque_trace_state():
+        before = None
+    return step, before

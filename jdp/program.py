@@ -2,7 +2,10 @@
 
 import functools
 import inspect
+import itertools
+import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,7 +13,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp import axis, metrics, progress, same, scope, statics, verify, waits
+from jdp import (
+    arguments,
+    axis,
+    metrics,
+    progress,
+    rank_state,
+    same,
+    scope,
+    statics,
+    verify,
+    waits,
+)
 from jdp.batch import find_mask
 from jdp.collectives import order
 from jdp.collectives.xla import combine_options
@@ -60,31 +74,44 @@ class Program:
         self._outputs: list[verify.Output] = []
         self._marked: frozenset[str] = frozenset()
         self._split: frozenset[str] = frozenset()
+        self._weighed: frozenset[str] = frozenset()
         self._gradient_bytes = 0
         # Of a program of the author's, jdp does not see when it runs.
         is_compared = mesh.is_multi_process and not is_part
-        self._first_runs = same.FirstRuns(mesh, self._name) if is_compared else None
+        self._first_runs = self.arguments = None
+        if is_compared:
+            self._first_runs = same.FirstRuns(mesh, self._name)
+            self.arguments = arguments.Arguments(mesh, axis_name, self._argument)
 
-    def __call__(self, *args: Any, follows: bool = False) -> tuple[Any, Any, jax.Array]:
-        """Give `(state, metrics, weight)`: rows still marked, weight summed over ranks.
+    def __call__(
+        self, *args: Any, follows: bool = False, given: arguments.Given | None = None
+    ) -> Any:
+        """Return `(state, metrics, weight, differs)`: rows still marked, weight summed over ranks.
 
         Args:
           *args: of the step.
           follows: whether the state is what the last call returned.
+          given: on a mesh of several processes, what `arguments.of` made of `args`. `differs` is
+            then whether it was another on another process, `[ranks]` bool; otherwise None.
         """
         self._args = args
         try:
-            if self._first_runs is None:
+            if self._first_runs is None or self.arguments is None or given is None:
                 return self._run(*args)
-            return self._first_runs.run(self._run, self._traced, args, follows=follows)
+            first, args = (
+                functools.partial(self.arguments.require_equal, given),
+                (*args, given.checksums),
+            )
+            return self._first_runs.run(self._run, self._traced, args, follows=follows, first=first)
         finally:
             self._end_call()
 
     def trace(self, *args: Any) -> Any:
         """Trace for the shapes of `args` and prove that every rank ends with the same state."""
         self._args = args
+        checksums = () if self.arguments is None else (self.arguments.zeros(args),)
         try:
-            return self._traced(*args)
+            return self._traced(*args, *checksums)
         finally:
             self._end_call()
 
@@ -126,8 +153,9 @@ class Program:
                 progress.compiling_begins()
             # Proved while it is traced, so that JAX never caches a program that was refused; in a
             # jit of its own, which has a jaxpr before the outer trace ends.
+            inputs = _own_beside_batch(*args)
             mapped = self._new_mapped(len(args), self._why_xla)
-            jaxpr = mapped.trace(*args).jaxpr
+            jaxpr = mapped.trace(*inputs).jaxpr
             uniform = verify.check(jaxpr, self._describe(args))
             unordered = order.why_unordered(jaxpr)
             if uniform is not None or self._split or unordered:
@@ -135,14 +163,17 @@ class Program:
                 ready = order_of_gradients(jaxpr) if self._split else None
                 why_xla = self._why_xla or unordered
                 mapped = self._new_mapped(len(args), why_xla, uniform=uniform, ready=ready)
-                jaxpr = mapped.trace(*args).jaxpr
+                jaxpr = mapped.trace(*inputs).jaxpr
                 verify.check(jaxpr, self._describe(args))
                 order.require(jaxpr)
-            (state, reported, weight), rows = mapped(*args)
+            (state, reported, weight), (rows, differs, own) = mapped(*inputs)
+            if own:
+                state = statics.hold(rank_state.put(statics.restore(state), own))
             return (
                 self._keep_layout(args[0], state),
                 metrics.put_rows(reported, rows, marked=True),
                 weight,
+                differs,
             )
 
         on_mesh.__name__ = on_mesh.__qualname__ = self._name
@@ -150,11 +181,14 @@ class Program:
 
     def _new_mapped(self, num_args: int, why_xla: str | None = None, **found: Any) -> Any:
         on_rank = functools.partial(self._on_rank, why_xla, found)
+        specs = [P(), P(self._axis_name), *(P() for _ in range(num_args - 2))]
+        if self.arguments is not None:
+            specs[-1] = self.arguments.spec
         return jax.jit(
             jax.shard_map(
                 waits.update_between(on_rank) if found.get("ready") else on_rank,
                 mesh=self.mesh,
-                in_specs=(P(), P(self._axis_name), *(P() for _ in range(num_args - 2))),
+                in_specs=tuple(specs),
                 out_specs=(P(), P(self._axis_name)),
                 axis_names=set(self._axis_name),
                 check_vma=False,  # The analysis proves what JAX's types get wrong here.
@@ -163,27 +197,44 @@ class Program:
         )
 
     def _on_rank(
-        self, why_xla: str | None, found: dict[str, Any], state: Any, batch: Any, *rest: Any
+        self, why_xla: str | None, found: dict[str, Any], state: Any, split: Any, *rest: Any
     ) -> Any:
+        batch, own = split
+        state = statics.restore(state)
+        if own:
+            state = rank_state.put(state, own)
+        checksums: Any = ()
+        if self.arguments is not None:
+            rest, checksums = rest[:-1], rest[-1]
         entered = scope.entered(self._axis_name, batch, self._weight_fn, mesh=self.mesh, **found)
         with order.entered(why_not=why_xla), entered as step:
-            returned = self._fn(statics.restore(state), batch, *rest)
+            returned = self._fn(state, batch, *rest)
             new_state, reported = self._pair(returned)
             reported, rows = metrics.take_rows(reported)
-            reported = metrics.averaged(reported, self._axis_name)
+            if self.arguments is None:
+                reported, differs = metrics.averaged(reported, self._axis_name), None
+            else:
+                pieces = arguments.pieces(rest, checksums)
+                reported, sums = metrics.averaged_and_summed(reported, self._axis_name, pieces)
+                differs = arguments.differ(pieces, sums, axis.size(self._axis_name))
             weight = step.total
             if weight is None:
                 weight = jnp.float32((step.num_rows or 0) * axis.size(self._axis_name))
-        new_state = statics.hold(jax.tree.map(_strong, new_state))
+        new_state, own = rank_state.take(jax.tree.map(_strong, new_state))
+        whole = statics.hold(rank_state.put(new_state, own)) if own else statics.hold(new_state)
+        leaving = _outputs(f"new {self._argument(0)}", "state", whole)
+        is_own = rank_state.flags(whole)
         self._marked, self._split = frozenset(step.marked), frozenset(step.split)
+        self._weighed = frozenset(step.weighed)
         self._gradient_bytes = sum(reduction.num_bytes for reduction in step.reductions)
         self._outputs = [
-            *_outputs(f"new {self._argument(0)}", "state", new_state),
+            *itertools.compress(leaving, map(operator.not_, is_own)),
             *_outputs("metrics", "metric", reported),
             verify.Output(verify.WEIGHT, (), "metric", jax.typeof(weight)),
-            *_outputs("rows", "rows", rows),
+            *_outputs("rows", "rows", (rows, differs)),
+            *(replace(x, kind="rows") for x in itertools.compress(leaving, is_own)),
         ]
-        return (new_state, reported, weight), rows
+        return (statics.hold(new_state), reported, weight), (rows, differs, own)
 
     def _pair(self, returned: Any) -> tuple[Any, Any]:
         if not self._returns_state:
@@ -197,24 +248,27 @@ class Program:
         )
 
     def _describe(self, args: tuple) -> verify.Traced:
-        state, batch, *_ = self._args
+        batch = self._args[1]
         mask = find_mask(batch)
-        before = len(jax.tree.leaves(state))
-        masks = [before + i for i, x in enumerate(jax.tree.leaves(batch)) if x is mask]
-        named = [
-            name + jax.tree_util.keystr(path)
-            for name, arg in zip(map(self._argument, range(len(args))), args, strict=True)
-            for path, _ in jax.tree_util.tree_leaves_with_path(arg)
-        ]
+        state_names, batch_names, *rest_names = map(self._names, range(len(args)), args)
+        is_own = rank_state.flags(args[0])
+        uniform = [*itertools.compress(state_names, map(operator.not_, is_own))]
+        masks = [len(uniform) + i for i, x in enumerate(jax.tree.leaves(batch)) if x is mask]
+        own = itertools.compress(state_names, is_own)
         return verify.Traced(
             name=self._name,
             axis_name=self._axis_name,
-            inputs=named,
+            inputs=[*uniform, *batch_names, *own, *itertools.chain(*rest_names)],
             outputs=self._outputs,
             marked=self._marked,
             mask=masks[0] if masks else None,
             differentiates=self._returns_state,
+            weighed=self._weighed,
         )
+
+    def _names(self, i: int, arg: Any) -> list[str]:
+        name, leaves = self._argument(i), jax.tree_util.tree_leaves_with_path(arg)
+        return [name + jax.tree_util.keystr(path) for path, _ in leaves]
 
     def _argument(self, i: int) -> str:
         names = list(inspect.signature(self._fn).parameters)
@@ -234,6 +288,14 @@ class Program:
             for leaf, where in zip(leaves, layout, strict=True)
         ]
         return jax.tree.unflatten(tree, pinned)
+
+
+def _own_beside_batch(state: Any, batch: Any, *rest: Any) -> tuple:
+    """Return the arguments as the ranks take them: arrays of `per_rank` are split as rows are."""
+    if not any(rank_state.flags(state)):
+        return state, (batch, []), *rest
+    state, own = rank_state.take(statics.restore(state))
+    return statics.hold(state), (batch, own), *rest
 
 
 def _strong(leaf: Any) -> Any:

@@ -89,6 +89,7 @@ DATA = Phase(watch.DATA)
 WAITING = Phase(watch.WAITING)
 EVALUATING = Phase("evaluating")
 SAVING = Phase(watch.SAVING)
+COMPARING = Phase("comparing ranks")
 _COMPILING = Phase(watch.COMPILING)
 
 

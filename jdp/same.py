@@ -122,7 +122,13 @@ class FirstRuns:
         self._is_foreseen = True
 
     def run(
-        self, run: Callable[..., Any], trace: Callable[..., Any], args: tuple, *, follows: bool
+        self,
+        run: Callable[..., Any],
+        trace: Callable[..., Any],
+        args: tuple,
+        *,
+        follows: bool,
+        first: Callable[[], None],
     ) -> Any:
         """Give `run(*args)`, once all processes have the same program for these shapes.
 
@@ -131,6 +137,7 @@ class FirstRuns:
           trace: its `trace`. JAX then traces, lowers and compiles once for both.
           args: its arguments.
           follows: whether the first one is what the last call returned.
+          first: compares the arguments themselves; called before a new program runs.
         """
         shapes = _shapes(args[1:] if follows else args)
         if shapes in self._known:
@@ -142,7 +149,7 @@ class FirstRuns:
             finally:
                 self._is_foreseen = True
         # What comes out first may have other shapes than what went in: looked at once more.
-        if not self._compare(trace, args) or not follows:
+        if not self._compare(trace, args, first) or not follows:
             self._known.add(shapes)
         return run(*args)
 
@@ -151,7 +158,7 @@ class FirstRuns:
         if not self._is_foreseen:
             raise _NewTrace
 
-    def _compare(self, trace: Callable[..., Any], args: tuple) -> bool:
+    def _compare(self, trace: Callable[..., Any], args: tuple, first: Callable[[], None]) -> bool:
         """Tell whether there was something to compare."""
         with exchange.failing_together(self._group, f"while it traced `{self._name}`"):
             traced = trace(*args)
@@ -164,6 +171,7 @@ class FirstRuns:
             with exchange.failing_together(self._group, f"while it compiled `{self._name}`"):
                 compiled = lowered.compile().as_text()
             require_schedule(self._group, self._name, compiled)
+        first()
         self._equal.append(traced.jaxpr)
         return True
 

@@ -67,7 +67,7 @@ def scan_layers(
     if not num_layers or not _is_late(late, axis_name):
         stacked = params if xs is None else (params, xs)
         return lax.scan(f, init, stacked, reverse=reverse, unroll=unroll)
-    axes = axis.names(axis_name)
+    axes = axis.in_mesh_order(axis_name)
     params = _shared(params, axes)
     hooks = Hooks(floats_of(params), axes, all_reduce, reverse)
     leaves, treedef = jax.tree.flatten(params)

@@ -29,6 +29,9 @@ class Scope:
       total: `[]` float, sum of `weight` over ranks; None where it was not taken yet.
       mesh: where the ranks are; None where a micro-batch's scope has only the axis.
       is_part: whether `weight` and `num_rows` are those of a micro-batch.
+      why_no_gradient: why a sum over ranks that weigh differently cannot be transposed here; empty
+        where it can.
+      weighed: what gives ranks other weights than this scope has: functions of jdp.
       uniform: paths of the gradients that a first trace found to be the same on every rank; None
         in a first trace.
       ready: path of a gradient -> when a first trace found it to be ready; None where nobody asks.
@@ -44,6 +47,8 @@ class Scope:
     total: jax.Array | None = None
     mesh: Mesh | None = None
     is_part: bool = False
+    why_no_gradient: str = ""
+    weighed: set[str] = field(default_factory=set)
     uniform: frozenset[str] | None = None
     ready: dict[str, int] | None = None
     split: set[str] = field(default_factory=set)
@@ -68,9 +73,37 @@ _numbers_of_traces = itertools.count(1)
 
 
 def current(axis_name: AxisName) -> Scope | None:
-    """Give the scope of the step being traced, if it is one over `axis_name`."""
+    """Return the scope of the step being traced, if it is one over these axes, in any order."""
     scope = _scope.get()
-    return scope if scope is not None and scope.axis_name == axis.names(axis_name) else None
+    wanted = set(axis.names(axis_name))
+    return scope if scope is not None and set(scope.axis_name) == wanted else None
+
+
+def around(axis_name: AxisName) -> Scope | None:
+    """Return the scope of the step being traced, if it has one of these axes."""
+    scope = _scope.get()
+    if scope is None or set(scope.axis_name).isdisjoint(axis.names(axis_name)):
+        return None
+    return scope
+
+
+def default_weight(axis_name: AxisName, caller: str) -> jax.Array | None:
+    """Return the weight of the step over these axes, None where every rank counts the same.
+
+    Raises:
+      ValueError: if the step is one over other axes, too, or over some of these, and has a weight.
+    """
+    step = around(axis_name)
+    if step is None or step.weight is None:
+        return None
+    if set(step.axis_name) != set(axis.names(axis_name)):
+        raise ValueError(
+            f"{caller}(axis_name={axis_name!r}) in a step over the axes {step.axis_name} that has "
+            "a weight=: how much a rank weighs is known among all ranks of the step, and a mean of "
+            f"means would weigh them differently. Write axis_name={step.axis_name!r}, or say what "
+            f"counts here: {caller}(..., weight=...)."
+        )
+    return step.weight
 
 
 def innermost() -> Scope | None:
@@ -109,8 +142,11 @@ def weighed(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Multiply by a weight, in at least float32: what weighs nothing gives 0, even NaN."""
     # For each leaf of a model, and lax takes a fifth of the time to trace that jnp does.
     dtype = jnp.promote_types(jnp.promote_types(x.dtype, jnp.float32), weight.dtype)
+    if weight.ndim:  # under vmap
+        weight = jnp.broadcast_to(weight, x.shape)
     wide = lax.convert_element_type(x, dtype)
-    product = lax.mul(wide, lax.broadcast(lax.convert_element_type(weight, dtype), x.shape))
+    factor = lax.convert_element_type(weight, dtype)
+    product = lax.mul(wide, factor if weight.ndim else lax.broadcast(factor, x.shape))
     return lax.select(lax.eq(weight, 0.0), lax.full_like(product, 0), product)
 
 
@@ -146,6 +182,7 @@ def entered(
     weight_fn: Callable[[Any], Any] | None,
     *,
     nested: bool = False,
+    why_no_gradient: str = "",
     mesh: Mesh | None = None,
     uniform: frozenset[str] | None = None,
     ready: dict[str, int] | None = None,
@@ -157,6 +194,7 @@ def entered(
       batch: this rank's rows.
       weight_fn: weighs a batch, None where every row counts the same.
       nested: `batch` is a micro-batch; its weight is summed over ranks only where it is used.
+      why_no_gradient: see `Scope`.
       mesh: see `Scope`.
       uniform: see `Scope`.
       ready: see `Scope`.
@@ -165,6 +203,7 @@ def entered(
     # Marked, so that a mask which only the weight reads can be told from one that the loss reads.
     seen = jax.tree.map(lambda x: mark(x, kind=WEIGHED, path="", axes=()), batch)
     weight = None if weight_fn is None else weight_of(weight_fn, seen)
+    around = _scope.get()
     scope = Scope(
         axis_name=axis.names(axis_name),
         num_rows=jnp.shape(leaves[0])[0] if leaves else None,
@@ -173,9 +212,14 @@ def entered(
         total=None if weight is None or nested else total_weight(weight, axis_name),
         mesh=mesh,
         is_part=nested,
+        why_no_gradient=why_no_gradient,
         uniform=uniform,
         ready=ready,
     )
+    if weight is not None:
+        (scope if around is None else around).weighed.add(
+            "jdp.value_and_grad" if nested else "jdp.train_step"
+        )
     token = _scope.set(scope)
     try:
         with contextlib.nullcontext() if weight is None else _trace(next(_numbers_of_traces)):

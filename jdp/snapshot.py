@@ -46,6 +46,11 @@ def describe(state: Any) -> list[Leaf]:
     return [_leaf(jax.tree_util.keystr(path), x) for path, x in named if is_array(x)]
 
 
+def with_shapes(leaves: Sequence[Leaf], values: Sequence[np.ndarray]) -> list[Leaf]:
+    """Return leaves with the shapes of their values."""
+    return [leaf._replace(shape=x.shape) for leaf, x in zip(leaves, values, strict=True)]
+
+
 def require_same(saved: Sequence[Leaf], given: Sequence[Leaf], where: str) -> None:
     """Refuse to restore into the state of another model.
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from jdp import axis, mesh, optimizer, processes, statics
+from jdp import axis, mesh, optimizer, processes, rank_state, statics
 from jdp.optimizer import Replicated
 
 
@@ -54,7 +54,8 @@ class TrainState:
           params: tree of arrays. Leaves that are not inexact (integers) never train;
             differentiate with `jax.value_and_grad(loss_fn, allow_int=True)` if there are any.
           tx: the optimizer, `jdp.replicated(...)` outermost.
-          model_state: tree of arrays that the step carries along, or None.
+          model_state: tree of arrays that the step carries along, or None. What differs from rank
+            to rank is in a `jdp.per_rank(...)`.
           trainable: which parameters train: a tree of bools like `params` or a prefix of it, or
             `(path, leaf) -> bool` with path as in `"['encoder']['kernel']"`. Default: all. The
             gradients of the others are never reduced, and the optimizer never sees them.
@@ -169,6 +170,13 @@ def _flags(params: Any, trainable: Any) -> tuple[bool, ...]:
                 f"`params{jax.tree_util.keystr(path)}` is a {type(leaf).__name__}, which is no "
                 'array. With Flax, params are model.init(key, x)["params"]. Keep it outside of '
                 "params with Equinox: params, static = eqx.partition(model, eqx.is_inexact_array)."
+            )
+    for (path, _), is_own in zip(named, rank_state.flags(params), strict=True):
+        if is_own:
+            raise ValueError(
+                f"`params{jax.tree_util.keystr(path)}` is jdp.per_rank, and gradients are averaged "
+                "over the ranks: a parameter of one rank would get the gradient of all. Keep state "
+                "of a rank in model_state, or next to the TrainState: step((state, own), batch)."
             )
     if trainable is None:
         chosen = [True] * len(named)

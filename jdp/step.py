@@ -3,18 +3,17 @@
 import functools
 import inspect
 import operator
-import re
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp import axis, mesh, metrics, progress, statics
+from jdp import arguments, axis, failure, mesh, metrics, progress, statics
 from jdp.axis import AxisName
 from jdp.batch import place_batch
 from jdp.collectives import library
@@ -23,13 +22,25 @@ from jdp.program import Program
 # XLA's CPU client before JAX 0.11 hangs for good with more than about 30 undrained steps on all
 # of its devices; elsewhere a few steps in flight are enough to hide dispatch.
 _MAX_IN_FLIGHT = 8
-# Of the process: (step, number of its call, weight of the batch, which is ready when it has run).
-_in_flight: deque[tuple["Step", int, jax.Array]] = deque()
 
-_STATUS = re.compile(
-    "(CANCELLED|UNKNOWN|INVALID_ARGUMENT|DEADLINE_EXCEEDED|NOT_FOUND|RESOURCE_EXHAUSTED|"
-    "FAILED_PRECONDITION|ABORTED|OUT_OF_RANGE|UNIMPLEMENTED|INTERNAL|UNAVAILABLE|DATA_LOSS): "
-)
+
+class _Call(NamedTuple):
+    """A call of a step that may still be running."""
+
+    step: "Step"
+    number: int
+    program: Program
+    given: arguments.Given | None
+    differs: jax.Array | None  # whether that was another on another process
+    weight: jax.Array  # of the batch, which is ready when the call has run
+
+
+_in_flight: deque[_Call] = deque()
+# Steps over meshes of several processes.
+_steps: "weakref.WeakSet[Step]" = weakref.WeakSet()
+
+# How long a process whose step failed waits for what the others got.
+_EXPLAIN_FAILURE_S = 2.0
 
 
 def train_step(
@@ -44,7 +55,8 @@ def train_step(
     Inside, write plain JAX. Before a step runs for the first time, its traced program is
     proved to leave the same state on every rank, with no gradient reduced twice and no rank
     waiting for another; a program of which that is not true is refused. Several processes also
-    compare theirs, with the arrays that they capture, before anything is sent or donated; a step
+    compare theirs, with the arrays that they capture and the arguments, before anything is sent or
+    donated, and in each later call `rest` and what was changed in the state since the last; a step
     inside a `jax.jit` of your own is proved, and not compared.
 
     Args:
@@ -66,6 +78,8 @@ def train_step(
       ValueError: from the first call with new shapes, if the program is not the same training
         on every rank, or another one on another process; if rows do not divide by the ranks; if a
         buffer was donated before.
+      RuntimeError: if a step failed while it ran, or an earlier one got another `rest` or changed
+        state on another process; on every process, naming the leaf.
 
     >>> import jax, jax.numpy as jnp, optax, jdp
     >>> mesh = jdp.init(cpu_ranks=2)
@@ -163,22 +177,26 @@ class Step:
         """
         program, args, is_traced, follows = self._prepare(args, kwargs)
         if is_traced:
-            state, reported, weight = program(*args)  # inside a jit or scan of the caller's
+            state, reported, weight, _ = program(*args)  # inside a jit or scan of the caller's
             return statics.restore(state), reported, weight
+        given = None
         with self._phase:
             if not follows or (_in_flight and _in_flight[-1][0] is not self):
                 _order_between_processes(program.mesh)
             self._num_calls += 1
+            if program.arguments is not None:
+                given = program.arguments.of(args, self._unknown(args[0], follows))
             try:
-                state, reported, weight = program(*args, follows=follows)
+                state, reported, weight, differs = program(*args, follows=follows, given=given)
             except (RuntimeError, ValueError) as error:
                 if "delete" in str(error):
                     self._require_alive(*args)
-                if not _is_failed_run(error):
+                if not failure.is_failed_run(error):
                     raise
-                raise _failed(self.__name__, self._num_calls, _any_deleted(args[0])) from error
+                is_gone, cause = _any_deleted(args[0]), _cause(program, given)
+                raise _failed(self.__name__, self._num_calls, is_gone, error, cause) from error
             self._returned = list(map(weakref.ref, jax.tree.leaves(state)))
-            _in_flight.append((self, self._num_calls, weight))
+            _in_flight.append(_Call(self, self._num_calls, program, given, differs, weight))
             _drain(_MAX_IN_FLIGHT)
             if progress.is_first_step and self.returns_state:
                 _wait_for_first_step()
@@ -237,6 +255,16 @@ class Step:
         if program is None:
             program = self._programs[where, is_traced] = self._new_program(where, is_traced)
         return program, (state, batch, *rest), is_traced, is_returned
+
+    def _unknown(self, state: Any, follows: bool) -> Sequence[int]:
+        """Return the positions of the leaves of a state that no step has returned."""
+        _steps.add(self)
+        if follows:
+            return ()
+        leaves = jax.tree.leaves(state)
+        if any(step._is_returned(leaves) for step in _steps):
+            return ()
+        return arguments.unknown(leaves, [step._returned for step in _steps])
 
     def _call_error(self, error: TypeError) -> str:
         hint = ""
@@ -321,27 +349,55 @@ def _num_running() -> int:
 progress.ask_devices(_num_running)
 
 
+def drain() -> None:
+    """Wait for all steps in flight, and raise what went wrong in them."""
+    _drain(0)
+
+
 def _drain(num_left: int) -> None:
     while len(_in_flight) > num_left:
-        step, number, weight = _in_flight.popleft()
+        call = _in_flight.popleft()
         try:
-            weight.block_until_ready()
+            call.weight.block_until_ready()
             library.check()
         except RuntimeError as error:
-            raise _failed(step.__name__, number, step.donate) from error
+            cause = _cause(call.program, call.given)
+            name, is_gone = call.step.__name__, call.step.donate
+            raise _failed(name, call.number, is_gone, error, cause) from error
+        _require_same_arguments(call)
 
 
-def _failed(name: str, number: int, is_gone: bool) -> RuntimeError:
+def _require_same_arguments(call: _Call) -> None:
+    # Each rank says it of itself, and all of a process got the same.
+    if call.differs is None or not np.asarray(call.differs.addressable_data(0)).any():
+        return
     _in_flight.clear()
-    gone = "The state that went in is still whole."
+    assert call.program.arguments is not None and call.given is not None
+    step = call.step.__name__
+    raise RuntimeError(call.program.arguments.explained(call.given, step, call.number))
+
+
+def _cause(program: Program, given: arguments.Given | None) -> str:
+    """Return in what a failed call differed between processes, as a sentence, if that is known."""
+    if program.arguments is None or given is None or not (given.small or given.large):
+        return ""
+    difference = program.arguments.difference(given, timeout_s=_EXPLAIN_FAILURE_S)
+    return f" It was not the same call on all processes: {difference}" if difference else ""
+
+
+def _failed(
+    name: str, number: int, is_gone: bool, error: Exception, cause: str = ""
+) -> RuntimeError:
+    _in_flight.clear()
+    gone = "The input state was not donated and is intact."
     if is_gone:
         kept = progress.newest_kept()
         back = "a checkpoint" if kept is None else f"what was kept of {kept}"
         gone = (
-            f"Its state was donated and is gone: go back to {back} with jdp.Checkpointer, or train "
-            "with donate=False."
+            f"The input state was donated and is gone: go back to {back} with jdp.Checkpointer, or "
+            "train with donate=False."
         )
-    return RuntimeError(f"call {number} of `{name}` failed while it ran. {gone}")
+    return RuntimeError(f"call {number} of `{name}` failed: {failure.reason(error)}.{cause} {gone}")
 
 
 def _any_deleted(tree: Any) -> bool:
@@ -351,11 +407,6 @@ def _any_deleted(tree: Any) -> bool:
 def _is_deleted(leaf: Any) -> bool:
     is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
     return is_array and leaf.is_deleted()
-
-
-def _is_failed_run(error: Exception) -> bool:
-    # Once a program is compiled, JAX raises the status of a run that fails as a ValueError.
-    return isinstance(error, jax.errors.JaxRuntimeError) or bool(_STATUS.match(str(error)))
 
 
 def _holds_tracer(tree: Any) -> bool:
@@ -376,6 +427,8 @@ def _place_rest(arg: Any, where: Mesh) -> Any:
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
             return leaf
         if len(leaf.sharding.device_set) == 1 and leaf.committed and where.size > 1:
+            if where.is_multi_process:  # where device_put would have all processes compare it
+                return mesh.replicate([leaf], where)[0]
             return jax.device_put(leaf, NamedSharding(where, PartitionSpec()))
         return leaf
 

@@ -7,7 +7,7 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jdp import axis, buckets, collectives, scope
+from jdp import axis, buckets, collectives, scope, weighted_sum
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce
 from jdp.mark import ALL_REDUCED, mark
@@ -68,24 +68,25 @@ def sync_gradients(
         _require_local(paths, leaves, axis_name)
     if weight is not None:
         weight = scope.require_number(weight)
-    elif step is not None:
-        weight = step.weight
+    else:
+        weight = scope.default_weight(axis_name, "jdp.sync_gradients")
     sent = range(len(leaves))
     if step is not None:
         step.marked.update(paths)
         if step.uniform is not None:
             sent = _sent(paths, step, weight, mean)
-    axes = axis.names(axis_name)
+    axes = axis.in_mesh_order(axis_name)
     leaves = [
         mark(leaf, kind="local", path=path, axes=axes)
         for path, leaf in zip(paths, leaves, strict=True)
     ]
     scale = 1.0
+    weights = weighted_sum.Weighting(None)
     if weight is not None:
         # Divided before the sum, or float16 would overflow.
-        share = scope.share_of(weight, axis_name) if mean else jnp.asarray(weight, float)
+        weights = weighted_sum.weighting(weight, axis_name, mean=mean)
         for i in sent:
-            leaves[i] = scope.weighed(leaves[i], share).astype(leaves[i].dtype)
+            leaves[i] = weights.term(leaves[i])
     elif mean:
         scale = 1.0 / axis.size(axis_name)
     if bound and axis.size(axes) == 1 and step is not None:
@@ -99,12 +100,12 @@ def sync_gradients(
                 sent = sorted(sent, key=lambda i: -step.ready.get(paths[i], 0))
         plan = buckets.plan([leaves[i] for i in sent], bucket_bytes)
         plan = [[sent[i] for i in bucket] for bucket in plan]
-        reduced = all_reduce(
-            [[leaves[i] for i in bucket] for bucket in plan], axes, scale=scale, mesh=mesh
-        )
+        planned = [[leaves[i] for i in bucket] for bucket in plan]
+        with weights.named():
+            reduced = all_reduce(planned, axes, scale=scale, mesh=mesh)
         for bucket, values in zip(plan, reduced, strict=True):
             for i, value in zip(bucket, values, strict=True):
-                leaves[i] = value
+                leaves[i] = weights.total(value)
         if step is not None:
             here = jax.extend.core.get_opaque_trace_state()
             num_bytes = sum(leaves[i].size * leaves[i].dtype.itemsize for i in sent)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jdp import axis
+from jdp import axis, transposed
 from jdp.mark import AVERAGED, SHARED
 from jdp.uniformity import Report, analyse, find_shard_maps
 
@@ -47,6 +47,7 @@ class Traced:
       marked: paths of the gradients whose reduction was traced.
       mask: position among `inputs` of the padding mask of the batch, or None.
       differentiates: whether it is a train step.
+      weighed: what gives ranks different weights, such as jdp.train_step; empty: nothing does.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Traced:
     marked: frozenset[str]
     mask: int | None
     differentiates: bool
+    weighed: frozenset[str] = frozenset()
 
 
 def check(jaxpr: Any, traced: Traced) -> frozenset[str] | None:
@@ -83,6 +85,7 @@ def check(jaxpr: Any, traced: Traced) -> frozenset[str] | None:
         *_varying_refs(report, traced),
         *_unread_mask(report, traced),
         *_wrong_gather(step, traced),
+        *_unweighted_transposes(step, traced),
     ]
     problems = list(dict.fromkeys(problems))  # A line that many leaves pass is told once.
     if problems:
@@ -177,8 +180,8 @@ def _why_state(output: Output) -> str:
 _WHY_STATE = (
     "may differ from rank to rank: it depends on this rank's rows, key or number and was never "
     "averaged. Ranks would drift apart silently. Write `state.apply_gradients(grads)` with an "
-    "optimizer in jdp.replicated(...), or jdp.sync_gradients(grads) or jdp.mean_over_ranks(x) "
-    "first."
+    "optimizer in jdp.replicated(...), or jdp.sync_gradients(grads) first. State that belongs to a "
+    "rank or to its rows (hidden states, error feedback) goes into jdp.per_rank(x)."
 )
 _WHY_STATISTICS = (
     "may differ from rank to rank: it comes from this rank's rows only. Ranks would drift apart "
@@ -237,6 +240,22 @@ def _wrong_gather(step: Any, traced: Traced) -> Iterator[str]:
                 f'all_gather(to="invarying") has a wrong gradient in JAX {jax.__version__}: '
                 'write all_gather(to="varying"), which is the default, or use JAX >= 0.11.'
             )
+
+
+def _unweighted_transposes(step: Any, traced: Traced) -> Iterator[str]:
+    if not traced.weighed:
+        return
+    by = _listed([f"{name}(weight=)" for name in sorted(traced.weighed)])
+    for found in transposed.find(step.params["jaxpr"], frozenset(traced.axis_name)):
+        where = f" at {found.source}" if found.source else ""
+        yield (
+            f"`{found.name}`{where} is differentiated, and {by} weighs the ranks: JAX adds up the "
+            "cotangents of all ranks without their weights, and the gradient would be wrong where "
+            "these differ. Write jdp.mean_over_ranks(x) or jdp.sum_over_ranks(x) in its place, or "
+            "leave out weight= and return the loss "
+            '`(losses * batch["mask"]).sum() / jdp.mean_over_ranks(batch["mask"].sum())`, '
+            "whose mean over ranks is that of all rows."
+        )
 
 
 def _primitives(jaxpr: Any) -> set[str]:

@@ -1,3 +1,4 @@
+import cuda_build
 import jax
 import pytest
 from launcher import Launcher
@@ -55,6 +56,12 @@ def processes():
     yield processes
     for each in started.values():
         each.close()
+
+
+@pytest.fixture(scope="session")
+def built_cuda_library(request):
+    """The path of the CUDA library; tests that use it are slow, for nvcc takes a minute or two."""
+    return cuda_build.build(request.config.cache.mkdir("cuda"))
 
 
 @pytest.fixture

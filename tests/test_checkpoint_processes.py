@@ -219,6 +219,81 @@ def test_what_fails_on_one_process_fails_on_all(tmp_path, case):
     assert all(part in text for part, text in zip(FAILURES[case], texts, strict=True)), texts
 
 
+def drifting(folder):
+    exchange.set_timeout_s(20.0)
+    return {case: drift(folder / case, case) for case in DRIFTING}
+
+
+def drift(path, case):
+    """End a run whose state differs on process 1; return what close raises, and what is saved."""
+    mesh = jdp.init()
+    me = jax.process_index()
+    value = np.arange(5.0, dtype=np.float32) + (me == 1 and case != "equal")
+    sharding = NamedSharding(mesh, PartitionSpec())
+    state = {"w": jax.make_array_from_callback((5,), sharding, lambda index: value[index])}
+    checks = case != "off" and not (case == "off on one" and me == 0)
+    ckpt = jdp.Checkpointer(path, check_replicas=checks)
+    text = ""
+    try:
+        with ckpt:
+            state = ckpt.restore(state)
+            for _ in range(2 if case == "early" and me == 0 else 1):
+                ckpt.step(state)
+            if case == "donated":
+                ckpt.save(state)
+                jax.tree.map(lambda x: x.delete(), state)
+            if case == "error":
+                raise KeyError("of the author")
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    saved = [each.name for each in path.iterdir() if each.name != "lock"]
+    return text, ckpt._life.is_over, saved
+
+
+DRIFTING = {
+    "differs": "RanksDifferError: `['w']` float32[5] holds other bits on rank 2 (process 1, ",
+    "error": "KeyError: 'of the author'",
+    "off": "",
+    "off on one": "",
+    "early": "",
+    "donated": "",
+    "equal": "",
+}
+
+
+def test_a_close_tells_all_processes_of_ranks_that_differ(processes, tmp_path):
+    one, other = processes(2).run(drifting, tmp_path)
+    assert one == other
+    for case, (text, is_over, saved) in one.items():
+        assert text.startswith(DRIFTING[case]) and bool(text) == bool(DRIFTING[case]), case
+        assert is_over
+        step = "2-1" if case == "early" else "1-1"
+        assert saved == ([] if case == "error" else [step]), case
+    assert "Step 1 is saved in" in one["differs"][0]
+
+
+DRIFTING_SCRIPT = """
+import pathlib, sys
+import jax, numpy as np, jdp
+mesh = jdp.init()
+value = np.arange(5.0, dtype=np.float32) + (jax.process_index() == 1)
+sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+state = {"w": jax.make_array_from_callback((5,), sharding, lambda index: value[index])}
+with jdp.Checkpointer(pathlib.Path(__file__).parent / "run") as ckpt:
+    state = ckpt.restore(state)
+    ckpt.step(state)
+"""
+
+
+def test_jdp_run_fails_when_ranks_differ_at_the_end(jdp_run):
+    run = jdp_run(
+        "--nproc-per-node=2", script=DRIFTING_SCRIPT, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="1"
+    )
+    assert run.wait() != 0
+    assert "`['w']` float32[5] holds other bits on rank 1 (process 1, " in run.output
+    assert (run.folder / "run" / "1-1").exists()
+
+
 def until_told(path, mark):
     jdp.init()
     batches = jdp.batches(ROWS, 6, num_steps=100_000, mask=True)

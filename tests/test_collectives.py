@@ -1,5 +1,7 @@
 """What every all-reduce must do, and what is particular to one."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -284,3 +286,16 @@ def test_a_ring_in_a_typed_shard_map_is_refused_with_its_reason(make_mesh):
     )
     with pytest.raises(ValueError, match=r"ppermute.*check_vma=False.*all_reduce=jdp"):
         jax.eval_shape(mapped, np.zeros(2, np.float32))
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 2, 2)])
+@every_algorithm
+def test_the_order_of_the_axes_does_not_count(all_reduce, shape):
+    names = ("a", "b", "c")[: len(shape)]
+    mesh = jax.make_mesh(
+        shape, names, (AxisType.Auto,) * len(shape), devices=jax.devices()[: np.prod(shape)]
+    )
+    x = np.arange(mesh.size * 10, dtype=np.float32).reshape(mesh.size, 10)
+    for axes in itertools.permutations(names):
+        got = per_rank(mesh, lambda x, axes=axes: all_reduce([[x]], axes)[0][0], x)
+        np.testing.assert_array_equal(got, [x.sum(axis=0)] * mesh.size)

@@ -73,9 +73,20 @@ def test_a_host_that_says_stop_ends_the_waits_of_all_ranks(host_model):
     assert not differences(host_model, ring_cases.aborted_cases(), ring_cases.aborted_difference)
 
 
-def test_the_arena_gives_what_is_free_and_nothing_else(tmp_path):
+def test_a_rank_with_another_bucket_is_named_with_both_and_nothing_is_added_up(host_model):
+    cases = ring_cases.mismatched_cases()
+    assert not differences(host_model, cases, ring_cases.mismatched_difference)
+
+
+@pytest.mark.parametrize("program", ["arena_test.cc", "host_side_test.cc"])
+def test_the_host_gives_out_memory_blocks_and_turns_as_it_should(program, tmp_path):
     if CXX is None:
         pytest.skip("needs a C++ compiler: g++, clang++ or $CXX")
-    program = compiled(tmp_path, "arena_test.cc")
-    done = subprocess.run([program], capture_output=True, text=True, timeout=DEADLINE_S)
+    plan = ROOT / "jdp" / "csrc" / "cuda" / "plan.cc"
+    done = subprocess.run(
+        [compiled(tmp_path, program, str(plan))],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
     assert done.returncode == 0, done.stderr

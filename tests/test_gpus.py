@@ -183,6 +183,17 @@ def test_a_stage_that_fails_is_the_reason_and_the_last(stage, ordinal, notes, mo
     assert set(closed) >= set(opened) and cuda_library._open_ends == []
 
 
+@pytest.mark.parametrize("num_kept", [0, 3])
+def test_memory_that_others_may_still_write_is_kept_and_said_once(num_kept, notes, caplog):
+    notes.failing = "probe_read"
+    call = notes.jdp_cuda_close
+    notes.jdp_cuda_close = lambda key, ordinal: call(key, ordinal) + (ordinal < num_kept)
+    assert gpus.communicator(mesh_of((3,), ("data",)), ("data",)).why_not
+    assert [ordinal for _, _, ordinal in notes.named("close")] == [0, 1, 2]
+    said = [f"memory of {num_kept} GPUs stays taken" in line for line in caplog.messages]
+    assert said == [True] * bool(num_kept)
+
+
 def test_numbers_that_come_out_wrong_are_the_reason(notes, monkeypatch):
     monkeypatch.setattr(trial, "difference", lambda *args: "3 of 7 sums are wrong")
     made = gpus.communicator(mesh_of((2,), ("data",)), ("data",))
@@ -245,11 +256,19 @@ def test_leaves_begin_at_16_bytes_and_buckets_at_256(sizes, dtype, room):
 # The first use
 
 
-def compare(monkeypatch, mesh, reduce):
+def compare(monkeypatch, mesh, reduce, wrong_product=0):
     monkeypatch.setattr(trial, "TRIED", (("bfloat16", 9), ("float32", 300)))
 
-    def stand_in(buckets, axes, *, scale, numbers, communicator):
+    def stand_in(buckets, axes, *, scale, numbers, communicator, between):
         assert communicator == 5 and len(set(numbers)) == len(buckets)
+        with pytest.MonkeyPatch.context() as patch:
+            barrier = jax.lax.optimization_barrier
+            patch.setattr(
+                trial.lax,
+                "optimization_barrier",
+                lambda xs: barrier((xs[0] + wrong_product, xs[1])),
+            )
+            between([jnp.zeros(1) for _ in buckets])
         return reduce(xla(buckets, axes, scale=scale))
 
     monkeypatch.setattr(trial, "pairs", stand_in)
@@ -271,6 +290,18 @@ def test_a_wrong_sum_is_found_with_its_numbers(wrong, by, make_mesh, monkeypatch
     assert re.fullmatch(
         rf"2 of 300 sums of float32 on .*1.* are not those of lax.psum, by up to {by}", why
     )
+
+
+def test_a_wrong_product_beside_the_sums_is_found(make_mesh, monkeypatch):
+    why = compare(monkeypatch, make_mesh(2), lambda buckets: buckets, wrong_product=1)
+    assert why.startswith("262144 of 262144 elements of a matmul beside them on ")
+
+
+def test_a_matmul_stands_between_all_starts_and_all_dones(make_mesh, monkeypatch):
+    monkeypatch.setattr(trial, "TRIED", (("bfloat16", 9), ("float32", 300)))
+    text = trial.comparison(make_mesh(2), ("data",), 5).lower().as_text()
+    found = re.findall(r"dot_general|@jdp_ring_(?:start|done)", text)
+    assert found == [*["@jdp_ring_start"] * 2, "dot_general", *["@jdp_ring_done"] * 2]
 
 
 def test_a_reduction_that_fails_is_a_reason(make_mesh, monkeypatch):
@@ -323,10 +354,14 @@ def test_a_step_calls_its_communicator_and_has_room_for_its_gradients(
 def test_the_first_use_is_tried_while_a_step_is_traced(as_gpus, make_mesh, monkeypatch):
     mesh, found = make_mesh(2), []
 
+    def stand_in(buckets, axes, *, scale, between, **_):
+        between([jnp.zeros(1)])
+        return xla(buckets, axes, scale=scale)
+
     def difference(*args):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trial, "TRIED", (("float32", 300),))
-            patch.setattr(trial, "pairs", lambda b, axes, *, scale, **_: xla(b, axes, scale=scale))
+            patch.setattr(trial, "pairs", stand_in)
             found.append(DIFFERENCE(*args))
         return found[-1]
 
@@ -436,23 +471,32 @@ def test_deadline_abort_and_reset_act_on_gpus_too(notes):
 
 # The library itself, where it was built
 
-needs_library = pytest.mark.skipif(
-    cuda_library.why_missing() is not None, reason=f"{cuda_library.why_missing()}"
-)
+
+# Once in a process: a second one would register its handlers beside those of the first.
+@pytest.fixture(scope="module")
+def loaded(built_cuda_library):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_library, "_PATH", built_cuda_library)
+        cuda_library._loaded.cache_clear()
+        assert cuda_library.why_missing() is None
+        yield built_cuda_library
+    cuda_library._loaded.cache_clear()
 
 
-@needs_library
-def test_without_a_driver_the_library_loads_and_says_that_there_are_no_gpus():
+@pytest.mark.slow
+def test_without_a_driver_the_library_loads_and_says_that_there_are_no_gpus(built_cuda_library):
     program = """
-        import json, jax
+        import json, pathlib, sys, jax
         from jdp.collectives import cuda_library
+        cuda_library._PATH = pathlib.Path(sys.argv[1])
         why = [cuda_library.why_missing(), cuda_library.why_no_gpus()]
         print(json.dumps([*why, jax.devices()[0].platform]))
     """
     program = "\n".join(line.strip() for line in program.splitlines())
     env = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", program, built_cuda_library],
+        capture_output=True, text=True, timeout=60,
         cwd=Path(__file__).parents[1], env={**os.environ, **env},
     )  # fmt: skip
     missing, why, platform = json.loads(done.stdout.splitlines()[-1])
@@ -475,13 +519,13 @@ def num_rings(lowered):
     return [text.count(f'custom_call_target="jdp_ring_{kind}"') for kind in kinds]
 
 
-@needs_library
-def test_a_step_with_native_compiles_for_8_h200s(h200s):
+@pytest.mark.slow
+def test_a_step_with_native_compiles_for_8_h200s(h200s, loaded):
     assert num_rings(lowered(h200s)) == [1, 1]
 
 
-@needs_library
-def test_what_is_tried_before_the_first_use_compiles_for_8_h200s(h200s):
+@pytest.mark.slow
+def test_what_is_tried_before_the_first_use_compiles_for_8_h200s(h200s, loaded):
     num_tried = len(trial.TRIED)
     lowered = trial.comparison(h200s, ("data",), 5).lower()
     assert num_rings(lowered) == [num_tried, num_tried]

@@ -270,6 +270,7 @@ def count_work():
 
     step, s = jdp.train_step(counted), state()
     batch = next(iter(jdp.batches(training.batch(), 8, num_steps=1)))
+    jdp.check_replicas(s)  # which compiles what hashes a state
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         s, _ = step(s, batch)

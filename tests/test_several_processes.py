@@ -130,6 +130,34 @@ def test_every_rank_gets_exact_means_of_models_of_odd_sizes(processes, model, nu
     assert found == [[]] * num_processes
 
 
+def step_by_the_smallest(dtype, gradient, all_reduce):
+    """A parameter after one step, on each device of this process, whose gradient is so small."""
+    jdp.init(devices=sorted(jax.devices(), key=lambda d: (d.process_index, d.id))[:4])
+
+    @jdp.train_step
+    def step(state, batch):
+        grads = jax.tree.map(lambda w: jnp.full_like(w, gradient) * batch["x"][0], state.params)
+        return state.apply_gradients(grads), {}
+
+    s = jdp.TrainState.create(
+        np.zeros(3, dtype), jdp.replicated(optax.sgd(1.0), all_reduce=all_reduce)
+    )
+    [batch] = jdp.shard_batches([own_rows(np.ones(4, dtype))])
+    s, _ = step(s, batch)
+    return [np.asarray(shard.data).astype(float).tolist() for shard in s.params.addressable_shards]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_float16_gradients_below_the_smallest_normal_number_move_parameters(
+    processes, num_processes
+):
+    run = processes(2).run if num_processes == 2 else lambda function, *args: [function(*args)]
+    moved = -float(np.float16(2e-5))
+    for all_reduce in (jdp.collectives.xla, jdp.collectives.auto, jdp.collectives.native):
+        for found in run(step_by_the_smallest, "float16", 2e-5, all_reduce):
+            assert found == [[moved] * 3] * (4 // num_processes)
+
+
 def create(differs):
     jdp.init()
     p = training.params()

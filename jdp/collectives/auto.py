@@ -37,7 +37,7 @@ def auto(
     Returns:
       The same lists, summed and scaled, in the dtype of each leaf.
     """
-    reason = order.why_not() or why_not(axis.names(axis_name), mesh)
+    reason = order.why_not() or why_not(axis.in_mesh_order(axis_name), mesh)
     _tell(
         f"gradients are summed by XLA (collectives.xla), since collectives.native cannot: {reason}"
         if reason

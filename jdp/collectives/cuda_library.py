@@ -17,7 +17,10 @@ TIMEOUT_S = 300.0
 PCIE = 0  # of topologies, the one that asks least
 
 _PATH = LIB / "libjdp_cuda.so"
-_HANDLERS = {"jdp_ring_start": "jdp_ring_start", "jdp_ring_done": "jdp_ring_done"}
+_HANDLERS = {
+    name: {"initialize": "jdp_ring_initialize", "execute": name}
+    for name in ("jdp_ring_start", "jdp_ring_done")
+}
 _OF_END = (c_int64, c_int32)  # communicator, ordinal
 _SIGNATURES = {
     "jdp_cuda_num_devices": (c_int,),
@@ -109,11 +112,16 @@ def open_end(
     _open_ends.append(end)
 
 
-def close_end(end: End) -> None:
-    """Free its memory, once what runs is done. Nothing, if it is not open."""
-    if end in _open_ends:
-        _open_ends.remove(end)
-        _require(_functions().jdp_cuda_close(*end))
+def close_end(end: End) -> bool:
+    """End its waits, and free its memory if no other rank can write there any more.
+
+    Returns:
+      Whether its memory stays taken until the process ends; False if it is not open.
+    """
+    if end not in _open_ends:
+        return False
+    _open_ends.remove(end)
+    return bool(_require(_functions().jdp_cuda_close(*end)))
 
 
 def export(end: End) -> bytes:

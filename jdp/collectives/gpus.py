@@ -90,8 +90,7 @@ class Communicator:
             return
         try:
             with contextlib.ExitStack() as cleanup:
-                for end in self._ends:
-                    cleanup.callback(cuda_library.close_end, end)
+                cleanup.callback(self._close)
                 self._require_one_host()
                 self._connect()
                 self._try()
@@ -99,6 +98,15 @@ class Communicator:
                 self._tell()
         except UnavailableError as error:
             self.why_not = str(error)
+
+    def _close(self) -> None:
+        # All are closed before anything is said, and none frees what others may still write.
+        num_kept = sum([cuda_library.close_end(end) for end in self._ends])
+        if num_kept:
+            _log.warning(
+                f"memory of {num_kept} GPUs stays taken until this process ends: it was opened to "
+                "reduce gradients, that failed, and other GPUs may still write there."
+            )
 
     def reserve(self, bucket_bytes: Mapping[int, int]) -> None:
         """Make room for further buckets of a program; those of number 0 begin one.

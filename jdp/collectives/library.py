@@ -169,7 +169,7 @@ def attach(
 
 @cache
 def _loaded() -> Loaded:
-    loaded = load(_PATH, _SIGNATURES, {TARGET: TARGET}, "cpu", _runtime_version())
+    loaded = load(_PATH, _SIGNATURES, {TARGET: {"execute": TARGET}}, "cpu", _runtime_version())
     if loaded.functions is not None:
         loaded.functions.jdp_set_progress(progress.native_numbers())
     return loaded

@@ -21,7 +21,7 @@ class Loaded(NamedTuple):
 def load(
     path: Path,
     signatures: Mapping[str, Sequence[Any]],
-    handlers: Mapping[str, str],
+    handlers: Mapping[str, Mapping[str, str]],
     platform: str,
     runtime: tuple[int, int] | None,
 ) -> Loaded:
@@ -30,7 +30,7 @@ def load(
     Args:
       path: where the build leaves it, or the reason why it was not built.
       signatures: of its functions, by name: type of the result, types of the arguments.
-      handlers: name in XLA programs -> name in the library.
+      handlers: name in XLA programs -> stage of a run -> name in the library.
       platform: that the handlers are for, "cpu" or "CUDA".
       runtime: version of XLA's FFI in the installed jaxlib, None if that cannot be told.
     """
@@ -53,9 +53,9 @@ def load(
     for name, (result, *arguments) in signatures.items():
         function = getattr(functions, name)
         function.restype, function.argtypes = result, arguments
-    for target, name in handlers.items():
-        handler = jax.ffi.pycapsule(getattr(functions, name))
-        jax.ffi.register_ffi_target(target, handler, platform=platform)
+    for target, names in handlers.items():
+        stages = {stage: jax.ffi.pycapsule(getattr(functions, names[stage])) for stage in names}
+        jax.ffi.register_ffi_target(target, stages, platform=platform)
     return Loaded(functions, None)
 
 

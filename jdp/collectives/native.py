@@ -59,7 +59,7 @@ def native(
     Raises:
       ValueError: if it cannot run here, saying why; `collectives.auto` takes XLA's sum instead.
     """
-    axes = axis.names(axis_name)
+    axes = axis.in_mesh_order(axis_name)  # one communicator, whatever the order of the names
     _require(_why_unable(axes, mesh))
     if _platform(mesh) == "gpu":
         return _on_gpus(buckets, axes, scale, mesh)

@@ -45,7 +45,7 @@ def ring(
             "on as varying, so the mean could not leave with out_specs P(). Write check_vma=False "
             "there, or all_reduce=jdp.collectives.xla."
         )
-    axes = axis.names(axis_name)
+    axes = axis.in_mesh_order(axis_name)
     results = []
     for bucket in buckets:
         before, after = split_scale(scale, bucket[0].dtype)

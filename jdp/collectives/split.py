@@ -1,6 +1,6 @@
 """The ring between GPUs: a call that starts it and a call that waits for it, as XLA sees them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,7 @@ def pairs(
     scale: Scale,
     numbers: Sequence[int],
     communicator: int = 0,
+    between: Callable[[list[jax.Array]], list[jax.Array]] = lambda tokens: tokens,
 ) -> list[list[jax.Array]]:
     """Do what `split` does.
 
@@ -60,6 +61,7 @@ def pairs(
       scale: as there.
       numbers: of the buckets, see `order.next_number`.
       communicator: key under which the GPUs find each other.
+      between: `between(tokens) -> tokens`, what must run after all starts and before all dones.
     """
     names = axis.names(axis_name)
     tokens = [
@@ -67,7 +69,7 @@ def pairs(
         for i, bucket in zip(numbers, buckets, strict=True)
     ]
     # A done that stood right behind its start would hide nothing.
-    tokens = lax.optimization_barrier(tokens)
+    tokens = between(lax.optimization_barrier(tokens))
     results, after = [], None
     for i, token, bucket in zip(numbers, tokens, buckets, strict=True):
         # In one order on every rank: XLA would turn them round.

@@ -1,5 +1,6 @@
 """A reduction of known numbers between GPUs, compared with lax.psum before the first use.
 
+A matmul runs beside it, as in a step: what XLA loads for it must not wait for the reduction.
 It was compiled and never run.
 """
 
@@ -15,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 from jdp.collectives.split import pairs
 from jdp.collectives.xla import xla
 
-# What is reduced, as (dtype, size): on NVLink at least one for each algorithm of
-# jdp/csrc/cuda/plan.cc. Values count up to the modulus, so that all sums are exact.
+# What is reduced, as (dtype, size): at least one for each algorithm of jdp/csrc/cuda/plan.cc that
+# these GPUs use. Values count up to the modulus, so that all sums are exact.
 TRIED = (("bfloat16", 1001), ("float32", 3), ("float32", 300_001), ("float32", 4_300_001))
 _MODULUS = {"bfloat16": 7, "float32": 251}
+_WIDTH = 512  # of the matmul
 
 
 def difference(mesh: Mesh, axes: tuple[str, ...], key: int) -> str:
@@ -33,15 +35,13 @@ def difference(mesh: Mesh, axes: tuple[str, ...], key: int) -> str:
         compared = jax.block_until_ready(comparison(mesh, axes, key)())
     except (RuntimeError, ValueError) as error:  # Which of them a failed run is depends on JAX.
         return f"the first reduction failed ({error})"
-    for (dtype, size), of_bucket in zip(TRIED, compared, strict=True):
-        for shard in of_bucket.addressable_shards:
-            num_wrong, largest = np.asarray(shard.data)[0]
-            if num_wrong:
-                return (
-                    f"{num_wrong:.0f} of {size} sums of {dtype} on {shard.device} are not those of "
-                    f"lax.psum, by up to {largest:g}"
-                )
-    return ""
+    *of_buckets, of_matmul = compared
+    for (dtype, size), of_bucket in zip(TRIED, of_buckets, strict=True):
+        what = f"of {size} sums of {dtype} on {{}} are not those of lax.psum"
+        if reason := _reason(what, of_bucket):
+            return reason
+    what = f"of {_WIDTH**2} elements of a matmul beside them on {{}} are wrong"
+    return _reason(what, of_matmul)
 
 
 def comparison(mesh: Mesh, axes: tuple[str, ...], key: int) -> Any:
@@ -53,23 +53,44 @@ def comparison(mesh: Mesh, axes: tuple[str, ...], key: int) -> Any:
       key: of the communicator.
 
     Returns:
-      A function that gives, for each bucket, `[ranks, 2]` float32: how many sums differ, NaN among
-      them, and by how much.
+      A function that gives, for each bucket and the matmul, `[ranks, 2]` float32: how many numbers
+      differ, NaN among them, and by how much.
     """
 
     def on_rank() -> list[jax.Array]:
         place = lax.axis_index(mesh.axis_names)
         buckets = [[_values(place, dtype, size)] for dtype, size in TRIED]
         numbers = range(len(buckets))
-        ours = pairs(buckets, axes, scale=0.5, numbers=numbers, communicator=key)
+        products = []
+
+        def between(tokens: list[jax.Array]) -> list[jax.Array]:
+            # Whole numbers below 8 and sums below 2^24: exact on every unit that multiplies.
+            a = jnp.tile(jnp.arange(8, dtype=jnp.float32), (_WIDTH, _WIDTH // 8))
+            a, tokens = lax.optimization_barrier((a, tokens))
+            product, tokens = lax.optimization_barrier((a.T @ a, tokens))
+            products.append(product)
+            return tokens
+
+        ours = pairs(buckets, axes, scale=0.5, numbers=numbers, communicator=key, between=between)
         theirs = xla(buckets, axes, scale=0.5)
-        return [_compared(a, b) for [a], [b] in zip(ours, theirs, strict=True)]
+        row = jnp.arange(_WIDTH) % 8
+        expected = _WIDTH * row[:, None] * row[None, :]
+        compared = [_compared(a, b) for [a], [b] in zip(ours, theirs, strict=True)]
+        return [*compared, _compared(products[0], expected)]
 
     return jax.jit(
         jax.shard_map(
             on_rank, mesh=mesh, in_specs=(), out_specs=P(mesh.axis_names), check_vma=False
         )
     )
+
+
+def _reason(what: str, differences: jax.Array) -> str:
+    for shard in differences.addressable_shards:
+        num_wrong, largest = np.asarray(shard.data)[0]
+        if num_wrong:
+            return f"{num_wrong:.0f} {what.format(shard.device)}, by up to {largest:g}"
+    return ""
 
 
 def _values(place: jax.Array, dtype: str, size: int) -> jax.Array:

@@ -43,13 +43,24 @@ JDP_HOST_DEVICE inline BFloat16 to_bfloat16(float value) {
   return {static_cast<uint16_t>(is_nan ? quiet_nan : rounded)};
 }
 
+// Exact, and without a subnormal float on the way, which threads that flush those would lose.
 JDP_HOST_DEVICE inline float to_float(Float16 element) {
   const uint32_t sign = static_cast<uint32_t>(element.bits & 0x8000) << 16;
-  const uint32_t rest = static_cast<uint32_t>(element.bits & 0x7fff) << 13;
-  // Exponents differ by 112, which a product by 2^112 adds, subnormals included.
-  const float value = float_of(rest) * float_of((127 + 112) << 23);
-  const bool is_special = (element.bits & 0x7c00) == 0x7c00;
-  return float_of(sign | bits_of(value) | (is_special ? 0x7f800000u : 0));
+  const uint32_t size = element.bits & 0x7fff;
+  // Exponents differ by 112, those of infinity and NaN by 112 more.
+  const uint32_t special = size >= 0x7c00 ? 112u << 23 : 0;
+  // A subnormal has the next exponent, and no leading one: that is taken off again.
+  const uint32_t subnormal = size < 0x400 ? ~0u : 0;
+  const uint32_t bits = (size << 13) + (112u << 23) + special + (subnormal & 1u << 23);
+  const float value = float_of(bits) - float_of(subnormal & 113u << 23);
+  return float_of(sign | bits_of(value));
+}
+
+// `yes` if `condition`, else `no`. Both are computed: compilers make no vectors of a loop that may
+// jump over an addition of floats.
+JDP_HOST_DEVICE inline uint32_t select(bool condition, uint32_t yes, uint32_t no) {
+  const uint32_t mask = 0u - static_cast<uint32_t>(condition);
+  return (yes & mask) | (no & ~mask);
 }
 
 // To the nearest, ties to even; past 65519 infinity.
@@ -59,11 +70,12 @@ JDP_HOST_DEVICE inline Float16 to_float16(float value) {
   const uint32_t size = bits & 0x7fffffff;
   // Normal: subtract 112 from the exponent and round off 13 bits.
   const uint32_t normal = (size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13;
-  // Subnormal: adding 0.5 puts multiples of 2^-24 into the last bits, rounded by the addition.
+  // Subnormal: adding 0.5 puts multiples of 2^-24 into the last bits, rounded by the addition. A
+  // subnormal float, which some threads take for 0, rounds to 0 anyway.
   const uint32_t subnormal = bits_of(float_of(size) + 0.5f) - bits_of(0.5f);
-  const uint32_t special = size > 0x7f800000 ? 0x7e00 : 0x7c00;
-  const uint32_t rest = size >= 0x477ff000 ? special : size < 0x38800000 ? subnormal : normal;
-  return {static_cast<uint16_t>(sign | rest)};
+  const uint32_t special = select(size > 0x7f800000, 0x7e00, 0x7c00);
+  const uint32_t finite = select(size < 0x38800000, subnormal, normal);
+  return {static_cast<uint16_t>(sign | select(size >= 0x477ff000, special, finite))};
 }
 
 // Signed integers are reduced as unsigned ones, which wrap around in the same way.

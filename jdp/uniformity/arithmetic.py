@@ -36,6 +36,11 @@ def _multiply(walk: Walk, eqn: Any, ins: list[int]) -> int:
     return walk.lattice.product(*ins)
 
 
+def _weigh(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    # The second factor multiplies cotangents alone.
+    return walk.lattice.product(ins[0], ins[1]) if eqn.params["has"][0] else ins[0]
+
+
 def _divide(walk: Walk, eqn: Any, ins: list[int]) -> int:
     return walk.lattice.scale(*ins)
 
@@ -111,6 +116,7 @@ RULES = {
     **dict.fromkeys("conv_general_dilated dot_general".split(), _contract),
     **dict.fromkeys("create_linear empty infeed io_callback rng_uniform".split(), _anything),
     "div": _divide,
+    "jdp_weigh": _weigh,
     "ffi_call": _foreign,
     "mul": _multiply,
     "select_n": _select,

@@ -1,7 +1,10 @@
 // Ranks of several processes: the same sums, and what happens when one of them dies.
 
+#include <dirent.h>
+#include <fcntl.h>
 #include <sys/wait.h>
 
+#include "process.h"
 #include "testing.h"
 
 namespace jdp {
@@ -36,6 +39,17 @@ pid_t start(const std::function<void()>& body) {
   end_with_parent();
   body();
   std::exit(0);
+}
+
+// Opens and closes what each file of this process is, once more.
+void close_again(const std::string& folder) {
+  DIR* files = opendir(folder.c_str());
+  CHECK(files);
+  while (const dirent* entry = readdir(files)) {
+    const int fd = open((folder + "/" + entry->d_name).c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    if (fd >= 0) close(fd);
+  }
+  closedir(files);
 }
 
 void expect_success(pid_t child) {
@@ -161,7 +175,7 @@ void test_a_seat_is_taken_once() {
   });
   std::string why;
   auto segment = Segment::attach(memory.pid, memory.fd, memory.nonce, 2, {0}, &why);
-  while (segment->seat(1).is_taken.load() == 0) std::this_thread::yield();
+  while (segment->seat(1).owner.load() == 0) std::this_thread::yield();
   expect_success(start([&] {
     CHECK(!Segment::attach(memory.pid, memory.fd, memory.nonce, 2, {1}, &why));
     CHECK(contains(why, "cannot take the seat of rank 1"));
@@ -170,6 +184,86 @@ void test_a_seat_is_taken_once() {
   kill(first, SIGKILL);
   waitpid(first, nullptr, 0);
   CHECK(segment->is_gone(1));
+}
+
+// Anything in a process may open and close all of its files, such as a look at /proc/self/fd.
+void test_a_process_that_closes_the_file_again_lives_on() {
+  const Memory memory = make(2);
+  std::vector<pid_t> children;
+  for (int rank : {0, 1}) {
+    children.push_back(start([&] {
+      attach(memory, {rank});
+      for (int step = 0; step < 20; ++step) {
+        if (rank == 1) {
+          close_again("/proc/self/fd");
+          std::this_thread::sleep_for(std::chrono::milliseconds(30));  // rank 0 looks meanwhile
+        }
+        Leaves<float> leaves(rank, {10}, true, 0);
+        const Status status = all_reduce(call_of(kWays[2], rank, 2), leaves.bucket());
+        if (!status.ok()) describe(status.message);
+        CHECK(status.ok());
+        leaves.check(2);
+      }
+    }));
+  }
+  for (pid_t child : children) expect_success(child);
+  close(memory.fd);
+}
+
+// What it forked has all of its files and its memory, and lives on.
+void test_a_killed_process_is_gone_though_its_child_lives() {
+  const Memory memory = make(2);
+  int ends[2];
+  CHECK(pipe(ends) == 0);
+  const pid_t first = start([&] {
+    attach(memory, {1});
+    const pid_t child = fork();
+    if (child == 0) {
+      for (;;) pause();
+    }
+    CHECK(write(ends[1], &child, sizeof child) == sizeof child);
+    pause();
+  });
+  pid_t grandchild = 0;
+  CHECK(read(ends[0], &grandchild, sizeof grandchild) == sizeof grandchild);
+  std::string why;
+  auto segment = Segment::attach(memory.pid, memory.fd, memory.nonce, 2, {0}, &why);
+  CHECK(segment && !segment->is_gone(1));
+  kill(first, SIGKILL);
+  const Stopwatch watch;
+  while (!segment->is_gone(1)) CHECK(watch.elapsed_s() < 5);
+  CHECK(kill(grandchild, 0) == 0);
+  kill(grandchild, SIGKILL);
+  waitpid(first, nullptr, 0);
+}
+
+void test_a_number_that_another_process_has_by_now_is_no_life() {
+  const Process me = this_process();
+  CHECK(me != 0 && pid_of(me) == getpid());
+  CHECK(!has_ended(me));
+  CHECK(has_ended(me + 1));
+  CHECK(!has_ended(me));
+}
+
+// As long as any thread of a process runs it may come.
+void test_a_process_whose_first_thread_has_ended_lives_on() {
+  const Memory memory = make(2);
+  const pid_t child = start([&] {
+    attach(memory, {1});
+    std::thread([] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      _exit(0);
+    }).detach();
+    pthread_exit(nullptr);
+  });
+  std::string why;
+  auto segment = Segment::attach(memory.pid, memory.fd, memory.nonce, 2, {0}, &why);
+  while (segment->seat(1).owner.load() == 0) std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  CHECK(!segment->is_gone(1));
+  const Stopwatch watch;
+  while (!segment->is_gone(1)) CHECK(watch.elapsed_s() < 5);
+  waitpid(child, nullptr, 0);
 }
 
 }  // namespace
@@ -183,4 +277,8 @@ int main() {
   jdp::test_the_abort_word_ends_waits();
   jdp::test_another_segment_than_announced_is_refused();
   jdp::test_a_seat_is_taken_once();
+  jdp::test_a_process_that_closes_the_file_again_lives_on();
+  jdp::test_a_killed_process_is_gone_though_its_child_lives();
+  jdp::test_a_number_that_another_process_has_by_now_is_no_life();
+  jdp::test_a_process_whose_first_thread_has_ended_lives_on();
 }

@@ -137,6 +137,7 @@ std::string text_of(const Scenario& it) {
 // Of the rank that this thread runs.
 struct Pauses {
   const Scenario* scenario = nullptr;
+  int rank = -1;
   bool is_slow = false;
   Generator generator;
 };
@@ -164,6 +165,7 @@ void run_step(const Scenario& it, int rank, size_t index) {
 
 void run_rank(const Scenario& it, int rank) {
   pauses.scenario = &it;
+  pauses.rank = rank;
   pauses.is_slow = it.is_slow[rank];
   pauses.generator.seed(it.seed * 8 + rank);
   for (size_t index = 0; index < it.steps.size(); ++index) run_step(it, rank, index);
@@ -233,9 +235,54 @@ void run_in_processes(const Scenario& it) {
   }
 }
 
+std::string read_to_end(int fd) {
+  std::string text;
+  char part[256];
+  for (ssize_t size; (size = read(fd, part, sizeof part)) > 0;) text.append(part, size);
+  return text;
+}
+
+std::atomic<bool> holds_tile_for_ever{false};
+
+// Nobody may return while another thread writes into its memory, nor wait for ever.
+void test_a_tile_that_is_never_done_ends_the_process_and_names_its_rank() {
+  int ends[2];
+  CHECK(pipe(ends) == 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    end_with_parent();
+    dup2(ends[1], STDERR_FILENO);
+    close(ends[0]);
+    set_timeout_s(0.1);
+    holds_tile_for_ever = true;
+    on_ranks(range(3), [&](int rank) {
+      std::vector<float> values(1);
+      pauses.rank = rank;
+      (void)all_reduce(call_of(kWays[0], rank, 3),
+                       Bucket(Type::kF32, {{values.data(), values.data(), 1}}));
+    });
+    _exit(0);
+  }
+  close(ends[1]);
+  const std::string said = read_to_end(ends[0]);
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child);
+  CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
+  const std::string held = "held by rank ";
+  CHECK(contains(said, held));
+  const std::string rank = said.substr(said.find(held) + held.size(), 1);
+  CHECK(contains(said, "s for rank " + rank + ", which"));
+  CHECK(contains(said, "a thread of rank " + rank + " stands still"));
+  close(ends[0]);
+}
+
 }  // namespace
 
 void pause_at(Stage stage) {
+  if (stage == Stage::kTile && holds_tile_for_ever.exchange(false)) {
+    describe("held by rank " + std::to_string(pauses.rank));
+    for (;;) pause();
+  }
   if (!pauses.scenario) return;
   const Scenario& it = *pauses.scenario;
   if (pauses.is_slow && stage == it.slow_stage) sleep_us(it.slow_us);
@@ -258,6 +305,7 @@ int main(int num_arguments, char** arguments) {
   if (seed == 0) seed = std::random_device()();
   std::printf("first seed %llu\n", static_cast<unsigned long long>(seed));
   std::fflush(stdout);
+  test_a_tile_that_is_never_done_ends_the_process_and_names_its_rank();
   set_timeout_s(30);
   const Stopwatch watch;
   int64_t num_scenarios = 0;

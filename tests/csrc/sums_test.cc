@@ -56,6 +56,14 @@ void test_gives_sums_of_many_tiles_and_rounds() {
   }
 }
 
+template <typename T>
+T smallest(uint8_t times) {
+  T element;
+  std::memset(&element, 0, sizeof element);
+  std::memcpy(&element, &times, 1);  // the lowest byte comes first
+  return element;
+}
+
 // Random numbers, whose sum depends on the order of additions.
 std::vector<float> random_vector(int rank, int64_t count) {
   std::mt19937 generator(rank);
@@ -110,6 +118,33 @@ void test_half_types_add_in_float_and_round_once() {
       CHECK(all_reduce(call_of(way, rank, 3, 3, 1, 0, 1.0), bucket).ok());
       CHECK(to_float(element) == 258);
     });
+    reset();
+  }
+}
+
+// In all formats the smallest numbers are multiples of the smallest one, which the bits count.
+template <typename T>
+void adds_smallest_numbers(const Way& way) {
+  const uint8_t values[] = {3, 5, 4}, sum = 6;  // halved
+  on_ranks(range(3), [&](int rank) {
+    for (int64_t count : {1, 37, 50000}) {  // one shot, or not
+      std::vector<T> elements(count);
+      const T expected = smallest<T>(sum);
+      for (T& element : elements) element = smallest<T>(values[rank]);
+      const Bucket bucket(type_of<T>(), {{elements.data(), elements.data(), count}});
+      CHECK(all_reduce(call_of(way, rank, 3), bucket).ok());
+      for (const T& element : elements) CHECK(std::memcmp(&element, &expected, sizeof(T)) == 0);
+    }
+  });
+}
+
+void test_subnormal_numbers_are_added_exactly() {
+  for (const Way& way : kWays) {
+    make_segment(3);
+    adds_smallest_numbers<Float16>(way);
+    adds_smallest_numbers<BFloat16>(way);
+    adds_smallest_numbers<float>(way);
+    adds_smallest_numbers<double>(way);
     reset();
   }
 }
@@ -176,10 +211,14 @@ void test_runs_groups_and_communicators_do_not_mix() {
 // Args: number of small steps.
 int main(int, char** arguments) {
   jdp::end_with_parent();
-  jdp::test_gives_sums_of_all_types_and_sizes();
-  jdp::test_gives_sums_of_many_tiles_and_rounds();
-  jdp::test_ranks_have_equal_bits_close_to_the_sum_in_double();
-  jdp::test_half_types_add_in_float_and_round_once();
+  for (bool flushes : {true, false}) {
+    jdp::flushes_subnormals = flushes;
+    jdp::test_gives_sums_of_all_types_and_sizes();
+    jdp::test_gives_sums_of_many_tiles_and_rounds();
+    jdp::test_ranks_have_equal_bits_close_to_the_sum_in_double();
+    jdp::test_half_types_add_in_float_and_round_once();
+    jdp::test_subnormal_numbers_are_added_exactly();
+  }
   jdp::test_ranks_may_come_at_any_time();
   jdp::test_many_small_steps(std::atoi(arguments[1]));
   jdp::test_runs_groups_and_communicators_do_not_mix();

@@ -6,6 +6,10 @@
 #include <sys/prctl.h>
 #include <unistd.h>
 
+#ifdef __SSE2__
+#include <xmmintrin.h>
+#endif
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -39,10 +43,24 @@ inline bool contains(const std::string& text, const std::string& part) {
 
 inline void end_with_parent() { prctl(PR_SET_PDEATHSIG, SIGKILL); }
 
+// Whether the ranks' threads take subnormal numbers for 0, as those of XLA do.
+inline bool flushes_subnormals = false;
+
+inline void set_float_mode() {
+#ifdef __SSE2__
+  _mm_setcsr(flushes_subnormals ? 0x1f80 | 0x8040 : 0x1f80);
+#endif
+}
+
 // Runs body(rank) on a thread for each rank.
 inline void on_ranks(const std::vector<int>& ranks, const std::function<void(int)>& body) {
   std::vector<std::thread> threads;
-  for (int rank : ranks) threads.emplace_back(body, rank);
+  for (int rank : ranks) {
+    threads.emplace_back([&body, rank] {
+      set_float_mode();
+      body(rank);
+    });
+  }
   for (std::thread& thread : threads) thread.join();
 }
 

@@ -30,6 +30,8 @@ struct CaseHeader {
   int32_t timeout_ms;
   int32_t timeout_rank;  // only this one has a deadline; -1: all
   int32_t abort_rank;    // whose host says from the beginning that it is to stop; -1: none
+  int32_t odd_rank;      // reduces another bucket than the others; -1: none
+  int32_t odd_call;      // from this call on
   double scale;
 };
 
@@ -109,14 +111,19 @@ inline void write_result(const Case& one, const Result& result) {
   fflush(stdout);
 }
 
-// Rank `rank`'s arguments but for `staging`, `report` and `scale`.
+// The bucket that rank `rank` reduces in call `call`.
+inline int32_t bucket_of(const Case& one, int rank, int call) {
+  return rank == one.header.odd_rank && call >= one.header.odd_call ? 8 : 7;
+}
+
+// Rank `rank`'s arguments but for `staging`, `report` and `scale`; `bucket` is of the first call.
 inline Arguments arguments_of(const Case& one, int rank, const char* in, char* out) {
   Arguments arguments = {};
   arguments.layout = one.header.layout;
   const bool has_deadline = one.header.timeout_rank < 0 || one.header.timeout_rank == rank;
   arguments.timeout_ns = has_deadline ? one.header.timeout_ms * uint64_t{1000000} : 0;
   arguments.rank = rank;
-  arguments.bucket = 7;
+  arguments.bucket = bucket_of(one, rank, 0);
   arguments.num_channels = one.header.num_channels;
   arguments.algorithm = one.algorithm();
   for (int leaf = 0; leaf < one.header.num_leaves; ++leaf) {

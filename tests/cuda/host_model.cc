@@ -61,10 +61,11 @@ void reduce(Type type, const Arguments& arguments, int channel, const HostBlock&
 }
 
 // One launch of one rank's kernel after the other, on one block.
-void run_block(const Case& one, const Arguments& arguments, int channel, HostBlock block) {
+void run_block(const Case& one, Arguments arguments, int channel, HostBlock block) {
   std::minstd_rand random(one.header.seed + 977 * arguments.rank + 31 * channel + block.index);
   if (one.header.seed) block.random = &random;
   for (int call = 0; call < one.header.num_calls; ++call) {
+    arguments.bucket = bucket_of(one, arguments.rank, call);
     reduce(one.type(), arguments, channel, block);
     block.barrier->arrive(false);  // the end of a launch
   }

@@ -20,8 +20,8 @@ import ring_model
 # As in arguments.h.
 DTYPES = ("float32", "float64", "bfloat16", "float16", "uint8", "uint16", "uint32", "uint64")
 ALGORITHMS = ("ring", "one_shot", "two_shot")
-LATE, ABORTED = 1, 2
-REPORT = struct.Struct("=IIiiiiiI")
+LATE, ABORTED, MISMATCHED = 1, 2, 3
+REPORT = struct.Struct("=IIiiiiiIiIiI")
 
 RANKS = (2, 3, 4, 5, 8)
 PRIMES = (997, 10007)
@@ -48,6 +48,8 @@ class Case:
     timeout_ms: int = 60_000
     timeout_rank: int = -1
     abort_rank: int = -1
+    odd_rank: int = -1
+    odd_call: int = 0
 
     @property
     def scale(self):
@@ -65,12 +67,12 @@ class Case:
 
     def pack(self):
         header = struct.pack(
-            "=iiqqiiiiiiiiIIiiiid",
+            "=iiqqiiiiiiiiIIiiiiiid",
             *(self.num_ranks, self.num_channels, self.slot_bytes, self.exchange_bytes),
             *(DTYPES.index(self.dtype), ALGORITHMS.index(self.algorithm), self.num_channels),
             *(self.num_calls, self.num_threads, len(self.sizes), self.in_place, self.missing_rank),
             *(self.first_number, self.seed, self.shift_bytes, self.timeout_ms),
-            *(self.timeout_rank, self.abort_rank, self.scale),
+            *(self.timeout_rank, self.abort_rank, self.odd_rank, self.odd_call, self.scale),
         )
         sizes = np.array(self.sizes, np.int64).tobytes()
         leaves = (leaf.tobytes() for of_rank in self.leaves() for leaf in of_rank)
@@ -87,6 +89,10 @@ class Report(NamedTuple):
     gave_up: int
     peer: int
     step: int
+    why: int
+    sent_bucket: int
+    sent_call: int
+    sent_vectors: int
     abort: int
 
 
@@ -231,6 +237,35 @@ def aborted_difference(case, result):
     return _looks_right(case, result)
 
 
+def mismatched_cases():
+    """One rank reduces another bucket: in the first call, and after one that went well."""
+    for num_ranks, algorithm in itertools.product(RANKS, ALGORITHMS):
+        for num_calls, odd_rank in ((1, 0), (3, num_ranks - 1)):
+            yield Case(
+                num_ranks,
+                (997, 3),
+                algorithm=algorithm,
+                num_calls=num_calls,
+                odd_rank=odd_rank,
+                odd_call=num_calls // 2,
+            )
+
+
+def mismatched_difference(case, result):
+    """What is wrong with the result of a case in which a rank has another bucket, or None."""
+    for rank, (report, _) in enumerate(result):
+        if report.outcome not in (MISMATCHED, ABORTED) or report.why != MISMATCHED:
+            return f"{case}: rank {rank} reports {report}"
+        own, other = (8, 7) if rank == case.odd_rank else (7, 8)
+        seen = (report.bucket, report.sent_bucket, report.sent_call)
+        # One that is told of it may not have come to that call.
+        if report.outcome == MISMATCHED and seen != (own, other, case.odd_call):
+            return f"{case}: rank {rank} reports {report}"
+    if MISMATCHED not in [report.outcome for report, _ in result]:
+        return f"{case}: no rank saw it"
+    return _looks_right(case, result)
+
+
 def _looks_right(case, result):
     for rank, (_, leaves) in enumerate(result):
         if rank != case.missing_rank and not np.isnan(leaves[0]).all():
@@ -250,6 +285,7 @@ def groups(few):
         (list(large_cases(slot_bytes=262144, num_channels=8)), difference),
         (list(missing_cases(timeout_ms=500)), missing_difference),
         (list(aborted_cases()), aborted_difference),
+        (list(mismatched_cases()), mismatched_difference),
     ]
 
 

@@ -115,14 +115,17 @@ void run_rank(int rank, int num_ranks, Exchange exchange) {
   exchange.barrier();
   cudaStream_t stream;
   check(cudaStreamCreate(&stream), rank);
+  int64_t run = 0;
   // One-shot, two-shot, ring; the last in two launches.
   const std::vector<std::vector<int64_t>> buckets = {
       {1000, 3}, {1 << 20}, {(5 << 20) + 3}, std::vector<int64_t>(100, 17)};
   for (size_t bucket = 0; bucket < buckets.size(); ++bucket) {
     const Buffers buffers = make_buffers(rank, buckets[bucket]);
-    check(communicator->start(bucket, jdp::Type::kF32, buffers.leaves, buffers.scale, stream),
+    check(
+        communicator->start(run++, bucket, jdp::Type::kF32, buffers.leaves, buffers.scale, stream),
+        rank);
+    check(communicator->finish(bucket, jdp::Type::kF32, buffers.leaves, buffers.leaves, stream),
           rank);
-    check(communicator->finish(bucket, buffers.leaves, buffers.leaves, stream), rank);
     check(cudaStreamSynchronize(stream), rank);
     check(communicator->failure(), rank);
     check_sums(rank, num_ranks, buffers);
@@ -133,13 +136,14 @@ void run_rank(int rank, int num_ranks, Exchange exchange) {
   if (rank != num_ranks - 1) {
     const Buffers buffers = make_buffers(rank, {1000});
     const auto begin = std::chrono::steady_clock::now();
-    check(communicator->start(9, jdp::Type::kF32, buffers.leaves, buffers.scale, stream), rank);
-    check(communicator->finish(9, buffers.leaves, buffers.leaves, stream), rank);
+    check(communicator->start(run++, 9, jdp::Type::kF32, buffers.leaves, buffers.scale, stream),
+          rank);
+    check(communicator->finish(9, jdp::Type::kF32, buffers.leaves, buffers.leaves, stream), rank);
     check(cudaStreamSynchronize(stream), rank);
     const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
     check(waited.count() < 3.5, "a missing rank was found too late", rank);
     const Status next =
-        communicator->start(10, jdp::Type::kF32, buffers.leaves, buffers.scale, stream);
+        communicator->start(run++, 10, jdp::Type::kF32, buffers.leaves, buffers.scale, stream);
     check(next.code == jdp::Code::kDeadlineExceeded, "a missing rank was not found", rank);
     if (rank == 0) printf("%s\n", next.message.c_str());
   }
@@ -148,8 +152,9 @@ void run_rank(int rank, int num_ranks, Exchange exchange) {
   exchange.barrier();
   jdp::set_timeout_s(kTimeoutS);
   const Buffers buffers = make_buffers(rank, {997});
-  check(communicator->start(1, jdp::Type::kF32, buffers.leaves, buffers.scale, stream), rank);
-  check(communicator->finish(1, buffers.leaves, buffers.leaves, stream), rank);
+  check(communicator->start(run++, 1, jdp::Type::kF32, buffers.leaves, buffers.scale, stream),
+        rank);
+  check(communicator->finish(1, jdp::Type::kF32, buffers.leaves, buffers.leaves, stream), rank);
   check(cudaStreamSynchronize(stream), rank);
   check_sums(rank, num_ranks, buffers);
   exchange.barrier();

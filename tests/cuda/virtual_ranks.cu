@@ -58,6 +58,13 @@ Result run(const Case& one) {
     exit(3);
   }
   for (int call = 0; call < one.header.num_calls; ++call) {
+    if (call > 0 && call == one.header.odd_call) {
+      CHECK_CUDA(cudaDeviceSynchronize());
+      for (int rank = 0; rank < num_ranks; ++rank) {
+        arguments[rank].bucket = bucket_of(one, rank, call);
+      }
+      ranks.tell(arguments);
+    }
     ranks.launch(kernel, nullptr, one.header.missing_rank, one.header.seed);
   }
   CHECK_CUDA(cudaDeviceSynchronize());

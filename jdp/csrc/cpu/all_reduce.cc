@@ -1,5 +1,6 @@
 #include "call.h"
 #include "communicator.h"
+#include "float_mode.h"
 #include "meeting.h"
 #include "progress.h"
 
@@ -12,6 +13,7 @@ Status all_reduce(const Call& call, const Bucket& bucket) {
                                         std::to_string(call.num_ranks)};
   }
   const Underway underway(call.bucket);
+  const DefaultFloatMode float_mode;
   return call.communicator == 0 ? all_reduce_in_process(call, bucket)
                                 : all_reduce_in_segment(call, bucket);
 }

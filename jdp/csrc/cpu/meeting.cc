@@ -1,6 +1,8 @@
 #include "meeting.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -17,6 +19,13 @@ namespace {
 // Of each rank, in bytes. Smaller tiles cost claims, larger ones leave ranks idle at the end.
 constexpr int64_t kTileBytes = kSlotBytes / 8;  // 64 KiB
 
+// Of 20 ms each, after the deadline.
+#ifdef JDP_FUZZ
+constexpr int kMaxNapsLate = 10;
+#else
+constexpr int kMaxNapsLate = 500;
+#endif
+
 // Guards who has joined which meeting.
 std::mutex& registry_mutex() {
   static std::mutex* mutex = new std::mutex;  // outlives threads that still wait at exit
@@ -28,7 +37,11 @@ std::mutex& registry_mutex() {
 class Meeting {
  public:
   Meeting(const Call& first, const Bucket& bucket, uint64_t nth)
-      : first_(first), nth_(nth), num_expected_(first.num_ranks), buckets_(first.num_ranks) {
+      : first_(first),
+        nth_(nth),
+        num_expected_(first.num_ranks),
+        buckets_(first.num_ranks),
+        at_work_(first.num_ranks) {
     const int64_t element_bytes = visit(bucket.type(), [](auto zero) { return sizeof zero; });
     tile_ = kTileBytes / element_bytes;
     num_tiles_ = (bucket.count() + tile_ - 1) / tile_;
@@ -47,7 +60,8 @@ class Meeting {
   Status give_up(const Status& why);
   Status failure();
   void open();
-  void reduce_tiles();
+  void reduce_tiles(int rank);
+  void wait_for_tiles(const Call& call);
   template <typename T>
   void reduce_tile(int64_t tile);
 
@@ -65,7 +79,8 @@ class Meeting {
   Counter failed_;  // 1: it failed
   std::atomic<int64_t> next_tile_{0};
   std::atomic<int64_t> num_reduced_{0};
-  Counter finished_;  // 1: all tiles are reduced
+  std::vector<std::atomic<bool>> at_work_;  // by rank: may hold a tile
+  Counter finished_;                        // 1: all tiles are reduced
 };
 
 std::string Meeting::misfit(const Call& call, const Bucket& bucket) const {
@@ -181,7 +196,8 @@ void Meeting::reduce_tile(int64_t tile) {
   });
 }
 
-void Meeting::reduce_tiles() {
+void Meeting::reduce_tiles(int rank) {
+  at_work_[rank].store(true);
   int64_t num_reduced = 0;
   for (;; ++num_reduced) {
     const int64_t tile = next_tile_.fetch_add(1, std::memory_order_relaxed);
@@ -190,6 +206,7 @@ void Meeting::reduce_tiles() {
     // A rank that comes here late claims nothing, and so looks at no bucket of ranks that left.
     visit(buckets_[0]->type(), [&](auto zero) { reduce_tile<decltype(zero)>(tile); });
   }
+  at_work_[rank].store(false);
   if (num_reduced == 0) return;
   pause_at(Stage::kTile);
   if (num_reduced_.fetch_add(num_reduced) + num_reduced == num_tiles_) advance(finished_, 1);
@@ -205,10 +222,32 @@ Status Meeting::reduce_with_others(const Call& call, const Bucket& bucket) {
                           return wait_for_neighbour(call, counter, target, whose);
                         });
   }
-  reduce_tiles();
-  // No deadline: the others are at work on this rank's memory, which they must be let finish.
-  while (!wait_briefly(finished_, 1)) continue;
+  reduce_tiles(call.rank);
+  wait_for_tiles(call);
   return {};
+}
+
+// All tiles are claimed, and those that are not done yet are in the hands of threads that write
+// into every rank's memory. No error can be returned before they are done, and then there is a
+// result. A thread that does not end in all this time never will (a debugger holds it, or the
+// memory is gone): then nobody may use this memory again, and the process ends.
+void Meeting::wait_for_tiles(const Call& call) {
+  const Stopwatch watch;
+  int num_naps_late = 0;
+  while (!wait_briefly(finished_, 1)) {
+    // Naps, not seconds: after this process was stopped all of its threads need time again.
+    if (!watch.expired() || ++num_naps_late < kMaxNapsLate) continue;
+    std::vector<int> holders;
+    for (int rank = 0; rank < call.num_ranks; ++rank) {
+      if (at_work_[rank].load()) holders.push_back(rank);
+    }
+    const Status status = timed_out(call, nth_, watch.elapsed_s(), holders);
+    std::fprintf(stderr,
+                 "%s\njdp: a thread of %s stands still while it writes into the memory of all "
+                 "ranks of this process, which therefore ends.\n",
+                 status.message.c_str(), name_ranks(holders).c_str());
+    std::abort();
+  }
 }
 
 class Registry {

@@ -11,6 +11,8 @@
 #include <cstdio>
 #include <thread>
 
+#include "process.h"
+
 namespace jdp {
 namespace {
 
@@ -20,16 +22,6 @@ constexpr size_t kHeaderBytes = 4096;
 enum Stopped : uint32_t { kRunning = 0, kUntold = 1, kTelling = 2, kTold = 3 };
 
 size_t size_for(int num_ranks) { return kHeaderBytes + num_ranks * sizeof(Seat); }
-
-// Byte `rank` of the file stands for that rank's process.
-struct flock lock_of(int rank) {
-  struct flock lock = {};
-  lock.l_type = F_WRLCK;
-  lock.l_whence = SEEK_SET;
-  lock.l_start = rank;
-  lock.l_len = 1;
-  return lock;
-}
 
 std::string last_error(const std::string& what) { return what + ": " + std::strerror(errno); }
 
@@ -71,7 +63,6 @@ int Segment::create(int num_ranks, uint64_t* nonce) {
 std::shared_ptr<Segment> Segment::attach(int pid, int fd, uint64_t nonce, int num_ranks,
                                          const std::vector<int>& local_ranks, std::string* why) {
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
-  // Locks go with the process's first close of the file: its maker must not open it again.
   const int own = pid == getpid() ? fd : open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (own < 0) return *why = last_error("cannot open " + path), nullptr;
   const size_t size = size_for(num_ranks);
@@ -91,12 +82,15 @@ std::shared_ptr<Segment> Segment::attach(int pid, int fd, uint64_t nonce, int nu
   if (header->layout != kLayout || header->nonce != nonce) {
     return *why = path + " is another segment than was announced", nullptr;
   }
+  const Process me = this_process();
   for (int rank : local_ranks) {
-    struct flock lock = lock_of(rank);
-    if (rank < 0 || rank >= num_ranks || fcntl(own, F_SETLK, &lock) != 0) {
-      return *why = last_error("cannot take the seat of rank " + std::to_string(rank)), nullptr;
+    const std::string failed = "cannot take the seat of rank " + std::to_string(rank) + ": ";
+    if (rank < 0 || rank >= num_ranks) return *why = failed + "there is none", nullptr;
+    Process owner = 0;
+    if (me == 0) return *why = failed + "/proc/self/stat cannot be read", nullptr;
+    if (!segment->seat(rank).owner.compare_exchange_strong(owner, me) && owner != me) {
+      return *why = failed + "process " + std::to_string(pid_of(owner)) + " has it", nullptr;
     }
-    segment->seat(rank).is_taken.store(1);
   }
   return segment;
 }
@@ -122,10 +116,8 @@ bool Segment::is_local(int rank) const {
 }
 
 bool Segment::is_gone(int rank) {
-  // A process's own locks are invisible to it.
-  if (is_local(rank) || seat(rank).is_taken.load() == 0) return false;
-  struct flock lock = lock_of(rank);
-  return fcntl(fd_, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
+  const Process owner = seat(rank).owner.load();
+  return owner != 0 && !is_local(rank) && has_ended(owner);
 }
 
 Status Segment::stop(const Status& why) {

@@ -43,11 +43,11 @@ struct Slot {
 struct Seat {
   static constexpr int kNumSlots = 3;  // communicator.cc says why three are enough
 
-  std::atomic<uint32_t> is_taken;  // 1: its process has attached, and holds its lock
-  uint64_t num_rounds;             // `sent` in full; read by its own rank, to find the slot
-  Counter sent;                    // the slot holds this rank's elements
-  Counter reduced;                 // the slot holds the sum of its chunk
-  Mailbox mailbox;                 // of the ring, to the next rank
+  std::atomic<uint64_t> owner;  // Process, see process.h; 0 until its process has attached
+  uint64_t num_rounds;          // `sent` in full; read by its own rank, to find the slot
+  Counter sent;                 // the slot holds this rank's elements
+  Counter reduced;              // the slot holds the sum of its chunk
+  Mailbox mailbox;              // of the ring, to the next rank
   Slot slots[kNumSlots];
 };
 
@@ -67,7 +67,7 @@ class Segment {
   Seat& seat(int rank);
   bool is_local(int rank) const;
 
-  // Has the process of this rank ended? Its lock tells, which the kernel releases.
+  // Has the process of this rank ended? False until it has attached.
   bool is_gone(int rank);
 
   // Ends every wait of every process, for good. Only the first one's reason is told.

@@ -42,18 +42,19 @@ struct Segment {
 // then needs no memory, no copy and no wait.
 constexpr int kMaxSegments = 96;
 
-enum class Outcome : uint32_t { kNone = 0, kLate = 1, kAborted = 2 };
-
 // In pinned memory of the host, which reads it without a call to CUDA.
 struct Report {
   uint32_t outcome;  // an Outcome, written last
   uint32_t call;     // of this channel since the last reset, from 0
   int32_t bucket;
   int32_t rank;
-  int32_t gave_up;  // kLate: `rank`; kAborted: the rank that told this one, -1: this host
-  int32_t peer;     // that did not answer the rank that gave up; -1: the host did not wait for one
-  int32_t step;     // of this call: waits that ended well
-  uint32_t abort;   // written by the host: end every wait
+  int32_t gave_up;      // kAborted: the rank that told this one, -1: this host; otherwise `rank`
+  int32_t peer;         // that `gave_up` gave up on; -1: the host did not wait for one
+  int32_t step;         // of this call: waits that ended well
+  uint32_t why;         // an Outcome: of the rank that gave up
+  int32_t num_vectors;  // of this rank's call
+  Tag sent;             // kMismatched: by `peer`
+  uint32_t abort;       // written by the host: end every wait
 };
 
 struct Arguments {

@@ -51,8 +51,7 @@ int jdp_cuda_open(int64_t communicator, int32_t ordinal, int32_t device, int32_t
 }
 
 int jdp_cuda_close(int64_t communicator, int32_t ordinal) {
-  jdp::remove(communicator, ordinal);
-  return 0;
+  return jdp::remove(communicator, ordinal);
 }
 
 int64_t jdp_cuda_blob_bytes() { return sizeof(jdp::Blob); }

@@ -25,6 +25,7 @@ JDP_EXPORT int jdp_cuda_topology();
 //   arena_bytes: of all gradients of a step.
 JDP_EXPORT int jdp_cuda_open(int64_t communicator, int32_t ordinal, int32_t device, int32_t rank,
                              int32_t num_ranks, int32_t topology, int64_t arena_bytes);
+// 1: its memory stays taken until the process ends, for other ranks may still write into it.
 JDP_EXPORT int jdp_cuda_close(int64_t communicator, int32_t ordinal);
 
 // What the other ranks must know; so many bytes, which may be sent to other processes of the host.

@@ -36,14 +36,15 @@ class Channel {
   }
 
   // Waits until `missing()`, asked by the first `num_askers` threads with their number, is no
-  // longer a rank but -1. False: some rank stayed missing, or there is an abort; then and from
-  // then on nothing may be sent or read.
-  template <typename Missing>
-  JDP_DEVICE bool wait(int num_askers, Missing missing) {
+  // longer a rank but -1; then looks at `received(asker)`: the rank that sent a message and its
+  // tag, nullptr for none. False: some rank stayed missing, a message belongs to another bucket or
+  // call, or there is an abort; then and from then on nothing may be sent or read.
+  template <typename Missing, typename Received>
+  JDP_DEVICE bool wait(int num_askers, Missing missing, Received received) {
     if (failed_) return false;
     bool gave_up = false;
     for (int asker = block.thread(); asker < num_askers; asker += block.num_threads()) {
-      gave_up = gave_up || !poll([&] { return missing(asker); });
+      gave_up = gave_up || !poll([&] { return missing(asker); }) || !belongs(received(asker));
     }
     failed_ = block.any(gave_up);
     ++step_;
@@ -69,6 +70,17 @@ class Channel {
     }
   }
 
+  // From then on nothing may be sent or read.
+  JDP_DEVICE bool failed() const { return failed_; }
+
+  struct From {
+    int rank;
+    const Tag* tag;
+  };
+
+  // Of the messages of this call.
+  JDP_DEVICE Tag tag() const { return {arguments.bucket, state.call, arguments.num_vectors}; }
+
   JDP_DEVICE const Staging* own() const { return &arguments.staging[arguments.rank]; }
 
   const Arguments& arguments;
@@ -91,10 +103,18 @@ class Channel {
       if (aborted()) return false;
       if (begin_ns == 0) begin_ns = block.now_ns();
       if (arguments.timeout_ns && block.now_ns() - begin_ns > arguments.timeout_ns) {
-        give_up(Outcome::kLate, abort_word(arguments.rank, peer));
+        give_up(Outcome::kLate, abort_word(arguments.rank, peer, Outcome::kLate), Tag());
         return false;
       }
     }
+  }
+
+  // By one thread, which has seen the message announced.
+  JDP_DEVICE bool belongs(From from) {
+    if (!from.tag || *from.tag == tag()) return true;
+    give_up(Outcome::kMismatched, abort_word(arguments.rank, from.rank, Outcome::kMismatched),
+            *from.tag);
+    return false;
   }
 
   // By one thread.
@@ -102,17 +122,19 @@ class Channel {
     const uint32_t by_rank = block.load_acquire(&own()->rank()->abort);
     const uint32_t by_host = block.load_acquire(&arguments.report->abort);
     if (!by_rank && !by_host) return false;
-    give_up(Outcome::kAborted, by_rank);
+    const uint32_t told_here = abort_word(-1, -1, Outcome::kAborted);
+    give_up(Outcome::kAborted, by_rank ? by_rank : told_here, Tag());
     return true;
   }
 
   // By one thread. The first failure of a rank is the one that is told; peers stop, too.
-  JDP_DEVICE void give_up(Outcome outcome, uint32_t word) {
+  JDP_DEVICE void give_up(Outcome outcome, uint32_t word, Tag sent) {
     if (block.exchange(&own()->rank()->reported, 1)) return;
+    const bool told_here = who_gave_up(word) < 0;
     JDP_NO_UNROLL
     for (int rank = 0; rank < arguments.layout.num_ranks; ++rank) {
       block.store_release(&arguments.staging[rank].rank()->abort,
-                          word ? word : abort_word(arguments.rank, -1));
+                          told_here ? abort_word(arguments.rank, -1, Outcome::kAborted) : word);
     }
     Report* report = arguments.report;
     report->call = state.call;
@@ -121,6 +143,9 @@ class Channel {
     report->gave_up = who_gave_up(word);
     report->peer = given_up_on(word);
     report->step = step_;
+    report->why = why_given_up(word);
+    report->num_vectors = arguments.num_vectors;
+    report->sent = sent;
     block.store_release(&report->outcome, static_cast<uint32_t>(outcome));
   }
 

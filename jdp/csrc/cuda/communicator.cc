@@ -5,14 +5,16 @@
 #include <cstring>
 #include <random>
 #include <string>
+#include <utility>
 
 #include "cuda_calls.h"
+#include "residency.h"
 #include "ring_kernel.h"
 
 namespace jdp {
 namespace {
 
-constexpr uint64_t kBlobVersion = 0x6a647063'00000001;
+constexpr uint64_t kBlobVersion = 0x6a647063'00000002;
 
 std::atomic<double> process_timeout_s{30};
 
@@ -22,6 +24,12 @@ uint64_t this_process() {
     return uint64_t{random()} << 32 | random();
   }();
   return number;
+}
+
+// Never destroyed: communicators may be given back when the process ends.
+Residency& residency() {
+  static Residency* const residency = new Residency;
+  return *residency;
 }
 
 template <typename T>
@@ -43,7 +51,7 @@ Status find_topology(Topology* topology) {
   *topology = Topology::kNvlink;
   for (int one = 0; one < num_devices; ++one) {
     for (int other = 0; other < num_devices; ++other) {
-      // Only NVLink carries atomics from GPU to GPU.
+      // The runtime tells no names of links; but NVLink alone carries atomics from GPU to GPU.
       int atomics = 1;
       if (one != other) {
         JDP_CUDA(
@@ -62,7 +70,7 @@ Status Communicator::open(const Setup& setup, std::unique_ptr<Communicator>* com
                                         std::to_string(setup.num_ranks) + ": there are from 1 to " +
                                         std::to_string(kMaxRanks) + " ranks, counted from 0"};
   }
-  OnDevice on_device(setup.device);
+  JDP_ON_DEVICE(setup.device);
   std::unique_ptr<Communicator> made(new Communicator(setup));
   JDP_RETURN_IF_ERROR(made->allocate());
   *communicator = std::move(made);
@@ -88,19 +96,29 @@ Status Communicator::allocate() {
     JDP_CUDA(cudaEventCreateWithFlags(&flight.finished, cudaEventDisableTiming));
     flights_.push_back(std::move(flight));
   }
-  JDP_CUDA(load_kernels());
+  JDP_RETURN_IF_ERROR(load());
   int num_resident;
   JDP_CUDA(count_resident_blocks(&num_resident));
-  if (num_resident < plan_.layout.num_channels) {
-    return {Code::kUnavailable, "jdp: this GPU runs " + std::to_string(num_resident) + " of " +
-                                    std::to_string(plan_.layout.num_channels) + " blocks at once"};
-  }
+  JDP_RETURN_IF_ERROR(residency().take(setup_.device, plan_.layout.num_channels, num_resident));
+  is_resident_ = true;
   JDP_RETURN_IF_ERROR(reserve(setup_.arena_bytes));
   return clear_flags();
 }
 
+Status Communicator::load() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (is_loaded_) return {};
+  JDP_ON_DEVICE(setup_.device);
+  JDP_CUDA(load_kernels());
+  is_loaded_ = true;
+  return {};
+}
+
 Communicator::~Communicator() {
-  OnDevice on_device(setup_.device);
+  if (is_resident_) residency().give_back(setup_.device, plan_.layout.num_channels);
+  const OnDevice on_device(setup_.device);
+  if (!on_device.status().ok()) return;  // the driver has ended
+  if (report_) abort();                  // nothing here waits for a rank any longer
   if (stream_) cudaStreamSynchronize(stream_);
   for (void* memory : imported_) cudaIpcCloseMemHandle(memory);
   for (Flight& flight : flights_) cudaEventDestroy(flight.finished);
@@ -114,6 +132,7 @@ Communicator::~Communicator() {
 }
 
 Status Communicator::clear_flags() {
+  abort();  // What still waits for a rank must end, also without a deadline.
   JDP_CUDA(cudaStreamSynchronize(stream_));
   JDP_CUDA(cudaMemsetAsync(staging_[setup_.rank].base, 0, flags_bytes(plan_.layout), stream_));
   JDP_CUDA(cudaStreamSynchronize(stream_));
@@ -123,9 +142,10 @@ Status Communicator::clear_flags() {
   return {};
 }
 
-Status Communicator::blob(Blob* blob) const {
-  OnDevice on_device(setup_.device);
+Status Communicator::blob(Blob* blob) {
+  JDP_ON_DEVICE(setup_.device);
   char* own = staging_[setup_.rank].base;
+  is_known_to_peers_ = setup_.num_ranks > 1;
   *blob = {};
   blob->version = kBlobVersion;
   blob->process = this_process();
@@ -142,7 +162,7 @@ Status Communicator::blob(Blob* blob) const {
 }
 
 Status Communicator::connect(const Blob* blobs) {
-  OnDevice on_device(setup_.device);
+  JDP_ON_DEVICE(setup_.device);
   for (int rank = 0; rank < setup_.num_ranks; ++rank) {
     const Blob& blob = blobs[rank];
     if (blob.version != kBlobVersion || blob.rank != rank) {
@@ -190,7 +210,7 @@ Status Communicator::map_peer(const Blob& blob) {
 
 Status Communicator::probe(cudaError_t (*launch)(const Arguments&, uint32_t*, cudaStream_t),
                            const char* what) {
-  OnDevice on_device(setup_.device);
+  JDP_ON_DEVICE(setup_.device);
   JDP_CUDA(cudaMemsetAsync(num_wrong_, 0, sizeof *num_wrong_, stream_));
   JDP_CUDA(launch(arguments(), num_wrong_, stream_));
   uint32_t num_wrong;
@@ -215,7 +235,9 @@ Arguments Communicator::arguments() const {
   arguments.layout = plan_.layout;
   std::copy(std::begin(staging_), std::end(staging_), arguments.staging);
   arguments.report = report_;
-  arguments.timeout_ns = static_cast<uint64_t>(timeout_s() * 1e9);
+  // What is not a time, or longer than 30 years, is no deadline.
+  const double limit_s = timeout_s();
+  arguments.timeout_ns = limit_s > 0 && limit_s < 1e9 ? static_cast<uint64_t>(limit_s * 1e9) : 0;
   arguments.rank = setup_.rank;
   return arguments;
 }
@@ -236,38 +258,68 @@ Status Communicator::failure() const {
                                          "; is that process alive? Gradients since then are NaN"};
   }
   const std::string end = ". Gradients since then are NaN";
+  if (outcome == static_cast<uint32_t>(Outcome::kMismatched)) {
+    const auto named = [](int64_t bucket, int64_t call, int64_t num_vectors) {
+      return "bucket " + std::to_string(bucket) + " (call " + std::to_string(call) + ", " +
+             std::to_string(16 * num_vectors) + " bytes)";
+    };
+    const Tag& sent = report_->sent;
+    return {Code::kFailedPrecondition,
+            rank + " reduces " + named(report_->bucket, report_->call, report_->num_vectors) +
+                ", and rank " + std::to_string(report_->peer) + " sent a part of " +
+                named(sent.bucket, sent.call, sent.num_vectors) +
+                ": they would add up what does not belong together. All ranks must run the same "
+                "steps in the same order" +
+                end};
+  }
   const std::string other = "rank " + std::to_string(report_->gave_up);
   if (report_->peer < 0) {
     return {Code::kAborted, rank + " stopped in " + where + ": " +
                                 (report_->gave_up < 0 ? "this process" : other) +
                                 " was told to stop" + end};
   }
-  return {Code::kDeadlineExceeded, rank + " stopped in " + where + ": " + other +
-                                       " gave up waiting for rank " +
-                                       std::to_string(report_->peer) + end};
+  const bool is_mismatched = report_->why == static_cast<uint32_t>(Outcome::kMismatched);
+  return {is_mismatched ? Code::kFailedPrecondition : Code::kDeadlineExceeded,
+          rank + " stopped in " + where + ": " + other +
+              (is_mismatched ? " got what belongs to another bucket from rank "
+                             : " gave up waiting for rank ") +
+              std::to_string(report_->peer) + end};
 }
 
-void Communicator::abort() { __atomic_store_n(&report_->abort, 1, __ATOMIC_RELEASE); }
+void Communicator::abort() {
+  __atomic_store_n(&report_->abort, 1, __ATOMIC_RELEASE);
+  if (devices_) devices_->abort({Code::kAborted, "jdp: this process was told to stop"});
+}
+
+void Communicator::meet(int32_t ordinal, std::shared_ptr<Rendezvous> devices) {
+  ordinal_ = ordinal;
+  devices_ = std::move(devices);
+  devices_->enter(ordinal);
+}
+
+bool Communicator::part() { return !devices_ || devices_->leave(ordinal_); }
 
 Status Communicator::reset() {
   std::lock_guard<std::mutex> lock(mutex_);
-  OnDevice on_device(setup_.device);
-  return clear_flags();
+  JDP_ON_DEVICE(setup_.device);
+  JDP_RETURN_IF_ERROR(clear_flags());
+  if (devices_) devices_->reset();
+  return {};
 }
 
 Status Communicator::reserve(int64_t arena_bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (arena_bytes <= regions_.capacity()) return {};
-  OnDevice on_device(setup_.device);
+  JDP_ON_DEVICE(setup_.device);
   if (regions_.used()) {
     return {Code::kFailedPrecondition,
             "jdp: the arena can't grow while buckets are started and not done"};
   }
   char* larger;
   JDP_RETURN_IF_ERROR(allocate_on_device(&larger, arena_bytes));
-  cudaFree(arena_);  // waits for the device
-  arena_ = larger;
+  char* const smaller = std::exchange(arena_, larger);
   regions_.resize(arena_bytes);
+  JDP_CUDA(cudaFree(smaller));  // waits for the device
   return {};
 }
 

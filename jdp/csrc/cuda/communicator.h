@@ -3,7 +3,7 @@
 // A rank is one GPU of this process; other ranks are in this process or in another one of this
 // host. Made in three steps, with a barrier over all ranks after each: `open`, `connect` with what
 // every rank's `blob` said, `probe_write` and `probe_read`. From then on calls only enqueue: they
-// neither allocate nor wait.
+// do not allocate, and wait for the host threads of this process's other devices alone.
 
 #pragma once
 
@@ -18,6 +18,7 @@
 #include "arena.h"
 #include "arguments.h"
 #include "plan.h"
+#include "rendezvous.h"
 
 namespace jdp {
 
@@ -53,19 +54,33 @@ class Communicator {
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  Status blob(Blob* blob) const;
+  // From here on peers may write into this rank's memory.
+  Status blob(Blob* blob);
+  bool is_known_to_peers() const { return is_known_to_peers_; }
   // `blobs`: [num_ranks], in the order of ranks.
   Status connect(const Blob* blobs);
   Status probe_write();
   Status probe_read();
 
+  // From now on `start` waits for the other devices of this process, see rendezvous.h. `ordinal`:
+  // of this one among them.
+  void meet(int32_t ordinal, std::shared_ptr<Rendezvous> devices);
+  // They wait for this one no longer. True: it was the last.
+  bool part();
+
   // Begins to reduce the leaves, once what is on `stream` is done: their mean is in the arena when
   // `finish` of the same bucket is. `scale` is on the device: a float, or a double for kF64.
-  Status start(int bucket, Type type, const std::vector<Leaf>& leaves, const void* scale,
-               cudaStream_t stream);
+  // `run`: of the program, the same on all devices. Waits until all devices of this process are
+  // here.
+  Status start(int64_t run, int bucket, Type type, const std::vector<Leaf>& leaves,
+               const void* scale, cudaStream_t stream);
   // Puts the result into `to`, once `stream` comes to it. `from` are the leaves of `start`.
-  Status finish(int bucket, const std::vector<Leaf>& from, const std::vector<Leaf>& to,
+  Status finish(int bucket, Type type, const std::vector<Leaf>& from, const std::vector<Leaf>& to,
                 cudaStream_t stream);
+  // Loads the kernels on this device, if they are not.
+  Status load();
+  // This device's run has failed for another reason: the other devices do not wait for it.
+  void give_up(const Status& why);
 
   // What an earlier call found out by now: a rank that did not answer, or an abort.
   Status failure() const;
@@ -80,7 +95,10 @@ class Communicator {
   // On the device.
   int64_t memory_bytes() const;
   // Buckets that were reduced again in `finish`, for XLA had moved their leaves in between.
-  int64_t num_repeated() const { return num_repeated_; }
+  int64_t num_repeated() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return num_repeated_;
+  }
 
  private:
   struct Flight {
@@ -97,6 +115,8 @@ class Communicator {
       : setup_(setup), plan_(make_plan(setup.num_ranks, setup.topology)), regions_(0) {}
 
   Status allocate();
+  Status enqueue(int bucket, Type type, const std::vector<Leaf>& leaves, const void* scale,
+                 cudaStream_t stream);
   Status clear_flags();
   Status map_peer(const Blob& blob);
   Status probe(cudaError_t (*launch)(const Arguments&, uint32_t*, cudaStream_t), const char* what);
@@ -126,6 +146,12 @@ class Communicator {
   cudaEvent_t handed_over_ = nullptr;
   std::vector<Flight> flights_;
   int64_t num_repeated_ = 0;
+  bool is_loaded_ = false;
+  bool is_resident_ = false;
+  bool is_known_to_peers_ = false;
+  int32_t ordinal_ = 0;
+  std::shared_ptr<Rendezvous> devices_;
+  int64_t last_run_ = INT64_MIN;  // read and written by the thread of this device
 };
 
 // Of all waits of this process; 0: none. 30 to begin with.

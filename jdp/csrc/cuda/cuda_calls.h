@@ -16,23 +16,31 @@ inline Status of_cuda(cudaError_t error, const char* what) {
   return {Code::kUnavailable, std::string("jdp: ") + what + ": " + cudaGetErrorString(error)};
 }
 
-// Makes a device current, and then the one that was.
+// Makes a device current, and then the one that was. Where `status` is an error another device is
+// current, and nothing may be called.
 class OnDevice {
  public:
-  explicit OnDevice(int device) {
-    if (cudaGetDevice(&before_) != cudaSuccess) before_ = device;
-    if (before_ != device) cudaSetDevice(device);
-    device_ = device;
+  explicit OnDevice(int device) : device_(device), before_(device) {
+    status_ = of_cuda(cudaGetDevice(&before_), "cudaGetDevice");
+    if (status_.ok() && before_ != device)
+      status_ = of_cuda(cudaSetDevice(device), "cudaSetDevice");
   }
+  OnDevice(const OnDevice&) = delete;
   ~OnDevice() {
-    if (before_ != device_) cudaSetDevice(before_);
+    if (status_.ok() && before_ != device_) cudaSetDevice(before_);
   }
 
+  const Status& status() const { return status_; }
+
  private:
+  const int device_;
   int before_;
-  int device_;
+  Status status_;
 };
 
 }  // namespace jdp
 
+#define JDP_ON_DEVICE(device)        \
+  ::jdp::OnDevice on_device(device); \
+  if (!on_device.status().ok()) return on_device.status()
 #define JDP_CUDA(call) JDP_RETURN_IF_ERROR(::jdp::of_cuda(call, #call))

@@ -149,13 +149,17 @@ class CudaLink {
   JDP_DEVICE bool wait(bool receive, bool send) {
     const ChannelFlags* flags = channel_.own()->channel(channel_.index);
     const ChannelState& state = channel_.state;
-    return channel_.wait(1, [&](int) {
+    const auto missing = [&](int) {
       const uint32_t head = channel_.block.load_acquire(&flags->head);
       const uint32_t credit = channel_.block.load_acquire(&flags->credit);
       if (receive && !reached(head, state.received + 1)) return previous_;
       if (send && !reached(credit, state.sent + 1 - kNumSlots)) return next_;
       return -1;
-    });
+    };
+    const auto received = [&](int) -> typename Channel<T, Block>::From {
+      return {previous_, receive ? &flags->tags[state.received % kNumSlots] : nullptr};
+    };
+    return channel_.wait(1, missing, received);
   }
 
   // The barrier makes the message whole before it is announced, and read before its slot is given
@@ -167,8 +171,9 @@ class CudaLink {
     if (channel_.block.thread() != 0) return;
     const Staging* staging = channel_.arguments.staging;
     if (send) {
-      uint32_t* head = &staging[next_].channel(channel_.index)->head;
-      channel_.block.store_release(head, channel_.state.sent);
+      ChannelFlags* flags = staging[next_].channel(channel_.index);
+      flags->tags[(channel_.state.sent - 1) % kNumSlots] = channel_.tag();
+      channel_.block.store_release(&flags->head, channel_.state.sent);
     }
     if (receive) {
       uint32_t* credit = &staging[previous_].channel(channel_.index)->credit;

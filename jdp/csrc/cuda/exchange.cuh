@@ -24,6 +24,7 @@ class Exchange {
 
   // (n - 1) S bytes sent by each rank; one exchange. Every rank sums everything.
   JDP_DEVICE void one_shot() {
+    if (channel_.failed()) return;
     const int64_t count = channel_.span.size;
     for (int64_t begin = 0; begin < count; begin += capacity()) {
       const Span span = shifted(begin, count - begin < capacity() ? count - begin : capacity());
@@ -42,6 +43,7 @@ class Exchange {
 
   // 2 (n - 1) / n S bytes sent by each rank, as by the ring; two exchanges.
   JDP_DEVICE void two_shot() {
+    if (channel_.failed()) return;
     const int64_t count = channel_.span.size;
     const int64_t round = capacity() * num_ranks_;
     for (int64_t begin = 0; begin < count; begin += round) {
@@ -113,17 +115,24 @@ class Exchange {
   // Announces what was written, and waits for the same from every peer.
   JDP_DEVICE bool pass() {
     const Block& block = channel_.block;
+    const uint32_t set = channel_.state.exchanged % kNumSets;
     const uint32_t number = ++channel_.state.exchanged;
     block.sync();
     for (int peer = block.thread(); peer < num_ranks_; peer += block.num_threads()) {
       ChannelFlags* flags = channel_.arguments.staging[peer].channel(channel_.index);
-      if (peer != rank_) block.store_release(&flags->exchanged[rank_], number);
+      if (peer == rank_) continue;
+      flags->exchange_tags[set][rank_] = channel_.tag();
+      block.store_release(&flags->exchanged[rank_], number);
     }
     const ChannelFlags* flags = channel_.own()->channel(channel_.index);
-    return channel_.wait(num_ranks_, [&](int peer) {
+    const auto missing = [&](int peer) {
       const uint32_t got = peer == rank_ ? number : block.load_acquire(&flags->exchanged[peer]);
       return reached(got, number) ? -1 : peer;
-    });
+    };
+    const auto received = [&](int peer) -> typename Channel<T, Block>::From {
+      return {peer, peer == rank_ ? nullptr : &flags->exchange_tags[set][peer]};
+    };
+    return channel_.wait(num_ranks_, missing, received);
   }
 
   // Sums `span` over ranks, scales, rounds and keeps it, and hands it to `also(vector, mean)`.

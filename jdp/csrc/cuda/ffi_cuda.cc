@@ -28,7 +28,18 @@ Status find_for(int64_t key, int32_t ordinal, int32_t num_ranks, int32_t bucket,
                                          " ranks, the program of " + std::to_string(num_ranks)};
 }
 
-ffi::Error start(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer scale,
+// In every run of a program, before its first kernel: what would fail fails here, where no ring
+// waits yet.
+ffi::Error initialize(int32_t ordinal, ffi::RemainingArgs, ffi::RemainingRets, int32_t bucket,
+                      int32_t num_ranks, int64_t key) {
+  std::shared_ptr<Communicator> communicator;
+  Status status = find_for(key, ordinal, num_ranks, bucket, &communicator);
+  if (status.ok()) status = communicator->load();
+  if (!status.ok() && communicator) communicator->give_up(status);
+  return error_of(status);
+}
+
+ffi::Error start(cudaStream_t stream, int32_t ordinal, ffi::RunId run, ffi::AnyBuffer scale,
                  ffi::RemainingArgs args, ffi::ResultBufferR1<ffi::F32>, int32_t bucket,
                  int32_t num_ranks, int64_t key) {
   const auto wrong = [&](const char* what) {
@@ -52,7 +63,7 @@ ffi::Error start(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer scale,
   Status status = find_for(key, ordinal, num_ranks, bucket, &communicator);
   // The token's bytes are never read.
   if (status.ok())
-    status = communicator->start(bucket, *type, leaves, scale.untyped_data(), stream);
+    status = communicator->start(run.run_id, bucket, *type, leaves, scale.untyped_data(), stream);
   return error_of(status);
 }
 
@@ -62,21 +73,25 @@ ffi::Error done(cudaStream_t stream, int32_t ordinal, ffi::BufferR1<ffi::F32>,
   const auto wrong = [&](const char* what) {
     return ffi::Error::InvalidArgument("jdp: bucket " + std::to_string(bucket) + ": " + what);
   };
+  if (args.size() == 0) return wrong("there must be at least one leaf");
   if (args.size() != results.size()) return wrong("there must be as many results as leaves");
+  const ffi::DataType dtype = args.get<ffi::AnyBuffer>(0)->element_type();
+  const std::optional<Type> type = type_of(dtype);
+  if (!type) return wrong("this type of elements is not supported");
   std::vector<Leaf> from;
   std::vector<Leaf> to;
   for (size_t i = 0; i < args.size(); ++i) {
     const ffi::AnyBuffer in = *args.get<ffi::AnyBuffer>(i);
     const ffi::AnyBuffer out = **results.get<ffi::AnyBuffer>(i);
-    if (in.element_type() != out.element_type() || in.element_count() != out.element_count()) {
-      return wrong("a result must have the type and size of its leaf");
+    if (in.element_type() != dtype || out.element_type() != dtype) {
+      return wrong("all leaves and results must have one type");
     }
     from.push_back({in.untyped_data(), static_cast<int64_t>(in.element_count())});
     to.push_back({out.untyped_data(), static_cast<int64_t>(out.element_count())});
   }
   std::shared_ptr<Communicator> communicator;
   Status status = find_for(key, ordinal, num_ranks, bucket, &communicator);
-  if (status.ok()) status = communicator->finish(bucket, from, to, stream);
+  if (status.ok()) status = communicator->finish(bucket, *type, from, to, stream);
   return error_of(status);
 }
 
@@ -85,13 +100,25 @@ ffi::Error done(cudaStream_t stream, int32_t ordinal, ffi::BufferR1<ffi::F32>,
 
 int jdp_ffi_api_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }
 
+extern "C" JDP_EXPORT XLA_FFI_Error* jdp_ring_initialize(XLA_FFI_CallFrame* frame);
 extern "C" JDP_EXPORT XLA_FFI_Error* jdp_ring_start(XLA_FFI_CallFrame* frame);
 extern "C" JDP_EXPORT XLA_FFI_Error* jdp_ring_done(XLA_FFI_CallFrame* frame);
+
+// Of a start, as of a done.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jdp_ring_initialize, jdp::initialize,
+                              ffi::Ffi::BindInitialize()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<int32_t>("bucket")
+                                  .Attr<int32_t>("num_ranks")
+                                  .Attr<int64_t>("communicator"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jdp_ring_start, jdp::start,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::RunId>()
                                   .Arg<ffi::AnyBuffer>()
                                   .RemainingArgs()
                                   .Ret<ffi::BufferR1<ffi::F32>>()

@@ -25,11 +25,26 @@ struct ChannelState {
   uint32_t call;  // launches
 };
 
+// What a message belongs to. Stands beside the counter that announces it, and is the same on all
+// ranks: one that differs is of another bucket, whose elements must not be added to these.
+struct Tag {
+  int32_t bucket;
+  uint32_t call;  // ChannelState::call
+  int32_t num_vectors;
+};
+
+JDP_HOST_DEVICE inline bool operator==(const Tag& one, const Tag& other) {
+  return one.bucket == other.bucket && one.call == other.call &&
+         one.num_vectors == other.num_vectors;
+}
+
 // One line of the cache for each writer.
 struct alignas(128) ChannelFlags {
   alignas(128) uint32_t head;    // written by the previous rank: ring messages it has sent
+  Tag tags[kNumSlots];           // written by the previous rank: of each slot's message
   alignas(128) uint32_t credit;  // written by the next rank: ring messages it has taken
   alignas(128) uint32_t exchanged[kMaxRanks];  // [r], written by rank r: exchanges it has sent
+  Tag exchange_tags[kNumSets][kMaxRanks];      // [s][r], written by rank r: of its part in set s
   alignas(128) ChannelState state;             // this rank's own
 };
 
@@ -39,18 +54,29 @@ struct alignas(128) RankFlags {
   alignas(128) uint32_t probe[kMaxRanks];  // [r], written by rank r when the path is tested
 };
 
-// Who gave up, and on whom.
-JDP_HOST_DEVICE inline uint32_t abort_word(int rank, int peer) {
-  return static_cast<uint32_t>(1 + rank) | static_cast<uint32_t>(1 + peer) << 8;
+enum class Outcome : uint32_t {
+  kNone = 0,
+  kLate = 1,        // a rank did not answer in time
+  kAborted = 2,     // another rank gave up, or this one's host said stop
+  kMismatched = 3,  // a rank sent what belongs to another bucket or call
+};
+
+// Who gave up, on whom, and why.
+JDP_HOST_DEVICE inline uint32_t abort_word(int rank, int peer, Outcome why) {
+  return static_cast<uint32_t>(1 + rank) | static_cast<uint32_t>(1 + peer) << 8 |
+         static_cast<uint32_t>(why) << 16;
 }
 JDP_HOST_DEVICE inline int who_gave_up(uint32_t word) { return static_cast<int>(word & 255) - 1; }
-JDP_HOST_DEVICE inline int given_up_on(uint32_t word) { return static_cast<int>(word >> 8) - 1; }
+JDP_HOST_DEVICE inline int given_up_on(uint32_t word) {
+  return static_cast<int>(word >> 8 & 255) - 1;
+}
+JDP_HOST_DEVICE inline uint32_t why_given_up(uint32_t word) { return word >> 16; }
 
 // The same on all ranks of a reduction.
 struct Layout {
   int32_t num_ranks;
   int32_t num_channels;
-  int64_t slot_bytes;      // of one ring message, a multiple of 32
+  int64_t slot_bytes;      // of one ring message, a multiple of 32; 0: there are no rings
   int64_t exchange_bytes;  // of one rank's part in an exchange, a multiple of 16
 };
 

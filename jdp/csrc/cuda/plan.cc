@@ -1,7 +1,6 @@
 #include "plan.h"
 
 #include <algorithm>
-#include <cstdio>
 
 namespace jdp {
 namespace {
@@ -23,22 +22,42 @@ const char* name(Topology topology) {
 
 }  // namespace
 
-// Limits from published measurements of others on NVLink (vLLM's and XLA's dispatch tables); none
-// of our own yet.
+// What a rank sends to reduce S bytes among n ranks:
+//
+//   one-shot   (n - 1) S
+//   two-shot   2 (n - 1) / n S: an element to its owner, its mean back
+//   ring       2 (n - 1) / n S; of 16 bits 3 (n - 1) / n S, for its partial sums are float32
+//
+// Where every pair of GPUs has NVLink, two-shot so sends no more than a ring at any size, over all
+// links of a GPU at once, and waits twice for others instead of 2 (n - 1) times: a ring is for PCIe
+// alone, where the paths of several pairs share one link and only neighbours should talk. (And for
+// tests of all three, with all ranks on one device.)
+//
+// Below which size one-shot is faster comes from published measurements of others (vLLM's and XLA's
+// dispatch tables); none of our own yet.
 Plan make_plan(int num_ranks, Topology topology) {
   Plan plan = {};
   plan.topology = static_cast<int64_t>(topology);
   plan.layout.num_ranks = num_ranks;
   plan.layout.num_channels = topology == Topology::kPcie ? 8 : 24;
-  plan.layout.slot_bytes = 256 * kKiB;
-  plan.layout.exchange_bytes = 32 * kKiB;
+  plan.layout.slot_bytes = topology == Topology::kNvlink ? 0 : 256 * kKiB;  // messages of a ring
+  plan.layout.exchange_bytes = topology == Topology::kNvlink ? 64 * kKiB : 32 * kKiB;
   plan.channel_bytes = 8 * kKiB;
   plan.one_shot_bytes = topology == Topology::kPcie ? 32 * kKiB
                         : num_ranks <= 2            ? kMiB
                         : num_ranks <= 4            ? 512 * kKiB
                                                     : 256 * kKiB;
-  // On PCIe the paths of several pairs share one link: only neighbours talk.
-  plan.two_shot_bytes = topology == Topology::kPcie ? 0 : 16 * kMiB;
+  switch (topology) {
+    case Topology::kPcie:
+      plan.two_shot_bytes = 0;
+      break;
+    case Topology::kNvlink:
+      plan.two_shot_bytes = INT64_MAX;
+      break;
+    case Topology::kSameDevice:
+      plan.two_shot_bytes = 16 * kMiB;
+      break;
+  }
   return plan;
 }
 
@@ -54,17 +73,23 @@ int num_channels(const Plan& plan, int64_t bytes) {
 }
 
 std::string describe(const Plan& plan) {
-  char line[320];
-  const auto kib = [](int64_t bytes) { return static_cast<long long>(bytes / kKiB); };
-  snprintf(line, sizeof line,
-           "%d ranks over %s: one-shot up to %lld KiB, two-shot up to %lld KiB, ring above; up to "
-           "%d blocks, one for each %lld KiB; ring messages of %lld KiB, parts of an "
-           "exchange of %lld KiB; %lld KiB of staging memory",
-           plan.layout.num_ranks, name(static_cast<Topology>(plan.topology)),
-           kib(plan.one_shot_bytes), kib(plan.two_shot_bytes), plan.layout.num_channels,
-           kib(plan.channel_bytes), kib(plan.layout.slot_bytes), kib(plan.layout.exchange_bytes),
-           kib(staging_bytes(plan.layout)));
-  return line;
+  const auto kib = [](int64_t bytes) { return std::to_string(bytes / kKiB) + " KiB"; };
+  const bool has_ring = plan.two_shot_bytes < INT64_MAX;
+  std::string line = std::to_string(plan.layout.num_ranks) + " ranks over " +
+                     name(static_cast<Topology>(plan.topology)) + ": one-shot up to " +
+                     kib(plan.one_shot_bytes);
+  if (!has_ring) {
+    line += ", two-shot above";
+  } else if (plan.two_shot_bytes > plan.one_shot_bytes) {
+    line += ", two-shot up to " + kib(plan.two_shot_bytes) + ", ring above";
+  } else {
+    line += ", ring above";
+  }
+  line += "; up to " + std::to_string(plan.layout.num_channels) + " blocks, one for each " +
+          kib(plan.channel_bytes);
+  if (has_ring) line += "; ring messages of " + kib(plan.layout.slot_bytes);
+  return line + "; parts of an exchange of " + kib(plan.layout.exchange_bytes) + "; " +
+         kib(staging_bytes(plan.layout)) + " of staging memory";
 }
 
 }  // namespace jdp

@@ -22,6 +22,7 @@ struct Plan {
   Layout layout;
   int64_t one_shot_bytes;  // buckets up to this size
   int64_t two_shot_bytes;  // buckets up to this size, unless they are one-shot; above: ring
+                           // INT64_MAX: no ring
   int64_t channel_bytes;   // another block for each so many bytes, up to layout.num_channels
   int64_t topology;        // a Topology
 };

@@ -13,6 +13,7 @@ using Key = std::pair<int64_t, int32_t>;
 struct Registry {
   std::mutex mutex;
   std::map<Key, std::shared_ptr<Communicator>> entries;
+  std::map<int64_t, std::shared_ptr<Rendezvous>> devices;  // of this process, by key
 };
 
 // Never destroyed: at the end of a process CUDA may be gone before its memory is given back.
@@ -24,8 +25,12 @@ Registry& registry() {
 }  // namespace
 
 void enter(int64_t key, int32_t ordinal, std::shared_ptr<Communicator> communicator) {
+  remove(key, ordinal);
   std::lock_guard<std::mutex> lock(registry().mutex);
-  registry().entries[{key, ordinal}].swap(communicator);
+  std::shared_ptr<Rendezvous>& devices = registry().devices[key];
+  if (!devices) devices = std::make_shared<Rendezvous>();
+  communicator->meet(ordinal, devices);
+  registry().entries[{key, ordinal}] = std::move(communicator);
 }
 
 std::shared_ptr<Communicator> find(int64_t key, int32_t ordinal) {
@@ -34,13 +39,26 @@ std::shared_ptr<Communicator> find(int64_t key, int32_t ordinal) {
   return found == registry().entries.end() ? nullptr : found->second;
 }
 
-void remove(int64_t key, int32_t ordinal) {
+bool remove(int64_t key, int32_t ordinal) {
   std::shared_ptr<Communicator> last;  // its end waits for the device: not under the lock
-  std::lock_guard<std::mutex> lock(registry().mutex);
-  const auto found = registry().entries.find({key, ordinal});
-  if (found == registry().entries.end()) return;
-  last = std::move(found->second);
-  registry().entries.erase(found);
+  {
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    const auto found = registry().entries.find({key, ordinal});
+    if (found == registry().entries.end()) return false;
+    last = std::move(found->second);
+    registry().entries.erase(found);
+  }
+  last->abort();
+  // Those that open it again meet anew.
+  if (last->part()) {
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    registry().devices.erase(key);
+  }
+  if (!last->is_known_to_peers()) return false;
+  // No message tells when the last kernel of the last peer has ended, in whatever process; so the
+  // memory is kept for as long as the process lives, rather than written to after it is free.
+  new std::shared_ptr<Communicator>(std::move(last));
+  return true;
 }
 
 void for_each(const std::function<void(Communicator&)>& visit) {

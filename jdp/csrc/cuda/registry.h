@@ -14,7 +14,8 @@ namespace jdp {
 void enter(int64_t key, int32_t ordinal, std::shared_ptr<Communicator> communicator);
 // None: nullptr.
 std::shared_ptr<Communicator> find(int64_t key, int32_t ordinal);
-void remove(int64_t key, int32_t ordinal);
+// True: its memory stays taken, for peers may still write into it.
+bool remove(int64_t key, int32_t ordinal);
 void for_each(const std::function<void(Communicator&)>& visit);
 
 }  // namespace jdp

@@ -133,10 +133,10 @@ cudaError_t count_resident_blocks(int* num_blocks) {
   if (error != cudaSuccess) return error;
   *num_blocks = 1 << 30;
   return for_each_reduce_kernel([&](const void* kernel) {
-    int here;
+    int here = 0;
     const cudaError_t error =
         cudaOccupancyMaxActiveBlocksPerMultiprocessor(&here, kernel, kThreadsPerBlock, 0);
-    *num_blocks = std::min(*num_blocks, here * num_multiprocessors);
+    if (error == cudaSuccess) *num_blocks = std::min(*num_blocks, here * num_multiprocessors);
     return error;
   });
 }

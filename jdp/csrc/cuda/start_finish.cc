@@ -1,7 +1,9 @@
-// The two calls of a communicator that a step makes. They enqueue, and neither allocate nor wait.
+// The two calls of a communicator that a step makes. They enqueue, do not allocate, and wait for
+// other devices of this process alone.
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "communicator.h"
 #include "cuda_calls.h"
@@ -21,6 +23,11 @@ int64_t arena_bytes_of(Type type, const std::vector<Leaf>& leaves) {
   int64_t bytes = 0;
   for (const Leaf& leaf : leaves) bytes += padded(bytes_of(type, leaf));
   return bytes;
+}
+
+bool alike(const std::vector<Leaf>& one, const std::vector<Leaf>& other) {
+  return std::equal(one.begin(), one.end(), other.begin(), other.end(),
+                    [](const Leaf& a, const Leaf& b) { return a.size == b.size; });
 }
 
 bool same(const std::vector<Leaf>& one, const std::vector<Leaf>& other) {
@@ -93,11 +100,30 @@ Status Communicator::order(cudaStream_t first, cudaStream_t then) {
   return {};
 }
 
-Status Communicator::start(int bucket, Type type, const std::vector<Leaf>& leaves,
+Status Communicator::start(int64_t run, int bucket, Type type, const std::vector<Leaf>& leaves,
                            const void* scale, cudaStream_t stream) {
+  const auto all_at = [&](const std::string& where) {
+    return devices_ ? devices_->join(ordinal_, where, timeout_s()) : Status();
+  };
+  const std::string where = "bucket " + std::to_string(bucket) + " of run " + std::to_string(run);
+  if (run != std::exchange(last_run_, run)) JDP_RETURN_IF_ERROR(all_at("the first ring, " + where));
+  const Status status = enqueue(bucket, type, leaves, scale, stream);
+  if (!status.ok()) {
+    give_up(status);
+    return status;
+  }
+  return all_at(where);
+}
+
+void Communicator::give_up(const Status& why) {
+  if (devices_) devices_->abort(why);
+}
+
+Status Communicator::enqueue(int bucket, Type type, const std::vector<Leaf>& leaves,
+                             const void* scale, cudaStream_t stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   JDP_RETURN_IF_ERROR(failure());
-  OnDevice on_device(setup_.device);
+  JDP_ON_DEVICE(setup_.device);
   const int64_t bytes = arena_bytes_of(type, leaves);
   if (bytes >= kMaxBytes) {
     return {Code::kInvalidArgument, "jdp: bucket " + std::to_string(bucket) + " has " +
@@ -110,7 +136,8 @@ Status Communicator::start(int bucket, Type type, const std::vector<Leaf>& leave
                                           std::to_string(kMaxFlights) +
                                           " buckets are started and not done; make buckets larger"};
   }
-  if (flight->in_flight) JDP_CUDA(cudaStreamWaitEvent(stream, flight->finished, 0));
+  // The last ring of this flight, whose scale is overwritten below; nothing if there was none.
+  JDP_CUDA(cudaStreamWaitEvent(stream, flight->finished, 0));
   flight->in_flight = false;
   const int64_t region = regions_.take(bytes);
   if (region < 0) return no_room(bucket, bytes);
@@ -161,15 +188,15 @@ Status Communicator::copy(const Flight& flight, const std::vector<Leaf>& to, cud
       [&](Arguments& table) { return of_cuda(launch_copy(table, stream), "launching a copy"); });
 }
 
-Status Communicator::finish(int bucket, const std::vector<Leaf>& from, const std::vector<Leaf>& to,
-                            cudaStream_t stream) {
+Status Communicator::finish(int bucket, Type type, const std::vector<Leaf>& from,
+                            const std::vector<Leaf>& to, cudaStream_t stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   JDP_RETURN_IF_ERROR(failure());
-  OnDevice on_device(setup_.device);
+  JDP_ON_DEVICE(setup_.device);
   Flight* flight = find(bucket);
-  if (!flight || flight->leaves.size() != from.size()) {
+  if (!flight || flight->type != type || !alike(flight->leaves, from) || !alike(from, to)) {
     return {Code::kFailedPrecondition,
-            "jdp: bucket " + std::to_string(bucket) + " is done without a start of as many leaves"};
+            "jdp: bucket " + std::to_string(bucket) + " is done without a start of such leaves"};
   }
   JDP_CUDA(cudaStreamWaitEvent(stream, flight->finished, 0));
   if (same(flight->leaves, from)) {
@@ -182,7 +209,8 @@ Status Communicator::finish(int bucket, const std::vector<Leaf>& from, const std
     ++num_repeated_;
     JDP_RETURN_IF_ERROR(order(stream, stream_));
     JDP_RETURN_IF_ERROR(reduce(*flight, from, to, stream_));
-    JDP_RETURN_IF_ERROR(order(stream_, stream));
+    JDP_CUDA(cudaEventRecord(flight->finished, stream_));
+    JDP_CUDA(cudaStreamWaitEvent(stream, flight->finished, 0));
   }
   regions_.give_back(flight->region);
   flight->in_flight = false;

@@ -1,0 +1,298 @@
+"""Do all processes call a step with the same further arguments, and with the same state?"""
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdp import axis, exchange, hashes
+
+# A further argument that is no larger is hashed by the step itself, in each call. A larger one is
+# hashed by a program of its own when it is another object than in the call before.
+_SMALL_SIZE, _SMALL_LEAVES = 1 << 14, 16
+
+# How long a process that has seen a difference waits for what the others say of it.
+_EXPLAIN_S = 20.0
+
+_PART = " part "  # between the name of a leaf and which of its parts along further axes
+
+_PIECE_BITS = 8  # float32 sums of such numbers are exact on up to 65,536 ranks
+
+# Calls of steps in this process, so that all processes call the same one by the same name.
+_numbers = itertools.count()
+
+# Leaves that are known to be the same on all processes, beside those that steps returned.
+_vouched: list[weakref.ref] = []
+
+
+def vouch(leaves: Iterable[Any]) -> None:
+    """Record that these leaves are the same on all processes; replaces those recorded before."""
+    _vouched[:] = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
+
+
+def unknown(leaves: Sequence[Any], returned: Iterable[Sequence[weakref.ref]]) -> list[int]:
+    """Return the positions of leaves that no step returned and nothing vouched for."""
+    known = {id(ref()) for refs in (*returned, _vouched) for ref in refs}
+    return [i for i, leaf in enumerate(leaves) if id(leaf) not in known]
+
+
+class Given(NamedTuple):
+    """What one call of a step got from this process, as far as it is compared.
+
+    Attributes:
+      number: of the call, among all of this process.
+      checksums: for the step, one for the state and one for each large argument:
+        `[*mesh.devices.shape, 2]` uint32.
+      small: name -> leaf of a small argument.
+      large: names of leaves, and their hashes from `hashes.of_leaves`.
+    """
+
+    number: int
+    checksums: tuple[jax.Array, ...]
+    small: dict[str, Any]
+    large: list[tuple[list[str], jax.Array]]
+
+
+class Arguments:
+    """Compares the arguments of one step between the processes of its mesh.
+
+    Args:
+      mesh: where the step runs.
+      axis_name: its data axes.
+      name_of: position of an argument -> its name.
+    """
+
+    def __init__(self, mesh: Mesh, axis_name: tuple[str, ...], name_of: Callable[[int], str]):
+        self._mesh = mesh
+        self._axis_name = axis_name
+        self._name_of = name_of
+        self._group = exchange.peers(mesh)
+        self._zero: Any = None
+        # Position of an argument -> leaves that were hashed in the last call, and what came out.
+        self._last: dict[int, tuple[list[weakref.ref], list[str], jax.Array, jax.Array]] = {}
+
+    @property
+    def spec(self) -> P:
+        """How a step takes a checksum: split over its data axes."""
+        return P(*(name if name in self._axis_name else None for name in self._mesh.axis_names))
+
+    def of(self, args: Sequence[Any], unknown: Sequence[int]) -> Given:
+        """Hash what one call of the step gets; nothing is waited for.
+
+        Args:
+          args: state, batch and further arguments, placed.
+          unknown: positions of the leaves of the state that have to be compared.
+        """
+        small: dict[str, Any] = {}
+        large: list[tuple[list[str], jax.Array]] = []
+        checksums = [self._hashed(0, args[0], large, unknown) if unknown else self.zero]
+        for i, arg in enumerate(args[2:], 2):
+            if is_small(arg):
+                small |= {self._path(i, path): leaf for path, leaf in _named(arg)}
+            else:
+                checksums.append(self._hashed(i, arg, large))
+        return Given(next(_numbers), tuple(checksums), small, large)
+
+    def zeros(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Return checksums for a program that is only to be looked at."""
+        return (self.zero, *(self.zero for arg in args[2:] if not is_small(arg)))
+
+    @property
+    def zero(self) -> jax.Array:
+        """The checksum of nothing."""
+        if self._zero is None:
+            shape = (*self._mesh.devices.shape, 2)
+            where = NamedSharding(self._mesh, P(*self._mesh.axis_names))
+            zeros = np.zeros(shape, np.uint32)
+            self._zero = jax.make_array_from_callback(shape, where, lambda index: zeros[index])
+        return self._zero
+
+    def require_equal(self, given: Given) -> None:
+        """Compare before a step runs for the first time; all processes of the mesh come here.
+
+        Raises:
+          ValueError: on every process, naming the first leaf that differs, and whose it is.
+        """
+        told = exchange.told(self._group, self._described(given), what="arguments of a step")
+        if difference := first_difference(told):
+            raise ValueError(f"{difference} {_WHY} Nothing was sent or donated. {_ADVICE}")
+
+    def difference(self, given: Given, *, timeout_s: float = _EXPLAIN_S) -> str | None:
+        """Name the leaf in which a call differed between processes; None if that is not known."""
+        if len(self._group) == 1:
+            return None
+        try:
+            mine = self._described(given)
+        except Exception:  # The arrays may be deleted since, or of a step that failed.
+            mine = {}
+        key = f"arguments/{given.number}"
+        return first_difference(exchange.offered(self._group, key, mine, timeout_s=timeout_s))
+
+    def explained(self, given: Given, step: str, call: int) -> str:
+        """Say that a call differed between processes, and in what."""
+        difference = self.difference(given) or (
+            "The state that was handed to it, or a further argument, was another on one process "
+            "than on the others; they did not all say which."
+        )
+        return (
+            f"call {call} of `{step}` was not the same on all processes: {difference} {_WHY} The "
+            f"states that it and later calls returned are wrong. {_ADVICE}"
+        )
+
+    def _path(self, i: int, path: tuple) -> str:
+        return self._name_of(i) + jax.tree_util.keystr(path)
+
+    def _hashed(
+        self,
+        i: int,
+        arg: Any,
+        large: list[tuple[list[str], jax.Array]],
+        chosen: Sequence[int] | None = None,
+    ) -> jax.Array:
+        named = _named(arg)
+        numbers = [*range(len(named))] if chosen is None else chosen
+        leaves = [named[number][1] for number in numbers]
+        last = self._last.get(i)
+        if last is None or not _are(leaves, last[0]):
+            names = [self._path(i, named[number][0]) for number in numbers]
+            last = self._last[i] = self._hash(leaves, names, numbers)
+        _, names, hashed, checksum = last
+        large.append((names, hashed))
+        return checksum
+
+    def _hash(self, leaves: list[Any], names: list[str], numbers: Sequence[int]) -> Any:
+        placed = [
+            (n, name, self._placed(x)) for x, name, n in zip(leaves, names, numbers, strict=True)
+        ]
+        placed = [(n, name, x) for n, name, x in placed if x is not None]
+        hashed, checksum = hashes.folded(
+            self._mesh, [x for *_, x in placed], [n for n, *_ in placed]
+        )
+        # What may be written into is hashed in each call.
+        is_kept = all(isinstance(leaf, jax.Array) for leaf in leaves)
+        refs = [weakref.ref(leaf) for leaf in leaves] if is_kept else []
+        return refs, [name for _, name, _ in placed], hashed, checksum
+
+    def _placed(self, leaf: Any) -> jax.Array | None:
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh == self._mesh:
+            split = {
+                name for part in sharding.spec if part is not None for name in axis.names(part)
+            }
+            # What is split over the ranks is put together by the step, the same for all of them.
+            return None if split & set(self._axis_name) else leaf
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            return None
+        is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        value = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+        where = NamedSharding(self._mesh, P())
+        return jax.make_array_from_callback(value.shape, where, lambda index: value[index])
+
+    def _described(self, given: Given) -> dict[str, str]:
+        """Describe every leaf of a call: name -> dtype, shape, and what tells its bits."""
+        found = {name: _digest(leaf) for name, leaf in given.small.items()}
+        apart = [i for i, name in enumerate(self._mesh.axis_names) if name not in self._axis_name]
+        for names, hashed in given.large:
+            for position, values in hashes.parts(hashed):
+                # Processes may hold other parts along further axes.
+                part = "".join(f"{_PART}{position[i]}" for i in apart)
+                for name, value in zip(names, values, strict=True):
+                    seen, text = found.get(name + part), value.tobytes().hex()
+                    found[name + part] = text if seen in (None, text) else f"{seen} {text}"
+        return found
+
+
+def is_small(arg: Any) -> bool:
+    """Whether the step itself hashes an argument."""
+    # By the number of elements, which is the same for a tracer.
+    leaves = jax.tree.leaves(arg)
+    return len(leaves) <= _SMALL_LEAVES and sum(map(np.size, leaves)) <= _SMALL_SIZE
+
+
+def pieces(rest: Sequence[Any], checksums: Sequence[jax.Array]) -> jax.Array:
+    """Hash what a rank of a step got, inside of it: `[4]` float32, small whole numbers.
+
+    Args:
+      rest: the further arguments.
+      checksums: from `Arguments.of`, this rank's.
+    """
+    total = jnp.uint32(0)
+    for i, checksum in enumerate(checksums):
+        each = checksum.reshape(-1, 2).sum(0, dtype=jnp.uint32)
+        total += (each[0] ^ (each[1] * np.uint32(0x9E3779B1))) * np.uint32(2 * i + 3)
+    leaves = [jnp.asarray(leaf) for arg in rest if is_small(arg) for leaf in jax.tree.leaves(arg)]
+    words = [hashes.words_of(leaf).reshape(-1) for leaf in leaves if leaf.size]
+    if words:
+        together = jnp.concatenate(words)
+        total += hashes.of_part(together, [(0, together.size)])[0]
+    shifts = np.arange(0, 32, _PIECE_BITS, dtype=np.uint32)
+    return ((total >> shifts) & np.uint32(2**_PIECE_BITS - 1)).astype(jnp.float32)
+
+
+def differ(mine: jax.Array, sums: jax.Array, num_ranks: int) -> jax.Array:
+    """Whether not all ranks had the same `pieces`, given their sums over ranks: `[1]` bool.
+
+    Of two kinds of ranks, both see it.
+    """
+    return jnp.any(sums != mine.astype(sums.dtype) * num_ranks).reshape(1)
+
+
+def first_difference(told: Mapping[int, Mapping[str, str]]) -> str | None:
+    """Say which leaf differs first, and on which process; None if none does.
+
+    Args:
+      told: process -> name of a leaf -> what tells its bits.
+
+    >>> first_difference({0: {"key": "a"}, 1: {"key": "a"}, 2: {"key": "b"}})
+    '`key` has other values on process 2 than on process 0.'
+    """
+    if len(told) < 2:
+        return None
+    for name in dict.fromkeys(name for each in told.values() for name in each):
+        found = {process: each[name] for process, each in told.items() if name in each}
+        name, part, _ = name.partition(_PART)
+        if len(set(found.values())) > 1:
+            odd, usual = exchange.odd_one(found)
+            values = [found[process].partition(" = ")[2] for process in (odd, usual)]
+            shown = f": {values[0]}, and {values[1]} there" if all(values) else ""
+            return f"`{name}` has other values on process {odd} than on process {usual}{shown}."
+        lacking = next((process for process in told if process not in found), None)
+        if lacking is not None and not part:  # Not every process holds every part.
+            return (
+                f"`{name}` was replaced between steps on process {next(iter(found))}, and not on "
+                f"process {lacking}."
+            )
+    return None
+
+
+def _are(leaves: Sequence[Any], refs: Sequence[weakref.ref]) -> bool:
+    same = (ref() is leaf for ref, leaf in zip(refs, leaves, strict=False))
+    return len(leaves) == len(refs) and all(same)
+
+
+def _named(arg: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(arg)
+
+
+def _digest(leaf: Any) -> str:
+    if isinstance(leaf, jax.Array):
+        leaf = (
+            jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        )
+        leaf = leaf if leaf.is_fully_addressable else leaf.addressable_data(0)
+    value = np.asarray(leaf)
+    shown = f" = {value.tolist()}" if value.size <= 4 else ""
+    return f"{value.dtype}{[*value.shape]} {exchange.digest(value)}{shown}"
+
+
+_WHY = "Ranks that get other arguments train different models, or wait for each other for ever."
+_ADVICE = (
+    "Give every process the same: a key from the same seed, the same numbers. Random numbers of a "
+    "rank's own come from state.key, and what is meant to differ goes into the batch."
+)

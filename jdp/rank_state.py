@@ -1,0 +1,229 @@
+"""`per_rank`: state that belongs to one rank or to its rows, and is split over the ranks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdp import statics
+
+# (saved value, shape and dtype that this run has) -> value of that shape
+Resize = Callable[[Any, jax.ShapeDtypeStruct], Any]
+
+
+class PerRank:
+    """A tree of arrays that are split over the ranks on their first dim.
+
+    Attributes:
+      value: the tree. Between steps its arrays are whole, inside a step they are this rank's part.
+      resize: the rule for another number of ranks, or None. It does not tell two trees apart.
+    """
+
+    def __init__(self, value: Any, resize: Resize | None = None):
+        self.value = value
+        self.resize = resize
+
+    def __repr__(self) -> str:
+        return f"per_rank({self.value!r})"
+
+
+class _Rule:
+    """The rule of a `PerRank` as a part of its treedef, where all rules are equal.
+
+    A rule is read when a state is restored and never while a step runs, so a step that wraps a new
+    value without one returns a state of the same structure.
+    """
+
+    def __init__(self, resize: Resize | None):
+        self.resize = resize
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Rule)
+
+    def __hash__(self) -> int:
+        return hash(_Rule)
+
+
+jax.tree_util.register_pytree_with_keys(
+    PerRank,
+    lambda own: (((jax.tree_util.GetAttrKey("value"), own.value),), _Rule(own.resize)),
+    lambda rule, children: PerRank(next(iter(children)), rule.resize),
+)
+
+
+def per_rank(tree: Any, *, resize: Resize | None = None) -> PerRank:
+    """Declare state that belongs to a rank or to rows, and so differs from rank to rank.
+
+    Error feedback, hidden states of truncated backpropagation, replay buffers, states of
+    environments. The arrays are split over the ranks on their first dim, as a batch is: rank r has
+    the r-th part, inside a step as `state.model_state["hidden"].value`. A step returns the new
+    part in a `per_rank(...)` again. Nothing is averaged. What the rest of the state takes from it
+    must be reduced first, as what comes from the batch.
+
+    Args:
+      tree: tree of arrays `[rows, ...]`, the same on every process; the first dim divides by the
+        number of ranks. For one value on each rank it is the number of ranks, and `[1, ...]`
+        inside a step.
+      resize: `resize(saved, like) -> array`, for each array whose shape is another one in a
+        checkpoint, as it is on another number of ranks if there is one value for each: from the
+        saved value (a NumPy array) to one of shape and dtype `like`. Without it such a checkpoint
+        is refused. Hidden states of rows keep their shape, and need no rule.
+
+    Returns:
+      A node of the state. `.value` is the tree.
+
+    >>> import jax.numpy as jnp, optax, jdp
+    >>> mesh = jdp.init(cpu_ranks=2)
+    >>> @jdp.train_step
+    ... def step(state, batch):
+    ...     hidden = state["hidden"].value + batch  # this rank's rows
+    ...     return {"hidden": jdp.per_rank(hidden)}, {"mean": hidden.mean()}
+    >>> state, metrics = step({"hidden": jdp.per_rank(jnp.zeros(4))}, jnp.arange(4.0))
+    >>> state["hidden"].value.tolist(), float(metrics["mean"])
+    ([0.0, 1.0, 2.0, 3.0], 1.5)
+    """
+    return PerRank(tree, resize)
+
+
+def is_per_rank(node: Any) -> bool:
+    """Whether a node of a tree was made by `per_rank`."""
+    return isinstance(node, PerRank)
+
+
+def flags(tree: Any) -> list[bool]:
+    """Return for each leaf of a tree whether it is split over the ranks."""
+    if isinstance(tree, statics.Held):
+        others = {i for i, _ in tree.others}
+        whole = tree.treedef.unflatten(range(tree.treedef.num_leaves))
+        return [flag for i, flag in enumerate(flags(whole)) if i not in others]
+    found = []
+    for node in jax.tree.leaves(tree, is_leaf=is_per_rank):
+        found += [True] * len(jax.tree.leaves(node)) if is_per_rank(node) else [False]
+    return found
+
+
+def take(tree: Any) -> tuple[Any, list[jax.Array]]:
+    """Take the arrays of `per_rank` out of a tree; their places stay behind without a leaf.
+
+    Raises:
+      ValueError: if one of them has no first dim.
+    """
+    taken: list[jax.Array] = []
+
+    def visit(path: Any, node: Any) -> Any:
+        if not is_per_rank(node):
+            return node
+        for inner, leaf in jax.tree_util.tree_leaves_with_path(node):
+            require_dim(jax.tree_util.keystr((*path, *inner)), leaf)
+        leaves, treedef = jax.tree.flatten(node.value)
+        taken.extend(leaves)
+        return PerRank(_Place(treedef), node.resize)
+
+    return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=is_per_rank), taken
+
+
+def put(tree: Any, values: Sequence[Any]) -> Any:
+    """Invert `take`."""
+    left = iter(values)
+
+    def visit(node: Any) -> Any:
+        if not is_per_rank(node):
+            return node
+        treedef = node.value.treedef
+        value = treedef.unflatten([next(left) for _ in range(treedef.num_leaves)])
+        return PerRank(value, node.resize)
+
+    return jax.tree.map(visit, tree, is_leaf=is_per_rank)
+
+
+@jax.tree_util.register_static
+class _Place:
+    """What stays behind in a tree where arrays were taken out: their structure."""
+
+    def __init__(self, treedef: Any):
+        self.treedef = treedef
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Place) and self.treedef == other.treedef
+
+    def __hash__(self) -> int:
+        return hash(self.treedef)
+
+
+def require_dim(name: str, leaf: Any, num_ranks: int = 1) -> None:
+    """Refuse an array that cannot be split over the ranks.
+
+    Args:
+      name: of the leaf, for the error.
+      leaf: an array.
+      num_ranks: must divide its first dim.
+
+    Raises:
+      ValueError: if it has no first dim, or one that does not divide.
+    """
+    shape = jnp.shape(leaf)
+    if not shape or shape[0] % num_ranks:
+        raise ValueError(
+            f"`{name}` {jnp.result_type(leaf)}{list(shape)} is jdp.per_rank, which is split over "
+            f"the ranks on its first dim, and {_reason(shape, num_ranks)}. For one value on each "
+            "rank add a dim: jnp.zeros((num_ranks, *shape)) outside of a step, value[None] inside."
+        )
+
+
+def _reason(shape: tuple[int, ...], num_ranks: int) -> str:
+    return f"{shape[0]} does not divide by {num_ranks} ranks" if shape else "a scalar has none"
+
+
+def resized(state: Any, saved: Sequence[np.ndarray], where: str) -> list[np.ndarray]:
+    """Bring saved values of `per_rank` to the shapes that a state has, by its rules.
+
+    Args:
+      state: what is restored to.
+      saved: values of its arrays, in order, of keys their data.
+      where: name of the source of the values, for the error.
+
+    Returns:
+      The values. Those that have their shape already, and all other leaves, are returned as given.
+
+    Raises:
+      ValueError: if a shape differs and there is no rule, or the rule returns another one.
+    """
+    values, position = list(saved), 0
+    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_per_rank)
+    for path, node in nodes:
+        leaves = [each for each in jax.tree_util.tree_leaves_with_path(node)]
+        for inner, leaf in leaves:
+            if not statics.is_array(leaf):
+                continue
+            if is_per_rank(node) and position < len(values):
+                name = jax.tree_util.keystr((*path, *inner))
+                values[position] = _resized(name, leaf, values[position], node.resize, where)
+            position += 1
+    return values
+
+
+def _resized(name: str, leaf: Any, saved: np.ndarray, rule: Resize | None, where: str) -> Any:
+    is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+    old: Any = saved
+    if is_key:
+        old = jax.random.wrap_key_data(jnp.asarray(saved), impl=jax.random.key_impl(leaf))
+    if old.shape == jnp.shape(leaf):
+        return saved
+    like = jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
+    shapes = f"`{name}` is {like.dtype}{list(old.shape)} in {where} and {list(like.shape)} here"
+    if rule is None:
+        raise ValueError(
+            f"{shapes}: it is jdp.per_rank, and there is no rule for another number of ranks. "
+            "Write jdp.per_rank(tree, resize=lambda saved, like: ...), which returns the value "
+            f"for this run, for example jnp.zeros(like.shape, like.dtype); or run on {old.shape[0]}"
+            " ranks again."
+        )
+    new = rule(old, like)
+    if jnp.shape(new) != like.shape or jnp.result_type(new) != like.dtype:
+        raise ValueError(
+            f"{shapes}, and its resize= returned {jnp.result_type(new)}{list(jnp.shape(new))}. "
+            "Return an array of the shape and dtype of its second argument."
+        )
+    return np.asarray(jax.random.key_data(new) if is_key else new)

@@ -1,0 +1,292 @@
+"""What processes hand to a step beside the batch is compared: a difference is an error on all."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import training
+from training import loss_fn, state
+
+import jdp
+from jdp import arguments, hashes
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("processes")]
+
+
+def me():
+    return jax.process_index()
+
+
+def refusal(function, *args):
+    try:
+        function(*args)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def one_batch():
+    return next(iter(jdp.batches(training.batch(), 24, num_steps=1)))
+
+
+@jdp.train_step
+def noisy(state, batch, extra):
+    """A step that adds up all that is in `extra`."""
+    leaves = [
+        x for x in jax.tree.leaves(extra) if not jnp.issubdtype(jnp.result_type(x), jnp.integer)
+    ]
+    noise = sum(
+        jax.random.normal(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.sum(x)
+        for x in map(jnp.asarray, leaves)
+    )
+    loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+    return state.apply_gradients(jax.tree.map(lambda g: g + 1e-3 * noise, grads)), {"loss": loss}
+
+
+# name -> (value for a call and a process that is odd or not, how it is named)
+KINDS = {
+    "key": (lambda n, odd: jax.random.key(10 * n + odd), "`extra` has other values"),
+    "raw key": (lambda n, odd: jax.random.key_data(jax.random.key(10 * n + odd)), "`extra` has"),
+    "float": (lambda n, odd: 0.5 * n + odd, "`extra` has other values"),
+    "numpy": (lambda n, odd: np.full(3, n + odd, np.float32), "`extra` has other values"),
+    "in a tree": (
+        lambda n, odd: {"a": 1.0, "b": [None, np.float32(n), jnp.float32(n + odd)]},
+        "`extra['b'][2]` has other values",
+    ),
+    "large": (
+        lambda n, odd: {"w": jnp.ones(20_000), "v": jnp.full(20_000, n).at[7].add(odd)},
+        "`extra['v']` has other values",
+    ),
+    "large numpy": (lambda n, odd: np.full(20_000, n + odd, np.float32), "`extra` has other"),
+    "many": (lambda n, odd: [jnp.float32(n + odd * (i == 9)) for i in range(20)], "`extra[9]` has"),
+    "half": (lambda n, odd: jnp.full(5, n + odd, jnp.bfloat16), "`extra` has other values"),
+    "committed": (
+        lambda n, odd: jax.device_put(jax.random.key(10 * n + odd), jax.local_devices()[1]),
+        "`extra` has other values",
+    ),
+    "zeros": (lambda n, odd: jnp.float32(-0.0 if odd else 0.0), "`extra` has other values"),
+}
+
+
+def differ_in(kinds, odd_process, wrong_call):
+    """For each kind what is said if a process differs in one call, and whether a state was lost."""
+    jdp.init()
+    batch, found = one_batch(), {}
+    for kind in kinds:
+        make, _ = KINDS[kind]
+        s = state()
+
+        def train(s=s, make=make):
+            for n in range(wrong_call + 2):
+                s, _ = noisy(s, batch, make(n, n == wrong_call and me() == odd_process))
+            jdp.check_replicas(s)
+
+        error = refusal(train)
+        found[kind] = error, any(leaf.is_deleted() for leaf in jax.tree.leaves(s))
+    return found
+
+
+def test_a_further_argument_that_differs_in_the_first_call_is_refused_before_it_runs(processes):
+    one, other = processes(2).run(differ_in, [*KINDS], 1, 0)
+    assert one.keys() == other.keys() == KINDS.keys()
+    for kind, (error, is_deleted) in one.items():
+        assert other[kind][0] == error
+        if kind == "key":  # Later kinds may be of a program that was compared already.
+            assert error.startswith("ValueError: `extra` has other values on process 1 than on")
+            assert not is_deleted and not other[kind][1]
+        assert f"{KINDS[kind][1]}" in error and "on process 1 than on process 0" in error
+
+
+def test_a_further_argument_that_differs_later_is_an_error_that_names_leaf_and_process(processes):
+    one, other = processes(2).run(differ_in, [*KINDS], 0, 2)
+    for kind, (error, _) in one.items():
+        assert other[kind][0] == error
+        assert error.startswith("RuntimeError: call "), kind
+        assert "of `noisy` was not the same on all processes: " in error
+        assert KINDS[kind][1] in error
+
+
+def same_everywhere(kinds):
+    jdp.init()
+    batch, hashed = one_batch(), []
+    original = hashes.folded
+    hashes.folded = lambda *args: hashed.append(len(args[1])) or original(*args)
+    try:
+        for kind in kinds:
+            s, (make, _) = state(), KINDS[kind]
+            for n in range(3):
+                s, _ = noisy(s, batch, make(n, False))
+            jdp.check_replicas(s)
+        teacher = KINDS["large"][0](0, False)
+        s, _ = noisy(state(), batch, teacher)
+        hashed.clear()
+        for _ in range(10):
+            s, _ = noisy(s, batch, teacher)
+        again = [*hashed]
+        s = s.replace(params={**s.params, "b": s.params["b"] * 0.5})
+        s, _ = noisy(s, batch, teacher)
+        return again, hashed, len(jax.tree.leaves(s))
+    finally:
+        hashes.folded = original
+
+
+def test_equal_arguments_pass_and_are_hashed_only_when_they_change(processes):
+    for again, hashed, _ in processes(2).run(same_everywhere, [*KINDS]):
+        assert again == []
+        assert hashed == [1]  # the leaf of the state that was changed
+
+
+def change_state(how):
+    jdp.init()
+    batch, s = one_batch(), state()
+
+    @jdp.train_step
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    def train(s=s):
+        for n in range(4):
+            if n == 2:
+                factor = {"differs": 1.0 + me(), "alike": 0.5, "on one": 0.5}[how]
+                if how != "on one" or me() == 1:
+                    s = s.replace(params={**s.params, "b": s.params["b"] * factor + me() * 0})
+            s, _ = step(s, batch)
+        jdp.check_replicas(s)
+
+    return refusal(train)
+
+
+def change_states():
+    return [change_state(how) for how in ("differs", "alike", "on one")]
+
+
+def test_a_state_that_is_changed_between_steps_is_compared(processes):
+    one, other = processes(2).run(change_states)
+    assert one == other
+    differs, alike, on_one = one
+    assert "call 3 of `step` was not the same" in differs
+    assert "`state.params['b']` has other values on process 1 than on process 0" in differs
+    assert alike is None
+    assert "`state.params['b']` was replaced between steps on process 1, and not on" in on_one
+
+
+def hang_in_a_cond():
+    jdp.init()
+    batch = one_batch()
+
+    @jdp.train_step
+    def step(state, batch, key):
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+        loss = jax.lax.cond(
+            jax.random.bernoulli(key),
+            jdp.mean_over_ranks,
+            lambda x: 0.0 * jdp.mean_over_ranks(-x),
+            loss,
+        )
+        loss = jax.lax.cond(jax.random.bernoulli(key), jdp.mean_over_ranks, lambda x: x, loss)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    keys = [key for key in map(jax.random.key, range(20))]
+    yes, no = (
+        next(k for k in keys if bool(jax.random.bernoulli(k)) is is_yes) for is_yes in (True, False)
+    )
+    return refusal(step, state(), batch, yes if me() else no)
+
+
+def test_a_key_that_would_make_ranks_wait_for_each_other_is_refused_first(processes):
+    for error in processes(2).run(hang_in_a_cond):
+        assert error.startswith("ValueError: `key` has other values on process 1 than on process 0")
+
+
+def evaluate_otherwise(wrong):
+    jdp.init()
+
+    @jdp.eval_step
+    def measure(params, batch, scale):
+        return {"loss": loss_fn(params, batch) * scale, "rows": jdp.rows(batch["x"][:, 0])}
+
+    @jdp.eval_step
+    def rows_alone(params, batch, scale):
+        return jdp.rows(batch["x"][:, 0] * scale)
+
+    found = []
+    for step in (measure, rows_alone):
+        params = state().params
+
+        def batches():
+            return jdp.batches(training.batch(), 8, epochs=1, shuffle=False, tail="drop")
+
+        jdp.evaluate(step, params, batches(), jnp.float32(1))
+        scale = jnp.float32(2 + (wrong == "argument") * me())
+        if wrong == "state" and me():
+            params = jax.tree.map(lambda x: x + 1, params)
+        elif wrong == "state":
+            params = jax.tree.map(lambda x: x + 2, params)
+        found.append(refusal(jdp.evaluate, step, params, batches(), scale))
+    return found
+
+
+def test_evaluation_compares_as_well(processes):
+    for wrong, name in {"argument": "scale", "state": "params['b']"}.items():
+        one, other = processes(2).run(evaluate_otherwise, wrong)
+        assert one == other
+        for error in one:
+            assert f"`{name}` has other values on process 1 than on process 0" in error
+
+
+def with_metric(state, batch, key):
+    loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+    return state.apply_gradients(grads), {"loss": loss}
+
+
+def without_metrics(state, batch, key):
+    return with_metric(state, batch, key)[0], {}
+
+
+def count_collectives(mesh=None):
+    """How many reductions stand in the programs of steps."""
+    jdp.init(mesh)
+    s, batch, counts = state(), one_batch(), []
+    for program in (with_metric, without_metrics):
+        text = jdp.train_step(program).lower(s, batch, jax.random.key(0)).as_text()
+        counts.append(text.count("all_reduce") + text.count("custom_call @jdp_"))
+    return counts
+
+
+def test_the_comparison_goes_with_the_metrics_and_sends_nothing_by_itself(processes, make_mesh):
+    (metric, no_metric), other = processes(2).run(count_collectives)
+    assert [metric, no_metric] == other
+    alone = count_collectives(make_mesh(4))
+    assert metric == alone[0] > alone[1] > 0
+    assert no_metric == metric
+
+
+@pytest.mark.slow
+def test_of_three_processes_the_odd_one_is_named(processes):
+    first, *others = processes(3).run(differ_in, ["float", "large"], 1, 2)
+    for kind, (error, _) in first.items():
+        assert [other[kind][0] for other in others] == [error, error]
+        assert "on process 1 than on process 0" in error
+
+
+def test_two_kinds_of_ranks_are_seen_by_every_rank():
+    for num_ranks in (2, 3, 8, 1000):
+        for num_odd in (1, num_ranks // 2, num_ranks - 1):
+            a, b = np.float32([1, 2, 3, 255]), np.float32([1, 2, 4, 255])
+            sums = (num_ranks - num_odd) * a + num_odd * b
+            assert arguments.differ(jnp.asarray(a), jnp.asarray(sums), num_ranks).all()
+            assert arguments.differ(jnp.asarray(b), jnp.asarray(sums), num_ranks).all()
+        assert not arguments.differ(jnp.asarray(a), jnp.asarray(num_ranks * a), num_ranks).any()
+
+
+def difference_seen_by_one():
+    mesh = jdp.init()
+    checks = arguments.Arguments(mesh, ("data",), str)
+    given = checks.of((None, None, 1.0 + me()), ())
+    if me() == 0:
+        return checks.difference(given, timeout_s=0.5)
+    return None
+
+
+def test_who_explains_waits_for_no_process_for_ever(processes):
+    assert processes(2).run(difference_seen_by_one) == [None, None]
