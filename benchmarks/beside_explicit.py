@@ -24,8 +24,8 @@ import models
 import numpy as np
 import report
 import timing
+from oracle import Oracle
 from report import Section
-from training import Oracle
 
 import jdp
 

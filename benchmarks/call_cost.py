@@ -48,7 +48,7 @@ def measure(*, budget_s: float, setups: Sequence[tuple[int, int]]) -> Section:
 
 def _row(num_leaves: int, ranks: int, budget_s: float) -> dict[str, Any]:
     mesh = jdp.init(devices=jax.devices()[:ranks])
-    ours, bare = _contestants(num_leaves, mesh)
+    ours, bare = contestants_of(num_leaves, mesh)
     found = timing.compare(
         functools.partial(timing.until_returned, ours),
         functools.partial(timing.until_returned, bare),
@@ -98,7 +98,7 @@ class Counter:
                     )
 
 
-def _contestants(num_leaves: int, mesh: Mesh) -> tuple[Counter, Counter]:
+def contestants_of(num_leaves: int, mesh: Mesh) -> tuple[Counter, Counter]:
     problem = models.many_leaves(num_leaves)
     whole = {f"w{i}": np.float32(i) for i in range(num_leaves)}
     batch = jax.device_put(problem.batch, NamedSharding(mesh, P("data")))

@@ -17,7 +17,9 @@ import tempfile
 import time
 from typing import Any
 
+import exact
 import jax
+import jax.numpy as jnp
 import models
 import numpy as np
 import optax
@@ -130,7 +132,8 @@ def step_cost(*, num_processes: int, budget_s: float, min_rounds: int) -> Sectio
         f"{num_processes} such processes the median, the least and the most. A commit moves four "
         "times the state's bytes: read and written on the device, read and written on the host. "
         "The floor is what these two copies take by themselves, if nothing of it overlaps with the "
-        "steps.",
+        "steps. After the last round training goes on from the last commit to the same bits on "
+        "every rank.",
         rows,
         {
             "model": "{model}",
@@ -154,7 +157,7 @@ def measure(number: int, *, budget_s: float, min_rounds: int) -> dict[str, Any]:
     found = timing.compare(
         training.with_commit, training.without, budget_s=budget_s, min_rounds=min_rounds
     )
-    training.end()
+    training.check()
     return {
         "model": problem.name,
         "num_bytes": training.num_bytes,
@@ -175,9 +178,8 @@ class _Training:
 
         spread = NamedSharding(jdp.mesh.current_mesh(), PartitionSpec("data"))
         self._step, self._batch = step, jax.device_put(problem.batch, spread)
-        self._ckpt = jdp.Checkpointer(
-            tempfile.mkdtemp(), commit_every=COMMIT_EVERY, save_every=1 << 40
-        )
+        self._folder = tempfile.mkdtemp()
+        self._ckpt = jdp.Checkpointer(self._folder, commit_every=COMMIT_EVERY, save_every=1 << 40)
         state = jdp.TrainState.create(problem.params, jdp.replicated(optax.adam(1e-3)))
         self._state = self._ckpt.restore(state)
         self.num_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
@@ -204,8 +206,16 @@ class _Training:
         if ckpt is not None:
             ckpt.step(self._state)
 
-    def end(self) -> None:
+    # A commit holds a state that training goes on from to the same bits.
+    def check(self) -> None:
+        self.with_commit()
         _without_saving(self._ckpt)
+        live, ckpt = self._state, jdp.Checkpointer(self._folder, resume=True)
+        self._state = ckpt.restore(live)
+        _without_saving(ckpt)
+        for _ in range(COMMIT_EVERY // 2):
+            self._advance(None)
+        _require_equal(self._state, jax.device_get(live), "the commit, and half a round of steps")
 
 
 # Into memory that is mapped already, as both copies of a commit are.
@@ -238,7 +248,8 @@ def restore_time(mesh: jax.sharding.Mesh, *, rounds: int) -> Section:
     return Section(
         "How long a commit takes to restore",
         f"`restore` on 4 ranks of one process: median and longest of {rounds}, each with a new "
-        "Checkpointer; and what reading the bytes takes by itself.",
+        "Checkpointer; and what reading the bytes takes by itself. Each restored state is compared "
+        "on every rank.",
         rows,
         {
             "state, MiB": "{state_mib}",
@@ -265,9 +276,11 @@ def _restored(mesh: Any, mib: int, num_leaves: int, rounds: int) -> dict[str, fl
     _without_saving(ckpt)
     for _ in range(rounds):
         ckpt = jdp.Checkpointer(folder, resume=True)
+        zeros = jax.block_until_ready(jax.tree.map(jnp.zeros_like, state))
         start = time.perf_counter()
-        jax.block_until_ready(ckpt.restore(state))
+        restored = jax.block_until_ready(ckpt.restore(zeros))
         times.append(time.perf_counter() - start)
+        _require_equal(restored, jax.device_get(state), "the restored commit")
         _without_saving(ckpt)
         start = time.perf_counter()
         os.preadv(file, [np.empty(mib * MIB, np.uint8)], 0)
@@ -277,6 +290,14 @@ def _restored(mesh: Any, mib: int, num_leaves: int, rounds: int) -> dict[str, fl
         "longest_ms": max(times) * 1e3,
         "read_ms": float(np.median(read)) * 1e3,
     }
+
+
+def _require_equal(found: Any, expected: Any, what: str) -> None:
+    for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        for rank, shard in enumerate(leaf.addressable_shards):
+            exact.require(
+                shard.data, wanted, contestant="jdp", rank=rank, round_number=1, what=what
+            )
 
 
 # As after an exception: no checkpoint is written.

@@ -137,8 +137,9 @@ def explicit(loss_fn: LossFn, mesh: Mesh, k: int) -> Step:
     def step(state: State, batch: Any) -> Any:
         params = jax.tree.map(lambda x: jax.reshard(x, P(reduced=ranks)), state.params)
         grads, losses = summed(params, batch)
-        grads = jax.tree.map(lambda g: jax.reshard(g, P()), grads)
-        grads = jax.tree.map(lambda g, x: (g / k).astype(x.dtype), grads, state.params)
+        # Sent in the dtype of the parameters. A division of what is still due is refused.
+        grads = jax.tree.map(lambda g, x: jax.reshard(g.astype(x.dtype), P()), grads, params)
+        grads = jax.tree.map(lambda g: g / k, grads)
         return _updated(state, grads), {"loss": jnp.mean(losses) / k}
 
     return _InMesh(jax.jit(step, donate_argnums=0), mesh)

@@ -15,7 +15,7 @@ from contestants import LossFn, Step
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import Problem
-from training import Oracle, Training
+from oracle import Oracle, Training
 
 import jdp
 

@@ -14,7 +14,7 @@ import numpy as np
 import team
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from training import Oracle, Training
+from oracle import Oracle, Training
 
 import jdp
 

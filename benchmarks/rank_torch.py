@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-# Of the largest element of a tensor, as in training.py.
+# Of the largest element of a tensor, as in oracle.py.
 TOLERANCE = 1e-4
 DDP = "torch DDP"
 

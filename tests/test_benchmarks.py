@@ -1,6 +1,7 @@
 """The benchmarks count and compare what they say."""
 
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -10,10 +11,21 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import jdp
+from jdp.mark import mark
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import hlo  # noqa: E402 - benchmarks are programs, found by their folder
+import call_cost  # noqa: E402 - benchmarks are programs, found by their folder
+import contestants  # noqa: E402
+import exact  # noqa: E402
+import hlo  # noqa: E402
+import lineup  # noqa: E402
+import loops  # noqa: E402
+import models  # noqa: E402
+import rank_jax  # noqa: E402
 import timing  # noqa: E402
+from oracle import Oracle  # noqa: E402
 
 
 def compiled(fn, *args):
@@ -90,3 +102,204 @@ def test_compares_in_both_orders_and_gives_first_over_second():
 def test_the_interval_holds_the_median_and_narrows_with_more_values():
     few, many = (timing.interval(np.arange(n) / n) for n in (10, 1000))
     assert few[0] < many[0] < 0.5 < many[1] < few[1]
+
+
+# A wrong result ends the benchmark: by contestant, rank, round and element
+
+
+class Corrupted:
+    """Passes a result on, but for one element on one rank in one call."""
+
+    def __init__(self, at_call):
+        self.calls_left = at_call
+
+    def __call__(self, vector):
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            vector[5] += 1
+        return vector
+
+
+def wrong_on_rank_1(leaves):
+    is_rank_1 = lax.axis_index("data") == 1
+    return [leaf.at[..., 3].add(jnp.where(is_rank_1, 0.01, 0)) for leaf in leaves]
+
+
+@pytest.mark.parametrize("name", ["psum", "none"])
+def test_one_wrong_element_on_one_rank_of_a_loop_is_found(monkeypatch, make_mesh, name):
+    loop = loops.Loop(name, make_mesh(4), [7, 300], 3, repeats=2)
+    for _ in range(3):
+        exact.checked(loop, timing.until_ready)()
+    right = loops.SUMS[name]
+    monkeypatch.setitem(loops.SUMS, name, lambda leaves, mesh: wrong_on_rank_1(right(leaves, mesh)))
+    with pytest.raises(exact.WrongResultError, match=rf"'{name}'.* rank 1 .* element 3"):
+        loops.Loop(name, make_mesh(4), [7, 300], 1)
+
+
+def test_a_loop_that_skips_a_sum_or_hands_out_the_round_before_is_found(make_mesh):
+    def skip(leaves):
+        return leaves
+
+    def repeat(_):
+        return [jax.device_put(leaf, where) for leaf in before]
+
+    for wrong in (skip, repeat):
+        loop = loops.Loop("psum", make_mesh(2), [300], 4)
+        before, where = [np.array(leaf) for leaf in loop()], loop._leaves[0].sharding
+        loop._run = wrong
+        with pytest.raises(exact.WrongResultError, match="'psum'.* rank 0 in round 2"):
+            exact.checked(loop, timing.until_ready)()
+
+
+def test_other_numbers_in_each_rank_round_and_place_have_an_exact_sum():
+    seen = [exact.values(rank, number, 600, 7) for rank in range(3) for number in (1, 2)]
+    assert len(np.unique([v[:2] for v in seen], axis=0)) == 6
+    one = exact.reduced(3, 2, 1, 600, start=7)
+    np.testing.assert_array_equal(one, sum(v.astype(int) for v in seen[1::2]))
+    thrice = exact.reduced(4, 2, 3, 600, scale=0.5)
+    total = sum(exact.values(rank, 2, 600) for rank in range(4))
+    np.testing.assert_array_equal(thrice, 0.5 * (4 * 0.5) ** 2 * total)
+    for num_ranks, num_calls in [(3, 2), (4, 100)]:
+        with pytest.raises(ValueError, match="would not hold the result exactly"):
+            exact.reduced(num_ranks, 0, num_calls, 1)
+
+
+# Peers run in environments of their own: here in one process, rank 1 of 2, that plays both.
+def sums_of_two(at_call):
+    corrupt, first = Corrupted(at_call), [True]
+
+    def all_reduce(vector):
+        if first[0]:
+            other = vector - exact.pattern(vector.size)  # rank 0 has one pattern less
+        else:
+            other = vector.copy()
+        first[0] = False
+        vector += other
+        corrupt(vector)
+
+    return all_reduce, first
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_wrong_sum_of_open_mpi_is_found(monkeypatch, wrong):
+    all_reduce, first = sums_of_two(at_call=6 if wrong else 0)
+    world = types.SimpleNamespace(
+        rank=1, size=2, Barrier=lambda: None, Allreduce=lambda _, vector: all_reduce(vector)
+    )
+    mpi = types.SimpleNamespace(COMM_WORLD=world, IN_PLACE=None)
+    monkeypatch.setitem(sys.modules, "mpi4py", types.SimpleNamespace(MPI=mpi))
+    monkeypatch.delitem(sys.modules, "rank_mpi", raising=False)
+    import rank_mpi
+
+    run_rounds(rank_mpi.functions(), first, wrong, "'Open MPI'.* rank 1 in round 3.* element 5")
+    del sys.modules["rank_mpi"]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_wrong_sum_of_torch_is_found(monkeypatch, wrong):
+    class Tensor(np.ndarray):
+        def numpy(self):
+            return np.asarray(self)
+
+    all_reduce, first = sums_of_two(at_call=6 if wrong else 0)
+    dist = types.ModuleType("torch.distributed")
+    dist.init_process_group = lambda *_, **__: None
+    dist.barrier = lambda: None
+    dist.all_reduce = lambda vector: all_reduce(vector.numpy())
+    torch, parallel = types.ModuleType("torch"), types.ModuleType("torch.nn.parallel")
+    torch.set_num_threads = lambda _: None
+    torch.zeros = lambda size: np.zeros(size, np.float32).view(Tensor)
+    torch.nn, torch.distributed = types.ModuleType("torch.nn"), dist
+    parallel.DistributedDataParallel = None
+    fakes = {"torch": torch, "torch.distributed": dist, "torch.nn": torch.nn}
+    for name, module in {**fakes, "torch.nn.parallel": parallel}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "rank_torch", raising=False)
+    monkeypatch.setattr(sys, "argv", ["rank_torch.py", "1", "0", "2"])
+    import rank_torch
+
+    run_rounds(rank_torch.functions(), first, wrong, "'torch gloo'.* rank 1 in round 3.* element 5")
+    del sys.modules["rank_torch"]
+
+
+# The first round is that of prepare: 1 sum, then 2 a round, so that the 6th is in round 4.
+def run_rounds(functions, first, wrong, message):
+    def run(num_calls):
+        first[0] = True
+        functions["run"](num_calls)
+
+    functions["prepare"](1200)
+    run(2)
+    if not wrong:
+        run(3)
+        return
+    with pytest.raises(exact.WrongResultError, match=message):
+        run(3)
+
+
+def test_a_copy_of_the_round_before_is_found(monkeypatch):
+    monkeypatch.setenv("JDP_INDEX", "1")
+    import rank_memcpy
+
+    functions = rank_memcpy.functions()
+    functions["prepare"](4000)
+    functions["run"](2)
+    monkeypatch.setattr(rank_memcpy.ctypes, "memmove", lambda *_: None)
+    with pytest.raises(exact.WrongResultError, match="'memcpy'.* rank 1 in round 2"):
+        functions["run"](2)
+
+
+def wrong_all_reduce(buckets, axis_name, **options):
+    # Marked as equal on every rank, or the step itself is refused.
+    def marked(x):
+        return mark(x, kind="all_reduced", path="", axes=("data",))
+
+    sums = jdp.collectives.xla(buckets, axis_name, **options)
+    wrong = [wrong_on_rank_1(bucket) if bucket[0].ndim else bucket for bucket in sums]
+    return jax.tree.map(marked, wrong)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_training_between_processes_is_compared_with_one_device_on_every_rank(make_mesh, wrong):
+    all_reduce = wrong_all_reduce if wrong else jdp.collectives.xla
+    one = rank_jax.training_of("ring", all_reduce, make_mesh(2), (8, 2, 4), 1, {})
+    clock = exact.checked(one, timing.until_ready)
+    if wrong:
+        with pytest.raises(exact.WrongResultError, match="'ring'.* rank 1 in round 1"):
+            clock()
+    else:
+        for _ in range(5):
+            clock()
+        one.prepare()
+        with pytest.raises(exact.WrongResultError, match="in round 6"):
+            one.check()  # no step was made
+
+
+def test_every_contestant_trains_like_one_device_and_a_wrong_one_is_found(make_mesh):
+    mesh, k = jdp.init(make_mesh(2)), 4
+    mlp = models.mlp(width=8, num_layers=2, num_rows=16)
+    transformer = models.transformer(dim=32, num_layers=1, num_rows=16, length=4)
+    cases = [(mlp, label) for label in lineup.makers(k)]
+    cases += [(transformer, label) for label in ("jdp", contestants.EXPLICIT)]
+    oracles = {id(one): Oracle(one, num_steps=1, num_runs=2) for one in (mlp, transformer)}
+    for problem, label in cases:
+        step = lineup.makers(k)[label](problem.loss_fn, mesh, k)
+        one = lineup.training(label, step, problem, mesh, oracles[id(problem)])
+        for _ in range(3):
+            exact.checked(one, timing.until_ready)()
+
+    step = contestants.shard_map(lambda p, b: 1.001 * mlp.loss_fn(p, b), mesh, 1)
+    wrong = lineup.training("scaled", step, mlp, mesh, oracles[id(mlp)])
+    with pytest.raises(exact.WrongResultError, match="'scaled'.* in round 1"):
+        exact.checked(wrong, timing.until_ready)()
+
+
+def test_a_step_that_skips_a_call_is_found(make_mesh):
+    ours, bare = call_cost.contestants_of(3, jdp.init(make_mesh(2)))
+    for one in (ours, bare):
+        one(), one()
+        one.check()
+    ours._step = lambda state, batch: (state, {})
+    ours()
+    with pytest.raises(exact.WrongResultError, match="'jdp'.* rank 0 in round 3"):
+        ours.check()
