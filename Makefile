@@ -58,8 +58,10 @@ test-oldest: .venv-oldest/ready  ## all but the slow tests on the oldest JAX
 schedules = if [ -e $(1)/why ]; then cat $(1)/why; else \
 	JDP_TARGET_CONFIG=$(CURDIR)/.venv-gpu/h200.txtpb $(1)/bin/python -m pytest -q tests/schedules; fi
 
-test-schedules: .venv-gpu/ready  ## compile steps for 8 x H200, on the newest JAX and on the oldest
+test-schedules: .venv-gpu/ready .venv-tpu/ready  ## compile steps for 8 x H200 and for 8 TPUs
 	$(call schedules,.venv-gpu)
+	if [ -e .venv-tpu/why ]; then cat .venv-tpu/why; else \
+		.venv-tpu/bin/python -m pytest -q tests/schedules/test_tpu.py; fi
 	if [ -e .venv-oldest/ready ]; then
 		$(MAKE) --no-print-directory .venv-gpu-oldest/ready
 		$(call schedules,.venv-gpu-oldest)
@@ -119,11 +121,16 @@ NATIVE := setup.py $(wildcard jdp/csrc/* jdp/csrc/*/*)
 	$(call pip,$*) --no-deps $$isolation -e .
 	touch $@
 
-# Environment, the one that it stands on, further packages of its own. `why` says what is missing.
-define install_gpu
+# Environment, the one that it stands on.
+define stand_on
 	$(2)/bin/python -m venv --clear $(1)
 	site='import sysconfig; print(sysconfig.get_path("purelib"))'
 	$(CURDIR)/$(2)/bin/python -c "$$site" > "$$($(1)/bin/python -c "$$site")/below.pth"
+endef
+
+# The same, and further packages of its own. `why` says what is missing.
+define install_gpu
+	$(call stand_on,$(1),$(2))
 	version=$(or $(3),$$($(2)/bin/python -c 'import jax; print(jax.__version__)'))
 	if ! $(call pip,$(1)) --no-deps $(addsuffix =="$$version",$(if $(3),jax jaxlib) jax-cuda13-plugin jax-cuda13-pjrt); then
 		echo "Steps were not compiled for 8 x H200: JAX's plugin $$version for CUDA cannot be installed." > $(1)/why
@@ -144,3 +151,14 @@ endef
 
 .venv-gpu-0.11/ready: .venv-gpu/ready
 	$(call install_gpu,.venv-gpu-0.11,.venv,0.11.2)
+
+# Only the newest JAX: libtpu takes 650 MB of disk.
+.venv-tpu/ready: .venv/pins
+	$(MAKE) --no-print-directory .venv/ready
+	$(call stand_on,.venv-tpu,.venv)
+	wanted=$$(.venv/bin/python -c 'from importlib.metadata import requires; \
+		print(next(r.split(";")[0] for r in requires("jax") if r.startswith("libtpu")))')
+	if ! $(call pip,.venv-tpu) --no-deps "$$wanted"; then
+		echo "Steps were not compiled for TPUs: $$wanted cannot be installed." > .venv-tpu/why
+	fi
+	touch $@

@@ -1,0 +1,111 @@
+"""Steps compiled for 8 TPUs, which are not there, reduce as on other devices. Needs libtpu."""
+
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jdp
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import models  # noqa: E402 - benchmarks are programs, found by their folder
+
+TOPOLOGY = "v5e:2x4"
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed")
+    # Else libtpu asks the network which TPU this is.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY)
+    return topologies.make_mesh(topology, (8,), ("data",))
+
+
+def compiled(step, state, batch, mesh):
+    """The collectives of the compiled step, and its text."""
+
+    def shapes(tree, spec):
+        where = NamedSharding(mesh, spec)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
+
+    jdp.init(mesh)
+    text = step.lower(shapes(state, P()), shapes(batch, P("data"))).compile().as_text()
+    names = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+    return re.findall(rf" ({names})(?:-start)?\(", text), text
+
+
+def on_cpu(make_state):
+    jdp.init(devices=jax.devices("cpu")[:1])
+    return make_state()
+
+
+def test_the_step_of_the_readme_sends_gradients_and_loss_at_once(mesh):
+    block = re.search(
+        r"^```python\n(.*?)^for batch in", (ROOT / "README.md").read_text(), re.M | re.S
+    )
+    names = {}
+    exec(block[1].replace("jdp.init()", "jdp.init(cpu_ranks=1)"), names)
+    batch = {name: x[:256] for name, x in names["rows"].items()}
+    collectives, text = compiled(names["step"], names["state"], batch, mesh)
+    assert collectives == ["all-reduce"]
+    (line,) = [line for line in text.splitlines() if " all-reduce(" in line]
+    assert {"f32[64]", "f32[16,64]", "f32[]"} <= set(
+        re.findall(r"f32\[[\d,]*\]", line.split("=")[1])
+    )
+
+
+def transformer_step(loss_fn, **options):
+    @jdp.train_step
+    def step(state, batch):
+        loss, grads = jdp.value_and_grad(loss_fn, **options)(state.params, batch)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    return step
+
+
+@pytest.fixture(scope="module")
+def transformer():
+    return models.transformer(dim=128, num_layers=2, num_rows=32, length=32, dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_transformer_is_reduced_outside_of_the_loop_of_micro_batches(
+    accumulate, transformer, mesh
+):
+    tx = jdp.replicated(optax.adam(1e-3))
+    state = on_cpu(lambda: jdp.TrainState.create(transformer.params, tx))
+    step = transformer_step(transformer.loss_fn, accumulate=accumulate)
+    collectives, text = compiled(step, state, transformer.batch, mesh)
+    assert collectives and set(collectives) == {"all-reduce"}
+    assert not re.search(r"all-reduce[^\n]*op_name=\"[^\"]*while/body", text)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_scanned_layers_are_reduced_in_the_loop_only_where_that_was_asked_for(late, mesh):
+    layers = np.full((4, 128, 128), 0.1, np.float32)
+
+    def loss_fn(params, batch):
+        f = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
+        return jnp.mean(jdp.scan_layers(f, batch, params, late=late or None)[0] ** 2)
+
+    state = on_cpu(lambda: jdp.TrainState.create(layers, jdp.replicated(optax.sgd(0.1))))
+    step = transformer_step(loss_fn)
+    collectives, text = compiled(step, state, np.ones((64, 128), np.float32), mesh)
+    assert set(collectives) == {"all-reduce"}
+    in_loop = re.search(r"all-reduce[^\n]*op_name=\"[^\"]*while/body", text)
+    assert bool(in_loop) == late
