@@ -9,7 +9,7 @@ import jax
 
 from jdp import axis
 from jdp.mark import AVERAGED, SHARED
-from jdp.uniformity import Report, analyse, find_shard_maps
+from jdp.uniformity import Report, analyse, find_shard_maps, jaxprs
 
 # A step's own output, the weight of the global batch.
 WEIGHT = "weight"
@@ -232,21 +232,22 @@ def _unread_mask(report: Report, traced: Traced) -> Iterator[str]:
 
 def _wrong_gather(step: Any, traced: Traced) -> Iterator[str]:
     if axis.INVARYING_GATHER_HAS_WRONG_GRADIENT and traced.differentiates:
-        if "all_gather_invariant" in _primitives(step.params["jaxpr"]):
+        if "all_gather_invariant" in _primitives(step.params["jaxpr"], set()):
             yield (
                 f'all_gather(to="invarying") has a wrong gradient in JAX {jax.__version__}: '
                 'write all_gather(to="varying"), which is the default, or use JAX >= 0.11.'
             )
 
 
-def _primitives(jaxpr: Any) -> set[str]:
+def _primitives(jaxpr: Any, seen: set[int]) -> set[str]:
     found = set()
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        found.add(equation.primitive.name)
-        for value in equation.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                    found |= _primitives(inner)
+    jaxpr = jaxprs.opened(jaxpr)
+    if id(jaxpr) not in seen:
+        seen.add(id(jaxpr))
+        for equation in jaxpr.eqns:
+            found.add(equation.primitive.name)
+            for inner in jaxprs.bodies(equation):
+                found |= _primitives(inner, seen)
     return found
 
 

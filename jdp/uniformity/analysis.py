@@ -11,19 +11,27 @@ from jdp.uniformity.walk import RULES, Walk
 
 
 def find_shard_maps(jaxpr: Any) -> list[Any]:
-    """Find the outermost shard_map equations of a traced program, in order, also inside of jit.
+    """Find the outermost shard_map equations of a traced program, in order, also inside of jit. One
+    that is called in several places is one equation.
 
     Args:
       jaxpr: of any function, such as `jax.make_jaxpr(f)(x)` or `jax.jit(f).trace(x).jaxpr`.
     """
-    found = []
-    for eqn in jaxprs.opened(jaxpr).eqns:
+    found: dict[int, Any] = {}
+    _find_shard_maps(jaxprs.opened(jaxpr), found, set())
+    return list(found.values())
+
+
+def _find_shard_maps(jaxpr: Any, found: dict[int, Any], seen: set[int]) -> None:
+    if id(jaxpr) in seen:
+        return
+    seen.add(id(jaxpr))
+    for eqn in jaxpr.eqns:
         if eqn.primitive.name == "shard_map":
-            found.append(eqn)
+            found[id(eqn)] = eqn
         else:
             for body in jaxprs.bodies(eqn):
-                found += find_shard_maps(body)
-    return found
+                _find_shard_maps(body, found, seen)
 
 
 def analyse(eqn: Any) -> Report:
@@ -46,8 +54,8 @@ def analyse(eqn: Any) -> Report:
     return Report(
         outputs=outputs,
         output_sources=_sources(eqn, outputs),
-        deadlocks=walk.deadlocks(),
-        marks=walk.marks(),
+        deadlocks=walk.record.deadlocks(walk.lattice),
+        marks=walk.record.marks(walk.lattice),
         opaque=tuple(walk.opaque),
         used_inputs=used_inputs(body),
         refs=tuple(

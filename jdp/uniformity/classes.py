@@ -19,6 +19,10 @@ class Class(NamedTuple):
     reduced: frozenset[str]
     zero: bool
 
+    def either(self, other: "Class") -> "Class":
+        """Return what is known of a function's value that is called in several places."""
+        return Class(self.axes | other.axes, self.reduced | other.reduced, self.zero and other.zero)
+
 
 class Lattice:
     """Classes as integers whose join is `|`: a bit that is set says the worse.
