@@ -128,17 +128,18 @@ class Program:
             # jit of its own, which has a jaxpr before the outer trace ends.
             mapped = self._new_mapped(len(args), self._why_xla)
             jaxpr = mapped.trace(*args).jaxpr
-            uniform = verify.check(jaxpr, self._describe(args))
+            proved = verify.check(jaxpr, self._describe(args))
             unordered = order.why_unordered(jaxpr)
-            if uniform is not None or self._split or unordered:
+            if proved.gradients is not None or self._split or unordered:
                 # What is sent, and in which order, shows in the program alone.
                 ready = order_of_gradients(jaxpr) if self._split else None
                 why_xla = self._why_xla or unordered
-                mapped = self._new_mapped(len(args), why_xla, uniform=uniform, ready=ready)
+                mapped = self._new_mapped(len(args), why_xla, uniform=proved.gradients, ready=ready)
                 jaxpr = mapped.trace(*args).jaxpr
-                verify.check(jaxpr, self._describe(args))
+                proved = verify.check(jaxpr, self._describe(args))
                 order.require(jaxpr)
-            (state, reported, weight), rows = mapped(*args)
+            (state, reported, weight, own), rows = mapped(*args)
+            reported = metrics.with_own(reported, own, proved.own_metrics)
             return (
                 self._keep_layout(args[0], state),
                 metrics.put_rows(reported, rows, marked=True),
@@ -170,6 +171,7 @@ class Program:
             returned = self._fn(statics.restore(state), batch, *rest)
             new_state, reported = self._pair(returned)
             reported, rows = metrics.take_rows(reported)
+            own = metrics.float_scalars(reported)
             reported = metrics.averaged(reported, self._axis_name)
             weight = step.total
             if weight is None:
@@ -181,9 +183,10 @@ class Program:
             *_outputs(f"new {self._argument(0)}", "state", new_state),
             *_outputs("metrics", "metric", reported),
             verify.Output(verify.WEIGHT, (), "metric", jax.typeof(weight)),
+            *_outputs("metrics", "own", own),
             *_outputs("rows", "rows", rows),
         ]
-        return (new_state, reported, weight), rows
+        return (new_state, reported, weight, own), rows
 
     def _pair(self, returned: Any) -> tuple[Any, Any]:
         if not self._returns_state:

@@ -3,13 +3,13 @@
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from jdp import axis
+from jdp import axis, causes, reductions
 from jdp.mark import AVERAGED, SHARED
-from jdp.uniformity import Report, analyse, find_shard_maps, jaxprs
+from jdp.uniformity import Node, Origin, Provenance, Report, analyse, find_shard_maps, jaxprs
 
 # A step's own output, the weight of the global batch.
 WEIGHT = "weight"
@@ -21,7 +21,7 @@ class Output:
 
     tree: str  # the tree that it is in, as the author would call it
     keys: tuple[Any, ...]  # its path in that tree
-    kind: str  # "state", "metric" or "rows"
+    kind: str  # "state", "metric", "rows", or "own": a metric before it is averaged
     aval: Any  # its `jax.typeof`
 
     @property
@@ -58,16 +58,25 @@ class Traced:
     differentiates: bool
 
 
-def check(jaxpr: Any, traced: Traced) -> frozenset[str] | None:
+class Proved(NamedTuple):
+    """What is known of a step that was accepted.
+
+    Attributes:
+      gradients: paths of the gradients that are the same on every rank before they are reduced, if
+        `scan_layers` has averaged any: traced again, the step need not send them. Else None.
+      own_metrics: for each output of kind "own", whether it is the same on every rank.
+    """
+
+    gradients: frozenset[str] | None
+    own_metrics: tuple[bool, ...]
+
+
+def check(jaxpr: Any, traced: Traced) -> Proved:
     """Refuse a step after which the ranks could hold different states, or wait for each other.
 
     Args:
       jaxpr: the traced program, with the step's `shard_map` in it.
       traced: what its inputs and outputs are called.
-
-    Returns:
-      Paths of the gradients that are the same on every rank before they are reduced, if
-      `scan_layers` has averaged any: traced again, the step need not send them. Else None.
 
     Raises:
       ValueError: saying which leaf or which line, why, and what to write.
@@ -75,10 +84,11 @@ def check(jaxpr: Any, traced: Traced) -> frozenset[str] | None:
     step = find_shard_maps(jaxpr)[0]
     report = analyse(step)
     problems = [
-        *_deadlocks(report),
-        *_reduced_twice(report),
+        *_deadlocks(report, traced),
+        *reductions.refusals(step, report, traced.axis_name),
+        *_repeated_outputs(step, report, traced),
         *_hidden_reductions(report, traced),
-        *_varying_layers(report),
+        *_varying_layers(report, traced),
         *_varying_outputs(report, traced),
         *_varying_refs(report, traced),
         *_unread_mask(report, traced),
@@ -90,7 +100,13 @@ def check(jaxpr: Any, traced: Traced) -> frozenset[str] | None:
         more = f"\n- and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ValueError(f"`{traced.name}` is not the same training on every rank:\n{shown}{more}")
     _warn_of_unused(report)
-    return _uniform_gradients(report)
+    _warn_of_means(report)
+    own = [
+        not value.axes
+        for output, value in zip(traced.outputs, report.outputs, strict=True)
+        if output.kind == "own"
+    ]
+    return Proved(_uniform_gradients(report), tuple(own))
 
 
 def _uniform_gradients(report: Report) -> frozenset[str] | None:
@@ -101,27 +117,43 @@ def _uniform_gradients(report: Report) -> frozenset[str] | None:
     return frozenset(found.path for found in local) - varying
 
 
-def _deadlocks(report: Report) -> Iterator[str]:
+def _deadlocks(report: Report, traced: Traced) -> Iterator[str]:
     for found in report.deadlocks:
         where = f" at {found.source}" if found.source else ""
+        back = report.back(found.under)
+        node = back.of_predicate(found.eqn)
+        sources = "" if node is None else _sources(report, traced, back.origin(node))
         yield (
             f"`{found.primitive}`{where} runs under a `{found.control}` whose predicate may differ "
-            "from rank to rank; ranks that skip it leave the others waiting for ever. Make the "
-            "predicate the same first, for instance `jdp.mean_over_ranks(loss) < 2`."
+            f"from rank to rank{sources}; ranks that skip it leave the others waiting for ever. "
+            "Make the predicate the same first, for instance `jdp.mean_over_ranks(loss) < 2`."
         )
 
 
-def _reduced_twice(report: Report) -> Iterator[str]:
-    paths: dict[str, list[str]] = {}
-    for found in report.marks:
-        if found.kind == "local" and found.value.reduced & set(found.axes):
-            paths.setdefault(found.source, []).append(found.path)
-    for source, reduced in paths.items():
+def _sources(report: Report, traced: Traced, origin: Origin) -> str:
+    return f", since {causes.why([origin], _inputs(report, traced))}"
+
+
+def _inputs(report: Report, traced: Traced) -> list[str]:
+    # Captured arrays stand in front of the arguments.
+    return ["a captured array"] * _num_constants(report, traced) + list(traced.inputs)
+
+
+def _repeated_outputs(step: Any, report: Report, traced: Traced) -> Iterator[str]:
+    told: dict[tuple[int, str], list[str]] = {}
+    if any(found.value.repeated for found in report.marks):
+        return  # a gradient that is too large makes a state that is
+    for i, (output, value) in enumerate(zip(traced.outputs, report.outputs, strict=True)):
+        axes = value.repeated & set(traced.axis_name)
+        if output.kind == "state" and axes and not value.axes:
+            back = report.back(axes)
+            key = reductions.num_ranks(step, axes), back.repetition(back.of_output(i))
+            told.setdefault(key, []).append(f"`{output.path}`")
+    for (times, line), leaves in told.items():
         yield (
-            f"the gradient of {_listed(_quoted(reduced))} was reduced before it came to "
-            f"{source or 'jdp.sync_gradients'}: a sum would be averaged as if it were each rank's "
-            "own, a mean sent twice. Hand over the local gradient, or write "
-            "apply_gradients(grads, synced=True) if it is the mean."
+            f"{_listed(leaves)} is {times} times too large: {line or 'something'} sums over the "
+            "ranks what every rank has the same. Leave the sum out, or write "
+            "jdp.mean_over_ranks(x)."
         )
 
 
@@ -136,88 +168,100 @@ def _hidden_reductions(report: Report, traced: Traced) -> Iterator[str]:
         )
 
 
-def _varying_layers(report: Report) -> Iterator[str]:
+def _varying_layers(report: Report, traced: Traced) -> Iterator[str]:
     for found in report.marks:
-        if found.kind == SHARED and found.value.axes & set(found.axes):
+        axes = found.value.axes & set(found.axes)
+        if found.kind == SHARED and axes:
+            back = report.back(axes)
+            node = back.of_mark(found.eqn)
+            sources = "" if node is None else _sources(report, traced, back.origin(node))
             yield (
                 f"`params{found.path}` of jdp.scan_layers at {found.source} may differ from rank "
-                "to rank, and the gradient that comes back would be the mean of all. Hand over as "
-                "params what every rank has the same, and the rest as xs=."
+                f"to rank{sources}; the gradient that comes back would be the mean of all. Hand "
+                "over as params what every rank has the same, and the rest as xs=."
             )
 
 
 def _varying_outputs(report: Report, traced: Traced) -> Iterator[str]:
-    leaves: dict[tuple[str, str], list[str]] = {}
-    for output, value, source in zip(
-        traced.outputs, report.outputs, report.output_sources, strict=True
-    ):
-        if output.kind == "rows" or not value.axes:
-            continue
-        leaf = f"`{output.path}`"
+    told: dict[Any, list[tuple[str, Origin]]] = {}
+    for i, (back, node) in _torn(report, traced).items():
+        output, axes = traced.outputs[i], report.outputs[i].axes
+        leaf, along = f"`{output.path}`", "from rank to rank"
         if output.kind == "metric":
-            leaf, why = f"{leaf} {output.type}", _WHY_METRIC
-        elif value.axes & set(traced.axis_name):
-            why = _why_state(output)
+            leaf, advice = f"{leaf} {output.type}", _METRIC
+        elif axes & set(traced.axis_name):
+            advice = _advice(output)
         else:
-            others = ", ".join(map(repr, sorted(value.axes)))
-            why = _WHY_OTHER_AXIS.format(others)
-        leaves.setdefault((source, why), []).append(leaf)
-    for (source, why), told in leaves.items():
+            along, advice = f"along the mesh axis {', '.join(map(repr, sorted(axes)))}", _OTHER_AXIS
+        origin = back.origin(node)
+        key = report.output_sources[i], origin.line, frozenset(origin.sources), along, advice
+        told.setdefault(key, []).append((leaf, origin))
+    for (source, *_, along, advice), found in told.items():
+        leaves, origins = zip(*found, strict=True)
         where = f" (computed at {source})" if source else ""
-        yield f"{_listed(told)}{where} {why}"
+        reason = causes.why(origins, _inputs(report, traced))
+        yield f"{_listed(leaves)}{where} may differ {along}: {reason}. {advice}"
 
 
-def _why_state(output: Output) -> str:
+def _torn(report: Report, traced: Traced) -> dict[int, tuple[Provenance, Node]]:
+    by_axes: dict[frozenset[str], dict[int, str]] = {}
+    for i, (output, value) in enumerate(zip(traced.outputs, report.outputs, strict=True)):
+        if output.kind in ("state", "metric") and value.axes:
+            by_axes.setdefault(value.axes, {})[i] = output.path
+    found = {}
+    for axes, leaves in by_axes.items():
+        back = report.back(axes)
+        left = causes.without_consequences(back, leaves)
+        found |= {i: (back, node) for i, node in left.items()}
+    return dict(sorted(found.items()))
+
+
+def _advice(output: Output) -> str:
     if jax.dtypes.issubdtype(output.aval.dtype, jax.dtypes.prng_key):
-        return _WHY_KEY
+        return _KEY
     is_model_state = "model_state" in output.path or "batch_stats" in output.path
-    return _WHY_STATISTICS if is_model_state else _WHY_STATE
+    return _STATISTICS if is_model_state else _STATE
 
 
-_WHY_STATE = (
-    "may differ from rank to rank: it depends on this rank's rows, key or number and was never "
-    "averaged. Ranks would drift apart silently. Write `state.apply_gradients(grads)` with an "
-    "optimizer in jdp.replicated(...), or jdp.sync_gradients(grads) or jdp.mean_over_ranks(x) "
-    "first."
+_STATE = (
+    "Ranks would drift apart silently. Write `state.apply_gradients(grads)` with an optimizer in "
+    "jdp.replicated(...), or jdp.sync_gradients(grads) or jdp.mean_over_ranks(x) first."
 )
-_WHY_STATISTICS = (
-    "may differ from rank to rank: it comes from this rank's rows only. Ranks would drift apart "
-    "silently, and normalise differently if these are batch statistics. Store "
-    "jdp.mean_over_ranks(stats), or give the layer axis_name= (micro-batches that are weighed want "
-    "both)."
+_STATISTICS = (
+    "Ranks would drift apart silently, and normalise differently if these are batch statistics. "
+    "Store jdp.mean_over_ranks(stats), or give the layer axis_name= (micro-batches that are "
+    "weighed want both)."
 )
-_WHY_KEY = (
-    "may differ from rank to rank: it is a random key that was made from this rank's. Ranks would "
-    "drift apart silently. Leave it out of the state: state.key is this rank's, and a new one in "
-    "every step."
+_KEY = (
+    "Ranks would drift apart silently. Leave such a random key out of the state: state.key is this "
+    "rank's, and a new one in every step."
 )
-_WHY_METRIC = (
-    "may differ from rank to rank, and only float scalars are averaged by themselves. Write "
-    "jdp.sum_over_ranks(x) for counts, jdp.mean_over_ranks(x) for means, jdp.rows(x) for a value "
-    "for each row."
+_METRIC = (
+    "Only float scalars are averaged by themselves. Write jdp.sum_over_ranks(x) for counts, "
+    "jdp.mean_over_ranks(x) for means, jdp.rows(x) for a value for each row."
 )
-_WHY_OTHER_AXIS = (
-    "may differ along the mesh axis {}, on which the state is the same. Reduce it there too."
-)
+_OTHER_AXIS = "The state is the same along that axis: reduce it there too."
 
 
 def _varying_refs(report: Report, traced: Traced) -> Iterator[str]:
     for position, value in report.refs:
         if value.axes:
+            inputs = _inputs(report, traced)
+            back = report.back(value.axes)
+            reason = causes.why([back.origin(back.of_input(position))], inputs)
             yield (
-                f"the Ref `{traced.inputs[position - _num_constants(report, traced)]}` is the same "
-                "on every rank where it goes in, and may hold another value on each afterwards. "
-                "Store jdp.mean_over_ranks(x), or return what differs by row as jdp.rows(x)."
+                f"the Ref `{inputs[position]}` is the same on every rank where it goes in, and may "
+                f"hold another value on each afterwards: {reason}. Store jdp.mean_over_ranks(x), "
+                "or return what differs by row as jdp.rows(x)."
             )
 
 
 def _num_constants(report: Report, traced: Traced) -> int:
-    # Captured arrays stand in front of the arguments.
     return len(report.used_inputs) - len(traced.inputs)
 
 
 def _unread_mask(report: Report, traced: Traced) -> Iterator[str]:
-    averages = any(out.kind != "rows" and out.tree != WEIGHT for out in traced.outputs)
+    averages = any(out.kind in ("state", "metric") and out.tree != WEIGHT for out in traced.outputs)
     if traced.mask is None or not averages:  # jdp.evaluate takes the padding out of rows
         return
     if not report.used_inputs[_num_constants(report, traced) + traced.mask]:
@@ -258,6 +302,18 @@ def _warn_of_unused(report: Report) -> None:
             f"the loss does not depend on {_listed(_quoted(unused))}: their gradients are zero, as "
             "on one device (weight decay and momentum still move them). Leave them out with "
             "TrainState.create(trainable=...) if that is meant.",
+            stacklevel=2,
+        )
+
+
+def _warn_of_means(report: Report) -> None:
+    if any(found.kind == AVERAGED for found in report.marks):
+        return
+    for source, paths in reductions.means(report).items():
+        warnings.warn(
+            f"the gradient of {_listed(_quoted(paths))} is the mean over ranks already where it "
+            f"comes to {source or 'jdp.sync_gradients'}, and is sent once more. Write "
+            "apply_gradients(grads, synced=True), or hand over the local gradient.",
             stacklevel=2,
         )
 

@@ -39,6 +39,10 @@ def num_visited(monkeypatch):
     return visited
 
 
+def twice(f, w, x):
+    return f(w) + f(x)
+
+
 def in_cond(x, f):
     return lax.cond(x.sum() > 0, f, lambda x: x, x)
 
@@ -62,7 +66,7 @@ PROGRAMS = {
     "of the same": (lambda w, x: nested(jnp.sin)(w), UNIFORM),
     "of rows": (lambda w, x: nested(jnp.sin)(x), VARYING),
     "of both": (lambda w, x: nested(jnp.sin)(w) + nested(jnp.cos)(x), VARYING),
-    "first of the same, then of rows": (lambda w, x: (lambda f: f(w) + f(x))(nested(jnp.sin)), VARYING),
+    "of the same, then of rows": (lambda w, x: twice(nested(jnp.sin), w, x), VARYING),
     "reduced at the bottom": (lambda w, x: nested(lambda x: pmean(jnp.sin(x)))(x), UNIFORM),
     "the rank at the bottom": (lambda w, x: nested(lambda w: w + rank())(w), VARYING),
     "in a loop": (lambda w, x: in_scan(nested(lambda w: w + 1), w), UNIFORM),

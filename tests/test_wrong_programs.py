@@ -8,11 +8,12 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from wrong_programs import KINDS, RIGHT, WRONG, corpus, scale
+from wrong_programs import KINDS, RIGHT, TWICE, WRONG, corpus, scale
 from wrong_programs.calls import CALLS
 from wrong_programs.own_loops import LOOPS
 
 import jdp
+from jdp import verify
 
 WRONG_HERE = [program for program in WRONG if program.exists()]
 RIGHT_HERE = [program for program in RIGHT if program.exists()]
@@ -59,6 +60,35 @@ def test_accepts_the_right_twin(program):
     lower(program)
 
 
+@pytest.mark.parametrize("program", TWICE, ids=name_of)
+def test_warns_of_what_is_sent_twice(program):
+    with pytest.warns(UserWarning, match="and is sent once more") as caught:
+        lower(program)
+    (message,) = {str(each.message) for each in caught}
+    assert program.line() in message, message
+    assert set(re.findall("`([^`]+)`", message)) == set(program.blames)
+
+
+SCALED = [program for program in WRONG_HERE if program.step.__module__.endswith(".scaled")]
+
+
+def trained_without_a_proof(program, num_ranks, monkeypatch):
+    def accept(jaxpr, traced):
+        own = [out for out in traced.outputs if out.kind == "own"]
+        return verify.Proved(None, (False,) * len(own))
+
+    monkeypatch.setattr(verify, "check", accept)
+    jdp.init(devices=jax.devices()[:num_ranks])
+    state, _ = jdp.train_step(program.step, **program.options)(*program.make())
+    return jax.tree.leaves(jax.device_get(state))
+
+
+@pytest.mark.parametrize("program", SCALED, ids=name_of)
+def test_what_is_refused_for_its_scale_is_wrong_in_numbers(program, monkeypatch):
+    one, four = (trained_without_a_proof(program, n, monkeypatch) for n in (1, 4))
+    assert not all(np.allclose(a, b, rtol=1e-3) for a, b in zip(one, four, strict=True))
+
+
 @pytest.mark.parametrize("refused", CALLS, ids=lambda each: each.call.__name__)
 def test_refuses_the_call(refused):
     with pytest.raises(refused.error, match=refused.message):
@@ -66,7 +96,7 @@ def test_refuses_the_call(refused):
 
 
 def test_is_a_corpus():
-    names = [name_of(program) for program in WRONG + RIGHT]
+    names = [name_of(program) for program in WRONG + TWICE + RIGHT]
     assert len(set(names)) == len(names)
     assert len(WRONG_HERE) >= 200 and len(RIGHT_HERE) >= 50
 

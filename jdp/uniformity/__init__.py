@@ -3,6 +3,18 @@
 from jdp.uniformity.analysis import analyse, find_shard_maps
 from jdp.uniformity.classes import Class
 from jdp.uniformity.function import uniformity
+from jdp.uniformity.provenance import Node, Origin, Provenance
 from jdp.uniformity.report import Deadlock, Marked, Report
 
-__all__ = ["Class", "Deadlock", "Marked", "Report", "analyse", "find_shard_maps", "uniformity"]
+__all__ = [
+    "Class",
+    "Deadlock",
+    "Marked",
+    "Node",
+    "Origin",
+    "Provenance",
+    "Report",
+    "analyse",
+    "find_shard_maps",
+    "uniformity",
+]

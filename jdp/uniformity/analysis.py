@@ -3,6 +3,7 @@
 from typing import Any
 
 from jdp.uniformity import arithmetic, jaxprs
+from jdp.uniformity.provenance import Provenance
 from jdp.uniformity.reads import used_inputs
 from jdp.uniformity.refs import Cell, held
 from jdp.uniformity.report import Report
@@ -63,6 +64,7 @@ def analyse(eqn: Any) -> Report:
             for i, value in enumerate(ins)
             if isinstance(value, Cell)
         ),
+        back=lambda axes: Provenance(body, walk.record, eqn, walk.lattice.axes(axes)),
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from jdp.uniformity import jaxprs
+
 if TYPE_CHECKING:
     from jdp.uniformity.walk import Walk
 
@@ -33,11 +35,38 @@ def _add(walk: Walk, eqn: Any, ins: list[int]) -> int:
 
 
 def _multiply(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    for i, atom in enumerate(eqn.invars):
+        if (number := jaxprs.number(atom)) is not None:
+            return walk.lattice.scale_by_number(ins[1 - i], number)
     return walk.lattice.product(*ins)
 
 
 def _divide(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    return walk.lattice.scale(*ins)
+    number = jaxprs.number(eqn.invars[1])
+    if number:
+        return walk.lattice.scale_by_number(ins[0], 1 / number)
+    return walk.lattice.quotient(*ins)
+
+
+def _put_together(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    """Join parts that stand beside each other: several sums are one, of more numbers."""
+    value = 0
+    for operand in ins:
+        value |= operand
+    return value
+
+
+def _cut_out(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    """Return some elements of the first operand, chosen by the others."""
+    value = ins[0]
+    for index in ins[1:]:
+        value |= index & walk.lattice.varying
+    return value
+
+
+def _cut_in(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    whole, part, *indices = ins
+    return _cut_out(walk, eqn, [whole | part, *indices])
 
 
 def _contract(walk: Walk, eqn: Any, ins: list[int]) -> int:
@@ -47,7 +76,8 @@ def _contract(walk: Walk, eqn: Any, ins: list[int]) -> int:
 
 
 def _select(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    value = ins[0] & walk.lattice.varying
+    # What is chosen by the number of a rank is no rank's own part of anything.
+    value = ins[0] & (walk.lattice.varying | walk.lattice.divided_over(walk.lattice.varying))
     for case in ins[1:]:
         value |= case
     return value
@@ -71,24 +101,24 @@ def _foreign(walk: Walk, eqn: Any, ins: list[int]) -> int:
 
 
 # Zero if all operands are zero. Other operations may give zeros too; nothing depends on those.
-ZERO_OF_ZEROS = frozenset("concatenate cumsum pad reduce_sum stack".split())
+ZERO_OF_ZEROS = frozenset("cumsum reduce_sum".split())
 
 # empty2 is a zero that stands for what the branch not taken would have kept for the gradient.
 _MIX = """
     abs acos acosh after_all and approx_top_k argmax argmin asin asinh atan atan2 atanh bessel_i0e
     bessel_i1e bitcast_convert_type broadcast_to cbrt ceil cholesky cholesky_update clamp clz
-    complex concatenate conj cos cosh create_token cumlogsumexp cummax cummin cumprod cumsum
-    debug_callback debug_print digamma dynamic_slice dynamic_update_slice eig eigh empty2 eq eq_to
-    erf erf_inv erfc exp exp2 expm1 fft floor gather ge gt hessenberg householder_product igamma
+    complex conj cos cosh create_token cumlogsumexp cummax cummin cumprod cumsum
+    debug_callback debug_print digamma eig eigh empty2 eq eq_to
+    erf erf_inv erfc exp exp2 expm1 fft floor ge gt hessenberg householder_product igamma
     igamma_grad_a igammac imag integer_pow iota is_finite le le_to lgamma log log1p log2 logistic lt
-    lt_to lu lu_pivots_to_permutation max min mulhi ne nextafter not one_minus_square or ormqr pad
+    lt_to lu lu_pivots_to_permutation max min mulhi ne nextafter not one_minus_square or ormqr
     platform_index polygamma polynomial population_count pow pure_callback qr random_bits
     random_clone random_fold_in random_gamma random_seed random_split random_unwrap random_wrap real
     reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_window_max
     reduce_window_min reduce_window_sum reduce_xor regularized_incomplete_beta rem rng_bit_generator
     round rsqrt scatter-add scatter-max scatter-min scatter-mul scatter-sub schur
     select_and_gather_add select_and_scatter_add shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stack svd symmetric_product tan tanh threefry2x32
+    shift_right_logical sign sin sinh sqrt square svd symmetric_product tan tanh threefry2x32
     top_k triangular_solve tridiagonal tridiagonal_solve xor zeta
 """
 
@@ -108,6 +138,9 @@ RULES = {
     **dict.fromkeys(_MOVE.split(), move),
     **dict.fromkeys("device_put optimization_barrier".split(), _move_each),
     **dict.fromkeys("add add_any sub".split(), _add),
+    **dict.fromkeys("concatenate pad stack".split(), _put_together),
+    **dict.fromkeys("dynamic_slice gather".split(), _cut_out),
+    "dynamic_update_slice": _cut_in,
     **dict.fromkeys("conv_general_dilated dot_general".split(), _contract),
     **dict.fromkeys("create_linear empty infeed io_callback rng_uniform".split(), _anything),
     "div": _divide,

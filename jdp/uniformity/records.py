@@ -20,6 +20,7 @@ class _Mark(NamedTuple):
 class _Skipped(NamedTuple):
     eqn: Any
     axes: int
+    absent: int
     control: str
 
 
@@ -55,9 +56,9 @@ class Record:
         self._notes[id(eqn)] = _Mark(eqn, value, where)
         self._is_noted = True
 
-    def note_deadlock(self, eqn: Any, axes: int, control: str) -> None:
+    def note_deadlock(self, eqn: Any, axes: int, absent: int, control: str) -> None:
         """Record a collective that some ranks may skip."""
-        self._notes[id(eqn), "deadlock"] = _Skipped(eqn, axes, control)
+        self._notes[id(eqn), "deadlock"] = _Skipped(eqn, axes, absent, control)
         self._is_noted = True
 
     def call(self, eqn: Any, jaxpr: Any, body: Record) -> None:
@@ -69,6 +70,21 @@ class Record:
         """Return the bodies of an equation."""
         found = [note for note in self._notes.values() if isinstance(note, Call)]
         return [note.record for note in found if note.eqn is eqn]
+
+    def child(self, eqn: Any, jaxpr: Any) -> Record:
+        """Return one body of an equation."""
+        call = self._notes[id(eqn), id(jaxpr)]
+        assert isinstance(call, Call)
+        return call.record
+
+    def has(self, key: Any) -> bool:
+        """Whether something was noted of an equation, by its id."""
+        return key in self._notes
+
+    def noted_calls(self) -> list[Call]:
+        """Return the bodies in which something was noted."""
+        notes = self._notes.values()
+        return [note for note in notes if isinstance(note, Call) and _matters(note)]
 
     def end(self, ins: Sequence[Any], outs: list[Any]) -> None:
         """Record what comes out, and what the Refs that went in hold now."""
@@ -96,10 +112,12 @@ class Record:
             if isinstance(note, _Skipped):
                 name = note.eqn.primitive.name
                 found[id(note.eqn)] = Deadlock(
-                    "all_reduce" if name == "jdp_mark" else name.removesuffix("_invariant"),
+                    "all_reduce" if name.startswith("jdp_") else name.removesuffix("_invariant"),
                     tuple(sorted(lattice.names(note.axes))),
                     note.control,
                     line,
+                    lattice.names(note.absent),
+                    note.eqn,
                 )
         return tuple(found.values())
 
@@ -113,7 +131,7 @@ class Record:
                 if other is not None:
                     value, under = value.either(other.value), under | other.under
                 found[id(note.eqn)] = Marked(
-                    **note.eqn.params, value=value, under=under, source=line
+                    **note.eqn.params, value=value, under=under, source=line, eqn=note.eqn
                 )
         return tuple(found.values())
 

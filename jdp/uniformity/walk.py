@@ -28,7 +28,7 @@ class Walk:
     """
 
     def __init__(self, mesh: Any, manual: frozenset[str]):
-        self.lattice = Lattice(mesh.axis_names)
+        self.lattice = Lattice(dict(mesh.shape))
         self.everywhere = self.lattice.axes(manual)
         # Axes along which ranks may not all come here, and the control flow that is why.
         self.where = 0
@@ -42,7 +42,7 @@ class Walk:
 
     def anything(self) -> int:
         """Give the class of a value of which nothing is known."""
-        return self.lattice.mixed | self.everywhere
+        return self.lattice.anything() | self.everywhere
 
     def body(self, jaxpr: Any, ins: Sequence[Any], eqn: Any) -> list[Any]:
         """Return the classes of a jaxpr's outputs for those of its inputs. It is a body of `eqn`.
@@ -136,7 +136,7 @@ class Walk:
     def note_deadlock(self, eqn: Any, absent: int, axes: int) -> None:
         """Note a collective over `axes` to which ranks along the `absent` axes may not come."""
         control = next(name for varying, name in reversed(self._controls) if varying & absent)
-        self.record.note_deadlock(eqn, axes, control)
+        self.record.note_deadlock(eqn, axes, absent, control)
 
     def note_mark(self, eqn: Any, value: int) -> None:
         """Note a mark. The last round of a loop, in which all is final, overwrites the others."""
@@ -154,6 +154,8 @@ def _alike(ins: Sequence[Any]) -> Iterator[Any]:
 
 def _literal(atom: Any, nonzero: int) -> int:
     try:
-        return nonzero if atom.val else 0
+        if not atom.val:
+            return 0
+        return nonzero & -nonzero if atom.val in (1, -1) else nonzero
     except (TypeError, ValueError):  # no number, or several
         return nonzero
