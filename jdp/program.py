@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp import axis, metrics, progress, same, scope, statics, verify, waits
+from jdp import axis, metrics, progress, same, scope, statics, traced, verify, waits
 from jdp.batch import find_mask
 from jdp.collectives import order
 from jdp.collectives.xla import combine_options
@@ -57,7 +57,7 @@ class Program:
         # While a step is traced: what goes in, as it is outside, and what was found to leave.
         self._args: tuple = ()
         self._is_compiling = False
-        self._outputs: list[verify.Output] = []
+        self._outputs: list[traced.Output] = []
         self._marked: frozenset[str] = frozenset()
         self._split: frozenset[str] = frozenset()
         self._gradient_bytes = 0
@@ -182,7 +182,7 @@ class Program:
         self._outputs = [
             *_outputs(f"new {self._argument(0)}", "state", new_state),
             *_outputs("metrics", "metric", reported),
-            verify.Output(verify.WEIGHT, (), "metric", jax.typeof(weight)),
+            traced.Output(traced.WEIGHT, (), "metric", jax.typeof(weight)),
             *_outputs("metrics", "own", own),
             *_outputs("rows", "rows", rows),
         ]
@@ -199,7 +199,7 @@ class Program:
             "returns `(state, metrics)`. Write `return state, {}` where there is nothing to report."
         )
 
-    def _describe(self, args: tuple) -> verify.Traced:
+    def _describe(self, args: tuple) -> traced.Traced:
         state, batch, *_ = self._args
         mask = find_mask(batch)
         before = len(jax.tree.leaves(state))
@@ -209,7 +209,7 @@ class Program:
             for name, arg in zip(map(self._argument, range(len(args))), args, strict=True)
             for path, _ in jax.tree_util.tree_leaves_with_path(arg)
         ]
-        return verify.Traced(
+        return traced.Traced(
             name=self._name,
             axis_name=self._axis_name,
             inputs=named,
@@ -246,8 +246,8 @@ def _strong(leaf: Any) -> Any:
     return leaf
 
 
-def _outputs(name: str, kind: str, tree: Any) -> list[verify.Output]:
+def _outputs(name: str, kind: str, tree: Any) -> list[traced.Output]:
     return [
-        verify.Output(name, path, kind, jax.typeof(leaf))
+        traced.Output(name, path, kind, jax.typeof(leaf))
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     ]

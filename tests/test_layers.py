@@ -27,6 +27,7 @@ ROOMS = (
         "batch",
         "waits",
     ),
+    ("causes",),
     ("placement", "scope", "collectives", "uniformity", "newest"),
     ("mesh", "buckets"),
     ("same",),
@@ -34,7 +35,7 @@ ROOMS = (
     ("exchange",),
     ("joining", "snapshot", "store"),
     ("leaving", "progress"),
-    ("axis", "mark", "statics", "sampler", "prefetch", "dataset", "launch", "schedulers"),
+    ("axis", "mark", "statics", "sampler", "prefetch", "dataset", "launch", "schedulers", "traced"),
     ("background", "commit", "disk", "preemption"),
 )
 # jdp/__init__.py: the public names, which may come from every room and which no room may import.

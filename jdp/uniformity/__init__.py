@@ -3,8 +3,9 @@
 from jdp.uniformity.analysis import analyse, find_shard_maps
 from jdp.uniformity.classes import Class
 from jdp.uniformity.function import uniformity
-from jdp.uniformity.provenance import Node, Origin, Provenance
+from jdp.uniformity.provenance import Origin, Provenance
 from jdp.uniformity.report import Deadlock, Marked, Report
+from jdp.uniformity.way_back import Node
 
 __all__ = [
     "Class",

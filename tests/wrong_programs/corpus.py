@@ -30,7 +30,7 @@ KINDS = {
     "deadlock": "ranks that skip it leave the others waiting",
     "mask": "says which rows are padding, and the step does not read it",
     "gather": 'all_gather(to="invarying") has a wrong gradient',
-    "ref": "may hold another value on each afterwards",
+    "ref": "may hold another value on each after",
 }
 
 

@@ -5,25 +5,25 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from jdp.mark import SYNCED
-from jdp.uniformity import Marked, Report
+from jdp.uniformity.report import Marked, Report
 
 
-def refusals(step: Any, report: Report, names: Collection[str]) -> Iterator[str]:
+def refusals(eqn: Any, report: Report, names: Collection[str]) -> Iterator[str]:
     """Yield a text for each line to which gradients come that have a wrong scale.
 
     Args:
-      step: the shard_map.
+      eqn: the shard_map.
       report: of it.
       names: of the axes that form the data axis.
     """
     told: dict[tuple[str, str], list[str]] = {}
     for found in report.marks:
-        if reason := _reason(step, report, found, names):
+        if reason := _reason(eqn, report, found, names):
             told.setdefault((found.source, reason), []).append(f"`{found.path}`")
     for (source, reason), paths in told.items():
         shown = ", ".join(dict.fromkeys(paths[:5]))
         more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
-        yield reason.format(leaves=shown + more, where=source or "jdp.sync_gradients")
+        yield reason.format(leaves=shown + more, where=source or "jdp")
 
 
 def means(report: Report) -> dict[str, list[str]]:
@@ -41,12 +41,12 @@ def means(report: Report) -> dict[str, list[str]]:
     }
 
 
-def num_ranks(step: Any, axes: Collection[str]) -> int:
+def num_ranks(eqn: Any, axes: Collection[str]) -> int:
     """Count the ranks along some axes of a shard_map."""
-    return math.prod(step.params["mesh"].shape[name] for name in axes)
+    return math.prod(eqn.params["mesh"].shape[name] for name in axes)
 
 
-def _reason(step: Any, report: Report, found: Marked, names: Collection[str]) -> str:
+def _reason(eqn: Any, report: Report, found: Marked, names: Collection[str]) -> str:
     value = found.value
     axes = frozenset(found.axes) | frozenset(names)
     if found.kind not in ("local", SYNCED) or value.zero:
@@ -56,7 +56,7 @@ def _reason(step: Any, report: Report, found: Marked, names: Collection[str]) ->
         node = back.of_mark(found.eqn)
         line = "" if node is None else back.repetition(node)
         return (
-            f"the gradient of {{leaves}} is {num_ranks(step, repeated)} times too large where it "
+            f"the gradient of {{leaves}} is {num_ranks(eqn, repeated)} times too large where it "
             f"comes to {{where}}: {line or 'something'} sums over the ranks what every rank has "
             "the same. Leave the sum out, or write jdp.mean_over_ranks(x)."
         )
@@ -66,7 +66,7 @@ def _reason(step: Any, report: Report, found: Marked, names: Collection[str]) ->
         return ""
     node = back.of_mark(found.eqn)
     line = ("" if node is None else back.reduction(node)) or "something"
-    times = num_ranks(step, value.total & axes)
+    times = num_ranks(eqn, value.total & axes)
     if found.kind == SYNCED:
         return (
             "the gradient of {leaves} was handed to {where} as the mean, with synced=True, but "
