@@ -206,7 +206,7 @@ class Hooks:
 
     def _waited_for(self, slot: list, tokens: list, numbers: list[int]) -> list[jax.Array]:
         after, reduced = None, []
-        options = {"communicator": self._communicator}
+        options = {"scale": self._scale, "communicator": self._communicator}
         for number, bucket, token in zip(numbers, self._plan, tokens, strict=True):
             leaves = [slot[i] for i in bucket]
             after, leaves = done(token, leaves, self._axes, after=after, number=number, **options)

@@ -19,6 +19,15 @@ OWN_WEIGHT = "own_weight"
 # over ranks, of which a mean may be taken again.
 SHARED = "shared"
 AVERAGED = "averaged"
+# What the analysis cannot read off a reduction: that it was divided by the number of ranks; that a
+# number is this rank's share of all weights, which add up to 1; that its author wants the sum.
+MEAN = "mean"
+SHARE = "share"
+SUMMED = "summed"
+# A gradient that is handed on as reduced already.
+SYNCED = "synced"
+# Where what differs from rank to rank is called by a name, its path.
+SOURCE = "source"
 
 
 def mark(x: jax.Array, *, kind: str, path: str, axes: tuple[str, ...]) -> jax.Array:
@@ -34,8 +43,9 @@ def mark(x: jax.Array, *, kind: str, path: str, axes: tuple[str, ...]) -> jax.Ar
       x: array of any shape and dtype.
       kind: what is noted. `"local"`: a gradient on its way to being reduced. The analysis reports
         such a mark and gives `x` the class that it has anyway. `"all_reduced"` is for
-        collectives that are not one primitive of JAX, and the only kind that is believed: what
-        stands here is the sum over `axes`, equal bits on every rank of them.
+        collectives that are not one primitive of JAX, and believed: what stands here is the sum
+        over `axes`, equal bits on every rank of them. Of some other kinds it is believed what they
+        say of the scale of a value, never that ranks hold the same.
       path: the leaf's name as its author would write it.
       axes: names of the mesh axes that the note is about.
 

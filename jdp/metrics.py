@@ -182,6 +182,34 @@ def is_rows(x: Any) -> bool:
     return isinstance(x, Rows)
 
 
+def float_scalars(tree: Any) -> list[jax.Array]:
+    """Return the leaves that `averaged` averages."""
+    return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if _is_float_scalar(leaf)]
+
+
+def with_own(tree: Any, own: Sequence[jax.Array], is_uniform: Sequence[bool]) -> Any:
+    """Put back what was the same on every rank before it was averaged, to the bit.
+
+    Args:
+      tree: what `averaged` gave.
+      own: the `float_scalars` of what it was given.
+      is_uniform: which of those are the same on every rank.
+    """
+    left = iter(zip(own, is_uniform, strict=True))
+
+    def chosen(leaf: jax.Array) -> jax.Array:
+        if not _is_float_scalar(leaf):
+            return leaf
+        value, stays = next(left)
+        return value if stays else leaf
+
+    return jax.tree.map(chosen, tree)
+
+
+def _is_float_scalar(leaf: Any) -> bool:
+    return not jnp.shape(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+
+
 def averaged_and_summed(tree: Any, axis_name: AxisName, summed: jax.Array) -> tuple[Any, jax.Array]:
     """Average a tree as `averaged` does, and sum a vector over ranks, all by one collective.
 
@@ -216,7 +244,7 @@ def averaged(
     average = average or functools.partial(_like_gradients, axis_name=axis_name)
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
-    is_scalar = [not x.shape and jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
+    is_scalar = [_is_float_scalar(x) for x in leaves]
     scalars = [x for x, chosen in zip(leaves, is_scalar, strict=True) if chosen]
     if not scalars:
         return jax.tree.unflatten(treedef, leaves)

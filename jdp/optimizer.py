@@ -10,6 +10,7 @@ import optax
 from jdp import axis, buckets, collectives, sync
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce
+from jdp.mark import SYNCED, mark
 
 
 class Replicated(optax.GradientTransformationExtraArgs):
@@ -87,9 +88,20 @@ def replicated(
                 bucket_bytes=bucket_bytes,
                 mean=mean,
             )
+        else:
+            grads = _handed_on(grads, axis.names(axis_name))
         return wrapped.update(grads, state, params, **extra)
 
     return Replicated(wrapped.init, update, axis_name)
+
+
+def _handed_on(grads: Any, axes: tuple[str, ...]) -> Any:
+    def noted(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        return mark(leaf, kind=SYNCED, path=jax.tree_util.keystr(path), axes=axes)
+
+    return jax.tree_util.tree_map_with_path(noted, grads)
 
 
 def require_outermost(tx: Any) -> None:

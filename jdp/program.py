@@ -22,6 +22,7 @@ from jdp import (
     same,
     scope,
     statics,
+    traced,
     verify,
     waits,
 )
@@ -72,7 +73,7 @@ class Program:
         # While a step is traced: what goes in, as it is outside, and what was found to leave.
         self._args: tuple = ()
         self._is_compiling = False
-        self._outputs: list[verify.Output] = []
+        self._outputs: list[traced.Output] = []
         self._marked: frozenset[str] = frozenset()
         self._split: frozenset[str] = frozenset()
         self._weighed: frozenset[str] = frozenset()
@@ -158,17 +159,18 @@ class Program:
             inputs = _own_beside_batch(*args)
             mapped = self._new_mapped(len(args), self._why_xla)
             jaxpr = mapped.trace(*inputs).jaxpr
-            uniform = self._prove(jaxpr, args)
+            proved = self._prove(jaxpr, args)
             unordered = order.why_unordered(jaxpr)
-            if uniform is not None or self._split or unordered:
+            if proved.gradients is not None or self._split or unordered:
                 # What is sent, and in which order, shows in the program alone.
                 ready = order_of_gradients(jaxpr) if self._split else None
                 why_xla = self._why_xla or unordered
-                mapped = self._new_mapped(len(args), why_xla, uniform=uniform, ready=ready)
+                mapped = self._new_mapped(len(args), why_xla, uniform=proved.gradients, ready=ready)
                 jaxpr = mapped.trace(*inputs).jaxpr
-                verify.check(jaxpr, self._describe(args))
+                proved = verify.check(jaxpr, self._describe(args))
                 order.require(jaxpr)
-            (state, reported, weight), (rows, differs, own) = mapped(*inputs)
+            (state, reported, weight, raw), (rows, differs, own) = mapped(*inputs)
+            reported = metrics.with_own(reported, raw, proved.own_metrics)
             if own:
                 state = statics.hold(rank_state.put(statics.restore(state), own))
             return (
@@ -181,7 +183,7 @@ class Program:
         on_mesh.__name__ = on_mesh.__qualname__ = self._name
         return on_mesh
 
-    def _prove(self, jaxpr: Any, args: tuple) -> frozenset[str] | None:
+    def _prove(self, jaxpr: Any, args: tuple) -> verify.Proved:
         """Check the program, and that of other platforms too, so that all give one verdict."""
         if not self._late_choices:
             return verify.check(jaxpr, self._describe(args))
@@ -189,11 +191,11 @@ class Program:
         mapped = self._new_mapped(len(args), order.PART_OF_ANOTHER, late=not here)
         elsewhere = mapped.trace(*_own_beside_batch(*args))
         programs = {here: jaxpr, not here: elsewhere.jaxpr}
-        uniform = {}
+        proved = {}
         for late in (False, True):  # in this order everywhere, for the same text
-            uniform[late] = verify.check(programs[late], self._describe(args))
+            proved[late] = verify.check(programs[late], self._describe(args))
         verify.require_reverse_mode(programs[True], self._name)
-        return uniform[here]
+        return proved[here]
 
     def _new_mapped(self, num_args: int, why_xla: str | None = None, **found: Any) -> Any:
         on_rank = functools.partial(self._on_rank, why_xla, found)
@@ -227,6 +229,7 @@ class Program:
             returned = self._fn(state, batch, *rest)
             new_state, reported = self._pair(returned)
             reported, rows = metrics.take_rows(reported)
+            raw = metrics.float_scalars(reported)
             if self.arguments is None:
                 reported, differs = metrics.averaged(reported, self._axis_name), None
             else:
@@ -239,7 +242,7 @@ class Program:
         new_state, own = rank_state.take(jax.tree.map(_strong, new_state))
         whole = statics.hold(rank_state.put(new_state, own)) if own else statics.hold(new_state)
         if step.late is not None:  # a program of other platforms
-            return (statics.hold(new_state), reported, weight), (rows, differs, own)
+            return (statics.hold(new_state), reported, weight, raw), (rows, differs, own)
         self._late_choices = step.late_choices
         leaving = _outputs(f"new {self._argument(0)}", "state", whole)
         is_own = rank_state.flags(whole)
@@ -249,11 +252,12 @@ class Program:
         self._outputs = [
             *itertools.compress(leaving, map(operator.not_, is_own)),
             *_outputs("metrics", "metric", reported),
-            verify.Output(verify.WEIGHT, (), "metric", jax.typeof(weight)),
+            traced.Output(traced.WEIGHT, (), "metric", jax.typeof(weight)),
+            *_outputs("metrics", "own", raw),
             *_outputs("rows", "rows", (rows, differs)),
             *(replace(x, kind="rows") for x in itertools.compress(leaving, is_own)),
         ]
-        return (statics.hold(new_state), reported, weight), (rows, differs, own)
+        return (statics.hold(new_state), reported, weight, raw), (rows, differs, own)
 
     def _pair(self, returned: Any) -> tuple[Any, Any]:
         if not self._returns_state:
@@ -266,7 +270,7 @@ class Program:
             "returns `(state, metrics)`. Write `return state, {}` where there is nothing to report."
         )
 
-    def _describe(self, args: tuple) -> verify.Traced:
+    def _describe(self, args: tuple) -> traced.Traced:
         batch = self._args[1]
         mask = find_mask(batch)
         state_names, batch_names, *rest_names = map(self._names, range(len(args)), args)
@@ -274,7 +278,7 @@ class Program:
         uniform = [*itertools.compress(state_names, map(operator.not_, is_own))]
         masks = [len(uniform) + i for i, x in enumerate(jax.tree.leaves(batch)) if x is mask]
         own = itertools.compress(state_names, is_own)
-        return verify.Traced(
+        return traced.Traced(
             name=self._name,
             axis_name=self._axis_name,
             inputs=[*uniform, *batch_names, *own, *itertools.chain(*rest_names)],
@@ -324,8 +328,8 @@ def _strong(leaf: Any) -> Any:
     return leaf
 
 
-def _outputs(name: str, kind: str, tree: Any) -> list[verify.Output]:
+def _outputs(name: str, kind: str, tree: Any) -> list[traced.Output]:
     return [
-        verify.Output(name, path, kind, jax.typeof(leaf))
+        traced.Output(name, path, kind, jax.typeof(leaf))
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     ]

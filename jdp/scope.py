@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jdp import axis
 from jdp.axis import AxisName
-from jdp.mark import WEIGHED, mark
+from jdp.mark import SHARE, WEIGHED, mark
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,8 @@ def share_of(weight: jax.Array, axis_name: AxisName) -> jax.Array:
         total = scope.total  # Summed once, at the start of the step.
     else:
         total = total_weight(weight, axis_name)
-    return jnp.asarray(weight, float) / jnp.where(total == 0, 1, total)
+    share = jnp.asarray(weight, float) / jnp.where(total == 0, 1, total)
+    return mark(share, kind=SHARE, path="", axes=axis.names(axis_name))
 
 
 def total_weight(weight: jax.Array, axis_name: AxisName) -> jax.Array:

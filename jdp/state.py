@@ -11,6 +11,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from jdp import axis, mesh, optimizer, processes, rank_state, statics
+from jdp.mark import SOURCE, mark
 from jdp.optimizer import Replicated
 
 
@@ -134,7 +135,11 @@ class TrainState:
     @property
     def key(self) -> jax.Array:
         """This rank's random key of this step (dropout, augmentation): a typed key, `[]`."""
-        return jax.random.fold_in(self._step_key(), 1 + axis.rank(self.tx.axis_name))
+        rank = axis.rank(self.tx.axis_name)
+        if axis.is_bound(self.tx.axis_name):
+            names = axis.names(self.tx.axis_name)
+            rank = mark(rank, kind=SOURCE, path="state.key", axes=names)
+        return jax.random.fold_in(self._step_key(), 1 + rank)
 
     @property
     def shared_key(self) -> jax.Array:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jdp import axis, buckets, collectives, scope, weighted_sum
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce
-from jdp.mark import ALL_REDUCED, OWN_WEIGHT, mark
+from jdp.mark import ALL_REDUCED, MEAN, OWN_WEIGHT, SUMMED, mark
 
 # XLA merges the psums of `collectives.xla` on CPU whatever their size, so that only the ring feels
 # this. A first guess for GPUs, to be measured there: what is sent last is not hidden.
@@ -114,6 +114,10 @@ def sync_gradients(
             here = jax.extend.core.get_opaque_trace_state()
             num_bytes = sum(leaves[i].size * leaves[i].dtype.itemsize for i in sent)
             step.reductions.append(scope.Reduction(all_reduce, here, num_bytes))
+    if bound and not mean:
+        leaves = [mark(leaf, kind=SUMMED, path="", axes=axes) for leaf in leaves]
+    elif bound and weight is None and axis.size(axes) == 1:  # no division shows it
+        leaves = [mark(leaf, kind=MEAN, path="", axes=axes) for leaf in leaves]
     return jax.tree.unflatten(treedef, leaves)
 
 

@@ -28,7 +28,7 @@ ROOMS = (
         "batch",
         "waits",
     ),
-    ("transposed",),
+    ("causes", "transposed"),
     ("weighted_sum",),
     ("placement", "scope", "collectives", "uniformity", "newest"),
     ("mesh", "buckets"),
@@ -48,6 +48,7 @@ ROOMS = (
         "dataset",
         "launch",
         "schedulers",
+        "traced",
     ),
     ("background", "commit", "disk", "preemption", "differences", "overdue"),
 )

@@ -246,3 +246,55 @@ def test_a_scope_ends_where_it_ends():
             assert scope.innermost() is outer
             raise ZeroDivisionError
     assert scope.current("data") is None
+
+
+# Metrics that every rank has the same
+
+
+NOT_EXACT = np.array([0.1, 1 / 3, 1e-20, 3e38], np.float32)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("weighed", [False, True])
+def test_a_metric_that_every_rank_has_the_same_is_not_touched(num_ranks, weighed):
+    jdp.init(devices=jax.devices()[:num_ranks])
+    traces = []
+    weight = {"weight": lambda batch: batch.sum()} if weighed else {}
+
+    def report(rates, batch):
+        traces.append(1)
+        return {
+            "rates": [rates[i] for i in range(4)],
+            "loss": batch.mean(),
+            "constant": 0.1,
+            "half": rates[0].astype(jnp.bfloat16),
+            "vector": rates,
+            "mean": jdp.mean_over_ranks(batch.mean()),
+        }
+
+    def train(state, batch):
+        return state, report(state, batch)
+
+    batch = np.arange(num_ranks, dtype=np.float32) * 3 + 1
+    _, trained = jdp.train_step(train, donate=False, **weight)(NOT_EXACT, batch)
+    measured = jdp.eval_step(report, **weight)(NOT_EXACT, batch)
+    for got in (trained, measured):
+        np.testing.assert_array_equal([float(x) for x in got["rates"]], NOT_EXACT)
+        assert float(got["constant"]) == np.float32(0.1)
+        assert got["half"] == jnp.bfloat16(0.1)
+        mean = np.average(batch, weights=batch if weighed else None)
+        np.testing.assert_allclose([got["loss"], got["mean"]], mean, rtol=1e-6)
+    assert len(traces) == 2  # one for each step
+
+
+def test_a_metric_of_one_rank_alone_is_averaged(make_mesh):
+    jdp.init(devices=jax.devices()[:4])
+
+    @jdp.eval_step
+    def report(rate, batch):
+        mine = lax.cond(batch[0] > 2, lambda: rate, lambda: 2 * rate)
+        return {"mine": mine, "rate": rate, "rank": lax.axis_index("data") * 1.0}
+
+    got = report(np.float32(0.1), np.arange(4, dtype=np.float32))
+    assert float(got["rate"]) == np.float32(0.1)
+    np.testing.assert_allclose([got["mine"], got["rank"]], [0.175, 1.5], rtol=1e-6)

@@ -8,11 +8,12 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from wrong_programs import KINDS, RIGHT, WRONG, corpus, scale
+from wrong_programs import KINDS, RIGHT, TWICE, WRONG, corpus, scale
 from wrong_programs.calls import CALLS
 from wrong_programs.own_loops import LOOPS
 
 import jdp
+from jdp import verify
 
 WRONG_HERE = [program for program in WRONG if program.exists()]
 RIGHT_HERE = [program for program in RIGHT if program.exists()]
@@ -59,6 +60,35 @@ def test_accepts_the_right_twin(program):
     lower(program)
 
 
+@pytest.mark.parametrize("program", TWICE, ids=name_of)
+def test_warns_of_what_is_sent_twice(program):
+    with pytest.warns(UserWarning, match="and is sent once more") as caught:
+        lower(program)
+    (message,) = {str(each.message) for each in caught}
+    assert program.line() in message, message
+    assert set(re.findall("`([^`]+)`", message)) == set(program.blames)
+
+
+SCALED = [program for program in WRONG_HERE if program.step.__module__.endswith(".scaled")]
+
+
+def trained_without_a_proof(program, num_ranks, monkeypatch):
+    def accept(jaxpr, traced):
+        own = [out for out in traced.outputs if out.kind == "own"]
+        return verify.Proved(None, (False,) * len(own))
+
+    monkeypatch.setattr(verify, "check", accept)
+    jdp.init(devices=jax.devices()[:num_ranks])
+    state, _ = jdp.train_step(program.step, **program.options)(*program.make())
+    return jax.tree.leaves(jax.device_get(state))
+
+
+@pytest.mark.parametrize("program", SCALED, ids=name_of)
+def test_what_is_refused_for_its_scale_is_wrong_in_numbers(program, monkeypatch):
+    one, four = (trained_without_a_proof(program, n, monkeypatch) for n in (1, 4))
+    assert not all(np.allclose(a, b, rtol=1e-3) for a, b in zip(one, four, strict=True))
+
+
 @pytest.mark.parametrize("refused", CALLS, ids=lambda each: each.call.__name__)
 def test_refuses_the_call(refused):
     with pytest.raises(refused.error, match=refused.message):
@@ -66,7 +96,7 @@ def test_refuses_the_call(refused):
 
 
 def test_is_a_corpus():
-    names = [name_of(program) for program in WRONG + RIGHT]
+    names = [name_of(program) for program in WRONG + TWICE + RIGHT]
     assert len(set(names)) == len(names)
     assert len(WRONG_HERE) >= 200 and len(RIGHT_HERE) >= 50
 
@@ -259,3 +289,91 @@ def test_uniformity_gives_the_classes_of_a_right_loop(loop):
 def test_uniformity_refuses_a_wrong_loop(loop):
     with pytest.raises(ValueError, match=loop.outcome):
         jdp.uniformity(loop.f, *loop.arguments(), axis_name=loop.axis_name)
+
+
+# What is said
+
+
+def message_of(program):
+    with pytest.raises(ValueError) as caught:
+        lower(program)
+    return str(caught.value)
+
+
+# Where something that differs comes from, as its author would say it.
+NAMED = re.compile(
+    r"`(batch|rows)\b[^`]*`|`state\.key`|`(axis_index|io_callback|rng_uniform|jnp\.empty|ppermute|"
+    r"pshuffle|all_to_all|reduce_scatter|psum|all_gather|ragged_all_to_all|empty_ref)`|"
+    r"a foreign call|is split by a shard_map|sums (it )?over the ranks|all_gather\(to=|"
+    r"may hold another value on each after [^:]*:\d+: it depends on"
+)
+INTERNAL = re.compile(
+    r"jdp_\w+|\brest\[|\b(program|sync|verify|native|grad|state)\.py|hidden in it"
+)
+
+
+KEPT_ROWS = ("the_last_rows_kept_for_the_next_step", "rows_of_a_batch_in_the_state")
+
+
+@pytest.mark.parametrize("program", WRONG_HERE, ids=name_of)
+def test_says_where_it_comes_in_and_nothing_of_the_inside(program):
+    for line in message_of(program).split("\n- ")[1:]:
+        assert NAMED.search(line), line
+        assert not INTERNAL.search(line), line
+        # A row of the batch that is kept as it is comes from no line.
+        if program.kind not in ("mask", "gather") and name_of(program) not in KEPT_ROWS:
+            assert re.search(r"\b\w+\.py:\d+", line), line
+
+
+def test_says_which_line_multiplies_the_mean_gradient():
+    @jdp.train_step
+    def step(state, batch):
+        grads = jdp.sync_gradients(corpus.gradients(state, batch))
+        grads = {**grads, "w": grads["w"] * batch["x"].mean()}
+        return state.apply_gradients(grads, synced=True), {}
+
+    state, batch = corpus.training()
+    with pytest.raises(ValueError) as caught:
+        step.lower(state, batch)
+    first = step.__wrapped__.__code__.co_firstlineno
+    said = f"test_wrong_programs.py:{first + 3} multiplies the mean gradient by `batch['x']`"
+    assert said in str(caught.value) and "never averaged" not in str(caught.value)
+
+
+def test_tells_of_the_parameters_and_not_of_what_follows_from_them():
+    @jdp.train_step
+    def step(state, batch):
+        w = state["w"] - 0.1 * batch["x"].mean()
+        ema = 0.9 * state["ema"] + 0.1 * w
+        return {"w": w, "ema": ema, "norm": jnp.abs(ema)}, {"w": jnp.stack([w, ema])}
+
+    with pytest.raises(ValueError) as caught:
+        step.lower({"w": 1.0, "ema": 1.0, "norm": 1.0}, corpus.rows())
+    (_, told) = str(caught.value).split("\n- ")
+    assert "`new state['w']`" in told and "ema" not in told and "norm" not in told
+
+
+def test_tells_of_two_causes():
+    @jdp.train_step
+    def step(state, batch):
+        w = state["w"] - 0.1 * batch["x"].mean()
+        return {"w": w, "ema": 0.9 * state["ema"] + w + batch["y"].mean()}, {}
+
+    with pytest.raises(ValueError) as caught:
+        step.lower({"w": 1.0, "ema": 1.0}, corpus.rows())
+    (_, first, second) = str(caught.value).split("\n- ")
+    assert ("ema" in first) != ("ema" in second)
+
+
+def test_says_never_averaged_only_where_nothing_was():
+    def told(f):
+        def step(state, batch):
+            return {"a": f(batch["x"].mean())}, {}
+
+        with pytest.raises(ValueError) as caught:
+            jdp.train_step(step).lower({"a": 1.0}, corpus.rows())
+        return "was never averaged" in str(caught.value)
+
+    assert told(lambda x: x)
+    assert not told(lambda x: jdp.mean_over_ranks(x) + x)
+    assert not told(lambda x: lax.psum(x, "data") * x)

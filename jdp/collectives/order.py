@@ -99,7 +99,7 @@ def why_unordered(jaxpr: Any) -> str | None:
       jaxpr: of the whole program.
     """
     numbers: list[int] = []
-    num_chains = _look_through(jaxpr, numbers)
+    num_chains = _look_through(jaxpr, numbers, set())
     if len(set(numbers)) < len(numbers):
         return "a function that reduces is called twice in one program, and JAX traced it once."
     if num_chains > _MAX_CHAINS:
@@ -122,10 +122,19 @@ def require(jaxpr: Any) -> None:
         )
 
 
-def _look_through(jaxpr: Any, numbers: list[int]) -> int:
-    """Collect the numbers of all all-reduces, and count those that wait for no other one."""
-    num_chains, given = 0, set()
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+def _look_through(jaxpr: Any, numbers: list[int], without: set[int]) -> int:
+    """Collect the numbers of all all-reduces, and count those that wait for no other one.
+
+    Args:
+      jaxpr: where to look.
+      numbers: of what was found so far.
+      without: jaxprs that have no all-reduce, so that one called from many places is read once.
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    if id(jaxpr) in without:
+        return 0
+    num_chains, num_before, given = 0, len(numbers), set()
+    for equation in jaxpr.eqns:
         if equation.primitive.name == "jdp_all_reduce":
             numbers.append(equation.params["number"])
             token, waits = id(equation.invars[TOKEN]), id(equation.outvars[0])
@@ -138,7 +147,9 @@ def _look_through(jaxpr: Any, numbers: list[int]) -> int:
         for value in equation.params.values():
             for inner in value if isinstance(value, (tuple, list)) else (value,):
                 if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                    num_chains += _look_through(inner, numbers)
+                    num_chains += _look_through(inner, numbers, without)
+    if len(numbers) == num_before:
+        without.add(id(jaxpr))
     return num_chains
 
 

@@ -12,7 +12,7 @@ from jdp import axis
 from jdp.axis import AxisName
 from jdp.collectives import order
 from jdp.collectives.xla import Scale
-from jdp.mark import ALL_REDUCED, mark
+from jdp.mark import ALL_REDUCED, MEAN, SUMMED, mark
 
 # What a start gives to its done. It holds nothing: it is there to be waited for.
 TOKEN = jax.ShapeDtypeStruct((1,), jnp.float32)
@@ -73,7 +73,9 @@ def pairs(
     results, after = [], None
     for i, token, bucket in zip(numbers, tokens, buckets, strict=True):
         # In one order on every rank: XLA would turn them round.
-        after, leaves = done(token, bucket, names, after=after, number=i, communicator=communicator)
+        after, leaves = done(
+            token, bucket, names, after=after, scale=scale, number=i, communicator=communicator
+        )
         results.append(leaves)
     return results
 
@@ -109,6 +111,7 @@ def done(
     axis_name: AxisName,
     *,
     after: jax.Array | None,
+    scale: Scale,
     number: int,
     communicator: int = 0,
 ) -> tuple[jax.Array, list[jax.Array]]:
@@ -119,6 +122,7 @@ def done(
       bucket: what `start` got.
       axis_name: the ranks.
       after: the token of the `done` that comes before this one; None for the first.
+      scale: as in `start`.
       number: as in `start`.
       communicator: as in `start`.
 
@@ -133,6 +137,10 @@ def done(
     after, *leaves = call(token, after, *bucket, **_attributes(names, number, communicator))
     # To the analysis a foreign call is anything of its operands, which differ.
     leaves = [mark(leaf, kind=ALL_REDUCED, path="", axes=names) for leaf in leaves]
+    if not isinstance(scale, (int, float)) or scale != 1:
+        is_mean = isinstance(scale, float) and scale == 1.0 / axis.size(axis_name)
+        kind = MEAN if is_mean else SUMMED
+        leaves = [mark(leaf, kind=kind, path="", axes=names) for leaf in leaves]
     return after, leaves
 
 

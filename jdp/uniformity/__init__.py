@@ -4,13 +4,18 @@ from jdp.uniformity.analysis import analyse, find_shard_maps
 from jdp.uniformity.classes import Class
 from jdp.uniformity.declared import declare_pure
 from jdp.uniformity.function import uniformity
+from jdp.uniformity.provenance import Origin, Provenance
 from jdp.uniformity.refusals import compilers_deadlock, unknown_primitives
 from jdp.uniformity.report import Deadlock, Marked, Report
+from jdp.uniformity.way_back import Node
 
 __all__ = [
     "Class",
     "Deadlock",
     "Marked",
+    "Node",
+    "Origin",
+    "Provenance",
     "Report",
     "analyse",
     "compilers_deadlock",

@@ -3,6 +3,7 @@
 from typing import Any
 
 from jdp.uniformity import arithmetic, jaxprs
+from jdp.uniformity.provenance import Provenance
 from jdp.uniformity.reads import used_inputs
 from jdp.uniformity.refs import Cell, held
 from jdp.uniformity.report import Report
@@ -11,19 +12,27 @@ from jdp.uniformity.walk import RULES, Walk
 
 
 def find_shard_maps(jaxpr: Any) -> list[Any]:
-    """Find the outermost shard_map equations of a traced program, in order, also inside of jit.
+    """Find the outermost shard_map equations of a traced program, in order, also inside of jit. One
+    that is called in several places is one equation.
 
     Args:
       jaxpr: of any function, such as `jax.make_jaxpr(f)(x)` or `jax.jit(f).trace(x).jaxpr`.
     """
-    found = []
-    for eqn in jaxprs.opened(jaxpr).eqns:
+    found: dict[int, Any] = {}
+    _find_shard_maps(jaxprs.opened(jaxpr), found, set())
+    return list(found.values())
+
+
+def _find_shard_maps(jaxpr: Any, found: dict[int, Any], seen: set[int]) -> None:
+    if id(jaxpr) in seen:
+        return
+    seen.add(id(jaxpr))
+    for eqn in jaxpr.eqns:
         if eqn.primitive.name == "shard_map":
-            found.append(eqn)
+            found[id(eqn)] = eqn
         else:
             for body in jaxprs.bodies(eqn):
-                found += find_shard_maps(body)
-    return found
+                _find_shard_maps(body, found, seen)
 
 
 def analyse(eqn: Any, *, trusts_unknown: bool = False) -> Report:
@@ -47,16 +56,17 @@ def analyse(eqn: Any, *, trusts_unknown: bool = False) -> Report:
     return Report(
         outputs=outputs,
         output_sources=_sources(eqn, outputs),
-        deadlocks=walk.deadlocks(),
-        marks=walk.marks(),
+        deadlocks=walk.record.deadlocks(walk.lattice),
+        marks=walk.record.marks(walk.lattice),
         opaque=tuple(walk.opaque),
-        unknown=tuple(walk.unknown.items()),
+        unknown=walk.record.unknown(),
         used_inputs=used_inputs(body),
         refs=tuple(
             (i, walk.lattice.decode(value.value))
             for i, value in enumerate(ins)
             if isinstance(value, Cell)
         ),
+        back=lambda axes: Provenance(body, walk.record, eqn, walk.lattice.axes(axes)),
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from jdp.uniformity import jaxprs
+
 if TYPE_CHECKING:
     from jdp.uniformity.walk import Walk
 
@@ -33,6 +35,9 @@ def _add(walk: Walk, eqn: Any, ins: list[int]) -> int:
 
 
 def _multiply(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    for i, atom in enumerate(eqn.invars):
+        if (number := jaxprs.number(atom)) is not None:
+            return walk.lattice.scale_by_number(ins[1 - i], number)
     return walk.lattice.product(*ins)
 
 
@@ -42,7 +47,31 @@ def _weigh(walk: Walk, eqn: Any, ins: list[int]) -> int:
 
 
 def _divide(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    return walk.lattice.scale(*ins)
+    number = jaxprs.number(eqn.invars[1])
+    if number:
+        return walk.lattice.scale_by_number(ins[0], 1 / number)
+    return walk.lattice.quotient(*ins)
+
+
+def _put_together(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    """Join parts that stand beside each other: several sums are one, of more numbers."""
+    value = 0
+    for operand in ins:
+        value |= operand
+    return value
+
+
+def _cut_out(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    """Return some elements of the first operand, chosen by the others."""
+    value = ins[0]
+    for index in ins[1:]:
+        value |= index & walk.lattice.varying
+    return value
+
+
+def _cut_in(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    whole, part, *indices = ins
+    return _cut_out(walk, eqn, [whole | part, *indices])
 
 
 def _contract(walk: Walk, eqn: Any, ins: list[int]) -> int:
@@ -52,7 +81,8 @@ def _contract(walk: Walk, eqn: Any, ins: list[int]) -> int:
 
 
 def _select(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    value = ins[0] & walk.lattice.varying
+    # What is chosen by the number of a rank is no rank's own part of anything.
+    value = ins[0] & (walk.lattice.varying | walk.lattice.divided_over(walk.lattice.varying))
     for case in ins[1:]:
         value |= case
     return value
@@ -79,7 +109,7 @@ def _exported(walk: Walk, eqn: Any, ins: list[int]) -> int:
 
 
 # Zero if all operands are zero. Other operations may give zeros too; nothing depends on those.
-ZERO_OF_ZEROS = frozenset("concatenate cumsum pad reduce_sum stack".split())
+ZERO_OF_ZEROS = frozenset("cumsum reduce_sum".split())
 
 # empty2 is a zero that stands for what the branch not taken would have kept for the gradient.
 _MIX = """
@@ -88,28 +118,27 @@ _MIX = """
     bcoo_sort_indices bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose
     bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense bessel_i0e bessel_i1e
     bitcast_convert_type broadcast_to cbrt ceil check cholesky cholesky_update clamp clz complex
-    concatenate conj coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv coo_todense cos cosh
-    create_token csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense cumlogsumexp
-    cummax cummin cumprod cumsum dce_sink debug_callback debug_print digamma dim_as_value
-    dimension_size dot_product_attention_bwd dot_product_attention_bwd_wrapper
-    dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
-    dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
-    dot_product_attention_fwd dot_product_attention_fwd_wrapper dynamic_slice
-    dynamic_update_slice eig eigh empty2 eq eq_to erf erf_inv erfc exp exp2 expm1 fft floor
-    from_edtype gather ge geqp3 geqrf gt hessenberg householder_product igamma igamma_grad_a
+    conj coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv coo_todense cos cosh create_token
+    csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense cumlogsumexp cummax cummin
+    cumprod cumsum dce_sink debug_callback debug_print digamma dim_as_value dimension_size
+    dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd
+    dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd
+    dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd
+    dot_product_attention_fwd_wrapper eig eigh empty2 eq eq_to erf erf_inv erfc exp exp2 expm1
+    fft floor from_edtype ge geqp3 geqrf gt hessenberg householder_product igamma igamma_grad_a
     igammac imag inspect_sharding integer_pow iota iota_2x32_shape is_finite le le_to lgamma log
     log1p log2 logistic lt lt_to lu lu_pivots_to_permutation max min mulhi ne nextafter not
-    one_minus_square or ormqr pack_dtype pad philox2x32 philox4x32 platform_index polygamma
+    one_minus_square or ormqr pack_dtype philox2x32 philox4x32 platform_index polygamma
     polynomial population_count pow pure_callback qr ragged_dot_general random_bits random_clone
     random_fold_in random_gamma random_seed random_split random_unwrap random_wrap real
     reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_window_max
     reduce_window_min reduce_window_sum reduce_xor regularized_incomplete_beta rem
     rng_bit_generator rnn_bwd rnn_fwd round rsqrt scaled_dot scaled_matmul scaled_matmul_wrapper
-    scatter-add scatter-max scatter-min scatter-mul scatter-sub schur
-    select_and_gather_add select_and_scatter_add shape_assertion shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh spsolve sqrt square stack svd
-    symmetric_product tan tanh threefry2x32 threefry4x32 to_edtype todense top_k
-    triangular_solve tridiagonal tridiagonal_solve unpack_dtype xor zeros_like zeta
+    scatter-add scatter-max scatter-min scatter-mul scatter-sub schur select_and_gather_add
+    select_and_scatter_add shape_assertion shift_left shift_right_arithmetic shift_right_logical
+    sign sin sinh spsolve sqrt square svd symmetric_product tan tanh threefry2x32 threefry4x32
+    to_edtype todense top_k triangular_solve tridiagonal tridiagonal_solve unpack_dtype xor
+    zeros_like zeta
 """
 
 # Elements of the first operand, moved, cast or negated; the casts of JAX's own types of varying
@@ -128,6 +157,9 @@ RULES = {
     **dict.fromkeys(_MOVE.split(), move),
     **dict.fromkeys("device_put jdp_together optimization_barrier".split(), _move_each),
     **dict.fromkeys("add add_any sub".split(), _add),
+    **dict.fromkeys("concatenate pad stack".split(), _put_together),
+    **dict.fromkeys("dynamic_slice gather".split(), _cut_out),
+    "dynamic_update_slice": _cut_in,
     **dict.fromkeys("conv_general_dilated dot_general".split(), _contract),
     **dict.fromkeys("buffer_callback ffi_call".split(), _foreign),
     "call_exported": _exported,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jdp.mark import ALL_REDUCED
+from jdp.mark import ALL_REDUCED, AVERAGED, MEAN, SHARE, SUMMED
 from jdp.uniformity import jaxprs
 
 if TYPE_CHECKING:
@@ -24,7 +24,13 @@ def _all_reduce(walk: Walk, eqn: Any, ins: list[int]) -> list[int]:
 def _native(walk: Walk, eqn: Any, ins: list[int]) -> list[int]:
     axes = _meet(walk, eqn)
     token, *leaves = ins[3:]  # before them the rank, its group and the scale
-    return [walk.lattice.agree(token, axes), *(walk.lattice.all_reduce(x, axes) for x in leaves)]
+    scale = jaxprs.number(eqn.invars[2])
+    sums = [walk.lattice.all_reduce(x, axes) for x in leaves]
+    if scale is None:
+        sums = [walk.lattice.scale(x, ins[2]) for x in sums]
+    elif scale != 1:
+        sums = [walk.lattice.scale_by_number(x, scale) for x in sums]
+    return [walk.lattice.agree(token, axes), *sums]
 
 
 def _agree(walk: Walk, eqn: Any, ins: list[int]) -> list[int]:
@@ -53,9 +59,40 @@ def _rank(walk: Walk, eqn: Any, ins: list[int]) -> int:
 
 def _mark(walk: Walk, eqn: Any, ins: list[int]) -> int:
     walk.note_mark(eqn, ins[0])
-    if eqn.params["kind"] != ALL_REDUCED:
-        return ins[0]
-    return walk.lattice.all_reduce(ins[0], _meet(walk, eqn))
+    believed = _BELIEVED.get(eqn.params["kind"])
+    if believed is not None:
+        return believed(walk, ins[0], eqn)
+    return ins[0]
+
+
+def _reduced(walk: Walk, value: int, eqn: Any) -> int:
+    return walk.lattice.all_reduce(value, _meet(walk, eqn))
+
+
+def _averaged(walk: Walk, value: int, eqn: Any) -> int:
+    return walk.lattice.mean(value, _marked_axes(walk, eqn))
+
+
+def _share(walk: Walk, value: int, eqn: Any) -> int:
+    return walk.lattice.share(value, _marked_axes(walk, eqn))
+
+
+def _summed(walk: Walk, value: int, eqn: Any) -> int:
+    return walk.lattice.as_stated(value, _marked_axes(walk, eqn))
+
+
+def _marked_axes(walk: Walk, eqn: Any) -> int:
+    return walk.lattice.axes(eqn.params["axes"])
+
+
+# Kinds of marks that say more than the program shows.
+_BELIEVED = {
+    ALL_REDUCED: _reduced,
+    AVERAGED: _averaged,
+    MEAN: _averaged,
+    SHARE: _share,
+    SUMMED: _summed,
+}
 
 
 def _meet(walk: Walk, eqn: Any, *, in_groups: bool = True) -> int:
@@ -79,7 +116,8 @@ def _join(ins: list[int]) -> int:
 
 
 def _spread(walk: Walk, value: int, axes: int) -> int:
-    return walk.lattice.mix(value | axes | walk.lattice.data)
+    lattice = walk.lattice
+    return lattice.mix(value | axes | lattice.divided_over(axes) | lattice.data)
 
 
 def _with_start(names: str) -> list[str]:

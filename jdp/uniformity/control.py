@@ -20,7 +20,7 @@ def _cond(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any]:
     index, operands = ins[0] & walk.lattice.varying, ins[1:]
     branches = jaxprs.branches(eqn)
     rows = [walk.under(index, "cond", branch, operands, eqn) for branch in branches]
-    passed_on = [_passed_on(branch) for branch in branches]
+    passed_on = [_passed_on(branch, {}) for branch in branches]
     outs = []
     for values, origins in zip(zip(*rows, strict=True), zip(*passed_on, strict=True), strict=True):
         value = values[0]
@@ -33,23 +33,27 @@ def _cond(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any]:
     return outs
 
 
-def _passed_on(body: Any) -> list[int | None]:
-    """Give for each output the position of the input that it is, None if it is none."""
-    position = {v: i for i, v in enumerate(body.invars)}
-    for eqn in body.eqns:
-        if eqn.primitive.name in jaxprs.CALLS and (inner := jaxprs.called_body(eqn)) is not None:
-            for out, origin in zip(eqn.outvars, _passed_on(inner), strict=True):
-                operand = None if origin is None else eqn.invars[origin]
-                if not jaxprs.is_literal(operand) and operand in position:
-                    position[out] = position[operand]
-    return [None if jaxprs.is_literal(v) else position.get(v) for v in body.outvars]
+def _passed_on(body: Any, known: dict[int, list[int | None]]) -> list[int | None]:
+    """Return for each output the position of the input that it is, None if it is none."""
+    if id(body) not in known:
+        position = {v: i for i, v in enumerate(body.invars)}
+        for eqn in body.eqns:
+            called = eqn.primitive.name in jaxprs.CALLS
+            if called and (inner := jaxprs.called_body(eqn)) is not None:
+                for out, origin in zip(eqn.outvars, _passed_on(inner, known), strict=True):
+                    operand = None if origin is None else eqn.invars[origin]
+                    if not jaxprs.is_literal(operand) and operand in position:
+                        position[out] = position[operand]
+        outs = body.outvars
+        known[id(body)] = [None if jaxprs.is_literal(v) else position.get(v) for v in outs]
+    return known[id(body)]
 
 
 def _while(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any]:
     cond, body, num_cond, num_body = jaxprs.while_parts(eqn)
     for_cond, for_body = ins[:num_cond], ins[num_cond : num_cond + num_body]
     carry = ins[num_cond + num_body :]
-    untouched = [origin == num_body + i for i, origin in enumerate(_passed_on(body))]
+    untouched = [origin == num_body + i for i, origin in enumerate(_passed_on(body, {}))]
     goes_on = 0  # Along which axes ranks may leave the loop at different times.
     while True:
         before = [goes_on, *map(held, carry), *map(held, for_cond), *map(held, for_body)]

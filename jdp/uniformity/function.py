@@ -52,12 +52,12 @@ def uniformity(
     called = getattr(f, "__name__", type(f).__name__)
     traced = _trace(f, args, kwargs)
     shard_maps = find_shard_maps(traced.jaxpr)
-    # One that is called in several places is one equation.
     over_axis = {id(eqn): eqn for eqn in shard_maps if jaxprs.manual_axes(eqn).issuperset(names)}
     if not over_axis:
         raise ValueError(_nothing_found(called, shard_maps, names))
     reports = {key: analyse(eqn) for key, eqn in over_axis.items()}
-    left = _leave(traced.jaxpr, [_Left(False)] * len(traced.jaxpr.invars), reports, names)
+    ins = [_Left(False)] * len(traced.jaxpr.invars)
+    left = _leave(traced.jaxpr, ins, reports, names, {})
     problems = []
     for key, eqn in over_axis.items():
         # An output that leaves in several places is called by the first.
@@ -131,10 +131,30 @@ class _Left(NamedTuple):
     position: int = -1
 
 
+_Known = dict[tuple[Any, ...], list[_Left]]
+
+
 def _leave(
-    jaxpr: Any, ins: Sequence[_Left], reports: dict[int, Report], names: tuple[str, ...]
+    jaxpr: Any,
+    ins: Sequence[_Left],
+    reports: dict[int, Report],
+    names: tuple[str, ...],
+    known: _Known,
 ) -> list[_Left]:
     """Follow the outputs of shard_maps to the outputs of the function around them."""
+    key = id(jaxpr), *ins
+    if key not in known:
+        known[key] = _followed(jaxpr, ins, reports, names, known)
+    return known[key]
+
+
+def _followed(
+    jaxpr: Any,
+    ins: Sequence[_Left],
+    reports: dict[int, Report],
+    names: tuple[str, ...],
+    known: _Known,
+) -> list[_Left]:
     constant = _Left(False)
     env = {**dict.fromkeys(jaxpr.constvars, constant), **dict(zip(jaxpr.invars, ins, strict=True))}
 
@@ -149,12 +169,13 @@ def _leave(
                 for i, value in enumerate(reports[id(eqn)].outputs)
             ]
         elif eqn.primitive.name in jaxprs.CALLS and (body := jaxprs.called_body(eqn)) is not None:
-            outs = _leave(body, operands, reports, names)
+            outs = _leave(body, operands, reports, names, known)
         else:
             varying = any(value.varying for value in operands)
             for body in jaxprs.bodies(eqn):
                 inner = [_Left(varying)] * len(body.invars)
-                varying |= any(value.varying for value in _leave(body, inner, reports, names))
+                left = _leave(body, inner, reports, names, known)
+                varying |= any(value.varying for value in left)
             outs = [_Left(varying)] * len(eqn.outvars)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]

@@ -57,6 +57,16 @@ def is_literal(atom: Any) -> bool:
     return type(atom) is Literal
 
 
+def number(atom: Any) -> float | None:
+    """Return the number that stands in a program as it is, None if it is none or a variable."""
+    if type(atom) is not Literal or getattr(atom.val, "shape", ()):
+        return None
+    try:
+        return float(atom.val)
+    except (TypeError, ValueError):
+        return None
+
+
 def is_ref(variable: Any) -> bool:
     """Tell whether a variable is a `jax.Ref`: its type wraps that of what it holds."""
     return hasattr(variable.aval, "inner_aval")

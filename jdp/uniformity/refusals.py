@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from jdp.uniformity import jaxprs
+from jdp.uniformity import jaxprs, reductions
 from jdp.uniformity.report import Deadlock, Report
 
 
@@ -19,7 +19,7 @@ def refusals(
       paths: what an output of `eqn` is called in the function around it, by its position.
     """
     yield from _deadlocks(report, names)
-    yield from _reduced_twice(report, names)
+    yield from reductions.refusals(eqn, report, names)
     yield from _torn_outputs(eqn, report, names, paths)
     yield from _torn_refs(eqn, report, names)
 
@@ -36,16 +36,6 @@ def _deadlocks(report: Report, names: tuple[str, ...]) -> Iterator[str]:
             "waiting for ever. Make the predicate the same first, for instance "
             f"jax.lax.pmean(loss, {spelled(names)}) < 2."
         )
-
-
-def _reduced_twice(report: Report, names: tuple[str, ...]) -> Iterator[str]:
-    for found in report.marks:
-        if found.kind == "local" and found.value.reduced.intersection(found.axes, names):
-            yield (
-                f"the gradient of `{found.path}` was reduced before it came to "
-                f"{found.source or 'jdp'}: a sum would be averaged as if it were each rank's own, "
-                "a mean sent twice. Hand over the local gradient."
-            )
 
 
 def _torn_outputs(

@@ -1,8 +1,15 @@
 """What an analysis found."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from jdp.uniformity.classes import Class
+
+if TYPE_CHECKING:
+    from jdp.uniformity.provenance import Provenance
 
 
 @dataclass(frozen=True)
@@ -14,6 +21,8 @@ class Deadlock:
       axes: names of the mesh axes along which it communicates.
       control: what it stands under, "cond" or "while".
       source: the author's line, such as "train.py:41"; empty if no line is the author's.
+      under: mesh axes along which ranks may not come to it.
+      eqn: the equation.
       is_compilers: whether XLA would put the collective in, to split `primitive` over `axes`.
     """
 
@@ -21,6 +30,8 @@ class Deadlock:
     axes: tuple[str, ...]
     control: str
     source: str
+    under: frozenset[str] = frozenset()
+    eqn: Any = field(default=None, compare=False, repr=False)
     is_compilers: bool = False
 
 
@@ -34,6 +45,7 @@ class Marked:
         holds the axes that were reduced in any of them.
       under: mesh axes along which ranks may not all come here.
       source: the author's line, as for `Deadlock`.
+      eqn: the equation.
     """
 
     kind: str
@@ -42,6 +54,7 @@ class Marked:
     value: Class
     under: frozenset[str]
     source: str
+    eqn: Any = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -59,6 +72,7 @@ class Report:
       used_inputs: for each input of its body, captured arrays first, whether an output or a side
         effect depends on it.
       refs: position and final class of each input that is a `jax.Ref`.
+      back: for some axes, the way back from what differs along them.
     """
 
     outputs: tuple[Class, ...]
@@ -69,3 +83,4 @@ class Report:
     unknown: tuple[tuple[str, str], ...]
     used_inputs: tuple[bool, ...]
     refs: tuple[tuple[int, Class], ...]
+    back: Callable[[Iterable[str]], Provenance] = field(compare=False, repr=False)

@@ -9,9 +9,8 @@ from jax.extend.core import Literal
 from jdp.uniformity import arithmetic, collectives, control, jaxprs, refs
 from jdp.uniformity.classes import Lattice
 from jdp.uniformity.partitioned import shifts
+from jdp.uniformity.records import Record
 from jdp.uniformity.refs import Cell
-from jdp.uniformity.report import Deadlock, Marked
-from jdp.uniformity.source import source
 
 RULES: dict[str, Any] = {
     **arithmetic.RULES,
@@ -31,40 +30,52 @@ class Walk:
     """
 
     def __init__(self, mesh: Any, manual: frozenset[str], *, trusts_unknown: bool = False):
-        self.lattice = Lattice(mesh.axis_names)
+        self.lattice = Lattice(dict(mesh.shape))
         self.everywhere = self.lattice.axes(manual)
         # Axes along which ranks may not all come here, and the control flow that is why.
         self.where = 0
         self._controls: list[tuple[int, str]] = []
-        # The equations whose bodies we are in: one body may be called from several places.
-        self._path: list[Any] = []
-        self._marks: dict[tuple[int, ...], tuple[Any, int, int, str]] = {}
-        self._deadlocks: dict[int, Deadlock] = {}
+        # Of the body that is walked, and of every body that was, by all that its results depend on.
+        self.record = Record(None, {})
+        self._known: dict[tuple, Record] = {}
         self._mesh = mesh
         self._expanded: dict[int, Any] = {}
         self.opaque: dict[str, None] = {}
         self.trusts_unknown = trusts_unknown
-        self.unknown: dict[str, str] = {}
         # Axes of several devices that are left to the compiler.
         self._automatic = {name for name, size in mesh.shape.items() if size > 1} - manual
 
     def anything(self) -> int:
         """Give the class of a value of which nothing is known."""
-        return self.lattice.mixed | self.everywhere
+        return self.lattice.anything() | self.everywhere
 
     def body(self, jaxpr: Any, ins: Sequence[Any], eqn: Any) -> list[Any]:
-        """Give the classes of a jaxpr's outputs for those of its inputs. It is a body of `eqn`."""
+        """Return the classes of a jaxpr's outputs for those of its inputs. It is a body of `eqn`.
+
+        A body is walked once for all inputs that are alike: nested functions that are called twice
+        each would else be walked 2^depth times.
+        """
+        key = (id(jaxpr), self.where, self.everywhere, *self._controls, *_alike(ins))
+        record = self._known.get(key)
+        if record is None:
+            record = self._known[key] = self._walked(jaxpr, ins)
+        self.record.call(eqn, jaxpr, record)
+        return record.results(ins)
+
+    def _walked(self, jaxpr: Any, ins: Sequence[Any]) -> Record:
         env: dict[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
         for variable in jaxpr.constvars:
             env[variable] = self._captured(variable)
-        self._path.append(eqn)
+        around, self.record = self.record, Record(jaxpr, env)
         self._equations(jaxpr.eqns, env)
-        self._path.pop()
         nonzero = self.lattice.nonzero
-        return [
+        outs = [
             _literal(atom, nonzero) if type(atom) is Literal else env[atom]
             for atom in jaxpr.outvars
         ]
+        record, self.record = self.record, around
+        record.end(ins, outs)
+        return record
 
     def _captured(self, variable: Any) -> Any:
         return Cell(self.anything()) if jaxprs.is_ref(variable) else self.lattice.nonzero
@@ -133,63 +144,35 @@ class Walk:
     def note_deadlock(self, eqn: Any, absent: int, axes: int) -> None:
         """Note a collective over `axes` to which ranks along the `absent` axes may not come."""
         control = next(name for varying, name in reversed(self._controls) if varying & absent)
-        name = eqn.primitive.name
-        self._deadlocks[id(eqn)] = Deadlock(
-            "all_reduce" if name == "jdp_mark" else name.removesuffix("_invariant"),
-            tuple(sorted(self.lattice.names(axes))),
-            control,
-            self._source(eqn),
-        )
+        self.record.note_deadlock(eqn, axes, absent, control)
 
     def _note_shift(self, control: str, jaxpr: Any, around: Any) -> None:
         found = next(shifts(jaxpr), None)
         if found is not None:
-            self._deadlocks[id(around)] = Deadlock(
-                found.primitive.name,
-                tuple(sorted(self._automatic)),
-                control,
-                source(found) or source(around) or self._source(around),
-                is_compilers=True,
-            )
+            self.record.note_shift(found, around, tuple(sorted(self._automatic)), control)
 
     def note_unknown(self, eqn: Any) -> None:
-        """Note a primitive that is on no list, and a line where it stands."""
-        self.unknown.setdefault(eqn.primitive.name, self._source(eqn))
+        """Note a primitive that is on no list."""
+        self.record.note_unknown(eqn)
 
     def note_mark(self, eqn: Any, value: int) -> None:
         """Note a mark. The last round of a loop, in which all is final, overwrites the others."""
-        key = *map(id, self._path), id(eqn)
-        self._marks[key] = eqn, value, self.where, self._source(eqn)
+        self.record.note_mark(eqn, value, self.where)
 
-    def _source(self, eqn: Any) -> str:
-        # JAX cuts tracebacks where it traces a body: without a line of the author's in that, the
-        # equation around it has one. The outermost is the shard_map, which says too little.
-        around = (source(each) for each in (eqn, *reversed(self._path[1:])))
-        return next(filter(None, around), "")
 
-    def deadlocks(self) -> tuple[Deadlock, ...]:
-        """Give the deadlocks that were noted."""
-        return tuple(self._deadlocks.values())
-
-    def marks(self) -> tuple[Marked, ...]:
-        """Give the marks that were noted, one for each equation, wherever it was called."""
-        found: dict[int, Marked] = {}
-        for eqn, value, where, line in self._marks.values():
-            note, under = self.lattice.decode(value), self.lattice.names(where)
-            other = found.get(id(eqn))
-            if other is not None:
-                note = note._replace(
-                    axes=note.axes | other.value.axes,
-                    reduced=note.reduced | other.value.reduced,
-                    zero=note.zero and other.value.zero,
-                )
-                under |= other.under
-            found[id(eqn)] = Marked(**eqn.params, value=note, under=under, source=line)
-        return tuple(found.values())
+def _alike(ins: Sequence[Any]) -> Iterator[Any]:
+    for i, value in enumerate(ins):
+        if isinstance(value, Cell):  # which of the others it is the same Ref as, and what it holds
+            first = next(j for j in range(i + 1) if ins[j] is value)
+            yield first, value.value
+        else:
+            yield value
 
 
 def _literal(atom: Any, nonzero: int) -> int:
     try:
-        return nonzero if atom.val else 0
+        if not atom.val:
+            return 0
+        return nonzero & -nonzero if atom.val in (1, -1) else nonzero
     except (TypeError, ValueError):  # no number, or several
         return nonzero

@@ -16,6 +16,7 @@ from right_programs import (  # noqa: F401 - imported for what they note in the 
     own_rules,
     parameters,
     refs,
+    scaled,
     solvers,
     states,
     statistics,

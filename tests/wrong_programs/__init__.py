@@ -13,8 +13,9 @@ from wrong_programs import (  # noqa: F401 - imported for what they note in the 
     refs,
     reports,
     rules,
+    scaled,
     sources,
 )
-from wrong_programs.corpus import KINDS, RIGHT, WRONG, Program
+from wrong_programs.corpus import KINDS, RIGHT, TWICE, WRONG, Program
 
-__all__ = ["KINDS", "RIGHT", "WRONG", "Program"]
+__all__ = ["KINDS", "RIGHT", "TWICE", "WRONG", "Program"]

@@ -19,16 +19,18 @@ import jdp
 
 # What the message says, besides whose fault it is.
 KINDS = {
-    "varies": "may differ from rank to rank: it depends on this rank's rows",
-    "statistics": "it comes from this rank's rows only",
-    "key": "it is a random key that was made from this rank's",
+    "varies": "Write `state.apply_gradients(grads)` with an optimizer in jdp.replicated",
+    "statistics": "normalise differently if these are batch statistics",
+    "key": "Leave such a random key out of the state",
     "other axis": "may differ along the mesh axis",
-    "metric": "only float scalars are averaged by themselves",
+    "metric": "Only float scalars are averaged by themselves",
     "reduced twice": "was reduced before it came to",
+    "not divided": "nothing divides it: it is 4 times the mean",
+    "repeated": "sums over the ranks what every rank has the same",
     "deadlock": "ranks that skip it leave the others waiting",
     "mask": "says which rows are padding, and the step does not read it",
     "gather": 'all_gather(to="invarying") has a wrong gradient',
-    "ref": "may hold another value on each afterwards",
+    "ref": "may hold another value on each after",
 }
 
 
@@ -66,6 +68,7 @@ class Program(NamedTuple):
 
 
 WRONG: list[Program] = []
+TWICE: list[Program] = []
 RIGHT: list[Program] = []
 
 
@@ -74,6 +77,11 @@ def wrong(
 ) -> Callable[[Callable], Callable]:
     """Note a step that must be refused; `since`, `until` and options of `train_step` go along."""
     return _noted(WRONG, kind, blames, make, options)
+
+
+def twice(*blames: str, make: Callable[[], tuple] | None = None, **options: Any) -> Callable:
+    """Note a step that is right, and sends the gradients `blames` twice."""
+    return _noted(TWICE, "", blames, make, options)
 
 
 def right(*, make: Callable[[], tuple] | None = None, **options: Any) -> Callable:

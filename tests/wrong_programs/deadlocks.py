@@ -12,7 +12,7 @@ from wrong_programs import corpus
 from wrong_programs.corpus import gradients, local, loss_fn, numbers, right, training
 
 # What a step of jdp's reduces gradients with here.
-REDUCTION = "psum" if library.why_missing() else "jdp_all_reduce"
+REDUCTION = "psum" if library.why_missing() else "all_reduce"
 NEXT = [(i, (i + 1) % 4) for i in range(4)]
 
 wrong = functools.partial(corpus.wrong, "deadlock", make=numbers)

@@ -10,7 +10,7 @@ from flax.training.train_state import TrainState as FlaxTrainState
 from jax import lax
 
 import jdp
-from wrong_programs.corpus import gradients, params, predict, right, rows, sgd, wrong
+from wrong_programs.corpus import gradients, params, predict, right, rows, sgd, twice, wrong
 
 SGD = sgd()
 
@@ -35,7 +35,7 @@ def flax_train_state_with_a_wrapped_optimizer(state, batch):
     return state.apply_gradients(grads=gradients(state, batch)), {}
 
 
-@wrong("reduced twice", "['w']", "['b']", make=lambda: flax_state(SGD))
+@twice("['w']", "['b']", make=lambda: flax_state(SGD))
 def flax_train_state_with_pmean_and_a_wrapped_optimizer(state, batch):
     grads = lax.pmean(gradients(state, batch), "data")
     return state.apply_gradients(grads=grads), {}  # <- here
@@ -104,7 +104,7 @@ def nnx_optimizer_that_is_wrapped(state, batch):
     return nnx_step(state, batch)
 
 
-@wrong("reduced twice", "['bias']", "['scale']", make=nnx_state)
+@twice("['bias']", "['scale']", make=nnx_state)
 def nnx_optimizer_after_pmean(state, batch):
     return nnx_step(state, batch, reduce=lambda grads: lax.pmean(grads, "data"))
 

@@ -184,7 +184,7 @@ def summed_over_one_data_axis_where_ranks_of_the_other_differ(state, batch):
     return state, {"summed": lax.cond(differs, total, lambda a: a, state["a"])}
 
 
-@wrong("reduced twice", "['w']", "['b']", make=training_on_both_axes)
+@corpus.right(make=training_on_both_axes, axis_name=BOTH)
 def reduced_over_one_of_two_axes_before_both(state, batch):
     return state.apply_gradients(lax.pmean(gradients(state, batch), "data")), {}
 
@@ -198,6 +198,7 @@ def on_another_name():
 
 
 wrong = functools.partial(corpus.wrong, make=on_another_name, axis_name="batch")
+twice = functools.partial(corpus.twice, make=on_another_name, axis_name="batch")
 
 
 @wrong("varies", "new state.params")
@@ -206,6 +207,6 @@ def forgotten_over_an_axis_of_another_name(state, batch):
     return state.replace(params=corpus.descend(state.params, grads)), {}
 
 
-@wrong("reduced twice", "['w']", "['b']")
+@twice("['w']", "['b']")
 def reduced_twice_over_an_axis_of_another_name(state, batch):
     return state.apply_gradients(lax.pmean(gradients(state, batch), "batch")), {}

@@ -100,10 +100,26 @@ def wrapped_optimizer(p, batch):
     return jax.tree.map(jnp.add, p, updates)
 
 
-@wrong(outcome=r"the gradient of `\['b'\]` was reduced before it came to own_loops.py")
+@right(outcome=ALL_UNIFORM)
 def pmean_and_a_wrapped_optimizer(p, batch):
     tx = sgd()
     grads = lax.pmean(jax.grad(loss_fn)(p, batch), "data")
+    updates, _ = tx.update(grads, tx.init(p), p)
+    return jax.tree.map(jnp.add, p, updates)
+
+
+@wrong(outcome=r"the gradient of .* handed to own_loops.py:\d+ as the mean.* 4 times the mean")
+def sum_handed_to_a_wrapped_optimizer(p, batch):
+    tx = sgd()
+    grads = lax.psum(jax.grad(loss_fn)(p, batch), "data")
+    updates, _ = tx.update(grads, tx.init(p), p, synced=True)
+    return jax.tree.map(jnp.add, p, updates)
+
+
+@wrong(outcome=r"the gradient of .*`\['b'\]`.* was reduced before it came to own_loops.py")
+def psum_and_a_wrapped_optimizer(p, batch):
+    tx = sgd()
+    grads = lax.psum(jax.grad(loss_fn)(p, batch), "data")
     updates, _ = tx.update(grads, tx.init(p), p)
     return jax.tree.map(jnp.add, p, updates)
 

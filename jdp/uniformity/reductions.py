@@ -1,0 +1,102 @@
+"""Gradients that were reduced before jdp reduces them, or were not divided by the ranks."""
+
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from jdp.mark import SYNCED
+from jdp.uniformity.report import Marked, Report
+
+
+def refusals(eqn: Any, report: Report, names: Collection[str]) -> Iterator[str]:
+    """Yield a text for each line to which gradients come that have a wrong scale.
+
+    Args:
+      eqn: the shard_map.
+      report: of it.
+      names: of the axes that form the data axis.
+    """
+    told: dict[tuple[str, str], list[str]] = {}
+    for found in report.marks:
+        if reason := _reason(eqn, report, found, names):
+            told.setdefault((found.source, reason), []).append(f"`{found.path}`")
+    for (source, reason), paths in told.items():
+        shown = ", ".join(dict.fromkeys(paths[:5]))
+        more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+        yield reason.format(leaves=shown + more, where=source or "jdp")
+
+
+def means(report: Report) -> dict[str, list[str]]:
+    """Return the gradients of which all that come to one line are means already, by that line."""
+    by_line: dict[str, list[Marked]] = {}
+    for found in report.marks:
+        if found.kind == "local":
+            by_line.setdefault(found.source, []).append(found)
+    return {
+        line: [found.path for found in marks]
+        for line, marks in by_line.items()
+        if all(_is_reduced(found) for found in marks)
+        # A parameter that multiplies a mean is most often a number: nothing to speak of is sent.
+        and any(found.eqn.outvars[0].aval.size > 1 for found in marks)
+    }
+
+
+def num_ranks(eqn: Any, axes: Collection[str]) -> int:
+    """Count the ranks along some axes of a shard_map."""
+    return math.prod(eqn.params["mesh"].shape[name] for name in axes)
+
+
+def _reason(eqn: Any, report: Report, found: Marked, names: Collection[str]) -> str:
+    value = found.value
+    axes = frozenset(found.axes) | frozenset(names)
+    if found.kind not in ("local", SYNCED) or value.zero:
+        return ""
+    back = report.back(axes)
+    if repeated := value.repeated & axes:
+        node = back.of_mark(found.eqn)
+        line = "" if node is None else back.repetition(node)
+        return (
+            f"the gradient of {{leaves}} is {num_ranks(eqn, repeated)} times too large where it "
+            f"comes to {{where}}: {line or 'something'} sums over the ranks what every rank has "
+            "the same. Leave the sum out, or write jdp.mean_over_ranks(x)."
+        )
+    if not value.total & axes and not (
+        found.kind == "local" and value.unclear & axes and _is_alone(report, found)
+    ):
+        return ""
+    node = back.of_mark(found.eqn)
+    line = ("" if node is None else back.reduction(node)) or "something"
+    times = num_ranks(eqn, value.total & axes)
+    if found.kind == SYNCED:
+        return (
+            "the gradient of {leaves} was handed to {where} as the mean, with synced=True, but "
+            f"{line} sums it over the ranks and nothing divides it: it is {times} times the mean. "
+            "Write jdp.sync_gradients(grads), which divides; or jdp.sync_gradients(grads, "
+            "mean=False) if the loss of each rank was divided by the rows of all."
+        )
+    if value.total & axes:
+        return (
+            f"the gradient of {{leaves}} was reduced before it came to {{where}}: {line} sums it "
+            f"over the ranks, which makes it {times} times the mean, and to average it again does "
+            "not change that. Hand over the local gradient, or write jdp.sync_gradients(grads) in "
+            "place of the sum and then apply_gradients(grads, synced=True)."
+        )
+    return (
+        f"the gradient of {{leaves}} was reduced before it came to {{where}}: {line} sums it over "
+        "the ranks, and whether it is the mean after what was divided since cannot be told. Hand "
+        "over the local gradient, or write apply_gradients(grads, synced=True) if it is the mean."
+    )
+
+
+def _is_reduced(found: Marked) -> bool:
+    axes = set(found.axes)
+    return bool(found.value.reduced & axes) and not found.value.axes & axes
+
+
+def _is_alone(report: Report, found: Marked) -> bool:
+    # What its author has reduced by hand is a whole tree. Beside local gradients, it is that of a
+    # parameter which multiplies a sum over ranks: of losses that are divided by their number, say.
+    others = [each for each in report.marks if each.kind == "local"]
+    return not any(
+        each.value.axes & set(each.axes) for each in others if each.source == found.source
+    )

@@ -1,0 +1,219 @@
+"""Sums and means over ranks: which of them a value is, and where nobody can tell."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from analysed import (
+    AUTO,
+    MESH_2D,
+    MODEL,
+    UNIFORM,
+    VARYING,
+    W,
+    in_scan,
+    pmean,
+    psum,
+    rank,
+    report,
+    table,
+)
+from jax import lax
+from jax.flatten_util import ravel_pytree
+from jax.sharding import PartitionSpec as P
+
+import jdp
+
+N = 4
+MEAN, TOTAL, UNCLEAR = "mean", "total", "unclear"
+
+
+def kinds(value):
+    """What a reduced value is, along the data axis."""
+    if not value.reduced:
+        return None
+    return TOTAL if value.total else UNCLEAR if value.unclear else MEAN
+
+
+def weight(x):
+    return jnp.abs(x).sum()
+
+
+def synced(x, **options):
+    return jdp.sync_gradients(x, **options)
+
+
+def mean_grad(w, x):
+    # Of three rows: a mean of n rows is divided by n, too.
+    return psum(jax.grad(lambda w: jnp.mean((w * x)[:3] ** 2))(w))
+
+
+MEANS = {
+    "pmean": lambda w, x: pmean(x),
+    "divided by n": lambda w, x: psum(x) / N,
+    "divided by the size of the axis": lambda w, x: psum(x) / lax.axis_size("data"),
+    "times one over n": lambda w, x: (1 / N) * psum(x),
+    "in bfloat16": lambda w, x: psum(x.astype(jnp.bfloat16)) * (1 / N),
+    "of what was summed before": lambda w, x: pmean(x * psum(x)),
+    "of everyones rows": lambda w, x: pmean(x * lax.all_gather(x, "data").sum()),
+    "of a mean": lambda w, x: pmean(pmean(x)),
+    "a mean of means": lambda w, x: pmean(pmean(x) * w),
+    "times a parameter": lambda w, x: w * pmean(x),
+    "times a mean": lambda w, x: pmean(x) * pmean(x * x),
+    "over a parameter": lambda w, x: pmean(x) / w,
+    "twice": lambda w, x: 2 * pmean(x),
+    "an nth": lambda w, x: pmean(x) / N,
+    "two means": lambda w, x: pmean(x) - 3 * pmean(x * x),
+    "side by side": lambda w, x: jnp.concatenate([pmean(x), pmean(w * x)]),
+    "stacked": lambda w, x: jnp.stack([pmean(x), pmean(w * x)]),
+    "padded": lambda w, x: jnp.pad(pmean(x), 3),
+    "sliced": lambda w, x: pmean(x)[1:3],
+    "one element": lambda w, x: pmean(x)[0],
+    "one that is chosen": lambda w, x: pmean(x)[jnp.argmax(w)],
+    "one flat vector": lambda w, x: ravel_pytree({"a": pmean(x), "b": pmean(x * x)})[0],
+    "reshaped": lambda w, x: pmean(x).reshape(2, 2).T,
+    "cut in": lambda w, x: lax.dynamic_update_slice(jnp.zeros(8), pmean(x), (2,)),
+    "synced": lambda w, x: synced(x),
+    "synced by psum": lambda w, x: synced(x, all_reduce=jdp.collectives.xla),
+    "synced by a ring": lambda w, x: synced(x, all_reduce=jdp.collectives.ring),
+    "synced by weight": lambda w, x: synced(x, weight=weight(x)),
+    "synced by a constant weight": lambda w, x: synced(x, weight=2.0),
+    "synced by a weight of all": lambda w, x: synced(x, weight=weight(w)),
+    "synced by weight and psum": lambda w, x: synced(
+        x, weight=weight(x), all_reduce=jdp.collectives.xla
+    ),
+    "synced by weight in bfloat16": lambda w, x: synced(x.astype(jnp.bfloat16), weight=weight(x)),
+    "mean over ranks": lambda w, x: jdp.mean_over_ranks(x),
+    "mean over ranks by weight": lambda w, x: jdp.mean_over_ranks(x, weight=weight(x)),
+    "gradient of a global mean": lambda w, x: jax.grad(jdp.global_mean(lambda w: (w * x).sum()))(w),
+    "a multiplier": lambda w, x: jax.grad(lambda w: (w * pmean(x)).sum() + x.sum())(w),
+    "a multiplier of a weighted mean": lambda w, x: jax.grad(
+        lambda w: (w * jdp.mean_over_ranks(x, weight=weight(x))).sum()
+    )(w),
+    "in a scan": lambda w, x: in_scan(lambda c: c + pmean(x), jnp.zeros(4)),
+    "of a cond": lambda w, x: lax.cond(w[0] < 2, lambda: pmean(x), lambda: jnp.zeros(4)),
+    "where finite": lambda w, x: jnp.where(jnp.isfinite(pmean(x)), pmean(x), 0),
+}
+
+TOTALS = {
+    "psum": lambda w, x: psum(x),
+    "of a gradient": mean_grad,
+    "of a mean over rows": lambda w, x: psum(x[:3].mean()),
+    "times a parameter": lambda w, x: w * psum(x),
+    "over a parameter": lambda w, x: psum(x) / w,
+    "times a mean": lambda w, x: psum(x) * pmean(x),
+    "normalised by means before": lambda w, x: psum(jnp.tanh(x - pmean(x))),
+    "negated": lambda w, x: -psum(x),
+    "two of them": lambda w, x: psum(x) + psum(w * x),
+    "side by side": lambda w, x: jnp.concatenate([psum(x), psum(w * x)]),
+    "padded": lambda w, x: jnp.pad(psum(x), 3),
+    "one element": lambda w, x: psum(x)[0],
+    "in a scan": lambda w, x: in_scan(lambda c: c + psum(x), jnp.zeros(4)),
+    "by jax itself": lambda w, x: lax.psum((w * x), "data"),
+}
+
+# Right for what somebody has in mind, and wrong for something else.
+UNCLEARS = {
+    "over its norm": lambda w, x: psum(x) / jnp.linalg.norm(psum(x)),
+    "clipped by its norm": lambda w, x: psum(x) * jnp.minimum(1, 1 / jnp.linalg.norm(psum(x))),
+    "divided by another number": lambda w, x: psum(x) / 3,
+    "times another number": lambda w, x: 0.1 * psum(x),
+    "of nths": lambda w, x: psum(x / N),
+    "of a gradient of an nth": lambda w, x: psum(jax.grad(lambda w: jnp.sum((w * x) ** 2) / N)(w)),
+    "divided by a sum": lambda w, x: psum(x) / psum(weight(x)),
+    "of what was divided by a sum": lambda w, x: psum(x / psum(weight(x))),
+    "of a gradient of what was divided by a sum": lambda w, x: psum(
+        jax.grad(lambda w: jnp.sum((w * x) ** 2) / psum(weight(x)))(w)
+    ),
+    "a product of sums": lambda w, x: psum(x) * psum(x * x),
+    "of the part of one rank": lambda w, x: psum(jnp.where(rank() == 0, x, 0)),
+    "of the mean, by one rank": lambda w, x: psum(jnp.where(rank() == 0, pmean(x), 0)),
+    "of rows of all": lambda w, x: psum(x * lax.all_gather(x, "data").sum()),
+    "a sum or a mean": lambda w, x: lax.cond(w[0] < 2, lambda: psum(x), lambda: pmean(x)),
+    "a sum and a mean": lambda w, x: psum(x) + pmean(x),
+    "that was asked for": lambda w, x: synced(x, mean=False),
+}
+
+SCALES = {
+    **{f"{MEAN}: {name}": (each, MEAN) for name, each in MEANS.items()},
+    **{f"{TOTAL}: {name}": (each, TOTAL) for name, each in TOTALS.items()},
+    **{f"{UNCLEAR}: {name}": (each, UNCLEAR) for name, each in UNCLEARS.items()},
+}
+
+
+@pytest.mark.parametrize(("program", "want"), SCALES.values(), ids=SCALES)
+def test_tells_a_sum_from_a_mean(program, want):
+    found = report(program).outputs
+    assert [kinds(value) for value in found] == [want]
+    assert found[0].axes == UNIFORM and not found[0].repeated
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    ("program", "want"),
+    [(pmean, MEAN), (psum, TOTAL), (synced, MEAN), (lambda x: psum(x) / 5, UNCLEAR)],
+)
+def test_knows_any_number_of_ranks(num_ranks, program, want):
+    mesh = jax.sharding.AbstractMesh((num_ranks,), ("data",), axis_types=(AUTO,))
+    (found,) = report(lambda w, x: program(x), W, jnp.ones(num_ranks), mesh=mesh).outputs
+    assert kinds(found) == want
+
+
+def test_a_mean_over_two_axes_may_be_divided_by_one_after_the_other():
+    specs = {"mesh": MESH_2D, "in_specs": (P(), P(("data", "model")))}
+    both = ("data", "model")
+
+    def classes(program):
+        (found,) = report(program, W, jnp.ones(8), **specs).outputs
+        return found.total
+
+    assert classes(lambda w, x: lax.psum(x, both)) == {"data", "model"}
+    assert classes(lambda w, x: lax.pmean(x, both)) == UNIFORM
+    assert classes(lambda w, x: lax.psum(x, both) / 4) == MODEL
+    assert classes(lambda w, x: lax.psum(x, both) / 4 / 2) == UNIFORM
+    assert classes(lambda w, x: lax.pmean(lax.psum(x, "data"), "model")) == VARYING
+
+
+# Sums of what was the same everywhere
+
+REPEATED = {
+    "of a parameter": lambda w, x: psum(w),
+    "of a mean": lambda w, x: psum(pmean(x)),
+    "of a sum": lambda w, x: psum(psum(x)),
+    "times a number": lambda w, x: w - 0.1 * psum(pmean(x)),
+    "added to something": lambda w, x: w + psum(w),
+    "a multiplier of a parameter": lambda w, x: jax.grad(lambda w: psum(2 * w * W).sum() ** 2)(w),
+    "side by side": lambda w, x: jnp.concatenate([psum(w), psum(2 * w)]),
+}
+
+NOT_REPEATED = {
+    "divided by n": lambda w, x: psum(w) / N,
+    "of nths": lambda w, x: psum(w / N),
+    "pmean": lambda w, x: pmean(w),
+    "over a sum of them": lambda w, x: psum(w) / psum(w.sum()),
+    "of what was divided by the sum": lambda w, x: psum(w / psum(w.sum())),
+    "of constants": lambda w, x: w / psum(jnp.ones(4)),
+    "over a sum of constants": lambda w, x: psum(w) / psum(jnp.ones(4)),
+    "of rows": lambda w, x: psum(x),
+    "of one rank": lambda w, x: psum(jnp.where(rank() == 0, w, 0)),
+    "synced": lambda w, x: synced(w),
+    "synced by weight": lambda w, x: synced(w, weight=weight(x)),
+    "mean over ranks": lambda w, x: jdp.mean_over_ranks(w),
+    "mean over ranks by weight": lambda w, x: jdp.mean_over_ranks(w, weight=weight(x)),
+    "a gradient through pmean": lambda w, x: jax.grad(lambda w: pmean(w * w).sum() ** 2)(w),
+    "a gradient through a ratio of sums": lambda w, x: jax.grad(
+        lambda w: (psum((w * w).sum()) / psum(weight(w))) ** 2
+    )(w),
+    "a gradient through rows": lambda w, x: pmean(jax.grad(lambda w: psum(w * x).sum() ** 2)(w)),
+    "a sum that was asked for": lambda w, x: synced(w, mean=False),
+    "compared": lambda w, x: psum(w) == N * w,
+}
+
+
+@table(REPEATED)
+def test_a_sum_of_what_was_the_same_everywhere_is_seen(program):
+    assert [value.repeated for value in report(program).outputs] == [VARYING]
+
+
+@table(NOT_REPEATED)
+def test_what_is_divided_or_was_different_is_not_repeated(program):
+    assert [value.repeated for value in report(program).outputs] == [UNIFORM]

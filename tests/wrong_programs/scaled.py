@@ -1,0 +1,187 @@
+"""Gradients and states that are n times too large: sums that nothing divides, or of what is shared.
+
+Every rank ends with the same, and with something else than one rank would.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+import jdp
+from wrong_programs import corpus
+from wrong_programs.corpus import (
+    gradients,
+    holding,
+    local,
+    loss_fn,
+    params,
+    right,
+    rows,
+    sgd,
+)
+from wrong_programs.reduced_twice import psum, reduced_backward
+
+W, B, V = "['w']", "['b']", "['v']"
+undivided = functools.partial(corpus.wrong, "not divided")
+repeated = functools.partial(corpus.wrong, "repeated")
+total = functools.partial(corpus.wrong, "reduced twice")
+
+
+# Handed on as the mean
+
+
+@undivided(W, B)
+def sum_handed_on_as_the_mean(state, batch):
+    grads = psum(gradients(state, batch))  # reduced_twice.py
+    return state.apply_gradients(grads, synced=True), {}  # <- here
+
+
+@right()
+def sum_divided_by_the_ranks(state, batch):
+    grads = jax.tree.map(lambda g: g / lax.axis_size("data"), psum(gradients(state, batch)))
+    return state.apply_gradients(grads, synced=True), {}
+
+
+@right()
+def sum_that_was_asked_for(state, batch):
+    grads = jax.tree.map(lambda g: g / 4, gradients(state, batch))
+    grads = jdp.sync_gradients(grads, mean=False)
+    return state.apply_gradients(grads, synced=True), {}
+
+
+@undivided(W, B)
+def sum_by_an_algorithm_of_jdp(state, batch):
+    grads = gradients(state, batch)
+    leaves, treedef = jax.tree.flatten(grads)
+    (leaves,) = jdp.collectives.xla([leaves], "data")  # <- here
+    return state.apply_gradients(treedef.unflatten(leaves), synced=True), {}
+
+
+@undivided(W)
+def one_leaf_is_a_sum(state, batch):
+    grads = gradients(state, batch)
+    grads = {"b": lax.pmean(grads["b"], "data"), "w": lax.psum(grads["w"], "data")}  # <- here
+    return state.apply_gradients(grads, synced=True), {}
+
+
+@undivided(W, B)
+def sum_of_one_flat_vector(state, batch):
+    flat, unravel = ravel_pytree(gradients(state, batch))
+    grads = unravel(lax.psum(flat, "data"))  # <- here
+    return state.apply_gradients(grads, synced=True), {}
+
+
+@undivided(W, B)
+def sum_in_the_backward_pass(state, batch):
+    grads = jax.grad(lambda p: loss_fn(reduced_backward(p), batch))(state.params)
+    return state.apply_gradients(grads, synced=True), {}  # <- here
+
+
+@undivided(W, B, make=lambda: ({"p": params(), "opt": sgd().init(params())}, rows()))
+def sum_handed_to_the_optimizer_itself(state, batch):
+    grads = lax.psum(jax.grad(loss_fn)(state["p"], batch), "data")  # <- here
+    updates, opt = sgd().update(grads, state["opt"], state["p"], synced=True)
+    return {"p": optax.apply_updates(state["p"], updates), "opt": opt}, {}
+
+
+# Parameters that multiply a sum
+
+
+def with_multiplier():
+    p = {**params(), "v": np.float32(0.5)}
+    return jdp.TrainState.create(p, sgd()), rows()
+
+
+@total(V, make=with_multiplier)
+def multiplier_of_a_sum_of_means(state, batch):
+    def loss(p):
+        return loss_fn(p, batch) + p["v"] * lax.psum(local(batch), "data")  # <- here
+
+    return state.apply_gradients(jax.grad(loss)(state.params)), {}
+
+
+@right(make=with_multiplier)
+def multiplier_of_a_mean(state, batch):
+    def loss(p):
+        return loss_fn(p, batch) + p["v"] * lax.pmean(local(batch), "data")
+
+    return state.apply_gradients(jax.grad(loss)(state.params)), {}
+
+
+@repeated(V, make=with_multiplier)
+def multiplier_of_a_sum_of_global_means(state, batch):
+    def loss(p):
+        mean = jdp.mean_over_ranks(local(batch))
+        return loss_fn(p, batch) + p["v"] * lax.psum(mean, "data")  # <- here
+
+    return state.apply_gradients(jax.grad(loss)(state.params)), {}
+
+
+@total(V, make=lambda: (
+    jdp.TrainState.create({**params(), "v": np.ones(3, np.float32)}, sgd()), rows()
+))  # fmt: skip
+def weights_of_groups_side_by_side(state, batch):
+    def loss(p):
+        groups = [lax.psum(batch["x"][:, i].mean(), "data") for i in range(3)]  # <- here
+        return loss_fn(p, batch) + jnp.sum(p["v"] * jnp.stack(groups))
+
+    return state.apply_gradients(jax.grad(loss)(state.params)), {}
+
+
+# Sums of what every rank has the same
+
+
+@repeated(W, B)
+def sum_of_the_mean_gradient(state, batch):
+    grads = lax.psum(jdp.sync_gradients(gradients(state, batch)), "data")  # <- here
+    return state.apply_gradients(grads, synced=True), {}
+
+
+@repeated(W, B)
+def sum_of_the_mean_gradient_that_is_averaged(state, batch):
+    grads = lax.psum(jdp.sync_gradients(gradients(state, batch)), "data")  # <- here
+    return state.apply_gradients(grads), {}
+
+
+@repeated(W, B)
+def sum_of_a_gradient_without_rows(state, batch):
+    grads = jax.grad(lambda p: optax.tree.norm(p, squared=True))(state.params)
+    return state.apply_gradients(lax.psum(grads, "data")), {}  # <- here
+
+
+@right()
+def mean_of_a_gradient_without_rows(state, batch):
+    grads = jax.grad(lambda p: optax.tree.norm(p, squared=True))(state.params)
+    return state.apply_gradients(lax.pmean(grads, "data")), {}
+
+
+@repeated("new state['a']", make=holding(a=np.float32(2)))
+def sum_of_a_mean_that_is_kept(state, batch):
+    mean = jdp.mean_over_ranks(local(batch))
+    return {"a": jdp.sum_over_ranks(mean)}, {}  # <- here
+
+
+@right(make=holding(a=np.float32(2)))
+def sum_of_rows_that_is_kept(state, batch):
+    return {"a": state["a"] + jdp.sum_over_ranks(batch["y"].sum())}, {}
+
+
+@repeated("new state['a']", make=holding(a=np.float32(2)))
+def decay_by_all_ranks(state, batch):
+    return {"a": state["a"] - 0.1 * lax.psum(state["a"], "data")}, {}  # <- here
+
+
+@repeated("new state['v']", make=holding(v=np.arange(4, dtype=np.float32)))
+def average_that_adds_a_sum_of_itself(state, batch):
+    return {"v": 0.5 * state["v"] + lax.psum(state["v"], "data")[::-1]}, {}  # <- here
+
+
+@right(make=holding(v=np.arange(4, dtype=np.float32)))
+def sum_of_the_part_of_one_rank(state, batch):
+    first = lax.axis_index("data") == 0
+    return {"v": lax.psum(jnp.where(first, state["v"], 0), "data")[::-1]}, {}
