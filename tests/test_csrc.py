@@ -35,7 +35,7 @@ def run(command, timeout_s):
 def compile_all(files, flags, folder):
     def compiled(source):
         target = folder / f"{source.stem}.o"
-        run([CXX, *FLAGS, *flags, f"-I{SOURCES}", "-c", str(source), "-o", str(target)], 120)
+        run([CXX, *FLAGS, *flags, f"-I{SOURCES}", "-c", str(source), "-o", str(target)], 300)
         return target
 
     with ThreadPoolExecutor(2) as pool:
