@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jdp.uniformity import collectives, jaxprs, source, walk
-from jdp.weighted_sum import NAME
+from jdp.weighted_sum import MICRO_BATCH, NAME
 
 # No cotangent goes through a maximum, and these do not communicate.
 _HARMLESS = frozenset("axis_index jdp_mark pmax pmin unreduced_pmax unreduced_pmin".split())
@@ -21,7 +21,8 @@ class Found(NamedTuple):
     """A collective that adds up cotangents.
 
     Attributes:
-      name: of the author's collective, of which it is the transpose.
+      name: of the author's collective, of which it is the transpose; `MICRO_BATCH` where a sum of
+        jdp's weighs the ranks as a micro-batch does, and is transposed from outside of it.
       source: the author's line; empty if no line is the author's.
     """
 
@@ -62,11 +63,13 @@ class _Place(NamedTuple):
     Attributes:
       is_transposed: whether JAX made it by transposing another.
       is_ours: whether it belongs to a sum that weighs the ranks.
+      in_micro_batch: whether it is in a micro-batch that was transposed as a whole.
       line: the author's line.
     """
 
     is_transposed: bool = False
     is_ours: bool = False
+    in_micro_batch: bool = False
     line: str = ""
 
     def within(self, eqn: Any) -> "_Place":
@@ -77,6 +80,7 @@ class _Place(NamedTuple):
         return _Place(
             goes_on or "transpose" in transforms,
             self.is_ours or NAME in names,
+            self.in_micro_batch,
             source.source(eqn) or self.line,
         )
 
@@ -84,10 +88,13 @@ class _Place(NamedTuple):
 def _find(jaxpr: Any, axes: frozenset[str], place: _Place) -> Iterator[Found]:
     for eqn in jaxpr.eqns:
         here = place.within(eqn)
-        if here.is_ours:
-            continue
+        if here.is_transposed and eqn.params.get("name") == MICRO_BATCH:
+            here = here._replace(in_micro_batch=True)
         if here.is_transposed and _communicates(eqn, axes):
-            yield Found(_name(eqn), here.line)
+            if not here.is_ours:
+                yield Found(_name(eqn), here.line)
+            elif here.in_micro_batch:
+                yield Found(MICRO_BATCH, here.line)
         for body in jaxprs.bodies(eqn):
             yield from _find(body, axes, here)
 

@@ -18,6 +18,7 @@ from jdp.uniformity import (
     reductions,
     unknown_primitives,
 )
+from jdp.weighted_sum import MICRO_BATCH
 
 
 class Proved(NamedTuple):
@@ -168,6 +169,14 @@ def _unweighted_transposes(step: Any, report: Report, traced: Traced) -> Iterato
     by = shown([f"{name}(weight=)" for name in sorted(traced.weighed)])
     for found in transposed.find(step.params["jaxpr"], axes):
         where = f" at {found.source}" if found.source else ""
+        if found.name == MICRO_BATCH:
+            yield (
+                f"a sum or mean over ranks{where} stands in the micro-batches of a gradient "
+                "and is differentiated from outside of them, too, where ranks weigh differently: "
+                "that gradient would be wrong. Leave accumulate= and micro_batch_rows= out of the "
+                "inner gradient."
+            )
+            continue
         yield (
             f"`{found.name}`{where} is differentiated, and {by} weighs the ranks: JAX adds up the "
             "cotangents of all ranks without their weights, and the gradient would be wrong where "

@@ -19,6 +19,8 @@ from jdp.scope import weighed
 
 # JAX keeps the name of a collective when it transposes it: `verify` tells ours from the author's.
 NAME = "jdp_weighted_sum"
+# A jitted function: one micro-batch with its gradient.
+MICRO_BATCH = "jdp_micro_batch"
 
 
 class Weighting(NamedTuple):

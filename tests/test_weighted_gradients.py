@@ -426,6 +426,25 @@ def test_a_weight_that_the_loss_did_not_know_is_refused(loss, weight):
         trained(2, step, rows(2))
 
 
+@pytest.mark.parametrize("inner", [normalised, masked])
+def test_micro_batches_in_an_inner_gradient_are_refused_where_ranks_meet_in_them(inner):
+    def loss(p, batch):
+        _, grads = jdp.value_and_grad(inner, accumulate=2)(p, batch)
+        grads = jdp.sync_gradients(grads)
+        return masked(jax.tree.map(lambda x, g: x - 0.3 * g, p, grads), batch)
+
+    if inner is normalised:
+        with pytest.raises(ValueError, match="stands in the micro-batches"):
+            trained(2, step_of(loss), rows(2))
+        return
+
+    def on_one(p, batch):
+        grads = jax.grad(masked)(p, batch)
+        return masked(jax.tree.map(lambda x, g: x - 0.3 * g, p, grads), batch)
+
+    assert_equal(trained(4, step_of(loss), rows(4)), jax.value_and_grad(on_one)(params(), rows(4)))
+
+
 def test_an_inner_gradient_may_have_a_weight_of_its_own():
     squared = functools.partial(adapted_by_square, on_ranks=True)
     want = jax.value_and_grad(adapted_by_square)(params(), rows(4))
