@@ -58,7 +58,8 @@ def main() -> None:
 
 def _one_process(at: Peers, quick: bool) -> Iterator[Section]:
     sizes = [64 * KiB] if quick else [4 * KiB, 64 * KiB, MiB, 16 * MiB, 64 * MiB]
-    yield from reduce_one_process.measure(sizes=sizes, **_effort(quick))
+    tree = reduce_one_process.TREE[: 5 if quick else None]
+    yield from reduce_one_process.measure(sizes=sizes, tree=tree, **_effort(quick))
 
 
 def _processes(at: Peers, quick: bool) -> Iterator[Section]:

@@ -21,11 +21,14 @@ TREE = [65_536] * 100  # elements of each leaf: 25 MiB
 GOAL = 3.0
 
 
-def measure(*, sizes: Sequence[int], budget_s: float, min_rounds: int) -> list[Section]:
+def measure(
+    *, sizes: Sequence[int], tree: Sequence[int] = TREE, budget_s: float, min_rounds: int
+) -> list[Section]:
     """Time vectors and the tree, on 2 and on 4 ranks.
 
     Args:
       sizes: bytes of the vectors.
+      tree: elements of its leaves.
       budget_s: seconds for each case.
       min_rounds: rounds of each case even if they take longer.
     """
@@ -38,8 +41,8 @@ def measure(*, sizes: Sequence[int], budget_s: float, min_rounds: int) -> list[S
                 rows, more = time_rows(mesh, [num_bytes // 4], copies)
                 against += rows
                 moved += more
-            rows, more = time_rows(mesh, TREE, copies)
-            against += rows + time_rows(mesh, TREE, None)[0]
+            rows, more = time_rows(mesh, tree, copies)
+            against += rows + time_rows(mesh, tree, None)[0]
             moved += more
     return [_against(against), _moved(moved)]
 
