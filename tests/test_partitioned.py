@@ -160,6 +160,20 @@ def test_a_nested_shard_map_leaves_nothing_to_the_compiler():
     assert not deadlocks(program)
 
 
+def test_inside_of_a_nested_shard_map_its_axis_is_the_authors():
+    def program(w, x):
+        inner = jax.shard_map(
+            under_cond(SHIFTED["roll"]),
+            in_specs=(P("model"), P()),
+            out_specs=P("model"),
+            axis_names={"model"},
+            check_vma=False,
+        )
+        return inner(w, x)
+
+    assert not deadlocks(program)
+
+
 def test_a_step_says_what_to_write():
     jdp.init(jax.make_mesh((2, 2), ("data", "model"), axis_types=(AUTO, AUTO), devices=four()))
 

@@ -520,11 +520,11 @@ def refusal(step, mesh, platform, monkeypatch):
     return str(caught.value)
 
 
-def layers_over_ranks(reduce):
+def layers_over_ranks(reduce, **options):
     def change(grads):
         return {**grads, "layers": jax.tree.map(lambda g: reduce(g, "data"), grads["layers"])}
 
-    return by_default(change)
+    return by_default(change, **options)
 
 
 def varying_params(scan, params, batch):
@@ -549,6 +549,8 @@ WRONG_ON_ONE_PLATFORM = {
     "pmean": (layers_over_ranks(lax.pmean), "reduced before it came"),
     "params that vary": (by_default(form=varying_params), "as xs="),
     "skipped by some ranks": (by_default(form=skipped_by_some), "waiting for ever"),
+    # Each program is wrong in its own way.
+    "both": (layers_over_ranks(lax.psum, form=varying_params), "reduced before it came"),
 }
 
 
