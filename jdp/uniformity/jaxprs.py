@@ -37,8 +37,9 @@ def _jaxprs_in(values: Any) -> Iterator[Any]:
             yield from _jaxprs_in(value)
         elif is_jaxpr(value):
             yield opened(value)
-        elif dataclasses.is_dataclass(value):  # how a Pallas kernel chooses its blocks
-            yield from _jaxprs_in(vars(value).values())
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            # How a Pallas kernel chooses its blocks.
+            yield from _jaxprs_in(getattr(value, each.name) for each in dataclasses.fields(value))
 
 
 def called_body(eqn: Any) -> Any | None:
