@@ -193,8 +193,9 @@ def _named(sources: Sequence[int | str], inputs: Sequence[str]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    parts = [", ".join(names[:-1]), *names[-1:]]
-    return " and ".join(part for part in parts if part)
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _without_consequences(back: Provenance, leaves: Mapping[int, str]) -> dict[int, Node]:

@@ -37,7 +37,7 @@ def summed_loss(state, batch):
 
 def summed_gradient(state, batch):
     grads = jax.tree.map(
-        lambda g: jax.lax.psum(g, "data") * 1.0, jax.grad(loss_fn)(state.params, batch)
+        lambda g: jdp.sync_gradients(g, mean=False) * 1.0, jax.grad(loss_fn)(state.params, batch)
     )
     return state.apply_gradients(grads, synced=True), {}
 

@@ -104,7 +104,7 @@ REFUSED = {
         ["`psum` over 'data' at analysed.py:", "under a `cond`", "pmean(loss, 'data') < 2"],
     ),
     "reduced twice": (
-        mapped(lambda w, x: pmean(local(pmean(x), "['w']"))),
+        mapped(lambda w, x: pmean(local(psum(x), "['w']"))),
         ["the gradient of `['w']` was reduced before", "analysed.py:"],
     ),
     "no shard_map": (lambda w, x: w, ["no shard_map or pmap over 'data'"]),

@@ -158,6 +158,17 @@ def test_knows_any_number_of_ranks(num_ranks, program, want):
     assert kinds(found) == want
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_multiplier_of_a_sum_may_be_divided_with_it(num_ranks):
+    mesh = jax.sharding.AbstractMesh((num_ranks,), ("data",), axis_types=(AUTO,))
+
+    def program(w, x):
+        return jax.grad(lambda w: (w * psum(x)).sum() / num_ranks)(w)
+
+    (found,) = report(program, W, jnp.ones(4 * num_ranks), mesh=mesh).outputs
+    assert kinds(found) != TOTAL
+
+
 def test_a_mean_over_two_axes_may_be_divided_by_one_after_the_other():
     specs = {"mesh": MESH_2D, "in_specs": (P(), P(("data", "model")))}
     both = ("data", "model")

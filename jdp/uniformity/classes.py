@@ -203,7 +203,7 @@ class Lattice:
 
     def scale(self, value: int, by: int) -> int:
         """Return the class of `value * by`, for a `by` that is a constant."""
-        if not by & self._other:  # one
+        if not by & (self._other | self._divided):  # one
             return value | by & self.varying
         if value & self.nonzero and not value & self.data:
             return self.mix(value | by)

@@ -37,8 +37,11 @@ def _jaxprs_in(values: Any) -> Iterator[Any]:
             yield from _jaxprs_in(value)
         elif is_jaxpr(value):
             yield opened(value)
-        elif dataclasses.is_dataclass(value):  # how a Pallas kernel chooses its blocks
-            yield from _jaxprs_in(getattr(value, f.name, None) for f in dataclasses.fields(value))
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            # How a Pallas kernel chooses its blocks.
+            yield from _jaxprs_in(
+                getattr(value, each.name, None) for each in dataclasses.fields(value)
+            )
 
 
 def called_body(eqn: Any) -> Any | None:
