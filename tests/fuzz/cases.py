@@ -40,12 +40,8 @@ IS_HIT = {
 }
 
 # Defects of jdp's that are known: their programs must fail, and the fuzzer passes them over.
-# Whoever mends one takes it out here. They are items 9, 2 and 1 of issue 15.
-KNOWN = (
-    "small floats beside an Auto axis",
-    "subnormal float16",
-    "sums between processes",
-)
+# Whoever mends one takes it out here.
+KNOWN: tuple[str, ...] = ()
 
 
 def known(program):
