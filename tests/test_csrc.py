@@ -69,7 +69,7 @@ def test_the_native_all_reduce_holds_what_its_own_tests_claim(mode, tmp_path):
     objects = compile_all([*LIBRARY, *TESTS], flags, tmp_path)
     shared, mains = objects[: len(LIBRARY)], objects[len(LIBRARY) :]
     for main in mains:
-        run([str(linked(main, shared, flags)), str(num_steps)], 100)
+        run([str(linked(main, shared, flags)), str(num_steps)], 200)
 
 
 # Small slots make many rounds of few bytes, and so find more in a second; the real size is what
