@@ -168,3 +168,17 @@ def test_a_function_with_a_deep_one_around_its_shard_map(num_visited):
 
 def mapped_mean(x):
     return mapped(lambda w, x: pmean(x))(W, x)
+
+
+def test_a_function_reads_what_a_ref_holds_by_then(num_visited):
+    @jax.jit
+    def read(ref):
+        return ref[...] + 0.0
+
+    def program(w, x):
+        ref = jax.new_ref(w)
+        before = read(ref)
+        ref[...] = x
+        return before, read(ref)
+
+    assert [each.axes for each in report(program).outputs] == [UNIFORM, VARYING]
