@@ -56,7 +56,7 @@ class Given(NamedTuple):
     number: int
     checksums: tuple[jax.Array, ...]
     small: dict[str, Any]
-    large: list[tuple[list[str], jax.Array]]
+    large: list[tuple[list[str], list[jax.Array]]]
 
 
 class Arguments:
@@ -73,9 +73,8 @@ class Arguments:
         self._axis_name = axis_name
         self._name_of = name_of
         self._group = exchange.peers(mesh)
-        self._zero: Any = None
         # Position of an argument -> leaves that were hashed in the last call, and what came out.
-        self._last: dict[int, tuple[list[weakref.ref], list[str], jax.Array, jax.Array]] = {}
+        self._last: dict[int, tuple[list[weakref.ref], list[str], Any, jax.Array]] = {}
 
     @property
     def spec(self) -> P:
@@ -90,7 +89,7 @@ class Arguments:
           unknown: positions of the leaves of the state that have to be compared.
         """
         small: dict[str, Any] = {}
-        large: list[tuple[list[str], jax.Array]] = []
+        large: list[tuple[list[str], list[jax.Array]]] = []
         checksums = [self._hashed(0, args[0], large, unknown) if unknown else self.zero]
         for i, arg in enumerate(args[2:], 2):
             if is_small(arg):
@@ -106,12 +105,7 @@ class Arguments:
     @property
     def zero(self) -> jax.Array:
         """The checksum of nothing."""
-        if self._zero is None:
-            shape = (*self._mesh.devices.shape, 2)
-            where = NamedSharding(self._mesh, P(*self._mesh.axis_names))
-            zeros = np.zeros(shape, np.uint32)
-            self._zero = jax.make_array_from_callback(shape, where, lambda index: zeros[index])
-        return self._zero
+        return hashes.zero(self._mesh)
 
     def require_equal(self, given: Given) -> None:
         """Compare before a step runs for the first time; all processes of the mesh come here.
@@ -152,7 +146,7 @@ class Arguments:
         self,
         i: int,
         arg: Any,
-        large: list[tuple[list[str], jax.Array]],
+        large: list[tuple[list[str], list[jax.Array]]],
         chosen: Sequence[int] | None = None,
     ) -> jax.Array:
         named = _named(arg)

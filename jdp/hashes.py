@@ -17,15 +17,15 @@ from jdp import axis
 _ODD = [np.uint32(x) for x in (0x9E3779B1, 0x85EBCA77, 0x85EBCA6B, 0xC2B2AE35, 0x2C1B3C6D)]
 
 
-def of_leaves(where: Mesh, leaves: list[jax.Array]) -> jax.Array:
-    """Hash every device's part of every leaf, in one program without a collective.
+def of_leaves(where: Mesh, leaves: list[jax.Array]) -> list[jax.Array]:
+    """Hash every device's part of every leaf, without a collective.
 
     Args:
       where: the mesh that all leaves lie on.
       leaves: arrays, replicated or split.
 
     Returns:
-      `[*where.devices.shape, leaf, 2]` uint32: each device holds the hashes of its own parts.
+      For each leaf `[*where.devices.shape, 2]` uint32: each device holds the hash of its own part.
       Nothing is waited for.
     """
     return folded(where, leaves, range(len(leaves)))[0]
@@ -33,7 +33,7 @@ def of_leaves(where: Mesh, leaves: list[jax.Array]) -> jax.Array:
 
 def folded(
     where: Mesh, leaves: list[jax.Array], numbers: Sequence[int]
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[list[jax.Array], jax.Array]:
     """Hash as `of_leaves`, and fold the hashes of a device's parts into one.
 
     Args:
@@ -44,49 +44,57 @@ def folded(
     Returns:
       The hashes, and `[*where.devices.shape, 2]` uint32.
     """
-    shardings = (leaf.sharding for leaf in leaves)
-    specs = tuple(x.spec for x in shardings if isinstance(x, NamedSharding))
-    return _program(where, specs, tuple(numbers))(leaves)
+    hashed, total = [], zero(where)
+    for leaf, number in zip(leaves, numbers, strict=True):
+        spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else P()
+        each, total = _program(where, spec)(leaf, np.uint32(2 * number + 1), total)
+        hashed.append(each)
+    return hashed, total
 
 
-def of_this_process(hashed: jax.Array) -> dict[int, str]:
-    """Fetch what `of_leaves` returned: position of a device in the mesh -> its hashes in hex."""
+@functools.cache
+def zero(where: Mesh) -> jax.Array:
+    """Return the fold of no hashes: `[*where.devices.shape, 2]` uint32."""
+    zeros = np.zeros((*where.devices.shape, 2), np.uint32)
+    sharding = NamedSharding(where, P(*where.axis_names))
+    return jax.make_array_from_callback(zeros.shape, sharding, lambda index: zeros[index])
+
+
+def of_this_process(hashed: Sequence[jax.Array]) -> dict[int, str]:
+    """Fetch hashes of `of_leaves`: position of a device in the mesh -> its hashes in hex."""
     return {
-        int(np.ravel_multi_index(position, hashed.shape[:-2])): values.tobytes().hex()
+        int(np.ravel_multi_index(position, hashed[0].shape[:-1])): values.tobytes().hex()
         for position, values in parts(hashed)
     }
 
 
-def parts(hashed: jax.Array) -> list[tuple[tuple[int, ...], np.ndarray]]:
-    """Fetch what `of_leaves` returned for the devices of this process: where, and `[leaf, 2]`."""
-    return [
-        (tuple(each.start or 0 for each in shard.index[:-2]), np.asarray(shard.data).reshape(-1, 2))
-        for shard in hashed.addressable_shards
-    ]
+def parts(hashed: Sequence[jax.Array]) -> list[tuple[tuple[int, ...], np.ndarray]]:
+    """Fetch hashes of `of_leaves` for the devices of this process: where, and `[leaf, 2]`."""
+    found: dict[tuple[int, ...], list[np.ndarray]] = {}
+    for each in hashed:
+        for shard in each.addressable_shards:
+            position = tuple(part.start or 0 for part in shard.index[:-1])
+            found.setdefault(position, []).append(np.asarray(shard.data).reshape(2))
+    return [(position, np.stack(values)) for position, values in found.items()]
 
 
+# One small program for each kind of leaf: that of a whole model would compile for seconds, and a
+# model has few kinds of leaves.
 @functools.cache
-def _program(where: Mesh, specs: tuple[P, ...], numbers: tuple[int, ...]) -> Any:
-    factors = np.array([2 * number + 1 for number in numbers], np.uint32).reshape(-1, 1)
+def _program(where: Mesh, spec: P) -> Any:
+    device = P(*where.axis_names)
 
-    def on_device(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        each, both = (*[1] * where.devices.ndim, len(leaves), 2), (*[1] * where.devices.ndim, 2)
-        if not leaves:  # XLA of JAX 0.12 refuses to multiply nothing.
-            return jnp.zeros(each, jnp.uint32), jnp.zeros(both, jnp.uint32)
-        pairs = [
-            of_part(x, _offsets(x, spec, where)) for x, spec in zip(leaves, specs, strict=True)
-        ]
-        hashed = jnp.asarray(pairs, jnp.uint32)
-        total = (hashed * factors).sum(0, dtype=jnp.uint32)
-        return hashed.reshape(each), total.reshape(both)
+    def on_device(leaf: jax.Array, factor: jax.Array, total: jax.Array) -> Any:
+        hashed = jnp.stack(of_part(leaf, _offsets(leaf, spec, where))).reshape(total.shape)
+        return hashed, total + hashed * factor
 
     # A collective could meet those of a step in flight.
     return jax.jit(
         jax.shard_map(
             on_device,
             mesh=where,
-            in_specs=([*specs],),
-            out_specs=P(*where.axis_names),
+            in_specs=(spec, P(), device),
+            out_specs=(device, device),
             check_vma=False,
         )
     )

@@ -351,10 +351,11 @@ def fail_in_the_third_call(odd):
 
 def test_a_call_that_fails_says_in_what_it_differed(processes):
     for error in processes(2).run(fail_in_the_third_call, 1):
-        assert "call 3 of `step` failed while it ran. It was not the same call on all" in error
+        assert "call 3 of `step` failed: a callback raised OSError" in error
+        assert "It was not the same call on all processes" in error
         assert "`scale` has other values on process 1 than on process 0: 2.0, and 1.0" in error
     for error in processes(2).run(fail_in_the_third_call, 0):
-        assert "call 3 of `step` failed while it ran. " in error and "process 1" not in error
+        assert "call 3 of `step` failed: " in error and "process 1" not in error
 
 
 def restore_and_close(path):
