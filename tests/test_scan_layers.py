@@ -546,7 +546,6 @@ def in_forward_mode(state, batch):
 WRONG_ON_ONE_PLATFORM = {
     "forward mode": (in_forward_mode, "late=False"),
     "psum": (layers_over_ranks(lax.psum), "reduced before it came"),
-    "pmean": (layers_over_ranks(lax.pmean), "reduced before it came"),
     "params that vary": (by_default(form=varying_params), "as xs="),
     "skipped by some ranks": (by_default(form=skipped_by_some), "waiting for ever"),
     # Each program is wrong in its own way.
@@ -566,6 +565,13 @@ def test_what_one_platform_refuses_all_refuse_with_the_same_text(
     )
     assert on_cpu == on_gpu
     assert text in on_cpu
+
+
+def test_a_mean_of_the_gradient_is_taken_on_all_platforms(make_mesh, monkeypatch):
+    step = layers_over_ranks(lax.pmean)
+    for platform in ("cpu", "gpu"):
+        monkeypatch.setattr(scope, "platform", lambda p=platform: p)
+        jdp.train_step(step.__wrapped__).lower(state_of(make_mesh(2), parameters()), rows())
 
 
 @every_form
