@@ -28,9 +28,9 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any) -> Any:
       *rest: its further arguments.
 
     Returns:
-      The metrics of the step, as numpy: floats averaged by weight over all batches (in float64),
-      whole numbers and booleans summed, `jdp.rows` joined in the order of the batches, without
-      the rows that pad.
+      The metrics of the step, as numpy: floats averaged by weight over all batches (in float64,
+      complex ones in complex128), whole numbers and booleans summed, `jdp.rows` joined in the order
+      of the batches, without the rows that pad.
 
     Raises:
       ValueError: if there are no batches.
@@ -99,10 +99,9 @@ def _joined(parts: tuple, weights: list[float]) -> Any:
         return np.concatenate([part.values for part in parts])
     if not jnp.issubdtype(parts[0].dtype, jnp.inexact):  # bfloat16 is one to jnp alone
         return np.sum(parts, axis=0)
+    widest = np.complex128 if np.iscomplexobj(parts[0]) else np.float64
     # A batch in which nothing counts may well report NaN.
-    weighed = [
-        (part.astype(np.float64), w) for part, w in zip(parts, weights, strict=True) if w > 0
-    ]
+    weighed = [(part.astype(widest), w) for part, w in zip(parts, weights, strict=True) if w > 0]
     if not weighed:
-        return np.full_like(parts[0], np.nan, np.float64)  # the mean of nothing
+        return np.full_like(parts[0], np.nan, widest)  # the mean of nothing
     return sum(part * w for part, w in weighed) / sum(w for _, w in weighed)

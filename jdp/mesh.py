@@ -198,7 +198,8 @@ def _replicate_here(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = _replicate_here(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    value = np.asarray(leaf)
+    # A copy, since JAX may go on using the caller's own memory as a device's.
+    value = np.asarray(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 

@@ -38,8 +38,9 @@ class _Call(NamedTuple):
 _in_flight: deque[_Call] = deque()
 # The call that is being made: JAX runs a small program on CPU before it returns.
 _made: _Call | None = None
-# Steps over meshes of several processes.
-_steps: "weakref.WeakSet[Step]" = weakref.WeakSet()
+# Leaves of the last state of each step over several processes. Not by way of the steps: when one of
+# those is collected differs from process to process, and its state may go on in another step.
+_states: list[list[weakref.ref]] = []
 
 # How long a process whose step failed waits for what the others got.
 _EXPLAIN_FAILURE_S = 2.0
@@ -203,7 +204,7 @@ class Step:
                 raise _failed(self.__name__, self._num_calls, is_gone, error, cause) from error
             finally:
                 _made = None
-            self._returned = list(map(weakref.ref, jax.tree.leaves(state)))
+            self._returned[:] = map(weakref.ref, jax.tree.leaves(state))
             _in_flight.append(_Call(self, self._num_calls, program, given, differs, weight))
             _drain(_MAX_IN_FLIGHT)
             if progress.is_first_step and self.returns_state:
@@ -267,13 +268,15 @@ class Step:
 
     def _unknown(self, state: Any, follows: bool) -> Sequence[int]:
         """Return the positions of the leaves of a state that no step has returned."""
-        _steps.add(self)
+        if not any(refs is self._returned for refs in _states):
+            _states.append(self._returned)
         if follows:
             return ()
         leaves = jax.tree.leaves(state)
-        if any(step._is_returned(leaves) for step in _steps):
+        _states[:] = [refs for refs in _states if refs is self._returned or _any_alive(refs)]
+        if any(_are(refs, leaves) for refs in _states):
             return ()
-        return arguments.unknown(leaves, [step._returned for step in _steps])
+        return arguments.unknown(leaves, _states)
 
     def _call_error(self, error: TypeError) -> str:
         hint = ""
@@ -285,10 +288,8 @@ class Step:
         return f"{self.__name__}{self._signature}: {error}.{hint}"
 
     def _is_returned(self, leaves: list[Any]) -> bool:
-        # What the last call returned is placed and shares no buffers: nothing to look at. Done
-        # in every call, for every leaf, so without a line of Python for each.
-        last = map(operator.call, self._returned)
-        return len(leaves) == len(self._returned) and all(map(operator.is_, last, leaves))
+        # What the last call returned is placed and shares no buffers: nothing to look at.
+        return _are(self._returned, leaves)
 
     def _admit(self, state: Any, where: Mesh) -> Any:
         """Place a state that did not come from this step, and copy what is aliased in it."""
@@ -331,6 +332,15 @@ class Step:
             donate=self.donate,
             is_part=is_part,
         )
+
+
+def _are(refs: list[weakref.ref], leaves: list[Any]) -> bool:
+    # In every call, for every leaf, so without a line of Python for each.
+    return len(leaves) == len(refs) and all(map(operator.is_, map(operator.call, refs), leaves))
+
+
+def _any_alive(refs: list[weakref.ref]) -> bool:
+    return any(ref() is not None for ref in refs)
 
 
 def _order_between_processes(where: Mesh) -> None:

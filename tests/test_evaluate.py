@@ -71,6 +71,13 @@ def test_bfloat16_is_averaged_too():
     assert jdp.evaluate(step, None, batches) == 9.5
 
 
+def test_a_complex_mean_keeps_its_imaginary_part():
+    ranks(2)
+    step = jdp.eval_step(lambda _, batch: jdp.mean_over_ranks((1 + 2j) * batch["x"].mean()))
+    batches = jdp.batches(ROWS, 4, epochs=1, shuffle=False, tail="drop")
+    assert jdp.evaluate(step, None, batches) == 9.5 * (1 + 2j)
+
+
 def test_bool_labels_are_no_mask():
     ranks(2)
     step = jdp.eval_step(lambda _, batch: jdp.rows(batch[1]))

@@ -227,6 +227,25 @@ def test_broadcast_takes_the_values_of_process_0(processes):
     assert_close(first, training.params(), tolerance=0)
 
 
+def write_into_what_was_given():
+    jdp.init()
+    # JAX takes memory at multiples of 64 bytes without a copy.
+    memory = np.zeros(1 << 12, np.uint8)
+    given = memory[-memory.ctypes.data % 64 :][:1024].view(np.float32)
+    given[:] = 1
+    kept = jdp.TrainState.create({"w": given}, training.sgd(), model_state={"w": given})
+    given[:] = 2
+    copies = [kept.params["w"], kept.model_state["w"]]
+    return [np.array(shard.data) for x in copies for shard in x.addressable_shards]
+
+
+def test_what_is_written_into_given_arrays_afterwards_is_not_seen(processes):
+    for copies in processes(2).run(write_into_what_was_given):
+        assert copies
+        for copy in copies:
+            np.testing.assert_array_equal(copy, np.ones(256, np.float32))
+
+
 def create_other_model(odd, kind):
     jdp.init()
     p = training.params()
