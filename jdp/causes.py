@@ -8,7 +8,7 @@ import jax
 
 from jdp.mark import SHARED
 from jdp.traced import Output, Traced
-from jdp.uniformity import Node, Origin, Provenance, Report, compilers_deadlock
+from jdp.uniformity import Node, Origin, Provenance, Report, compilers_deadlock, shown
 
 # How something that differs meets what is the same on every rank.
 _VERBS = {
@@ -127,7 +127,8 @@ _STATE = (
 _STATISTICS = (
     "Ranks would drift apart silently, and normalise differently if these are batch statistics. "
     "Store jdp.mean_over_ranks(stats), or give the layer axis_name= (micro-batches that are "
-    "weighed want both)."
+    "weighed want both). State that belongs to a rank or to its rows (hidden states, error "
+    "feedback) goes into jdp.per_rank(x)."
 )
 _KEY = (
     "Ranks would drift apart silently. Leave such a random key out of the state: state.key is this "
@@ -157,12 +158,6 @@ def _refs(report: Report, traced: Traced) -> Iterator[str]:
 def num_constants(report: Report, traced: Traced) -> int:
     """Count the captured arrays, which stand in front of the arguments."""
     return len(report.used_inputs) - len(traced.inputs)
-
-
-def shown(names: Sequence[str]) -> str:
-    """List at most five names, and count the others."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
 
 
 def _why(origins: Sequence[Origin], inputs: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import axis, scope, weighted_sum
+from jdp import axis, scope, statics, weighted_sum
 from jdp.axis import AxisName
 
 
@@ -47,8 +47,8 @@ def mean_over_ranks(
     for leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise TypeError(
-                f"mean_over_ranks of {leaf.dtype}{list(leaf.shape)}: a mean is no whole number. "
-                "Write jdp.sum_over_ranks(x) for counts, or cast to float32."
+                f"mean_over_ranks of {leaf.dtype}{list(leaf.shape)}: the mean of integers is not "
+                "an integer. Write jdp.sum_over_ranks(x) for counts, or cast to float32."
             )
     if not axis.is_bound(axis_name) or not leaves:
         return jax.tree.unflatten(treedef, leaves)
@@ -180,6 +180,21 @@ def unmarked(tree: Any) -> Any:
 def is_rows(x: Any) -> bool:
     """Tell whether a node of a tree was made by `rows`."""
     return isinstance(x, Rows)
+
+
+def require_numbers(tree: Any) -> None:
+    """Refuse metrics that a compiled step cannot return.
+
+    Raises:
+      TypeError: naming the first one that is not an array or a number.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not statics.is_array(leaf) and not hasattr(leaf, "__jax_array__"):
+            raise TypeError(
+                f"`metrics{jax.tree_util.keystr(path)}` is {leaf!r}, of type "
+                f"{type(leaf).__name__}: a compiled step returns arrays and numbers. Leave it out, "
+                "and add it to the metrics that the step returned."
+            )
 
 
 def float_scalars(tree: Any) -> list[jax.Array]:

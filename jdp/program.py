@@ -6,7 +6,7 @@ import itertools
 import operator
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -215,7 +215,7 @@ class Program:
         )
 
     def _on_rank(
-        self, why_xla: str | None, found: dict[str, Any], state: Any, split: Any, *rest: Any
+        self, why_xla: str | None, found: dict[str, Any], state: Any, split: "_Split", *rest: Any
     ) -> Any:
         batch, own = split
         state = statics.restore(state)
@@ -229,6 +229,7 @@ class Program:
             returned = self._fn(state, batch, *rest)
             new_state, reported = self._pair(returned)
             reported, rows = metrics.take_rows(reported)
+            metrics.require_numbers(reported)
             raw = metrics.float_scalars(reported)
             if self.arguments is None:
                 reported, differs = metrics.averaged(reported, self._axis_name), None
@@ -313,12 +314,19 @@ class Program:
         return jax.tree.unflatten(tree, pinned)
 
 
+class _Split(NamedTuple):
+    """The arguments that are split over the ranks; errors of JAX call them by these names."""
+
+    batch: Any
+    own: list[Any]  # arrays of `per_rank`
+
+
 def _own_beside_batch(state: Any, batch: Any, *rest: Any) -> tuple:
     """Return the arguments as the ranks take them: arrays of `per_rank` are split as rows are."""
     if not any(rank_state.flags(state)):
-        return state, (batch, []), *rest
+        return state, _Split(batch, []), *rest
     state, own = rank_state.take(statics.restore(state))
-    return statics.hold(state), (batch, own), *rest
+    return statics.hold(state), _Split(batch, own), *rest
 
 
 def _strong(leaf: Any) -> Any:

@@ -167,13 +167,20 @@ def require_dim(name: str, leaf: Any, num_ranks: int = 1) -> None:
     if not shape or shape[0] % num_ranks:
         raise ValueError(
             f"`{name}` {jnp.result_type(leaf)}{list(shape)} is jdp.per_rank, which is split over "
-            f"the ranks on its first dim, and {_reason(shape, num_ranks)}. For one value on each "
-            "rank add a dim: jnp.zeros((num_ranks, *shape)) outside of a step, value[None] inside."
+            f"the ranks on its first dim, and {_reason(shape, num_ranks)}"
         )
 
 
 def _reason(shape: tuple[int, ...], num_ranks: int) -> str:
-    return f"{shape[0]} does not divide by {num_ranks} ranks" if shape else "a scalar has none"
+    if shape:
+        return (
+            f"{shape[0]} does not divide by {num_ranks} ranks. For state of rows this dim is the "
+            f"rows of the batch, for one value on each rank it is {num_ranks}."
+        )
+    return (
+        "a scalar has none. For one value on each rank add a dim: jnp.zeros((num_ranks, *shape)) "
+        "outside of a step, value[None] inside."
+    )
 
 
 def resized(state: Any, saved: Sequence[np.ndarray], where: str) -> list[np.ndarray]:
@@ -193,8 +200,7 @@ def resized(state: Any, saved: Sequence[np.ndarray], where: str) -> list[np.ndar
     values, position = list(saved), 0
     nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_per_rank)
     for path, node in nodes:
-        leaves = [each for each in jax.tree_util.tree_leaves_with_path(node)]
-        for inner, leaf in leaves:
+        for inner, leaf in jax.tree_util.tree_leaves_with_path(node):
             if not statics.is_array(leaf):
                 continue
             if is_per_rank(node) and position < len(values):

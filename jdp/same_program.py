@@ -34,7 +34,7 @@ class Program(NamedTuple):
         """Describe what `jax.jit(...).trace(...)` and its `.lower()` gave."""
         lines = lowered.as_text().splitlines()  # without names of files, which may differ
         # In the text, too, as far as JAX does not make arguments of them.
-        constants = [*_constants(traced.jaxpr)]
+        constants = [*_constants(traced.jaxpr, set())]
         return cls(name, lines, constants, lambda index: _source(lowered, lines, index))
 
 
@@ -147,8 +147,16 @@ def _file(line: str, places: dict[str, str]) -> str:
     return ""
 
 
-def _constants(jaxpr: Any) -> Iterator[np.ndarray]:
-    """Yield the arrays that a jaxpr, or one within it, captures: as constants or as literals."""
+def _constants(jaxpr: Any, seen: set[int]) -> Iterator[np.ndarray]:
+    """Yield the arrays that a jaxpr, or one within it, captures: as constants or as literals.
+
+    Args:
+      jaxpr: where to look.
+      seen: jaxprs that were looked into, so that one called from many places is read once.
+    """
+    if id(jaxpr) in seen:
+        return
+    seen.add(id(jaxpr))
     yield from map(_numbers, getattr(jaxpr, "consts", ()))
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         literals = (x.val for x in equation.invars if isinstance(x, Literal))
@@ -156,7 +164,7 @@ def _constants(jaxpr: Any) -> Iterator[np.ndarray]:
         for value in equation.params.values():
             for inner in value if isinstance(value, (tuple, list)) else (value,):
                 if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                    yield from _constants(inner)
+                    yield from _constants(inner, seen)
 
 
 def _described(constant: np.ndarray) -> str:

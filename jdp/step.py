@@ -150,8 +150,8 @@ class Step:
     ):
         if weight is not None and not callable(weight):
             raise TypeError(
-                f"weight={weight!r} is no function of the batch. Write how much a rank's rows "
-                'count: weight=lambda batch: batch["mask"].sum().'
+                f"weight= must be a function of the batch, got {weight!r}. For example "
+                'weight=lambda batch: batch["mask"].sum().'
             )
         functools.update_wrapper(self, fn)
         self.__name__ = getattr(fn, "__name__", "step")  # functools.partial has none

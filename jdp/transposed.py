@@ -40,7 +40,7 @@ def find(jaxpr: Any, axes: frozenset[str]) -> list[Found]:
       jaxpr: of a rank.
       axes: names of the axes along which ranks weigh differently.
     """
-    return list(dict.fromkeys(_find(jaxprs.opened(jaxpr), axes, _Place())))
+    return list(dict.fromkeys(_find(jaxprs.opened(jaxpr), axes, _Place(), set())))
 
 
 def find_before(jaxpr: Any, axes: frozenset[str], kind: str) -> list[Found]:
@@ -53,8 +53,12 @@ def find_before(jaxpr: Any, axes: frozenset[str], kind: str) -> list[Found]:
     """
     found: dict[Found, None] = {}
     body = jaxprs.opened(jaxpr)
-    _follow(body, axes, kind, _Place(), [{} for _ in body.invars], found)
+    _follow(body, axes, kind, _Place(), [{} for _ in body.invars], found, {})
     return list(found)
+
+
+# Collectives that a value depends on, in order.
+_Causes = dict[Found, None]
 
 
 class _Place(NamedTuple):
@@ -85,7 +89,12 @@ class _Place(NamedTuple):
         )
 
 
-def _find(jaxpr: Any, axes: frozenset[str], place: _Place) -> Iterator[Found]:
+def _find(
+    jaxpr: Any, axes: frozenset[str], place: _Place, seen: set[tuple[int, _Place]]
+) -> Iterator[Found]:
+    if (id(jaxpr), place) in seen:
+        return
+    seen.add((id(jaxpr), place))
     for eqn in jaxpr.eqns:
         here = place.within(eqn)
         if here.is_transposed and eqn.params.get("name") == MICRO_BATCH:
@@ -96,19 +105,41 @@ def _find(jaxpr: Any, axes: frozenset[str], place: _Place) -> Iterator[Found]:
             elif here.in_micro_batch:
                 yield Found(MICRO_BATCH, here.line)
         for body in jaxprs.bodies(eqn):
-            yield from _find(body, axes, here)
+            yield from _find(body, axes, here, seen)
 
 
 def _follow(
-    jaxpr: Any, axes: frozenset[str], kind: str, place: _Place, ins: list[Any], found: dict
-) -> list[dict[Found, None]]:
+    jaxpr: Any,
+    axes: frozenset[str],
+    kind: str,
+    place: _Place,
+    ins: list[_Causes],
+    found: _Causes,
+    known: dict[Any, list[_Causes]],
+) -> list[_Causes]:
     """Return on which collectives each output depends; add those of marks to `found`.
 
-    What a body gets depends on all operands of its equation, unless it takes just these.
+    What a body gets depends on all operands of its equation, unless it takes just these. `known`
+    has the results of bodies that were followed, so that nested calls cost no 2^depth.
     """
+    key = id(jaxpr), place, *map(tuple, ins)
+    if key not in known:
+        known[key] = _followed(jaxpr, axes, kind, place, ins, found, known)
+    return known[key]
+
+
+def _followed(
+    jaxpr: Any,
+    axes: frozenset[str],
+    kind: str,
+    place: _Place,
+    ins: list[_Causes],
+    found: _Causes,
+    known: dict[Any, list[_Causes]],
+) -> list[_Causes]:
     env: dict[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
 
-    def read(atom: Any) -> dict[Found, None]:
+    def read(atom: Any) -> _Causes:
         return {} if jaxprs.is_literal(atom) else env.get(atom, {})
 
     for eqn in jaxpr.eqns:
@@ -121,10 +152,11 @@ def _follow(
             found.update(value)
         bodies = list(jaxprs.bodies(eqn))
         if eqn.primitive.name in jaxprs.CALLS and (body := jaxprs.called_body(eqn)) is not None:
-            outs = _follow(body, axes, kind, here, operands, found)
+            outs = _follow(body, axes, kind, here, operands, found, known)
         else:
             for body in bodies * 2:  # what a loop carries comes back
-                for each in _follow(body, axes, kind, here, [value] * len(body.invars), found):
+                given = [value] * len(body.invars)
+                for each in _follow(body, axes, kind, here, given, found, known):
                     value = {**value, **each}
             outs = [value] * len(eqn.outvars)
         env.update(zip(eqn.outvars, outs, strict=True))

@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 import jax
 
 from jdp import axis, causes, transposed
-from jdp.causes import shown
 from jdp.mark import AVERAGED, OWN_WEIGHT
 from jdp.traced import WEIGHT, Traced
 from jdp.uniformity import (
     Report,
     analyse,
+    bulleted,
     find_shard_maps,
     jaxprs,
     reductions,
+    shown,
     unknown_primitives,
 )
 from jdp.weighted_sum import MICRO_BATCH
@@ -52,9 +53,9 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
             trusted = analyse(step, trusts_unknown=True)
             if problems != _problems(step, trusted, traced):
                 problems += unknown_primitives(report)
-        listed = "\n".join(f"- {problem}" for problem in problems[:8])
-        more = f"\n- and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise ValueError(f"`{traced.name}` is not the same training on every rank:\n{listed}{more}")
+        raise ValueError(
+            f"`{traced.name}` is not the same training on every rank:\n{bulleted(problems)}"
+        )
     _warn_of_unused(report)
     _warn_of_means(report)
     own = [
@@ -223,4 +224,4 @@ def _warn_of_means(report: Report) -> None:
 
 
 def _quoted(paths: Sequence[str]) -> list[str]:
-    return [f"`{path}`" for path in dict.fromkeys(paths)]
+    return [f"`{path}`" for path in paths]

@@ -298,3 +298,18 @@ def test_a_metric_of_one_rank_alone_is_averaged(make_mesh):
     got = report(np.float32(0.1), np.arange(4, dtype=np.float32))
     assert float(got["rate"]) == np.float32(0.1)
     np.testing.assert_allclose([got["mine"], got["rank"]], [0.175, 1.5], rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_metric_that_is_no_number_is_refused_by_path(num_ranks):
+    jdp.init(devices=jax.devices()[:num_ranks])
+    step = jdp.train_step(lambda state, batch: (state, {"note": {"text": "hello"}}))
+    with pytest.raises(TypeError, match=r"`metrics\['note'\]\['text'\]` is 'hello', of type str"):
+        step({"w": jnp.zeros(2)}, jnp.zeros(4))
+
+
+def test_an_error_of_jax_names_the_leaf_of_the_batch():
+    jdp.init(devices=jax.devices()[:2])
+    step = jdp.train_step(lambda state, batch: (state, {"mean": float(batch["x"].mean())}))
+    with pytest.raises(jax.errors.ConcretizationTypeError, match=r"batch\['x'\]"):
+        step({"w": jnp.zeros(2)}, {"x": jnp.zeros(4)})

@@ -131,6 +131,18 @@ def test_what_the_rest_of_the_state_takes_from_it_must_be_reduced():
         unwraps(state, np.zeros(2))
 
 
+def test_state_of_rows_that_is_not_declared_is_told_of_per_rank():
+    training.ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        return state.replace(model_state=batch["x"]), {}
+
+    state = jdp.TrainState.create({"w": np.ones(2)}, training.sgd(), model_state=np.zeros((2, 3)))
+    with pytest.raises(ValueError, match=r"new state\.model_state.*jdp\.per_rank\(x\)"):
+        step(state, {"x": np.zeros((4, 3))})
+
+
 @pytest.mark.parametrize(
     "value, what", [(np.zeros(3), "3 does not divide by 2"), (np.float32(1), "a scalar has none")]
 )

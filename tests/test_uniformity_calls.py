@@ -2,11 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from analysed import UNIFORM, VARYING, W, X, in_scan, local, mapped, pmean, psum, rank, report
 from jax import lax
 
 import jdp
+from jdp import same_program
+from jdp.uniformity import jaxprs, partitioned
 from jdp.uniformity.walk import Walk
 
 DEPTH = 20
@@ -159,6 +162,60 @@ def test_a_whole_step_is_proved(num_visited):
         return {"w": state["w"] + jdp.mean_over_ranks(deep(batch).mean())}, {}
 
     jax.eval_shape(step, {"w": jnp.zeros(())}, jnp.ones(2))
+
+
+@pytest.fixture
+def num_opened(monkeypatch):
+    """How many equations were looked into by whatever reads a traced program."""
+    opened = [0]
+    bodies = jaxprs.bodies
+
+    def counting(eqn):
+        opened[0] += 1
+        assert opened[0] < 10_000
+        return bodies(eqn)
+
+    monkeypatch.setattr(jaxprs, "bodies", counting)
+    return opened
+
+
+def test_a_step_with_a_weight_is_proved(num_opened):
+    jdp.init(devices=jax.devices()[:2])
+    deep = nested(jnp.sin)
+
+    @jdp.eval_step(weight=lambda batch: batch.sum())
+    def measure(state, batch):
+        return {"mean": deep(batch).mean()}
+
+    jax.eval_shape(measure, {}, jnp.ones(2))
+    assert num_opened[0]
+
+
+def test_a_step_with_gradients_of_their_own_weight_is_proved(num_opened):
+    jdp.init(devices=jax.devices()[:2])
+    deep = nested(jnp.sin)
+
+    @jdp.train_step
+    def step(state, batch):
+        grads = {"w": in_scan(lambda c: in_scan(deep, c), batch.sum())}
+        grads = jdp.sync_gradients(grads, weight=batch.sum())
+        return {"w": state["w"] + grads["w"]}, {}
+
+    jax.eval_shape(step, {"w": jnp.zeros(())}, jnp.ones(2))
+    assert num_opened[0]
+
+
+def test_a_branch_is_searched_for_shifts_once(num_opened):
+    jaxpr = jax.make_jaxpr(nested(jnp.sin))(X)
+    assert not list(partitioned.shifts(jaxpr.jaxpr))
+    assert 0 < num_opened[0] < 1000
+
+
+def test_what_nested_calls_capture_is_compared_once():
+    table = np.arange(16.0)
+    traced = jax.jit(nested(lambda x: jnp.sin(x) + table)).trace(X)
+    program = same_program.Program.of("step", traced, traced.lower())
+    assert len(program.constants) == 1
 
 
 def test_a_function_with_a_deep_one_around_its_shard_map(num_visited):

@@ -8,6 +8,7 @@ from jdp.uniformity.provenance import Origin, Provenance
 from jdp.uniformity.refusals import compilers_deadlock, unknown_primitives
 from jdp.uniformity.report import Deadlock, Marked, Report
 from jdp.uniformity.way_back import Node
+from jdp.uniformity.wording import bulleted, shown
 
 __all__ = [
     "Class",
@@ -18,9 +19,11 @@ __all__ = [
     "Provenance",
     "Report",
     "analyse",
+    "bulleted",
     "compilers_deadlock",
     "declare_pure",
     "find_shard_maps",
+    "shown",
     "uniformity",
     "unknown_primitives",
 ]

@@ -12,6 +12,7 @@ from jdp.uniformity import jaxprs
 from jdp.uniformity.analysis import analyse, find_shard_maps
 from jdp.uniformity.refusals import refusals, spelled, unknown_primitives
 from jdp.uniformity.report import Report
+from jdp.uniformity.wording import bulleted
 
 
 def uniformity(
@@ -70,9 +71,7 @@ def uniformity(
                 found += unknown_primitives(reports[key])
         problems += found
     if problems:
-        shown = "\n".join(f"- {problem}" for problem in problems[:8])
-        more = f"\n- and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise ValueError(f"`{called}` goes wrong on several ranks:\n{shown}{more}")
+        raise ValueError(f"`{called}` goes wrong on several ranks:\n{bulleted(problems)}")
     return traced.unflatten(["varying" if value.varying else "uniform" for value in left])
 
 

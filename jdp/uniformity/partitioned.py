@@ -16,14 +16,21 @@ _SHIFTS = frozenset(
 
 
 def shifts(jaxpr: Any) -> Iterator[Any]:
-    """Give the equations that may become a collective-permute, where their operands are split."""
+    """Yield the equations that may become a collective-permute, where their operands are split."""
+    yield from _shifts(jaxpr, set())
+
+
+def _shifts(jaxpr: Any, seen: set[int]) -> Iterator[Any]:
+    if id(jaxpr) in seen:  # called from several places
+        return
+    seen.add(id(jaxpr))
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in _SHIFTS and not _is_local(eqn):
             yield eqn
         if name != "shard_map":
             for body in jaxprs.bodies(eqn):
-                yield from shifts(body)
+                yield from _shifts(body, seen)
 
 
 def _is_local(eqn: Any) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 from jdp.mark import SYNCED
 from jdp.uniformity.report import Marked, Report
+from jdp.uniformity.wording import shown
 
 
 def refusals(eqn: Any, report: Report, names: Collection[str]) -> Iterator[str]:
@@ -21,9 +22,7 @@ def refusals(eqn: Any, report: Report, names: Collection[str]) -> Iterator[str]:
         if reason := _reason(eqn, report, found, names):
             told.setdefault((found.source, reason), []).append(f"`{found.path}`")
     for (source, reason), paths in told.items():
-        shown = ", ".join(dict.fromkeys(paths[:5]))
-        more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
-        yield reason.format(leaves=shown + more, where=source or "jdp")
+        yield reason.format(leaves=shown(paths), where=source or "jdp")
 
 
 def means(report: Report) -> dict[str, list[str]]:

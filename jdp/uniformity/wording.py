@@ -1,0 +1,22 @@
+"""How a refusal lists names and problems."""
+
+from collections.abc import Iterable, Sequence
+
+
+def shown(names: Iterable[str]) -> str:
+    """List at most five different names, and count the others.
+
+    >>> shown(["`a`", "`b`", "`a`"]), shown(["`w`"] + [f"`v{i}`" for i in range(6)])
+    ('`a`, `b`', '`w`, `v0`, `v1`, `v2`, `v3` and 2 more')
+    """
+    each = list(dict.fromkeys(names))
+    more = f" and {len(each) - 5} more" if len(each) > 5 else ""
+    return ", ".join(each[:5]) + more
+
+
+def bulleted(problems: Sequence[str]) -> str:
+    """Write at most eight problems, a line for each, and count the others."""
+    lines = [f"- {problem}" for problem in problems[:8]]
+    if len(problems) > 8:
+        lines.append(f"- and {len(problems) - 8} more")
+    return "\n".join(lines)
