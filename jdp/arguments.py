@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp import axis, exchange, hashes
+from jdp import axis, exchange, hashes, statics
 
 # A further argument that is no larger is hashed by the step itself, in each call. A larger one is
 # hashed by a program of its own when it is another object than in the call before.
@@ -183,8 +183,7 @@ class Arguments:
             return None if split & set(self._axis_name) else leaf
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             return None
-        is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        value = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+        value = np.asarray(statics.without_key(leaf))
         where = NamedSharding(self._mesh, P())
         return jax.make_array_from_callback(value.shape, where, lambda index: value[index])
 
@@ -254,7 +253,7 @@ def first_difference(told: Mapping[int, Mapping[str, str]]) -> str | None:
         if len(set(found.values())) > 1:
             odd, usual = exchange.odd_one(found)
             values = [found[process].partition(" = ")[2] for process in (odd, usual)]
-            shown = f": {values[0]}, and {values[1]} there" if all(values) else ""
+            shown = f": {values[0]} instead of {values[1]}" if all(values) else ""
             return f"`{name}` has other values on process {odd} than on process {usual}{shown}."
         lacking = next((process for process in told if process not in found), None)
         if lacking is not None and not part:  # Not every process holds every part.
@@ -275,11 +274,9 @@ def _named(arg: Any) -> list[tuple[Any, Any]]:
 
 
 def _digest(leaf: Any) -> str:
-    if isinstance(leaf, jax.Array):
-        leaf = (
-            jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        )
-        leaf = leaf if leaf.is_fully_addressable else leaf.addressable_data(0)
+    leaf = statics.without_key(leaf)
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        leaf = leaf.addressable_data(0)
     value = np.asarray(leaf)
     shown = f" = {value.tolist()}" if value.size <= 4 else ""
     return f"{value.dtype}{[*value.shape]} {exchange.digest(value)}{shown}"

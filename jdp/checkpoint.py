@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jdp import arguments, disk, exchange, progress, rank_state, same, snapshot, store
+from jdp import arguments, disk, exchange, progress, rank_state, same, snapshot, statics, store
 from jdp.background import Background
 from jdp.commit import CommitMemory
 from jdp.launch import member
@@ -204,7 +204,7 @@ class Checkpointer:
             return
         try:
             if life.num_steps or life.is_unsaved:
-                has_state = self._check_replicas and not _any_deleted(life.state)
+                has_state = self._check_replicas and not statics.any_deleted(life.state)
                 can_check = self._save(life, can_check=has_state)
                 life.commits.wait()
                 if can_check:
@@ -428,10 +428,6 @@ def _all_processes() -> tuple[int, ...]:
             "could agree on what to restore. Use a version of JAX that jdp was tested with."
         )
     return tuple(range(jax.process_count()))
-
-
-def _any_deleted(state: Any) -> bool:
-    return any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
 
 
 def _position(facts: dict[str, Any], where: str) -> int:

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp import axis
+from jdp import axis, statics
 
 _ODD = [np.uint32(x) for x in (0x9E3779B1, 0x85EBCA77, 0x85EBCA6B, 0xC2B2AE35, 0x2C1B3C6D)]
 
@@ -146,8 +146,7 @@ def of_part(x: jax.Array, offsets: list[tuple[Any, int]]) -> tuple[Any, Any]:
 
 def words_of(x: jax.Array) -> jax.Array:
     """Return the bits of an array as uint32, in further dims where there are more of them."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
+    x = statics.without_key(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], -1)
     if x.dtype == jnp.bool_:

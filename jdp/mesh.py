@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jdp import axis, joining, processes, progress, rank_state, same, store
 from jdp.axis import AxisName
-from jdp.statics import is_array
+from jdp.statics import is_array, is_key
 
 _current: Mesh | None = None
 
@@ -195,7 +195,7 @@ def replicate(leaves: list[Any], mesh: Mesh) -> list[jax.Array]:
 
 
 def _replicate_here(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         data = _replicate_here(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     # A copy, since JAX may go on using the caller's own memory as a device's.
@@ -222,7 +222,7 @@ def _split(leaf: Any, mesh: Mesh, axis_name: AxisName) -> jax.Array:
     # Over further axes it stays split as it was.
     others = (_spec_on(leaf, mesh) or (None,))[1:]
     sharding = NamedSharding(mesh, PartitionSpec(axis.names(axis_name), *others))
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         data = _split(jax.random.key_data(leaf), mesh, axis_name)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:

@@ -4,12 +4,11 @@ import hashlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from jdp import exchange, store
-from jdp.statics import is_array
+from jdp.statics import is_array, is_key, without_key
 
 
 def agreed(tree: Any, *, broadcast: bool = False) -> Any:
@@ -41,9 +40,9 @@ def agreed(tree: Any, *, broadcast: bool = False) -> Any:
     if broadcast:
         values = multihost_utils.broadcast_one_to_all([_numbers(leaves[i]) for i in local])
         for i, value in zip(local, values, strict=True):
-            is_key = _is_key(leaves[i])
-            impl = jax.random.key_impl(leaves[i]) if is_key else None
-            leaves[i] = jax.random.wrap_key_data(value, impl=impl) if is_key else value
+            if is_key(leaves[i]):
+                value = jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaves[i]))
+            leaves[i] = value
         return jax.tree.unflatten(treedef, leaves)
     pairs = _odd_ones([_digest(_numbers(leaves[i]).tobytes()) for i in local])
     for i, pair in zip(local, pairs, strict=True):
@@ -65,11 +64,7 @@ def _is_local(leaf: Any) -> bool:
 
 
 def _numbers(leaf: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(without_key(leaf))
 
 
 def _described(path: tuple, leaf: Any) -> str:

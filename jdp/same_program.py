@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from jdp import exchange
+from jdp import exchange, statics
 
 _SHOWN_CHARACTERS = 400
 
@@ -172,11 +171,7 @@ def _described(constant: np.ndarray) -> str:
 
 
 def _numbers(constant: Any) -> np.ndarray:
-    if isinstance(constant, jax.Array) and jax.dtypes.issubdtype(
-        constant.dtype, jax.dtypes.prng_key
-    ):
-        constant = jax.random.key_data(constant)
-    return np.asarray(constant)
+    return np.asarray(statics.without_key(constant))
 
 
 def require_schedule(group: tuple[int, ...], name: str, compiled: str) -> None:

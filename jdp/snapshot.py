@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp.statics import is_array
+from jdp.statics import any_deleted, is_array, is_key, without_key
 
 # Leaves begin at multiples of this many bytes, as JAX wants memory that it takes without a copy.
 _ALIGNMENT = 64
@@ -138,7 +138,7 @@ class Snapshots:
         if kind != self._kind:
             self._leaves, self._apart = describe(state), _apart(arrays)
             self._kind, self._spare = kind, {}
-        arrays = [jax.random.key_data(x) if _is_key(x) else x for x in arrays]
+        arrays = [*map(without_key, arrays)]
         for i, x in zip(self._apart, _gathered([arrays[i] for i in self._apart]), strict=True):
             arrays[i] = x
         return Snapshot(self._leaves, self._copied([_pieces(x) for x in arrays])) if here else None
@@ -201,7 +201,7 @@ def packed_bytes(leaves: Sequence[Leaf]) -> int:
 
 
 def _leaf(name: str, x: Any) -> Leaf:
-    if _is_key(x):
+    if is_key(x):
         data = jax.eval_shape(jax.random.key_data, x)
         return Leaf(name, data.shape, str(data.dtype), str(jax.random.key_impl(x)))
     dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
@@ -216,10 +216,6 @@ def _fits(saved: Leaf, given: Leaf) -> bool:
     return saved == given
 
 
-def _is_key(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def _kind(x: Any) -> Any:
     if isinstance(x, jax.Array):
         return x.shape, x.dtype, x.sharding
@@ -227,7 +223,7 @@ def _kind(x: Any) -> Any:
 
 
 def _require_alive(arrays: list[Any]) -> None:
-    if any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays):
+    if any_deleted(arrays):
         raise ValueError(
             "this state was donated to a further step and is gone. Write state, ... = step(state, "
             "...) and then ckpt.step(state, batches), after each step."
@@ -307,7 +303,7 @@ def _placed(x: Any, value: np.ndarray) -> Any:
         if isinstance(x, np.ndarray):
             return np.array(value)
         return type(x)(value[()]) if isinstance(x, np.generic) else type(x)(value.item())
-    if _is_key(x):
+    if is_key(x):
         data = _placed(jax.random.key_data(x), value)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if x.weak_type and not x.shape and x.is_fully_addressable:

@@ -1,4 +1,4 @@
-"""Leaves that are no arrays (activation functions, names) pass through a step as they are."""
+"""Kinds of leaves. Those that are no arrays (functions, names) pass through a step as they are."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,27 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, jax.Sha
 def is_array(leaf: Any) -> bool:
     """Tell whether a leaf is an array or a number, which JAX can compute with."""
     return isinstance(leaf, _ARRAYS)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is a typed random key, such as `jax.random.key(0)`."""
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def without_key(leaf: Any) -> Any:
+    """Return the data of a typed random key, any other leaf as it is."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def is_deleted(leaf: Any) -> bool:
+    """Whether a leaf was donated, or its memory given back otherwise."""
+    is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    return is_concrete and leaf.is_deleted()
+
+
+def any_deleted(tree: Any) -> bool:
+    """Whether any leaf of a tree was donated."""
+    return any(map(is_deleted, jax.tree.leaves(tree)))
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ class Step:
                     self._require_alive(*args)
                 if not failure.is_failed_run(error):
                     raise
-                is_gone, cause = _any_deleted(args[0]), _cause(program, given)
+                is_gone, cause = statics.any_deleted(args[0]), _cause(program, given)
                 raise _failed(self.__name__, self._num_calls, is_gone, error, cause) from error
             finally:
                 _made = None
@@ -253,7 +253,7 @@ class Step:
         is_traced = not is_returned and _holds_tracer(leaves)
         if not is_returned:
             state = self._admit(state, where)
-        if axis.DELETED_ARRAY_CRASHES and _any_deleted((state, batch, rest)):
+        if axis.DELETED_ARRAY_CRASHES and statics.any_deleted((state, batch, rest)):
             self._require_alive(state, batch, *rest)
         batch = place_batch(batch, where, self.axis_name)
         rest = [_place_rest(arg, where) for arg in rest]
@@ -311,7 +311,7 @@ class Step:
     def _require_alive(self, *args: Any) -> None:
         for name, arg in zip(self._argument_names(len(args)), args, strict=True):
             for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
-                if _is_deleted(leaf):
+                if statics.is_deleted(leaf):
                     raise ValueError(
                         f"`{name}{jax.tree_util.keystr(path)}` was donated to an earlier step and "
                         "is gone. Go on with the state that the step returned, give a copy "
@@ -438,15 +438,6 @@ def _failed(
             "train with donate=False."
         )
     return RuntimeError(f"call {number} of `{name}` failed: {failure.reason(error)}.{cause} {gone}")
-
-
-def _any_deleted(tree: Any) -> bool:
-    return any(map(_is_deleted, jax.tree.leaves(tree)))
-
-
-def _is_deleted(leaf: Any) -> bool:
-    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-    return is_array and leaf.is_deleted()
 
 
 def _holds_tracer(tree: Any) -> bool:

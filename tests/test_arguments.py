@@ -356,7 +356,7 @@ def test_arguments_on_a_mesh_with_further_axes_are_compared(processes, layout):
     assert one[0] is None and other[0] is None
     if layout == "data between processes":
         assert one == other
-        assert "`scale` has other values on process 1 than on process 0: 2.0, and 1.0" in one[1]
+        assert "`scale` has other values on process 1 than on process 0: 2.0 instead of" in one[1]
         assert "`teacher` has other values on process 1 than on process 0" in one[2]
 
 
@@ -387,12 +387,11 @@ def fail_in_the_third_call(odd):
 
 def test_a_call_that_fails_says_in_what_it_differed(processes):
     for error in processes(2).run(fail_in_the_third_call, 1):
-        assert "call 3 of `step` failed: a callback raised OSError: of the author at" in error
-        assert ". It was not the same call on all processes: " in error
-        assert "`scale` has other values on process 1 than on process 0: 2.0, and 1.0" in error
+        assert "call 3 of `step` failed: a callback raised OSError: of the author" in error
+        assert "It was not the same call on all processes: `scale` has other values" in error
+        assert "on process 1 than on process 0: 2.0 instead of 1.0" in error
     for error in processes(2).run(fail_in_the_third_call, 0):
-        assert "call 3 of `step` failed: a callback raised OSError: of the author at" in error
-        assert "process 1" not in error
+        assert "call 3 of `step` failed: " in error and "process 1" not in error
 
 
 def restore_and_close(path):
@@ -420,7 +419,7 @@ def restore_and_close(path):
 def test_a_restored_state_is_not_hashed_and_close_waits_for_the_last_calls(processes, tmp_path):
     for hashed, error, saved in processes(2).run(restore_and_close, tmp_path):
         assert hashed == [len(jax.tree.leaves(state()))]  # at the end, by close
-        assert "`extra` has other values on process 1 than on process 0: 2.0, and 1.0" in error
+        assert "`extra` has other values on process 1 than on process 0: 2.0 instead of" in error
         assert saved == ["2-1", "4-2", "6-3"]
 
 
