@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp import mesh, statics
-from jdp.differences import StepDifference, beyond, compare, likely_cause
+from jdp.differences import StepDifference, beyond, compare, digits_of, likely_cause
 from jdp.step import Step
 
 
@@ -28,7 +28,7 @@ def check_step(
       batch: a global batch.
       *rest: further arguments of the step.
       tolerance: largest difference after one step, relative to 1 + the largest value of the leaf,
-        > 0; k times as much after k steps.
+        > 0; k times as much after k steps, and what the digits of a leaf of 16 bits explain.
       num_steps: how many steps, all with this batch, at least 1.
 
     Returns:
@@ -77,10 +77,18 @@ def check_step(
     for number in range(1, num_steps + 1):
         (state_one, metrics_one), (state_all, metrics_all) = [run.advance() for run in runs]
         found = StepDifference(
-            leaves=compare("state", start, state_one, state_all, number * tolerance),
+            leaves=compare("state", start, state_one, state_all, tolerance, num_steps=number),
             cause=None,
             num_ranks=num_ranks,
-            metrics=compare("metrics", None, metrics_one, metrics_all, number * tolerance),
+            metrics=compare(
+                "metrics",
+                None,
+                metrics_one,
+                metrics_all,
+                tolerance,
+                num_steps=number,
+                digits=digits_of(state_one),
+            ),
             num_steps=number,
         )
         if beyond(found.leaves) or beyond(found.metrics):

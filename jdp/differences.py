@@ -65,7 +65,16 @@ class StepDifference:
         return "\n".join(lines)
 
 
-def compare(name: str, start: Any, one: Any, many: Any, tolerance: float) -> list[LeafDifference]:
+def compare(
+    name: str,
+    start: Any,
+    one: Any,
+    many: Any,
+    tolerance: float,
+    *,
+    num_steps: int = 1,
+    digits: float = 0.0,
+) -> list[LeafDifference]:
     """Compare two trees leaf by leaf, on every device.
 
     Args:
@@ -74,6 +83,8 @@ def compare(name: str, start: Any, one: Any, many: Any, tolerance: float) -> lis
       one: the tree of one rank.
       many: the tree of n ranks.
       tolerance: see `check_step`.
+      num_steps: how many steps led here.
+      digits: from `digits_of` the state that metrics come from.
 
     Returns:
       The differences, the worst first.
@@ -83,10 +94,14 @@ def compare(name: str, start: Any, one: Any, many: Any, tolerance: float) -> lis
     found = []
     for (path, leaf), other, old in zip(named, jax.tree.leaves(many), olds, strict=True):
         a, old = _numbers(leaf), _numbers(old)
-        eps = 0.0
-        if start is None and jnp.issubdtype(leaf.dtype, jnp.inexact):
-            eps = 2 * float(jnp.finfo(leaf.dtype).eps)  # a metric may have few digits
+        largest = float(np.abs(a[np.isfinite(a)]).max(initial=0))
         copies = _copies(other)
+        allowed = num_steps * tolerance * (1 + largest)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and not _differ(copies):
+            # The leaf may have few digits. They are no reason for ranks to differ.
+            eps = 2 * max(digits, float(jnp.finfo(leaf.dtype).eps))
+            by_digits = eps * (1 + largest) if start is None else num_steps * eps * largest
+            allowed = max(allowed, by_digits)
         apart = [_apart(a[index], part) for index, part in copies]
         worst = int(np.argmax(apart)) if apart else 0
         index, part = copies[worst]
@@ -95,13 +110,20 @@ def compare(name: str, start: Any, one: Any, many: Any, tolerance: float) -> lis
             LeafDifference(
                 path=f"{name}{jax.tree_util.keystr(path)}",
                 difference=apart[worst],
-                allowed=max(tolerance, eps) * (1 + float(np.abs(a[np.isfinite(a)]).max(initial=0))),
+                allowed=allowed,
                 change_one=_largest(a[index] - old),
                 change_all=_largest(part - old),
                 rank=worst if _differ(copies) else None,
             )
         )
     return sorted(found, key=lambda leaf: leaf.allowed / max(leaf.difference, 1e-300))
+
+
+def digits_of(state: Any) -> float:
+    """Return the relative rounding of the leaves of 16 bits in a state; 0 if there are none."""
+    dtypes = {jnp.result_type(leaf) for leaf in jax.tree.leaves(state)}
+    infos = [jnp.finfo(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
+    return max((float(info.eps) for info in infos if info.bits == 16), default=0.0)
 
 
 def _copies(leaf: jax.Array) -> list[tuple[Any, np.ndarray]]:
@@ -163,6 +185,8 @@ def likely_cause(found: StepDifference, program: str) -> str:
             f"Every change is {num_ranks} times larger. A gradient is summed over ranks instead of "
             "averaged: look for lax.psum in the step, or replicated(mean=False)."
         )
+    if _computes_in_16_bits(program) and all(map(_is_small, wrong)):
+        return _FEW_DIGITS
     statistics = [x.path for x in wrong if _STATISTICS.search(x.path)]
     if statistics:
         return (
@@ -199,6 +223,20 @@ def _is_random(program: str) -> bool:
     return "threefry" in program or "rng_bit_generator" in program
 
 
+_FEW_DIGITS = (
+    "The differences are small, and the step computes in bfloat16 or float16, which may explain "
+    "them. Compare in float32, or with a larger tolerance=."
+)
+
+
+def _is_small(leaf: LeafDifference) -> bool:
+    return leaf.difference < 0.05 * abs(leaf.change_one)
+
+
+def _computes_in_16_bits(program: str) -> bool:
+    return re.search(r"[x<]b?f16>", program) is not None
+
+
 def _clips(program: str) -> bool:
     cuts = "stablehlo.minimum" in program or "stablehlo.select" in program
     return "stablehlo.clamp" in program or (cuts and "stablehlo.sqrt" in program)
@@ -215,6 +253,8 @@ def _cause_of_metric(metric: LeafDifference, num_ranks: int, program: str) -> st
         )
     if np.isclose(ratio, num_ranks, rtol=1e-2):
         return told + "It is a mean that was summed over ranks: write jdp.mean_over_ranks(x)."
+    if _computes_in_16_bits(program) and _is_small(metric):
+        return told + _FEW_DIGITS
     if _is_random(program):
         return told + _RANDOM
     return told + (

@@ -53,7 +53,8 @@ def sync_gradients(
       ValueError: if JAX has summed a leaf already (in a `shard_map` with check_vma=True), or
         only another axis is bound; if `axis_name` is a part of the axes of a step with a weight,
         and `weight` is not given.
-      TypeError: if a leaf is not a real float: an integer, float0 or complex gradient.
+      TypeError: if a leaf is not a real float of at least 16 bits: an integer, float0, complex or
+        float8 gradient.
 
     >>> import jax, jax.numpy as jnp, jdp
     >>> local = {"w": jnp.array([[1.0, 2.0], [3.0, 6.0]])}        # a row for each of two ranks
@@ -135,7 +136,7 @@ def _sent(paths: list[str], step: scope.Scope, weight: jax.Array | None, mean: b
 
 def _require_float(path: str, leaf: Any) -> jax.Array:
     dtype = leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
-    if jnp.issubdtype(dtype, jnp.floating):
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16:
         return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     name = "float0" if dtype == jax.dtypes.float0 else dtype
     found = f"the gradient `grads{path}` is {name}{list(jnp.shape(leaf))}"
@@ -144,6 +145,12 @@ def _require_float(path: str, leaf: Any) -> jax.Array:
             f"{found}: JAX's gradient of a complex parameter is the conjugate of the direction of "
             "descent, which is easy to get wrong. Keep the real and imaginary parts as two float "
             "parameters."
+        )
+    if jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"{found}: JAX adds up floats of at least 16 bits, and a mean of these would lose most "
+            "of what small gradients say. Keep the parameter in float32 or bfloat16, and cast it "
+            f"to {dtype} in the loss."
         )
     raise TypeError(
         f"{found}: only floats have gradients, and a mean of these would be wrong. Differentiate "

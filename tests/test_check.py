@@ -264,3 +264,45 @@ def test_what_is_wrong_from_the_second_step_on_is_found():
         jdp.check_step(jdp.train_step(step), state(), batch())
     with pytest.raises(ValueError, match="num_steps=0"):
         jdp.check_step(jdp.train_step(step), state(), batch(), num_steps=0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_digits_of_parameters_of_16_bits_are_no_difference(dtype):
+    def step(state, batch, scale=1):
+        def loss_of(p):
+            errors = predict(p, batch["x"].astype(dtype)) - batch["y"].astype(dtype)
+            return jnp.mean(errors.astype(jnp.float32) ** 2) * scale
+
+        loss, grads = jax.value_and_grad(loss_of)(state.params)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    ranks(4)
+    low = jax.tree.map(lambda x: x.astype(dtype), training.params())
+    s = jdp.TrainState.create(low, jdp.replicated(optax.sgd(0.1)))
+    found = jdp.check_step(jdp.train_step(step), s, batch())
+    assert max(leaf.difference for leaf in found.leaves) > 1e-4  # more than without digits
+    with pytest.raises(ValueError, match="4 times smaller"):
+        jdp.check_step(jdp.train_step(lambda s, b: step(s, b, len(b["x"]))), s, batch())
+
+
+def test_digits_do_not_explain_ranks_that_differ(make_mesh):
+    from test_replicas import planted
+
+    mesh, x = make_mesh(2), jnp.ones(2, jnp.bfloat16)
+    many = {"w": planted(mesh, x, x + jnp.array([0, 0.0078125], jnp.bfloat16), {1})}
+    (found,) = differences.compare("state", {"w": x}, {"w": x}, many, 1e-5)
+    assert differences.beyond([found]) and found.rank == 1
+
+
+def test_arithmetic_of_16_bits_is_named_where_differences_are_small():
+    def step(state, batch):
+        def loss_of(p):
+            low, b = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (p, batch))
+            return loss_fn(low, b).astype(jnp.float32)
+
+        return state.apply_gradients(jax.grad(loss_of)(state.params)), {}
+
+    ranks(4)
+    with pytest.raises(ValueError, match=r"computes in bfloat16 .* a larger tolerance="):
+        jdp.check_step(jdp.train_step(step), state(), batch(), tolerance=1e-6)
+    jdp.check_step(jdp.train_step(step), state(), batch(), tolerance=1e-2)

@@ -346,6 +346,12 @@ def test_what_is_no_float_is_refused_by_path(leaf, name):
         jdp.sync_gradients({"w": [np.ones(1, np.float32), leaf]})
 
 
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+def test_a_gradient_of_8_bits_is_refused_by_its_path(name):
+    with pytest.raises(TypeError, match=rf"`grads\['w'\]` is {name}\[3\]: .* at least 16 bits"):
+        jdp.sync_gradients({"w": jnp.ones(3, name)})
+
+
 def test_a_complex_gradient_is_refused_with_its_reason():
     with pytest.raises(TypeError, match=r"`grads\['w'\]` is complex64\[3\]: .*conjugate"):
         jdp.sync_gradients({"w": np.ones(3, np.complex64)})
