@@ -377,3 +377,43 @@ def test_says_never_averaged_only_where_nothing_was():
     assert told(lambda x: x)
     assert not told(lambda x: jdp.mean_over_ranks(x) + x)
     assert not told(lambda x: lax.psum(x, "data") * x)
+
+
+def test_names_rows_and_not_what_is_handed_on_beside_them():
+    @jdp.train_step
+    def step(state, batch):
+        mixed = jax.jit(lambda x, y: (x + 1, y + 1))
+        x, y = mixed(*mixed(batch["x"].mean(), batch["y"].mean()))
+        return {"a": x}, {}
+
+    with pytest.raises(ValueError) as caught:
+        step.lower({"a": 1.0}, corpus.rows())
+    assert "depends on `batch['x']` (this rank's rows), and" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("plateau_of_the_own_loss", "Of a loss take jdp.mean_over_ranks(loss)"),
+        ("best_loss_so_far", "Of a loss take jdp.mean_over_ranks(loss)"),
+        ("lbfgs_of_the_own_loss", "of a value_fn= jdp.global_mean(value_fn)"),
+        ("lbfgs_of_pmean_of_the_loss", "of a value_fn= jdp.global_mean(value_fn)"),
+    ],
+)
+def test_gives_the_advice_that_the_right_twin_follows(name, advice):
+    (program,) = [each for each in WRONG_HERE if name_of(each) == name]
+    assert advice in message_of(program)
+
+
+def test_names_rows_in_time_where_calls_nest():
+    def doubled(f):
+        return jax.jit(lambda *args: f(*args[:-1], f(*args)))
+
+    f = jax.jit(lambda w, x: jnp.where(x > w, x * w, w))
+    for _ in range(20):
+        f = doubled(f)
+
+    with pytest.raises(ValueError, match="may differ from rank to rank"):
+        jdp.train_step(lambda state, batch: ({"a": f(state["a"], batch["x"].mean())}, {})).lower(
+            {"a": 1.0}, corpus.rows()
+        )
