@@ -15,15 +15,47 @@ _SHIFTS = frozenset(
 )
 
 
-def shifts(jaxpr: Any) -> Iterator[Any]:
-    """Give the equations that may become a collective-permute, where their operands are split."""
+def first_shift(jaxpr: Any, around: Any, num_axes: int) -> Any | None:
+    """Return an equation that may become a collective-permute, where its operands are split.
+
+    Over one axis arrays are split along one dim or another, and to change that is an all-to-all.
+    Over several axes the same parts may lie on other devices, and any two arrays that meet, or
+    leave by different branches, may have to be put in the same order: by a collective-permute.
+
+    Args:
+      jaxpr: the body of a branch or of a loop.
+      around: the equation that it is a body of.
+      num_axes: how many axes of several devices XLA may split arrays over, at least 1.
+    """
+    if num_axes > 1:
+        found = next(_with_arrays(jaxpr), None)
+        if found is None and not all(map(_is_number, jaxpr.outvars)):
+            return around
+        return found
+    return next(_shifts(jaxpr), None)
+
+
+def _shifts(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in _SHIFTS and not _is_local(eqn):
             yield eqn
         if name != "shard_map":
             for body in jaxprs.bodies(eqn):
-                yield from shifts(body)
+                yield from _shifts(body)
+
+
+def _with_arrays(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name != "shard_map":
+            for body in jaxprs.bodies(eqn):
+                yield from _with_arrays(body)
+        if not all(map(_is_number, (*eqn.invars, *eqn.outvars))):
+            yield eqn
+
+
+def _is_number(atom: Any) -> bool:
+    return getattr(atom.aval, "size", 1) == 1
 
 
 def _is_local(eqn: Any) -> bool:
