@@ -417,3 +417,35 @@ def test_names_rows_in_time_where_calls_nest():
         jdp.train_step(lambda state, batch: ({"a": f(state["a"], batch["x"].mean())}, {})).lower(
             {"a": 1.0}, corpus.rows()
         )
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["sum_handed_on_as_the_mean", "sum_of_the_mean_gradient", "sum_of_one_flat_vector"],
+)
+def test_says_on_one_rank_what_would_be_wrong_on_n(name):
+    jdp.init(devices=jax.devices()[:1])
+    (program,) = [each for each in WRONG_HERE if name_of(each) == name]
+    message = message_of(program)
+    assert "n times (on n ranks)" in message and "1 times" not in message
+
+
+def test_puts_the_average_in_place_of_the_sum():
+    (program,) = [each for each in WRONG_HERE if name_of(each) == "sum_handed_on_as_the_mean"]
+    assert "Write jdp.sync_gradients(grads) in place of the sum" in message_of(program)
+
+
+@pytest.mark.parametrize("kind", ["sum", "mean", "nothing"])
+def test_calls_a_gradient_that_is_one_array_by_a_name(kind):
+    @jdp.train_step
+    def step(state, batch):
+        grads = jax.grad(lambda w: jnp.mean(batch["x"] @ w))(state.params)
+        reduced = {"sum": lax.psum, "mean": lax.pmean, "nothing": lambda g, _: 0 * g}[kind]
+        return state.apply_gradients(reduced(grads, "data")), {}
+
+    state = jdp.TrainState.create(np.ones(3, np.float32), corpus.sgd())
+    expected = pytest.raises(ValueError) if kind == "sum" else pytest.warns(UserWarning)
+    with expected as caught:
+        step.lower(state, corpus.rows())
+    message = str(caught.value) if kind == "sum" else str(caught[0].message)
+    assert "`grads`" in message and "``" not in message
