@@ -121,8 +121,9 @@ def _advice(output: Output) -> str:
 
 _STATE = (
     "Ranks would drift apart silently. Write `state.apply_gradients(grads)` with an optimizer in "
-    "jdp.replicated(...), or jdp.sync_gradients(grads) first. State that belongs to a rank or to "
-    "its rows (hidden states, error feedback) goes into jdp.per_rank(x)."
+    "jdp.replicated(...), or jdp.sync_gradients(grads) first. Of a loss take "
+    "jdp.mean_over_ranks(loss), of a value_fn= jdp.global_mean(value_fn). State that belongs to a "
+    "rank or to its rows (hidden states, error feedback) goes into jdp.per_rank(x)."
 )
 _STATISTICS = (
     "Ranks would drift apart silently, and normalise differently if these are batch statistics. "

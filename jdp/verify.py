@@ -103,18 +103,18 @@ def _uniform_gradients(report: Report) -> frozenset[str] | None:
 
 
 def _repeated_outputs(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    told: dict[tuple[int, str], list[str]] = {}
+    told: dict[tuple[str, str], list[str]] = {}
     if any(found.value.repeated for found in report.marks):
         return  # a gradient that is too large makes a state that is
     for i, (output, value) in enumerate(zip(traced.outputs, report.outputs, strict=True)):
         axes = value.repeated & set(traced.axis_name)
         if output.kind == "state" and axes and not value.axes:
             back = report.back(axes)
-            key = reductions.num_ranks(step, axes), back.repetition(back.of_output(i))
+            key = reductions.times(step, axes), back.repetition(back.of_output(i))
             told.setdefault(key, []).append(f"`{output.path}`")
     for (times, line), leaves in told.items():
         yield (
-            f"{shown(leaves)} is {times} times too large: {line or 'something'} sums over the "
+            f"{shown(leaves)} is {times} too large: {line or 'something'} sums over the "
             "ranks what every rank has the same. Leave the sum out, or write "
             "jdp.mean_over_ranks(x)."
         )
@@ -224,4 +224,4 @@ def _warn_of_means(report: Report) -> None:
 
 
 def _quoted(paths: Sequence[str]) -> list[str]:
-    return [f"`{path}`" for path in paths]
+    return [f"`{path or 'grads'}`" for path in paths]

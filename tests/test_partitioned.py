@@ -131,6 +131,50 @@ def test_a_shift_is_seen_wherever_it_stands(control):
     assert found.primitive in ("concatenate", "slice")
 
 
+REORDERED = {
+    "transpose": lambda w, v: w + w.T,
+    "sum of arrays that are split in different orders": lambda w, v: w + v,
+    "another order handed on": lambda w, v: v,
+    "another order asked for": lambda w, v: lax.with_sharding_constraint(w * 1, P("b", "a")),
+}
+
+
+def with_two_automatic_axes(f, predicate=lambda x: x.sum() > 0):
+    def on_rank(w, v, x):
+        return lax.pmean(w + lax.cond(predicate(x), f, lambda w, v: w, w, v), "data")
+
+    axes = ("data", "a", "b")
+    mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(AUTO,) * 3)
+    specs = {"in_specs": (P(), P(), P("data")), "out_specs": P(), "check_vma": False}
+    mapped = jax.shard_map(on_rank, mesh=mesh, axis_names={"data"}, **specs)
+    splits = {"w": (P("a", "b"), (8, 8)), "v": (P("b", "a"), (8, 8)), "x": (P("data"), (2,))}
+    arguments = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for spec, shape in splits.values()
+    ]
+    return mapped, arguments
+
+
+@pytest.mark.parametrize("name", REORDERED)
+def test_over_two_axes_arrays_may_be_put_in_another_order(name):
+    mapped, arguments = with_two_automatic_axes(REORDERED[name])
+    assert "collective-permute" in jax.jit(mapped).lower(*arguments).compile().as_text()
+    with pytest.raises(ValueError, match=r"\('a', 'b'\) is left to the compiler"):
+        jdp.uniformity(mapped, *arguments)
+
+
+def test_over_two_axes_numbers_and_uniform_predicates_are_allowed():
+    def mean(w, v, x):
+        return w * lax.cond(x.sum() > 0, lambda s: jnp.tanh(s) + 1, lambda s: s, w.sum())
+
+    mapped, arguments = with_two_automatic_axes(lambda w, v: w + v, lambda x: True)
+    assert jdp.uniformity(mapped, *arguments) == "uniform"
+    (w, v, x), mesh = arguments, arguments[0].sharding.mesh
+    specs = {"in_specs": (P(), P(), P("data")), "out_specs": P("data"), "check_vma": False}
+    mapped = jax.shard_map(mean, mesh=mesh, axis_names={"data"}, **specs)
+    assert jdp.uniformity(mapped, w, v, x) == "varying"
+
+
 def test_a_predicate_that_is_the_same_is_allowed():
     def program(w, x):
         return lax.cond(lax.pmean(x.sum(), "data") > 0, SHIFTED["roll"], lambda w: w, w)

@@ -377,3 +377,75 @@ def test_says_never_averaged_only_where_nothing_was():
     assert told(lambda x: x)
     assert not told(lambda x: jdp.mean_over_ranks(x) + x)
     assert not told(lambda x: lax.psum(x, "data") * x)
+
+
+def test_names_rows_and_not_what_is_handed_on_beside_them():
+    @jdp.train_step
+    def step(state, batch):
+        mixed = jax.jit(lambda x, y: (x + 1, y + 1))
+        x, y = mixed(*mixed(batch["x"].mean(), batch["y"].mean()))
+        return {"a": x}, {}
+
+    with pytest.raises(ValueError) as caught:
+        step.lower({"a": 1.0}, corpus.rows())
+    assert "depends on `batch['x']` (this rank's rows), and" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("plateau_of_the_own_loss", "Of a loss take jdp.mean_over_ranks(loss)"),
+        ("best_loss_so_far", "Of a loss take jdp.mean_over_ranks(loss)"),
+        ("lbfgs_of_the_own_loss", "of a value_fn= jdp.global_mean(value_fn)"),
+        ("lbfgs_of_pmean_of_the_loss", "of a value_fn= jdp.global_mean(value_fn)"),
+    ],
+)
+def test_gives_the_advice_that_the_right_twin_follows(name, advice):
+    (program,) = [each for each in WRONG_HERE if name_of(each) == name]
+    assert advice in message_of(program)
+
+
+def test_names_rows_in_time_where_calls_nest():
+    def doubled(f):
+        return jax.jit(lambda *args: f(*args[:-1], f(*args)))
+
+    f = jax.jit(lambda w, x: jnp.where(x > w, x * w, w))
+    for _ in range(20):
+        f = doubled(f)
+
+    with pytest.raises(ValueError, match="may differ from rank to rank"):
+        jdp.train_step(lambda state, batch: ({"a": f(state["a"], batch["x"].mean())}, {})).lower(
+            {"a": 1.0}, corpus.rows()
+        )
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["sum_handed_on_as_the_mean", "sum_of_the_mean_gradient", "sum_of_one_flat_vector"],
+)
+def test_says_on_one_rank_what_would_be_wrong_on_n(name):
+    jdp.init(devices=jax.devices()[:1])
+    (program,) = [each for each in WRONG_HERE if name_of(each) == name]
+    message = message_of(program)
+    assert "n times (on n ranks)" in message and "1 times" not in message
+
+
+def test_puts_the_average_in_place_of_the_sum():
+    (program,) = [each for each in WRONG_HERE if name_of(each) == "sum_handed_on_as_the_mean"]
+    assert "Write jdp.sync_gradients(grads) in place of the sum" in message_of(program)
+
+
+@pytest.mark.parametrize("kind", ["sum", "mean", "nothing"])
+def test_calls_a_gradient_that_is_one_array_by_a_name(kind):
+    @jdp.train_step
+    def step(state, batch):
+        grads = jax.grad(lambda w: jnp.mean(batch["x"] @ w))(state.params)
+        reduced = {"sum": lax.psum, "mean": lax.pmean, "nothing": lambda g, _: 0 * g}[kind]
+        return state.apply_gradients(reduced(grads, "data")), {}
+
+    state = jdp.TrainState.create(np.ones(3, np.float32), corpus.sgd())
+    expected = pytest.raises(ValueError) if kind == "sum" else pytest.warns(UserWarning)
+    with expected as caught:
+        step.lower(state, corpus.rows())
+    message = str(caught.value) if kind == "sum" else str(caught[0].message)
+    assert "`grads`" in message and "``" not in message

@@ -15,9 +15,24 @@ _SHIFTS = frozenset(
 )
 
 
-def shifts(jaxpr: Any) -> Iterator[Any]:
-    """Yield the equations that may become a collective-permute, where their operands are split."""
-    yield from _shifts(jaxpr, set())
+def first_shift(jaxpr: Any, around: Any, num_axes: int) -> Any | None:
+    """Return an equation that may become a collective-permute, where its operands are split.
+
+    Over one axis arrays are split along one dim or another, and to change that is an all-to-all.
+    Over several axes the same parts may lie on other devices, and any two arrays that meet, or
+    leave by different branches, may have to be put in the same order: by a collective-permute.
+
+    Args:
+      jaxpr: the body of a branch or of a loop.
+      around: the equation that it is a body of.
+      num_axes: how many axes of several devices XLA may split arrays over, at least 1.
+    """
+    if num_axes > 1:
+        found = next(_with_arrays(jaxpr, set()), None)
+        if found is None and not all(map(_is_number, jaxpr.outvars)):
+            return around
+        return found
+    return next(_shifts(jaxpr, set()), None)
 
 
 def _shifts(jaxpr: Any, seen: set[int]) -> Iterator[Any]:
@@ -31,6 +46,22 @@ def _shifts(jaxpr: Any, seen: set[int]) -> Iterator[Any]:
         if name != "shard_map":
             for body in jaxprs.bodies(eqn):
                 yield from _shifts(body, seen)
+
+
+def _with_arrays(jaxpr: Any, seen: set[int]) -> Iterator[Any]:
+    if id(jaxpr) in seen:  # called from several places
+        return
+    seen.add(id(jaxpr))
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name != "shard_map":
+            for body in jaxprs.bodies(eqn):
+                yield from _with_arrays(body, seen)
+        if not all(map(_is_number, (*eqn.invars, *eqn.outvars))):
+            yield eqn
+
+
+def _is_number(atom: Any) -> bool:
+    return getattr(atom.aval, "size", 1) == 1
 
 
 def _is_local(eqn: Any) -> bool:

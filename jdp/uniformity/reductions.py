@@ -20,7 +20,7 @@ def refusals(eqn: Any, report: Report, names: Collection[str]) -> Iterator[str]:
     told: dict[tuple[str, str], list[str]] = {}
     for found in report.marks:
         if reason := _reason(eqn, report, found, names):
-            told.setdefault((found.source, reason), []).append(f"`{found.path}`")
+            told.setdefault((found.source, reason), []).append(f"`{found.path or 'grads'}`")
     for (source, reason), paths in told.items():
         yield reason.format(leaves=shown(paths), where=source or "jdp")
 
@@ -40,9 +40,10 @@ def means(report: Report) -> dict[str, list[str]]:
     }
 
 
-def num_ranks(eqn: Any, axes: Collection[str]) -> int:
-    """Count the ranks along some axes of a shard_map."""
-    return math.prod(eqn.params["mesh"].shape[name] for name in axes)
+def times(eqn: Any, axes: Collection[str]) -> str:
+    """Say how many times too large a sum over some axes of a shard_map is."""
+    num_ranks = math.prod(eqn.params["mesh"].shape[name] for name in axes)
+    return f"{num_ranks} times" if num_ranks > 1 else "n times (on n ranks)"
 
 
 def _reason(eqn: Any, report: Report, found: Marked, names: Collection[str]) -> str:
@@ -55,7 +56,7 @@ def _reason(eqn: Any, report: Report, found: Marked, names: Collection[str]) -> 
         node = back.of_mark(found.eqn)
         line = "" if node is None else back.repetition(node)
         return (
-            f"the gradient of {{leaves}} is {num_ranks(eqn, repeated)} times too large where it "
+            f"the gradient of {{leaves}} is {times(eqn, repeated)} too large where it "
             f"comes to {{where}}: {line or 'something'} sums over the ranks what every rank has "
             "the same. Leave the sum out, or write jdp.mean_over_ranks(x)."
         )
@@ -65,18 +66,19 @@ def _reason(eqn: Any, report: Report, found: Marked, names: Collection[str]) -> 
         return ""
     node = back.of_mark(found.eqn)
     line = ("" if node is None else back.reduction(node)) or "something"
-    times = num_ranks(eqn, value.total & axes)
+    too_large = times(eqn, value.total & axes)
     if found.kind == SYNCED:
         return (
             "the gradient of {leaves} was handed to {where} as the mean, with synced=True, but "
-            f"{line} sums it over the ranks and nothing divides it: it is {times} times the mean. "
-            "Write jdp.sync_gradients(grads), which divides; or jdp.sync_gradients(grads, "
-            "mean=False) if the loss of each rank was divided by the rows of all."
+            f"{line} sums it over the ranks and nothing divides it: it is {too_large} the mean. "
+            "Write jdp.sync_gradients(grads) in place of the sum, which divides; or "
+            "jdp.sync_gradients(grads, mean=False) if the loss of each rank was divided by the "
+            "rows of all."
         )
     if value.total & axes:
         return (
             f"the gradient of {{leaves}} was reduced before it came to {{where}}: {line} sums it "
-            f"over the ranks, which makes it {times} times the mean, and to average it again does "
+            f"over the ranks, which makes it {too_large} the mean, and to average it again does "
             "not change that. Hand over the local gradient, or write jdp.sync_gradients(grads) in "
             "place of the sum and then apply_gradients(grads, synced=True)."
         )

@@ -79,7 +79,7 @@ def compilers_deadlock(found: Deadlock, uniform: str) -> str:
     return (
         f"`{found.primitive}`{at} runs under a `{found.control}` whose predicate may differ from "
         f"rank to rank, and the mesh axis {spelled(found.axes)} is left to the compiler: if it "
-        "splits the operand, XLA exchanges edges between all devices there, and ranks that skip it "
+        "splits the operand, XLA exchanges parts between all devices there, and ranks that skip it "
         f"leave the others waiting for ever. Make the predicate the same first, `{uniform}`, or "
         "compute both cases and write jnp.where(predicate, a, b)."
     )

@@ -8,7 +8,7 @@ from jax.extend.core import Literal
 
 from jdp.uniformity import arithmetic, collectives, control, jaxprs, refs
 from jdp.uniformity.classes import Lattice
-from jdp.uniformity.partitioned import shifts
+from jdp.uniformity.partitioned import first_shift
 from jdp.uniformity.records import Record
 from jdp.uniformity.refs import Cell
 
@@ -147,7 +147,7 @@ class Walk:
         self.record.note_deadlock(eqn, axes, absent, control)
 
     def _note_shift(self, control: str, jaxpr: Any, around: Any) -> None:
-        found = next(shifts(jaxpr), None)
+        found = first_shift(jaxpr, around, len(self._automatic))
         if found is not None:
             self.record.note_shift(found, around, tuple(sorted(self._automatic)), control)
 

@@ -20,6 +20,11 @@ class Frame(NamedTuple):
     eqn: Any
     around: Frame | None
 
+    def key(self) -> tuple[int, ...]:
+        """Return what tells this call of the body from its other calls."""
+        around = () if self.around is None else self.around.key()
+        return *around, id(self.record), id(self.eqn)
+
 
 class Node(NamedTuple):
     """A variable of a body; a body that is called twice has it twice."""
@@ -27,9 +32,13 @@ class Node(NamedTuple):
     frame: Frame
     variable: Any
 
-    def key(self) -> tuple[int, Any]:
+    def key(self) -> tuple[Any, ...]:
+        """Return what tells it from every other node."""
+        return self.variable, *self.frame.key()
+
+    def shared_key(self) -> tuple[Any, ...]:
         """Return what is the same for every call of the body with equal classes."""
-        return id(self.frame.record), self.variable
+        return self.variable, id(self.frame.record)
 
 
 class WayBack:
@@ -54,15 +63,19 @@ class WayBack:
         *,
         everything: bool = False,
         only_same: bool = False,
-        until: Iterable[tuple[int, Any]] = (),
+        until: Iterable[tuple[Any, ...]] = (),
     ) -> Iterator[Node]:
         """Yield values that these were computed from, the nearest first: those that differ."""
         seen, waiting = set(), deque(nodes)
         while waiting:
             node = waiting.popleft()
-            if jaxprs.is_literal(node.variable) or node.key() in seen:
+            if jaxprs.is_literal(node.variable):
                 continue
-            seen.add(node.key())
+            # Functions that call each other twice each have 2^depth calls.
+            key = node.key() if len(seen) < _MANY_NODES else node.shared_key()
+            if key in seen:
+                continue
+            seen.add(key)
             differs = self.differs(node)
             if not (everything or differs) or (only_same and differs):
                 continue
@@ -195,6 +208,9 @@ class WayBack:
                         if operand is not None and eqn.invars[operand] is ref:
                             yield from self._written(Node(inner, variable))
 
+
+# Beyond as many, calls of a body with equal classes are taken for one.
+_MANY_NODES = 10_000
 
 _KNOWN = frozenset({"cond", "scan", "shard_map", "while", "call_hi_primitive", *jaxprs.CALLS})
 

@@ -34,6 +34,15 @@ def psum_on_some_ranks(state, batch):
 
 
 @wrong("psum", "new state['a']")
+def psum_where_two_layers_alike_say_so(state, batch):
+    def total(x):
+        return lax.psum(x, "data")  # <- here
+
+    score = jax.nn.relu(jax.nn.relu(local(batch)) + 1)
+    return {**state, "a": only_if(score > 1.1, total, state["a"])}, {}
+
+
+@wrong("psum", "new state['a']")
 def pmean_on_some_ranks(state, batch):
     def mean(x):
         return lax.pmean(x, "data")  # <- here

@@ -14,6 +14,7 @@ from wrong_programs.corpus import (
     local,
     loss_fn,
     masked_rows,
+    numbers,
     params,
     right,
     training,
@@ -48,6 +49,18 @@ def best_mean_loss_so_far(state, batch):
     p = descend(state["p"], jdp.sync_gradients(grads))
     best = jnp.minimum(state["best"], jdp.mean_over_ranks(loss))
     return {"p": p, "best": best}, {"loss": loss}
+
+
+@wrong("varies", "new state['a']", make=numbers)
+def activations_of_two_layers_alike(state, batch):
+    hidden = jax.nn.relu(jax.nn.relu(batch["x"]) + 1)  # one jitted function of JAX, called twice
+    return {**state, "a": hidden.mean()}, {}  # <- here
+
+
+@wrong("varies", "new state['a']", make=numbers)
+def rows_through_one_jitted_block_twice(state, batch):
+    block = jax.jit(lambda x: jax.nn.relu(x + state["a"]))
+    return {**state, "a": block(block(batch["x"])).mean()}, {}  # <- here
 
 
 @wrong("varies", "new state['patience']", make=holding(patience=np.int32(0)))
