@@ -27,7 +27,9 @@ def mean_over_ranks(
       x: tree of float arrays, any shapes.
       weight: `[]`, >= 0, how much this rank's value counts; a rank of weight 0 contributes
         nothing, even NaN. Default: that of the step (`train_step(weight=...)`), else equal. A rank
-        whose rows weigh nothing in the step has no gradient, whatever it weighs here.
+        whose rows weigh nothing in the step has no gradient, whatever it weighs here. In a
+        `shard_map` of your own the gradient through this mean is that of ranks that count
+        equally: jdp cannot know there that `sync_gradients(weight=...)` follows.
       axis_name: the data axis.
 
     Returns:
