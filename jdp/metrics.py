@@ -10,8 +10,17 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import axis, scope, statics, weighted_sum
+from jdp import axis, collectives, scope, statics, weighted_sum
 from jdp.axis import AxisName
+
+# Algorithms that lose no digit of a float32 sum.
+_EXACT = (
+    collectives.auto,
+    collectives.native,
+    collectives.ring,
+    collectives.split,
+    collectives.xla,
+)
 
 
 def mean_over_ranks(
@@ -312,6 +321,17 @@ def _averaged_with(
 def _last_reduction(axis_name: AxisName) -> tuple[scope.Scope | None, scope.Reduction | None]:
     step = scope.current(axis_name)
     before = step.reductions[-1] if step is not None and step.reductions else None
-    if before is not None and before.trace != jax.extend.core.get_opaque_trace_state():
+    if before is not None and not (_is_exact(before.all_reduce) and _is_here(before.trace)):
         before = None
     return step, before
+
+
+def _is_exact(all_reduce: Any) -> bool:
+    # One of the author's own may round what it sends, as gradients may be rounded.
+    while isinstance(all_reduce, functools.partial):
+        all_reduce = all_reduce.func
+    return all_reduce in _EXACT
+
+
+def _is_here(trace: Any) -> bool:
+    return trace == jax.extend.core.get_opaque_trace_state()
