@@ -98,7 +98,8 @@ def sync_gradients(
         # XLA keeps a psum over one rank, and its copies took as long as the rest of a step.
         leaves = [mark(leaf, kind=ALL_REDUCED, path="", axes=axes) for leaf in leaves]
     elif bound:
-        mesh = mesh if mesh is not None or step is None else step.mesh
+        around = scope.around(axes)  # also where these are some of the step's axes
+        mesh = mesh if mesh is not None or around is None else around.mesh
         if step is not None and collectives.starts_when_ready(all_reduce, mesh):
             step.split.update(paths)
             if step.ready is not None:  # `plan` takes the last one first

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 from jax import lax
 
-NUM_STEPS = 4
 TINY = 2.0**-13  # of a gradient near 1; float16 is subnormal below 6.1e-5
 
 _EXTRA = {"none": [], "primes": [(7,), (), (13, 3), (1,)], "empty": [(0,), (3, 0), (5,)]}
@@ -54,7 +53,7 @@ def params(p):
 def batches(p):
     """Draw the global batches: a list of dicts of NumPy arrays, rank by rank."""
     draw = np.random.default_rng([p.seed, 1])
-    return [_batch(p, draw) for _ in range(NUM_STEPS)]
+    return [_batch(p, draw) for _ in range(p.num_steps)]
 
 
 def _batch(p, draw):

@@ -28,12 +28,36 @@ ALONE = model.Over(
 
 def train(p):
     """Return what training must end with: state, metrics of each step; in float64."""
-    return _train(problem(p))
+    return _train(problem(p), 0.0)
+
+
+def slack(p):
+    """How far apart training may end from parameters of 16 bits that are rounded otherwise.
+
+    Training can multiply rounding errors by any factor: this measures it, by training in float64
+    from parameters that are an eps away.
+
+    Returns:
+      A tree like that of `train`, of differences.
+    """
+    want = _train(problem(p), 0.0)
+    if p.dtype not in ("bfloat16", "float16"):
+        return jax.tree.map(lambda x: np.zeros(np.shape(x)), want)
+    moved = _train(problem(p), float(jnp.finfo(p.dtype).eps))
+    return jax.tree.map(
+        lambda a, b: np.abs(np.asarray(a, float) - np.asarray(b, float)), want, moved
+    )
+
+
+def _moved(x, by):
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return x * (1 + by * (-1.0) ** np.arange(x.size).reshape(x.shape))
 
 
 @functools.lru_cache(maxsize=4)
-def _train(p):
-    params = jax.tree.map(_widest, model.params(p))
+def _train(p, moved_by):
+    params = jax.tree.map(lambda x: _moved(_widest(x), moved_by), model.params(p))
     tx = model.optimizer(p)
     opt_state = tx.init(_floats(params))
     chosen = _micro_batches(p)
@@ -71,7 +95,7 @@ def _train(p):
         counted = np.int64(np.sum(np.asarray(model.weights(rows)) > 0))
         metrics.append({"loss": reported[0], "mean": reported[1], "out": reported[2]})
         metrics[-1] |= {"count": counted, "norm": norm}
-    numbers = {"step": np.int32(model.NUM_STEPS), "seed": np.uint32(p.seed)}
+    numbers = {"step": np.int32(p.num_steps), "seed": np.uint32(p.seed)}
     state = {"params": params, "opt_state": opt_state, **numbers}
     return jax.device_get((state, metrics))
 

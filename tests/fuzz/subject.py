@@ -152,7 +152,7 @@ def _feed(p, mesh):
     if p.feed == "batches":
         rows = {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}
         options = {"axis_name": p.axes, "mesh": mesh, "shuffle": False}
-        return jdp.batches(rows, p.ranks * p.rows, num_steps=model.NUM_STEPS, mask=False, **options)
+        return jdp.batches(rows, p.ranks * p.rows, num_steps=p.num_steps, mask=False, **options)
     if p.processes > 1:
         return [_place(p, mesh, batch) for batch in batches]
     return batches
@@ -172,7 +172,7 @@ def _scan(p, mesh, state):
     batches = _place(p, mesh, batches, lead=(None,))
     step = _step(p)
     state, stacked = jax.jit(lambda s, b: lax.scan(step, s, b))(state, batches)
-    return state, [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(model.NUM_STEPS)]
+    return state, [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(p.num_steps)]
 
 
 def _two_in_jit(p, mesh, state):
