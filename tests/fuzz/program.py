@@ -156,6 +156,10 @@ def refusal(p):
     """Why jdp may refuse this program, or None where it must run."""
     if p.run == "typed" and p.algorithm in ("ring", "native"):
         return "types cannot say that this algorithm leaves the same value on all ranks"
+    if p.processes > 1 and p.run == "shard_map" and p.algorithm == "native":
+        return (
+            "which processes share memory cannot be seen from inside a shard_map without its mesh"
+        )
     if p.weight != "none" and p.loss in ("batch_sum", "all_gather"):
         return "a psum or an all_gather in a weighted loss has no weight of its own"
     if p.algorithm == "native" and p.loss == "maml":
