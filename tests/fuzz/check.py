@@ -16,8 +16,8 @@ from fuzz.program import refusal
 # How far a leaf may be from the oracle, for each of its numbers near 1.
 TOLERANCE = {"float64": 1e-10, "float32": 3e-5, "mixed": 3e-5, "float16": 2e-2, "bfloat16": 0.1}
 
-# Roundings of 16 bits in a step: each may move the result as far as one of the parameters does.
-_ROUNDINGS = 8
+# Roundings in training: each may move the result as far as one of the parameters does.
+_ROUNDINGS = 30
 
 
 @dataclass(frozen=True)

@@ -32,18 +32,17 @@ def train(p):
 
 
 def slack(p):
-    """How far apart training may end from parameters of 16 bits that are rounded otherwise.
+    """Return how far apart training ends from parameters that are rounded otherwise.
 
-    Training can multiply rounding errors by any factor: this measures it, by training in float64
-    from parameters that are an eps away.
+    Training can multiply rounding errors by any factor: this measures it, by training from
+    parameters that are an eps of the program's dtype away.
 
     Returns:
       A tree like that of `train`, of differences.
     """
     want = _train(problem(p), 0.0)
-    if p.dtype not in ("bfloat16", "float16"):
-        return jax.tree.map(lambda x: np.zeros(np.shape(x)), want)
-    moved = _train(problem(p), float(jnp.finfo(p.dtype).eps))
+    dtype = "float32" if p.dtype == "mixed" else p.dtype
+    moved = _train(problem(p), float(jnp.finfo(dtype).eps))
     return jax.tree.map(
         lambda a, b: np.abs(np.asarray(a, float) - np.asarray(b, float)), want, moved
     )
@@ -56,11 +55,8 @@ def _moved(x, by):
 
 
 @functools.lru_cache(maxsize=4)
-def _train(p, moved_by):
-    params = jax.tree.map(lambda x: _moved(_widest(x), moved_by), model.params(p))
-    tx = model.optimizer(p)
-    opt_state = tx.init(_floats(params))
-    chosen = _micro_batches(p)
+def _step(p):
+    tx, chosen = model.optimizer(p), _micro_batches(p)
 
     @jax.jit
     def step(params, opt_state, rows, noise, factor):
@@ -88,7 +84,13 @@ def _train(p, moved_by):
         params = jax.tree.map(lambda x, f: x if f is None else f, params, floats)
         return params, opt_state, reported, optax.tree.norm(grads)
 
-    metrics = []
+    return step
+
+
+@functools.lru_cache(maxsize=4)
+def _train(p, moved_by):
+    params = jax.tree.map(lambda x: _moved(_widest(x), moved_by), model.params(p))
+    opt_state, step, metrics = model.optimizer(p).init(_floats(params)), _step(p), []
     for i, rows in enumerate(model.batches(p)):
         factor = 0.5 if p.loop in ("alternate", "two_in_jit") and i % 2 else 1.0
         params, opt_state, reported, norm = step(params, opt_state, rows, noise(p, i), factor)
