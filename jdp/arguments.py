@@ -99,8 +99,12 @@ class Arguments:
         return Given(next(_numbers), tuple(checksums), small, large)
 
     def zeros(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return checksums for a program that is only to be looked at."""
-        return (self.zero, *(self.zero for arg in args[2:] if not is_small(arg)))
+        """Describe the checksums, for a program that is only to be compiled."""
+        # No array: the mesh may be one that is only described.
+        where = NamedSharding(self._mesh, P(*self._mesh.axis_names))
+        shape = (*self._mesh.devices.shape, 2)
+        described = jax.ShapeDtypeStruct(shape, np.uint32, sharding=where)
+        return (described, *(described for arg in args[2:] if not is_small(arg)))
 
     @property
     def zero(self) -> jax.Array:
