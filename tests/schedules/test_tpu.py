@@ -64,7 +64,8 @@ def test_the_step_of_the_readme_sends_gradients_and_loss_at_once(mesh):
     collectives, text = compiled(names["step"], names["state"], batch, mesh)
     assert collectives == ["all-reduce"]
     (line,) = [line for line in text.splitlines() if " all-reduce(" in line]
-    assert {"f32[64]", "f32[16,64]", "f32[]"} <= set(
+    # The eight TPUs have two hosts: what these compare, four numbers, goes with the loss.
+    assert {"f32[64]", "f32[16,64]", "f32[5]"} <= set(
         re.findall(r"f32\[[\d,]*\]", line.split("=")[1])
     )
 
