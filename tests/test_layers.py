@@ -20,6 +20,7 @@ ROOMS = (
     (
         "sync",
         "metrics",
+        "in_flight",
         "agreement",
         "lockstep",
         "verify",
