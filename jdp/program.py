@@ -169,15 +169,16 @@ class Program:
                 jaxpr = mapped.trace(*inputs).jaxpr
                 proved = verify.check(jaxpr, self._describe(args))
                 order.require(jaxpr)
-            (state, reported, weight, raw), (rows, differs, own) = mapped(*inputs)
-            reported = metrics.with_own(reported, raw, proved.own_metrics)
-            if own:
-                state = statics.hold(rank_state.put(statics.restore(state), own))
+            same, split = mapped(*inputs)
+            reported = metrics.with_own(same.metrics, same.own_metrics, proved.own_metrics)
+            state = same.state
+            if split.own:
+                state = statics.hold(rank_state.put(statics.restore(state), split.own))
             return (
                 self._keep_layout(args[0], state),
-                metrics.put_rows(reported, rows, marked=True),
-                weight,
-                differs,
+                metrics.put_rows(reported, split.rows, marked=True),
+                same.weight,
+                split.differs,
             )
 
         on_mesh.__name__ = on_mesh.__qualname__ = self._name
@@ -207,7 +208,7 @@ class Program:
                 waits.update_between(on_rank) if found.get("ready") else on_rank,
                 mesh=self.mesh,
                 in_specs=tuple(specs),
-                out_specs=(P(), P(self._axis_name)),
+                out_specs=_Leaving(P(), P(self._axis_name)),
                 axis_names=set(self._axis_name),
                 check_vma=False,  # The analysis proves what JAX's types get wrong here.
             ),
@@ -216,7 +217,7 @@ class Program:
 
     def _on_rank(
         self, why_xla: str | None, found: dict[str, Any], state: Any, split: "_Split", *rest: Any
-    ) -> Any:
+    ) -> "_Leaving":
         batch, own = split
         state = statics.restore(state)
         if own:
@@ -242,23 +243,25 @@ class Program:
                 weight = jnp.float32((step.num_rows or 0) * axis.size(self._axis_name))
         new_state, own = rank_state.take(jax.tree.map(_strong, new_state))
         whole = statics.hold(rank_state.put(new_state, own)) if own else statics.hold(new_state)
+        same = _Same(statics.hold(new_state), reported, weight, raw)
+        leaving = _Leaving(same, _SplitOutputs(rows, differs, own))
         if step.late is not None:  # a program of other platforms
-            return (statics.hold(new_state), reported, weight, raw), (rows, differs, own)
+            return leaving
         self._late_choices = step.late_choices
-        leaving = _outputs(f"new {self._argument(0)}", "state", whole)
+        new_leaves = _outputs(f"new {self._argument(0)}", "state", whole)
         is_own = rank_state.flags(whole)
         self._marked, self._split = frozenset(step.marked), frozenset(step.split)
         self._weighed = frozenset(step.weighed)
         self._gradient_bytes = sum(reduction.num_bytes for reduction in step.reductions)
         self._outputs = [
-            *itertools.compress(leaving, map(operator.not_, is_own)),
+            *itertools.compress(new_leaves, map(operator.not_, is_own)),
             *_outputs("metrics", "metric", reported),
             traced.Output(traced.WEIGHT, (), "metric", jax.typeof(weight)),
             *_outputs("metrics", "own", raw),
             *_outputs("rows", "rows", (rows, differs)),
-            *(replace(x, kind="rows") for x in itertools.compress(leaving, is_own)),
+            *(replace(x, kind="rows") for x in itertools.compress(new_leaves, is_own)),
         ]
-        return (statics.hold(new_state), reported, weight, raw), (rows, differs, own)
+        return leaving
 
     def _pair(self, returned: Any) -> tuple[Any, Any]:
         if not self._returns_state:
@@ -312,6 +315,30 @@ class Program:
             for leaf, where in zip(leaves, layout, strict=True)
         ]
         return jax.tree.unflatten(tree, pinned)
+
+
+class _Same(NamedTuple):
+    """What leaves a step the same on every rank, as the analysis proves."""
+
+    state: Any  # without arrays of `per_rank`
+    metrics: Any  # averaged, and without their rows
+    weight: jax.Array  # of the global batch
+    own_metrics: list[jax.Array]  # float scalars of this rank, before they were averaged
+
+
+class _SplitOutputs(NamedTuple):
+    """What leaves a step split over the ranks."""
+
+    rows: list[jax.Array]
+    differs: jax.Array | None  # see `Program.__call__`
+    own: list[jax.Array]  # arrays of `per_rank`
+
+
+class _Leaving(NamedTuple):
+    """What leaves a step, in the order in which `verify` reads it."""
+
+    same: Any
+    split: Any
 
 
 class _Split(NamedTuple):
