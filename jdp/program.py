@@ -17,6 +17,7 @@ from jdp import (
     arguments,
     axis,
     metrics,
+    places,
     progress,
     rank_state,
     same,
@@ -171,12 +172,10 @@ class Program:
                 order.require(jaxpr)
             same, split = mapped(*inputs)
             reported = metrics.with_own(same.metrics, same.own_metrics, proved.own_metrics)
-            state = same.state
-            if split.own:
-                state = statics.hold(rank_state.put(statics.restore(state), split.own))
+            state = statics.hold(places.put(statics.restore(same.state), split.own))
             return (
                 self._keep_layout(args[0], state),
-                metrics.put_rows(reported, split.rows, marked=True),
+                places.put(reported, split.rows),
                 same.weight,
                 split.differs,
             )
@@ -219,9 +218,7 @@ class Program:
         self, why_xla: str | None, found: dict[str, Any], state: Any, split: "_Split", *rest: Any
     ) -> "_Leaving":
         batch, own = split
-        state = statics.restore(state)
-        if own:
-            state = rank_state.put(state, own)
+        state = places.put(statics.restore(state), own)
         checksums: Any = ()
         if self.arguments is not None:
             rest, checksums = rest[:-1], rest[-1]
@@ -242,7 +239,7 @@ class Program:
             if weight is None:
                 weight = jnp.float32((step.num_rows or 0) * axis.size(self._axis_name))
         new_state, own = rank_state.take(jax.tree.map(_strong, new_state))
-        whole = statics.hold(rank_state.put(new_state, own)) if own else statics.hold(new_state)
+        whole = statics.hold(places.put(new_state, own))
         same = _Same(statics.hold(new_state), reported, weight, raw)
         leaving = _Leaving(same, _SplitOutputs(rows, differs, own))
         if step.late is not None:  # a program of other platforms

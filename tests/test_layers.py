@@ -51,7 +51,7 @@ ROOMS = (
         "schedulers",
         "traced",
     ),
-    ("background", "commit", "disk", "preemption", "differences", "overdue"),
+    ("background", "commit", "disk", "preemption", "differences", "overdue", "places"),
 )
 # jdp/__init__.py: the public names, which may come from every room and which no room may import.
 PUBLIC = "__init__"
