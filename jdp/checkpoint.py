@@ -12,10 +12,10 @@ from typing import Any
 import jax
 
 from jdp import (
-    arguments,
     disk,
     exchange,
     in_flight,
+    known_leaves,
     progress,
     rank_state,
     same,
@@ -266,7 +266,7 @@ class Checkpointer:
             if batches is not None:
                 batches.position = _position(facts, found.where)
         exchange.told(life.group, None, what=f"whether {found.where} is restored")
-        arguments.vouch(jax.tree.leaves(state))  # All have it from one place.
+        known_leaves.vouch(jax.tree.leaves(state))  # All have it from one place.
         return found, state
 
     def _noted(self, state: Any, batches: Any) -> "_Life":

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jdp import (
     arguments,
     axis,
+    checksums,
     metrics,
     places,
     progress,
@@ -113,9 +114,9 @@ class Program:
     def trace(self, *args: Any) -> Any:
         """Trace for the shapes of `args` and prove that every rank ends with the same state."""
         self._args = args
-        checksums = () if self.arguments is None else (self.arguments.zeros(args),)
+        given = () if self.arguments is None else (self.arguments.zeros(args),)
         try:
-            return self._traced(*args, *checksums)
+            return self._traced(*args, *given)
         finally:
             self._end_call()
 
@@ -219,9 +220,9 @@ class Program:
     ) -> "_Leaving":
         batch, own = split
         state = places.put(statics.restore(state), own)
-        checksums: Any = ()
+        given: Any = ()
         if self.arguments is not None:
-            rest, checksums = rest[:-1], rest[-1]
+            rest, given = rest[:-1], rest[-1]
         entered = scope.entered(self._axis_name, batch, self._weight_fn, mesh=self.mesh, **found)
         with order.entered(why_not=why_xla, series=self._series), entered as step:
             returned = self._fn(state, batch, *rest)
@@ -232,9 +233,9 @@ class Program:
             if self.arguments is None:
                 reported, differs = metrics.averaged(reported, self._axis_name), None
             else:
-                pieces = arguments.pieces(rest, checksums)
+                pieces = checksums.pieces(rest, given)
                 reported, sums = metrics.averaged_and_summed(reported, self._axis_name, pieces)
-                differs = arguments.differ(pieces, sums, axis.size(self._axis_name))
+                differs = checksums.differ(pieces, sums, axis.size(self._axis_name))
             weight = step.total
             if weight is None:
                 weight = jnp.float32((step.num_rows or 0) * axis.size(self._axis_name))

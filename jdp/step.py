@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,14 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp import arguments, axis, failure, in_flight, mesh, metrics, progress, statics
+from jdp import arguments, axis, failure, in_flight, known_leaves, mesh, metrics, progress, statics
 from jdp.axis import AxisName
 from jdp.batch import place_batch
 from jdp.program import Program
-
-# Leaves of the last state of each step over several processes. Not by way of the steps: when one of
-# those is collected differs from process to process, and its state may go on in another step.
-_states: list[list[weakref.ref]] = []
 
 
 def train_step(
@@ -253,15 +248,8 @@ class Step:
 
     def _unknown(self, state: Any, follows: bool) -> Sequence[int]:
         """Return the positions of the leaves of a state that no step has returned."""
-        if not any(refs is self._returned for refs in _states):
-            _states.append(self._returned)
-        if follows:
-            return ()
-        leaves = jax.tree.leaves(state)
-        _states[:] = [refs for refs in _states if refs is self._returned or _any_alive(refs)]
-        if any(_are(refs, leaves) for refs in _states):
-            return ()
-        return arguments.unknown(leaves, _states)
+        known_leaves.keep(self._returned)
+        return () if follows else known_leaves.unknown(jax.tree.leaves(state), self._returned)
 
     def _call_error(self, error: TypeError) -> str:
         hint = ""
@@ -274,7 +262,7 @@ class Step:
 
     def _is_returned(self, leaves: list[Any]) -> bool:
         # What the last call returned is placed and shares no buffers: nothing to look at.
-        return _are(self._returned, leaves)
+        return known_leaves.are(self._returned, leaves)
 
     def _admit(self, state: Any, where: Mesh) -> Any:
         """Place a state that did not come from this step, and copy what is aliased in it."""
@@ -317,15 +305,6 @@ class Step:
             donate=self.donate,
             is_part=is_part,
         )
-
-
-def _are(refs: list[weakref.ref], leaves: list[Any]) -> bool:
-    # In every call, for every leaf, so without a line of Python for each.
-    return len(leaves) == len(refs) and all(map(operator.is_, map(operator.call, refs), leaves))
-
-
-def _any_alive(refs: list[weakref.ref]) -> bool:
-    return any(ref() is not None for ref in refs)
 
 
 def _order_between_processes(where: Mesh) -> None:
