@@ -2,44 +2,23 @@
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdp import axis, exchange, hashes, statics
-
-# A further argument that is no larger is hashed by the step itself, in each call. A larger one is
-# hashed by a program of its own when it is another object than in the call before.
-_SMALL_SIZE, _SMALL_LEAVES = 1 << 14, 16
+from jdp.argument_differences import ADVICE, PART, WHY, described, first_difference
+from jdp.checksums import is_small
 
 # How long a process that has seen a difference waits for what the others say of it.
 _EXPLAIN_S = 20.0
 
-_PART = " part "  # between the name of a leaf and which of its parts along further axes
-
-_PIECE_BITS = 8  # float32 sums of such numbers are exact on up to 65,536 ranks
-
 # Calls of steps in this process, so that all processes call the same one by the same name.
 _numbers = itertools.count()
-
-# Leaves that are known to be the same on all processes, beside those that steps returned.
-_vouched: list[weakref.ref] = []
-
-
-def vouch(leaves: Iterable[Any]) -> None:
-    """Record that these leaves are the same on all processes; replaces those recorded before."""
-    _vouched[:] = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
-
-
-def unknown(leaves: Sequence[Any], returned: Iterable[Sequence[weakref.ref]]) -> list[int]:
-    """Return the positions of leaves that no step returned and nothing vouched for."""
-    known = {id(ref()) for refs in (*returned, _vouched) for ref in refs}
-    return [i for i, leaf in enumerate(leaves) if id(leaf) not in known]
 
 
 class Given(NamedTuple):
@@ -119,7 +98,7 @@ class Arguments:
         """
         told = exchange.told(self._group, self._described(given), what="arguments of a step")
         if difference := first_difference(told):
-            raise ValueError(f"{difference} {_WHY} Nothing was sent or donated. {_ADVICE}")
+            raise ValueError(f"{difference} {WHY} Nothing was sent or donated. {ADVICE}")
 
     def difference(self, given: Given, *, timeout_s: float = _EXPLAIN_S) -> str | None:
         """Name the leaf in which a call differed between processes; None if that is not known."""
@@ -139,8 +118,8 @@ class Arguments:
             "than on the others; they did not all say which."
         )
         return (
-            f"call {call} of `{step}` was not the same on all processes: {difference} {_WHY} The "
-            f"states that it and later calls returned are wrong. {_ADVICE}"
+            f"call {call} of `{step}` was not the same on all processes: {difference} {WHY} The "
+            f"states that it and later calls returned are wrong. {ADVICE}"
         )
 
     def _path(self, i: int, path: tuple) -> str:
@@ -193,79 +172,16 @@ class Arguments:
 
     def _described(self, given: Given) -> dict[str, str]:
         """Describe every leaf of a call: name -> dtype, shape, and what tells its bits."""
-        found = {name: _digest(leaf) for name, leaf in given.small.items()}
+        found = {name: described(leaf) for name, leaf in given.small.items()}
         apart = [i for i, name in enumerate(self._mesh.axis_names) if name not in self._axis_name]
         for names, hashed in given.large:
             for position, values in hashes.parts(hashed):
                 # Processes may hold other parts along further axes.
-                part = "".join(f"{_PART}{position[i]}" for i in apart)
+                part = "".join(f"{PART}{position[i]}" for i in apart)
                 for name, value in zip(names, values, strict=True):
                     seen, text = found.get(name + part), value.tobytes().hex()
                     found[name + part] = text if seen in (None, text) else f"{seen} {text}"
         return found
-
-
-def is_small(arg: Any) -> bool:
-    """Whether the step itself hashes an argument."""
-    # By the number of elements, which is the same for a tracer.
-    leaves = jax.tree.leaves(arg)
-    return len(leaves) <= _SMALL_LEAVES and sum(map(np.size, leaves)) <= _SMALL_SIZE
-
-
-def pieces(rest: Sequence[Any], checksums: Sequence[jax.Array]) -> jax.Array:
-    """Hash what a rank of a step got, inside of it: `[4]` float32, small whole numbers.
-
-    Args:
-      rest: the further arguments.
-      checksums: from `Arguments.of`, this rank's.
-    """
-    total = jnp.uint32(0)
-    for i, checksum in enumerate(checksums):
-        each = checksum.reshape(-1, 2).sum(0, dtype=jnp.uint32)
-        total += (each[0] ^ (each[1] * np.uint32(0x9E3779B1))) * np.uint32(2 * i + 3)
-    leaves = [jnp.asarray(leaf) for arg in rest if is_small(arg) for leaf in jax.tree.leaves(arg)]
-    words = [hashes.words_of(leaf).reshape(-1) for leaf in leaves if leaf.size]
-    if words:
-        together = jnp.concatenate(words)
-        total += hashes.of_part(together, [(0, together.size)])[0]
-    shifts = np.arange(0, 32, _PIECE_BITS, dtype=np.uint32)
-    return ((total >> shifts) & np.uint32(2**_PIECE_BITS - 1)).astype(jnp.float32)
-
-
-def differ(mine: jax.Array, sums: jax.Array, num_ranks: int) -> jax.Array:
-    """Whether not all ranks had the same `pieces`, given their sums over ranks: `[1]` bool.
-
-    Of two kinds of ranks, both see it.
-    """
-    return jnp.any(sums != mine.astype(sums.dtype) * num_ranks).reshape(1)
-
-
-def first_difference(told: Mapping[int, Mapping[str, str]]) -> str | None:
-    """Say which leaf differs first, and on which process; None if none does.
-
-    Args:
-      told: process -> name of a leaf -> what tells its bits.
-
-    >>> first_difference({0: {"key": "a"}, 1: {"key": "a"}, 2: {"key": "b"}})
-    '`key` has other values on process 2 than on process 0.'
-    """
-    if len(told) < 2:
-        return None
-    for name in dict.fromkeys(name for each in told.values() for name in each):
-        found = {process: each[name] for process, each in told.items() if name in each}
-        name, part, _ = name.partition(_PART)
-        if len(set(found.values())) > 1:
-            odd, usual = exchange.odd_one(found)
-            values = [found[process].partition(" = ")[2] for process in (odd, usual)]
-            shown = f": {values[0]} instead of {values[1]}" if all(values) else ""
-            return f"`{name}` has other values on process {odd} than on process {usual}{shown}."
-        lacking = next((process for process in told if process not in found), None)
-        if lacking is not None and not part:  # Not every process holds every part.
-            return (
-                f"`{name}` was replaced between steps on process {next(iter(found))}, and not on "
-                f"process {lacking}."
-            )
-    return None
 
 
 def _are(leaves: Sequence[Any], refs: Sequence[weakref.ref]) -> bool:
@@ -275,19 +191,3 @@ def _are(leaves: Sequence[Any], refs: Sequence[weakref.ref]) -> bool:
 
 def _named(arg: Any) -> list[tuple[Any, Any]]:
     return jax.tree_util.tree_leaves_with_path(arg)
-
-
-def _digest(leaf: Any) -> str:
-    leaf = statics.without_key(leaf)
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        leaf = leaf.addressable_data(0)
-    value = np.asarray(leaf)
-    shown = f" = {value.tolist()}" if value.size <= 4 else ""
-    return f"{value.dtype}{[*value.shape]} {exchange.digest(value)}{shown}"
-
-
-_WHY = "Ranks that get other arguments train different models, or wait for each other for ever."
-_ADVICE = (
-    "Give every process the same: a key from the same seed, the same numbers. Random numbers of a "
-    "rank's own come from state.key, and what is meant to differ goes into the batch."
-)

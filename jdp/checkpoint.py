@@ -1,5 +1,6 @@
 """`Checkpointer`: what a run goes on from when its processes die."""
 
+import functools
 import logging
 import os
 import secrets
@@ -10,7 +11,18 @@ from typing import Any
 
 import jax
 
-from jdp import arguments, disk, exchange, progress, rank_state, same, snapshot, statics, store
+from jdp import (
+    disk,
+    exchange,
+    in_flight,
+    known_leaves,
+    progress,
+    rank_state,
+    same,
+    snapshot,
+    statics,
+    store,
+)
 from jdp.background import Background
 from jdp.commit import CommitMemory
 from jdp.launch import member
@@ -132,6 +144,7 @@ class Checkpointer:
                 "says what it has handed out, and goes on from there when it is set."
             )
         life = _Life(self._folder, has_data=batches is not None)
+        in_flight.begins_anew()
         try:
             found, state = self._restored(life, state, batches)
         except BaseException:
@@ -157,7 +170,8 @@ class Checkpointer:
           SystemExit: with code 75, after SIGTERM, when the state is saved.
           ValueError: if `state` was donated, or `batches` are given here and not to `restore`.
           OSError: if an earlier commit or checkpoint could not be written.
-          RuntimeError: if `restore` was not called.
+          RuntimeError: if `restore` was not called; on every process, if a step got other arguments
+            or another state on one of them: its state is not written.
         """
         life = self._noted(state, batches)
         life.commits.check()
@@ -184,7 +198,8 @@ class Checkpointer:
 
         Raises:
           OSError: if it cannot be written.
-          RuntimeError: if process 0 could not write it, or `restore` was not called.
+          RuntimeError: if process 0 could not write it, if `restore` was not called, or as from
+            `step`.
         """
         self._save(self._noted(state, batches))
 
@@ -251,7 +266,7 @@ class Checkpointer:
             if batches is not None:
                 batches.position = _position(facts, found.where)
         exchange.told(life.group, None, what=f"whether {found.where} is restored")
-        arguments.vouch(jax.tree.leaves(state))  # All have it from one place.
+        known_leaves.vouch(jax.tree.leaves(state))  # All have it from one place.
         return found, state
 
     def _noted(self, state: Any, batches: Any) -> "_Life":
@@ -273,25 +288,31 @@ class Checkpointer:
 
     def _begin_commit(self, life: "_Life", memory: CommitMemory) -> None:
         life.commits.wait()
+        life.committed.require_equal()
         taken = life.for_commits.take(life.state, here=life.is_writer)
-        life.is_held = True
+        life.is_held, life.committed = True, in_flight.Unchecked()
         if taken is not None:
-            life.commits.begin(_write_commit, memory, self._facts(life, taken), taken)
+            facts = self._facts(life, taken)
+            life.commits.begin(_write_commit, memory, facts, taken, life.committed)
 
     def _begin_save(self, life: "_Life") -> None:
         with progress.SAVING:
             life.saves.wait()
+        life.saved.require_equal()
         taken = life.for_saves.take(life.state, here=life.process == 0)
-        life.saved_at = self._steps
+        life.saved_at, life.saved = self._steps, in_flight.Unchecked()
         if taken is not None:
             facts = self._facts(life, taken)
-            life.saves.begin(_write_checkpoint, self._folder, facts, taken, self._keep)
+            write = functools.partial(_write_checkpoint, self._folder, keep=self._keep)
+            life.saves.begin(write, facts, taken, life.saved)
 
     def _save(self, life: "_Life", *, can_check: bool = False) -> bool:
         """Save, and return whether all processes can compare their states now."""
         doing = f"while it saved step {self._steps} to {self._folder.path}"
         with progress.SAVING:
             with exchange.failing_together(life.group, doing):
+                in_flight.drain()
+                in_flight.require_equal_states()
                 if life.saved_at != self._steps:
                     self._begin_save(life)
                 life.saved_at = -1  # if what follows fails, on whichever process
@@ -378,6 +399,8 @@ class _Life:
         self.commits, self.saves = Background("jdp commit"), Background("jdp save")
         self.for_commits = snapshot.Snapshots(reuse=True)
         self.for_saves = snapshot.Snapshots(reuse=False)
+        # What led to the last commit and checkpoint, and may not be the same on all processes.
+        self.committed, self.saved = in_flight.Unchecked(), in_flight.Unchecked()
         self.preemption = Preemption()
         self._ends = [self.commits.end, self.saves.end, self.preemption.close, *self._ends]
 
@@ -407,18 +430,33 @@ def _require_alone(life: _Life) -> None:
     _committing = weakref.ref(life)
 
 
-def _write_commit(memory: CommitMemory, facts: dict[str, Any], taken: snapshot.Snapshot) -> None:
-    memory.write(facts, snapshot.pack(taken.fetch()))
-    progress.kept(facts["step"], "a commit in this host's memory")
+# What differs between processes is not written. It is an error on all of them, when the next one
+# is written or before: here it would come on one alone.
+def _write_commit(
+    memory: CommitMemory,
+    facts: dict[str, Any],
+    taken: snapshot.Snapshot,
+    steps: in_flight.Unchecked,
+) -> None:
+    values = taken.fetch()
+    if not steps.differ():
+        memory.write(facts, snapshot.pack(values))
+        progress.kept(facts["step"], "a commit in this host's memory")
 
 
 def _write_checkpoint(
-    folder: disk.Folder, facts: dict[str, Any], taken: snapshot.Snapshot, keep: int
+    folder: disk.Folder,
+    facts: dict[str, Any],
+    taken: snapshot.Snapshot,
+    steps: in_flight.Unchecked,
+    *,
+    keep: int,
 ) -> None:
     arrays = named(taken.leaves, taken.fetch())
-    folder.write(facts["life"], facts["step"], facts, arrays)
-    progress.kept(facts["step"], str(folder.path))
-    folder.keep(keep)
+    if not steps.differ():
+        folder.write(facts["life"], facts["step"], facts, arrays)
+        progress.kept(facts["step"], str(folder.path))
+        folder.keep(keep)
 
 
 def _all_processes() -> tuple[int, ...]:

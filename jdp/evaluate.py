@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jdp import metrics, progress
+from jdp import in_flight, metrics, progress
 from jdp.batch import find_mask
 from jdp.data import Batches
-from jdp.step import Step, drain
+from jdp.step import Step
 
 
 def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any) -> Any:
@@ -70,7 +70,7 @@ def _evaluate(step: Step, state: Any, batches: Iterable[Any], rest: tuple) -> An
     if waiting is None:
         raise ValueError("evaluate got no batches, and the mean over no rows is not defined.")
     fetched.append(_fetch(*waiting))
-    drain()  # All have run: this only looks whether all processes gave them the same.
+    in_flight.drain()  # All have run: this only looks whether all processes gave them the same.
     weights = [weight for _, weight in fetched]
     trees = [tree for tree, _ in fetched]
     return jax.tree.map(lambda *parts: _joined(parts, weights), *trees, is_leaf=metrics.is_rows)

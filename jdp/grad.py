@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import axis, metrics, scope, weighted_sum
+from jdp import axis, metrics, places, scope, weighted_sum
 from jdp.axis import AxisName
 from jdp.metrics import mean_over_ranks
 from jdp.sync import sync_gradients
@@ -104,7 +104,7 @@ def value_and_grad(
 
         part.__name__ = part.__qualname__ = weighted_sum.MICRO_BATCH
         (means, grads), rows = _accumulate(part, looped, last, is_scaled=is_scaled)
-        return metrics.put_rows(means, rows, marked=True), grads
+        return places.put(means, rows), grads
 
     return local
 

@@ -10,7 +10,7 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import axis, collectives, scope, statics, weighted_sum
+from jdp import axis, collectives, places, scope, statics, weighted_sum
 from jdp.axis import AxisName
 
 # Algorithms that lose no digit of a float32 sum.
@@ -111,7 +111,7 @@ def sum_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
 class Rows:
     """Per-row outputs of one rank, made by `rows`."""
 
-    values: Any  # an array, or None where the values were taken out
+    values: Any
     num_dims: int = field(metadata={"static": True})  # of the values where they were marked
 
 
@@ -147,49 +147,30 @@ def rows(x: Any) -> Any:
 
 
 def take_rows(tree: Any) -> tuple[Any, list[jax.Array]]:
-    """Take the values of `rows` out of a tree; their places stay behind, without a leaf.
+    """Take the values of `rows` out of a tree; `places.put` puts them back.
 
     Raises:
       ValueError: if a scan or vmap has stacked them since: rows are no longer their first dim.
     """
-    taken: list[jax.Array] = []
-
-    def take(leaf: Any) -> Any:
-        if not isinstance(leaf, Rows):
-            return leaf
-        shape = jnp.shape(leaf.values)
-        if len(shape) != leaf.num_dims:
+    for leaf in jax.tree.leaves(tree, is_leaf=is_rows):
+        if is_rows(leaf) and jnp.ndim(leaf.values) != leaf.num_dims:
             raise ValueError(
                 f"jdp.rows were marked with {leaf.num_dims} dim(s) and stacked to "
-                f"{jnp.result_type(leaf.values)}{list(shape)} since, by a scan or vmap: the first "
-                "dim is no longer this rank's rows, and the outputs could not be put back in "
-                "order. Stack them along another dim, and mark them with jdp.rows(x) afterwards."
+                f"{jnp.result_type(leaf.values)}{list(jnp.shape(leaf.values))} since, by a scan or "
+                "vmap: the first dim is no longer this rank's rows, and the outputs could not be "
+                "put back in order. Stack them along another dim, and mark them with jdp.rows(x) "
+                "afterwards."
             )
-        taken.append(leaf.values)
-        return Rows(None, leaf.num_dims)
-
-    return jax.tree.map(take, tree, is_leaf=is_rows), taken
-
-
-def put_rows(tree: Any, values: Sequence[Any], *, marked: bool = False) -> Any:
-    """Put values back where `take_rows` took them: as plain arrays, or `marked` again."""
-    left = iter(values)
-
-    def put(leaf: Any) -> Any:
-        if not isinstance(leaf, Rows):
-            return leaf
-        return Rows(next(left), leaf.num_dims) if marked else next(left)
-
-    return jax.tree.map(put, tree, is_leaf=is_rows)
+    return places.take(tree, is_rows)
 
 
 def unmarked(tree: Any) -> Any:
     """Replace every `rows` of a tree by its plain array."""
-    return put_rows(*take_rows(tree))
+    return jax.tree.map(lambda x: x.values if is_rows(x) else x, tree, is_leaf=is_rows)
 
 
 def is_rows(x: Any) -> bool:
-    """Tell whether a node of a tree was made by `rows`."""
+    """Whether a node of a tree was made by `rows`."""
     return isinstance(x, Rows)
 
 

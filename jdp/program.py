@@ -16,7 +16,9 @@ from jax.sharding import PartitionSpec as P
 from jdp import (
     arguments,
     axis,
+    checksums,
     metrics,
+    places,
     progress,
     rank_state,
     same,
@@ -112,9 +114,9 @@ class Program:
     def trace(self, *args: Any) -> Any:
         """Trace for the shapes of `args` and prove that every rank ends with the same state."""
         self._args = args
-        checksums = () if self.arguments is None else (self.arguments.zeros(args),)
+        given = () if self.arguments is None else (self.arguments.zeros(args),)
         try:
-            return self._traced(*args, *checksums)
+            return self._traced(*args, *given)
         finally:
             self._end_call()
 
@@ -169,15 +171,14 @@ class Program:
                 jaxpr = mapped.trace(*inputs).jaxpr
                 proved = verify.check(jaxpr, self._describe(args))
                 order.require(jaxpr)
-            (state, reported, weight, raw), (rows, differs, own) = mapped(*inputs)
-            reported = metrics.with_own(reported, raw, proved.own_metrics)
-            if own:
-                state = statics.hold(rank_state.put(statics.restore(state), own))
+            same, split = mapped(*inputs)
+            reported = metrics.with_own(same.metrics, same.own_metrics, proved.own_metrics)
+            state = statics.hold(places.put(statics.restore(same.state), split.own))
             return (
                 self._keep_layout(args[0], state),
-                metrics.put_rows(reported, rows, marked=True),
-                weight,
-                differs,
+                places.put(reported, split.rows),
+                same.weight,
+                split.differs,
             )
 
         on_mesh.__name__ = on_mesh.__qualname__ = self._name
@@ -207,7 +208,7 @@ class Program:
                 waits.update_between(on_rank) if found.get("ready") else on_rank,
                 mesh=self.mesh,
                 in_specs=tuple(specs),
-                out_specs=(P(), P(self._axis_name)),
+                out_specs=_Leaving(P(), P(self._axis_name)),
                 axis_names=set(self._axis_name),
                 check_vma=False,  # The analysis proves what JAX's types get wrong here.
             ),
@@ -216,14 +217,12 @@ class Program:
 
     def _on_rank(
         self, why_xla: str | None, found: dict[str, Any], state: Any, split: "_Split", *rest: Any
-    ) -> Any:
+    ) -> "_Leaving":
         batch, own = split
-        state = statics.restore(state)
-        if own:
-            state = rank_state.put(state, own)
-        checksums: Any = ()
+        state = places.put(statics.restore(state), own)
+        given: Any = ()
         if self.arguments is not None:
-            rest, checksums = rest[:-1], rest[-1]
+            rest, given = rest[:-1], rest[-1]
         entered = scope.entered(self._axis_name, batch, self._weight_fn, mesh=self.mesh, **found)
         with order.entered(why_not=why_xla, series=self._series), entered as step:
             returned = self._fn(state, batch, *rest)
@@ -234,31 +233,33 @@ class Program:
             if self.arguments is None:
                 reported, differs = metrics.averaged(reported, self._axis_name), None
             else:
-                pieces = arguments.pieces(rest, checksums)
+                pieces = checksums.pieces(rest, given)
                 reported, sums = metrics.averaged_and_summed(reported, self._axis_name, pieces)
-                differs = arguments.differ(pieces, sums, axis.size(self._axis_name))
+                differs = checksums.differ(pieces, sums, axis.size(self._axis_name))
             weight = step.total
             if weight is None:
                 weight = jnp.float32((step.num_rows or 0) * axis.size(self._axis_name))
         new_state, own = rank_state.take(jax.tree.map(_strong, new_state))
-        whole = statics.hold(rank_state.put(new_state, own)) if own else statics.hold(new_state)
+        whole = statics.hold(places.put(new_state, own))
+        same = _Same(statics.hold(new_state), reported, weight, raw)
+        leaving = _Leaving(same, _SplitOutputs(rows, differs, own))
         if step.late is not None:  # a program of other platforms
-            return (statics.hold(new_state), reported, weight, raw), (rows, differs, own)
+            return leaving
         self._late_choices = step.late_choices
-        leaving = _outputs(f"new {self._argument(0)}", "state", whole)
+        new_leaves = _outputs(f"new {self._argument(0)}", "state", whole)
         is_own = rank_state.flags(whole)
         self._marked, self._split = frozenset(step.marked), frozenset(step.split)
         self._weighed = frozenset(step.weighed)
         self._gradient_bytes = sum(reduction.num_bytes for reduction in step.reductions)
         self._outputs = [
-            *itertools.compress(leaving, map(operator.not_, is_own)),
+            *itertools.compress(new_leaves, map(operator.not_, is_own)),
             *_outputs("metrics", "metric", reported),
             traced.Output(traced.WEIGHT, (), "metric", jax.typeof(weight)),
             *_outputs("metrics", "own", raw),
             *_outputs("rows", "rows", (rows, differs)),
-            *(replace(x, kind="rows") for x in itertools.compress(leaving, is_own)),
+            *(replace(x, kind="rows") for x in itertools.compress(new_leaves, is_own)),
         ]
-        return (statics.hold(new_state), reported, weight, raw), (rows, differs, own)
+        return leaving
 
     def _pair(self, returned: Any) -> tuple[Any, Any]:
         if not self._returns_state:
@@ -312,6 +313,30 @@ class Program:
             for leaf, where in zip(leaves, layout, strict=True)
         ]
         return jax.tree.unflatten(tree, pinned)
+
+
+class _Same(NamedTuple):
+    """What leaves a step the same on every rank, as the analysis proves."""
+
+    state: Any  # without arrays of `per_rank`
+    metrics: Any  # averaged, and without their rows
+    weight: jax.Array  # of the global batch
+    own_metrics: list[jax.Array]  # float scalars of this rank, before they were averaged
+
+
+class _SplitOutputs(NamedTuple):
+    """What leaves a step split over the ranks."""
+
+    rows: list[jax.Array]
+    differs: jax.Array | None  # see `Program.__call__`
+    own: list[jax.Array]  # arrays of `per_rank`
+
+
+class _Leaving(NamedTuple):
+    """What leaves a step, in the order in which `verify` reads it."""
+
+    same: Any
+    split: Any
 
 
 class _Split(NamedTuple):

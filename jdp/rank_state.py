@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import statics
+from jdp import places, statics
 
 # (saved value, shape and dtype that this run has) -> value of that shape
 Resize = Callable[[Any, jax.ShapeDtypeStruct], Any]
@@ -105,51 +105,15 @@ def flags(tree: Any) -> list[bool]:
 
 
 def take(tree: Any) -> tuple[Any, list[jax.Array]]:
-    """Take the arrays of `per_rank` out of a tree; their places stay behind without a leaf.
+    """Take the arrays of `per_rank` out of a tree; `places.put` puts them back.
 
     Raises:
       ValueError: if one of them has no first dim.
     """
-    taken: list[jax.Array] = []
-
-    def visit(path: Any, node: Any) -> Any:
-        if not is_per_rank(node):
-            return node
-        for inner, leaf in jax.tree_util.tree_leaves_with_path(node):
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_per_rank):
+        for inner, leaf in jax.tree_util.tree_leaves_with_path(node) if is_per_rank(node) else ():
             require_dim(jax.tree_util.keystr((*path, *inner)), leaf)
-        leaves, treedef = jax.tree.flatten(node.value)
-        taken.extend(leaves)
-        return PerRank(_Place(treedef), node.resize)
-
-    return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=is_per_rank), taken
-
-
-def put(tree: Any, values: Sequence[Any]) -> Any:
-    """Invert `take`."""
-    left = iter(values)
-
-    def visit(node: Any) -> Any:
-        if not is_per_rank(node):
-            return node
-        treedef = node.value.treedef
-        value = treedef.unflatten([next(left) for _ in range(treedef.num_leaves)])
-        return PerRank(value, node.resize)
-
-    return jax.tree.map(visit, tree, is_leaf=is_per_rank)
-
-
-@jax.tree_util.register_static
-class _Place:
-    """What stays behind in a tree where arrays were taken out: their structure."""
-
-    def __init__(self, treedef: Any):
-        self.treedef = treedef
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Place) and self.treedef == other.treedef
-
-    def __hash__(self) -> int:
-        return hash(self.treedef)
+    return places.take(tree, is_per_rank)
 
 
 def require_dim(name: str, leaf: Any, num_ranks: int = 1) -> None:

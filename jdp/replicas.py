@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jdp import axis, exchange, hashes, mesh, rank_state, statics, step
+from jdp import axis, exchange, hashes, in_flight, mesh, rank_state, statics
 from jdp.axis import AxisName
 
 
@@ -67,7 +67,7 @@ def check_replicas(state: Any, *, every: int = 1, axis_name: AxisName = "data") 
     leaves = [leaf for _, leaf in named]
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(leaves)):
         raise TypeError("check_replicas looks at arrays: call it between steps, not inside one.")
-    step.drain()
+    in_flight.drain()
     where = mesh.mesh_of(jax.tree.leaves(leaves), axes)
     leaves = jax.tree.leaves(mesh.placed(leaves, axes, where))
     paths = [jax.tree_util.keystr(path) for path, _ in named]
@@ -86,7 +86,7 @@ def require_equal_copies(state: Any) -> None:
     Raises:
       RuntimeError: as from `check_replicas`.
     """
-    step.drain()
+    in_flight.drain()
     on: dict[Mesh, list[tuple[Any, jax.Array]]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         sharding = getattr(leaf, "sharding", None)

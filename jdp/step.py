@@ -2,48 +2,19 @@
 
 import functools
 import inspect
-import operator
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp import arguments, axis, failure, mesh, metrics, overdue, progress, statics
+from jdp import arguments, axis, failure, in_flight, known_leaves, mesh, metrics, progress, statics
 from jdp.axis import AxisName
 from jdp.batch import place_batch
-from jdp.collectives import library
 from jdp.program import Program
-
-# XLA's CPU client before JAX 0.11 hangs for good with more than about 30 undrained steps on all
-# of its devices; elsewhere a few steps in flight are enough to hide dispatch.
-_MAX_IN_FLIGHT = 8
-
-
-class _Call(NamedTuple):
-    """A call of a step that may still be running."""
-
-    step: "Step"
-    number: int
-    program: Program
-    given: arguments.Given | None
-    differs: jax.Array | None  # whether that was another on another process
-    weight: Any  # of the batch, which is ready when the call has run
-
-
-_in_flight: deque[_Call] = deque()
-# The call that is being made: JAX runs a small program on CPU before it returns.
-_made: _Call | None = None
-# Leaves of the last state of each step over several processes. Not by way of the steps: when one of
-# those is collected differs from process to process, and its state may go on in another step.
-_states: list[list[weakref.ref]] = []
-
-# How long a process whose step failed waits for what the others got.
-_EXPLAIN_FAILURE_S = 2.0
 
 
 def train_step(
@@ -180,33 +151,31 @@ class Step:
           The state, None for an `eval_step`; the metrics, with `jdp.rows` still marked; and the
           weight of the global batch: `[]` float32, its rows where nothing weighs them.
         """
-        global _made
         program, args, is_traced, follows = self._prepare(args, kwargs)
         if is_traced:
             state, reported, weight, _ = program(*args)  # inside a jit or scan of the caller's
             return statics.restore(state), reported, weight
         given = None
         with self._phase:
-            if not follows or (_in_flight and _in_flight[-1][0] is not self):
+            if not follows or in_flight.newest_step() not in (None, self):
                 _order_between_processes(program.mesh)
             self._num_calls += 1
             if program.arguments is not None:
                 given = program.arguments.of(args, self._unknown(args[0], follows))
+            call = self._call(program, given)
+            in_flight.begins(call)
             try:
-                _made = _Call(self, self._num_calls, program, given, None, None)
                 state, reported, weight, differs = program(*args, follows=follows, given=given)
             except (RuntimeError, ValueError) as error:
                 if "delete" in str(error):
                     self._require_alive(*args)
                 if not failure.is_failed_run(error):
                     raise
-                is_gone, cause = statics.any_deleted(args[0]), _cause(program, given)
-                raise _failed(self.__name__, self._num_calls, is_gone, error, cause) from error
+                raise in_flight.failed(call, statics.any_deleted(args[0]), error) from error
             finally:
-                _made = None
+                in_flight.ends()
             self._returned[:] = map(weakref.ref, jax.tree.leaves(state))
-            _in_flight.append(_Call(self, self._num_calls, program, given, differs, weight))
-            _drain(_MAX_IN_FLIGHT)
+            in_flight.add(call._replace(differs=differs, weight=weight))
             if progress.is_first_step and self.returns_state:
                 _wait_for_first_step()
         return statics.restore(state), reported, weight
@@ -266,17 +235,21 @@ class Step:
             program = self._programs[where, is_traced] = self._new_program(where, is_traced)
         return program, (state, batch, *rest), is_traced, is_returned
 
+    def _call(self, program: Program, given: arguments.Given | None) -> in_flight.Call:
+        return in_flight.Call(
+            step=self,
+            name=self.__name__,
+            number=self._num_calls,
+            returns_state=self.returns_state,
+            donates=self.donate,
+            arguments=program.arguments,
+            given=given,
+        )
+
     def _unknown(self, state: Any, follows: bool) -> Sequence[int]:
         """Return the positions of the leaves of a state that no step has returned."""
-        if not any(refs is self._returned for refs in _states):
-            _states.append(self._returned)
-        if follows:
-            return ()
-        leaves = jax.tree.leaves(state)
-        _states[:] = [refs for refs in _states if refs is self._returned or _any_alive(refs)]
-        if any(_are(refs, leaves) for refs in _states):
-            return ()
-        return arguments.unknown(leaves, _states)
+        known_leaves.keep(self._returned)
+        return () if follows else known_leaves.unknown(jax.tree.leaves(state), self._returned)
 
     def _call_error(self, error: TypeError) -> str:
         hint = ""
@@ -289,7 +262,7 @@ class Step:
 
     def _is_returned(self, leaves: list[Any]) -> bool:
         # What the last call returned is placed and shares no buffers: nothing to look at.
-        return _are(self._returned, leaves)
+        return known_leaves.are(self._returned, leaves)
 
     def _admit(self, state: Any, where: Mesh) -> Any:
         """Place a state that did not come from this step, and copy what is aliased in it."""
@@ -334,110 +307,17 @@ class Step:
         )
 
 
-def _are(refs: list[weakref.ref], leaves: list[Any]) -> bool:
-    # In every call, for every leaf, so without a line of Python for each.
-    return len(leaves) == len(refs) and all(map(operator.is_, map(operator.call, refs), leaves))
-
-
-def _any_alive(refs: list[weakref.ref]) -> bool:
-    return any(ref() is not None for ref in refs)
-
-
 def _order_between_processes(where: Mesh) -> None:
     # Between processes a reduction is told from others by its turn alone, and a CPU may run steps
     # that do not depend on each other in another order in each process.
     if where.is_multi_process and where.devices.flat[0].platform == "cpu":
-        _drain(0)
+        in_flight.drain()
 
 
 def _wait_for_first_step() -> None:
     # The other processes may still compile: this wait has the time of that.
     with progress.FIRST_STEP:
-        _drain(0)
-
-
-_overdue = overdue.Overdue()
-
-
-# Called from a thread, now and then while no step begins or ends.
-def _num_running() -> int:
-    # All of JAX's arrays have it, though the interface of `jax.Array` does not say so.
-    is_ready = operator.methodcaller("is_ready")
-    try:
-        running = [call for call in tuple(_in_flight) if not is_ready(call.weight)]
-    except (AttributeError, RuntimeError):  # the latter of a step that failed, which is none
-        return 0
-    # The others may have come further, or less far.
-    made = _made
-    calls = [*_in_flight, *([] if made is None else [made])] if running or made else []
-    _overdue.look([_unfinished(call) for call in calls])
-    return len(running)
-
-
-def _unfinished(call: _Call) -> overdue.Unfinished:
-    explain = functools.partial(_difference, call.program, call.given, overdue.PATIENCE_S)
-    return overdue.Unfinished(call.step.__name__, call.number, explain)
-
-
-progress.ask_devices(_num_running)
-
-
-def drain() -> None:
-    """Wait for all steps in flight, and raise what went wrong in them."""
-    _drain(0)
-
-
-def _drain(num_left: int) -> None:
-    while len(_in_flight) > num_left:
-        call = _in_flight[0]  # stays there while it is waited for, see `_num_running`
-        try:
-            call.weight.block_until_ready()
-            library.check()
-        except RuntimeError as error:
-            cause = _cause(call.program, call.given)
-            name, is_gone = call.step.__name__, call.step.donate
-            raise _failed(name, call.number, is_gone, error, cause) from error
-        _in_flight.popleft()
-        _require_same_arguments(call)
-
-
-def _require_same_arguments(call: _Call) -> None:
-    # Each rank says it of itself, and all of a process got the same.
-    if call.differs is None or not np.asarray(call.differs.addressable_data(0)).any():
-        return
-    _in_flight.clear()
-    assert call.program.arguments is not None and call.given is not None
-    step = call.step.__name__
-    raise RuntimeError(call.program.arguments.explained(call.given, step, call.number))
-
-
-def _difference(
-    program: Program, given: arguments.Given | None, timeout_s: float = _EXPLAIN_FAILURE_S
-) -> str | None:
-    """Return in what a call differed between processes, as a sentence, if that is known."""
-    if program.arguments is None or given is None or not (given.small or given.large):
-        return None
-    return program.arguments.difference(given, timeout_s=timeout_s)
-
-
-def _cause(program: Program, given: arguments.Given | None) -> str:
-    difference = _difference(program, given)
-    return f" It was not the same call on all processes: {difference}" if difference else ""
-
-
-def _failed(
-    name: str, number: int, is_gone: bool, error: Exception, cause: str = ""
-) -> RuntimeError:
-    _in_flight.clear()
-    gone = "The input state was not donated and is intact."
-    if is_gone:
-        kept = progress.newest_kept()
-        back = "a checkpoint" if kept is None else f"what was kept of {kept}"
-        gone = (
-            f"The input state was donated and is gone: go back to {back} with jdp.Checkpointer, or "
-            "train with donate=False."
-        )
-    return RuntimeError(f"call {number} of `{name}` failed: {failure.reason(error)}.{cause} {gone}")
+        in_flight.drain()
 
 
 def _holds_tracer(tree: Any) -> bool:

@@ -1,5 +1,6 @@
 """Local gradients in, their mean over ranks out: the only place that scales."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -65,35 +66,19 @@ def sync_gradients(
     named, treedef = jax.tree_util.tree_flatten_with_path(grads)
     paths = [jax.tree_util.keystr(path) for path, _ in named]
     leaves = [_require_float(path, leaf) for path, (_, leaf) in zip(paths, named, strict=True)]
-    bound = axis.is_bound(axis_name)
-    step = scope.current(axis_name)
+    bound, step = axis.is_bound(axis_name), scope.current(axis_name)
     if bound and step is None:  # a step of jdp's is never typed, and to ask takes a while
         _require_local(paths, leaves, axis_name)
     if weight is not None:
         weight = scope.require_number(weight)
     else:
         weight = scope.default_weight(axis_name, "jdp.sync_gradients")
-    sent = range(len(leaves))
-    if step is not None:
-        step.marked.update(paths)
-        if step.uniform is not None:
-            sent = _sent(paths, step, weight, mean)
+    sent = _sent(paths, step, weight, mean)
+    leaves = _marked(paths, leaves, step, weight, axis_name)
+    weights, scale = _factors(weight, axis_name, mean=mean)
+    for i in sent:  # Divided before the sum, or float16 would overflow.
+        leaves[i] = weights.term(leaves[i])
     axes = axis.in_mesh_order(axis_name)
-    leaves = [
-        mark(leaf, kind="local", path=path, axes=axes)
-        for path, leaf in zip(paths, leaves, strict=True)
-    ]
-    scale = 1.0
-    if step is not None and weight is not None and weight is not step.weight:
-        leaves = [mark(leaf, kind=OWN_WEIGHT, path="", axes=axes) for leaf in leaves]
-    weights = weighted_sum.Weighting(None)
-    if weight is not None:
-        # Divided before the sum, or float16 would overflow.
-        weights = weighted_sum.weighting(weight, axis_name, mean=mean)
-        for i in sent:
-            leaves[i] = weights.term(leaves[i])
-    elif mean:
-        scale = 1.0 / axis.size(axis_name)
     if bound and axis.size(axes) == 1 and step is not None:
         # XLA keeps a psum over one rank, and its copies took as long as the rest of a step.
         leaves = [mark(leaf, kind=ALL_REDUCED, path="", axes=axes) for leaf in leaves]
@@ -101,9 +86,7 @@ def sync_gradients(
         around = scope.around(axes)  # also where these are some of the step's axes
         mesh = mesh if mesh is not None or around is None else around.mesh
         if step is not None and collectives.starts_when_ready(all_reduce, mesh):
-            step.split.update(paths)
-            if step.ready is not None:  # `plan` takes the last one first
-                sent = sorted(sent, key=lambda i: -step.ready.get(paths[i], 0))
+            sent = _as_ready(paths, sent, step)
         plan = buckets.plan([leaves[i] for i in sent], bucket_bytes)
         plan = [[sent[i] for i in bucket] for bucket in plan]
         planned = [[leaves[i] for i in bucket] for bucket in plan]
@@ -113,26 +96,80 @@ def sync_gradients(
             for i, value in zip(bucket, values, strict=True):
                 leaves[i] = weights.total(value)
         if step is not None:
-            here = jax.extend.core.get_opaque_trace_state()
-            num_bytes = sum(leaves[i].size * leaves[i].dtype.itemsize for i in sent)
-            step.reductions.append(scope.Reduction(all_reduce, here, num_bytes))
-    if bound and not mean:
-        leaves = [mark(leaf, kind=SUMMED, path="", axes=axes) for leaf in leaves]
-    elif bound and weight is None and axis.size(axes) == 1:  # no division shows it
-        leaves = [mark(leaf, kind=MEAN, path="", axes=axes) for leaf in leaves]
+            step.reductions.append(_reduction(all_reduce, [leaves[i] for i in sent]))
+    if bound:
+        leaves = _marked_total(leaves, weight, axes, mean=mean)
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _sent(paths: list[str], step: scope.Scope, weight: jax.Array | None, mean: bool) -> list[int]:
-    """Give the positions of the gradients that `scan_layers` has not averaged."""
-    assert step.uniform is not None
+def _marked(
+    paths: list[str],
+    leaves: list[jax.Array],
+    step: scope.Scope | None,
+    weight: jax.Array | None,
+    axis_name: AxisName,
+) -> list[jax.Array]:
+    """Mark each gradient as this rank's own, and as weighed by another weight than the step's."""
+    axes = axis.in_mesh_order(axis_name)
+    named = zip(paths, leaves, strict=True)
+    leaves = [mark(leaf, kind="local", path=path, axes=axes) for path, leaf in named]
+    if step is None:
+        return leaves
+    step.marked.update(paths)
+    if weight is not None and weight is not step.weight:
+        leaves = [mark(leaf, kind=OWN_WEIGHT, path="", axes=axes) for leaf in leaves]
+    return leaves
+
+
+def _factors(
+    weight: jax.Array | None, axis_name: AxisName, *, mean: bool
+) -> tuple[weighted_sum.Weighting, float]:
+    """Return what multiplies the gradients before they are summed, and what their sums."""
+    if weight is not None:
+        return weighted_sum.weighting(weight, axis_name, mean=mean), 1.0
+    scale = 1.0 / axis.size(axis_name) if mean else 1.0
+    return weighted_sum.Weighting(None), scale
+
+
+def _as_ready(paths: list[str], sent: Sequence[int], step: scope.Scope) -> Sequence[int]:
+    """Order gradients so that `buckets.plan`, which takes the last first, sends what is ready."""
+    step.split.update(paths)
+    if step.ready is None:
+        return sent
+    ready = step.ready
+    return sorted(sent, key=lambda i: -ready.get(paths[i], 0))
+
+
+def _reduction(all_reduce: AllReduce, leaves: Sequence[jax.Array]) -> scope.Reduction:
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    return scope.Reduction(all_reduce, jax.extend.core.get_opaque_trace_state(), num_bytes)
+
+
+def _marked_total(
+    leaves: list[jax.Array], weight: jax.Array | None, axes: tuple[str, ...], *, mean: bool
+) -> list[jax.Array]:
+    """Mark what was reduced where the analysis does not see by itself whether it is a mean."""
+    if not mean:
+        return [mark(leaf, kind=SUMMED, path="", axes=axes) for leaf in leaves]
+    if weight is None and axis.size(axes) == 1:  # no division shows it
+        return [mark(leaf, kind=MEAN, path="", axes=axes) for leaf in leaves]
+    return leaves
+
+
+def _sent(
+    paths: list[str], step: scope.Scope | None, weight: jax.Array | None, mean: bool
+) -> Sequence[int]:
+    """Return the positions of the gradients that `scan_layers` has not averaged."""
+    if step is None or step.uniform is None:
+        return range(len(paths))
     if weight is not step.weight:
         raise ValueError(
             "jdp.sync_gradients(weight=...) of gradients that jdp.scan_layers has averaged in the "
             "backward pass, where it knows no weight but the step's: their mean would be another. "
             "Write jdp.train_step(weight=...), or jdp.scan_layers(..., late=False)."
         )
-    return [i for i, path in enumerate(paths) if not mean or path not in step.uniform]
+    uniform = step.uniform
+    return [i for i, path in enumerate(paths) if not mean or path not in uniform]
 
 
 def _require_float(path: str, leaf: Any) -> jax.Array:

@@ -272,6 +272,75 @@ def test_a_close_tells_all_processes_of_ranks_that_differ(processes, tmp_path):
     assert "Step 1 is saved in" in one["differs"][0]
 
 
+def train_scaled(state, batch, scale):
+    grads = jax.grad(lambda params: scale * params["w"].sum() + 0 * batch.sum())(state.params)
+    return state.apply_gradients(grads), {}
+
+
+def train_otherwise(path, differs, by_hand=0, **every):
+    """Train 20 steps, of which process 1 does the third otherwise; return what is kept."""
+    batch = next(iter(jdp.batches(ROWS, 6, num_steps=1)))
+    step, ckpt = jdp.train_step(train_scaled), jdp.Checkpointer(path, **every)
+    optimizer = jdp.replicated(optax.sgd(1.0))
+    state, error = ckpt.restore(jdp.TrainState.create({"w": ROWS}, optimizer)), ""
+    try:
+        try:
+            for n in range(1, 21):
+                odd = float(n == 3 and jax.process_index() == 1)
+                if n == 3 and differs == "state":
+                    state = state.replace(params={"w": state.params["w"] * (1 + odd)})
+                state, _ = step(state, batch, 1 + odd * (differs == "argument"))
+                ckpt.step(state)
+                if n == by_hand:
+                    ckpt.save(state)
+        finally:  # as in a script that closes whatever happens
+            ckpt.close()
+    except Exception as found:
+        error = f"{type(found).__name__}: {found}"
+    commit = ckpt._life.memory.newest().facts
+    assert commit["directory"] == str(path)
+    saved = [int(each.name.partition("-")[0]) for each in path.glob("*-*")]
+    return error, commit["step"], max(saved, default=0), ckpt.steps
+
+
+def all_otherwise(folder):
+    jdp.init()
+    return {name: train_otherwise(folder / name, **case) for name, (case, _) in OTHERWISE.items()}
+
+
+# What differs in step 3, and what is written how often; then the newest commit and checkpoint, and
+# in which step the error comes.
+OTHERWISE = {
+    "argument": ({"differs": "argument", "commit_every": 1}, (2, 0, 4)),
+    "state": ({"differs": "state", "commit_every": 1}, (2, 0, 4)),
+    "saves": ({"differs": "argument", "commit_every": 2, "save_every": 2}, (2, 2, 6)),
+    # The first step is committed always.
+    "rare saves": ({"differs": "state", "commit_every": 100, "save_every": 4}, (1, 0, 8)),
+    "by hand": ({"differs": "argument", "commit_every": 4, "by_hand": 3}, (1, 0, 3)),
+    "later": ({"differs": "argument", "commit_every": 20}, (1, 0, 10)),  # 8 are in flight
+    "nothing": ({"differs": "", "commit_every": 1, "save_every": 3}, (20, 20, 20)),
+}
+DIFFERENCES = {
+    "state": "`state.params['w']` has other values on process 1 than on process 0",
+    "argument": "`scale` has other values on process 1 than on process 0: 2.0 instead of 1.0",
+}
+
+
+def test_what_differs_between_processes_is_neither_committed_nor_saved(tmp_path):
+    with Launcher(num_hosts=2) as launcher:
+        lives = launcher.processes(2, f"{HERE}:all_otherwise", tmp_path, hosts=[0, 1])
+        one, other = results(lives)
+    assert one == other
+    for name, (error, *kept) in one.items():
+        case, right = OTHERWISE[name]
+        assert tuple(kept) == right, name
+        if difference := DIFFERENCES.get(case["differs"]):
+            assert error.startswith("RuntimeError: call 3 of `train_scaled` was not the same")
+            assert difference in error, name
+        else:
+            assert not error
+
+
 DRIFTING_SCRIPT = """
 import pathlib, sys
 import jax, numpy as np, jdp

@@ -20,6 +20,7 @@ ROOMS = (
     (
         "sync",
         "metrics",
+        "in_flight",
         "agreement",
         "lockstep",
         "verify",
@@ -34,7 +35,8 @@ ROOMS = (
     ("mesh", "buckets"),
     ("same",),
     ("same_program", "processes", "arguments"),
-    ("exchange",),
+    ("argument_differences",),
+    ("exchange", "checksums"),
     ("joining", "snapshot", "store", "hashes"),
     ("leaving", "progress", "rank_state"),
     (
@@ -50,7 +52,16 @@ ROOMS = (
         "schedulers",
         "traced",
     ),
-    ("background", "commit", "disk", "preemption", "differences", "overdue"),
+    (
+        "background",
+        "commit",
+        "disk",
+        "preemption",
+        "differences",
+        "overdue",
+        "places",
+        "known_leaves",
+    ),
 )
 # jdp/__init__.py: the public names, which may come from every room and which no room may import.
 PUBLIC = "__init__"

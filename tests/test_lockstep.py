@@ -13,7 +13,7 @@ from processes import ProcessError, environment, free_port
 from threads import wait_until
 
 import jdp
-from jdp import exchange, lockstep, step, store
+from jdp import exchange, in_flight, lockstep, store
 from jdp.collectives import library
 from jdp.lockstep import End, Problem, problem_of
 
@@ -70,7 +70,7 @@ def told(fn):
         found = None
     wait_until(lambda: not threads())
     lockstep._running.clear()
-    step._in_flight.clear()
+    in_flight._calls.clear()
     if library.why_missing() is None:
         library.reset()
     return found

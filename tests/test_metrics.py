@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from per_rank import assert_equal_bits, per_rank
 
 import jdp
-from jdp import metrics, scope
+from jdp import metrics, places, scope
 
 both_types = pytest.mark.parametrize("check_vma", [True, False])
 
@@ -197,10 +197,10 @@ def test_rows_are_taken_out_and_put_back_in_place():
     rest, values = metrics.take_rows(tree)
     assert jax.tree.leaves(rest) == [1.0]
     assert [len(v) for v in values] == [3, 4]
-    plain = metrics.put_rows(rest, [v * 2 for v in values])
+    plain = metrics.unmarked(places.put(rest, [v * 2 for v in values]))
     np.testing.assert_array_equal(plain["b"][0], [0, 2, 4])
     np.testing.assert_array_equal(plain["b"][1]["c"], [0, 2, 4, 6])
-    again = metrics.put_rows(rest, values, marked=True)
+    again = places.put(rest, values)
     assert jax.tree.structure(again) == jax.tree.structure(tree)
     np.testing.assert_array_equal(metrics.unmarked(tree)["b"][0], np.arange(3))
 

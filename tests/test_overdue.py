@@ -40,9 +40,9 @@ def wait_for(thread):
 SCRIPT = """
 import jax, jax.numpy as jnp, numpy as np, optax
 import jdp
-from jdp import step as steps
+from jdp import in_flight
 jdp.init()
-steps._overdue._patience_s = 0.5
+in_flight._overdue._patience_s = 0.5
 me = jax.process_index()
 
 @jdp.train_step

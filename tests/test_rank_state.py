@@ -113,6 +113,15 @@ def test_it_stands_beside_leaves_that_are_no_arrays_and_beside_keys():
     np.testing.assert_allclose(after["nested"][0].value["a"], want, rtol=1e-6)
 
 
+def test_a_tree_of_no_arrays_goes_through_a_step():
+    training.ranks(2)
+    state = {"own": jdp.per_rank({"later": None}), "w": jnp.zeros(())}
+    step = jdp.train_step(lambda state, batch: (state | {"w": state["w"] + 1}, {}))
+    for _ in range(2):
+        state, _ = step(state, np.zeros(2))
+    assert state["own"].value == {"later": None} and float(state["w"]) == 2
+
+
 def test_what_the_rest_of_the_state_takes_from_it_must_be_reduced():
     training.ranks(2)
 
