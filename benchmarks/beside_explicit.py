@@ -102,8 +102,8 @@ def _section(rows: list[dict[str, Any]], rival: str) -> Section:
         f"jdp beside `{rival}`",
         f"An MLP of 4 layers of 512, and a transformer of 4 layers of 128 over 32 bytes a row; "
         f"{ROWS['mlp']} and {ROWS['transformer']} rows in a micro-batch of all ranks. jdp's time "
-        "over the rival's: below 1, jdp is faster. Each process gives the median of its rounds of two "
-        "runs each, in alternating order; the table has the median, least and most of the "
+        "over the rival's: below 1, jdp is faster. Each process gives the median of its rounds of "
+        "two runs each, in alternating order; the table has the median, least and most of the "
         f"processes. {exact.CHECKED}",
         rows,
         {

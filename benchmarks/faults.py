@@ -296,11 +296,11 @@ def run_section(outcome: Outcome) -> Section:
         f"a commit every {COMMIT_EVERY} steps, a checkpoint every {SAVE_EVERY}; no step for "
         f"{harness.TIMEOUT_S:g} s is a hang. Each fault comes when the standbys wait again. "
         "`lost`: steps that all processes had begun and that were made again. `rows`: rows that "
-        "did not count once in their epoch. `bits`: the final state of every process against that of "
-        "a run to which nothing happened. `recovery`: seconds from the fault until all processes of a generation "
-        "had made a step, without the time for which a slot rests that fails again and again; "
-        "`killed`: the same where one process got SIGKILL and the standbys were there; the goal is "
-        "for its median.",
+        "did not count once in their epoch. `bits`: the final state of every process against that "
+        "of a run to which nothing happened. `recovery`: seconds from the fault until all "
+        "processes of a generation had made a step, without the time for which a slot rests that "
+        "fails again and again; `killed`: the same where one process got SIGKILL and the standbys "
+        "were there; the goal is for its median.",
         [row],
         {
             "faults": "{faults}",

@@ -3,8 +3,8 @@
 FOLDER/orders.json says how far the run may go, {"leash": 40, "faults": [...]}, and which faults
 happen on the way, each a `Fault` as a list. At the end of its leash a process waits for new orders,
 though it always makes one step: the launcher counts on that.
-Each process writes to FOLDER/rows.PID which rows it is about to train on, and leaves its copy of the
-final state in FOLDER/final.RANK.npz.
+Each process writes to FOLDER/rows.PID which rows it is about to train on, and leaves its copy of
+the final state in FOLDER/final.RANK.npz.
 """
 
 import ctypes
