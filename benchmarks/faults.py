@@ -117,12 +117,12 @@ def main() -> None:
     sections = [run_section(outcome), kinds_section(outcome)]
     for section in sections:
         print(f"\n{section.title}\n\n{report.table(section)}")
+    if wrong := outcome.wrong_bits + outcome.miscounted:
+        sys.exit(f"The result is wrong in {len(wrong)} places: {'; '.join(wrong[:9])}")
     folder = report.SCRATCH if args.quick else report.RESULTS
     page = report.write(folder, "faults", report.hardware(), sections)
     print("wrote", page)
     print(faults_plot.draw(page.with_suffix(".svg"), sections[1]))
-    if wrong := outcome.wrong_bits + outcome.miscounted:
-        sys.exit(f"The result is wrong, {len(wrong)} times: {'; '.join(wrong[:9])}")
 
 
 def chaos(folder: Path, oracle: Training, num_faults: int, seed: int, pace: Pace) -> Outcome:

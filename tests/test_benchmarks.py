@@ -372,3 +372,14 @@ def test_a_step_that_skips_a_call_is_found(make_mesh):
     ours()
     with pytest.raises(exact.WrongResultError, match="'jdp'.* rank 0 in round 3"):
         ours.check()
+
+
+def test_the_overview_names_every_program_and_every_page_of_results():
+    folder = Path(__file__).parents[1] / "benchmarks"
+    overview = (folder / "README.md").read_text()
+    starts = 'if __name__ == "__main__":'
+    programs = {path.name for path in folder.glob("*.py") if starts in path.read_text()}
+    alone = {name for name in programs if not name.startswith("rank_") and name != "team.py"}
+    missing = {name for name in alone if f"`{name}`" not in overview}
+    pages = {path.stem.split("_", 2)[2] for path in (folder / "results").glob("*.md")}
+    assert not missing | {page for page in pages if f"`{page}`" not in overview}
