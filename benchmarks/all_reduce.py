@@ -16,9 +16,9 @@ import argparse
 import faulthandler
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
+import parts
 import peers
 import reduce_one_process
 import reduce_plot
@@ -44,14 +44,15 @@ def main() -> None:
     jdp.init(cpu_ranks=4)
     at = peers.find(options.torch_python, options.mpi_python)
     load = os.getloadavg()[0]
-    sections = [s for part in options.only for s in _timed(PARTS[part], at, options.quick)]
+    quick = options.quick
+    sections = [s for part in options.only for s in parts.timed(PARTS[part](at, quick))]
     before = f"The machine's load before the first measurement was {load:.1f}. "
     sections[0] = sections[0]._replace(text=before + sections[0].text)
     # Where the peers lie on this machine is nobody's business.
     _hide(options.torch_python, options.mpi_python)
-    folder = report.SCRATCH if options.quick else report.RESULTS
-    some = "" if options.only == list(PARTS) else "_" + "_".join(options.only)
-    page = report.write(folder, "all_reduce" + some, report.hardware(), sections)
+    folder = report.SCRATCH if quick else report.RESULTS
+    what = parts.name("all_reduce", options.only, PARTS)
+    page = report.write(folder, what, report.hardware(), sections)
     print("wrote", page)
     print(reduce_plot.draw(page.with_suffix(".svg"), sections))
 
@@ -81,34 +82,16 @@ def _effort(quick: bool) -> dict:
 PARTS = {"process": _one_process, "processes": _processes, "training": _training}
 
 
-def _timed(
-    part: Callable[[Peers, bool], Iterator[Section]], at: Peers, quick: bool
-) -> Iterator[Section]:
-    start = time.perf_counter()
-    for section in part(at, quick):
-        print(f"\n{section.title} ({time.perf_counter() - start:.0f} s)\n\n{report.table(section)}")
-        yield section
-
-
 def _hide(*paths: str | None) -> None:
     sys.argv = ["PYTHON" if argument in paths else argument for argument in sys.argv]
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="tiny, not for results")
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser = parts.parser(__doc__, PARTS)
     parser.add_argument("--torch-python", help="a Python that has torch")
     parser.add_argument("--mpi-python", help="a Python that has mpi4py")
     parser.add_argument("--timeout-s", type=float, default=1800, help="end then, whatever runs")
-    options = parser.parse_args()
-    wanted = options.only.split(",")
-    if unknown := set(wanted) - set(PARTS):
-        parser.error(f"--only knows {', '.join(PARTS)}, not {', '.join(sorted(unknown))}")
-    options.only = [part for part in PARTS if part in wanted]
-    return options
+    return parts.parsed(parser, PARTS)
 
 
 if __name__ == "__main__":

@@ -210,6 +210,7 @@ class _Training:
     def check(self) -> None:
         self.with_commit()
         _without_saving(self._ckpt)
+        _require_equal(self._state, jax.device_get(self._state), "the state after the last round")
         live, ckpt = self._state, jdp.Checkpointer(self._folder, resume=True)
         self._state = ckpt.restore(live)
         _without_saving(ckpt)

@@ -29,7 +29,7 @@ def _transformer_loss(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
     x = params["bytes"].at[inputs].get(out_sharding=P("data"))
     x = x + _like(params["positions"], x)
     for block in params["blocks"]:
-        x = x + _attention(block, _norm(x, block["norm1"]))
+        x = x + models.attention(block, _norm(x, block["norm1"]))
         x = x + jax.nn.gelu(_norm(x, block["norm2"]) @ block["up"]) @ block["down"]
     logits = (_norm(x, params["norm"]) @ params["head"]).astype(jnp.float32)
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
@@ -40,16 +40,6 @@ def _transformer_loss(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
     return x * lax.rsqrt(square + 1e-6).astype(x.dtype) * _like(scale, x)
-
-
-def _attention(block: Any, x: jax.Array) -> jax.Array:
-    num_rows, length, dim = x.shape
-    heads = (num_rows, length, dim // 32, 32)
-    q, k, v = (part.reshape(heads) for part in jnp.split(x @ block["qkv"], 3, axis=-1))
-    scores = jnp.einsum("rthd,rshd->rhts", q, k).astype(jnp.float32) / 32**0.5
-    scores = jnp.where(jnp.tri(length, dtype=bool), scores, -jnp.inf)
-    weights = jax.nn.softmax(scores).astype(x.dtype)
-    return jnp.einsum("rhts,rshd->rthd", weights, v).reshape(x.shape) @ block["out"]
 
 
 # Each rank's rows get a copy, so that the gradient is summed over them and not over the ranks.

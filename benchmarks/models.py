@@ -67,7 +67,7 @@ def transformer_loss(params: Any, batch: Any) -> jax.Array:
     inputs, targets = batch["text"][:, :-1], batch["text"][:, 1:]
     x = params["bytes"][inputs] + params["positions"]
     for block in params["blocks"]:
-        x = x + _attention(block, _norm(x, block["norm1"]))
+        x = x + attention(block, _norm(x, block["norm1"]))
         x = x + jax.nn.gelu(_norm(x, block["norm2"]) @ block["up"]) @ block["down"]
     logits = (_norm(x, params["norm"]) @ params["head"]).astype(jnp.float32)
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
@@ -80,7 +80,7 @@ def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 # r: rows, t and s: positions, h: heads, d: dim of a head.
-def _attention(block: Any, x: jax.Array) -> jax.Array:
+def attention(block: Any, x: jax.Array) -> jax.Array:
     num_rows, length, dim = x.shape
     heads = (num_rows, length, dim // 32, 32)
     q, k, v = (part.reshape(heads) for part in jnp.split(x @ block["qkv"], 3, axis=-1))

@@ -9,12 +9,12 @@ Prints its tables and writes them to benchmarks/results/, those of a quick run t
 """
 
 import argparse
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import call_cost
 import gpu_topology
 import models
+import parts
 import report
 import step_counts
 import step_time
@@ -28,12 +28,12 @@ def main() -> None:
     options = _options()
     jdp.init(cpu_ranks=4)
     folder = report.SCRATCH if options.quick else report.RESULTS
-    sections = [section for part in options.only for section in _timed(PARTS[part], options.quick)]
-    some = "" if options.only == list(PARTS) else "_" + "_".join(options.only)
-    print("wrote", report.write(folder, "step_overhead" + some, report.hardware(), sections))
+    sections = [s for part in options.only for s in parts.timed(PARTS[part](options.quick))]
+    what = parts.name("step_overhead", options.only, PARTS)
+    print("wrote", report.write(folder, what, report.hardware(), sections))
     if options.gpu_topology:
         try:
-            sections = list(_timed(_gpu_counts, options.quick))
+            sections = list(parts.timed(_gpu_counts()))
         except gpu_topology.UnavailableError as reason:
             print(f"8 x H200: skipped, {reason}")
         else:
@@ -64,7 +64,7 @@ def _traces(quick: bool) -> Iterator[Section]:
     yield trace_cost.measure_plan(num_leaves=10_000, rounds=5)
 
 
-def _gpu_counts(quick: bool) -> Iterator[Section]:
+def _gpu_counts() -> Iterator[Section]:
     yield step_counts.count_for_gpus()
 
 
@@ -72,26 +72,10 @@ def _gpu_counts(quick: bool) -> Iterator[Section]:
 PARTS = {"step": _steps, "counts": _counts, "call": _calls, "trace": _traces}
 
 
-def _timed(part: Callable[[bool], Iterator[Section]], quick: bool) -> Iterator[Section]:
-    start = time.perf_counter()
-    for section in part(quick):
-        print(f"\n{section.title} ({time.perf_counter() - start:.0f} s)\n\n{report.table(section)}")
-        yield section
-
-
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="tiny rounds, not for results")
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser = parts.parser(__doc__, PARTS)
     parser.add_argument("--gpu-topology", action="store_true", help="also compile for 8 x H200")
-    options = parser.parse_args()
-    wanted = options.only.split(",")
-    if unknown := set(wanted) - set(PARTS):
-        parser.error(f"--only knows {', '.join(PARTS)}, not {', '.join(sorted(unknown))}")
-    options.only = [part for part in PARTS if part in wanted]
-    return options
+    return parts.parsed(parser, PARTS)
 
 
 if __name__ == "__main__":

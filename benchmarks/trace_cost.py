@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,14 +14,16 @@ import jax
 import lineup
 import numpy as np
 import timing
-from contestants import Step
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import Problem
+from oracle import Oracle
 from report import Section
 
 import jdp
 from jdp import buckets, sync, verify
+
+MOST_LEAVES = 100
 
 
 def measure(*, budget_s: float, problems: Sequence[Problem]) -> Section:
@@ -34,7 +37,9 @@ def measure(*, budget_s: float, problems: Sequence[Problem]) -> Section:
         "Trace and lower",
         "Milliseconds from a function to its lowered program, on 4 ranks, with empty caches; the "
         "hand-written step is `jit(shard_map)`. Goals: at most 1.2 times as long, and the "
-        "uniformity analysis, `jdp.verify.check`, at most 5 % of it.",
+        "uniformity analysis, `jdp.verify.check`, at most 5 % of it. All rounds lower the same "
+        f"program, and one step of it, of at most {MOST_LEAVES} leaves (XLA takes long to "
+        "compile more), trains as one device does on every rank.",
         [_row(problem, budget_s) for problem in problems],
         {
             "model": "{model}",
@@ -69,20 +74,12 @@ def measure_plan(*, num_leaves: int, rounds: int) -> Section:
 
 def _row(problem: Problem, budget_s: float) -> dict[str, Any]:
     mesh = jdp.init(devices=jax.devices()[:4])
-    batch = jax.device_put(problem.batch, NamedSharding(mesh, P("data")))
-
-    def lower(label: str, state: Any) -> float:
-        step = lineup.makers(1)[label](problem.loss_fn, mesh, 1)
-        return _seconds_to_lower(step, state, batch)
-
+    ours, by_hand = (Lowering(label, problem, mesh) for label in ("jdp", "shard_map"))
     with _analysis_timed() as analysis_s:
-        found = timing.compare(
-            functools.partial(lower, "jdp", lineup.start("jdp", problem, mesh)),
-            functools.partial(lower, "shard_map", lineup.start("shard_map", problem, mesh)),
-            budget_s=budget_s,
-            min_rounds=1,
-            warm_up=0,
-        )
+        found = timing.compare(ours, by_hand, budget_s=budget_s, min_rounds=1, warm_up=0)
+    oracle = Oracle(problem, num_steps=1, num_runs=1)
+    ours.check(oracle)
+    by_hand.check(oracle)
     share = float(np.median(analysis_s)) / found.first_s
     return {
         "section": "trace",
@@ -100,12 +97,40 @@ def _row(problem: Problem, budget_s: float) -> dict[str, Any]:
     }
 
 
-def _seconds_to_lower(step: Step, state: Any, batch: Any) -> float:
-    jax.clear_caches()
-    gc.collect()
-    start = time.perf_counter()
-    step.lower(state, batch)
-    return time.perf_counter() - start
+class Lowering:
+    """The clock of a contestant that is traced and lowered anew in each call."""
+
+    def __init__(self, label: str, problem: Problem, mesh: Mesh):
+        self._label, self._problem, self._mesh = label, problem, mesh
+        self._state = lineup.start(label, problem, mesh)
+        self._batch = jax.device_put(problem.batch, NamedSharding(mesh, P("data")))
+        self._step: Any = None
+        self._programs: set[str] = set()
+
+    def __call__(self) -> float:
+        self._step = lineup.makers(1)[self._label](self._problem.loss_fn, self._mesh, 1)
+        jax.clear_caches()
+        gc.collect()
+        start = time.perf_counter()
+        lowered = self._step.lower(self._state, self._batch)
+        seconds = time.perf_counter() - start
+        self._programs.add(hashlib.sha256(lowered.as_text().encode()).hexdigest())
+        return seconds
+
+    def check(self, oracle: Oracle) -> None:
+        """Compare the programs of all calls, and one step of the last on every rank.
+
+        Raises:
+          exact.WrongResultError: if calls gave other programs, or the step trains otherwise.
+        """
+        if len(self._programs) != 1:
+            raise exact.WrongResultError(
+                f"{self._label!r} lowered {self._problem.name} to {len(self._programs)} different "
+                "programs, so that its times are of different work."
+            )
+        if len(jax.tree.leaves(self._problem.params)) <= MOST_LEAVES:
+            one = lineup.training(self._label, self._step, self._problem, self._mesh, oracle)
+            exact.checked(one, timing.until_ready)()
 
 
 @contextlib.contextmanager

@@ -51,10 +51,9 @@ def find_before(jaxpr: Any, axes: frozenset[str], kind: str) -> list[Found]:
       axes: names of axes.
       kind: of the mark, see `jdp.mark`.
     """
-    found: dict[Found, None] = {}
-    body = jaxprs.opened(jaxpr)
-    _follow(body, axes, kind, _Place(), [{} for _ in body.invars], found, {})
-    return list(found)
+    body, marks = jaxprs.opened(jaxpr), _Marks(axes, kind)
+    marks.follow(body, _Place(), [{} for _ in body.invars])
+    return list(marks.found)
 
 
 # Collectives that a value depends on, in order.
@@ -108,59 +107,51 @@ def _find(
             yield from _find(body, axes, here, seen)
 
 
-def _follow(
-    jaxpr: Any,
-    axes: frozenset[str],
-    kind: str,
-    place: _Place,
-    ins: list[_Causes],
-    found: _Causes,
-    known: dict[Any, list[_Causes]],
-) -> list[_Causes]:
-    """Return on which collectives each output depends; add those of marks to `found`.
+class _Marks:
+    """The collectives that the marks of one kind depend on.
 
-    What a body gets depends on all operands of its equation, unless it takes just these. `known`
-    has the results of bodies that were followed, so that nested calls cost no 2^depth.
+    Attributes:
+      found: them.
     """
-    key = id(jaxpr), place, *map(tuple, ins)
-    if key not in known:
-        known[key] = _followed(jaxpr, axes, kind, place, ins, found, known)
-    return known[key]
 
+    def __init__(self, axes: frozenset[str], kind: str):
+        self.found: _Causes = {}
+        self._axes, self._kind = axes, kind
+        # The results of bodies that were followed, so that nested calls cost no 2^depth.
+        self._known: dict[Any, list[_Causes]] = {}
 
-def _followed(
-    jaxpr: Any,
-    axes: frozenset[str],
-    kind: str,
-    place: _Place,
-    ins: list[_Causes],
-    found: _Causes,
-    known: dict[Any, list[_Causes]],
-) -> list[_Causes]:
-    env: dict[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
+    def follow(self, jaxpr: Any, place: _Place, ins: list[_Causes]) -> list[_Causes]:
+        """Return on which collectives each output depends; add those of marks to `found`."""
+        key = id(jaxpr), place, *map(tuple, ins)
+        if key not in self._known:
+            self._known[key] = self._followed(jaxpr, place, ins)
+        return self._known[key]
 
-    def read(atom: Any) -> _Causes:
-        return {} if jaxprs.is_literal(atom) else env.get(atom, {})
+    def _followed(self, jaxpr: Any, place: _Place, ins: list[_Causes]) -> list[_Causes]:
+        env: dict[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
 
-    for eqn in jaxpr.eqns:
-        here = place.within(eqn)
-        operands = [read(atom) for atom in eqn.invars]
+        def read(atom: Any) -> _Causes:
+            return {} if jaxprs.is_literal(atom) else env.get(atom, {})
+
+        for eqn in jaxpr.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            outs = self._outputs(eqn, place.within(eqn), operands)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _outputs(self, eqn: Any, here: _Place, operands: list[_Causes]) -> list[_Causes]:
         value = {each: None for operand in operands for each in operand}
-        if here.is_transposed and _communicates(eqn, axes):
+        if here.is_transposed and _communicates(eqn, self._axes):
             value[Found(_name(eqn), here.line)] = None
-        if eqn.primitive.name == "jdp_mark" and eqn.params["kind"] == kind:
-            found.update(value)
-        bodies = list(jaxprs.bodies(eqn))
+        if eqn.primitive.name == "jdp_mark" and eqn.params["kind"] == self._kind:
+            self.found.update(value)
         if eqn.primitive.name in jaxprs.CALLS and (body := jaxprs.called_body(eqn)) is not None:
-            outs = _follow(body, axes, kind, here, operands, found, known)
-        else:
-            for body in bodies * 2:  # what a loop carries comes back
-                given = [value] * len(body.invars)
-                for each in _follow(body, axes, kind, here, given, found, known):
-                    value = {**value, **each}
-            outs = [value] * len(eqn.outvars)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+            return self.follow(body, here, operands)
+        # What another body gets depends on all operands of its equation.
+        for body in list(jaxprs.bodies(eqn)) * 2:  # what a loop carries comes back
+            for each in self.follow(body, here, [value] * len(body.invars)):
+                value = {**value, **each}
+        return [value] * len(eqn.outvars)
 
 
 def _name(eqn: Any) -> str:

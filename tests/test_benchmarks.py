@@ -1,5 +1,7 @@
 """The benchmarks count and compare what they say."""
 
+import importlib.util
+import json
 import sys
 import types
 from pathlib import Path
@@ -25,6 +27,7 @@ import loops  # noqa: E402
 import models  # noqa: E402
 import rank_jax  # noqa: E402
 import timing  # noqa: E402
+import trace_cost  # noqa: E402
 from oracle import Oracle  # noqa: E402
 
 
@@ -294,6 +297,72 @@ def test_every_contestant_trains_like_one_device_and_a_wrong_one_is_found(make_m
         exact.checked(wrong, timing.until_ready)()
 
 
+@pytest.mark.parametrize("label", ["jdp", "shard_map"])
+def test_a_program_that_is_traced_otherwise_or_trains_otherwise_is_found(make_mesh, label):
+    mesh = jdp.init(make_mesh(2))
+    mlp = models.mlp(width=8, num_layers=2, num_rows=16)
+    wrong = mlp._replace(loss_fn=lambda p, b: 1.001 * mlp.loss_fn(p, b))
+    oracle = Oracle(mlp, num_steps=1, num_runs=1)
+    lowering = trace_cost.Lowering(label, mlp, mesh)
+    assert min(lowering(), lowering()) > 0
+    lowering.check(oracle)
+    lowering._problem = wrong
+    lowering()
+    with pytest.raises(exact.WrongResultError, match=f"'{label}' lowered mlp to 2 different"):
+        lowering.check(oracle)
+    lowering = trace_cost.Lowering(label, wrong, mesh)
+    lowering()
+    with pytest.raises(exact.WrongResultError, match=f"'{label}'.* in round 1"):
+        lowering.check(oracle)
+
+
+# The benchmarks of one GPU: what of them runs without one
+
+
+@pytest.fixture(scope="module")
+def measure():
+    path = Path(__file__).parents[1] / "benchmarks" / "gpu" / "measure.py"
+    spec = importlib.util.spec_from_file_location("gpu_measure", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_kernels_that_computed_a_wrong_result_get_no_table(measure, monkeypatch, tmp_path):
+    monkeypatch.setattr(measure, "gpu", lambda: "a GPU")
+    times = {"bytes": 1024, "us": 1.0}
+    size = times | {"num_ranks": 8, "num_channels": 1, "slot_bytes": 1024, "floor_us": 1.0}
+    size |= {"algorithm": "ring", "type": "float32", "fraction": 1.0}
+    rows = [{"kind": "copy", "tb_per_s": 4.0, **times}]
+    rows += [{"kind": kind, **size} for kind in ("latency", "size", "type", "variant")]
+    lines = tmp_path / "bench_ring.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sections = measure.ring_sections(lines)
+    assert all(measure.report.table(section).count("\n") == 2 for section in sections)
+    wrong = {"kind": "wrong", "error": "ring: 3 of 2048 elements are wrong"}
+    lines.write_text("".join(json.dumps(row) + "\n" for row in [*rows, wrong]))
+    with pytest.raises(exact.WrongResultError, match="3 of 2048"):
+        measure.ring_sections(lines)
+
+
+def test_a_call_through_xla_that_does_nothing_is_found(measure):
+    def double(leaves):
+        return [2 * leaf for leaf in leaves]
+
+    calls = measure.Calls("double", double)
+    for _ in range(2):
+        exact.checked(calls, timing.until_ready)()
+    skipping, calls_left = calls._double, [measure.CALLS // 2]
+
+    def skip_one(leaves):
+        calls_left[0] -= 1
+        return leaves if calls_left[0] == 0 else skipping(leaves)
+
+    calls._double = skip_one
+    with pytest.raises(exact.WrongResultError, match="'double'.* in round 3"):
+        exact.checked(calls, timing.until_ready)()
+
+
 def test_a_step_that_skips_a_call_is_found(make_mesh):
     ours, bare = call_cost.contestants_of(3, jdp.init(make_mesh(2)))
     for one in (ours, bare):
@@ -303,3 +372,14 @@ def test_a_step_that_skips_a_call_is_found(make_mesh):
     ours()
     with pytest.raises(exact.WrongResultError, match="'jdp'.* rank 0 in round 3"):
         ours.check()
+
+
+def test_the_overview_names_every_program_and_every_page_of_results():
+    folder = Path(__file__).parents[1] / "benchmarks"
+    overview = (folder / "README.md").read_text()
+    starts = 'if __name__ == "__main__":'
+    programs = {path.name for path in folder.glob("*.py") if starts in path.read_text()}
+    alone = {name for name in programs if not name.startswith("rank_") and name != "team.py"}
+    missing = {name for name in alone if f"`{name}`" not in overview}
+    pages = {path.stem.split("_", 2)[2] for path in (folder / "results").glob("*.md")}
+    assert not missing | {page for page in pages if f"`{page}`" not in overview}

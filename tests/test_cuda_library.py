@@ -1,6 +1,7 @@
 """The CUDA library on a machine that need not have a GPU: it builds, and loads without a driver."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,23 @@ def test_it_exports_its_c_functions_and_handlers_and_nothing_else(built_cuda_lib
         if line.startswith("JDP_EXPORT")
     }
     assert names == declared | {"jdp_ring_initialize", "jdp_ring_start", "jdp_ring_done"}
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("cuda")
+def test_the_benchmark_of_its_kernels_compiles(tmp_path):
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc")
+    root = CSRC.parents[1]
+    done = subprocess.run(
+        ["nvcc", "-std=c++17", "-c", "-Xcompiler", "-Wall,-Wextra", f"-I{CSRC}"]
+        + [f"-I{root / 'tests' / 'cuda'}", "-o", tmp_path / "bench_ring.o"]
+        + [root / "benchmarks" / "gpu" / "bench_ring.cu"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.slow

@@ -24,7 +24,8 @@ DEADLINE_S = 120
 def compiled(folder, name, *flags):
     program = folder / Path(name).stem
     command = [*CXX.split(), "-std=c++17", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror"]
-    command += [*flags, f"-I{ROOT / 'jdp' / 'csrc'}", str(CUDA / name), "-o", str(program)]
+    command += [f"-I{ROOT / 'jdp' / 'csrc'}", f"-I{ROOT / 'benchmarks' / 'gpu'}", *flags]
+    command += [str(CUDA / name), "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return program
@@ -89,4 +90,12 @@ def test_the_host_gives_out_memory_blocks_and_turns_as_it_should(program, tmp_pa
         text=True,
         timeout=DEADLINE_S,
     )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_benchmark_of_the_kernels_tells_every_wrong_element_from_the_exact_sum(tmp_path):
+    if CXX is None:
+        pytest.skip("needs a C++ compiler: g++, clang++ or $CXX")
+    program = compiled(tmp_path, "whole_numbers_test.cc")
+    done = subprocess.run([program], capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr

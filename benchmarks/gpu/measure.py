@@ -10,7 +10,7 @@ import functools
 import json
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -32,7 +32,8 @@ import jdp  # noqa: E402
 
 TOKEN = jax.ShapeDtypeStruct((1,), jnp.float32)
 NUM_BUCKETS = 32
-CALLS = 200
+SIZE = 1024
+CALLS = 100  # each doubles: 2**100 times a whole number is exact in float32
 
 
 def main() -> None:
@@ -55,7 +56,7 @@ def main() -> None:
         for row in section.rows:
             row["gpu"] = gpu()
     print("wrote", report.write(report.RESULTS, "ring", gpu().split(",")[0], sections))
-    sys.exit(len(sections) < 5)
+    sys.exit(len(sections) < 6)
 
 
 def gpu() -> str:
@@ -67,8 +68,14 @@ def gpu() -> str:
 
 
 def ring_sections(lines: Path) -> list[Section]:
-    """Tabulate what bench_ring printed, as far as it came."""
+    """Tabulate what bench_ring printed, as far as it came.
+
+    Raises:
+      exact.WrongResultError: if bench_ring found a wrong result.
+    """
     rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    if wrong := [row["error"] for row in rows if row["kind"] == "wrong"]:
+        raise exact.WrongResultError(*wrong)
     copy = next(row for row in rows if row["kind"] == "copy")
     columns = {
         "ranks": "{num_ranks}",
@@ -82,9 +89,10 @@ def ring_sections(lines: Path) -> list[Section]:
     for row in rows:
         row["kib"], row["slot_kib"] = row["bytes"] / 1024, row.get("slot_bytes", 0) / 1024
     text = (
-        f"{gpu()}. All ranks on one GPU, f32. The floor is what a rank moves through device memory "
-        f"over the {copy['tb_per_s']:.2f} TB/s of a device-to-device copy in the same run; small "
-        "buckets beat it, for they stay in the cache. Medians of graph replays."
+        f"{gpu()}. All ranks on one GPU, in place. The floor is what a rank moves through device "
+        f"memory over the {copy['tb_per_s']:.2f} TB/s of a device-to-device copy in the same run; "
+        "small buckets beat it, for they stay in the cache. Medians of graph replays. "
+        + exact.CHECKED
     )
 
     def of(kind: str) -> list[dict]:
@@ -93,6 +101,7 @@ def ring_sections(lines: Path) -> list[Section]:
     return [
         Section("Latency of small buckets", text, of("latency"), columns),
         Section("From 64 KiB to 256 MiB", text, of("size"), columns),
+        Section("Other types, 8 ranks", text, of("type"), {"type": "{type}", **columns}),
         Section(
             "Blocks and message sizes, 8 ranks, 64 MiB, ring",
             text,
@@ -105,14 +114,9 @@ def ring_sections(lines: Path) -> list[Section]:
 def call_section(path: Path) -> Section:
     """Time start and done of one rank through XLA, beside a program without them."""
     open_communicator(path)
-    leaf = jnp.asarray(np.random.default_rng(0).standard_normal(1024), jnp.float32)
-    leaves = [leaf + i for i in range(NUM_BUCKETS)]
-    with_ring, without = jax.jit(rings), jax.jit(lambda xs: [x * 2 for x in xs])
-    for got, x in zip(with_ring(leaves), leaves, strict=True):
-        np.testing.assert_array_equal(got, x * 2)  # one rank: its own, scaled
     compared = timing.compare(
-        functools.partial(clock, with_ring, leaves),
-        functools.partial(clock, without, leaves),
+        exact.checked(Calls("rings", rings), timing.until_ready),
+        exact.checked(Calls("product", lambda xs: [x * 2 for x in xs]), timing.until_ready),
         budget_s=15,
     )
     per_bucket_us = (compared.first_s - compared.second_s) / CALLS / NUM_BUCKETS * 1e6
@@ -120,7 +124,8 @@ def call_section(path: Path) -> Section:
     return Section(
         "A bucket's start and done through XLA",
         f"{gpu()}. One rank, {NUM_BUCKETS} buckets of 4 KiB in one program, {CALLS} calls in a "
-        "row, minus the same program with a product in their place.",
+        "row, each of the result of the one before, minus the same program with a product in "
+        f"their place. {exact.CHECKED}",
         [row],
         {"buckets": "{num_buckets}", "us a bucket": "{per_bucket_us:.2f}"},
     )
@@ -167,13 +172,38 @@ def open_communicator(path: Path) -> None:
     call("jdp_cuda_probe_read")
 
 
-# Seconds of CALLS calls; the last ends when all have.
-def clock(function, leaves: list[jax.Array]) -> float:
-    begin = time.perf_counter()
-    for _ in range(CALLS):
-        results = function(leaves)
-    jax.block_until_ready(results)
-    return time.perf_counter() - begin
+class Calls:
+    """Calls in a row of a program that doubles buckets, each of the result of the one before."""
+
+    def __init__(self, label: str, double: Callable[[list[jax.Array]], list[jax.Array]]):
+        self._label, self._double = label, jax.jit(double)
+        self._round = 0
+        self._leaves: list[jax.Array] = []
+
+    def prepare(self) -> None:
+        self._round += 1
+        numbers = exact.values(0, self._round, NUM_BUCKETS * SIZE).reshape(NUM_BUCKETS, SIZE)
+        self._leaves = jax.block_until_ready([jnp.array(bucket) for bucket in numbers])
+
+    def __call__(self) -> list[jax.Array]:
+        for _ in range(CALLS):
+            self._leaves = self._double(self._leaves)
+        return self._leaves
+
+    def check(self) -> None:
+        """Compare all elements.
+
+        Raises:
+          exact.WrongResultError: if one is wrong.
+        """
+        exact.require(
+            np.stack(self._leaves),
+            exact.reduced(1, self._round, CALLS, NUM_BUCKETS * SIZE, scale=2.0),
+            contestant=self._label,
+            rank=0,
+            round_number=self._round,
+            what=f"{NUM_BUCKETS} buckets after {CALLS} calls",
+        )
 
 
 def step_section() -> Section:

@@ -215,7 +215,4 @@ def _loaded() -> Loaded:
 
 
 def _functions() -> Any:
-    functions, why = _loaded()
-    if functions is None:
-        raise RuntimeError(f"{why} jdp.collectives.xla needs no library.")
-    return functions
+    return _loaded().required()

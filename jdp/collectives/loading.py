@@ -17,6 +17,16 @@ class Loaded(NamedTuple):
     functions: Any
     why_missing: str | None
 
+    def required(self) -> Any:
+        """Return the functions.
+
+        Raises:
+          RuntimeError: if the library is missing.
+        """
+        if self.functions is None:
+            raise RuntimeError(f"{self.why_missing} jdp.collectives.xla needs no library.")
+        return self.functions
+
 
 def load(
     path: Path,

@@ -56,7 +56,8 @@ class _Life:
         self.steps: dict[int, dict[int, list[int]]] = defaultdict(dict)
         for entry in entries:
             if "step" in entry:
-                self.steps[entry["step"]][entry["rank"]] = entry["rows"]
+                # One that makes a step twice has trained on its rows twice.
+                self.steps[entry["step"]].setdefault(entry["rank"], []).extend(entry["rows"])
 
 
 def _lives(entries: Iterable[dict[str, Any]]) -> list[_Life]:

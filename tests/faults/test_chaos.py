@@ -16,7 +16,7 @@ import faults  # noqa: E402 - benchmarks are programs, found by their folder
 def test_chaos_costs_no_bits_and_no_row(tmp_path, oracle):
     outcome = faults.chaos(tmp_path, oracle, num_faults=20, seed=1, pace=faults.QUICK)
     assert len(outcome.incidents) == 20
-    assert outcome.has_same_bits
+    assert not outcome.wrong_bits
     assert not outcome.miscounted
     assert max(outcome.lost_steps) <= 2 * COMMIT_EVERY
     for section in (faults.run_section(outcome), faults.kinds_section(outcome)):

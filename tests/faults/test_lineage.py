@@ -45,3 +45,9 @@ def test_a_row_that_counts_twice_or_never_is_named():
 def test_a_step_that_not_all_have_begun_is_not_lost():
     entries = life(0, 0, {1: [0, 1], 2: [2, 3], 3: [0]}) + life(1, 0, {1: [0, 1]})
     assert lineage.lost_steps(entries) == [2]
+
+
+def test_a_rank_that_makes_a_step_twice_counts_its_rows_twice():
+    entries = life(0, 0, {1: [0, 1], 2: [2, 3]})
+    assert lineage.rows_by_step([*entries, entries[-1]]) == {1: [0, 1], 2: [2, 3, 3]}
+    assert lineage.miscounted([*entries, entries[-1]], num_rows=4, num_steps=2)

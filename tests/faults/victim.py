@@ -3,8 +3,8 @@
 FOLDER/orders.json says how far the run may go, {"leash": 40, "faults": [...]}, and which faults
 happen on the way, each a `Fault` as a list. At the end of its leash a process waits for new orders,
 though it always makes one step: the launcher counts on that.
-Each process writes to FOLDER/rows.PID which rows it is about to train on; process 0 leaves the
-parameters in FOLDER/final.npz.
+Each process writes to FOLDER/rows.PID which rows it is about to train on, and leaves its copy of
+the final state in FOLDER/final.RANK.npz.
 """
 
 import ctypes
@@ -77,10 +77,7 @@ def main() -> None:
             log.write(step=step, rows=rows_of(batch))
             state, _ = train(state, batch)
             ckpt.step(state, batches)
-    if jax.process_index() == 0:
-        # Under another name first: what is there is whole.
-        np.savez(folder / "part.npz", **jax.device_get(state.params))
-        os.rename(folder / "part.npz", folder / "final.npz")
+    leave(folder, state)
 
 
 @jdp.train_step(weight=lambda batch: batch["mask"].sum())
@@ -91,6 +88,18 @@ def train(state, batch):
 
     loss, grads = jdp.value_and_grad(loss_fn)(state.params, batch)
     return state.apply_gradients(grads), {"loss": loss}
+
+
+def leave(folder: Path, state: jdp.TrainState) -> None:
+    """Write this process's own copy of each leaf, under its path."""
+    own = {
+        jax.tree_util.keystr(path): np.asarray(leaf.addressable_data(0))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+    # Under another name first: a file that exists is complete.
+    part = folder / f"part.{jax.process_index()}.npz"
+    np.savez(part, **own)
+    os.rename(part, folder / f"final.{jax.process_index()}.npz")
 
 
 # Those that count, of this process.
