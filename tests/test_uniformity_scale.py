@@ -1,5 +1,7 @@
 """Sums and means over ranks: which of them a value is, and where nobody can tell."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -156,6 +158,38 @@ def test_knows_any_number_of_ranks(num_ranks, program, want):
     mesh = jax.sharding.AbstractMesh((num_ranks,), ("data",), axis_types=(AUTO,))
     (found,) = report(lambda w, x: program(x), W, jnp.ones(num_ranks), mesh=mesh).outputs
     assert kinds(found) == want
+
+
+def on_ranks(num_ranks, program):
+    """What `program(w, x, n)` gives, rows divided among as many ranks."""
+    mesh = jax.sharding.AbstractMesh((num_ranks,), ("data",), axis_types=(AUTO,))
+    body = functools.partial(program, n=num_ranks)
+    (found,) = report(body, W, jnp.ones(12 * num_ranks), mesh=mesh).outputs
+    return kinds(found)
+
+
+def averaged_backward(w, n):
+    """Hooked, as an author would: the gradient is averaged by hand in the backward pass."""
+    hook = jax.custom_vjp(lambda w: w)
+    hook.defvjp(lambda w: (w, None), lambda _, ct: (psum(ct) * (1 / n),))
+    return hook(w)
+
+
+ON_ANY_NUMBER = {
+    "a multiplier": (lambda w, x, n: jax.grad(lambda v: v * psum(x.sum()))(w[0]), TOTAL),
+    "divided": (lambda w, x, n: psum(x) / n, MEAN),
+    "times one over n": (lambda w, x, n: (1 / n) * psum(x), MEAN),
+    "in a hook": (
+        lambda w, x, n: jax.grad(lambda w: (averaged_backward(w, n)[0] * x).sum() ** 2)(w),
+        MEAN,
+    ),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize(("program", "want"), ON_ANY_NUMBER.values(), ids=ON_ANY_NUMBER)
+def test_gives_the_same_verdict_on_any_number_of_ranks(num_ranks, program, want):
+    assert on_ranks(num_ranks, program) == want
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

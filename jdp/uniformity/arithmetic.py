@@ -37,8 +37,23 @@ def _add(walk: Walk, eqn: Any, ins: list[int]) -> int:
 def _multiply(walk: Walk, eqn: Any, ins: list[int]) -> int:
     for i, atom in enumerate(eqn.invars):
         if (number := jaxprs.number(atom)) is not None:
-            return walk.lattice.scale_by_number(ins[1 - i], number)
+            value = ins[1 - i]
+            scaled = walk.lattice.scale_by_number(value, number)
+            if abs(number) == 1 and scaled != value and _is_seed(walk, eqn, eqn.invars[1 - i]):
+                return value
+            return scaled
     return walk.lattice.product(*ins)
+
+
+def _is_seed(walk: Walk, eqn: Any, factor: Any) -> bool:
+    """Whether the 1 that multiplies a value is the cotangent that a backward pass begins with.
+
+    On one rank it would be a division by the number of ranks: what stands beside it then was
+    computed in the same pass.
+    """
+    makers = (each for each in walk.record.jaxpr.eqns if factor in each.outvars)
+    maker = next(makers, None)
+    return jaxprs.is_transposed(eqn) and (maker is None or not jaxprs.is_transposed(maker))
 
 
 def _weigh(walk: Walk, eqn: Any, ins: list[int]) -> int:

@@ -70,6 +70,11 @@ def number(atom: Any) -> float | None:
         return None
 
 
+def is_transposed(eqn: Any) -> bool:
+    """Whether an equation computes a cotangent, as far as JAX's names of its traces say so."""
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
 def is_ref(variable: Any) -> bool:
     """Tell whether a variable is a `jax.Ref`: its type wraps that of what it holds."""
     return hasattr(variable.aval, "inner_aval")
