@@ -179,6 +179,7 @@ FOR_FOUR_RANKS = {
     "exchanged_all_to_all",
     "own_shard_of_a_scattered_sum_written_back",
     "the_last_rows_kept_for_the_next_step",
+    "sum_of_as_many_micro_batches_as_there_are_ranks",
     "last_of_a_tuple_that_nobody_reads",
 }
 
@@ -457,9 +458,23 @@ def test_says_on_one_rank_what_would_be_wrong_on_n(name):
     assert "n times (on n ranks)" in message and "1 times" not in message
 
 
-def test_puts_the_average_in_place_of_the_sum():
-    (program,) = [each for each in WRONG_HERE if name_of(each) == "sum_handed_on_as_the_mean"]
-    assert "Write jdp.sync_gradients(grads) in place of the sum" in message_of(program)
+def test_says_first_what_to_write_where_the_rows_of_all_ranks_divide():
+    @jdp.train_step
+    def step(state, batch):
+        def share(p):
+            errors = (corpus.predict(p, batch["x"]) - batch["y"]) ** 2
+            return errors.sum() / 8  # the rows of the global batch
+
+        grads = lax.psum(jax.grad(share)(state.params), "data")
+        return state.apply_gradients(grads, synced=True), {}
+
+    for num_ranks in (1, 2, 4):  # on one rank it is the mean over its rows
+        jdp.init(devices=jax.devices()[:num_ranks])
+        with pytest.raises(ValueError) as caught:
+            step.lower(*corpus.training())
+        message = str(caught.value)
+        first = message.index("write jdp.sync_gradients(grads, mean=False) in place of the sum")
+        assert first < message.index("write jdp.sync_gradients(grads) in place of the sum")
 
 
 @pytest.mark.parametrize("kind", ["sum", "mean", "nothing"])

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from jdp.uniformity import arithmetic, collectives, control, jaxprs, refs
+from jdp.uniformity import arithmetic, averages, collectives, control, jaxprs, refs
 from jdp.uniformity.classes import Lattice
 from jdp.uniformity.partitioned import first_shift
 from jdp.uniformity.records import Record
@@ -42,6 +42,9 @@ class Walk:
         self._expanded: dict[int, Any] = {}
         self.opaque: dict[str, None] = {}
         self.trusts_unknown = trusts_unknown
+        # Values that were divided by numbers, and how many elements were added up: see `averages`.
+        self.quotients: dict[Any, averages.Quotient] = {}
+        self.sums: dict[Any, tuple[int, ...]] = {}
         # Axes of several devices that are left to the compiler.
         self._automatic = {name for name, size in mesh.shape.items() if size > 1} - manual
 
