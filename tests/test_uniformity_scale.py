@@ -255,6 +255,10 @@ ON_ANY_NUMBER = {
     "a multiplier": (lambda w, x, n: jax.grad(lambda v: v * psum(x.sum()))(w[0]), TOTAL),
     "divided": (lambda w, x, n: psum(x) / n, MEAN),
     "times one over n": (lambda w, x, n: (1 / n) * psum(x), MEAN),
+    "a multiplier of an nth": (
+        lambda w, x, n: jax.grad(lambda v: v * psum(x.sum()) * (1 / n))(w[0]),
+        UNCLEAR,
+    ),
     "in a hook": (
         lambda w, x, n: jax.grad(lambda w: (averaged_backward(w, n)[0] * x).sum() ** 2)(w),
         MEAN,

@@ -477,6 +477,31 @@ def test_says_first_what_to_write_where_the_rows_of_all_ranks_divide():
         assert first < message.index("write jdp.sync_gradients(grads) in place of the sum")
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_reads_the_number_of_ranks_from_a_captured_array_and_from_no_argument(num_ranks):
+    jdp.init(devices=jax.devices()[:num_ranks])
+    n, nth, scale = jnp.float32(num_ranks), 1 / jnp.float32(num_ranks), jnp.float32(1024)
+    state, batch = corpus.training()
+
+    def step_with(divide):
+        @jdp.train_step
+        def step(state, batch, *rest):
+            grads = lax.psum(corpus.gradients(state, batch), "data")
+            grads = jax.tree.map(lambda g: divide(g, *rest), grads)
+            return state.apply_gradients(grads, synced=True), {}
+
+        return step
+
+    step_with(lambda g: g / n).lower(state, batch)
+    step_with(lambda g: g * nth).lower(state, batch)
+    for step, rest in [
+        (step_with(lambda g, n: g / n), (n,)),
+        (step_with(lambda g: g / scale), ()),  # which may be that of the loss
+    ]:
+        with pytest.raises(ValueError, match="jdp sees no division by their number"):
+            step.lower(state, batch, *rest)
+
+
 @pytest.mark.parametrize("kind", ["sum", "mean", "nothing"])
 def test_calls_a_gradient_that_is_one_array_by_a_name(kind):
     @jdp.train_step

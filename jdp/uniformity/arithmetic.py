@@ -35,24 +35,24 @@ def _add(walk: Walk, eqn: Any, ins: list[int]) -> int:
 
 
 def _multiply(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    for i, atom in enumerate(eqn.invars):
-        if (number := jaxprs.number(atom)) is not None:
-            value = ins[1 - i]
-            scaled = walk.lattice.scale_by_number(value, number)
-            if abs(number) == 1 and scaled != value and _is_seed(walk, eqn, eqn.invars[1 - i]):
-                return value
-            if number:
-                return averages.divided(walk, eqn, eqn.invars[1 - i], value, 1 / number)
-            return scaled
+    for value, factor, atom in zip(ins[::-1], eqn.invars[::-1], eqn.invars, strict=True):
+        number = walk.number(atom)
+        if number and not (abs(number) == 1 and _is_seed(walk, eqn, factor, value)):
+            return averages.divided(walk, eqn, factor, value, 1 / number)
+        if number is not None:
+            return value if number else walk.lattice.scale_by_number(value, number)
     return walk.lattice.product(*ins)
 
 
-def _is_seed(walk: Walk, eqn: Any, factor: Any) -> bool:
+def _is_seed(walk: Walk, eqn: Any, factor: Any, value: int) -> bool:
     """Whether the 1 that multiplies a value is the cotangent that a backward pass begins with.
 
     On one rank it would be a division by the number of ranks: what stands beside it then was
     computed in the same pass.
     """
+    lattice = walk.lattice
+    if not value & lattice.data or lattice.scale_by_number(value, 1.0) == value:
+        return False
     makers = (each for each in walk.record.jaxpr.eqns if factor in each.outvars)
     maker = next(makers, None)
     return jaxprs.is_transposed(eqn) and (maker is None or not jaxprs.is_transposed(maker))
@@ -69,7 +69,7 @@ def _weigh(walk: Walk, eqn: Any, ins: list[int]) -> int:
 
 
 def _divide(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    number = jaxprs.number(eqn.invars[1])
+    number = walk.number(eqn.invars[1])
     if number:
         return averages.divided(walk, eqn, eqn.invars[0], ins[0], number)
     return walk.lattice.quotient(*ins)

@@ -240,6 +240,11 @@ class Lattice:
             value |= self.nonzero
         return value | self.divided_over(self._axes_of_size(1 / number, self.varying))
 
+    def counts_ranks(self, number: float) -> bool:
+        """Whether a number is that of the ranks along some axes, or one over it."""
+        sizes = (number, 1 / number) if number else ()
+        return any(self._axes_of_size(size, self.varying) for size in sizes)
+
     def _axes_of_size(self, size: float, among: int) -> int:
         # 1 / 3 in bfloat16 is 0.2 % too large. Sums over one rank are means as they stand.
         found = 0
