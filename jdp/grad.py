@@ -10,6 +10,7 @@ from jax import lax
 
 from jdp import axis, metrics, places, scope, weighted_sum
 from jdp.axis import AxisName
+from jdp.mark import ROUNDS, mark
 from jdp.metrics import mean_over_ranks
 from jdp.sync import sync_gradients
 
@@ -293,7 +294,9 @@ def _accumulate(part: Callable[[Any], Any], looped: Any, last: Any, *, is_scaled
     sums, rows = lax.scan(add, axis.as_typed_like(nothing, one_more), looped)
     sums, last_rows = (sums, None) if last is None else add(sums, last)
     total, sums = sums
-    if not is_scaled:
+    if is_scaled:
+        sums = jax.tree.map(lambda s: mark(s, kind=ROUNDS, path="", axes=()), sums)
+    else:
         divisor = jnp.where(total == 0, 1, total)
         sums = jax.tree.map(lambda s: s / divisor, sums)
     means = jax.tree.map(lambda s, x: s.astype(x.dtype), sums, like)

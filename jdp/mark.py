@@ -24,6 +24,8 @@ AVERAGED = "averaged"
 MEAN = "mean"
 SHARE = "share"
 SUMMED = "summed"
+# A sum over a loop's rounds of what each round divided by their number already.
+ROUNDS = "rounds"
 # A gradient that is handed on as reduced already.
 SYNCED = "synced"
 # Where what differs from rank to rank is called by a name, its path.

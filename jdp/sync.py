@@ -79,8 +79,10 @@ def sync_gradients(
     for i in sent:  # Divided before the sum, or float16 would overflow.
         leaves[i] = weights.term(leaves[i])
     axes = axis.in_mesh_order(axis_name)
-    if bound and axis.size(axes) == 1 and step is not None:
-        # XLA keeps a psum over one rank, and its copies took as long as the rest of a step.
+    is_alone = step is not None and bound and axis.size(axes) == 1
+    if is_alone and all_reduce in collectives.ALGORITHMS:
+        # XLA keeps a psum over one rank, and its copies took as long as the rest of a step. What
+        # the author's own algorithm does shows only where it is called.
         leaves = [mark(leaf, kind=ALL_REDUCED, path="", axes=axes) for leaf in leaves]
     elif bound:
         around = scope.around(axes)  # also where these are some of the step's axes

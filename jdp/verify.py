@@ -46,11 +46,12 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
       ValueError: saying which leaf or which line, why, and what to write.
     """
     step = find_shard_maps(jaxpr)[0]
-    report = analyse(step)
+    numbers = jaxprs.captured_numbers(jaxpr)
+    report = analyse(step, numbers=numbers)
     problems = _problems(step, report, traced)
     if problems:
         if report.unknown:
-            trusted = analyse(step, trusts_unknown=True)
+            trusted = analyse(step, trusts_unknown=True, numbers=numbers)
             if problems != _problems(step, trusted, traced):
                 problems += unknown_primitives(report)
         raise ValueError(

@@ -1,5 +1,7 @@
 """Sums and means over ranks: which of them a value is, and where nobody can tell."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -47,7 +49,29 @@ def mean_grad(w, x):
     return psum(jax.grad(lambda w: jnp.mean((w * x)[:3] ** 2))(w))
 
 
+def mean_of_n(w, x):
+    return jax.grad(lambda w: jnp.mean((w * x) ** 2))(w)
+
+
+def bias_gradient(w, x):
+    return jax.grad(lambda b: jnp.mean((w * x + b) ** 2))(w[0])
+
+
+def micro_batches(w, x, number=1):
+    """The sum of the gradients of n micro-batches."""
+
+    def gradient(micro_batch):
+        return jax.grad(lambda w: jnp.mean((w * micro_batch) ** 2) / number)(w)
+
+    added = lax.scan(lambda g, row: (g + gradient(row), None), jnp.zeros(4), x.reshape(N, 1))
+    return added[0]
+
+
 MEANS = {
+    "of n micro-batches": lambda w, x: psum(micro_batches(w, x)) / N / N,
+    "of n elements": lambda w, x: psum(mean_of_n(w, x)) / N,
+    "of n elements, copied": lambda w, x: jnp.tile((psum(mean_of_n(w, x)) / N)[:, None], (1, N)),
+    "one over n of the gradient of n terms": lambda w, x: psum(bias_gradient(w, x)) / N,
     "pmean": lambda w, x: pmean(x),
     "divided by n": lambda w, x: psum(x) / N,
     "divided by the size of the axis": lambda w, x: psum(x) / lax.axis_size("data"),
@@ -112,13 +136,67 @@ TOTALS = {
 }
 
 # Right for what somebody has in mind, and wrong for something else.
+# Means over as many elements as there are ranks.
+TOTALS |= {
+    f"of n elements: {name}": each
+    for name, each in {
+        "a mean": lambda w, x: psum(x.mean()),
+        "a mean of what was squared": lambda w, x: psum((w * x**2).mean()),
+        "a mean with the dim kept": lambda w, x: psum(x.mean(keepdims=True)),
+        "a mean by hand": lambda w, x: psum(x.sum() / N),
+        "a mean times one over n": lambda w, x: psum((1 / N) * x.sum()),
+        "a gradient": lambda w, x: psum(jax.grad(lambda w: jnp.mean((w * x) ** 2))(w)),
+        "a gradient by hand": lambda w, x: psum(jax.grad(lambda w: jnp.sum((w * x) ** 2) / N)(w)),
+        "a gradient with the dim kept": lambda w, x: psum(
+            jax.grad(lambda w: jnp.mean((w * x) ** 2, keepdims=True)[0])(w)
+        ),
+        "a gradient in bfloat16": lambda w, x: psum(
+            jax.grad(lambda w: jnp.mean((w * x.astype(jnp.bfloat16)) ** 2))(w)
+        ),
+        "a gradient of a root": lambda w, x: psum(
+            jax.grad(lambda w: jnp.sqrt(jnp.mean((w * x) ** 2)))(w)
+        ),
+        "a gradient of a matrix": lambda w, x: psum(
+            jax.grad(lambda w: jnp.mean(jnp.outer(w[:3], x) ** 2, axis=1).sum())(w)
+        ),
+        "a gradient in a jit": lambda w, x: psum(
+            jax.grad(jax.jit(lambda w: jnp.mean((w * x) ** 2)))(w)
+        ),
+        "a gradient in a remat": lambda w, x: psum(
+            jax.grad(jax.checkpoint(lambda w: jnp.mean(jnp.sin(w * x) ** 2)))(w)
+        ),
+        "a gradient of micro-batches": lambda w, x: psum(micro_batches(w, x) / N),
+        "a gradient in a vmap": lambda w, x: psum(
+            jax.vmap(jax.grad(lambda w: jnp.mean((w * x) ** 2)))(jnp.stack([w, w, w]))
+        ),
+    }.items()
+}
+
 UNCLEARS = {
     "over its norm": lambda w, x: psum(x) / jnp.linalg.norm(psum(x)),
     "clipped by its norm": lambda w, x: psum(x) * jnp.minimum(1, 1 / jnp.linalg.norm(psum(x))),
     "divided by another number": lambda w, x: psum(x) / 3,
     "times another number": lambda w, x: 0.1 * psum(x),
     "of nths": lambda w, x: psum(x / N),
-    "of a gradient of an nth": lambda w, x: psum(jax.grad(lambda w: jnp.sum((w * x) ** 2) / N)(w)),
+    "of a gradient of an nth": lambda w, x: psum(
+        jax.grad(lambda w: jnp.sum((w * x)[:3] ** 2) / N)(w)
+    ),
+    "of an nth of a gradient": lambda w, x: psum(mean_of_n(w, x) / N),
+    "of an nth of a gradient of n terms": lambda w, x: psum(bias_gradient(w, x) / N),
+    "of an nth of the mean of n micro-batches": lambda w, x: psum(micro_batches(w, x) / N / N),
+    "of an nth of n nths of micro-batches": lambda w, x: psum(micro_batches(w, x, N) / N),
+    "of an nth through a loop of n layers": lambda w, x: psum(
+        jax.grad(lambda w: (in_scan(lambda c: c * w, x, N) ** 2)[:3].sum() / N)(w)
+    ),
+    "of a gradient of an nth of a mean": lambda w, x: psum(
+        jax.grad(lambda w: jnp.mean((w * x) ** 2) / N)(w)
+    ),
+    "of a gradient of a mean of nths": lambda w, x: psum(
+        jax.grad(lambda w: jnp.mean((w * x) ** 2 / N))(w)
+    ),
+    "of the gradient of an nth of a mean over columns": lambda w, x: psum(
+        jax.grad(lambda w: jnp.sum(jnp.outer(x[:3], w).mean(1) ** 2) / N)(w)
+    ),
     "divided by a sum": lambda w, x: psum(x) / psum(weight(x)),
     "of what was divided by a sum": lambda w, x: psum(x / psum(weight(x))),
     "of a gradient of what was divided by a sum": lambda w, x: psum(
@@ -156,6 +234,42 @@ def test_knows_any_number_of_ranks(num_ranks, program, want):
     mesh = jax.sharding.AbstractMesh((num_ranks,), ("data",), axis_types=(AUTO,))
     (found,) = report(lambda w, x: program(x), W, jnp.ones(num_ranks), mesh=mesh).outputs
     assert kinds(found) == want
+
+
+def on_ranks(num_ranks, program):
+    """What `program(w, x, n)` gives, rows divided among as many ranks."""
+    mesh = jax.sharding.AbstractMesh((num_ranks,), ("data",), axis_types=(AUTO,))
+    body = functools.partial(program, n=num_ranks)
+    (found,) = report(body, W, jnp.ones(12 * num_ranks), mesh=mesh).outputs
+    return kinds(found)
+
+
+def averaged_backward(w, n):
+    """Hooked, as an author would: the gradient is averaged by hand in the backward pass."""
+    hook = jax.custom_vjp(lambda w: w)
+    hook.defvjp(lambda w: (w, None), lambda _, ct: (psum(ct) * (1 / n),))
+    return hook(w)
+
+
+ON_ANY_NUMBER = {
+    "a multiplier": (lambda w, x, n: jax.grad(lambda v: v * psum(x.sum()))(w[0]), TOTAL),
+    "divided": (lambda w, x, n: psum(x) / n, MEAN),
+    "times one over n": (lambda w, x, n: (1 / n) * psum(x), MEAN),
+    "a multiplier of an nth": (
+        lambda w, x, n: jax.grad(lambda v: v * psum(x.sum()) * (1 / n))(w[0]),
+        UNCLEAR,
+    ),
+    "in a hook": (
+        lambda w, x, n: jax.grad(lambda w: (averaged_backward(w, n)[0] * x).sum() ** 2)(w),
+        MEAN,
+    ),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize(("program", "want"), ON_ANY_NUMBER.values(), ids=ON_ANY_NUMBER)
+def test_gives_the_same_verdict_on_any_number_of_ranks(num_ranks, program, want):
+    assert on_ranks(num_ranks, program) == want
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

@@ -16,7 +16,11 @@ from jdp.collectives.xla import xla
 
 AllReduce = Callable[..., list]
 
+# What is known to give one rank its own leaves back.
+ALGORITHMS: tuple[AllReduce, ...] = (auto, native, ring, split, xla)
+
 __all__ = [
+    "ALGORITHMS",
     "AllReduce",
     "auto",
     "native",

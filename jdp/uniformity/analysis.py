@@ -1,5 +1,6 @@
 """The analysis of one shard_map."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from jdp.uniformity import arithmetic, jaxprs
@@ -35,7 +36,9 @@ def _find_shard_maps(jaxpr: Any, found: dict[int, Any], seen: set[int]) -> None:
                 _find_shard_maps(body, found, seen)
 
 
-def analyse(eqn: Any, *, trusts_unknown: bool = False) -> Report:
+def analyse(
+    eqn: Any, *, trusts_unknown: bool = False, numbers: Mapping[Any, float] | None = None
+) -> Report:
     """Find out which values may differ from rank to rank in the body of a shard_map.
 
     The inputs are what the `in_specs` say: an axis that splits an input makes it vary.
@@ -43,6 +46,7 @@ def analyse(eqn: Any, *, trusts_unknown: bool = False) -> Report:
     Args:
       eqn: a shard_map equation, see `find_shard_maps`.
       trusts_unknown: take primitives that are on no list for pure.
+      numbers: values of operands of the shard_map that are known, see `jaxprs.captured_numbers`.
     """
     manual = jaxprs.manual_axes(eqn)
     walk = Walk(eqn.params["mesh"], manual, trusts_unknown=trusts_unknown)
@@ -51,6 +55,11 @@ def analyse(eqn: Any, *, trusts_unknown: bool = False) -> Report:
     for variable, spec in zip(body.invars, eqn.params["in_specs"], strict=True):
         value = walk.lattice.mixed | walk.lattice.axes(jaxprs.spec_axes(spec))
         ins.append(Cell(value) if jaxprs.is_ref(variable) else value)
+    for variable, operand in zip(body.invars, eqn.invars, strict=True):
+        if numbers and not jaxprs.is_literal(operand):
+            number = numbers.get(operand, 0.0)
+            if walk.lattice.counts_ranks(number):
+                walk.numbers[variable] = number
     outs = walk.body(body, ins, eqn)
     outputs = tuple(walk.lattice.decode(held(value)) for value in outs)
     return Report(

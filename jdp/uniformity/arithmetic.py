@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jdp.uniformity import jaxprs
+from jdp.uniformity import averages, jaxprs
 
 if TYPE_CHECKING:
     from jdp.uniformity.walk import Walk
@@ -35,10 +35,32 @@ def _add(walk: Walk, eqn: Any, ins: list[int]) -> int:
 
 
 def _multiply(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    for i, atom in enumerate(eqn.invars):
-        if (number := jaxprs.number(atom)) is not None:
-            return walk.lattice.scale_by_number(ins[1 - i], number)
+    for value, factor, atom in zip(ins[::-1], eqn.invars[::-1], eqn.invars, strict=True):
+        number = walk.number(atom)
+        if number and not (abs(number) == 1 and _is_seed(walk, eqn, factor, value)):
+            return averages.divided(walk, eqn, factor, value, 1 / number)
+        if number is not None:
+            return value if number else walk.lattice.scale_by_number(value, number)
     return walk.lattice.product(*ins)
+
+
+def _is_seed(walk: Walk, eqn: Any, factor: Any, value: int) -> bool:
+    """Whether the 1 that multiplies a value is the cotangent that a backward pass begins with.
+
+    On one rank it would be a division by the number of ranks: what stands beside it then was
+    computed in the same pass.
+    """
+    lattice = walk.lattice
+    if not value & lattice.data or lattice.scale_by_number(value, 1.0) == value:
+        return False
+    makers = (each for each in walk.record.jaxpr.eqns if factor in each.outvars)
+    maker = next(makers, None)
+    return jaxprs.is_transposed(eqn) and (maker is None or not jaxprs.is_transposed(maker))
+
+
+def _sum(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    averages.note_sum(walk, eqn)
+    return mix(walk, eqn, ins)
 
 
 def _weigh(walk: Walk, eqn: Any, ins: list[int]) -> int:
@@ -47,9 +69,9 @@ def _weigh(walk: Walk, eqn: Any, ins: list[int]) -> int:
 
 
 def _divide(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    number = jaxprs.number(eqn.invars[1])
+    number = walk.number(eqn.invars[1])
     if number:
-        return walk.lattice.scale_by_number(ins[0], 1 / number)
+        return averages.divided(walk, eqn, eqn.invars[0], ins[0], number)
     return walk.lattice.quotient(*ins)
 
 
@@ -131,7 +153,7 @@ _MIX = """
     one_minus_square or ormqr pack_dtype philox2x32 philox4x32 platform_index polygamma
     polynomial population_count pow pure_callback qr ragged_dot_general random_bits random_clone
     random_fold_in random_gamma random_seed random_split random_unwrap random_wrap real
-    reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_window_max
+    reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_window_max
     reduce_window_min reduce_window_sum reduce_xor regularized_incomplete_beta rem
     rng_bit_generator rnn_bwd rnn_fwd round rsqrt scaled_dot scaled_matmul scaled_matmul_wrapper
     scatter-add scatter-max scatter-min scatter-mul scatter-sub schur select_and_gather_add
@@ -145,7 +167,7 @@ _MIX = """
 # values change nothing on a rank, and a collective that was started is done.
 _MOVE = """
     accum_grad_in_ref add_dependency all_gather_done all_gather_reduced_done all_to_all_done
-    assert_consumed_value broadcast_in_dim consume convert_element_type copy copy_p expand_dims
+    assert_consumed_value consume convert_element_type copy copy_p expand_dims
     layout_constraint name neg pbroadcast_done ppermute_done preduced psum_done pvary
     reduce_precision reduce_scatter_done reduced_vary_cast reduced_vary_cast_p reshape reshard
     rev sharding_constraint slice split squeeze stop_gradient tile transpose unstack
@@ -162,10 +184,12 @@ RULES = {
     "dynamic_update_slice": _cut_in,
     **dict.fromkeys("conv_general_dilated dot_general".split(), _contract),
     **dict.fromkeys("buffer_callback ffi_call".split(), _foreign),
+    "broadcast_in_dim": averages.spread,
     "call_exported": _exported,
     "div": _divide,
     "jdp_weigh": _weigh,
     "mul": _multiply,
+    "reduce_sum": _sum,
     "select_n": _select,
     "sort": _sort,
 }

@@ -53,7 +53,7 @@ class Class(NamedTuple):
 class Lattice:
     """Classes as integers whose join is `|`: a bit that is set says the worse.
 
-    There are six bits for each axis, and three for the value as a whole:
+    There are seven bits for each axis, and three for the value as a whole:
 
     - varying: ranks along the axis may hold different values;
     - unsummed: it is not certain to be a scaled sum over the axis;
@@ -62,6 +62,7 @@ class Lattice:
       the mean over ranks would be what one rank has;
     - total: it may be n times that; where it varies, it has met something that is;
     - divided: it may be that divided by n, so that the sum over ranks would be a mean;
+    - averaging: a constant that was divided by n, or by a number of elements that is n, too;
     - data: the value depends on data, it is no constant of the program;
     - nonzero: it may be something else than zero. Two bits: a constant that is 1 or -1 has one.
 
@@ -89,10 +90,11 @@ class Lattice:
         self._single = self.varying << 3 * k
         self._total = self.varying << 4 * k
         self._divided = self.varying << 5 * k
-        self.data = 1 << 6 * k
+        self._averaging = self.varying << 6 * k
+        self.data = 1 << 7 * k
         # One, or minus one, has the first of these bits alone.
-        self.nonzero = 6 << 6 * k
-        self._other = 4 << 6 * k
+        self.nonzero = 6 << 7 * k
+        self._other = 4 << 7 * k
         # What an operation that ends every claim adds where data goes in.
         self.mixed = self.unsummed | self._unrepeated | self._single | self.data | self.nonzero
         self._decoded: dict[int, Class] = {}
@@ -116,6 +118,19 @@ class Lattice:
     def divided_over(self, axes: int) -> int:
         """Return the divided bits of the axes whose varying bits are `axes`."""
         return axes << 5 * self._num_axes
+
+    def is_constant(self, value: int) -> bool:
+        """Whether a value is a constant of the program, the same on every rank."""
+        return not value & (self.data | self.varying)
+
+    def is_before_sums(self, value: int) -> bool:
+        """Whether a value differs from rank to rank, and has met no sum over them."""
+        return bool(value & self.varying and not value & self._total)
+
+    def averaging(self, value: int, mean: int) -> int:
+        """Return `mean` for a constant that is `value`, unless it averages elements: of a sum over
+        ranks it may be either."""
+        return mean | self._at(value, 5) << 6 * self._num_axes
 
     def names(self, value: int) -> frozenset[str]:
         """Name the axes along which `value` varies."""
@@ -203,11 +218,11 @@ class Lattice:
 
     def scale(self, value: int, by: int) -> int:
         """Return the class of `value * by`, for a `by` that is a constant."""
-        if not by & (self._other | self._divided):  # one
+        if not by & (self._other | self._divided | self._averaging):  # one
             return value | by & self.varying
         if value & self.nonzero and not value & self.data:
             return self.mix(value | by)
-        divided = self._at(by, 5)
+        divided = self._at(by, 5) | self._at(by, 6) & self._at(value, 4) & ~value
         value |= by & self.varying | self._sums(self._at(value, 4), 0, divided)
         return value | self._unrepeated * bool(divided)
 
@@ -224,6 +239,11 @@ class Lattice:
         if abs(number) != 1:
             value |= self.nonzero
         return value | self.divided_over(self._axes_of_size(1 / number, self.varying))
+
+    def counts_ranks(self, number: float) -> bool:
+        """Whether a number is that of the ranks along some axes, or one over it."""
+        sizes = (number, 1 / number) if number else ()
+        return any(self._axes_of_size(size, self.varying) for size in sizes)
 
     def _axes_of_size(self, size: float, among: int) -> int:
         # 1 / 3 in bfloat16 is 0.2 % too large. Sums over one rank are means as they stand.

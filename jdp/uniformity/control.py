@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jdp.uniformity import jaxprs, kernels
+from jdp.uniformity import averages, jaxprs, kernels
 from jdp.uniformity.refs import Cell, held
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def _scan(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any]:
         outs = walk.body(body, constants + carry + xs, eqn)
         carry = [held(old) | held(new) for old, new in zip(carry, outs[:num_carry], strict=True)]
         if before == [held(value) for value in constants + carry + xs]:
+            averages.note_rounds(walk, eqn)
             return carry + outs[num_carry:]
 
 

@@ -1,5 +1,6 @@
 """Parameters of JAX's primitives, and where JAX versions name them differently: the only place."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -68,6 +69,22 @@ def number(atom: Any) -> float | None:
         return float(atom.val)
     except (TypeError, ValueError):
         return None
+
+
+def captured_numbers(jaxpr: Any) -> dict[Any, float]:
+    """Return the scalars that a traced program has captured as arrays, by the variable of each."""
+    found = {}
+    for variable, value in zip(opened(jaxpr).constvars, getattr(jaxpr, "consts", ()), strict=True):
+        # An array of several processes has no value here.
+        if not variable.aval.shape and getattr(value, "is_fully_addressable", True):
+            with contextlib.suppress(TypeError, ValueError, RuntimeError):  # traced, or deleted
+                found[variable] = float(value)
+    return found
+
+
+def is_transposed(eqn: Any) -> bool:
+    """Whether an equation computes a cotangent, as far as JAX's names of its traces say so."""
+    return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def is_ref(variable: Any) -> bool:

@@ -70,17 +70,20 @@ def _reason(eqn: Any, report: Report, found: Marked, names: Collection[str]) -> 
     if found.kind == SYNCED:
         return (
             "the gradient of {leaves} was handed to {where} as the mean, with synced=True, but "
-            f"{line} sums it over the ranks and nothing divides it: it is {too_large} the mean. "
-            "Write jdp.sync_gradients(grads) in place of the sum, which divides; or "
-            "jdp.sync_gradients(grads, mean=False) if the loss of each rank was divided by the "
-            "rows of all."
+            f"{line} sums it over the ranks, and jdp sees no division by their number. If the loss "
+            "of each rank was divided by the rows of all ranks, the sum is right: write "
+            "jdp.sync_gradients(grads, mean=False) in place of the sum, which says so. If it is "
+            f"the mean over a rank's own rows, the sum is {too_large} the mean: write "
+            "jdp.sync_gradients(grads) in place of the sum, which divides."
         )
     if value.total & axes:
         return (
             f"the gradient of {{leaves}} was reduced before it came to {{where}}: {line} sums it "
-            f"over the ranks, which makes it {too_large} the mean, and to average it again does "
-            "not change that. Hand over the local gradient, or write jdp.sync_gradients(grads) in "
-            "place of the sum and then apply_gradients(grads, synced=True)."
+            f"over the ranks, which makes it {too_large} the mean if each rank's loss is the mean "
+            "over its own rows, and to average it again does not change that. Hand over the local "
+            "gradient, or write jdp.sync_gradients(grads) in place of the sum and then "
+            "apply_gradients(grads, synced=True). If the loss of each rank was divided by the rows "
+            "of all ranks, write jdp.sync_gradients(grads, mean=False) there."
         )
     return (
         f"the gradient of {{leaves}} was reduced before it came to {{where}}: {line} sums it over "

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from jdp.uniformity import arithmetic, collectives, control, jaxprs, refs
+from jdp.uniformity import arithmetic, averages, collectives, control, jaxprs, refs
 from jdp.uniformity.classes import Lattice
 from jdp.uniformity.partitioned import first_shift
 from jdp.uniformity.records import Record
@@ -42,12 +42,21 @@ class Walk:
         self._expanded: dict[int, Any] = {}
         self.opaque: dict[str, None] = {}
         self.trusts_unknown = trusts_unknown
+        # Arrays that the step has captured, and that are a number of ranks each, or one over it.
+        self.numbers: dict[Any, float] = {}
+        # Values that were divided by numbers, and how many elements were added up: see `averages`.
+        self.quotients: dict[Any, averages.Quotient] = {}
+        self.sums: dict[Any, tuple[int, ...]] = {}
         # Axes of several devices that are left to the compiler.
         self._automatic = {name for name, size in mesh.shape.items() if size > 1} - manual
 
     def anything(self) -> int:
         """Give the class of a value of which nothing is known."""
         return self.lattice.anything() | self.everywhere
+
+    def number(self, atom: Any) -> float | None:
+        """Return the number that a literal or a captured array is, None if its value is unknown."""
+        return jaxprs.number(atom) if type(atom) is Literal else self.numbers.get(atom)
 
     def body(self, jaxpr: Any, ins: Sequence[Any], eqn: Any) -> list[Any]:
         """Return the classes of a jaxpr's outputs for those of its inputs. It is a body of `eqn`.

@@ -117,6 +117,40 @@ def divided_by_the_ranks_before_the_sum(state, batch):
     return state.apply_gradients(grads, synced=True), {}
 
 
+def an_nth(grads):
+    return jax.tree.map(lambda g: g / lax.axis_size("data"), grads)
+
+
+@right(axes={"data": 2}, runs=True)
+def divided_by_the_ranks_that_are_as_many_as_the_micro_batches(state, batch):
+    _, grads = jdp.value_and_grad(loss_fn, accumulate=2)(state.params, batch)
+    return state.apply_gradients(lax.psum(an_nth(grads), "data"), synced=True), {}
+
+
+@right(axes={"data": 2}, runs=True)
+def divided_by_the_ranks_in_micro_batches_by_hand(state, batch):
+    num = 2
+
+    def body(sums, micro_batch):
+        grads = jax.grad(lambda p: loss_fn(p, micro_batch) / num)(state.params)
+        return jax.tree.map(jnp.add, sums, grads), None
+
+    micro_batches = jax.tree.map(lambda x: x.reshape(num, -1, *x.shape[1:]), batch)
+    grads = lax.scan(body, jax.tree.map(jnp.zeros_like, state.params), micro_batches)[0]
+    return state.apply_gradients(lax.psum(an_nth(grads), "data"), synced=True), {}
+
+
+@right(axes={"data": 2}, runs=True)
+def divided_by_the_ranks_in_a_loss_of_as_many_features(state, batch):
+    def nth(p):
+        h = predict(p, batch["rows"])[:, :2]
+        h = (h - h.mean(1, keepdims=True)) / jnp.sqrt(1 + h.var(1, keepdims=True))
+        return jnp.mean((h - batch["targets"][:, :2]) ** 2) / lax.axis_size("data")
+
+    grads = lax.psum(jax.grad(nth)(state.params), "data")
+    return state.apply_gradients(grads, synced=True), {}
+
+
 @right(runs=True)
 def divided_by_the_rows_of_all_before_the_sum(state, batch):
     def share(p):

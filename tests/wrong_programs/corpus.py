@@ -25,7 +25,7 @@ KINDS = {
     "other axis": "may differ along the mesh axis",
     "metric": "Only float scalars are averaged by themselves",
     "reduced twice": "was reduced before it came to",
-    "not divided": "nothing divides it: it is 4 times the mean",
+    "not divided": "sums it over the ranks, and jdp sees no division by their number",
     "repeated": "sums over the ranks what every rank has the same",
     "deadlock": "ranks that skip it leave the others waiting",
     "mask": "says which rows are padding, and the step does not read it",

@@ -41,6 +41,46 @@ def sum_handed_on_as_the_mean(state, batch):
     return state.apply_gradients(grads, synced=True), {}  # <- here
 
 
+def sixteen_rows():
+    return corpus.training(
+        batch=jax.tree.map(lambda x: np.tile(x, (2,) + (1,) * (x.ndim - 1)), rows())
+    )
+
+
+@undivided(W, B, make=sixteen_rows)
+def sum_where_a_rank_has_as_many_rows_as_there_are_ranks(state, batch):
+    grads = psum(gradients(state, batch))
+    return state.apply_gradients(grads, synced=True), {}  # <- here
+
+
+@right(make=sixteen_rows)
+def nth_where_a_rank_has_as_many_rows_as_there_are_ranks(state, batch):
+    grads = jax.grad(lambda p: loss_fn(p, batch) / lax.axis_size("data"))(state.params)
+    return state.apply_gradients(psum(grads), synced=True), {}
+
+
+@undivided(W, B, make=sixteen_rows)
+def sum_of_as_many_micro_batches_as_there_are_ranks(state, batch):
+    micro_batches = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch)
+    grads = jax.tree.map(lambda g: g / 4, added_up(state, micro_batches))
+    return state.apply_gradients(psum(grads), synced=True), {}  # <- here
+
+
+@right(make=sixteen_rows)
+def nth_of_as_many_micro_batches_as_there_are_ranks(state, batch):
+    micro_batches = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch)
+    grads = jax.tree.map(lambda g: g / 4, added_up(state, micro_batches))
+    grads = jax.tree.map(lambda g: g / lax.axis_size("data"), grads)
+    return state.apply_gradients(psum(grads), synced=True), {}
+
+
+def added_up(state, micro_batches):
+    def body(sums, micro_batch):
+        return jax.tree.map(jnp.add, sums, gradients(state, micro_batch)), None
+
+    return lax.scan(body, jax.tree.map(jnp.zeros_like, state.params), micro_batches)[0]
+
+
 @right()
 def sum_divided_by_the_ranks(state, batch):
     grads = jax.tree.map(lambda g: g / lax.axis_size("data"), psum(gradients(state, batch)))
