@@ -31,6 +31,18 @@ def bodies(eqn: Any) -> Iterator[Any]:
     return _jaxprs_in(eqn.params.values())
 
 
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield the equations of a jaxpr and of all bodies in it, those of each body once."""
+    seen, waiting = set[int](), [opened(jaxpr)]
+    while waiting:
+        body = waiting.pop()
+        if id(body) not in seen:
+            seen.add(id(body))
+            for eqn in body.eqns:
+                yield eqn
+                waiting += bodies(eqn)
+
+
 def _jaxprs_in(values: Any) -> Iterator[Any]:
     for value in values:
         if isinstance(value, (tuple, list)):
