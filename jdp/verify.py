@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jdp import axis, causes, transposed
-from jdp.mark import AVERAGED, OWN_WEIGHT
+from jdp.mark import AVERAGED, OWN_WEIGHT, SHARED
 from jdp.traced import WEIGHT, Traced
 from jdp.uniformity import (
     Report,
@@ -58,26 +58,26 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
         )
     _warn_of_unused(report)
     _warn_of_means(report)
+    return _proved(report, traced)
+
+
+def proved(jaxpr: Any, traced: Traced) -> Proved:
+    """Return what is known of a step for which another program of it was checked.
+
+    Args:
+      jaxpr: the traced program, with the step's `shard_map` in it.
+      traced: what its inputs and outputs are called.
+    """
+    return _proved(analyse(find_shard_maps(jaxpr)[0]), traced)
+
+
+def _proved(report: Report, traced: Traced) -> Proved:
     own = [
         not value.axes
         for output, value in zip(traced.outputs, report.outputs, strict=True)
         if output.kind == "own"
     ]
     return Proved(_uniform_gradients(report), tuple(own))
-
-
-def require_reverse_mode(jaxpr: Any, name: str) -> None:
-    """Refuse forward-mode derivatives of layers that reduce late, before JAX lowers them.
-
-    Raises:
-      ValueError: saying what to write.
-    """
-    if "custom_lin" in _primitives(jaxpr, set()):
-        raise ValueError(
-            f"`{name}` takes a forward-mode derivative (jax.jvp, jax.jacfwd, jax.hessian) through "
-            "jdp.scan_layers, which has none where it reduces in the backward loop, as it does on "
-            "GPUs by default. Write jdp.scan_layers(..., late=False)."
-        )
 
 
 def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
@@ -90,6 +90,7 @@ def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
         *_unread_mask(report, traced),
         *_wrong_gather(step, traced),
         *_unweighted_transposes(step, report, traced),
+        *_forward_mode(step, report),
     ]
     return list(dict.fromkeys(problems))  # A line that many leaves pass is told once.
 
@@ -152,6 +153,19 @@ def _wrong_gather(step: Any, traced: Traced) -> Iterator[str]:
                 f'all_gather(to="invarying") has a wrong gradient in JAX {jax.__version__}: '
                 'write all_gather(to="varying"), which is the default, or use JAX >= 0.11.'
             )
+
+
+def _forward_mode(step: Any, report: Report) -> Iterator[str]:
+    # JAX says so when it lowers the program, and names no layers.
+    layers = dict.fromkeys(found.source for found in report.marks if found.kind == SHARED)
+    if layers and "custom_lin" in _primitives(step.params["jaxpr"], set()):
+        where = ", ".join(filter(None, layers))
+        yield (
+            "a forward-mode derivative (jax.jvp, jax.jacfwd, jax.hessian) goes through "
+            f"jdp.scan_layers{where and f' at {where}'}, which has none where it reduces in the "
+            "backward loop, as it does on GPUs by default. Write "
+            "jdp.scan_layers(..., late=False)."
+        )
 
 
 def _unweighted_transposes(step: Any, report: Report, traced: Traced) -> Iterator[str]:
