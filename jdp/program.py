@@ -43,6 +43,7 @@ class Program:
       weight_fn: weighs a rank's rows, or None.
       returns_state: whether a new state comes back.
       donate: whether the state's buffers are reused.
+      told: warnings that the author has had for the step; new ones are added.
       is_part: whether it is traced into a larger program of the author's; that one is not
         compared between processes.
     """
@@ -56,6 +57,7 @@ class Program:
         weight_fn: Callable[[Any], Any] | None,
         returns_state: bool,
         donate: bool,
+        told: set[str] | None = None,
         is_part: bool = False,
     ):
         self.mesh = mesh
@@ -65,6 +67,7 @@ class Program:
         self._weight_fn = weight_fn
         self._returns_state = returns_state
         self._donate = donate
+        self._told = set() if told is None else told
         self._why_xla = order.PART_OF_ANOTHER if is_part else None
         self._is_part = is_part
         self._series = order.next_series(self._name) if is_part else ""
@@ -291,6 +294,7 @@ class Program:
             mask=masks[0] if masks else None,
             differentiates=self._returns_state,
             weighed=self._weighed,
+            told=self._told,
         )
 
     def _names(self, i: int, arg: Any) -> list[str]:

@@ -56,8 +56,10 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
         raise ValueError(
             f"`{traced.name}` is not the same training on every rank:\n{bulleted(problems)}"
         )
-    _warn_of_unused(report)
-    _warn_of_means(report)
+    for warning in (*_unused(report), *_means(report)):
+        if warning not in traced.told:
+            traced.told.add(warning)
+            warnings.warn(warning, stacklevel=2)
     return _proved(report, traced)
 
 
@@ -214,26 +216,30 @@ def _primitives(jaxpr: Any, seen: set[int]) -> set[str]:
     return found
 
 
-def _warn_of_unused(report: Report) -> None:
-    unused = [m.path for m in report.marks if m.kind == "local" and m.value.zero]
+def _unused(report: Report) -> Iterator[str]:
+    # Of several losses each may have its own parameters (a GAN, branches): a leaf is told by path
+    # and shape, and used by any that depends on it.
+    local = [found for found in report.marks if found.kind == "local"]
+    leaves = [(found.path, found.eqn.outvars[0].aval.shape) for found in local]
+    zero = [found.value.zero for found in local]
+    used = {leaf for leaf, is_zero in zip(leaves, zero, strict=True) if not is_zero}
+    unused = [path for path, shape in leaves if (path, shape) not in used]
     if unused:
-        warnings.warn(
+        yield (
             f"the loss does not depend on {shown(_quoted(unused))}: their gradients are zero, as "
             "on one device (weight decay and momentum still move them). Leave them out with "
-            "TrainState.create(trainable=...) if that is meant.",
-            stacklevel=2,
+            "TrainState.create(trainable=...) if that is meant."
         )
 
 
-def _warn_of_means(report: Report) -> None:
+def _means(report: Report) -> Iterator[str]:
     if any(found.kind == AVERAGED for found in report.marks):
         return
     for source, paths in reductions.means(report).items():
-        warnings.warn(
+        yield (
             f"the gradient of {shown(_quoted(paths))} is the mean over ranks already where it "
             f"comes to {source or 'jdp.sync_gradients'}, and is sent once more. Write "
-            "apply_gradients(grads, synced=True), or hand over the local gradient.",
-            stacklevel=2,
+            "apply_gradients(grads, synced=True), or hand over the local gradient."
         )
 
 
