@@ -150,17 +150,21 @@ def _unread_mask(report: Report, traced: Traced) -> Iterator[str]:
 
 def _wrong_gather(step: Any, traced: Traced) -> Iterator[str]:
     if axis.INVARYING_GATHER_HAS_WRONG_GRADIENT and traced.differentiates:
-        if "all_gather_invariant" in _primitives(step.params["jaxpr"], set()):
+        if "all_gather_invariant" in _primitives(step):
             yield (
                 f'all_gather(to="invarying") has a wrong gradient in JAX {jax.__version__}: '
                 'write all_gather(to="varying"), which is the default, or use JAX >= 0.11.'
             )
 
 
+def _primitives(step: Any) -> set[str]:
+    return {eqn.primitive.name for eqn in jaxprs.equations(step.params["jaxpr"])}
+
+
 def _forward_mode(step: Any, report: Report) -> Iterator[str]:
     # JAX says so when it lowers the program, and names no layers.
     layers = dict.fromkeys(found.source for found in report.marks if found.kind == SHARED)
-    if layers and "custom_lin" in _primitives(step.params["jaxpr"], set()):
+    if layers and "custom_lin" in _primitives(step):
         where = ", ".join(filter(None, layers))
         yield (
             "a forward-mode derivative (jax.jvp, jax.jacfwd, jax.hessian) goes through "
@@ -202,18 +206,6 @@ def _unweighted_transposes(step: Any, report: Report, traced: Traced) -> Iterato
             '`(losses * batch["mask"]).sum() / jdp.mean_over_ranks(batch["mask"].sum())`, '
             "whose mean over ranks is that of all rows."
         )
-
-
-def _primitives(jaxpr: Any, seen: set[int]) -> set[str]:
-    found = set()
-    jaxpr = jaxprs.opened(jaxpr)
-    if id(jaxpr) not in seen:
-        seen.add(id(jaxpr))
-        for equation in jaxpr.eqns:
-            found.add(equation.primitive.name)
-            for inner in jaxprs.bodies(equation):
-                found |= _primitives(inner, seen)
-    return found
 
 
 def _unused(report: Report) -> Iterator[str]:
