@@ -92,8 +92,9 @@ def check_step(
             num_steps=number,
         )
         if beyond(found.leaves) or beyond(found.metrics):
-            program = str(step.lower(_on(start, ranks), batch, *rest).as_text())
-            found = replace(found, cause=likely_cause(found, program))
+            lowered = step.lower(_on(start, ranks), batch, *rest)
+            named = str(lowered.as_text(debug_info=True))
+            found = replace(found, cause=likely_cause(found, str(lowered.as_text()), named))
             break
     print(found)
     if found.cause is not None:

@@ -157,12 +157,13 @@ def beyond(leaves: list[LeafDifference]) -> list[LeafDifference]:
     return [leaf for leaf in leaves if not leaf.difference <= leaf.allowed]
 
 
-def likely_cause(found: StepDifference, program: str) -> str:
+def likely_cause(found: StepDifference, program: str, named: str) -> str:
     """Say why one rank and all may differ.
 
     Args:
       found: the differences.
       program: text of the lowered step.
+      named: the same with JAX's names for where each operation stands.
     """
     wrong, num_ranks = beyond(found.leaves), found.num_ranks
     drifted = next((leaf for leaf in wrong if leaf.rank is not None), None)
@@ -188,6 +189,14 @@ def likely_cause(found: StepDifference, program: str) -> str:
     if _computes_in_16_bits(program) and all(map(_is_small, wrong)):
         return _FEW_DIGITS
     statistics = [x.path for x in wrong if _STATISTICS.search(x.path)]
+    reduced = [path for path in statistics if _reduces_its_own(path, named)]
+    if reduced:
+        return (
+            f"Batch statistics differ (`{reduced[0]}`), although the layer averages them over the "
+            "ranks: each rank counts the same there, however few of its rows a mask leaves. Leave "
+            "mask= out of the layer, or give it the means of all rows that count: "
+            "jdp.sum_over_ranks(sum) / jdp.sum_over_ranks(count)."
+        )
     if statistics:
         return (
             f"Batch statistics differ (`{statistics[0]}`): each rank normalises with its own rows. "
@@ -210,6 +219,12 @@ def likely_cause(found: StepDifference, program: str) -> str:
         "the whole batch, statistics of a rank's own rows. Or each rank changes its gradient "
         "before it is averaged, as clipping does."
     )
+
+
+def _reduces_its_own(path: str, named: str) -> bool:
+    """Whether the layer that a leaf belongs to sums over ranks and is differentiated."""
+    layer = re.findall(r"\w+", path)[-2:-1]
+    return any(re.search(rf'"transpose\([^"]*/{name}/psum', named) for name in layer)
 
 
 _STATISTICS = re.compile(r"batch_stats|running_|moving_|(\['|\.)(mean|var)('\]|$|\b)")

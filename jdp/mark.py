@@ -19,6 +19,11 @@ OWN_WEIGHT = "own_weight"
 # over ranks, of which a mean may be taken again.
 SHARED = "shared"
 AVERAGED = "averaged"
+# On the parameters of `jdp.scan_layers`: the platform chose that it reduces late, or that it does
+# not; and it would reduce late on more ranks than one.
+LATE_HERE = "late_here"
+LATE_ELSEWHERE = "late_elsewhere"
+LATE_ON_MORE_RANKS = "late_on_more_ranks"
 # What the analysis cannot read off a reduction: that it was divided by the number of ranks; that a
 # number is this rank's share of all weights, which add up to 1; that its author wants the sum.
 MEAN = "mean"

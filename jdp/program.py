@@ -32,6 +32,7 @@ from jdp.batch import find_mask
 from jdp.collectives import order
 from jdp.collectives.xla import combine_options
 from jdp.readiness import order_of_gradients
+from jdp.scan_layers import late_choices
 
 
 class Program:
@@ -44,6 +45,7 @@ class Program:
       weight_fn: weighs a rank's rows, or None.
       returns_state: whether a new state comes back.
       donate: whether the state's buffers are reused.
+      told: warnings that the author has had for the step; new ones are added.
       is_part: whether it is traced into a larger program of the author's; that one is not
         compared between processes.
     """
@@ -57,6 +59,7 @@ class Program:
         weight_fn: Callable[[Any], Any] | None,
         returns_state: bool,
         donate: bool,
+        told: set[str] | None = None,
         is_part: bool = False,
     ):
         self.mesh = mesh
@@ -66,6 +69,7 @@ class Program:
         self._weight_fn = weight_fn
         self._returns_state = returns_state
         self._donate = donate
+        self._told = set() if told is None else told
         self._why_xla = order.PART_OF_ANOTHER if is_part else None
         self._is_part = is_part
         self._series = order.next_series(self._name) if is_part else ""
@@ -80,7 +84,6 @@ class Program:
         self._split: frozenset[str] = frozenset()
         self._weighed: frozenset[str] = frozenset()
         self._gradient_bytes = 0
-        self._late_choices: list[bool] = []  # see `scope.Scope`
         # Of a program of the author's, jdp does not see when it runs.
         is_compared = mesh.is_multi_process and not is_part
         self._first_runs = self.arguments = None
@@ -169,7 +172,9 @@ class Program:
                 why_xla = self._why_xla or unordered
                 mapped = self._new_mapped(len(args), why_xla, uniform=proved.gradients, ready=ready)
                 jaxpr = mapped.trace(*inputs).jaxpr
-                proved = verify.check(jaxpr, self._describe(args))
+                is_other = None in late_choices(jaxpr)
+                again = verify.proved if is_other else verify.check
+                proved = again(jaxpr, self._describe(args))
                 order.require(jaxpr)
             same, split = mapped(*inputs)
             reported = metrics.with_own(same.metrics, same.own_metrics, proved.own_metrics)
@@ -185,18 +190,20 @@ class Program:
         return on_mesh
 
     def _prove(self, jaxpr: Any, args: tuple) -> verify.Proved:
-        """Check the program, and that of other platforms too, so that all give one verdict."""
-        if not self._late_choices:
-            return verify.check(jaxpr, self._describe(args))
-        here = self._late_choices[0]
-        mapped = self._new_mapped(len(args), order.PART_OF_ANOTHER, late=not here)
-        elsewhere = mapped.trace(*_own_beside_batch(*args))
-        programs = {here: jaxpr, not here: elsewhere.jaxpr}
+        """Check the program, and those of other platforms and of more ranks, for one verdict."""
+        traced, choices = self._describe(args), late_choices(jaxpr)
+        if not choices:
+            return verify.check(jaxpr, traced)
+        # None: layers that reduce late on more ranks do not on this one, which proves nothing.
+        here = None if None in choices else next(iter(choices))
+        programs = {here: jaxpr}
         proved = {}
-        for late in (False, True):  # in this order everywhere, for the same text
-            proved[late] = verify.check(programs[late], self._describe(args))
-        verify.require_reverse_mode(programs[True], self._name)
-        return proved[here]
+        for late in (True,) if choices == {None} else (False, True):  # in this order everywhere,
+            if late not in programs:  # for the same text
+                mapped = self._new_mapped(len(args), order.PART_OF_ANOTHER, late=late)
+                programs[late] = mapped.trace(*_own_beside_batch(*args)).jaxpr
+            proved[late] = verify.check(programs[late], traced)
+        return proved[here] if here in proved else verify.proved(jaxpr, traced)
 
     def _new_mapped(self, num_args: int, why_xla: str | None = None, **found: Any) -> Any:
         on_rank = functools.partial(self._on_rank, why_xla, found)
@@ -245,7 +252,6 @@ class Program:
         leaving = _Leaving(same, _SplitOutputs(rows, differs, own))
         if step.late is not None:  # a program of other platforms
             return leaving
-        self._late_choices = step.late_choices
         new_leaves = _outputs(f"new {self._argument(0)}", "state", whole)
         is_own = rank_state.flags(whole)
         self._marked, self._split = frozenset(step.marked), frozenset(step.split)
@@ -289,6 +295,7 @@ class Program:
             mask=masks[0] if masks else None,
             differentiates=self._returns_state,
             weighed=self._weighed,
+            told=self._told,
         )
 
     def _names(self, i: int, arg: Any) -> list[str]:

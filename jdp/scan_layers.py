@@ -12,7 +12,8 @@ from jdp import axis, collectives, scope
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce
 from jdp.late_reduction import Hooks, floats_of, is_float
-from jdp.mark import SHARED, mark
+from jdp.mark import LATE_ELSEWHERE, LATE_HERE, LATE_ON_MORE_RANKS, SHARED, mark
+from jdp.uniformity import jaxprs
 
 # Whether the layers of another scan are being traced, which reduces what is in them.
 _is_inside: ContextVar[bool] = ContextVar("jdp_scan_layers", default=False)
@@ -64,7 +65,10 @@ def scan_layers(
     (Array(24., dtype=float32), Array([1., 2., 6.], dtype=float32))
     """
     num_layers = max((x.shape[0] if x.ndim else 1 for x in floats_of(params)), default=0)
-    if not num_layers or not _is_late(late, axis_name):
+    is_late, note = _is_late(late, axis_name) if num_layers else (False, "")
+    if note:  # in the program: JAX may have traced the caller for another step
+        params = jax.tree.map(lambda leaf: mark(leaf, kind=note, path="", axes=()), params)
+    if not is_late:
         stacked = params if xs is None else (params, xs)
         return lax.scan(f, init, stacked, reverse=reverse, unroll=unroll)
     axes = axis.in_mesh_order(axis_name)
@@ -91,20 +95,36 @@ def scan_layers(
     return carry, ys
 
 
-def _is_late(late: bool | None, axis_name: AxisName) -> bool:
+# What was chosen by platform; None where layers reduce late on more ranks than there are.
+_CHOICES = {LATE_HERE: True, LATE_ELSEWHERE: False, LATE_ON_MORE_RANKS: None}
+
+
+def late_choices(jaxpr: Any) -> set[bool | None]:
+    """Return which choices `scan_layers` made in a traced program that others make otherwise.
+
+    True or False: whether it reduces late, where its caller leaves that to the platform. None: it
+    does not, for it would only on more ranks than one.
+    """
+    marks = (eqn for eqn in jaxprs.equations(jaxpr) if eqn.primitive.name == "jdp_mark")
+    return {_CHOICES[eqn.params["kind"]] for eqn in marks if eqn.params["kind"] in _CHOICES}
+
+
+def _is_late(late: bool | None, axis_name: AxisName) -> tuple[bool, str]:
+    """Return whether to reduce late, and the kind of mark for what would choose otherwise."""
     step = scope.innermost()
     if step is None and axis.size(axis_name) == 1:
-        return False
+        return False, ""
     if _is_inside.get() or axis.is_typed(axis_name) or (step is not None and step.is_part):
-        return False
-    if late is not None:
-        return late and axis.size(axis_name) > 1
+        return False, ""
     if step is not None and step.late is not None:
-        return step.late
-    late = scope.platform() == "gpu" and axis.size(axis_name) > 1
-    if step is not None:
-        step.late_choices.append(late)
-    return late
+        return step.late if late is None else late, ""
+    has_others = axis.size(axis_name) > 1
+    if late is not None:
+        is_late, note = late and has_others, LATE_ON_MORE_RANKS if late and not has_others else ""
+    else:
+        is_late = has_others and scope.platform() == "gpu"
+        note = LATE_HERE if is_late else LATE_ELSEWHERE
+    return is_late, "" if step is None else note
 
 
 @contextlib.contextmanager

@@ -35,9 +35,8 @@ class Scope:
       uniform: paths of the gradients that a first trace found to be the same on every rank; None
         in a first trace.
       ready: path of a gradient -> when a first trace found it to be ready; None where nobody asks.
-      late: whether `scan_layers` reduces late where its caller leaves that to the platform; None:
-        as the platform has it.
-      late_choices: what it took where its caller left that to the platform.
+      late: in a program of another platform or of more ranks, whether `scan_layers` reduces late
+        where its caller leaves that to the platform; None in the program that runs.
       split: paths of the gradients that go through `collectives.split`, which asks.
       marked: paths of the gradients that were marked for reduction in this trace.
       reductions: how gradients were reduced in this trace, one after the other.
@@ -55,7 +54,6 @@ class Scope:
     uniform: frozenset[str] | None = None
     ready: dict[str, int] | None = None
     late: bool | None = None
-    late_choices: list[bool] = field(default_factory=list)
     split: set[str] = field(default_factory=set)
     marked: set[str] = field(default_factory=set)
     reductions: list["Reduction"] = field(default_factory=list)
@@ -72,7 +70,8 @@ class Reduction(NamedTuple):
 _scope: ContextVar[Scope | None] = ContextVar("jdp_scope", default=None)
 
 # JAX keeps what it traced of the author's jitted functions for every value of this. One that was
-# traced with the weight of one trace would hand it to another.
+# traced with the weight of one trace would hand it to another, and `scan_layers` that reduces late
+# to a program in which it does not.
 _trace = jax.make_user_context(0)
 _numbers_of_traces = itertools.count(1)
 
@@ -231,7 +230,8 @@ def entered(
         )
     token = _scope.set(scope)
     try:
-        with contextlib.nullcontext() if weight is None else _trace(next(_numbers_of_traces)):
+        is_plain = weight is None and late is None
+        with contextlib.nullcontext() if is_plain else _trace(next(_numbers_of_traces)):
             yield scope
     finally:
         _scope.reset(token)

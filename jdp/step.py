@@ -134,6 +134,7 @@ class Step:
         self._fn = fn
         self._signature = inspect.signature(fn)
         self._programs: dict[tuple[Mesh, bool], Program] = {}
+        self._told: set[str] = set()  # warnings
         self._returned: list[weakref.ref] = []  # leaves of the last state: placed, not aliased
         self._num_calls = 0
         self._holds_others = False  # whether the state has leaves that are no arrays
@@ -182,13 +183,15 @@ class Step:
 
     def without_donation(self) -> "Step":
         """Give the same step, leaving whole the state that goes in."""
-        return Step(
+        step = Step(
             self._fn,
             axis_name=self.axis_name,
             weight=self.weight,
             donate=False,
             returns_state=self.returns_state,
         )
+        step._told = self._told
+        return step
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Trace, prove and lower the step for these arguments: arrays or `ShapeDtypeStruct`s."""
@@ -303,6 +306,7 @@ class Step:
             weight_fn=self.weight,
             returns_state=self.returns_state,
             donate=self.donate,
+            told=self._told,
             is_part=is_part,
         )
 

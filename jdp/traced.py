@@ -1,7 +1,7 @@
 """What the leaves of a traced step are called."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -43,6 +43,7 @@ class Traced:
       mask: position among `inputs` of the padding mask of the batch, or None.
       differentiates: whether it is a train step.
       weighed: what gives ranks different weights, such as jdp.train_step; empty: nothing does.
+      told: warnings that the author has had for this step, of other shapes or ranks.
     """
 
     name: str
@@ -53,3 +54,4 @@ class Traced:
     mask: int | None
     differentiates: bool
     weighed: frozenset[str] = frozenset()
+    told: set[str] = field(default_factory=set)

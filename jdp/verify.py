@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jdp import axis, causes, transposed
-from jdp.mark import AVERAGED, OWN_WEIGHT
+from jdp.mark import AVERAGED, OWN_WEIGHT, SHARED
 from jdp.traced import WEIGHT, Traced
 from jdp.uniformity import (
     Report,
@@ -57,28 +57,30 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
         raise ValueError(
             f"`{traced.name}` is not the same training on every rank:\n{bulleted(problems)}"
         )
-    _warn_of_unused(report)
-    _warn_of_means(report)
+    for warning in (*_unused(report), *_means(report)):
+        if warning not in traced.told:
+            traced.told.add(warning)
+            warnings.warn(warning, stacklevel=2)
+    return _proved(report, traced)
+
+
+def proved(jaxpr: Any, traced: Traced) -> Proved:
+    """Return what is known of a step for which another program of it was checked.
+
+    Args:
+      jaxpr: the traced program, with the step's `shard_map` in it.
+      traced: what its inputs and outputs are called.
+    """
+    return _proved(analyse(find_shard_maps(jaxpr)[0]), traced)
+
+
+def _proved(report: Report, traced: Traced) -> Proved:
     own = [
         not value.axes
         for output, value in zip(traced.outputs, report.outputs, strict=True)
         if output.kind == "own"
     ]
     return Proved(_uniform_gradients(report), tuple(own))
-
-
-def require_reverse_mode(jaxpr: Any, name: str) -> None:
-    """Refuse forward-mode derivatives of layers that reduce late, before JAX lowers them.
-
-    Raises:
-      ValueError: saying what to write.
-    """
-    if "custom_lin" in _primitives(jaxpr, set()):
-        raise ValueError(
-            f"`{name}` takes a forward-mode derivative (jax.jvp, jax.jacfwd, jax.hessian) through "
-            "jdp.scan_layers, which has none where it reduces in the backward loop, as it does on "
-            "GPUs by default. Write jdp.scan_layers(..., late=False)."
-        )
 
 
 def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
@@ -91,6 +93,7 @@ def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
         *_unread_mask(report, traced),
         *_wrong_gather(step, traced),
         *_unweighted_transposes(step, report, traced),
+        *_forward_mode(step, report),
     ]
     return list(dict.fromkeys(problems))  # A line that many leaves pass is told once.
 
@@ -148,11 +151,28 @@ def _unread_mask(report: Report, traced: Traced) -> Iterator[str]:
 
 def _wrong_gather(step: Any, traced: Traced) -> Iterator[str]:
     if axis.INVARYING_GATHER_HAS_WRONG_GRADIENT and traced.differentiates:
-        if "all_gather_invariant" in _primitives(step.params["jaxpr"], set()):
+        if "all_gather_invariant" in _primitives(step):
             yield (
                 f'all_gather(to="invarying") has a wrong gradient in JAX {jax.__version__}: '
                 'write all_gather(to="varying"), which is the default, or use JAX >= 0.11.'
             )
+
+
+def _primitives(step: Any) -> set[str]:
+    return {eqn.primitive.name for eqn in jaxprs.equations(step.params["jaxpr"])}
+
+
+def _forward_mode(step: Any, report: Report) -> Iterator[str]:
+    # JAX says so when it lowers the program, and names no layers.
+    layers = dict.fromkeys(found.source for found in report.marks if found.kind == SHARED)
+    if layers and "custom_lin" in _primitives(step):
+        where = ", ".join(filter(None, layers))
+        yield (
+            "a forward-mode derivative (jax.jvp, jax.jacfwd, jax.hessian) goes through "
+            f"jdp.scan_layers{where and f' at {where}'}, which has none where it reduces in the "
+            "backward loop, as it does on GPUs by default. Write "
+            "jdp.scan_layers(..., late=False)."
+        )
 
 
 def _unweighted_transposes(step: Any, report: Report, traced: Traced) -> Iterator[str]:
@@ -189,38 +209,30 @@ def _unweighted_transposes(step: Any, report: Report, traced: Traced) -> Iterato
         )
 
 
-def _primitives(jaxpr: Any, seen: set[int]) -> set[str]:
-    found = set()
-    jaxpr = jaxprs.opened(jaxpr)
-    if id(jaxpr) not in seen:
-        seen.add(id(jaxpr))
-        for equation in jaxpr.eqns:
-            found.add(equation.primitive.name)
-            for inner in jaxprs.bodies(equation):
-                found |= _primitives(inner, seen)
-    return found
-
-
-def _warn_of_unused(report: Report) -> None:
-    unused = [m.path for m in report.marks if m.kind == "local" and m.value.zero]
+def _unused(report: Report) -> Iterator[str]:
+    # Of several losses each may have its own parameters (a GAN, branches): a leaf is told by path
+    # and shape, and used by any that depends on it.
+    local = [found for found in report.marks if found.kind == "local"]
+    leaves = [(found.path, found.eqn.outvars[0].aval.shape) for found in local]
+    zero = [found.value.zero for found in local]
+    used = {leaf for leaf, is_zero in zip(leaves, zero, strict=True) if not is_zero}
+    unused = [path for path, shape in leaves if (path, shape) not in used]
     if unused:
-        warnings.warn(
+        yield (
             f"the loss does not depend on {shown(_quoted(unused))}: their gradients are zero, as "
             "on one device (weight decay and momentum still move them). Leave them out with "
-            "TrainState.create(trainable=...) if that is meant.",
-            stacklevel=2,
+            "TrainState.create(trainable=...) if that is meant."
         )
 
 
-def _warn_of_means(report: Report) -> None:
+def _means(report: Report) -> Iterator[str]:
     if any(found.kind == AVERAGED for found in report.marks):
         return
     for source, paths in reductions.means(report).items():
-        warnings.warn(
+        yield (
             f"the gradient of {shown(_quoted(paths))} is the mean over ranks already where it "
             f"comes to {source or 'jdp.sync_gradients'}, and is sent once more. Write "
-            "apply_gradients(grads, synced=True), or hand over the local gradient.",
-            stacklevel=2,
+            "apply_gradients(grads, synced=True), or hand over the local gradient."
         )
 
 

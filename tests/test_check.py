@@ -102,6 +102,51 @@ def test_names_batch_statistics():
         jdp.check_step(jdp.train_step(step), s, batch())
 
 
+class Masked(nn.Module):
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x, mask):
+        options = {"use_running_average": False, "momentum": 0.5, "axis_name": self.axis_name}
+        return nn.BatchNorm(**options)(nn.Dense(3)(x), mask=mask[:, None])
+
+
+@pytest.mark.parametrize(
+    "axis_name, num_rows, cause",
+    [
+        (None, 15, "Give the layer axis_name="),
+        ("data", 15, "Leave mask= out of the layer"),
+        ("data", 24, None),
+    ],
+)
+def test_tells_statistics_of_one_rank_from_those_of_a_mask(axis_name, num_rows, cause):
+    model = Masked(axis_name)
+    rows = {**batch(), "mask": np.arange(24) < num_rows}
+    variables = Masked().init(jax.random.key(0), rows["x"], rows["mask"])
+
+    def step(state, batch):
+        def loss(p):
+            variables = {"params": p, "batch_stats": state.model_state}
+            x, new = model.apply(variables, batch["x"], batch["mask"], mutable=["batch_stats"])
+            errors = ((x - batch["y"]) ** 2).mean(-1) * batch["mask"]
+            count = jdp.mean_over_ranks(batch["mask"].sum().astype(jnp.float32))
+            return errors.sum() / count, new["batch_stats"]
+
+        grads, stats = jax.grad(loss, has_aux=True)(state.params)
+        state = state.apply_gradients(grads)
+        return state.replace(model_state=jdp.mean_over_ranks(stats)), {}
+
+    ranks(2)
+    stats = variables["batch_stats"]
+    s = jdp.TrainState.create(variables["params"], training.sgd(), model_state=stats)
+    if cause is None:
+        jdp.check_step(jdp.train_step(step), s, rows)
+        return
+    with pytest.raises(ValueError, match=f"Batch statistics differ.*{cause}") as error:
+        jdp.check_step(jdp.train_step(step), s, rows)
+    assert ("Give the layer axis_name=" in str(error.value)) == (axis_name is None)
+
+
 def test_takes_weights_random_keys_and_further_arguments():
     ranks(4)
 

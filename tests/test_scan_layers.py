@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp import collectives, scope
+from jdp import collectives, scope, verify
 
 NUM_LAYERS, WIDTH, RATE = 4, 5, 0.1
 ROWS = 24  # divides by 1, 2, 3 and 8 ranks
@@ -472,17 +472,6 @@ def test_an_evaluation_reduces_nothing_but_its_metrics(make_mesh):
     assert reductions(late) == reductions(lax.scan)
 
 
-def test_forward_mode_says_that_it_is_not_defined(make_mesh):
-    @jdp.train_step
-    def step(state, batch):
-        loss_fn = functools.partial(mean_loss, late, batch=batch)
-        _, slope = jax.jvp(loss_fn, (state.params,), (state.params,))
-        return state, {"slope": slope}
-
-    with pytest.raises(TypeError, match="custom_vjp"):
-        step(state_of(make_mesh(2), parameters()), rows())
-
-
 def test_a_flax_block_is_a_layer(make_mesh):
     class Block(nn.Module):
         @nn.compact
@@ -587,3 +576,97 @@ def test_the_proof_of_other_platforms_leaves_nothing_in_the_program(make_mesh):
     assert num_reductions(make_mesh(2), mean_loss, scan=jdp.scan_layers) == num_reductions(
         make_mesh(2), mean_loss, scan=functools.partial(late, late=False)
     )
+
+
+# One verdict for any number of ranks: on one rank layers that would reduce late do not
+
+
+def reducing(change, *, synced=False, form=mean_loss):
+    @jdp.train_step
+    def step(state, batch):
+        grads = jax.grad(functools.partial(form, late))(state.params, batch)
+        return state.apply_gradients(change(grads), synced=synced), {}
+
+    return step
+
+
+def of_all(reduce):
+    return lambda grads: jax.tree.map(lambda g: reduce(g, "data"), grads)
+
+
+def of_layers(reduce):
+    return lambda grads: {**grads, "layers": of_all(reduce)(grads["layers"])}
+
+
+def of_the_rest(reduce):
+    return lambda grads: {**grads, "out": reduce(grads["out"], "data")}
+
+
+@jdp.train_step
+def late_in_forward_mode(state, batch):
+    loss_fn = functools.partial(mean_loss, late, batch=batch)
+    return state, {"slope": jax.jvp(loss_fn, (state.params,), (state.params,))[1]}
+
+
+WRONG_IF_LATE = {
+    "sum of a layer": (reducing(of_layers(lax.psum)), "sums over the ranks what every rank has"),
+    "sum as the mean": (reducing(of_all(lax.psum), synced=True), "sums over the ranks what every"),
+    "local as the mean": (reducing(of_layers(lax.pmean), synced=True), "may differ"),
+    "params that vary": (reducing(lambda g: g, form=varying_params), "as xs="),
+    "skipped by some ranks": (reducing(lambda g: g, form=skipped_by_some), "waiting for ever"),
+    "forward mode": (late_in_forward_mode, "late=False"),
+}
+RIGHT_IF_LATE = {
+    "means as means": reducing(of_all(lax.pmean), synced=True),
+    "mean of a layer": reducing(of_layers(lax.pmean)),
+    "mean of the rest": reducing(of_the_rest(lax.pmean), synced=True),
+    "mean by hand": reducing(
+        of_all(lambda g, axis: lax.psum(g / lax.axis_size(axis), axis)), synced=True
+    ),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", WRONG_IF_LATE)
+def test_what_is_wrong_on_more_ranks_is_refused_on_one(name, num_ranks, make_mesh):
+    step, text = WRONG_IF_LATE[name]
+    with pytest.raises(ValueError) as caught:
+        jdp.train_step(step.__wrapped__)(state_of(make_mesh(num_ranks), parameters()), rows())
+    assert text in str(caught.value)
+    assert "test_scan_layers.py:" in str(caught.value)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", RIGHT_IF_LATE)
+def test_what_is_right_on_more_ranks_is_taken_on_one(name, num_ranks, make_mesh):
+    step = jdp.train_step(RIGHT_IF_LATE[name].__wrapped__)
+    state, _ = step(state_of(make_mesh(num_ranks), parameters()), rows())
+    want = plainly(mean_loss, parameters(), rows(), num_steps=1)
+    assert_close(jax.device_get(state.params), want, 3e-6)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("is_part", [False, True], ids=["whole", "part of another program"])
+def test_a_loss_that_is_jitted_by_itself_is_proved_in_both_forms(
+    is_part, num_ranks, make_mesh, monkeypatch
+):
+    forms = []
+
+    def analyse(step):
+        forms.append("averaged" in str(step))
+        return analysed(step)
+
+    analysed = verify.analyse
+    monkeypatch.setattr(verify, "analyse", analyse)
+    loss = jax.jit(functools.partial(mean_loss, jdp.scan_layers))
+    for _ in range(2):  # JAX keeps what it traced of the loss
+
+        @jdp.train_step
+        def step(state, batch):
+            return state.apply_gradients(jax.grad(loss)(state.params, batch)), {}
+
+        lowered = jax.jit(lambda *args, step=step: step(*args)).lower if is_part else step.lower
+        text = lowered(state_of(make_mesh(num_ranks), parameters()), rows()).as_text()
+        assert forms == [False, True]
+        assert "optimization_barrier" not in text
+        forms.clear()

@@ -287,6 +287,67 @@ def test_warns_of_unused_parameters_once_and_trains_them_as_one_device_does():
     np.testing.assert_allclose(state.params["w"], p["w"] + updates["w"], rtol=1e-5)
 
 
+def gradients_of(state, batch, *used):
+    def loss(p):
+        return sum(jnp.vdot(p[name], p[name]) for name in used) * batch["x"].mean()
+
+    return jax.grad(loss)(state.params)
+
+
+def one_loss_after_the_other(state, batch):
+    return state.apply_gradients(gradients_of(state, batch, "w")).apply_gradients(
+        gradients_of(state, batch, "b")
+    )
+
+
+def one_branch_for_each(state, batch):
+    first, second = (
+        lambda s, k=k: s.apply_gradients(gradients_of(s, batch, k)) for k in ("w", "b")
+    )
+    return jax.lax.cond(state.step % 2 == 0, first, second, state)
+
+
+def sum_of_means(state, batch):
+    both = [jdp.sync_gradients(gradients_of(state, batch, k)) for k in ("w", "b")]
+    return state.apply_gradients(jax.tree.map(jnp.add, *both), synced=True)
+
+
+SEVERAL_LOSSES = (one_loss_after_the_other, one_branch_for_each, sum_of_means)
+
+
+@pytest.mark.parametrize("update", SEVERAL_LOSSES, ids=lambda f: f.__name__)
+def test_what_one_of_several_losses_depends_on_is_used(update):
+    state, batch = corpus.training()
+    jdp.train_step(lambda state, batch: (update(state, batch), {})).lower(state, batch)
+    p = {**corpus.params(), "unused": np.ones(2, np.float32)}
+    state = jdp.TrainState.create(p, corpus.sgd())
+    with pytest.warns(UserWarning, match=r"the loss does not depend on `\['unused'\]`:") as caught:
+        jdp.train_step(lambda state, batch: (update(state, batch), {})).lower(state, batch)
+    assert len(caught) == 1
+
+
+def test_what_does_not_train_is_not_called_unused():
+    p = {**corpus.params(), "frozen": np.ones(2, np.float32)}
+    trainable = {name: name != "frozen" for name in p}
+    state = jdp.TrainState.create(p, corpus.sgd(), trainable=trainable)
+    jdp.train_step(lambda s, b: (s.apply_gradients(corpus.gradients(s, b)), {})).lower(
+        state, corpus.rows()
+    )
+
+
+def test_a_step_warns_once_for_all_shapes_and_ranks():
+    @jdp.train_step
+    def step(state, batch):
+        return state.apply_gradients(gradients_of(state, batch, "w")), {}
+
+    state, batch = corpus.training()
+    with pytest.warns(UserWarning, match="does not depend on") as caught:
+        step.lower(state, batch)
+    assert len(caught) == 1
+    step.lower(state, jax.tree.map(lambda x: x[: len(x) // 2], batch))
+    jdp.check_step(step, state, batch)
+
+
 # What the analysis cannot see
 
 

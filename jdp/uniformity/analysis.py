@@ -19,21 +19,8 @@ def find_shard_maps(jaxpr: Any) -> list[Any]:
     Args:
       jaxpr: of any function, such as `jax.make_jaxpr(f)(x)` or `jax.jit(f).trace(x).jaxpr`.
     """
-    found: dict[int, Any] = {}
-    _find_shard_maps(jaxprs.opened(jaxpr), found, set())
-    return list(found.values())
-
-
-def _find_shard_maps(jaxpr: Any, found: dict[int, Any], seen: set[int]) -> None:
-    if id(jaxpr) in seen:
-        return
-    seen.add(id(jaxpr))
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "shard_map":
-            found[id(eqn)] = eqn
-        else:
-            for body in jaxprs.bodies(eqn):
-                _find_shard_maps(body, found, seen)
+    equations = jaxprs.equations(jaxpr, mapped=False)
+    return [eqn for eqn in equations if eqn.primitive.name == "shard_map"]
 
 
 def analyse(

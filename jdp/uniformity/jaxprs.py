@@ -32,6 +32,27 @@ def bodies(eqn: Any) -> Iterator[Any]:
     return _jaxprs_in(eqn.params.values())
 
 
+def equations(jaxpr: Any, *, mapped: bool = True) -> Iterator[Any]:
+    """Yield the equations of a jaxpr and of all bodies in it, in order, those of each body once.
+
+    Args:
+      jaxpr: where to begin.
+      mapped: whether to go into the bodies of shard_maps, too.
+    """
+    return _equations(opened(jaxpr), mapped, set())
+
+
+def _equations(jaxpr: Any, mapped: bool, seen: set[int]) -> Iterator[Any]:
+    if id(jaxpr) in seen:  # called from several places
+        return
+    seen.add(id(jaxpr))
+    for eqn in jaxpr.eqns:
+        yield eqn
+        if mapped or eqn.primitive.name != "shard_map":
+            for body in bodies(eqn):
+                yield from _equations(body, mapped, seen)
+
+
 def _jaxprs_in(values: Any) -> Iterator[Any]:
     for value in values:
         if isinstance(value, (tuple, list)):

@@ -32,20 +32,8 @@ def first_shift(jaxpr: Any, around: Any, num_axes: int) -> Any | None:
         if found is None and not all(map(_is_number, jaxpr.outvars)):
             return around
         return found
-    return next(_shifts(jaxpr, set()), None)
-
-
-def _shifts(jaxpr: Any, seen: set[int]) -> Iterator[Any]:
-    if id(jaxpr) in seen:  # called from several places
-        return
-    seen.add(id(jaxpr))
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name in _SHIFTS and not _is_local(eqn):
-            yield eqn
-        if name != "shard_map":
-            for body in jaxprs.bodies(eqn):
-                yield from _shifts(body, seen)
+    shifts = (x for x in jaxprs.equations(jaxpr, mapped=False) if x.primitive.name in _SHIFTS)
+    return next((eqn for eqn in shifts if not _is_local(eqn)), None)
 
 
 def _with_arrays(jaxpr: Any, seen: set[int]) -> Iterator[Any]:
