@@ -20,6 +20,8 @@ class Program:
     extra: str = "none"  # further leaves
     dtype: str = "float64"
     tiny: bool = False  # gradients near 1e-5, a learning rate to match
+    trainable: str = "all"
+    state: str = "none"  # of a rank or of rows, beside the parameters
     optimizer: str = "sgd"
     loss: str = "rows"
     weight: str = "none"
@@ -34,6 +36,7 @@ class Program:
     feed: str = "arrays"
     metrics: str = "loss"
     donate: bool = True
+    compiler: str = "quick"  # or as users compile, which takes a third longer
 
     def __repr__(self):
         return f"Program({', '.join(f'{name}={value!r}' for name, value in self.features())})"
@@ -78,12 +81,17 @@ CHOICES = {
     "order": ["mesh", "reversed"],
     "tx_order": ["same", "other"],
     "auto": [1, 2],
-    "model": "mlp scan scan_layers late late_models embedding shared unused integer".split(),
-    "extra": ["none", "primes", "empty", "large"],
+    "model": "mlp scan scan_layers late late_models models embedding shared unused integer".split(),
+    "extra": ["none", "primes", "empty", "large", "huge"],
     "dtype": ["float64", "float32", "bfloat16", "float16", "mixed"],
     "tiny": [False, True],
+    "trainable": ["all", "tree", "path"],
+    "state": ["none", "rank", "rows"],
     "optimizer": ["sgd", "momentum", "clip", "multi_steps", "adam"],
-    "loss": ["rows", "batch_mean", "batch_sum", "all_gather", "maml", "global_mean"],
+    "loss": [
+        *("rows", "batch_mean", "batch_sum", "all_gather", "maml", "global_mean"),
+        *("jvp", "linearize", "vmap"),
+    ],
     "weight": ["none", "mask", "zero", "float"],
     "rows": [5, 4, 6, 7, 1],
     "split": ["whole", "accumulate=2", "accumulate=3", "micro_batch_rows=2", "micro_batch_rows=4"],
@@ -96,12 +104,13 @@ CHOICES = {
     "feed": ["arrays", "batches"],
     "metrics": ["loss", "all"],
     "donate": [True, False],
+    "compiler": ["quick", "default"],
 }
 
 # What the result does not depend on: such programs share one run of the oracle.
-WAYS = tuple("order tx_order auto algorithm bucket_bytes run feed donate".split())
+WAYS = tuple("order tx_order auto algorithm bucket_bytes run feed donate compiler".split())
 
-NUM_WAYS = 2
+NUM_WAYS = 3
 
 # With two CPU devices in each process.
 CHOICES_OF_PROCESSES = {
@@ -131,7 +140,11 @@ def is_valid(p):
         and (p.model != "integer" or p.reduce in ("apply", "sum"))
         # The gradient of a global mean is reduced, and its function has no aux.
         and (p.loss != "global_mean" or (p.reduce == "apply" and p.metrics == "loss"))
-        and (p.loss != "global_mean" or p.split == "whole")
+        and (p.loss != "global_mean" or (p.split == "whole" and p.state == "none"))
+        # A tangent of integers is not a number.
+        and (p.model != "integer" or p.loss not in ("jvp", "linearize"))
+        # Only a step of jdp's splits state over the ranks.
+        and (is_step or p.state == "none")
         # In a function of the author's own the weight is given at each call, for all axes at once.
         and (is_step or p.weight == "none" or p.reduce == "synced")
         # A collective of the loss cannot know it there, and so neither what its gradient is.
@@ -170,7 +183,8 @@ def refusal(p):
         return "a weight belongs to all data axes at once"
     if p.auto > 1 and p.dtype in ("bfloat16", "float16", "mixed"):
         return "XLA:CPU aborts on an all-reduce of small floats beside an axis of the compiler's"
-    if p.model in ("late", "late_models") and p.loss in ("maml", "all_gather", "batch_sum"):
+    once = ("maml", "all_gather", "batch_sum", "jvp", "linearize")
+    if p.model in ("late", "late_models") and p.loss in once:
         return "only reverse mode over one loss is defined for gradients that are reduced late"
     return None
 

@@ -35,7 +35,7 @@ def test_what_failed_once(runner, defect, program):
 @pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "processes"), [(40, (1,)), (20, (2, 3))], ids=str)
 def test_random_programs_train_as_plain_jax_does(seconds, processes):
-    report = hunt.hunt(seconds, processes=processes, most_failures=1)
+    report = hunt.hunt(seconds, lanes=(processes,), most_failures=1)
     print(report)
     assert not report.failures, str(report)
     assert report.outcomes["right"]
