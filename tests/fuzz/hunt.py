@@ -157,8 +157,13 @@ def hunt(seconds, *, seed=None, lanes=((1,),), most_failures=3, say=lambda text:
     threads = [threading.Thread(target=guarded, args=lane) for lane in enumerate(lanes)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt as error:  # each lane ends its children after one more program
+        errors.append(error)
+        for thread in threads:
+            thread.join()
     if errors:
         raise errors[0]
     report.seconds = time.monotonic() - start
@@ -170,7 +175,7 @@ def _programs(seed, turns):
     drawn = {}
     for n in set(turns):
         choices = CHOICES if n == 1 else CHOICES_OF_PROCESSES[n]
-        drawn[n] = iter(Draw(random.Random(f"{seed} {n}"), choices, {}))
+        drawn[n] = iter(Draw(random.Random(f"{seed} {n}"), choices))
     for n in itertools.cycle(turns):
         yield from itertools.islice(drawn[n], TURN)
 

@@ -1,5 +1,6 @@
 """What a program of the fuzzer is, which programs make sense, and drawing them."""
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -190,32 +191,39 @@ def refusal(p):
 
 
 class Draw:
-    """An endless sequence of programs that meets every pair of choices soon.
+    """An endless sequence of programs that meets every choice, and every pair of them, soon.
 
     Args:
       random: a `random.Random`.
       choices: field -> values.
-      seen: pair of (field, value) -> number of programs; counted further.
     """
 
-    def __init__(self, random, choices, seen):
-        self._random, self._choices, self.seen = random, choices, seen
+    def __init__(self, random, choices):
+        self._random, self._choices = random, choices
+        self._seen = collections.Counter()  # of choices, and of pairs of them
 
     def __iter__(self):
         while True:
-            program = self._best(lambda: self._one(Program(), self._choices))
+            rarest = dict([self._rarest()])
+            program = self._best(lambda: self._one(Program(), self._choices, rarest))  # noqa: B023
             yield program
             for _ in range(NUM_WAYS - 1):
-                yield self._best(lambda program=program: self._one(program, WAYS))
+                yield self._best(lambda program=program: self._one(program, WAYS, {}))
+
+    def _rarest(self):
+        """Return the choice that was drawn least: some are valid beside few others."""
+        choices = [(name, value) for name, values in self._choices.items() for value in values]
+        self._random.shuffle(choices)
+        return min(choices, key=lambda choice: self._seen[choice])
 
     def _best(self, draw):
         candidates = [draw() for _ in range(12)]
-        best = max(candidates, key=lambda p: sum(x not in self.seen for x in self._pairs(p)))
-        for pair in self._pairs(best):
-            self.seen[pair] = self.seen.get(pair, 0) + 1
+        best = max(candidates, key=lambda p: sum(x not in self._seen for x in self._pairs(p)))
+        self._seen.update(self._pairs(best))
+        self._seen.update(self._values(best))
         return best
 
-    def _one(self, program, names):
+    def _one(self, program, names, fixed):
         while True:
             simple = self._random.choice([0.3, 0.6, 0.85])  # how many fields keep their default
             fields = {} if names is WAYS else {"seed": self._random.randrange(2**16)}
@@ -224,12 +232,14 @@ class Draw:
                 kept = default if default in values else values[0]
                 is_kept = self._random.random() < simple
                 fields[name] = kept if is_kept else self._random.choice(values)
-            if is_valid(drawn := dataclasses.replace(program, **fields)):
+            if is_valid(drawn := dataclasses.replace(program, **fields | fixed)):
                 return drawn
 
+    def _values(self, program):
+        return [(name, getattr(program, name)) for name in self._choices]
+
     def _pairs(self, program):
-        values = [(name, getattr(program, name)) for name in self._choices]
-        return list(itertools.combinations(values, 2))
+        return list(itertools.combinations(self._values(program), 2))
 
 
 def simpler(p):
