@@ -15,7 +15,7 @@ from fuzz import check, idle
 from fuzz.cases import known
 from fuzz.program import CHOICES, CHOICES_OF_PROCESSES, Draw, simpler
 
-TIMEOUT_S = 600.0  # of one program, however busy the machine is; a quiet one needs two seconds
+TIMEOUT_S = 1800.0  # of one program, however busy the machine is; a quiet one needs two seconds
 SHRINK_S = 90.0
 TURN = 9  # programs; to start several processes takes as long as two
 

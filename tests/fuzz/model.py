@@ -180,7 +180,9 @@ def predict(p, over, params, rows):
     if p.model in ("late_models", "models"):
         h = jax.vmap(lambda layers: _layers(over.scan, h, layers))(params["layers"]).mean(0)
     elif p.model == "models":
-        h = jax.vmap(lambda layers: _compete(h, layers), axis_name="models")(params["layers"])[0]
+        h = jax.vmap(lambda layers: _compete(over.scan, h, layers), axis_name="models")(
+            params["layers"]
+        )[0]
     elif "layers" in params:
         h = _layers(lax.scan if p.model == "scan" else over.scan, h, params["layers"])
     out = h @ params["w2"]
@@ -197,9 +199,9 @@ def _layers(scan, h, layers):
     return scan(lambda h, w: ((jnp.tanh(h @ w) + h).astype(h.dtype), None), h, layers)[0]
 
 
-def _compete(h, layers):
+def _compete(scan, h, layers):
     """Run one of several models, which see each other's mean."""
-    own = _layers(lax.scan, h, layers)
+    own = _layers(scan, h, layers)
     return (0.5 * lax.pmean(own, "models") + 0.1 * lax.psum(jnp.tanh(own), "models")).astype(
         h.dtype
     )
