@@ -13,7 +13,8 @@ from processes import ProcessError, Processes
 
 from fuzz import check, idle
 from fuzz.cases import known
-from fuzz.program import CHOICES, CHOICES_OF_PROCESSES, Draw, simpler
+from fuzz.draw import Draw, simpler
+from fuzz.program import CHOICES, CHOICES_OF_PROCESSES
 
 TIMEOUT_S = 1800.0  # of one program, however busy the machine is; a quiet one needs two seconds
 SHRINK_S = 90.0

@@ -63,6 +63,15 @@ def is_frozen(p, name):
     return p.trainable != "all" and name in ("b1", "extra")
 
 
+def trainable(p, params):
+    """Return what `TrainState.create(trainable=)` gets."""
+    if p.trainable == "tree":
+        return {name: not is_frozen(p, name) for name in params}
+    if p.trainable == "path":
+        return lambda path, leaf: not is_frozen(p, path.split("'")[1])
+    return None
+
+
 def batches(p):
     """Draw the global batches: a list of dicts of NumPy arrays, rank by rank."""
     draw = np.random.default_rng([p.seed, 1])

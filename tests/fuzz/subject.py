@@ -26,7 +26,7 @@ def train(p):
         params["w1"] = jax.device_put(params["w1"], NamedSharding(mesh, P(None, "model")))
     given = jax.device_get(params)
     state = jdp.TrainState.create(
-        params, tx, seed=p.seed, trainable=_trainable(p, params), model_state=_own(p)
+        params, tx, seed=p.seed, trainable=model.trainable(p, params), model_state=_own(p)
     )
     before = jax.device_get(state) if p.processes == 1 else None
     trained, metrics = _LOOPS[p.loop if p.run == "train_step" else p.run](p, mesh, state)
@@ -37,14 +37,6 @@ def train(p):
     if p.state != "none":
         named["own"] = trained.model_state["own"].value
     return named, metrics
-
-
-def _trainable(p, params):
-    if p.trainable == "tree":
-        return {name: not model.is_frozen(p, name) for name in params}
-    if p.trainable == "path":
-        return lambda path, leaf: not model.is_frozen(p, path.split("'")[1])
-    return None
 
 
 def _own(p):

@@ -10,7 +10,8 @@ from processes import ProcessError, Processes
 
 from fuzz import cases, hunt, idle
 from fuzz.check import Outcome
-from fuzz.program import CHOICES, CHOICES_OF_PROCESSES, Draw, Program, is_valid
+from fuzz.draw import Draw
+from fuzz.program import CHOICES, CHOICES_OF_PROCESSES, Program, is_valid
 
 pytestmark = pytest.mark.xdist_group("fuzz")
 
