@@ -52,14 +52,22 @@ class Processes:
       address: where the first one listens, for all of them.
       within: what each is started by, for instance ("ip", "netns", "exec", "name"); None: itself.
       num_devices: CPU devices of each.
+      start_timeout_s: in which all of them must have started and joined.
     """
 
     def __init__(
-        self, num_processes, *, address="127.0.0.1", within=None, num_devices=DEVICES_PER_PROCESS
+        self,
+        num_processes,
+        *,
+        address="127.0.0.1",
+        within=None,
+        num_devices=DEVICES_PER_PROCESS,
+        start_timeout_s=START_TIMEOUT_S,
     ):
         self.num_processes = num_processes
         self._num_devices = num_devices
         self._address = address
+        self._start_timeout_s = start_timeout_s
         self._within = within or [()] * num_processes
         self._children = []
 
@@ -87,6 +95,11 @@ class Processes:
             child.pipe.send((timeout_s, call))
         return self._answers(timeout_s)
 
+    @property
+    def pids(self):
+        """The numbers of the processes that run."""
+        return [child.process.pid for child in self._children]
+
     def close(self):
         """End all processes."""
         for child in self._children:
@@ -103,7 +116,8 @@ class Processes:
             log = tempfile.TemporaryFile("ab+")  # appended to, so that both sides may seek
             ours, theirs = connection.Pipe()
             address = f"{self._address}:{port}"
-            arguments = (theirs.fileno(), os.getpid(), address, self.num_processes, index)
+            of_group = (address, self.num_processes, self._start_timeout_s)
+            arguments = (theirs.fileno(), os.getpid(), index, *of_group)
             with theirs:
                 process = subprocess.Popen(
                     [
@@ -120,7 +134,7 @@ class Processes:
                 )
             self._children.append(Child(process, ours, log))
         try:
-            self._answers(START_TIMEOUT_S)
+            self._answers(self._start_timeout_s)
         except ProcessError:
             self.close()
             raise
@@ -185,12 +199,13 @@ def environment(num_devices=DEVICES_PER_PROCESS):
     }
 
 
-def serve(fd, parent_pid, address, num_processes, index):
+def serve(fd, parent_pid, index, address, num_processes, timeout_s):
     """Join the other processes, if any, then answer calls until the parent closes the pipe."""
     end_with(parent_pid)
+    faulthandler.enable()
     pipe = connection.Connection(fd)
     alone = num_processes == 1
-    answer(pipe, START_TIMEOUT_S, lambda: alone or join(address, num_processes, index))
+    answer(pipe, timeout_s, lambda: alone or join(address, num_processes, index, timeout_s))
     while True:
         try:
             timeout_s, call = pipe.recv()
@@ -207,13 +222,13 @@ def end_with(parent_pid):
         sys.exit()
 
 
-def join(address, num_processes, index):
+def join(address, num_processes, index, timeout_s=START_TIMEOUT_S):
     jax.distributed.initialize(
         address,
         num_processes,
         index,
         coordinator_bind_address=address,
-        initialization_timeout=int(START_TIMEOUT_S),
+        initialization_timeout=int(timeout_s),
     )
     jax.devices()  # exchanges the topology, which takes all processes
 

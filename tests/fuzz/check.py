@@ -1,6 +1,7 @@
 """Running one program and comparing it with the oracle: what a child process does."""
 
 import dataclasses
+import itertools
 import re
 import traceback
 import warnings
@@ -15,6 +16,10 @@ from fuzz.program import refusal
 
 # How far a leaf may be from the oracle, for each of its numbers near 1.
 TOLERANCE = {"float64": 1e-10, "float32": 3e-5, "mixed": 3e-5, "float16": 2e-2, "bfloat16": 0.1}
+
+# Programs after which a child forgets what it compiled: it runs for an hour.
+_CLEAR_AFTER = 100
+_num_run = itertools.count(1)
 
 # Roundings in training: each may move the result as far as one of the parameters does.
 _ROUNDINGS = 30
@@ -40,9 +45,13 @@ class Outcome:
         return self.kind not in ("right", "refused")
 
 
-def run(program):
+def run(program, is_cached=True):
     """Train with jdp and with the oracle, and compare every shard here: an `Outcome`."""
+    jax.config.update("jax_enable_compilation_cache", is_cached)
+    if next(_num_run) % _CLEAR_AFTER == 0:
+        jax.clear_caches()
     jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_disable_most_optimizations", program.compiler == "quick")
     warnings.filterwarnings("ignore", "the loss does not depend on")
     try:
         got = subject.train(program)

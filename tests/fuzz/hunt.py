@@ -1,26 +1,35 @@
 """Drawing programs, running them in child processes, shrinking what fails, counting."""
 
 import collections
+import itertools
 import os
 import random
 import shlex
+import threading
 import time
 from dataclasses import dataclass, field
 
 from processes import ProcessError, Processes
 
-from fuzz import check
+from fuzz import check, idle
 from fuzz.cases import known
-from fuzz.program import CHOICES, CHOICES_OF_PROCESSES, Draw, simpler
+from fuzz.draw import Draw, simpler
+from fuzz.program import CHOICES, CHOICES_OF_PROCESSES
 
-TIMEOUT_S = 60.0  # of one program; a quiet machine needs one second
+TIMEOUT_S = 1800.0  # of one program, however busy the machine is; a quiet one needs two seconds
 SHRINK_S = 90.0
+TURN = 9  # programs; to start several processes takes as long as two
 
 
 class Runner:
-    """Child processes of each kind, started when they are needed first."""
+    """Child processes of each kind, started when they are needed first.
 
-    def __init__(self):
+    Args:
+      is_cached: whether compiled programs are kept on disk, for programs that run again.
+    """
+
+    def __init__(self, *, is_cached=True):
+        self._is_cached = is_cached
         self._started = {}
 
     def __enter__(self):
@@ -34,9 +43,13 @@ class Runner:
         """Run one program in children of its own kind: an `Outcome`."""
         n = program.processes
         if n not in self._started:
-            self._started[n] = Processes(n, num_devices=8 if n == 1 else 2)
+            devices = 8 if n == 1 else 2
+            self._started[n] = Processes(n, num_devices=devices, start_timeout_s=TIMEOUT_S)
+        group = self._started[n]
         try:
-            return check.join(self._started[n].run(check.run, program, timeout_s=TIMEOUT_S))
+            with idle.ended(lambda: group.pids):
+                given = (program, self._is_cached)
+                return check.join(group.run(check.run, *given, timeout_s=TIMEOUT_S))
         except ProcessError as error:
             self._started.pop(n).close()
             return check.Outcome("died or hung", str(error)[-4000:])
@@ -61,6 +74,15 @@ class Report:
     failures: list = field(default_factory=list)
     seen: dict = field(default_factory=dict)
     seconds: float = 0.0
+
+    def count(self, program, outcome, defect=None):
+        """Count a program that ran, and the known defect by which it failed, if any."""
+        self.outcomes[outcome.kind] += 1
+        if defect is not None:
+            self.passed_over[defect] += 1
+        values = [(name, getattr(program, name)) for name in CHOICES]
+        for pair in itertools.combinations(values, 2):
+            self.seen[pair] = self.seen.get(pair, 0) + 1
 
     def __str__(self):
         num = self.outcomes.total()
@@ -91,40 +113,72 @@ def describe(drawn, program, outcome, seed):
     )
 
 
-def hunt(seconds, *, seed=None, processes=(1,), most_failures=3, say=lambda text: None):
+def hunt(seconds, *, seed=None, lanes=((1,),), most_failures=3, say=lambda text: None):
     """Run programs for some seconds: a `Report`.
+
+    What a lane runs follows from the seed alone: from how fast the machine is, only how far it
+    gets.
 
     Args:
       seconds: after which no further program begins.
       seed: of the draw. Default: a random one.
-      processes: how many processes train together, in turns of at most half a minute.
+      lanes: for each program that runs at the same time, how many processes train it, in turns.
       most_failures: that are shrunk before the hunt ends.
       say: gets each failure as a text at once.
     """
     seed = int.from_bytes(os.urandom(4)) if seed is None else seed
     report, start = Report(seed), time.monotonic()
-    programs = {n: iter(_draw(seed, n, report.seen)) for n in sorted(set(processes))}
-    turn_s = min(30, seconds / len(processes))
-    with Runner() as runner:
-        while (now := time.monotonic() - start) < seconds and len(report.failures) < most_failures:
-            program = next(programs[processes[int(now / turn_s) % len(processes)]])
-            outcome = runner.run(program)
-            report.outcomes[outcome.kind] += 1
-            if not outcome.is_failure:
-                continue
-            if (defect := known(program)) is not None:
-                report.passed_over[defect] += 1
-                continue
-            small, outcome = shrink(runner, program, outcome)
-            report.failures.append((program, small, outcome))
-            say(describe(program, small, outcome, seed))
+    lock, errors = threading.Lock(), []
+
+    def is_over():
+        late = time.monotonic() - start >= seconds
+        return late or errors or len(report.failures) >= most_failures
+
+    def follow(index, turns):
+        with Runner(is_cached=False) as runner:
+            for program in _programs(f"{seed} {index}", turns):
+                if is_over():
+                    return
+                outcome = runner.run(program)
+                defect = known(program) if outcome.is_failure else None
+                with lock:
+                    report.count(program, outcome, defect)
+                if outcome.is_failure and defect is None:
+                    small, outcome = shrink(runner, program, outcome)
+                    with lock:
+                        report.failures.append((program, small, outcome))
+                        say(describe(program, small, outcome, seed))
+
+    def guarded(*lane):
+        try:
+            follow(*lane)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=lane) for lane in enumerate(lanes)]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt as error:  # each lane ends its children after one more program
+        errors.append(error)
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
     report.seconds = time.monotonic() - start
     return report
 
 
-def _draw(seed, num_processes, seen):
-    choices = CHOICES if num_processes == 1 else CHOICES_OF_PROCESSES[num_processes]
-    return Draw(random.Random(f"{seed} {num_processes}"), choices, seen)
+def _programs(seed, turns):
+    """Yield programs for ever, `TURN` for each number of processes by turns."""
+    drawn = {}
+    for n in set(turns):
+        choices = CHOICES if n == 1 else CHOICES_OF_PROCESSES[n]
+        drawn[n] = iter(Draw(random.Random(f"{seed} {n}"), choices))
+    for n in itertools.cycle(turns):
+        yield from itertools.islice(drawn[n], TURN)
 
 
 def shrink(runner, program, outcome):

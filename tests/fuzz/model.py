@@ -13,6 +13,7 @@ TINY = 2.0**-13  # of a gradient near 1; float16 is subnormal below 6.1e-5
 
 _EXTRA = {"none": [], "primes": [(7,), (), (13, 3), (1,)], "empty": [(0,), (3, 0), (5,)]}
 _LARGE = [(3_001,), (40_009,), (300_007,)]  # 2.4 MB of float64
+_HUGE = (4.1, 6.57)  # powers of ten: 0.1 to 30 MB of float64
 
 
 class Over(NamedTuple):
@@ -32,15 +33,14 @@ def params(p):
     shapes = {"w1": (3, 4), "b1": (4,), "w2": (4, 2)}
     if p.model in ("scan", "scan_layers", "late"):
         shapes["layers"] = (3, 4, 4)
-    if p.model == "late_models":
+    if p.model in ("late_models", "models"):
         shapes["layers"] = (2, 3, 4, 4)
     if p.model == "embedding":
         shapes["table"] = (5, 4)
     if p.model == "unused":
         shapes["unused"] = (3,)
     tree = {name: draw.normal(size=shape) * 0.7 for name, shape in shapes.items()}
-    extra = _LARGE[: 1 + p.seed % 3] if p.extra == "large" else _EXTRA[p.extra]
-    tree["extra"] = [draw.normal(size=shape) for shape in extra]
+    tree["extra"] = [draw.normal(size=shape) for shape in _extra(p)]
     names = ["float64", "float32"] if p.dtype == "mixed" else [p.dtype]
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [np.asarray(x, jnp.dtype(names[i % len(names)])) for i, x in enumerate(leaves)]
@@ -48,6 +48,28 @@ def params(p):
     if p.model == "integer":
         tree["integer"] = np.arange(4, dtype=np.int32)
     return tree
+
+
+def _extra(p):
+    if p.extra == "large":
+        return _LARGE[: 1 + p.seed % 3]
+    if p.extra == "huge":
+        return [(int(10 ** np.random.default_rng([p.seed, 2]).uniform(*_HUGE)),)]
+    return _EXTRA[p.extra]
+
+
+def is_frozen(p, name):
+    """Whether the parameter of this name does not train."""
+    return p.trainable != "all" and name in ("b1", "extra")
+
+
+def trainable(p, params):
+    """Return what `TrainState.create(trainable=)` gets."""
+    if p.trainable == "tree":
+        return {name: not is_frozen(p, name) for name in params}
+    if p.trainable == "path":
+        return lambda path, leaf: not is_frozen(p, path.split("'")[1])
+    return None
 
 
 def batches(p):
@@ -114,6 +136,9 @@ def loss(p, over, params, rows, noise):
     def errors(params):
         return ((predict(p, over, params, rows) + noise - rows["y"]) ** 2).sum(-1)
 
+    def center_of(params, scale):
+        return over.mean(mean(jnp.tanh(scale * predict(p, over, params, rows))))
+
     out = predict(p, over, params, rows) + noise
     match p.loss:
         case "rows" | "global_mean":
@@ -133,7 +158,24 @@ def loss(p, over, params, rows, noise):
             inner = over.gradient(jax.grad(lambda params: mean(errors(params)))(params))
             adapted = jax.tree.map(lambda x, g: x - (0.05 * g).astype(x.dtype), params, inner)
             of_row = errors(adapted)
+        case "jvp":
+            of_row, slope = jax.jvp(errors, (params,), (_tangent(params),))
+            of_row = of_row + 0.1 * jnp.sin(slope)
+        case "linearize":
+            center, push = jax.linearize(lambda params: center_of(params, 1.0), params)
+            of_row = errors(params) + 0.3 * (center * push(_tangent(params))).sum()
+        case "vmap":
+            centers = jax.vmap(center_of, (None, 0))(params, jnp.array([0.5, 1.5]))
+            of_row = errors(params) + ((out[:, None] - centers) ** 2).sum((1, 2))
     return mean(of_row) * (TINY if p.tiny else 1.0), (mean(out.sum(-1)), out[:, 0])
+
+
+def _tangent(params):
+    return jax.tree.map(lambda x: (0.3 * _waves(x)).astype(x.dtype), params)
+
+
+def _waves(x):
+    return jnp.cos(jnp.arange(x.size, dtype=float)).reshape(x.shape)
 
 
 def predict(p, over, params, rows):
@@ -144,8 +186,12 @@ def predict(p, over, params, rows):
         h = h + params["table"][rows["ids"]]
     if "integer" in params:
         h = h * (1 + params["integer"].astype(h.dtype) / 4)
-    if p.model == "late_models":
+    if p.model in ("late_models", "models"):
         h = jax.vmap(lambda layers: _layers(over.scan, h, layers))(params["layers"]).mean(0)
+    elif p.model == "models":
+        h = jax.vmap(lambda layers: _compete(over.scan, h, layers), axis_name="models")(
+            params["layers"]
+        )[0]
     elif "layers" in params:
         h = _layers(lax.scan if p.model == "scan" else over.scan, h, params["layers"])
     out = h @ params["w2"]
@@ -153,10 +199,18 @@ def predict(p, over, params, rows):
         out = out + jnp.tanh(h + out @ params["w2"].T) @ params["w2"]
     out = out.astype(jnp.promote_types(out.dtype, jnp.float32))
     for leaf in params["extra"]:
-        pattern = np.cos(np.arange(leaf.size)).reshape(leaf.shape) / max(1, leaf.size) ** 0.5
-        out = out + jnp.sum(leaf * jnp.asarray(pattern, leaf.dtype)) * jnp.sin(rows["x"][:, :1])
+        pattern = (_waves(leaf) / max(1, leaf.size) ** 0.5).astype(leaf.dtype)
+        out = out + jnp.sum(leaf * pattern) * jnp.sin(rows["x"][:, :1])
     return out
 
 
 def _layers(scan, h, layers):
     return scan(lambda h, w: ((jnp.tanh(h @ w) + h).astype(h.dtype), None), h, layers)[0]
+
+
+def _compete(scan, h, layers):
+    """Run one of several models, which see each other's mean."""
+    own = _layers(scan, h, layers)
+    return (0.5 * lax.pmean(own, "models") + 0.1 * lax.psum(jnp.tanh(own), "models")).astype(
+        h.dtype
+    )

@@ -67,7 +67,9 @@ def _step(p):
     tx, chosen = model.optimizer(p), _micro_batches(p)
 
     @jax.jit
-    def step(params, opt_state, rows, noise, factor):
+    def step(params, opt_state, own, rows, noise, factor):
+        noise = noise + own[:, None]
+
         def objective(floats):
             whole = jax.tree.map(lambda x, f: x if f is None else f, params, floats)
             total, weight = jnp.zeros(3), 0.0
@@ -87,10 +89,11 @@ def _step(p):
         if p.reduce == "sum":
             scale = p.ranks if p.weight == "none" else reported[3]
             grads = jax.tree.map(lambda g: g * scale, grads)
-        updates, opt_state = tx.update(grads, opt_state, _floats(params))
-        floats = optax.apply_updates(_floats(params), updates)
+        norm, trained = optax.tree.norm(grads), _trained(p, params)
+        updates, opt_state = tx.update(_trained(p, grads), opt_state, trained)
+        floats = optax.apply_updates(trained, updates)
         params = jax.tree.map(lambda x, f: x if f is None else f, params, floats)
-        return params, opt_state, reported, optax.tree.norm(grads)
+        return params, opt_state, _next(p, own, reported[2]), reported, norm
 
     return step
 
@@ -98,16 +101,30 @@ def _step(p):
 @functools.lru_cache(maxsize=4)
 def _train(p, moved_by):
     params = jax.tree.map(lambda x: _moved(_widest(x), moved_by), model.params(p))
-    opt_state, step, metrics = model.optimizer(p).init(_floats(params)), _step(p), []
+    opt_state = model.optimizer(p).init(_trained(p, params))
+    own, step, metrics = np.zeros(p.ranks * p.rows), _step(p), []
     for i, rows in enumerate(model.batches(p)):
         factor = 0.5 if p.loop in ("alternate", "two_in_jit") and i % 2 else 1.0
-        params, opt_state, reported, norm = step(params, opt_state, rows, noise(p, i), factor)
+        arguments = (params, opt_state, own, rows, noise(p, i), factor)
+        params, opt_state, own, reported, norm = step(*arguments)
         counted = np.int64(np.sum(np.asarray(model.weights(rows)) > 0))
         metrics.append({"loss": reported[0], "mean": reported[1], "out": reported[2]})
         metrics[-1] |= {"count": counted, "norm": norm}
     numbers = {"step": np.int32(p.num_steps), "seed": np.uint32(p.seed)}
     state = {"params": params, "opt_state": opt_state, **numbers}
+    if p.state != "none":
+        state["own"] = own if p.state == "rows" else own[:: p.rows]
     return jax.device_get((state, metrics))
+
+
+def _next(p, own, by_row):
+    """Return the state of each row after a step; that of a rank is the same for all of its rows."""
+    if p.state == "none":
+        return own
+    moved = jnp.sin(by_row).reshape(p.ranks, p.rows)
+    if p.state == "rank":
+        moved = jnp.broadcast_to(moved.mean(1, keepdims=True), moved.shape)
+    return 0.5 * own + 0.1 * moved.reshape(-1)
 
 
 def noise(p, step):
@@ -132,8 +149,13 @@ def _micro_batches(p):
 
 
 def _floats(params):
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
-    return jax.tree.map(lambda x: x if is_float(x) else None, params)
+    is_float = lambda x: x is not None and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda x: x if is_float(x) else None, params, is_leaf=lambda x: x is None)
+
+
+def _trained(p, params):
+    none = jax.tree.map(lambda x: None, params)
+    return {k: none[k] if model.is_frozen(p, k) else x for k, x in _floats(params).items()}
 
 
 def _widest(x):

@@ -1,7 +1,6 @@
 """What a program of the fuzzer is, which programs make sense, and drawing them."""
 
 import dataclasses
-import itertools
 import math
 from dataclasses import dataclass
 
@@ -20,6 +19,8 @@ class Program:
     extra: str = "none"  # further leaves
     dtype: str = "float64"
     tiny: bool = False  # gradients near 1e-5, a learning rate to match
+    trainable: str = "all"
+    state: str = "none"  # of a rank or of rows, beside the parameters
     optimizer: str = "sgd"
     loss: str = "rows"
     weight: str = "none"
@@ -34,6 +35,7 @@ class Program:
     feed: str = "arrays"
     metrics: str = "loss"
     donate: bool = True
+    compiler: str = "quick"  # or as users compile, which takes a third longer
 
     def __repr__(self):
         return f"Program({', '.join(f'{name}={value!r}' for name, value in self.features())})"
@@ -78,12 +80,17 @@ CHOICES = {
     "order": ["mesh", "reversed"],
     "tx_order": ["same", "other"],
     "auto": [1, 2],
-    "model": "mlp scan scan_layers late late_models embedding shared unused integer".split(),
-    "extra": ["none", "primes", "empty", "large"],
+    "model": "mlp scan scan_layers late late_models models embedding shared unused integer".split(),
+    "extra": ["none", "primes", "empty", "large", "huge"],
     "dtype": ["float64", "float32", "bfloat16", "float16", "mixed"],
     "tiny": [False, True],
+    "trainable": ["all", "tree", "path"],
+    "state": ["none", "rank", "rows"],
     "optimizer": ["sgd", "momentum", "clip", "multi_steps", "adam"],
-    "loss": ["rows", "batch_mean", "batch_sum", "all_gather", "maml", "global_mean"],
+    "loss": [
+        *("rows", "batch_mean", "batch_sum", "all_gather", "maml", "global_mean"),
+        *("jvp", "linearize", "vmap"),
+    ],
     "weight": ["none", "mask", "zero", "float"],
     "rows": [5, 4, 6, 7, 1],
     "split": ["whole", "accumulate=2", "accumulate=3", "micro_batch_rows=2", "micro_batch_rows=4"],
@@ -96,12 +103,11 @@ CHOICES = {
     "feed": ["arrays", "batches"],
     "metrics": ["loss", "all"],
     "donate": [True, False],
+    "compiler": ["quick", "default"],
 }
 
 # What the result does not depend on: such programs share one run of the oracle.
-WAYS = tuple("order tx_order auto algorithm bucket_bytes run feed donate".split())
-
-NUM_WAYS = 2
+WAYS = tuple("order tx_order auto algorithm bucket_bytes run feed donate compiler".split())
 
 # With two CPU devices in each process.
 CHOICES_OF_PROCESSES = {
@@ -131,7 +137,11 @@ def is_valid(p):
         and (p.model != "integer" or p.reduce in ("apply", "sum"))
         # The gradient of a global mean is reduced, and its function has no aux.
         and (p.loss != "global_mean" or (p.reduce == "apply" and p.metrics == "loss"))
-        and (p.loss != "global_mean" or p.split == "whole")
+        and (p.loss != "global_mean" or (p.split == "whole" and p.state == "none"))
+        # A tangent of integers is not a number.
+        and (p.model != "integer" or p.loss not in ("jvp", "linearize"))
+        # Only a step of jdp's splits state over the ranks.
+        and (is_step or p.state == "none")
         # In a function of the author's own the weight is given at each call, for all axes at once.
         and (is_step or p.weight == "none" or p.reduce == "synced")
         # A collective of the loss cannot know it there, and so neither what its gradient is.
@@ -170,64 +180,7 @@ def refusal(p):
         return "a weight belongs to all data axes at once"
     if p.auto > 1 and p.dtype in ("bfloat16", "float16", "mixed"):
         return "XLA:CPU aborts on an all-reduce of small floats beside an axis of the compiler's"
-    if p.model in ("late", "late_models") and p.loss in ("maml", "all_gather", "batch_sum"):
+    once = ("maml", "all_gather", "batch_sum", "jvp", "linearize")
+    if p.model in ("late", "late_models") and p.loss in once:
         return "only reverse mode over one loss is defined for gradients that are reduced late"
     return None
-
-
-class Draw:
-    """An endless sequence of programs that meets every pair of choices soon.
-
-    Args:
-      random: a `random.Random`.
-      choices: field -> values.
-      seen: pair of (field, value) -> number of programs; counted further.
-    """
-
-    def __init__(self, random, choices, seen):
-        self._random, self._choices, self.seen = random, choices, seen
-
-    def __iter__(self):
-        while True:
-            program = self._best(lambda: self._one(Program(), self._choices))
-            yield program
-            for _ in range(NUM_WAYS - 1):
-                yield self._best(lambda program=program: self._one(program, WAYS))
-
-    def _best(self, draw):
-        candidates = [draw() for _ in range(12)]
-        best = max(candidates, key=lambda p: sum(x not in self.seen for x in self._pairs(p)))
-        for pair in self._pairs(best):
-            self.seen[pair] = self.seen.get(pair, 0) + 1
-        return best
-
-    def _one(self, program, names):
-        while True:
-            simple = self._random.choice([0.3, 0.6, 0.85])  # how many fields keep their default
-            fields = {} if names is WAYS else {"seed": self._random.randrange(2**16)}
-            for name in names:
-                values, default = self._choices[name], getattr(Program, name)
-                kept = default if default in values else values[0]
-                is_kept = self._random.random() < simple
-                fields[name] = kept if is_kept else self._random.choice(values)
-            if is_valid(drawn := dataclasses.replace(program, **fields)):
-                return drawn
-
-    def _pairs(self, program):
-        values = [(name, getattr(program, name)) for name in self._choices]
-        return list(itertools.combinations(values, 2))
-
-
-def simpler(p):
-    """Yield programs that differ from `p` in one field, which has its default there."""
-    for name, value in p.features():
-        default = getattr(Program, name)
-        if name == "processes" or (name == "mesh" and p.processes > 1):
-            continue
-        values = [default]
-        if name == "mesh":
-            values = [v for v in [(2,), (3,), (4,), (2, 2)] if math.prod(v) < p.ranks]
-        for other in values:
-            changed = dataclasses.replace(p, **{name: other})
-            if other != value and is_valid(changed):
-                yield changed

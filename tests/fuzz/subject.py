@@ -25,14 +25,25 @@ def train(p):
     if p.auto > 1:  # one parameter is split, by the compiler
         params["w1"] = jax.device_put(params["w1"], NamedSharding(mesh, P(None, "model")))
     given = jax.device_get(params)
-    state = jdp.TrainState.create(params, tx, seed=p.seed)
+    state = jdp.TrainState.create(
+        params, tx, seed=p.seed, trainable=model.trainable(p, params), model_state=_own(p)
+    )
     before = jax.device_get(state) if p.processes == 1 else None
     trained, metrics = _LOOPS[p.loop if p.run == "train_step" else p.run](p, mesh, state)
     _require_same(given, params, "the arrays given to TrainState.create changed")
     if not p.donate and before is not None:
         _require_same(before, state, "donate=False, and the first state changed")
-    names = ("params", "opt_state", "step", "seed")
-    return {name: getattr(trained, name) for name in names}, metrics
+    named = {name: getattr(trained, name) for name in ("params", "opt_state", "step", "seed")}
+    if p.state != "none":
+        named["own"] = trained.model_state["own"].value
+    return named, metrics
+
+
+def _own(p):
+    """Return state that is split over the ranks: a number for each rank or each row."""
+    if p.state == "none":
+        return None
+    return {"own": jdp.per_rank(np.zeros(p.ranks * (p.rows if p.state == "rows" else 1)))}
 
 
 def _mesh(p):
@@ -81,10 +92,13 @@ def _body(p, factor=1.0):
         noise = jnp.zeros((len(batch["x"]), 2))
         if p.noise != "none":
             noise = jax.random.normal(key, noise.shape, float)
+        if p.state != "none":
+            noise = noise + batch["own"][:, None]
         over = _over(p, None if weight is None else weight(batch))
         loss, (mean, out) = model.loss(p, over, params, batch, noise)
         # Rows belong to a step of jdp's, elsewhere they would leave by P().
-        rows = jdp.rows(out) if is_step and p.metrics == "all" else None
+        is_used = p.metrics == "all" or p.state != "none"
+        rows = jdp.rows(out) if is_step and is_used else None
         return loss * factor, {"mean": mean, "out": rows}
 
     def differentiate(params, batch, key):
@@ -105,6 +119,9 @@ def _body(p, factor=1.0):
 
     def body(state, batch):
         key = state.key if p.noise == "rank" else state.shared_key
+        if p.state != "none":
+            own, rows = state.model_state["own"].value, p.rows if p.state == "rank" else 1
+            batch = batch | {"own": jnp.repeat(own, rows)}
         (loss, aux), grads = differentiate(state.params, batch, key)
         given = {} if is_step or weight is None else {"weight": weight(batch)}
         synced = p.reduce in ("synced", "by_axis") or p.loss == "global_mean"
@@ -127,6 +144,11 @@ def _body(p, factor=1.0):
             if synced:
                 squares = [jnp.sum(g.astype(float) ** 2) for g in jax.tree.leaves(grads)]
                 metrics["norm"] = jnp.sqrt(sum(squares))
+        if p.state != "none":
+            [out] = jax.tree.leaves(aux["out"])
+            moved = jnp.sin(out)
+            moved = 0.5 * own + 0.1 * (moved if p.state == "rows" else moved.mean(keepdims=True))
+            state = state.replace(model_state={"own": jdp.per_rank(moved)})
         return state.apply_gradients(grads, synced=synced), metrics
 
     return body

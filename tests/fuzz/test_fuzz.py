@@ -1,13 +1,17 @@
 """Random training steps train as plain JAX does, on every shard of every process."""
 
+import collections
 import itertools
 import random
+import time
 
 import pytest
+from processes import ProcessError, Processes
 
-from fuzz import cases, hunt
+from fuzz import cases, hunt, idle
 from fuzz.check import Outcome
-from fuzz.program import CHOICES, CHOICES_OF_PROCESSES, Draw, Program, is_valid
+from fuzz.draw import Draw
+from fuzz.program import CHOICES, CHOICES_OF_PROCESSES, Program, is_valid
 
 pytestmark = pytest.mark.xdist_group("fuzz")
 
@@ -35,7 +39,7 @@ def test_what_failed_once(runner, defect, program):
 @pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "processes"), [(40, (1,)), (20, (2, 3))], ids=str)
 def test_random_programs_train_as_plain_jax_does(seconds, processes):
-    report = hunt.hunt(seconds, processes=processes, most_failures=1)
+    report = hunt.hunt(seconds, lanes=(processes,), most_failures=1)
     print(report)
     assert not report.failures, str(report)
     assert report.outcomes["right"]
@@ -43,10 +47,33 @@ def test_random_programs_train_as_plain_jax_does(seconds, processes):
 
 @pytest.mark.parametrize("choices", [CHOICES, *CHOICES_OF_PROCESSES.values()])
 def test_every_choice_is_drawn_within_a_few_programs(choices):
-    programs = list(itertools.islice(Draw(random.Random(0), choices, {}), 200))
+    programs = list(itertools.islice(Draw(random.Random(0), choices), 200))
     assert all(is_valid(program) for program in programs)
     for name, values in choices.items():
         assert {getattr(program, name) for program in programs} == set(values), name
+
+
+def test_every_choice_is_drawn_once_in_a_minute_on_average():
+    seen, num_draws = collections.Counter(), 10
+    for seed in range(num_draws):
+        for program in itertools.islice(Draw(random.Random(seed), CHOICES), 40):
+            seen.update((name, getattr(program, name)) for name in CHOICES)
+    rare = {
+        (name, value): seen[name, value] / num_draws
+        for name, values in CHOICES.items()
+        for value in values
+        if seen[name, value] < num_draws
+    }
+    assert not rare
+
+
+def test_what_is_drawn_follows_from_the_seed_alone():
+    first, again = hunt._programs("7 0", (2, 1)), hunt._programs("7 0", (2, 1))
+    drawn = list(itertools.islice(first, 40))
+    # Another lane draws in between, as on a faster machine.
+    list(itertools.islice(hunt._programs("7 1", (1,)), 10))
+    assert drawn == list(itertools.islice(again, 40))
+    assert {program.processes for program in drawn} == {1, 2}
 
 
 def test_a_failure_shrinks_to_what_it_needs():
@@ -59,3 +86,39 @@ def test_a_failure_shrinks_to_what_it_needs():
     program, outcome = hunt.shrink(Broken(), drawn, Outcome("wrong"))
     assert program == Program(mesh=(3,), extra="large") and outcome.kind == "wrong"
     assert eval(repr(program), {"Program": Program}) == program
+
+
+def compute(seconds):
+    while time.process_time() < seconds:
+        pass
+    return "done"
+
+
+def test_children_that_wait_for_ever_are_ended_and_slow_ones_are_not():
+    alone = Processes(1)
+    try:
+        alone.run(compute, 0)  # started
+        with idle.ended(lambda: alone.pids, idle_s=2):
+            assert alone.run(compute, 6) == ["done"]
+        message = "(?s)status -6.*in evaluate"
+        with idle.ended(lambda: alone.pids, idle_s=2), pytest.raises(ProcessError, match=message):
+            alone.run(time.sleep, 600, timeout_s=600)
+    finally:
+        alone.close()
+
+
+def test_an_error_of_the_fuzzer_ends_the_hunt_and_its_children(monkeypatch):
+    started = []
+
+    class Broken(hunt.Runner):
+        def __exit__(self, *details):
+            started.append("ended")
+            super().__exit__(*details)
+
+        def run(self, program):
+            raise RuntimeError("of the fuzzer")
+
+    monkeypatch.setattr(hunt, "Runner", Broken)
+    with pytest.raises(RuntimeError, match="of the fuzzer"):
+        hunt.hunt(600, lanes=((1,), (2,)))
+    assert started == ["ended"] * 2
