@@ -89,9 +89,14 @@ def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
         *causes.refusals(report, traced),
         *_unread_mask(report, traced),
         *_wrong_gather(step, traced),
+        *(reductions.unweighted(report, traced.axis_name) if _has_weight(traced) else ()),
         *_unweighted_transposes(step, report, traced),
     ]
     return list(dict.fromkeys(problems))  # A line that many leaves pass is told once.
+
+
+def _has_weight(traced: Traced) -> bool:
+    return "jdp.train_step" in traced.weighed  # jdp.value_and_grad weighs its micro-batches alone
 
 
 def _uniform_gradients(report: Report) -> frozenset[str] | None:

@@ -228,3 +228,67 @@ def test_a_sum_of_what_was_the_same_everywhere_is_seen(program):
 @table(NOT_REPEATED)
 def test_what_is_divided_or_was_different_is_not_repeated(program):
     assert [value.repeated for value in report(program).outputs] == [UNIFORM]
+
+
+# Means over ranks that all count alike, which are wrong where ranks have a weight
+
+
+def weighed(x, w):
+    return jdp.mean_over_ranks(x, weight=weight(w))
+
+
+EVEN = {
+    "pmean": lambda w, x: pmean(x),
+    "divided by n": lambda w, x: psum(x) / N,
+    "by an algorithm of jdp": lambda w, x: jdp.collectives.xla([[x]], "data", scale=1 / N)[0][0],
+    "scaled and cast": lambda w, x: (0.1 * pmean(x)).astype(jnp.bfloat16),
+    "added to a parameter": lambda w, x: w - 0.1 * pmean(x),
+    "divided by a parameter": lambda w, x: pmean(x) / w,
+    "a root": lambda w, x: jnp.sqrt(pmean(x * x) + 1e-6),
+    "a variance": lambda w, x: pmean(x * x) - pmean(x) ** 2,
+    "of what was averaged before": lambda w, x: pmean(pmean(x)),
+    "in a scan": lambda w, x: in_scan(lambda c: c + pmean(x), jnp.zeros(4)),
+    "where finite": lambda w, x: jnp.where(jnp.isfinite(weighed(x, x)), pmean(x), 0),
+}
+
+NOT_EVEN = {
+    "a sum": lambda w, x: psum(x),
+    "synced by weight": lambda w, x: synced(x, weight=weight(x)),
+    "mean over ranks by weight": lambda w, x: weighed(x, x),
+    "all count alike, and that is said": lambda w, x: jdp.mean_over_ranks(x, weight=1.0),
+    "a ratio of means": lambda w, x: pmean(x * weight(x)) / pmean(weight(x)),
+    "a ratio of means that is no division by 0": lambda w, x: (
+        pmean(x * weight(x)) / jnp.maximum(pmean(weight(x)), 1e-6)
+    ),
+    "a ratio of means where there is one": lambda w, x: jnp.where(
+        pmean(weight(x)) > 0, pmean(x * weight(x)) / pmean(weight(x)), 0
+    ),
+    "times one over a mean": lambda w, x: pmean(x * weight(x)) * (1 / pmean(weight(x))),
+    "a ratio of sums": lambda w, x: psum(x * weight(x)) / psum(weight(x)),
+    "of what was divided by a mean": lambda w, x: pmean(x * weight(x) / pmean(weight(x))),
+    "of what was divided by a weighted mean": lambda w, x: pmean(x / weighed(x, x)),
+    "of shares": lambda w, x: psum(x * (weight(x) / psum(weight(x)))),
+    "mixed with a weighted mean": lambda w, x: pmean(x) + weighed(x, x),
+    "of a weighted mean": lambda w, x: pmean(weighed(x, x)),
+    "of what was the same": lambda w, x: pmean(w),
+    "of the rows of all": lambda w, x: lax.all_gather(x, "data").mean(0),
+    "synced, then divided": lambda w, x: synced(x, mean=False) / N,
+    "of a rank": lambda w, x: x,
+}
+
+
+@table(EVEN)
+def test_a_mean_over_ranks_that_count_alike_is_seen(program):
+    assert [value.even for value in report(program).outputs] == [VARYING]
+
+
+@table(NOT_EVEN)
+def test_a_weighted_mean_is_not_taken_for_one_of_ranks_that_count_alike(program):
+    assert [value.even for value in report(program).outputs] == [UNIFORM]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_ranks_that_count_alike_may_be_any_number(num_ranks):
+    mesh = jax.sharding.AbstractMesh((num_ranks,), ("data",), axis_types=(AUTO,))
+    (found,) = report(lambda w, x: pmean(x), W, jnp.ones(num_ranks), mesh=mesh).outputs
+    assert found.even == VARYING

@@ -29,6 +29,8 @@ class Class(NamedTuple):
         mean.
       repeated: mesh axes along which it is a sum over ranks of what was the same on every rank: n
         times too large, whatever it was.
+      even: mesh axes along which it was computed from means over ranks that all count alike, and
+        from nothing else that ranks exchanged.
     """
 
     axes: frozenset[str]
@@ -37,6 +39,7 @@ class Class(NamedTuple):
     total: frozenset[str] = frozenset()
     unclear: frozenset[str] = frozenset()
     repeated: frozenset[str] = frozenset()
+    even: frozenset[str] = frozenset()
 
     def either(self, other: "Class") -> "Class":
         """Return what is known of a function's value that is called in several places."""
@@ -47,13 +50,14 @@ class Class(NamedTuple):
             self.total | other.total,
             self.unclear | other.unclear,
             self.repeated | other.repeated,
+            self.even | other.even,
         )
 
 
 class Lattice:
     """Classes as integers whose join is `|`: a bit that is set says the worse.
 
-    There are six bits for each axis, and three for the value as a whole:
+    There are eight bits for each axis, and three for the value as a whole:
 
     - varying: ranks along the axis may hold different values;
     - unsummed: it is not certain to be a scaled sum over the axis;
@@ -62,6 +66,8 @@ class Lattice:
       the mean over ranks would be what one rank has;
     - total: it may be n times that; where it varies, it has met something that is;
     - divided: it may be that divided by n, so that the sum over ranks would be a mean;
+    - even: it may depend on a mean over ranks that count alike: a sum that was divided by n;
+    - uneven: it may depend on what ranks exchanged in another way, such as a weighted mean;
     - data: the value depends on data, it is no constant of the program;
     - nonzero: it may be something else than zero. Two bits: a constant that is 1 or -1 has one.
 
@@ -89,10 +95,11 @@ class Lattice:
         self._single = self.varying << 3 * k
         self._total = self.varying << 4 * k
         self._divided = self.varying << 5 * k
-        self.data = 1 << 6 * k
+        self._uneven = self.varying << 7 * k
+        self.data = 1 << 8 * k
         # One, or minus one, has the first of these bits alone.
-        self.nonzero = 6 << 6 * k
-        self._other = 4 << 6 * k
+        self.nonzero = 6 << 8 * k
+        self._other = 4 << 8 * k
         # What an operation that ends every claim adds where data goes in.
         self.mixed = self.unsummed | self._unrepeated | self._single | self.data | self.nonzero
         self._decoded: dict[int, Class] = {}
@@ -138,6 +145,7 @@ class Lattice:
                 self.names(total & ~unclear),
                 self.names(unclear),
                 self.names(uniform & ~self._at(value, 2)),
+                self.names(uniform & self._at(value, 6) & ~self._at(value, 7)),
             )
             self._decoded[value] = found
         return found
@@ -151,13 +159,22 @@ class Lattice:
         k = self._num_axes
         return single << 3 * k | total << 4 * k | divided << 5 * k
 
+    def _met(self, a: int, b: int) -> int:
+        """Return the bits of means that a product or ratio has: of two it is no mean itself.
+
+        `pmean(w * x) / pmean(w)` is a weighted mean.
+        """
+        k = self._num_axes
+        met = self._at(a | b, 6) << 6 * k | (a | b) & self._uneven
+        return met | (self._at(a, 6) & self._at(b, 6)) << 7 * k
+
     def mix(self, value: int) -> int:
         """Return the class of a result of which nothing is known but the join of its operands."""
         return value | (self.mixed if value & self.data else self.nonzero)
 
     def anything(self) -> int:
         """Return the class of a value of which nothing is known, but that ranks hold the same."""
-        return self.mixed | self._total | self._divided
+        return self.mixed | self._total | self._divided | self._uneven
 
     def all_reduce(self, value: int, axes: int) -> int:
         """Return the class of the sum of `value` over `axes`."""
@@ -176,6 +193,7 @@ class Lattice:
         value &= ~self._sums(axes, axes, axes)
         value |= self._sums(shares | met, axes & ~shares, 0)
         k = self._num_axes
+        value |= (self._at(value, 6) & differed) << 7 * k  # it may be weighed by that mean
         repeats = axes & ~differed & ~divided
         value = value & ~(repeats << 2 * k) | differed << 2 * k
         return value & ~self.unsummed_over(differed)
@@ -188,17 +206,20 @@ class Lattice:
 
     def share(self, value: int, axes: int) -> int:
         """Return the class of a rank's share of what all ranks along `axes` have."""
-        return (value | self.mixed) & ~self._sums(axes, axes, 0) | self._sums(0, 0, axes)
+        value = (value | self.mixed) & ~self._sums(axes, axes, 0) | self._sums(0, 0, axes)
+        return value | axes << 7 * self._num_axes
 
     def as_stated(self, value: int, axes: int) -> int:
         """Return the class of a sum over `axes` whose scale the author has chosen."""
-        return value | self._sums(axes, axes, 0) | axes << 2 * self._num_axes
+        value |= self._sums(axes, axes, 0) | axes << 2 * self._num_axes
+        return value | axes << 7 * self._num_axes
 
     def agree(self, value: int, axes: int) -> int:
         """Return the class of what ranks along `axes` exchange until they all hold the same."""
         differed = value & axes
         if differed:
             value = value & ~differed | self.data | self._sums(0, axes, axes)
+            value |= differed << 7 * self._num_axes
         return self.mix(value)
 
     def scale(self, value: int, by: int) -> int:
@@ -219,7 +240,9 @@ class Lattice:
         if value & self.data and total:
             matched = self._axes_of_size(1 / number, total)
             if matched:
-                return self.mean(value, matched)
+                # Sums of what differed, known as such; a mean of what was the same is that.
+                sums = matched & ~self._at(value, 1) & self._at(value, 2) & ~self._at(value, 3)
+                return self.mean(value, matched) | sums << 6 * self._num_axes
             return value if abs(number) == 1 else value | self._sums(total, 0, 0)
         if abs(number) != 1:
             value |= self.nonzero
@@ -259,7 +282,8 @@ class Lattice:
         single = single_a & single_b | total_a & total_b | total & divided
         claims = self.unsummed | self._unrepeated
         value = (a | b) & ~claims & ~self._single | self._sums(single, 0, 0)
-        return value | a & b & claims | self._unrepeated * bool(total_a & total_b or divided)
+        value |= a & b & claims | self._unrepeated * bool(total_a & total_b or divided)
+        return value | self._met(a, b)
 
     def quotient(self, a: int, b: int) -> int:
         """Return the class of `a / b`."""
@@ -273,7 +297,7 @@ class Lattice:
         met = total_b | divided_b
         value = value & ~self._sums(self.varying, 0, 0)
         value |= self._sums(single | total & met, 0, met)
-        return value | self._unrepeated * bool(met)
+        return value | self._unrepeated * bool(met) | self._met(a, b)
 
     def _parts(self, value: int) -> tuple[int, int, int]:
         return self._at(value, 3), self._at(value, 4), self._at(value, 5)

@@ -1,4 +1,4 @@
-"""Gradients that were reduced before jdp reduces them, or were not divided by the ranks."""
+"""Gradients that were reduced before jdp reduces them, not divided by the ranks, or not weighed."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -23,6 +23,38 @@ def refusals(eqn: Any, report: Report, names: Collection[str]) -> Iterator[str]:
             told.setdefault((found.source, reason), []).append(f"`{found.path or 'grads'}`")
     for (source, reason), paths in told.items():
         yield reason.format(leaves=shown(paths), where=source or "jdp")
+
+
+def unweighted(report: Report, names: Collection[str]) -> Iterator[str]:
+    """Yield a text for each line to which gradients come that leave out the weight of the ranks.
+
+    Args:
+      report: of a step that weighs the ranks.
+      names: of the axes that form the data axis.
+    """
+    told: dict[tuple[str, str, str], list[str]] = {}
+    for found in report.marks:
+        axes = found.value.even & (frozenset(found.axes) | frozenset(names))
+        if found.kind in ("local", SYNCED) and axes and not found.value.zero:
+            back = report.back(axes)
+            node = back.of_mark(found.eqn)
+            line = "" if node is None else back.reduction(node)
+            leaves = told.setdefault((found.kind, found.source, line), [])
+            leaves.append(f"`{found.path or 'grads'}`")
+    for (kind, source, line), leaves in told.items():
+        came = "was handed to" if kind == SYNCED else "was reduced before it came to"
+        mend = (
+            "Write jdp.sync_gradients(grads) in its place, which weighs."
+            if kind == SYNCED
+            else "Hand over the local gradient, or write jdp.mean_over_ranks(x) where a mean "
+            "multiplies a parameter: both weigh."
+        )
+        yield (
+            f"the gradient of {shown(leaves)} {came} {source or 'jdp'}, and {line or 'something'} "
+            "averages it over the ranks as if all of them counted the same. The step has a "
+            "weight=, and where ranks weigh differently, as in a padded batch, the mean by weight "
+            f"is another gradient. {mend}"
+        )
 
 
 def means(report: Report) -> dict[str, list[str]]:
