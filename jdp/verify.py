@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdp import axis, causes, transposed
+from jdp import axis, causes, scales, transposed
 from jdp.mark import AVERAGED, OWN_WEIGHT
 from jdp.traced import WEIGHT, Traced
 from jdp.uniformity import (
@@ -58,6 +58,8 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
         )
     _warn_of_unused(report)
     _warn_of_means(report)
+    for text in scales.warnings(step, report, traced):
+        warnings.warn(text, stacklevel=2)
     own = [
         not value.axes
         for output, value in zip(traced.outputs, report.outputs, strict=True)
@@ -83,20 +85,14 @@ def require_reverse_mode(jaxpr: Any, name: str) -> None:
 def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
     problems = [
         *causes.deadlocks(report, traced),
-        *reductions.refusals(step, report, traced.axis_name),
-        *_repeated_outputs(step, report, traced),
+        *scales.refusals(step, report, traced),
         *_hidden_reductions(report, traced),
         *causes.refusals(report, traced),
         *_unread_mask(report, traced),
         *_wrong_gather(step, traced),
-        *(reductions.unweighted(report, traced.axis_name) if _has_weight(traced) else ()),
         *_unweighted_transposes(step, report, traced),
     ]
     return list(dict.fromkeys(problems))  # A line that many leaves pass is told once.
-
-
-def _has_weight(traced: Traced) -> bool:
-    return "jdp.train_step" in traced.weighed  # jdp.value_and_grad weighs its micro-batches alone
 
 
 def _uniform_gradients(report: Report) -> frozenset[str] | None:
@@ -105,24 +101,6 @@ def _uniform_gradients(report: Report) -> frozenset[str] | None:
     local = [found for found in report.marks if found.kind == "local"]
     varying = {found.path for found in local if found.value.axes & set(found.axes)}
     return frozenset(found.path for found in local) - varying
-
-
-def _repeated_outputs(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    told: dict[tuple[str, str], list[str]] = {}
-    if any(found.value.repeated for found in report.marks):
-        return  # a gradient that is too large makes a state that is
-    for i, (output, value) in enumerate(zip(traced.outputs, report.outputs, strict=True)):
-        axes = value.repeated & set(traced.axis_name)
-        if output.kind == "state" and axes and not value.axes:
-            back = report.back(axes)
-            key = reductions.times(step, axes), back.repetition(back.of_output(i))
-            told.setdefault(key, []).append(f"`{output.path}`")
-    for (times, line), leaves in told.items():
-        yield (
-            f"{shown(leaves)} is {times} too large: {line or 'something'} sums over the "
-            "ranks what every rank has the same. Leave the sum out, or write "
-            "jdp.mean_over_ranks(x)."
-        )
 
 
 def _hidden_reductions(report: Report, traced: Traced) -> Iterator[str]:

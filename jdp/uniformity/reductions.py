@@ -5,7 +5,10 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from jdp.mark import SYNCED
+from jdp.uniformity import jaxprs
+from jdp.uniformity.provenance import Provenance
 from jdp.uniformity.report import Marked, Report
+from jdp.uniformity.way_back import Node
 from jdp.uniformity.wording import shown
 
 
@@ -72,10 +75,33 @@ def means(report: Report) -> dict[str, list[str]]:
     }
 
 
-def times(eqn: Any, axes: Collection[str]) -> str:
-    """Say how many times too large a sum over some axes of a shard_map is."""
+def times(eqn: Any, axes: Collection[str], collective: Any = None) -> str:
+    """Say how many times too large a sum over some axes of a shard_map is, or over groups."""
+    groups = None if collective is None else jaxprs.groups(collective)
     num_ranks = math.prod(eqn.params["mesh"].shape[name] for name in axes)
+    num_ranks = num_ranks if groups is None else len(groups[0])
     return f"{num_ranks} times" if num_ranks > 1 else "n times (on n ranks)"
+
+
+def repetition(
+    eqn: Any, back: Provenance, node: Node | None, axes: Collection[str], *, where: str = ""
+) -> str:
+    """Say how many times too large a repeated sum is, and which line makes it so.
+
+    Args:
+      eqn: the shard_map.
+      back: the way back from what differs along `axes`.
+      node: the value.
+      axes: along which it is repeated.
+      where: words that say where it is too large.
+    """
+    found = None if node is None else back.repetition(node)
+    collective, line = (None, "") if found is None else found
+    return (
+        f"is {times(eqn, axes, collective)} too large{where}: {line or 'something'} sums over "
+        "the ranks what every rank has the same. Leave the sum out, or write "
+        "jdp.mean_over_ranks(x)."
+    )
 
 
 def _reason(eqn: Any, report: Report, found: Marked, names: Collection[str]) -> str:
@@ -85,13 +111,8 @@ def _reason(eqn: Any, report: Report, found: Marked, names: Collection[str]) -> 
         return ""
     back = report.back(axes)
     if repeated := value.repeated & axes:
-        node = back.of_mark(found.eqn)
-        line = "" if node is None else back.repetition(node)
-        return (
-            f"the gradient of {{leaves}} is {times(eqn, repeated)} too large where it "
-            f"comes to {{where}}: {line or 'something'} sums over the ranks what every rank has "
-            "the same. Leave the sum out, or write jdp.mean_over_ranks(x)."
-        )
+        node, where = back.of_mark(found.eqn), " where it comes to {where}"
+        return "the gradient of {leaves} " + repetition(eqn, back, node, repeated, where=where)
     if not value.total & axes and not (
         found.kind == "local" and value.unclear & axes and _is_alone(report, found)
     ):
