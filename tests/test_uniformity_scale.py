@@ -186,6 +186,13 @@ def test_a_mean_over_two_axes_may_be_divided_by_one_after_the_other():
 
 # Sums of what was the same everywhere
 
+GROUPS = [[0, 1], [2, 3]]
+
+
+def psum_in_groups(x):
+    return lax.psum(x, "data", axis_index_groups=GROUPS)
+
+
 REPEATED = {
     "of a parameter": lambda w, x: psum(w),
     "of a mean": lambda w, x: psum(pmean(x)),
@@ -194,6 +201,17 @@ REPEATED = {
     "added to something": lambda w, x: w + psum(w),
     "a multiplier of a parameter": lambda w, x: jax.grad(lambda w: psum(2 * w * W).sum() ** 2)(w),
     "side by side": lambda w, x: jnp.concatenate([psum(w), psum(2 * w)]),
+    "in groups": lambda w, x: psum_in_groups(w),
+    "a mean in groups": lambda w, x: psum_in_groups(pmean(x)),
+    "bounded": lambda w, x: jnp.tanh(psum(w)),
+    "a part of a moving average": lambda w, x: 0.9 * w + 0.1 * jax.nn.sigmoid(psum(w)),
+    "exponential": lambda w, x: jnp.exp(-psum(w)),
+    "the largest": lambda w, x: psum(w).max(),
+    "its positive part": lambda w, x: jax.nn.relu(psum(w)),
+    "a norm": lambda w, x: jnp.sqrt(psum(jnp.sum(w**2))),
+    "a square": lambda w, x: psum(w) ** 2,
+    "multiplied by a matrix": lambda w, x: psum(w) @ w.reshape(4, 1),
+    "counted": lambda w, x: psum(w).astype(jnp.int32),
 }
 
 NOT_REPEATED = {
@@ -217,6 +235,29 @@ NOT_REPEATED = {
     "a gradient through rows": lambda w, x: pmean(jax.grad(lambda w: psum(w * x).sum() ** 2)(w)),
     "a sum that was asked for": lambda w, x: synced(w, mean=False),
     "compared": lambda w, x: psum(w) == N * w,
+    "in groups, and divided": lambda w, x: psum_in_groups(w) / 2,
+    "in groups, and divided by their sizes": lambda w, x: (
+        psum_in_groups(w) / psum_in_groups(jnp.ones(()))
+    ),
+    "a mean of groups": lambda w, x: lax.pmean(w, "data", axis_index_groups=GROUPS),
+    "in groups of one": lambda w, x: lax.psum(w, "data", axis_index_groups=[[0], [1], [2], [3]]),
+    "any": lambda w, x: psum((w > 0).astype(jnp.int32)).astype(bool),
+    "one of them": lambda w, x: jnp.minimum(psum((w > 0).astype(jnp.int32)), 1),
+    "all": lambda w, x: psum((w > 0).astype(jnp.int32)) - (N - 1),
+    "signs": lambda w, x: jnp.sign(psum(w)),
+    "the largest, by number": lambda w, x: jnp.argmax(psum(w)),
+    "of length one": lambda w, x: psum(w) / jnp.linalg.norm(psum(w)),
+    "times one over the length": lambda w, x: psum(w) * lax.rsqrt(jnp.sum(psum(w) ** 2)),
+    "bounded, of a mean": lambda w, x: jnp.tanh(psum(w) / N),
+    "positive part of a mean": lambda w, x: jax.nn.relu(psum(w)) / N,
+    "sum of a mean": lambda w, x: psum(w).sum() / N,
+    "a square of a mean": lambda w, x: psum(w) ** 2 / N**2,
+    "a root of a mean": lambda w, x: jnp.sqrt(psum(w**2)) / N**0.5,
+    "a root of a mean, times something": lambda w, x: w * jnp.sqrt(psum(w**2)) * (0.1 / N**0.5),
+    "logarithm of a mean": lambda w, x: jnp.log(psum(jnp.exp(w))) - jnp.log(N),
+    "logarithm of a ratio": lambda w, x: jnp.log(psum(jnp.exp(w))) - jnp.log(psum(w * w)),
+    "logarithm of rows": lambda w, x: jnp.log(psum(jnp.exp(x))),
+    "multiplied by a matrix of nths": lambda w, x: psum(w) @ (jnp.ones((4, 1)) / N),
 }
 
 

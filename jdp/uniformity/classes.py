@@ -57,7 +57,7 @@ class Class(NamedTuple):
 class Lattice:
     """Classes as integers whose join is `|`: a bit that is set says the worse.
 
-    There are eight bits for each axis, and three for the value as a whole:
+    There are eight bits for each axis, and four for the value as a whole:
 
     - varying: ranks along the axis may hold different values;
     - unsummed: it is not certain to be a scaled sum over the axis;
@@ -69,7 +69,9 @@ class Lattice:
     - even: it may depend on a mean over ranks that count alike: a sum that was divided by n;
     - uneven: it may depend on what ranks exchanged in another way, such as a weighted mean;
     - data: the value depends on data, it is no constant of the program;
-    - nonzero: it may be something else than zero. Two bits: a constant that is 1 or -1 has one.
+    - nonzero: it may be something else than zero. Two bits: a constant that is 1 or -1 has one;
+    - bent: it may be the root, power or logarithm of a sum, or one over groups of ranks: then not
+      a division by n undoes that the same was summed, but another number.
 
     A constant has none of the bits of sums: chosen by a uniform predicate, or where a loop starts,
     it may stand beside a sum without ending a claim. `decode` claims a sum only of data.
@@ -100,8 +102,11 @@ class Lattice:
         # One, or minus one, has the first of these bits alone.
         self.nonzero = 6 << 8 * k
         self._other = 4 << 8 * k
+        self._bent = 8 << 8 * k
         # What an operation that ends every claim adds where data goes in.
         self.mixed = self.unsummed | self._unrepeated | self._single | self.data | self.nonzero
+        # One that gives another number for n times its operand.
+        self.imaged = self.mixed & ~self._unrepeated
         self._decoded: dict[int, Class] = {}
         self._products = [
             (sum(self._bit[name] for name in chosen), math.prod(sizes[name] for name in chosen))
@@ -172,6 +177,10 @@ class Lattice:
         """Return the class of a result of which nothing is known but the join of its operands."""
         return value | (self.mixed if value & self.data else self.nonzero)
 
+    def bend(self, value: int) -> int:
+        """Return the class of a root, power or logarithm."""
+        return value | (self.imaged | self._bent if value & self.data else self.nonzero)
+
     def anything(self) -> int:
         """Return the class of a value of which nothing is known, but that ranks hold the same."""
         return self.mixed | self._total | self._divided | self._uneven
@@ -197,6 +206,14 @@ class Lattice:
         repeats = axes & ~differed & ~divided
         value = value & ~(repeats << 2 * k) | differed << 2 * k
         return value & ~self.unsummed_over(differed)
+
+    def sum_in_groups(self, value: int, axes: int) -> int:
+        """Return the class of the sums of `value` over groups of ranks along `axes`."""
+        if not value & self.data:
+            return value | self.nonzero if value & self.nonzero else value
+        same = axes & ~value
+        value |= self._sums(same, same, 0) | self._bent * bool(same)
+        return value & ~(same << 2 * self._num_axes)
 
     def mean(self, value: int, axes: int) -> int:
         """Return the class of a mean over `axes`: what `value`, a sum over them, is divided to."""
@@ -230,12 +247,14 @@ class Lattice:
             return self.mix(value | by)
         divided = self._at(by, 5)
         value |= by & self.varying | self._sums(self._at(value, 4), 0, divided)
-        return value | self._unrepeated * bool(divided)
+        return value | self._unrepeated * bool(divided or value & self._bent)
 
     def scale_by_number(self, value: int, number: float) -> int:
         """Return the class of `value * number`: a mean, if that divides a sum by n."""
         if not value & self.nonzero or not number:
             return value & self.varying
+        if value & self._bent and abs(number) != 1:
+            value |= self._unrepeated
         total = self._at(value, 4) & ~value
         if value & self.data and total:
             matched = self._axes_of_size(1 / number, total)
@@ -267,7 +286,8 @@ class Lattice:
             if not term & self.data:
                 return self.mix(a | b)
         # n times too large is the sum too, if one of its terms is.
-        return (a | b) & ~self._unrepeated | a & b & self._unrepeated
+        value = (a | b) & ~self._unrepeated | a & b & self._unrepeated
+        return value | self._unrepeated * bool(value & self._bent)
 
     def product(self, a: int, b: int) -> int:
         """Return the class of `a * b`."""
@@ -282,7 +302,8 @@ class Lattice:
         single = single_a & single_b | total_a & total_b | total & divided
         claims = self.unsummed | self._unrepeated
         value = (a | b) & ~claims & ~self._single | self._sums(single, 0, 0)
-        value |= a & b & claims | self._unrepeated * bool(total_a & total_b or divided)
+        is_lost = total_a & total_b or divided or (a | b) & self._bent
+        value |= a & b & claims | self._unrepeated * bool(is_lost)
         return value | self._met(a, b)
 
     def quotient(self, a: int, b: int) -> int:
@@ -297,7 +318,17 @@ class Lattice:
         met = total_b | divided_b
         value = value & ~self._sums(self.varying, 0, 0)
         value |= self._sums(single | total & met, 0, met)
-        return value | self._unrepeated * bool(met) | self._met(a, b)
+        is_lost = met or (a | b) & self._bent
+        return value | self._unrepeated * bool(is_lost) | self._met(a, b)
+
+    def contract(self, a: int, b: int) -> int:
+        """Return the class of sums of products."""
+        if not (a & b & self.nonzero):
+            return (a | b) & self.varying
+        value = self.mix(a | b)
+        if not a & b & self.data:  # what a constant array holds is not known
+            return value
+        return value & ~self._unrepeated | self.product(a, b) & self._unrepeated
 
     def _parts(self, value: int) -> tuple[int, int, int]:
         return self._at(value, 3), self._at(value, 4), self._at(value, 5)

@@ -83,9 +83,7 @@ def times(eqn: Any, axes: Collection[str], collective: Any = None) -> str:
     return f"{num_ranks} times" if num_ranks > 1 else "n times (on n ranks)"
 
 
-def repetition(
-    eqn: Any, back: Provenance, node: Node | None, axes: Collection[str], *, where: str = ""
-) -> str:
+def repetition(eqn: Any, back: Provenance, node: Node | None, axes: Collection[str]) -> str:
     """Say how many times too large a repeated sum is, and which line makes it so.
 
     Args:
@@ -93,14 +91,13 @@ def repetition(
       back: the way back from what differs along `axes`.
       node: the value.
       axes: along which it is repeated.
-      where: words that say where it is too large.
     """
     found = None if node is None else back.repetition(node)
     collective, line = (None, "") if found is None else found
     return (
-        f"is {times(eqn, axes, collective)} too large{where}: {line or 'something'} sums over "
-        "the ranks what every rank has the same. Leave the sum out, or write "
-        "jdp.mean_over_ranks(x)."
+        f"is made from a sum that is {times(eqn, axes, collective)} too large: "
+        f"{line or 'something'} sums over the ranks what every rank has the same. Leave the sum "
+        "out, or write jdp.mean_over_ranks(x)."
     )
 
 
@@ -111,8 +108,8 @@ def _reason(eqn: Any, report: Report, found: Marked, names: Collection[str]) -> 
         return ""
     back = report.back(axes)
     if repeated := value.repeated & axes:
-        node, where = back.of_mark(found.eqn), " where it comes to {where}"
-        return "the gradient of {leaves} " + repetition(eqn, back, node, repeated, where=where)
+        told = repetition(eqn, back, back.of_mark(found.eqn), repeated)
+        return "the gradient of {leaves} that comes to {where} " + told
     if not value.total & axes and not (
         found.kind == "local" and value.unclear & axes and _is_alone(report, found)
     ):

@@ -191,6 +191,40 @@ def sum_of_the_part_of_one_rank(state, batch):
     return {"v": lax.psum(jnp.where(first, state["v"], 0), "data")[::-1]}, {}
 
 
+@repeated("new state['a']", make=holding(a=np.float32(2)))
+def function_of_a_sum(state, batch):
+    a = jax.nn.sigmoid(lax.psum(state["a"], "data"))  # <- here
+    return {"a": 0.9 * state["a"] + 0.1 * a}, {}
+
+
+@repeated("new state['a']", make=holding(a=np.float32(2)))
+def norm_by_all_ranks(state, batch):
+    return {"a": jnp.sqrt(lax.psum(state["a"] ** 2, "data"))}, {}  # <- here
+
+
+@repeated("new state['a']", make=holding(a=np.float32(2)))
+def sum_in_groups(state, batch):
+    half = lax.axis_size("data") // 2 or 1
+    groups = np.arange(lax.axis_size("data")).reshape(-1, half).T
+    groups = [list(map(int, group)) for group in groups]
+    return {"a": lax.psum(state["a"], "data", axis_index_groups=groups)}, {}  # <- here
+
+
+@right(make=holding(a=np.float32(2)))
+def mean_in_groups(state, batch):
+    return {"a": lax.pmean(state["a"], "data", axis_index_groups=[[0, 1], [2, 3]])}, {}
+
+
+@right(make=holding(a=np.float32(2), b=np.bool_(True), c=np.float32(1)))
+def votes_of_all_ranks(state, batch):
+    votes = lax.psum((state["a"] > 0).astype(jnp.int32), "data")
+    return {
+        "a": jnp.sign(lax.psum(state["a"], "data")),
+        "b": votes.astype(bool),
+        "c": jnp.minimum(votes, 1).astype(jnp.float32),
+    }, {}
+
+
 # Averaged without the weight of the step
 
 
