@@ -33,8 +33,10 @@ def image(walk: Walk, eqn: Any, ins: list[int]) -> int:
     return value
 
 
-def _bend(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    return walk.lattice.bend(ins[0])
+def bend(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    """Do as image does, where another constant than 1 / n may make the number right again."""
+    value = image(walk, eqn, ins)
+    return walk.lattice.bend(value) if value & walk.lattice.data else value
 
 
 def _larger(walk: Walk, eqn: Any, ins: list[int]) -> int:
@@ -168,13 +170,12 @@ _MIX = """
 # Functions of one operand for which n times as much gives another result, which no constant makes
 # right but a division by n where it is linear.
 _IMAGE = """
-    abs acos acosh asin asinh atan atanh conj cos cosh cummax cummin cumsum digamma erf erf_inv erfc
-    exp exp2 expm1 imag lgamma logistic real reduce_max reduce_min reduce_sum reduce_window_sum sin
-    sinh tan tanh
+    abs acos acosh asin asinh atan atanh conj cos cosh cummax cummin digamma erf erf_inv erfc exp
+    exp2 expm1 imag lgamma logistic real reduce_max reduce_min sin sinh tan tanh
 """
 
-# Those that another constant makes right.
-_BEND = "cbrt integer_pow log log1p log2 rsqrt sqrt square"
+# Those that another constant makes right: for a sum of elements, n times their number.
+_BEND = "cbrt cumsum integer_pow log log1p log2 reduce_sum reduce_window_sum rsqrt sqrt square"
 
 # Elements of the first operand, moved, cast or negated; the casts of JAX's own types of varying
 # values change nothing on a rank, and a collective that was started is done.
@@ -190,7 +191,7 @@ _MOVE = """
 RULES = {
     **dict.fromkeys(_MIX.split(), mix),
     **dict.fromkeys(_IMAGE.split(), image),
-    **dict.fromkeys(_BEND.split(), _bend),
+    **dict.fromkeys(_BEND.split(), bend),
     **dict.fromkeys(_MOVE.split(), move),
     **dict.fromkeys("device_put jdp_together optimization_barrier".split(), _move_each),
     **dict.fromkeys("add add_any sub".split(), _add),

@@ -70,8 +70,8 @@ class Lattice:
     - uneven: it may depend on what ranks exchanged in another way, such as a weighted mean;
     - data: the value depends on data, it is no constant of the program;
     - nonzero: it may be something else than zero. Two bits: a constant that is 1 or -1 has one;
-    - bent: it may be the root, power or logarithm of a sum, or one over groups of ranks: then not
-      a division by n undoes that the same was summed, but another number.
+    - bent: it may be a root, power or logarithm of a sum over ranks, a sum of its elements, or one
+      over groups of ranks. Not n but another number then undoes that the same was summed.
 
     A constant has none of the bits of sums: chosen by a uniform predicate, or where a loop starts,
     it may stand beside a sum without ending a claim. `decode` claims a sum only of data.
@@ -178,8 +178,8 @@ class Lattice:
         return value | (self.mixed if value & self.data else self.nonzero)
 
     def bend(self, value: int) -> int:
-        """Return the class of a root, power or logarithm."""
-        return value | (self.imaged | self._bent if value & self.data else self.nonzero)
+        """Return the class of a root, a power, a logarithm or a sum of elements."""
+        return value | self._bent
 
     def anything(self) -> int:
         """Return the class of a value of which nothing is known, but that ranks hold the same."""
@@ -204,6 +204,8 @@ class Lattice:
         k = self._num_axes
         value |= (self._at(value, 6) & differed) << 7 * k  # it may be weighed by that mean
         repeats = axes & ~differed & ~divided
+        if repeats:
+            value &= ~self._bent  # what was done to its operand
         value = value & ~(repeats << 2 * k) | differed << 2 * k
         return value & ~self.unsummed_over(differed)
 
@@ -328,7 +330,7 @@ class Lattice:
         value = self.mix(a | b)
         if not a & b & self.data:  # what a constant array holds is not known
             return value
-        return value & ~self._unrepeated | self.product(a, b) & self._unrepeated
+        return self.bend(value & ~self._unrepeated | self.product(a, b) & self._unrepeated)
 
     def _parts(self, value: int) -> tuple[int, int, int]:
         return self._at(value, 3), self._at(value, 4), self._at(value, 5)
