@@ -257,6 +257,8 @@ NOT_REPEATED = {
     "a square of a mean": lambda w, x: psum(w) ** 2 / N**2,
     "a root of a mean": lambda w, x: jnp.sqrt(psum(w**2)) / N**0.5,
     "a root of a mean, times something": lambda w, x: w * jnp.sqrt(psum(w**2)) * (0.1 / N**0.5),
+    "a root times what was divided by one": lambda w, x: jnp.sqrt(psum(w**2)) * (w * N**-0.5),
+    "a root over what was multiplied by one": lambda w, x: jnp.sqrt(psum(w**2)) / (w * N**0.5),
     "logarithm of a mean": lambda w, x: jnp.log(psum(jnp.exp(w))) - jnp.log(N),
     "logarithm of a ratio": lambda w, x: jnp.log(psum(jnp.exp(w))) - jnp.log(psum(w * w)),
     "logarithm of rows": lambda w, x: jnp.log(psum(jnp.exp(x))),
@@ -316,6 +318,9 @@ NOT_EVEN = {
     "of a weighted mean": lambda w, x: pmean(weighed(x, x)),
     "of what was the same": lambda w, x: pmean(w),
     "of the rows of all": lambda w, x: lax.all_gather(x, "data").mean(0),
+    "mixed with the rows of all": lambda w, x: pmean(x) + lax.all_gather(x, "data").mean(0),
+    "a sum that is summed again": lambda w, x: psum(psum(x)) / N,
+    "a product of sums": lambda w, x: psum(x) * psum(x) / N,
     "synced, then divided": lambda w, x: synced(x, mean=False) / N,
     "of a rank": lambda w, x: x,
 }

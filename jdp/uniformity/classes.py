@@ -261,8 +261,8 @@ class Lattice:
         if value & self.data and total:
             matched = self._axes_of_size(1 / number, total)
             if matched:
-                # Sums of what differed, known as such; a mean of what was the same is that.
-                sums = matched & ~self._at(value, 1) & self._at(value, 2) & ~self._at(value, 3)
+                # Of sums of what differed, known as such.
+                sums = matched & ~self._at(value, 1) & ~self._at(value, 3)
                 return self.mean(value, matched) | sums << 6 * self._num_axes
             return value if abs(number) == 1 else value | self._sums(total, 0, 0)
         if abs(number) != 1:
