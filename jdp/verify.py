@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdp import axis, causes, transposed
+from jdp import axis, causes, scales, transposed
 from jdp.mark import AVERAGED, OWN_WEIGHT, SHARED
 from jdp.traced import WEIGHT, Traced
 from jdp.uniformity import (
@@ -57,7 +57,7 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
         raise ValueError(
             f"`{traced.name}` is not the same training on every rank:\n{bulleted(problems)}"
         )
-    for warning in (*_unused(report), *_means(report)):
+    for warning in (*_unused(report), *_means(report), *scales.warnings(step, report, traced)):
         if warning not in traced.told:
             traced.told.add(warning)
             warnings.warn(warning, stacklevel=2)
@@ -86,8 +86,7 @@ def _proved(report: Report, traced: Traced) -> Proved:
 def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
     problems = [
         *causes.deadlocks(report, traced),
-        *reductions.refusals(step, report, traced.axis_name),
-        *_repeated_outputs(step, report, traced),
+        *scales.refusals(step, report, traced),
         *_hidden_reductions(report, traced),
         *causes.refusals(report, traced),
         *_unread_mask(report, traced),
@@ -104,24 +103,6 @@ def _uniform_gradients(report: Report) -> frozenset[str] | None:
     local = [found for found in report.marks if found.kind == "local"]
     varying = {found.path for found in local if found.value.axes & set(found.axes)}
     return frozenset(found.path for found in local) - varying
-
-
-def _repeated_outputs(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    told: dict[tuple[str, str], list[str]] = {}
-    if any(found.value.repeated for found in report.marks):
-        return  # a gradient that is too large makes a state that is
-    for i, (output, value) in enumerate(zip(traced.outputs, report.outputs, strict=True)):
-        axes = value.repeated & set(traced.axis_name)
-        if output.kind == "state" and axes and not value.axes:
-            back = report.back(axes)
-            key = reductions.times(step, axes), back.repetition(back.of_output(i))
-            told.setdefault(key, []).append(f"`{output.path}`")
-    for (times, line), leaves in told.items():
-        yield (
-            f"{shown(leaves)} is {times} too large: {line or 'something'} sums over the "
-            "ranks what every rank has the same. Leave the sum out, or write "
-            "jdp.mean_over_ranks(x)."
-        )
 
 
 def _hidden_reductions(report: Report, traced: Traced) -> Iterator[str]:

@@ -29,7 +29,7 @@ ROOMS = (
         "batch",
         "waits",
     ),
-    ("causes", "transposed"),
+    ("causes", "scales", "transposed"),
     ("weighted_sum",),
     ("placement", "scope", "collectives", "uniformity", "newest"),
     ("mesh", "buckets"),

@@ -300,6 +300,13 @@ def test_a_mean_over_two_axes_may_be_divided_by_one_after_the_other():
 
 # Sums of what was the same everywhere
 
+GROUPS = [[0, 1], [2, 3]]
+
+
+def psum_in_groups(x):
+    return lax.psum(x, "data", axis_index_groups=GROUPS)
+
+
 REPEATED = {
     "of a parameter": lambda w, x: psum(w),
     "of a mean": lambda w, x: psum(pmean(x)),
@@ -308,6 +315,18 @@ REPEATED = {
     "added to something": lambda w, x: w + psum(w),
     "a multiplier of a parameter": lambda w, x: jax.grad(lambda w: psum(2 * w * W).sum() ** 2)(w),
     "side by side": lambda w, x: jnp.concatenate([psum(w), psum(2 * w)]),
+    "in groups": lambda w, x: psum_in_groups(w),
+    "a mean in groups": lambda w, x: psum_in_groups(pmean(x)),
+    "bounded": lambda w, x: jnp.tanh(psum(w)),
+    "a part of a moving average": lambda w, x: 0.9 * w + 0.1 * jax.nn.sigmoid(psum(w)),
+    "exponential": lambda w, x: jnp.exp(-psum(w)),
+    "added up": lambda w, x: psum(w).sum(),
+    "the largest": lambda w, x: psum(w).max(),
+    "its positive part": lambda w, x: jax.nn.relu(psum(w)),
+    "a norm": lambda w, x: jnp.sqrt(psum(jnp.sum(w**2))),
+    "a square": lambda w, x: psum(w) ** 2,
+    "multiplied by a matrix": lambda w, x: psum(w) @ w.reshape(4, 1),
+    "counted": lambda w, x: psum(w).astype(jnp.int32),
 }
 
 NOT_REPEATED = {
@@ -331,6 +350,33 @@ NOT_REPEATED = {
     "a gradient through rows": lambda w, x: pmean(jax.grad(lambda w: psum(w * x).sum() ** 2)(w)),
     "a sum that was asked for": lambda w, x: synced(w, mean=False),
     "compared": lambda w, x: psum(w) == N * w,
+    "in groups, and divided": lambda w, x: psum_in_groups(w) / 2,
+    "in groups, and divided by their sizes": lambda w, x: (
+        psum_in_groups(w) / psum_in_groups(jnp.ones(()))
+    ),
+    "a mean of groups": lambda w, x: lax.pmean(w, "data", axis_index_groups=GROUPS),
+    "in groups of one": lambda w, x: lax.psum(w, "data", axis_index_groups=[[0], [1], [2], [3]]),
+    "any": lambda w, x: psum((w > 0).astype(jnp.int32)).astype(bool),
+    "one of them": lambda w, x: jnp.minimum(psum((w > 0).astype(jnp.int32)), 1),
+    "all": lambda w, x: psum((w > 0).astype(jnp.int32)) - (N - 1),
+    "signs": lambda w, x: jnp.sign(psum(w)),
+    "the largest, by number": lambda w, x: jnp.argmax(psum(w)),
+    "of length one": lambda w, x: psum(w) / jnp.linalg.norm(psum(w)),
+    "times one over the length": lambda w, x: psum(w) * lax.rsqrt(jnp.sum(psum(w) ** 2)),
+    "bounded, of a mean": lambda w, x: jnp.tanh(psum(w) / N),
+    "positive part of a mean": lambda w, x: jax.nn.relu(psum(w)) / N,
+    "a mean of ranks and elements": lambda w, x: psum(w).sum() / (N * 3),
+    "a mean of ranks and products": lambda w, x: psum(w) @ w / (N * 3),
+    "sum of a mean": lambda w, x: psum(w).sum() / N,
+    "a square of a mean": lambda w, x: psum(w) ** 2 / N**2,
+    "a root of a mean": lambda w, x: jnp.sqrt(psum(w**2)) / N**0.5,
+    "a root of a mean, times something": lambda w, x: w * jnp.sqrt(psum(w**2)) * (0.1 / N**0.5),
+    "a root times what was divided by one": lambda w, x: jnp.sqrt(psum(w**2)) * (w * N**-0.5),
+    "a root over what was multiplied by one": lambda w, x: jnp.sqrt(psum(w**2)) / (w * N**0.5),
+    "logarithm of a mean": lambda w, x: jnp.log(psum(jnp.exp(w))) - jnp.log(N),
+    "logarithm of a ratio": lambda w, x: jnp.log(psum(jnp.exp(w))) - jnp.log(psum(w * w)),
+    "logarithm of rows": lambda w, x: jnp.log(psum(jnp.exp(x))),
+    "multiplied by a matrix of nths": lambda w, x: psum(w) @ (jnp.ones((4, 1)) / N),
 }
 
 
@@ -342,3 +388,70 @@ def test_a_sum_of_what_was_the_same_everywhere_is_seen(program):
 @table(NOT_REPEATED)
 def test_what_is_divided_or_was_different_is_not_repeated(program):
     assert [value.repeated for value in report(program).outputs] == [UNIFORM]
+
+
+# Means over ranks that all count alike, which are wrong where ranks have a weight
+
+
+def weighed(x, w):
+    return jdp.mean_over_ranks(x, weight=weight(w))
+
+
+EVEN = {
+    "pmean": lambda w, x: pmean(x),
+    "divided by n": lambda w, x: psum(x) / N,
+    "by an algorithm of jdp": lambda w, x: jdp.collectives.xla([[x]], "data", scale=1 / N)[0][0],
+    "scaled and cast": lambda w, x: (0.1 * pmean(x)).astype(jnp.bfloat16),
+    "added to a parameter": lambda w, x: w - 0.1 * pmean(x),
+    "divided by a parameter": lambda w, x: pmean(x) / w,
+    "a root": lambda w, x: jnp.sqrt(pmean(x * x) + 1e-6),
+    "a variance": lambda w, x: pmean(x * x) - pmean(x) ** 2,
+    "of what was averaged before": lambda w, x: pmean(pmean(x)),
+    "in a scan": lambda w, x: in_scan(lambda c: c + pmean(x), jnp.zeros(4)),
+    "where finite": lambda w, x: jnp.where(jnp.isfinite(weighed(x, x)), pmean(x), 0),
+}
+
+NOT_EVEN = {
+    "a sum": lambda w, x: psum(x),
+    "synced by weight": lambda w, x: synced(x, weight=weight(x)),
+    "mean over ranks by weight": lambda w, x: weighed(x, x),
+    "all count alike, and that is said": lambda w, x: jdp.mean_over_ranks(x, weight=1.0),
+    "a ratio of means": lambda w, x: pmean(x * weight(x)) / pmean(weight(x)),
+    "a ratio of means that is no division by 0": lambda w, x: (
+        pmean(x * weight(x)) / jnp.maximum(pmean(weight(x)), 1e-6)
+    ),
+    "a ratio of means where there is one": lambda w, x: jnp.where(
+        pmean(weight(x)) > 0, pmean(x * weight(x)) / pmean(weight(x)), 0
+    ),
+    "times one over a mean": lambda w, x: pmean(x * weight(x)) * (1 / pmean(weight(x))),
+    "a ratio of sums": lambda w, x: psum(x * weight(x)) / psum(weight(x)),
+    "of what was divided by a mean": lambda w, x: pmean(x * weight(x) / pmean(weight(x))),
+    "of what was divided by a weighted mean": lambda w, x: pmean(x / weighed(x, x)),
+    "of shares": lambda w, x: psum(x * (weight(x) / psum(weight(x)))),
+    "mixed with a weighted mean": lambda w, x: pmean(x) + weighed(x, x),
+    "of a weighted mean": lambda w, x: pmean(weighed(x, x)),
+    "of what was the same": lambda w, x: pmean(w),
+    "of the rows of all": lambda w, x: lax.all_gather(x, "data").mean(0),
+    "mixed with the rows of all": lambda w, x: pmean(x) + lax.all_gather(x, "data").mean(0),
+    "a sum that is summed again": lambda w, x: psum(psum(x)) / N,
+    "a product of sums": lambda w, x: psum(x) * psum(x) / N,
+    "synced, then divided": lambda w, x: synced(x, mean=False) / N,
+    "of a rank": lambda w, x: x,
+}
+
+
+@table(EVEN)
+def test_a_mean_over_ranks_that_count_alike_is_seen(program):
+    assert [value.even for value in report(program).outputs] == [VARYING]
+
+
+@table(NOT_EVEN)
+def test_a_weighted_mean_is_not_taken_for_one_of_ranks_that_count_alike(program):
+    assert [value.even for value in report(program).outputs] == [UNIFORM]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_ranks_that_count_alike_may_be_any_number(num_ranks):
+    mesh = jax.sharding.AbstractMesh((num_ranks,), ("data",), axis_types=(AUTO,))
+    (found,) = report(lambda w, x: pmean(x), W, jnp.ones(num_ranks), mesh=mesh).outputs
+    assert found.even == VARYING

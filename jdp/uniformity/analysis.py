@@ -82,8 +82,8 @@ def _sources(eqn: Any, outputs: tuple[Any, ...]) -> tuple[str, ...]:
 def _maker(variable: Any, makers: dict[Any, Any]) -> str:
     # Casts and copies are often not the author's: the line that computed the value is.
     while (eqn := None if jaxprs.is_literal(variable) else makers.get(variable)) is not None:
-        moves = RULES.get(eqn.primitive.name) is arithmetic.move or eqn.primitive.name == "jdp_mark"
-        if not moves:
+        rule = RULES.get(eqn.primitive.name)
+        if rule not in (arithmetic.move, arithmetic.cast) and eqn.primitive.name != "jdp_mark":
             return source(eqn)
         variable = eqn.invars[0]
     return ""

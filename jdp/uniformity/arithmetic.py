@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jdp.uniformity import averages, jaxprs
 
 if TYPE_CHECKING:
     from jdp.uniformity.walk import Walk
 
 
-# mix and move are written out in the walk itself, which meets them most often.
+# mix, image and move are written out in the walk itself, which meets them most often.
 def mix(walk: Walk, eqn: Any, ins: list[int]) -> int:
     """Join the operands: they may differ, so may the result. It is no scaled sum any more."""
     value = 0
@@ -19,6 +21,36 @@ def mix(walk: Walk, eqn: Any, ins: list[int]) -> int:
     if value & walk.lattice.nonzero or eqn.primitive.name not in ZERO_OF_ZEROS:
         value = walk.lattice.mix(value)
     return value
+
+
+def image(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    """Join the operands, as mix does. Of a sum n times too large it makes another wrong number."""
+    (value,) = ins
+    if value & walk.lattice.data:
+        return value | walk.lattice.imaged
+    if value & walk.lattice.nonzero or eqn.primitive.name not in ZERO_OF_ZEROS:
+        value |= walk.lattice.nonzero
+    return value
+
+
+def bend(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    """Do as image does, where another constant than 1 / n may make the number right again."""
+    value = image(walk, eqn, ins)
+    return walk.lattice.bend(value) if value & walk.lattice.data else value
+
+
+def _larger(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    # max(x, 0) is n times as large for n x. With another number it may be 1 if any rank has one.
+    for i, atom in enumerate(eqn.invars):
+        if jaxprs.number(atom) == 0:
+            return image(walk, eqn, [ins[1 - i]])
+    return mix(walk, eqn, ins)
+
+
+def cast(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    """Return what move does, but for truth: whether a sum is 0 is the same for n times as much."""
+    to_bool = eqn.params["new_dtype"] == np.bool_
+    return mix(walk, eqn, ins) if to_bool and ins[0] & walk.lattice.data else ins[0]
 
 
 def move(walk: Walk, eqn: Any, ins: list[int]) -> int:
@@ -60,7 +92,7 @@ def _is_seed(walk: Walk, eqn: Any, factor: Any, value: int) -> bool:
 
 def _sum(walk: Walk, eqn: Any, ins: list[int]) -> int:
     averages.note_sum(walk, eqn)
-    return mix(walk, eqn, ins)
+    return bend(walk, eqn, ins)
 
 
 def _weigh(walk: Walk, eqn: Any, ins: list[int]) -> int:
@@ -97,9 +129,7 @@ def _cut_in(walk: Walk, eqn: Any, ins: list[int]) -> int:
 
 
 def _contract(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    if not (ins[0] & ins[1] & walk.lattice.nonzero):
-        return (ins[0] | ins[1]) & walk.lattice.varying
-    return walk.lattice.mix(ins[0] | ins[1])
+    return walk.lattice.contract(*ins)
 
 
 def _select(walk: Walk, eqn: Any, ins: list[int]) -> int:
@@ -135,39 +165,45 @@ ZERO_OF_ZEROS = frozenset("cumsum reduce_sum".split())
 
 # empty2 is a zero that stands for what the branch not taken would have kept for the gradient.
 _MIX = """
-    _copysign abs acos acosh after_all and approx_top_k argmax argmin asin asinh atan atan2
-    atanh bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense
-    bcoo_sort_indices bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose
-    bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense bessel_i0e bessel_i1e
-    bitcast_convert_type broadcast_to cbrt ceil check cholesky cholesky_update clamp clz complex
-    conj coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv coo_todense cos cosh create_token
-    csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense cumlogsumexp cummax cummin
-    cumprod cumsum dce_sink debug_callback debug_print digamma dim_as_value dimension_size
+    _copysign after_all and approx_top_k argmax argmin atan2 bcoo_dot_general
+    bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices bcoo_spdot_general
+    bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general bcsr_extract bcsr_fromdense
+    bcsr_todense bessel_i0e bessel_i1e bitcast_convert_type broadcast_to ceil check cholesky
+    cholesky_update clamp clz complex coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv
+    coo_todense create_token csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense
+    cumlogsumexp cumprod dce_sink debug_callback debug_print dim_as_value dimension_size
     dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd
     dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd
     dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd
-    dot_product_attention_fwd_wrapper eig eigh empty2 eq eq_to erf erf_inv erfc exp exp2 expm1
-    fft floor from_edtype ge geqp3 geqrf gt hessenberg householder_product igamma igamma_grad_a
-    igammac imag inspect_sharding integer_pow iota iota_2x32_shape is_finite le le_to lgamma log
-    log1p log2 logistic lt lt_to lu lu_pivots_to_permutation max min mulhi ne nextafter not
-    one_minus_square or ormqr pack_dtype philox2x32 philox4x32 platform_index polygamma
+    dot_product_attention_fwd_wrapper eig eigh empty2 eq eq_to fft floor from_edtype ge geqp3 geqrf
+    gt hessenberg householder_product igamma igamma_grad_a igammac inspect_sharding iota
+    iota_2x32_shape is_finite le le_to lt lt_to lu lu_pivots_to_permutation min mulhi ne nextafter
+    not one_minus_square or ormqr pack_dtype philox2x32 philox4x32 platform_index polygamma
     polynomial population_count pow pure_callback qr ragged_dot_general random_bits random_clone
-    random_fold_in random_gamma random_seed random_split random_unwrap random_wrap real
-    reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_window_max
-    reduce_window_min reduce_window_sum reduce_xor regularized_incomplete_beta rem
-    rng_bit_generator rnn_bwd rnn_fwd round rsqrt scaled_dot scaled_matmul scaled_matmul_wrapper
+    random_fold_in random_gamma random_seed random_split random_unwrap random_wrap reduce_and
+    reduce_or reduce_prod reduce_window_max reduce_window_min reduce_xor regularized_incomplete_beta
+    rem rng_bit_generator rnn_bwd rnn_fwd round scaled_dot scaled_matmul scaled_matmul_wrapper
     scatter-add scatter-max scatter-min scatter-mul scatter-sub schur select_and_gather_add
     select_and_scatter_add shape_assertion shift_left shift_right_arithmetic shift_right_logical
-    sign sin sinh spsolve sqrt square svd symmetric_product tan tanh threefry2x32 threefry4x32
-    to_edtype todense top_k triangular_solve tridiagonal tridiagonal_solve unpack_dtype xor
-    zeros_like zeta
+    sign spsolve svd symmetric_product threefry2x32 threefry4x32 to_edtype todense top_k
+    triangular_solve tridiagonal tridiagonal_solve unpack_dtype xor zeros_like zeta
 """
+
+# Functions of one operand for which n times as much gives another result, which no constant makes
+# right but a division by n where it is linear.
+_IMAGE = """
+    abs acos acosh asin asinh atan atanh conj cos cosh cummax cummin digamma erf erf_inv erfc exp
+    exp2 expm1 imag lgamma logistic real reduce_max reduce_min sin sinh tan tanh
+"""
+
+# Those that another constant makes right: for a sum of elements, n times their number.
+_BEND = "cbrt cumsum integer_pow log log1p log2 reduce_window_sum rsqrt sqrt square"
 
 # Elements of the first operand, moved, cast or negated; the casts of JAX's own types of varying
 # values change nothing on a rank, and a collective that was started is done.
 _MOVE = """
     accum_grad_in_ref add_dependency all_gather_done all_gather_reduced_done all_to_all_done
-    assert_consumed_value consume convert_element_type copy copy_p expand_dims
+    assert_consumed_value consume copy copy_p expand_dims
     layout_constraint name neg pbroadcast_done ppermute_done preduced psum_done pvary
     reduce_precision reduce_scatter_done reduced_vary_cast reduced_vary_cast_p reshape reshard
     rev sharding_constraint slice split squeeze stop_gradient tile transpose unstack
@@ -176,6 +212,8 @@ _MOVE = """
 
 RULES = {
     **dict.fromkeys(_MIX.split(), mix),
+    **dict.fromkeys(_IMAGE.split(), image),
+    **dict.fromkeys(_BEND.split(), bend),
     **dict.fromkeys(_MOVE.split(), move),
     **dict.fromkeys("device_put jdp_together optimization_barrier".split(), _move_each),
     **dict.fromkeys("add add_any sub".split(), _add),
@@ -186,8 +224,10 @@ RULES = {
     **dict.fromkeys("buffer_callback ffi_call".split(), _foreign),
     "broadcast_in_dim": averages.spread,
     "call_exported": _exported,
+    "convert_element_type": cast,
     "div": _divide,
     "jdp_weigh": _weigh,
+    "max": _larger,
     "mul": _multiply,
     "reduce_sum": _sum,
     "select_n": _select,

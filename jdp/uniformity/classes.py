@@ -29,6 +29,8 @@ class Class(NamedTuple):
         mean.
       repeated: mesh axes along which it is a sum over ranks of what was the same on every rank: n
         times too large, whatever it was.
+      even: mesh axes along which it was computed from means over ranks that all count alike, and
+        from nothing else that ranks exchanged.
     """
 
     axes: frozenset[str]
@@ -37,6 +39,7 @@ class Class(NamedTuple):
     total: frozenset[str] = frozenset()
     unclear: frozenset[str] = frozenset()
     repeated: frozenset[str] = frozenset()
+    even: frozenset[str] = frozenset()
 
     def either(self, other: "Class") -> "Class":
         """Return what is known of a function's value that is called in several places."""
@@ -47,13 +50,14 @@ class Class(NamedTuple):
             self.total | other.total,
             self.unclear | other.unclear,
             self.repeated | other.repeated,
+            self.even | other.even,
         )
 
 
 class Lattice:
     """Classes as integers whose join is `|`: a bit that is set says the worse.
 
-    There are seven bits for each axis, and three for the value as a whole:
+    There are nine bits for each axis, and four for the value as a whole:
 
     - varying: ranks along the axis may hold different values;
     - unsummed: it is not certain to be a scaled sum over the axis;
@@ -62,9 +66,13 @@ class Lattice:
       the mean over ranks would be what one rank has;
     - total: it may be n times that; where it varies, it has met something that is;
     - divided: it may be that divided by n, so that the sum over ranks would be a mean;
+    - even: it may depend on a mean over ranks that count alike: a sum that was divided by n;
+    - uneven: it may depend on what ranks exchanged in another way, such as a weighted mean;
     - averaging: a constant that was divided by n, or by a number of elements that is n, too;
     - data: the value depends on data, it is no constant of the program;
-    - nonzero: it may be something else than zero. Two bits: a constant that is 1 or -1 has one.
+    - nonzero: it may be something else than zero. Two bits: a constant that is 1 or -1 has one;
+    - bent: it may be a root, power or logarithm of a sum over ranks, a sum of its elements, or one
+      over groups of ranks. Not n but another number then undoes that the same was summed.
 
     A constant has none of the bits of sums: chosen by a uniform predicate, or where a loop starts,
     it may stand beside a sum without ending a claim. `decode` claims a sum only of data.
@@ -90,13 +98,17 @@ class Lattice:
         self._single = self.varying << 3 * k
         self._total = self.varying << 4 * k
         self._divided = self.varying << 5 * k
-        self._averaging = self.varying << 6 * k
-        self.data = 1 << 7 * k
+        self._uneven = self.varying << 7 * k
+        self._averaging = self.varying << 8 * k
+        self.data = 1 << 9 * k
         # One, or minus one, has the first of these bits alone.
-        self.nonzero = 6 << 7 * k
-        self._other = 4 << 7 * k
+        self.nonzero = 6 << 9 * k
+        self._other = 4 << 9 * k
+        self._bent = 8 << 9 * k
         # What an operation that ends every claim adds where data goes in.
         self.mixed = self.unsummed | self._unrepeated | self._single | self.data | self.nonzero
+        # One that gives another number for n times its operand.
+        self.imaged = self.mixed & ~self._unrepeated
         self._decoded: dict[int, Class] = {}
         self._products = [
             (sum(self._bit[name] for name in chosen), math.prod(sizes[name] for name in chosen))
@@ -130,7 +142,7 @@ class Lattice:
     def averaging(self, value: int, mean: int) -> int:
         """Return `mean` for a constant that is `value`, unless it averages elements: of a sum over
         ranks it may be either."""
-        return mean | self._at(value, 5) << 6 * self._num_axes
+        return mean | self._at(value, 5) << 8 * self._num_axes
 
     def names(self, value: int) -> frozenset[str]:
         """Name the axes along which `value` varies."""
@@ -153,6 +165,7 @@ class Lattice:
                 self.names(total & ~unclear),
                 self.names(unclear),
                 self.names(uniform & ~self._at(value, 2)),
+                self.names(uniform & self._at(value, 6) & ~self._at(value, 7)),
             )
             self._decoded[value] = found
         return found
@@ -166,13 +179,26 @@ class Lattice:
         k = self._num_axes
         return single << 3 * k | total << 4 * k | divided << 5 * k
 
+    def _met(self, a: int, b: int) -> int:
+        """Return the bits of means that a product or ratio has: of two it is no mean itself.
+
+        `pmean(w * x) / pmean(w)` is a weighted mean.
+        """
+        k = self._num_axes
+        met = self._at(a | b, 6) << 6 * k | (a | b) & self._uneven
+        return met | (self._at(a, 6) & self._at(b, 6)) << 7 * k
+
     def mix(self, value: int) -> int:
         """Return the class of a result of which nothing is known but the join of its operands."""
         return value | (self.mixed if value & self.data else self.nonzero)
 
+    def bend(self, value: int) -> int:
+        """Return the class of a root, a power, a logarithm or a sum of elements."""
+        return value | self._bent
+
     def anything(self) -> int:
         """Return the class of a value of which nothing is known, but that ranks hold the same."""
-        return self.mixed | self._total | self._divided
+        return self.mixed | self._total | self._divided | self._uneven
 
     def all_reduce(self, value: int, axes: int) -> int:
         """Return the class of the sum of `value` over `axes`."""
@@ -191,9 +217,20 @@ class Lattice:
         value &= ~self._sums(axes, axes, axes)
         value |= self._sums(shares | met, axes & ~shares, 0)
         k = self._num_axes
+        value |= (self._at(value, 6) & differed) << 7 * k  # it may be weighed by that mean
         repeats = axes & ~differed & ~divided
+        if repeats:
+            value &= ~self._bent  # what was done to its operand
         value = value & ~(repeats << 2 * k) | differed << 2 * k
         return value & ~self.unsummed_over(differed)
+
+    def sum_in_groups(self, value: int, axes: int) -> int:
+        """Return the class of the sums of `value` over groups of ranks along `axes`."""
+        if not value & self.data:
+            return value | self.nonzero if value & self.nonzero else value
+        same = axes & ~value
+        value |= self._sums(same, same, 0) | self._bent * bool(same)
+        return value & ~(same << 2 * self._num_axes)
 
     def mean(self, value: int, axes: int) -> int:
         """Return the class of a mean over `axes`: what `value`, a sum over them, is divided to."""
@@ -203,17 +240,20 @@ class Lattice:
 
     def share(self, value: int, axes: int) -> int:
         """Return the class of a rank's share of what all ranks along `axes` have."""
-        return (value | self.mixed) & ~self._sums(axes, axes, 0) | self._sums(0, 0, axes)
+        value = (value | self.mixed) & ~self._sums(axes, axes, 0) | self._sums(0, 0, axes)
+        return value | axes << 7 * self._num_axes
 
     def as_stated(self, value: int, axes: int) -> int:
         """Return the class of a sum over `axes` whose scale the author has chosen."""
-        return value | self._sums(axes, axes, 0) | axes << 2 * self._num_axes
+        value |= self._sums(axes, axes, 0) | axes << 2 * self._num_axes
+        return value | axes << 7 * self._num_axes
 
     def agree(self, value: int, axes: int) -> int:
         """Return the class of what ranks along `axes` exchange until they all hold the same."""
         differed = value & axes
         if differed:
             value = value & ~differed | self.data | self._sums(0, axes, axes)
+            value |= differed << 7 * self._num_axes
         return self.mix(value)
 
     def scale(self, value: int, by: int) -> int:
@@ -222,19 +262,23 @@ class Lattice:
             return value | by & self.varying
         if value & self.nonzero and not value & self.data:
             return self.mix(value | by)
-        divided = self._at(by, 5) | self._at(by, 6) & self._at(value, 4) & ~value
+        divided = self._at(by, 5) | self._at(by, 8) & self._at(value, 4) & ~value
         value |= by & self.varying | self._sums(self._at(value, 4), 0, divided)
-        return value | self._unrepeated * bool(divided)
+        return value | self._unrepeated * bool(divided or value & self._bent)
 
     def scale_by_number(self, value: int, number: float) -> int:
         """Return the class of `value * number`: a mean, if that divides a sum by n."""
         if not value & self.nonzero or not number:
             return value & self.varying
+        if value & self._bent and abs(number) != 1:
+            value |= self._unrepeated
         total = self._at(value, 4) & ~value
         if value & self.data and total:
             matched = self._axes_of_size(1 / number, total)
             if matched:
-                return self.mean(value, matched)
+                # Of sums of what differed, known as such.
+                sums = matched & ~self._at(value, 1) & ~self._at(value, 3)
+                return self.mean(value, matched) | sums << 6 * self._num_axes
             return value if abs(number) == 1 else value | self._sums(total, 0, 0)
         if abs(number) != 1:
             value |= self.nonzero
@@ -264,7 +308,8 @@ class Lattice:
             if not term & self.data:
                 return self.mix(a | b)
         # n times too large is the sum too, if one of its terms is.
-        return (a | b) & ~self._unrepeated | a & b & self._unrepeated
+        value = (a | b) & ~self._unrepeated | a & b & self._unrepeated
+        return value | self._unrepeated * bool(value & self._bent)
 
     def product(self, a: int, b: int) -> int:
         """Return the class of `a * b`."""
@@ -279,7 +324,9 @@ class Lattice:
         single = single_a & single_b | total_a & total_b | total & divided
         claims = self.unsummed | self._unrepeated
         value = (a | b) & ~claims & ~self._single | self._sums(single, 0, 0)
-        return value | a & b & claims | self._unrepeated * bool(total_a & total_b or divided)
+        is_lost = total_a & total_b or divided or (a | b) & self._bent
+        value |= a & b & claims | self._unrepeated * bool(is_lost)
+        return value | self._met(a, b)
 
     def quotient(self, a: int, b: int) -> int:
         """Return the class of `a / b`."""
@@ -293,7 +340,17 @@ class Lattice:
         met = total_b | divided_b
         value = value & ~self._sums(self.varying, 0, 0)
         value |= self._sums(single | total & met, 0, met)
-        return value | self._unrepeated * bool(met)
+        is_lost = met or (a | b) & self._bent
+        return value | self._unrepeated * bool(is_lost) | self._met(a, b)
+
+    def contract(self, a: int, b: int) -> int:
+        """Return the class of sums of products."""
+        if not (a & b & self.nonzero):
+            return (a | b) & self.varying
+        value = self.mix(a | b)
+        if not a & b & self.data:  # what a constant array holds is not known
+            return value
+        return self.bend(value & ~self._unrepeated | self.product(a, b) & self._unrepeated)
 
     def _parts(self, value: int) -> tuple[int, int, int]:
         return self._at(value, 3), self._at(value, 4), self._at(value, 5)

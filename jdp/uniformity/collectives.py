@@ -17,7 +17,9 @@ def _all_reduce(walk: Walk, eqn: Any, ins: list[int]) -> list[int]:
     if groups is None:
         return [walk.lattice.all_reduce(x, axes) for x in ins]
     if len({len(group) for group in groups}) == 1:
-        return ins
+        if len(groups[0]) == 1:
+            return ins
+        return [walk.lattice.sum_in_groups(x, axes) for x in ins]
     return [_spread(walk, x, axes) for x in ins]  # What is uniform is summed unequally often.
 
 

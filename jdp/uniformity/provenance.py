@@ -100,14 +100,16 @@ class Provenance(WayBack):
         lines = (self.line(each.frame, self.maker(each)) for each in self.back([node]))
         return next(filter(None, lines), "")
 
-    def repetition(self, node: Node) -> str:
-        """Return the author's line of the nearest sum of what was the same on every rank."""
+    def repetition(self, node: Node) -> Any | None:
+        """Return the nearest sum over ranks of what was the same on every rank, and its line."""
         for each in self.back([node], everything=True):
             eqn = self.maker(each)
-            if eqn is not None and eqn.primitive.name in ("psum", "psum_invariant"):
-                if line := self.line(each.frame, eqn):
-                    return line
-        return ""
+            if eqn is not None and eqn.primitive.name in _SUMS:
+                # Before its operands jdp's own has a rank, its group and the scale.
+                i = eqn.outvars.index(each.variable) - len(eqn.outvars)
+                if not self.differs(Node(each.frame, eqn.invars[i])):
+                    return eqn, self.line(each.frame, eqn)
+        return None
 
     def is_consequence(self, node: Node, causes: Iterable[Node]) -> bool:
         """Whether a value differs only because some other ones do."""
@@ -189,6 +191,7 @@ class Provenance(WayBack):
 
 
 _MOVES = frozenset("convert_element_type copy copy_p reshape squeeze".split())
+_SUMS = frozenset({"jdp_all_reduce", "psum", "psum_invariant"})
 _COLLECTIVES = frozenset(collectives.RULES) - {"axis_index"}
 
 

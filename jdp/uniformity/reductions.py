@@ -1,11 +1,14 @@
-"""Gradients that were reduced before jdp reduces them, or were not divided by the ranks."""
+"""Gradients that were reduced before jdp reduces them, not divided by the ranks, or not weighed."""
 
 import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from jdp.mark import SYNCED
+from jdp.uniformity import jaxprs
+from jdp.uniformity.provenance import Provenance
 from jdp.uniformity.report import Marked, Report
+from jdp.uniformity.way_back import Node
 from jdp.uniformity.wording import shown
 
 
@@ -25,6 +28,38 @@ def refusals(eqn: Any, report: Report, names: Collection[str]) -> Iterator[str]:
         yield reason.format(leaves=shown(paths), where=source or "jdp")
 
 
+def unweighted(report: Report, names: Collection[str]) -> Iterator[str]:
+    """Yield a text for each line to which gradients come that leave out the weight of the ranks.
+
+    Args:
+      report: of a step that weighs the ranks.
+      names: of the axes that form the data axis.
+    """
+    told: dict[tuple[str, str, str], list[str]] = {}
+    for found in report.marks:
+        axes = found.value.even & (frozenset(found.axes) | frozenset(names))
+        if found.kind in ("local", SYNCED) and axes and not found.value.zero:
+            back = report.back(axes)
+            node = back.of_mark(found.eqn)
+            line = "" if node is None else back.reduction(node)
+            leaves = told.setdefault((found.kind, found.source, line), [])
+            leaves.append(f"`{found.path or 'grads'}`")
+    for (kind, source, line), leaves in told.items():
+        came = "was handed to" if kind == SYNCED else "was reduced before it came to"
+        mend = (
+            "Write jdp.sync_gradients(grads) in its place, which weighs."
+            if kind == SYNCED
+            else "Hand over the local gradient, or write jdp.mean_over_ranks(x) where a mean "
+            "multiplies a parameter: both weigh."
+        )
+        yield (
+            f"the gradient of {shown(leaves)} {came} {source or 'jdp'}, and {line or 'something'} "
+            "averages it over the ranks as if all of them counted the same. The step has a "
+            "weight=, and where ranks weigh differently, as in a padded batch, the mean by weight "
+            f"is another gradient. {mend}"
+        )
+
+
 def means(report: Report) -> dict[str, list[str]]:
     """Return the gradients of which all that come to one line are means already, by that line."""
     by_line: dict[str, list[Marked]] = {}
@@ -40,10 +75,30 @@ def means(report: Report) -> dict[str, list[str]]:
     }
 
 
-def times(eqn: Any, axes: Collection[str]) -> str:
-    """Say how many times too large a sum over some axes of a shard_map is."""
+def times(eqn: Any, axes: Collection[str], collective: Any = None) -> str:
+    """Say how many times too large a sum over some axes of a shard_map is, or over groups."""
+    groups = None if collective is None else jaxprs.groups(collective)
     num_ranks = math.prod(eqn.params["mesh"].shape[name] for name in axes)
+    num_ranks = num_ranks if groups is None else len(groups[0])
     return f"{num_ranks} times" if num_ranks > 1 else "n times (on n ranks)"
+
+
+def repetition(eqn: Any, back: Provenance, node: Node | None, axes: Collection[str]) -> str:
+    """Say how many times too large a repeated sum is, and which line makes it so.
+
+    Args:
+      eqn: the shard_map.
+      back: the way back from what differs along `axes`.
+      node: the value.
+      axes: along which it is repeated.
+    """
+    found = None if node is None else back.repetition(node)
+    collective, line = (None, "") if found is None else found
+    return (
+        f"is made from a sum that is {times(eqn, axes, collective)} too large: "
+        f"{line or 'something'} sums over the ranks what every rank has the same. Leave the sum "
+        "out, or write jdp.mean_over_ranks(x)."
+    )
 
 
 def _reason(eqn: Any, report: Report, found: Marked, names: Collection[str]) -> str:
@@ -53,13 +108,8 @@ def _reason(eqn: Any, report: Report, found: Marked, names: Collection[str]) -> 
         return ""
     back = report.back(axes)
     if repeated := value.repeated & axes:
-        node = back.of_mark(found.eqn)
-        line = "" if node is None else back.repetition(node)
-        return (
-            f"the gradient of {{leaves}} is {times(eqn, repeated)} too large where it "
-            f"comes to {{where}}: {line or 'something'} sums over the ranks what every rank has "
-            "the same. Leave the sum out, or write jdp.mean_over_ranks(x)."
-        )
+        told = repetition(eqn, back, back.of_mark(found.eqn), repeated)
+        return "the gradient of {leaves} that comes to {where} " + told
     if not value.total & axes and not (
         found.kind == "local" and value.unclear & axes and _is_alone(report, found)
     ):

@@ -93,16 +93,18 @@ class Walk:
         # The innermost loop: names are local and the commonest rules written out, for speed.
         rule_of, unknown = RULES.get, control.unknown
         mix, move, zero_of_zeros = arithmetic.mix, arithmetic.move, arithmetic.ZERO_OF_ZEROS
+        image, imaged = arithmetic.image, self.lattice.imaged
         data, nonzero, mixed = self.lattice.data, self.lattice.nonzero, self.lattice.mixed
         for eqn in eqns:
             name = eqn.primitive.name
             rule = rule_of(name, unknown)
-            if rule is mix:
+            if rule is mix or rule is image:
                 value = 0
                 for atom in eqn.invars:
                     value |= _literal(atom, nonzero) if type(atom) is Literal else env[atom]
                 if value & nonzero or name not in zero_of_zeros:
-                    value |= mixed if value & data else nonzero
+                    ends = mixed if rule is mix else imaged
+                    value |= ends if value & data else nonzero
             elif rule is move:
                 atom = eqn.invars[0]
                 value = _literal(atom, nonzero) if type(atom) is Literal else env[atom]

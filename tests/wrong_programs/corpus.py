@@ -27,6 +27,7 @@ KINDS = {
     "reduced twice": "was reduced before it came to",
     "not divided": "sums it over the ranks, and jdp sees no division by their number",
     "repeated": "sums over the ranks what every rank has the same",
+    "unweighted": "as if all of them counted the same",
     "deadlock": "ranks that skip it leave the others waiting",
     "mask": "says which rows are padding, and the step does not read it",
     "gather": 'all_gather(to="invarying") has a wrong gradient',

@@ -19,10 +19,13 @@ from wrong_programs.corpus import (
     holding,
     local,
     loss_fn,
+    masked_rows,
     params,
+    predict,
     right,
     rows,
     sgd,
+    training,
 )
 from wrong_programs.reduced_twice import psum, reduced_backward
 
@@ -30,6 +33,7 @@ W, B, V = "['w']", "['b']", "['v']"
 undivided = functools.partial(corpus.wrong, "not divided")
 repeated = functools.partial(corpus.wrong, "repeated")
 total = functools.partial(corpus.wrong, "reduced twice")
+unweighted = functools.partial(corpus.wrong, "unweighted")
 
 
 # Handed on as the mean
@@ -225,3 +229,125 @@ def average_that_adds_a_sum_of_itself(state, batch):
 def sum_of_the_part_of_one_rank(state, batch):
     first = lax.axis_index("data") == 0
     return {"v": lax.psum(jnp.where(first, state["v"], 0), "data")[::-1]}, {}
+
+
+@repeated("new state['a']", make=holding(a=np.float32(2)))
+def function_of_a_sum(state, batch):
+    a = jax.nn.sigmoid(lax.psum(state["a"], "data"))  # <- here
+    return {"a": 0.9 * state["a"] + 0.1 * a}, {}
+
+
+@repeated("new state['a']", make=holding(a=np.float32(2)))
+def norm_by_all_ranks(state, batch):
+    return {"a": jnp.sqrt(lax.psum(state["a"] ** 2, "data"))}, {}  # <- here
+
+
+@repeated("new state['a']", make=holding(a=np.float32(2)))
+def sum_in_groups(state, batch):
+    half = lax.axis_size("data") // 2 or 1
+    groups = np.arange(lax.axis_size("data")).reshape(-1, half).T
+    groups = [list(map(int, group)) for group in groups]
+    return {"a": lax.psum(state["a"], "data", axis_index_groups=groups)}, {}  # <- here
+
+
+@right(make=holding(a=np.float32(2)))
+def mean_in_groups(state, batch):
+    return {"a": lax.pmean(state["a"], "data", axis_index_groups=[[0, 1], [2, 3]])}, {}
+
+
+@right(make=holding(a=np.float32(2), b=np.bool_(True), c=np.float32(1)))
+def votes_of_all_ranks(state, batch):
+    votes = lax.psum((state["a"] > 0).astype(jnp.int32), "data")
+    return {
+        "a": jnp.sign(lax.psum(state["a"], "data")),
+        "b": votes.astype(bool),
+        "c": jnp.minimum(votes, 1).astype(jnp.float32),
+    }, {}
+
+
+# Averaged without the weight of the step
+
+
+WEIGHED = {
+    "make": lambda: training(batch=masked_rows()),
+    "weight": lambda batch: batch["mask"].sum(),
+}
+
+
+def masked_loss(p, batch):
+    errors = (predict(p, batch["x"]) - batch["y"]) ** 2
+    return (errors * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def masked_gradients(state, batch):
+    return jax.grad(masked_loss)(state.params, batch)
+
+
+@unweighted(W, B, **WEIGHED)
+def unweighted_mean_handed_on(state, batch):
+    grads = lax.pmean(masked_gradients(state, batch), "data")  # <- here
+    return state.apply_gradients(grads, synced=True), {}
+
+
+@unweighted(W, B, **WEIGHED)
+def unweighted_mean_that_is_averaged(state, batch):
+    grads = lax.pmean(masked_gradients(state, batch), "data")  # <- here
+    return state.apply_gradients(grads), {}
+
+
+@unweighted(W, B, **WEIGHED)
+def sum_over_the_ranks_of_what_ranks_weigh(state, batch):
+    grads = psum(masked_gradients(state, batch))  # reduced_twice.py
+    grads = jax.tree.map(lambda g: g / lax.axis_size("data"), grads)
+    return state.apply_gradients(grads, synced=True), {}  # <- here
+
+
+@unweighted(W, **WEIGHED)
+def one_leaf_is_an_unweighted_mean(state, batch):
+    grads = masked_gradients(state, batch)
+    w = lax.pmean(grads["w"], "data")  # <- here
+    grads = {"w": w + 1e-3 * state.params["w"], "b": jdp.sync_gradients(grads["b"])}
+    return state.apply_gradients(grads, synced=True), {}
+
+
+@unweighted(W, B, **WEIGHED)
+def unweighted_mean_of_micro_batches(state, batch):
+    _, grads = jdp.value_and_grad(masked_loss, accumulate=2)(state.params, batch)
+    grads = lax.pmean(grads, "data")  # <- here
+    return state.apply_gradients(grads, synced=True), {}
+
+
+@unweighted(V, make=lambda: (with_multiplier()[0], masked_rows()), weight=WEIGHED["weight"])
+def multiplier_of_an_unweighted_mean(state, batch):
+    def loss(p):
+        mean = lax.pmean(lax.stop_gradient(masked_loss(p, batch)), "data")  # <- here
+        return masked_loss(p, batch) + p["v"] * mean
+
+    return state.apply_gradients(jax.grad(loss)(state.params)), {}
+
+
+@right(**WEIGHED)
+def weighted_mean_handed_on(state, batch):
+    grads = jdp.sync_gradients(masked_gradients(state, batch))
+    return state.apply_gradients(grads, synced=True), {}
+
+
+@right(**WEIGHED)
+def weighted_mean_by_hand(state, batch):
+    count = batch["mask"].sum()
+    total = jnp.maximum(lax.pmean(count, "data"), 1)
+    grads = jax.tree.map(
+        lambda g: lax.pmean(jnp.where(count > 0, g * count, 0), "data") / total,
+        masked_gradients(state, batch),
+    )
+    return state.apply_gradients(grads, synced=True), {}
+
+
+@right(make=WEIGHED["make"])
+def mean_that_has_no_weight(state, batch):
+    def loss(p):
+        errors = (predict(p, batch["x"]) - batch["y"]) ** 2
+        return (errors * batch["mask"]).sum() / jdp.mean_over_ranks(batch["mask"].sum() * 1.0)
+
+    grads = lax.pmean(jax.grad(loss)(state.params), "data")
+    return state.apply_gradients(grads, synced=True), {}
