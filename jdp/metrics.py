@@ -10,7 +10,7 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import axis, collectives, scope, statics, weighted_sum
+from jdp import axis, collectives, row_weight, scope, statics, weighted_sum
 from jdp.axis import AxisName
 
 # Algorithms that lose no digit of a float32 sum.
@@ -64,7 +64,7 @@ def mean_over_ranks(
     if not axis.is_bound(axis_name) or not leaves:
         return jax.tree.unflatten(treedef, leaves)
     if weight is not None:
-        weight = scope.require_number(weight)
+        weight = row_weight.valid(weight)
     else:
         weight = scope.default_weight(axis_name, "jdp.mean_over_ranks")
     # Summed in at least float32: these are few bytes, and a float16 sum may pass 65504.

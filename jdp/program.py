@@ -32,6 +32,19 @@ from jdp.collectives.xla import combine_options
 from jdp.readiness import order_of_gradients
 
 
+class RankReports(NamedTuple):
+    """What each rank says of itself, split over the ranks.
+
+    Attributes:
+      differs: whether its process got other arguments than others, `[ranks]` bool; None where that
+        is not compared.
+      weight: what `weight_fn` returned, `[ranks]` float; None without one.
+    """
+
+    differs: jax.Array | None
+    weight: jax.Array | None
+
+
 class Program:
     """A step over `mesh`, which runs only what `verify` has accepted.
 
@@ -89,13 +102,12 @@ class Program:
     def __call__(
         self, *args: Any, follows: bool = False, given: arguments.Given | None = None
     ) -> Any:
-        """Return `(state, metrics, weight, differs)`: rows still marked, weight summed over ranks.
+        """Return `(state, metrics, weight, reports)`: rows still marked, weight summed over ranks.
 
         Args:
           *args: of the step.
           follows: whether the state is what the last call returned.
-          given: on a mesh of several processes, what `arguments.of` made of `args`. `differs` is
-            then whether it was another on another process, `[ranks]` bool; otherwise None.
+          given: on a mesh of several processes, what `arguments.of` made of `args`.
         """
         self._args = args
         try:
@@ -169,7 +181,7 @@ class Program:
                 jaxpr = mapped.trace(*inputs).jaxpr
                 proved = verify.check(jaxpr, self._describe(args))
                 order.require(jaxpr)
-            (state, reported, weight, raw), (rows, differs, own) = mapped(*inputs)
+            (state, reported, weight, raw), (rows, reports, own) = mapped(*inputs)
             reported = metrics.with_own(reported, raw, proved.own_metrics)
             if own:
                 state = statics.hold(rank_state.put(statics.restore(state), own))
@@ -177,7 +189,7 @@ class Program:
                 self._keep_layout(args[0], state),
                 metrics.put_rows(reported, rows, marked=True),
                 weight,
-                differs,
+                reports,
             )
 
         on_mesh.__name__ = on_mesh.__qualname__ = self._name
@@ -240,10 +252,11 @@ class Program:
             weight = step.total
             if weight is None:
                 weight = jnp.float32((step.num_rows or 0) * axis.size(self._axis_name))
+        reports = RankReports(differs, None if step.given is None else step.given.reshape(1))
         new_state, own = rank_state.take(jax.tree.map(_strong, new_state))
         whole = statics.hold(rank_state.put(new_state, own)) if own else statics.hold(new_state)
         if step.late is not None:  # a program of other platforms
-            return (statics.hold(new_state), reported, weight, raw), (rows, differs, own)
+            return (statics.hold(new_state), reported, weight, raw), (rows, reports, own)
         self._late_choices = step.late_choices
         leaving = _outputs(f"new {self._argument(0)}", "state", whole)
         is_own = rank_state.flags(whole)
@@ -255,10 +268,10 @@ class Program:
             *_outputs("metrics", "metric", reported),
             traced.Output(traced.WEIGHT, (), "metric", jax.typeof(weight)),
             *_outputs("metrics", "own", raw),
-            *_outputs("rows", "rows", (rows, differs)),
+            *_outputs("rows", "rows", (rows, reports)),
             *(replace(x, kind="rows") for x in itertools.compress(leaving, is_own)),
         ]
-        return (statics.hold(new_state), reported, weight, raw), (rows, differs, own)
+        return (statics.hold(new_state), reported, weight, raw), (rows, reports, own)
 
     def _pair(self, returned: Any) -> tuple[Any, Any]:
         if not self._returns_state:

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp import arguments, axis, failure, mesh, metrics, overdue, progress, statics
+from jdp import arguments, axis, failure, mesh, metrics, overdue, progress, row_weight, statics
 from jdp.axis import AxisName
 from jdp.batch import place_batch
 from jdp.collectives import library
-from jdp.program import Program
+from jdp.program import Program, RankReports
 
 # XLA's CPU client before JAX 0.11 hangs for good with more than about 30 undrained steps on all
 # of its devices; elsewhere a few steps in flight are enough to hide dispatch.
@@ -31,7 +31,7 @@ class _Call(NamedTuple):
     number: int
     program: Program
     given: arguments.Given | None
-    differs: jax.Array | None  # whether that was another on another process
+    reports: RankReports | None
     weight: Any  # of the batch, which is ready when the call has run
 
 
@@ -194,7 +194,7 @@ class Step:
                 given = program.arguments.of(args, self._unknown(args[0], follows))
             try:
                 _made = _Call(self, self._num_calls, program, given, None, None)
-                state, reported, weight, differs = program(*args, follows=follows, given=given)
+                state, reported, weight, reports = program(*args, follows=follows, given=given)
             except (RuntimeError, ValueError) as error:
                 if "delete" in str(error):
                     self._require_alive(*args)
@@ -205,7 +205,7 @@ class Step:
             finally:
                 _made = None
             self._returned[:] = map(weakref.ref, jax.tree.leaves(state))
-            _in_flight.append(_Call(self, self._num_calls, program, given, differs, weight))
+            _in_flight.append(_Call(self, self._num_calls, program, given, reports, weight))
             _drain(_MAX_IN_FLIGHT)
             if progress.is_first_step and self.returns_state:
                 _wait_for_first_step()
@@ -399,16 +399,29 @@ def _drain(num_left: int) -> None:
             raise _failed(name, call.number, is_gone, error, cause) from error
         _in_flight.popleft()
         _require_same_arguments(call)
+        _require_weights(call)
 
 
 def _require_same_arguments(call: _Call) -> None:
     # Each rank says it of itself, and all of a process got the same.
-    if call.differs is None or not np.asarray(call.differs.addressable_data(0)).any():
+    differs = None if call.reports is None else call.reports.differs
+    if differs is None or not np.asarray(differs.addressable_data(0)).any():
         return
     _in_flight.clear()
     assert call.program.arguments is not None and call.given is not None
     step = call.step.__name__
     raise RuntimeError(call.program.arguments.explained(call.given, step, call.number))
+
+
+def _require_weights(call: _Call) -> None:
+    given = None if call.reports is None else call.reports.weight
+    why = None if given is None else row_weight.why_invalid(call.weight, given)
+    if why:
+        _in_flight.clear()
+        raise RuntimeError(
+            f"call {call.number} of `{call.step.__name__}`: {why} What it and later calls returned "
+            "is NaN."
+        )
 
 
 def _difference(

@@ -49,6 +49,7 @@ ROOMS = (
         "launch",
         "schedulers",
         "traced",
+        "row_weight",
     ),
     ("background", "commit", "disk", "preemption", "differences", "overdue"),
 )
