@@ -23,6 +23,7 @@ from jdp import (
     scope,
     statics,
     traced,
+    unknown_value,
     verify,
     waits,
 )
@@ -238,8 +239,7 @@ class Program:
             rest, checksums = rest[:-1], rest[-1]
         entered = scope.entered(self._axis_name, batch, self._weight_fn, mesh=self.mesh, **found)
         with order.entered(why_not=why_xla, series=self._series), entered as step:
-            returned = self._fn(state, batch, *rest)
-            new_state, reported = self._pair(returned)
+            new_state, reported = self._pair(self._call_author(state, batch, *rest))
             reported, rows = metrics.take_rows(reported)
             metrics.require_numbers(reported)
             raw = metrics.float_scalars(reported)
@@ -272,6 +272,16 @@ class Program:
             *(replace(x, kind="rows") for x in itertools.compress(leaving, is_own)),
         ]
         return (statics.hold(new_state), reported, weight, raw), (rows, reports, own)
+
+    def _call_author(self, state: Any, *args: Any) -> Any:
+        try:
+            return self._fn(state, *args)
+        except TypeError as error:
+            own = [*itertools.compress(self._names(0, state), rank_state.flags(state))]
+            text = unknown_value.explained(error, self._name, self._argument, own)
+            if text is None:
+                raise
+            raise TypeError(text) from error
 
     def _pair(self, returned: Any) -> tuple[Any, Any]:
         if not self._returns_state:

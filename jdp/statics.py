@@ -47,13 +47,29 @@ class Held:
     others: tuple[tuple[int, Any], ...]  # (position among all leaves, leaf)
 
 
+@dataclass(frozen=True)
+class _Keys:
+    """Where an array of a `Held` stands in the tree that is held, as one key."""
+
+    keys: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return jax.tree_util.keystr(self.keys)
+
+
+def _flatten_with_keys(held: Held) -> tuple[list[tuple[_Keys, Any]], Any]:
+    others = {i for i, _ in held.others}
+    whole = held.treedef.unflatten(range(held.treedef.num_leaves))
+    named = jax.tree_util.tree_leaves_with_path(whole)
+    keys = [_Keys(path) for path, i in named if i not in others]
+    return list(zip(keys, held.arrays, strict=True)), (held.treedef, held.others)
+
+
 jax.tree_util.register_pytree_with_keys(
     Held,
-    lambda held: (
-        [(jax.tree_util.SequenceKey(i), x) for i, x in enumerate(held.arrays)],
-        (held.treedef, held.others),
-    ),
+    _flatten_with_keys,
     lambda aux, arrays: Held(list(arrays), *aux),
+    lambda held: (held.arrays, (held.treedef, held.others)),
 )
 
 

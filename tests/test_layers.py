@@ -27,6 +27,7 @@ ROOMS = (
         "late_reduction",
         "batch",
         "waits",
+        "unknown_value",
     ),
     ("causes", "transposed"),
     ("weighted_sum",),

@@ -110,7 +110,10 @@ def test_a_negative_weight_in_a_loop_of_ones_own_gives_nan_on_every_rank(make_me
         return jdp.sync_gradients(x, weight=weight[0])
 
     mapped = jax.shard_map(
-        mean, mesh=make_mesh(2), in_specs=(P("data"), P("data")), out_specs=P("data"),
+        mean,
+        mesh=make_mesh(2),
+        in_specs=(P("data"), P("data")),
+        out_specs=P("data"),
         check_vma=checks,
     )
     found = jax.jit(mapped)(jnp.array([3.0, -1.0]), jnp.ones(2))

@@ -7,6 +7,7 @@ from jdp.uniformity.function import uniformity
 from jdp.uniformity.provenance import Origin, Provenance
 from jdp.uniformity.refusals import compilers_deadlock, unknown_primitives
 from jdp.uniformity.report import Deadlock, Marked, Report
+from jdp.uniformity.source import line_of
 from jdp.uniformity.way_back import Node
 from jdp.uniformity.wording import bulleted, shown
 
@@ -23,6 +24,7 @@ __all__ = [
     "compilers_deadlock",
     "declare_pure",
     "find_shard_maps",
+    "line_of",
     "shown",
     "uniformity",
     "unknown_primitives",
