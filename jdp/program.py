@@ -310,6 +310,7 @@ class Program:
             marked=self._marked,
             mask=masks[0] if masks else None,
             differentiates=self._returns_state,
+            platform=axis.platform(self.mesh),
             weighed=self._weighed,
         )
 

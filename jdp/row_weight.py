@@ -65,6 +65,6 @@ def _is_constant(given: Any) -> bool:
 
 
 _WHY = (
-    "Rows cannot count less than nothing: means are divided by the sum of the weights of all ranks. "
-    "A weight is a finite number >= 0, and 0 for a rank that does not count."
+    "Rows cannot count less than nothing: means are divided by the sum of all ranks' weights. A "
+    "weight is a finite number >= 0, and 0 for a rank that does not count."
 )

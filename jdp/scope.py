@@ -122,8 +122,7 @@ def innermost() -> Scope | None:
 def platform() -> str:
     """Return the platform of the step being traced; outside of a step, JAX's default."""
     step = innermost()
-    mesh = None if step is None else step.mesh
-    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    return axis.platform(None if step is None else step.mesh)
 
 
 def share_of(weight: jax.Array, axis_name: AxisName) -> jax.Array:

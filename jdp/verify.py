@@ -12,11 +12,13 @@ from jdp.traced import WEIGHT, Traced
 from jdp.uniformity import (
     Report,
     analyse,
+    bfloat16_reductions,
     bulleted,
     find_shard_maps,
     jaxprs,
     reductions,
     shown,
+    source_of,
     unknown_primitives,
 )
 from jdp.weighted_sum import MICRO_BATCH
@@ -90,6 +92,7 @@ def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
         *_unread_mask(report, traced),
         *_wrong_gather(step, traced),
         *_unweighted_transposes(step, report, traced),
+        *_aborting_reductions(step, traced),
     ]
     return list(dict.fromkeys(problems))  # A line that many leaves pass is told once.
 
@@ -152,6 +155,21 @@ def _wrong_gather(step: Any, traced: Traced) -> Iterator[str]:
                 f'all_gather(to="invarying") has a wrong gradient in JAX {jax.__version__}: '
                 'write all_gather(to="varying"), which is the default, or use JAX >= 0.11.'
             )
+
+
+def _aborting_reductions(step: Any, traced: Traced) -> Iterator[str]:
+    if traced.platform != "cpu":
+        return
+    for eqn in bfloat16_reductions(step):
+        line = source_of(eqn)
+        others = set(step.params["mesh"].axis_names) - set(traced.axis_name)
+        yield (
+            f"`{eqn.primitive.name}`{f' at {line}' if line else ''} reduces bfloat16 over the "
+            f"ranks of a mesh with a further axis, {shown(_quoted(sorted(others)))}: XLA would "
+            "abort the process on CPUs. Write jdp.mean_over_ranks(x) or jdp.sum_over_ranks(x), "
+            "which add up in float32, or cast to float32 around it. Where JAX made it, as the "
+            "gradient of an all_gather, cast what is gathered."
+        )
 
 
 def _unweighted_transposes(step: Any, report: Report, traced: Traced) -> Iterator[str]:
