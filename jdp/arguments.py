@@ -134,13 +134,18 @@ class Arguments:
 
     def explained(self, given: Given, step: str, call: int) -> str:
         """Say that a call differed between processes, and in what."""
-        difference = self.difference(given) or (
-            "The state that was handed to it, or a further argument, was another on one process "
-            "than on the others; they did not all say which."
-        )
+        difference = self.difference(given)
+        advice = _ADVICE
+        if difference is None:
+            difference = (
+                "The state that was handed to it, or a further argument, was another on one "
+                "process than on the others; they did not all say which."
+            )
+        elif difference.startswith(f"`{self._name_of(0)}"):
+            advice = _ADVICE_FOR_STATE
         return (
             f"call {call} of `{step}` was not the same on all processes: {difference} {_WHY} The "
-            f"states that it and later calls returned are wrong. {_ADVICE}"
+            f"states that it and later calls returned are wrong. {advice}"
         )
 
     def _path(self, i: int, path: tuple) -> str:
@@ -263,7 +268,7 @@ def first_difference(told: Mapping[int, Mapping[str, str]]) -> str | None:
         if lacking is not None and not part:  # Not every process holds every part.
             return (
                 f"`{name}` was replaced between steps on process {next(iter(found))}, and not on "
-                f"process {lacking}."
+                f"process {lacking}, which handed on what its last step returned."
             )
     return None
 
@@ -287,6 +292,11 @@ def _digest(leaf: Any) -> str:
 
 
 _WHY = "Ranks that get other arguments train different models, or wait for each other for ever."
+_ADVICE_FOR_STATE = (
+    "A program changed the state after the step that returned it: do so on all processes and with "
+    "equal values, outside of `if jax.process_index() == 0` and of what one process alone has read "
+    "or drawn; or change it inside the step. State of one rank goes into jdp.per_rank(x)."
+)
 _ADVICE = (
     "Give every process the same: a key from the same seed, the same numbers. Random numbers of a "
     "rank's own come from state.key, and what is meant to differ goes into the batch."

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, jax.ShapeDtypeStruct)
@@ -22,6 +23,27 @@ def is_key(leaf: Any) -> bool:
 def without_key(leaf: Any) -> Any:
     """Return the data of a typed random key, any other leaf as it is."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def num_bits(dtype: Any) -> int:
+    """Return how many bits of an element of a dtype count: 6 of a float6, 1 of a bool."""
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return 1
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.finfo(dtype).bits
+    return jnp.iinfo(dtype).bits
+
+
+def is_tiny_float(dtype: Any) -> bool:
+    """Whether a dtype is a float of 8 bits or fewer, which JAX does not promote to another."""
+    return jnp.issubdtype(dtype, jnp.floating) and num_bits(dtype) < 16
+
+
+def is_not_compiled(dtype: Any) -> bool:
+    """Whether XLA cannot compute with a dtype that JAX names: int1 and uint1, floats of 6 bits."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return num_bits(dtype) == 1
+    return jnp.issubdtype(dtype, jnp.floating) and num_bits(dtype) == 6
 
 
 def is_deleted(leaf: Any) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdp import axis, causes, transposed
+from jdp import axis, causes, statics, transposed
 from jdp.mark import AVERAGED, OWN_WEIGHT
 from jdp.traced import WEIGHT, Traced
 from jdp.uniformity import (
@@ -83,6 +83,8 @@ def require_reverse_mode(jaxpr: Any, name: str) -> None:
 
 
 def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
+    if unknown := [*_not_compiled(step, report, traced)]:
+        return unknown
     problems = [
         *causes.deadlocks(report, traced),
         *reductions.refusals(step, report, traced.axis_name),
@@ -154,6 +156,19 @@ def _wrong_gather(step: Any, traced: Traced) -> Iterator[str]:
             yield (
                 f'all_gather(to="invarying") has a wrong gradient in JAX {jax.__version__}: '
                 'write all_gather(to="varying"), which is the default, or use JAX >= 0.11.'
+            )
+
+
+def _not_compiled(step: Any, report: Report, traced: Traced) -> Iterator[str]:
+    first = causes.num_constants(report, traced)
+    inputs = jaxprs.mapped_body(step).invars[first:]
+    named = [(name, x.aval) for name, x in zip(traced.inputs, inputs, strict=True)]
+    named += [(output.path, output.aval) for output in traced.outputs]
+    for name, aval in named:
+        if statics.is_not_compiled(aval.dtype):
+            yield (
+                f"`{name}` is {aval.dtype}{list(aval.shape)}, which XLA cannot compute with. Write "
+                "uint8 or bool for integers of one bit, float8 or float32 for floats of six."
             )
 
 
