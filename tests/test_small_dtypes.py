@@ -98,6 +98,8 @@ def test_few_bits_are_not_summed_over_ranks(function, name):
 @pytest.mark.parametrize("name", NOT_COMPILED)
 @pytest.mark.parametrize("where", ["state", "own", "batch", "rest", "metric"])
 def test_what_xla_does_not_compile_is_refused_by_path(where, name):
+    if name.startswith("float6") and jax.__version_info__ < (0, 11):
+        pytest.skip("this JAX puts no float6 on a device, and says so by name")
     ranks(2)
     odd, good = some(name, 4), np.ones(4, np.float32)
     names = {
