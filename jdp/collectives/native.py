@@ -61,7 +61,7 @@ def native(
     """
     axes = axis.in_mesh_order(axis_name)  # one communicator, whatever the order of the names
     _require(_why_unable(axes, mesh))
-    if axis.platform(mesh) == "gpu":
+    if _platform(mesh) == "gpu":
         return _on_gpus(buckets, axes, scale, mesh)
     options = dict(
         axes=axes,
@@ -104,7 +104,7 @@ def why_not(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
       axes: names of the mesh axes that are reduced over.
       mesh: where they lie, None if that is not known.
     """
-    if axis.platform(mesh) == "gpu":
+    if _platform(mesh) == "gpu":
         return (
             "the ranks are on GPUs, where it has not been measured yet; to try it, write "
             "all_reduce=jdp.collectives.native."
@@ -119,7 +119,11 @@ def starts_when_ready(all_reduce: Any, mesh: Mesh | None) -> bool:
       all_reduce: the algorithm.
       mesh: where it would run, None if that is not known.
     """
-    return all_reduce is split or (all_reduce is native and axis.platform(mesh) == "gpu")
+    return all_reduce is split or (all_reduce is native and _platform(mesh) == "gpu")
+
+
+def _platform(mesh: Mesh | None) -> str:
+    return axis.platform(mesh)
 
 
 def _require(reason: str | None) -> None:
@@ -131,7 +135,7 @@ def _require(reason: str | None) -> None:
 
 
 def _why_unable(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
-    platform = axis.platform(mesh)
+    platform = _platform(mesh)
     if platform not in ("cpu", "gpu"):
         return f"the ranks are on {platform!r}, and it is written for CPUs and GPUs."
     around = jax.sharding.get_abstract_mesh()
