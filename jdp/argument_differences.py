@@ -11,6 +11,11 @@ from jdp import exchange, statics
 PART = " part "  # between the name of a leaf and which of its parts along further axes
 
 WHY = "Ranks that get other arguments train different models, or wait for each other for ever."
+ADVICE_FOR_STATE = (
+    "A program changed the state after the step that returned it: do so on all processes and with "
+    "equal values, outside of `if jax.process_index() == 0` and of what one process alone has read "
+    "or drawn; or change it inside the step. State of one rank goes into jdp.per_rank(x)."
+)
 ADVICE = (
     "Give every process the same: a key from the same seed, the same numbers. Random numbers of a "
     "rank's own come from state.key, and what is meant to differ goes into the batch."

@@ -11,7 +11,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdp import axis, exchange, hashes, statics
-from jdp.argument_differences import ADVICE, PART, WHY, described, first_difference
+from jdp.argument_differences import (
+    ADVICE,
+    ADVICE_FOR_STATE,
+    PART,
+    WHY,
+    described,
+    first_difference,
+)
 from jdp.checksums import is_small
 
 # How long a process that has seen a difference waits for what the others say of it.
@@ -113,13 +120,18 @@ class Arguments:
 
     def explained(self, given: Given, step: str, call: int) -> str:
         """Say that a call differed between processes, and in what."""
-        difference = self.difference(given) or (
-            "The state that was handed to it, or a further argument, was another on one process "
-            "than on the others; they did not all say which."
-        )
+        difference = self.difference(given)
+        advice = ADVICE
+        if difference is None:
+            difference = (
+                "The state that was handed to it, or a further argument, was another on one "
+                "process than on the others; they did not all say which."
+            )
+        elif difference.startswith(f"`{self._name_of(0)}"):
+            advice = ADVICE_FOR_STATE
         return (
             f"call {call} of `{step}` was not the same on all processes: {difference} {WHY} The "
-            f"states that it and later calls returned are wrong. {ADVICE}"
+            f"states that it and later calls returned are wrong. {advice}"
         )
 
     def _path(self, i: int, path: tuple) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 AxisName = str | Sequence[str]
 
@@ -97,15 +98,25 @@ def rank(axis_name: AxisName) -> jax.Array:
     return lax.axis_index(names(axis_name)) if is_bound(axis_name) else jnp.int32(0)
 
 
-def psum(tree: Any, axis_name: AxisName) -> Any:
+def platform(mesh: Mesh | None) -> str:
+    """Return the platform of a mesh, which may be only described; without one JAX's default."""
+    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+
+
+def psum(tree: Any, axis_name: AxisName, platform: str) -> Any:
     """Sum every leaf over `axis_name`, as `lax.psum` does.
 
     XLA's CPU backend aborts the process on an all-reduce of bfloat16 where a further axis of the
     mesh is left to the compiler. There the sum is taken in float32, and rounded once.
+
+    Args:
+      tree: of arrays.
+      axis_name: a name, or a tuple of names.
+      platform: which the program is for.
     """
     axes = names(axis_name)
     around = jax.sharding.get_abstract_mesh()
-    if set(around.axis_names) == set(around.manual_axes) or jax.default_backend() != "cpu":
+    if set(around.axis_names) == set(around.manual_axes) or platform != "cpu":
         return lax.psum(tree, axes)
     leaves, treedef = jax.tree.flatten(tree)
     dtypes = [jnp.result_type(leaf) for leaf in leaves]

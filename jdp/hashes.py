@@ -151,8 +151,9 @@ def words_of(x: jax.Array) -> jax.Array:
         x = jnp.stack([x.real, x.imag], -1)
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
-    is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    num_bits = jnp.finfo(x.dtype).bits if is_float else jnp.iinfo(x.dtype).bits
+    if statics.is_not_compiled(x.dtype):
+        raise TypeError(f"XLA cannot compute with {x.dtype}, so that its bits cannot be compared.")
+    num_bits = statics.num_bits(x.dtype)
     if num_bits >= 32:
         return lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{num_bits}")).astype(jnp.uint32)

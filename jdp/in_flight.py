@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jdp import arguments, failure, overdue, progress
+from jdp import arguments, failure, overdue, progress, row_weight
 from jdp.collectives import library
 
 # XLA's CPU client before JAX 0.11 hangs for good with more than about 30 undrained steps on all
@@ -17,6 +17,19 @@ _MAX = 8
 
 # How long a process whose step failed waits for what the others got.
 _EXPLAIN_FAILURE_S = 2.0
+
+
+class RankReports(NamedTuple):
+    """What each rank says of itself, split over the ranks.
+
+    Attributes:
+      differs: whether its process got other arguments than others, `[ranks]` bool; None where that
+        is not compared.
+      weight: what `weight_fn` returned, `[ranks]` float; None without one.
+    """
+
+    differs: jax.Array | None
+    weight: jax.Array | None
 
 
 class Call(NamedTuple):
@@ -30,7 +43,7 @@ class Call(NamedTuple):
       donates: whether the state that went in is gone.
       arguments: compares it between processes; None where it is not compared.
       given: what is compared.
-      differs: whether that was another on another process, `[ranks]` bool; None as `arguments`.
+      reports: what each rank says of itself; None while the call is being made.
       weight: of the batch, which is ready when the call has run.
     """
 
@@ -41,7 +54,7 @@ class Call(NamedTuple):
     donates: bool
     arguments: arguments.Arguments | None
     given: arguments.Given | None
-    differs: jax.Array | None = None
+    reports: RankReports | None = None
     weight: Any = None
 
 
@@ -87,7 +100,7 @@ class Unchecked:
     """
 
     def __init__(self) -> None:
-        self._calls = [call for call in _calls if call.returns_state and call.differs is not None]
+        self._calls = [call for call in _calls if call.returns_state and call.arguments is not None]
 
     def differ(self) -> bool:
         """Whether one was not the same on all processes; waits for it, in any thread."""
@@ -129,11 +142,13 @@ def _drain(num_left: int) -> None:
             raise failed(call, call.donates, error) from error
         _calls.popleft()
         _require_equal(call)
+        _require_weights(call)
 
 
 def _differs(call: Call) -> bool:
     # Each rank says it of itself, and all of a process got the same.
-    return call.differs is not None and bool(np.asarray(call.differs.addressable_data(0)).any())
+    differs = None if call.reports is None else call.reports.differs
+    return differs is not None and bool(np.asarray(differs.addressable_data(0)).any())
 
 
 def _require_equal(call: Call) -> None:
@@ -146,6 +161,16 @@ def _require_equal(call: Call) -> None:
     if call.returns_state:
         _difference_of_states = text
     raise RuntimeError(text)
+
+
+def _require_weights(call: Call) -> None:
+    given = None if call.reports is None else call.reports.weight
+    why = None if given is None else row_weight.why_invalid(call.weight, given)
+    if why:
+        _calls.clear()
+        raise RuntimeError(
+            f"call {call.number} of `{call.name}`: {why} What it and later calls returned is NaN."
+        )
 
 
 def failed(call: Call, is_gone: bool, error: Exception) -> RuntimeError:

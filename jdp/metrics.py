@@ -10,7 +10,7 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import axis, collectives, places, scope, statics, weighted_sum
+from jdp import axis, collectives, places, row_weight, scope, statics, weighted_sum
 from jdp.axis import AxisName
 
 # Algorithms that lose no digit of a float32 sum.
@@ -61,10 +61,11 @@ def mean_over_ranks(
                 f"mean_over_ranks of {leaf.dtype}{list(leaf.shape)}: the mean of integers is not "
                 "an integer. Write jdp.sum_over_ranks(x) for counts, or cast to float32."
             )
+        _require_digits("mean_over_ranks", leaf)
     if not axis.is_bound(axis_name) or not leaves:
         return jax.tree.unflatten(treedef, leaves)
     if weight is not None:
-        weight = scope.require_number(weight)
+        weight = row_weight.valid(weight)
     else:
         weight = scope.default_weight(axis_name, "jdp.mean_over_ranks")
     # Summed in at least float32: these are few bytes, and a float16 sum may pass 65504.
@@ -100,10 +101,21 @@ def sum_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
     """
     # XLA has no sum of booleans; int32 is what jnp.sum makes of them.
     x = jax.tree.map(lambda leaf: leaf * 1 if jnp.result_type(leaf).kind == "b" else leaf, x)
+    for leaf in jax.tree.leaves(x):
+        _require_digits("sum_over_ranks", leaf)
     if not axis.is_bound(axis_name):
         return x
     weights = weighted_sum.weighting(None, axis_name, mean=False)
     return weighted_sum.summed(x, axis_name, weights)
+
+
+def _require_digits(caller: str, leaf: Any) -> None:
+    dtype = jnp.result_type(leaf)
+    if statics.is_tiny_float(dtype) or statics.num_bits(dtype) < 4:
+        raise TypeError(
+            f"{caller} of {dtype}{list(jnp.shape(leaf))}: so few bits hold no sum of several "
+            "ranks. Cast to float32 or int32 first."
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -178,7 +190,8 @@ def require_numbers(tree: Any) -> None:
     """Refuse metrics that a compiled step cannot return.
 
     Raises:
-      TypeError: naming the first one that is not an array or a number.
+      TypeError: naming the first one that is not an array or a number, or is a float scalar of 8
+        bits or fewer.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not statics.is_array(leaf) and not hasattr(leaf, "__jax_array__"):
@@ -186,6 +199,11 @@ def require_numbers(tree: Any) -> None:
                 f"`metrics{jax.tree_util.keystr(path)}` is {leaf!r}, of type "
                 f"{type(leaf).__name__}: a compiled step returns arrays and numbers. Leave it out, "
                 "and add it to the metrics that the step returned."
+            )
+        if not jnp.shape(leaf) and statics.is_tiny_float(jnp.result_type(leaf)):
+            raise TypeError(
+                f"`metrics{jax.tree_util.keystr(path)}` is {jnp.result_type(leaf)}[], and float "
+                "scalars are averaged over ranks: so few bits hold no mean. Cast it to float32."
             )
 
 

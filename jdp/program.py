@@ -25,12 +25,14 @@ from jdp import (
     scope,
     statics,
     traced,
+    unknown_value,
     verify,
     waits,
 )
 from jdp.batch import find_mask
 from jdp.collectives import order
 from jdp.collectives.xla import combine_options
+from jdp.in_flight import RankReports
 from jdp.readiness import order_of_gradients
 from jdp.scan_layers import late_choices
 
@@ -94,13 +96,12 @@ class Program:
     def __call__(
         self, *args: Any, follows: bool = False, given: arguments.Given | None = None
     ) -> Any:
-        """Return `(state, metrics, weight, differs)`: rows still marked, weight summed over ranks.
+        """Return `(state, metrics, weight, reports)`: rows still marked, weight summed over ranks.
 
         Args:
           *args: of the step.
           follows: whether the state is what the last call returned.
-          given: on a mesh of several processes, what `arguments.of` made of `args`. `differs` is
-            then whether it was another on another process, `[ranks]` bool; otherwise None.
+          given: on a mesh of several processes, what `arguments.of` made of `args`.
         """
         self._args = args
         try:
@@ -183,7 +184,7 @@ class Program:
                 self._keep_layout(args[0], state),
                 places.put(reported, split.rows),
                 same.weight,
-                split.differs,
+                split.reports,
             )
 
         on_mesh.__name__ = on_mesh.__qualname__ = self._name
@@ -232,8 +233,7 @@ class Program:
             rest, given = rest[:-1], rest[-1]
         entered = scope.entered(self._axis_name, batch, self._weight_fn, mesh=self.mesh, **found)
         with order.entered(why_not=why_xla, series=self._series), entered as step:
-            returned = self._fn(state, batch, *rest)
-            new_state, reported = self._pair(returned)
+            new_state, reported = self._pair(self._call_author(state, batch, *rest))
             reported, rows = metrics.take_rows(reported)
             metrics.require_numbers(reported)
             raw = metrics.float_scalars(reported)
@@ -246,10 +246,11 @@ class Program:
             weight = step.total
             if weight is None:
                 weight = jnp.float32((step.num_rows or 0) * axis.size(self._axis_name))
+        reports = RankReports(differs, None if step.given is None else step.given.reshape(1))
         new_state, own = rank_state.take(jax.tree.map(_strong, new_state))
         whole = statics.hold(places.put(new_state, own))
         same = _Same(statics.hold(new_state), reported, weight, raw)
-        leaving = _Leaving(same, _SplitOutputs(rows, differs, own))
+        leaving = _Leaving(same, _SplitOutputs(rows, reports, own))
         if step.late is not None:  # a program of other platforms
             return leaving
         new_leaves = _outputs(f"new {self._argument(0)}", "state", whole)
@@ -262,10 +263,20 @@ class Program:
             *_outputs("metrics", "metric", reported),
             traced.Output(traced.WEIGHT, (), "metric", jax.typeof(weight)),
             *_outputs("metrics", "own", raw),
-            *_outputs("rows", "rows", (rows, differs)),
+            *_outputs("rows", "rows", (rows, reports)),
             *(replace(x, kind="rows") for x in itertools.compress(new_leaves, is_own)),
         ]
         return leaving
+
+    def _call_author(self, state: Any, *args: Any) -> Any:
+        try:
+            return self._fn(state, *args)
+        except TypeError as error:
+            own = [*itertools.compress(self._names(0, state), rank_state.flags(state))]
+            text = unknown_value.explained(error, self._name, self._argument, own)
+            if text is None:
+                raise
+            raise TypeError(text) from error
 
     def _pair(self, returned: Any) -> tuple[Any, Any]:
         if not self._returns_state:
@@ -294,6 +305,7 @@ class Program:
             marked=self._marked,
             mask=masks[0] if masks else None,
             differentiates=self._returns_state,
+            platform=axis.platform(self.mesh),
             weighed=self._weighed,
             told=self._told,
         )
@@ -335,7 +347,7 @@ class _SplitOutputs(NamedTuple):
     """What leaves a step split over the ranks."""
 
     rows: list[jax.Array]
-    differs: jax.Array | None  # see `Program.__call__`
+    reports: RankReports
     own: list[jax.Array]  # arrays of `per_rank`
 
 

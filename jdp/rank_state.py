@@ -28,6 +28,44 @@ class PerRank:
     def __repr__(self) -> str:
         return f"per_rank({self.value!r})"
 
+    # What NumPy and JAX ask for where they are given an array.
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(_no_array("an array function"))
+
+    def __jax_array__(self) -> Any:
+        raise TypeError(_no_array("an array function"))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_no_array(f".{name}"))
+
+    __array_priority__ = 1000  # NumPy leaves its operators to those below
+
+
+def _no_array(taken_for: str) -> str:
+    return (
+        f"jdp.per_rank(...) is not an array, and {taken_for} wants one. Write .value, for example "
+        'state.model_state["hidden"].value + x, and jdp.per_rank(new) for the state that the step '
+        "returns."
+    )
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any) -> Any:
+        raise TypeError(_no_array(f"`{name}`"))
+
+    refuse.__name__ = name
+    return refuse
+
+
+# Python looks for operators on the class.
+_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
+for _name in (
+    *_BINARY,
+    *(f"r{name}" for name in _BINARY),
+    *"neg pos abs invert lt le gt ge getitem len iter bool float int index".split(),
+):
+    setattr(PerRank, f"__{_name}__", _refusing(f"__{_name}__"))
+
 
 class _Rule:
     """The rule of a `PerRank` as a part of its treedef, where all rules are equal.
@@ -126,7 +164,13 @@ def require_dim(name: str, leaf: Any, num_ranks: int = 1) -> None:
 
     Raises:
       ValueError: if it has no first dim, or one that does not divide.
+      TypeError: if it is not an array.
     """
+    if not statics.is_array(leaf):
+        raise TypeError(
+            f"`{name}` is {leaf!r}, of type {type(leaf).__name__}, in a jdp.per_rank, which splits "
+            "arrays over the ranks. Keep it next to the per_rank, or close over it."
+        )
     shape = jnp.shape(leaf)
     if not shape or shape[0] % num_ranks:
         raise ValueError(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jdp import axis
+from jdp import axis, row_weight
 from jdp.axis import AxisName
 from jdp.mark import SHARE, WEIGHED, mark
 
@@ -25,7 +25,9 @@ class Scope:
       axis_name: the data axis of the step.
       num_rows: rows of the batch on this rank, None if the batch is empty.
       weight_fn: gives the weight of a batch, or None where every row counts the same.
-      weight: `[]` float, of this rank's rows; None without `weight_fn`.
+      weight: `[]` float, of this rank's rows, NaN where `given` is not a weight; None without
+        `weight_fn`.
+      given: `[]` float, what `weight_fn` returned.
       total: `[]` float, sum of `weight` over ranks; None where it was not taken yet.
       mesh: where the ranks are; None where a micro-batch's scope has only the axis.
       is_part: whether `weight` and `num_rows` are those of a micro-batch.
@@ -46,6 +48,7 @@ class Scope:
     num_rows: int | None = None
     weight_fn: Callable[[Any], jax.Array] | None = None
     weight: jax.Array | None = None
+    given: jax.Array | None = None
     total: jax.Array | None = None
     mesh: Mesh | None = None
     is_part: bool = False
@@ -118,8 +121,7 @@ def innermost() -> Scope | None:
 def platform() -> str:
     """Return the platform of the step being traced; outside of a step, JAX's default."""
     step = innermost()
-    mesh = None if step is None else step.mesh
-    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    return axis.platform(None if step is None else step.mesh)
 
 
 def share_of(weight: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -155,31 +157,6 @@ def weighed(x: jax.Array, weight: jax.Array) -> jax.Array:
     return lax.select(lax.eq(weight, 0.0), lax.full_like(product, 0), product)
 
 
-def weight_of(weight_fn: Callable[[Any], Any], batch: Any) -> jax.Array:
-    """Weigh a batch: `[]` float, at least 0.
-
-    Raises:
-      ValueError: if `weight_fn` gives anything but one number.
-    """
-    return require_number(weight_fn(batch)).astype(float)
-
-
-def require_number(weight: Any) -> jax.Array:
-    """Refuse a weight that would be multiplied in row by row, or in the wrong places.
-
-    Raises:
-      ValueError: if it is anything but one real number.
-    """
-    weight = jnp.asarray(weight)
-    if weight.shape or jnp.issubdtype(weight.dtype, jnp.complexfloating):
-        raise ValueError(
-            f"weight= gave {weight.dtype}{list(weight.shape)}, but the weight of a batch is one "
-            'real number. Write for instance weight=lambda batch: batch["mask"].sum(), or '
-            "weight=mask.sum() where a function takes the weight itself."
-        )
-    return weight
-
-
 @contextlib.contextmanager
 def entered(
     axis_name: AxisName,
@@ -209,13 +186,15 @@ def entered(
     leaves = jax.tree.leaves(batch)
     # Marked, so that a mask which only the weight reads can be told from one that the loss reads.
     seen = jax.tree.map(lambda x: mark(x, kind=WEIGHED, path="", axes=()), batch)
-    weight = None if weight_fn is None else weight_of(weight_fn, seen)
+    given = None if weight_fn is None else weight_fn(seen)
+    weight = None if weight_fn is None else row_weight.valid(given).astype(float)
     around = _scope.get()
     scope = Scope(
         axis_name=axis.names(axis_name),
         num_rows=jnp.shape(leaves[0])[0] if leaves else None,
         weight_fn=weight_fn,
         weight=weight,
+        given=None if weight_fn is None else jnp.asarray(given, float),
         total=None if weight is None or nested else total_weight(weight, axis_name),
         mesh=mesh,
         is_part=nested,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, jax.ShapeDtypeStruct)
@@ -22,6 +23,27 @@ def is_key(leaf: Any) -> bool:
 def without_key(leaf: Any) -> Any:
     """Return the data of a typed random key, any other leaf as it is."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def num_bits(dtype: Any) -> int:
+    """Return how many bits of an element of a dtype count: 6 of a float6, 1 of a bool."""
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return 1
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.finfo(dtype).bits
+    return jnp.iinfo(dtype).bits
+
+
+def is_tiny_float(dtype: Any) -> bool:
+    """Whether a dtype is a float of 8 bits or fewer, which JAX does not promote to another."""
+    return jnp.issubdtype(dtype, jnp.floating) and num_bits(dtype) < 16
+
+
+def is_not_compiled(dtype: Any) -> bool:
+    """Whether XLA cannot compute with a dtype that JAX names: int1 and uint1, floats of 6 bits."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return num_bits(dtype) == 1
+    return jnp.issubdtype(dtype, jnp.floating) and num_bits(dtype) == 6
 
 
 def is_deleted(leaf: Any) -> bool:
@@ -47,13 +69,29 @@ class Held:
     others: tuple[tuple[int, Any], ...]  # (position among all leaves, leaf)
 
 
+@dataclass(frozen=True)
+class _Keys:
+    """Where an array of a `Held` stands in the tree that is held, as one key."""
+
+    keys: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return jax.tree_util.keystr(self.keys)
+
+
+def _flatten_with_keys(held: Held) -> tuple[list[tuple[_Keys, Any]], Any]:
+    others = {i for i, _ in held.others}
+    whole = held.treedef.unflatten(range(held.treedef.num_leaves))
+    named = jax.tree_util.tree_leaves_with_path(whole)
+    keys = [_Keys(path) for path, i in named if i not in others]
+    return list(zip(keys, held.arrays, strict=True)), (held.treedef, held.others)
+
+
 jax.tree_util.register_pytree_with_keys(
     Held,
-    lambda held: (
-        [(jax.tree_util.SequenceKey(i), x) for i, x in enumerate(held.arrays)],
-        (held.treedef, held.others),
-    ),
+    _flatten_with_keys,
     lambda aux, arrays: Held(list(arrays), *aux),
+    lambda held: (held.arrays, (held.treedef, held.others)),
 )
 
 

@@ -42,6 +42,7 @@ def train_step(
       weight: `weight(batch) -> []`, how much this rank's rows count, for instance
         `lambda batch: batch["mask"].sum()`. Gradients, accumulation, metrics and
         `jdp.mean_over_ranks` are then sum(w * x) / sum(w); weight 0 contributes nothing, even NaN.
+        Finite and >= 0: a constant that is not is refused, other values are an error soon after.
         A `lax.psum` or `lax.all_gather` that is differentiated is refused: JAX transposes it
         without weights.
       donate: reuse the memory of the state that goes in for the one that comes out.
@@ -54,8 +55,10 @@ def train_step(
       ValueError: from the first call with new shapes, if the program is not the same training
         on every rank, or another one on another process; if rows do not divide by the ranks; if a
         buffer was donated before.
-      RuntimeError: if a step failed while it ran, or an earlier one got another `rest` or changed
-        state on another process; on every process, naming the leaf.
+      RuntimeError: if a step failed while it ran, an earlier one got another `rest` or changed
+        state on another process (on every process, naming the leaf), or a weight was negative, NaN
+        or infinite (naming the rank).
+      TypeError: if the value of an argument is asked for while the step is traced, as `if` does.
 
     >>> import jax, jax.numpy as jnp, optax, jdp
     >>> mesh = jdp.init(cpu_ranks=2)
@@ -166,7 +169,7 @@ class Step:
             call = self._call(program, given)
             in_flight.begins(call)
             try:
-                state, reported, weight, differs = program(*args, follows=follows, given=given)
+                state, reported, weight, reports = program(*args, follows=follows, given=given)
             except (RuntimeError, ValueError) as error:
                 if "delete" in str(error):
                     self._require_alive(*args)
@@ -176,7 +179,7 @@ class Step:
             finally:
                 in_flight.ends()
             self._returned[:] = map(weakref.ref, jax.tree.leaves(state))
-            in_flight.add(call._replace(differs=differs, weight=weight))
+            in_flight.add(call._replace(reports=reports, weight=weight))
             if progress.is_first_step and self.returns_state:
                 _wait_for_first_step()
         return statics.restore(state), reported, weight

@@ -8,7 +8,7 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jdp import axis, buckets, collectives, scope, weighted_sum
+from jdp import axis, buckets, collectives, row_weight, scope, weighted_sum
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce
 from jdp.mark import ALL_REDUCED, MEAN, OWN_WEIGHT, SUMMED, mark
@@ -70,7 +70,7 @@ def sync_gradients(
     if bound and step is None:  # a step of jdp's is never typed, and to ask takes a while
         _require_local(paths, leaves, axis_name)
     if weight is not None:
-        weight = scope.require_number(weight)
+        weight = row_weight.valid(weight)
     else:
         weight = scope.default_weight(axis_name, "jdp.sync_gradients")
     sent = _sent(paths, step, weight, mean)

@@ -42,6 +42,7 @@ class Traced:
       marked: paths of the gradients whose reduction was traced.
       mask: position among `inputs` of the padding mask of the batch, or None.
       differentiates: whether it is a train step.
+      platform: which it is compiled for.
       weighed: what gives ranks different weights, such as jdp.train_step; empty: nothing does.
       told: warnings that the author has had for this step, of other shapes or ranks.
     """
@@ -53,5 +54,6 @@ class Traced:
     marked: frozenset[str]
     mask: int | None
     differentiates: bool
+    platform: str
     weighed: frozenset[str] = frozenset()
     told: set[str] = field(default_factory=set)

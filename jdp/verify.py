@@ -6,17 +6,19 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdp import axis, causes, scales, transposed
+from jdp import axis, causes, scales, statics, transposed
 from jdp.mark import AVERAGED, OWN_WEIGHT, SHARED
 from jdp.traced import WEIGHT, Traced
 from jdp.uniformity import (
     Report,
     analyse,
+    bfloat16_reductions,
     bulleted,
     find_shard_maps,
     jaxprs,
     reductions,
     shown,
+    source_of,
     unknown_primitives,
 )
 from jdp.weighted_sum import MICRO_BATCH
@@ -84,6 +86,8 @@ def _proved(report: Report, traced: Traced) -> Proved:
 
 
 def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
+    if unknown := [*_not_compiled(step, report, traced)]:
+        return unknown
     problems = [
         *causes.deadlocks(report, traced),
         *scales.refusals(step, report, traced),
@@ -93,6 +97,7 @@ def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
         *_wrong_gather(step, traced),
         *_unweighted_transposes(step, report, traced),
         *_forward_mode(step, report),
+        *_aborting_reductions(step, traced),
     ]
     return list(dict.fromkeys(problems))  # A line that many leaves pass is told once.
 
@@ -153,6 +158,34 @@ def _forward_mode(step: Any, report: Report) -> Iterator[str]:
             f"jdp.scan_layers{where and f' at {where}'}, which has none where it reduces in the "
             "backward loop, as it does on GPUs by default. Write "
             "jdp.scan_layers(..., late=False)."
+        )
+
+
+def _not_compiled(step: Any, report: Report, traced: Traced) -> Iterator[str]:
+    first = causes.num_constants(report, traced)
+    inputs = jaxprs.mapped_body(step).invars[first:]
+    named = [(name, x.aval) for name, x in zip(traced.inputs, inputs, strict=True)]
+    named += [(output.path, output.aval) for output in traced.outputs]
+    for name, aval in named:
+        if statics.is_not_compiled(aval.dtype):
+            yield (
+                f"`{name}` is {aval.dtype}{list(aval.shape)}, which XLA cannot compute with. Write "
+                "uint8 or bool for integers of one bit, float8 or float32 for floats of six."
+            )
+
+
+def _aborting_reductions(step: Any, traced: Traced) -> Iterator[str]:
+    if traced.platform != "cpu":
+        return
+    for eqn in bfloat16_reductions(step):
+        line = source_of(eqn)
+        others = set(step.params["mesh"].axis_names) - set(traced.axis_name)
+        yield (
+            f"`{eqn.primitive.name}`{f' at {line}' if line else ''} reduces bfloat16 over the "
+            f"ranks of a mesh with a further axis, {shown(_quoted(sorted(others)))}: XLA would "
+            "abort the process on CPUs. Write jdp.mean_over_ranks(x) or jdp.sum_over_ranks(x), "
+            "which add up in float32, or cast to float32 around it. Where JAX made it, as the "
+            "gradient of an all_gather, cast what is gathered."
         )
 
 

@@ -96,7 +96,7 @@ def summed(x: Any, axis_name: AxisName, weights: Weighting) -> Any:
     """Sum a tree of terms over ranks, with the transpose of `weights`."""
     x = jax.tree.map(weights.term, x)
     with weights.named():
-        sums = axis.psum(x, axis_name)
+        sums = axis.psum(x, axis_name, scope.platform())
     return jax.tree.map(weights.total, sums)
 
 

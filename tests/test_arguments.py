@@ -170,6 +170,9 @@ def test_a_state_that_is_changed_between_steps_is_compared(processes):
     assert "`state.params['b']` has other values on process 1 than on process 0" in differs
     assert alike is None
     assert "`state.params['b']` was replaced between steps on process 1, and not on" in on_one
+    for text in (differs, on_one):  # says what happened to the state, and nothing of random keys
+        assert "A program changed the state after the step that returned it" in text
+        assert "key" not in text
 
 
 def go_on_in_another_step():

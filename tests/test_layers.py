@@ -28,6 +28,7 @@ ROOMS = (
         "late_reduction",
         "batch",
         "waits",
+        "unknown_value",
     ),
     ("causes", "scales", "transposed"),
     ("weighted_sum",),
@@ -51,6 +52,7 @@ ROOMS = (
         "launch",
         "schedulers",
         "traced",
+        "row_weight",
     ),
     (
         "background",

@@ -4,17 +4,21 @@ import math
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from analysed import report
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from training import ranks
 
 import jdp
+from jdp.uniformity import find_shard_maps, jaxprs
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 W = jax.ShapeDtypeStruct((8, 12), jnp.float32)
@@ -274,3 +278,86 @@ def run_with_deadline(what, seconds):
 def test_the_program_that_is_refused_hangs_and_its_twin_ends():
     assert run_with_deadline("roll(w, 1, axis=0)", 6).split() == ["begins"]
     assert "ends" in run_with_deadline("tanh(w @ w)", 60)
+
+
+# Reductions of bfloat16, on which XLA's CPU backend aborts beside an axis of the compiler
+
+
+def over_further_axis(size, reduce, dtype="bfloat16", num_ranks=2):
+    """A step that trains nothing and reports `reduce` of its rows, `[2, 2]`."""
+    mesh = jax.make_mesh(
+        (num_ranks, size), ("data", "model"), (AxisType.Auto,) * 2,
+        devices=jax.devices()[: num_ranks * size],
+    )  # fmt: skip
+    state = jax.device_put({"w": jnp.zeros(4)}, jax.NamedSharding(mesh, P()))
+
+    @jdp.train_step
+    def fit(state, batch):
+        return state, {"found": jdp.sum_over_ranks(reduce(batch.astype(dtype)).astype("float32"))}
+
+    return lambda: fit(state, np.ones((2 * num_ranks, 2), np.float32))
+
+
+ABORTS = {
+    "psum": lambda x: lax.psum(x, "data"),
+    "pmean": lambda x: lax.pmean(x, "data"),
+    "pmax": lambda x: lax.pmax(x, "data"),
+    "pmin": lambda x: lax.pmin(x.sum(), "data"),
+    "psum_scatter": lambda x: lax.psum_scatter(x[:1], "data", scatter_dimension=1, tiled=True),
+    "in a jit": jax.jit(lambda x: lax.psum(x, "data")),
+    "in a loop": lambda x: lax.fori_loop(0, 2, lambda i, x: lax.pmean(x, "data"), x),
+    "gradient of a gather": jax.grad(lambda x: jnp.sum(lax.all_gather(x, "data") ** 2)),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ABORTS)
+def test_a_reduction_of_bfloat16_is_refused_by_line(name, size):
+    with pytest.raises(ValueError, match=r"at test_partitioned\.py:\d+ reduces bfloat16.*`model`"):
+        over_further_axis(size, ABORTS[name])()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_it_is_refused_on_any_number_of_ranks(num_ranks):
+    with pytest.raises(ValueError, match="reduces bfloat16"):
+        over_further_axis(2, ABORTS["psum"], num_ranks=num_ranks)()
+
+
+PASSES = {
+    "float32": (ABORTS["psum"], "float32"),
+    "float16": (ABORTS["psum"], "float16"),
+    "moved": (lambda x: lax.ppermute(x, "data", [(0, 1), (1, 0)]), "bfloat16"),
+    "gathered": (lambda x: lax.all_gather(x, "data"), "bfloat16"),
+    "summed by jdp": (jdp.sum_over_ranks, "bfloat16"),
+    "averaged by jdp": (jdp.mean_over_ranks, "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_what_xla_can_run_is_not_refused(name):
+    reduce, dtype = PASSES[name]
+    _, metrics = over_further_axis(2, reduce, dtype)()
+    assert np.isfinite(np.asarray(metrics["found"])).all()
+
+
+def test_a_mesh_without_an_axis_of_the_compiler_reduces_bfloat16():
+    ranks(2)
+    fit = jdp.train_step(lambda state, batch: (state, {"sum": lax.psum(batch.sum(), "data")}))
+    _, metrics = fit({"w": jnp.zeros(4)}, jnp.ones(4, "bfloat16"))
+    assert float(metrics["sum"]) == 4.0
+
+
+@pytest.mark.parametrize("platform, dtype", [("cpu", "float32"), ("gpu", "bfloat16")])
+def test_jdp_sums_in_the_dtype_that_the_platform_of_the_mesh_can(platform, dtype):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    described = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform=platform)]))
+
+    def summed(x):
+        return jdp.collectives.xla([[x]], "data", mesh=described)[0][0]
+
+    mapped = jax.shard_map(
+        summed, mesh=mesh, in_specs=P("data"), out_specs=P(), axis_names={"data"}, check_vma=False
+    )
+    (step,) = find_shard_maps(jax.make_jaxpr(mapped)(jnp.ones(4, "bfloat16")))
+    (psum,) = [eqn for eqn in jaxprs.mapped_body(step).eqns if "psum" in str(eqn)]
+    assert psum.invars[0].aval.dtype == dtype

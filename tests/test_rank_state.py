@@ -1,5 +1,8 @@
 """State that belongs to a rank or to its rows: `jdp.per_rank`."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -163,6 +166,61 @@ def test_a_value_that_cannot_be_split_is_refused_by_path(value, what):
     shrinks = jdp.train_step(lambda state, batch: ({"own": jdp.per_rank(batch.sum())}, {}))
     with pytest.raises(ValueError, match=r"\['own'\]\.value.*a scalar has none"):
         shrinks({"own": jdp.per_rank(np.zeros(2))}, np.zeros(2))
+
+
+X = np.ones((2, 2), np.float32)
+USES = {
+    "operator": lambda own: own + X,
+    "operator from the right": lambda own: X @ own,
+    "operator of a JAX array": lambda own: jnp.ones(2) - own,
+    "sign": lambda own: -own,
+    "comparison": lambda own: own > 0,
+    "if": lambda own: 1 if own else 0,
+    "index": lambda own: own[0],
+    "loop": lambda own: [*own],
+    "shape": lambda own: own.shape,
+    "method": lambda own: own.mean(),
+    "function of JAX": jnp.tanh,
+    "function of a list": lambda own: jnp.concatenate([own, X]),
+    "function of NumPy": np.tanh,
+    "float": float,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_taken_for_an_array_it_says_what_to_write(use):
+    with pytest.raises((TypeError, AttributeError), match=r"per_rank.* is not an array.*\.value"):
+        USES[use](jdp.per_rank(X))
+
+
+def test_it_is_copied_and_pickled_as_any_object():
+    own = jdp.per_rank({"a": X})
+    for twin in (copy.copy(own), copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
+        np.testing.assert_array_equal(twin.value["a"], X)
+
+
+@pytest.mark.parametrize("others", [{}, {"act": jnp.tanh}], ids=["alone", "beside a function"])
+def test_every_message_names_it_with_value(others):
+    training.ranks(2)
+    name = r"`(new )?state\['own'\]\.value\['a'\]`"
+
+    def refused(returned, value=X):
+        state = {"own": jdp.per_rank({"a": value}), "w": jnp.zeros(()), **others}
+        fn = lambda state, batch: ({**state, **returned(state)}, {})  # noqa: E731
+        return jdp.check_step(jdp.train_step(fn), state, np.zeros(2))
+
+    with pytest.raises(ValueError, match=r"new state\['w'\]`.* depends on " + name):
+        refused(lambda state: {"w": state["own"].value["a"].sum()})
+    with pytest.raises(ValueError, match=r"\['own'\]\.value\['a'\]` float32\[3\]"):
+        refused(lambda state: {}, np.zeros(3, np.float32))
+    assert any(leaf.path == "state['own'].value['a']" for leaf in refused(lambda state: {}).leaves)
+
+
+def test_what_is_not_an_array_is_refused_in_it_by_path():
+    training.ranks(2)
+    step = jdp.train_step(lambda state, batch: (state, {}))
+    with pytest.raises(TypeError, match=r"\['own'\]\.value\['act'\]`.* next to the per_rank"):
+        step({"own": jdp.per_rank({"act": jnp.tanh, "x": X})}, np.zeros(2))
 
 
 def test_parameters_of_one_rank_are_refused():

@@ -123,7 +123,7 @@ def starts_when_ready(all_reduce: Any, mesh: Mesh | None) -> bool:
 
 
 def _platform(mesh: Mesh | None) -> str:
-    return mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
+    return axis.platform(mesh)
 
 
 def _require(reason: str | None) -> None:

@@ -35,7 +35,7 @@ def xla(
       buckets: lists of leaves, one dtype each; any shapes.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
-      mesh: not needed: this runs on any devices.
+      mesh: where the axis lies, for which CPUs and others differ; None: on JAX's default devices.
 
     Returns:
       The same lists, summed and scaled, in the dtype of each leaf.
@@ -44,7 +44,7 @@ def xla(
     for bucket in buckets:
         before, after = split_scale(scale, bucket[0].dtype)
         parts = [scaled(leaf, before) for leaf in bucket]
-        sums = axis.psum(parts, axis_name)
+        sums = axis.psum(parts, axis_name, axis.platform(mesh))
         results.append([scaled(leaf, after) for leaf in sums])
     return results
 

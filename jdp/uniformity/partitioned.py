@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
+
 from jdp.uniformity import jaxprs
 
 # XLA's partitioner sends the edges of a split dim to the neighbours: a collective-permute, which is
@@ -13,6 +15,41 @@ _SHIFTS = frozenset(
     "reshape rev select_and_gather_add select_and_scatter select_and_scatter_add slice split "
     "unstack".split()
 )
+
+
+# XLA's CPU backend widens what these add up or compare. Where an axis is left to the compiler it
+# fails to, and aborts the process.
+_REDUCTIONS = "psum", "pmax", "pmin", "reduce_scatter", "unreduced_"
+
+
+def bfloat16_reductions(eqn: Any) -> list[Any]:
+    """Return the reductions of bfloat16 in a shard_map that leaves axes to the compiler.
+
+    Those in a nested shard_map that leaves none are not among them.
+
+    Args:
+      eqn: a shard_map equation, which no other one encloses.
+    """
+    return list(_narrow(eqn, frozenset(), {}))
+
+
+def _narrow(eqn: Any, manual: frozenset[str], seen: dict[int, Any]) -> Iterator[Any]:
+    if eqn.primitive.name == "shard_map":
+        manual = manual | jaxprs.manual_axes(eqn)
+        if manual >= set(eqn.params["mesh"].axis_names):
+            return
+    for body in jaxprs.bodies(eqn):
+        if id(body) in seen:  # called from several places
+            continue
+        seen[id(body)] = body
+        for inner in body.eqns:
+            if inner.primitive.name.startswith(_REDUCTIONS) and _is_bfloat16(inner):
+                yield inner
+            yield from _narrow(inner, manual, seen)
+
+
+def _is_bfloat16(eqn: Any) -> bool:
+    return any(getattr(atom.aval, "dtype", None) == jnp.bfloat16 for atom in eqn.invars)
 
 
 def first_shift(jaxpr: Any, around: Any, num_axes: int) -> Any | None:

@@ -2,6 +2,8 @@
 
 import functools
 import sysconfig
+import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +19,30 @@ def source(eqn: Any) -> str:
     Files of installed packages, of Python's own library and of jdp are no author's; a program that
     is itself installed is named where no other line is found. Empty if there is none at all.
     """
-    traceback = eqn.source_info.traceback
-    return "" if traceback is None else _line(traceback)
+    found = eqn.source_info.traceback
+    return "" if found is None else _line(found)
+
+
+def line_of(error: BaseException) -> str:
+    """Name the innermost line of the author's that an error comes from, as `source` does."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return _innermost((frame.filename, frame.lineno or 0) for frame in reversed(frames))
 
 
 # Reading the frames is slow, and all leaves of a tree come from one place: equal tracebacks.
 @functools.lru_cache(maxsize=1024)
-def _line(traceback: Any) -> str:
+def _line(found: Any) -> str:
+    return _innermost((frame.file_name, frame.line_num) for frame in found.frames)
+
+
+def _innermost(frames: Iterable[tuple[str, int]]) -> str:
     second_best = ""
-    for frame in traceback.frames:
-        whose = _whose(frame.file_name)
+    for file_name, number in frames:
+        whose = _whose(file_name)
         if whose == "author":
-            return f"{Path(frame.file_name).name}:{frame.line_num}"
+            return f"{Path(file_name).name}:{number}"
         if whose == "installed" and not second_best:
-            second_best = f"{Path(frame.file_name).name}:{frame.line_num}"
+            second_best = f"{Path(file_name).name}:{number}"
     return second_best
 
 
