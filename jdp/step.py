@@ -207,13 +207,13 @@ class Step:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(self._call_error(error)) from None
-        bound.apply_defaults()
         if bound.kwargs:
             raise TypeError(
                 f"`{self.__name__}` takes {sorted(bound.kwargs)} by keyword only, and a step knows "
                 "its arguments by position: state, batch, and what is the same on every rank. "
-                "Leave out the `*` in its definition."
+                "Leave out the `*` in its definition, or set them with functools.partial."
             )
+        bound.apply_defaults()
         args = bound.args
         if len(args) < 2:
             raise TypeError(

@@ -604,6 +604,16 @@ def test_defaults_and_keywords_reach_the_step():
         keyword_only(s, batch(), scale=2.0)
 
 
+def test_what_functools_partial_sets_is_part_of_the_step():
+    def scaled(state, batch, double=False):
+        return state, {"scale": jnp.float32(2 if double else 1)}
+
+    ranks(2)
+    step = jdp.train_step(functools.partial(scaled, double=True))
+    _, metrics = step({"x": np.zeros(2, np.float32)}, batch())
+    assert float(metrics["scale"]) == 2
+
+
 def test_arrays_that_lie_on_the_mesh_already_are_copied_before_they_are_donated():
     mesh = ranks(2)
     mine = jax.device_put(training.params(), NamedSharding(mesh, P()))

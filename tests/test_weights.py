@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from training import ranks
 
 import jdp
-from jdp import step as steps
+from jdp import in_flight
 
 
 def mean_step(weight, **options):
@@ -59,8 +59,8 @@ def test_a_weight_of_one_rank_is_an_error_that_names_rank_and_weight(num_ranks, 
     state, metrics = fit(state, rows)
     assert np.isnan(metrics["loss"]) and np.isnan(state.params["w"])  # not silent before either
     with pytest.raises(RuntimeError, match=rf"call 2 of `fit`.* gave {value} on rank {odd}\b"):
-        steps.drain()
-    steps.drain()
+        in_flight.drain()
+    in_flight.drain()
 
 
 def test_without_a_look_at_the_result_it_is_an_error_within_8_calls():
@@ -92,7 +92,7 @@ def test_weights_of_any_dtype_weigh(num_ranks, dtype):
     wide = rows.astype(float)
     wanted = (wide * wide).sum() / max(wide.sum(), 1)
     np.testing.assert_allclose(state.params["w"], wanted, rtol=1e-6)
-    steps.drain()
+    in_flight.drain()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -101,7 +101,7 @@ def test_a_batch_that_weighs_nothing_leaves_gradient_and_metrics_0(num_ranks):
     rows = np.full(num_ranks, np.nan, np.float32)
     state, metrics = mean_step(lambda batch: 0.0)(start(), rows)
     assert float(state.params["w"]) == 0.0 and float(metrics["loss"]) == 0.0
-    steps.drain()
+    in_flight.drain()
 
 
 @pytest.mark.parametrize("checks", [True, False])
