@@ -207,13 +207,14 @@ class Step:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(self._call_error(error)) from None
-        if bound.kwargs:
+        given = {*bound.arguments}
+        bound.apply_defaults()
+        if by_keyword := sorted(given & {*bound.kwargs}):
             raise TypeError(
-                f"`{self.__name__}` takes {sorted(bound.kwargs)} by keyword only, and a step knows "
+                f"`{self.__name__}` takes {by_keyword} by keyword only, and a step knows "
                 "its arguments by position: state, batch, and what is the same on every rank. "
                 "Leave out the `*` in its definition, or set them with functools.partial."
             )
-        bound.apply_defaults()
         args = bound.args
         if len(args) < 2:
             raise TypeError(
