@@ -29,7 +29,7 @@ from peers import Peers
 from report import Section
 
 import jdp
-from jdp.collectives import library
+from jdp.collectives.cpu import runtime as cpu_runtime
 
 KiB, MiB = 2**10, 2**20
 # Of several rounds through shared memory, of which the last is short.
@@ -39,8 +39,8 @@ ODD = 7 * MiB // 4 + 4
 def main() -> None:
     options = _options()
     faulthandler.dump_traceback_later(options.timeout_s, exit=True)
-    if library.why_missing():
-        sys.exit(f"nothing to measure: {library.why_missing()}")
+    if cpu_runtime.why_missing():
+        sys.exit(f"nothing to measure: {cpu_runtime.why_missing()}")
     jdp.init(cpu_ranks=4)
     at = peers.find(options.torch_python, options.mpi_python)
     load = os.getloadavg()[0]

@@ -30,8 +30,8 @@ from models import Problem
 from report import Section
 
 import jdp
-from jdp.launch import channel, member
-from jdp.launch.board import Board
+from jdp.worker import launcher_client, messages
+from jdp.worker.progress_board import Board
 
 COMMIT_EVERY = 10
 GOAL = 1.02
@@ -76,10 +76,10 @@ def launched() -> None:
     """Make this process one that `jdp run` started, with a commit memory of its own."""
     ours, theirs = socket.socketpair()
     fds = {"socket": theirs.detach(), "board": Board.create(1).fd, "commit": memory_file()}
-    os.environ |= member.invitation(**fds, slot=0)
-    assignment = member.Assignment(0, 0, 1, 0, 1, "127.0.0.1:1", False, None, "benchmark")
-    ours.sendall(channel.encode("go", assignment._asdict()))
-    member.current.cache_clear()  # nobody had started this process when jdp was imported
+    os.environ |= launcher_client.invitation(**fds, slot=0)
+    assignment = launcher_client.Assignment(0, 0, 1, 0, 1, "127.0.0.1:1", False, None, "benchmark")
+    ours.sendall(messages.encode("go", assignment._asdict()))
+    launcher_client.current.cache_clear()  # nobody had started this process when jdp was imported
     _kept_open.append(ours)
 
 
@@ -176,7 +176,7 @@ class _Training:
             loss, grads = jax.value_and_grad(problem.loss_fn)(state.params, batch)
             return state.apply_gradients(grads), {"loss": loss}
 
-        spread = NamedSharding(jdp.mesh.current_mesh(), PartitionSpec("data"))
+        spread = NamedSharding(jdp.distributed.mesh.current_mesh(), PartitionSpec("data"))
         self._step, self._batch = step, jax.device_put(problem.batch, spread)
         self._folder = tempfile.mkdtemp()
         self._ckpt = jdp.Checkpointer(self._folder, commit_every=COMMIT_EVERY, save_every=1 << 40)
@@ -268,7 +268,7 @@ def _restored(mesh: Any, mib: int, num_leaves: int, rounds: int) -> dict[str, fl
     state = {
         f"w{i}": jax.device_put(np.full(size, i, np.float32), everywhere) for i in range(num_leaves)
     }
-    file = member.current().commit_file
+    file = launcher_client.current().commit_file
     os.ftruncate(file, 0)
     folder, times, read = tempfile.mkdtemp(), [], []
     ckpt = jdp.Checkpointer(folder)

@@ -32,7 +32,7 @@ sys.path += [str(_TESTS), str(_TESTS / "faults")]
 
 import harness  # noqa: E402 - tests are no package, and found by their folder
 from harness import Training  # noqa: E402
-from launcher import Launcher  # noqa: E402
+from support.launcher import Launcher  # noqa: E402
 from victim import BATCH_SIZE, COMMIT_EVERY, NUM_ROWS, SAVE_EVERY  # noqa: E402
 
 SIZE = 3

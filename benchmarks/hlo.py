@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jdp.collectives import library, order
+from jdp.collectives import call_order
+from jdp.collectives.cpu import runtime as cpu_runtime
 
 # A collective appears by itself, or as a pair of start and done, of which the start is counted.
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -113,9 +114,9 @@ def _count_one(one: Instruction, shapes: dict[str, str]) -> Counts:
     if kind in COLLECTIVES:
         found.calls[kind] = 1
         found.sent_bytes[kind] = sum(num_bytes(shapes[x]) for x in one.operands())
-    if f'custom_call_target="{library.TARGET}"' in one.rest:
+    if f'custom_call_target="{cpu_runtime.TARGET}"' in one.rest:
         found.calls["all-reduce"] = 1
-        leaves = one.operands()[order.TOKEN + 1 :]
+        leaves = one.operands()[call_order.TOKEN + 1 :]
         found.sent_bytes["all-reduce"] = sum(num_bytes(shapes[x]) for x in leaves)
     return found
 

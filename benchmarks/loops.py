@@ -11,8 +11,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp import buckets, collectives
-from jdp.sync import BUCKET_BYTES
+from jdp import collectives
+from jdp.collectives import buckets
+from jdp.reduction.gradients import BUCKET_BYTES
 
 Leaves = list[jax.Array]
 Sum = Callable[[Leaves, Mesh], Leaves]  # of a rank's leaves over the ranks of the mesh, scaled

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import team
 from team import Team
 
-from jdp.launch import spawn
+from jdp.launch.host import spawn
 
 _FOLDER = Path(__file__).parent
 # As `jdp run` starts processes on CPUs; the peers have it, too.

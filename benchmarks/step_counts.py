@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from report import Section
 
 import jdp
-from jdp.buckets import MiB
+from jdp.collectives.buckets import MiB
 
 COMBINE = "xla_gpu_all_reduce_combine_threshold_bytes"
 

@@ -21,7 +21,9 @@ from oracle import Oracle
 from report import Section
 
 import jdp
-from jdp import buckets, sync, verify
+from jdp.analysis import step_refusals
+from jdp.collectives import buckets
+from jdp.reduction import gradients
 
 MOST_LEAVES = 100
 
@@ -37,7 +39,7 @@ def measure(*, budget_s: float, problems: Sequence[Problem]) -> Section:
         "Trace and lower",
         "Milliseconds from a function to its lowered program, on 4 ranks, with empty caches; the "
         "hand-written step is `jit(shard_map)`. Goals: at most 1.2 times as long, and the "
-        "uniformity analysis, `jdp.verify.check`, at most 5 % of it. All rounds lower the same "
+        "uniformity analysis, `jdp.analysis.step_refusals.check`, at most 5 % of it. All rounds lower the same "
         f"program, and one step of it, of at most {MOST_LEAVES} leaves (XLA takes long to "
         "compile more), trains as one device does on every rank.",
         [_row(problem, budget_s) for problem in problems],
@@ -59,7 +61,7 @@ def measure(*, budget_s: float, problems: Sequence[Problem]) -> Section:
 def measure_plan(*, num_leaves: int, rounds: int) -> Section:
     """Time the planning of buckets."""
     shapes = [jax.ShapeDtypeStruct((i % 100, 100), np.float32) for i in range(num_leaves)]
-    plan = functools.partial(buckets.plan, shapes, sync.BUCKET_BYTES)
+    plan = functools.partial(buckets.plan, shapes, gradients.BUCKET_BYTES)
     plan_ms = float(np.median([timing.until_returned(plan) for _ in range(rounds)])) * 1e3
     if sorted(i for bucket in plan() for i in bucket) != list(range(num_leaves)):
         raise exact.WrongResultError("a plan must hold each leaf once.")
@@ -136,7 +138,7 @@ class Lowering:
 @contextlib.contextmanager
 def _analysis_timed() -> Iterator[list[float]]:
     seconds = []
-    check = verify.check
+    check = step_refusals.check
 
     def timed(*args: Any) -> Any:
         start = time.perf_counter()
@@ -144,5 +146,5 @@ def _analysis_timed() -> Iterator[list[float]]:
         seconds.append(time.perf_counter() - start)
         return proved
 
-    with mock.patch.object(verify, "check", timed):
+    with mock.patch.object(step_refusals, "check", timed):
         yield seconds

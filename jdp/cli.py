@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command != "run":
         print(f"jdp: there is no command {command!r}.\n\n{_HELP}", file=sys.stderr)
         return 2
-    from jdp.launch import options
+    from jdp.launch.options import options
 
     try:
         chosen = options.parse(arguments)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import places, statics
+from jdp import places, pytrees
 
 # (saved value, shape and dtype that this run has) -> value of that shape
 Resize = Callable[[Any, jax.ShapeDtypeStruct], Any]
@@ -132,7 +132,7 @@ def is_per_rank(node: Any) -> bool:
 
 def flags(tree: Any) -> list[bool]:
     """Return for each leaf of a tree whether it is split over the ranks."""
-    if isinstance(tree, statics.Held):
+    if isinstance(tree, pytrees.Held):
         others = {i for i, _ in tree.others}
         whole = tree.treedef.unflatten(range(tree.treedef.num_leaves))
         return [flag for i, flag in enumerate(flags(whole)) if i not in others]
@@ -166,7 +166,7 @@ def require_dim(name: str, leaf: Any, num_ranks: int = 1) -> None:
       ValueError: if it has no first dim, or one that does not divide.
       TypeError: if it is not an array.
     """
-    if not statics.is_array(leaf):
+    if not pytrees.is_array(leaf):
         raise TypeError(
             f"`{name}` is {leaf!r}, of type {type(leaf).__name__}, in a jdp.per_rank, which splits "
             "arrays over the ranks. Keep it next to the per_rank, or close over it."
@@ -209,7 +209,7 @@ def resized(state: Any, saved: Sequence[np.ndarray], where: str) -> list[np.ndar
     nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_per_rank)
     for path, node in nodes:
         for inner, leaf in jax.tree_util.tree_leaves_with_path(node):
-            if not statics.is_array(leaf):
+            if not pytrees.is_array(leaf):
                 continue
             if is_per_rank(node) and position < len(values):
                 name = jax.tree_util.keystr((*path, *inner))

@@ -1,8 +1,8 @@
-import cuda_build
 import jax
 import pytest
-from launcher import Launcher
-from processes import Processes
+from support import cuda_build
+from support.launcher import Launcher
+from support.processes import Processes
 
 AUTO = jax.sharding.AxisType.Auto
 

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from jdp.cli import main
-from jdp.launch.devices import num_cpus, num_gpus
-from jdp.launch.options import Options, parse
+from jdp.launch.options.options import Options, parse
+from jdp.worker.local_devices import num_cpus, num_gpus
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import training
 from jax.sharding import AxisType
-from training import assert_close, fetched
+from support import training
+from support.training import assert_close, fetched
 
 import jdp
 

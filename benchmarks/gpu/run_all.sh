@@ -58,8 +58,8 @@ build() {
 	headers=$("$PYTHON" -c 'import jaxlib, pathlib; print(pathlib.Path(jaxlib.__file__).parent / "include")')
 	compile --shared -Xcompiler -fPIC,-fvisibility=hidden -isystem "$headers" -o "$BIN/libjdp_cuda.so" \
 		jdp/csrc/cuda/*.cu jdp/csrc/cuda/*.cc & pids+=($!)
-	compile -o "$BIN/virtual_ranks" tests/cuda/virtual_ranks.cu & pids+=($!)
-	compile -o "$BIN/several_processes" tests/cuda/several_processes.cu \
+	compile -o "$BIN/virtual_ranks" tests/csrc/cuda/virtual_ranks.cu & pids+=($!)
+	compile -o "$BIN/several_processes" tests/csrc/cuda/several_processes.cu \
 		jdp/csrc/cuda/{ring_kernel.cu,communicator.cc,start_finish.cc,plan.cc} & pids+=($!)
 	compile -o "$BIN/bench_ring" benchmarks/gpu/bench_ring.cu & pids+=($!)
 	for pid in "${pids[@]}"; do wait "$pid" || return 1; done
@@ -67,7 +67,7 @@ build() {
 
 sanitize() {
 	local tool=$1
-	"$PYTHON" tests/cuda/ring_cases.py --few compute-sanitizer --tool "$tool" --error-exitcode 9 \
+	"$PYTHON" tests/csrc/cuda/ring_cases.py --few compute-sanitizer --tool "$tool" --error-exitcode 9 \
 		--log-file "$OUT/$tool.txt" "$BIN/virtual_ranks"
 }
 
@@ -79,7 +79,7 @@ export PYTHON OUT BIN arch PYTHONPATH=$PWD PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_
 stage build 180 bash -c "INCLUDE=(${INCLUDE[*]}); build"
 # The times first: they are what only this machine can tell.
 stage bench 110 bash -c bench
-stage virtual_ranks 150 "$PYTHON" tests/cuda/ring_cases.py "$BIN/virtual_ranks"
+stage virtual_ranks 150 "$PYTHON" tests/csrc/cuda/ring_cases.py "$BIN/virtual_ranks"
 stage two_processes 40 "$BIN/several_processes" 2
 stage three_processes 50 "$BIN/several_processes" 3
 stage measure 120 "$PYTHON" benchmarks/gpu/measure.py "$BIN/libjdp_cuda.so" "$OUT/bench_ring.jsonl"

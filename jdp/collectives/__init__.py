@@ -8,10 +8,10 @@ in the order in which backpropagation finishes them.
 from collections.abc import Callable
 
 from jdp.collectives.auto import auto
-from jdp.collectives.library import set_timeout_s
+from jdp.collectives.cpu.runtime import set_timeout_s
+from jdp.collectives.gpu.start_done import split
 from jdp.collectives.native import native, starts_when_ready
 from jdp.collectives.ring import ring
-from jdp.collectives.split import split
 from jdp.collectives.xla import xla
 
 AllReduce = Callable[..., list]

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from jdp import axis
 from jdp.axis import AxisName
-from jdp.collectives import order
+from jdp.collectives import call_order
 from jdp.collectives.native import native, why_not
 from jdp.collectives.xla import Scale, xla
 
@@ -37,7 +37,7 @@ def auto(
     Returns:
       The same lists, summed and scaled, in the dtype of each leaf.
     """
-    reason = order.why_not() or why_not(axis.in_mesh_order(axis_name), mesh)
+    reason = call_order.why_not() or why_not(axis.in_mesh_order(axis_name), mesh)
     _tell(
         f"gradients are summed by XLA (collectives.xla), since collectives.native cannot: {reason}"
         if reason

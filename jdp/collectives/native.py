@@ -18,8 +18,11 @@ from jax.sharding import Mesh
 
 from jdp import axis
 from jdp.axis import AxisName
-from jdp.collectives import gpus, hosts, library, order
-from jdp.collectives.split import pairs, split
+from jdp.collectives import call_order
+from jdp.collectives.cpu import runtime as cpu_runtime
+from jdp.collectives.cpu import shared_memory
+from jdp.collectives.gpu import communicator
+from jdp.collectives.gpu.start_done import pairs, split
 from jdp.collectives.xla import Scale, scaled, xla
 
 _DTYPES = frozenset(
@@ -67,10 +70,10 @@ def native(
         axes=axes,
         num_ranks=axis.size(axes),
         algorithm=("direct", "ring").index(algorithm),
-        communicator=hosts.communicator(mesh, axes),
+        communicator=shared_memory.communicator(mesh, axes),
     )
     rank, group = lax.axis_index(axes), _group(axes)
-    token = order.token()
+    token = call_order.token()
     token = np.zeros(1, np.float32) if token is None else token
     results = []
     for bucket in buckets:
@@ -84,14 +87,14 @@ def native(
         sums: list[jax.Array] = []
         for first in range(0, len(bucket), _MAX_LEAVES):
             part = bucket[first : first + _MAX_LEAVES]
-            number = order.next_number(part)
+            number = call_order.next_number(part)
             token, *leaves = _all_reduce_p.bind(
                 rank, group, fused, token, *part, number=number, **options
             )
             sums += leaves
         results.append(sums if is_fused else [scaled(leaf, scale) for leaf in sums])
     if isinstance(token, jax.Array):
-        order.passed(token)
+        call_order.passed(token)
     return results
 
 
@@ -151,13 +154,13 @@ def _why_unable(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
         )
     if platform == "cpu":
         # Processes first: one of them may have no library, and all must come to one answer.
-        return hosts.why_apart(mesh, axes) or library.why_missing()
+        return shared_memory.why_apart(mesh, axes) or cpu_runtime.why_missing()
     if mesh is None:
         return (
             "which GPUs a shard_map runs on cannot be seen from inside: hand over "
             "sync_gradients(..., mesh=mesh)."
         )
-    return gpus.communicator(mesh, axes).why_not
+    return communicator.communicator(mesh, axes).why_not
 
 
 def _on_gpus(
@@ -169,7 +172,7 @@ def _on_gpus(
         for bucket in buckets
     ]
     sent = [bucket for bucket, is_ours in zip(buckets, ours, strict=True) if is_ours]
-    numbers = [order.next_number(bucket) for bucket in sent]
+    numbers = [call_order.next_number(bucket) for bucket in sent]
     key = reserved(sent, numbers, axes, mesh)
     reduced = iter(pairs(sent, axes, scale=scale, numbers=numbers, communicator=key))
     return [
@@ -197,11 +200,11 @@ def reserved(
     """
     _require(_why_unable(axes, mesh))
     assert mesh is not None  # that would have been a reason
-    here = gpus.communicator(mesh, axes)
+    here = communicator.communicator(mesh, axes)
     _require(here.why_not)
     try:
-        here.reserve(dict(zip(numbers, map(gpus.room_of, buckets), strict=True)))
-    except gpus.UnavailableError as error:
+        here.reserve(dict(zip(numbers, map(communicator.room_of, buckets), strict=True)))
+    except communicator.UnavailableError as error:
         _require(str(error))
     return here.key
 
@@ -216,7 +219,7 @@ def _group(axes: tuple[str, ...]) -> jax.Array:
 # (rank, group, scale, token, *leaves) -> (token, *leaves)
 _all_reduce_p = jax.extend.core.Primitive("jdp_all_reduce")
 _all_reduce_p.multiple_results = True
-_FIRST_LEAF = order.TOKEN + 1
+_FIRST_LEAF = call_order.TOKEN + 1
 
 
 @_all_reduce_p.def_impl
@@ -233,7 +236,7 @@ def _typed(rank: Any, group: Any, scale: Any, *rest: Any, **params: Any) -> list
 def _lower(context: Any, *args: Any, axes: Any, number: int, **params: int) -> Any:
     # In place: a gradient is needed no more, and XLA copies what is.
     aliases = {i: i - _FIRST_LEAF + 1 for i in range(_FIRST_LEAF - 1, len(args))}
-    rule = jax.ffi.ffi_lowering(library.TARGET, operand_output_aliases=aliases)
+    rule = jax.ffi.ffi_lowering(cpu_runtime.TARGET, operand_output_aliases=aliases)
     return rule(
         context,
         *args,
@@ -248,7 +251,7 @@ def _jvp(primals: tuple, tangents: tuple, *, number: int, **params: Any) -> tupl
     rank, group, scale, _, *_ = primals
     token, *sums = _all_reduce_p.bind(*primals, number=number, **params)
     slopes = [ad.instantiate_zeros(t) for t in tangents[_FIRST_LEAF:]]
-    number = order.derived(number, "tangent")
+    number = call_order.derived(number, "tangent")
     _, *slopes = _all_reduce_p.bind(rank, group, scale, token, *slopes, number=number, **params)
     return [token, *sums], [ad.Zero(jax.typeof(token).to_tangent_aval()), *slopes]
 
@@ -263,7 +266,7 @@ def _transpose(
     if axis.is_typed(axes):
         given = [axis.as_varying(scaled(ct, scale), axes) for ct in given]
     else:
-        number = order.derived(number, "cotangent")
+        number = call_order.derived(number, "cotangent")
         _, *given = _all_reduce_p.bind(
             rank, group, scale, token, *given, axes=axes, number=number, **params
         )

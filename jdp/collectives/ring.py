@@ -8,10 +8,10 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jdp import axis
+from jdp.analysis.marks import ALL_REDUCED, mark
 from jdp.axis import AxisName
-from jdp.buckets import pack, unpack
+from jdp.collectives.buckets import pack, unpack
 from jdp.collectives.xla import Scale, scaled, split_scale
-from jdp.mark import ALL_REDUCED, mark
 
 
 def ring(

@@ -10,10 +10,10 @@ import signal
 import socket
 import sys
 
-from jdp.launch.host import Host, Outcome
-from jdp.launch.leader import Leader
-from jdp.launch.options import Options
-from jdp.launch.process import Kit
+from jdp.launch.host.agent import Host, Outcome
+from jdp.launch.host.worker_process import Kit
+from jdp.launch.leader.leader import Leader
+from jdp.launch.options.options import Options
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

@@ -11,7 +11,7 @@ from typing import Any
 import lineage
 import numpy as np
 import victim
-from launcher import Launcher
+from support.launcher import Launcher
 from victim import Fault
 
 VICTIM = (Path(__file__).parent / "victim.py").read_text()

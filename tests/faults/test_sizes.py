@@ -5,8 +5,8 @@ import subprocess
 
 import harness
 import pytest
-from launcher import free_port
-from namespaces import two_hosts, why_no_namespaces
+from support.launcher import free_port
+from support.namespaces import two_hosts, why_no_namespaces
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.slow]
 

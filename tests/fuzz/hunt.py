@@ -9,7 +9,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from processes import ProcessError, Processes
+from support.processes import ProcessError, Processes
 
 from fuzz import check, idle
 from fuzz.cases import known

@@ -6,7 +6,7 @@ import random
 import time
 
 import pytest
-from processes import ProcessError, Processes
+from support.processes import ProcessError, Processes
 
 from fuzz import cases, hunt, idle
 from fuzz.check import Outcome

@@ -15,7 +15,7 @@ struct Progress {
   std::atomic<int64_t> bucket;  // of the last one entered
 };
 static_assert(sizeof(Progress) == 24 && std::atomic<int64_t>::is_always_lock_free,
-              "jdp/launch/board.py reads three plain numbers");
+              "jdp/worker/progress_board.py reads three plain numbers");
 
 // From now on all-reduces that begin are counted there; in memory of our own before.
 void set_progress(Progress* progress);

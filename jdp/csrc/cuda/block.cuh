@@ -1,6 +1,6 @@
 // A thread block as the links see it: threads, barriers, flags that other devices read, a clock.
 //
-// tests/cuda/host_block.h has the same members over host threads, so that what is written against
+// tests/csrc/cuda/host_block.h has the same members over host threads, so that what is written against
 // them also runs under ThreadSanitizer.
 
 #pragma once

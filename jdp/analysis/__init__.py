@@ -1,0 +1,35 @@
+"""Which values may differ from rank to rank, and where ranks could wait for each other."""
+
+from jdp.analysis.analyse import analyse, find_shard_maps
+from jdp.analysis.declared import declare_pure
+from jdp.analysis.lattice import Class
+from jdp.analysis.loop_refusals import compilers_deadlock, unknown_primitives
+from jdp.analysis.partitioned import bfloat16_reductions
+from jdp.analysis.provenance import Origin, Provenance
+from jdp.analysis.report import Deadlock, Marked, Report
+from jdp.analysis.source_lines import line_of
+from jdp.analysis.source_lines import source as source_of
+from jdp.analysis.uniformity import uniformity
+from jdp.analysis.way_back import Node
+from jdp.analysis.wording import bulleted, shown
+
+__all__ = [
+    "Class",
+    "Deadlock",
+    "Marked",
+    "Node",
+    "Origin",
+    "Provenance",
+    "Report",
+    "analyse",
+    "bfloat16_reductions",
+    "bulleted",
+    "compilers_deadlock",
+    "declare_pure",
+    "find_shard_maps",
+    "line_of",
+    "shown",
+    "source_of",
+    "uniformity",
+    "unknown_primitives",
+]

@@ -1,0 +1,90 @@
+"""The analysis of one shard_map."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jdp.analysis import jaxprs
+from jdp.analysis.interpreter import RULES, Walk
+from jdp.analysis.liveness import used_inputs
+from jdp.analysis.provenance import Provenance
+from jdp.analysis.report import Report
+from jdp.analysis.rules import local
+from jdp.analysis.rules.refs import Cell, held
+from jdp.analysis.source_lines import source
+
+
+def find_shard_maps(jaxpr: Any) -> list[Any]:
+    """Find the outermost shard_map equations of a traced program, in order, also inside of jit. One
+    that is called in several places is one equation.
+
+    Args:
+      jaxpr: of any function, such as `jax.make_jaxpr(f)(x)` or `jax.jit(f).trace(x).jaxpr`.
+    """
+    equations = jaxprs.equations(jaxpr, mapped=False)
+    return [eqn for eqn in equations if eqn.primitive.name == "shard_map"]
+
+
+def analyse(
+    eqn: Any, *, trusts_unknown: bool = False, numbers: Mapping[Any, float] | None = None
+) -> Report:
+    """Find out which values may differ from rank to rank in the body of a shard_map.
+
+    The inputs are what the `in_specs` say: an axis that splits an input makes it vary.
+
+    Args:
+      eqn: a shard_map equation, see `find_shard_maps`.
+      trusts_unknown: take primitives that are on no list for pure.
+      numbers: values of operands of the shard_map that are known, see `jaxprs.captured_numbers`.
+    """
+    manual = jaxprs.manual_axes(eqn)
+    walk = Walk(eqn.params["mesh"], manual, trusts_unknown=trusts_unknown)
+    body = jaxprs.mapped_body(eqn)
+    ins: list[Any] = []
+    for variable, spec in zip(body.invars, eqn.params["in_specs"], strict=True):
+        value = walk.lattice.mixed | walk.lattice.axes(jaxprs.spec_axes(spec))
+        ins.append(Cell(value) if jaxprs.is_ref(variable) else value)
+    for variable, operand in zip(body.invars, eqn.invars, strict=True):
+        if numbers and not jaxprs.is_literal(operand):
+            number = numbers.get(operand, 0.0)
+            if walk.lattice.counts_ranks(number):
+                walk.numbers[variable] = number
+    outs = walk.body(body, ins, eqn)
+    outputs = tuple(walk.lattice.decode(held(value)) for value in outs)
+    return Report(
+        outputs=outputs,
+        output_sources=_sources(eqn, outputs),
+        deadlocks=walk.record.deadlocks(walk.lattice),
+        marks=walk.record.marks(walk.lattice),
+        opaque=tuple(walk.opaque),
+        unknown=walk.record.unknown(),
+        used_inputs=used_inputs(body),
+        refs=tuple(
+            (i, walk.lattice.decode(value.value))
+            for i, value in enumerate(ins)
+            if isinstance(value, Cell)
+        ),
+        back=lambda axes: Provenance(body, walk.record, eqn, walk.lattice.axes(axes)),
+    )
+
+
+def _sources(eqn: Any, outputs: tuple[Any, ...]) -> tuple[str, ...]:
+    body = jaxprs.mapped_body(eqn)
+    specs = map(jaxprs.spec_axes, eqn.params["out_specs"])
+    torn = [bool(out.axes - spec) for out, spec in zip(outputs, specs, strict=True)]
+    if not any(torn):
+        return ("",) * len(torn)
+    makers = {variable: each for each in body.eqns for variable in each.outvars}
+    return tuple(
+        _maker(variable, makers) if differs else ""
+        for variable, differs in zip(body.outvars, torn, strict=True)
+    )
+
+
+def _maker(variable: Any, makers: dict[Any, Any]) -> str:
+    # Casts and copies are often not the author's: the line that computed the value is.
+    while (eqn := None if jaxprs.is_literal(variable) else makers.get(variable)) is not None:
+        rule = RULES.get(eqn.primitive.name)
+        if rule not in (local.move, local.cast) and eqn.primitive.name != "jdp_mark":
+            return source(eqn)
+        variable = eqn.invars[0]
+    return ""

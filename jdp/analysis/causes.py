@@ -1,0 +1,210 @@
+"""Which values of a step differ from rank to rank, where that comes in, and what to write."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jdp.analysis import Node, Origin, Provenance, Report, compilers_deadlock, shown
+from jdp.analysis.marks import SHARED
+from jdp.analysis.traced import Output, Traced
+
+# How something that differs meets what is the same on every rank.
+_VERBS = {
+    "add": "adds {} to {}",
+    "add_any": "adds {} to {}",
+    "div": "divides {1} by {0}, or the other way round",
+    "dot_general": "multiplies {1} by {0}",
+    "mul": "multiplies {1} by {0}",
+    "select_n": "chooses by {0} between {1} and something else",
+    "sub": "subtracts {} and {} from each other",
+}
+_COMBINES = "combines {1} with {0}"
+
+# Leaves that are made on the way to the new parameters, not from them.
+_ON_THE_WAY = re.compile(r"opt|moment|trace|velocity")
+
+
+def refusals(report: Report, traced: Traced) -> Iterator[str]:
+    """Yield a text for everything that may differ from rank to rank, and must not.
+
+    Args:
+      report: of the step.
+      traced: what its leaves are called.
+    """
+    yield from _layers(report, traced)
+    yield from _outputs(report, traced)
+    yield from _refs(report, traced)
+
+
+def deadlocks(report: Report, traced: Traced) -> Iterator[str]:
+    """Yield a text for every collective that some ranks may skip."""
+    for found in report.deadlocks:
+        if found.is_compilers:
+            yield compilers_deadlock(found, "jdp.mean_over_ranks(loss) < 2")
+            continue
+        where = f" at {found.source}" if found.source else ""
+        back = report.back(found.under)
+        node = back.of_predicate(found.eqn)
+        sources = "" if node is None else _sources(report, traced, back.origin(node))
+        yield (
+            f"`{found.primitive}`{where} runs under a `{found.control}` whose predicate may differ "
+            f"from rank to rank{sources}; ranks that skip it leave the others waiting for ever. "
+            "Make the predicate the same first, for instance `jdp.mean_over_ranks(loss) < 2`."
+        )
+
+
+def _sources(report: Report, traced: Traced, origin: Origin) -> str:
+    return f", since {_why([origin], _inputs(report, traced))}"
+
+
+def _inputs(report: Report, traced: Traced) -> list[str]:
+    # Captured arrays stand in front of the arguments.
+    return ["a captured array"] * num_constants(report, traced) + list(traced.inputs)
+
+
+def _layers(report: Report, traced: Traced) -> Iterator[str]:
+    for found in report.marks:
+        axes = found.value.axes & set(found.axes)
+        if found.kind == SHARED and axes:
+            back = report.back(axes)
+            node = back.of_mark(found.eqn)
+            sources = "" if node is None else _sources(report, traced, back.origin(node))
+            yield (
+                f"`params{found.path}` of jdp.scan_layers at {found.source} may differ from rank "
+                f"to rank{sources}; the gradient that comes back would be the mean of all. Hand "
+                "over as params what every rank has the same, and the rest as xs=."
+            )
+
+
+def _outputs(report: Report, traced: Traced) -> Iterator[str]:
+    told: dict[Any, list[tuple[str, Origin]]] = {}
+    for i, (back, node) in _torn(report, traced).items():
+        output, axes = traced.outputs[i], report.outputs[i].axes
+        leaf, along = f"`{output.path}`", "from rank to rank"
+        if output.kind == "metric":
+            leaf, advice = f"{leaf} {output.type}", _METRIC
+        elif axes & set(traced.axis_name):
+            advice = _advice(output)
+        else:
+            along, advice = f"along the mesh axis {', '.join(map(repr, sorted(axes)))}", _OTHER_AXIS
+        origin = back.origin(node)
+        key = report.output_sources[i], origin.line, frozenset(origin.sources), along, advice
+        told.setdefault(key, []).append((leaf, origin))
+    for (source, *_, along, advice), found in told.items():
+        leaves, origins = zip(*found, strict=True)
+        where = f" (computed at {source})" if source else ""
+        reason = _why(origins, _inputs(report, traced))
+        yield f"{shown(leaves)}{where} may differ {along}: {reason}. {advice}"
+
+
+def _torn(report: Report, traced: Traced) -> dict[int, tuple[Provenance, Node]]:
+    by_axes: dict[frozenset[str], dict[int, str]] = {}
+    for i, (output, value) in enumerate(zip(traced.outputs, report.outputs, strict=True)):
+        if output.kind in ("state", "metric") and value.axes:
+            by_axes.setdefault(value.axes, {})[i] = output.path
+    found = {}
+    for axes, leaves in by_axes.items():
+        back = report.back(axes)
+        left = _without_consequences(back, leaves)
+        found |= {i: (back, node) for i, node in left.items()}
+    return dict(sorted(found.items()))
+
+
+def _advice(output: Output) -> str:
+    if jax.dtypes.issubdtype(output.aval.dtype, jax.dtypes.prng_key):
+        return _KEY
+    is_model_state = "model_state" in output.path or "batch_stats" in output.path
+    return _STATISTICS if is_model_state else _STATE
+
+
+_STATE = (
+    "Ranks would drift apart silently. Write `state.apply_gradients(grads)` with an optimizer in "
+    "jdp.replicated(...), or jdp.sync_gradients(grads) first. Of a loss take "
+    "jdp.mean_over_ranks(loss), of a value_fn= jdp.global_mean(value_fn). State that belongs to a "
+    "rank or to its rows (hidden states, error feedback) goes into jdp.per_rank(x)."
+)
+_STATISTICS = (
+    "Ranks would drift apart silently, and normalise differently if these are batch statistics. "
+    "Store jdp.mean_over_ranks(stats), or give the layer axis_name= (micro-batches that are "
+    "weighed want both). State that belongs to a rank or to its rows (hidden states, error "
+    "feedback) goes into jdp.per_rank(x)."
+)
+_KEY = (
+    "Ranks would drift apart silently. Leave such a random key out of the state: state.key is this "
+    "rank's, and a new one in every step."
+)
+_METRIC = (
+    "Only float scalars are averaged by themselves. Write jdp.sum_over_ranks(x) for counts, "
+    "jdp.mean_over_ranks(x) for means, jdp.rows(x) for a value for each row."
+)
+_OTHER_AXIS = "The state is the same along that axis: reduce it there too."
+
+
+def _refs(report: Report, traced: Traced) -> Iterator[str]:
+    for position, value in report.refs:
+        if value.axes:
+            inputs = _inputs(report, traced)
+            back = report.back(value.axes)
+            node = back.of_input(position)
+            line, reason = back.nearest_line(node), _why([back.origin(node)], inputs)
+            yield (
+                f"the Ref `{inputs[position]}` is the same on every rank where it goes in, and may "
+                f"hold another value on each after {line or 'that'}: {reason}. Store "
+                "jdp.mean_over_ranks(x), or return what differs by row as jdp.rows(x)."
+            )
+
+
+def num_constants(report: Report, traced: Traced) -> int:
+    """Count the captured arrays, which stand in front of the arguments."""
+    return len(report.used_inputs) - len(traced.inputs)
+
+
+def _why(origins: Sequence[Origin], inputs: Sequence[str]) -> str:
+    """Return a clause that says where a difference comes in.
+
+    Args:
+      origins: of some values that differ for one reason.
+      inputs: what the inputs of the shard_map are called.
+    """
+    origin = origins[0]
+    sources = _named(origin.sources, inputs)
+    if origin.line:
+        same = "the mean gradient" if origin.is_of_gradient else "what all ranks have reduced"
+        verb = _VERBS.get(origin.primitive, _COMBINES).format(sources, same)
+        return f"{origin.line} {verb}, and the result is not averaged"
+    never = "" if any(each.is_reduced for each in origins) else ", and was never averaged"
+    return f"it depends on {sources}{never}"
+
+
+def _named(sources: Sequence[int | str], inputs: Sequence[str]) -> str:
+    # At most three inputs, and what else there is.
+    rows = sorted({f"`{inputs[each]}`" for each in sources if isinstance(each, int)})
+    if len(rows) > 3:
+        rows = [*rows[:3], f"{len(rows) - 3} more"]
+    others = [each for each in sources if isinstance(each, str)][:2]
+    named = [f"{_listed(rows)} (this rank's rows)"] if rows else []
+    return _listed(named + others) or "something that is hidden in it"
+
+
+def _listed(names: Sequence[str]) -> str:
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _without_consequences(back: Provenance, leaves: Mapping[int, str]) -> dict[int, Node]:
+    """Leave out every leaf that differs only because others do.
+
+    Args:
+      back: the way back from what differs.
+      leaves: paths of the leaves that differ, by their position among the outputs.
+
+    Returns:
+      What is left, by position.
+    """
+    nodes = {i: back.of_output(i) for i in leaves}
+    causes = [nodes[i] for i, path in leaves.items() if not _ON_THE_WAY.search(path)]
+    left = {i: node for i, node in nodes.items() if not back.is_consequence(node, causes)}
+    return left or nodes

@@ -1,0 +1,41 @@
+"""What an author promises of a primitive that JAX does not have."""
+
+import jax.extend.core
+
+from jdp.analysis.interpreter import RULES
+from jdp.analysis.rules import control_flow
+
+_declared: set[str] = set()
+
+
+def declare_pure(primitive: jax.extend.core.Primitive) -> None:
+    """Promise that a primitive gives equal results for equal operands on every rank.
+
+    jdp knows the primitives of JAX and of some libraries. The results of any other may come from
+    anywhere, such as the device's number or a hidden state, so that jdp assumes that they differ
+    from rank to rank. A primitive with a jaxpr among its parameters is looked into and needs no
+    promise.
+
+    Args:
+      primitive: yours or a library's, as it is bound. All primitives of its name are meant.
+
+    Raises:
+      TypeError: if it is not a primitive.
+      ValueError: if jdp knows the primitive of this name by itself.
+
+    >>> from jax.extend.core import Primitive
+    >>> double_p = Primitive("double")
+    >>> declare_pure(double_p)
+    """
+    if not isinstance(primitive, jax.extend.core.Primitive):
+        raise TypeError(
+            f"jdp.declare_pure takes a jax.extend.core.Primitive, got {type(primitive).__name__} "
+            f"{primitive!r}. Hand over the object that your code binds."
+        )
+    if primitive.name in RULES and primitive.name not in _declared:
+        raise ValueError(
+            f"jdp knows the primitive `{primitive.name}` by itself, and a promise would change "
+            "what it knows. If yours only has the same name, give it another one."
+        )
+    _declared.add(primitive.name)
+    RULES[primitive.name] = control_flow.joined

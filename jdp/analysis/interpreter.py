@@ -1,0 +1,190 @@
+"""One walk through a jaxpr: the class of every value, and what is met on the way."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+from jdp.analysis import averages, jaxprs
+from jdp.analysis.lattice import Lattice
+from jdp.analysis.partitioned import first_shift
+from jdp.analysis.records import Record
+from jdp.analysis.rules import collectives, control_flow, local, refs
+from jdp.analysis.rules.refs import Cell
+
+RULES: dict[str, Any] = {
+    **local.RULES,
+    **collectives.RULES,
+    **control_flow.RULES,
+    **refs.RULES,
+}
+
+
+class Walk:
+    """The state of one analysis.
+
+    Args:
+      mesh: of the shard_map that is analysed.
+      manual: names of its manual axes: those along which ranks run their own code.
+      trusts_unknown: take primitives that are on no list for pure.
+    """
+
+    def __init__(self, mesh: Any, manual: frozenset[str], *, trusts_unknown: bool = False):
+        self.lattice = Lattice(dict(mesh.shape))
+        self.everywhere = self.lattice.axes(manual)
+        # Axes along which ranks may not all come here, and the control flow that is why.
+        self.where = 0
+        self._controls: list[tuple[int, str]] = []
+        # Of the body that is walked, and of every body that was, by all that its results depend on.
+        self.record = Record(None, {})
+        self._known: dict[tuple, Record] = {}
+        self._mesh = mesh
+        self._expanded: dict[int, Any] = {}
+        self.opaque: dict[str, None] = {}
+        self.trusts_unknown = trusts_unknown
+        # Arrays that the step has captured, and that are a number of ranks each, or one over it.
+        self.numbers: dict[Any, float] = {}
+        # Values that were divided by numbers, and how many elements were added up: see `averages`.
+        self.quotients: dict[Any, averages.Quotient] = {}
+        self.sums: dict[Any, tuple[int, ...]] = {}
+        # Axes of several devices that are left to the compiler.
+        self._automatic = {name for name, size in mesh.shape.items() if size > 1} - manual
+
+    def anything(self) -> int:
+        """Give the class of a value of which nothing is known."""
+        return self.lattice.anything() | self.everywhere
+
+    def number(self, atom: Any) -> float | None:
+        """Return the number that a literal or a captured array is, None if its value is unknown."""
+        return jaxprs.number(atom) if type(atom) is Literal else self.numbers.get(atom)
+
+    def body(self, jaxpr: Any, ins: Sequence[Any], eqn: Any) -> list[Any]:
+        """Return the classes of a jaxpr's outputs for those of its inputs. It is a body of `eqn`.
+
+        A body is walked once for all inputs that are alike: nested functions that are called twice
+        each would else be walked 2^depth times.
+        """
+        key = (id(jaxpr), self.where, self.everywhere, *self._controls, *_alike(ins))
+        record = self._known.get(key)
+        if record is None:
+            record = self._known[key] = self._walked(jaxpr, ins)
+        self.record.call(eqn, jaxpr, record)
+        return record.results(ins)
+
+    def _walked(self, jaxpr: Any, ins: Sequence[Any]) -> Record:
+        env: dict[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
+        for variable in jaxpr.constvars:
+            env[variable] = self._captured(variable)
+        around, self.record = self.record, Record(jaxpr, env)
+        self._equations(jaxpr.eqns, env)
+        nonzero = self.lattice.nonzero
+        outs = [
+            _literal(atom, nonzero) if type(atom) is Literal else env[atom]
+            for atom in jaxpr.outvars
+        ]
+        record, self.record = self.record, around
+        record.end(ins, outs)
+        return record
+
+    def _captured(self, variable: Any) -> Any:
+        return Cell(self.anything()) if jaxprs.is_ref(variable) else self.lattice.nonzero
+
+    def _equations(self, eqns: Sequence[Any], env: dict[Any, Any]) -> None:
+        # The innermost loop: names are local and the commonest rules written out, for speed.
+        rule_of, unknown = RULES.get, control_flow.unknown
+        mix, move, zero_of_zeros = local.mix, local.move, local.ZERO_OF_ZEROS
+        image, imaged = local.image, self.lattice.imaged
+        data, nonzero, mixed = self.lattice.data, self.lattice.nonzero, self.lattice.mixed
+        for eqn in eqns:
+            name = eqn.primitive.name
+            rule = rule_of(name, unknown)
+            if rule is mix or rule is image:
+                value = 0
+                for atom in eqn.invars:
+                    value |= _literal(atom, nonzero) if type(atom) is Literal else env[atom]
+                if value & nonzero or name not in zero_of_zeros:
+                    ends = mixed if rule is mix else imaged
+                    value |= ends if value & data else nonzero
+            elif rule is move:
+                atom = eqn.invars[0]
+                value = _literal(atom, nonzero) if type(atom) is Literal else env[atom]
+            else:
+                value = rule(
+                    self,
+                    eqn,
+                    [
+                        _literal(atom, nonzero) if type(atom) is Literal else env[atom]
+                        for atom in eqn.invars
+                    ],
+                )
+                if type(value) is list:
+                    for variable, each in zip(eqn.outvars, value, strict=True):
+                        env[variable] = each
+                    continue
+            for variable in eqn.outvars:
+                env[variable] = value
+
+    def under(self, varying: int, control: str, jaxpr: Any, ins: list[Any], eqn: Any) -> list[Any]:
+        """Walk a body that ranks along the `varying` axes may not all run."""
+        outside = self.where
+        self.where |= varying
+        if varying and self._automatic:
+            self._note_shift(control, jaxpr, eqn)
+        self._controls.append((varying, control))
+        outs = self.body(jaxpr, ins, eqn)
+        self._controls.pop()
+        self.where = outside
+        return outs
+
+    @contextlib.contextmanager
+    def manual_too(self, names: frozenset[str]) -> Iterator[None]:
+        """Walk where further axes are manual."""
+        outside = self.everywhere, self._automatic
+        self.everywhere |= self.lattice.axes(names)
+        self._automatic = self._automatic - names
+        yield
+        self.everywhere, self._automatic = outside
+
+    def expanded(self, eqn: Any) -> Any | None:
+        """Give what a high-level primitive does, traced once, None if it cannot be traced."""
+        if id(eqn) not in self._expanded:
+            manual = self.lattice.names(self.everywhere)
+            self._expanded[id(eqn)] = jaxprs.expanded(eqn, self._mesh, manual)
+        return self._expanded[id(eqn)]
+
+    def note_deadlock(self, eqn: Any, absent: int, axes: int) -> None:
+        """Note a collective over `axes` to which ranks along the `absent` axes may not come."""
+        control = next(name for varying, name in reversed(self._controls) if varying & absent)
+        self.record.note_deadlock(eqn, axes, absent, control)
+
+    def _note_shift(self, control: str, jaxpr: Any, around: Any) -> None:
+        found = first_shift(jaxpr, around, len(self._automatic))
+        if found is not None:
+            self.record.note_shift(found, around, tuple(sorted(self._automatic)), control)
+
+    def note_unknown(self, eqn: Any) -> None:
+        """Note a primitive that is on no list."""
+        self.record.note_unknown(eqn)
+
+    def note_mark(self, eqn: Any, value: int) -> None:
+        """Note a mark. The last round of a loop, in which all is final, overwrites the others."""
+        self.record.note_mark(eqn, value, self.where)
+
+
+def _alike(ins: Sequence[Any]) -> Iterator[Any]:
+    for i, value in enumerate(ins):
+        if isinstance(value, Cell):  # which of the others it is the same Ref as, and what it holds
+            first = next(j for j in range(i + 1) if ins[j] is value)
+            yield first, value.value
+        else:
+            yield value
+
+
+def _literal(atom: Any, nonzero: int) -> int:
+    try:
+        if not atom.val:
+            return 0
+        return nonzero & -nonzero if atom.val in (1, -1) else nonzero
+    except (TypeError, ValueError):  # no number, or several
+        return nonzero

@@ -1,0 +1,98 @@
+"""Which inputs of a jaxpr matter."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+from jdp.analysis import jaxprs
+from jdp.analysis.marks import WEIGHED
+
+# One for each output or input of a jaxpr: whether it is wanted, or needed.
+_Flags = tuple[bool, ...]
+_Known = dict[tuple[int, _Flags], _Flags]
+
+
+def used_inputs(jaxpr: Any) -> _Flags:
+    """Tell for each input whether an output or a side effect depends on it.
+
+    What is marked as `WEIGHED` is not used by that. What is handed to a call, a branch or a loop
+    that ignores it is not used, nor what is only read in vain.
+    """
+    return _needed(jaxpr, (True,) * len(jaxpr.outvars), {})
+
+
+def _needed(jaxpr: Any, wanted: _Flags, known: _Known) -> _Flags:
+    key = id(jaxpr), wanted
+    if key not in known:
+        live = set(_variables(jaxpr.outvars, wanted))
+        for eqn in reversed(jaxpr.eqns):
+            if not live.isdisjoint(eqn.outvars) or (eqn.effects and jaxprs.acts(eqn)):
+                rule = _RULES.get(eqn.primitive.name)
+                if rule is None:
+                    live.update([atom for atom in eqn.invars if type(atom) is not Literal])
+                else:
+                    needs = rule(eqn, tuple(v in live for v in eqn.outvars), known)
+                    live.update(_variables(eqn.invars, needs))
+        known[key] = tuple(v in live for v in jaxpr.invars)
+    return known[key]
+
+
+def _variables(atoms: Sequence[Any], flags: _Flags) -> list[Any]:
+    flagged = zip(atoms, flags, strict=True)
+    return [atom for atom, flag in flagged if flag and type(atom) is not Literal]
+
+
+def _call(eqn: Any, wanted: _Flags, known: _Known) -> _Flags:
+    body = jaxprs.called_body(eqn)
+    return (True,) * len(eqn.invars) if body is None else _needed(body, wanted, known)
+
+
+def _shard_map(eqn: Any, wanted: _Flags, known: _Known) -> _Flags:
+    return _needed(jaxprs.mapped_body(eqn), wanted, known)
+
+
+def _cond(eqn: Any, wanted: _Flags, known: _Known) -> _Flags:
+    needs = [_needed(branch, wanted, known) for branch in jaxprs.branches(eqn)]
+    return (True, *map(any, zip(*needs, strict=True)))
+
+
+def _scan(eqn: Any, wanted: _Flags, known: _Known) -> _Flags:
+    body, num_constants, num_carry = jaxprs.scan_parts(eqn)
+    carry, ys = wanted[:num_carry], wanted[num_carry:]
+    while True:
+        needs = _needed(body, carry + ys, known)
+        more = _either(carry, needs[num_constants : num_constants + num_carry])
+        if more == carry:
+            return needs[:num_constants] + carry + needs[num_constants + num_carry :]
+        carry = more
+
+
+def _while(eqn: Any, wanted: _Flags, known: _Known) -> _Flags:
+    cond, body, num_cond, num_body = jaxprs.while_parts(eqn)
+    decides = _needed(cond, (True,), known)
+    carry = _either(wanted, decides[num_cond:])
+    while True:
+        needs = _needed(body, carry, known)
+        more = _either(carry, needs[num_body:])
+        if more == carry:
+            return decides[:num_cond] + needs[:num_body] + carry
+        carry = more
+
+
+def _either(a: _Flags, b: _Flags) -> _Flags:
+    return tuple(x or y for x, y in zip(a, b, strict=True))
+
+
+def _mark(eqn: Any, wanted: _Flags, known: _Known) -> _Flags:
+    return (eqn.params["kind"] != WEIGHED,)
+
+
+_RULES = {
+    "jdp_mark": _mark,
+    **dict.fromkeys(jaxprs.CALLS, _call),
+    "cond": _cond,
+    "scan": _scan,
+    "shard_map": _shard_map,
+    "while": _while,
+}

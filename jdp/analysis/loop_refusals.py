@@ -1,0 +1,102 @@
+"""What the author of a loop of their own is told."""
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+from jdp.analysis import jaxprs, reductions
+from jdp.analysis.report import Deadlock, Report
+
+
+def refusals(
+    eqn: Any, report: Report, names: tuple[str, ...], paths: dict[int, str]
+) -> Iterator[str]:
+    """Give a text for everything that goes wrong in a shard_map over the axes `names`.
+
+    Args:
+      eqn: the shard_map.
+      report: of `eqn`.
+      names: of the axes that form the data axis.
+      paths: what an output of `eqn` is called in the function around it, by its position.
+    """
+    yield from _deadlocks(report, names)
+    yield from reductions.refusals(eqn, report, names)
+    yield from _torn_outputs(eqn, report, names, paths)
+    yield from _torn_refs(eqn, report, names)
+
+
+def _deadlocks(report: Report, names: tuple[str, ...]) -> Iterator[str]:
+    for found in report.deadlocks:
+        at = f" at {found.source}" if found.source else ""
+        if found.is_compilers:
+            yield compilers_deadlock(found, f"jax.lax.pmean(loss, {spelled(names)}) < 2")
+            continue
+        yield (
+            f"`{found.primitive}` over {spelled(found.axes)}{at} runs under a `{found.control}` "
+            "whose predicate may differ from rank to rank; ranks that skip it leave the others "
+            "waiting for ever. Make the predicate the same first, for instance "
+            f"jax.lax.pmean(loss, {spelled(names)}) < 2."
+        )
+
+
+def _torn_outputs(
+    eqn: Any, report: Report, names: tuple[str, ...], paths: dict[int, str]
+) -> Iterator[str]:
+    for i, spec in enumerate(eqn.params["out_specs"]):
+        torn = report.outputs[i].axes.intersection(names) - jaxprs.spec_axes(spec)
+        if torn:
+            leaf = f"`output{paths[i]}`" if i in paths else f"output {i} of the shard_map"
+            aval, line = eqn.outvars[i].aval, report.output_sources[i]
+            at = f" (computed at {line})" if line else ""
+            yield (
+                f"{leaf} {aval.dtype}{list(aval.shape)}{at} may differ from rank to rank along "
+                f"{spelled(torn)}, but its out_specs say that it does not: one rank's value would "
+                "be taken for that of all, and ranks would drift apart silently. Average it "
+                f"first, jax.lax.pmean(x, {spelled(names)}), or let out_specs put the parts "
+                f"together, P({spelled(names)})."
+            )
+
+
+def _torn_refs(eqn: Any, report: Report, names: tuple[str, ...]) -> Iterator[str]:
+    for i, value in report.refs:
+        torn = value.axes.intersection(names) - jaxprs.spec_axes(eqn.params["in_specs"][i])
+        if torn:
+            yield (
+                f"the Ref that is input {i} of the shard_map may hold different values along "
+                f"{spelled(torn)} in the end, but its in_specs say that all ranks share it. "
+                f"Average what is written, jax.lax.pmean(x, {spelled(names)}), or split it, "
+                f"P({spelled(names)})."
+            )
+
+
+def compilers_deadlock(found: Deadlock, uniform: str) -> str:
+    """Write what is wrong with a collective of XLA's own.
+
+    Args:
+      found: the deadlock.
+      uniform: an example of a predicate that is the same on every rank.
+    """
+    at = f" at {found.source}" if found.source else ""
+    return (
+        f"`{found.primitive}`{at} runs under a `{found.control}` whose predicate may differ from "
+        f"rank to rank, and the mesh axis {spelled(found.axes)} is left to the compiler: if it "
+        "splits the operand, XLA exchanges parts between all devices there, and ranks that skip it "
+        f"leave the others waiting for ever. Make the predicate the same first, `{uniform}`, or "
+        "compute both cases and write jnp.where(predicate, a, b)."
+    )
+
+
+def unknown_primitives(report: Report) -> Iterator[str]:
+    """Give a text for every primitive whose results the analysis does not trust."""
+    for name, line in report.unknown:
+        at = f" at {line}" if line else ""
+        yield (
+            f"jdp does not know the primitive `{name}`{at} and assumes that its results differ "
+            "from rank to rank. If equal operands give equal results on every rank, write "
+            "jdp.declare_pure(primitive) before the first step. If not, average what it gives."
+        )
+
+
+def spelled(names: Collection[str]) -> str:
+    """Write axes as they stand in a program: a name, or a tuple of names."""
+    ordered: Iterable[str] = names if isinstance(names, tuple) else sorted(names)
+    return repr(next(iter(ordered)) if len(names) == 1 else tuple(ordered))

@@ -1,0 +1,200 @@
+"""Where a value that differs from rank to rank comes from. Asked only when something is refused."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from jdp.analysis import jaxprs
+from jdp.analysis.marks import ALL_REDUCED
+from jdp.analysis.records import Record
+from jdp.analysis.rules import collectives
+from jdp.analysis.way_back import Frame, Node, WayBack, is_source
+
+
+class Origin(NamedTuple):
+    """What makes a value differ from rank to rank.
+
+    Attributes:
+      line: the author's line in which something that differs meets something that was reduced;
+        empty if that happens nowhere.
+      primitive: what that line does, such as "mul".
+      sources: where what differs comes from: positions of inputs of the shard_map, and texts.
+      is_reduced: whether anything was reduced on the way.
+      is_of_gradient: whether what it meets comes from a gradient that was reduced.
+    """
+
+    line: str
+    primitive: str
+    sources: tuple[int | str, ...]
+    is_reduced: bool
+    is_of_gradient: bool = False
+
+
+# What its author calls a source that is no input.
+_SOURCES = {
+    "axis_index": "`axis_index` (the number of this rank)",
+    "empty": "`jnp.empty` (memory that nobody has written)",
+    "empty_ref": "a Ref that nobody has written",
+    "ffi_call": "a foreign call (with side effects)",
+    "infeed": "`infeed` (which each device reads by itself)",
+    "io_callback": "`io_callback` (which each rank calls by itself)",
+    "rng_uniform": "`rng_uniform` (which each device draws by itself)",
+}
+
+
+class Provenance(WayBack):
+    """Answers to what its author asks of a value that was refused."""
+
+    def of_output(self, i: int) -> Node:
+        """Return what an output of the shard_map is, casts and copies aside."""
+        return self._computed(Node(self.top, self.body.outvars[i]))
+
+    def of_input(self, i: int) -> Node:
+        """Return an input of the shard_map."""
+        return Node(self.top, self.body.invars[i])
+
+    def of_mark(self, eqn: Any) -> Node | None:
+        """Return what was marked."""
+        frame = self.frame_of(id(eqn))
+        return None if frame is None else Node(frame, eqn.invars[0])
+
+    def of_predicate(self, eqn: Any) -> Node | None:
+        """Return the predicate that keeps some ranks from a collective."""
+        frame = self.frame_of((id(eqn), "deadlock"))
+        while frame is not None and frame.eqn is not None:
+            for node in self.predicates(frame.around, frame.eqn):
+                if self.differs(node):
+                    return node
+            frame = frame.around
+        return None
+
+    def origin(self, node: Node) -> Origin:
+        """Find where what differs came in: the nearest place where it met something reduced."""
+        is_reduced = any(map(self._is_collective, self.back([node], everything=True)))
+        sources: dict[int | str, None] = {}
+        for each in self.back([node]):
+            eqn = self.plain(each)
+            if eqn is None:
+                self._add_source(each, sources)
+                continue
+            operands = [Node(each.frame, atom) for atom in eqn.invars]
+            differing = [operand for operand in operands if self.differs(operand)]
+            same = [operand for operand in operands if not self.differs(operand)]
+            if not differing:
+                self._add_source(each, sources)
+            elif reduced := [one for one in same if self._comes_from_reduction(one)]:
+                line, met = self.line(each.frame, eqn), self._sources(differing)
+                gradient = self._comes_from_gradient(reduced)
+                return Origin(line, eqn.primitive.name, met, is_reduced, gradient)
+        return Origin("", "", tuple(sources), is_reduced)
+
+    def reduction(self, node: Node) -> str:
+        """Return the author's line of the nearest reduction of a value that is reduced."""
+        for each in self.back([node], everything=True):
+            eqn = self.maker(each)
+            if eqn is not None and self._reduces(each.frame, eqn):
+                if line := self.line(each.frame, eqn):
+                    return line
+        return ""
+
+    def nearest_line(self, node: Node) -> str:
+        """Return the author's line of the nearest equation on the way back to what differs."""
+        lines = (self.line(each.frame, self.maker(each)) for each in self.back([node]))
+        return next(filter(None, lines), "")
+
+    def repetition(self, node: Node) -> Any | None:
+        """Return the nearest sum over ranks of what was the same on every rank, and its line."""
+        for each in self.back([node], everything=True):
+            eqn = self.maker(each)
+            if eqn is not None and eqn.primitive.name in _SUMS:
+                # Before its operands jdp's own has a rank, its group and the scale.
+                i = eqn.outvars.index(each.variable) - len(eqn.outvars)
+                if not self.differs(Node(each.frame, eqn.invars[i])):
+                    return eqn, self.line(each.frame, eqn)
+        return None
+
+    def is_consequence(self, node: Node, causes: Iterable[Node]) -> bool:
+        """Whether a value differs only because some other ones do."""
+        keys = {cause.key() for cause in causes} - {node.key()}
+        met = False
+        for each in self.back([node], until=keys):
+            if each.key() in keys:
+                met = True
+            elif not any(True for _ in self.varying_before(each)):
+                return False
+        return met
+
+    def _sources(self, nodes: list[Node]) -> tuple[int | str, ...]:
+        found: dict[int | str, None] = {}
+        for each in self.back(nodes):
+            if not any(True for _ in self.varying_before(each)):
+                self._add_source(each, found)
+        return tuple(found)
+
+    def _add_source(self, node: Node, found: dict[int | str, None]) -> None:
+        if any(True for _ in self.varying_before(node)):
+            return
+        eqn = self.maker(node)
+        if eqn is None:
+            if node.frame.around is None and node.variable in self.body.invars:
+                found[self.body.invars.index(node.variable)] = None
+            elif node.frame.eqn is not None:
+                line = self.line(node.frame.around, node.frame.eqn)
+                found["a part that is split by a shard_map" + (f" at {line}" if line else "")] = (
+                    None
+                )
+            return
+        if eqn.primitive.name == "jdp_mark":
+            found[f"`{eqn.params['path']}` (this rank's)"] = None
+            return
+        within = next(self._sources_within(node.frame.record, eqn), eqn)
+        name = within.primitive.name
+        line = self.line(node.frame, within)
+        found[_SOURCES.get(name, f"`{name}`") + (f" at {line}" if line else "")] = None
+
+    def _sources_within(self, record: Record, eqn: Any) -> Iterator[Any]:
+        for body in record.calls(eqn):
+            for inner in body.jaxpr.eqns:
+                if inner.primitive.name in _SOURCES:
+                    yield inner
+                yield from self._sources_within(body, inner)
+
+    def _comes_from_reduction(self, node: Node) -> bool:
+        for each in self.back([node], everything=True, only_same=True):
+            eqn = self.maker(each)
+            if eqn is not None and self._reduces(each.frame, eqn):
+                return True
+        return False
+
+    def _comes_from_gradient(self, nodes: list[Node]) -> bool:
+        eqns = (self.maker(each) for each in self.back(nodes, everything=True))
+        marks = (e for e in eqns if e is not None and e.primitive.name == "jdp_mark")
+        return any(eqn.params["kind"] == "local" for eqn in marks)
+
+    def _reduces(self, frame: Frame, eqn: Any) -> bool:
+        outs = [Node(frame, variable) for variable in eqn.outvars]
+        return any(map(self._is_collective, outs)) and not all(map(self.differs, outs))
+
+    def _is_collective(self, node: Node) -> bool:
+        eqn = self.maker(node)
+        if eqn is None or eqn.primitive.name not in _COLLECTIVES:
+            return False
+        return eqn.primitive.name != "jdp_mark" or eqn.params["kind"] == ALL_REDUCED
+
+    def _computed(self, node: Node) -> Node:
+        while True:
+            eqn = self.maker(node)
+            if eqn is None or not (_moves(eqn) or eqn.primitive.name in jaxprs.CALLS):
+                return node
+            before = list(self.before(node))
+            if not before or jaxprs.is_literal(before[0].variable):
+                return node
+            node = before[0]
+
+
+_MOVES = frozenset("convert_element_type copy copy_p reshape squeeze".split())
+_SUMS = frozenset({"jdp_all_reduce", "psum", "psum_invariant"})
+_COLLECTIVES = frozenset(collectives.RULES) - {"axis_index"}
+
+
+def _moves(eqn: Any) -> bool:
+    return eqn.primitive.name in _MOVES or (eqn.primitive.name == "jdp_mark" and not is_source(eqn))

@@ -1,0 +1,156 @@
+"""Gradients that were reduced before jdp reduces them, not divided by the ranks, or not weighed."""
+
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from jdp.analysis import jaxprs
+from jdp.analysis.marks import SYNCED
+from jdp.analysis.provenance import Provenance
+from jdp.analysis.report import Marked, Report
+from jdp.analysis.way_back import Node
+from jdp.analysis.wording import shown
+
+
+def refusals(eqn: Any, report: Report, names: Collection[str]) -> Iterator[str]:
+    """Yield a text for each line to which gradients come that have a wrong scale.
+
+    Args:
+      eqn: the shard_map.
+      report: of it.
+      names: of the axes that form the data axis.
+    """
+    told: dict[tuple[str, str], list[str]] = {}
+    for found in report.marks:
+        if reason := _reason(eqn, report, found, names):
+            told.setdefault((found.source, reason), []).append(f"`{found.path or 'grads'}`")
+    for (source, reason), paths in told.items():
+        yield reason.format(leaves=shown(paths), where=source or "jdp")
+
+
+def unweighted(report: Report, names: Collection[str]) -> Iterator[str]:
+    """Yield a text for each line to which gradients come that leave out the weight of the ranks.
+
+    Args:
+      report: of a step that weighs the ranks.
+      names: of the axes that form the data axis.
+    """
+    told: dict[tuple[str, str, str], list[str]] = {}
+    for found in report.marks:
+        axes = found.value.even & (frozenset(found.axes) | frozenset(names))
+        if found.kind in ("local", SYNCED) and axes and not found.value.zero:
+            back = report.back(axes)
+            node = back.of_mark(found.eqn)
+            line = "" if node is None else back.reduction(node)
+            leaves = told.setdefault((found.kind, found.source, line), [])
+            leaves.append(f"`{found.path or 'grads'}`")
+    for (kind, source, line), leaves in told.items():
+        came = "was handed to" if kind == SYNCED else "was reduced before it came to"
+        mend = (
+            "Write jdp.sync_gradients(grads) in its place, which weighs."
+            if kind == SYNCED
+            else "Hand over the local gradient, or write jdp.mean_over_ranks(x) where a mean "
+            "multiplies a parameter: both weigh."
+        )
+        yield (
+            f"the gradient of {shown(leaves)} {came} {source or 'jdp'}, and {line or 'something'} "
+            "averages it over the ranks as if all of them counted the same. The step has a "
+            "weight=, and where ranks weigh differently, as in a padded batch, the mean by weight "
+            f"is another gradient. {mend}"
+        )
+
+
+def means(report: Report) -> dict[str, list[str]]:
+    """Return the gradients of which all that come to one line are means already, by that line."""
+    by_line: dict[str, list[Marked]] = {}
+    for found in report.marks:
+        if found.kind == "local":
+            by_line.setdefault(found.source, []).append(found)
+    return {
+        line: [found.path for found in marks]
+        for line, marks in by_line.items()
+        if all(_is_reduced(found) for found in marks)
+        # A parameter that multiplies a mean is most often a number: nothing to speak of is sent.
+        and any(found.eqn.outvars[0].aval.size > 1 for found in marks)
+    }
+
+
+def times(eqn: Any, axes: Collection[str], collective: Any = None) -> str:
+    """Say how many times too large a sum over some axes of a shard_map is, or over groups."""
+    groups = None if collective is None else jaxprs.groups(collective)
+    num_ranks = math.prod(eqn.params["mesh"].shape[name] for name in axes)
+    num_ranks = num_ranks if groups is None else len(groups[0])
+    return f"{num_ranks} times" if num_ranks > 1 else "n times (on n ranks)"
+
+
+def repetition(eqn: Any, back: Provenance, node: Node | None, axes: Collection[str]) -> str:
+    """Say how many times too large a repeated sum is, and which line makes it so.
+
+    Args:
+      eqn: the shard_map.
+      back: the way back from what differs along `axes`.
+      node: the value.
+      axes: along which it is repeated.
+    """
+    found = None if node is None else back.repetition(node)
+    collective, line = (None, "") if found is None else found
+    return (
+        f"is made from a sum that is {times(eqn, axes, collective)} too large: "
+        f"{line or 'something'} sums over the ranks what every rank has the same. Leave the sum "
+        "out, or write jdp.mean_over_ranks(x)."
+    )
+
+
+def _reason(eqn: Any, report: Report, found: Marked, names: Collection[str]) -> str:
+    value = found.value
+    axes = frozenset(found.axes) | frozenset(names)
+    if found.kind not in ("local", SYNCED) or value.zero:
+        return ""
+    back = report.back(axes)
+    if repeated := value.repeated & axes:
+        told = repetition(eqn, back, back.of_mark(found.eqn), repeated)
+        return "the gradient of {leaves} that comes to {where} " + told
+    if not value.total & axes and not (
+        found.kind == "local" and value.unclear & axes and _is_alone(report, found)
+    ):
+        return ""
+    node = back.of_mark(found.eqn)
+    line = ("" if node is None else back.reduction(node)) or "something"
+    too_large = times(eqn, value.total & axes)
+    if found.kind == SYNCED:
+        return (
+            "the gradient of {leaves} was handed to {where} as the mean, with synced=True, but "
+            f"{line} sums it over the ranks, and jdp sees no division by their number. If the loss "
+            "of each rank was divided by the rows of all ranks, the sum is right: write "
+            "jdp.sync_gradients(grads, mean=False) in place of the sum, which says so. If it is "
+            f"the mean over a rank's own rows, the sum is {too_large} the mean: write "
+            "jdp.sync_gradients(grads) in place of the sum, which divides."
+        )
+    if value.total & axes:
+        return (
+            f"the gradient of {{leaves}} was reduced before it came to {{where}}: {line} sums it "
+            f"over the ranks, which makes it {too_large} the mean if each rank's loss is the mean "
+            "over its own rows, and to average it again does not change that. Hand over the local "
+            "gradient, or write jdp.sync_gradients(grads) in place of the sum and then "
+            "apply_gradients(grads, synced=True). If the loss of each rank was divided by the rows "
+            "of all ranks, write jdp.sync_gradients(grads, mean=False) there."
+        )
+    return (
+        f"the gradient of {{leaves}} was reduced before it came to {{where}}: {line} sums it over "
+        "the ranks, and whether it is the mean after what was divided since cannot be told. Hand "
+        "over the local gradient, or write apply_gradients(grads, synced=True) if it is the mean."
+    )
+
+
+def _is_reduced(found: Marked) -> bool:
+    axes = set(found.axes)
+    return bool(found.value.reduced & axes) and not found.value.axes & axes
+
+
+def _is_alone(report: Report, found: Marked) -> bool:
+    # What its author has reduced by hand is a whole tree. Beside local gradients, it is that of a
+    # parameter which multiplies a sum over ranks: of losses that are divided by their number, say.
+    others = [each for each in report.marks if each.kind == "local"]
+    return not any(
+        each.value.axes & set(each.axes) for each in others if each.source == found.source
+    )

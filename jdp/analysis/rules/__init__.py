@@ -1,0 +1,1 @@
+"""How each kind of primitive changes what is known of its operands."""

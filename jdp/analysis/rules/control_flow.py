@@ -1,0 +1,213 @@
+"""Rules for primitives with bodies: control flow, calls, and what has no rule of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jdp.analysis import averages, jaxprs, kernels
+from jdp.analysis.rules.refs import Cell, held
+
+if TYPE_CHECKING:
+    from jdp.analysis.interpreter import Walk
+
+
+def _call(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any] | Any:
+    body = jaxprs.called_body(eqn)
+    return walk.body(body, ins, eqn) if body is not None else unknown(walk, eqn, ins)
+
+
+def _cond(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any]:
+    index, operands = ins[0] & walk.lattice.varying, ins[1:]
+    branches = jaxprs.branches(eqn)
+    rows = [walk.under(index, "cond", branch, operands, eqn) for branch in branches]
+    passed_on = [_passed_on(branch, {}) for branch in branches]
+    outs = []
+    for values, origins in zip(zip(*rows, strict=True), zip(*passed_on, strict=True), strict=True):
+        value = values[0]
+        # Whatever the index is: every branch gives the same operand.
+        if origins[0] is None or len(set(origins)) > 1:
+            value = index
+            for each in values:
+                value |= held(each)
+        outs.append(value)
+    return outs
+
+
+def _passed_on(body: Any, known: dict[int, list[int | None]]) -> list[int | None]:
+    """Return for each output the position of the input that it is, None if it is none."""
+    if id(body) not in known:
+        position = {v: i for i, v in enumerate(body.invars)}
+        for eqn in body.eqns:
+            called = eqn.primitive.name in jaxprs.CALLS
+            if called and (inner := jaxprs.called_body(eqn)) is not None:
+                for out, origin in zip(eqn.outvars, _passed_on(inner, known), strict=True):
+                    operand = None if origin is None else eqn.invars[origin]
+                    if not jaxprs.is_literal(operand) and operand in position:
+                        position[out] = position[operand]
+        outs = body.outvars
+        known[id(body)] = [None if jaxprs.is_literal(v) else position.get(v) for v in outs]
+    return known[id(body)]
+
+
+def _while(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any]:
+    cond, body, num_cond, num_body = jaxprs.while_parts(eqn)
+    for_cond, for_body = ins[:num_cond], ins[num_cond : num_cond + num_body]
+    carry = ins[num_cond + num_body :]
+    untouched = [origin == num_body + i for i, origin in enumerate(_passed_on(body, {}))]
+    goes_on = 0  # Along which axes ranks may leave the loop at different times.
+    while True:
+        before = [goes_on, *map(held, carry), *map(held, for_cond), *map(held, for_body)]
+        (predicate,) = walk.under(goes_on, "while", cond, for_cond + carry, eqn)
+        goes_on |= predicate & walk.lattice.varying
+        outs = walk.under(goes_on, "while", body, for_body + carry, eqn)
+        carry = [
+            old if same else held(old) | held(new) | goes_on
+            for old, new, same in zip(carry, outs, untouched, strict=True)
+        ]
+        if before == [goes_on, *map(held, carry), *map(held, for_cond), *map(held, for_body)]:
+            return carry
+
+
+def _scan(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any]:
+    body, num_constants, num_carry = jaxprs.scan_parts(eqn)
+    constants, xs = ins[:num_constants], ins[num_constants + num_carry :]
+    carry = ins[num_constants : num_constants + num_carry]
+    while True:
+        before = [held(value) for value in constants + carry + xs]
+        outs = walk.body(body, constants + carry + xs, eqn)
+        carry = [held(old) | held(new) for old, new in zip(carry, outs[:num_carry], strict=True)]
+        if before == [held(value) for value in constants + carry + xs]:
+            averages.note_rounds(walk, eqn)
+            return carry + outs[num_carry:]
+
+
+def _solve(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any]:
+    (solve, at_solve), (matvec, at_matvec), at_rhs = jaxprs.solver_parts(eqn)
+    num_rhs = len(ins) - at_rhs
+    rhs = ins[at_rhs:]
+    outs = walk.body(solve, ins[at_solve : at_solve + len(solve.invars) - num_rhs] + rhs, eqn)
+    # Nothing runs it here; it is walked for the collectives in it.
+    constants = ins[at_matvec : at_matvec + len(matvec.invars) - num_rhs]
+    walk.body(matvec, constants + outs[:num_rhs], eqn)
+    return outs
+
+
+def _shard_map(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any]:
+    lattice = walk.lattice
+    split = [lattice.axes(jaxprs.spec_axes(spec)) for spec in eqn.params["in_specs"]]
+    joined = [lattice.axes(jaxprs.spec_axes(spec)) for spec in eqn.params["out_specs"]]
+    inner = []
+    for value, axes in zip(ins, split, strict=True):
+        if isinstance(value, Cell):
+            value.value |= axes
+        elif axes:
+            value = lattice.mix(value | axes | lattice.data)
+        inner.append(value)
+    with walk.manual_too(jaxprs.manual_axes(eqn)):
+        outs = walk.body(jaxprs.mapped_body(eqn), inner, eqn)
+    return [
+        held(value) & ~axes | lattice.unsummed_over(axes)
+        for value, axes in zip(outs, joined, strict=True)
+    ]
+
+
+def _high_level(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any] | Any:
+    body = walk.expanded(eqn)
+    return walk.body(body, ins, eqn) if body is not None else _closed(walk, eqn, ins)
+
+
+def _closed(walk: Walk, eqn: Any, ins: list[Any]) -> int:
+    walk.opaque.setdefault(_name(eqn))
+    for value in ins:
+        if isinstance(value, Cell):
+            value.value |= walk.anything()
+    return walk.anything()
+
+
+def _name(eqn: Any) -> str:
+    # The primitive that carries all high-level ones is named by what it carries.
+    if "_prim" in eqn.params:
+        return type(eqn.params["_prim"]).__name__
+    return eqn.primitive.name
+
+
+def unknown(walk: Walk, eqn: Any, ins: list[Any]) -> Any:
+    """Look through bodies; where there are none, anything may come out."""
+    if any(True for _ in jaxprs.bodies(eqn)) or walk.trusts_unknown:
+        return joined(walk, eqn, ins)
+    walk.note_unknown(eqn)
+    joined(walk, eqn, ins)  # for what it notes
+    return _source(walk, eqn, ins)
+
+
+def _source(walk: Walk, eqn: Any, ins: list[Any]) -> int:
+    """Give anything, and write it into all Refs."""
+    for value in ins:
+        if isinstance(value, Cell):
+            value.value |= walk.anything()
+    return walk.anything()
+
+
+def _copy_by_dma(walk: Walk, eqn: Any, ins: list[Any]) -> Any:
+    # The device to which a Pallas kernel copies comes last, None for its own.
+    *_, device = eqn.params["tree"].unflatten(list(range(len(ins))))
+    return joined(walk, eqn, ins) if device is None else _source(walk, eqn, ins)
+
+
+def joined(walk: Walk, eqn: Any, ins: list[Any]) -> Any:
+    """Join all operands, all bodies walked with that join, and all axes that are named.
+
+    Everything may also be written into every Ref among the operands.
+    """
+    lattice = walk.lattice
+    axes = lattice.axes(jaxprs.named_axes(eqn)) & walk.everywhere
+    if axes and walk.where:
+        walk.note_deadlock(eqn, walk.where, axes)
+    value = axes | (lattice.data if axes else 0)
+    for operand in ins:
+        value |= held(operand)
+    value = lattice.mix(value)
+    bodies = list(jaxprs.bodies(eqn))
+    if not bodies and jaxprs.hides_a_function(eqn):
+        walk.opaque.setdefault(_name(eqn))
+    before = None
+    while before != value:
+        before = value
+        for body in bodies:
+            inner = [Cell(value) if jaxprs.is_ref(v) else value for v in body.invars]
+            for result in walk.body(body, inner, eqn) + inner:
+                value |= held(result)
+    for operand in ins:
+        if isinstance(operand, Cell):
+            operand.value |= value | walk.where
+    return value
+
+
+# Those of JAX, equinox, lineax and jax_triton that have bodies, take Refs or hide a function.
+_JOINED = frozenset(
+    "announce_jaxpr custom_jvp_call_jaxpr linear_solve maybe_set noinline nonbatchable pin "
+    "nondifferentiable_backward nontraceable reduce reduce_window run_state scatter "
+    "select_and_scatter select_if_vmap shard_alike stage tie triton_kernel_call unpin unvmap_all "
+    "unvmap_any unvmap_max".split()
+)
+
+# What is drawn from the device, its host or its memory.
+_SOURCES = frozenset(
+    "box_get box_set create_linear custom_lin empty global_array_to_host_local_array "
+    "host_local_array_to_global_array infeed io_callback log_extend log_read new_box new_log "
+    "rng_uniform".split()
+)
+
+RULES = {
+    **dict.fromkeys(_JOINED | kernels.JOINED, joined),
+    **dict.fromkeys(_SOURCES | kernels.SOURCES, _source),
+    **dict.fromkeys(jaxprs.CALLS, _call),
+    "call_hi_primitive": _high_level,
+    "call_hi_primitive_linearized": _closed,
+    "cond": _cond,
+    "custom_linear_solve": _solve,
+    "dma_start": _copy_by_dma,
+    "scan": _scan,
+    "shard_map": _shard_map,
+    "while": _while,
+}

@@ -1,0 +1,235 @@
+"""Rules for what a rank computes by itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jdp.analysis import averages, jaxprs
+
+if TYPE_CHECKING:
+    from jdp.analysis.interpreter import Walk
+
+
+# mix, image and move are written out in the walk itself, which meets them most often.
+def mix(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    """Join the operands: they may differ, so may the result. It is no scaled sum any more."""
+    value = 0
+    for operand in ins:
+        value |= operand
+    if value & walk.lattice.nonzero or eqn.primitive.name not in ZERO_OF_ZEROS:
+        value = walk.lattice.mix(value)
+    return value
+
+
+def image(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    """Join the operands, as mix does. Of a sum n times too large it makes another wrong number."""
+    (value,) = ins
+    if value & walk.lattice.data:
+        return value | walk.lattice.imaged
+    if value & walk.lattice.nonzero or eqn.primitive.name not in ZERO_OF_ZEROS:
+        value |= walk.lattice.nonzero
+    return value
+
+
+def bend(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    """Do as image does, where another constant than 1 / n may make the number right again."""
+    value = image(walk, eqn, ins)
+    return walk.lattice.bend(value) if value & walk.lattice.data else value
+
+
+def _larger(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    # max(x, 0) is n times as large for n x. With another number it may be 1 if any rank has one.
+    for i, atom in enumerate(eqn.invars):
+        if jaxprs.number(atom) == 0:
+            return image(walk, eqn, [ins[1 - i]])
+    return mix(walk, eqn, ins)
+
+
+def cast(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    """Return what move does, but for truth: whether a sum is 0 is the same for n times as much."""
+    to_bool = eqn.params["new_dtype"] == np.bool_
+    return mix(walk, eqn, ins) if to_bool and ins[0] & walk.lattice.data else ins[0]
+
+
+def move(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    """Give the first operand's elements, each scaled by a constant at most."""
+    return ins[0]
+
+
+def _move_each(walk: Walk, eqn: Any, ins: list[int]) -> list[int]:
+    return ins
+
+
+def _add(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    return walk.lattice.total(*ins)
+
+
+def _multiply(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    for value, factor, atom in zip(ins[::-1], eqn.invars[::-1], eqn.invars, strict=True):
+        number = walk.number(atom)
+        if number and not (abs(number) == 1 and _is_seed(walk, eqn, factor, value)):
+            return averages.divided(walk, eqn, factor, value, 1 / number)
+        if number is not None:
+            return value if number else walk.lattice.scale_by_number(value, number)
+    return walk.lattice.product(*ins)
+
+
+def _is_seed(walk: Walk, eqn: Any, factor: Any, value: int) -> bool:
+    """Whether the 1 that multiplies a value is the cotangent that a backward pass begins with.
+
+    On one rank it would be a division by the number of ranks: what stands beside it then was
+    computed in the same pass.
+    """
+    lattice = walk.lattice
+    if not value & lattice.data or lattice.scale_by_number(value, 1.0) == value:
+        return False
+    makers = (each for each in walk.record.jaxpr.eqns if factor in each.outvars)
+    maker = next(makers, None)
+    return jaxprs.is_transposed(eqn) and (maker is None or not jaxprs.is_transposed(maker))
+
+
+def _sum(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    averages.note_sum(walk, eqn)
+    return bend(walk, eqn, ins)
+
+
+def _weigh(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    # The second factor multiplies cotangents alone.
+    return walk.lattice.product(ins[0], ins[1]) if eqn.params["has"][0] else ins[0]
+
+
+def _divide(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    number = walk.number(eqn.invars[1])
+    if number:
+        return averages.divided(walk, eqn, eqn.invars[0], ins[0], number)
+    return walk.lattice.quotient(*ins)
+
+
+def _put_together(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    """Join parts that stand beside each other: several sums are one, of more numbers."""
+    value = 0
+    for operand in ins:
+        value |= operand
+    return value
+
+
+def _cut_out(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    """Return some elements of the first operand, chosen by the others."""
+    value = ins[0]
+    for index in ins[1:]:
+        value |= index & walk.lattice.varying
+    return value
+
+
+def _cut_in(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    whole, part, *indices = ins
+    return _cut_out(walk, eqn, [whole | part, *indices])
+
+
+def _contract(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    return walk.lattice.contract(*ins)
+
+
+def _select(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    # What is chosen by the number of a rank is no rank's own part of anything.
+    value = ins[0] & (walk.lattice.varying | walk.lattice.divided_over(walk.lattice.varying))
+    for case in ins[1:]:
+        value |= case
+    return value
+
+
+def _sort(walk: Walk, eqn: Any, ins: list[int]) -> list[int]:
+    num_keys = eqn.params["num_keys"]
+    keys = 0
+    for key in ins[:num_keys]:
+        keys |= key
+    return [walk.lattice.mix(keys | (0 if i < num_keys else x)) for i, x in enumerate(ins)]
+
+
+def _foreign(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    # That a call without side effects depends on its operands alone is its author's promise.
+    return walk.anything() if eqn.params["has_side_effect"] else mix(walk, eqn, ins)
+
+
+def _exported(walk: Walk, eqn: Any, ins: list[int]) -> int:
+    # A program for several devices may communicate; one for one device cannot.
+    program = eqn.params["exported"]
+    effects = (*program.ordered_effects, *program.unordered_effects)
+    return walk.anything() if effects or program.nr_devices > 1 else mix(walk, eqn, ins)
+
+
+# Zero if all operands are zero. Other operations may give zeros too; nothing depends on those.
+ZERO_OF_ZEROS = frozenset("cumsum reduce_sum".split())
+
+# empty2 is a zero that stands for what the branch not taken would have kept for the gradient.
+_MIX = """
+    _copysign after_all and approx_top_k argmax argmin atan2 bcoo_dot_general
+    bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices bcoo_spdot_general
+    bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general bcsr_extract bcsr_fromdense
+    bcsr_todense bessel_i0e bessel_i1e bitcast_convert_type broadcast_to ceil check cholesky
+    cholesky_update clamp clz complex coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv
+    coo_todense create_token csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense
+    cumlogsumexp cumprod dce_sink debug_callback debug_print dim_as_value dimension_size
+    dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd
+    dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd
+    dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd
+    dot_product_attention_fwd_wrapper eig eigh empty2 eq eq_to fft floor from_edtype ge geqp3 geqrf
+    gt hessenberg householder_product igamma igamma_grad_a igammac inspect_sharding iota
+    iota_2x32_shape is_finite le le_to lt lt_to lu lu_pivots_to_permutation min mulhi ne nextafter
+    not one_minus_square or ormqr pack_dtype philox2x32 philox4x32 platform_index polygamma
+    polynomial population_count pow pure_callback qr ragged_dot_general random_bits random_clone
+    random_fold_in random_gamma random_seed random_split random_unwrap random_wrap reduce_and
+    reduce_or reduce_prod reduce_window_max reduce_window_min reduce_xor regularized_incomplete_beta
+    rem rng_bit_generator rnn_bwd rnn_fwd round scaled_dot scaled_matmul scaled_matmul_wrapper
+    scatter-add scatter-max scatter-min scatter-mul scatter-sub schur select_and_gather_add
+    select_and_scatter_add shape_assertion shift_left shift_right_arithmetic shift_right_logical
+    sign spsolve svd symmetric_product threefry2x32 threefry4x32 to_edtype todense top_k
+    triangular_solve tridiagonal tridiagonal_solve unpack_dtype xor zeros_like zeta
+"""
+
+# Functions of one operand for which n times as much gives another result, which no constant makes
+# right but a division by n where it is linear.
+_IMAGE = """
+    abs acos acosh asin asinh atan atanh conj cos cosh cummax cummin digamma erf erf_inv erfc exp
+    exp2 expm1 imag lgamma logistic real reduce_max reduce_min sin sinh tan tanh
+"""
+
+# Those that another constant makes right: for a sum of elements, n times their number.
+_BEND = "cbrt cumsum integer_pow log log1p log2 reduce_window_sum rsqrt sqrt square"
+
+# Elements of the first operand, moved, cast or negated; the casts of JAX's own types of varying
+# values change nothing on a rank, and a collective that was started is done.
+_MOVE = """
+    accum_grad_in_ref add_dependency all_gather_done all_gather_reduced_done all_to_all_done
+    assert_consumed_value consume copy copy_p expand_dims
+    layout_constraint name neg pbroadcast_done ppermute_done preduced psum_done pvary
+    reduce_precision reduce_scatter_done reduced_vary_cast reduced_vary_cast_p reshape reshard
+    rev sharding_constraint slice split squeeze stop_gradient tile transpose unstack
+    vary_unreduced_cast vary_unreduced_cast_p xla_metadata_value
+"""
+
+RULES = {
+    **dict.fromkeys(_MIX.split(), mix),
+    **dict.fromkeys(_IMAGE.split(), image),
+    **dict.fromkeys(_BEND.split(), bend),
+    **dict.fromkeys(_MOVE.split(), move),
+    **dict.fromkeys("device_put jdp_together optimization_barrier".split(), _move_each),
+    **dict.fromkeys("add add_any sub".split(), _add),
+    **dict.fromkeys("concatenate pad stack".split(), _put_together),
+    **dict.fromkeys("dynamic_slice gather".split(), _cut_out),
+    "dynamic_update_slice": _cut_in,
+    **dict.fromkeys("conv_general_dilated dot_general".split(), _contract),
+    **dict.fromkeys("buffer_callback ffi_call".split(), _foreign),
+    "broadcast_in_dim": averages.spread,
+    "call_exported": _exported,
+    "convert_element_type": cast,
+    "div": _divide,
+    "jdp_weigh": _weigh,
+    "max": _larger,
+    "mul": _multiply,
+    "reduce_sum": _sum,
+    "select_n": _select,
+    "sort": _sort,
+}

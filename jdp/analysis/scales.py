@@ -1,0 +1,91 @@
+"""What a step leaves behind that is n times too large, or averaged without the step's weight."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from jdp.analysis import Report, reductions, shown
+from jdp.analysis.traced import WEIGHT, Output, Traced
+
+
+def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
+    """Yield a text for gradients and states that have a wrong scale.
+
+    Args:
+      step: the shard_map.
+      report: of it.
+      traced: what its leaves are called.
+    """
+    yield from reductions.refusals(step, report, traced.axis_name)
+    if _has_weight(traced):
+        yield from reductions.unweighted(report, traced.axis_name)
+    if not any(found.value.repeated for found in report.marks):
+        # A gradient that is too large makes a state that is.
+        yield from _repeated(step, report, traced, _states(traced))
+
+
+def warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
+    """Yield a text for metrics and states that most often have another scale than is meant.
+
+    Args:
+      step: the shard_map.
+      report: of it.
+      traced: what its leaves are called.
+    """
+    yield from _repeated(step, report, traced, _metrics(traced))
+    if _has_weight(traced):
+        yield from _unweighted(report, traced, _states(traced) | _metrics(traced))
+
+
+def _has_weight(traced: Traced) -> bool:
+    return "jdp.train_step" in traced.weighed  # jdp.value_and_grad weighs its micro-batches alone
+
+
+def _states(traced: Traced) -> dict[int, Output]:
+    return {i: output for i, output in enumerate(traced.outputs) if output.kind == "state"}
+
+
+def _metrics(traced: Traced) -> dict[int, Output]:
+    """Return the metrics by the position of what the author returned, not of its average."""
+    own = (i for i, output in enumerate(traced.outputs) if output.kind == "own")
+    reported = [
+        (i, each)
+        for i, each in enumerate(traced.outputs)
+        if each.kind == "metric" and each.tree != WEIGHT
+    ]
+    return {next(own) if _is_averaged(each) else i: each for i, each in reported}
+
+
+def _is_averaged(output: Output) -> bool:
+    return not output.aval.shape and jnp.issubdtype(output.aval.dtype, jnp.floating)
+
+
+def _repeated(
+    step: Any, report: Report, traced: Traced, outputs: dict[int, Output]
+) -> Iterator[str]:
+    told: dict[str, list[str]] = {}
+    for i, output in outputs.items():
+        value = report.outputs[i]
+        axes = value.repeated & set(traced.axis_name)
+        if axes and not value.axes:
+            back = report.back(axes)
+            text = reductions.repetition(step, back, back.of_output(i), axes)
+            told.setdefault(text, []).append(f"`{output.path}`")
+    for text, leaves in told.items():
+        yield f"{shown(leaves)} {text}"
+
+
+def _unweighted(report: Report, traced: Traced, outputs: dict[int, Output]) -> Iterator[str]:
+    told: dict[str, list[str]] = {}
+    for i, output in outputs.items():
+        if axes := report.outputs[i].even & set(traced.axis_name):
+            back = report.back(axes)
+            told.setdefault(back.reduction(back.of_output(i)), []).append(f"`{output.path}`")
+    for line, leaves in told.items():
+        yield (
+            f"{shown(leaves)} is a mean over the ranks in which all of them count the same "
+            f"({line or 'it is divided by their number'}), and this step has a weight=: a rank of "
+            "padding counts as much as the others. Write jdp.mean_over_ranks(x), which weighs, or "
+            "jdp.mean_over_ranks(x, weight=1.0) if that is meant."
+        )

@@ -1,0 +1,257 @@
+"""From the analysis of a traced step to what its author is told."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jdp import axis, pytrees
+from jdp.analysis import (
+    Report,
+    analyse,
+    bfloat16_reductions,
+    bulleted,
+    causes,
+    find_shard_maps,
+    jaxprs,
+    reductions,
+    scales,
+    shown,
+    source_of,
+    transposed,
+    unknown_primitives,
+)
+from jdp.analysis.marks import AVERAGED, OWN_WEIGHT, SHARED
+from jdp.analysis.traced import WEIGHT, Traced
+from jdp.reduction.weighted_sum import MICRO_BATCH
+
+
+class Proved(NamedTuple):
+    """What is known of a step that was accepted.
+
+    Attributes:
+      gradients: paths of the gradients that are the same on every rank before they are reduced, if
+        `scan_layers` has averaged any: traced again, the step need not send them. Else None.
+      own_metrics: for each output of kind "own", whether it is the same on every rank.
+    """
+
+    gradients: frozenset[str] | None
+    own_metrics: tuple[bool, ...]
+
+
+def check(jaxpr: Any, traced: Traced) -> Proved:
+    """Refuse a step after which the ranks could hold different states, or wait for each other.
+
+    Args:
+      jaxpr: the traced program, with the step's `shard_map` in it.
+      traced: what its inputs and outputs are called.
+
+    Raises:
+      ValueError: saying which leaf or which line, why, and what to write.
+    """
+    step = find_shard_maps(jaxpr)[0]
+    numbers = jaxprs.captured_numbers(jaxpr)
+    report = analyse(step, numbers=numbers)
+    problems = _problems(step, report, traced)
+    if problems:
+        if report.unknown:
+            trusted = analyse(step, trusts_unknown=True, numbers=numbers)
+            if problems != _problems(step, trusted, traced):
+                problems += unknown_primitives(report)
+        raise ValueError(
+            f"`{traced.name}` is not the same training on every rank:\n{bulleted(problems)}"
+        )
+    for warning in (*_unused(report), *_means(report), *scales.warnings(step, report, traced)):
+        if warning not in traced.told:
+            traced.told.add(warning)
+            warnings.warn(warning, stacklevel=2)
+    return _proved(report, traced)
+
+
+def proved(jaxpr: Any, traced: Traced) -> Proved:
+    """Return what is known of a step for which another program of it was checked.
+
+    Args:
+      jaxpr: the traced program, with the step's `shard_map` in it.
+      traced: what its inputs and outputs are called.
+    """
+    return _proved(analyse(find_shard_maps(jaxpr)[0]), traced)
+
+
+def _proved(report: Report, traced: Traced) -> Proved:
+    own = [
+        not value.axes
+        for output, value in zip(traced.outputs, report.outputs, strict=True)
+        if output.kind == "own"
+    ]
+    return Proved(_uniform_gradients(report), tuple(own))
+
+
+def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
+    if unknown := [*_not_compiled(step, report, traced)]:
+        return unknown
+    problems = [
+        *causes.deadlocks(report, traced),
+        *scales.refusals(step, report, traced),
+        *_hidden_reductions(report, traced),
+        *causes.refusals(report, traced),
+        *_unread_mask(report, traced),
+        *_wrong_gather(step, traced),
+        *_unweighted_transposes(step, report, traced),
+        *_forward_mode(step, report),
+        *_aborting_reductions(step, traced),
+    ]
+    return list(dict.fromkeys(problems))  # A line that many leaves pass is told once.
+
+
+def _uniform_gradients(report: Report) -> frozenset[str] | None:
+    if not any(found.kind == AVERAGED for found in report.marks):
+        return None
+    local = [found for found in report.marks if found.kind == "local"]
+    varying = {found.path for found in local if found.value.axes & set(found.axes)}
+    return frozenset(found.path for found in local) - varying
+
+
+def _hidden_reductions(report: Report, traced: Traced) -> Iterator[str]:
+    # Reductions that were traced and thrown away are no part of the program; those inside a
+    # primitive whose body cannot be opened are, and could happen twice.
+    hidden = sorted(traced.marked - {found.path for found in report.marks})
+    if hidden and report.opaque:
+        yield (
+            f"{shown(_quoted(sorted(report.opaque)))} hides from the analysis how the gradients "
+            f"of {shown(_quoted(hidden))} are reduced. Call apply_gradients outside of it."
+        )
+
+
+def _unread_mask(report: Report, traced: Traced) -> Iterator[str]:
+    averages = any(out.kind in ("state", "metric") and out.tree != WEIGHT for out in traced.outputs)
+    if traced.mask is None or not averages:  # jdp.evaluate takes the padding out of rows
+        return
+    if not report.used_inputs[causes.num_constants(report, traced) + traced.mask]:
+        yield (
+            f"`{traced.inputs[traced.mask]}` says which rows are padding, and the step does not "
+            "read it, or only for its weight=: repeated rows would count. Weigh the loss with it, "
+            '`(losses * batch["mask"]).sum() / batch["mask"].sum()`, and write '
+            '`weight=lambda batch: batch["mask"].sum()` in the decorator; or leave the last batch '
+            'out: jdp.batches(..., tail="drop").'
+        )
+
+
+def _wrong_gather(step: Any, traced: Traced) -> Iterator[str]:
+    if axis.INVARYING_GATHER_HAS_WRONG_GRADIENT and traced.differentiates:
+        if "all_gather_invariant" in _primitives(step):
+            yield (
+                f'all_gather(to="invarying") has a wrong gradient in JAX {jax.__version__}: '
+                'write all_gather(to="varying"), which is the default, or use JAX >= 0.11.'
+            )
+
+
+def _primitives(step: Any) -> set[str]:
+    return {eqn.primitive.name for eqn in jaxprs.equations(step.params["jaxpr"])}
+
+
+def _forward_mode(step: Any, report: Report) -> Iterator[str]:
+    # JAX says so when it lowers the program, and names no layers.
+    layers = dict.fromkeys(found.source for found in report.marks if found.kind == SHARED)
+    if layers and "custom_lin" in _primitives(step):
+        where = ", ".join(filter(None, layers))
+        yield (
+            "a forward-mode derivative (jax.jvp, jax.jacfwd, jax.hessian) goes through "
+            f"jdp.scan_layers{where and f' at {where}'}, which has none where it reduces in the "
+            "backward loop, as it does on GPUs by default. Write "
+            "jdp.scan_layers(..., late=False)."
+        )
+
+
+def _not_compiled(step: Any, report: Report, traced: Traced) -> Iterator[str]:
+    first = causes.num_constants(report, traced)
+    inputs = jaxprs.mapped_body(step).invars[first:]
+    named = [(name, x.aval) for name, x in zip(traced.inputs, inputs, strict=True)]
+    named += [(output.path, output.aval) for output in traced.outputs]
+    for name, aval in named:
+        if pytrees.is_not_compiled(aval.dtype):
+            yield (
+                f"`{name}` is {aval.dtype}{list(aval.shape)}, which XLA cannot compute with. Write "
+                "uint8 or bool for integers of one bit, float8 or float32 for floats of six."
+            )
+
+
+def _aborting_reductions(step: Any, traced: Traced) -> Iterator[str]:
+    if traced.platform != "cpu":
+        return
+    for eqn in bfloat16_reductions(step):
+        line = source_of(eqn)
+        others = set(step.params["mesh"].axis_names) - set(traced.axis_name)
+        yield (
+            f"`{eqn.primitive.name}`{f' at {line}' if line else ''} reduces bfloat16 over the "
+            f"ranks of a mesh with a further axis, {shown(_quoted(sorted(others)))}: XLA would "
+            "abort the process on CPUs. Write jdp.mean_over_ranks(x) or jdp.sum_over_ranks(x), "
+            "which add up in float32, or cast to float32 around it. Where JAX made it, as the "
+            "gradient of an all_gather, cast what is gathered."
+        )
+
+
+def _unweighted_transposes(step: Any, report: Report, traced: Traced) -> Iterator[str]:
+    axes = frozenset(traced.axis_name)
+    if any(found.kind == OWN_WEIGHT for found in report.marks):
+        for found in transposed.find_before(step.params["jaxpr"], axes, OWN_WEIGHT):
+            where = f" at {found.source}" if found.source else ""
+            yield (
+                f"`{found.name}`{where} is differentiated, and jdp.sync_gradients(weight=) weighs "
+                "that gradient by something else than the step: the cotangents of the ranks were "
+                "added up by other weights, and the gradient would be wrong. Write "
+                "jdp.train_step(weight=...), and leave it out of jdp.sync_gradients."
+            )
+    if not traced.weighed:
+        return
+    by = shown([f"{name}(weight=)" for name in sorted(traced.weighed)])
+    for found in transposed.find(step.params["jaxpr"], axes):
+        where = f" at {found.source}" if found.source else ""
+        if found.name == MICRO_BATCH:
+            yield (
+                f"a sum or mean over ranks{where} stands in the micro-batches of a gradient "
+                "and is differentiated from outside of them, too, where ranks weigh differently: "
+                "that gradient would be wrong. Leave accumulate= and micro_batch_rows= out of the "
+                "inner gradient."
+            )
+            continue
+        yield (
+            f"`{found.name}`{where} is differentiated, and {by} weighs the ranks: JAX adds up the "
+            "cotangents of all ranks without their weights, and the gradient would be wrong where "
+            "these differ. Write jdp.mean_over_ranks(x) or jdp.sum_over_ranks(x) in its place, or "
+            "leave out weight= and return the loss "
+            '`(losses * batch["mask"]).sum() / jdp.mean_over_ranks(batch["mask"].sum())`, '
+            "whose mean over ranks is that of all rows."
+        )
+
+
+def _unused(report: Report) -> Iterator[str]:
+    # Of several losses each may have its own parameters (a GAN, branches): a leaf is told by path
+    # and shape, and used by any that depends on it.
+    local = [found for found in report.marks if found.kind == "local"]
+    leaves = [(found.path, found.eqn.outvars[0].aval.shape) for found in local]
+    zero = [found.value.zero for found in local]
+    used = {leaf for leaf, is_zero in zip(leaves, zero, strict=True) if not is_zero}
+    unused = [path for path, shape in leaves if (path, shape) not in used]
+    if unused:
+        yield (
+            f"the loss does not depend on {shown(_quoted(unused))}: their gradients are zero, as "
+            "on one device (weight decay and momentum still move them). Leave them out with "
+            "TrainState.create(trainable=...) if that is meant."
+        )
+
+
+def _means(report: Report) -> Iterator[str]:
+    if any(found.kind == AVERAGED for found in report.marks):
+        return
+    for source, paths in reductions.means(report).items():
+        yield (
+            f"the gradient of {shown(_quoted(paths))} is the mean over ranks already where it "
+            f"comes to {source or 'jdp.sync_gradients'}, and is sent once more. Write "
+            "apply_gradients(grads, synced=True), or hand over the local gradient."
+        )
+
+
+def _quoted(paths: Sequence[str]) -> list[str]:
+    return [f"`{path or 'grads'}`" for path in paths]

@@ -1,0 +1,180 @@
+"""The analysis of a whole function, for an author's own loop."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jdp import axis
+from jdp.analysis import jaxprs
+from jdp.analysis.analyse import analyse, find_shard_maps
+from jdp.analysis.loop_refusals import refusals, spelled, unknown_primitives
+from jdp.analysis.report import Report
+from jdp.analysis.wording import bulleted
+from jdp.axis import AxisName
+
+
+def uniformity(
+    f: Callable[..., Any], *args: Any, axis_name: AxisName = "data", **kwargs: Any
+) -> Any:
+    """Tell which outputs of a function are the same on every rank, and refuse what goes wrong.
+
+    Nothing runs: `f` is traced, and every `shard_map` or `pmap` over `axis_name` in it is gone
+    through once. Compilers for GPUs have an analysis of this name, for threads in place of ranks.
+
+    Args:
+      f: a function, jitted or not, that contains the `shard_map` or `pmap`.
+      *args: its arguments. A `jax.ShapeDtypeStruct` will do for an array; what is no array goes
+        to `f` as it is.
+      axis_name: the data axis: a name, or a tuple of names.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      A tree like f's outputs, of "uniform" and "varying", as ranks leave them: what `out_specs`
+      put together from the parts of all ranks is "varying".
+
+    Raises:
+      ValueError: if ranks could wait for each other for ever; if an output may differ from rank
+        to rank although its `out_specs` say that it does not; if a gradient that jdp is to
+        reduce was reduced before; or if there is no `shard_map` over the axis.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jax.sharding import AxisType, PartitionSpec as P
+    >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    >>> def on_rank(x):
+    ...     return {"mean": jax.lax.pmean(x.mean(), "data"), "largest": x.max(keepdims=True)}
+    >>> specs = {"mean": P(), "largest": P("data")}
+    >>> f = jax.shard_map(on_rank, mesh=mesh, in_specs=P("data"), out_specs=specs, check_vma=False)
+    >>> uniformity(f, jnp.arange(8.0))
+    {'largest': 'varying', 'mean': 'uniform'}
+    """
+    names = axis.names(axis_name)
+    called = getattr(f, "__name__", type(f).__name__)
+    traced = _trace(f, args, kwargs)
+    shard_maps = find_shard_maps(traced.jaxpr)
+    over_axis = {id(eqn): eqn for eqn in shard_maps if jaxprs.manual_axes(eqn).issuperset(names)}
+    if not over_axis:
+        raise ValueError(_nothing_found(called, shard_maps, names))
+    reports = {key: analyse(eqn) for key, eqn in over_axis.items()}
+    ins = [_Left(False)] * len(traced.jaxpr.invars)
+    left = _leave(traced.jaxpr, ins, reports, names, {})
+    problems = []
+    for key, eqn in over_axis.items():
+        # An output that leaves in several places is called by the first.
+        leaves = reversed(list(zip(left, traced.paths, strict=True)))
+        paths = {value.position: path for value, path in leaves if value.origin == key}
+        found = [*refusals(eqn, reports[key], names, paths)]
+        if found and reports[key].unknown:
+            trusted = analyse(eqn, trusts_unknown=True)
+            if found != [*refusals(eqn, trusted, names, paths)]:
+                found += unknown_primitives(reports[key])
+        problems += found
+    if problems:
+        raise ValueError(f"`{called}` goes wrong on several ranks:\n{bulleted(problems)}")
+    return traced.unflatten(["varying" if value.varying else "uniform" for value in left])
+
+
+def _nothing_found(called: str, shard_maps: list[Any], names: tuple[str, ...]) -> str:
+    text = f"`{called}` has no shard_map or pmap over {spelled(names)}"
+    others = frozenset[str]().union(*map(jaxprs.manual_axes, shard_maps))
+    if not others:
+        return f"{text}: there are no ranks in it that could differ."
+    return (
+        f"{text}, only over {spelled(others)}. Write axis_name={spelled(others)} if that is what "
+        "splits the batch."
+    )
+
+
+class _Traced(NamedTuple):
+    jaxpr: Any
+    paths: list[str]  # of the arrays among the outputs, in order
+    unflatten: Callable[[list[str]], Any]
+
+
+def _trace(f: Callable[..., Any], args: tuple, kwargs: dict) -> _Traced:
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    outputs: list[tuple[list[tuple[str, bool]], Any]] = []
+
+    def on_arrays(*values: Any) -> list[Any]:
+        filled = list(leaves)
+        for i, value in zip(arrays, values, strict=True):
+            filled[i] = value
+        args, kwargs = jax.tree.unflatten(treedef, filled)
+        named, out_tree = jax.tree_util.tree_flatten_with_path(f(*args, **kwargs))
+        found = [(jax.tree_util.keystr(path), _is_array(leaf)) for path, leaf in named]
+        outputs.append((found, out_tree))
+        return [leaf for _, leaf in named if _is_array(leaf)]
+
+    jaxpr = jaxprs.opened(jax.make_jaxpr(on_arrays)(*(leaves[i] for i in arrays)))
+    named, out_tree = outputs[-1]
+
+    def unflatten(classes: list[str]) -> Any:
+        # What is no array is a constant of the program.
+        each = iter(classes)
+        found = [next(each) if is_array else "uniform" for _, is_array in named]
+        return jax.tree.unflatten(out_tree, found)
+
+    return _Traced(jaxpr, [path for path, is_array in named if is_array], unflatten)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic))
+
+
+class _Left(NamedTuple):
+    varying: bool
+    # The shard_map that gave the value as it is, by id, and its position among the outputs.
+    origin: int | None = None
+    position: int = -1
+
+
+_Known = dict[tuple[Any, ...], list[_Left]]
+
+
+def _leave(
+    jaxpr: Any,
+    ins: Sequence[_Left],
+    reports: dict[int, Report],
+    names: tuple[str, ...],
+    known: _Known,
+) -> list[_Left]:
+    """Follow the outputs of shard_maps to the outputs of the function around them."""
+    key = id(jaxpr), *ins
+    if key not in known:
+        known[key] = _followed(jaxpr, ins, reports, names, known)
+    return known[key]
+
+
+def _followed(
+    jaxpr: Any,
+    ins: Sequence[_Left],
+    reports: dict[int, Report],
+    names: tuple[str, ...],
+    known: _Known,
+) -> list[_Left]:
+    constant = _Left(False)
+    env = {**dict.fromkeys(jaxpr.constvars, constant), **dict(zip(jaxpr.invars, ins, strict=True))}
+
+    def read(atom: Any) -> _Left:
+        return constant if jaxprs.is_literal(atom) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        if id(eqn) in reports:
+            outs = [
+                _Left(not value.axes.isdisjoint(names), id(eqn), i)
+                for i, value in enumerate(reports[id(eqn)].outputs)
+            ]
+        elif eqn.primitive.name in jaxprs.CALLS and (body := jaxprs.called_body(eqn)) is not None:
+            outs = _leave(body, operands, reports, names, known)
+        else:
+            varying = any(value.varying for value in operands)
+            for body in jaxprs.bodies(eqn):
+                inner = [_Left(varying)] * len(body.invars)
+                left = _leave(body, inner, reports, names, known)
+                varying |= any(value.varying for value in left)
+            outs = [_Left(varying)] * len(eqn.outvars)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]

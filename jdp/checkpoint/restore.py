@@ -1,0 +1,175 @@
+"""Which commit or checkpoint is the newest, on any process, and getting it to all of them."""
+
+import logging
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jdp.checkpoint.commit_memory import CommitMemory
+from jdp.checkpoint.directory import Checkpoint, Folder, TornError
+from jdp.checkpoint.snapshot import Leaf, pack, packed_bytes, unpack
+from jdp.distributed import agree
+
+_log = logging.getLogger("jdp")
+
+# A state is handed over in parts of this many bytes, so that little of it is there twice.
+_PART_BYTES = 64 << 20
+
+
+class Found(NamedTuple):
+    """What is restored, as all processes see it."""
+
+    tier: str  # "commit" or "checkpoint"
+    life: int
+    step: int
+    source: int  # a process that has it
+    lacking: list[int]  # processes that have not
+    where: str
+
+
+class Sources:
+    """What this process could restore.
+
+    Args:
+      folder: of the checkpoints. Only process 0 looks there, and reads only what is newer than
+        its own commit.
+      memory: of this host's commits, if there is a launcher.
+
+    Raises:
+      RuntimeError: if there are only checkpoints that are not whole.
+    """
+
+    def __init__(self, folder: Folder, memory: CommitMemory | None) -> None:
+        self._folder, self._memory = folder, memory
+        self._commit = memory.newest() if memory else None
+        facts = self._commit.facts if self._commit else {}
+        if facts.get("directory") != str(folder.path):
+            # Of another Checkpointer: a script may train one model after the other.
+            self._commit, facts = None, {}
+        # Of two, the one of the later life of the run is the newer. Commits of one life and step
+        # are the same, unless two parts of a torn network both took that life: hence the tag.
+        self._key = [facts[name] for name in ("life", "step", "tag")] if facts else None
+        self._life: int = facts.get("life", 0)
+        self._checkpoint: Checkpoint | None = None
+        self._checkpoint_facts: dict[str, Any] = {}
+        self._torn: list[str] = []
+        if jax.process_index() == 0:
+            self._find_checkpoint()
+
+    def offer(self) -> dict[str, Any]:
+        """Say it in what JSON can hold."""
+        written = self._checkpoint
+        return {
+            "commit": self._key,
+            "checkpoint": [written.life, written.step] if written else None,
+            "life": self._life,
+            "where": str(self._folder.path),
+            "torn": self._torn,
+        }
+
+    def read(self, tier: str) -> tuple[dict[str, Any], list[np.ndarray]]:
+        """Read what was offered: facts and values."""
+        if tier == "commit":
+            assert self._memory is not None and self._commit is not None
+            facts = self._commit.facts
+            return facts, unpack(self._memory.read(self._commit), leaves_of(facts))
+        assert self._checkpoint is not None
+        facts = self._checkpoint_facts
+        leaves = leaves_of(facts)
+        arrays = self._folder.read(self._checkpoint, [*named(leaves, leaves)])
+        return facts, [
+            arrays.get(_name(i, leaf), np.zeros(leaf.shape, leaf.dtype))
+            for i, leaf in enumerate(leaves)
+        ]
+
+    def _find_checkpoint(self) -> None:
+        torn = []
+        for checkpoint in self._folder.checkpoints():
+            self._life = max(self._life, checkpoint.life)
+            if self._key and [checkpoint.life, checkpoint.step] <= self._key[:2]:
+                return
+            try:
+                self._checkpoint_facts = self._folder.facts(checkpoint)
+                self._checkpoint = checkpoint
+                return
+            except TornError as error:
+                torn.append(f"{checkpoint.path}: {error}")
+                _log.warning("jdp: a checkpoint is not whole and is passed over: %s.", torn[-1])
+        self._torn = torn
+
+
+def newest(offers: dict[int, dict[str, Any]]) -> Found | None:
+    """Choose from the offers of all processes; None if there is nothing.
+
+    >>> nothing = {"checkpoint": None, "where": "runs"}
+    >>> found = newest({0: {"commit": None, **nothing}, 1: {"commit": [1, 40, "a"], **nothing}})
+    >>> found.tier, found.step, found.source, found.lacking
+    ('commit', 40, 1, [0])
+    """
+    commits = {process: each["commit"] for process, each in offers.items() if each["commit"]}
+    commit = max(commits.values(), default=None)
+    checkpoint, where = offers[0]["checkpoint"], offers[0]["where"]
+    if checkpoint and (commit is None or checkpoint > commit[:2]):
+        others = [process for process in offers if process]
+        life, step = checkpoint
+        return Found("checkpoint", life, step, 0, others, f"step {step} of {where}")
+    if commit is None:
+        if torn := offers[0].get("torn"):
+            raise RuntimeError(
+                f"none of the {len(torn)} checkpoints is whole, and nothing is lost by looking "
+                f"into it before training begins anew: {'; '.join(torn)}. Move the directory "
+                "away, or give Checkpointer a new one."
+            )
+        return None
+    holders = [process for process, its in commits.items() if its == commit]
+    lacking = [process for process in offers if process not in holders]
+    life, step, _ = commit
+    return Found("commit", life, step, holders[0], lacking, f"the commit of step {step}")
+
+
+def loaded(
+    group: tuple[int, ...], found: Found, sources: Sources
+) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Give facts and values to every process, those that have them from their own host.
+
+    Nothing is computed over the processes unless one of them lacks the values.
+    """
+    me = jax.process_index()
+    facts: dict[str, Any] = {}
+    values: list[np.ndarray] = []
+    with agree.failing_together(group, f"while it read {found.where}"):
+        if me not in found.lacking:
+            facts, values = sources.read(found.tier)
+    if found.lacking:
+        told = agree.told(group, facts if me == found.source else None, what=found.where)
+        facts = told[found.source]
+        values = _handed_over(values, leaves_of(facts), is_source=me == found.source)
+    return facts, values
+
+
+def leaves_of(facts: dict[str, Any]) -> list[Leaf]:
+    """Read the leaves from the facts that stand beside them."""
+    return [Leaf(name, tuple(shape), dtype, key) for name, shape, dtype, key in facts["leaves"]]
+
+
+def named(leaves: list[Leaf], values: list[Any]) -> dict[str, Any]:
+    """Give values the names that they have on the disk; empty ones are not written."""
+    pairs = enumerate(zip(leaves, values, strict=True))
+    return {_name(i, leaf): value for i, (leaf, value) in pairs if leaf.num_bytes}
+
+
+def _name(number: int, leaf: Leaf) -> str:
+    return f"{number}{leaf.name}"
+
+
+# As integers: a sum of floats over the processes would make 0.0 of -0.0.
+def _handed_over(values: list[np.ndarray], leaves: list[Leaf], *, is_source: bool) -> list[Any]:
+    size = packed_bytes(leaves)
+    data = np.concatenate(pack(values)) if is_source and size else np.zeros(size, np.uint8)
+    for start in range(0, size, _PART_BYTES):
+        part = data[start : start + _PART_BYTES]
+        words = multihost_utils.broadcast_one_to_all(part.view(np.uint32), is_source)
+        part[:] = words.view(np.uint8)
+    return unpack(data, leaves)

@@ -1,0 +1,1 @@
+"""The compiled all-reduce between CPU devices of one host."""

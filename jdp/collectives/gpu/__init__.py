@@ -1,0 +1,1 @@
+"""The compiled all-reduce between GPUs of one host."""

@@ -1,0 +1,102 @@
+"""A reduction of known numbers between GPUs, compared with lax.psum before the first use.
+
+A matmul runs beside it, as in a step: what XLA loads for it must not wait for the reduction.
+It was compiled and never run.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jdp.collectives.gpu.start_done import pairs
+from jdp.collectives.xla import xla
+
+# What is reduced, as (dtype, size): at least one for each algorithm of jdp/csrc/cuda/plan.cc that
+# these GPUs use. Values count up to the modulus, so that all sums are exact.
+TRIED = (("bfloat16", 1001), ("float32", 3), ("float32", 300_001), ("float32", 4_300_001))
+_MODULUS = {"bfloat16": 7, "float32": 251}
+_WIDTH = 512  # of the matmul
+
+
+def difference(mesh: Mesh, axes: tuple[str, ...], key: int) -> str:
+    """Reduce some numbers, and say where lax.psum gives others; "" if nowhere.
+
+    Args:
+      mesh: of GPUs.
+      axes: names of the mesh axes that are reduced over.
+      key: of the communicator.
+    """
+    try:
+        compared = jax.block_until_ready(comparison(mesh, axes, key)())
+    except (RuntimeError, ValueError) as error:  # Which of them a failed run is depends on JAX.
+        return f"the first reduction failed ({error})"
+    *of_buckets, of_matmul = compared
+    for (dtype, size), of_bucket in zip(TRIED, of_buckets, strict=True):
+        what = f"of {size} sums of {dtype} on {{}} are not those of lax.psum"
+        if reason := _reason(what, of_bucket):
+            return reason
+    what = f"of {_WIDTH**2} elements of a matmul beside them on {{}} are wrong"
+    return _reason(what, of_matmul)
+
+
+def comparison(mesh: Mesh, axes: tuple[str, ...], key: int) -> Any:
+    """Give what `difference` runs: a jitted function of nothing.
+
+    Args:
+      mesh: of GPUs.
+      axes: names of the mesh axes that are reduced over.
+      key: of the communicator.
+
+    Returns:
+      A function that gives, for each bucket and the matmul, `[ranks, 2]` float32: how many numbers
+      differ, NaN among them, and by how much.
+    """
+
+    def on_rank() -> list[jax.Array]:
+        place = lax.axis_index(mesh.axis_names)
+        buckets = [[_values(place, dtype, size)] for dtype, size in TRIED]
+        numbers = range(len(buckets))
+        products = []
+
+        def between(tokens: list[jax.Array]) -> list[jax.Array]:
+            # Whole numbers below 8 and sums below 2^24: exact on every unit that multiplies.
+            a = jnp.tile(jnp.arange(8, dtype=jnp.float32), (_WIDTH, _WIDTH // 8))
+            a, tokens = lax.optimization_barrier((a, tokens))
+            product, tokens = lax.optimization_barrier((a.T @ a, tokens))
+            products.append(product)
+            return tokens
+
+        ours = pairs(buckets, axes, scale=0.5, numbers=numbers, communicator=key, between=between)
+        theirs = xla(buckets, axes, scale=0.5)
+        row = jnp.arange(_WIDTH) % 8
+        expected = _WIDTH * row[:, None] * row[None, :]
+        compared = [_compared(a, b) for [a], [b] in zip(ours, theirs, strict=True)]
+        return [*compared, _compared(products[0], expected)]
+
+    return jax.jit(
+        jax.shard_map(
+            on_rank, mesh=mesh, in_specs=(), out_specs=P(mesh.axis_names), check_vma=False
+        )
+    )
+
+
+def _reason(what: str, differences: jax.Array) -> str:
+    for shard in differences.addressable_shards:
+        num_wrong, largest = np.asarray(shard.data)[0]
+        if num_wrong:
+            return f"{num_wrong:.0f} {what.format(shard.device)}, by up to {largest:g}"
+    return ""
+
+
+def _values(place: jax.Array, dtype: str, size: int) -> jax.Array:
+    return ((jnp.arange(size) * 3 + place * 5) % _MODULUS[dtype]).astype(dtype)
+
+
+def _compared(ours: jax.Array, theirs: jax.Array) -> jax.Array:
+    apart = jnp.abs(ours.astype(jnp.float32) - theirs.astype(jnp.float32))
+    return jnp.stack([jnp.sum(apart != 0, dtype=jnp.float32), jnp.max(apart)])[None]

@@ -1,0 +1,1 @@
+"""Rows of a dataset on their way to the devices."""

@@ -1,0 +1,290 @@
+"""From rows to batches on the devices: read, split and placed ahead of time."""
+
+import inspect
+import weakref
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
+from itertools import chain
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jdp.axis import AxisName
+from jdp.data.dataset import Read, reader, with_mask
+from jdp.data.first_batch_check import first_batch
+from jdp.data.padding import note_mask
+from jdp.data.prefetch import prefetch as ahead
+from jdp.data.sampler import Run, Sampler
+from jdp.data.sharding import batch_sharding, process_rows
+from jdp.data.uneven_loops import in_step, raise_pending
+from jdp.distributed.mesh import current_mesh, num_ranks
+from jdp.validation import int_at_least
+from jdp.worker import progress
+
+
+def batches(
+    dataset: Any,
+    batch_size: int,
+    *,
+    num_steps: int | None = None,
+    epochs: int | None = None,
+    seed: int = 0,
+    shuffle: bool = True,
+    tail: str = "pad",
+    mask: bool | None = None,
+    position: int = 0,
+    axis_name: AxisName = "data",
+    mesh: Mesh | None = None,
+    prefetch: int = 2,
+) -> "Batches":
+    """Read a dataset in batches that lie split over all ranks.
+
+    Every row comes once per epoch, in the order of `Sampler`, which does not depend on the number
+    of ranks. With `num_steps` all batches are full and run across the ends of epochs. With `epochs`
+    only the very last batch of the run may be short: it is padded with rows that do not count, and
+    a mask in every batch says which do. All batches of a run have the same leaves and shapes.
+
+    Where batches have a mask they have the same rows on any number of ranks: what does not divide
+    is padded to a multiple of the ranks. 12 rows on 5 ranks are 15, of which the last 3, all of
+    rank 4, do not count. Without a mask that is an error.
+
+    The mask, [rows] bool, True for a row that counts, is the key "mask" of a dict, the last
+    element of a tuple, and makes any other batch x the tuple (x, mask). Write
+    `@jdp.train_step(weight=lambda batch: batch["mask"].sum())` to leave the padding out: gradients
+    are then those of the rows that count, also where a rank has none.
+
+    Args:
+      dataset: an array with rows as its first dim; a dict or tuple of such arrays, equally long
+        (NumPy, memory-mapped, JAX, or what else takes an array of row numbers); or anything with
+        `__len__` and `__getitem__` that gives one row, a tree of numbers and arrays of equal
+        shapes. Rows are read in a background thread. Transform them in `__getitem__`.
+      batch_size: rows of one batch over all ranks, of all processes, at least 1; without a mask a
+        multiple of the number of ranks. Each process reads its own rows only.
+      num_steps: number of batches, at least 1. Give this or `epochs`.
+      epochs: how often every row comes, at least 1.
+      seed: of the order, non-negative; the same on all processes.
+      shuffle: False keeps the dataset's own order.
+      tail: what becomes of a short last batch of a run by `epochs`. "pad": it is padded, and every
+        batch has a mask, whether or not the last is short. "drop": it is left out.
+      mask: True: every batch has a mask, so that any `batch_size` does on any number of ranks.
+        Default: only in a run by `epochs` with `tail="pad"`.
+      position: where to begin, in rows of the whole run: a saved `Batches.position`.
+      axis_name: the mesh axis or axes that split the batch.
+      mesh: default: that of `jdp.init`, looked up when a loop begins.
+      prefetch: number of batches to place ahead; 0 reads in the caller's thread.
+
+    Returns:
+      The batches, trees of `jax.Array`, for a `for` loop. See `Batches`.
+
+    Raises:
+      ValueError: if not exactly one of `num_steps` and `epochs` is given, a number is out of its
+        range, arrays have different numbers of rows, or batches without a mask do not divide by
+        the number of ranks (here if `mesh` is given, else when a loop begins).
+      TypeError: if the dataset is none of the above.
+
+    >>> mesh = Mesh(jax.devices()[:1], "data")
+    >>> data = {"x": np.arange(5)}
+    >>> for batch in batches(data, 3, epochs=1, shuffle=False, mesh=mesh):
+    ...     print(batch["x"], batch["mask"])
+    [0 1 2] [ True  True  True]
+    [3 4 4] [ True  True False]
+    """
+    num_rows, read = reader(dataset)
+    sampler = Sampler(num_rows, batch_size, seed=seed, shuffle=shuffle)
+    run = Run.planned(num_rows, sampler.batch_size, num_steps, epochs, tail, mask)
+    target = _Target(axis_name, mesh, int_at_least("prefetch", prefetch, least=0))
+    if mesh is not None:
+        run.padded_size(target.num_ranks())
+    result = Batches(read, sampler, run, target)
+    result.position = position
+    return result
+
+
+def shard_batches(
+    loader: Iterable[Any],
+    *,
+    axis_name: AxisName = "data",
+    mesh: Mesh | None = None,
+    prefetch: int = 2,
+) -> Generator[Any, None, None]:
+    """Place the batches of any loader, each process its own part of the global batch.
+
+    For what reads and shuffles by itself: a PyTorch DataLoader, grain, a generator. The loader must
+    know which rows are this process's, and give every process equally many batches; where one ends
+    or leaves its loop after another number, all are told. The first batches of all processes are
+    compared, once; every later one must look like the first. Values are copied, so that the loader
+    may use its memory again.
+
+    Args:
+      loader: this process's host batches: trees of arrays, or of what converts to NumPy (a tensor
+        in the host's memory), with equal first dims. The rows are split over the process's ranks.
+      axis_name: the mesh axis or axes that split the batch.
+      mesh: default: that of `jdp.init`, looked up when the loop begins.
+      prefetch: number of batches to place ahead; 0 asks the loader in the caller's thread.
+
+    Returns:
+      An iterator over the global batches, once through; call again for the next epoch. Leaving the
+      loop, or `close`, ends the background thread; batches that it has read ahead are lost.
+
+    Raises:
+      TypeError, ValueError: in the loop, before the batch is placed: a leaf is not of numbers or is
+        a scalar; rows differ between leaves or processes, or do not divide by the process's ranks;
+        a later batch differs from the first; processes hand out different numbers of batches.
+      RuntimeError: the loader of another process raised an error, or does not get on.
+
+    >>> loader = ({"x": np.full(2, i)} for i in range(2))
+    >>> placed = shard_batches(loader, mesh=Mesh(jax.devices()[:1], "data"))
+    >>> [batch["x"].tolist() for batch in placed]
+    [[0, 0], [1, 1]]
+    """
+    target = _Target(axis_name, mesh, int_at_least("prefetch", prefetch, least=0))
+    return _place(_copies(loader), target)
+
+
+class Batches:
+    """The batches of one run, from `position` to its end.
+
+    A `for` loop goes on at `position`: after a `break` the next loop continues with the next batch.
+    Once the end was reached another loop is an error, unless `position` is set: to 0 for the same
+    batches again. Only one loop runs at a time; a new one ends the one before.
+
+    `close`, also by `with`, ends a loop and its background thread.
+    """
+
+    def __init__(self, read: Read, sampler: Sampler, run: Run, target: "_Target") -> None:
+        self._read, self._sampler, self._run, self._target = read, sampler, run, target
+        self._position = 0
+        self._handed_out = False  # something, since the position was set
+        self._current: weakref.ref[Generator[Any, None, None]] | None = None
+
+    @property
+    def position(self) -> int:
+        """Rows that were handed out since the run began; those read ahead do not count.
+
+        Save it after the step that used the batch. Set it, outside a loop, to continue there, also
+        with another batch size or on another number of ranks.
+        """
+        return self._position
+
+    @position.setter
+    def position(self, rows: int) -> None:
+        if self._loop() is not None:
+            raise RuntimeError(
+                f"position cannot be set to {rows} while a loop runs over these batches: some are "
+                "already read ahead. Leave the loop, or call close() first."
+            )
+        self._position = int_at_least("position", rows, least=0)
+        self._handed_out = False
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next row, from 0 on."""
+        return self._position // self._sampler.num_rows
+
+    def __len__(self) -> int:
+        """The number of batches of the whole run, wherever the position is."""
+        return self._run.num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        self.close()
+        if self._handed_out and not self._run.next_rows(self._position):
+            raise RuntimeError(
+                f"all {len(self)} batches of this run were handed out, and another loop would get "
+                "none. Set position = 0 to go through the same batches again; to train for longer "
+                "ask for more epochs or num_steps, since only then each epoch has its own order."
+            )
+        loop = self._hand_out()
+        self._current = weakref.ref(loop)
+        return loop
+
+    def close(self) -> None:
+        """End the loop over these batches, if there is one, and its thread; the position stays."""
+        loop = self._loop()
+        if loop is not None:
+            loop.close()
+
+    def __enter__(self) -> "Batches":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # A weak reference only: leaving a `for` loop must be what ends its generator.
+    def _loop(self) -> Generator[Any, None, None] | None:
+        loop = None if self._current is None else self._current()
+        return loop if loop and inspect.getgeneratorstate(loop) != inspect.GEN_CLOSED else None
+
+    def _hand_out(self) -> Generator[Any, None, None]:
+        size = self._run.padded_size(self._target.num_ranks())
+        mine = process_rows(self._target.sharding(), size)
+        host_batches = _read(self._read, self._sampler, self._run, self._position, size, mine)
+        facts = f"{self._sampler}, {self._run}, position={self._position}"
+        with closing(_place(host_batches, self._target, facts)) as placed:
+            for batch in placed:
+                self._position += self._run.next_rows(self._position)
+                self._handed_out = True
+                if self._run.has_mask:
+                    note_mask(batch)
+                yield batch
+
+
+class _Target(NamedTuple):
+    axis_name: AxisName
+    mesh: Mesh | None
+    prefetch: int
+
+    def sharding(self) -> NamedSharding:
+        return batch_sharding(self._mesh(), self.axis_name)
+
+    def num_ranks(self) -> int:
+        self.sharding()  # refuses a mesh without that axis
+        return num_ranks(self._mesh(), self.axis_name)
+
+    def _mesh(self) -> Mesh:
+        return current_mesh() if self.mesh is None else self.mesh
+
+
+def _read(
+    read: Read, sampler: Sampler, run: Run, position: int, size: int, mine: np.ndarray
+) -> Iterator[Any]:
+    while run.next_rows(position):
+        rows, count = run.batch(sampler, position, size)
+        batch = read(rows[mine])
+        yield with_mask(batch, mine < count) if run.has_mask else batch
+        position += count
+
+
+def _place(
+    host_batches: Iterator[Any], target: _Target, facts: str = ""
+) -> Generator[Any, None, None]:
+    sharding = target.sharding()
+    with progress.DATA:
+        raise_pending()
+        begin = first_batch(host_batches, sharding, facts)
+    if begin is not None:
+        first, layout = begin
+        placed = ahead(map(layout.place, chain([first], host_batches)), target.prefetch)
+        yield from _told(in_step(placed, sharding))
+
+
+_END = object()
+
+
+# Says when the loop waits for the next batch.
+def _told(batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
+    with closing(batches):
+        while True:
+            with progress.DATA:
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            yield batch
+
+
+# JAX may use the memory of a NumPy array as a CPU device's, without a copy and whatever `may_alias`
+# says, and a loader that fills the same buffer for each batch would change those read ahead.
+def _copies(loader: Iterable[Any]) -> Iterator[Any]:
+    for batch in loader:
+        yield jax.tree.map(lambda leaf: np.array(np.asarray(leaf), order="C"), batch)

@@ -1,0 +1,162 @@
+"""Where the rows of a batch lie: which are this process's, and putting them on its devices."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdp import axis
+from jdp.axis import AxisName
+from jdp.distributed.mesh import require_axes
+
+
+def batch_sharding(mesh: Mesh, axis_name: AxisName) -> NamedSharding:
+    """Split the first dim over `axis_name`: rank r has the r-th block of rows.
+
+    Raises:
+      ValueError: if the mesh has no such axis.
+    """
+    names = axis.names(axis_name)
+    require_axes(mesh, names)
+    return NamedSharding(mesh, PartitionSpec(names))
+
+
+def process_rows(
+    sharding: NamedSharding, num_rows: int, devices: Collection[jax.Device] | None = None
+) -> np.ndarray:
+    """Find the rows of a global batch that lie on the devices of one process.
+
+    Asks the sharding, since neither the order of processes in a mesh nor the ids of devices say it.
+
+    Args:
+      sharding: that of the batch's first dim.
+      num_rows: rows of the global batch, a multiple of the number of ranks.
+      devices: the process's devices on the mesh. Default: this process's.
+
+    Returns:
+      Row numbers, [rows] int, ascending, each once (ranks along further mesh axes share rows).
+
+    Raises:
+      ValueError: if there are no devices.
+
+    >>> mesh = Mesh(jax.devices()[:2], "data")
+    >>> process_rows(batch_sharding(mesh, "data"), 6, devices=mesh.devices[1:]).tolist()
+    [3, 4, 5]
+    """
+    devices = sharding.addressable_devices if devices is None else devices
+    if len(devices) == 0:
+        raise ValueError(
+            f"process {jax.process_index()} has no device on the mesh {sharding.mesh.shape}, so no "
+            "rows are its own. Build the mesh over devices of every process that asks for batches."
+        )
+    index_map = sharding.devices_indices_map((num_rows,))
+    blocks = {index_map[device][0].indices(num_rows) for device in devices}
+    return np.concatenate([np.arange(*block) for block in sorted(blocks)])
+
+
+class Leaf(NamedTuple):
+    """One leaf of a process's host batch."""
+
+    path: str
+    shape: tuple[int, ...]  # with this process's rows
+    dtype: np.dtype
+
+    def __str__(self) -> str:
+        return f"{self.path or 'batch'} {self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What all batches of a loop look like, and where their rows lie."""
+
+    sharding: NamedSharding
+    num_rows: int  # of the global batch
+    rows: np.ndarray  # [rows] int, those of this process
+    treedef: Any
+    leaves: tuple[Leaf, ...]
+
+    @classmethod
+    def of(cls, batch: Any, sharding: NamedSharding) -> "Layout":
+        """Take the layout from this process's host batch, a tree of arrays with equal first dims.
+
+        Raises:
+          TypeError: if a leaf is not of numbers.
+          ValueError: if a leaf is a scalar, first dims differ, or they do not divide by the number
+            of ranks on this process's devices.
+        """
+        leaves, treedef = _leaves(batch)
+        for leaf in leaves:
+            _require_rows(leaf, leaves[0])
+        rows = leaves[0].shape[0] if leaves else 0
+        all_ranks = sharding.num_devices // sharding.shard_shape((sharding.num_devices,))[0]
+        ranks = len(process_rows(sharding, all_ranks))
+        if rows == 0 or rows % ranks:
+            raise ValueError(
+                f"a batch of {rows} rows cannot be split over the {ranks} ranks of this process: "
+                f"all ranks hold equally many, at least one. Use a multiple of {ranks}; leave a "
+                "short last batch out (drop_remainder, drop_last), or pad and mask it."
+            )
+        total = rows // ranks * all_ranks
+        return cls(sharding, total, process_rows(sharding, total), treedef, tuple(leaves))
+
+    def place(self, batch: Any) -> Any:
+        """Put this process's host batch on its devices, as its part of the global batch.
+
+        Raises:
+          ValueError: if the batch does not look like the one that the layout was taken from.
+        """
+        leaves, treedef = _leaves(batch)
+        if treedef != self.treedef:
+            raise ValueError(
+                f"a later batch has the leaves {treedef}, the first one {self.treedef}: the step "
+                "was traced for the first. Give every batch the same keys."
+            )
+        for leaf, first in zip(leaves, self.leaves, strict=True):
+            if leaf != first:
+                raise ValueError(
+                    f"a later batch has {leaf}, the first one {first}: the step was traced for "
+                    "the first, and other processes may still have its shape. Leave a short last "
+                    'batch out (drop_remainder, drop_last, tail="drop"), or pad and mask it.'
+                )
+        return jax.tree.map(self._place_leaf, batch)
+
+    def _place_leaf(self, leaf: Any) -> jax.Array:
+        values = np.asarray(leaf)
+
+        def block(index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(self.num_rows)
+            first = int(np.searchsorted(self.rows, start))
+            return values[first : first + stop - start]
+
+        shape = (self.num_rows, *values.shape[1:])
+        return jax.make_array_from_callback(shape, self.sharding, block)
+
+
+def _leaves(batch: Any) -> tuple[list[Leaf], Any]:
+    found, treedef = jax.tree_util.tree_flatten_with_path(batch)
+    leaves = []
+    for path, leaf in found:
+        array = np.asarray(leaf)
+        leaves.append(Leaf(jax.tree_util.keystr(path), array.shape, array.dtype))
+    return leaves, treedef
+
+
+def _require_rows(leaf: Leaf, other: Leaf) -> None:
+    if leaf.dtype.kind in "OSUMm":
+        raise TypeError(
+            f"{leaf} cannot be put on a device, which holds numbers. Leave it out of the batch, or "
+            "turn it into numbers in the dataset."
+        )
+    if not leaf.shape:
+        raise ValueError(
+            f"{leaf} is a scalar, but a batch is split on its first dim, its rows. Pass what is "
+            "the same for all rows to the step as a further argument."
+        )
+    if leaf.shape[0] != other.shape[0]:
+        raise ValueError(
+            f"{leaf} has {leaf.shape[0]} rows, {other} has {other.shape[0]}: row i of every leaf "
+            "must belong together."
+        )

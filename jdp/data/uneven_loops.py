@@ -1,0 +1,310 @@
+"""While a loop runs: do all processes hand out equally many batches?"""
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Generator, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jdp.collectives.cpu import runtime as cpu_runtime
+from jdp.distributed import agree, kv_store
+from jdp.distributed.fail_fast import OtherFailedError, leave_if_failed
+from jdp.worker import progress
+
+# How long a process has, once it is known that the loops differ, to come for its next batch, where
+# it is told: then its waits for other ranks are ended, and, if that does not help, the process.
+GRACE_S, LAST_GRACE_S = 1.0, 3.0
+
+# A thread inside of the store's client when the interpreter shuts down aborts the process, so it
+# looks up this often whether it should stop.
+_POLL_S = 0.5
+
+_TEXT_CHARACTERS = 600
+
+
+def in_step(
+    batches: Generator[Any, None, None], sharding: NamedSharding
+) -> Generator[Any, None, None]:
+    """Hand out batches, and find out if another process hands out more or fewer.
+
+    Handing out a batch takes no word between processes. The first process to end its loop tells all
+    others after how many batches; the last one to end it says that all did so equally. All
+    processes must come here in the same order.
+
+    Args:
+      batches: this process's, as they are handed out.
+      sharding: that of the batches; its mesh says which processes take part.
+
+    Raises:
+      ValueError: where the next batch is asked for, on every process, if one has ended or left its
+        loop after another number of batches; stderr has it at once. A process may not come there,
+        for it waits in a step that the others do not run: `library.abort` ends its wait, and where
+        that does not, since the step reduces by psum, the process ends with exit code 1. One that
+        has left its loop is told in its next loop, or when it ends. The run cannot go on.
+      RuntimeError: likewise if `batches` raises on another process; or if a process does not end
+        its loop for `exchange.timeout_s()` after this one.
+    """
+    assert isinstance(sharding.mesh, Mesh)
+    peers = agree.peers(sharding.mesh)
+    if len(peers) == 1:
+        yield from batches
+        return
+    with contextlib.closing(batches), _Loop(peers) as loop:
+        while (handed_out := loop.next(batches)) is not None:
+            yield handed_out[0]
+
+
+def raise_pending() -> None:
+    """Raise what was found out about a loop after this process had left it."""
+    for loop in list(_running):
+        loop.raise_problem()
+
+
+class End(NamedTuple):
+    """How a process ended its loop.
+
+    >>> print(End(1, 9, "end"))
+    process 1 ended its loop after 9 batches
+    """
+
+    process: int
+    num_batches: int  # handed out
+    how: str  # "end", "left", "error", or "on" if it did not
+    text: str = ""
+
+    def __str__(self) -> str:
+        if self.how == "error":
+            return f"process {self.process} could not make batch {self.num_batches + 1}"
+        if self.how == "on":
+            return f"process {self.process} went on to batch {self.num_batches}"
+        how = "ended its loop" if self.how == "end" else "left its loop (break or an error)"
+        return f"process {self.process} {how} after {self.num_batches} batches"
+
+
+class Problem(NamedTuple):
+    """Why no process can go on."""
+
+    is_failure: bool  # of one process's loader
+    text: str
+
+
+def problem_of(first: End, mine: End) -> Problem | None:
+    """Compare the first end of a loop with what another process did.
+
+    Args:
+      first: how the first process ended its loop.
+      mine: how this one did; `how` is "on" where it goes on, `num_batches` what it asked for.
+
+    >>> print(problem_of(End(0, 9, "end"), End(1, 10, "on")).text)  # doctest: +ELLIPSIS
+    process 0 ended its loop after 9 batches, but process 1 went on to batch 10: each step ...
+    """
+    for end in (mine, first):
+        if end.how == "error":
+            return Problem(True, f"{end}, so no process can go on: {end.text}")
+    if mine.num_batches == first.num_batches:
+        return None
+    if mine.how == "on" and mine.num_batches < first.num_batches:
+        return None
+    return Problem(
+        False,
+        f"{first}, but {mine}: each step needs the rows of all ranks. Give every process equally "
+        "many batches, such as itertools.islice(loader, n) with the smallest number of all, and "
+        "leave a loop early on all processes or on none.",
+    )
+
+
+class _Loop:
+    """One loop of this process: what it handed out, and what is known of the others'.
+
+    In the store, below a name that all processes give this loop: "first", the first `End`; a note
+    of each process whose loop ended equally; "verdict", once that is all or one differs.
+    """
+
+    def __init__(self, peers: tuple[int, ...]) -> None:
+        if not _num_loops:
+            # Later than JAX does, so that it comes before JAX shuts its store.
+            atexit.register(_stop_all)
+        group = "-".join(map(str, peers))
+        _num_loops[group] += 1
+        self._room = f"jdp/lockstep/{group}/{_num_loops[group]}"
+        self._peers, self._me = peers, jax.process_index()
+        self._lock = threading.Lock()
+        self._runner = threading.get_ident()
+        self._num_batches = 0  # handed out
+        self._mine: End | None = None  # how the loop ended here, or that it goes too far
+        self._first: End | None = None
+        self._said = False
+        self._problem: Problem | None = None
+        self._settled, self._raised, self._stop = (threading.Event() for _ in range(3))
+        self._thread = threading.Thread(target=self._watch, name="jdp-lockstep", daemon=True)
+        _running.add(self)
+        self._thread.start()
+
+    def __enter__(self) -> "_Loop":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.end("left")
+
+    def next(self, batches: Iterator[Any]) -> tuple[Any] | None:
+        """Give the next batch, or None if no process has one."""
+        try:
+            batch = next(batches)
+        except StopIteration:
+            self.end("end")
+            self._wait_for_others()
+            return None
+        except Exception as error:
+            self.end("error", repr(error)[:_TEXT_CHARACTERS])
+            with self._failing():
+                raise
+        with self._lock:
+            if self._first is None or self._num_batches < self._first.num_batches:
+                self._num_batches += 1
+                return (batch,)
+            self._mine = End(self._me, self._num_batches + 1, "on")
+        self._say()
+        self._wait_for_others()
+        raise AssertionError(f"{self._mine}, and no process had ended")
+
+    def end(self, how: str, text: str = "") -> None:
+        """Tell the others, without waiting for them, that this process hands out no more."""
+        with self._lock:
+            if self._mine is not None:
+                return
+            self._mine = mine = End(self._me, self._num_batches, how, text)
+        if how == "error":
+            self._raised.set()  # the error itself
+        if self._first is None and kv_store.offer(f"{self._room}/first", json.dumps(mine)):
+            self._first = mine
+        self._say()
+
+    def stop(self) -> None:
+        """End the loop, for the program ends, and learn how the others end theirs."""
+        try:
+            if kv_store.is_open():
+                self.end("left")
+                self._is_settled()
+        finally:
+            self._stop.set()
+            self._thread.join()
+
+    def raise_problem(self) -> None:
+        """Raise what is wrong, if something is and this process was not told."""
+        if self._problem is not None and not self._raised.is_set():
+            self._raised.set()
+            with self._failing():
+                raise (OtherFailedError if self._problem.is_failure else ValueError)(
+                    self._problem.text
+                )
+
+    # A process that has left the loop may wait for this one, to begin its next loop.
+    def _failing(self) -> contextlib.AbstractContextManager[None]:
+        return agree.failing_together(self._peers, "in a loop over batches")
+
+    # Once both are known: the first end, and what this process did, unless it is still behind.
+    def _say(self) -> None:
+        with self._lock:
+            if self._said or self._first is None:
+                return
+            mine = self._mine or End(self._me, self._num_batches, "on")
+            problem = problem_of(self._first, mine)
+            if problem is None and mine.how == "on":
+                return
+            self._said = True
+        if problem is None:
+            kv_store.put(f"{self._room}/notes/{self._me}", "")
+            if self._missing():
+                return
+            kv_store.delete(f"{self._room}/")  # The last one sees all notes; nobody needs them now.
+        kv_store.offer(f"{self._room}.verdict", json.dumps(problem))
+
+    def _missing(self) -> list[int]:
+        notes = kv_store.keys(f"{self._room}/notes/")
+        return [process for process in self._peers if str(process) not in notes]
+
+    def _is_settled(self) -> bool:
+        return self._settled.wait(min(agree.timeout_s(), threading.TIMEOUT_MAX))
+
+    def _wait_for_others(self) -> None:
+        if not self._is_settled():
+            raise RuntimeError(
+                f"{self._mine}, and {agree.timeout_s():g} s later processes {self._missing()} "
+                "have neither ended theirs nor gone on: they hang, or do something else."
+            )
+        self.raise_problem()
+
+    def _watch(self) -> None:
+        try:
+            # The one that ended first knows, and "first" may be gone by the time that it looks.
+            while self._first is None and not self._stop.is_set():
+                first = kv_store.get(f"{self._room}/first", timeout_s=_POLL_S)
+                if first is not None:
+                    with self._lock:
+                        self._first = End(*json.loads(first))
+            self._say()
+            verdict = None
+            while verdict is None and not self._stop.is_set():
+                verdict = kv_store.get(f"{self._room}.verdict", timeout_s=_POLL_S)
+            problem = None if verdict is None else json.loads(verdict)
+        except Exception as error:  # of the store, which is gone, and the run with it
+            text = f"the loops of the processes cannot be compared any more: {error!r}"
+            self._problem = Problem(True, text)
+            problem = None
+        if problem is None:
+            _running.discard(self)
+            self._settled.set()
+        else:
+            self._problem = Problem(*problem)
+            self._settled.set()
+            self._get_out(self._problem.text)
+
+    # This process may wait in a step that the others do not run.
+    def _get_out(self, problem: str) -> None:
+        # At once: where the process ends that holds the store, JAX ends this one.
+        print(f"jdp: {problem}", file=sys.stderr, flush=True)
+        self._stop.wait(GRACE_S)  # the steps before that one may end
+        place = self._place()
+        if cpu_runtime.why_missing() is None:
+            cpu_runtime.abort(problem)
+        if self._first is None or self._num_batches <= self._first.num_batches:
+            return
+        was_told = self._raised.wait(LAST_GRACE_S)
+        # Another process's abort may have got it out before its place was looked at.
+        has_left = self._mine is not None and self._mine.how == "left"
+        is_out = was_told or has_left or self._stop.is_set()
+        if not is_out and self._place() == place:
+            print(f"jdp: process {self._me} still waits, and ends.", file=sys.stderr, flush=True)
+            _exit()
+
+    # Where the thread that runs the loop is: the same a second later where it waits.
+    def _place(self) -> Any:
+        frame = sys._current_frames().get(self._runner)
+        return frame and (id(frame), frame.f_lasti)
+
+
+_num_loops: Counter[str] = Counter()
+_running: set[_Loop] = set()
+
+
+def _stop_all() -> None:
+    leave_if_failed()
+    progress.ends()
+    for loop in list(_running):
+        loop.stop()
+    if _running:  # those with a problem
+        with contextlib.suppress(ValueError, RuntimeError):
+            raise_pending()
+        _exit()  # In its own handler JAX would wait minutes for the other processes.
+
+
+def _exit() -> None:
+    sys.stdout.flush()
+    os._exit(1)

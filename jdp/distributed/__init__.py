@@ -1,0 +1,1 @@
+"""One process among several: how it finds, tells and leaves the others."""

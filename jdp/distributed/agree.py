@@ -1,0 +1,196 @@
+"""What processes tell each other through the store, to find out whether they agree."""
+
+import contextlib
+import hashlib
+import json
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jdp.distributed import kv_store
+from jdp.distributed.fail_fast import OtherFailedError
+from jdp.worker import progress
+
+_timeout_s = 300.0
+# How often the processes of a group told each other something: a key of the store is used once.
+_num_told: Counter[tuple[int, ...]] = Counter()
+_NUM_BLOCKS, _GRACE_S = 256, 2.0
+# The store takes no endless wait.
+_SLICE_S = 60.0
+
+
+def set_timeout_s(timeout_s: float) -> None:
+    """Set the deadline of every later comparison in this process; 300 to begin with, inf: none."""
+    global _timeout_s
+    _timeout_s = timeout_s
+
+
+def timeout_s() -> float:
+    """Give how long this process waits for others that tell it nothing."""
+    return _timeout_s
+
+
+def peers(mesh: Mesh) -> tuple[int, ...]:
+    """Give the processes that have devices in `mesh`; only this one if there is no store."""
+    if not kv_store.is_open():
+        return (jax.process_index(),)
+    return tuple(sorted({device.process_index for device in mesh.devices.flat}))
+
+
+def told(group: tuple[int, ...], value: Any, *, what: str) -> dict[int, Any]:
+    """Tell the other processes something, and learn what each of them tells.
+
+    Args:
+      group: `peers` of a mesh: all of them make the same calls in the same order.
+      value: what JSON can hold.
+      what: what for, as it is said of a process that does not come.
+
+    Returns:
+      process -> value.
+
+    Raises:
+      OtherFailedError: if a process failed (see `failing_together`).
+      RuntimeError: if a process does not come in time.
+    """
+    me = jax.process_index()
+    if group == (me,):
+        return {me: value}
+    number = _put(group, {"value": value})
+    end, found = time.monotonic() + _timeout_s, {}
+    for process in group:
+        with progress.WAITING:
+            text = _get(_key(group, number, process), end)
+        if text is None:
+            raise RuntimeError(
+                f"process {process} did not come within {_timeout_s:g} s to compare {what} with "
+                f"process {me}: it has ended, hangs, or does something else. Its output may say "
+                "why. All processes of a mesh must make the same calls in the same order."
+            )
+        answer = json.loads(text)
+        if "failed" in answer:
+            raise OtherFailedError(f"process {process} failed {answer['failed']}")
+        found[process] = answer["value"]
+    if number:  # All have come here, so that none reads the last one any more.
+        kv_store.delete(_key(group, number - 1, me))
+    return found
+
+
+def offered(group: tuple[int, ...], key: str, value: Any, *, timeout_s: float) -> dict[int, Any]:
+    """Offer something to the other processes, and return what each has offered under the same key.
+
+    Other than `told`, no process has to call it: those that do not are left out, and nothing
+    raises. For explaining a failure that some processes may not have seen.
+
+    Args:
+      group: processes that may call it.
+      key: which tells this call from all others of the run.
+      value: what JSON can hold.
+      timeout_s: how long to wait for all of them together.
+
+    Returns:
+      process -> value.
+    """
+    me, found = jax.process_index(), {jax.process_index(): value}
+    end = time.monotonic() + timeout_s
+    try:
+        kv_store.offer(f"jdp/offered/{key}/{me}", json.dumps(value))
+        for process in group:
+            left_s = max(0.0, end - time.monotonic())
+            text = kv_store.get(f"jdp/offered/{key}/{process}", timeout_s=left_s)
+            if text is not None:
+                found[process] = json.loads(text)
+    except Exception:  # The store may be gone with a process that failed.
+        pass
+    return dict(sorted(found.items()))
+
+
+@contextlib.contextmanager
+def failing_together(group: tuple[int, ...], doing: str) -> Iterator[None]:
+    """Let the other processes know of an error inside, so that they do not wait in `told`.
+
+    Args:
+      group: processes that call `told` next.
+      doing: what, for instance "while it traced `step`".
+    """
+    before = _num_told[group]
+    try:
+        yield
+    except Exception as error:
+        # What fails in `told` itself is known to all.
+        if len(group) > 1 and _num_told[group] == before:
+            text = f"{doing}, so no process can go on: {type(error).__name__}: {error}"
+            number = _put(group, {"failed": text[:4000]})
+            # The store may end with this process, and they may be on their way.
+            end = time.monotonic() + _GRACE_S
+            for process in group:
+                kv_store.get(_key(group, number, process), timeout_s=end - time.monotonic())
+        raise
+
+
+def odd_one(values: Mapping[int, Any]) -> tuple[int, int]:
+    """Give a process (or rank) whose value differs from most, and one that has the usual value.
+
+    >>> odd_one({0: "a", 1: "a", 2: "b"})
+    (2, 0)
+    """
+    usual = Counter(values.values()).most_common(1)[0][0]
+    return (
+        next(process for process, value in values.items() if value != usual),
+        next(process for process, value in values.items() if value == usual),
+    )
+
+
+def first_difference(
+    pair: tuple[int, int], group: tuple[int, ...], items: Sequence[Any] | np.ndarray
+) -> int:
+    """Find the first item in which two processes differ: the shorter's length if none.
+
+    Args:
+      pair: the two processes.
+      group: all that call this, the pair among them.
+      items: this process's lines of text, or a flat array.
+    """
+    lengths = told(group, len(items), what="lengths")
+    start, stop = 0, max(lengths[process] for process in pair)
+    while stop - start > 1:
+        size = -(-(stop - start) // _NUM_BLOCKS)
+        blocks = range(start, stop, size)
+        mine = [digest(items[i : i + size]) for i in blocks]
+        told_by = told(group, mine, what="parts of what differs")
+        one, other = (told_by[process] for process in pair)
+        first = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+        start, stop = blocks[first], min(blocks[first] + size, stop)
+    return start
+
+
+def digest(items: Sequence[Any] | np.ndarray) -> str:
+    """Give 16 hexadecimal digits that tell texts, or bits of an array, from others."""
+    if isinstance(items, np.ndarray):
+        flat = np.ascontiguousarray(items).reshape(-1)
+        return hashlib.sha256(flat.view(np.uint8).data).hexdigest()[:16]
+    return hashlib.sha256(repr(items).encode()).hexdigest()[:16]
+
+
+def _put(group: tuple[int, ...], answer: Any) -> int:
+    number = _num_told[group]
+    _num_told[group] += 1
+    kv_store.put(_key(group, number, jax.process_index()), json.dumps(answer))
+    return number
+
+
+def _get(key: str, end: float) -> str | None:
+    while True:
+        left_s = end - time.monotonic()
+        text = kv_store.get(key, timeout_s=min(left_s, _SLICE_S))
+        if text is not None or left_s <= _SLICE_S:
+            return text
+
+
+def _key(group: tuple[int, ...], number: int, process: int) -> str:
+    return f"jdp/told/{zlib.crc32(repr(group).encode())}/{number}/{process}"

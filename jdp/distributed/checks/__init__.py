@@ -1,0 +1,1 @@
+"""Do all processes run the same program with the same arguments and state?"""

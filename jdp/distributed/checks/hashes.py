@@ -1,0 +1,159 @@
+"""Hashes of arrays on their devices: two words for each leaf, which read it once."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdp import axis, pytrees
+
+_ODD = [np.uint32(x) for x in (0x9E3779B1, 0x85EBCA77, 0x85EBCA6B, 0xC2B2AE35, 0x2C1B3C6D)]
+
+
+def of_leaves(where: Mesh, leaves: list[jax.Array]) -> list[jax.Array]:
+    """Hash every device's part of every leaf, without a collective.
+
+    Args:
+      where: the mesh that all leaves lie on.
+      leaves: arrays, replicated or split.
+
+    Returns:
+      For each leaf `[*where.devices.shape, 2]` uint32: each device holds the hash of its own part.
+      Nothing is waited for.
+    """
+    return folded(where, leaves, range(len(leaves)))[0]
+
+
+def folded(
+    where: Mesh, leaves: list[jax.Array], numbers: Sequence[int]
+) -> tuple[list[jax.Array], jax.Array]:
+    """Hash as `of_leaves`, and fold the hashes of a device's parts into one.
+
+    Args:
+      where: the mesh that all leaves lie on.
+      leaves: arrays, replicated or split.
+      numbers: of each leaf, which tell it from others where the hashes are folded.
+
+    Returns:
+      The hashes, and `[*where.devices.shape, 2]` uint32.
+    """
+    hashed, total = [], zero(where)
+    for leaf, number in zip(leaves, numbers, strict=True):
+        spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else P()
+        each, total = _program(where, spec)(leaf, np.uint32(2 * number + 1), total)
+        hashed.append(each)
+    return hashed, total
+
+
+@functools.cache
+def zero(where: Mesh) -> jax.Array:
+    """Return the fold of no hashes: `[*where.devices.shape, 2]` uint32."""
+    zeros = np.zeros((*where.devices.shape, 2), np.uint32)
+    sharding = NamedSharding(where, P(*where.axis_names))
+    return jax.make_array_from_callback(zeros.shape, sharding, lambda index: zeros[index])
+
+
+def of_this_process(hashed: Sequence[jax.Array]) -> dict[int, str]:
+    """Fetch hashes of `of_leaves`: position of a device in the mesh -> its hashes in hex."""
+    return {
+        int(np.ravel_multi_index(position, hashed[0].shape[:-1])): values.tobytes().hex()
+        for position, values in parts(hashed)
+    }
+
+
+def parts(hashed: Sequence[jax.Array]) -> list[tuple[tuple[int, ...], np.ndarray]]:
+    """Fetch hashes of `of_leaves` for the devices of this process: where, and `[leaf, 2]`."""
+    found: dict[tuple[int, ...], list[np.ndarray]] = {}
+    for each in hashed:
+        for shard in each.addressable_shards:
+            position = tuple(part.start or 0 for part in shard.index[:-1])
+            found.setdefault(position, []).append(np.asarray(shard.data).reshape(2))
+    return [(position, np.stack(values)) for position, values in found.items()]
+
+
+# One small program for each kind of leaf: that of a whole model would compile for seconds, and a
+# model has few kinds of leaves.
+@functools.cache
+def _program(where: Mesh, spec: P) -> Any:
+    device = P(*where.axis_names)
+
+    def on_device(leaf: jax.Array, factor: jax.Array, total: jax.Array) -> Any:
+        hashed = jnp.stack(of_part(leaf, _offsets(leaf, spec, where))).reshape(total.shape)
+        return hashed, total + hashed * factor
+
+    # A collective could meet those of a step in flight.
+    return jax.jit(
+        jax.shard_map(
+            on_device,
+            mesh=where,
+            in_specs=(spec, P(), device),
+            out_specs=(device, device),
+            check_vma=False,
+        )
+    )
+
+
+def _offsets(x: jax.Array, spec: P, where: Mesh) -> list[tuple[Any, int]]:
+    """Return, for each dim of this device's part, where it begins and how long the whole is."""
+    parts = [*spec, *[None] * (x.ndim - len(spec))]
+    split = [() if part is None else axis.names(part) for part in parts]
+    num_parts = [math.prod(where.shape[name] for name in names) for names in split]
+    return [
+        (lax.axis_index(names) * size if names else 0, num * size)
+        for names, num, size in zip(split, num_parts, x.shape, strict=True)
+    ]
+
+
+def of_part(x: jax.Array, offsets: list[tuple[Any, int]]) -> tuple[Any, Any]:
+    """Sum two hashes of each word and its position in the whole array, modulo 2**32.
+
+    A sum, so that the hashes of parts add up to that of the whole. What is summed is a bijection
+    of the word, so that one word that differs always shows.
+
+    Args:
+      x: this device's part of an array.
+      offsets: for each dim, where the part begins and how long the whole is.
+    """
+    zero = np.uint32(0)
+    if not x.size:  # XLA of JAX 0.11.2 crashes on the sum of nothing.
+        return zero, zero
+    words = words_of(x)
+    offsets = offsets + [(0, size) for size in words.shape[x.ndim :]]
+    position = jnp.zeros(words.shape, jnp.uint32)
+    for dim, (offset, size) in enumerate(offsets):
+        index = lax.broadcasted_iota(jnp.uint32, words.shape, dim) + jnp.uint32(offset)
+        position = position * np.uint32(size % 2**32) + index
+    mixed = words * _ODD[0] + position * _ODD[1]
+    mixed = (mixed ^ (mixed >> 16)) * _ODD[2]
+    mixed = (mixed ^ (mixed >> 13)) * _ODD[3]
+    mixed = mixed ^ (mixed >> 16)
+    other = (mixed ^ (mixed >> 15)) * _ODD[4]
+    # XLA's CPU backend sums a pair many times faster than it sums one array after the other.
+    return lax.reduce(
+        (mixed, other),
+        (zero, zero),
+        lambda a, b: (a[0] + b[0], a[1] + b[1]),
+        tuple(range(words.ndim)),
+    )
+
+
+def words_of(x: jax.Array) -> jax.Array:
+    """Return the bits of an array as uint32, in further dims where there are more of them."""
+    x = pytrees.without_key(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag], -1)
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    if pytrees.is_not_compiled(x.dtype):
+        raise TypeError(f"XLA cannot compute with {x.dtype}, so that its bits cannot be compared.")
+    num_bits = pytrees.num_bits(x.dtype)
+    if num_bits >= 32:
+        return lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{num_bits}")).astype(jnp.uint32)

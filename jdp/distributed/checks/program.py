@@ -1,0 +1,226 @@
+"""Is a step the same program on all processes, and if not, where does it first differ?"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import Literal
+
+from jdp import pytrees
+from jdp.distributed import agree
+
+_SHOWN_CHARACTERS = 400
+
+
+class Program(NamedTuple):
+    """A step to be compared.
+
+    Attributes:
+      name: of the author's function.
+      lines: of its lowered text.
+      constants: the arrays that it captures.
+      source: index of a line -> file and line of the code that it comes from, or "".
+    """
+
+    name: str
+    lines: Sequence[str]
+    constants: Sequence[np.ndarray]
+    source: Callable[[int], str]
+
+    @classmethod
+    def of(cls, name: str, traced: Any, lowered: Any) -> "Program":
+        """Describe what `jax.jit(...).trace(...)` and its `.lower()` gave."""
+        lines = lowered.as_text().splitlines()  # without names of files, which may differ
+        # In the text, too, as far as JAX does not make arguments of them.
+        constants = [*_constants(traced.jaxpr, set())]
+        return cls(name, lines, constants, lambda index: _source(lowered, lines, index))
+
+
+def require_program(group: tuple[int, ...], program: Program) -> None:
+    """Refuse a step that is another program on another process.
+
+    Args:
+      group: the processes that run it; all of them call this.
+      program: this process's.
+
+    Raises:
+      ValueError: on every process, with the first difference.
+      RuntimeError: if a process failed before it came here, or does not come in time.
+    """
+    shown = [program.lines, *map(_described, program.constants)]
+    told = agree.told(group, f"`{program.name}` {agree.digest(shown)}", what=f"`{program.name}`")
+    if len(set(told.values())) == 1:
+        return
+    odd, usual = pair = agree.odd_one(told)
+    names = [told[process].rpartition(" ")[0] for process in pair]
+    if names[0] != names[1]:
+        difference = f"it is {names[0]} there, and {names[1]} here."
+    else:
+        difference = _different_constant(group, pair, program.constants)
+        difference = difference or _different_line(group, pair, program.lines, program.source)
+    raise ValueError(
+        f"process {odd} is about to run another program than process {usual}: {difference} Ranks "
+        "would wait for each other, or drift apart without an error. Nothing was sent or donated. "
+        "Give every process the same code, settings and constants; what is meant to differ from "
+        "rank to rank goes into the batch."
+    )
+
+
+def _different_constant(
+    group: tuple[int, ...], pair: tuple[int, int], constants: Sequence[np.ndarray]
+) -> str | None:
+    told = agree.told(group, [*map(_described, constants)], what="constants")
+    odd, usual = pair
+    if len(told[odd]) != len(told[usual]) or told[odd] == told[usual]:
+        return None  # Another number of arrays shows in the lines, too.
+    both = enumerate(zip(told[odd], told[usual], strict=True))
+    number = next(i for i, (one, other) in both if one != other)
+    shapes = {process: told[process][number].rpartition(" ")[0] for process in pair}
+    if shapes[odd] != shapes[usual]:
+        return (
+            f"an array that it captures is {shapes[odd]} on process {odd} and {shapes[usual]} on "
+            f"process {usual}."
+        )
+    mine = constants[number] if number < len(constants) else np.zeros(0)
+    position = agree.first_difference(pair, group, mine.reshape(-1))
+    index = [int(i) for i in np.unravel_index(position, mine.shape)] if mine.size else []
+    value = str(mine.reshape(-1)[position]) if position < mine.size else ""
+    values = agree.told(group, [index, value], what="values")
+    return (
+        f"an array that it captures, {shapes[odd]}, holds {values[odd][1]} at {values[odd][0]} on "
+        f"process {odd} and {values[usual][1]} on process {usual}. Load or draw it the same on "
+        "each process, or hand it to the step as an argument."
+    )
+
+
+def _different_line(
+    group: tuple[int, ...],
+    pair: tuple[int, int],
+    lines: Sequence[str],
+    source: Callable[[int], str],
+) -> str:
+    index = agree.first_difference(pair, group, lines)
+    shown, where = "(no such line)", ""
+    if index < len(lines):
+        shown, where = lines[index].strip()[:_SHOWN_CHARACTERS], source(index)
+    told = agree.told(group, f"{shown}  ({where})" if where else shown, what="lines")
+    odd, usual = pair
+    return (
+        f"its line {index + 1} is\n    {told[odd]}\non process {odd}, and\n    {told[usual]}\non "
+        f"process {usual}."
+    )
+
+
+# How MLIR writes places: `#loc7 = loc("train.py":31:4 to :9)`, or made of others.
+_PLACE = re.compile(r"(#loc\d*) = loc\((.*)\)$")
+_FILE = re.compile(r'"([^"]+)":(\d+)')
+
+
+def _source(lowered: Any, lines: Sequence[str], index: int) -> str:
+    places, others = {}, []
+    for line in lowered.as_text(debug_info=True).splitlines():
+        if place := _PLACE.match(line):
+            places[place[1]] = place[2]
+        else:
+            others.append(line)
+    if len(others) != len(lines):
+        return ""
+    # A constant has no place: that of what first reads it.
+    value = lines[index].partition(" = ")[0].strip()
+    reads = re.compile(rf"{re.escape(value)}(?!\w)")
+    readers = (i for i in range(index + 1, len(lines)) if value and reads.search(lines[i]))
+    found = (_file(others[i], places) for i in (index, next(readers, index)))
+    return next(filter(None, found), "")
+
+
+def _file(line: str, places: dict[str, str]) -> str:
+    open_places = re.findall(r"#loc\d*", line)[-1:]
+    while open_places:
+        place = places.get(open_places.pop(0), "")
+        if file := _FILE.match(place):
+            return f"{Path(file[1]).name}:{file[2]}"
+        open_places = re.findall(r"#loc\d*", place) + open_places
+    return ""
+
+
+def _constants(jaxpr: Any, seen: set[int]) -> Iterator[np.ndarray]:
+    """Yield the arrays that a jaxpr, or one within it, captures: as constants or as literals.
+
+    Args:
+      jaxpr: where to look.
+      seen: jaxprs that were looked into, so that one called from many places is read once.
+    """
+    if id(jaxpr) in seen:
+        return
+    seen.add(id(jaxpr))
+    yield from map(_numbers, getattr(jaxpr, "consts", ()))
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        literals = (x.val for x in equation.invars if isinstance(x, Literal))
+        yield from (_numbers(value) for value in literals if np.ndim(value))
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                    yield from _constants(inner, seen)
+
+
+def _described(constant: np.ndarray) -> str:
+    return f"{constant.dtype}{[*constant.shape]} {agree.digest(constant)}"
+
+
+def _numbers(constant: Any) -> np.ndarray:
+    return np.asarray(pytrees.without_key(constant))
+
+
+def require_schedule(group: tuple[int, ...], name: str, compiled: str) -> None:
+    """Refuse a step that was compiled to another order of collectives on another process.
+
+    Args:
+      group: the processes that run it; all of them call this.
+      name: of the author's function.
+      compiled: text of the compiled program, in the order in which it runs.
+
+    Raises:
+      ValueError, RuntimeError: as from `require_program`.
+    """
+    lines = schedule(compiled)
+    told = agree.told(group, agree.digest(lines), what=f"the schedule of `{name}`")
+    if len(set(told.values())) == 1:
+        return
+    odd, usual = pair = agree.odd_one(told)
+    difference = _different_line(group, pair, lines, lambda index: "")
+    raise ValueError(
+        f"XLA has compiled `{name}` to another order of collectives on process {odd} than on "
+        f"process {usual}, though the programs are equal: {difference} They would wait for each "
+        "other for ever. Nothing was sent or donated. Look for other drivers and GPUs, and empty "
+        "the compilation cache."
+    )
+
+
+_COLLECTIVE = re.compile(
+    r"(.*?) ?\b((?:all-reduce|all-gather|reduce-scatter|(?:ragged-)?all-to-all|collective-permute|"
+    r"collective-broadcast|send|recv|async)(?:-start|-update|-done)?)\("
+)
+_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=.*?(?=, \w+=|$)")
+# jdp's own, between GPUs.
+_RING = re.compile(r'(.*?) ?\bcustom-call\(.*custom_call_target="(jdp_\w+)".*backend_config=(.*)')
+
+
+def schedule(compiled: str) -> list[str]:
+    """Give what a compiled program sends and waits for, in the order in which it runs.
+
+    Names of values and computations, which say nothing of it, are left out.
+
+    >>> schedule("  %r.3 = f32[8] all-reduce-start(%x), replica_groups={{0,1}}, to_apply=%add.2")
+    ['all-reduce-start f32[8] replica_groups={{0,1}}']
+    """
+    found = []
+    for line in compiled.splitlines():
+        _, _, operation = line.partition(" = ")
+        if ring := _RING.match(operation):
+            found.append(f"{ring[2]} {ring[1]} {ring[3]}")
+        elif collective := _COLLECTIVE.match(operation):
+            groups = _GROUPS.findall(operation)
+            found.append(" ".join([collective[2], collective[1], *groups]))
+    return found

@@ -1,0 +1,185 @@
+"""Are all processes about to run the same? A difference is found before anything is sent."""
+
+import functools
+import hashlib
+import json
+import math
+import os
+import platform
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+from jax.sharding import Mesh
+
+from jdp.distributed import agree
+from jdp.distributed.checks.program import Program, require_program, require_schedule
+from jdp.worker import launcher_client
+from jdp.worker.hang_detector import PATIENCE
+
+_PACKAGE = Path(__file__).parents[2]
+# What only says where a process writes, or how many devices it brings.
+_OWN_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
+
+
+def require_start(mesh: Mesh, timeout_s: float | None) -> None:
+    """Refuse to start if the processes of `mesh` differ in versions, devices or the mesh itself.
+
+    Args:
+      mesh: if it is of one process, there is nothing to compare.
+      timeout_s: deadline of this comparison, in seconds; None: 300. A process may keep the others
+        waiting in later ones while it saves or compiles: without a launcher for six times as long
+        (None: for ever); a launcher's watch knows what all of them do, and says when it is enough.
+
+    Raises:
+      ValueError: on every process, naming one that differs and what it has.
+      RuntimeError: if a process does not come in time.
+    """
+    agree.set_timeout_s(300.0 if timeout_s is None else timeout_s)
+    group = agree.peers(mesh)
+    if len(group) > 1:
+        require_equal_facts(agree.told(group, _facts(mesh), what="versions in jdp.init"))
+    is_watched = launcher_client.current() is not None
+    agree.set_timeout_s(math.inf if is_watched or timeout_s is None else PATIENCE * timeout_s)
+
+
+def require_equal_facts(facts: Mapping[int, Mapping[str, str | None]]) -> None:
+    """Compare what processes say of themselves: process -> name of a fact -> fact, or None.
+
+    >>> require_equal_facts({0: {"JAX": "0.12.0"}, 1: {"JAX": "0.11.2"}})
+    Traceback (most recent call last):
+    ValueError: process 1 has another JAX than process 0: 0.11.2, and 0.12.0 there. ...
+    """
+    for name in next(iter(facts.values())):
+        known = {process: its.get(name) for process, its in facts.items() if its.get(name)}
+        if len(set(known.values())) > 1:
+            odd, usual = agree.odd_one(known)
+            raise ValueError(
+                f"process {odd} has another {name} than process {usual}: {known[odd]}, and "
+                f"{known[usual]} there. The processes would run different programs, and wait for "
+                "each other or drift apart. Start all of them in the same environment, and with "
+                "the same arguments of jdp.init."
+            )
+
+
+def _facts(mesh: Mesh) -> dict[str, str | None]:
+    flags = [x for x in os.environ.get("XLA_FLAGS", "").split() if not x.startswith(_OWN_FLAGS)]
+    return {
+        "jdp": f"{version()} (sources {_digest_of_sources()})",
+        "JAX": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        # A process without one says so when gradients are to be reduced, and all do without.
+        "native library": _stamp("libjdp_cpu"),
+        "CUDA library": _stamp("libjdp_cuda"),
+        "kind of device": ", ".join(sorted({d.device_kind for d in jax.local_devices()})),
+        "number of devices": str(jax.device_count()),
+        "mesh": f"{dict(mesh.shape)} over the devices {[d.id for d in mesh.devices.flat]}",
+        "XLA_FLAGS": repr(" ".join(sorted(flags))),
+    }
+
+
+@functools.cache  # It looks through sys.path, and each commit says it.
+def version() -> str:
+    """Give the version of jdp that is installed."""
+    try:
+        return metadata.version("jdp")
+    except metadata.PackageNotFoundError:  # It runs from its sources.
+        return "not installed"
+
+
+@functools.cache
+def _digest_of_sources() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(str(path.relative_to(_PACKAGE)).encode() + path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+# What setup.py has noted of a library that it built.
+def _stamp(name: str) -> str | None:
+    path = _PACKAGE / "lib" / f"{name}.json"
+    return json.loads(path.read_text())["digest"][:8] if path.exists() else None
+
+
+class FirstRuns:
+    """Compares a step between the processes of its mesh before each new trace runs.
+
+    Args:
+      mesh: where it runs.
+      name: of the author's function.
+    """
+
+    def __init__(self, mesh: Mesh, name: str):
+        self._mesh = mesh
+        self._name = name
+        self._group = agree.peers(mesh)
+        self._known: set[Any] = set()  # shapes that need no look at what JAX has traced for them
+        self._equal: list[Any] = []  # jaxprs
+        self._is_foreseen = True
+
+    def run(
+        self,
+        run: Callable[..., Any],
+        trace: Callable[..., Any],
+        args: tuple,
+        *,
+        follows: bool,
+        first: Callable[[], None],
+    ) -> Any:
+        """Give `run(*args)`, once all processes have the same program for these shapes.
+
+        Args:
+          run: the call of a `jax.jit(...)`.
+          trace: its `trace`. JAX then traces, lowers and compiles once for both.
+          args: its arguments.
+          follows: whether the first one is what the last call returned.
+          first: compares the arguments themselves; called before a new program runs.
+        """
+        shapes = _shapes(args[1:] if follows else args)
+        if shapes in self._known:
+            self._is_foreseen = False
+            try:
+                return run(*args)
+            except _NewTrace:
+                pass
+            finally:
+                self._is_foreseen = True
+        # What comes out first may have other shapes than what went in: looked at once more.
+        if not self._compare(trace, args, first) or not follows:
+            self._known.add(shapes)
+        return run(*args)
+
+    def on_trace(self) -> None:
+        """Say that the step is being traced: where that was not foreseen, it starts anew."""
+        if not self._is_foreseen:
+            raise _NewTrace
+
+    def _compare(self, trace: Callable[..., Any], args: tuple, first: Callable[[], None]) -> bool:
+        """Tell whether there was something to compare."""
+        with agree.failing_together(self._group, f"while it traced `{self._name}`"):
+            traced = trace(*args)
+            if any(traced.jaxpr is jaxpr for jaxpr in self._equal):
+                return False
+            lowered = traced.lower()
+            program = Program.of(self._name, traced, lowered)
+        require_program(self._group, program)
+        if self._mesh.devices.flat[0].platform == "gpu":
+            with agree.failing_together(self._group, f"while it compiled `{self._name}`"):
+                compiled = lowered.compile().as_text()
+            require_schedule(self._group, self._name, compiled)
+        first()
+        self._equal.append(traced.jaxpr)
+        return True
+
+
+class _NewTrace(Exception):  # noqa: N818 - it is none that anybody sees
+    pass
+
+
+def _shapes(args: tuple) -> Any:
+    leaves, tree = jax.tree.flatten(args)
+    return tree, tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves)

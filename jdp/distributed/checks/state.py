@@ -1,0 +1,107 @@
+"""Agreement between processes about what they are about to train."""
+
+import hashlib
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jdp.distributed import agree, kv_store
+from jdp.pytrees import is_array, is_key, without_key
+
+
+def agreed(tree: Any, *, broadcast: bool = False) -> Any:
+    """Make sure that every process holds the same tree.
+
+    Args:
+      tree: tree of arrays; leaves that several processes share already are not looked at.
+      broadcast: take the values of process 0 instead of comparing.
+
+    Returns:
+      The tree, that of process 0 with `broadcast`. With one process, `tree` itself.
+
+    Raises:
+      ValueError: on every process, naming the first leaf that differs, and whose it is.
+    """
+    if jax.process_count() == 1:
+        return tree
+    named, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    local = [i for i, (_, leaf) in enumerate(named) if _is_local(leaf)]
+    leaves = [leaf for _, leaf in named]
+    shapes = [_described(path, leaf) for path, leaf in named]
+    [pair] = _odd_ones([_digest(repr(shapes).encode())])
+    if pair is not None:
+        odd, usual = pair
+        raise ValueError(
+            f"the state has other leaves, shapes or dtypes on process {odd} than on process "
+            f"{usual}{_first_difference(pair, shapes)}. All processes must build the same model."
+        )
+    if broadcast:
+        values = multihost_utils.broadcast_one_to_all([_numbers(leaves[i]) for i in local])
+        for i, value in zip(local, values, strict=True):
+            if is_key(leaves[i]):
+                value = jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaves[i]))
+            leaves[i] = value
+        return jax.tree.unflatten(treedef, leaves)
+    pairs = _odd_ones([_digest(_numbers(leaves[i]).tobytes()) for i in local])
+    for i, pair in zip(local, pairs, strict=True):
+        if pair is not None:
+            odd, usual = pair
+            raise ValueError(
+                f"`{jax.tree_util.keystr(named[i][0])}` has other values on process {odd} than on "
+                f"process {usual}, so the ranks would train different models. Use the same seed on "
+                "every process, or write TrainState.create(..., broadcast=True) to take process "
+                "0's."
+            )
+    return tree
+
+
+def _is_local(leaf: Any) -> bool:
+    if isinstance(leaf, jax.Array):
+        return leaf.is_fully_addressable
+    return is_array(leaf)
+
+
+def _numbers(leaf: Any) -> np.ndarray:
+    return np.asarray(without_key(leaf))
+
+
+def _described(path: tuple, leaf: Any) -> str:
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else type(leaf).__name__
+    is_shared = isinstance(leaf, jax.Array) and not _is_local(leaf)
+    what = f"{dtype}{[*np.shape(leaf)]}{' on devices of several processes' if is_shared else ''}"
+    return f"`{jax.tree_util.keystr(path)}` {what}"
+
+
+# Where the leaves of two processes first differ, in words, as far as there is a store to ask in.
+def _first_difference(pair: tuple[int, int], shapes: list[str]) -> str:
+    if not kv_store.is_open():
+        return ""
+    group = tuple(range(jax.process_count()))
+    index = agree.first_difference(pair, group, shapes)
+    mine = shapes[index] if index < len(shapes) else "no more"
+    told = agree.told(group, mine, what="leaves")
+    odd, usual = pair
+    return f": leaf {index + 1} is {told[odd]} on process {odd}, {told[usual]} on process {usual}"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+# For each digest a process that has another one than most, and one of those; None if all agree.
+def _odd_ones(digests: list[str]) -> list[tuple[int, int] | None]:
+    told = _told(digests) if digests else {}
+    each = [{process: its[n] for process, its in told.items()} for n in range(len(digests))]
+    return [agree.odd_one(its) if len({*its.values()}) > 1 else None for its in each]
+
+
+# Through the store, where nothing has to be compiled; JAX may have found the processes without one.
+def _told(digests: list[str]) -> dict[int, list[str]]:
+    if kv_store.is_open():
+        everyone = tuple(range(jax.process_count()))
+        return agree.told(everyone, digests, what="the state")
+    numbers = [np.frombuffer(bytes.fromhex(digest), np.uint32) for digest in digests]
+    gathered = np.asarray(multihost_utils.process_allgather(np.stack(numbers)))
+    return dict(enumerate([[number.tobytes().hex() for number in each] for each in gathered]))

@@ -1,0 +1,232 @@
+"""Steps in flight: how many there may be, and what went wrong in those that have run."""
+
+import functools
+import operator
+from collections import deque
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jdp.collectives.cpu import runtime as cpu_runtime
+from jdp.distributed import failed_run, row_weight
+from jdp.distributed.checks import arguments, overdue
+from jdp.worker import progress
+
+# XLA's CPU client before JAX 0.11 hangs for good with more than about 30 undrained steps on all
+# of its devices; elsewhere a few steps in flight are enough to hide dispatch.
+_MAX = 8
+
+# How long a process whose step failed waits for what the others got.
+_EXPLAIN_FAILURE_S = 2.0
+
+
+class RankReports(NamedTuple):
+    """What each rank says of itself, split over the ranks.
+
+    Attributes:
+      differs: whether its process got other arguments than others, `[ranks]` bool; None where that
+        is not compared.
+      weight: what `weight_fn` returned, `[ranks]` float; None without one.
+    """
+
+    differs: jax.Array | None
+    weight: jax.Array | None
+
+
+class Call(NamedTuple):
+    """A call of a step that may still be running.
+
+    Attributes:
+      step: the step, which tells its calls from those of others.
+      name: of the step.
+      number: of the call.
+      returns_state: whether it trains.
+      donates: whether the state that went in is gone.
+      arguments: compares it between processes; None where it is not compared.
+      given: what is compared.
+      reports: what each rank says of itself; None while the call is being made.
+      weight: of the batch, which is ready when the call has run.
+    """
+
+    step: Any
+    name: str
+    number: int
+    returns_state: bool
+    donates: bool
+    arguments: arguments.Arguments | None
+    given: arguments.Given | None
+    reports: RankReports | None = None
+    weight: Any = None
+
+
+_calls: deque[Call] = deque()
+# The call that is being made: JAX runs a small program on CPU before it returns.
+_made: Call | None = None
+_difference_of_states: str | None = None  # see `require_equal_states`
+
+
+def begins(call: Call) -> None:
+    """Record that a call is being made, until `ends`."""
+    global _made
+    _made = call
+
+
+def ends() -> None:
+    """Record that the call that began is handed to the devices, or failed."""
+    global _made
+    _made = None
+
+
+def add(call: Call) -> None:
+    """Record a call that runs now, and wait until no more are in flight than may be."""
+    _calls.append(call)
+    _drain(_MAX)
+
+
+def newest_step() -> Any:
+    """Return the step of the newest call in flight; None if there is none."""
+    return _calls[-1].step if _calls else None
+
+
+def drain() -> None:
+    """Wait for all steps in flight, and raise what went wrong in them."""
+    _drain(0)
+
+
+class Unchecked:
+    """The training steps in flight now, which may not be the same on all processes.
+
+    A step compares itself, and has done so when the state that it returned is there: to write that
+    state waits for nothing more.
+    """
+
+    def __init__(self) -> None:
+        self._calls = [call for call in _calls if call.returns_state and call.arguments is not None]
+
+    def differ(self) -> bool:
+        """Whether one was not the same on all processes; waits for it, in any thread."""
+        return any(map(_differs, self._calls))
+
+    def require_equal(self) -> None:
+        """Wait for these steps, and raise what went wrong in them or in one before them."""
+        if self._calls:
+            while any(call is self._calls[-1] for call in _calls):
+                _drain(len(_calls) - 1)
+        require_equal_states()
+
+
+def require_equal_states() -> None:
+    """Raise once more what a training step raised that was not the same on all processes.
+
+    The states that it and later steps returned are wrong, whether or not its error was caught.
+
+    Raises:
+      RuntimeError: on every process, until `begins_anew`.
+    """
+    if _difference_of_states is not None:
+        raise RuntimeError(_difference_of_states)
+
+
+def begins_anew() -> None:
+    """Record that training goes on with a state that all processes have from one place."""
+    global _difference_of_states
+    _difference_of_states = None
+
+
+def _drain(num_left: int) -> None:
+    while len(_calls) > num_left:
+        call = _calls[0]  # stays there while it is waited for, see `_num_running`
+        try:
+            call.weight.block_until_ready()
+            cpu_runtime.check()
+        except RuntimeError as error:
+            raise failed(call, call.donates, error) from error
+        _calls.popleft()
+        _require_equal(call)
+        _require_weights(call)
+
+
+def _differs(call: Call) -> bool:
+    # Each rank says it of itself, and all of a process got the same.
+    differs = None if call.reports is None else call.reports.differs
+    return differs is not None and bool(np.asarray(differs.addressable_data(0)).any())
+
+
+def _require_equal(call: Call) -> None:
+    global _difference_of_states
+    if not _differs(call):
+        return
+    _calls.clear()
+    assert call.arguments is not None and call.given is not None
+    text = call.arguments.explained(call.given, call.name, call.number)
+    if call.returns_state:
+        _difference_of_states = text
+    raise RuntimeError(text)
+
+
+def _require_weights(call: Call) -> None:
+    given = None if call.reports is None else call.reports.weight
+    why = None if given is None else row_weight.why_invalid(call.weight, given)
+    if why:
+        _calls.clear()
+        raise RuntimeError(
+            f"call {call.number} of `{call.name}`: {why} What it and later calls returned is NaN."
+        )
+
+
+def failed(call: Call, is_gone: bool, error: Exception) -> RuntimeError:
+    """Return what to raise for a call that failed while it ran; none is in flight any more.
+
+    Args:
+      call: the call.
+      is_gone: whether the state that went in was donated.
+      error: of JAX.
+    """
+    difference = _difference(call, _EXPLAIN_FAILURE_S)
+    cause = f" It was not the same call on all processes: {difference}" if difference else ""
+    _calls.clear()
+    gone = "The input state was not donated and is intact."
+    if is_gone:
+        kept = progress.newest_kept()
+        back = "a checkpoint" if kept is None else f"what was kept of {kept}"
+        gone = (
+            f"The input state was donated and is gone: go back to {back} with jdp.Checkpointer, or "
+            "train with donate=False."
+        )
+    return RuntimeError(
+        f"call {call.number} of `{call.name}` failed: {failed_run.reason(error)}.{cause} {gone}"
+    )
+
+
+def _difference(call: Call, timeout_s: float) -> str | None:
+    """Return in what a call differed between processes, as a sentence, if that is known."""
+    if call.arguments is None or call.given is None or not (call.given.small or call.given.large):
+        return None
+    return call.arguments.difference(call.given, timeout_s=timeout_s)
+
+
+_overdue = overdue.Overdue()
+
+
+# Called from a thread, now and then while no step begins or ends.
+def _num_running() -> int:
+    # All of JAX's arrays have it, though the interface of `jax.Array` does not say so.
+    is_ready = operator.methodcaller("is_ready")
+    try:
+        running = [call for call in tuple(_calls) if not is_ready(call.weight)]
+    except (AttributeError, RuntimeError):  # the latter of a step that failed, which is none
+        return 0
+    # The others may have come further, or less far.
+    made = _made
+    calls = [*_calls, *([] if made is None else [made])] if running or made else []
+    _overdue.look([_unfinished(call) for call in calls])
+    return len(running)
+
+
+def _unfinished(call: Call) -> overdue.Unfinished:
+    explain = functools.partial(_difference, call, overdue.PATIENCE_S)
+    return overdue.Unfinished(call.name, call.number, explain)
+
+
+progress.ask_devices(_num_running)

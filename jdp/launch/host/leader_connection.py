@@ -1,0 +1,195 @@
+"""A host's connection to the leader: found, proved, kept alive, and found again."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from jdp.launch.options.options import Options
+from jdp.launch.transport import token_auth
+from jdp.launch.transport.connection import Channel
+from jdp.worker.messages import protocol
+
+RETRY_S = 0.5
+
+
+class Link:
+    """Joins the run, and notices when the leader is lost.
+
+    Args:
+      options: of the command line.
+      token: of the run.
+      address: where the leader listens.
+      leads: the leader is in this very process, and can't be lost alone.
+      introduce: gives the facts of `join`, apart from the proof.
+      joined: is called when the leader has let us in, with whether a generation lives.
+      received: is called with kind and facts of each message after that.
+      lost: is called with the reason when a leader that had let us in is gone.
+      gave_up: is called with the reason when none will let us in.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        token: str,
+        address: tuple[str, int],
+        leads: bool,
+        introduce: Callable[[], dict[str, Any]],
+        joined: Callable[[bool], None],
+        received: Callable[[str, dict[str, Any]], None],
+        lost: Callable[[str], None],
+        gave_up: Callable[[str], None],
+    ) -> None:
+        self.is_joined = False
+        self._options, self._token, self._address = options, token, address
+        self._leads, self._introduce, self._joined = leads, introduce, joined
+        self._received, self._lost, self._gave_up = received, lost, gave_up
+        self._channel: Channel | None = None
+        self._nonces = "", ""  # the leader's and ours
+        self._answer: asyncio.Future[str] | None = None  # "" or why we may not join now
+        self._lease_s = 0.0  # time.monotonic() at which the leader may take us for dead
+        self._task = start_task(self._join())
+
+    def send(self, kind: str, **facts: Any) -> None:
+        """Send a message to the leader; into nothing while there is none."""
+        if self.is_joined and self._channel is not None:
+            self._channel.send(kind, **facts)
+
+    def beat(self, **facts: Any) -> None:
+        """Show that this host lives; a leader that has not answered for too long is lost."""
+        self.send("beat", at=time.monotonic(), **facts)
+        if self.is_joined and not self._leads and time.monotonic() > self._lease_s:
+            self._disconnected(f"silent for {self._options.heartbeat_timeout_s:g} s")
+
+    def join_again(self) -> None:
+        """Look for a leader once more."""
+        self._task = start_task(self._join())
+
+    def close(self) -> None:
+        """Leave."""
+        self.is_joined = False
+        self._task.cancel()
+        if self._channel is not None:
+            self._channel.close()
+
+    async def _join(self) -> None:
+        give_up, why = time.monotonic() + self._options.join_timeout_s, "there was no time"
+        while time.monotonic() < give_up:
+            why = await self._try()
+            if not why:
+                return
+            await asyncio.sleep(RETRY_S)
+        where = "{}:{}".format(*self._address)
+        self._gave_up(
+            f"no leader at {where} let this host join within {self._options.join_timeout_s:g} s: "
+            f"{why}. Is `jdp run` running there, and may this host connect to that port?"
+        )
+
+    # Why it failed, "" if it did not.
+    async def _try(self) -> str:
+        self._answer = asyncio.get_running_loop().create_future()
+        timeout_s = self._options.heartbeat_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                connection = await _connect(self._address, timeout_s)
+                self._channel = Channel(connection, self._receive, self._disconnected)
+                why = await self._answer
+        except TimeoutError:
+            why = f"no answer within {timeout_s:g} s"
+        except OSError as error:
+            return error.strerror or str(error)
+        if why:
+            self._close_channel()
+        return why
+
+    def _close_channel(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+
+    def _receive(self, kind: str, facts: dict[str, Any]) -> None:
+        match kind:
+            # Whoever listens there may have said these; not what follows.
+            case "challenge":
+                self._prove(str(facts.get("nonce")), facts.get("protocol"))
+            case "welcome":
+                self._enter(facts.get("proof"), bool(facts.get("is_running")))
+            case "refused":
+                self._refused(str(facts.get("why")), bool(facts.get("is_final")))
+            case "beat" if self.is_joined:
+                self._lease_s = max(self._lease_s, facts["at"] + self._options.heartbeat_timeout_s)
+            case _ if self.is_joined:
+                self._received(kind, facts)
+
+    def _prove(self, nonce: str, its_protocol: object) -> None:
+        assert self._channel is not None
+        if its_protocol != protocol():
+            return self._end(
+                "whoever listens there has not the jdp of this host, and they would misunderstand "
+                "each other. Install the same jdp on all hosts"
+            )
+        self._nonces = nonce, token_auth.make_nonce()
+        proof = token_auth.proof(self._token, "host", *self._nonces)
+        self._channel.send("join", nonce=self._nonces[1], proof=proof, **self._introduce())
+
+    def _enter(self, proof: object, is_running: bool) -> None:
+        if not token_auth.is_proof(proof, self._token, "leader", *self._nonces):
+            return self._end("whoever listens there does not know the token of this run")
+        self.is_joined = True
+        self._lease_s = time.monotonic() + self._options.heartbeat_timeout_s
+        self._answer_with("")
+        self._joined(is_running)
+
+    def _refused(self, why: str, is_final: bool) -> None:
+        if is_final:
+            self._end(f"the leader does not let this host join: {why}")
+        else:
+            self._answer_with(why)
+
+    def _end(self, why: str) -> None:
+        self.close()
+        self._gave_up(why)
+
+    def _answer_with(self, why: str) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(why)
+
+    def _disconnected(self, why: str) -> None:
+        self._close_channel()
+        if self.is_joined:
+            self.is_joined = False
+            self._lost(why)
+        else:
+            self._answer_with(why)
+
+
+def start_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Start a task whose error is one of the event loop, as that of a callback is, and not lost."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda done: None if done.cancelled() else done.result())
+    return task
+
+
+# All addresses of the name in turn, each for as long as the others: behind some there is nobody.
+async def _connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
+    found = await asyncio.get_running_loop().getaddrinfo(*address, type=socket.SOCK_STREAM)
+    whys = []
+    for family, kind, number, _, where in found:
+        try:
+            async with asyncio.timeout(timeout_s / len(found)):
+                return await _connect_to(socket.socket(family, kind, number), where)
+        except OSError as error:
+            whys.append(error.strerror or f"no answer from {where[0]}")
+    raise OSError("; ".join(whys))
+
+
+async def _connect_to(connection: socket.socket, where: Any) -> socket.socket:
+    connection.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(connection, where)
+    except BaseException:
+        connection.close()
+        raise
+    # A message is an answer to another: it must not wait for more to send.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection

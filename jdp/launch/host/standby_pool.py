@@ -1,0 +1,87 @@
+"""Processes in reserve: they ran the script up to `jdp.init()`, and wait there for their turn."""
+
+from collections.abc import Callable
+
+from jdp.launch.host.worker_process import Process
+from jdp.worker.exit_codes import in_words
+
+
+class Standbys:
+    """The standbys of this host.
+
+    Args:
+      number: how many there are to be.
+      start: starts one; is called with the local id that it will probably have.
+      ready: is called when all of them wait, or there will be none.
+      say: tells whoever watches the run.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        start: Callable[[int], Process],
+        ready: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._number, self._start, self._ready, self._say = number, start, ready, say
+        self._processes: list[Process] = []
+        self._wanted = 0  # by now
+        self._one_parked = False
+        self._gave_up = False
+
+    def __contains__(self, process: Process) -> bool:
+        return process in self._processes
+
+    def __bool__(self) -> bool:
+        return bool(self._processes)
+
+    def fill(self) -> None:
+        """Start those that are missing."""
+        self._wanted = 0 if self._gave_up else self._number
+        while len(self._processes) < self._wanted:
+            self._processes.append(self._start(len(self._processes)))
+        self._say_ready()
+
+    def take(self) -> Process | None:
+        """Give one that waits, or one that will soon, since others of its kind did; else None."""
+        # Whatever killed the one that it is to replace may have killed it, too.
+        self._processes.sort(key=lambda process: (process.is_dying(), not process.parked))
+        if self._processes and self._processes[0].is_dying():
+            return None
+        if self._processes and (self._one_parked or self._processes[0].parked):
+            return self._processes.pop(0)
+        return None
+
+    def note_parked(self) -> None:
+        """Note that one of them has come to where it waits."""
+        self._one_parked = True
+        self._say_ready()
+
+    def note_death(self, process: Process) -> None:
+        """Forget one that has ended, and say so if it was needed."""
+        self._processes.remove(process)
+        if not self._wanted:
+            return
+        # Not replaced now: what ended it may end the next one, too.
+        self._wanted = 0
+        who = f"a standby (pid {process.popen.pid}) {in_words(process.popen.returncode)}"
+        if process.parked:
+            self._say(f"{who}. The next recovery does with those that are left.")
+        else:
+            self._gave_up = True
+            last = "".join(f"\n  {line}" for line in process.last_lines()[-5:])
+            self._say(
+                f"{who} before jdp.init(), so this host keeps none, and recovers more slowly. "
+                f"Standbys have no RANK before jdp.init(): read it after.{last}"
+            )
+        self._say_ready()
+
+    def kill(self) -> None:
+        """Kill all of them."""
+        self._wanted = 0
+        for process in self._processes:
+            process.kill()
+
+    def _say_ready(self) -> None:
+        if sum(process.parked for process in self._processes) >= self._wanted:
+            self._ready()

@@ -1,0 +1,202 @@
+"""One process of this host: a standby, until it has an assignment."""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jdp.launch.host import compile_cache, spawn
+from jdp.launch.host.output import Logs
+from jdp.launch.host.reaper import Guardian
+from jdp.launch.options.options import Options
+from jdp.launch.transport.connection import Channel
+from jdp.worker.hang_detector import COMPILING, STARTING
+from jdp.worker.launcher_client import Assignment, environment, invitation
+from jdp.worker.local_devices import num_gpus
+from jdp.worker.progress_board import Board
+
+# PF_EXITING of Linux, in the flags of /proc/PID/stat.
+_EXITING = 0x4
+
+
+class Kit:
+    """What the processes of this host are started with, and share.
+
+    Args:
+      options: what to run.
+
+    Raises:
+      ValueError: if the GPUs of this host can't be shared evenly.
+
+    Attributes:
+      gpus: those of each slot.
+      commit_file: descriptor of the commit memory. It is the launcher's, so that a commit outlives
+        the process that wrote it; nothing of it is left when the last process is gone.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.gpus = gpus_of_slots(num_gpus(), options.nproc_per_node[1])
+        self.guardian = Guardian()
+        self.logs = Logs(options)
+        self.command = options.argv()
+        self.variables = spawn.environment(num_gpus=num_gpus(), **self.guardian.environment)
+        self.board = Board.create(options.nproc_per_node[1] + options.num_standbys)
+        self.free_slots = [*range(self.board.num_slots)]
+        self.commit_file = os.memfd_create("jdp-commit")
+
+    def say(self, text: str) -> None:
+        """Say something to whoever watches the run, who may be slow to read it."""
+        self.logs.post(lambda: self.logs.say(text))
+
+    def close(self) -> None:
+        """End what is left of all processes, and show what they have written.
+
+        Raises:
+          TimeoutError: if something could not be killed.
+        """
+        try:
+            self.guardian.close()
+        finally:
+            self.logs.close()
+            os.close(self.commit_file)
+
+
+class Process:
+    """A process that runs the script.
+
+    Args:
+      kit: to start it with.
+      local_id: what it will probably be.
+      assignment: what it is from the start; None: a standby.
+      told: is called with the process, a kind and facts when it tells something.
+      died: is called with the process when it has ended and was waited for.
+
+    Attributes:
+      popen: what `subprocess` knows of it.
+      assignment: what it is; None: a standby.
+      parked: it waits in `jdp.init()`, or did.
+      restored_step: after which step of the run it began.
+      traceback: of what its script raised.
+      died_first: it was dying when its generation was killed.
+    """
+
+    def __init__(
+        self,
+        kit: Kit,
+        local_id: int,
+        assignment: Assignment | None,
+        told: Callable[["Process", str, dict[str, Any]], None],
+        died: Callable[["Process"], None],
+    ) -> None:
+        self.assignment: Assignment | None = None
+        self.parked = False
+        self.restored_step = 0
+        self.traceback: str | None = None
+        self.died_first = False
+        self._kit, self._told, self._died = kit, told, died
+        self._slot_index = kit.free_slots.pop()
+        self.slot = kit.board.slot(self._slot_index)
+        self.slot.clear()
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours, self._receive)
+        fds = {"socket": theirs.fileno(), "board": kit.board.fd, "commit": kit.commit_file}
+        variables = {**kit.variables, **invitation(**fds, slot=self._slot_index)}
+        if assignment is not None:
+            # For a script that never asks us.
+            variables |= environment(assignment)
+        with theirs:
+            self.popen = spawn.spawn(kit.command, variables, pass_fds=fds.values())
+        kit.guardian.add(self.popen.pid)
+        self._output = kit.logs.add(self.popen, local_id, standby=assignment is None)
+        self._pidfd = os.pidfd_open(self.popen.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._end)
+        if assignment is not None:
+            self.go(assignment)
+
+    @property
+    def process_id(self) -> int:
+        """Its number in the generation."""
+        assert self.assignment is not None
+        return self.assignment.process_id
+
+    def is_dying(self) -> bool:
+        """Say whether it is on its way out: it closes its connections before it has ended."""
+        try:
+            with open(f"/proc/{self.popen.pid}/stat") as file:
+                flags = file.read().rpartition(")")[2].split()[6]
+        except OSError:
+            return True
+        return bool(int(flags) & _EXITING)
+
+    def go(self, assignment: Assignment) -> None:
+        """Make it a process of a generation."""
+        self.assignment = assignment
+        self.slot.expect(self.popen.pid, assignment.generation)
+        self._channel.send("go", **assignment._asdict())
+        self._output.assign(assignment.process_id, assignment.local_id, assignment.generation)
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, though not to what it started: data loaders go on while it saves."""
+        # Popen.send_signal would wait for one that has ended, and nobody kill what that started.
+        signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        """Kill it and what it started; `died` is called soon."""
+        spawn.kill(self.popen)
+
+    def reveal(self) -> None:
+        """Show its output on the console from now on, whatever the filter says."""
+        self._output.reveal()
+
+    def read(self) -> None:
+        """Take what it has told by now."""
+        self._channel.read()
+
+    def last_lines(self) -> list[str]:
+        """Give what it wrote last."""
+        return self._output.last_lines()
+
+    def _receive(self, kind: str, facts: dict[str, Any]) -> None:
+        if kind == "parked":
+            self.parked = True
+        elif kind == "restored":
+            self.restored_step = facts["step"]
+        elif kind == "failed":
+            self.traceback = facts["traceback"]
+        self._told(self, kind, facts)
+
+    def _end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self.read()  # its last words
+        self._channel.close()
+        self.kill()  # what it started
+        where = self.slot.read()
+        if self.popen.wait() < 0 and where.phase in (STARTING, COMPILING):
+            compile_cache.drop_torn(Path(self._kit.variables[compile_cache.VARIABLE]))
+        self._kit.guardian.remove(self.popen.pid)
+        self._kit.free_slots.append(self._slot_index)
+        self._died(self)
+
+
+def gpus_of_slots(num_gpus: int, num_slots: int) -> list[list[int] | None]:
+    """Share the GPUs of a host among its slots.
+
+    Raises:
+      ValueError: if they can't be shared evenly.
+
+    >>> gpus_of_slots(4, 2)
+    [[0, 1], [2, 3]]
+    """
+    if not num_gpus:
+        return [None] * num_slots
+    if num_gpus % num_slots:
+        raise ValueError(
+            f"this host has {num_gpus} GPUs, which {num_slots} processes can't share evenly. Write "
+            "--nproc-per-node with a number that divides it, or 1: one process drives all GPUs."
+        )
+    each = num_gpus // num_slots
+    return [[*range(i * each, (i + 1) * each)] for i in range(num_slots)]

@@ -1,0 +1,112 @@
+"""Why a generation ends."""
+
+import signal
+import time
+from dataclasses import dataclass, field, replace
+
+from jdp.worker.exit_codes import STALLED, exit_code, in_words
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a generation ends.
+
+    Attributes:
+      text: in words.
+      code: exit code of the run if it ends with this.
+      full_text: for people, with the traceback or what the process wrote last.
+      silent_s: for how long it was not noticed.
+      is_of_program: a process failed, not a host.
+      raised: the script raised, and `full_text` has the traceback.
+      is_sure: it can't be the consequence of another failure.
+      grows: nothing is wrong, there is only room for more processes.
+      noticed: time.monotonic() of it.
+    """
+
+    text: str
+    code: int
+    full_text: str
+    silent_s: float = 0.0
+    is_of_program: bool = True
+    raised: bool = False
+    is_sure: bool = False
+    grows: bool = False
+    noticed: float = field(default_factory=time.monotonic)
+
+
+def exit_of_process(
+    process_id: int,
+    host: str,
+    pid: int,
+    returncode: int,
+    traceback: str | None,
+    last_lines: list[str],
+) -> Cause:
+    """A process failed by itself.
+
+    Args:
+      process_id: of the process.
+      host: its name.
+      pid: there.
+      returncode: as that of Popen.
+      traceback: of what its script raised, if it did.
+      last_lines: what it wrote, shown where there is no traceback.
+
+    >>> print(exit_of_process(1, "a", 7, 3, None, ["no such file"]).full_text)
+    the cause: process 1 (pid 7 on a) ended with exit code 3
+    its last output:
+      no such file
+    """
+    text = f"{_who(process_id, host, pid)} {in_words(returncode)}"
+    lines = [f"the cause: {text}"]
+    if traceback:
+        lines += [f"  {line}" for line in traceback.rstrip().splitlines()]
+    elif last_lines:
+        lines += ["its last output:", *(f"  {line}" for line in last_lines)]
+    return Cause(
+        text,
+        exit_code(returncode),
+        "\n".join(lines),
+        raised=traceback is not None,
+        # Others may have failed for the loss of this one, and said so before. But JAX aborts for
+        # that, too.
+        is_sure=returncode < 0 and returncode != -signal.SIGABRT,
+    )
+
+
+def stall_of_process(process_id: int, host: str, pid: int, stalled_s: float, report: str) -> Cause:
+    """A process made no progress, and the others waited for it."""
+    text = f"{_who(process_id, host, pid)} made no progress for {stalled_s:.1f} s"
+    return Cause(text, STALLED, f"the cause: {report}", stalled_s)
+
+
+def early_end(process_id: int, other: int, grace_s: float) -> Cause:
+    """A process came to its end, and another one waits for it in a step."""
+    text = (
+        f"process {process_id} came to the end of the script, and process {other} has waited for "
+        f"{grace_s:g} s in a step that it does not make"
+    )
+    advice = "All processes must make the same steps."
+    return Cause(text, 1, f"the cause: {text}. {advice}", grace_s)
+
+
+def after_end(why: Cause, process_id: int) -> Cause:
+    """A process failed after another one had come to its end, and perhaps for want of it."""
+    text = f"process {process_id} came to the end of the script"
+    full_text = f"{text}. After that:\n{why.full_text}"
+    return replace(why, text=f"{text}, then {why.text}", full_text=full_text)
+
+
+def loss_of_host(host: str, why: str, silent_s: float) -> Cause:
+    """A host is gone, or silent for so long that it must be."""
+    text = f"host {host} was lost: {why}"
+    return Cause(text, 1, f"the cause: {text}.", silent_s, is_of_program=False)
+
+
+def growth() -> Cause:
+    """There is room for more processes."""
+    return Cause("there is room for more processes", 0, "", grows=True)
+
+
+def _who(process_id: int, host: str, pid: int) -> str:
+    return f"process {process_id} (pid {pid} on {host})"

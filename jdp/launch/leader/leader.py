@@ -1,0 +1,306 @@
+"""Generations over hosts: who takes part, who is which process, and what happens after a failure.
+
+One launcher leads: the one that listens where the hosts meet. Its own processes are looked after by
+a `Host` as everyone's are, so a run on one host is the case of a single guest. What hosts and the
+leader say to each other stands at the top of `channel.py`.
+
+States, and what ends them:
+
+  gathering     no generation lives. Until enough hosts are there (a generation), or the join
+                timeout or a signal (over)
+  a generation  see `generation.py`. Until no host has processes of it (gathering, or over if
+                nothing is to be tried again)
+  over          the exit code is known and told. Until the hosts have left
+
+Fencing: a host none of whose beats was answered for `heartbeat_timeout_s` kills its processes, and
+the leader takes it for dead when it has heard nothing for 1.5 times that. So no process of an old
+generation runs beside a new one, whatever the network does. A host whose connection is closed has
+ended, or does so now.
+"""
+
+import asyncio
+import functools
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jdp.launch.leader import failure, rank_assignment
+from jdp.launch.leader.admission import Door, Refusal
+from jdp.launch.leader.event_log import Events
+from jdp.launch.leader.generation import Generation, State
+from jdp.launch.leader.rank_assignment import Gathering, Plan
+from jdp.launch.leader.recovery import Recoveries
+from jdp.launch.leader.remote_host import Guest
+from jdp.launch.options.options import Options
+from jdp.launch.transport.connection import Channel
+from jdp.worker.exit_codes import SAVED
+from jdp.worker.progress_board import Where
+
+# How often time itself is looked at: for stalls and for hosts that are silent.
+LOOK_S = 0.2
+
+
+class Leader:
+    """Decides for all hosts.
+
+    Args:
+      options: of the command line.
+      token: of the run.
+      listener: a listening socket where hosts join, which the leader closes.
+      say: tells whoever watches the run.
+
+    Attributes:
+      home: id of the host that is in this very process, once there is one.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        token: str,
+        listener: socket.socket,
+        say: Callable[[str], None],
+    ) -> None:
+        self.home = ""
+        self._options, self._say = options, say
+        self._events = Events(options.log_dir and options.log_dir / "events.jsonl", say)
+        self._is_over = False
+        self._gathering = Gathering(options, is_start=True)
+        self._guests: list[Guest] = []
+        self._generation: Generation | None = None  # the one that lives
+        self._number = -1  # of the last generation
+        self._run_id = options.rdzv_id
+        self._signal: int | None = None
+        self._recoveries = Recoveries(options.max_restarts, say, self._events)
+        self._all_left = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._door = Door(listener, token, self._refusal, self._admit)
+        self._consider()
+
+    async def close(self, code: int, why: str, timeout_s: float = 5.0) -> None:
+        """Tell all hosts how the run ended, wait until they know, and stop.
+
+        Args:
+          code: exit code, if the run is not over yet.
+          why: for people, in that case.
+          timeout_s: how long to wait.
+        """
+        if not self._is_over:
+            self._over(code, why)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._all_left.wait()
+        except TimeoutError:
+            pass  # Hosts that hear nothing of the end find out that we are gone.
+        self._door.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        for guest in self._guests:
+            guest.channel.close()
+        self._events.close()
+
+    # --- who takes part ---
+
+    def _refusal(self, facts: dict[str, Any]) -> Refusal | None:
+        generation = self._generation
+        if self._is_over or (generation is not None and generation.state is State.STOPPING):
+            return Refusal("the run is over.", True)
+        run_ids = {facts["run_id"], self._options.rdzv_id} - {None}
+        if len(run_ids) > 1:
+            return Refusal(
+                f"its --rdzv-id is {facts['run_id']!r}, and that of this run "
+                f"{self._options.rdzv_id!r}.",
+                True,
+            )
+        for guest in [*self._guests]:
+            if guest.id == facts["id"]:
+                self._remove(guest, "it came back")
+            elif guest.host_id == facts["host_id"] is not None:
+                return Refusal(f"host {guest.host_id} is there already ({guest.name})", False)
+        if len(self._guests) == self._options.nnodes[1]:
+            return Refusal(f"all {len(self._guests)} hosts are there", False)
+        return None
+
+    def _admit(self, channel: Channel, facts: dict[str, Any], proof: str) -> None:
+        guest = Guest(channel, facts)
+        channel.received = functools.partial(self._receive, guest)
+        channel.closed = functools.partial(self._left, guest)
+        # A leader that was started again goes on where the hosts are.
+        self._number = max(self._number, guest.generation)
+        self._recoveries.stepped = self._recoveries.stepped or facts["stepped"]
+        self._run_id = self._run_id or facts["run_id"]
+        self._guests.append(guest)
+        channel.send("welcome", proof=proof, is_running=self._generation is not None)
+        most = self._options.nnodes[1]
+        if most > 1:
+            self._say(f"host {guest.name} joined: {len(self._guests)} of {most}.")
+        self._events.write("host joined", host=guest.name, num_hosts=len(self._guests))
+        self._consider()
+
+    def _left(self, guest: Guest, why: str) -> None:
+        self._remove(guest, why)
+        self._consider()
+
+    def _remove(self, guest: Guest, why: str) -> None:
+        if guest not in self._guests:
+            return
+        guest.channel.close()
+        self._guests.remove(guest)
+        self._all_left_if_so()
+        if self._is_over:
+            return
+        self._events.write("host lost", host=guest.name, why=why)
+        lost = failure.loss_of_host(guest.name, why, time.monotonic() - guest.heard)
+        if self._generation is not None and guest in self._generation.parts:
+            self._generation.note_left(guest, None)
+            self._generation.fail(lost)
+        elif self._options.nnodes[1] > 1:
+            self._say(f"{lost.text}.")
+
+    def _all_left_if_so(self) -> None:
+        if {guest.id for guest in self._guests} <= {self.home}:
+            self._all_left.set()
+
+    def _receive(self, guest: Guest, kind: str, facts: dict[str, Any]) -> None:
+        guest.heard = time.monotonic()
+        match kind:
+            case "beat":
+                # Nothing to decide at once; with many hosts there are many of these.
+                return self._heard(guest, **facts)
+            case "ready":
+                self._ready(guest, **facts)
+            case "told" if self._generation is not None:
+                self._told(self._generation, guest, **facts)
+            case "exited" if self._generation is not None:
+                self._generation.note_exit(guest, **facts)
+            case "ended":
+                self._ended(guest, **facts)
+            case "stop":
+                self._asked_to_stop(facts["signal"], facts["at_once"])
+        self._consider()
+
+    def _heard(self, guest: Guest, at: float, where: dict[str, list]) -> None:
+        guest.channel.send("beat", at=at)
+        if self._generation is not None:
+            ahead_s = guest.heard - at
+            places = {int(i): Where(*values).moved(ahead_s) for i, values in where.items()}
+            self._generation.note_where(guest, places)
+
+    def _ready(self, guest: Guest, generation: int) -> None:
+        if generation == guest.generation and not guest.is_ready:
+            guest.is_ready = True
+            self._events.write("ready", generation=generation, host=guest.name)
+
+    # --- what happens in a generation ---
+
+    def _told(self, generation: Generation, guest: Guest, what: str, **facts: Any) -> None:
+        if not generation.note(guest, what=what, **facts):
+            return
+        # Now all processes have told it.
+        self._recoveries.mark(what, generation)
+        if what == "first_step":
+            for each in self._guests:  # also those that came while no generation was there
+                each.channel.send("stepped")
+
+    def _ended(self, guest: Guest, generation: int, port: int, step: int | None) -> None:
+        guest.port = port
+        if self._generation is not None and generation == self._generation.number:
+            self._generation.note_left(guest, step)
+
+    def _asked_to_stop(self, number: int, at_once: bool) -> None:
+        self._signal = self._signal or number
+        generation = self._generation
+        if at_once and generation is not None and generation.state is State.STOPPING:
+            generation.end()
+
+    # --- decisions ---
+
+    # Look at everything and do what is to be done: after each message, and when time has passed.
+    def _consider(self) -> None:
+        if self._is_over:
+            return
+        now = time.monotonic()
+        silence_s = 1.5 * self._options.heartbeat_timeout_s
+        for guest in [*self._guests]:
+            if guest.id != self.home and now - guest.heard > silence_s:
+                self._remove(guest, f"silent for {now - guest.heard:.1f} s")
+        generation = self._generation
+        if generation is not None and not generation.parts:
+            self._generation = None
+            self._decide(generation)
+        elif generation is not None and generation.state is State.RUNNING:
+            self._look(now, generation)
+        if self._generation is None and not self._is_over:
+            self._gather(now)
+        self._wake(now)
+
+    # Call _consider when there may be something to do.
+    def _wake(self, now: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        free_at = [slot.free_at for guest in self._guests for slot in guest.slots]
+        soonest = min([now + LOOK_S, *(at for at in free_at if at > now)])
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(soonest - now, self._consider)
+
+    def _look(self, now: float, generation: Generation) -> None:
+        generation.look(now)
+        if self._signal is not None or generation.saved:
+            generation.stop(self._signal)
+        elif generation.cause is not None:
+            generation.end()
+        elif generation.may_grow and self._can_grow(now, generation):
+            generation.fail(failure.growth())
+            generation.end()
+
+    # Nothing of the generation is left.
+    def _decide(self, generation: Generation) -> None:
+        why = generation.cause
+        text = why.text if why is not None else ""
+        self._events.write("generation ended", generation=generation.number, cause=text)
+        if generation.saved:
+            self._over(SAVED, "it saved and ended; the same command with --resume goes on there.")
+        elif self._signal is not None:
+            self._over(128 + self._signal, "")
+        elif why is None or generation.is_done:
+            before = self._recoveries.text
+            self._over(0, before and f"{before}. There was no step left to make after that.")
+        elif why_not := self._recoveries.why_not(why):
+            self._over(why.code, f"{why.full_text}\n{why_not}")
+        else:
+            generation.blame(time.monotonic())
+            self._recoveries.begin(why, generation)
+            self._gathering = Gathering(self._options, is_start=False)
+
+    def _over(self, code: int, why: str) -> None:
+        self._is_over = True
+        self._events.write("over", code=code, why=why)
+        for guest in self._guests:
+            guest.channel.send("over", code=code, why=why)
+        self._all_left_if_so()
+
+    # --- forming a generation ---
+
+    def _gather(self, now: float) -> None:
+        if self._signal is not None:
+            return self._over(128 + self._signal, "")
+        if chosen := self._gathering.plan(self._guests, now):
+            self._form(chosen)
+        elif why := self._gathering.why_in_vain(self._guests, now):
+            self._over(1, why)
+
+    def _can_grow(self, now: float, generation: Generation) -> bool:
+        next_one = rank_assignment.make(self._guests, self._options.nnodes[0], now) or []
+        is_quick = all(part.guest.is_ready for part in next_one)
+        return is_quick and rank_assignment.size(next_one) > generation.size
+
+    def _form(self, chosen: Plan) -> None:
+        self._number += 1
+        self._run_id = self._run_id or secrets.token_hex(4)
+        self._generation = Generation(self._number, chosen, self._options, self._say, self._events)
+        self._generation.start(
+            resumes=self._number > 0 or self._options.resume,
+            run_id=self._run_id,
+            coordinator=rank_assignment.coordinator(chosen, self.home),
+        )

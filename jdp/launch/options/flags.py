@@ -1,0 +1,192 @@
+"""The command line of `jdp run`: torchrun's flags, and our own."""
+
+import argparse
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jdp.launch.options.flag_types import (
+    DEFAULT_PORT,
+    read_conf,
+    read_count,
+    read_endpoint,
+    read_port,
+    read_processes,
+    read_range,
+    read_ranks,
+    read_seconds,
+    read_streams,
+)
+
+# Accepted, so that a command for torchrun runs as it is.
+WITHOUT_MEANING = {
+    "--start-method": "each process is a program of its own",
+    "--monitor-interval": "a process that ends is noticed at once",
+    "--signals-to-handle": "SIGTERM, SIGINT and SIGHUP are passed on",
+    "--role": "all processes have the same role",
+    "--event-log-handler": "what happens is printed",
+    "--logs-specs": "--log-dir, --tee and --redirects say what is logged",
+}
+
+# Refused, since a run without would not be the one that was meant.
+REFUSED = {
+    "--run-path": "it runs a script inside the launcher's own code. Leave it out.",
+    "--virtual-local-rank": "each process is given its devices, and LOCAL_RANK stays its number. "
+    "Leave it out.",
+    "--numa-binding": "it binds no memory. Leave it out, or write --no-python numactl before the "
+    "program.",
+}
+
+_DESCRIPTION = """\
+Run a training program on several processes, and see it through: what fails is
+replaced, and the run goes on from the last commit."""
+
+_EPILOG = f"""\
+examples:
+  jdp run --nproc-per-node 2 train.py --lr 0.1
+      two processes on this host
+  jdp run --nnodes 2 --rdzv-endpoint host0:{DEFAULT_PORT} --token-file token train.py
+      the same command on each of two hosts; host0 leads
+  jdp run --nnodes 1:4 ...
+      goes on with what is left of four hosts, and grows again
+
+One process drives all GPUs of its host, so one host needs no launcher for them.
+
+Each flag has a variable: JDP_NPROC_PER_NODE=2, or PET_NPROC_PER_NODE=2 as for
+torchrun, whose flags are understood in both spellings, --nproc_per_node too.
+
+exit codes:
+  75 saved after SIGTERM: run it again with --resume   124 ended by the watchdog
+  128 + n killed by signal n   130 Ctrl-C   else that of the first that failed"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads flags up to the program; what follows is the program's.
+
+    Raises:
+      ValueError: for a bad command line, where argparse would end the process.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            prog="jdp run",
+            usage="jdp run [flags] train.py [its arguments]\n"
+            "       jdp run [flags] -m package.train [its arguments]",
+            description=_DESCRIPTION,
+            epilog=_EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.flags: list[argparse.Action] = []
+        for add in (_add_processes, _add_faults, _add_hosts, _add_output):
+            add(self)
+        for flag in WITHOUT_MEANING:
+            self.flag(self, flag, None)
+        for flag, why in REFUSED.items():
+            self.flag(self, flag, None, action=_Refuse, nargs="?", const=why)
+        self.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what is wrong."""
+        raise ValueError(message.removeprefix("argument "))
+
+    def flag(self, group: Any, names: str, text: str | None, **keywords: Any) -> None:
+        """Add a flag, also in torchrun's spelling with underscores, which the help leaves out.
+
+        Args:
+          group: that the help shows it in.
+          names: all its spellings; the last one names its value.
+          text: for the help, which leaves it out if there is none.
+          **keywords: of argparse.
+        """
+        spellings = names.split()
+        dest = dest_of(spellings[-1])
+        keywords |= {"dest": dest, "default": None}
+        text = argparse.SUPPRESS if text is None else text
+        self.flags.append(group.add_argument(*spellings, help=text, **keywords))
+        keywords |= {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+        others = {"--" + dest_of(name) for name in spellings if name.startswith("--")}
+        for other in others - set(spellings):
+            group.add_argument(other, **keywords)
+
+
+def dest_of(flag: str) -> str:
+    """Give the name of a flag's value.
+
+    >>> dest_of("--log-dir")
+    'log_dir'
+    """
+    return flag.lstrip("-").replace("-", "_")
+
+
+class _Refuse(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        parser.error(f"{option_string} is not for jdp: {self.const}")
+
+
+def _add_processes(parser: Parser) -> None:
+    group = parser.add_argument_group("processes")
+    text = "processes on this host: 2, or 1:4 for at least 1 and at most 4, or gpu: one for each "
+    text += "GPU, or cpu, or auto: gpu if there are any (default 1)"
+    parser.flag(group, "--nproc-per-node", text, type=read_processes, metavar="N")
+    text = "the program is a module, as for python -m"
+    parser.flag(group, "-m --module", text, action="store_true")
+    parser.flag(group, "--no-python", "the program is not Python", action="store_true")
+
+
+def _add_faults(parser: Parser) -> None:
+    group = parser.add_argument_group("faults")
+    text = "failures to recover from (default 3); 0: the first one ends the run"
+    parser.flag(group, "--max-restarts", text, type=read_count("restarts", 0), metavar="N")
+    text = "processes on this host that wait to take over, with their imports done (default: as "
+    text += "many as run)"
+    parser.flag(group, "--standbys", text, type=read_count("standbys", 0), metavar="N")
+    text = "go on from the newest checkpoint of an earlier run"
+    parser.flag(group, "--resume", text, action="store_true")
+    text = "end a run in which no step finished for S seconds (default: as jdp.init says, 600)"
+    parser.flag(group, "--timeout-s", text, type=read_seconds, metavar="S")
+    text = "seconds from SIGTERM to SIGKILL, unless it is saving (default 30)"
+    # torchrun has it without the unit.
+    names = "--shutdown-timeout --shutdown-timeout-s"
+    parser.flag(group, names, text, type=read_seconds, metavar="S")
+
+
+def _add_hosts(parser: Parser) -> None:
+    group = parser.add_argument_group("several hosts")
+    text = "hosts: 2, or 1:4 for at least 1 and at most 4 (default 1)"
+    parser.flag(group, "--nnodes", text, type=read_range("hosts"), metavar="N")
+    text = f"where they meet: one of the hosts, which leads (port {DEFAULT_PORT} if left out)"
+    parser.flag(group, "--rdzv-endpoint", text, type=read_endpoint, metavar="HOST:PORT")
+    text = "with --master-port: another way to write --rdzv-endpoint"
+    parser.flag(group, "--master-addr", text, metavar="HOST")
+    parser.flag(group, "--master-port", None, type=read_port)
+    text = "a secret, the same on all hosts, without which none may join; or JDP_TOKEN"
+    parser.flag(group, "--token-file", text, type=Path, metavar="FILE")
+    text = "number of this host, from 0; taken from Slurm or Kubernetes where they tell it"
+    parser.flag(group, "--node-rank", text, type=read_count("a host", 0), metavar="I")
+    text = "where the other hosts reach this one, if it has several addresses"
+    parser.flag(group, "--local-addr", text, metavar="ADDRESS")
+    parser.flag(group, "--rdzv-id", "name of the run, the same on all hosts", metavar="NAME")
+    parser.flag(group, "--rdzv-backend", None, choices=("c10d", "static"))
+    parser.flag(group, "--rdzv-conf", None, type=read_conf)
+    text = "one host, whatever the environment says"
+    parser.flag(group, "--standalone", text, action="store_true")
+    text = "give up if too few have met after S seconds (default 600)"
+    parser.flag(group, "--join-timeout-s", text, type=read_seconds, metavar="S")
+    text = "wait S seconds for more than the least number of hosts (default 5)"
+    parser.flag(group, "--last-call-timeout-s", text, type=read_seconds, metavar="S")
+    text = "a host that is silent for S seconds is lost (default 5)"
+    parser.flag(group, "--heartbeat-timeout-s", text, type=read_seconds, metavar="S")
+
+
+def _add_output(parser: Parser) -> None:
+    group = parser.add_argument_group("output")
+    text = "whose output is shown, of this host's processes: 0,2 or all (default 0; what the first "
+    text += "that fails wrote last is always shown)"
+    parser.flag(group, "--local-ranks-filter", text, type=read_ranks, metavar="RANKS")
+    text = "write all output to DIR/generation_K/process_P.log, too"
+    parser.flag(group, "--log-dir", text, type=Path, metavar="DIR")
+    text = "streams to show whatever the filter says: 1 output, 2 errors, 3 both, or 0:1,1:2 by "
+    text += "local rank"
+    parser.flag(group, "-t --tee", text, type=read_streams, metavar="STREAMS")
+    text = "streams to write to the file only, in the same form"
+    parser.flag(group, "-r --redirects", text, type=read_streams, metavar="STREAMS")

@@ -1,0 +1,1 @@
+"""Connections between launchers, and between a launcher and its processes."""

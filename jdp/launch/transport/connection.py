@@ -1,0 +1,104 @@
+"""One end of a connection on which messages are sent and received."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from jdp.worker.messages import MAX_LINE_BYTES, decode, encode
+
+# Who is behind by more than this has stopped, and would have to be given up anyway.
+_MAX_UNSENT_BYTES = 4 * MAX_LINE_BYTES
+
+
+class Channel:
+    """One end of a connection, on the running event loop.
+
+    Args:
+      connection: a connected stream socket, which the channel closes.
+      received: is called with kind and facts of each message. May be changed later, as the next.
+      closed: is called once, with the reason, when the other end is gone; not after `close`.
+      max_line_bytes: a longer line ends the connection.
+      addresses: of this end and of the other, as both see them; known when it was accepted, while
+        a socket forgets them when the other end is gone.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        received: Callable[[str, dict[str, Any]], None] = lambda kind, facts: None,
+        closed: Callable[[str], None] = lambda why: None,
+        max_line_bytes: int = MAX_LINE_BYTES,
+        addresses: tuple[str, str] = ("", ""),
+    ) -> None:
+        connection.setblocking(False)
+        self.is_open = True
+        self.received = received
+        self.max_line_bytes, self.addresses = max_line_bytes, addresses
+        self.closed = closed
+        self._socket = connection
+        self._rest, self._unsent = b"", b""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(connection, self.read)
+
+    def send(self, kind: str, **facts: Any) -> None:
+        """Send a message; into nothing if the other end is gone."""
+        if self.is_open:
+            self._unsent += encode(kind, facts)
+            self._write()
+
+    def read(self) -> None:
+        """Take what has arrived; the event loop calls this, and who wants to be sure."""
+        while self.is_open:
+            try:
+                data = self._socket.recv(1 << 16)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                return self._lose(error.strerror or "connection lost")
+            if not data:
+                return self._lose("connection closed")
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                self._take(line)
+            if len(self._rest) > self.max_line_bytes:
+                return self._lose(f"a message of more than {self.max_line_bytes} bytes")
+
+    def close(self) -> None:
+        """Close this end."""
+        if self.is_open:
+            self.is_open = False
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+            self._socket.close()
+
+    # Of a long message the kernel takes a part, and the rest when the other end has read that.
+    def _write(self) -> None:
+        try:
+            count = self._socket.send(self._unsent)
+        except BlockingIOError:
+            count = 0
+        except OSError as error:
+            return self._lose(error.strerror or "connection lost")
+        self._unsent = self._unsent[count:]
+        if len(self._unsent) > _MAX_UNSENT_BYTES:
+            self._lose("it stopped reading")
+        elif self._unsent:
+            self._loop.add_writer(self._socket, self._write)
+        else:
+            self._loop.remove_writer(self._socket)
+
+    def _take(self, line: bytes) -> None:
+        if not self.is_open:
+            return
+        try:
+            kind, facts = decode(line)
+        except ValueError as error:
+            return self._lose(str(error))
+        self.received(kind, facts)
+
+    # Called later, so that nobody who sends finds the world changed when `send` returns.
+    def _lose(self, why: str) -> None:
+        if self.is_open:
+            self.close()
+            self._loop.call_soon(self.closed, why)

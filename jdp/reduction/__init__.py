@@ -1,0 +1,1 @@
+"""What crosses ranks inside a step: gradients, metrics, and when they are sent."""

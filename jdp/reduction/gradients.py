@@ -1,0 +1,213 @@
+"""Local gradients in, their mean over ranks out: the only place that scales."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jdp import axis, collectives
+from jdp.analysis.marks import ALL_REDUCED, MEAN, OWN_WEIGHT, SUMMED, mark
+from jdp.axis import AxisName
+from jdp.collectives import AllReduce, buckets
+from jdp.distributed import row_weight
+from jdp.reduction import step_context, weighted_sum
+
+# XLA merges the psums of `collectives.xla` on CPU whatever their size, so that only the ring feels
+# this. A first guess for GPUs, to be measured there: what is sent last is not hidden.
+BUCKET_BYTES = 4 * buckets.MiB
+
+
+def sync_gradients(
+    grads: Any,
+    *,
+    weight: jax.Array | None = None,
+    axis_name: AxisName = "data",
+    all_reduce: AllReduce = collectives.auto,
+    bucket_bytes: int = BUCKET_BYTES,
+    mean: bool = True,
+    mesh: Mesh | None = None,
+) -> Any:
+    """Average a tree of gradients over ranks, in buckets, last leaf first.
+
+    `replicated(tx)` calls it for you. Call it yourself for a metric of the mean gradient, then
+    hand that on with `state.apply_gradients(grads, synced=True)`; or in a `shard_map` or `pmap`
+    of your own.
+
+    Args:
+      grads: tree of float arrays: each rank's own gradient, of the mean loss over its rows.
+      weight: `[]`, >= 0, how much this rank's rows count, for instance `mask.sum()`; a rank of
+        weight 0 contributes nothing, even NaN. Default: that of the step
+        (`train_step(weight=...)`), else every rank the same. Means and sums over ranks inside the
+        loss have the gradient for the default weight: with another one a step is refused.
+      axis_name: the data axis: a name, or a tuple of names.
+      all_reduce: the algorithm, from `jdp.collectives`.
+      bucket_bytes: capacity of one bucket in bytes, > 0. A leaf is never split.
+      mean: divide by the number of ranks, or by the sum of weights; False gives sum(w * g).
+      mesh: where the axis lies: in a `shard_map` of your own that runs on several processes, so
+        that `collectives.auto` may see which of them share a host. A step of jdp's knows it.
+
+    Returns:
+      A tree like `grads`, equal bits on every rank. Where no axis is bound there is one rank.
+
+    Raises:
+      ValueError: if JAX has summed a leaf already (in a `shard_map` with check_vma=True), or
+        only another axis is bound; if `axis_name` is a part of the axes of a step with a weight,
+        and `weight` is not given.
+      TypeError: if a leaf is not a real float of at least 16 bits: an integer, float0, complex or
+        float8 gradient.
+
+    >>> import jax, jax.numpy as jnp, jdp
+    >>> local = {"w": jnp.array([[1.0, 2.0], [3.0, 6.0]])}        # a row for each of two ranks
+    >>> jax.vmap(jdp.sync_gradients, axis_name="data")(local)["w"]
+    Array([[2., 4.],
+           [2., 4.]], dtype=float32)
+    """
+    named, treedef = jax.tree_util.tree_flatten_with_path(grads)
+    paths = [jax.tree_util.keystr(path) for path, _ in named]
+    leaves = [_require_float(path, leaf) for path, (_, leaf) in zip(paths, named, strict=True)]
+    bound, step = axis.is_bound(axis_name), step_context.current(axis_name)
+    if bound and step is None:  # a step of jdp's is never typed, and to ask takes a while
+        _require_local(paths, leaves, axis_name)
+    if weight is not None:
+        weight = row_weight.valid(weight)
+    else:
+        weight = step_context.default_weight(axis_name, "jdp.sync_gradients")
+    sent = _sent(paths, step, weight, mean)
+    leaves = _marked(paths, leaves, step, weight, axis_name)
+    weights, scale = _factors(weight, axis_name, mean=mean)
+    for i in sent:  # Divided before the sum, or float16 would overflow.
+        leaves[i] = weights.term(leaves[i])
+    axes = axis.in_mesh_order(axis_name)
+    is_alone = step is not None and bound and axis.size(axes) == 1
+    if is_alone and all_reduce in collectives.ALGORITHMS:
+        # XLA keeps a psum over one rank, and its copies took as long as the rest of a step. What
+        # the author's own algorithm does shows only where it is called.
+        leaves = [mark(leaf, kind=ALL_REDUCED, path="", axes=axes) for leaf in leaves]
+    elif bound:
+        around = step_context.around(axes)  # also where these are some of the step's axes
+        mesh = mesh if mesh is not None or around is None else around.mesh
+        if step is not None and collectives.starts_when_ready(all_reduce, mesh):
+            sent = _as_ready(paths, sent, step)
+        plan = buckets.plan([leaves[i] for i in sent], bucket_bytes)
+        plan = [[sent[i] for i in bucket] for bucket in plan]
+        planned = [[leaves[i] for i in bucket] for bucket in plan]
+        with weights.named():
+            reduced = all_reduce(planned, axes, scale=scale, mesh=mesh)
+        for bucket, values in zip(plan, reduced, strict=True):
+            for i, value in zip(bucket, values, strict=True):
+                leaves[i] = weights.total(value)
+        if step is not None:
+            step.reductions.append(_reduction(all_reduce, [leaves[i] for i in sent]))
+    if bound:
+        leaves = _marked_total(leaves, weight, axes, mean=mean)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _marked(
+    paths: list[str],
+    leaves: list[jax.Array],
+    step: step_context.Scope | None,
+    weight: jax.Array | None,
+    axis_name: AxisName,
+) -> list[jax.Array]:
+    """Mark each gradient as this rank's own, and as weighed by another weight than the step's."""
+    axes = axis.in_mesh_order(axis_name)
+    named = zip(paths, leaves, strict=True)
+    leaves = [mark(leaf, kind="local", path=path, axes=axes) for path, leaf in named]
+    if step is None:
+        return leaves
+    step.marked.update(paths)
+    if weight is not None and weight is not step.weight:
+        leaves = [mark(leaf, kind=OWN_WEIGHT, path="", axes=axes) for leaf in leaves]
+    return leaves
+
+
+def _factors(
+    weight: jax.Array | None, axis_name: AxisName, *, mean: bool
+) -> tuple[weighted_sum.Weighting, float]:
+    """Return what multiplies the gradients before they are summed, and what their sums."""
+    if weight is not None:
+        return weighted_sum.weighting(weight, axis_name, mean=mean), 1.0
+    scale = 1.0 / axis.size(axis_name) if mean else 1.0
+    return weighted_sum.Weighting(None), scale
+
+
+def _as_ready(paths: list[str], sent: Sequence[int], step: step_context.Scope) -> Sequence[int]:
+    """Order gradients so that `buckets.plan`, which takes the last first, sends what is ready."""
+    step.split.update(paths)
+    if step.ready is None:
+        return sent
+    ready = step.ready
+    return sorted(sent, key=lambda i: -ready.get(paths[i], 0))
+
+
+def _reduction(all_reduce: AllReduce, leaves: Sequence[jax.Array]) -> step_context.Reduction:
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    return step_context.Reduction(all_reduce, jax.extend.core.get_opaque_trace_state(), num_bytes)
+
+
+def _marked_total(
+    leaves: list[jax.Array], weight: jax.Array | None, axes: tuple[str, ...], *, mean: bool
+) -> list[jax.Array]:
+    """Mark what was reduced where the analysis does not see by itself whether it is a mean."""
+    if not mean:
+        return [mark(leaf, kind=SUMMED, path="", axes=axes) for leaf in leaves]
+    if weight is None and axis.size(axes) == 1:  # no division shows it
+        return [mark(leaf, kind=MEAN, path="", axes=axes) for leaf in leaves]
+    return leaves
+
+
+def _sent(
+    paths: list[str], step: step_context.Scope | None, weight: jax.Array | None, mean: bool
+) -> Sequence[int]:
+    """Return the positions of the gradients that `scan_layers` has not averaged."""
+    if step is None or step.uniform is None:
+        return range(len(paths))
+    if weight is not step.weight:
+        raise ValueError(
+            "jdp.sync_gradients(weight=...) of gradients that jdp.scan_layers has averaged in the "
+            "backward pass, where it knows no weight but the step's: their mean would be another. "
+            "Write jdp.train_step(weight=...), or jdp.scan_layers(..., late=False)."
+        )
+    uniform = step.uniform
+    return [i for i, path in enumerate(paths) if not mean or path not in uniform]
+
+
+def _require_float(path: str, leaf: Any) -> jax.Array:
+    dtype = leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16:
+        return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    name = "float0" if dtype == jax.dtypes.float0 else dtype
+    found = f"the gradient `grads{path}` is {name}{list(jnp.shape(leaf))}"
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(
+            f"{found}: JAX's gradient of a complex parameter is the conjugate of the direction of "
+            "descent, which is easy to get wrong. Keep the real and imaginary parts as two float "
+            "parameters."
+        )
+    if jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"{found}: JAX adds up floats of at least 16 bits, and a mean of these would lose most "
+            "of what small gradients say. Keep the parameter in float32 or bfloat16, and cast it "
+            f"to {dtype} in the loss."
+        )
+    raise TypeError(
+        f"{found}: only floats have gradients, and a mean of these would be wrong. Differentiate "
+        "float leaves only; TrainState leaves integer parameters alone."
+    )
+
+
+def _require_local(paths: list[str], leaves: list[jax.Array], axis_name: AxisName) -> None:
+    if not axis.is_typed(axis_name):
+        return
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not set(axis.names(axis_name)) <= axis.varying_axes(leaf):
+            raise ValueError(
+                f"the gradient `grads{path}` {leaf.dtype}{list(leaf.shape)} was already summed "
+                f"over {axis_name!r} by JAX, as shard_map(check_vma=True) does for parameters that "
+                f"do not vary: averaging it again would leave it {axis.size(axis_name)} times too "
+                "large. Write jdp.value_and_grad(loss_fn)(params, batch), which keeps it local."
+            )

@@ -1,0 +1,336 @@
+"""Gradients of one rank's rows: in micro-batches, and of losses that are means over all ranks."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdp import axis, places
+from jdp.analysis.marks import ROUNDS, mark
+from jdp.axis import AxisName
+from jdp.reduction import metrics, step_context, weighted_sum
+from jdp.reduction.gradients import sync_gradients
+from jdp.reduction.metrics import mean_over_ranks
+
+# The share of a micro-batch in the loss of the step is known only after the last one.
+_OWN_WEIGHT = (
+    "jdp.value_and_grad(weight=...) weighs the micro-batches, and the step weighs the ranks by "
+    "something else. Give the weight to jdp.train_step(weight=...) alone, which counts in both."
+)
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    *,
+    accumulate: int | None = None,
+    micro_batch_rows: int | None = None,
+    has_aux: bool = False,
+    weight: Callable[[Any], Any] | None = None,
+    axis_name: AxisName = "data",
+) -> Callable[..., tuple[Any, Any]]:
+    """Make a function that gives the loss and this rank's gradient, in k micro-batches.
+
+    Equal to the batch in one go, in a fraction of the memory for activations, reduced once: what
+    DDP calls `no_sync`. On CPUs all micro-batches run in one `lax.scan`; elsewhere the last one
+    runs behind it, so that its backward pass can hide the reduction.
+
+    `accumulate` says k. `micro_batch_rows` says what fits into memory, and k follows from the rows
+    of a rank: a run that goes on with fewer ranks takes more micro-batches, and not more memory.
+
+    Also the helper for a `shard_map` of your own with check_vma=True: it keeps loss and gradient
+    local, where plain `jax.value_and_grad` lets JAX sum the gradient. `mean_over_ranks` and
+    `sync_gradients` average them.
+
+    Args:
+      loss_fn: `loss_fn(params, batch, *rest) -> loss`, the mean over the rows of `batch`; with
+        `has_aux` `-> (loss, aux)`.
+      accumulate: number k of micro-batches, >= 1; this rank's rows must divide by it. Give this
+        or `micro_batch_rows`; without either, one go.
+      micro_batch_rows: the most rows of this rank in one micro-batch, >= 1. k is as small as that
+        allows, and they are equal, but for the last one where the rows do not divide: 17 rows by
+        at most 8 are 6, 6 and 5, each weighed by its rows. The loss is then traced twice.
+      has_aux: `aux` comes back too: float leaves averaged like the loss, `jdp.rows` joined.
+      weight: `weight(batch)`, how much a micro-batch counts. Default: that of the step
+        (`train_step(weight=...)`), else its rows. Where it is not the step's, a mean or sum over
+        ranks inside the loss cannot be differentiated.
+      axis_name: the data axis.
+
+    Returns:
+      `fn(params, batch, *rest) -> (loss, grads)`, or `((loss, aux), grads)`. Random keys among
+      `rest` (typed, or one raw `jax.random.PRNGKey`) are split over the micro-batches;
+      everything else in it is passed to each.
+
+    Raises:
+      ValueError: if the rows do not divide by `accumulate`; if a leaf of the batch has other rows
+        than the first; if both `accumulate` and `micro_batch_rows` are given.
+      TypeError: if `aux` holds a leaf of which no mean is defined.
+
+    >>> import jax.numpy as jnp
+    >>> loss_fn = lambda w, x: jnp.mean((w * x) ** 2)
+    >>> loss, grad = value_and_grad(loss_fn, accumulate=4)(jnp.float32(2.0), jnp.arange(8.0))
+    >>> float(loss), float(grad)
+    (70.0, 70.0)
+    """
+    _require_choice(accumulate, micro_batch_rows)
+
+    @functools.wraps(loss_fn)
+    def local(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
+        differentiate = _local_value_and_grad(loss_fn, has_aux, axis_name)
+        k = _num_micro_batches(batch, accumulate, micro_batch_rows)
+        if k == 1:
+            return differentiate(params, batch, *rest)
+        step = step_context.current(axis_name)
+        weight_fn = weight if weight is not None or step is None else step.weight_fn
+        is_own = step is not None and weight is not None and weight is not step.weight_fn
+        why_no_gradient = _OWN_WEIGHT if is_own else ""
+        looped, last, join = _split(batch, rest, k, is_whole=step_context.platform() == "cpu")
+        num_rows = _num_rows(looped[0], dim=1)
+        # Multiplying by 1 / 2**i is exact. It becomes part of the loop's own sum, where a division
+        # behind the loop reads and writes all gradients once more.
+        is_scaled = weight_fn is None and last is None and k & (k - 1) == 0
+        full = 1 / k if is_scaled else 1
+
+        def part(micro_batch: Any) -> Any:
+            batch, keys = micro_batch
+            options = {"nested": True, "why_no_gradient": why_no_gradient}
+            with step_context.entered(axis_name, batch, weight_fn, **options) as micro:
+                value, grads = differentiate(params, batch, *join(keys))
+            means, rows = metrics.take_rows(value)
+            means = _require_means(means)
+            # `full`, but for a last one that is smaller.
+            count = jnp.asarray(full * _num_rows(batch) / num_rows, float)
+            return count if micro.weight is None else micro.weight, (means, grads), rows
+
+        part.__name__ = part.__qualname__ = weighted_sum.MICRO_BATCH
+        (means, grads), rows = _accumulate(part, looped, last, is_scaled=is_scaled)
+        return places.put(means, rows), grads
+
+    return local
+
+
+def global_mean(
+    loss_fn: Callable[..., jax.Array], *, axis_name: AxisName = "data"
+) -> Callable[..., jax.Array]:
+    """Make a loss whose value and whose gradient are both means over all ranks.
+
+    For library code that differentiates or compares losses by itself: line searches (L-BFGS),
+    opaque SAM. `jax.lax.pmean(loss)` would not do there: it averages the value, and leaves each
+    rank with its own gradient, so that ranks search in different directions.
+
+    Args:
+      loss_fn: `loss_fn(params, *rest) -> loss`, the mean over this rank's rows.
+      axis_name: the data axis.
+
+    Returns:
+      `fn(params, *rest) -> loss`, differentiable in `params`, the same on every rank. Its
+      gradient is a mean already: `state.apply_gradients(grads, synced=True, value_fn=fn, ...)`.
+
+    >>> import jax.numpy as jnp
+    >>> fn = global_mean(lambda w, x: w * x)
+    >>> jax.vmap(lambda x: jax.grad(fn)(2.0, x), axis_name="data")(jnp.arange(4.0))
+    Array([1.5, 1.5, 1.5, 1.5], dtype=float32)
+    """
+
+    @functools.wraps(loss_fn)
+    def fn(params: Any, *rest: Any) -> jax.Array:
+        # rest is closed over: only params has a gradient here.
+        @jax.custom_vjp
+        def value(p: Any) -> jax.Array:
+            return mean_over_ranks(loss_fn(p, *rest), axis_name=axis_name)
+
+        def forward(p: Any) -> tuple[jax.Array, Any]:
+            loss, grads = _local_value_and_grad(loss_fn, False, axis_name)(p, *rest)
+            loss = mean_over_ranks(loss, axis_name=axis_name)
+            return loss, sync_gradients(grads, axis_name=axis_name)
+
+        def backward(grads: Any, cotangent: jax.Array) -> tuple[Any]:
+            grads = jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), grads)
+            return (axis.as_typed_like(grads, params),)
+
+        value.defvjp(forward, backward)
+        return value(params)
+
+    return fn
+
+
+def _local_value_and_grad(
+    loss_fn: Callable[..., Any], has_aux: bool, axis_name: AxisName
+) -> Callable[..., tuple[Any, Any]]:
+    # A step of jdp's is never typed, and to ask takes a while.
+    if step_context.current(axis_name) is not None or not axis.is_typed(axis_name):
+        return jax.value_and_grad(loss_fn, has_aux=has_aux)
+
+    # Types decide what JAX sums. The gradient of parameters that do not vary it would sum over
+    # the ranks; that of a loss that does not vary, such as pmean(loss), would be n times smaller
+    # than the same program gives without types.
+    def varying_loss(params: Any, *rest: Any) -> Any:
+        value = loss_fn(params, *rest)
+        if not has_aux:
+            return axis.as_varying(value, axis_name)
+        loss, aux = value
+        return axis.as_varying(loss, axis_name), aux
+
+    def fn(params: Any, *rest: Any) -> tuple[Any, Any]:
+        params = axis.as_varying(params, axis_name)
+        return jax.value_and_grad(varying_loss, has_aux=has_aux)(params, *rest)
+
+    return fn
+
+
+def _require_choice(accumulate: int | None, micro_batch_rows: int | None) -> None:
+    if accumulate is not None and micro_batch_rows is not None:
+        raise ValueError(
+            f"accumulate={accumulate} and micro_batch_rows={micro_batch_rows} both say how the "
+            "rows are split: give the number of micro-batches, or how many rows fit into one."
+        )
+    for name, number in (("accumulate", accumulate), ("micro_batch_rows", micro_batch_rows)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}.")
+
+
+def _num_micro_batches(batch: Any, accumulate: int | None, micro_batch_rows: int | None) -> int:
+    """Choose the number of micro-batches, after a look at the rows."""
+    num_rows = _num_rows(batch)
+    if micro_batch_rows is not None:
+        k, split = max(1, -(-num_rows // micro_batch_rows)), f"micro_batch_rows={micro_batch_rows}"
+    else:
+        k, split = accumulate or 1, f"accumulate={accumulate}"
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch) if k > 1 else ():
+        name, shape = f"`batch{jax.tree_util.keystr(path)}`", jnp.shape(leaf)
+        rows = f"{split}, but {name} has {shape[0] if shape else 'no'} rows on each rank"
+        if micro_batch_rows is None and (not shape or shape[0] % k):
+            raise ValueError(
+                f"{rows}, which do not divide by {k}. Choose a batch size that divides by ranks * "
+                "accumulate, or say how many rows of a rank fit into memory: micro_batch_rows=."
+            )
+        if micro_batch_rows is not None and shape[:1] != (num_rows,):
+            raise ValueError(
+                f"{rows}, the first leaf {num_rows}: row i of every leaf must belong together. "
+                "Give what is not per row as a further argument."
+            )
+    return k
+
+
+def _num_rows(batch: Any, dim: int = 0) -> int:
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    return shapes[0][dim] if shapes and len(shapes[0]) > dim else 1
+
+
+def _split(
+    batch: Any, rest: tuple, k: int, *, is_whole: bool
+) -> tuple[Any, Any, Callable[[dict], tuple]]:
+    """Split rows and keys into k parts: those of the loop, stacked, and the last.
+
+    Each part is (rows, keys); `join(keys)` puts the keys into `rest`. With `is_whole` the loop has
+    all k parts and there is no last, None, unless it is smaller.
+    """
+    is_whole = is_whole and _num_rows(batch) % k == 0
+    m = k if is_whole else k - 1
+
+    def looped(leaf: Any) -> jax.Array:
+        size = -(-leaf.shape[0] // k)
+        return jnp.reshape(leaf[: m * size], (m, size, *leaf.shape[1:]))
+
+    def last(leaf: Any) -> jax.Array:
+        return leaf[m * -(-leaf.shape[0] // k) :]
+
+    flat, treedef = jax.tree.flatten(rest)
+    keys = {i: _split_key(leaf, k) for i, leaf in enumerate(flat) if _is_key(leaf)}
+
+    def join(keys: dict[int, jax.Array]) -> tuple:
+        return jax.tree.unflatten(treedef, [keys.get(i, leaf) for i, leaf in enumerate(flat)])
+
+    in_loop = jax.tree.map(looped, batch), {i: key[:m] for i, key in keys.items()}
+    behind = jax.tree.map(last, batch), {i: key[-1] for i, key in keys.items()}
+    return in_loop, None if is_whole else behind, join
+
+
+def _is_key(leaf: Any) -> bool:
+    dtype = jnp.result_type(leaf)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return True
+    # Its shape depends on jax_default_prng_impl, which a cached trace would not see: hence lambda.
+    raw = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+    return (jnp.shape(leaf), dtype) == (raw.shape, raw.dtype)
+
+
+def _split_key(key: jax.Array, k: int) -> jax.Array:
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return jax.random.split(key, k)
+    parts = jax.vmap(lambda one: jax.random.split(one, k), out_axes=1)(key.reshape(-1))
+    return parts.reshape(k, *key.shape)
+
+
+def _accumulate(part: Callable[[Any], Any], looped: Any, last: Any, *, is_scaled: bool) -> Any:
+    """Average `part(micro_batch) -> (weight, means, rows)` by weight, and join the rows.
+
+    Args:
+      part: of a micro-batch.
+      looped: micro-batches, stacked.
+      last: one more, None if there is none.
+      is_scaled: whether the weights sum to 1.
+    """
+    part = jax.jit(part)  # One trace for its three uses: the shapes, the scan, the last one.
+    first = jax.tree.map(lambda x: x[0], looped)
+    _, like, _ = jax.eval_shape(part, first)
+    if last is not None:
+        _require_equal_shapes(jax.eval_shape(part, last)[1], like)
+
+    def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))  # bfloat16 loses digits
+
+    def add(sums: Any, micro_batch: Any) -> tuple[Any, list[jax.Array]]:
+        weight, means, rows = part(micro_batch)
+
+        def plus(s: jax.Array, x: jax.Array) -> jax.Array:
+            return s + step_context.weighed(x, weight).astype(s.dtype)
+
+        return (sums[0] + weight, jax.tree.map(plus, sums[1], means)), rows
+
+    nothing = jnp.zeros((), float), jax.tree.map(zeros, like)
+    one_more, _ = jax.eval_shape(add, nothing, first)
+    sums, rows = lax.scan(add, axis.as_typed_like(nothing, one_more), looped)
+    sums, last_rows = (sums, None) if last is None else add(sums, last)
+    total, sums = sums
+    if is_scaled:
+        sums = jax.tree.map(lambda s: mark(s, kind=ROUNDS, path="", axes=()), sums)
+    else:
+        divisor = jnp.where(total == 0, 1, total)
+        sums = jax.tree.map(lambda s: s / divisor, sums)
+    means = jax.tree.map(lambda s, x: s.astype(x.dtype), sums, like)
+    joined = [stacked.reshape(-1, *stacked.shape[2:]) for stacked in rows]
+    if last_rows is not None:
+        joined = [jnp.concatenate(parts) for parts in zip(joined, last_rows, strict=True)]
+    return means, joined
+
+
+def _require_equal_shapes(last: Any, others: Any) -> None:
+    """Refuse a mean whose shape changes with the rows of the micro-batch."""
+    named = jax.tree_util.tree_leaves_with_path(others)
+    for (path, other), leaf in zip(named, jax.tree.leaves(last), strict=True):
+        if other.shape != leaf.shape:
+            raise ValueError(
+                f"the loss gives {other.dtype}{list(other.shape)} at "
+                f"{jax.tree_util.keystr(path)} for one micro-batch and "
+                f"{leaf.dtype}{list(leaf.shape)} for the last one, which has fewer rows: they have "
+                "no mean. Return what there is per row with jdp.rows(x)."
+            )
+
+
+def _require_means(value: Any) -> Any:
+    """Refuse what has no mean over micro-batches in a loss and its aux."""
+
+    def visit(path: Any, leaf: Any) -> jax.Array:
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(
+                f"aux{jax.tree_util.keystr(path[1:])} is {dtype}{list(jnp.shape(leaf))}: with "
+                "accumulate, aux is averaged over micro-batches, which means nothing for whole "
+                "numbers. Cast it to float32, or return it per row with jdp.rows(x)."
+            )
+        return jnp.asarray(leaf)
+
+    return jax.tree_util.tree_map_with_path(visit, value)

@@ -1,0 +1,147 @@
+"""Optimizers for data-parallel training: optax transformations that reduce gradients first."""
+
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdp import axis, collectives
+from jdp.analysis.marks import SYNCED, mark
+from jdp.axis import AxisName
+from jdp.collectives import AllReduce, buckets
+from jdp.reduction import gradients
+
+
+class Replicated(optax.GradientTransformationExtraArgs):
+    """What `replicated` returns: an optax transformation that knows its axis."""
+
+    axis_name: AxisName
+
+    def __new__(cls, init: Any, update: Any, axis_name: AxisName) -> "Replicated":  # noqa: D102
+        self = super().__new__(cls, init, update)
+        self.axis_name = axis_name
+        return self
+
+    def __getnewargs__(self) -> tuple:
+        return (self.init, self.update, self.axis_name)  # what copy.deepcopy makes it from
+
+
+def replicated(
+    tx: optax.GradientTransformation,
+    *,
+    axis_name: AxisName = "data",
+    all_reduce: AllReduce = collectives.auto,
+    bucket_bytes: int = gradients.BUCKET_BYTES,
+    mean: bool = True,
+) -> Replicated:
+    """Wrap an optimizer so that it sees the mean gradient of all ranks: reduce, then `tx`.
+
+    It stands outermost: what is wrapped (clipping, schedules, `optax.MultiSteps`,
+    `apply_if_finite`, masks) sees mean gradients and counts optimizer steps; what would stand
+    around it would see each rank's own. Works in `train_step`, and in a `shard_map` or
+    `pmap` of your own; where no axis is bound there is one rank.
+
+    Args:
+      tx: the optimizer, with everything that belongs to it.
+      axis_name: the data axis: a name, or a tuple of names.
+      all_reduce: the algorithm, from `jdp.collectives`.
+      bucket_bytes: capacity of one bucket in bytes, > 0.
+      mean: average over ranks, or over weights; False gives the sum.
+
+    Returns:
+      An optax transformation. `update(..., synced=True)` takes gradients that are means
+      already and hands them straight to `tx`.
+
+    Raises:
+      TypeError: if `tx` is no optax transformation.
+      ValueError: from `update`, if a gradient's shape is not its parameter's, or another optax
+        transformation stands around this one.
+
+    >>> import optax, jax.numpy as jnp
+    >>> tx = replicated(optax.chain(optax.clip(1.0), optax.sgd(0.5)))
+    >>> state = tx.init({"w": jnp.zeros(2)})
+    >>> updates, state = tx.update({"w": jnp.array([3.0, -4.0])}, state)
+    >>> updates["w"]
+    Array([-0.5,  0.5], dtype=float32)
+    """
+    axis.names(axis_name)
+    buckets.plan([], bucket_bytes)  # Both complain here, not at the first step.
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"jdp.replicated got a {type(tx).__name__}, which is no optax transformation: it has "
+            "no init and update. Write jdp.replicated(optax.sgd(0.1))."
+        )
+    wrapped = optax.with_extra_args_support(tx)
+
+    def update(
+        grads: Any, state: Any, params: Any = None, *, synced: bool = False, **extra: Any
+    ) -> tuple[Any, Any]:
+        _require_outermost_call(sys._getframe(1).f_globals.get("__name__", ""))
+        if not synced:
+            if params is not None:
+                _require_shapes(grads, params)
+            grads = gradients.sync_gradients(
+                grads,
+                axis_name=axis_name,
+                all_reduce=all_reduce,
+                bucket_bytes=bucket_bytes,
+                mean=mean,
+            )
+        else:
+            grads = _handed_on(grads, axis.names(axis_name))
+        return wrapped.update(grads, state, params, **extra)
+
+    return Replicated(wrapped.init, update, axis_name)
+
+
+def _handed_on(grads: Any, axes: tuple[str, ...]) -> Any:
+    def noted(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        return mark(leaf, kind=SYNCED, path=jax.tree_util.keystr(path), axes=axes)
+
+    return jax.tree_util.tree_map_with_path(noted, grads)
+
+
+def require_outermost(tx: Any) -> None:
+    """Refuse an optimizer that is not `replicated(...)`.
+
+    Raises:
+      TypeError: naming the optimizer.
+    """
+    if isinstance(tx, Replicated):
+        return
+    made_by = getattr(getattr(tx, "update", None), "__qualname__", type(tx).__name__).split(".")[0]
+    raise TypeError(
+        f"the optimizer (made by {made_by!r}) is not wrapped: each rank would apply its own "
+        "gradient, and clipping or schedules around a wrapped part would see local gradients. "
+        "Write jdp.replicated(...) around the whole of it, outermost."
+    )
+
+
+def _require_outermost_call(caller: str) -> None:
+    # By who calls, and not by where its state lies in a state: nnx keeps no such types.
+    if caller.split(".")[0] == "optax":
+        raise ValueError(
+            f"jdp.replicated(...) is called by {caller}: it stands inside another optax "
+            "transformation. Clipping or scaling around it would see each rank's own gradient, "
+            "which is not what one device computes. Write jdp.replicated(optax.chain(...)), "
+            "outermost."
+        )
+
+
+def _require_shapes(grads: Any, params: Any) -> None:
+    grad_leaves, grad_tree = jax.tree_util.tree_flatten_with_path(grads)
+    param_leaves, param_tree = jax.tree.flatten(params)
+    if grad_tree != param_tree:
+        return  # Such as optax.lookahead, which takes gradients of half of its parameters.
+    for (path, grad), param in zip(grad_leaves, param_leaves, strict=True):
+        if jnp.shape(grad) != jnp.shape(param):
+            raise ValueError(
+                f"the gradient of `{jax.tree_util.keystr(path)}` is {list(jnp.shape(grad))}, the "
+                f"parameter {list(jnp.shape(param))}. Gradients of single rows must be combined on "
+                "each rank first, or row i of one rank would be averaged with row i of another: "
+                "grads.mean(0)."
+            )

@@ -1,0 +1,1 @@
+"""Reductions that run behind the backward pass."""

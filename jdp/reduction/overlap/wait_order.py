@@ -1,0 +1,124 @@
+"""Where a step waits for its rings: after all that does not need them."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+from jax import lax
+
+from jdp.analysis import jaxprs
+from jdp.collectives import call_order
+
+# Where a call that waits takes the token of the one before.
+_AFTER = 1
+
+
+def update_between(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Let parameters be updated before the ring of the next bucket is waited for.
+
+    XLA would wait for all rings before the first update, which then hides nothing of what the
+    last ones still send. Here each wait takes what the one before it made final. Where every
+    update needs all gradients, as after clipping by their norm, nothing changes.
+
+    Args:
+      fn: what a rank runs, in a `shard_map`; its rings wait for each other.
+
+    Returns:
+      The same operations in another order.
+    """
+
+    def run(*args: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        body = jaxprs.opened(closed)
+        given = [*closed.consts, *jax.tree.leaves(args)]
+        values = dict(zip([*body.constvars, *body.invars], given, strict=True))
+        parts = _parts(body.eqns)
+        last_use = {v: i for i, part in enumerate(parts) for v in _read(part)}
+        last_use |= dict.fromkeys(_variables(body.outvars), len(parts))
+        final: list[Any] = []
+        for i, part in enumerate(parts):
+            if final:
+                _hold(part[0].invars[_AFTER], final, values)
+            made = [v for eqn in part for v in eqn.outvars if last_use.get(v, 0) > i]
+            segment = body.replace(
+                constvars=[],
+                invars=[v for v in _read(part) if v in values],
+                outvars=made,
+                eqns=part,
+            )
+            function = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(segment, []))
+            results = function(*(values[v] for v in segment.invars))
+            values.update(zip(made, results, strict=True))
+            final = [v for v in made if last_use[v] == len(parts) and _is_float(v)] if i else []
+        leaves = [v.val if jaxprs.is_literal(v) else values[v] for v in body.outvars]
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+    return run
+
+
+def _parts(eqns: Sequence[Any]) -> list[list[Any]]:
+    """Group equations by the wait that they need: those that need none, the first one, and so on.
+
+    Each group begins with its wait, but for the first.
+    """
+    parts: defaultdict[int, list[Any]] = defaultdict(list)
+    wait_of: dict[Any, int] = {}
+    _sort(eqns, wait_of, parts)
+    return [parts[i] for i in sorted(parts)]
+
+
+def _sort(eqns: Sequence[Any], wait_of: dict[Any, int], parts: dict[int, list[Any]]) -> None:
+    for eqn in eqns:
+        wait = max((wait_of.get(v, 0) for v in _variables(eqn.invars)), default=0)
+        if wait and not _is_wait(eqn) and (inner := _opened(eqn)) is not None:
+            # An optimizer's jitted function takes all leaves: by itself it would need all waits.
+            _sort(inner, wait_of, parts)
+            continue
+        wait += _is_wait(eqn)
+        wait_of |= dict.fromkeys(eqn.outvars, wait)
+        parts[wait].append(eqn)
+
+
+def _opened(eqn: Any) -> list[Any] | None:
+    """Give the equations of a jitted function in terms of the caller's variables."""
+    body = jaxprs.called_body(eqn) if eqn.primitive.name == "jit" else None
+    if body is None or body.constvars or jaxprs.acts(eqn):
+        return None
+    named = dict(zip(body.invars, eqn.invars, strict=True))
+    inner_results = _variables(body.outvars)
+    if len(set(inner_results)) < len(body.outvars) or not named.keys().isdisjoint(inner_results):
+        return None  # it hands on what it was given, or something twice
+    named |= dict(zip(body.outvars, eqn.outvars, strict=True))
+    fresh = jax.extend.core.gensym()
+    opened = []
+    for inner in body.eqns:
+        for v in inner.outvars:
+            if v not in named:  # JAX traces a function once: its variables may come again
+                named[v] = v if type(v) is jax.extend.core.DropVar else fresh(v.aval)
+        given = [v if jaxprs.is_literal(v) else named[v] for v in inner.invars]
+        opened.append(inner.replace(invars=given, outvars=[named[v] for v in inner.outvars]))
+    return opened
+
+
+def _hold(token: Any, final: list[Any], values: dict[Any, Any]) -> None:
+    held = lax.optimization_barrier([values[token], *(values[v] for v in final)])
+    values.update(zip([token, *final], held, strict=True))
+
+
+def _read(part: Sequence[Any]) -> list[Any]:
+    return list(dict.fromkeys(v for eqn in part for v in _variables(eqn.invars)))
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if not jaxprs.is_literal(atom)]
+
+
+def _is_wait(eqn: Any) -> bool:
+    return eqn.primitive.name == "ffi_call" and eqn.params["target_name"] == call_order.DONE
+
+
+def _is_float(variable: Any) -> bool:
+    return jnp.issubdtype(variable.aval.dtype, jnp.floating)

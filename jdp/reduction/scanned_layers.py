@@ -1,0 +1,145 @@
+"""`scan_layers`: `lax.scan` over stacked layers, with their gradients reduced on the way back."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+from jax import lax
+
+from jdp import axis, collectives
+from jdp.analysis import jaxprs
+from jdp.analysis.marks import LATE_ELSEWHERE, LATE_HERE, LATE_ON_MORE_RANKS, SHARED, mark
+from jdp.axis import AxisName
+from jdp.collectives import AllReduce
+from jdp.reduction import step_context
+from jdp.reduction.overlap.layer_hooks import Hooks, floats_of, is_float
+
+# Whether the layers of another scan are being traced, which reduces what is in them.
+_is_inside: ContextVar[bool] = ContextVar("jdp_scan_layers", default=False)
+
+
+def scan_layers(
+    f: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    params: Any,
+    xs: Any = None,
+    *,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    axis_name: AxisName = "data",
+    all_reduce: AllReduce = collectives.xla,
+    late: bool | None = None,
+) -> tuple[Any, Any]:
+    """Run `lax.scan(f, init, params)` over the stacked parameters of equal layers.
+
+    The gradient that `lax.scan` gives is whole only after its backward loop, too late to hide its
+    reduction. Here each iteration of that loop reduces the gradient of the layer before, while
+    it computes its own. In a `train_step`, `sync_gradients` sees that it is a mean and does not
+    send it again; in a `shard_map` of your own it does, which is right, only wasteful.
+
+    Args:
+      f: `f(carry, layer) -> (carry, y)`; with `xs` `f(carry, (layer, x)) -> (carry, y)`. It may
+        close over traced values, which have their gradients; `jax.checkpoint(f)` works.
+      init: the carry that goes in, any tree.
+      params: tree of arrays `[layers, ...]`, the same on every rank. Only floats are reduced.
+      xs: tree of arrays `[layers, ...]` that are no parameters and may differ from rank to
+        rank: keys, masks, inputs.
+      reverse: run the last layer first.
+      unroll: as in `lax.scan`.
+      axis_name: the data axis.
+      all_reduce: the algorithm, from `jdp.collectives`.
+      late: reduce in the backward loop. Default: on GPUs, as a CPU has nothing to hide it behind.
+
+    Returns:
+      `(carry, ys)`. Where it reduces, the gradient of `params` is the mean over ranks (weighted
+      as the step is), that of everything else this rank's own, and only reverse mode is
+      defined. It is plain `lax.scan` in micro-batches (`jdp.value_and_grad(accumulate=)`), in
+      the layers of another `scan_layers`, in `shard_map(check_vma=True)`, and on one rank.
+
+    Raises:
+      ValueError: from `train_step`, if `params` may differ from rank to rank.
+
+    >>> import jax.numpy as jnp, jdp
+    >>> jdp.scan_layers(lambda x, w: (w * x, x), jnp.float32(1), jnp.array([2.0, 3.0, 4.0]))
+    (Array(24., dtype=float32), Array([1., 2., 6.], dtype=float32))
+    """
+    num_layers = max((x.shape[0] if x.ndim else 1 for x in floats_of(params)), default=0)
+    is_late, note = _is_late(late, axis_name) if num_layers else (False, "")
+    if note:  # in the program: JAX may have traced the caller for another step
+        params = jax.tree.map(lambda leaf: mark(leaf, kind=note, path="", axes=()), params)
+    if not is_late:
+        stacked = params if xs is None else (params, xs)
+        return lax.scan(f, init, stacked, reverse=reverse, unroll=unroll)
+    axes = axis.in_mesh_order(axis_name)
+    params = _shared(params, axes)
+    step = step_context.innermost()
+    if step is not None and step.late:  # for the proof alone, and perhaps on another platform
+        all_reduce = collectives.xla
+    hooks = Hooks(floats_of(params), axes, all_reduce, reverse)
+    leaves, treedef = jax.tree.flatten(params)
+    others = [None if is_float(leaf) else leaf for leaf in leaves]
+    floats, slot = hooks.enter(floats_of(params))
+
+    def body(state: tuple[Any, Any], x: Any) -> tuple[tuple[Any, Any], Any]:
+        (carry, slot), (floats, others, x) = state, x
+        floats, carry, slot, tokens = hooks.begin(floats, carry, slot)
+        left = iter(floats)
+        layer = treedef.unflatten([next(left) if leaf is None else leaf for leaf in others])
+        with _inside():
+            carry, y = f(carry, layer if xs is None else (layer, x))
+        return hooks.end(carry, slot, tokens), y
+
+    x: Any = (floats, others, xs)
+    (carry, _), ys = lax.scan(body, (init, slot), x, reverse=reverse, unroll=unroll)
+    return carry, ys
+
+
+# What was chosen by platform; None where layers reduce late on more ranks than there are.
+_CHOICES = {LATE_HERE: True, LATE_ELSEWHERE: False, LATE_ON_MORE_RANKS: None}
+
+
+def late_choices(jaxpr: Any) -> set[bool | None]:
+    """Return which choices `scan_layers` made in a traced program that others make otherwise.
+
+    True or False: whether it reduces late, where its caller leaves that to the platform. None: it
+    does not, for it would only on more ranks than one.
+    """
+    marks = (eqn for eqn in jaxprs.equations(jaxpr) if eqn.primitive.name == "jdp_mark")
+    return {_CHOICES[eqn.params["kind"]] for eqn in marks if eqn.params["kind"] in _CHOICES}
+
+
+def _is_late(late: bool | None, axis_name: AxisName) -> tuple[bool, str]:
+    """Return whether to reduce late, and the kind of mark for what would choose otherwise."""
+    step = step_context.innermost()
+    if step is None and axis.size(axis_name) == 1:
+        return False, ""
+    if _is_inside.get() or axis.is_typed(axis_name) or (step is not None and step.is_part):
+        return False, ""
+    if step is not None and step.late is not None:
+        return step.late if late is None else late, ""
+    has_others = axis.size(axis_name) > 1
+    if late is not None:
+        is_late, note = late and has_others, LATE_ON_MORE_RANKS if late and not has_others else ""
+    else:
+        is_late = has_others and step_context.platform() == "gpu"
+        note = LATE_HERE if is_late else LATE_ELSEWHERE
+    return is_late, "" if step is None else note
+
+
+@contextlib.contextmanager
+def _inside() -> Iterator[None]:
+    token = _is_inside.set(True)
+    try:
+        yield
+    finally:
+        _is_inside.reset(token)
+
+
+# So that the analysis refuses what is no parameter, of which a mean would be the wrong gradient.
+def _shared(params: Any, axes: tuple[str, ...]) -> Any:
+    def noted(path: Any, leaf: Any) -> jax.Array:
+        return mark(leaf, kind=SHARED, path=jax.tree_util.keystr(path), axes=axes)
+
+    return jax.tree_util.tree_map_with_path(noted, params)

@@ -1,0 +1,217 @@
+"""What the step being traced knows: its data axis, its rows, and how much they weigh."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from jdp import axis
+from jdp.analysis.marks import SHARE, WEIGHED, mark
+from jdp.axis import AxisName
+from jdp.distributed import row_weight
+
+
+@dataclass(frozen=True)
+class Scope:
+    """One trace of a step, on one rank.
+
+    Attributes:
+      axis_name: the data axis of the step.
+      num_rows: rows of the batch on this rank, None if the batch is empty.
+      weight_fn: gives the weight of a batch, or None where every row counts the same.
+      weight: `[]` float, of this rank's rows, NaN where `given` is not a weight; None without
+        `weight_fn`.
+      given: `[]` float, what `weight_fn` returned.
+      total: `[]` float, sum of `weight` over ranks; None where it was not taken yet.
+      mesh: where the ranks are; None where a micro-batch's scope has only the axis.
+      is_part: whether `weight` and `num_rows` are those of a micro-batch.
+      why_no_gradient: why a sum over ranks that weigh differently cannot be transposed here; empty
+        where it can.
+      weighed: what gives ranks other weights than this scope has: functions of jdp.
+      uniform: paths of the gradients that a first trace found to be the same on every rank; None
+        in a first trace.
+      ready: path of a gradient -> when a first trace found it to be ready; None where nobody asks.
+      late: in a program of another platform or of more ranks, whether `scan_layers` reduces late
+        where its caller leaves that to the platform; None in the program that runs.
+      split: paths of the gradients that go through `collectives.split`, which asks.
+      marked: paths of the gradients that were marked for reduction in this trace.
+      reductions: how gradients were reduced in this trace, one after the other.
+    """
+
+    axis_name: tuple[str, ...]
+    num_rows: int | None = None
+    weight_fn: Callable[[Any], jax.Array] | None = None
+    weight: jax.Array | None = None
+    given: jax.Array | None = None
+    total: jax.Array | None = None
+    mesh: Mesh | None = None
+    is_part: bool = False
+    why_no_gradient: str = ""
+    weighed: set[str] = field(default_factory=set)
+    uniform: frozenset[str] | None = None
+    ready: dict[str, int] | None = None
+    late: bool | None = None
+    split: set[str] = field(default_factory=set)
+    marked: set[str] = field(default_factory=set)
+    reductions: list["Reduction"] = field(default_factory=list)
+
+
+class Reduction(NamedTuple):
+    """How gradients were reduced, in which of JAX's traces, and how many bytes of them."""
+
+    all_reduce: Callable[..., Any]
+    trace: Any
+    num_bytes: int
+
+
+_scope: ContextVar[Scope | None] = ContextVar("jdp_scope", default=None)
+
+# JAX keeps what it traced of the author's jitted functions for every value of this. One that was
+# traced with the weight of one trace would hand it to another, and `scan_layers` that reduces late
+# to a program in which it does not.
+_trace = jax.make_user_context(0)
+_numbers_of_traces = itertools.count(1)
+
+
+def current(axis_name: AxisName) -> Scope | None:
+    """Return the scope of the step being traced, if it is one over these axes, in any order."""
+    scope = _scope.get()
+    wanted = set(axis.names(axis_name))
+    return scope if scope is not None and set(scope.axis_name) == wanted else None
+
+
+def around(axis_name: AxisName) -> Scope | None:
+    """Return the scope of the step being traced, if it has one of these axes."""
+    scope = _scope.get()
+    if scope is None or set(scope.axis_name).isdisjoint(axis.names(axis_name)):
+        return None
+    return scope
+
+
+def default_weight(axis_name: AxisName, caller: str) -> jax.Array | None:
+    """Return the weight of the step over these axes, None where every rank counts the same.
+
+    Raises:
+      ValueError: if the step is one over other axes, too, or over some of these, and has a weight.
+    """
+    step = around(axis_name)
+    if step is None or step.weight is None:
+        return None
+    if set(step.axis_name) != set(axis.names(axis_name)):
+        raise ValueError(
+            f"{caller}(axis_name={axis_name!r}) in a step over the axes {step.axis_name} that has "
+            "a weight=: how much a rank weighs is known among all ranks of the step, and a mean of "
+            f"means would weigh them differently. Write axis_name={step.axis_name!r}, or say what "
+            f"counts here: {caller}(..., weight=...)."
+        )
+    return step.weight
+
+
+def innermost() -> Scope | None:
+    """Give the scope of the step being traced, whatever its axis."""
+    return _scope.get()
+
+
+def platform() -> str:
+    """Return the platform of the step being traced; outside of a step, JAX's default."""
+    step = innermost()
+    return axis.platform(None if step is None else step.mesh)
+
+
+def share_of(weight: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Give this rank's share of the weight of all ranks: `[]` float in 0 to 1.
+
+    A batch of which nothing counts at all gives 0, not 0 / 0.
+    """
+    scope = current(axis_name)
+    if scope is not None and weight is scope.weight and scope.total is not None:
+        total = scope.total  # Summed once, at the start of the step.
+    else:
+        total = total_weight(weight, axis_name)
+    share = jnp.asarray(weight, float) / jnp.where(total == 0, 1, total)
+    return mark(share, kind=SHARE, path="", axes=axis.names(axis_name))
+
+
+def total_weight(weight: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Sum a weight over the ranks: `[]` float."""
+    # float64 where JAX has it: float32 shares would cost float64 gradients their last digits.
+    weight = jnp.asarray(weight, float)
+    return lax.psum(weight, axis.names(axis_name)) if axis.is_bound(axis_name) else weight
+
+
+def weighed(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Multiply by a weight, in at least float32: what weighs nothing gives 0, even NaN."""
+    # For each leaf of a model, and lax takes a fifth of the time to trace that jnp does.
+    dtype = jnp.promote_types(jnp.promote_types(x.dtype, jnp.float32), weight.dtype)
+    if weight.ndim:  # under vmap
+        weight = jnp.broadcast_to(weight, x.shape)
+    wide = lax.convert_element_type(x, dtype)
+    factor = lax.convert_element_type(weight, dtype)
+    product = lax.mul(wide, factor if weight.ndim else lax.broadcast(factor, x.shape))
+    return lax.select(lax.eq(weight, 0.0), lax.full_like(product, 0), product)
+
+
+@contextlib.contextmanager
+def entered(
+    axis_name: AxisName,
+    batch: Any,
+    weight_fn: Callable[[Any], Any] | None,
+    *,
+    nested: bool = False,
+    why_no_gradient: str = "",
+    mesh: Mesh | None = None,
+    uniform: frozenset[str] | None = None,
+    ready: dict[str, int] | None = None,
+    late: bool | None = None,
+) -> Iterator[Scope]:
+    """Trace what stands inside as a step over `axis_name` on this rank's `batch`.
+
+    Args:
+      axis_name: the data axis of the step.
+      batch: this rank's rows.
+      weight_fn: weighs a batch, None where every row counts the same.
+      nested: `batch` is a micro-batch; its weight is summed over ranks only where it is used.
+      why_no_gradient: see `Scope`.
+      mesh: see `Scope`.
+      uniform: see `Scope`.
+      ready: see `Scope`.
+      late: see `Scope`.
+    """
+    leaves = jax.tree.leaves(batch)
+    # Marked, so that a mask which only the weight reads can be told from one that the loss reads.
+    seen = jax.tree.map(lambda x: mark(x, kind=WEIGHED, path="", axes=()), batch)
+    given = None if weight_fn is None else weight_fn(seen)
+    weight = None if weight_fn is None else row_weight.valid(given).astype(float)
+    around = _scope.get()
+    scope = Scope(
+        axis_name=axis.names(axis_name),
+        num_rows=jnp.shape(leaves[0])[0] if leaves else None,
+        weight_fn=weight_fn,
+        weight=weight,
+        given=None if weight_fn is None else jnp.asarray(given, float),
+        total=None if weight is None or nested else total_weight(weight, axis_name),
+        mesh=mesh,
+        is_part=nested,
+        why_no_gradient=why_no_gradient,
+        uniform=uniform,
+        ready=ready,
+        late=late,
+    )
+    if weight is not None:
+        (scope if around is None else around).weighed.add(
+            "jdp.value_and_grad" if nested else "jdp.train_step"
+        )
+    token = _scope.set(scope)
+    try:
+        is_plain = weight is None and late is None
+        with contextlib.nullcontext() if is_plain else _trace(next(_numbers_of_traces)):
+            yield scope
+    finally:
+        _scope.reset(token)

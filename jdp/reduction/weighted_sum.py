@@ -1,0 +1,193 @@
+"""Sums over ranks that transpose to those of the weighted loss.
+
+A step of ranks that weigh s_r, sum(s) = 1, has the loss sum(s_r l_r). Each rank differentiates its
+own l_r, and only the finished gradient is multiplied by s_r. So where ranks compute t = sum(z_r),
+the cotangent of z_r is sum(s_q ct_q) / s_r. JAX transposes a psum to sum(ct_q).
+"""
+
+import contextlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir
+
+from jdp import axis
+from jdp.axis import AxisName
+from jdp.reduction import step_context
+from jdp.reduction.step_context import weighed
+
+# JAX keeps the name of a collective when it transposes it: `verify` tells ours from the author's.
+NAME = "jdp_weighted_sum"
+# A jitted function: one micro-batch with its gradient.
+MICRO_BATCH = "jdp_micro_batch"
+
+
+class Weighting(NamedTuple):
+    """What the terms of a sum over ranks are multiplied by, and the cotangents.
+
+    Attributes:
+      forward: `[]`, multiplies this rank's term; None: nothing does.
+      is_adjoint: whether ranks weigh differently, so that JAX's own transpose would be wrong.
+      after: `[]`, multiplies the cotangent of the sum.
+      before: `[]`, multiplies the cotangent of this rank's term; None: nothing does.
+      why_not: why the sum cannot be transposed; empty where it can.
+    """
+
+    forward: jax.Array | None
+    is_adjoint: bool = False
+    after: jax.Array | None = None
+    before: jax.Array | None = None
+    why_not: str = ""
+
+    def term(self, x: jax.Array) -> jax.Array:
+        """Return this rank's term, in the dtype of `x`: what weighs nothing gives 0, even NaN."""
+        if self.is_adjoint and not self.why_not and _is_float(x):
+            if self.forward is None or self.before is None:
+                return _weigh(x, self.forward, self.before)
+            # The forward weight is not that of the step, and may depend on what is differentiated.
+            return _weigh(weighed(x, self.forward).astype(x.dtype), None, self.before)
+        return x if self.forward is None else weighed(x, self.forward).astype(x.dtype)
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """Return the sum of the terms unchanged, with its transpose."""
+        if not self.is_adjoint or not _is_float(x):
+            return x
+        return _weigh(x, None, self.after, why_not=self.why_not)
+
+    def named(self) -> contextlib.AbstractContextManager:
+        """Name the collective that is traced inside, if it is transposed by this weighting."""
+        return jax.named_scope(NAME) if self.is_adjoint else contextlib.nullcontext()
+
+
+def weighting(weight: jax.Array | None, axis_name: AxisName, *, mean: bool) -> Weighting:
+    """Return how the terms of a sum over the ranks of `axis_name` are weighed.
+
+    Args:
+      weight: `[]`, of this rank; the step's own, another one, or None for a plain sum.
+      axis_name: the ranks.
+      mean: divide by the sum of weights.
+    """
+    step = step_context.around(axis_name)
+    own = None if step is None else step.weight
+    if own is None:
+        if weight is None:
+            return Weighting(None)
+        return Weighting(
+            step_context.share_of(weight, axis_name) if mean else jnp.asarray(weight, float)
+        )
+    assert step is not None
+    share = step_context.share_of(
+        own, step.axis_name
+    )  # among some of the ranks, too, up to a factor
+    options: dict[str, Any] = {"is_adjoint": True, "why_not": _why_not(step, share)}
+    if weight is own:
+        forward = share if mean else jnp.asarray(own, float)
+        return Weighting(forward, after=forward, **options)
+    # A rank that weighs nothing cannot pass on a cotangent: its gradient is multiplied by 0.
+    inverse = jnp.where(share == 0, 0, 1 / jnp.where(share == 0, 1, share))
+    plain = Weighting(None, after=share, before=inverse, **options)
+    if weight is None:
+        return plain
+    weight = jnp.asarray(weight, float)
+    if not mean:
+        return plain._replace(forward=weight)
+    total = summed(weight, axis_name, plain)
+    return plain._replace(forward=weight / jnp.where(total == 0, 1, total))
+
+
+def summed(x: Any, axis_name: AxisName, weights: Weighting) -> Any:
+    """Sum a tree of terms over ranks, with the transpose of `weights`."""
+    x = jax.tree.map(weights.term, x)
+    with weights.named():
+        sums = axis.psum(x, axis_name, step_context.platform())
+    return jax.tree.map(weights.total, sums)
+
+
+def _why_not(step: step_context.Scope, share: jax.Array) -> str:
+    if step.why_no_gradient:
+        return step.why_no_gradient
+    if axis.varying_axes(share):
+        return (
+            "in a shard_map with check_vma=True JAX itself adds up the cotangents of a sum, and "
+            "without weights. Write check_vma=False there, or jdp.train_step(weight=...)."
+        )
+    return ""
+
+
+def _is_float(x: jax.Array) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def _weigh(
+    x: jax.Array, forward: jax.Array | None, backward: jax.Array | None, *, why_not: str = ""
+) -> jax.Array:
+    """Multiply `x` by `forward`, and its cotangent by `backward`; None: by 1."""
+    factors = [factor for factor in (forward, backward) if factor is not None]
+    has = forward is not None, backward is not None
+    return _weigh_p.bind(jnp.asarray(x), *factors, has=has, why_not=why_not)
+
+
+# (x, *factors) -> x. `has` says which of the two factors there are, forward and backward. A factor
+# has no dims, or those of x, where each may be 1.
+_weigh_p = jax.extend.core.Primitive("jdp_weigh")
+
+
+@_weigh_p.def_impl
+def _run(x: jax.Array, *factors: jax.Array, has: tuple[bool, bool], why_not: str) -> jax.Array:
+    return weighed(x, factors[0]).astype(x.dtype) if has[0] else x
+
+
+@_weigh_p.def_abstract_eval
+def _typed(x: Any, *factors: Any, has: tuple[bool, bool], why_not: str) -> Any:
+    return x
+
+
+def _jvp(
+    primals: tuple, tangents: tuple, *, has: tuple[bool, bool], why_not: str
+) -> tuple[Any, Any]:
+    if has[0] and type(tangents[1]) is not ad.Zero:
+        raise ValueError(
+            "the weight of the step depends on what is differentiated here: how much rows count "
+            "has no gradient. Write jax.lax.stop_gradient around what weight= reads."
+        )
+    params: dict[str, Any] = {"has": has, "why_not": why_not}
+    out = _weigh_p.bind(*primals, **params)
+    slope = tangents[0]
+    if type(slope) is ad.Zero:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, _weigh_p.bind(slope, *primals[1:], **params)
+
+
+def _transpose(
+    cotangent: Any, x: Any, *factors: Any, has: tuple[bool, bool], why_not: str
+) -> list[Any]:
+    if why_not:
+        raise ValueError(
+            f"a sum or mean over ranks is differentiated here, which cannot be: {why_not}"
+        )
+    nothing = [None] * len(factors)
+    if type(cotangent) is ad.Zero:
+        return [cotangent, *nothing]
+    turned = _weigh_p.bind(cotangent, *factors[::-1], has=has[::-1], why_not=why_not)
+    return [turned, *nothing]
+
+
+def _batch(args: tuple, dims: tuple, **params: Any) -> tuple[Any, Any]:
+    (x, *factors), (dim, *factor_dims) = args, dims
+    if all(d is None for d in factor_dims) and all(not jnp.ndim(f) for f in factors):
+        return _weigh_p.bind(x, *factors, **params), dim
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    x = jnp.moveaxis(x, dim, 0) if dim is not None else jnp.broadcast_to(x, (size, *x.shape))
+    wide = []
+    for factor, d in zip(factors, factor_dims, strict=True):
+        factor = jnp.moveaxis(factor, d, 0) if d is not None else jnp.asarray(factor)[None]
+        wide.append(factor.reshape(*factor.shape, *[1] * (x.ndim - factor.ndim)))
+    return _weigh_p.bind(x, *wide, **params), 0
+
+
+ad.primitive_jvps[_weigh_p] = _jvp
+ad.primitive_transposes[_weigh_p] = _transpose
+batching.primitive_batchers[_weigh_p] = _batch
+mlir.register_lowering(_weigh_p, mlir.lower_fun(_run, multiple_results=False))

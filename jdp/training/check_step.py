@@ -1,0 +1,135 @@
+"""`check_step`: the same step on one rank and on all, leaf by leaf."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdp import pytrees
+from jdp.distributed import mesh
+from jdp.training.step import Step
+from jdp.training.step_differences import StepDifference, beyond, compare, digits_of, likely_cause
+
+
+def check_step(
+    step: Step, state: Any, batch: Any, *rest: Any, tolerance: float = 1e-5, num_steps: int = 2
+) -> StepDifference:
+    """Run steps on one rank with the whole batch, and on all ranks, and compare what comes out.
+
+    What the uniformity analysis cannot see is a matter of scale: a loss that is summed instead
+    of averaged, batch statistics of a rank's own rows, a local masked mean, a norm of local
+    gradients among the metrics. It shows here: every leaf of the state on every rank, and every
+    metric, is compared with that of one rank. Use plain SGD: Adam hides a wrong scale. None of
+    the arguments is changed.
+
+    Args:
+      step: a function decorated with `jdp.train_step`.
+      state: the state to start from; its mesh gives the ranks.
+      batch: a global batch.
+      *rest: further arguments of the step.
+      tolerance: largest difference after one step, relative to 1 + the largest value of the leaf,
+        > 0; k times as much after k steps, and what the digits of a leaf of 16 bits explain.
+      num_steps: how many steps, all with this batch, at least 1.
+
+    Returns:
+      The differences after the last step, which are also printed.
+
+    Raises:
+      ValueError: if a leaf or a metric is further apart than `tolerance`; names the worst and the
+        likely cause. Also if several processes share the mesh, or it has one rank.
+
+    >>> import jax, jax.numpy as jnp, optax, jdp
+    >>> mesh = jdp.init(cpu_ranks=2)
+    >>> state = jdp.TrainState.create({"w": jnp.ones(())}, jdp.replicated(optax.sgd(0.5)))
+    >>> @jdp.train_step
+    ... def step(state, batch):
+    ...     grads = jax.grad(lambda params: jnp.sum(params["w"] * batch))(state.params)
+    ...     return state.apply_gradients(grads), {}
+    >>> jdp.check_step(step, state, jnp.arange(4.0))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    ValueError: ... The loss is summed over rows instead of averaged...
+    """
+    if not isinstance(step, Step) or not step.returns_state:
+        raise TypeError(
+            f"check_step got {getattr(step, '__name__', step)!r}, which is not decorated with "
+            "jdp.train_step: it compares the states that train steps return."
+        )
+    ranks = mesh.mesh_of(jax.tree.leaves(state), step.axis_name)
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"check_step needs all ranks in one process, and {jax.process_count()} share this "
+            "mesh. Run it in one process with virtual devices: jdp.init(cpu_ranks=4)."
+        )
+    num_ranks = mesh.num_ranks(ranks, step.axis_name)
+    if num_ranks == 1:
+        raise ValueError(
+            "check_step compares all ranks with one, and this mesh has 1 rank: any step would "
+            "pass. Make ranks of virtual devices: jdp.init(cpu_ranks=4)."
+        )
+    if num_steps < 1:
+        raise ValueError(f"num_steps={num_steps} would compare nothing: write at least 1.")
+    step = step.without_donation()
+    start, batch, rest = _on_host((pytrees.hold(state), batch, rest))
+    one, all_ranks = _first_rank(ranks, step.axis_name), ranks
+    runs = [_Run(step, _on(start, where), batch, rest) for where in (one, all_ranks)]
+    found = StepDifference([], None, num_ranks)
+    for number in range(1, num_steps + 1):
+        (state_one, metrics_one), (state_all, metrics_all) = [run.advance() for run in runs]
+        found = StepDifference(
+            leaves=compare("state", start, state_one, state_all, tolerance, num_steps=number),
+            cause=None,
+            num_ranks=num_ranks,
+            metrics=compare(
+                "metrics",
+                None,
+                metrics_one,
+                metrics_all,
+                tolerance,
+                num_steps=number,
+                digits=digits_of(state_one),
+            ),
+            num_steps=number,
+        )
+        if beyond(found.leaves) or beyond(found.metrics):
+            lowered = step.lower(_on(start, ranks), batch, *rest)
+            named = str(lowered.as_text(debug_info=True))
+            found = replace(found, cause=likely_cause(found, str(lowered.as_text()), named))
+            break
+    print(found)
+    if found.cause is not None:
+        worst = (beyond(found.leaves) or beyond(found.metrics))[0]
+        after = "" if found.num_steps == 1 else f" after {found.num_steps} steps"
+        raise ValueError(
+            f"`{step.__name__}` does another thing on {num_ranks} ranks than on one: "
+            f"`{worst.path}` is {worst.difference:.2e} apart{after}, and rounding explains "
+            f"{worst.allowed:.2e}. {found.cause}"
+        )
+    return found
+
+
+class _Run:
+    """Steps on one mesh, all with the same batch."""
+
+    def __init__(self, step: Step, state: Any, batch: Any, rest: tuple):
+        self._step, self._state, self._batch, self._rest = step, state, batch, rest
+
+    def advance(self) -> tuple[Any, Any]:
+        """Run a step, and return the state and the metrics after it, on their devices."""
+        self._state, reported = self._step(self._state, self._batch, *self._rest)
+        return pytrees.hold(self._state), reported
+
+
+def _on_host(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.device_get(x) if isinstance(x, jax.Array) else x, tree)
+
+
+def _on(start: Any, where: Mesh) -> Any:
+    sharding = NamedSharding(where, PartitionSpec())
+    return pytrees.restore(jax.device_put(start, sharding, may_alias=False))
+
+
+def _first_rank(ranks: Mesh, axis_name: tuple[str, ...]) -> Mesh:
+    corner = tuple(slice(0, 1) if name in axis_name else slice(None) for name in ranks.axis_names)
+    return Mesh(ranks.devices[corner], ranks.axis_names, axis_types=ranks.axis_types)

@@ -1,0 +1,109 @@
+"""Metrics over a whole set of rows, exact on any number of ranks."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jdp.data.batches import Batches
+from jdp.data.padding import find_mask
+from jdp.distributed import in_flight
+from jdp.reduction import metrics
+from jdp.training.step import Step
+from jdp.worker import progress
+
+
+def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any) -> Any:
+    """Run an `eval_step` over all batches, and join what it reports.
+
+    Every row counts once: not the mean of batch means, and the rows that pad the last batch
+    not at all, if the step is `eval_step(weight=lambda batch: batch["mask"].sum())`.
+
+    Args:
+      step: a function decorated with `jdp.eval_step`.
+      state: its first argument.
+      batches: `jdp.batches(dataset, batch_size, epochs=1, shuffle=False)`, which is
+        gone through from its first row on, or any iterable of global batches.
+      *rest: its further arguments.
+
+    Returns:
+      The metrics of the step, as numpy: floats averaged by weight over all batches (in float64,
+      complex ones in complex128), whole numbers and booleans summed, `jdp.rows` joined in the order
+      of the batches, without the rows that pad.
+
+    Raises:
+      ValueError: if there are no batches.
+      TypeError: if `step` is no `eval_step`.
+
+    >>> import numpy as np, jdp
+    >>> mesh = jdp.init(cpu_ranks=2)
+    >>> @jdp.eval_step(weight=lambda batch: batch["mask"].sum())
+    ... def measure(params, batch):
+    ...     x, mask = batch["x"], batch["mask"]
+    ...     return {"mean": (x * mask).sum() / mask.sum(), "x": jdp.rows(x)}
+    >>> rows = {"x": np.arange(5.0, dtype="float32")}
+    >>> batches = jdp.batches(rows, 4, epochs=1, shuffle=False)
+    >>> metrics = jdp.evaluate(measure, None, batches)
+    >>> float(metrics["mean"]), metrics["x"].tolist()
+    (2.0, [0.0, 1.0, 2.0, 3.0, 4.0])
+    """
+    if not isinstance(step, Step) or step.returns_state:
+        raise TypeError(
+            f"evaluate got {getattr(step, '__name__', step)!r}, which is not decorated with "
+            "jdp.eval_step: a train step would change and donate the state."
+        )
+    if isinstance(batches, Batches):
+        batches.position = 0
+    with progress.EVALUATING:
+        return _evaluate(step, state, batches, rest)
+
+
+def _evaluate(step: Step, state: Any, batches: Iterable[Any], rest: tuple) -> Any:
+    fetched: list[tuple[Any, float]] = []
+    waiting: Any = None  # One batch behind, so that the devices never wait for us.
+    for batch in batches:
+        _, reported, weight = step.run(state, batch, *rest)
+        if waiting is not None:
+            fetched.append(_fetch(*waiting))
+        waiting = reported, weight, find_mask(batch)
+    if waiting is None:
+        raise ValueError("evaluate got no batches, and the mean over no rows is not defined.")
+    fetched.append(_fetch(*waiting))
+    in_flight.drain()  # All have run: this only looks whether all processes gave them the same.
+    weights = [weight for _, weight in fetched]
+    trees = [tree for tree, _ in fetched]
+    return jax.tree.map(lambda *parts: _joined(parts, weights), *trees, is_leaf=metrics.is_rows)
+
+
+def _fetch(reported: Any, weight: Any, mask: Any) -> tuple[Any, float]:
+    counts = None if mask is None else _whole(mask)
+
+    def fetch(leaf: Any) -> Any:
+        if not metrics.is_rows(leaf):
+            return np.asarray(leaf)
+        values = _whole(leaf.values)
+        return metrics.Rows(values if counts is None else values[counts], values.ndim)
+
+    return jax.tree.map(fetch, reported, is_leaf=metrics.is_rows), float(weight)
+
+
+def _whole(values: Any) -> np.ndarray:
+    if isinstance(values, jax.Array) and not values.is_fully_addressable:
+        return multihost_utils.process_allgather(values, tiled=True)
+    return np.asarray(values)
+
+
+def _joined(parts: tuple, weights: list[float]) -> Any:
+    if metrics.is_rows(parts[0]):
+        return np.concatenate([part.values for part in parts])
+    if not jnp.issubdtype(parts[0].dtype, jnp.inexact):  # bfloat16 is one to jnp alone
+        return np.sum(parts, axis=0)
+    widest = np.complex128 if np.iscomplexobj(parts[0]) else np.float64
+    # A batch in which nothing counts may well report NaN.
+    weighed = [(part.astype(widest), w) for part, w in zip(parts, weights, strict=True) if w > 0]
+    if not weighed:
+        return np.full_like(parts[0], np.nan, widest)  # the mean of nothing
+    return sum(part * w for part, w in weighed) / sum(w for _, w in weighed)

@@ -1,0 +1,246 @@
+"""`TrainState`: what a step reads and writes, the same on every rank."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+
+from jdp import axis, pytrees, rank_state
+from jdp.analysis.marks import SOURCE, mark
+from jdp.distributed import mesh
+from jdp.distributed.checks import state as state_check
+from jdp.reduction import optimizer
+from jdp.reduction.optimizer import Replicated
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Parameters, optimizer state and step number: a pytree, the same on every rank.
+
+    Attributes:
+      step: `[]` int32, optimizer steps done.
+      params: the parameters, an ordinary tree of arrays, inside a step and outside.
+      opt_state: state of `tx`, of the parameters that train.
+      model_state: what the model carries beside parameters, such as batch statistics.
+      seed: `[]` uint32, what `key` and `shared_key` are made from.
+      tx: the optimizer, `jdp.replicated(...)`. Not a leaf.
+      trainable: for each leaf of `params` whether it trains. Not a leaf.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    model_state: Any
+    seed: jax.Array
+    tx: Replicated = dataclasses.field(metadata={"static": True})
+    trainable: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls,
+        params: Any,
+        tx: Replicated,
+        *,
+        model_state: Any = None,
+        trainable: Any = None,
+        seed: int = 0,
+        broadcast: bool = False,
+    ) -> "TrainState":
+        """Make the state of step 0, on the mesh of `jdp.init()` if there is one.
+
+        Args:
+          params: tree of arrays. Leaves that are not inexact (integers) never train;
+            differentiate with `jax.value_and_grad(loss_fn, allow_int=True)` if there are any.
+          tx: the optimizer, `jdp.replicated(...)` outermost.
+          model_state: tree of arrays that the step carries along, or None. What differs from rank
+            to rank is in a `jdp.per_rank(...)`.
+          trainable: which parameters train: a tree of bools like `params` or a prefix of it, or
+            `(path, leaf) -> bool` with path as in `"['encoder']['kernel']"`. Default: all. The
+            gradients of the others are never reduced, and the optimizer never sees them.
+          seed: where `key` and `shared_key` start, 0 <= seed < 2**32.
+          broadcast: several processes: take the values of process 0. Otherwise
+            all processes must give the same ones.
+
+        Returns:
+          The state. The arrays given are copied, never donated.
+
+        Raises:
+          TypeError: if `tx` is not wrapped.
+          ValueError: if processes give different values (naming the leaf), if nothing trains, or
+            if `params` and `model_state` lie on different meshes.
+
+        >>> import jax.numpy as jnp, optax, jdp
+        >>> state = jdp.TrainState.create({"w": jnp.ones(2)}, jdp.replicated(optax.sgd(0.5)))
+        >>> state.apply_gradients({"w": jnp.array([1.0, 2.0])}).params["w"]
+        Array([0.5, 0. ], dtype=float32)
+        """
+        optimizer.require_outermost(tx)
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"seed must be 0 <= seed < 2**32, got {seed}.")
+        numbers = {"step": np.int32(0), "seed": np.uint32(seed)}
+        given = {"params": params, "model_state": model_state, **numbers}
+        if broadcast:
+            given = state_check.agreed(given, broadcast=True)
+        given = mesh.placed(given, tx.axis_name, copy=True)
+        params = given["params"]
+        flags = _flags(params, trainable)
+        state = cls(
+            step=jnp.asarray(given["step"]),
+            params=params,
+            opt_state=_new_opt_state(tx, _select(params, flags)),
+            model_state=given["model_state"],
+            seed=jnp.asarray(given["seed"]),
+            tx=tx,
+            trainable=flags,
+        )
+        return mesh.placed(state, tx.axis_name)
+
+    def apply_gradients(self, grads: Any, *, synced: bool = False, **extra: Any) -> "TrainState":
+        """Reduce the gradients over ranks, let the optimizer step, count the step.
+
+        Args:
+          grads: tree like `params`: this rank's own gradient of its mean loss.
+          synced: `grads` are means over ranks already, from `jdp.sync_gradients` or the
+            gradient of a `jdp.global_mean` loss.
+          **extra: handed to the optimizer: `value=`, `value_fn=`, ...
+
+        Returns:
+          The next state.
+
+        Raises:
+          ValueError: if `grads` is another tree than `params`, and the optimizer cannot use it.
+        """
+        params = _select(self.params, self.trainable)
+        if jax.tree.structure(grads) != jax.tree.structure(params):
+            grads = _select(grads, self.trainable)
+        try:
+            updates, opt_state = self.tx.update(
+                grads, self.opt_state, params, synced=synced, **extra
+            )
+            params = optax.apply_updates(params, updates)
+        except (TypeError, ValueError) as error:
+            if jax.tree.structure(grads) == jax.tree.structure(params):
+                raise
+            raise ValueError(_other_tree(grads, params)) from error
+        params = _merge(params, self.params, self.trainable)
+        return self.replace(step=self.step + 1, params=params, opt_state=opt_state)
+
+    def replace(self, **changes: Any) -> "TrainState":
+        """Give a state with some fields changed: EMA, clipped weights, new batch statistics."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def key(self) -> jax.Array:
+        """This rank's random key of this step (dropout, augmentation): a typed key, `[]`."""
+        rank = axis.rank(self.tx.axis_name)
+        if axis.is_bound(self.tx.axis_name):
+            names = axis.names(self.tx.axis_name)
+            rank = mark(rank, kind=SOURCE, path="state.key", axes=names)
+        return jax.random.fold_in(self._step_key(), 1 + rank)
+
+    @property
+    def shared_key(self) -> jax.Array:
+        """The random key of this step that is the same on every rank: a typed key, `[]`."""
+        return jax.random.fold_in(self._step_key(), 0)
+
+    def _step_key(self) -> jax.Array:
+        return jax.random.fold_in(jax.random.key(self.seed), self.step)
+
+
+def _new_opt_state(tx: Replicated, params: Any) -> Any:
+    where = {_sharding(x) for x in jax.tree.leaves(params)}
+    if len(where) == 1 and isinstance(everywhere := where.pop(), NamedSharding):
+        if everywhere.is_fully_replicated:
+            # One program for all leaves, where optax makes one for each shape: when processes are
+            # replaced, this is waited for.
+            try:
+                return jax.jit(tx.init, out_shardings=everywhere)(params)
+            except Exception:
+                pass  # It can't be traced, or fails; then what follows says how.
+    return tx.init(params)
+
+
+def _sharding(x: Any) -> Any:
+    return None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+
+
+def _flags(params: Any, trainable: Any) -> tuple[bool, ...]:
+    named, _ = jax.tree_util.tree_flatten_with_path(params)
+    for path, leaf in named:
+        if not pytrees.is_array(leaf):
+            raise TypeError(
+                f"`params{jax.tree_util.keystr(path)}` is a {type(leaf).__name__}, which is no "
+                'array. With Flax, params are model.init(key, x)["params"]. Keep it outside of '
+                "params with Equinox: params, static = eqx.partition(model, eqx.is_inexact_array)."
+            )
+    for (path, _), is_own in zip(named, rank_state.flags(params), strict=True):
+        if is_own:
+            raise ValueError(
+                f"`params{jax.tree_util.keystr(path)}` is jdp.per_rank, and gradients are averaged "
+                "over the ranks: a parameter of one rank would get the gradient of all. Keep state "
+                "of a rank in model_state, or next to the TrainState: step((state, own), batch)."
+            )
+    if trainable is None:
+        chosen = [True] * len(named)
+    elif callable(trainable):
+        chosen = [bool(trainable(jax.tree_util.keystr(path), leaf)) for path, leaf in named]
+    else:
+        spread = jax.tree.map(
+            lambda flag, part: jax.tree.map(lambda _: flag, part), trainable, params
+        )
+        chosen = [bool(flag) for flag in jax.tree.leaves(spread)]
+    flags = tuple(
+        flag and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+        for flag, (_, leaf) in zip(chosen, named, strict=True)
+    )
+    if not any(flags):
+        raise ValueError(
+            f"none of the {len(flags)} leaves of params trains: the step would change nothing. "
+            "Give float parameters, and a trainable= that selects some of them."
+        )
+    return flags
+
+
+def _select(tree: Any, flags: tuple[bool, ...]) -> Any:
+    # A leaf that does not train becomes None, which is no leaf: optax never sees it.
+    if all(flags):
+        return tree
+    leaves, treedef = jax.tree.flatten(tree)
+    if len(leaves) != len(flags):
+        raise ValueError(
+            f"the gradients have {len(leaves)} leaves and params have {len(flags)}: "
+            "differentiate with respect to state.params as a whole; "
+            "frozen parameters are left out afterwards."
+        )
+    chosen = [x if flag else None for x, flag in zip(leaves, flags, strict=True)]
+    return jax.tree.unflatten(treedef, chosen)
+
+
+def _other_tree(grads: Any, params: Any) -> str:
+    def named(tree: Any) -> str:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        paths = [f"`{jax.tree_util.keystr(path)}`" for path, _ in leaves[:3]]
+        return f"{len(leaves)} ({', '.join(paths)}{', ...' if len(leaves) > 3 else ''})"
+
+    return (
+        f"the gradients are a {type(grads).__name__} with the leaves {named(grads)}, params a "
+        f"{type(params).__name__} with {named(params)}, and each parameter wants its own gradient. "
+        "Differentiate with respect to state.params as a whole, and take the gradients alone: "
+        "loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)."
+    )
+
+
+def _merge(new: Any, old: Any, flags: tuple[bool, ...]) -> Any:
+    if all(flags):
+        return new
+    updated = iter(jax.tree.leaves(new))
+    leaves, treedef = jax.tree.flatten(old)
+    return jax.tree.unflatten(
+        treedef, [next(updated) if flag else x for x, flag in zip(leaves, flags, strict=True)]
+    )

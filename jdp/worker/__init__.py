@@ -1,0 +1,1 @@
+"""What a training process and its launcher share; needs no JAX."""

@@ -1,0 +1,199 @@
+"""What a process of `jdp run` knows of its launcher, and tells it.
+
+This file and `channel.py` are all that a process needs: a script that never calls `jdp.init()`
+never comes here, and finds RANK and the like in its environment, as under torchrun.
+"""
+
+import atexit
+import functools
+import json
+import os
+import select
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jdp.worker.messages import MAX_LINE_BYTES, decode, encode, protocol
+
+VARIABLE = "JDP_LAUNCHER"
+
+
+class Assignment(NamedTuple):
+    """Which process of a generation this is.
+
+    A generation is one life of the run: its processes start together and end together.
+
+    Args:
+      generation: 0 for the first; each recovery and each change of size begins the next.
+      process_id: number of this process, from 0 to `num_processes` - 1.
+      num_processes: processes of this generation, on all hosts.
+      local_id: number of this process among those of its host.
+      num_local: processes on this host.
+      coordinator: "address:port" at which process 0 listens.
+      resumes: there is something to go on from.
+      gpus: numbers of the GPUs of this host that are this process's; None: no GPU here.
+      run_id: name of the run.
+      host_id: number of the host among those of this generation.
+    """
+
+    generation: int
+    process_id: int
+    num_processes: int
+    local_id: int
+    num_local: int
+    coordinator: str
+    resumes: bool
+    gpus: list[int] | None
+    run_id: str
+    host_id: int = 0
+
+
+def environment(assignment: Assignment) -> dict[str, str]:
+    """Write an assignment as torchrun's variables.
+
+    >>> a = Assignment(0, 2, 4, 0, 2, "10.0.0.1:4567", False, None, "a run", host_id=1)
+    >>> variables = environment(a)
+    >>> variables["RANK"], variables["LOCAL_RANK"], variables["MASTER_PORT"]
+    ('2', '0', '4567')
+    """
+    address, _, port = assignment.coordinator.rpartition(":")
+    return {
+        "RANK": str(assignment.process_id),
+        "LOCAL_RANK": str(assignment.local_id),
+        "WORLD_SIZE": str(assignment.num_processes),
+        "LOCAL_WORLD_SIZE": str(assignment.num_local),
+        "GROUP_RANK": str(assignment.host_id),
+        "MASTER_ADDR": address.strip("[]"),
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RESTART_COUNT": str(assignment.generation),
+        "TORCHELASTIC_RUN_ID": assignment.run_id,
+    }
+
+
+class Member:
+    """This process, as a part of a run.
+
+    Args:
+      connection: a socket to the launcher.
+      board_file: descriptor of the host's board, shared memory in which progress is noted.
+      slot: this process's place on the board.
+      commit_file: descriptor of the host's commit memory, which outlives this process: a memfd,
+        empty until someone writes a commit to it.
+    """
+
+    def __init__(
+        self, connection: socket.socket, board_file: int, slot: int, commit_file: int
+    ) -> None:
+        self.board_file = board_file
+        self.slot = slot
+        self.commit_file = commit_file
+        self.assignment: Assignment | None = None
+        self.woken = 0.0  # time.monotonic() at `go`
+        self._has_ended = False
+        self._pid = os.getpid()
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def park(self, prepare: Callable[[], None] | None = None) -> Assignment:
+        """Wait until the launcher says which process this is, and set the environment so.
+
+        A process of a new generation is told at once; a standby waits here for its turn, for as
+        long as the launcher lives.
+
+        Args:
+          prepare: called by a standby, which has the time.
+
+        Returns:
+          The assignment; at a second call the same one, without waiting.
+
+        Raises:
+          SystemExit: if the launcher is gone, since a process without one is nobody's.
+        """
+        if self.assignment is None:
+            self.tell("parked")
+            if prepare is not None and not select.select([self._connection], [], [], 0)[0]:
+                prepare()
+            with self._connection.makefile("rb") as lines:
+                line = lines.readline(MAX_LINE_BYTES)
+            if not line:
+                raise SystemExit("jdp: the launcher is gone, and with it the run of this process.")
+            self.woken = time.monotonic()
+            _, facts = decode(line)
+            self.assignment = Assignment(**facts)
+            os.environ.update(environment(self.assignment))
+            # Whoever imported JAX before has its exit handler run after this one: there JAX
+            # waits for the other processes, and the launcher should know by then.
+            atexit.register(self.tell_end)
+        return self.assignment
+
+    def tell_end(self, **facts: Any) -> None:
+        """Tell the launcher that the script came to its end; a second time nothing.
+
+        Args:
+          **facts: `steps` that it has called, if it trains.
+        """
+        if not self._has_ended:
+            self._has_ended = True
+            self.tell("ended", **facts)
+
+    def tell(self, kind: str, **facts: Any) -> None:
+        """Tell the launcher; see `channel.py` for what. From any thread.
+
+        Args:
+          kind: of the message.
+          **facts: numbers and texts.
+        """
+        if os.getpid() != self._pid:
+            return  # A child that was forked off, for instance to load data.
+        data = encode(kind, facts)
+        with self._lock:
+            try:
+                self._connection.sendall(data)
+            except OSError:
+                pass  # The launcher is gone, and the kernel is about to end this process, too.
+
+
+def invitation(**where: int) -> dict[str, str]:
+    """Write the environment in which `current` finds its launcher.
+
+    Args:
+      **where: `socket`, `board` and `commit`, descriptors that the process inherits, and its `slot`
+        on the board.
+    """
+    return {VARIABLE: json.dumps({**where, "protocol": protocol()})}
+
+
+@functools.cache
+def current() -> Member | None:
+    """Give what this process knows of its launcher; None if `jdp run` did not start it.
+
+    Raises:
+      RuntimeError: if the launcher is of another jdp.
+    """
+    description = os.environ.get(VARIABLE)
+    if description is None:
+        return None
+    fds = json.loads(description)
+    if not _is_socket(fds["socket"]):
+        return None  # A process above this one started it, without them, before it asked itself.
+    if fds.get("protocol") != protocol():
+        raise RuntimeError(
+            f"{sys.executable} has not the jdp that `jdp run` belongs to, and they would "
+            "misunderstand each other. Start both from one environment: python -m jdp run ..."
+        )
+    # Taken out, and the descriptors kept to this process: what it starts is no member of the run.
+    os.environ.pop(VARIABLE)
+    for name in ("socket", "board", "commit"):
+        os.set_inheritable(fds[name], False)
+    return Member(socket.socket(fileno=fds["socket"]), fds["board"], fds["slot"], fds["commit"])
+
+
+def _is_socket(fd: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError:
+        return False

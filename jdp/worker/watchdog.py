@@ -1,0 +1,141 @@
+"""A process that watches itself, since no launcher does; and what a launcher cannot see of one."""
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jdp.worker.exit_codes import STALLED
+from jdp.worker.hang_detector import Watch
+from jdp.worker.progress_board import Slot
+
+# File 2, not sys.stderr: a thread that hangs may hold the lock of the latter.
+_STDERR = 2
+_TICK_S = 1.0
+_DEBUGGERS = frozenset(["bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy"])
+
+_current: "SelfWatch | None" = None
+# How many steps the devices have not finished; set by who knows.
+num_running: Callable[[], int] = int
+
+
+def begin(slot: Slot, timeout_s: float, process: int, *, is_launched: bool, is_alone: bool) -> None:
+    """Watch this process from a thread, instead of as before.
+
+    Args:
+      slot: where it notes how it gets on.
+      timeout_s: how long a step may take; inf for ever.
+      process: its index.
+      is_launched: a launcher watches it; only debuggers are looked for.
+      is_alone: there are no other processes, which would wait for this one.
+    """
+    global _current
+    end()
+    if not is_alone:
+        show_stacks_when_asked()
+    _current = SelfWatch(slot, timeout_s, process, is_launched=is_launched, is_alone=is_alone)
+    _current.start()
+
+
+def show_stacks_when_asked() -> None:
+    """Have SIGQUIT show the Python stacks of this process, unless it has another use here."""
+    if signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN):
+        # In C, so that it shows where a process is that never comes back to Python.
+        faulthandler.register(signal.SIGQUIT, file=_STDERR, all_threads=True, chain=False)
+
+
+def end() -> None:
+    """Watch this process no more."""
+    if _current is not None:
+        _current.stop()
+
+
+class SelfWatch:
+    """The thread, and the timer of `faulthandler` for when that gets no turn; see `begin`."""
+
+    def __init__(
+        self, slot: Slot, timeout_s: float, process: int, *, is_launched: bool, is_alone: bool
+    ):
+        # Somebody sits at the prompt, and what they would lose is worth more than the time.
+        self._ends = not (hasattr(sys, "ps1") or sys.flags.interactive)
+        # pytest has a use of its own for the only timer of faulthandler.
+        self._has_timer = not is_launched and "PYTEST_CURRENT_TEST" not in os.environ
+        self._slot = slot
+        self._process = process
+        self._is_launched = is_launched
+        self._is_alone = is_alone
+        self._timeout_s = timeout_s
+        self._tick_s = min(_TICK_S, timeout_s / 10)
+        self._watch = Watch(timeout_s, ends=self._ends)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="jdp-watch", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._arm(self._watch.left_s(time.monotonic(), self._slot.read()))
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, and the timer."""
+        self._stopped.set()
+        self._thread.join(_TICK_S)
+        if self._has_timer:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _run(self) -> None:
+        before_s, num_before = -1.0, 0
+        while not self._stopped.wait(self._tick_s):
+            where = self._slot.read()
+            # Only one that does not get on has to be looked at more closely.
+            is_idle = where.progress_s == before_s
+            num = num_running() if is_idle else 0
+            if num < num_before:
+                self._slot.touch()
+            self._slot.note(num > 0, is_idle and _is_debugged())
+            where = self._slot.read()
+            before_s, num_before = where.progress_s, num
+            if self._is_launched:
+                continue
+            now = time.monotonic()
+            stall = self._watch.look(now, {self._process: where})
+            self._arm(self._watch.left_s(now, where))
+            if stall is not None:
+                self._tell(stall.report)
+                if stall.is_over and self._ends:
+                    os._exit(STALLED)
+
+    # Rings if this thread gets no turn for so long: other code holds Python's lock. Alone it may
+    # be the author's own code, which takes as long as it takes.
+    def _arm(self, left_s: float) -> None:
+        if not self._has_timer:
+            return
+        after_s = (self._timeout_s if self._is_alone else left_s) + 2 * self._tick_s
+        if after_s >= threading.TIMEOUT_MAX:
+            faulthandler.cancel_dump_traceback_later()
+        else:
+            ends = self._ends and not self._is_alone
+            faulthandler.dump_traceback_later(max(after_s, self._tick_s), exit=ends, file=_STDERR)
+
+    def _tell(self, report: str) -> None:
+        os.write(_STDERR, f"jdp: {report}\n".encode())
+        faulthandler.dump_traceback(file=_STDERR, all_threads=True)
+
+
+# Python's debuggers run in the thread that they stopped.
+def _is_debugged() -> bool:
+    monitoring = getattr(sys, "monitoring", None)  # since Python 3.12
+    if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID):
+        return True
+    return any(map(_is_in_debugger, sys._current_frames().values()))
+
+
+def _is_in_debugger(frame: Any) -> bool:
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in _DEBUGGERS:
+            return True
+        frame = frame.f_back
+    return False

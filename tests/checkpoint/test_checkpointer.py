@@ -1,0 +1,568 @@
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from support.launched import Launcher
+
+import jdp
+from jdp.checkpoint import directory as directories
+from jdp.distributed import mesh as jdp_mesh
+
+ROWS = {"x": np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)}
+TX = jdp.replicated(optax.adam(0.1))
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch, caplog):
+    monkeypatch.setattr(jdp_mesh, "_current", None)
+    monkeypatch.delenv("JDP_RESUME", raising=False)
+    caplog.set_level(logging.WARNING, "jdp")
+
+
+@pytest.fixture
+def train(make_mesh, tmp_path):
+    """train(num_ranks, steps, ...): the state after a run of `steps` steps of 12 rows each."""
+
+    def train(num_ranks=2, steps=6, *, tx=TX, directory=tmp_path, fail_at=None, **options):
+        mesh = jdp.init(make_mesh(num_ranks))
+        state = jdp.TrainState.create({"w": jnp.ones((6, 2)), "b": jnp.zeros(2)}, tx, seed=4)
+        batches = jdp.batches(ROWS, 12, num_steps=steps, seed=1, mask=True)
+        with batches, jdp.Checkpointer(directory, **options) as ckpt:
+            state = ckpt.restore(state, batches)
+            for batch in batches:
+                state, _ = step(state, batch)
+                ckpt.step(state, batches)
+                if ckpt.steps == fail_at:
+                    raise KeyboardInterrupt
+            assert (ckpt.steps, batches.position) == (steps, 12 * steps)
+        assert jax.tree.leaves(state)[0].sharding.mesh == mesh
+        return state
+
+    return train
+
+
+@jdp.train_step(weight=lambda batch: batch["mask"].sum())
+def step(state, batch):
+    def loss(params):
+        noise = jax.random.normal(state.shared_key, (2,))
+        errors = (batch["x"] @ params["w"] + params["b"] - noise) ** 2
+        return (errors.mean(-1) * batch["mask"]).sum() / jnp.maximum(batch["mask"].sum(), 1)
+
+    return state.apply_gradients(jax.grad(loss)(state.params)), {}
+
+
+def assert_equal(state, other):
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def names(path):
+    return sorted(each.name for each in path.iterdir())
+
+
+def counted(path, stop, **options):
+    """Count from what is there to `stop`: a run whose state says how many steps it made."""
+    with jdp.Checkpointer(path, **options) as ckpt:
+        state = ckpt.restore({"n": jnp.int32(0)})
+        assert state["n"] == ckpt.steps
+        for n in range(ckpt.steps + 1, stop + 1):
+            state = {"n": jnp.int32(n)}
+            ckpt.step(state)
+    return state
+
+
+def test_an_interrupted_run_gives_the_bits_of_an_uninterrupted_one(train, tmp_path):
+    uninterrupted = train(steps=6, directory=tmp_path / "other")
+    train(steps=4)
+    assert_equal(train(steps=6, resume=True), uninterrupted)
+
+
+def test_a_run_that_fails_goes_on_from_its_last_checkpoint(train, tmp_path):
+    uninterrupted = train(steps=6, directory=tmp_path / "other")
+    with pytest.raises(KeyboardInterrupt):
+        train(steps=6, save_every=2, fail_at=5)
+    assert names(tmp_path) == ["2-1", "4-1", "lock", "other"]
+    assert_equal(train(steps=6, resume=True), uninterrupted)
+
+
+@pytest.mark.parametrize("before", [2, 3, 4])
+def test_a_run_goes_on_with_any_number_of_ranks(train, tmp_path, before):
+    tx = jdp.replicated(optax.sgd(0.1, momentum=0.9))
+    train(before, steps=3, tx=tx)
+    expected = train(1, steps=5, tx=tx, directory=tmp_path / "other")
+    for after in (1, 2, 3, 5, 8):
+        copy = tmp_path / f"copy{after}"
+        shutil.copytree(tmp_path, copy, ignore=shutil.ignore_patterns("copy*", "other"))
+        state = train(after, steps=5, tx=tx, directory=copy, resume=True)
+        for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_a_restored_state_does_not_trace_the_step_again(make_mesh, tmp_path):
+    num_traces = 0
+
+    @jdp.train_step
+    def step(state, batch):
+        nonlocal num_traces
+        num_traces += 1
+        return state.apply_gradients(jax.tree.map(jnp.ones_like, state.params), synced=True), {}
+
+    mesh = jdp.init(make_mesh(3))
+    batch = jax.device_put(np.ones((6, 1)), NamedSharding(mesh, PartitionSpec("data")))
+    for resume in (False, True):
+        with jdp.Checkpointer(tmp_path, resume=resume) as ckpt:
+            state = ckpt.restore(jdp.TrainState.create({"w": jnp.ones(3)}, TX))
+            for _ in range(2):
+                state, _ = step(state, batch)
+                ckpt.step(state)
+        if not resume:
+            before = num_traces
+    assert num_traces == before
+    assert state.step == 4
+
+
+def test_a_run_that_began_with_numbers_and_arrays_of_64_bits_goes_on(make_mesh, tmp_path):
+    jdp.init(make_mesh(2))
+    step = jdp.train_step(lambda state, _: (jax.tree.map(lambda x: 2 * x, state), {}))
+
+    def fresh():
+        return {"n": 1, "rate": 0.5, "w": np.ones(3), "i": np.ones(2, int), "s": np.float64(2)}
+
+    for done, resume in enumerate((False, True)):
+        with jdp.Checkpointer(tmp_path, resume=resume) as ckpt:
+            state = ckpt.restore(fresh())
+            assert ckpt.steps == done
+            state, _ = step(state, np.ones(2, np.float32))
+            ckpt.step(state)
+    assert jax.tree.map(np.asarray, state)["w"].tolist() == [4.0] * 3
+    assert [int(state["n"]), float(state["rate"]), float(state["s"])] == [4, 2.0, 8.0]
+
+
+def test_several_states_keys_and_leaves_that_are_no_arrays_are_restored(make_mesh, tmp_path):
+    jdp.init(make_mesh(2))
+
+    def states(value):
+        one = jdp.TrainState.create({"w": jnp.full(3, value, jnp.bfloat16)}, TX, seed=value)
+        return one, {"key": jax.random.key(value), "f": jnp.tanh, "n": value, "rate": value / 4}
+
+    with jdp.Checkpointer(tmp_path) as ckpt:
+        ckpt.restore(states(0))
+        ckpt.step(states(3))
+    with jdp.Checkpointer(tmp_path, resume=True) as ckpt:
+        one, other = ckpt.restore(states(0))
+    assert one.params["w"].dtype == jnp.bfloat16 and one.params["w"][0] == 3 and one.seed == 3
+    assert (jax.random.key_data(other["key"]) == jax.random.key_data(jax.random.key(3))).all()
+    assert other["f"] is jnp.tanh and other["n"] == 3 and other["rate"] == 0.75
+    assert type(other["n"]) is int
+
+
+def test_checkpoints_are_written_when_asked_at_the_end_and_the_newest_kept(tmp_path):
+    counted(tmp_path, 11, save_every=2, keep=3)
+    assert names(tmp_path) == ["10-1", "11-1", "8-1", "lock"]
+    counted(tmp_path, 13, save_every=2, keep=3, resume=True)
+    assert names(tmp_path) == ["11-1", "12-2", "13-2", "lock"]
+
+
+def test_what_is_saved_is_not_saved_again(tmp_path):
+    counted(tmp_path, 4, save_every=2)
+    counted(tmp_path, 4, resume=True)
+    assert names(tmp_path) == ["2-1", "4-1", "lock"]
+
+
+def test_save_writes_the_last_step_at_once(tmp_path):
+    with jdp.Checkpointer(tmp_path) as ckpt:
+        state = ckpt.restore({"n": jnp.int32(0)})
+        ckpt.step(state)
+        ckpt.save(state)
+        assert names(tmp_path) == ["1-1", "lock"]
+
+
+def test_an_earlier_run_is_not_written_over_by_accident(tmp_path):
+    counted(tmp_path, 3)
+    with pytest.raises(RuntimeError, match="holds step 3 of an earlier run.*--resume.*anew"):
+        counted(tmp_path, 5)
+    with pytest.raises(RuntimeError, match="holds step 3 of an earlier run"):
+        counted(tmp_path, 5, resume=False)
+
+
+def test_the_environment_may_say_that_this_is_a_resumption(tmp_path, monkeypatch):
+    counted(tmp_path, 3)
+    monkeypatch.setenv("JDP_RESUME", "1")
+    assert counted(tmp_path, 5)["n"] == 5
+    with pytest.raises(RuntimeError, match="holds step 5"):
+        counted(tmp_path, 7, resume=False)
+
+
+def test_a_resumption_of_nothing_begins_anew_and_says_so(tmp_path, caplog):
+    assert counted(tmp_path, 2, resume=True)["n"] == 2
+    assert [r.message for r in caplog.records] == [
+        f"jdp: nothing to resume in {tmp_path}: this begins anew."
+    ]
+
+
+def damage(checkpoint):
+    files = [path for path in (checkpoint / "state").rglob("*") if path.is_file()]
+    file = max(files, key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    return file
+
+
+def test_a_torn_checkpoint_is_named_and_the_one_before_taken(tmp_path, caplog):
+    counted(tmp_path, 6, save_every=2)
+    file = damage(tmp_path / "6-1")
+    state = counted(tmp_path, 4, resume=True)
+    assert state["n"] == 4
+    (record,) = caplog.records
+    assert "6-1" in record.message and file.name in record.message
+    # What comes next is newer than the torn one.
+    counted(tmp_path, 5, resume=True)
+    assert names(tmp_path) == ["4-1", "5-2", "6-1", "lock"]
+    assert counted(tmp_path, 5, resume=True)["n"] == 5
+
+
+def test_a_run_whose_checkpoints_are_all_torn_does_not_begin_anew(tmp_path):
+    counted(tmp_path, 4, save_every=2)
+    for step in (2, 4):
+        damage(tmp_path / f"{step}-1")
+    with pytest.raises(RuntimeError, match="none of the 2 checkpoints is whole"):
+        counted(tmp_path, 5, resume=True)
+
+
+def test_a_state_of_another_model_is_refused_by_name(tmp_path):
+    counted(tmp_path, 3)
+    ckpt = jdp.Checkpointer(tmp_path, resume=True)
+    with pytest.raises(ValueError, match=r"`\['n'\]` is int32\[\] in step 3 of .*float32\[2\]"):
+        ckpt.restore({"n": jnp.zeros(2)})
+    assert counted(tmp_path, 4, resume=True)["n"] == 4  # the directory is free again
+
+
+class Rows:
+    position = 0
+
+
+def test_any_object_with_a_position_will_do(tmp_path):
+    rows = Rows()
+    with jdp.Checkpointer(tmp_path) as ckpt:
+        ckpt.restore({"n": 0}, rows)
+        rows.position = np.int64(7)
+        ckpt.step({"n": 1}, rows)
+    rows = Rows()
+    with jdp.Checkpointer(tmp_path, resume=True) as ckpt:
+        ckpt.restore({"n": 0}, rows)
+    assert rows.position == 7 and type(rows.position) is int
+
+
+def test_batches_without_a_position_are_refused(tmp_path):
+    with jdp.Checkpointer(tmp_path) as ckpt:
+        with pytest.raises(TypeError, match="a list has no `position`"):
+            ckpt.restore({"n": jnp.int32(0)}, [1, 2])
+    assert names(tmp_path) == []
+
+
+def test_a_position_that_was_not_stored_is_missed(tmp_path):
+    counted(tmp_path, 3)
+    with pytest.raises(ValueError, match="not known where the data stood"):
+        jdp.Checkpointer(tmp_path, resume=True).restore({"n": jnp.int32(0)}, Rows())
+
+
+@pytest.mark.parametrize(("restore", "step"), [((), (Rows(),)), ((Rows(),), ())])
+def test_batches_are_given_to_both_calls_or_to_none(tmp_path, restore, step):
+    with jdp.Checkpointer(tmp_path) as ckpt:
+        ckpt.restore({"n": 0}, *restore)
+        with pytest.raises(ValueError, match="Give them to both"):
+            ckpt.step({"n": 1}, *step)
+
+
+def test_a_step_before_restore_or_after_close_is_refused(tmp_path):
+    ckpt = jdp.Checkpointer(tmp_path)
+    with pytest.raises(RuntimeError, match="restore was not called"):
+        ckpt.step({"n": 1})
+    ckpt.restore({"n": 0})
+    ckpt.close()
+    with pytest.raises(RuntimeError, match="close.. was called"):
+        ckpt.step({"n": 1})
+    ckpt.close()
+
+
+def test_a_second_run_in_the_directory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("jdp.checkpoint.directory._LOCK_TIMEOUT_S", 0.1)
+    with jdp.Checkpointer(tmp_path) as ckpt:
+        ckpt.restore({"n": 0})
+        with pytest.raises(RuntimeError, match="in use by another run"):
+            jdp.Checkpointer(tmp_path, resume=True).restore({"n": 0})
+
+
+def test_a_donated_state_is_refused_when_it_is_to_be_saved(tmp_path):
+    with pytest.raises(ValueError, match="donated to a further step"):
+        with jdp.Checkpointer(tmp_path) as ckpt:
+            state = ckpt.restore({"n": jnp.zeros(3)})
+            ckpt.step(state)
+            jax.jit(lambda state: state["n"] + 1, donate_argnums=0)(state)
+
+
+@pytest.mark.parametrize(
+    "numbers", [{"commit_every": 0}, {"save_every": -1}, {"keep": 0}, {"keep": 2.5}]
+)
+def test_numbers_out_of_range_are_refused(tmp_path, numbers):
+    with pytest.raises((ValueError, TypeError), match=next(iter(numbers))):
+        jdp.Checkpointer(tmp_path, **numbers)
+
+
+def test_what_fails_in_the_background_is_raised_by_a_later_call(tmp_path):
+    with pytest.raises(OSError, match="step 2 could not be saved to .*run"):
+        with jdp.Checkpointer(tmp_path / "run", save_every=2) as ckpt:
+            state = ckpt.restore({"n": jnp.int32(0)})
+            ckpt.step(state)
+            shutil.rmtree(tmp_path / "run")
+            (tmp_path / "run").write_text("")
+            for _ in range(3):
+                ckpt.step(state)
+                ckpt._life.saves._pool.submit(int).result()
+    assert ckpt.steps == 2
+
+
+def test_what_fails_at_the_end_is_raised_at_the_end(tmp_path):
+    with pytest.raises(OSError, match="step 1 could not be saved"):
+        with jdp.Checkpointer(tmp_path / "run") as ckpt:
+            state = ckpt.restore({"n": jnp.int32(0)})
+            ckpt.step(state)
+            shutil.rmtree(tmp_path / "run")
+
+
+def test_what_could_not_be_saved_is_saved_when_it_is_asked_for_again(tmp_path):
+    with jdp.Checkpointer(tmp_path) as ckpt:
+        state = ckpt.restore({"n": jnp.int32(0)})
+        ckpt.step(state)
+        (tmp_path / "1-1").mkdir()
+        (tmp_path / "1-1" / "in the way").touch()
+        with pytest.raises(OSError, match="step 1 could not be saved"):
+            ckpt.save(state)
+        shutil.rmtree(tmp_path / "1-1")
+        ckpt.save(state)
+        assert (tmp_path / "1-1" / "manifest").exists()
+
+
+def test_a_leaf_that_becomes_another_shape_is_followed(tmp_path):
+    with jdp.Checkpointer(tmp_path, save_every=1) as ckpt:
+        ckpt.restore({"w": jnp.zeros(2)})
+        for size in (2, 3):
+            ckpt.step({"w": jnp.full(size, 7.0)})
+    with jdp.Checkpointer(tmp_path, resume=True) as ckpt:
+        assert ckpt.restore({"w": jnp.zeros(3)})["w"].tolist() == [7.0] * 3
+
+
+def test_without_a_launcher_nothing_is_committed(tmp_path):
+    with jdp.Checkpointer(tmp_path, commit_every=1) as ckpt:
+        state = ckpt.restore({"n": jnp.int32(0)})
+        ckpt.step(state)
+        assert ckpt._life.memory is None
+
+
+# --- SIGTERM ---
+
+
+def test_sigterm_saves_the_step_and_gives_the_handler_back(tmp_path, caplog):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        with jdp.Checkpointer(tmp_path) as ckpt:
+            state = ckpt.restore({"n": jnp.int32(0)})
+            for n in range(1, 9):
+                if n == 5:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                ckpt.step({"n": state["n"] + n})
+    assert ended.value.code == 75
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert names(tmp_path) == ["5-1", "lock"]
+    # Without a launcher there is no flag.
+    words = f"SIGTERM: step 5 is saved in {tmp_path}. Run again with JDP_RESUME=1 to go on."
+    assert words in caplog.text
+
+
+FORKS = """
+import os, signal, sys, time
+import jax, jdp
+jax.config.update("jax_platforms", "cpu")
+if len(sys.argv) > 2:
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+with jdp.Checkpointer(sys.argv[1]) as ckpt:
+    ckpt.restore({"n": jax.numpy.int32(0)})
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(0.1)
+    os.kill(child, signal.SIGTERM)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize(("handler", "code"), [([], -signal.SIGTERM), (["own"], 7)])
+def test_what_a_process_forks_off_ends_at_sigterm_as_its_author_wants(tmp_path, handler, code):
+    command = [sys.executable, "-W", "ignore", "-c", FORKS, str(tmp_path), *handler]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.split() == [str(int(code))]
+
+
+NEVER_CLOSED = """
+import sys
+import jax, jdp
+jax.config.update("jax_platforms", "cpu")
+def train(path, closes):
+    ckpt = jdp.Checkpointer(path)
+    ckpt.step(ckpt.restore({"n": jax.numpy.int32(0)}))
+    if closes:
+        ckpt.close()
+kept = train(sys.argv[1], closes=True), train(sys.argv[2], closes=False)
+"""
+
+
+def test_a_run_that_ends_without_close_says_what_is_lost(tmp_path):
+    paths = [str(tmp_path / name) for name in ("closed", "open")]
+    command = [sys.executable, "-W", "ignore", "-c", NEVER_CLOSED, *paths]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert f"{paths[1]} was not closed" in found.stderr and paths[0] not in found.stderr
+    assert names(tmp_path / "open") == ["lock"]
+
+
+def test_outside_of_the_main_thread_signals_are_left_alone(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    failures = []
+
+    def run():
+        try:
+            counted(tmp_path, 3)
+            assert signal.getsignal(signal.SIGTERM) is before
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    assert not failures and signal.getsignal(signal.SIGTERM) is before
+
+
+# --- commits, of one process under a launcher that only owns its memory ---
+
+
+def test_a_commit_is_restored_without_orbax_and_the_launcher_told(tmp_path):
+    with Launcher() as launcher:
+        one = launcher.process("test_checkpoint:committed", tmp_path, 25)
+        assert one.result()["steps"] == 25
+        again = launcher.process("test_checkpoint:recovered", tmp_path, generation=1)
+        result = again.result()
+        assert result["state"] == [20.0] * 4 and result["steps"] == result["position"] == 20
+        assert result["orbax"] is False
+        kinds = {kind: facts for kind, facts in again.messages()}
+        assert kinds["restored"]["step"] == 20 and kinds["restored"]["tier"] == "commit"
+        assert 0 < kinds["restored"]["s"] < 60
+    assert names(tmp_path) == ["lock"]
+
+
+def test_what_is_only_in_a_commit_is_saved_at_the_end(tmp_path):
+    with Launcher() as launcher:
+        launcher.process("test_checkpoint:committed", tmp_path, 20).result()
+        launcher.process("test_checkpoint:at_its_end", tmp_path, generation=1).result()
+    assert names(tmp_path) == ["20-2", "lock"]
+    rows = Rows()
+    with jdp.Checkpointer(tmp_path, resume=True) as ckpt:
+        state = ckpt.restore({"w": jnp.zeros(4)}, rows)
+    assert state["w"].tolist() == [20.0] * 4 and ckpt.steps == rows.position == 20
+    assert names(tmp_path) == ["20-2", "lock"]  # where it is already
+
+
+# The run died while it saved its last step.
+def at_its_end(path):
+    jdp.init()
+    with jdp.Checkpointer(path) as ckpt:
+        ckpt.restore({"w": jnp.zeros(4)}, Rows())
+
+
+# Runs `stop` steps and ends without a word, as if killed, once what was begun is written.
+def committed(path, stop):
+    jdp.init()
+    rows = Rows()
+    ckpt = jdp.Checkpointer(path, commit_every=10)
+    state = ckpt.restore({"w": jnp.zeros(4)}, rows)
+    for n in range(1, stop + 1):
+        state, rows.position = {"w": state["w"] + 1}, n
+        ckpt.step(state, rows)
+    ckpt._life.commits.wait()
+    return {"steps": ckpt.steps}
+
+
+def recovered(path):
+    jdp.init()
+    rows = Rows()
+    ckpt = jdp.Checkpointer(path)
+    state = ckpt.restore({"w": jnp.zeros(4)}, rows)
+    return {
+        "state": state["w"].tolist(),
+        "steps": ckpt.steps,
+        "position": rows.position,
+        "orbax": "orbax" in sys.modules,
+    }
+
+
+def one_after_the_other(path):
+    jdp.init()
+    found = []
+    for name in ("first", "second"):
+        with jdp.Checkpointer(path / name, commit_every=1) as ckpt:
+            state = ckpt.restore({name: jnp.zeros(2)})
+            found.append(ckpt.steps)
+            while ckpt.steps < 3:
+                ckpt.step(state)
+            if name == "first":
+                continue
+            with pytest.raises(RuntimeError, match="another Checkpointer is at work"):
+                jdp.Checkpointer(path / "third").restore(state)
+    return found
+
+
+def test_the_commits_of_one_directory_are_not_taken_for_those_of_another(tmp_path):
+    with Launcher() as launcher:
+        assert launcher.process("test_checkpoint:one_after_the_other", tmp_path).result() == [0, 0]
+        again = launcher.process("test_checkpoint:one_after_the_other", tmp_path, generation=1)
+        assert again.result() == [3, 3]
+
+
+# How long a process waits for who holds the directory.
+def patience(path):
+    jdp.init()
+    waits = []
+    directories.Folder._take = lambda self, file, timeout_s: waits.append(timeout_s)
+    jdp.Checkpointer(path, resume=True).restore({"n": 0})
+    return waits
+
+
+def test_who_takes_over_waits_longer_for_the_directory_than_a_new_run(tmp_path):
+    with Launcher() as launcher:
+        started = [
+            launcher.process("test_checkpoint:patience", tmp_path, generation=i) for i in (0, 1)
+        ]
+        [new], [taken_over] = [process.result() for process in started]
+    assert taken_over > 10 * new
+
+
+def test_the_newer_of_commit_and_checkpoint_is_taken(tmp_path):
+    with Launcher() as launcher:
+        launcher.process("test_checkpoint:committed", tmp_path, 12).result()
+        # Without a launcher: from the start to step 30, on disk.
+        with jdp.Checkpointer(tmp_path) as ckpt:
+            ckpt.restore({"w": jnp.zeros(4)}, Rows())
+            for _ in range(30):
+                ckpt.step({"w": jnp.full(4, 30.0)}, Rows())
+        result = launcher.process("test_checkpoint:recovered", tmp_path, generation=1).result()
+        assert result["state"] == [30.0] * 4 and result["steps"] == 30

@@ -1,0 +1,188 @@
+import fcntl
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.processes import environment
+
+from jdp.checkpoint.commit_memory import CommitMemory
+
+
+@pytest.fixture
+def file():
+    file = os.memfd_create("test")
+    yield file
+    os.close(file)
+
+
+def parts_of(step, sizes=(5, 0, 70)):
+    return [np.full(size, step % 251, np.uint8) for size in sizes]
+
+
+# Whether the newest commit is one that somebody wrote, unchanged; its step, 0 for none.
+def step_of(memory):
+    newest = memory.newest()
+    if newest is None:
+        return 0
+    step = newest.facts["step"]
+    assert (memory.read(newest) == step % 251).all()
+    return step
+
+
+def test_there_is_no_commit_in_an_empty_memory(file):
+    assert CommitMemory(file).newest() is None
+
+
+def test_the_newest_of_many_commits_is_read_also_by_another_process(file):
+    memory = CommitMemory(file)
+    for step in range(1, 8):
+        memory.write({"step": step}, parts_of(step))
+        assert step_of(CommitMemory(os.dup(file))) == step
+
+
+def test_commits_of_any_sizes_leave_each_other_alone(file):
+    memory, rng = CommitMemory(file), random.Random(0)
+    for step in range(1, 60):
+        sizes = [rng.choice([0, 1, 63, 4096, 20000]) for _ in range(3)]
+        memory.write({"step": step, "more": "x" * rng.choice([0, 5000])}, parts_of(step, sizes))
+        assert step_of(memory) == step
+        older = [memory._commit(slot) for slot in (0, 1)]
+        whole = [each for each in older if each is not None]
+        assert len(whole) == min(step, 2)
+        assert all((memory.read(each) == each.facts["step"] % 251).all() for each in whole)
+
+
+def test_commits_of_one_size_take_the_room_of_two(file):
+    memory = CommitMemory(file)
+    for step in range(1, 8):
+        memory.write({"step": step}, parts_of(step, (10_000,)))
+    assert os.fstat(file).st_size < 40_000
+
+
+def test_many_parts_are_written_one_after_the_other(file):
+    memory = CommitMemory(file)
+    parts = [np.full(3, i % 256, np.uint8) for i in range(3000)]
+    memory.write({}, parts)
+    np.testing.assert_array_equal(memory.read(memory.newest()), np.concatenate(parts))
+
+
+class Died(BaseException):
+    pass
+
+
+# Writes `left` more bytes, in calls and in stores, and dies.
+class Dying:
+    def __init__(self, left):
+        self.left = left
+
+    def pwrite(self, file, data, start):
+        count = self._take(len(data))
+        WRITE(file, data[:count], start)
+        return self._survived(count, len(data))
+
+    def copyto(self, target, values):
+        count = self._take(len(values))
+        target[:count] = values[:count]
+        self._survived(count, len(values))
+
+    def _take(self, wanted):
+        count = min(self.left, wanted)
+        self.left -= count
+        return count
+
+    def _survived(self, count, wanted):
+        if count < wanted:
+            raise Died
+        return count
+
+
+WRITE = os.pwrite
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+def test_a_writer_that_dies_at_any_byte_costs_one_commit(file, monkeypatch, before):
+    memory = CommitMemory(file)
+    for step in range(1, before + 1):
+        memory.write({"step": step}, parts_of(step))
+    image = os.pread(file, 1 << 20, 0)
+    num_deaths = 0
+    for left in range(10_000):
+        os.pwrite(file, image.ljust(os.fstat(file).st_size, b"\0"), 0)
+        dying = Dying(left)
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "pwrite", dying.pwrite)
+                patch.setattr(np, "copyto", dying.copyto)
+                memory.write({"step": before + 1}, parts_of(before + 1))
+            break
+        except Died:
+            num_deaths += 1
+        assert step_of(memory) == before
+        # Whoever takes over goes on.
+        memory.write({"step": before + 1}, parts_of(before + 1))
+        assert step_of(memory) == before + 1
+    assert num_deaths > 150
+
+
+@pytest.mark.parametrize("offset", [3, 20, 30, 45, 4096 + 2])
+def test_a_commit_with_a_flipped_bit_in_its_record_is_none(file, offset):
+    memory = CommitMemory(file)
+    memory.write({"step": 1}, parts_of(1))
+    byte = os.pread(file, 1, offset)[0]
+    os.pwrite(file, bytes([byte ^ 1]), offset)
+    assert memory.newest() is None
+
+
+def test_a_host_without_memory_is_an_error_that_leaves_the_newer_commit():
+    file = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    memory = CommitMemory(file)
+    for step in (1, 2):
+        memory.write({"step": step}, parts_of(step))
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+    with pytest.raises(OSError):
+        memory.write({"step": 3}, parts_of(3, (100_000,)))
+    assert step_of(memory) == 2
+    assert all(memory._commit(slot) is not None for slot in (0, 1))
+    os.close(file)
+
+
+WRITER = """
+import sys, numpy as np
+from jdp.checkpoint.commit_memory import CommitMemory
+memory = CommitMemory(int(sys.argv[1]))
+newest = memory.newest()
+step = newest.facts["step"] if newest else 0
+print("writing", flush=True)
+while True:
+    step += 1
+    part = np.full(300_000, step % 251, np.uint8)
+    memory.write({"step": step}, [part[:100_001], part[100_001:]])
+"""
+
+
+def test_a_killed_writer_leaves_a_commit_that_is_whole(file):
+    memory, rng, step = CommitMemory(file), random.Random(1), 0
+    for _ in range(30):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(file)],
+            pass_fds=[file],
+            env=environment(),
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+        )
+        with writer:
+            try:
+                assert writer.stdout.readline() == b"writing\n"
+                time.sleep(rng.uniform(0.0, 0.01))
+            finally:
+                writer.send_signal(signal.SIGKILL)
+        found = step_of(memory)
+        assert found >= step
+        step = found
+    assert step > 30

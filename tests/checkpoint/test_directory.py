@@ -1,0 +1,270 @@
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support.processes import environment
+
+from jdp.checkpoint.directory import Folder, TornError
+
+ARRAYS = {
+    "0.params['a/b']": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "1": np.array([1.5, -0.0, np.nan], ml_dtypes.bfloat16),
+    "2.step": np.array(7, np.int32),
+    "3": np.array([True, False]),
+    "4": np.array([1 + 2j], np.complex64),
+    "5": np.array([0.5, 2.0], ml_dtypes.float8_e4m3fn),
+    "6": np.array([2**63], np.uint64),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = Folder(tmp_path / "runs" / "a")
+    folder.lock()
+    yield folder
+    folder.unlock()
+
+
+def steps(folder):
+    return [(each.life, each.step) for each in folder.checkpoints()]
+
+
+# What is still whole, newest first.
+def whole(folder):
+    found = []
+    for checkpoint in folder.checkpoints():
+        with contextlib.suppress(TornError):
+            found.append(folder.facts(checkpoint)["step"])
+    return found
+
+
+def write(folder, step, life=1, arrays=None):
+    folder.write(life, step, {"step": step}, arrays or {"0": np.full(1000, step, np.float32)})
+
+
+def test_arrays_of_all_dtypes_come_back_with_equal_bits(folder):
+    folder.write(1, 20, {"step": 20, "position": 640}, ARRAYS)
+    (checkpoint,) = folder.checkpoints()
+    assert folder.facts(checkpoint) == {"step": 20, "position": 640}
+    found = folder.read(checkpoint, list(ARRAYS))
+    for name, array in ARRAYS.items():
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
+        assert found[name].tobytes() == array.tobytes()
+
+
+def test_the_later_life_is_the_newer(folder):
+    for life, step in [(1, 10), (1, 9), (2, 5), (1, 100)]:
+        write(folder, step, life)
+    assert steps(folder) == [(2, 5), (1, 100), (1, 10), (1, 9)]
+
+
+def test_only_the_newest_are_kept(folder):
+    for step in (5, 10, 15, 20):
+        write(folder, step)
+    folder.keep(2)
+    assert steps(folder) == [(1, 20), (1, 15)]
+    assert sorted(path.name for path in folder.path.iterdir()) == ["15-1", "20-1", "lock"]
+
+
+def truncated(path):
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flipped(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def grown(path):
+    with open(path, "ab") as file:
+        file.write(b"\0")
+
+
+@pytest.mark.parametrize("damage", [truncated, flipped, grown, Path.unlink])
+def test_damage_to_any_file_is_found_and_the_file_named(folder, damage):
+    write(folder, 10)
+    files = [path for path in folder.checkpoints()[0].path.rglob("*") if path.is_file()]
+    assert len(files) >= 5
+    for file in files:
+        data = file.read_bytes()
+        if not data:
+            continue
+        damage(file)
+        with pytest.raises(TornError, match="manifest" if file.name == "manifest" else file.name):
+            folder.facts(folder.checkpoints()[0])
+        file.write_bytes(data)
+    assert whole(folder) == [10]
+
+
+def test_a_manifest_says_what_it_holds_or_is_torn(folder):
+    write(folder, 10)
+    manifest = folder.checkpoints()[0].path / "manifest"
+    manifest.write_text(manifest.read_text().replace('"step": 10', '"step": 11'))
+    assert whole(folder) == []
+
+
+class Died(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("last", ["os.fsync", "os.rename"])
+def test_a_death_while_writing_leaves_no_checkpoint_and_is_cleared_away(folder, monkeypatch, last):
+    def die(*_):
+        raise Died
+
+    write(folder, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"jdp.checkpoint.directory.{last}", die)
+        with pytest.raises(Died):
+            write(folder, 20)
+    assert steps(folder) == [(1, 10)]
+    assert len(list(folder.path.iterdir())) == 3
+    folder.unlock()
+    folder.lock()
+    assert sorted(path.name for path in folder.path.iterdir()) == ["10-1", "lock"]
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(folder, monkeypatch):
+    synced, missing, fsync, rename = set(), [], os.fsync, os.rename
+
+    def noted_fsync(file):
+        synced.add(Path(f"/proc/self/fd/{file}").readlink())
+        fsync(file)
+
+    def noted_rename(old, new):
+        if new == folder.path / "10-1":  # Orbax has a name of its own until it is done
+            missing.extend(path for path in [old, *old.rglob("*")] if path not in synced)
+        rename(old, new)
+
+    monkeypatch.setattr("jdp.checkpoint.directory.os.fsync", noted_fsync)
+    monkeypatch.setattr("jdp.checkpoint.directory.os.rename", noted_rename)
+    write(folder, 10)
+    assert not missing and whole(folder) == [10]
+    assert folder.path in synced
+
+
+def test_only_what_could_be_a_checkpoint_is_cleared_away(folder):
+    folder.unlock()
+    for name in ("notes.part", "20-1.part"):
+        (folder.path / name).mkdir()
+    folder.lock()
+    assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "notes.part"]
+
+
+# In a mount namespace of its own, so that nothing is left however it ends; without root, files may
+# not be larger than the disk would be, which is nearly the same.
+ON_A_SMALL_DISK = """
+path=$1
+shift
+mount -t tmpfs -o size=400k tmpfs "$path" 2> /dev/null || ulimit -f 200
+exec "$@"
+"""
+
+FULL = """
+import resource, sys
+import numpy as np
+from jdp.checkpoint.directory import Folder
+folder = Folder(sys.argv[1])
+folder.lock()
+small, rng = {"0": np.ones(1000, np.float32)}, np.random.default_rng(0)
+folder.write(1, 10, {"step": 10}, small)
+try:
+    folder.write(1, 20, {"step": 20}, {"0": rng.integers(0, 255, 1_000_000, np.uint8)})
+except OSError as error:
+    print(error)
+print(sorted(path.name for path in folder.path.iterdir()))
+folder.write(1, 30, {"step": 30}, small)
+print([folder.facts(each)["step"] for each in folder.checkpoints()])
+folder.unlock()
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+try:
+    folder.lock()
+except OSError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_an_error_that_leaves_the_last_good_checkpoint(tmp_path):
+    alone = ["unshare", "--mount"] if not os.geteuid() else []
+    done = subprocess.run(
+        [*alone, "sh", "-c", ON_A_SMALL_DISK, "sh", str(tmp_path)]
+        + [sys.executable, "-c", FULL, str(tmp_path)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert not done.returncode, done.stderr
+    *error, left, whole, locked = done.stdout.splitlines()
+    assert re.search("step 20 could not be saved.*1000000 bytes.*stays: 10", " ".join(error))
+    assert left == "['10-1', 'lock']" and whole == "[30, 10]"
+    assert re.search("checkpoints cannot be written to .*: .*File too large", locked)
+
+
+def test_a_folder_that_cannot_be_written_to_is_an_error_that_names_it(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="cannot be written to .*file/run.*that this process may"):
+        Folder(tmp_path / "file" / "run").lock()
+
+
+def test_a_url_is_no_folder():
+    with pytest.raises(ValueError, match="gs://bucket/run is no folder of a disk"):
+        Folder("gs://bucket/run")
+
+
+HOLDER = """
+import sys, time
+from jdp.checkpoint.directory import Folder
+folder = Folder(sys.argv[1])
+folder.lock()
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path, monkeypatch):
+    monkeypatch.setattr("jdp.checkpoint.directory._LOCK_TIMEOUT_S", 0.1)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+    )
+    folder = Folder(tmp_path)
+    with holder:
+        try:
+            assert holder.stdout.readline() == b"locked\n"
+            with pytest.raises(RuntimeError, match=f"in use by another run .process {holder.pid} "):
+                folder.lock()
+        finally:
+            holder.send_signal(signal.SIGKILL)
+    folder.lock()
+    folder.unlock()
+
+
+def test_a_run_that_goes_on_waits_for_who_holds_the_lock(folder, monkeypatch):
+    monkeypatch.setattr("jdp.checkpoint.directory._LOCK_TIMEOUT_S", 0.0)
+    timer = threading.Timer(0.3, folder.unlock)
+    timer.start()
+    other = Folder(folder.path)
+    other.lock(resumes=True)
+    other.unlock()
+    timer.join()
+
+
+def test_two_runs_of_one_process_are_kept_apart(folder, monkeypatch):
+    monkeypatch.setattr("jdp.checkpoint.directory._LOCK_TIMEOUT_S", 0.1)
+    with pytest.raises(RuntimeError, match="in use by another run"):
+        Folder(folder.path).lock()
+    folder.unlock()
+    other = Folder(folder.path)
+    other.lock()
+    other.unlock()

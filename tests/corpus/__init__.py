@@ -1,0 +1,1 @@
+"""Programs that jdp must accept, and programs that it must refuse."""

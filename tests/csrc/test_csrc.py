@@ -1,0 +1,90 @@
+"""The C++ tests of the native all-reduce, as they are and under sanitizers."""
+
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "jdp" / "csrc" / "cpu"
+# XLA's side has tests of its own, through JAX.
+LIBRARY = [path for path in SOURCES.glob("*.cc") if path.stem not in ("ffi_cpu", "c_api")]
+TESTS = sorted((ROOT / "tests" / "csrc").glob("*_test.cc"))
+CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or "c++"
+FLAGS = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-pthread"]
+
+# Flags, and small steps in a row: sanitizers make them slow.
+MODES = {
+    "plain": (["-O3"], 30_000),
+    "threads": (["-O1", "-fsanitize=thread"], 2000),
+    "memory": (["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"], 2000),
+}
+SMALL_SLOTS = ["-DJDP_FUZZ_SLOT_BYTES=2048", "-O1"]
+
+pytestmark = pytest.mark.skipif(shutil.which(CXX) is None, reason="there is no C++ compiler")
+
+
+def run(command, timeout_s):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr[-5000:]}"
+
+
+def compile_all(files, flags, folder):
+    def compiled(source):
+        target = folder / f"{source.stem}.o"
+        run([CXX, *FLAGS, *flags, f"-I{SOURCES}", "-c", str(source), "-o", str(target)], 300)
+        return target
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(compiled, files))
+
+
+def linked(main, shared, flags):
+    program = main.with_suffix("")
+    run([CXX, *flags, "-pthread", str(main), *map(str, shared), "-o", str(program)], 60)
+    return program
+
+
+def require_sanitizers(flags, folder):
+    probe = folder / "probe.cc"
+    probe.write_text("int main() {}\n")
+    command = [CXX, *flags, str(probe), "-o", str(folder / "probe")]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip(f"{CXX} has no {' '.join(flags)}")
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=[pytest.mark.slow] if mode != "plain" else [], id=mode)
+        for mode in MODES
+    ],
+)
+def test_the_native_all_reduce_holds_what_its_own_tests_claim(mode, tmp_path):
+    flags, num_steps = MODES[mode]
+    require_sanitizers(flags, tmp_path)
+    objects = compile_all([*LIBRARY, *TESTS], flags, tmp_path)
+    shared, mains = objects[: len(LIBRARY)], objects[len(LIBRARY) :]
+    for main in mains:
+        run([str(linked(main, shared, flags)), str(num_steps)], 200)
+
+
+# Small slots make many rounds of few bytes, and so find more in a second; the real size is what
+# users run.
+@pytest.mark.parametrize("slot", ["small", "real"])
+@pytest.mark.parametrize(
+    "mode, seconds", [("plain", 6), pytest.param("threads", 10, marks=pytest.mark.slow)]
+)
+def test_every_schedule_gives_exact_sums(mode, seconds, slot, tmp_path):
+    """Set JDP_FUZZ_SEED to the seed that a failure shows, and JDP_FUZZ_SECONDS to run longer."""
+    flags = [*MODES[mode][0], "-DJDP_FUZZ", *SMALL_SLOTS * (slot == "small")]
+    require_sanitizers(flags, tmp_path)
+    fuzzer, *shared = compile_all(
+        [ROOT / "tests/csrc/cpu/schedule_fuzz.cc", *LIBRARY], flags, tmp_path
+    )
+    seconds = float(os.environ.get("JDP_FUZZ_SECONDS", seconds))
+    seed = os.environ.get("JDP_FUZZ_SEED", "0")
+    run([str(linked(fuzzer, shared, flags)), str(seconds), seed], 60 + 2 * seconds)

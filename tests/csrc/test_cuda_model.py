@@ -1,0 +1,101 @@
+"""The text of the CUDA kernels over host threads, under ThreadSanitizer, against numpy bit by bit.
+
+What a GPU alone can show, `benchmarks/gpu/run_all.sh` runs on one.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CUDA = Path(__file__).parent / "cuda"
+sys.path.insert(0, str(CUDA))
+
+import ring_cases  # noqa: E402 - the folder has no package: another one is called cuda, too
+
+CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+DEADLINE_S = 120
+
+
+def compiled(folder, name, *flags):
+    program = folder / Path(name).stem
+    command = [*CXX.split(), "-std=c++17", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror"]
+    command += [f"-I{ROOT / 'jdp' / 'csrc'}", f"-I{ROOT / 'benchmarks' / 'gpu'}", *flags]
+    command += [str(CUDA / name), "-o", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+@pytest.fixture(scope="module")
+def host_model(tmp_path_factory):
+    if CXX is None:
+        pytest.skip("needs a C++ compiler: g++, clang++ or $CXX")
+    folder = tmp_path_factory.mktemp("cuda")
+    probe = folder / "probe.cc"
+    probe.write_text("int main() {}\n")
+    linked = subprocess.run(
+        [*CXX.split(), "-fsanitize=thread", str(probe), "-o", str(folder / "probe")],
+        capture_output=True,
+    )
+    if linked.returncode or subprocess.run([folder / "probe"], capture_output=True).returncode:
+        pytest.skip("ThreadSanitizer does not work here")
+    return compiled(folder, "host_model.cc", "-fsanitize=thread")
+
+
+def differences(host_model, cases, find):
+    cases = list(cases)
+    results = ring_cases.run([str(host_model)], cases, DEADLINE_S)
+    return [found for found in map(find, cases, results) if found]
+
+
+def test_every_algorithm_and_dtype_equals_the_model_at_the_edges(host_model):
+    assert not differences(host_model, ring_cases.small_cases(), ring_cases.difference)
+
+
+def test_calls_follow_each_other_past_the_largest_message_number(host_model):
+    assert not differences(host_model, ring_cases.repeated_cases(30), ring_cases.difference)
+
+
+def test_a_large_leaf_takes_many_messages(host_model):
+    assert not differences(host_model, ring_cases.large_cases(), ring_cases.difference)
+
+
+def test_a_missing_rank_is_named_and_leaves_no_number_that_looks_right(host_model):
+    cases = ring_cases.missing_cases(timeout_ms=100)
+    assert not differences(host_model, cases, ring_cases.missing_difference)
+
+
+def test_a_host_that_says_stop_ends_the_waits_of_all_ranks(host_model):
+    assert not differences(host_model, ring_cases.aborted_cases(), ring_cases.aborted_difference)
+
+
+def test_a_rank_with_another_bucket_is_named_with_both_and_nothing_is_added_up(host_model):
+    cases = ring_cases.mismatched_cases()
+    assert not differences(host_model, cases, ring_cases.mismatched_difference)
+
+
+@pytest.mark.parametrize("program", ["arena_test.cc", "host_side_test.cc"])
+def test_the_host_gives_out_memory_blocks_and_turns_as_it_should(program, tmp_path):
+    if CXX is None:
+        pytest.skip("needs a C++ compiler: g++, clang++ or $CXX")
+    plan = ROOT / "jdp" / "csrc" / "cuda" / "plan.cc"
+    done = subprocess.run(
+        [compiled(tmp_path, program, str(plan))],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_benchmark_of_the_kernels_tells_every_wrong_element_from_the_exact_sum(tmp_path):
+    if CXX is None:
+        pytest.skip("needs a C++ compiler: g++, clang++ or $CXX")
+    program = compiled(tmp_path, "whole_numbers_test.cc")
+    done = subprocess.run([program], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,524 @@
+"""Batches lie on the ranks in the order of the stream, every row once, from any position."""
+
+import itertools
+import subprocess
+import sys
+import threading
+import traceback
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.processes import environment
+from support.threads import running, wait_until, wait_until_none_runs
+
+import jdp.distributed.mesh
+from jdp.data.batches import batches, shard_batches
+from jdp.data.sampler import Sampler
+
+X = np.arange(22.0, dtype=np.float32).reshape(11, 2)  # 11 divides by no batch size
+DATA = {"x": X, "row": np.arange(11)}
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    wait_until_none_runs()
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    return data_mesh(1)
+
+
+def data_mesh(num_ranks):
+    return jax.sharding.Mesh(jax.devices("cpu")[:num_ranks], "data")
+
+
+def rows_of(loop):
+    """The rows that count, batch by batch."""
+    found = []
+    for batch in loop:
+        mask = np.asarray(batch.get("mask", np.ones(batch["row"].shape, bool)))
+        found.append(np.asarray(batch["row"])[mask].tolist())
+    return found
+
+
+# --- What comes, and where it lies
+
+
+def test_ranks_hold_the_global_batch_in_order(mesh):
+    num_ranks = mesh.size
+    sampler = Sampler(11, 2 * num_ranks, seed=5)
+    for batch in batches(DATA, 2 * num_ranks, num_steps=13, seed=5, mesh=mesh):
+        rows = next(sampler)
+        np.testing.assert_array_equal(batch["row"], rows)
+        np.testing.assert_array_equal(batch["x"], X[rows])
+        for rank, device in enumerate(mesh.devices):
+            (shard,) = [s for s in batch["row"].addressable_shards if s.device == device]
+            assert np.asarray(shard.data).tolist() == rows[2 * rank : 2 * rank + 2].tolist()
+    assert sampler.position == 13 * 2 * num_ranks
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    num_rows=st.integers(1, 11),
+    epochs=st.integers(1, 3),
+    ranks=st.tuples(st.sampled_from([1, 2, 3, 5, 8]), st.sampled_from([1, 2, 3, 5, 8])),
+    batch_sizes=st.tuples(st.integers(1, 12), st.integers(1, 12)),
+    stop=st.integers(0, 5),
+    shuffle=st.booleans(),
+)
+def test_every_row_counts_once_per_epoch_also_across_a_change_of_ranks(
+    num_rows, epochs, ranks, batch_sizes, stop, shuffle
+):
+    data = {"row": np.arange(num_rows)}
+    options = dict(epochs=epochs, seed=2, shuffle=shuffle, prefetch=0)
+    first = batches(data, batch_sizes[0], mesh=data_mesh(ranks[0]), **options)
+    done = rows_of(itertools.islice(first, stop))
+    second = batches(
+        data, batch_sizes[1], mesh=data_mesh(ranks[1]), position=first.position, **options
+    )
+    seen = np.concatenate([np.array([], int), *done, *rows_of(second)])
+    stream = Sampler(num_rows, 1, seed=2, shuffle=shuffle).indices(0, epochs * num_rows)
+    assert seen.tolist() == stream.tolist()
+    assert second.position == epochs * num_rows
+
+
+@pytest.mark.parametrize(
+    "dataset, masked",
+    [
+        (X, lambda x, mask: (x, mask)),
+        ((X, X[:, 0]), lambda x, mask: (x, x[:, 0], mask)),
+        ({"x": X, "y": {"z": X}}, lambda x, mask: {"x": x, "y": {"z": x}, "mask": mask}),
+        ([{"x": x} for x in X], lambda x, mask: {"x": x, "mask": mask}),
+        ([(x, x[0]) for x in X], lambda x, mask: (x, x[:, 0], mask)),
+    ],
+    ids=["array", "tuple", "dict", "rows of dicts", "rows of tuples"],
+)
+def test_the_last_batch_is_padded_and_masked(dataset, masked, mesh):
+    size = 8 * mesh.size if mesh.size == 1 else mesh.size * 3
+    found = list(batches(dataset, size, epochs=1, shuffle=False, mesh=mesh))
+    for i, batch in enumerate(found):
+        rows = np.arange(i * size, (i + 1) * size)
+        mask = rows < 11
+        expected = masked(X[np.minimum(rows, 10)], mask)
+        assert jax.tree.structure(batch) == jax.tree.structure(expected)
+        jax.tree.map(np.testing.assert_array_equal, batch, expected)
+        assert jax.tree.leaves(batch)[0].shape[0] == size
+    assert len(found) == -(-11 // size)
+
+
+@pytest.mark.parametrize(
+    "num_rows, options, has_mask",
+    [
+        (11, dict(epochs=1), True),
+        (12, dict(epochs=1), True),  # also where no batch is short: a step can rely on it
+        (11, dict(num_steps=5), False),
+        (11, dict(epochs=1, tail="drop"), False),
+        (3, dict(epochs=1), True),  # one short batch
+    ],
+)
+def test_a_mask_is_in_every_batch_or_in_none(num_rows, options, has_mask, make_mesh):
+    traces = []
+
+    @jax.jit
+    def step(batch):
+        traces.append(batch)
+        return batch["row"].sum()
+
+    for batch in batches({"row": np.arange(num_rows)}, 4, mesh=make_mesh(2), **options):
+        step(batch)
+        assert ("mask" in batch) == has_mask
+    assert len(traces) == 1
+
+
+def test_tail_drop_leaves_out_the_short_batch_only(make_mesh):
+    loop = batches(DATA, 4, epochs=2, tail="drop", seed=1, mesh=make_mesh(2))
+    assert len(loop) == 5
+    rows = np.concatenate(rows_of(loop))
+    assert rows.tolist() == Sampler(11, 1, seed=1).indices(0, 20).tolist()
+    assert loop.position == 20
+
+
+def test_steps_run_across_epochs_with_full_batches(one_rank):
+    loop = batches(DATA, 8, num_steps=4, mesh=one_rank)
+    rows = np.concatenate(rows_of(loop))
+    assert len(rows) == 32
+    for epoch in rows[:22].reshape(2, 11):
+        assert sorted(epoch) == list(range(11))
+    assert rows[:11].tolist() != rows[11:22].tolist()
+
+
+def test_seeds_have_different_orders_and_the_same_seed_the_same(one_rank):
+    orders = [rows_of(batches(DATA, 11, epochs=1, seed=s, mesh=one_rank)) for s in (0, 1, 0)]
+    assert orders[0] == orders[2] != orders[1]
+
+
+def test_a_row_is_read_once_however_many_devices_hold_it():
+    read = []
+
+    class Rows:
+        def __len__(self):
+            return 11
+
+        def __getitem__(self, i):
+            read.append(i)
+            return np.float32(i)
+
+    mesh = jax.make_mesh(
+        (2, 4),
+        ("data", "model"),
+        axis_types=(jax.sharding.AxisType.Auto,) * 2,
+        devices=jax.devices("cpu"),
+    )
+    (batch,) = batches(Rows(), 4, num_steps=1, mesh=mesh, prefetch=0)
+    assert read == Sampler(11, 4).indices(0, 4).tolist()
+    assert [s.data.tolist() for s in batch.addressable_shards] == [read[:2]] * 4 + [read[2:]] * 4
+
+
+def test_several_axes_split_the_batch():
+    mesh = jax.make_mesh(
+        (2, 2),
+        ("replica", "fsdp"),
+        axis_types=(jax.sharding.AxisType.Auto,) * 2,
+        devices=jax.devices("cpu")[:4],
+    )
+    both = ("replica", "fsdp")
+    (batch,) = batches(X, 8, num_steps=1, shuffle=False, axis_name=both, mesh=mesh)
+    assert [s.data[0, 0].item() / 2 for s in batch.addressable_shards] == [0, 2, 4, 6]
+
+
+def test_the_mesh_is_that_of_init_when_the_loop_begins(make_mesh, monkeypatch):
+    monkeypatch.setattr(jdp.distributed.mesh, "_current", None)
+    loop, sharded = batches(X, 4, num_steps=1), shard_batches([X[:4]])
+    with pytest.raises(RuntimeError, match="jdp.init"):
+        next(iter(loop))
+    mesh = make_mesh(2)
+    jdp.distributed.mesh.init(mesh)
+    assert next(iter(loop)).sharding.mesh == mesh
+    assert next(sharded).sharding.mesh == mesh
+
+
+# --- Position
+
+
+class Watched:
+    """Rows that say how many were read."""
+
+    def __init__(self, num_rows=1000):
+        self.num_rows, self.read = num_rows, 0
+
+    def __len__(self):
+        return self.num_rows
+
+    def __getitem__(self, i):
+        self.read += 1
+        return np.float32(i)
+
+
+def test_position_counts_what_was_handed_out_not_what_was_read_ahead(one_rank):
+    rows = Watched()
+    loop = batches(rows, 4, num_steps=100, mesh=one_rank, prefetch=3)
+    assert loop.position == 0
+    for i, _ in enumerate(itertools.islice(loop, 5)):
+        wait_until(lambda i=i: rows.read == (i + 1 + 3) * 4)
+        assert loop.position == (i + 1) * 4
+
+
+def test_a_loop_goes_on_after_a_break(one_rank):
+    expected = rows_of(batches(DATA, 4, num_steps=6, mesh=one_rank))
+    loop = batches(DATA, 4, num_steps=6, mesh=one_rank)
+    assert rows_of(itertools.islice(loop, 2)) == expected[:2]
+    assert loop.position == 8
+    assert rows_of(loop) == expected[2:]
+
+
+def test_setting_the_position_goes_there(one_rank):
+    expected = rows_of(batches(DATA, 4, num_steps=6, mesh=one_rank))
+    loop = batches(DATA, 4, num_steps=6, mesh=one_rank)
+    for position in (16, 0, 12):
+        loop.position = position
+        assert rows_of(loop) == expected[position // 4 :]
+        assert loop.position == 24
+
+
+def test_a_finished_run_has_nothing_left_but_says_so_to_who_loops_again(one_rank):
+    finished = batches(DATA, 4, epochs=2, position=22, mesh=one_rank)
+    assert list(finished) == []  # a job that starts again after its end
+    loop = batches(DATA, 4, epochs=2, mesh=one_rank)
+    again = rows_of(loop)
+    with pytest.raises(RuntimeError, match="all 6 batches.*position = 0.*epochs or num_steps"):
+        iter(loop)
+    loop.position = 0
+    assert rows_of(loop) == again
+
+
+def test_the_position_cannot_be_set_inside_a_loop(one_rank):
+    loop = batches(DATA, 4, num_steps=3, mesh=one_rank)
+    for _ in loop:
+        with pytest.raises(RuntimeError, match="cannot be set to 0 while a loop runs"):
+            loop.position = 0
+    loop.position = 4
+    stopped = iter(loop)
+    next(stopped)
+    loop.close()
+    loop.position = 4
+    assert len(list(loop)) == 2
+
+
+def test_a_new_loop_ends_the_one_before(one_rank):
+    loop = batches(DATA, 4, num_steps=4, mesh=one_rank)
+    first = iter(loop)
+    next(first)
+    second = iter(loop)
+    next(second)
+    assert list(first) == []
+    assert len(list(second)) == 2
+
+
+def test_length_and_epoch(one_rank):
+    loop = batches(DATA, 4, epochs=2, mesh=one_rank)
+    epochs = []
+    for _ in loop:
+        epochs.append(loop.epoch)
+        assert len(loop) == 6
+    assert epochs == [0, 0, 1, 1, 1, 2]  # of the row after 4, 8, 12, 16, 20 and 22 rows
+    assert len(batches(DATA, 4, num_steps=7, mesh=one_rank)) == 7
+
+
+# --- The thread
+
+
+@pytest.mark.parametrize("leave", ["break", "raise", "close", "with", "drop", "end"])
+def test_leaving_a_loop_ends_the_thread(leave, one_rank):
+    loop = batches(Watched(), 4, num_steps=10, mesh=one_rank)
+    iterator = iter(loop)
+    next(iterator)
+    assert len(running()) == 1
+    if leave == "break":
+        del iterator
+        for _ in loop:
+            break
+    elif leave == "raise":
+        with pytest.raises(KeyError):
+            for _ in iterator:
+                raise KeyError("in the step")
+        del iterator
+    elif leave == "close":
+        loop.close()
+        assert list(iterator) == []
+    elif leave == "with":
+        with loop:
+            next(iterator)
+    elif leave == "drop":
+        del loop, iterator
+    else:
+        assert len(list(iterator)) == 9
+    assert not running()
+
+
+def test_an_exception_of_the_dataset_keeps_its_traceback(one_rank):
+    class Rows(Watched):
+        def __getitem__(self, i):
+            return self.broken_disk() if i == 9 else np.float32(i)
+
+        def broken_disk(self):
+            raise OSError("cannot read row 9")
+
+    loop = batches(Rows(), 4, num_steps=10, shuffle=False, mesh=one_rank)
+    with pytest.raises(OSError, match="cannot read row 9") as caught:
+        for _ in loop:
+            pass
+    assert loop.position == 8
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "broken_disk" in frames
+
+
+def test_depth_0_needs_no_thread(one_rank):
+    rows = Watched()
+    loop = batches(rows, 4, num_steps=10, mesh=one_rank, prefetch=0)
+    for i, _ in enumerate(itertools.islice(loop, 3)):
+        assert rows.read == (i + 1) * 4
+        assert not running()
+
+
+# The thread is at work when the program ends, since there is room for all batches.
+PROGRAM = """
+import jax, numpy as np
+from jdp.data.batches.batches import batches
+
+class Rows:
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, i):
+        return np.ones(2_000, np.float32)
+
+mesh = jax.sharding.Mesh(jax.devices(), "data")
+loop = iter(batches(Rows(), 64, num_steps=10**6, mesh=mesh, prefetch=10**6))
+total = jax.jit(lambda batch: batch.sum())
+assert total(next(loop)) == total(next(loop)) == 64 * 2_000
+"""
+
+
+def test_a_program_that_ends_inside_a_loop_ends_quietly():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment(), timeout=60, capture_output=True
+    )
+    assert (done.returncode, done.stderr.decode()) == (0, "")
+
+
+# --- Wrong arguments
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(), "num_steps=None and epochs=None: give exactly one"),
+        (dict(num_steps=3, epochs=2), "num_steps=3 and epochs=2: give exactly one"),
+        (dict(epochs=0), "epochs must be at least 1, not 0"),
+        (dict(num_steps=0), "num_steps must be at least 1, not 0"),
+        (dict(epochs=1, tail="wrap"), "tail='wrap'"),
+        (dict(epochs=1, prefetch=-1), "prefetch must be at least 0, not -1"),
+        (dict(epochs=1, position=-1), "position must be at least 0, not -1"),
+        (dict(epochs=1, seed=-1), "seed must be at least 0"),
+        (dict(epochs=1, batch_size=12, tail="drop"), "11 rows, a batch 12"),
+        (
+            dict(num_steps=1, batch_size=10),
+            "batch_size 10 .* 4 ranks.*mask=True.*multiple of 4, such as 12",
+        ),
+        (dict(epochs=1, batch_size=10, tail="drop"), "batch_size 10 .* 4 ranks"),
+        (dict(epochs=1, mask=False), 'mask=False with tail="pad"'),
+        (dict(epochs=1, axis_name="dp"), "none called 'dp'"),
+        (dict(epochs=1, dataset={"x": X, "y": X[:3]}), r"\['y'\] has 3 rows, \['x'\] has 11"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(options, message, make_mesh):
+    options = {"dataset": DATA, "batch_size": 4, "mesh": make_mesh(4), **options}
+    with pytest.raises(ValueError, match=message):
+        batches(**options)
+
+
+def test_a_mask_of_the_datasets_own_is_refused_only_where_one_is_needed(one_rank):
+    data = {"x": X, "mask": np.ones(11)}
+    with pytest.raises(ValueError, match='"mask" of their own'):
+        next(iter(batches(data, 4, epochs=1, mesh=one_rank)))
+    assert next(iter(batches(data, 4, num_steps=1, mesh=one_rank)))["mask"].dtype == np.float32
+
+
+# --- Batches of other loaders
+
+
+class Tensor:
+    """What NumPy sees of a PyTorch tensor: `__array__` without the `copy` of NumPy 2."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __array__(self, dtype=None):
+        return self.values if dtype is None else self.values.astype(dtype)
+
+
+class TorchLoader:
+    """Like a PyTorch DataLoader: a new iterator each time, over lists of tensors."""
+
+    def __init__(self, num_batches, rows, drop_last=True):
+        self.num_batches, self.rows, self.drop_last = num_batches, rows, drop_last
+
+    def __iter__(self):
+        for i in range(self.num_batches):
+            yield [Tensor(X[: self.rows] + i), Tensor(np.arange(self.rows))]
+        if not self.drop_last:
+            yield [Tensor(X[:1]), Tensor(np.arange(1))]
+
+
+def test_places_the_batches_of_a_torch_like_loader(mesh):
+    rows = 8 if mesh.size == 1 else mesh.size
+    loader = TorchLoader(3, rows)
+    for _ in range(2):  # epochs
+        found = list(shard_batches(loader, mesh=mesh))
+        assert len(found) == 3
+        for i, (x, y) in enumerate(found):
+            np.testing.assert_array_equal(x, X[:rows] + i)
+            np.testing.assert_array_equal(y, np.arange(rows))
+            assert [s.device for s in x.addressable_shards] == list(mesh.devices)
+            assert {s.data.shape for s in x.addressable_shards} == {(rows // mesh.size, 2)}
+
+
+def test_places_the_batches_of_grain(make_mesh):
+    grain = pytest.importorskip("grain")
+    source = grain.MapDataset.source([{"x": X[i], "row": i} for i in range(11)])
+    loader = source.shuffle(seed=3).batch(4, drop_remainder=True).to_iter_dataset()
+    found = list(shard_batches(loader, mesh=make_mesh(2)))
+    expected = list(loader)
+    assert len(found) == len(expected) == 2
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_a_loader_may_use_its_memory_again(mesh):
+    def loader():
+        # As large and aligned as JAX needs to take it for a device's memory.
+        buffer = np.empty(24 * 1024 + 16, np.float32)
+        start = -buffer.ctypes.data // 4 % 16
+        x = buffer[start : start + 24 * 1024].reshape(24, 1024)
+        for i in range(4):
+            x[:] = i
+            yield x
+
+    found = list(shard_batches(loader(), mesh=mesh))
+    assert [np.unique(batch).tolist() for batch in found] == [[0], [1], [2], [3]]
+
+
+def test_a_short_last_batch_is_refused_with_both_shapes(make_mesh):
+    loop = shard_batches(TorchLoader(2, 4, drop_last=False), mesh=make_mesh(1))
+    got = []
+    with pytest.raises(
+        ValueError, match=r"\[0\] float32\[1, 2\], the first one \[0\] float32\[4, 2"
+    ):
+        for batch in loop:
+            got.append(batch)
+    assert len(got) == 2
+
+
+def test_a_batch_that_cannot_be_split_is_refused_in_the_loop(make_mesh):
+    with pytest.raises(ValueError, match="3 rows cannot be split over the 2 ranks"):
+        next(shard_batches([X[:3]], mesh=make_mesh(2)))
+
+
+def test_an_empty_loader_gives_no_batches(one_rank):
+    assert list(shard_batches([], mesh=one_rank)) == []
+
+
+def test_a_loader_is_asked_when_the_loop_begins_and_stopped_when_it_ends(one_rank):
+    asked = []
+
+    class Loader:
+        def __iter__(self):
+            asked.append(threading.current_thread())
+            return itertools.repeat(X)
+
+    loop = shard_batches(Loader(), mesh=one_rank)
+    assert not asked
+    next(loop)
+    assert len(asked) == len(running()) == 1
+    loop.close()
+    assert not running()
+
+
+def test_an_exception_of_the_loader_keeps_its_traceback(one_rank):
+    def loader():
+        yield X
+        broken_pipe()
+
+    def broken_pipe():
+        raise OSError("the loader's process died")
+
+    loop = shard_batches(loader(), mesh=one_rank)
+    next(loop)
+    with pytest.raises(OSError, match="process died") as caught:
+        next(loop)
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "broken_pipe" in frames

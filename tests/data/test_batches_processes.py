@@ -1,0 +1,135 @@
+"""Two processes of two ranks: each reads its own rows, and wrong ones are refused on both."""
+
+import jax
+import numpy as np
+import pytest
+from support.threads import running, wait_until_none_runs
+
+from jdp.data.batches import batches, shard_batches
+from jdp.data.sampler import Sampler
+
+NUM_ROWS, BATCH_SIZE = 21, 8
+
+# Ranks by process: as JAX orders the devices, and with the processes taking turns.
+ORDERS = {"blocks": [0, 1, 2, 3], "in turns": [0, 2, 1, 3]}
+
+
+class Rows:
+    """Gives i for row i, and says which were read."""
+
+    def __init__(self):
+        self.read = []
+
+    def __len__(self):
+        return NUM_ROWS
+
+    def __getitem__(self, i):
+        self.read.append(i)
+        return {"row": np.int32(i)}
+
+
+def mesh_of(order):
+    return jax.sharding.Mesh(np.array(jax.devices())[order], "data")
+
+
+# What lies on this process's ranks, {rank: values}.
+def shards(x, mesh):
+    rank = {device: r for r, device in enumerate(mesh.devices)}
+    return {rank[s.device]: np.asarray(s.data).tolist() for s in x.addressable_shards}
+
+
+def message_of(error, loop):
+    with pytest.raises(error) as caught:
+        next(iter(loop))
+    return str(caught.value)
+
+
+def read_batches(order):
+    mesh, rows = mesh_of(order), Rows()
+    loop = batches(rows, BATCH_SIZE, epochs=1, seed=4, mesh=mesh)
+    found = [(shards(b["row"], mesh), shards(b["mask"], mesh), b["row"].shape) for b in loop]
+    wait_until_none_runs()
+    return found, rows.read, loop.position
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_each_process_reads_its_own_rows_of_the_global_batch(order, processes):
+    results = processes(2).run(read_batches, order)
+    stream = Sampler(NUM_ROWS, 1, seed=4).indices(0, NUM_ROWS).tolist()
+    seen = []
+    for parts in zip(*(found for found, _, _ in results), strict=True):
+        rows, mask = {}, {}
+        for part_rows, part_mask, shape in parts:
+            assert shape == (BATCH_SIZE,)
+            assert len(part_rows) == 2  # ranks of this process
+            rows.update(part_rows)
+            mask.update(part_mask)
+        batch, counts = (np.concatenate([x[r] for r in range(4)]) for x in (rows, mask))
+        seen += batch[counts].tolist()
+    assert seen == stream
+    read = [set(rows) for _, rows, _ in results]
+    assert all(len(rows) == 12 for _, rows, _ in results)  # 3 batches of 4 rows, padding too
+    assert not read[0] & read[1] - {stream[-1]}  # the row that pads
+    assert [position for _, _, position in results] == [NUM_ROWS, NUM_ROWS]
+
+
+def shard_own_batches(order):
+    mesh, first = mesh_of(order), 100 * jax.process_index()
+    loop = shard_batches([{"x": np.arange(4) + first + i} for i in range(3)], mesh=mesh)
+    return [shards(batch["x"], mesh) for batch in loop]
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_a_processs_batch_lies_on_its_ranks_in_order(order, processes):
+    results = processes(2).run(shard_own_batches, order)
+    for process, found in enumerate(results):
+        mine = [rank for rank, device in enumerate(order) if device // 2 == process]
+        for i, got in enumerate(found):
+            x = np.arange(4) + 100 * process + i
+            assert got == {mine[0]: x[:2].tolist(), mine[1]: x[2:].tolist()}
+
+
+# In turn, so that all processes agree on what comes next after each failure.
+def refusals():
+    mesh, odd = mesh_of(ORDERS["blocks"]), jax.process_index() == 1
+
+    def broken():
+        raise OSError("no such file")
+        yield
+
+    found = {
+        "rows": message_of(ValueError, shard_batches([np.ones(6 if odd else 4)], mesh=mesh)),
+        "dtype": message_of(
+            ValueError, shard_batches([{"x": np.ones(4, "int8" if odd else "int16")}], mesh=mesh)
+        ),
+        "end": message_of(ValueError, shard_batches([] if odd else [np.ones(4)], mesh=mesh)),
+        "scalar": message_of(
+            ValueError if odd else RuntimeError,
+            shard_batches([1.0 if odd else np.ones(4)], mesh=mesh),
+        ),
+        "error": message_of(
+            OSError if odd else RuntimeError,
+            shard_batches(broken() if odd else [np.ones(4)], mesh=mesh),
+        ),
+        "seed": message_of(
+            ValueError, batches(np.ones(9), 4, num_steps=2, seed=int(odd), mesh=mesh)
+        ),
+    }
+    assert list(shard_batches([], mesh=mesh)) == []
+    assert not running()
+    return found
+
+
+def test_first_batches_that_do_not_fit_together_are_refused_on_every_process(processes):
+    first, second = processes(2).run(refusals)
+    for case in ("rows", "dtype", "end", "seed"):
+        assert first[case] == second[case]
+    assert "process 1 begins with 3 rows per rank (batch float64[6])" in first["rows"]
+    assert "process 0 with 2 (batch float64[4])" in first["rows"]
+    assert "['x'] int8[4]" in first["dtype"] and "['x'] int16[4]" in first["dtype"]
+    assert "process 1 begins with 0 rows per rank (no batches)" in first["end"]
+    assert "seed=1" in first["seed"] and "seed=0" in first["seed"]
+    assert "scalar" in second["scalar"] and "scalar" in first["scalar"]
+    assert second["error"] == "no such file"
+    assert "process 1 could not make its first batch" in first["error"]
+    assert "no such file" in first["error"]

@@ -1,0 +1,45 @@
+"""Processes whose first batches do not fit together are told so, all of them."""
+
+import pytest
+
+from jdp.data.first_batch_check import Report, require_agreement
+
+USUAL = Report("batch", "3f2a", 2, "['x'] float32[4, 8]")
+
+
+def test_equal_reports_agree():
+    require_agreement({0: USUAL})
+    # The text may differ: a process with more ranks has more rows.
+    require_agreement({0: USUAL, 1: USUAL._replace(text="['x'] float32[8, 8]")})
+    end = Report("end", "", 0, "no batches")
+    require_agreement({0: end, 1: end})
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_the_odd_process_is_named_with_both_numbers_of_rows(odd):
+    reports = dict.fromkeys(range(3), USUAL)
+    reports[odd] = USUAL._replace(rows_per_rank=3, text="['x'] float32[6, 8]")
+    other = 1 if odd == 0 else 0
+    message = (
+        rf"process {odd} begins with 3 rows per rank \(\['x'\] float32\[6, 8\]\), "
+        rf"process {other} with 2 \(\['x'\] float32\[4, 8\]\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        require_agreement(reports)
+
+
+def test_other_shapes_are_named():
+    wide = USUAL._replace(digest="77", text="['x'] float32[4, 9]")
+    with pytest.raises(ValueError, match=r"process 1 .*\[4, 9\].*, process 0 .*\[4, 8\]"):
+        require_agreement({0: USUAL, 1: wide})
+
+
+def test_a_process_without_batches_is_named():
+    with pytest.raises(ValueError, match=r"process 1 begins with 0 rows per rank \(no batches\)"):
+        require_agreement({0: USUAL, 1: Report("end", "", 0, "no batches")})
+
+
+def test_what_failed_on_another_process_is_told():
+    failed = Report("error", "", 0, "OSError('no such file: shard-1')")
+    with pytest.raises(RuntimeError, match="process 1 could not make its first batch.*shard-1"):
+        require_agreement({0: USUAL, 1: failed})

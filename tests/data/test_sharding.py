@@ -1,0 +1,128 @@
+"""Which rows are a process's, for any mesh, and where they come to lie."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+
+from jdp.data.sharding import Layout, batch_sharding, process_rows
+
+
+def mesh_of(sizes, names, order=None):
+    devices = np.array(jax.devices("cpu"))[: int(np.prod(sizes))]
+    devices = devices if order is None else devices[order]
+    return jax.sharding.Mesh(
+        devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names)
+    )
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.data())
+def test_the_rows_of_all_processes_are_the_batch_each_row_once(data):
+    num_ranks = data.draw(st.integers(1, 8), "ranks")
+    per_rank = data.draw(st.integers(1, 3), "rows per rank")
+    owner = data.draw(st.lists(st.integers(0, 2), min_size=num_ranks, max_size=num_ranks), "owner")
+    mesh = mesh_of((num_ranks,), ("data",))
+    batch = np.arange(num_ranks * per_rank)
+    for process in set(owner):
+        mine = [
+            device for device, of in zip(mesh.devices.flat, owner, strict=True) if of == process
+        ]
+        rows = process_rows(batch_sharding(mesh, "data"), len(batch), mine)
+        ranks = np.repeat(owner, per_rank) == process  # rank r holds the r-th block
+        assert rows.tolist() == batch[ranks].tolist()
+
+
+def test_rows_follow_the_mesh_and_not_the_numbers_of_devices():
+    mesh = mesh_of((4,), ("data",), order=[2, 0, 3, 1])
+    sharding = batch_sharding(mesh, "data")
+    by_id = {device.id: process_rows(sharding, 8, [device]).tolist() for device in mesh.devices}
+    assert by_id == {2: [0, 1], 0: [2, 3], 3: [4, 5], 1: [6, 7]}
+
+
+def test_devices_along_another_axis_share_rows():
+    mesh = mesh_of((2, 4), ("data", "model"))
+    sharding = batch_sharding(mesh, "data")
+    assert process_rows(sharding, 4, mesh.devices[0]).tolist() == [0, 1]
+    assert process_rows(sharding, 4, mesh.devices[:, 1]).tolist() == [0, 1, 2, 3]
+
+
+def test_several_axes_split_the_batch_in_the_order_of_their_names():
+    mesh = mesh_of((2, 4), ("replica", "fsdp"))
+    both = batch_sharding(mesh, ("replica", "fsdp"))
+    assert process_rows(both, 16, [mesh.devices[1, 2]]).tolist() == [12, 13]
+    swapped = batch_sharding(mesh, ("fsdp", "replica"))
+    assert process_rows(swapped, 16, [mesh.devices[1, 2]]).tolist() == [10, 11]
+
+
+def test_a_process_without_a_device_has_no_rows():
+    with pytest.raises(ValueError, match="process 0 has no device on the mesh"):
+        process_rows(batch_sharding(mesh_of((2,), ("data",)), "data"), 4, [])
+
+
+def test_an_axis_that_the_mesh_lacks_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"\('dp',\), none called 'data'.*axis_name='dp'"):
+        batch_sharding(mesh_of((2,), ("dp",)), "data")
+
+
+@pytest.mark.parametrize("sizes, names, axis_name", [
+    ((1,), ("data",), "data"),
+    ((3,), ("data",), "data"),
+    ((8,), ("data",), "data"),
+    ((2, 4), ("data", "model"), "data"),
+    ((2, 4), ("data", "model"), "model"),
+    ((2, 2, 2), ("a", "b", "c"), ("a", "c")),
+])  # fmt: skip
+def test_each_device_holds_its_ranks_rows(sizes, names, axis_name):
+    sharding = batch_sharding(mesh_of(sizes, names), axis_name)
+    x = np.arange(24 * 2, dtype=np.float32).reshape(24, 2)
+    batch = {"x": x, "y": (np.arange(24), np.ones((24, 0, 3), bool))}
+    placed = Layout.of(batch, sharding).place(batch)
+    jax.tree.map(np.testing.assert_array_equal, placed, batch)
+    assert placed["x"].dtype == np.float32
+    expected = jax.device_put(x, sharding)
+    assert placed["x"].sharding == sharding
+    for shard, other in zip(
+        placed["x"].addressable_shards, expected.addressable_shards, strict=True
+    ):
+        assert shard.device == other.device
+        np.testing.assert_array_equal(shard.data, other.data)
+
+
+@pytest.mark.parametrize(
+    "batch, error, message",
+    [
+        ({"x": np.ones((4, 2)), "t": 0.5}, ValueError, r"\['t'\] float64\[\] is a scalar"),
+        (
+            {"x": np.ones((4, 2)), "y": np.ones(6)},
+            ValueError,
+            r"\['y'\] float64\[6\] has 6 rows, \['x'\] float64\[4, 2\] has 4",
+        ),
+        (np.ones(6), ValueError, "6 rows cannot be split over the 4 ranks.*multiple of 4"),
+        (np.ones((0, 3)), ValueError, "0 rows cannot be split"),
+        ({}, ValueError, "0 rows cannot be split"),
+        (
+            {"x": np.ones(4), "name": np.array(list("abcd"))},
+            TypeError,
+            r"\['name'\] <U1\[4\] cannot be put on a device",
+        ),
+    ],
+)
+def test_a_batch_that_cannot_be_split_is_refused(batch, error, message):
+    with pytest.raises(error, match=message):
+        Layout.of(batch, batch_sharding(mesh_of((4,), ("data",)), "data"))
+
+
+@pytest.mark.parametrize("later, message", [
+    ({"x": np.ones((2, 3))}, r"\[2, 3\], the first one \['x'\] float64\[4, 3\].*drop_remainder"),
+    ({"x": np.ones((4, 5))}, r"\['x'\] float64\[4, 5\]"),
+    ({"x": np.ones((4, 3), np.float32)}, r"\['x'\] float32\[4, 3\]"),
+    ({"y": np.ones((4, 3))}, "same keys"),
+    ((np.ones((4, 3)),), "same keys"),
+])  # fmt: skip
+def test_a_later_batch_that_differs_is_refused(later, message):
+    layout = Layout.of({"x": np.ones((4, 3))}, batch_sharding(mesh_of((2,), ("data",)), "data"))
+    with pytest.raises(ValueError, match=message):
+        layout.place(later)

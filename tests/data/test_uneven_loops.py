@@ -1,0 +1,329 @@
+"""Processes whose loops end after different numbers of batches are told so, and do not hang."""
+
+import re
+import subprocess
+import sys
+import threading
+import traceback
+
+import jax
+import pytest
+from support import training
+from support.processes import ProcessError, environment, free_port
+from support.threads import wait_until
+
+import jdp
+from jdp.collectives.cpu import runtime as cpu_runtime
+from jdp.data import uneven_loops
+from jdp.data.uneven_loops import End, Problem, problem_of
+from jdp.distributed import agree, in_flight, kv_store
+
+# Far below the deadlines of all-reduces (300 s) and of gloo.
+TIMEOUT_S = 20.0
+
+
+# --- What is compared
+
+
+@pytest.mark.parametrize("mine", [(9, "end"), (9, "left"), (9, "on"), (3, "on")])
+@pytest.mark.parametrize("how", ["end", "left"])
+def test_equal_ends_and_who_is_still_behind_are_no_problem(how, mine):
+    assert problem_of(End(0, 9, how), End(1, *mine)) is None
+
+
+@pytest.mark.parametrize(
+    "first, mine, text",
+    [
+        ((0, 9, "end"), (1, 10, "on"), "process 0 ended.*9 batches, but process 1 .*to batch 10"),
+        ((2, 0, "left"), (0, 1, "on"), "process 2 left.*0 batches, but process 0 .*to batch 1"),
+        ((0, 9, "end"), (1, 7, "end"), "process 0 ended.*9 batches, but process 1 ended.*7 batch"),
+        ((0, 7, "end"), (1, 9, "left"), "process 0 ended.*7 batches, but process 1 left.*9 batch"),
+    ],
+)
+def test_both_processes_and_both_numbers_are_named(first, mine, text):
+    problem = problem_of(End(*first), End(*mine))
+    assert not problem.is_failure
+    assert re.search(text, problem.text)
+
+
+def test_an_error_is_told_whatever_the_numbers():
+    failed = End(1, 9, "error", "OSError('no such file')")
+    for pair in ((failed, End(0, 9, "on")), (End(0, 9, "end"), failed)):
+        text = "process 1 could not make batch 10, so no process can go on: OSError('no such file')"
+        assert problem_of(*pair) == Problem(True, text)
+
+
+# --- Loops of several processes
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "jdp-lockstep"]
+
+
+# Calls fn, and gives what it raises; afterwards this process is ready for the next test.
+def told(fn):
+    uneven_loops.GRACE_S = 0.3  # the last one stays: a machine may be busy
+    try:
+        fn()
+    except Exception as error:
+        found = f"{type(error).__name__}: " + "".join(traceback.format_exception(error))
+    else:
+        found = None
+    wait_until(lambda: not threads())
+    uneven_loops._running.clear()
+    in_flight._calls.clear()
+    if cpu_runtime.why_missing() is None:
+        cpu_runtime.reset()
+    return found
+
+
+def loader(num_batches, wait_for=None):
+    for i in range(num_batches):
+        yield {name: x[:4] for name, x in training.batch(i).items()}
+    if wait_for is not None:
+        assert kv_store.get(wait_for, timeout_s=TIMEOUT_S) is not None
+
+
+def hand_out(lengths):
+    jdp.init()
+    seen = []
+
+    def loop():
+        for batch in jdp.shard_batches(loader(lengths[jax.process_index()])):
+            seen.append(batch)
+
+    return told(loop), len(seen)
+
+
+@pytest.mark.parametrize("lengths", [(9, 10), (10, 9), (1, 9), (9, 10, 10), (10, 10, 9), (3, 5, 9)])
+def test_loaders_of_different_lengths_are_an_error_on_every_process(processes, lengths):
+    results = processes(len(lengths)).run(hand_out, lengths, timeout_s=TIMEOUT_S)
+    shortest = min(lengths)
+    for text, num_batches in results:
+        assert text.startswith("ValueError"), text
+        assert "itertools.islice" in text
+        # Without steps nothing holds back who has more, until it hears of the end.
+        assert shortest <= num_batches
+    assert len({text.splitlines()[-1] for text, _ in results}) == 1  # the same on all
+    # Nor need the one with the fewest be the first at its end.
+    process, num_batches = re.search(
+        r"process (\d+) ended its loop after (\d+) ", results[0][0]
+    ).groups()
+    assert lengths[int(process)] == int(num_batches)
+
+
+def train(all_reduce):
+    """Process 0 has 3 batches, and ends its loop when process 1 has called its 4th step."""
+    jdp.init()
+    mine = loader(99) if jax.process_index() else loader(3, wait_for="test/4th")
+    train_step = jdp.train_step(training.plain_step)
+    s, num_steps = training.state(training.sgd(all_reduce=all_reduce)), 0
+
+    def loop():
+        nonlocal s, num_steps
+        for batch in jdp.shard_batches(mine):
+            s, metrics = train_step(s, batch)
+            num_steps += 1
+            if num_steps == 4:
+                kv_store.put("test/4th", "")
+            float(metrics["loss"])
+
+    return told(loop), num_steps
+
+
+# Processes that no loop of another test is about to get out of a wait, and that do not go on
+# together: others start in the next test.
+@pytest.fixture
+def two_processes(processes):
+    processes(2).close()
+    yield processes(2)
+    processes(2).close()
+
+
+def test_a_process_that_waits_in_a_step_of_its_own_gets_out(two_processes):
+    if why := cpu_runtime.why_missing():
+        pytest.skip(why)
+    found = two_processes.run(train, jdp.collectives.native, timeout_s=TIMEOUT_S)
+    (first, num_first), (second, num_second) = found
+    reason = "process 0 ended its loop after 3 batches, but process 1 went on to batch 4"
+    assert first.startswith("ValueError") and reason in first
+    assert "RuntimeError" in second.split(":")[0] and reason in second
+    assert (num_first, num_second) == (3, 4)
+
+
+def test_a_process_that_nothing_gets_out_ends_itself(two_processes):
+    message = (
+        r"(?s)process 1 of 2: ended with status 1;.*jdp: process 0 ended its loop after 3 batches, "
+        "but process 1 went on to batch 4.*jdp: process 1 still waits, and ends"
+    )
+    with pytest.raises(ProcessError, match=message) as caught:
+        two_processes.run(train, jdp.collectives.xla, timeout_s=TIMEOUT_S)
+    assert "Timeout" not in str(caught.value)  # of the test
+
+
+def fail(when):
+    jdp.init()
+    odd = jax.process_index() == 1
+
+    def broken():
+        yield from loader(when)
+        raise OSError("no such file: shard-7")
+
+    def loop():
+        for _ in jdp.shard_batches(broken() if odd else loader(9)):
+            pass
+
+    return told(loop)
+
+
+@pytest.mark.parametrize("when", [1, 5])
+def test_a_loader_that_raises_is_told_to_the_others(processes, when):
+    first, second, third = processes(3).run(fail, when, timeout_s=TIMEOUT_S)
+    assert second.startswith("OSError") and "in broken" in second
+    for text in (first, third):
+        assert text.startswith("OtherFailedError")
+        assert f"process 1 could not make batch {when + 1}" in text and "shard-7" in text
+
+
+# --- Leaving a loop
+
+
+def leave(numbers):
+    """Leaves three loops by break, each process after its own number of batches."""
+    jdp.init()
+    found = []
+
+    def loops():
+        for each in numbers:
+            found.append(0)
+            for batch in jdp.shard_batches(loader(9)):
+                found[-1] += 1
+                del batch
+                if found[-1] == each[jax.process_index()]:
+                    break
+
+    return told(loops), found
+
+
+def test_leaving_a_loop_at_the_same_batch_is_right_however_often(processes):
+    for text, found in processes(2).run(leave, [(3, 3), (1, 1), (9, 9)], timeout_s=TIMEOUT_S):
+        assert (text, found) == (None, [3, 1, 9])
+
+
+def test_leaving_a_loop_on_one_process_is_found(two_processes):
+    first, second = two_processes.run(leave, [(3, 99), (9, 9)], timeout_s=TIMEOUT_S)
+    # Without steps nothing holds back process 1, which may be at its end before it hears of it.
+    reason = "process [01] .*(left its loop|after 9 batches).* but process [01] "
+    assert re.search(reason, first[0]) and re.search(reason, second[0])
+
+
+def nested():
+    """Evaluates inside of a training loop, twice over."""
+    jdp.init()
+    rows = training.batch(num_rows=10)
+
+    @jdp.eval_step(weight=lambda batch: batch["mask"].sum())
+    def measure(params, batch):
+        return {"rows": jdp.sum_over_ranks(batch["mask"].sum())}
+
+    train_step, s, found = jdp.train_step(training.plain_step), training.state(), []
+    batches = jdp.batches(rows, 4, epochs=1, shuffle=False)
+    for _ in range(2):
+        for batch in jdp.shard_batches(loader(3)):
+            s, _ = train_step(s, batch)
+            found.append(int(jdp.evaluate(measure, s.params, batches)["rows"]))
+    wait_until(lambda: not threads())
+    group = "-".join(map(str, agree.peers(batch["x"].sharding.mesh)))
+    return found, kv_store.keys(f"jdp/lockstep/{group}/")
+
+
+def test_loops_follow_and_contain_each_other_and_leave_little_behind(processes):
+    before, after = (processes(2).run(nested, timeout_s=TIMEOUT_S) for _ in range(2))
+    for (found, old), (_, new) in zip(before, after, strict=True):
+        assert found == [10] * 6
+        # Of the loops since then; those of tests before may still be coming to their verdict.
+        last = max(int(key.split(".")[0]) for key in old if key.endswith(".verdict"))
+        kept = {key for key in set(new) - set(old) if int(re.match(r"\d+", key)[0]) > last}
+        assert len(kept) == 8 and all(key.endswith(".verdict") for key in kept)
+
+
+def end_alone():
+    jdp.init()
+    agree.set_timeout_s(0.3)
+    loop = jdp.shard_batches(loader(2))
+    next(loop), next(loop)
+    text = None
+    if jax.process_index() == 0:
+        with pytest.raises(RuntimeError) as caught:
+            next(loop)
+        text = str(caught.value)
+    agree.set_timeout_s(TIMEOUT_S)
+    agree.told((0, 1), None, what="that process 0 was told")
+    assert next(loop, None) is None
+    wait_until(lambda: not threads())
+    return text
+
+
+def test_who_does_not_end_its_loop_is_named_after_the_deadline(processes):
+    text, _ = processes(2).run(end_alone, timeout_s=TIMEOUT_S)
+    assert text == (
+        "process 0 ended its loop after 2 batches, and 0.3 s later processes [1] have neither "
+        "ended theirs nor gone on: they hang, or do something else."
+    )
+
+
+# --- The end of the program
+
+
+ENDS = """
+import sys
+import jax
+
+index, address, num_batches = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+jax.config.update("jax_num_cpu_devices", 1)
+jax.distributed.initialize(address, 2, index)
+
+import jdp, numpy as np
+
+jdp.init()
+loop = jdp.shard_batches(np.full(2, i) for i in range(9))
+for _ in range(num_batches):
+    next(loop)
+print("done")
+"""
+
+
+def end_in_a_loop(*num_batches):
+    """(exit code, stdout, stderr) of two processes that end inside of a loop."""
+    address = f"127.0.0.1:{free_port()}"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDS, str(index), address, str(number)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index, number in enumerate(num_batches)
+    ]
+    try:
+        outputs = [process.communicate(timeout=TIMEOUT_S) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    codes = [process.returncode for process in started]
+    return [(code, out, err) for code, (out, err) in zip(codes, outputs, strict=True)]
+
+
+@pytest.mark.xdist_group("processes")
+def test_a_program_may_end_inside_of_a_loop():
+    for code, out, err in end_in_a_loop(3, 3):
+        assert (code, out.endswith("done\n"), err) == (0, True, "")
+
+
+@pytest.mark.xdist_group("processes")
+def test_a_program_that_ends_inside_of_a_loop_on_one_process_fails_on_both():
+    (code, _, err), (other_code, _, other_err) = end_in_a_loop(3, 5)
+    assert code == 1 and other_code != 0  # JAX ends the second where the first holds its store
+    pattern = "jdp: process [01] left its loop .* after [35] batches, but process [01] "
+    assert re.search(pattern, err) and re.search(pattern, other_err)

@@ -1,0 +1,353 @@
+"""`jdp.init()` finds the other processes, however they were started, and a failure ends all."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from support.processes import free_port
+
+from jdp.distributed import cluster_env
+from jdp.distributed.cluster_env import Place, find
+from jdp.launch.host import spawn
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 120.0
+
+# Variables by which a test run may itself be one of several processes.
+FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "KUBERNETES_", "JOB_COMPLETION_INDEX", "JDP_")
+FOREIGN += ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "JAX_COORDINATOR", "TORCHELASTIC")
+
+PROGRAM = """
+import json, sys, time
+import jax, jdp
+from jdp.distributed import initialize
+joining.HEARTBEAT_TIMEOUT_S = 5
+{before}
+mesh = jdp.init()
+me = jax.process_index()
+jdp.init()  # a second one changes nothing
+print(json.dumps([me, jax.process_count(), mesh.size]), flush=True)
+{after}
+"""
+
+
+def program(before="", after=""):
+    return [sys.executable, "-c", PROGRAM.format(before=before, after=after)]
+
+
+# Each with variables of its own; the children die with us. Gives (exit code, output, errors).
+def run(*commands, variables=None):
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
+    inherited |= {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "2"}
+    started = []
+    try:
+        for i, command in enumerate(commands):
+            own = {} if variables is None else variables[i]
+            started.append(spawn.spawn(command, {**inherited, **own}))
+        ended = [process.communicate(timeout=DEADLINE_S) for process in started]
+        return [
+            (process.returncode, out.decode(), err.decode())
+            for process, (out, err) in zip(started, ended, strict=True)
+        ]
+    finally:
+        for process in started:
+            spawn.kill(process)
+            process.wait()
+
+
+# What the processes printed, sorted. JAX prints its own lines between.
+def found(*ended):
+    lines = [line for _, out, _ in ended for line in out.splitlines()]
+    return sorted(json.loads(line[line.rindex("[") :]) for line in lines if line.endswith("]"))
+
+
+def torchrun(num, port):
+    return [
+        {
+            **{"RANK": str(i), "WORLD_SIZE": str(num), "LOCAL_RANK": str(i)},
+            **{"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)},
+        }
+        for i in range(num)
+    ]
+
+
+def slurm(num, port):
+    return [
+        {
+            **{"SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0"},
+            **{"SLURM_STEP_NUM_TASKS": str(num), "SLURM_STEP_TASKS_PER_NODE": str(num)},
+            **{"SLURM_NTASKS": str(num), "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)},
+            "JAX_COORDINATOR_PORT": str(port),
+        }
+        for i in range(num)
+    ]
+
+
+mpiexec = pytest.mark.skipif(shutil.which("mpiexec") is None, reason="there is no mpiexec")
+MPIEXEC = ["mpiexec", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+
+several = pytest.mark.xdist_group("processes")
+slow = pytest.mark.slow
+
+
+@several
+def test_processes_of_slurm_find_each_other():
+    ended = run(program(), program(), variables=slurm(2, free_port()))
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert found(*ended) == [[0, 2, 4], [1, 2, 4]]
+
+
+@several
+@mpiexec
+def test_processes_of_mpiexec_find_each_other():
+    [ended] = run([*MPIEXEC, *program()])
+    assert ended[0] == 0, ended
+    assert found(ended) == [[0, 2, 4], [1, 2, 4]]
+
+
+RAISE = "if me == 1: raise ValueError('no luck')\ntime.sleep(600)"
+# Another hook than ours, and a loop that ends together at the exit.
+REPLACED = f"""
+sys.excepthook = sys.__excepthook__
+loop = jdp.shard_batches(jax.numpy.zeros(2) for _ in range(9))
+next(loop)
+{RAISE}
+"""
+EXIT = "if me == 1: sys.exit('no luck')\ntime.sleep(600)"
+
+
+@several
+def test_processes_of_torchrun_find_each_other_and_end_when_one_raises():
+    variables = torchrun(2, free_port())
+    first, second = run(program(after=RAISE), program(after=RAISE), variables=variables)
+    assert found(first, second) == [[0, 2, 4], [1, 2, 4]]
+    assert first[0] == -signal.SIGABRT  # JAX's, once the other is silent
+    assert second[0] == 1
+    assert second[2].endswith("ValueError: no luck\n")
+
+
+FORKS = """
+import os, signal
+child = os.fork()
+if not child:
+    time.sleep(60)
+    os._exit(0)
+time.sleep(0.1)
+os.kill(child, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+OWN_HANDLER = "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(7))"
+
+
+@several
+def test_what_processes_fork_off_ends_at_sigterm_as_its_author_wants():
+    programs = program(after=FORKS), program(before=OWN_HANDLER, after=FORKS)
+    ended = run(*programs, variables=torchrun(2, free_port()))
+    assert [int(out.split()[-1]) for _, out, _ in ended] == [-signal.SIGTERM, 7], ended
+
+
+@several
+@mpiexec
+@slow
+def test_an_exception_in_one_process_ends_mpiexec():
+    [(code, _, errors)] = run([*MPIEXEC, *program(after=RAISE)])
+    assert code == 1
+    assert "ValueError: no luck" in errors
+
+
+@several
+@pytest.mark.parametrize(
+    ("after", "why"),
+    [
+        (RAISE, "ValueError: no luck"),
+        pytest.param(EXIT, "SystemExit: no luck", marks=[slow]),
+        pytest.param(REPLACED, "ValueError: no luck", marks=[slow]),
+    ],
+)
+def test_a_failure_in_one_process_ends_jdp_run_with_the_cause_last(after, why, tmp_path):
+    (tmp_path / "train.py").write_text(program(after=after)[-1])
+    launch = [sys.executable, "-m", "jdp", "run", "--nproc-per-node", "2", "--max-restarts", "0"]
+    [(code, out, errors)] = run(
+        [*launch, "--local-ranks-filter", "all", str(tmp_path / "train.py")]
+    )
+    assert code == 1, errors
+    assert [1, 2, 4] in found((code, out, errors))  # the other may not have come so far
+    cause = errors[errors.index("jdp run: the cause: process 1") :]
+    assert "ended with exit code 1" in cause and f"  {why}\n" in cause
+
+
+# Process 1 has the batch, and takes no step with it; process 0 never asks for another one.
+LEAVES = """
+import jax.numpy as jnp, numpy as np, optax
+@jdp.train_step
+def step(state, rows):
+    loss, grads = jax.value_and_grad(lambda w: jnp.mean((rows @ w - 1) ** 2))(state.params)
+    return state.apply_gradients(grads), jdp.mean_over_ranks(loss)
+state = jdp.TrainState.create(jnp.zeros(4), jdp.replicated(optax.sgd(0.1)))
+for i, rows in enumerate(jdp.batches(np.ones((12, 4), np.float32), 12, num_steps=9)):
+    if me == 1 and i == 3:
+        break
+    state, loss = step(state, rows)
+    float(loss)
+"""
+
+
+@several
+def test_a_script_that_ends_before_a_step_of_the_others_is_named_while_they_wait_in_it(tmp_path):
+    (tmp_path / "train.py").write_text(program(after=LEAVES)[-1])
+    launch = [sys.executable, "-m", "jdp", "run", "--nproc-per-node", "2", "--max-restarts", "0"]
+    [(code, _, errors)] = run([*launch, "--shutdown-timeout-s", "1", str(tmp_path / "train.py")])
+    words = "process 1 came to the end of the script, and process 0 has waited for 1 s in a step"
+    assert code == 1 and f"jdp run: the cause: {words}" in errors, errors
+
+
+# What becomes of a SystemExit shows in the exit code of one process alone. Its children are forks,
+# since importing JAX takes longest.
+LEAVE = """
+import _thread, os, sys, threading, time
+from jdp.distributed import fail_fast
+leaving._leave = lambda code, why: os._exit(7)
+leaving.fail_fast()
+for source in sys.argv[1:]:
+    if not os.fork():
+        break
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+else:
+    os._exit(0)
+exec(source)
+"""
+
+
+def test_only_an_exit_that_nobody_catches_and_that_says_failure_leaves_at_once():
+    codes = {
+        "sys.exit()": 0,
+        "sys.exit(0)": 0,
+        "sys.exit(3)": 7,
+        "sys.exit(75)": 75,  # all of them do
+        "sys.exit('text')": 7,
+        "try: sys.exit(3)\nexcept SystemExit: pass": 0,
+        "def f():\n  try: sys.exit(3)\n  finally: pass\nf()": 7,
+        "threading.Thread(target=sys.exit, args=(3,)).start()": 0,
+        "_thread.start_new_thread(sys.exit, (3,)); time.sleep(0.1)": 0,
+        "raise ValueError": 7,
+        "sys.excepthook = lambda *_: None; raise ValueError": 7,  # as rich.traceback.install() does
+        "sys.excepthook = lambda *_: None": 0,
+    }
+    [(_, out, errors)] = run([sys.executable, "-c", LEAVE, *codes])
+    assert dict(zip(codes, map(int, out.split()), strict=True)) == codes, errors
+
+
+def test_a_process_that_is_told_nothing_is_alone():
+    # An allocation of Slurm without srun: others were never started.
+    alone = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "localhost"}
+    [ended] = run(program(), variables=[alone])
+    assert found(ended) == [[0, 1, 2]], ended
+
+
+def test_joining_after_jax_has_started_says_what_to_move():
+    before = "jax.numpy.zeros(1)"
+    [(code, _, errors)] = run(program(before), variables=torchrun(2, free_port())[:1])
+    assert code == 1
+    assert "RuntimeError: jdp.init() connects the processes, and JAX runs already" in errors
+
+
+def test_a_first_process_that_does_not_come_is_named():
+    port = free_port()
+    before = "joining.JOIN_TIMEOUT_S = 0.2"
+    [(code, _, errors)] = run(program(before), variables=torchrun(2, port)[1:])
+    assert code == 1
+    assert "TimeoutError: process 0 was not there within 0.2 s: nobody listens at " in errors
+    assert f"localhost:{port}" in errors
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ({}, None),
+        ({"WORLD_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "2"}, None),
+        (torchrun(2, 7)[1], Place("deactivate", 2, 1, "localhost:7", 1)),
+        (slurm(2, 7)[1], Place("slurm", 2, 1, None, 1, 2)),
+        ({**slurm(1, 7)[0], "SLURM_NTASKS": "4"}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, None),
+    ],
+)
+def test_a_place_is_what_the_variables_say(variables, place):
+    assert find(variables) == place
+
+
+OPEN_MPI = dict(zip(cluster_env._OPEN_MPI, "4302", strict=True))
+PMI = dict(zip(cluster_env._PMI, "4312", strict=True))
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1"}, Place("ompi", 4, 3, None, 0, 2)),
+        # Since version 5 only MPI itself knows where the first process is.
+        (OPEN_MPI, Place("mpi4py", 4, 3, None, 0, 2)),
+        (PMI, Place("mpi4py", 4, 3, None, 1, 2)),
+        # mpiexec in a job of Slurm starts its daemons by srun, one on each host.
+        ({**slurm(2, 7)[0], **OPEN_MPI}, Place("mpi4py", 4, 3, None, 0, 2)),
+        ({"KUBERNETES_SERVICE_HOST": "a", "JOB_COMPLETION_INDEX": "3"}, Place("k8s", None, 3)),
+        ({"KUBERNETES_SERVICE_HOST": "a"}, None),
+    ],
+)
+def test_a_place_is_what_the_variables_say_where_the_package_is_there(
+    variables, place, tmp_path, monkeypatch
+):
+    for package in ("mpi4py", "kubernetes"):
+        (tmp_path / f"{package}.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find(variables) == place
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"WORLD_SIZE": "4", "MASTER_ADDR": "a"}, "WORLD_SIZE=4 .* without RANK, MASTER_PORT it"),
+        (
+            {**torchrun(2, 7)[0], "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            "MASTER_PORT=7, .* Write jdp run for torchrun",
+        ),
+        (PMI, "PMI_SIZE=4 .* pip install mpi4py"),
+        (
+            {"KUBERNETES_SERVICE_HOST": "a", "JOB_COMPLETION_INDEX": "3"},
+            "JOB_COMPLETION_INDEX=3 .* jdp run --nnodes, as in examples/kubernetes.yaml",
+        ),
+    ],
+)
+def test_one_of_several_processes_never_trains_alone(variables, said, monkeypatch):
+    monkeypatch.setattr(cluster_env.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=said):
+        find(variables)
+
+
+@pytest.mark.parametrize(
+    ("local_id", "num_local", "num_gpus", "variables", "devices"),
+    [
+        (0, 1, 8, {}, []),  # all of them
+        (1, 2, 8, {}, [4, 5, 6, 7]),
+        (7, 8, 8, {}, [7]),
+        (1, 4, 1, {}, []),  # shared, or its own already
+        (1, 4, 0, {}, []),
+        (1, 2, 4, {"SLURM_GPUS_ON_NODE": "4"}, [2, 3]),
+        (1, 2, 2, {"SLURM_GPUS_ON_NODE": "4"}, []),  # Slurm gave it two of the four
+    ],
+)
+def test_processes_of_a_host_share_its_gpus(local_id, num_local, num_gpus, variables, devices):
+    place = Place("slurm", local_id=local_id, num_local=num_local)
+    assert place.devices(num_gpus, variables) == devices
+
+
+@pytest.mark.parametrize(
+    ("tasks", "host", "num"), [("4", 0, 4), ("4(x2),3", 1, 4), ("4(x2),3", 2, 3)]
+)
+def test_slurm_says_how_many_processes_a_host_has(tasks, host, num):
+    variables = {**slurm(2, 7)[0], "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": str(host)}
+    assert find(variables).num_local == num

@@ -1,0 +1,551 @@
+"""One host: processes that fail are replaced, and the launcher says how the run ended."""
+
+import os
+import signal
+import time
+
+import pytest
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_processes_are_told_who_they_are(jdp_run, size):
+    run = jdp_run(
+        f"--nproc-per-node={size}",
+        "--rdzv-id=a run",
+        after="print(a, os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['MASTER_PORT'])",
+    )
+    run.pids(0, size)
+    assert run.finish() == 0
+    for rank in range(size):
+        assert f"process_id={rank}, num_processes={size}, local_id={rank}" in run.output
+        port = run.output.partition("coordinator='127.0.0.1:")[2].partition("'")[0]
+        assert f"run_id='a run', host_id=0) {rank} {size} {port}" in run.output
+
+
+def test_a_script_that_never_asks_finds_the_environment_of_torchrun(jdp_run):
+    script = "import os; print({k: os.environ[k] for k in sorted(os.environ) if 'RANK' in k})"
+    run = jdp_run("--nproc-per-node=2", script=script)
+    assert run.wait() == 0
+    for rank in (0, 1):
+        assert f"{{'GROUP_RANK': '0', 'LOCAL_RANK': '{rank}', 'RANK': '{rank}'}}" in run.output
+    assert "never called jdp.init()" in run.output
+
+
+def test_a_launcher_with_closed_streams_runs_and_recovers(jdp_run):
+    run = jdp_run("--nproc-per-node=2", within=("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"))
+    os.kill(run.pids(0, 2)[1], signal.SIGKILL)
+    run.pids(1, 2)
+    assert run.finish() == 0
+
+
+BEGINS = """
+from jdp.worker import progress
+progress.begin(600.0, a.process_id, a.num_processes)
+"""
+# What Python does before it has ended.
+FORGETS = "import faulthandler; faulthandler.unregister(signal.SIGQUIT)"
+
+
+@pytest.mark.parametrize("after", ["", BEGINS, BEGINS + FORGETS])
+def test_ctrl_backslash_ends_nothing(jdp_run, after):
+    run = jdp_run("--nproc-per-node=2", after=after)
+    run.until("running", 2)
+    os.kill(run.process.pid, signal.SIGQUIT)
+    if after == BEGINS:
+        run.until_true(lambda: run.output.count("most recent call first") >= 2, "stacks")
+    assert run.finish() == 0
+    assert [e["returncode"] for e in run.events("exited")] == [0, 0]
+    assert "never called" not in run.output
+
+
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (3, 1)])
+def test_a_killed_process_is_replaced_by_a_standby(jdp_run, size, rank):
+    run = jdp_run(f"--nproc-per-node={size}")
+    pids = run.pids(0, size)
+    standbys = run.standbys(0, size)
+    os.kill(pids[rank], signal.SIGKILL)
+    assert sorted(run.pids(1, size)) == sorted(standbys)
+    assert not set(pids) & set(run.alive())
+    assert run.finish() == 0
+    assert f"process {rank} (pid {pids[rank]}" in run.output
+    assert "was killed by SIGKILL" in run.output
+    [recovered] = run.events("recovered")
+    assert recovered["restored_step"] == 10
+
+
+def test_each_recovery_has_standbys_again(jdp_run):
+    run = jdp_run("--nproc-per-node=2")
+    for generation in range(3):
+        pids = run.pids(generation, 2)
+        run.standbys(generation, 2)
+        os.kill(pids[generation % 2], signal.SIGKILL)
+    run.pids(3, 2)
+    assert run.finish() == 0
+
+
+def test_processes_that_die_together_are_one_failure(jdp_run):
+    run = jdp_run("--nproc-per-node=3", "--max-restarts=1")
+    pids = run.pids(0, 3)
+    run.standbys(0, 3)
+    run.process.send_signal(signal.SIGSTOP)  # or the launcher would be faster
+    os.kill(pids[0], signal.SIGKILL)
+    os.kill(pids[2], signal.SIGKILL)
+    run.process.send_signal(signal.SIGCONT)
+    run.pids(1, 3)
+    assert run.finish() == 0
+
+
+def test_without_standbys_processes_are_started_anew(jdp_run):
+    run = jdp_run("--nproc-per-node=2")
+    pids = run.pids(0, 2)
+    standbys = run.standbys(0, 2)
+    for pid in standbys:
+        os.kill(pid, signal.SIGKILL)
+    run.until_true(lambda: run.output.count("a standby (pid") >= 1, "word of a lost standby")
+    os.kill(pids[1], signal.SIGKILL)
+    new = run.pids(1, 2)
+    assert not set(new) & {*pids, *standbys}
+    assert run.standbys(1, 2)
+    assert run.finish() == 0
+
+
+def test_a_script_that_needs_its_rank_before_init_runs_without_standbys(jdp_run):
+    run = jdp_run("--nproc-per-node=2", before="rank = os.environ['RANK']")
+    pids = run.pids(0, 2)
+    run.until_true(lambda: "keeps none" in run.output, "word of it")
+    os.kill(pids[0], signal.SIGKILL)
+    run.pids(1, 2)
+    assert run.finish() == 0
+    assert "KeyError: 'RANK'" in run.output
+    assert run.output.count("keeps none") == 1
+
+
+def test_a_failure_while_standbys_start_is_recovered_from(jdp_run):
+    run = jdp_run("--nproc-per-node=2", before="time.sleep(0.3)")
+    os.kill(run.pids(0, 2)[0], signal.SIGKILL)
+    os.kill(run.pids(1, 2)[1], signal.SIGKILL)
+    run.pids(2, 2)
+    assert run.finish() == 0
+
+
+def test_a_failure_while_the_next_generation_forms_is_recovered_from(jdp_run):
+    run = jdp_run("--nproc-per-node=2", init="if a.generation == 1 and a.process_id: sys.exit(9)")
+    os.kill(run.pids(0, 2)[0], signal.SIGKILL)
+    run.pids(2, 2)
+    assert run.finish() == 0
+    [recovered] = run.events("recovered")
+    assert "SIGKILL" in recovered["cause"] and "code 9" in recovered["cause"]
+
+
+def test_a_run_that_had_no_step_left_after_a_failure_says_so(jdp_run):
+    run = jdp_run("--nproc-per-node=2", init="if a.generation: sys.exit()")
+    os.kill(run.pids(0, 2)[1], signal.SIGKILL)
+    assert run.wait() == 0
+    last = run.output.splitlines()[-1]
+    assert "process 1 " in last and "SIGKILL" in last and "no step left" in last
+
+
+def test_nothing_is_restarted_before_a_step_was_finished(jdp_run):
+    run = jdp_run(
+        "--nproc-per-node=2", init="if a.process_id: sys.exit('no such file')\ntime.sleep(9)"
+    )
+    assert run.wait() == 1
+    assert len(run.events("formed")) == 1
+    assert "the cause: process 1 " in run.output.splitlines()[-4]
+    assert "no such file" in run.output.splitlines()[-2]
+    assert "have not finished a step" in run.output.splitlines()[-1]
+
+
+def test_a_death_while_starting_is_the_exit_code(jdp_run):
+    run = jdp_run("--nproc-per-node=2", before="time.sleep(9)")
+    run.until_true(lambda: len(run.alive()) == 2, "processes")
+    os.kill(run.alive()[0], signal.SIGKILL)
+    assert run.wait() == 128 + signal.SIGKILL
+
+
+def test_a_program_that_can_not_be_started_is_an_error(jdp_run):
+    run = jdp_run("--no-python", "/does/not/exist")
+    assert run.wait() == 1
+    assert "No such file or directory" in run.output
+
+
+@pytest.mark.parametrize("budget", [0, 1])
+def test_the_last_failure_of_the_budget_is_the_exit_code(jdp_run, budget):
+    run = jdp_run(
+        "--nproc-per-node=2", f"--max-restarts={budget}", after="if a.process_id: sys.exit(7)"
+    )
+    assert run.wait() == 7
+    assert len(run.events("formed")) == 1 + budget
+    assert "process 1" in run.output and "exit code 7" in run.output
+    assert f"--max-restarts {budget}" in run.output.splitlines()[-1]
+
+
+def test_what_a_script_raised_is_printed_last(jdp_run):
+    run = jdp_run(
+        "--nproc-per-node=2",
+        "--max-restarts=0",
+        after="if a.process_id: launcher.tell('failed', code=1, traceback='KeyError: 7'); "
+        "time.sleep(9)",
+    )
+    assert run.wait() == 1
+    assert "KeyError: 7" in run.output.splitlines()[-2]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_exit_code_of_a_process_that_says_why_is_its_own(jdp_run, size):
+    run = jdp_run(
+        f"--nproc-per-node={size}",
+        "--max-restarts=0",
+        after="if a.process_id == a.num_processes - 1: "
+        "launcher.tell('failed', code=3, traceback='SystemExit: 3'); sys.exit(3)",
+    )
+    assert run.wait() == 3
+    assert "SystemExit: 3" in run.output.splitlines()[-2]
+    assert "came to the end" not in run.output
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "[print('x' * 500_000) for _ in range(9)]",
+        "leaving.fail_fast(); raise KeyError('\U0001f600' * 100_000)",  # 12 bytes each in JSON
+    ],
+    ids=["output", "traceback"],
+)
+def test_who_failed_is_the_cause_however_much_it_says(jdp_run, says):
+    after = f"from jdp import leaving\nif a.process_id == 0: {says}; sys.exit(1)"
+    run = jdp_run("--nproc-per-node=2", "--max-restarts=0", after=after)
+    assert run.wait() == 1
+    assert "the cause: process 0 " in run.output
+    assert not run.events("host lost")
+
+
+def test_a_process_that_fails_alone_may_clean_up(jdp_run):
+    cleans_up = "lambda: (time.sleep(0.3), (folder / 'clean').touch())"
+    run = jdp_run(
+        "--max-restarts=0",
+        before=f"import atexit; atexit.register({cleans_up})",
+        after="launcher.tell('failed', code=1, traceback='KeyError: 7'); sys.exit(1)",
+    )
+    assert run.wait() == 1
+    assert (run.folder / "clean").exists()
+
+
+@pytest.mark.parametrize(
+    ("fails", "code", "why"),
+    [
+        ("sys.exit(3)", 3, "SystemExit: 3"),
+        ("sys.excepthook = print; raise KeyError(7)", 1, "KeyError: 7"),
+        # What the other one raises is that this one failed, and it may be the faster one.
+        ("time.sleep(0.3); raise KeyError(7)", 1, "KeyError: 7"),
+    ],
+)
+def test_who_failed_is_the_cause_with_its_own_code(jdp_run, fails, code, why):
+    after = f"""
+from jdp.distributed import fail_fast
+leaving.fail_fast()
+if a.process_id == 0: {fails}
+raise leaving.OtherFailedError("process 0 failed")
+"""
+    run = jdp_run("--nproc-per-node=2", "--max-restarts=0", after=after)
+    assert run.wait() == code
+    assert "the cause: process 0 " in run.output
+    assert why in run.output.splitlines()[-2]
+
+
+TELLS = "launcher.tell('failed', code=1, traceback='lost it')"
+
+
+@pytest.mark.parametrize(("lost", "by"), [(0, TELLS), (1, TELLS), (0, "os._exit(3)")])
+def test_the_cause_is_who_was_lost_and_not_who_noticed(jdp_run, lost, by):
+    after = f"""
+while not (folder / "lost").exists(): time.sleep(0.005)
+if a.generation == 0: (folder / "noticed").touch(); {by}; time.sleep(9)
+"""
+    run = jdp_run("--nproc-per-node=2", after=after)
+    pids = run.pids(0, 2)
+    run.until_true(lambda: len([*run.folder.glob("stepped *")]) == 2, "first step of both")
+    run.process.send_signal(signal.SIGSTOP)
+    os.kill(pids[lost], signal.SIGKILL)
+    (run.folder / "lost").touch()
+    run.until_true((run.folder / "noticed").exists, "notice")
+    time.sleep(0.1)
+    run.process.send_signal(signal.SIGCONT)
+    [recovered] = run.until("recovered")
+    assert f"process {lost} " in recovered["cause"] and "SIGKILL" in recovered["cause"]
+    assert run.finish() == 0
+
+
+def test_an_early_end_of_one_process_that_another_waits_for_is_a_failure(jdp_run):
+    run = jdp_run(
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        "--shutdown-timeout-s=0.5",
+        after=f"""{BEGINS}
+if a.process_id and not a.generation: sys.exit(0)
+progress.TRAIN_STEP.__enter__()
+""",
+    )
+    run.pids(1, 2)
+    words = "process 1 came to the end of the script, and process 0 has waited for 0.5 s in a step"
+    run.until_true(lambda: words in run.output, words)
+    assert run.finish() == 0
+
+
+@pytest.mark.parametrize("begins", ["", BEGINS])
+def test_a_process_may_work_alone_at_the_end(jdp_run, begins):
+    run = jdp_run(
+        "--nproc-per-node=2",
+        "--max-restarts=0",
+        "--shutdown-timeout-s=0.3",
+        after=f"{begins}\nif not a.process_id: time.sleep(0.8)\nsys.exit()",
+    )
+    assert run.wait() == 0
+
+
+def test_a_last_step_that_all_have_called_may_take_long(jdp_run):
+    run = jdp_run(
+        "--nproc-per-node=2",
+        "--max-restarts=0",
+        "--shutdown-timeout-s=0.3",
+        after=f"""{BEGINS}
+with progress.TRAIN_STEP: pass
+progress.ask_devices(lambda: 1)  # they run it
+if not a.process_id: time.sleep(3.0)
+sys.exit()
+""",
+    )
+    assert run.wait() == 0, run.output
+
+
+def test_a_process_whose_script_has_ended_counts_before_it_exits(jdp_run):
+    run = jdp_run(
+        "--nproc-per-node=2",
+        "--max-restarts=0",
+        "--shutdown-timeout-s=0.5",
+        before="import atexit; atexit.register(time.sleep, 60)",
+        after=f"{BEGINS}\nif a.process_id: sys.exit()\nprogress.TRAIN_STEP.__enter__()",
+    )
+    assert run.wait() == 1
+    assert "process 1 came to the end of the script" in run.output
+
+
+def test_the_watch_ends_scripts_that_have_ended_and_do_not_exit(jdp_run):
+    run = jdp_run(
+        "--nproc-per-node=2",
+        "--max-restarts=0",
+        "--timeout-s=0.2",
+        before="import atexit; atexit.register(time.sleep, 60)",
+        after=f"{BEGINS}\nsys.exit()",
+    )
+    assert run.wait() == 124
+    assert "It does not exit" in run.output
+
+
+def test_who_has_saved_and_ended_ends_the_run(jdp_run):
+    run = jdp_run("--nproc-per-node=2", after="time.sleep(0.2 * a.process_id); sys.exit(75)")
+    assert run.wait() == 75
+    assert [e["returncode"] for e in run.events("exited")] == [75, 75]
+
+
+def test_who_crashes_after_another_has_saved_is_no_failure(jdp_run):
+    run = jdp_run(
+        "--nproc-per-node=2", after="time.sleep(0.2 * a.process_id); sys.exit(75 + a.process_id)"
+    )
+    assert run.wait() == 75
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_reaches_the_processes(jdp_run, number):
+    run = jdp_run(
+        "--nproc-per-node=2",
+        after=f"signal.signal({int(number)}, lambda n, frame: (print('got', n), sys.exit()))",
+    )
+    run.until("running", 2)
+    run.standbys(0, 2)
+    run.process.send_signal(number)
+    assert run.wait() == 128 + number
+    assert run.output.count(f"got {int(number)}") == 2
+
+
+def test_a_hangup_that_is_ignored_at_the_start_stays_ignored(jdp_run):
+    run = jdp_run("--nproc-per-node=2", within=["nohup"])
+    run.until("running", 2)
+    run.process.send_signal(signal.SIGHUP)
+    assert run.finish() == 0
+
+
+def test_who_saves_at_a_signal_sets_the_exit_code(jdp_run):
+    run = jdp_run(
+        "--nproc-per-node=2",
+        after="signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), sys.exit(75)))",
+    )
+    run.until("running", 2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 75
+
+
+IGNORES = "[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGINT)]"
+
+
+def test_who_ignores_a_signal_is_killed_after_the_grace(jdp_run):
+    run = jdp_run("--nproc-per-node=2", "--shutdown-timeout-s=0.3", after=IGNORES)
+    run.until("running", 2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(1.5, 75), (99.0, 128 + signal.SIGTERM)])
+def test_who_saves_has_the_time_of_its_phase_and_then_the_grace(jdp_run, seconds, code):
+    saves = f"""{BEGINS}
+def save(*_):
+    with progress.Phase("saving", 2.0): time.sleep({seconds})
+    time.sleep(0.5)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+"""
+    run = jdp_run("--nproc-per-node=2", "--shutdown-timeout-s=1", after=saves)
+    run.until("running", 2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == code
+
+
+def test_a_second_interrupt_kills_at_once(jdp_run):
+    run = jdp_run("--nproc-per-node=2", "--shutdown-timeout-s=600", after=IGNORES)
+    run.until("running", 2)
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 128 + signal.SIGINT
+
+
+def test_nothing_outlives_a_killed_launcher(jdp_run):
+    run = jdp_run("--nproc-per-node=2", after="os.fork()")
+    run.pids(0, 2)
+    run.standbys(0, 4)
+    run.process.kill()
+    run.close()
+
+
+def test_nothing_that_a_process_started_outlives_it(jdp_run):
+    run = jdp_run("--nproc-per-node=2", after="if not a.generation: os.fork()")
+    pids = run.pids(0, 2)
+    run.until_true(lambda: len(run.alive()) == 6, "two standbys, two children")
+    os.kill(pids[0], signal.SIGKILL)
+    run.pids(1, 2)
+    run.until_true(lambda: len(run.alive()) == 4, "end of the children")
+    assert run.finish() == 0
+
+
+HANGS = """
+from jdp.worker import progress
+progress.begin(1.0, a.process_id, a.num_processes)
+for step in range(30 if a.process_id == a.generation == 0 else 10**9):
+    with progress.TRAIN_STEP: time.sleep(0.01)
+    if (folder / "done").exists(): sys.exit()
+def stuck(): time.sleep(99)
+stuck()
+"""
+
+
+def test_the_watch_ends_a_generation_that_makes_no_step(jdp_run):
+    run = jdp_run("--nproc-per-node=2", "--timeout-s=1", after=HANGS)
+    run.until("stalled", is_over=True, process_ids=[0])
+    run.pids(1, 2)
+    assert run.finish() == 0
+    assert "no progress" in run.output and "in stuck" in run.output
+
+
+def test_a_hang_that_may_not_be_restarted_has_its_own_exit_code(jdp_run):
+    run = jdp_run("--nproc-per-node=2", "--timeout-s=1", "--max-restarts=0", after=HANGS)
+    assert run.wait() == 124
+
+
+def test_a_process_that_never_comes_to_init_is_named_and_not_waited_for(jdp_run):
+    run = jdp_run(
+        "--nproc-per-node=2",
+        "--timeout-s=0.5",
+        before="time.sleep(99 if os.environ['RANK'] == '1' else 0)",
+        init="from jdp import progress; progress.joins(); time.sleep(99)",
+    )
+    assert run.wait() == 124
+    assert "process 1 (pid" in run.output and "before jdp.init()" in run.output
+    assert "waits for the above" in run.output and "in <module>" in run.output
+
+
+def test_the_commit_memory_outlives_the_processes(jdp_run):
+    run = jdp_run(
+        "--nproc-per-node=2",
+        init="print('found', os.pread(launcher.commit_file, 99, 0))",
+        after="""
+if a.process_id == 0 and a.generation == 0:
+    os.pwrite(launcher.commit_file, b"a commit", 0); (folder / "written").touch()
+""",
+    )
+    pids = run.pids(0, 2)
+    run.until_true((run.folder / "written").exists, "commit")
+    os.kill(pids[0], signal.SIGKILL)
+    run.pids(1, 2)
+    assert run.finish() == 0
+    assert run.output.count("found b''") == 2
+    assert run.output.count("found b'a commit'") == 2
+
+
+def test_the_port_of_the_coordinator_is_free_and_another_one_each_time(jdp_run):
+    listens = """
+import socket
+if a.process_id == 0:
+    port = int(os.environ["MASTER_PORT"])
+    listener = socket.create_server(("127.0.0.1", port)); print("port", port)
+"""
+    run = jdp_run("--nproc-per-node=2", init=listens)
+    os.kill(run.pids(0, 2)[1], signal.SIGKILL)
+    run.pids(1, 2)
+    assert run.finish() == 0
+    ports = [line.split()[-1] for line in run.output.splitlines() if " port " in line]
+    assert len(set(ports)) == 2
+
+
+SHORT_REST = "from jdp.launch import guest; guest.REST_S = 1.0"
+
+
+def test_a_slot_that_fails_twice_rests_and_the_run_grows_back(jdp_run):
+    run = jdp_run("--nproc-per-node=1:3", "--max-restarts=9", changes=SHORT_REST)
+    os.kill(run.pids(0, 3)[1], signal.SIGKILL)
+    os.kill(run.pids(1, 3)[1], signal.SIGKILL)
+    run.pids(2, 2)
+    run.pids(3, 3)
+    assert run.finish() == 0
+    assert [e["num_processes"] for e in run.events("formed")] == [3, 3, 2, 3]
+    assert run.events("recovered")[-1]["cause"] == "there is room for more processes"
+
+
+JAX_SCRIPT = """
+import os, time
+import jax, jax.numpy as jnp, numpy as np, optax
+import jdp
+jdp.init()
+num_steps = 50 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" else 100_000
+
+@jdp.train_step
+def step(state, rows):
+    loss, grads = jax.value_and_grad(lambda w: jnp.mean((rows @ w - 1) ** 2))(state.params)
+    return state.apply_gradients(grads), jdp.mean_over_ranks(loss)
+
+state = jdp.TrainState.create(jnp.zeros(4), jdp.replicated(optax.sgd(0.1)))
+for rows in jdp.batches(np.ones((6, 4), np.float32), 6, num_steps=num_steps):
+    state, loss = step(state, rows)
+    time.sleep(0.01)
+print("processes", jax.process_count(), "ranks", jax.device_count())
+"""
+
+
+@pytest.mark.xdist_group("processes")
+def test_training_with_jax_goes_on_when_process_0_is_killed(jdp_run):
+    run = jdp_run("--nproc-per-node=2", script=JAX_SCRIPT, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="1")
+    pids = run.pids(0, 2)
+    standbys = run.standbys(0, 2)
+    os.kill(pids[0], signal.SIGKILL)
+    assert sorted(run.pids(1, 2)) == sorted(standbys)
+    assert run.wait() == 0
+    assert run.output.count("processes 2 ranks 2") == 2

@@ -1,0 +1,350 @@
+"""Several hosts, each a launcher of its own: they join, leave, are lost and come back."""
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+
+import pytest
+from support import launcher
+
+from jdp.worker.messages import encode, protocol
+
+TOKEN = {"JDP_TOKEN": "a secret"}
+
+
+class Hosts:
+    """Launchers that meet at one port; the first of them leads."""
+
+    def __init__(self, start, flags, scripts):
+        self.endpoint = f"127.0.0.1:{launcher.free_port()}"
+        self._start, self._flags, self._scripts = start, flags, scripts
+
+    def add(self, rank, **changes):
+        where = [f"--rdzv-endpoint={self.endpoint}", f"--node-rank={rank}"]
+        return self._start(*self._flags, *where, **{**TOKEN, **self._scripts, **changes})
+
+
+@pytest.fixture
+def hosts(jdp_run):
+    return lambda *flags, **scripts: Hosts(jdp_run, flags, scripts)
+
+
+def test_hosts_are_one_run(hosts):
+    num_hosts = 3
+    run = hosts(f"--nnodes={num_hosts}", "--nproc-per-node=2", after="print(a)")
+    all_hosts = [run.add(rank) for rank in range(num_hosts)]
+    all_hosts[0].pids(0, 2 * num_hosts)
+    assert {host.finish() for host in all_hosts} == {0}
+    for host_id, host in enumerate(all_hosts):
+        for local_id in (0, 1):
+            rank = 2 * host_id + local_id
+            who = f"process_id={rank}, num_processes={2 * num_hosts}, local_id={local_id}"
+            assert f"{who}, num_local=2" in host.output
+        assert f"host_id={host_id})" in host.output
+
+
+def test_a_failure_on_one_host_is_recovered_from_on_all(hosts):
+    run = hosts("--nnodes=2", "--nproc-per-node=2")
+    leader, other = run.add(0), run.add(1)
+    pids = leader.pids(0, 4)
+    leader.until("ready", 2, generation=0)
+    standbys = {*leader.alive(), *other.alive()} - {*pids}
+    os.kill(pids[3], signal.SIGKILL)
+    assert {*leader.pids(1, 4)} == standbys
+    assert {leader.finish(), other.finish()} == {0}
+
+
+def test_a_failure_ends_the_run_on_all_hosts_with_the_same_code(hosts):
+    run = hosts("--nnodes=2", "--max-restarts=0", after="if a.process_id: sys.exit(7)")
+    leader, other = run.add(0), run.add(1)
+    assert {leader.wait(), other.wait()} == {7}
+    assert "exit code 7" in leader.output and "exit code 7" in other.output
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_signal_to_one_host_reaches_all(hosts, first):
+    run = hosts("--nnodes=2", after="signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))")
+    both = [run.add(0), run.add(1)]
+    both[0].until("running", 2)
+    both[first].process.send_signal(signal.SIGTERM)
+    assert [host.wait() for host in both] == [75, 75]
+
+
+def test_a_host_that_comes_later_makes_the_run_grow_and_costs_no_restart(hosts):
+    run = hosts("--nnodes=1:3", "--max-restarts=1")
+    leader = run.add(0)
+    leader.pids(0, 1)
+    others = [run.add(1)]
+    leader.pids(1, 2)
+    others.append(run.add(2))
+    leader.pids(2, 3)
+    os.kill(leader.pids(2, 3)[2], signal.SIGKILL)
+    leader.pids(3, 3)
+    assert {host.finish() for host in (leader, *others)} == {0}
+
+
+# Long enough for a host to come.
+LONG_BACKOFF = "from jdp.launch import guest; guest.BACKOFF_S = 2.0"
+
+
+def test_a_host_that_comes_between_two_generations_makes_the_run_grow(hosts):
+    run = hosts("--nnodes=1:2", changes=LONG_BACKOFF)
+    leader = run.add(0)
+    for generation in (0, 1):
+        os.kill(leader.pids(generation, 1)[0], signal.SIGKILL)
+    other = run.add(1)
+    leader.pids(2, 1)
+    leader.pids(3, 2)
+    assert {leader.finish(), other.finish()} == {0}
+
+
+def test_a_run_that_would_begin_at_step_0_does_not_grow(hosts):
+    script = launcher.SCRIPT.replace('tell("restored"', 'tell("has no Checkpointer"')
+    run = hosts("--nnodes=1:2", script=script)
+    leader = run.add(0)
+    leader.pids(0, 1)
+    other = run.add(1)
+    leader.until("ready", 2)
+    assert {leader.finish(), other.finish()} == {0}
+    assert len(leader.events("formed")) == 1
+
+
+def test_the_run_shrinks_without_a_lost_host_and_grows_when_it_is_back(hosts):
+    run = hosts("--nnodes=1:2", "--last-call-timeout-s=30")
+    leader, other = run.add(0), run.add(1)
+    leader.pids(0, 2)
+    other.process.kill()
+    leader.pids(1, 1)
+    again = run.add(1)
+    leader.pids(2, 2)
+    assert {leader.finish(), again.finish()} == {0}
+    assert "was lost" in leader.output
+
+
+def test_a_fixed_number_of_hosts_waits_for_a_lost_one(hosts):
+    run = hosts("--nnodes=2", after="print(launcher.assignment.resumes)")
+    leader, other = run.add(0), run.add(1)
+    leader.pids(0, 2)
+    other.process.kill()
+    leader.until("host lost")
+    again = run.add(1)
+    leader.pids(1, 2)
+    assert {leader.finish(), again.finish()} == {0}
+
+
+def test_too_few_hosts_are_an_error_that_names_who_is_there(hosts):
+    leader = hosts("--nnodes=2", "--join-timeout-s=0.5").add(0)
+    assert leader.wait() == 1
+    assert f"only 1 of at least 2 hosts are there ({socket.gethostname()})" in leader.output
+
+
+def test_a_host_without_a_leader_gives_up(hosts):
+    host = hosts("--nnodes=2", "--join-timeout-s=0.5").add(1)
+    assert host.wait() == 1
+    assert "no leader at 127.0.0.1" in host.output
+
+
+def test_what_is_being_saved_when_the_leader_dies_is_saved(hosts):
+    saves = "(folder / f'saving {a.process_id}').touch(); time.sleep(1); sys.exit(75)"
+    run = hosts(
+        "--nnodes=2",
+        "--shutdown-timeout-s=30",
+        after=f"def save(*_): {saves}\nsignal.signal(signal.SIGTERM, save)",
+    )
+    leader, other = run.add(0), run.add(1)
+    leader.until("running", 2)
+    leader.process.send_signal(signal.SIGTERM)
+    other.until_true((other.folder / "saving 1").exists, "saving")
+    leader.process.kill()
+    assert other.wait() == 75
+
+
+KEEPS = """
+text = os.pread(launcher.commit_file, 99, 0).decode()
+if not text: os.pwrite(launcher.commit_file, b"commit %d" % a.generation, 0)
+print("generation", a.generation, "resumes", a.resumes, "found", text)
+"""
+
+
+def test_the_death_of_the_leaders_host_loses_nothing(hosts):
+    run = hosts("--nnodes=2", after=KEEPS)
+    leader, other = run.add(0), run.add(1)
+    pids = leader.pids(0, 2)
+    other.until_true(lambda: "generation 0" in other.output, "its commit")
+    leader.process.kill()
+    other.until_true(lambda: not {*pids} & {*other.alive()}, "end of its processes")
+    other.until_true(lambda: "the leader is lost" in other.output, "word of it")
+    again = run.add(0)
+    again.pids(1, 2)
+    assert {again.finish(), other.finish()} == {0}
+    assert "generation 1 resumes True found commit 0" in other.output
+    assert "generation 1 resumes True found \n" in again.output
+
+
+def test_the_run_goes_on_without_a_stopped_host_and_grows_when_it_is_back(hosts):
+    run = hosts("--nnodes=1:2", "--last-call-timeout-s=30")
+    leader, other = run.add(0), run.add(1)
+    leader.pids(0, 2)
+    other.process.send_signal(signal.SIGSTOP)
+    [lost] = leader.until("host lost")
+    assert "silent for 1." in lost["why"]
+    leader.pids(1, 1)
+    other.process.send_signal(signal.SIGCONT)
+    leader.pids(2, 2)
+    assert {leader.finish(), other.finish()} == {0}
+
+
+def test_hosts_leave_a_leader_that_is_silent_and_find_it_again(hosts):
+    run = hosts("--nnodes=2")
+    leader, other = run.add(0), run.add(1)
+    pids = leader.pids(0, 2)
+    leader.process.send_signal(signal.SIGSTOP)
+    other.until_true(lambda: "the leader is lost (silent for 1 s)" in other.output, "word of it")
+    other.until_true(lambda: pids[1] not in other.alive(), "end of its process")
+    leader.process.send_signal(signal.SIGCONT)
+    leader.pids(1, 2)
+    assert {leader.finish(), other.finish()} == {0}
+
+
+def test_a_stopped_launcher_that_is_alone_loses_nothing(jdp_run):
+    run = jdp_run("--heartbeat-timeout-s=0.2")
+    run.pids(0, 1)
+    run.process.send_signal(signal.SIGSTOP)
+    run.until_true(lambda: _state(run.process.pid) == "T", "stop")
+    signal.sigtimedwait([], 0.5)
+    run.process.send_signal(signal.SIGCONT)
+    assert run.finish() == 0
+    assert len(run.events("formed")) == 1
+
+
+def _state(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+
+
+class Wire:
+    """Between a host and the leader, until it is cut; nobody is told that, as with a real one."""
+
+    def __init__(self, endpoint):
+        address, _, port = endpoint.rpartition(":")
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._leader = address, int(port)
+        self._is_cut = threading.Event()
+        self._ends = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self):
+        self._is_cut.set()
+
+    def close(self):
+        for end in (self._listener, *self._ends):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                host, _ = self._listener.accept()
+                leader = socket.create_connection(self._leader)
+                self._ends += [host, leader]
+                for a, b in ((host, leader), (leader, host)):
+                    threading.Thread(target=self._forward, args=(a, b), daemon=True).start()
+
+    # An end that is closed is no news for the other one either.
+    def _forward(self, source, target):
+        with contextlib.suppress(OSError):
+            while data := source.recv(4096):
+                if not self._is_cut.is_set():
+                    target.sendall(data)
+            if not self._is_cut.is_set():
+                target.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_host_that_is_cut_off_ends_its_processes_before_the_others_go_on(hosts):
+    run = hosts("--nnodes=1:2", "--join-timeout-s=2", "--last-call-timeout-s=30")
+    leader = run.add(0)
+    leader.until("host joined")
+    with contextlib.closing(Wire(run.endpoint)) as wire:
+        run.endpoint = wire.endpoint
+        other = run.add(1)
+        pids = leader.pids(0, 2)
+        wire.cut()
+        other.until_true(lambda: pids[1] not in other.alive(), "end of its process")
+        assert not leader.events("host lost")
+        leader.pids(1, 1)
+        assert other.wait() == 1
+    assert "let this host join within 2 s" in other.output
+    assert leader.finish() == 0
+
+
+def test_nobody_joins_without_the_token(hosts):
+    run = hosts("--nnodes=2")
+    leader = run.add(0)
+    assert run.add(1, JDP_TOKEN="another").wait() == 1
+    other = run.add(1)
+    leader.pids(0, 2)
+    assert {leader.finish(), other.finish()} == {0}
+
+
+def test_who_does_not_know_the_token_is_no_leader(hosts):
+    run = hosts("--nnodes=2")
+    address, _, port = run.endpoint.rpartition(":")
+    with socket.create_server((address, int(port))) as listener:
+        host = run.add(1)
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(encode("challenge", {"nonce": "1", "protocol": protocol()}))
+            assert b"a secret" not in connection.recv(9999)
+            connection.sendall(b'{"kind": "welcome", "proof": "1", "is_running": true}\n')
+            assert host.wait() == 1
+    assert "does not know the token" in host.output
+
+
+STRANGERS = [b"", b"\n", b"{}\n", b"x" * 9999, b"[" * 3999 + b"\n", b'{"kind": "beat"}\n', b"[1]\n"]
+
+
+def test_strangers_disturb_nobody(hosts):
+    run = hosts("--nnodes=2")
+    leader = run.add(0)
+    leader.until("host joined")
+    address, _, port = run.endpoint.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        for data in STRANGERS:
+            stranger = stack.enter_context(socket.create_connection((address, int(port))))
+            stranger.sendall(data)
+        other = run.add(1)
+        leader.pids(0, 2)
+        assert {leader.finish(), other.finish()} == {0}
+
+
+def test_a_host_of_another_run_is_refused(hosts):
+    run = hosts("--nnodes=2")
+    leader = run.add(0, JDP_RDZV_ID="one")
+    other = run.add(1, JDP_RDZV_ID="two")
+    assert other.wait() == 1
+    assert "'two'" in other.output and "'one'" in other.output
+    leader.process.send_signal(signal.SIGTERM)
+    assert leader.wait() == 128 + signal.SIGTERM
+
+
+def test_launchers_without_a_number_agree_who_leads(jdp_run):
+    endpoint = f"127.0.0.1:{launcher.free_port()}"
+    flags = "--nnodes=2", f"--rdzv-endpoint={endpoint}"
+    leader = jdp_run(*flags, **TOKEN)
+    leader.until("host joined")
+    other = jdp_run(*flags, **TOKEN)
+    leader.pids(0, 2)
+    assert {leader.finish(), other.finish()} == {0}
+
+
+def test_a_second_leader_at_one_endpoint_is_an_error(hosts):
+    run = hosts("--nnodes=2")
+    leader = run.add(0)
+    leader.until("host joined")
+    assert run.add(0).wait() == 2
+    leader.process.send_signal(signal.SIGTERM)
+    assert leader.wait() == 128 + signal.SIGTERM

@@ -1,0 +1,534 @@
+"""The parts of the launcher that can be looked at alone."""
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jdp.launch.host import spawn
+from jdp.launch.host.leader_connection import Link
+from jdp.launch.host.standby_pool import Standbys
+from jdp.launch.host.worker_process import gpus_of_slots
+from jdp.launch.leader import failure as failures
+from jdp.launch.leader import rank_assignment
+from jdp.launch.leader import remote_host as guests
+from jdp.launch.leader.admission import Door
+from jdp.launch.leader.event_log import Events
+from jdp.launch.leader.generation import Generation
+from jdp.launch.leader.leader import Leader
+from jdp.launch.leader.rank_assignment import Part
+from jdp.launch.leader.remote_host import Guest, Slot
+from jdp.launch.options.options import parse
+from jdp.launch.transport import token_auth
+from jdp.launch.transport.connection import Channel
+from jdp.worker.exit_codes import exit_code, in_words
+from jdp.worker.launcher_client import VARIABLE, Assignment, Member, invitation
+from jdp.worker.messages import MAX_LINE_BYTES, decode, encode
+
+
+def guest(name="a", host_id=None, num=(2, 2), address=None, seen="10.0.0.2", leader="10.0.0.1"):
+    facts = {"id": name, "name": name, "address": address, "port": 7, "host_id": host_id}
+    channel = SimpleNamespace(addresses=(leader, seen))
+    return Guest(channel, {**facts, "num_processes": num, "generation": -1})
+
+
+def test_hosts_with_a_number_come_first_and_the_others_as_they_came():
+    hosts = [guest("x"), guest("b", 1), guest("y"), guest("a", 0)]
+    made = rank_assignment.make(hosts, least=1, now=0.0)
+    assert [part.guest.name for part in made] == ["a", "b", "x", "y"]
+    assert [part.first for part in made] == [0, 2, 4, 6] and rank_assignment.size(made) == 8
+
+
+def test_too_few_hosts_make_no_plan():
+    assert rank_assignment.make([guest()], least=2, now=0.0) is None
+
+
+def test_a_host_that_has_just_come_is_left_out_if_there_are_enough():
+    old, new = guest("old"), guest("new")
+    old.take_part(0)
+    assert [part.guest for part in rank_assignment.make([old, new], least=1, now=0.0)] == [old]
+    assert len(rank_assignment.make([old, new], least=2, now=0.0)) == 2
+    new.is_ready = True
+    assert len(rank_assignment.make([old, new], least=1, now=0.0)) == 2
+
+
+def test_hosts_that_may_be_on_their_way_are_waited_for_at_the_start_only():
+    flags = "--nnodes=1:2", "--rdzv-endpoint=a:7", "--last-call-timeout-s=5", "train.py"
+    options = parse(flags, {"JDP_TOKEN": "a secret"})
+    one, two = guest("one"), guest("two")
+    start = rank_assignment.Gathering(options, is_start=True)
+    assert start.plan([one], now=1.0) is None
+    assert start.plan([], now=2.0) is None  # from now on it waits anew
+    assert start.plan([one], now=3.0) is None
+    assert start.plan([one], now=7.9) is None
+    assert start.plan([one], now=8.0) == [Part(one, 0, [0, 1])]
+    assert (
+        rank_assignment.size(
+            rank_assignment.Gathering(options, is_start=True).plan([one, two], now=1.0)
+        )
+        == 4
+    )
+    assert rank_assignment.Gathering(options, is_start=False).plan([one], now=1.0) is not None
+
+
+def test_a_slot_that_rests_is_left_out_and_one_that_is_needed_is_waited_for():
+    elastic, fixed = guest(num=(1, 2)), guest(num=(2, 2))
+    for host in (elastic, fixed):
+        host.slots[0].free_at = 5.0
+    assert rank_assignment.make([elastic], least=1, now=0.0) == [Part(elastic, 0, [1])]
+    assert rank_assignment.make([fixed], least=1, now=0.0) is None
+    assert rank_assignment.make([fixed], least=1, now=5.0) == [Part(fixed, 0, [0, 1])]
+
+
+def test_a_slot_rests_when_it_fails_twice_in_a_minute_and_each_time_for_longer():
+    slot = Slot()
+    slot.fail(0.0, can_rest=True)
+    slot.fail(guests.WINDOW_S, can_rest=True)
+    assert slot.free_at == 0.0
+    slot.fail(guests.WINDOW_S + 1, can_rest=True)
+    assert slot.free_at == guests.WINDOW_S + 1 + guests.REST_S
+    slot.fail(guests.WINDOW_S + 2, can_rest=True)
+    assert slot.free_at == guests.WINDOW_S + 2 + 2 * guests.REST_S
+
+
+def test_a_slot_that_is_needed_backs_off_only():
+    slot = Slot()
+    slot.fail(0.0, can_rest=False)
+    assert slot.free_at == 0.0
+    for failure in range(1, 30):
+        slot.fail(float(failure), can_rest=False)
+        waits_s = min(guests.BACKOFF_S * 2 ** (failure - 1), guests.MAX_BACKOFF_S)
+        assert slot.free_at == failure + waits_s
+
+
+def test_process_0_listens_where_others_reach_its_host():
+    home = Part(guest("home", seen="127.0.0.1"), 0, [0])
+    other = Part(guest("other", leader="10.0.0.1"), 1, [0])
+    chosen = Part(guest("home", address="fe80::1"), 0, [0])
+    assert rank_assignment.coordinator([home], "home") == "127.0.0.1:7"
+    assert rank_assignment.coordinator([home, other], "home") == "10.0.0.1:7"
+    assert rank_assignment.coordinator([other, home], "home") == "10.0.0.2:7"
+    assert rank_assignment.coordinator([chosen, other], "home") == "[fe80::1]:7"
+
+
+def test_the_first_failure_is_the_cause_unless_a_later_one_is_sure():
+    host, other = guest("a"), guest("b")
+    parts = [Part(host, 0, [0, 1]), Part(other, 2, [1])]
+    options = parse(["train.py"], {})
+    generation = Generation(0, parts, options, say=print, events=Events(None, print))
+
+    def end(on, process_id, returncode):
+        generation.note_exit(on, process_id, 7, returncode, traceback=None, last_lines=[])
+        return generation.cause and generation.cause.code
+
+    assert end(host, 1, 0) is None
+    assert end(host, 0, 3) == 3
+    assert end(host, 0, -signal.SIGABRT) == 3  # as JAX does when another process is lost
+    assert end(other, 2, -signal.SIGSEGV) == 139
+    assert end(host, 0, -signal.SIGKILL) == 139
+    for now in (0.0, 1.0):
+        generation.blame(now)
+    assert [slot.free_at > 0 for slot in host.slots + other.slots] == [False] * 3 + [True]
+
+
+def standby(name, parked=True, is_dying=False):
+    return SimpleNamespace(name=name, parked=parked, is_dying=lambda: is_dying)
+
+
+# Those that are taken, one after the other.
+def taken(*processes):
+    waiting = iter(processes)
+    each = Standbys(len(processes), lambda _: next(waiting), ready=lambda: None, say=print)
+    each.fill()
+    if any(process.parked for process in processes):
+        each.note_parked()
+    return [process.name for process in iter(each.take, None)]
+
+
+def test_the_standbys_that_wait_are_taken_first_and_those_that_die_never():
+    waits, starts, dies = standby("w"), standby("s", parked=False), standby("d", is_dying=True)
+    assert taken(dies, starts, waits) == ["w", "s"]
+    assert taken(dies) == []
+    assert taken(starts) == []  # perhaps it never waits
+
+
+def test_gpus_are_shared_evenly_or_not_at_all():
+    assert gpus_of_slots(8, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert gpus_of_slots(0, 3) == [None] * 3
+    with pytest.raises(ValueError, match="8 GPUs, which 3 processes"):
+        gpus_of_slots(8, 3)
+
+
+def test_a_proof_is_of_one_part_one_token_and_one_connection():
+    good = ("token", "host", "1", "2")
+    proof = token_auth.proof(*good)
+    assert token_auth.is_proof(proof, *good)
+    assert "token" not in proof
+    for i in range(4):
+        assert not token_auth.is_proof(proof, *good[:i], "other", *good[i + 1 :])
+    assert not token_auth.is_proof(None, *good)
+    assert not token_auth.is_proof("\ud800", *good[:3], "\ud800")  # which JSON can hold
+
+
+@pytest.mark.parametrize("line", [b"", b"7", b"[]", b"{}", b'{"kind": 1}', b"\xff", b"[" * 9999])
+def test_what_is_no_message_is_refused(line):
+    with pytest.raises(ValueError):
+        decode(line)
+
+
+# What a channel received and why it was closed, after `data` was sent to it.
+def received(data, **limits):
+    async def talk():
+        ours, theirs = socket.socketpair()
+        got, closed = [], asyncio.get_running_loop().create_future()
+        Channel(ours, lambda *message: got.append(message), closed.set_result, **limits)
+        with theirs:
+            theirs.sendall(data)
+        return got, await asyncio.wait_for(closed, 5.0)
+
+    return asyncio.run(talk())
+
+
+def test_messages_come_in_order_and_then_the_end():
+    got, why = received(b"".join(encode("n", {"i": i}) for i in range(3000)))
+    assert got == [("n", {"i": i}) for i in range(3000)]
+    assert why == "connection closed"
+
+
+def test_a_line_without_an_end_closes_a_channel():
+    got, why = received(b"x" * 5000, max_line_bytes=4096)
+    assert not got and "4096 bytes" in why
+
+
+def test_a_channel_never_waits_for_who_does_not_read():
+    async def talk():
+        ours, theirs = socket.socketpair()
+        closed = asyncio.get_running_loop().create_future()
+        channel = Channel(ours, closed=closed.set_result)
+        with theirs:
+            while channel.is_open:
+                channel.send("n", text="x" * 10_000)
+            return await asyncio.wait_for(closed, 5.0)
+
+    assert asyncio.run(talk())
+
+
+def test_what_the_kernel_takes_in_parts_arrives_as_a_whole():
+    texts = ["x" * (MAX_LINE_BYTES - 100), "the end"]
+
+    async def talk():
+        ours, theirs = socket.socketpair()
+        got, all_came = [], asyncio.Event()
+
+        def take(kind, facts):
+            got.append(facts["text"])
+            all_came.set() if len(got) == len(texts) else None
+
+        channel, other = Channel(ours), Channel(theirs, take, got.append)
+        for text in texts:
+            channel.send("n", text=text)
+        await asyncio.wait_for(all_came.wait(), 5.0)
+        channel.close()
+        other.close()
+        return got
+
+    assert asyncio.run(talk()) == texts
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ECONNRESET])
+def test_a_connection_that_breaks_while_one_sends_is_lost_and_no_bug(number):
+    class Broken(socket.socket):
+        def send(self, *_):
+            raise OSError(number, os.strerror(number))
+
+    async def talk():
+        ours, theirs = socket.socketpair()
+        closed = asyncio.get_running_loop().create_future()
+        channel = Channel(Broken(fileno=ours.detach()), closed=closed.set_result)
+        with theirs:
+            channel.send("n")
+            return await asyncio.wait_for(closed, 5.0)
+
+    assert asyncio.run(talk()) == os.strerror(number)
+
+
+# Addresses of the loopback at which nobody listens, or never answers.
+@pytest.fixture
+def deserted():
+    with socket.socket() as deserted:
+        deserted.bind(("127.0.0.1", 0))
+        yield deserted.getsockname()
+
+
+@pytest.fixture
+def silent():
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=0) as silent,
+        contextlib.ExitStack() as stack,
+    ):
+        for _ in range(4):  # more than it keeps; what comes then is left without an answer
+            visitor = stack.enter_context(socket.socket())
+            visitor.setblocking(False)
+            visitor.connect_ex(silent.getsockname())
+        yield silent.getsockname()
+
+
+# What a leader of another jdp may say, and what anybody else may.
+@pytest.mark.parametrize(
+    ("greeting", "why"),
+    [
+        (b'{"kind": "challenge", "nonce": "1"}\n', "the same jdp on all hosts"),
+        (b'{"kind": "challenge", "nonce": 1, "protocol": "?", "more": 2}\n', "same jdp"),
+        (b'{"kind": "welcome"}\n', "does not know the token"),
+        (b'{"kind": "refused", "more": 1}\n', "let this host join"),
+        (b'{"kind": "beat"}\n', "let this host join"),
+        (b'{"kind": "go"}\n', "let this host join"),
+    ],
+)
+def test_a_host_says_that_who_listens_is_no_leader_of_its_jdp(greeting, why):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        options = parse(["--join-timeout-s=1", "--heartbeat-timeout-s=0.3", "train.py"], {})
+        link = {"introduce": dict, "lost": print, "joined": print, "leads": False}
+
+        async def join():
+            found = asyncio.get_running_loop().create_future()
+            link["gave_up"], link["received"] = found.set_result, print
+            joining = Link(options, "token", listener.getsockname(), **link)
+            listener.setblocking(False)
+            visitor, _ = await asyncio.get_running_loop().sock_accept(listener)
+            with visitor:
+                visitor.send(greeting)
+                try:
+                    return await found
+                finally:
+                    joining.close()
+
+        assert why in asyncio.run(join())
+
+
+@pytest.mark.parametrize("first", ["deserted", "silent"])
+def test_a_host_tries_all_addresses_of_the_leader(monkeypatch, request, first):
+    options = parse(["--join-timeout-s=3", "--heartbeat-timeout-s=1", "train.py"], {})
+    listener = socket.create_server(("127.0.0.1", 0))
+    addresses = request.getfixturevalue(first), listener.getsockname()
+    stream = socket.AF_INET, socket.SOCK_STREAM, 0, ""
+
+    async def join():
+        joined = asyncio.get_running_loop().create_future()
+        door = Door(
+            listener,
+            "token",
+            judge=lambda facts: None,
+            admit=lambda channel, facts, proof: channel.send(
+                "welcome", proof=proof, is_running=False
+            ),
+        )
+        link = Link(
+            options,
+            "token",
+            ("leader", 7),
+            leads=False,
+            introduce=dict,
+            joined=lambda is_running: joined.set_result(""),
+            received=lambda kind, facts: None,
+            lost=joined.set_result,
+            gave_up=joined.set_result,
+        )
+        try:
+            return await joined
+        finally:
+            link.close()
+            door.close()
+
+    found = [(*stream, address) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert asyncio.run(join()) == ""
+
+
+def test_a_host_that_dies_while_it_joins_is_lost_and_no_bug():
+    options = parse(["--nnodes=2", "--rdzv-endpoint=a:7", "train.py"], {"JDP_TOKEN": "token"})
+    facts = {"id": "a", "name": "a", "address": None, "port": 7, "num_processes": [1, 1]}
+    facts |= {"host_id": None, "run_id": None, "generation": -1, "stepped": False, "nonce": "2"}
+
+    async def join():
+        said, bugs, loop = [], [], asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: bugs.append(context))
+        listener = socket.create_server(("127.0.0.1", 0))
+        leader = Leader(options, "token", listener, said.append)
+        with socket.create_connection(listener.getsockname()) as host:
+            host.setblocking(False)
+            nonce = decode(await loop.sock_recv(host, 9999))[1]["nonce"]
+            facts["proof"] = token_auth.proof("token", "host", nonce, "2")
+            host.sendall(encode("join", facts))
+            reset = struct.pack("ii", 1, 0)  # instead of an orderly end
+            host.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        while len(said) < 2 and not bugs:
+            await asyncio.sleep(0.001)
+        await leader.close(1, "")
+        return said, bugs
+
+    (joined, lost), bugs = asyncio.run(asyncio.wait_for(join(), 10.0))
+    assert "host a joined" in joined and "host a was lost" in lost and not bugs
+
+
+def test_the_cause_has_who_where_how_and_the_traceback():
+    raised = "Traceback\nValueError: x\n"
+    why = failures.exit_of_process(2, "h", 7, 1, raised, last_lines=["not shown"])
+    assert why.full_text.splitlines() == [
+        "the cause: process 2 (pid 7 on h) ended with exit code 1",
+        "  Traceback",
+        "  ValueError: x",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("returncode", "code", "words"),
+    [
+        (-signal.SIGKILL, 137, "was killed by SIGKILL (signal 9): "),
+        (-signal.SIGTERM, 143, "was killed by SIGTERM (signal 15)"),
+        (-64, 192, "was killed by SIGRTMAX (signal 64)"),
+        (-63, 191, "was killed by a signal (signal 63)"),
+        (1, 1, "ended with exit code 1"),
+        (124, 124, "ended with exit code 124: the watchdog ended it"),
+    ],
+)
+def test_ends_are_told_in_words_and_handed_on(returncode, code, words):
+    assert exit_code(returncode) == code
+    assert in_words(returncode).startswith(words)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    for name in os.environ:
+        if "RANK" in name or "MASTER" in name or "WORLD" in name:
+            monkeypatch.delenv(name)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield Member(theirs, -1, 0, -1), ours
+
+
+ASSIGNMENT = Assignment(3, 1, 2, 1, 2, "127.0.0.1:99", True, None, "a run")
+
+
+def test_parking_twice_is_parking_once(launched, monkeypatch):
+    monkeypatch.setattr("atexit.register", lambda call, *args: None)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    member, launcher = launched
+    launcher.sendall(encode("go", ASSIGNMENT._asdict()))
+    assert member.assignment is None
+    assert member.park() == ASSIGNMENT == member.park() == member.assignment
+    assert os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "3"
+    assert launcher.recv(9999) == b'{"kind": "parked"}\n'
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_process_prepares_only_while_it_has_the_time(launched, monkeypatch, is_told):
+    monkeypatch.setattr("atexit.register", lambda call, *args: None)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    member, launcher = launched
+    done = []
+
+    def tell():
+        launcher.sendall(encode("go", ASSIGNMENT._asdict()))
+
+    def prepare():
+        done.append(launcher.recv(9999))
+        tell()
+
+    if is_told:
+        tell()
+    assert member.park(prepare) == ASSIGNMENT
+    assert done == ([] if is_told else [b'{"kind": "parked"}\n'])
+
+
+def test_a_parked_process_without_a_launcher_ends(launched):
+    member, launcher = launched
+    launcher.close()
+    with pytest.raises(SystemExit, match="launcher is gone"):
+        member.park()
+    member.tell("ended")  # into nothing
+
+
+def test_a_forked_child_does_not_speak_for_the_process(launched):
+    member, launcher = launched
+    member._pid += 1
+    member.tell("ended")
+    launcher.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        launcher.recv(9999)
+
+
+def test_what_a_process_starts_is_no_member_of_the_run():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        fds = {"socket": theirs.fileno(), "board": theirs.fileno(), "commit": theirs.fileno()}
+        code = f"""
+import os
+from jdp.worker.launcher_client import current
+assert current().slot == 5 and current() is current()
+assert {VARIABLE!r} not in os.environ and not os.get_inheritable({theirs.fileno()})
+"""
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | invitation(**fds, slot=5),
+            pass_fds=[theirs.fileno()],
+            check=True,
+            timeout=30,
+        )
+
+
+def test_a_process_with_another_jdp_than_its_launcher_says_so():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        done = subprocess.run(
+            [sys.executable, "-c", "import jdp; jdp.init()"],
+            env=os.environ | {VARIABLE: json.dumps({"socket": theirs.fileno(), "place": 3})},
+            pass_fds=[theirs.fileno()],
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+    assert done.returncode == 1 and "has not the jdp that `jdp run` belongs to" in done.stderr
+
+
+def test_what_a_process_starts_before_it_asks_is_no_member_either():
+    code = "from jdp.worker.launcher_client import current; assert current() is None"
+    variables = os.environ | invitation(socket=77, board=78, commit=79, slot=0)  # without them
+    subprocess.run([sys.executable, "-c", code], env=variables, check=True, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [("/dev/full", "No space left on device"), ("/dev/null/logs/events", "Not a directory")],
+)
+def test_a_record_that_cannot_be_written_ends_nothing(path, why):
+    said = []
+    events = Events(Path(path), said.append)
+    for _ in range(3):
+        events.write("formed", generation=0)
+    events.close()
+    assert said == [f"{path} can't be written: {why}"]
+
+
+def test_a_record_that_cannot_be_opened_ends_nothing(tmp_path):
+    (tmp_path / "logs").touch()
+    said = []
+    path = tmp_path / "logs" / "events.jsonl"
+    events = Events(path, said.append)
+    events.write("formed", generation=0)
+    events.close()
+    assert len(said) == 1 and said[0].startswith(f"{path} can't be written: ")
+
+
+def test_the_token_is_not_in_the_environment_of_processes():
+    assert "JDP_TOKEN" not in spawn.environment({"JDP_TOKEN": "secret"})

@@ -1,0 +1,318 @@
+"""What a step reports: means, sums and rows of all ranks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from support.per_rank import assert_equal_bits, per_rank
+
+import jdp
+from jdp import places
+from jdp.reduction import metrics, step_context
+
+both_types = pytest.mark.parametrize("check_vma", [True, False])
+
+
+# Means
+
+
+def test_averages_a_tree_over_ranks(mesh):
+    n = mesh.size
+    x = {
+        "loss": np.arange(n, dtype=np.float32),
+        "stats": [np.arange(6 * n, dtype=np.float32).reshape(n, 2, 3)],
+    }
+    got = per_rank(mesh, jdp.mean_over_ranks, x)
+    assert_equal_bits(got)
+    np.testing.assert_array_equal(got["loss"][0], (n - 1) / 2)
+    np.testing.assert_allclose(got["stats"][0][0], x["stats"][0].mean(axis=0), rtol=1e-6)
+
+
+def test_keeps_the_dtype_and_sums_small_ones_in_float32(make_mesh):
+    # 257 needs 9 bits: in bfloat16 the sum of 256 and ones stays 256.
+    x = {
+        "bfloat16": np.array([256, 1, 1, 1, 1, 1, 1, 2], jnp.bfloat16),
+        "float16": np.full(8, 60_000, np.float16),
+        "float32": np.arange(8, dtype=np.float32),
+    }
+    got = per_rank(make_mesh(8), jdp.mean_over_ranks, x)
+    for dtype, want in (("bfloat16", 33), ("float16", 60_000), ("float32", 3.5)):
+        assert got[dtype].dtype == dtype
+        np.testing.assert_array_equal(got[dtype].astype(np.float32), [want] * 8)
+
+
+def test_a_mean_may_be_complex(make_mesh):
+    got = per_rank(make_mesh(2), jdp.mean_over_ranks, np.array([1 + 2j, 3], np.complex64))
+    np.testing.assert_array_equal(got, [2 + 1j] * 2)
+
+
+@both_types
+def test_weighs_each_rank(make_mesh, check_vma):
+    x, w = np.array([2, np.nan, 6], np.float32), np.array([3, 0, 1])
+
+    def fn(x, w):
+        with step_context.entered("data", w[None], lambda w: w.sum()):
+            return [
+                jdp.mean_over_ranks(x, weight=w),
+                jdp.mean_over_ranks(x),
+                jdp.mean_over_ranks(jnp.nan_to_num(x, nan=1), weight=1),
+            ]
+
+    got = per_rank(make_mesh(3), fn, x, w, check_vma=check_vma)
+    np.testing.assert_array_equal(got, [[3] * 3] * 3)
+
+
+def test_a_mean_of_which_nothing_counts_is_zero(make_mesh):
+    got = per_rank(make_mesh(2), lambda x: jdp.mean_over_ranks(x, weight=0), np.full(2, np.nan))
+    np.testing.assert_array_equal(got, [0, 0])
+
+
+@both_types
+def test_is_usable_at_once_and_is_the_same_everywhere(make_mesh, check_vma):
+    def fn(x):
+        mean = jdp.mean_over_ranks(jnp.mean(x))
+        return lax.cond(mean < 3, lambda: mean, lambda: -mean)
+
+    mapped = jax.shard_map(
+        fn, mesh=make_mesh(3), in_specs=P("data"), out_specs=P(), check_vma=check_vma
+    )
+    assert jax.jit(mapped)(np.array([1, 2, 6], np.float32)) == -3
+
+
+@both_types
+def test_the_mean_of_what_is_the_same_is_itself(make_mesh, check_vma):
+    got = per_rank(
+        make_mesh(3), lambda x: jdp.mean_over_ranks(jnp.float32(5)), np.ones(3), check_vma=check_vma
+    )
+    np.testing.assert_array_equal(got, [5] * 3)
+
+
+def test_where_nothing_is_bound_there_is_one_rank():
+    tree = {"a": jnp.float32(2), "b": jnp.arange(3)}
+    assert jdp.mean_over_ranks(2.5, weight=0) == 2.5
+    jax.tree.map(np.testing.assert_array_equal, jdp.sum_over_ranks(tree), tree)
+
+
+def test_the_axis_may_have_another_name_or_two():
+    names = ("replica", "fsdp")
+    mesh = jax.make_mesh((2, 3), names, (AxisType.Auto,) * 2, devices=jax.devices()[:6])
+
+    def fn(x):
+        return [
+            f(x, axis_name=a)
+            for a in (names, "fsdp")
+            for f in (jdp.mean_over_ranks, jdp.sum_over_ranks)
+        ]
+
+    means, sums, row_means, row_sums = per_rank(mesh, fn, np.arange(6, dtype=np.float32))
+    assert (set(means), set(sums)) == ({2.5}, {15})
+    assert (row_means.tolist(), row_sums.tolist()) == ([1] * 3 + [4] * 3, [3] * 3 + [12] * 3)
+
+
+def test_pmap_over_another_axis_is_refused():
+    for fn in (jdp.mean_over_ranks, jdp.sum_over_ranks):
+        with pytest.raises(ValueError, match="Write axis_name='batch'"):
+            jax.pmap(fn, axis_name="batch", devices=jax.devices()[:2])(np.ones(2, np.float32))
+
+
+@pytest.mark.parametrize("wrong", [3, np.ones(2, int), np.array(True)])
+def test_a_mean_of_whole_numbers_is_refused(wrong):
+    with pytest.raises(TypeError, match=r"mean_over_ranks of (int|bool).*Write jdp.sum_over_ranks"):
+        jdp.mean_over_ranks({"loss": 1.0, "count": wrong})
+
+
+# Sums
+
+
+@both_types
+def test_sums_counts_histograms_and_flags(make_mesh, check_vma):
+    x = {
+        "count": np.arange(3),
+        "histogram": np.arange(12).reshape(3, 4),
+        "flag": np.array([True, False, True]),
+        "value": np.array([0.5, 1, 2], np.float32),
+    }
+    got = per_rank(make_mesh(3), jdp.sum_over_ranks, x, check_vma=check_vma)
+    for name, leaf in x.items():
+        np.testing.assert_array_equal(got[name], np.stack([leaf.sum(axis=0)] * 3))
+    assert (got["count"].dtype, got["flag"].dtype) == (np.int32, np.int32)
+
+
+@both_types
+def test_a_sum_counts_every_rank_also_of_what_is_the_same(make_mesh, check_vma):
+    def fn(x):
+        return jdp.sum_over_ranks(3), jdp.sum_over_ranks(jnp.int32(3))
+
+    for got in per_rank(make_mesh(4), fn, np.ones(4), check_vma=check_vma):
+        np.testing.assert_array_equal(got, [12] * 4)
+
+
+# Scalars of a step
+
+
+def test_the_float_scalars_of_a_step_are_averaged_and_the_rest_is_kept(make_mesh):
+    def fn(x):
+        return metrics.averaged(
+            {
+                "loss": x,
+                "half": x.astype(jnp.bfloat16),
+                "number": 1.0,
+                "count": jnp.int32(x),
+                "vector": x[None],
+            },
+            "data",
+        )
+
+    got = per_rank(make_mesh(3), fn, np.array([1, 2, 6], np.float32))
+    want = {"loss": 3, "half": 3, "number": 1, "count": [1, 2, 6], "vector": [[1], [2], [6]]}
+    for name, value in want.items():
+        np.testing.assert_array_equal(got[name], np.broadcast_to(value, got[name].shape))
+    assert (got["half"].dtype, got["number"].dtype) == (jnp.bfloat16, np.float32)
+
+
+def test_all_float_scalars_share_one_reduction(make_mesh):
+    mapped = jax.shard_map(
+        lambda x: metrics.averaged([x.sum(), x.max(), jnp.bfloat16(x[0])], "data"),
+        mesh=make_mesh(2),
+        in_specs=P("data"),
+        out_specs=P(),
+        check_vma=False,
+    )
+    text = jax.jit(mapped).lower(np.ones(4, np.float32)).as_text()
+    assert text.count("stablehlo.all_reduce") == 1
+
+
+def test_without_float_scalars_nothing_is_reduced():
+    tree = {"count": 3, "none": None}
+    assert metrics.averaged(tree, "data") == tree
+
+
+# Rows
+
+
+def test_rows_are_taken_out_and_put_back_in_place():
+    tree = {"a": 1.0, "b": [jdp.rows(np.arange(3)), jdp.rows({"c": np.arange(4)})], "d": None}
+    rest, values = metrics.take_rows(tree)
+    assert jax.tree.leaves(rest) == [1.0]
+    assert [len(v) for v in values] == [3, 4]
+    plain = metrics.unmarked(places.put(rest, [v * 2 for v in values]))
+    np.testing.assert_array_equal(plain["b"][0], [0, 2, 4])
+    np.testing.assert_array_equal(plain["b"][1]["c"], [0, 2, 4, 6])
+    again = places.put(rest, values)
+    assert jax.tree.structure(again) == jax.tree.structure(tree)
+    np.testing.assert_array_equal(metrics.unmarked(tree)["b"][0], np.arange(3))
+
+
+@pytest.mark.parametrize("wrong", [1.0, np.ones((3, 2)), [np.ones(4), np.ones(3)]])
+def test_rows_of_another_number_than_the_batch_are_refused(wrong):
+    with step_context.entered("data", {"x": np.ones((4, 2))}, None):
+        jdp.rows(np.ones((4, 1)))
+        with pytest.raises(ValueError, match=r"rows of float\d\d\[.*rows of the batch, 4 here"):
+            jdp.rows(wrong)
+
+
+def test_rows_of_a_scalar_are_refused_also_outside_of_a_step():
+    with pytest.raises(ValueError, match=r"jdp.rows of float32\[\]"):
+        jdp.rows(jnp.float32(1))
+
+
+# Weights
+
+
+def test_a_weight_that_is_not_one_number_is_refused():
+    batch = {"mask": np.ones(4)}
+    for weight, found in ((lambda b: b["mask"], r"float32\[4\]"), (lambda b: 1j, r"complex64\[\]")):
+        with pytest.raises(ValueError, match=f"weight= gave {found}.*one real number"):
+            with step_context.entered("data", batch, weight):
+                pass
+
+
+def test_the_weight_of_a_step_over_another_axis_does_not_count(make_mesh):
+    def fn(x):
+        with step_context.entered("other", x[None], lambda x: x.sum(), nested=True):
+            return jdp.mean_over_ranks(x)
+
+    got = per_rank(make_mesh(2), fn, np.arange(2, dtype=np.float32))
+    np.testing.assert_array_equal(got, [0.5, 0.5])
+
+
+def test_a_scope_ends_where_it_ends():
+    with pytest.raises(ZeroDivisionError):
+        with step_context.entered("data", np.ones(3), None) as outer:
+            with step_context.entered("data", np.ones(2), None, nested=True) as inner:
+                assert (
+                    step_context.current("data") is inner and step_context.current("model") is None
+                )
+            assert step_context.innermost() is outer
+            raise ZeroDivisionError
+    assert step_context.current("data") is None
+
+
+# Metrics that every rank has the same
+
+
+NOT_EXACT = np.array([0.1, 1 / 3, 1e-20, 3e38], np.float32)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("weighed", [False, True])
+def test_a_metric_that_every_rank_has_the_same_is_not_touched(num_ranks, weighed):
+    jdp.init(devices=jax.devices()[:num_ranks])
+    traces = []
+    weight = {"weight": lambda batch: batch.sum()} if weighed else {}
+
+    def report(rates, batch):
+        traces.append(1)
+        return {
+            "rates": [rates[i] for i in range(4)],
+            "loss": batch.mean(),
+            "constant": 0.1,
+            "half": rates[0].astype(jnp.bfloat16),
+            "vector": rates,
+            "mean": jdp.mean_over_ranks(batch.mean()),
+        }
+
+    def train(state, batch):
+        return state, report(state, batch)
+
+    batch = np.arange(num_ranks, dtype=np.float32) * 3 + 1
+    _, trained = jdp.train_step(train, donate=False, **weight)(NOT_EXACT, batch)
+    measured = jdp.eval_step(report, **weight)(NOT_EXACT, batch)
+    for got in (trained, measured):
+        np.testing.assert_array_equal([float(x) for x in got["rates"]], NOT_EXACT)
+        assert float(got["constant"]) == np.float32(0.1)
+        assert got["half"] == jnp.bfloat16(0.1)
+        mean = np.average(batch, weights=batch if weighed else None)
+        np.testing.assert_allclose([got["loss"], got["mean"]], mean, rtol=1e-6)
+    assert len(traces) == 2  # one for each step
+
+
+def test_a_metric_of_one_rank_alone_is_averaged(make_mesh):
+    jdp.init(devices=jax.devices()[:4])
+
+    @jdp.eval_step
+    def report(rate, batch):
+        mine = lax.cond(batch[0] > 2, lambda: rate, lambda: 2 * rate)
+        return {"mine": mine, "rate": rate, "rank": lax.axis_index("data") * 1.0}
+
+    got = report(np.float32(0.1), np.arange(4, dtype=np.float32))
+    assert float(got["rate"]) == np.float32(0.1)
+    np.testing.assert_allclose([got["mine"], got["rank"]], [0.175, 1.5], rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_metric_that_is_no_number_is_refused_by_path(num_ranks):
+    jdp.init(devices=jax.devices()[:num_ranks])
+    step = jdp.train_step(lambda state, batch: (state, {"note": {"text": "hello"}}))
+    with pytest.raises(TypeError, match=r"`metrics\['note'\]\['text'\]` is 'hello', of type str"):
+        step({"w": jnp.zeros(2)}, jnp.zeros(4))
+
+
+def test_an_error_of_jax_names_the_leaf_of_the_batch():
+    jdp.init(devices=jax.devices()[:2])
+    step = jdp.train_step(lambda state, batch: (state, {"mean": float(batch["x"].mean())}))
+    with pytest.raises(jax.errors.ConcretizationTypeError, match=r"batch\['x'\]"):
+        step({"w": jnp.zeros(2)}, {"x": jnp.zeros(4)})

@@ -1,0 +1,224 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from jax.sharding import PartitionSpec as P
+from support import training
+from support.training import assert_close, batch, loss_fn, plain_step, ranks, state, train
+
+import jdp
+
+
+def labels(p):
+    return {name: "slow" if name == "b" else "fast" for name in p}
+
+
+# What stands inside sees mean gradients and counts optimizer steps, as it would on one rank.
+INSIDE = {
+    "clip": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.sgd(0.1), 3),
+    "schedule": lambda: optax.sgd(optax.linear_schedule(0.1, 0.0, 3)),
+    "injected": lambda: optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.9),
+    "multi_steps": lambda: optax.MultiSteps(optax.sgd(0.1), 2),
+    "schedule_free": lambda: optax.contrib.schedule_free(optax.sgd(0.1), 0.1, b1=0.9),
+    "muon": lambda: optax.contrib.muon(0.01),
+    "masked": lambda: optax.chain(
+        optax.masked(optax.add_decayed_weights(0.1), {"w": True, "v": True, "b": False}),
+        optax.sgd(0.1),
+    ),
+    "partition": lambda: optax.partition({"slow": optax.sgd(0.01), "fast": optax.sgd(0.1)}, labels),
+    "sam": lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2),
+    "noise": lambda: optax.chain(optax.add_noise(0.01, 0.5, 3), optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_wrapped_optimizers_equal_one_rank(name):
+    step = jdp.train_step(plain_step)
+    three, one = (train(n, step, lambda: state(jdp.replicated(INSIDE[name]()))) for n in (3, 1))
+    assert_close(three, one)
+
+
+def test_lookahead_equals_one_rank():
+    # Its gradients are those of half of its parameters.
+    tx = jdp.replicated(optax.lookahead(optax.sgd(0.1), 2, 0.5))
+
+    @jdp.train_step
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(state.params.fast, batch)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    def make_state():
+        return jdp.TrainState.create(optax.LookaheadParams.init_synced(training.params()), tx)
+
+    assert_close(train(3, step, make_state), train(1, step, make_state))
+
+
+def test_line_search_on_a_global_mean_equals_one_rank():
+    @jdp.train_step
+    def step(state, batch):
+        value_fn = jdp.global_mean(lambda p: loss_fn(p, batch))
+        value, grads = jax.value_and_grad(value_fn)(state.params)
+        state = state.apply_gradients(
+            grads, synced=True, value=value, grad=grads, value_fn=value_fn
+        )
+        return state, {"loss": value}
+
+    def make_state():
+        return state(jdp.replicated(optax.lbfgs()))
+
+    assert_close(train(3, step, make_state), train(1, step, make_state), tolerance=1e-4)
+
+
+def test_reduce_on_plateau_with_the_mean_value_equals_one_rank():
+    @jdp.train_step
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+        return state.apply_gradients(grads, value=jdp.mean_over_ranks(loss)), {"loss": loss}
+
+    def make_state():
+        plateau = optax.contrib.reduce_on_plateau(patience=1, factor=0.5)
+        return state(jdp.replicated(optax.chain(optax.sgd(0.1), plateau)))
+
+    assert_close(train(4, step, make_state), train(1, step, make_state))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda inner: optax.chain(optax.clip_by_global_norm(1.0), inner),
+        lambda inner: optax.MultiSteps(inner, 2).gradient_transformation(),
+        lambda inner: optax.masked(inner, {"w": True, "v": True, "b": False}),
+        lambda inner: optax.partition({"slow": inner, "fast": inner}, labels),
+        lambda inner: optax.apply_if_finite(inner, 2),
+    ],
+    ids=["chain", "multi_steps", "masked", "partition", "apply_if_finite"],
+)
+def test_a_reduction_inside_another_optimizer_is_refused(wrong):
+    ranks(2)
+    tx = wrong(jdp.replicated(optax.sgd(0.1)))
+    with pytest.raises(TypeError, match="outermost"):
+        state(tx)
+
+    def mine(s, batch):  # built without TrainState
+        grads = jax.grad(loss_fn)(s["params"], batch)
+        updates, opt_state = tx.update(grads, s["opt_state"], s["params"])
+        return {"params": optax.apply_updates(s["params"], updates), "opt_state": opt_state}, {}
+
+    s = {"params": training.params(), "opt_state": tx.init(training.params())}
+    with pytest.raises(ValueError, match="inside another optax transformation"):
+        jdp.train_step(mine)(s, batch())
+
+
+def test_two_wrapped_optimizers_side_by_side_are_not_inside_one_another():
+    ranks(2)
+    tx = training.sgd()
+
+    def step(s, batch):
+        return s, {}
+
+    p = training.params()
+    jdp.train_step(step)((tx.init(p), tx.init(p)), batch())
+    jdp.train_step(step)((p, tx.init(p)), batch())
+
+
+def test_an_optimizer_that_is_not_wrapped_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"made by 'adamw'|made by 'chain'"):
+        state(optax.adamw(1e-3))
+    with pytest.raises(TypeError, match=r"MultiSteps"):
+        state(optax.MultiSteps(optax.sgd(0.1), 2))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_works_in_a_shard_map_of_the_users(make_mesh, check_vma):
+    tx = training.sgd()
+    p = training.params()
+
+    def step(p, opt_state, batch):
+        _, grads = jdp.value_and_grad(loss_fn)(p, batch)
+        updates, opt_state = tx.update(grads, opt_state, p)
+        return optax.apply_updates(p, updates), opt_state
+
+    mapped = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=make_mesh(4),
+            in_specs=(P(), P(), P("data")),
+            out_specs=P(),
+            check_vma=check_vma,
+        )
+    )
+    got, opt_state = mapped(p, tx.init(p), batch())
+    want, _ = train(1, jdp.train_step(plain_step), num_steps=1)
+    assert_close(jax.device_get(got), want.params)
+    assert_close(jax.device_get(opt_state), want.opt_state)
+
+
+def test_works_in_pmap():
+    tx = training.sgd(axis_name="batch")
+    p = training.params()
+
+    def step(p, batch):
+        updates, _ = tx.update(jax.grad(loss_fn)(p, batch), tx.init(p), p)
+        return optax.apply_updates(p, updates)
+
+    rows = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch())
+    got = jax.pmap(step, axis_name="batch", in_axes=(None, 0), devices=jax.devices()[:4])(p, rows)
+    want, _ = train(1, jdp.train_step(plain_step), num_steps=1)
+    for rank in range(4):
+        assert_close(jax.tree.map(lambda x, r=rank: np.asarray(x[r]), got), want.params)
+
+
+def test_pmap_over_another_axis_is_refused():
+    tx, p = training.sgd(), training.params()
+    rows = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch())
+    step = jax.pmap(
+        lambda p, b: tx.update(jax.grad(loss_fn)(p, b), tx.init(p), p)[0],
+        axis_name="batch",
+        in_axes=(None, 0),
+        devices=jax.devices()[:4],
+    )
+    with pytest.raises(ValueError, match=r"axis_name='batch'"):
+        step(p, rows)
+
+
+def test_gradients_of_single_rows_are_refused():
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        def per_row(p, x, y):
+            return loss_fn(p, {"x": x[None], "y": y[None]})
+
+        grads = jax.vmap(jax.grad(per_row), (None, 0, 0))(state.params, batch["x"], batch["y"])
+        return state.apply_gradients(grads), {}
+
+    with pytest.raises(ValueError, match=r"`\['b'\]` is \[12, 1\], the parameter \[1\]"):
+        step(state(), batch())
+
+
+def test_mean_false_gives_the_sum():
+    ranks(4)
+    step = jdp.train_step(plain_step)
+    s, _ = step(state(jdp.replicated(optax.sgd(0.1), mean=False)), batch())
+    want, _ = train(1, jdp.train_step(plain_step), lambda: state(jdp.replicated(optax.sgd(0.4))), 1)
+    assert_close(jax.device_get(s.params), want.params)
+
+
+def test_a_wrong_bucket_size_is_refused_at_once():
+    with pytest.raises(ValueError, match="bucket_bytes must be positive, got 0"):
+        jdp.replicated(optax.sgd(0.1), bucket_bytes=0)
+
+
+def test_where_no_axis_is_bound_there_is_one_rank():
+    tx = jdp.replicated(optax.sgd(0.5))
+    updates, _ = tx.update({"w": jnp.ones(2)}, tx.init({"w": jnp.ones(2)}))
+    np.testing.assert_array_equal(updates["w"], [-0.5, -0.5])
+
+
+@pytest.mark.parametrize("tx, kind", [(optax.sgd, "function"), (0.1, "float")])
+def test_what_is_no_optax_transformation_is_refused(tx, kind):
+    with pytest.raises(TypeError, match=f"got a {kind}.*Write jdp.replicated"):
+        jdp.replicated(tx)

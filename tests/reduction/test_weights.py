@@ -1,0 +1,120 @@
+"""A weight that is not a finite number >= 0 is refused, or ends the run and names the rank."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from support.training import ranks
+
+import jdp
+from jdp.distributed import in_flight
+
+
+def mean_step(weight, **options):
+    """A step that moves `w` to the mean of the batch, whose rows weigh `weight(batch)`."""
+
+    @jdp.train_step(weight=weight, **options)
+    def fit(state, batch):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((p["w"] - batch) ** 2) / 2)(
+            state.params
+        )
+        return state.apply_gradients(grads), {"loss": loss}
+
+    return fit
+
+
+def start():
+    return jdp.TrainState.create({"w": jnp.zeros(())}, jdp.replicated(optax.sgd(1.0)))
+
+
+CONSTANTS = [-1, -1.0, np.float32(-0.5), np.nan, np.inf]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("weight", CONSTANTS, ids=str)
+def test_a_constant_that_is_not_a_weight_is_refused_before_anything_runs(num_ranks, weight):
+    ranks(num_ranks)
+    state = start()
+    with pytest.raises(ValueError, match=rf"weight= gave {weight}.* >= 0"):
+        mean_step(lambda batch: weight)(state, np.ones(num_ranks, np.float32))
+    assert float(state.params["w"]) == 0.0  # was not donated
+
+
+@pytest.mark.parametrize("weight", CONSTANTS, ids=str)
+@pytest.mark.parametrize("function", [jdp.sync_gradients, jdp.mean_over_ranks])
+def test_a_constant_weight_of_a_function_is_refused(function, weight):
+    with pytest.raises(ValueError, match=rf"weight= gave {weight}.* >= 0"):
+        jax.vmap(lambda x: function(x, weight=weight), axis_name="data")(jnp.ones(2))
+
+
+@pytest.mark.parametrize("num_ranks, odd", [(1, 0), (2, 1), (3, 0), (8, 6)])
+@pytest.mark.parametrize("value", [-1.0, np.nan, np.inf])
+def test_a_weight_of_one_rank_is_an_error_that_names_rank_and_weight(num_ranks, odd, value):
+    ranks(num_ranks)
+    fit, rows = mean_step(lambda batch: batch[0]), np.ones(num_ranks, np.float32)
+    state, _ = fit(start(), rows)
+    rows[odd] = value
+    state, metrics = fit(state, rows)
+    assert np.isnan(metrics["loss"]) and np.isnan(state.params["w"])  # not silent before either
+    with pytest.raises(RuntimeError, match=rf"call 2 of `fit`.* gave {value} on rank {odd}\b"):
+        in_flight.drain()
+    in_flight.drain()
+
+
+def test_without_a_look_at_the_result_it_is_an_error_within_8_calls():
+    ranks(2)
+    fit, state = mean_step(lambda batch: batch[0]), start()
+    with pytest.raises(RuntimeError, match="gave -2.0 on rank 0 and -3.0 on rank 1"):
+        for _ in range(9):
+            state, _ = fit(state, np.array([-2.0, -3.0], np.float32))
+
+
+def test_an_evaluation_names_it_too():
+    ranks(2)
+
+    @jdp.eval_step(weight=lambda batch: batch[0])
+    def measure(params, batch):
+        return {"mean": batch.mean()}
+
+    with pytest.raises(RuntimeError, match=r"`measure`.* gave -2.0 on rank 1"):
+        for _ in range(9):
+            measure(jnp.zeros(()), np.array([3.0, -2.0], np.float32))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.bool_, np.float16])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_weights_of_any_dtype_weigh(num_ranks, dtype):
+    ranks(num_ranks)
+    rows = np.arange(num_ranks).astype(dtype)
+    state, _ = mean_step(lambda batch: batch[0])(start(), rows)
+    wide = rows.astype(float)
+    wanted = (wide * wide).sum() / max(wide.sum(), 1)
+    np.testing.assert_allclose(state.params["w"], wanted, rtol=1e-6)
+    in_flight.drain()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_batch_that_weighs_nothing_leaves_gradient_and_metrics_0(num_ranks):
+    ranks(num_ranks)
+    rows = np.full(num_ranks, np.nan, np.float32)
+    state, metrics = mean_step(lambda batch: 0.0)(start(), rows)
+    assert float(state.params["w"]) == 0.0 and float(metrics["loss"]) == 0.0
+    in_flight.drain()
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_negative_weight_in_a_loop_of_ones_own_gives_nan_on_every_rank(make_mesh, checks):
+    def mean(weight, x):
+        return jdp.sync_gradients(x, weight=weight[0])
+
+    mapped = jax.shard_map(
+        mean,
+        mesh=make_mesh(2),
+        in_specs=(P("data"), P("data")),
+        out_specs=P("data"),
+        check_vma=checks,
+    )
+    found = jax.jit(mapped)(jnp.array([3.0, -1.0]), jnp.ones(2))
+    assert np.isnan(found).all()

@@ -1,0 +1,35 @@
+"""The benchmark of all-reduces runs through, and says which peers it did not find."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jdp.collectives.cpu import runtime as cpu_runtime
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 100
+
+
+@pytest.mark.skipif(cpu_runtime.why_missing() is not None, reason="needs the compiled library")
+def test_a_quick_run_measures_every_part_and_names_the_peers_that_are_missing():
+    script = str(ROOT / "benchmarks" / "all_reduce.py")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": ""}  # no mpirun
+    done = subprocess.run(
+        [sys.executable, script, "--quick", "--timeout-s", str(TIMEOUT_S)],
+        env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=TIMEOUT_S + 10,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = Path(re.search(r"^wrote (.*\.md)$", done.stdout, re.MULTILINE)[1])
+    lines = [json.loads(line) for line in page.with_suffix(".jsonl").read_text().splitlines()]
+    parts = {"one process", "one process, memory", "processes", "processes, memory", "training"}
+    assert {line["section"] for line in lines} == parts
+    assert {line["met"] for line in lines if line.get("rival") == "Open MPI"} == {"missing"}
+    assert "Open MPI: " in page.read_text()
+    tables_of_times = 3  # the tables of memory tell the same runs
+    assert page.read_text().count("Results checked on every rank in each round") == tables_of_times

@@ -1,0 +1,176 @@
+"""Every example runs as a user would run it, and does what it says."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jdp
+from jdp.checkpoint import directory, restore
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 300
+SMALL_MODEL = "--length=64 --dim=32 --depth=1 --batch-size=64".split()
+
+
+def environment():
+    ours = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    return {k: v for k, v in os.environ.items() if k not in ours} | {"PYTHONPATH": str(ROOT)}
+
+
+def start(example, *flags, folder, **variables):
+    # As in pyproject.toml, whose filters only pytest reads.
+    cache = "ignore:Error reading persistent compilation cache entry:UserWarning"
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-W", cache, ROOT / "examples" / example, *flags],
+        cwd=folder,
+        env={**environment(), **variables},
+        timeout=DEADLINE_S,
+        capture_output=True,
+        text=True,
+    )
+
+
+def run(example, *flags, **where):
+    ended = start(example, *flags, **where)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def load(example):
+    spec = importlib.util.spec_from_file_location(Path(example).stem, ROOT / "examples" / example)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_example_is_tested_here():
+    tests = Path(__file__).read_text()
+    assert all(f'"{path.name}"' in tests for path in (ROOT / "examples").glob("*.py"))
+
+
+def test_scanned_layers_learn(tmp_path):
+    output = run("scanned_layers.py", folder=tmp_path)
+    assert float(re.search(r"after 60 steps: loss ([\d.]+)", output)[1]) < 0.1
+
+
+def test_digits_is_learnt_alike_on_four_ranks_and_on_one(tmp_path):
+    output = run("digits.py", folder=tmp_path)
+    accuracy = re.search(r"ranks: 4, test accuracy: ([\d.]+)% of 397 rows", output)
+    difference = re.search(r"ranks: 1, largest difference of a parameter: (\S+)", output)
+    assert float(accuracy[1]) >= 97 and float(difference[1]) <= 1e-5
+    epochs = re.findall(r"^(epoch +\d+  loss [\d.]+  accuracy +[\d.]+%)", output, re.MULTILINE)
+    assert len(epochs) == 40 and epochs[:20] == epochs[20:]
+    assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_digits_fails_if_it_misses_its_target(tmp_path):
+    ended = start("digits.py", "--epochs=1", folder=tmp_path)
+    assert ended.returncode == 1 and "expected at least 97%" in ended.stderr
+
+
+def test_language_model_goes_on_with_the_same_bits_after_an_interruption(tmp_path):
+    small = (*SMALL_MODEL, "--steps=60", "--every=60")
+    whole = run("language_model.py", *small, "--checkpoints=whole", folder=tmp_path)
+    run("language_model.py", *small, "--checkpoints=parts", "--stop-after=25", folder=tmp_path)
+    assert newest_checkpoint(tmp_path / "parts")[0] == 25 * 64
+    resumed = run("language_model.py", *small, "--checkpoints=parts", "--resume", folder=tmp_path)
+    bits = [float(re.search(r"step 60, held out: ([\d.]+)", x)[1]) for x in (whole, resumed)]
+    assert bits[0] == bits[1] < 6
+    position, arrays = newest_checkpoint(tmp_path / "whole")
+    resumed_position, resumed_arrays = newest_checkpoint(tmp_path / "parts")
+    assert position == resumed_position == 60 * 64
+    jax.tree.map(np.testing.assert_array_equal, resumed_arrays, arrays)
+
+
+def newest_checkpoint(path):
+    """Give the position and the arrays of the newest checkpoint in a folder."""
+    folder = directory.Folder(path)
+    checkpoint = folder.checkpoints()[0]
+    facts = folder.facts(checkpoint)
+    leaves = restore.leaves_of(facts)
+    return facts["position"], folder.read(checkpoint, [*restore.named(leaves, leaves)])
+
+
+def test_language_model_counts_every_held_out_byte_once(mesh):
+    example = load("language_model.py")
+    jdp.init(mesh)
+    text = np.frombuffer(b"a text of a prime number of bytes: 43, not 42", np.uint8)[:43]
+    model = example.Decoder(8, 32, 1, nnx.Rngs(0))
+    _, test = example.new_steps(*nnx.split(model)[:1], accumulate=1)
+    found = example.measure(test, nnx.split(model)[1], example.windows(text, 8), 24)
+
+    bits = []
+    for begin in range(0, 43, 8):
+        known = np.concatenate([[0], text])[begin : begin + 8][: 43 - begin]
+        log_probs = jax.nn.log_softmax(model(jnp.asarray(known)[None]))[0]
+        bits += [-log_probs[i, byte] / np.log(2) for i, byte in enumerate(text[begin : begin + 8])]
+    assert found["bytes"] == len(bits) == 43
+    np.testing.assert_allclose(found["bits"], np.mean(bits), rtol=1e-6)
+
+
+def test_gan_covers_all_modes(tmp_path):
+    assert "modes covered: 8 of 8" in run("gan.py", folder=tmp_path)
+
+
+@pytest.mark.parametrize(("flags", "num_ranks"), [((), 4), (("--ranks=0",), 3)])
+def test_own_loops_agree_with_one_rank(tmp_path, flags, num_ranks):
+    output = run("own_loop.py", *flags, folder=tmp_path, JAX_NUM_CPU_DEVICES="3")
+    found = re.findall(rf"ranks: {num_ranks}, (\S+) .* a parameter: (\S+)", output)
+    assert [name for name, _ in found] == ["shard_map", "shard_map(check_vma=False)", "pmap"]
+    assert all(float(difference) <= 1e-5 for _, difference in found)
+
+
+@pytest.mark.xdist_group("processes")
+def test_elastic_language_model_outlives_a_process_and_saves_at_sigterm(tmp_path):
+    flags = "--length=16 --dim=16 --depth=1 --steps=1000000".split()
+    launched = subprocess.Popen(
+        [sys.executable, "-m", "jdp", "run", "--nproc-per-node=2", "--log-dir=logs"]
+        + [ROOT / "examples" / "elastic_language_model.py", *flags],
+        cwd=tmp_path,
+        env={**environment(), "JAX_NUM_CPU_DEVICES": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with launched:
+        try:
+            events = tmp_path / "logs" / "events.jsonl"
+            until("ready", events)  # Standbys wait.
+            os.kill(until("first_step", events)["pid"], signal.SIGKILL)
+            assert "killed by SIGKILL" in until("recovered", events)["cause"]
+            launched.terminate()
+            launched.wait(DEADLINE_S)
+        finally:
+            launched.kill()
+            output = launched.stdout.read()
+    begins = re.findall(r"one of 2 ranks, begins after step (\d+)", output)
+    saved = re.search(r"step (\d+) is saved in", output)
+    assert launched.returncode == 75 and len(begins) == 2 and saved, output
+    assert int(begins[0]) == 0 < int(begins[1]) < int(saved[1]), output
+
+
+def until(event, events):
+    """Wait for the first event of that name, and give its facts."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        lines = events.read_text().split("\n")[:-1] if events.exists() else []
+        found = [json.loads(line) for line in lines]
+        if found and found[-1]["event"] == "over":
+            break
+        for facts in found:
+            if facts["event"] == event:
+                return facts
+        time.sleep(0.02)
+    raise AssertionError(f"no event {event!r}")

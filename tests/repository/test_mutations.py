@@ -1,0 +1,75 @@
+"""The tests find what they are for: the code is broken in a copy, and a test must fail there."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# What is broken: file, the text that is replaced, by what, and the tests that must see it.
+MUTATIONS = {
+    "the mean is not divided": (
+        "jdp/reduction/gradients.py",
+        "scale = 1.0 / axis.size(axis_name) if mean else 1.0",
+        "scale = 1.0",
+        "tests/training/test_step.py::test_equals_plain_jax_on_the_whole_batch",
+    ),
+    "every bucket is reduced twice": (
+        "jdp/reduction/gradients.py",
+        "        for bucket, values in zip(plan, reduced, strict=True):",
+        "        reduced = all_reduce(reduced, axes, scale=1.0)\n"
+        "        for bucket, values in zip(plan, reduced, strict=True):",
+        "tests/training/test_step.py::test_equals_plain_jax_on_the_whole_batch",
+    ),
+    "two leaves of a bucket change places": (
+        "jdp/reduction/gradients.py",
+        "for i, value in zip(bucket, values, strict=True):",
+        "for i, value in zip(reversed(bucket), values, strict=True):",
+        "tests/reduction/test_gradients.py",
+    ),
+    "the last bucket is skipped": (
+        "jdp/reduction/gradients.py",
+        "in zip(plan, reduced, strict=True):",
+        "in zip(plan[:-1], reduced[:-1], strict=True):",
+        "tests/reduction/test_gradients.py",
+    ),
+    "the sampler is off by one": (
+        "jdp/data/sampler.py",
+        "divmod(position + done, self.num_rows)",
+        "divmod(position + done + 1, self.num_rows)",
+        "tests/data/test_sampler.py",
+    ),
+    "the predicate of a cond counts as uniform": (
+        "jdp/analysis/rules/control_flow.py",
+        "index, operands = ins[0] & walk.lattice.varying, ins[1:]",
+        "index, operands = 0, ins[1:]",
+        "tests/analysis/test_wrong_programs.py",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_broken_copy_fails(name, tmp_path):
+    file, text, instead, tests = MUTATIONS[name]
+    for folder in ("jdp", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    for each in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / each, tmp_path)
+    broken = tmp_path / file
+    source = broken.read_text()
+    assert source.count(text) == 1, "the code has changed: say anew what to break"
+    broken.write_text(source.replace(text, instead))
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", tests],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 1 and "1 failed" in ended.stdout, ended.stdout + ended.stderr

@@ -1,0 +1,1 @@
+"""What tests share: processes, launchers, models and what is exact."""

@@ -1,0 +1,209 @@
+"""`jdp run` as a program, for tests: started, watched through its events, and never left behind."""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from jdp.launch.host import spawn
+
+DEADLINE_S = 30.0
+
+MARK = "JDP_TEST_MARK"
+
+# A test run that is killed leaves no launcher behind.
+DIES_WITH_US = [sys.executable, "-I", "-S", "-c", spawn._BEFORE, str(os.getpid())]
+
+PACKAGES = str(Path(__file__).parents[2])
+
+# A program without JAX, which tells what a training script would. Its arguments are Python: what is
+# done before init, between init and the first step, and after the first step of all processes. Then
+# it trains until there is a file `done`.
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+from jdp.launch import member
+folder = Path(__file__).parent
+exec(sys.argv[1])
+launcher = member.current()
+a = launcher.park()
+launcher.tell("joined", s=0.0)
+launcher.tell("restored", step=10 * a.generation, tier="commit", s=0.0)
+exec(sys.argv[2])
+launcher.tell("first_step", s=time.monotonic() - launcher.woken, compile_s=0.0)
+(folder / f"stepped {a.generation} {a.process_id}").touch()
+while len([*folder.glob(f"stepped {a.generation} *")]) < a.num_processes:
+    time.sleep(0.005)
+exec(sys.argv[3])
+launcher.tell("running")
+while not (folder / "done").exists():
+    time.sleep(0.005)
+"""
+
+
+class Launcher:
+    """One `jdp run` of SCRIPT.
+
+    Args:
+      folder: for the script, events and output.
+      *flags: of `jdp run`.
+      before, init, after: Python that the script executes in these places.
+      script: another one.
+      within: what it is started by, such as ("ip", "netns", "exec", "name").
+      changes: Python that the launcher itself executes first.
+      environment: further variables.
+
+    Attributes:
+      deadline_s: how long it waits for what is to happen.
+    """
+
+    deadline_s = DEADLINE_S
+
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        before="",
+        init="",
+        after="",
+        script=SCRIPT,
+        within: Sequence[str] = (),
+        changes="",
+        **environment: str,
+    ):
+        self.folder = folder
+        self.mark = secrets.token_hex(8)
+        self._logs = folder / f"logs_{self.mark}"
+        self._output = folder / f"output_{self.mark}"
+        self._events: list[dict] = []
+        self._num_read = 0
+        path = folder / "train.py"
+        path.write_text(script)
+        changed = f"{changes}\nimport sys; from jdp.cli import main; sys.exit(main())"
+        quick = ["--heartbeat-timeout-s=1", "--shutdown-timeout-s=2", "--last-call-timeout-s=0.5"]
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [
+                    *DIES_WITH_US,
+                    *within,
+                    *(sys.executable, *(["-c", changed] if changes else ["-m", "jdp"])),
+                    *("run", "--local-ranks-filter=all"),
+                    *(f"--log-dir={self._logs}", *quick, *flags),
+                    *(str(path), before, init, after),
+                ],
+                env={
+                    **{k: v for k, v in os.environ.items() if not k.startswith(("JDP_", "PET_"))},
+                    "PYTHONPATH": PACKAGES,
+                    MARK: self.mark,
+                    **environment,
+                },
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        """What was written to the console so far."""
+        return self._output.read_text(errors="replace")
+
+    def events(self, event: str, **facts) -> list[dict]:
+        """The events of that name so far, with these facts."""
+        # Asked for again and again: only what is new is read.
+        path = self._logs / "events.jsonl"
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(self._num_read)
+            while (line := file.readline()).endswith(b"\n"):
+                self._events.append(json.loads(line))
+                self._num_read += len(line)
+        return [e for e in self._events if {"event": event, **facts}.items() <= e.items()]
+
+    def until(self, event: str, number: int = 1, **facts) -> list[dict]:
+        """Wait until there are so many such events, and give them."""
+        found: list[dict] = []
+
+        def are_there() -> bool:
+            found[:] = self.events(event, **facts)
+            return len(found) >= number
+
+        self.until_true(are_there, f"{number} x {event} {facts}")
+        return found
+
+    def until_true(self, condition, what: str) -> None:
+        """Wait for a condition."""
+        deadline = time.monotonic() + self.deadline_s
+        while not condition():
+            if self.process.poll() is not None and not condition():
+                raise AssertionError(
+                    f"no {what}, but an end with {self.process.returncode}:\n{self.output}"
+                )
+            if time.monotonic() > deadline:
+                raise AssertionError(f"no {what} within {self.deadline_s} s:\n{self.output}")
+            time.sleep(0.005)
+
+    def pids(self, generation: int, size: int) -> list[int]:
+        """The pids of a generation, by rank, once it has made its first step."""
+        told = self.until("first_step", size, generation=generation)
+        return [e["pid"] for e in sorted(told, key=lambda e: e["process_id"])]
+
+    def standbys(self, generation: int, number: int) -> list[int]:
+        """The pids of the standbys behind a generation, once they wait."""
+        self.until("ready", generation=generation)
+        running = {e["pid"] for e in self.events("first_step", generation=generation)}
+        found = [pid for pid in self.alive() if pid not in running]
+        assert len(found) == number, (found, running)
+        return found
+
+    def finish(self) -> int:
+        """Have the script end, and give the exit code."""
+        (self.folder / "done").touch()
+        return self.wait()
+
+    def wait(self) -> int:
+        """Wait for the launcher, and give its exit code."""
+        try:
+            return self.process.wait(self.deadline_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"no end within {self.deadline_s} s:\n{self.output}") from None
+
+    def alive(self) -> list[int]:
+        """The pids of all processes that run the script."""
+        script = str(self.folder / "train.py").encode()
+        others = [pid for pid in marked(self.mark) if pid != self.process.pid]
+        return [pid for pid in others if script in _read(pid, "cmdline")]
+
+    def close(self) -> None:
+        """End it, and see that nothing is left of it."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+        self.process.wait()
+        deadline = time.monotonic() + 5.0
+        while left := marked(self.mark):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"left behind: {[_read(pid, 'cmdline') for pid in left]}")
+            time.sleep(0.01)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def marked(mark: str) -> list[int]:
+    """Pids of processes with that mark in their environment."""
+    wanted = f"{MARK}={mark}".encode()
+    return [int(p) for p in os.listdir("/proc") if p.isdigit() and wanted in _read(p, "environ")]
+
+
+def _read(pid: int | str, what: str) -> list[bytes]:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/{what}").read_bytes().split(b"\0")
+    return []

@@ -1,0 +1,354 @@
+import threading
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import training
+from support.training import batch, loss_fn, plain_step, predict, ranks, state
+
+import jdp
+from jdp.training import step_differences
+
+
+def test_a_right_step_passes_and_changes_nothing(capsys):
+    ranks(4)
+    s, rows = state(), batch()
+    found = jdp.check_step(jdp.train_step(plain_step), s, rows)
+    assert found.cause is None and found.num_ranks == 4
+    assert len(found.leaves) == len(jax.tree.leaves(s))
+    assert not s.params["w"].is_deleted()
+    out = capsys.readouterr().out
+    assert "state." in out and "metrics['loss']" in out
+
+
+def test_one_rank_is_refused_since_any_step_would_pass():
+    ranks(1)
+    with pytest.raises(ValueError, match=r"has 1 rank.*cpu_ranks=4"):
+        jdp.check_step(jdp.train_step(summed_loss), state(), batch())
+
+
+def summed_loss(state, batch):
+    grads = jax.grad(lambda p: jnp.sum((predict(p, batch["x"]) - batch["y"]) ** 2))(state.params)
+    return state.apply_gradients(grads), {}
+
+
+def summed_gradient(state, batch):
+    grads = jax.tree.map(
+        lambda g: jdp.sync_gradients(g, mean=False) * 1.0, jax.grad(loss_fn)(state.params, batch)
+    )
+    return state.apply_gradients(grads, synced=True), {}
+
+
+def local_masked_mean(state, batch):
+    def masked(p):
+        losses = ((predict(p, batch["x"]) - batch["y"]) ** 2).mean(-1)
+        return (losses * (batch["x"][:, 0] > 0)).sum() / (batch["x"][:, 0] > 0).sum()
+
+    return state.apply_gradients(jax.grad(masked)(state.params)), {}
+
+
+def clipped_alone(state, batch):
+    grads = jax.grad(loss_fn)(state.params, batch)
+    grads, _ = optax.clip_by_global_norm(0.01).update(grads, optax.EmptyState())
+    return state.apply_gradients(grads), {}
+
+
+def noisy(state, batch):
+    noise = jax.random.normal(state.key, batch["x"].shape)
+    grads = jax.grad(loss_fn)(state.params, {**batch, "x": batch["x"] + noise})
+    return state.apply_gradients(grads), {}
+
+
+@pytest.mark.parametrize(
+    "program, cause",
+    [
+        (summed_loss, "summed over rows"),
+        (summed_gradient, "summed over ranks"),
+        (clipped_alone, "each rank clips its own gradient"),
+        (local_masked_mean, "not a mean over rows"),
+        (noisy, "random numbers"),
+    ],
+)
+def test_says_what_the_analysis_cannot_see(program, cause):
+    ranks(3)
+    plain_sgd = state(jdp.replicated(optax.sgd(0.1)))
+    with pytest.raises(ValueError, match=f"on 3 ranks than on one.*{cause}"):
+        jdp.check_step(jdp.train_step(program), plain_sgd, batch())
+
+
+def test_names_batch_statistics():
+    model = nn.BatchNorm(use_running_average=False, momentum=0.5)
+    variables = model.init(jax.random.key(0), jnp.zeros((1, 5)))
+
+    def step(state, batch):
+        def loss(p):
+            x, new = model.apply(
+                {"params": p, "batch_stats": state.model_state}, batch["x"], mutable=["batch_stats"]
+            )
+            return jnp.mean((x.sum(-1, keepdims=True) - batch["y"]) ** 2), new["batch_stats"]
+
+        grads, stats = jax.grad(loss, has_aux=True)(state.params)
+        state = state.apply_gradients(grads)
+        return state.replace(model_state=jdp.mean_over_ranks(stats)), {}
+
+    ranks(2)
+    s = jdp.TrainState.create(
+        variables["params"], training.sgd(), model_state=variables["batch_stats"]
+    )
+    with pytest.raises(ValueError, match="Batch statistics differ"):
+        jdp.check_step(jdp.train_step(step), s, batch())
+
+
+class Masked(nn.Module):
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x, mask):
+        options = {"use_running_average": False, "momentum": 0.5, "axis_name": self.axis_name}
+        return nn.BatchNorm(**options)(nn.Dense(3)(x), mask=mask[:, None])
+
+
+@pytest.mark.parametrize(
+    "axis_name, num_rows, cause",
+    [
+        (None, 15, "Give the layer axis_name="),
+        ("data", 15, "Leave mask= out of the layer"),
+        ("data", 24, None),
+    ],
+)
+def test_tells_statistics_of_one_rank_from_those_of_a_mask(axis_name, num_rows, cause):
+    model = Masked(axis_name)
+    rows = {**batch(), "mask": np.arange(24) < num_rows}
+    variables = Masked().init(jax.random.key(0), rows["x"], rows["mask"])
+
+    def step(state, batch):
+        def loss(p):
+            variables = {"params": p, "batch_stats": state.model_state}
+            x, new = model.apply(variables, batch["x"], batch["mask"], mutable=["batch_stats"])
+            errors = ((x - batch["y"]) ** 2).mean(-1) * batch["mask"]
+            count = jdp.mean_over_ranks(batch["mask"].sum().astype(jnp.float32))
+            return errors.sum() / count, new["batch_stats"]
+
+        grads, stats = jax.grad(loss, has_aux=True)(state.params)
+        state = state.apply_gradients(grads)
+        return state.replace(model_state=jdp.mean_over_ranks(stats)), {}
+
+    ranks(2)
+    stats = variables["batch_stats"]
+    s = jdp.TrainState.create(variables["params"], training.sgd(), model_state=stats)
+    if cause is None:
+        jdp.check_step(jdp.train_step(step), s, rows)
+        return
+    with pytest.raises(ValueError, match=f"Batch statistics differ.*{cause}") as error:
+        jdp.check_step(jdp.train_step(step), s, rows)
+    assert ("Give the layer axis_name=" in str(error.value)) == (axis_name is None)
+
+
+def test_takes_weights_random_keys_and_further_arguments():
+    ranks(4)
+
+    @jdp.train_step(weight=lambda batch: batch["mask"].sum())
+    def step(state, batch, key):
+        def loss(p):
+            losses = ((predict(p, batch["x"]) - batch["y"]) ** 2).mean(-1)
+            return (losses * batch["mask"]).sum() / batch["mask"].sum()
+
+        new = state.apply_gradients(jax.grad(loss)(state.params))
+        return new.replace(model_state=jax.random.fold_in(state.model_state, 1)), {}
+
+    masked = {**batch(), "mask": jnp.arange(24) < 9}
+    jdp.check_step(step, state(model_state=jax.random.key(3)), masked, jax.random.key(1))
+
+
+def gradient(state, batch):
+    return jax.grad(loss_fn)(state.params, batch)
+
+
+def test_a_state_leaf_that_is_not_of_batch_statistics_is_not_called_that():
+    def step(state, batch):
+        hidden = jdp.mean_over_ranks(batch["x"].max())
+        return state.apply_gradients(gradient(state, batch)).replace(model_state={"h": hidden}), {}
+
+    ranks(2)
+    with pytest.raises(ValueError, match=r"`state.model_state\['h'\]` is ") as error:
+        jdp.check_step(jdp.train_step(step), state(model_state={"h": jnp.float32(0)}), batch())
+    assert "atch statistics" not in str(error.value)
+
+
+def norm_of(grads):
+    return jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(grads)))
+
+
+# What a step reports of its own rows, and what is said of it.
+METRICS = {
+    "sum": (lambda g, batch: jnp.sum(batch["x"] ** 2), "write jdp.sum_over_ranks"),
+    "count": (lambda g, batch: jnp.float32(len(batch["x"])), "write jdp.sum_over_ranks"),
+    "norm": (lambda g, batch: norm_of(g), "jdp.sync_gradients(grads) first"),
+    "maximum": (lambda g, batch: batch["x"].max(), "jax.lax.pmax"),
+    "whole sum": (lambda g, batch: jax.lax.psum(batch["x"].mean(), "data"), "jdp.mean_over_ranks"),
+}
+
+
+@pytest.mark.parametrize("kind", METRICS)
+def test_a_metric_that_is_not_that_of_the_whole_batch_is_named(kind):
+    of, advice = METRICS[kind]
+
+    @jdp.train_step
+    def step(state, batch):
+        grads = gradient(state, batch)
+        return state.apply_gradients(grads), {"ok": batch["y"].mean(), "odd": of(grads, batch)}
+
+    ranks(4)
+    with pytest.raises(ValueError, match=r"`metrics\['odd'\]` is .* on one rank and ") as error:
+        jdp.check_step(step, state(), batch())
+    assert advice in str(error.value)
+    assert "metrics['ok']" not in str(error.value)
+
+
+def test_metrics_that_are_those_of_the_whole_batch_pass_and_rows_are_in_order():
+    @jdp.train_step
+    def step(state, batch):
+        grads = jdp.sync_gradients(gradient(state, batch))
+        reported = {
+            "norm": norm_of(grads),
+            "maximum": jax.lax.pmax(batch["x"].max(), "data"),
+            "count": jdp.sum_over_ranks(len(batch["x"])),
+            "nan": jnp.float32(jnp.nan),
+            "rows": jdp.rows({"x": batch["x"], "b": batch["x"][:, 0] > 0}),
+        }
+        return state.apply_gradients(grads, synced=True), reported
+
+    for num_ranks in (2, 3, 8):
+        ranks(num_ranks)
+        found = jdp.check_step(step, state(), batch())
+        assert [leaf.difference <= leaf.allowed for leaf in found.metrics] == [True] * 6
+        assert found.num_steps == 2
+
+
+def test_rows_in_another_order_are_found():
+    def on_one(state, batch):
+        return state.apply_gradients(gradient(state, batch)), {"rows": jdp.rows(batch["x"])}
+
+    ranks(2)
+    with pytest.raises(ValueError, match=r"metrics\['rows'\]"):
+        jdp.check_step(step_of_two(on_one), state(), batch())
+
+
+def step_of_two(on_one):
+    def step(state, batch):
+        new, reported = on_one(state, batch)
+        if jax.lax.axis_size("data") == 2:
+            swap = [(0, 1), (1, 0)]
+            reported = {"rows": jdp.rows(jax.lax.ppermute(batch["x"], "data", swap))}
+        return new, reported
+
+    return jdp.train_step(step)
+
+
+def test_a_rank_that_drifts_alone_is_found():
+    kind, lock, calls = jax.ShapeDtypeStruct((), jnp.float32), threading.Lock(), []
+
+    def third_call_is_odd(step):
+        with lock:
+            calls.append(step)
+            return np.float32(len(calls) == 3)  # of three ranks one; the first call is of one rank
+
+    @jdp.train_step
+    def step(state, batch):
+        new = state.apply_gradients(gradient(state, batch))
+        seen = jax.pure_callback(third_call_is_odd, kind, new.step)
+        return new.replace(params={**new.params, "b": new.params["b"] + seen}), {}
+
+    ranks(3)
+    told = r"The 3 ranks hold other values of `state\.params\['b'\]` than each other, rank \d the"
+    with pytest.raises(ValueError, match=told):
+        jdp.check_step(step, state(), batch())
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_each_rank_is_compared(make_mesh, odd):
+    from test_replicas import planted
+
+    mesh = make_mesh(3)
+    x = np.arange(4, dtype=np.float32)
+    many = {"w": planted(mesh, x, x + np.float32([0, 0, 5, 0]), {odd})}
+    (found,) = step_differences.compare("state", {"w": x}, {"w": x}, many, 1e-5)
+    assert (found.difference, found.rank, found.change_all) == (5.0, odd, 5.0)
+    whole = {"w": planted(mesh, x, x, ())}
+    (found,) = step_differences.compare("state", {"w": x}, {"w": x}, whole, 1e-5)
+    assert (found.difference, found.rank) == (0.0, None)
+
+
+def test_further_arguments_on_the_mesh_are_moved_as_well():
+    ranks(4)
+    s = state()
+    teacher = jax.tree.map(jnp.copy, s.params)
+
+    @jdp.train_step
+    def distil(state, batch, teacher, temperature, key):
+        target = predict(teacher, batch["x"]) / temperature + jax.random.normal(key)
+        grads = jax.grad(lambda p: jnp.mean((predict(p, batch["x"]) - target) ** 2))(state.params)
+        return state.apply_gradients(grads), {}
+
+    found = jdp.check_step(distil, s, batch(), teacher, 2.0, jax.random.key(1))
+    assert found.cause is None
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(teacher))
+
+
+def test_what_is_wrong_from_the_second_step_on_is_found():
+    def step(state, batch):
+        scale = jnp.where(state.step == 1, jax.lax.axis_size("data"), 1)
+        return state.apply_gradients(jax.tree.map(lambda g: g * scale, gradient(state, batch))), {}
+
+    ranks(2)
+    assert jdp.check_step(jdp.train_step(step), state(), batch(), num_steps=1).num_steps == 1
+    with pytest.raises(ValueError, match="apart after 2 steps"):
+        jdp.check_step(jdp.train_step(step), state(), batch())
+    with pytest.raises(ValueError, match="num_steps=0"):
+        jdp.check_step(jdp.train_step(step), state(), batch(), num_steps=0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_digits_of_parameters_of_16_bits_are_no_difference(dtype):
+    def step(state, batch, scale=1):
+        def loss_of(p):
+            errors = predict(p, batch["x"].astype(dtype)) - batch["y"].astype(dtype)
+            return jnp.mean(errors.astype(jnp.float32) ** 2) * scale
+
+        loss, grads = jax.value_and_grad(loss_of)(state.params)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    ranks(4)
+    low = jax.tree.map(lambda x: x.astype(dtype), training.params())
+    s = jdp.TrainState.create(low, jdp.replicated(optax.sgd(0.1)))
+    found = jdp.check_step(jdp.train_step(step), s, batch(), tolerance=1e-8)
+    if dtype == "bfloat16":  # float16 may come out equal
+        assert max(leaf.difference for leaf in found.leaves) > 1e-6
+    with pytest.raises(ValueError, match="4 times smaller"):
+        jdp.check_step(jdp.train_step(lambda s, b: step(s, b, len(b["x"]))), s, batch())
+
+
+def test_digits_do_not_explain_ranks_that_differ(make_mesh):
+    from test_replicas import planted
+
+    mesh, x = make_mesh(2), jnp.ones(2, jnp.bfloat16)
+    many = {"w": planted(mesh, x, x + jnp.array([0, 0.0078125], jnp.bfloat16), {1})}
+    (found,) = step_differences.compare("state", {"w": x}, {"w": x}, many, 1e-5)
+    assert step_differences.beyond([found]) and found.rank == 1
+
+
+def test_arithmetic_of_16_bits_is_named_where_differences_are_small():
+    def step(state, batch):
+        def loss_of(p):
+            low, b = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (p, batch))
+            return loss_fn(low, b).astype(jnp.float32)
+
+        return state.apply_gradients(jax.grad(loss_of)(state.params)), {}
+
+    ranks(4)
+    with pytest.raises(ValueError, match=r"computes in bfloat16 .* a larger tolerance="):
+        jdp.check_step(jdp.train_step(step), state(), batch(), tolerance=1e-6)
+    jdp.check_step(jdp.train_step(step), state(), batch(), tolerance=1e-2)

@@ -1,0 +1,99 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.training import ranks
+
+import jdp
+
+ROWS = {"x": np.arange(23.0, dtype=np.float32), "label": np.arange(23) % 3}  # 23 is prime
+
+
+@jdp.eval_step(weight=lambda batch: batch["mask"].sum())
+def measure(scale, batch):
+    x, mask = batch["x"] * scale, batch["mask"]
+    return {
+        "mean": (x * mask).sum() / mask.sum(),
+        "per_label": jdp.sum_over_ranks(jnp.bincount(batch["label"], mask * 1, length=3)),
+        "x": jdp.rows(x),
+    }
+
+
+@pytest.mark.parametrize("n, batch_size", [(1, 5), (2, 8), (3, 24), (8, 8)])
+def test_counts_every_row_once_on_any_number_of_ranks(n, batch_size):
+    ranks(n)
+    batches = jdp.batches(ROWS, batch_size, epochs=1, shuffle=False)
+    found = jdp.evaluate(measure, jnp.float32(2), batches)
+    assert found["mean"] == 2 * ROWS["x"].mean()  # 22: exact in float32
+    np.testing.assert_array_equal(found["per_label"], np.bincount(ROWS["label"]))
+    np.testing.assert_array_equal(found["x"], 2 * ROWS["x"])
+
+
+def test_the_same_batches_serve_again():
+    ranks(2)
+    batches = jdp.batches(ROWS, 8, epochs=1, shuffle=False)
+    first, second = (jdp.evaluate(measure, jnp.float32(2), batches) for _ in range(2))
+    assert first["mean"] == second["mean"] and len(second["x"]) == 23
+
+
+def test_a_mean_of_batch_means_would_be_another_number():
+    ranks(2)
+    means = [ROWS["x"][i : i + 8].mean() for i in (0, 8, 16)]
+    assert np.mean(means) != ROWS["x"].mean()
+
+
+def test_without_a_weight_every_row_counts_the_same():
+    ranks(2)
+    step = jdp.eval_step(lambda scale, batch: batch["x"].mean() * scale)
+    batches = jdp.batches(ROWS, 10, epochs=1, shuffle=False, tail="drop")
+    assert jdp.evaluate(step, jnp.float32(1), batches) == ROWS["x"][:20].mean()
+
+
+def test_a_batch_in_which_nothing_counts_contributes_nothing():
+    ranks(2)
+    batches = [
+        {**ROWS, "x": np.zeros(4), "label": np.zeros(4, int), "mask": np.zeros(4, bool)},
+        {"x": np.ones(4), "label": np.zeros(4, int), "mask": np.arange(4) < 1},
+    ]
+    found = jdp.evaluate(measure, jnp.float32(3), batches)
+    assert found["mean"] == 3 and found["x"].tolist() == [3]
+
+
+def test_no_batches_are_an_error():
+    ranks(2)
+    with pytest.raises(ValueError, match="no batches"):
+        jdp.evaluate(measure, jnp.float32(1), [])
+
+
+def test_bfloat16_is_averaged_too():
+    ranks(2)
+    step = jdp.eval_step(lambda _, batch: batch["x"].mean().astype(jnp.bfloat16))
+    batches = jdp.batches(ROWS, 4, epochs=1, shuffle=False, tail="drop")
+    assert jdp.evaluate(step, None, batches) == 9.5
+
+
+def test_a_complex_mean_keeps_its_imaginary_part():
+    ranks(2)
+    step = jdp.eval_step(lambda _, batch: jdp.mean_over_ranks((1 + 2j) * batch["x"].mean()))
+    batches = jdp.batches(ROWS, 4, epochs=1, shuffle=False, tail="drop")
+    assert jdp.evaluate(step, None, batches) == 9.5 * (1 + 2j)
+
+
+def test_bool_labels_are_no_mask():
+    ranks(2)
+    step = jdp.eval_step(lambda _, batch: jdp.rows(batch[1]))
+    labels = np.array([True, False, False, True])
+    found = jdp.evaluate(step, None, [(np.zeros(4), labels)])
+    np.testing.assert_array_equal(found, labels)
+
+
+def test_nothing_counted_is_nan():
+    ranks(2)
+    batch = {"x": np.zeros(4), "label": np.zeros(4, int), "mask": np.zeros(4, bool)}
+    assert np.isnan(jdp.evaluate(measure, jnp.float32(1), [batch])["mean"])
+
+
+def test_a_step_that_trains_is_refused():
+    with pytest.raises(TypeError, match="jdp.eval_step"):
+        jdp.evaluate(jdp.train_step(lambda s, b: (s, {})), None, [])
+    with pytest.raises(TypeError, match="jdp.train_step"):
+        jdp.check_step(measure, None, None)

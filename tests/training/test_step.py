@@ -1,0 +1,781 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support import training
+from support.training import (
+    assert_close,
+    batch,
+    loss_fn,
+    plain_step,
+    predict,
+    ranks,
+    sgd,
+    state,
+    train,
+)
+
+import jdp
+from jdp import collectives
+from jdp.collectives.cpu import runtime as cpu_runtime
+
+# Programs that are right as they stand: each is the same training on any number of ranks.
+
+
+def ema(state, batch):
+    new, metrics = plain_step(state, batch)
+    average = optax.incremental_update(new.params, state.model_state, 0.1)
+    return new.replace(model_state=average), metrics
+
+
+def clipped_weights(state, batch):
+    new, metrics = plain_step(state, batch)
+    return new.replace(params=jax.tree.map(lambda x: jnp.clip(x, -1, 1), new.params)), metrics
+
+
+def recurrent(state, batch):
+    def loss_fn(p):
+        def cell(h, x):
+            return jnp.tanh(x[:, None] @ p["w"][:1] + h), None
+
+        h, _ = lax.scan(cell, jnp.zeros((batch["x"].shape[0], 4)), batch["x"].T)
+        return jnp.mean((h @ p["v"] + p["b"] - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads), {"loss": loss}
+
+
+def psum_in_the_loss(state, batch):
+    def loss_fn(p):
+        errors = (predict(p, batch["x"]) - batch["y"]) ** 2
+        return lax.psum(errors.sum(), "data") / lax.psum(errors.size, "data")
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    # psum transposes to psum: each rank has the gradient of its share of the sum, times n.
+    return state.apply_gradients(grads), {"loss": loss}
+
+
+def contrastive(state, batch):
+    def loss_fn(p):
+        mine = jnp.tanh(batch["x"] @ p["w"])
+        everyones = lax.all_gather(mine, "data", tiled=True)
+        target = lax.axis_index("data") * mine.shape[0] + jnp.arange(mine.shape[0])
+        scores = mine @ everyones.T * jnp.exp(p["b"])
+        return optax.softmax_cross_entropy_with_integer_labels(scores, target).mean()
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients({**grads, "v": jnp.zeros_like(grads["v"])}), {"loss": loss}
+
+
+def three_steps_in_a_scan(state, batch):
+    state, metrics = lax.scan(lambda s, _: plain_step(s, batch), state, None, length=3)
+    return state, jax.tree.map(lambda x: jdp.mean_over_ranks(x), metrics)
+
+
+def accumulated(state, batch):
+    loss, grads = jdp.value_and_grad(loss_fn, accumulate=3)(state.params, batch)
+    return state.apply_gradients(grads), {"loss": loss}
+
+
+def synced_for_a_metric(state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+    grads = jdp.sync_gradients(grads)
+    norm = optax.tree.norm(grads)
+    return state.apply_gradients(grads, synced=True), {"loss": loss, "norm": norm}
+
+
+def guarded_by_the_mean_loss(state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+    mean = jdp.mean_over_ranks(loss)
+    new = lax.cond(mean < 1.5, lambda: state.apply_gradients(grads), lambda: state)
+    return new, {"loss": loss}
+
+
+def rematerialised(state, batch):
+    loss, grads = jax.value_and_grad(jax.checkpoint(loss_fn))(state.params, batch)
+    return state.apply_gradients(grads), {"loss": loss}
+
+
+PROGRAMS = [
+    (plain_step, 2),
+    (plain_step, 3),
+    (plain_step, 8),
+    (ema, 4),
+    (clipped_weights, 3),
+    (recurrent, 2),
+    (psum_in_the_loss, 3),
+    (three_steps_in_a_scan, 4),
+    (accumulated, 8),
+    (accumulated, 2),
+    (synced_for_a_metric, 3),
+    (guarded_by_the_mean_loss, 4),
+    (rematerialised, 2),
+]
+
+
+@pytest.mark.parametrize(
+    "program, n", PROGRAMS, ids=lambda x: x.__name__ if callable(x) else f"{x}ranks"
+)
+def test_equals_one_rank(program, n):
+    def make_state():
+        return state(model_state=training.params())
+
+    step = jdp.train_step(program)
+    one, all_ranks = train(1, step, make_state), train(n, step, make_state)
+    assert_close(all_ranks, one)
+
+
+@pytest.mark.filterwarnings("ignore:the loss does not depend on")
+def test_contrastive_loss_equals_one_rank():
+    step = jdp.train_step(contrastive)
+    assert_close(train(4, step), train(1, step))
+
+
+def test_equals_plain_jax_on_the_whole_batch():
+    tx = optax.sgd(0.1, momentum=0.9)
+    p = training.params()
+    opt_state = tx.init(p)
+    for i in range(4):
+        updates, opt_state = tx.update(jax.grad(loss_fn)(p, batch(i)), opt_state, p)
+        p = optax.apply_updates(p, updates)
+    assert_close(train(3, jdp.train_step(plain_step))[0].params, jax.device_get(p))
+
+
+def test_every_rank_holds_equal_bits():
+    ranks(8)
+    step, s = jdp.train_step(plain_step), state()
+    for i in range(3):
+        s, _ = step(s, batch(i))
+    for leaf in jax.tree.leaves(s):
+        first, *others = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+        for other in others:
+            np.testing.assert_array_equal(other, first)
+
+
+# Calling
+
+
+def test_traces_and_compiles_once():
+    ranks(2)
+    traces, compiles = [], []
+
+    @jdp.train_step
+    def step(state, batch):
+        traces.append(None)
+        return plain_step(state, batch)
+
+    def listen(event, duration_s, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiles.append(event)
+
+    s, _ = step(state(), batch())  # eager operations of the set-up compile here as well
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for i in range(20):
+            s, _ = step(s, batch(i))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert (len(traces), len(compiles)) == (1, 0)
+
+
+def test_another_shape_is_traced_and_proved_again():
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        new, metrics = plain_step(state, batch)
+        if batch["x"].shape[0] == 2:
+            new = new.replace(model_state=batch["x"].sum())
+        return new, metrics
+
+    s, _ = step(state(model_state=np.float32(0)), batch())
+    for _ in range(2):  # refused each time, not only the first
+        with pytest.raises(ValueError, match=r"new state\.model_state"):
+            step(s, batch(num_rows=4))
+    step(s, batch())
+
+
+def test_can_be_decorated_before_init_and_used_on_several_meshes():
+    step = jdp.train_step(plain_step)
+    states = {}
+    for n in (2, 3):
+        ranks(n)
+        states[n] = state()
+    for i in range(3):  # each state stays on its own mesh
+        states = {n: step(s, batch(i))[0] for n, s in states.items()}
+    assert [s.params["w"].sharding.mesh.size for s in states.values()] == [2, 3]
+    assert_close(jax.device_get(states[3].params), jax.device_get(states[2].params))
+
+
+def test_without_init_says_so(monkeypatch):
+    monkeypatch.setattr("jdp.distributed.mesh._current", None)
+    with pytest.raises(RuntimeError, match=r"jdp\.init\(\)"):
+        jdp.train_step(plain_step)(state(), batch())
+
+
+def test_runs_under_jit_and_scan_of_the_caller():
+    ranks(3)
+    step = jdp.train_step(plain_step)
+    want = state()
+    for i in range(3):
+        want, metrics = step(want, batch(i))
+    batches = jax.tree.map(lambda *x: np.stack(x), *[batch(i) for i in range(3)])
+    got, losses = jax.jit(lambda s, b: lax.scan(step, s, b))(state(), batches)
+    assert_close(jax.device_get(got), jax.device_get(want))
+    np.testing.assert_allclose(losses["loss"][-1], metrics["loss"], rtol=1e-6)
+
+
+def test_lower_gives_the_program():
+    ranks(2)
+    text = jdp.train_step(plain_step).lower(state(), batch()).as_text()
+    assert "all_reduce" in text and "jit_plain_step" in text
+
+
+def test_lower_takes_shapes():
+    ranks(2)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch())
+    assert "all_reduce" in jdp.train_step(plain_step).lower(state(), shapes).as_text()
+
+
+def test_one_rank_reduces_no_gradient():
+    def num_reduced(num_ranks):
+        ranks(num_ranks)
+        s = state(sgd(all_reduce=jdp.collectives.xla))
+        text = jdp.train_step(plain_step).lower(s, batch()).as_text()
+        return text.count('"stablehlo.all_reduce"')
+
+    assert num_reduced(2) - num_reduced(1) == len(jax.tree.leaves(state().params))
+
+
+def test_keeps_the_name_and_the_docstring():
+    @jdp.train_step(donate=False)
+    def my_step(state, batch):
+        """Mine."""
+
+    assert (my_step.__name__, my_step.__doc__) == ("my_step", "Mine.")
+
+
+def test_the_authors_exception_comes_through():
+    @jdp.train_step
+    def step(state, batch):
+        raise ZeroDivisionError("mine")
+
+    ranks(2)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        step(state(), batch())
+
+
+def test_a_missing_argument_is_named():
+    with pytest.raises(TypeError, match="missing a required argument: 'batch'"):
+        jdp.train_step(plain_step)(None)
+
+
+def test_a_method_is_told_where_to_decorate():
+    class Trainer:
+        @jdp.train_step
+        def step(self, state, batch):
+            return plain_step(state, batch)
+
+    with pytest.raises(TypeError, match=r"'batch'.*self\.step = jdp\.train_step\(self\._step\)"):
+        Trainer().step(None, None)
+
+
+def test_a_step_without_metrics_is_told_what_to_return():
+    ranks(2)
+    step = jdp.train_step(lambda state, batch: state)
+    with pytest.raises(TypeError, match=r"returned a TrainState.*`\(state, metrics\)`"):
+        step(state(), batch())
+
+
+def test_further_arguments_are_the_same_on_every_rank():
+    @jdp.train_step
+    def step(state, batch, key, scale):
+        noise = jax.random.normal(key, ())
+        return state.replace(model_state=noise * scale), {}
+
+    for n in (1, 3):
+        ranks(n)
+        new, _ = step(state(model_state=np.float32(0)), batch(), jax.random.key(7), 2.0)
+        assert float(new.model_state) == 2 * float(jax.random.normal(jax.random.key(7), ()))
+
+
+def test_a_text_as_a_further_argument_is_refused():
+    @jdp.train_step
+    def step(state, batch, how):
+        raise AssertionError
+
+    ranks(1)
+    with pytest.raises(TypeError, match="'mean', and a compiled program takes arrays and numbers"):
+        step(state(), batch(), {"by": "mean"})
+
+
+def test_a_weight_that_is_no_function_is_refused():
+    with pytest.raises(TypeError, match=r"got 2\.0.*weight=lambda batch"):
+        jdp.train_step(weight=2.0)(lambda state, batch: (state, {}))
+
+
+# Batches
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"x": np.zeros((4, 5)), "y": np.zeros((2, 1))}, r"\['y'\]` has 2 rows and.*has 4"),
+        ({"x": np.zeros((5, 5))}, r"\['x'\]` has 5 rows, which do not divide by 2 ranks"),
+        ({"x": np.float32(1)}, r"\['x'\]` is a scalar"),
+        ({"x": [[1.0, 2.0]] * 2}, r"\['x'\]\[0\]\[0\]` is the single value 1\.0.*np\.asarray"),
+        ({"x": np.zeros((2, 5)), "name": ["a", "b"]}, r"\['name'\]\[0\]` is the single value 'a'"),
+    ],
+)
+def test_refuses_a_batch_that_cannot_be_split(wrong, message):
+    ranks(2)
+    with pytest.raises(ValueError, match=message):
+        jdp.train_step(plain_step)(state(), wrong)
+
+
+def test_refuses_columns_that_are_no_numbers():
+    ranks(2)
+    with pytest.raises(TypeError, match=r"`batch\['name'\]` <U1\[2\] cannot be put on a device"):
+        jdp.train_step(plain_step)(state(), {"name": np.array(["a", "b"])})
+
+
+def test_refuses_a_mask_that_the_step_never_reads():
+    ranks(2)
+    masked = {**batch(), "mask": np.ones(24, bool)}
+    with pytest.raises(ValueError, match=r"batch\['mask'\].*padding"):
+        jdp.train_step(plain_step)(state(), masked)
+    weigh = jdp.train_step(plain_step, weight=lambda b: b["mask"].sum())
+    with pytest.raises(ValueError, match=r"batch\['mask'\].*only for its weight="):
+        weigh(state(), masked)
+
+
+def test_refuses_a_mask_in_a_tuple_only_if_it_is_one():
+    ranks(2)
+
+    def step(s, b):
+        return plain_step(s, {"x": b[0], "y": b[1]})
+
+    rows = batch()
+    labels = np.arange(24) % 2 == 0  # bool too, and of no interest to this step
+    jdp.train_step(step)(state(), (rows["x"], rows["y"], labels))
+    for made in jdp.batches((rows["x"], rows["y"]), 24, epochs=1):
+        with pytest.raises(ValueError, match=r"`b\[2\]` says which rows are padding"):
+            jdp.train_step(step)(state(), made)
+
+
+# Donation
+
+
+def test_reuses_the_state_that_goes_in_and_nothing_of_the_callers():
+    ranks(2)
+    mine = jax.tree.map(jnp.asarray, training.params())
+    s = jdp.TrainState.create(mine, sgd())
+    jdp.train_step(plain_step)(s, batch())
+    assert s.params["w"].is_deleted()
+    assert not mine["w"].is_deleted()
+    np.testing.assert_array_equal(mine["w"], training.params()["w"])
+
+
+def test_without_donation_the_state_stays():
+    ranks(2)
+    s = state()
+    first, _ = jdp.train_step(plain_step, donate=False)(s, batch())
+    again, _ = jdp.train_step(plain_step, donate=False)(s, batch())
+    assert_close(jax.device_get(first), jax.device_get(again), tolerance=0)
+
+
+def test_a_state_that_was_donated_is_named():
+    ranks(2)
+    step, s = jdp.train_step(plain_step), state()
+    step(s, batch())
+    with pytest.raises(ValueError, match=r"`state\.step` was donated to an earlier step"):
+        step(s, batch())
+
+
+def test_leaves_that_share_a_buffer_are_copied_before_they_are_donated():
+    ranks(2)
+    step, s = jdp.train_step(ema), state()
+    s = s.replace(model_state=s.params)
+    assert_close(
+        jax.device_get(step(s, batch())[0]),
+        jax.device_get(step(state(model_state=training.params()), batch())[0]),
+    )
+
+
+def test_a_further_argument_may_be_part_of_the_state():
+    ranks(2)
+
+    @jdp.train_step
+    def distil(state, batch, teacher):
+        return plain_step(state, {"x": batch["x"], "y": predict(teacher, batch["x"])})
+
+    s = state()
+    _, metrics = distil(s, batch(), s.params)
+    assert float(metrics["loss"]) == 0
+
+
+# What the state may be
+
+
+def test_two_states_in_one_step():
+    @jdp.train_step
+    def step(states, batch):
+        new_a, metrics_a = plain_step(states["a"], batch)
+        new_b, metrics_b = plain_step(
+            states["b"], {**batch, "y": predict(new_a.params, batch["x"])}
+        )
+        return {"a": new_a, "b": new_b}, {"a": metrics_a, "b": metrics_b}
+
+    def make_state():
+        return {"a": state(), "b": state(jdp.replicated(optax.sgd(0.01)))}
+
+    assert_close(train(3, step, make_state), train(1, step, make_state))
+
+
+def test_plain_tuple_of_parameters_and_optimizer_state():
+    tx = sgd()
+
+    @jdp.train_step
+    def step(state, batch):
+        p, opt_state = state
+        loss, grads = jax.value_and_grad(loss_fn)(p, batch)
+        updates, opt_state = tx.update(grads, opt_state, p)
+        return (optax.apply_updates(p, updates), opt_state), {"loss": loss}
+
+    def make_state():
+        return training.params(), tx.init(training.params())
+
+    assert_close(train(4, step, make_state), train(1, step, make_state))
+
+
+def test_leaves_that_are_no_arrays_pass_through():
+    class Unnamed:
+        pass
+
+    unnamed = Unnamed()
+
+    @jdp.train_step
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
+        assert state["activation"] is jnp.tanh and state["other"] is unnamed
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], jdp.sync_gradients(grads))
+        return {**state, "params": new}, {"loss": loss}
+
+    def make_state():
+        return {"activation": jnp.tanh, "other": unnamed, "params": training.params(), "z": "name"}
+
+    one, three = train(1, step, make_state), train(3, step, make_state)
+    assert three[0]["activation"] is jnp.tanh and three[0]["z"] == "name"
+    assert_close(three[0]["params"], one[0]["params"])
+
+
+def test_numbers_in_a_state_do_not_compile_twice():
+    ranks(2)
+    traces = []
+
+    @jdp.train_step
+    def step(state, batch):
+        traces.append(None)
+        return {"count": state["count"] + 1, "rate": state["rate"] * 0.5}, {}
+
+    s = {"count": 0, "rate": 1.0}
+    for _ in range(3):
+        s, _ = step(s, batch())
+    assert (len(traces), int(s["count"]), float(s["rate"])) == (1, 3, 0.125)
+
+
+# Meshes with further axes
+
+
+def two_dim_mesh(names=("data", "model"), shape=(2, 4)):
+    return jax.make_mesh(
+        shape, names, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: shape[0] * shape[1]]
+    )
+
+
+def test_weights_split_over_another_axis_stay_split_and_equal_one_rank():
+    want, _ = train(1, jdp.train_step(plain_step))
+    mesh = two_dim_mesh()
+    jdp.init(mesh)
+    split = {"w": P(None, "model"), "v": P("model", None), "b": P()}
+    p = {k: jax.device_put(x, NamedSharding(mesh, split[k])) for k, x in training.params().items()}
+    step, s, traces = jdp.train_step(plain_step), jdp.TrainState.create(p, sgd()), []
+    for i in range(4):
+        s, _ = step(s, batch(i))
+        traces.append(s.params["w"].sharding.spec)
+    assert traces == [P(None, "model")] * 4
+    momentum = s.opt_state[0].trace["w"]
+    assert momentum.sharding.is_equivalent_to(s.params["w"].sharding, 2)
+    assert_close(jax.device_get(s.params), want.params)
+
+
+def test_two_axes_may_form_the_data_axis():
+    want, _ = train(1, jdp.train_step(plain_step))
+    axis_name = ("replica", "fsdp")
+    jdp.init(two_dim_mesh(axis_name), axis_name=axis_name)
+    s = state(sgd(axis_name=axis_name, all_reduce=jdp.collectives.ring))
+    step = jdp.train_step(plain_step, axis_name=axis_name)
+    for i in range(4):
+        s, metrics = step(s, batch(i))
+    assert_close(jax.device_get(s.params), want.params)
+
+
+def test_the_data_axis_may_have_another_name():
+    ranks(3, axis_name="batch")
+    step = jdp.train_step(plain_step, axis_name="batch")
+    s, _ = step(state(sgd(axis_name="batch")), batch())
+    want, _ = train(1, jdp.train_step(plain_step), num_steps=1)
+    assert_close(jax.device_get(s.params), want.params)
+    ranks(3, axis_name="batch")
+    with pytest.raises(ValueError, match="axis_name=\"?'?batch"):
+        step(state(sgd(axis_name="data")).replace(step=np.int32(0)), batch())
+
+
+def test_a_state_split_over_the_data_axis_is_refused():
+    mesh = ranks(2)
+    s = {"w": jax.device_put(np.zeros(4), NamedSharding(mesh, P("data")))}
+    with pytest.raises(ValueError, match="is split over"):
+        jdp.train_step(lambda s, b: (s, {}))(s, batch())
+
+
+def test_parameters_on_another_mesh_are_refused():
+    other = ranks(3)
+    p = jax.device_put(training.params(), NamedSharding(other, P()))
+    ranks(2)
+    with pytest.raises(ValueError, match="mesh of 3 devices"):
+        jdp.train_step(plain_step)(state().replace(params=p), batch())
+
+
+# Running
+
+
+def test_more_steps_than_xla_can_hold_in_flight():
+    ranks(8)
+    step, s = jdp.train_step(plain_step), state()
+    for i in range(100):  # JAX 0.10 hangs at about 40 undrained steps
+        s, metrics = step(s, batch(i % 3))
+    assert np.isfinite(float(metrics["loss"]))
+
+
+def explode(x):
+    raise FloatingPointError("no such number")
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_failure_while_a_step_runs_says_which_and_what_became_of_the_state(donate):
+    ranks(1)
+
+    @jdp.train_step(donate=donate)
+    def step(state, batch, bad):
+        value = lax.cond(
+            bad,
+            lambda: jax.pure_callback(explode, jax.ShapeDtypeStruct((), "float32"), batch["x"]),
+            lambda: jnp.float32(0),
+        )
+        new, metrics = plain_step(state, batch)
+        return new, {"loss": metrics["loss"] + value}
+
+    s, _ = step(state(), batch(), False)
+    gone = "was donated and is gone" if donate else "was not donated and is intact"
+    why = f"a callback raised FloatingPointError: no such number at .*. The input state {gone}"
+    with pytest.raises(RuntimeError, match=f"call 2 of `step` failed: {why}"):
+        s, _ = step(s, batch(), True)
+        for _ in range(20):
+            s, _ = step(s, batch(), False)
+
+
+# What a review found
+
+
+def test_defaults_and_keywords_reach_the_step():
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch, a=1.0, b=2.0):
+        return state, {"both": jnp.float32(a) * 10 + b}
+
+    s = {"x": np.zeros(2, np.float32)}
+    s, metrics = step(s, batch(), b=5.0)
+    assert float(metrics["both"]) == 15
+    s, metrics = step(batch=batch(), state=s)
+    assert float(metrics["both"]) == 12
+
+    @jdp.train_step
+    def keyword_only(state, batch, *, scale=1.0):
+        return state, {}
+
+    with pytest.raises(TypeError, match="scale.*by keyword only"):
+        keyword_only(s, batch(), scale=2.0)
+
+
+def test_what_functools_partial_sets_is_part_of_the_step():
+    def scaled(state, batch, double=False):
+        return state, {"scale": jnp.float32(2 if double else 1)}
+
+    ranks(2)
+    step = jdp.train_step(functools.partial(scaled, double=True))
+    _, metrics = step({"x": np.zeros(2, np.float32)}, batch())
+    assert float(metrics["scale"]) == 2
+
+
+def test_arrays_that_lie_on_the_mesh_already_are_copied_before_they_are_donated():
+    mesh = ranks(2)
+    mine = jax.device_put(training.params(), NamedSharding(mesh, P()))
+    first = jdp.TrainState.create(mine, sgd())
+    second = jdp.TrainState.create(first.params, sgd())
+    jdp.train_step(plain_step)(second, batch())
+    assert not any(x.is_deleted() for x in jax.tree.leaves((mine, first)))
+
+
+def aligned(num, value):
+    # As JAX wants it, to use the memory without a copy.
+    memory = np.empty(4 * num + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    array = memory[start : start + 4 * num].view(np.float32)
+    array[:] = value
+    return array
+
+
+def test_a_batch_may_be_overwritten_as_soon_as_the_step_returns():
+    ranks(1)
+    rows = aligned(2**16, 1.0)
+
+    @jdp.train_step
+    def step(state, batch):
+        for _ in range(50):
+            state = state + jdp.mean_over_ranks(jnp.sort(batch).mean())
+        return state, {"mean": batch.mean()}
+
+    _, metrics = step(np.float32(0), rows)
+    rows[:] = 5
+    assert float(metrics["mean"]) == 1
+
+
+def test_a_state_that_another_step_donated_is_named():
+    ranks(2)
+    first, second = jdp.train_step(plain_step), jdp.train_step(ema)
+    s, _ = first(state(model_state=training.params()), batch())
+    second(s, batch())
+    with pytest.raises(ValueError, match=r"`state\.step` was donated"):
+        first(s, batch())
+
+
+def test_a_further_argument_that_was_donated_is_named():
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch, teacher):
+        return plain_step(state, {"x": batch["x"], "y": predict(teacher, batch["x"])})
+
+    s = state()
+    teacher = s.params
+    s, _ = step(s, batch(), teacher)
+    with pytest.raises(ValueError, match=r"`teacher\['b'\]` was donated"):
+        step(s, batch(), teacher)
+
+
+def test_a_step_may_be_a_partial_function():
+    ranks(2)
+
+    def step(scale, state, batch):
+        return plain_step(state, batch)
+
+    s, _ = jdp.train_step(functools.partial(step, 2.0))(state(), batch())
+    assert int(s.step) == 1
+
+
+def test_lower_takes_the_shapes_of_a_state():
+    ranks(2)
+    s, rows = (
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+        for tree in (state(), batch())
+    )
+    assert "all_reduce" in jdp.train_step(plain_step).lower(s, rows).as_text()
+
+
+def test_a_batch_without_rows_is_refused():
+    ranks(2)
+    with pytest.raises(ValueError, match="has no rows"):
+        jdp.train_step(plain_step)(state(), batch(num_rows=0))
+
+
+def test_init_says_how_to_ask_for_ranks():
+    with pytest.raises(TypeError, match="cpu_ranks=4"):
+        jdp.init(4)
+    with pytest.raises(ValueError, match="no devices"):
+        jdp.init(devices=[])
+
+
+@pytest.mark.skipif(cpu_runtime.why_missing() is not None, reason="needs the native library")
+def test_steps_in_one_jit_number_their_reductions_differently():
+    ranks(2)
+    num_calls = 3
+
+    def make(scale):
+        def step(state, batch):
+            grads = jax.tree.map(lambda p: scale * p * batch["x"].mean(), state)
+            return jdp.sync_gradients(grads, all_reduce=jdp.collectives.native), {}
+
+        return jdp.train_step(step)
+
+    steps = [make(float(i + 1)) for i in range(num_calls)]
+
+    def both(state, batch):
+        return [step(state, batch)[0] for step in steps]
+
+    state = {"w": jnp.ones(3), "b": jnp.ones(())}
+    traced = jax.jit(both).trace(state, batch())
+    numbers = _numbers(traced.jaxpr)
+    assert len(numbers) == len(set(numbers)) == num_calls
+    want = batch()["x"].mean()
+    for i, got in enumerate(jax.jit(both)(state, batch())):
+        for leaf in jax.tree.leaves(got):
+            np.testing.assert_allclose(leaf, (i + 1) * want, rtol=1e-5)
+
+
+def _numbers(jaxpr):
+    found = []
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        found += [eqn.params["number"]] if eqn.primitive.name == "jdp_all_reduce" else []
+        for body in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda x: True):
+            for each in body if isinstance(body, (tuple, list)) else (body,):
+                if hasattr(getattr(each, "jaxpr", each), "eqns"):
+                    found += _numbers(each)
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_leaf_of_the_state_may_be_the_batch(n):
+    ranks(n)
+
+    @jdp.train_step
+    def step(state, batch):
+        return {"x": jdp.sync_gradients(state["x"] * batch["x"].sum())}, {}
+
+    state, want = {"x": jnp.arange(4.0)}, np.arange(4.0)
+    for _ in range(2):
+        state, _ = step(state, {"x": state["x"]})
+        want = want * want.sum() / n
+        np.testing.assert_array_equal(state["x"], want)
+
+
+@pytest.mark.parametrize("all_reduce", [collectives.auto, collectives.xla, collectives.ring])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_tangent_of_a_mean_gradient_is_a_mean(n, all_reduce):
+    ranks(n)
+
+    @jdp.train_step
+    def step(state, batch):
+        def mean(w):
+            return jdp.sync_gradients(w**2 * batch["x"].mean(), all_reduce=all_reduce)
+
+        return jax.jvp(mean, (state,), (2 * state,))[1], {}
+
+    rows = {"x": np.arange(6, dtype=np.float32)}
+    np.testing.assert_allclose(step(jnp.ones(3), rows)[0], np.full(3, 10), rtol=1e-6)
