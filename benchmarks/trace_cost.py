@@ -39,9 +39,9 @@ def measure(*, budget_s: float, problems: Sequence[Problem]) -> Section:
         "Trace and lower",
         "Milliseconds from a function to its lowered program, on 4 ranks, with empty caches; the "
         "hand-written step is `jit(shard_map)`. Goals: at most 1.2 times as long, and the "
-        "uniformity analysis, `jdp.analysis.step_refusals.check`, at most 5 % of it. All rounds lower the same "
-        f"program, and one step of it, of at most {MOST_LEAVES} leaves (XLA takes long to "
-        "compile more), trains as one device does on every rank.",
+        "uniformity analysis, `jdp.analysis.step_refusals.check`, at most 5 % of it. All rounds "
+        f"lower the same program, and one step of it, of at most {MOST_LEAVES} leaves (XLA takes "
+        "long to compile more), trains as one device does on every rank.",
         [_row(problem, budget_s) for problem in problems],
         {
             "model": "{model}",

@@ -1,5 +1,6 @@
 """Kinds of leaves. Those that are no arrays (functions, names) pass through a step as they are."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,3 +126,58 @@ def restore(tree: Any) -> Any:
     for i, leaf in tree.others:  # in rising order, so each lands where it was
         leaves.insert(i, leaf)
     return jax.tree.unflatten(tree.treedef, leaves)
+
+
+@jax.tree_util.register_static
+class _Place:
+    """What stays behind of a node: its structure."""
+
+    def __init__(self, treedef: Any):
+        self.treedef = treedef
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Place) and self.treedef == other.treedef
+
+    def __hash__(self) -> int:
+        return hash(self.treedef)
+
+
+def take_nodes(tree: Any, is_taken: Callable[[Any], bool]) -> tuple[Any, list[Any]]:
+    """Return a tree without the leaves of some of its nodes, and these leaves.
+
+    Args:
+      tree: any tree.
+      is_taken: whether a node is taken out.
+
+    >>> rest, leaves = take_nodes({"a": 1, "b": (2, 3)}, lambda node: isinstance(node, tuple))
+    >>> jax.tree.leaves(rest), leaves
+    ([1], [2, 3])
+    >>> put_nodes(rest, [20, 30])
+    {'a': 1, 'b': (20, 30)}
+    """
+    taken: list[Any] = []
+
+    def visit(node: Any) -> Any:
+        if not is_taken(node):
+            return node
+        leaves, treedef = jax.tree.flatten(node)
+        taken.extend(leaves)
+        return _Place(treedef)
+
+    return jax.tree.map(visit, tree, is_leaf=is_taken), taken
+
+
+def put_nodes(tree: Any, leaves: Sequence[Any]) -> Any:
+    """Invert `take_nodes`."""
+    left = iter(leaves)
+
+    def visit(node: Any) -> Any:
+        if not _is_place(node):
+            return node
+        return node.treedef.unflatten([next(left) for _ in range(node.treedef.num_leaves)])
+
+    return jax.tree.map(visit, tree, is_leaf=_is_place)
+
+
+def _is_place(node: Any) -> bool:
+    return isinstance(node, _Place)

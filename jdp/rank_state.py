@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import places, pytrees
+from jdp import pytrees
 
 # (saved value, shape and dtype that this run has) -> value of that shape
 Resize = Callable[[Any, jax.ShapeDtypeStruct], Any]
@@ -143,7 +143,7 @@ def flags(tree: Any) -> list[bool]:
 
 
 def take(tree: Any) -> tuple[Any, list[jax.Array]]:
-    """Take the arrays of `per_rank` out of a tree; `places.put` puts them back.
+    """Take the arrays of `per_rank` out of a tree; `pytrees.put_nodes` puts them back.
 
     Raises:
       ValueError: if one of them has no first dim.
@@ -151,7 +151,7 @@ def take(tree: Any) -> tuple[Any, list[jax.Array]]:
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_per_rank):
         for inner, leaf in jax.tree_util.tree_leaves_with_path(node) if is_per_rank(node) else ():
             require_dim(jax.tree_util.keystr((*path, *inner)), leaf)
-    return places.take(tree, is_per_rank)
+    return pytrees.take_nodes(tree, is_per_rank)
 
 
 def require_dim(name: str, leaf: Any, num_ranks: int = 1) -> None:

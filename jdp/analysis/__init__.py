@@ -2,11 +2,12 @@
 
 from jdp.analysis.analyse import analyse, find_shard_maps
 from jdp.analysis.declared import declare_pure
+from jdp.analysis.findings import Deadlock, Marked
 from jdp.analysis.lattice import Class
 from jdp.analysis.loop_refusals import compilers_deadlock, unknown_primitives
 from jdp.analysis.partitioned import bfloat16_reductions
 from jdp.analysis.provenance import Origin, Provenance
-from jdp.analysis.report import Deadlock, Marked, Report
+from jdp.analysis.report import Report
 from jdp.analysis.source_lines import line_of
 from jdp.analysis.source_lines import source as source_of
 from jdp.analysis.uniformity import uniformity

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdp.analysis import jaxprs
-from jdp.analysis.interpreter import RULES, Walk
+from jdp.analysis.cells import Cell, held
+from jdp.analysis.interpreter import Interpreter, move
 from jdp.analysis.liveness import used_inputs
 from jdp.analysis.provenance import Provenance
 from jdp.analysis.report import Report
-from jdp.analysis.rules import local
-from jdp.analysis.rules.refs import Cell, held
+from jdp.analysis.rules import RULES, UNKNOWN
+from jdp.analysis.rules.local import cast
 from jdp.analysis.source_lines import source
 
 
@@ -37,33 +38,33 @@ def analyse(
       numbers: values of operands of the shard_map that are known, see `jaxprs.captured_numbers`.
     """
     manual = jaxprs.manual_axes(eqn)
-    walk = Walk(eqn.params["mesh"], manual, trusts_unknown=trusts_unknown)
+    interp = Interpreter(RULES, UNKNOWN, eqn.params["mesh"], manual, trusts_unknown=trusts_unknown)
     body = jaxprs.mapped_body(eqn)
     ins: list[Any] = []
     for variable, spec in zip(body.invars, eqn.params["in_specs"], strict=True):
-        value = walk.lattice.mixed | walk.lattice.axes(jaxprs.spec_axes(spec))
+        value = interp.lattice.mixed | interp.lattice.axes(jaxprs.spec_axes(spec))
         ins.append(Cell(value) if jaxprs.is_ref(variable) else value)
     for variable, operand in zip(body.invars, eqn.invars, strict=True):
         if numbers and not jaxprs.is_literal(operand):
             number = numbers.get(operand, 0.0)
-            if walk.lattice.counts_ranks(number):
-                walk.numbers[variable] = number
-    outs = walk.body(body, ins, eqn)
-    outputs = tuple(walk.lattice.decode(held(value)) for value in outs)
+            if interp.lattice.counts_ranks(number):
+                interp.numbers[variable] = number
+    outs = interp.body(body, ins, eqn)
+    outputs = tuple(interp.lattice.decode(held(value)) for value in outs)
     return Report(
         outputs=outputs,
         output_sources=_sources(eqn, outputs),
-        deadlocks=walk.record.deadlocks(walk.lattice),
-        marks=walk.record.marks(walk.lattice),
-        opaque=tuple(walk.opaque),
-        unknown=walk.record.unknown(),
+        deadlocks=interp.record.deadlocks(interp.lattice),
+        marks=interp.record.marks(interp.lattice),
+        opaque=tuple(interp.opaque),
+        unknown=interp.record.unknown(),
         used_inputs=used_inputs(body),
         refs=tuple(
-            (i, walk.lattice.decode(value.value))
+            (i, interp.lattice.decode(value.value))
             for i, value in enumerate(ins)
             if isinstance(value, Cell)
         ),
-        back=lambda axes: Provenance(body, walk.record, eqn, walk.lattice.axes(axes)),
+        back=lambda axes: Provenance(body, interp.record, eqn, interp.lattice.axes(axes)),
     )
 
 
@@ -84,7 +85,7 @@ def _maker(variable: Any, makers: dict[Any, Any]) -> str:
     # Casts and copies are often not the author's: the line that computed the value is.
     while (eqn := None if jaxprs.is_literal(variable) else makers.get(variable)) is not None:
         rule = RULES.get(eqn.primitive.name)
-        if rule not in (local.move, local.cast) and eqn.primitive.name != "jdp_mark":
+        if rule not in (move, cast) and eqn.primitive.name != "jdp_mark":
             return source(eqn)
         variable = eqn.invars[0]
     return ""

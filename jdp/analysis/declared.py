@@ -2,8 +2,7 @@
 
 import jax.extend.core
 
-from jdp.analysis.interpreter import RULES
-from jdp.analysis.rules import control_flow
+from jdp.analysis.rules import RULES, control_flow
 
 _declared: set[str] = set()
 

@@ -1,36 +1,79 @@
-"""One walk through a jaxpr: the class of every value, and what is met on the way."""
+"""Interpret a jaxpr: the class of every value, and what is met on the way."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
-from jdp.analysis import averages, jaxprs
+from jdp.analysis import jaxprs
+from jdp.analysis.cells import Cell
 from jdp.analysis.lattice import Lattice
 from jdp.analysis.partitioned import first_shift
 from jdp.analysis.records import Record
-from jdp.analysis.rules import collectives, control_flow, local, refs
-from jdp.analysis.rules.refs import Cell
 
-RULES: dict[str, Any] = {
-    **local.RULES,
-    **collectives.RULES,
-    **control_flow.RULES,
-    **refs.RULES,
-}
+# What an equation does to the classes of its operands: `(interp, equation, classes) -> class`, or a
+# list with a class for each output.
+Rule = Callable[..., Any]
+
+# Zero if all operands are zero. Other operations may give zeros too; nothing depends on those.
+ZERO_OF_ZEROS = frozenset("cumsum reduce_sum".split())
 
 
-class Walk:
+# These rules are written out in the interpreter itself, which meets them most often.
+def mix(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
+    """Join the operands: they may differ, so may the result. It is no scaled sum any more."""
+    value = 0
+    for operand in ins:
+        value |= operand
+    if value & interp.lattice.nonzero or eqn.primitive.name not in ZERO_OF_ZEROS:
+        value = interp.lattice.mix(value)
+    return value
+
+
+def image(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
+    """Join the operands, as mix does. Of a sum n times too large it makes another wrong number."""
+    (value,) = ins
+    if value & interp.lattice.data:
+        return value | interp.lattice.imaged
+    if value & interp.lattice.nonzero or eqn.primitive.name not in ZERO_OF_ZEROS:
+        value |= interp.lattice.nonzero
+    return value
+
+
+def move(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
+    """Give the first operand's elements, each scaled by a constant at most."""
+    return ins[0]
+
+
+class Quotient(NamedTuple):
+    """What was divided by numbers: its class, and these."""
+
+    value: int
+    divisors: tuple[float, ...]
+
+
+class Interpreter:
     """The state of one analysis.
 
     Args:
+      rules: for each primitive, by name.
+      unknown: the rule for all others.
       mesh: of the shard_map that is analysed.
       manual: names of its manual axes: those along which ranks run their own code.
       trusts_unknown: take primitives that are on no list for pure.
     """
 
-    def __init__(self, mesh: Any, manual: frozenset[str], *, trusts_unknown: bool = False):
+    def __init__(
+        self,
+        rules: Mapping[str, Rule],
+        unknown: Rule,
+        mesh: Any,
+        manual: frozenset[str],
+        *,
+        trusts_unknown: bool = False,
+    ):
+        self._rules, self._unknown = rules, unknown
         self.lattice = Lattice(dict(mesh.shape))
         self.everywhere = self.lattice.axes(manual)
         # Axes along which ranks may not all come here, and the control flow that is why.
@@ -46,7 +89,7 @@ class Walk:
         # Arrays that the step has captured, and that are a number of ranks each, or one over it.
         self.numbers: dict[Any, float] = {}
         # Values that were divided by numbers, and how many elements were added up: see `averages`.
-        self.quotients: dict[Any, averages.Quotient] = {}
+        self.quotients: dict[Any, Quotient] = {}
         self.sums: dict[Any, tuple[int, ...]] = {}
         # Axes of several devices that are left to the compiler.
         self._automatic = {name for name, size in mesh.shape.items() if size > 1} - manual
@@ -92,9 +135,7 @@ class Walk:
 
     def _equations(self, eqns: Sequence[Any], env: dict[Any, Any]) -> None:
         # The innermost loop: names are local and the commonest rules written out, for speed.
-        rule_of, unknown = RULES.get, control_flow.unknown
-        mix, move, zero_of_zeros = local.mix, local.move, local.ZERO_OF_ZEROS
-        image, imaged = local.image, self.lattice.imaged
+        rule_of, unknown, imaged = self._rules.get, self._unknown, self.lattice.imaged
         data, nonzero, mixed = self.lattice.data, self.lattice.nonzero, self.lattice.mixed
         for eqn in eqns:
             name = eqn.primitive.name
@@ -103,7 +144,7 @@ class Walk:
                 value = 0
                 for atom in eqn.invars:
                     value |= _literal(atom, nonzero) if type(atom) is Literal else env[atom]
-                if value & nonzero or name not in zero_of_zeros:
+                if value & nonzero or name not in ZERO_OF_ZEROS:
                     ends = mixed if rule is mix else imaged
                     value |= ends if value & data else nonzero
             elif rule is move:

@@ -4,7 +4,8 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from jdp.analysis import jaxprs, reductions
-from jdp.analysis.report import Deadlock, Report
+from jdp.analysis.findings import Deadlock
+from jdp.analysis.report import Report
 
 
 def refusals(

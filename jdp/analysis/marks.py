@@ -36,6 +36,12 @@ SYNCED = "synced"
 # Where what differs from rank to rank is called by a name, its path.
 SOURCE = "source"
 
+# The scope of a sum over ranks that jdp transposes: JAX keeps the name where it transposes it, and
+# the analysis tells it from a collective of the author's.
+WEIGHTED_SUM = "jdp_weighted_sum"
+# The name of a jitted function: one micro-batch with its gradient.
+MICRO_BATCH = "jdp_micro_batch"
+
 
 def mark(x: jax.Array, *, kind: str, path: str, axes: tuple[str, ...]) -> jax.Array:
     """Return `x` unchanged, and leave a note in the traced program.

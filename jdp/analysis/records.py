@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from jdp.analysis.cells import Cell
+from jdp.analysis.findings import Deadlock, Marked
 from jdp.analysis.lattice import Lattice
-from jdp.analysis.report import Deadlock, Marked
-from jdp.analysis.rules.refs import Cell
 from jdp.analysis.source_lines import source
 
 

@@ -5,9 +5,10 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from jdp.analysis import jaxprs
+from jdp.analysis.findings import Marked
 from jdp.analysis.marks import SYNCED
 from jdp.analysis.provenance import Provenance
-from jdp.analysis.report import Marked, Report
+from jdp.analysis.report import Report
 from jdp.analysis.way_back import Node
 from jdp.analysis.wording import shown
 

@@ -22,9 +22,8 @@ from jdp.analysis import (
     transposed,
     unknown_primitives,
 )
-from jdp.analysis.marks import AVERAGED, OWN_WEIGHT, SHARED
+from jdp.analysis.marks import AVERAGED, MICRO_BATCH, OWN_WEIGHT, SHARED
 from jdp.analysis.traced import WEIGHT, Traced
-from jdp.reduction.weighted_sum import MICRO_BATCH
 
 
 class Proved(NamedTuple):

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jdp.analysis import interpreter, jaxprs, source_lines
-from jdp.analysis.rules import collectives
-from jdp.reduction.weighted_sum import MICRO_BATCH, NAME
+from jdp.analysis import jaxprs, source_lines
+from jdp.analysis.marks import MICRO_BATCH, WEIGHTED_SUM
+from jdp.analysis.rules import RULES, collectives
 
 # No cotangent goes through a maximum, and these do not communicate.
 _HARMLESS = frozenset("axis_index jdp_mark pmax pmin unreduced_pmax unreduced_pmin".split())
@@ -83,7 +83,7 @@ class _Place(NamedTuple):
         goes_on = self.is_transposed and "rematted_computation" not in names
         return _Place(
             goes_on or "transpose" in transforms,
-            self.is_ours or NAME in names,
+            self.is_ours or WEIGHTED_SUM in names,
             self.in_micro_batch,
             source_lines.source(eqn) or self.line,
         )
@@ -163,4 +163,4 @@ def _communicates(eqn: Any, axes: frozenset[str]) -> bool:
     name = eqn.primitive.name
     if name in _COLLECTIVES:
         return not axes.isdisjoint(jaxprs.collective_axes(eqn))
-    return name not in interpreter.RULES and not axes.isdisjoint(jaxprs.named_axes(eqn))
+    return name not in RULES and not axes.isdisjoint(jaxprs.named_axes(eqn))

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jdp.analysis import jaxprs
+from jdp.analysis.cells import held
 from jdp.analysis.marks import SOURCE
 from jdp.analysis.records import Record
-from jdp.analysis.rules.refs import held
 from jdp.analysis.source_lines import source
 
 

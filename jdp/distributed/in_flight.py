@@ -3,13 +3,13 @@
 import functools
 import operator
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.distributed import failed_run, row_weight
+from jdp.distributed import failed_run
 from jdp.distributed.checks import arguments, overdue
 from jdp.worker import progress
 
@@ -45,6 +45,9 @@ class Call(NamedTuple):
       donates: whether the state that went in is gone.
       arguments: compares it between processes; None where it is not compared.
       given: what is compared.
+      check: raises a RuntimeError if something failed while it ran that JAX does not know of.
+      why_invalid: returns what is wrong with the weights of its ranks, given `weight` and
+        `reports.weight`; None if nothing is.
       reports: what each rank says of itself; None while the call is being made.
       weight: of the batch, which is ready when the call has run.
     """
@@ -56,6 +59,8 @@ class Call(NamedTuple):
     donates: bool
     arguments: arguments.Arguments | None
     given: arguments.Given | None
+    check: Callable[[], None]
+    why_invalid: Callable[[jax.Array, jax.Array], str | None]
     reports: RankReports | None = None
     weight: Any = None
 
@@ -139,7 +144,7 @@ def _drain(num_left: int) -> None:
         call = _calls[0]  # stays there while it is waited for, see `_num_running`
         try:
             call.weight.block_until_ready()
-            cpu_runtime.check()
+            call.check()
         except RuntimeError as error:
             raise failed(call, call.donates, error) from error
         _calls.popleft()
@@ -167,7 +172,7 @@ def _require_equal(call: Call) -> None:
 
 def _require_weights(call: Call) -> None:
     given = None if call.reports is None else call.reports.weight
-    why = None if given is None else row_weight.why_invalid(call.weight, given)
+    why = None if given is None else call.why_invalid(call.weight, given)
     if why:
         _calls.clear()
         raise RuntimeError(

@@ -36,8 +36,8 @@ def join() -> None:
     """Find the other processes, if there are any, and connect JAX with them.
 
     Under `jdp run`, wait until it says which process this is. Else take what the environment says
-    (`jdp.distributed.cluster_env`); a process that is told nothing is alone. A second call does nothing, and
-    what the author has joined by `jax.distributed.initialize` stays so.
+    (`cluster_env`); a process that is told nothing is alone. A second call does nothing, and what
+    the author has joined by `jax.distributed.initialize` stays so.
 
     Raises:
       RuntimeError: if the others can't be found, or JAX runs already.

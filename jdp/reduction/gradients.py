@@ -12,8 +12,7 @@ from jdp import axis, collectives
 from jdp.analysis.marks import ALL_REDUCED, MEAN, OWN_WEIGHT, SUMMED, mark
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce, buckets
-from jdp.distributed import row_weight
-from jdp.reduction import step_context, weighted_sum
+from jdp.reduction import row_weight, step_context, weighted_sum
 
 # XLA merges the psums of `collectives.xla` on CPU whatever their size, so that only the ring feels
 # this. A first guess for GPUs, to be measured there: what is sent last is not hidden.

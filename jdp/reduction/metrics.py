@@ -10,10 +10,9 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import axis, collectives, places, pytrees
+from jdp import axis, collectives, pytrees
 from jdp.axis import AxisName
-from jdp.distributed import row_weight
-from jdp.reduction import step_context, weighted_sum
+from jdp.reduction import row_weight, step_context, weighted_sum
 
 # Algorithms that lose no digit of a float32 sum.
 _EXACT = (
@@ -161,7 +160,7 @@ def rows(x: Any) -> Any:
 
 
 def take_rows(tree: Any) -> tuple[Any, list[jax.Array]]:
-    """Take the values of `rows` out of a tree; `places.put` puts them back.
+    """Take the values of `rows` out of a tree; `pytrees.put_nodes` puts them back.
 
     Raises:
       ValueError: if a scan or vmap has stacked them since: rows are no longer their first dim.
@@ -175,7 +174,7 @@ def take_rows(tree: Any) -> tuple[Any, list[jax.Array]]:
                 "put back in order. Stack them along another dim, and mark them with jdp.rows(x) "
                 "afterwards."
             )
-    return places.take(tree, is_rows)
+    return pytrees.take_nodes(tree, is_rows)
 
 
 def unmarked(tree: Any) -> Any:

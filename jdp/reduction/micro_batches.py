@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import axis, places
-from jdp.analysis.marks import ROUNDS, mark
+from jdp import axis, pytrees
+from jdp.analysis.marks import MICRO_BATCH, ROUNDS, mark
 from jdp.axis import AxisName
-from jdp.reduction import metrics, step_context, weighted_sum
+from jdp.reduction import metrics, step_context
 from jdp.reduction.gradients import sync_gradients
 from jdp.reduction.metrics import mean_over_ranks
 
@@ -104,9 +104,9 @@ def value_and_grad(
             count = jnp.asarray(full * _num_rows(batch) / num_rows, float)
             return count if micro.weight is None else micro.weight, (means, grads), rows
 
-        part.__name__ = part.__qualname__ = weighted_sum.MICRO_BATCH
+        part.__name__ = part.__qualname__ = MICRO_BATCH
         (means, grads), rows = _accumulate(part, looped, last, is_scaled=is_scaled)
-        return places.put(means, rows), grads
+        return pytrees.put_nodes(means, rows), grads
 
     return local
 

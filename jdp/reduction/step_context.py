@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jdp import axis
 from jdp.analysis.marks import SHARE, WEIGHED, mark
 from jdp.axis import AxisName
-from jdp.distributed import row_weight
+from jdp.reduction import row_weight
 
 
 @dataclass(frozen=True)

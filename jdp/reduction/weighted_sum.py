@@ -14,14 +14,10 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from jdp import axis
+from jdp.analysis.marks import WEIGHTED_SUM
 from jdp.axis import AxisName
 from jdp.reduction import step_context
 from jdp.reduction.step_context import weighed
-
-# JAX keeps the name of a collective when it transposes it: `verify` tells ours from the author's.
-NAME = "jdp_weighted_sum"
-# A jitted function: one micro-batch with its gradient.
-MICRO_BATCH = "jdp_micro_batch"
 
 
 class Weighting(NamedTuple):
@@ -58,7 +54,7 @@ class Weighting(NamedTuple):
 
     def named(self) -> contextlib.AbstractContextManager:
         """Name the collective that is traced inside, if it is transposed by this weighting."""
-        return jax.named_scope(NAME) if self.is_adjoint else contextlib.nullcontext()
+        return jax.named_scope(WEIGHTED_SUM) if self.is_adjoint else contextlib.nullcontext()
 
 
 def weighting(weight: jax.Array | None, axis_name: AxisName, *, mean: bool) -> Weighting:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp import axis, places, pytrees, rank_state
+from jdp import axis, pytrees, rank_state
 from jdp.analysis import step_refusals, traced
 from jdp.collectives import call_order
 from jdp.collectives.xla import combine_options
@@ -29,7 +29,7 @@ from jdp.worker import progress
 
 
 class Program:
-    """A step over `mesh`, which runs only what `verify` has accepted.
+    """A step over `mesh`, which runs only what `step_refusals` has accepted.
 
     Args:
       fn: `fn(state, batch, *rest) -> (state, metrics)`; without `returns_state` `-> metrics`.
@@ -170,10 +170,10 @@ class Program:
                 call_order.require(jaxpr)
             same, split = mapped(*inputs)
             reported = metrics.with_own(same.metrics, same.own_metrics, proved.own_metrics)
-            state = pytrees.hold(places.put(pytrees.restore(same.state), split.own))
+            state = pytrees.hold(pytrees.put_nodes(pytrees.restore(same.state), split.own))
             return (
                 self._keep_layout(args[0], state),
-                places.put(reported, split.rows),
+                pytrees.put_nodes(reported, split.rows),
                 same.weight,
                 split.reports,
             )
@@ -218,7 +218,7 @@ class Program:
         self, why_xla: str | None, found: dict[str, Any], state: Any, split: "_Split", *rest: Any
     ) -> "_Leaving":
         batch, own = split
-        state = places.put(pytrees.restore(state), own)
+        state = pytrees.put_nodes(pytrees.restore(state), own)
         given: Any = ()
         if self.arguments is not None:
             rest, given = rest[:-1], rest[-1]
@@ -241,7 +241,7 @@ class Program:
                 weight = jnp.float32((step.num_rows or 0) * axis.size(self._axis_name))
         reports = RankReports(differs, None if step.given is None else step.given.reshape(1))
         new_state, own = rank_state.take(jax.tree.map(_strong, new_state))
-        whole = pytrees.hold(places.put(new_state, own))
+        whole = pytrees.hold(pytrees.put_nodes(new_state, own))
         same = _Same(pytrees.hold(new_state), reported, weight, raw)
         leaving = _Leaving(same, _SplitOutputs(rows, reports, own))
         if step.late is not None:  # a program of other platforms
@@ -345,7 +345,7 @@ class _SplitOutputs(NamedTuple):
 
 
 class _Leaving(NamedTuple):
-    """What leaves a step, in the order in which `verify` reads it."""
+    """What leaves a step, in the order in which `step_refusals` reads it."""
 
     same: Any
     split: Any

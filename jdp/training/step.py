@@ -13,10 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp import axis, pytrees
 from jdp.axis import AxisName
+from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.data.padding import place_batch
 from jdp.distributed import failed_run, in_flight, mesh
 from jdp.distributed.checks import arguments, known_leaves
-from jdp.reduction import metrics
+from jdp.reduction import metrics, row_weight
 from jdp.training.compiled_step import Program
 from jdp.worker import progress
 
@@ -255,6 +256,8 @@ class Step:
             donates=self.donate,
             arguments=program.arguments,
             given=given,
+            check=cpu_runtime.check,
+            why_invalid=row_weight.why_invalid,
         )
 
     def _unknown(self, state: Any, follows: bool) -> Sequence[int]:

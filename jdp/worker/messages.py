@@ -1,7 +1,9 @@
 """Messages between the parts of a run: one JSON object a line, over a socket.
 
-Three parts talk. A *process* and the *host* that started it (`member.py`, `process.py`) over a
-socket pair; hosts and the *leader* (`host.py`, `leader.py`) over TCP.
+Three parts talk. A *process* and the *host* that started it (`jdp/worker/launcher_client.py`,
+`jdp/launch/host/worker_process.py`) over a
+socket pair; hosts and the *leader* (`jdp/launch/host/agent.py`,
+`jdp/launch/leader/leader.py`) over TCP.
 
 A process tells its host:
   parked                        it ran up to `jdp.init()` and waits there

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from support.analysed import UNIFORM, VARYING, mapped, report
 
 import jdp
-from jdp.analysis import interpreter
+from jdp.analysis import rules
 
 
 def new_primitive(name):
@@ -89,7 +89,7 @@ def test_a_primitive_that_was_declared_pure_gives_what_its_operands_say(make_mes
         assert float(state.params) == pytest.approx(2 * (1 - 0.1 * 2))
         assert axes_of(lambda w, x: double_p.bind(x[0])) == VARYING
     finally:
-        interpreter.RULES.pop("double_of_mine", None)
+        rules.RULES.pop("double_of_mine", None)
 
 
 @pytest.mark.parametrize("name", ["axis_index", "add", "pallas_call", "semaphore_read"])
@@ -180,7 +180,7 @@ for found in pkgutil.walk_packages(jax.__path__, "jax."):
             importlib.import_module(found.name)
         except Exception:  # what needs a package or a GPU that is not there
             pass
-from jdp.analysis.interpreter import RULES
+from jdp.analysis.rules import RULES
 names = {each.name for each in gc.get_objects() if isinstance(each, Primitive)}
 print(json.dumps([len(names), sorted(name for name in names if name not in RULES)]))
 """

@@ -21,7 +21,7 @@ from support.analysed import (
 
 import jdp
 from jdp.analysis import jaxprs, partitioned
-from jdp.analysis.interpreter import Walk
+from jdp.analysis.interpreter import Interpreter
 from jdp.distributed.checks import program as program_check
 
 DEPTH = 20
@@ -43,14 +43,14 @@ def nested(f, depth=DEPTH):
 def num_visited(monkeypatch):
     """How many equations the analysis has gone through."""
     visited = [0]
-    walk_through = Walk._equations
+    walk_through = Interpreter._equations
 
     def counting(self, eqns, env):
         visited[0] += len(eqns)
         assert visited[0] < 10_000
         walk_through(self, eqns, env)
 
-    monkeypatch.setattr(Walk, "_equations", counting)
+    monkeypatch.setattr(Interpreter, "_equations", counting)
     return visited
 
 

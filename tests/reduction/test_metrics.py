@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from support.per_rank import assert_equal_bits, per_rank
 
 import jdp
-from jdp import places
+from jdp import pytrees
 from jdp.reduction import metrics, step_context
 
 both_types = pytest.mark.parametrize("check_vma", [True, False])
@@ -198,10 +198,10 @@ def test_rows_are_taken_out_and_put_back_in_place():
     rest, values = metrics.take_rows(tree)
     assert jax.tree.leaves(rest) == [1.0]
     assert [len(v) for v in values] == [3, 4]
-    plain = metrics.unmarked(places.put(rest, [v * 2 for v in values]))
+    plain = metrics.unmarked(pytrees.put_nodes(rest, [v * 2 for v in values]))
     np.testing.assert_array_equal(plain["b"][0], [0, 2, 4])
     np.testing.assert_array_equal(plain["b"][1]["c"], [0, 2, 4, 6])
-    again = places.put(rest, values)
+    again = pytrees.put_nodes(rest, values)
     assert jax.tree.structure(again) == jax.tree.structure(tree)
     np.testing.assert_array_equal(metrics.unmarked(tree)["b"][0], np.arange(3))
 

@@ -13,7 +13,7 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)")
 
-# `jdp/reduction/gradients.py`, `tests/`, `requirements/*.txt`, `sync.py:plan`; not `1/n`, not `a / b`.
+# `jdp/axis.py`, `tests/`, `requirements/*.txt`, `gradients.py:plan`; not `1/n`, not `a / b`.
 PATH = re.compile(r"(?P<path>[A-Za-z_.][\w.*/-]*)(:(?P<name>[A-Za-z_][\w.]*))?")
 FILE_TYPES = (".py", ".md", ".toml", ".txt", ".h", ".cc", ".cu", ".cuh")
 # `jdp.sync_gradients`, `@jdp.train_step(weight=...)`, `jax.lax.psum`; of these packages only, for
@@ -109,7 +109,7 @@ def test_what_does_not_exist_is_found(text):
     [
         "`axis.py`, `jdp/axis.py`, `tests/`, `requirements/*.txt`, `.ci/run`",
         "`jdp.axis`, `jax.lax.psum`, `@jax.jit(donate_argnums=...)`",
-        "`tests/repository/test_layers.py:ROOMS`, `tests/support/processes.py:Processes.run`",
+        "`tests/repository/test_layers.py:ROW`, `tests/support/processes.py:Processes.run`",
         "`1/n`, `state.params`, `w: [d_in, d_out]`, `jdp run`, `[a] / b`",
         "```\nno_such_file.py\n```",
         "[the licence](LICENSE), [a web page](https://example.org/no_such_page.md)",

@@ -2,89 +2,87 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jdp.analysis import jaxprs
+from jdp.analysis.interpreter import Interpreter
 from jdp.analysis.marks import ALL_REDUCED, AVERAGED, MEAN, SHARE, SUMMED
 
-if TYPE_CHECKING:
-    from jdp.analysis.interpreter import Walk
 
-
-def _all_reduce(walk: Walk, eqn: Any, ins: list[int]) -> list[int]:
-    axes = _meet(walk, eqn)
+def _all_reduce(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
+    axes = _meet(interp, eqn)
     groups = jaxprs.groups(eqn)
     if groups is None:
-        return [walk.lattice.all_reduce(x, axes) for x in ins]
+        return [interp.lattice.all_reduce(x, axes) for x in ins]
     if len({len(group) for group in groups}) == 1:
         if len(groups[0]) == 1:
             return ins
-        return [walk.lattice.sum_in_groups(x, axes) for x in ins]
-    return [_spread(walk, x, axes) for x in ins]  # What is uniform is summed unequally often.
+        return [interp.lattice.sum_in_groups(x, axes) for x in ins]
+    return [_spread(interp, x, axes) for x in ins]  # What is uniform is summed unequally often.
 
 
-def _native(walk: Walk, eqn: Any, ins: list[int]) -> list[int]:
-    axes = _meet(walk, eqn)
+def _native(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
+    axes = _meet(interp, eqn)
     token, *leaves = ins[3:]  # before them the rank, its group and the scale
     scale = jaxprs.number(eqn.invars[2])
-    sums = [walk.lattice.all_reduce(x, axes) for x in leaves]
+    sums = [interp.lattice.all_reduce(x, axes) for x in leaves]
     if scale is None:
-        sums = [walk.lattice.scale(x, ins[2]) for x in sums]
+        sums = [interp.lattice.scale(x, ins[2]) for x in sums]
     elif scale != 1:
-        sums = [walk.lattice.scale_by_number(x, scale) for x in sums]
-    return [walk.lattice.agree(token, axes), *sums]
+        sums = [interp.lattice.scale_by_number(x, scale) for x in sums]
+    return [interp.lattice.agree(token, axes), *sums]
 
 
-def _agree(walk: Walk, eqn: Any, ins: list[int]) -> list[int]:
-    axes = _meet(walk, eqn)
+def _agree(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
+    axes = _meet(interp, eqn)
     if jaxprs.groups(eqn) is not None:
         return ins
-    return [walk.lattice.agree(x, axes) for x in ins]
+    return [interp.lattice.agree(x, axes) for x in ins]
 
 
-def _agree_on_source(walk: Walk, eqn: Any, ins: list[int]) -> int:
+def _agree_on_source(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     value, source = ins
-    return walk.lattice.agree(value, _meet(walk, eqn)) | source & walk.lattice.varying
+    return interp.lattice.agree(value, _meet(interp, eqn)) | source & interp.lattice.varying
 
 
-def _exchange(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    return _spread(walk, _join(ins), _meet(walk, eqn))
+def _exchange(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    return _spread(interp, _join(ins), _meet(interp, eqn))
 
 
-def _pass_on(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    return _spread(walk, _join(ins), _meet(walk, eqn, in_groups=False))
+def _pass_on(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    return _spread(interp, _join(ins), _meet(interp, eqn, in_groups=False))
 
 
-def _rank(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    return _spread(walk, 0, walk.lattice.axes(jaxprs.collective_axes(eqn)))
+def _rank(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    return _spread(interp, 0, interp.lattice.axes(jaxprs.collective_axes(eqn)))
 
 
-def _mark(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    walk.note_mark(eqn, ins[0])
+def _mark(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    interp.note_mark(eqn, ins[0])
     believed = _BELIEVED.get(eqn.params["kind"])
     if believed is not None:
-        return believed(walk, ins[0], eqn)
+        return believed(interp, ins[0], eqn)
     return ins[0]
 
 
-def _reduced(walk: Walk, value: int, eqn: Any) -> int:
-    return walk.lattice.all_reduce(value, _meet(walk, eqn))
+def _reduced(interp: Interpreter, value: int, eqn: Any) -> int:
+    return interp.lattice.all_reduce(value, _meet(interp, eqn))
 
 
-def _averaged(walk: Walk, value: int, eqn: Any) -> int:
-    return walk.lattice.mean(value, _marked_axes(walk, eqn))
+def _averaged(interp: Interpreter, value: int, eqn: Any) -> int:
+    return interp.lattice.mean(value, _marked_axes(interp, eqn))
 
 
-def _share(walk: Walk, value: int, eqn: Any) -> int:
-    return walk.lattice.share(value, _marked_axes(walk, eqn))
+def _share(interp: Interpreter, value: int, eqn: Any) -> int:
+    return interp.lattice.share(value, _marked_axes(interp, eqn))
 
 
-def _summed(walk: Walk, value: int, eqn: Any) -> int:
-    return walk.lattice.as_stated(value, _marked_axes(walk, eqn))
+def _summed(interp: Interpreter, value: int, eqn: Any) -> int:
+    return interp.lattice.as_stated(value, _marked_axes(interp, eqn))
 
 
-def _marked_axes(walk: Walk, eqn: Any) -> int:
-    return walk.lattice.axes(eqn.params["axes"])
+def _marked_axes(interp: Interpreter, eqn: Any) -> int:
+    return interp.lattice.axes(eqn.params["axes"])
 
 
 # Kinds of marks that say more than the program shows.
@@ -97,16 +95,16 @@ _BELIEVED = {
 }
 
 
-def _meet(walk: Walk, eqn: Any, *, in_groups: bool = True) -> int:
+def _meet(interp: Interpreter, eqn: Any, *, in_groups: bool = True) -> int:
     """Give the axes of a collective, and note it where not all ranks that it needs may come.
 
     A collective in groups needs the ranks along its axes alone; one from rank to rank is a
     single operation of all devices.
     """
-    axes = walk.lattice.axes(jaxprs.collective_axes(eqn))
-    absent = walk.where & axes if in_groups else walk.where
+    axes = interp.lattice.axes(jaxprs.collective_axes(eqn))
+    absent = interp.where & axes if in_groups else interp.where
     if absent and axes:
-        walk.note_deadlock(eqn, absent, axes)
+        interp.note_deadlock(eqn, absent, axes)
     return axes
 
 
@@ -117,8 +115,8 @@ def _join(ins: list[int]) -> int:
     return value
 
 
-def _spread(walk: Walk, value: int, axes: int) -> int:
-    lattice = walk.lattice
+def _spread(interp: Interpreter, value: int, axes: int) -> int:
+    lattice = interp.lattice
     return lattice.mix(value | axes | lattice.divided_over(axes) | lattice.data)
 
 

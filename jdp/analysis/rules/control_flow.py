@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jdp.analysis import averages, jaxprs, kernels
-from jdp.analysis.rules.refs import Cell, held
+from jdp.analysis import jaxprs, kernels
+from jdp.analysis.cells import Cell, held
+from jdp.analysis.interpreter import Interpreter
+from jdp.analysis.rules import averages
 
-if TYPE_CHECKING:
-    from jdp.analysis.interpreter import Walk
 
-
-def _call(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any] | Any:
+def _call(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any] | Any:
     body = jaxprs.called_body(eqn)
-    return walk.body(body, ins, eqn) if body is not None else unknown(walk, eqn, ins)
+    return interp.body(body, ins, eqn) if body is not None else unknown(interp, eqn, ins)
 
 
-def _cond(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any]:
-    index, operands = ins[0] & walk.lattice.varying, ins[1:]
+def _cond(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
+    index, operands = ins[0] & interp.lattice.varying, ins[1:]
     branches = jaxprs.branches(eqn)
-    rows = [walk.under(index, "cond", branch, operands, eqn) for branch in branches]
+    rows = [interp.under(index, "cond", branch, operands, eqn) for branch in branches]
     passed_on = [_passed_on(branch, {}) for branch in branches]
     outs = []
     for values, origins in zip(zip(*rows, strict=True), zip(*passed_on, strict=True), strict=True):
@@ -49,7 +48,7 @@ def _passed_on(body: Any, known: dict[int, list[int | None]]) -> list[int | None
     return known[id(body)]
 
 
-def _while(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any]:
+def _while(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
     cond, body, num_cond, num_body = jaxprs.while_parts(eqn)
     for_cond, for_body = ins[:num_cond], ins[num_cond : num_cond + num_body]
     carry = ins[num_cond + num_body :]
@@ -57,9 +56,9 @@ def _while(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any]:
     goes_on = 0  # Along which axes ranks may leave the loop at different times.
     while True:
         before = [goes_on, *map(held, carry), *map(held, for_cond), *map(held, for_body)]
-        (predicate,) = walk.under(goes_on, "while", cond, for_cond + carry, eqn)
-        goes_on |= predicate & walk.lattice.varying
-        outs = walk.under(goes_on, "while", body, for_body + carry, eqn)
+        (predicate,) = interp.under(goes_on, "while", cond, for_cond + carry, eqn)
+        goes_on |= predicate & interp.lattice.varying
+        outs = interp.under(goes_on, "while", body, for_body + carry, eqn)
         carry = [
             old if same else held(old) | held(new) | goes_on
             for old, new, same in zip(carry, outs, untouched, strict=True)
@@ -68,32 +67,32 @@ def _while(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any]:
             return carry
 
 
-def _scan(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any]:
+def _scan(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
     body, num_constants, num_carry = jaxprs.scan_parts(eqn)
     constants, xs = ins[:num_constants], ins[num_constants + num_carry :]
     carry = ins[num_constants : num_constants + num_carry]
     while True:
         before = [held(value) for value in constants + carry + xs]
-        outs = walk.body(body, constants + carry + xs, eqn)
+        outs = interp.body(body, constants + carry + xs, eqn)
         carry = [held(old) | held(new) for old, new in zip(carry, outs[:num_carry], strict=True)]
         if before == [held(value) for value in constants + carry + xs]:
-            averages.note_rounds(walk, eqn)
+            averages.note_rounds(interp, eqn)
             return carry + outs[num_carry:]
 
 
-def _solve(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any]:
+def _solve(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
     (solve, at_solve), (matvec, at_matvec), at_rhs = jaxprs.solver_parts(eqn)
     num_rhs = len(ins) - at_rhs
     rhs = ins[at_rhs:]
-    outs = walk.body(solve, ins[at_solve : at_solve + len(solve.invars) - num_rhs] + rhs, eqn)
+    outs = interp.body(solve, ins[at_solve : at_solve + len(solve.invars) - num_rhs] + rhs, eqn)
     # Nothing runs it here; it is walked for the collectives in it.
     constants = ins[at_matvec : at_matvec + len(matvec.invars) - num_rhs]
-    walk.body(matvec, constants + outs[:num_rhs], eqn)
+    interp.body(matvec, constants + outs[:num_rhs], eqn)
     return outs
 
 
-def _shard_map(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any]:
-    lattice = walk.lattice
+def _shard_map(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
+    lattice = interp.lattice
     split = [lattice.axes(jaxprs.spec_axes(spec)) for spec in eqn.params["in_specs"]]
     joined = [lattice.axes(jaxprs.spec_axes(spec)) for spec in eqn.params["out_specs"]]
     inner = []
@@ -103,25 +102,25 @@ def _shard_map(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any]:
         elif axes:
             value = lattice.mix(value | axes | lattice.data)
         inner.append(value)
-    with walk.manual_too(jaxprs.manual_axes(eqn)):
-        outs = walk.body(jaxprs.mapped_body(eqn), inner, eqn)
+    with interp.manual_too(jaxprs.manual_axes(eqn)):
+        outs = interp.body(jaxprs.mapped_body(eqn), inner, eqn)
     return [
         held(value) & ~axes | lattice.unsummed_over(axes)
         for value, axes in zip(outs, joined, strict=True)
     ]
 
 
-def _high_level(walk: Walk, eqn: Any, ins: list[Any]) -> list[Any] | Any:
-    body = walk.expanded(eqn)
-    return walk.body(body, ins, eqn) if body is not None else _closed(walk, eqn, ins)
+def _high_level(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any] | Any:
+    body = interp.expanded(eqn)
+    return interp.body(body, ins, eqn) if body is not None else _closed(interp, eqn, ins)
 
 
-def _closed(walk: Walk, eqn: Any, ins: list[Any]) -> int:
-    walk.opaque.setdefault(_name(eqn))
+def _closed(interp: Interpreter, eqn: Any, ins: list[Any]) -> int:
+    interp.opaque.setdefault(_name(eqn))
     for value in ins:
         if isinstance(value, Cell):
-            value.value |= walk.anything()
-    return walk.anything()
+            value.value |= interp.anything()
+    return interp.anything()
 
 
 def _name(eqn: Any) -> str:
@@ -131,55 +130,55 @@ def _name(eqn: Any) -> str:
     return eqn.primitive.name
 
 
-def unknown(walk: Walk, eqn: Any, ins: list[Any]) -> Any:
+def unknown(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
     """Look through bodies; where there are none, anything may come out."""
-    if any(True for _ in jaxprs.bodies(eqn)) or walk.trusts_unknown:
-        return joined(walk, eqn, ins)
-    walk.note_unknown(eqn)
-    joined(walk, eqn, ins)  # for what it notes
-    return _source(walk, eqn, ins)
+    if any(True for _ in jaxprs.bodies(eqn)) or interp.trusts_unknown:
+        return joined(interp, eqn, ins)
+    interp.note_unknown(eqn)
+    joined(interp, eqn, ins)  # for what it notes
+    return _source(interp, eqn, ins)
 
 
-def _source(walk: Walk, eqn: Any, ins: list[Any]) -> int:
+def _source(interp: Interpreter, eqn: Any, ins: list[Any]) -> int:
     """Give anything, and write it into all Refs."""
     for value in ins:
         if isinstance(value, Cell):
-            value.value |= walk.anything()
-    return walk.anything()
+            value.value |= interp.anything()
+    return interp.anything()
 
 
-def _copy_by_dma(walk: Walk, eqn: Any, ins: list[Any]) -> Any:
+def _copy_by_dma(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
     # The device to which a Pallas kernel copies comes last, None for its own.
     *_, device = eqn.params["tree"].unflatten(list(range(len(ins))))
-    return joined(walk, eqn, ins) if device is None else _source(walk, eqn, ins)
+    return joined(interp, eqn, ins) if device is None else _source(interp, eqn, ins)
 
 
-def joined(walk: Walk, eqn: Any, ins: list[Any]) -> Any:
+def joined(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
     """Join all operands, all bodies walked with that join, and all axes that are named.
 
     Everything may also be written into every Ref among the operands.
     """
-    lattice = walk.lattice
-    axes = lattice.axes(jaxprs.named_axes(eqn)) & walk.everywhere
-    if axes and walk.where:
-        walk.note_deadlock(eqn, walk.where, axes)
+    lattice = interp.lattice
+    axes = lattice.axes(jaxprs.named_axes(eqn)) & interp.everywhere
+    if axes and interp.where:
+        interp.note_deadlock(eqn, interp.where, axes)
     value = axes | (lattice.data if axes else 0)
     for operand in ins:
         value |= held(operand)
     value = lattice.mix(value)
     bodies = list(jaxprs.bodies(eqn))
     if not bodies and jaxprs.hides_a_function(eqn):
-        walk.opaque.setdefault(_name(eqn))
+        interp.opaque.setdefault(_name(eqn))
     before = None
     while before != value:
         before = value
         for body in bodies:
             inner = [Cell(value) if jaxprs.is_ref(v) else value for v in body.invars]
-            for result in walk.body(body, inner, eqn) + inner:
+            for result in interp.body(body, inner, eqn) + inner:
                 value |= held(result)
     for operand in ins:
         if isinstance(operand, Cell):
-            operand.value |= value | walk.where
+            operand.value |= value | interp.where
     return value
 
 

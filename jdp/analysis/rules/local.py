@@ -2,112 +2,85 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from jdp.analysis import averages, jaxprs
-
-if TYPE_CHECKING:
-    from jdp.analysis.interpreter import Walk
-
-
-# mix, image and move are written out in the walk itself, which meets them most often.
-def mix(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    """Join the operands: they may differ, so may the result. It is no scaled sum any more."""
-    value = 0
-    for operand in ins:
-        value |= operand
-    if value & walk.lattice.nonzero or eqn.primitive.name not in ZERO_OF_ZEROS:
-        value = walk.lattice.mix(value)
-    return value
+from jdp.analysis import jaxprs
+from jdp.analysis.interpreter import Interpreter, image, mix, move
+from jdp.analysis.rules import averages
 
 
-def image(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    """Join the operands, as mix does. Of a sum n times too large it makes another wrong number."""
-    (value,) = ins
-    if value & walk.lattice.data:
-        return value | walk.lattice.imaged
-    if value & walk.lattice.nonzero or eqn.primitive.name not in ZERO_OF_ZEROS:
-        value |= walk.lattice.nonzero
-    return value
-
-
-def bend(walk: Walk, eqn: Any, ins: list[int]) -> int:
+def bend(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     """Do as image does, where another constant than 1 / n may make the number right again."""
-    value = image(walk, eqn, ins)
-    return walk.lattice.bend(value) if value & walk.lattice.data else value
+    value = image(interp, eqn, ins)
+    return interp.lattice.bend(value) if value & interp.lattice.data else value
 
 
-def _larger(walk: Walk, eqn: Any, ins: list[int]) -> int:
+def _larger(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     # max(x, 0) is n times as large for n x. With another number it may be 1 if any rank has one.
     for i, atom in enumerate(eqn.invars):
         if jaxprs.number(atom) == 0:
-            return image(walk, eqn, [ins[1 - i]])
-    return mix(walk, eqn, ins)
+            return image(interp, eqn, [ins[1 - i]])
+    return mix(interp, eqn, ins)
 
 
-def cast(walk: Walk, eqn: Any, ins: list[int]) -> int:
+def cast(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     """Return what move does, but for truth: whether a sum is 0 is the same for n times as much."""
     to_bool = eqn.params["new_dtype"] == np.bool_
-    return mix(walk, eqn, ins) if to_bool and ins[0] & walk.lattice.data else ins[0]
+    return mix(interp, eqn, ins) if to_bool and ins[0] & interp.lattice.data else ins[0]
 
 
-def move(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    """Give the first operand's elements, each scaled by a constant at most."""
-    return ins[0]
-
-
-def _move_each(walk: Walk, eqn: Any, ins: list[int]) -> list[int]:
+def _move_each(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     return ins
 
 
-def _add(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    return walk.lattice.total(*ins)
+def _add(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    return interp.lattice.total(*ins)
 
 
-def _multiply(walk: Walk, eqn: Any, ins: list[int]) -> int:
+def _multiply(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     for value, factor, atom in zip(ins[::-1], eqn.invars[::-1], eqn.invars, strict=True):
-        number = walk.number(atom)
-        if number and not (abs(number) == 1 and _is_seed(walk, eqn, factor, value)):
-            return averages.divided(walk, eqn, factor, value, 1 / number)
+        number = interp.number(atom)
+        if number and not (abs(number) == 1 and _is_seed(interp, eqn, factor, value)):
+            return averages.divided(interp, eqn, factor, value, 1 / number)
         if number is not None:
-            return value if number else walk.lattice.scale_by_number(value, number)
-    return walk.lattice.product(*ins)
+            return value if number else interp.lattice.scale_by_number(value, number)
+    return interp.lattice.product(*ins)
 
 
-def _is_seed(walk: Walk, eqn: Any, factor: Any, value: int) -> bool:
+def _is_seed(interp: Interpreter, eqn: Any, factor: Any, value: int) -> bool:
     """Whether the 1 that multiplies a value is the cotangent that a backward pass begins with.
 
     On one rank it would be a division by the number of ranks: what stands beside it then was
     computed in the same pass.
     """
-    lattice = walk.lattice
+    lattice = interp.lattice
     if not value & lattice.data or lattice.scale_by_number(value, 1.0) == value:
         return False
-    makers = (each for each in walk.record.jaxpr.eqns if factor in each.outvars)
+    makers = (each for each in interp.record.jaxpr.eqns if factor in each.outvars)
     maker = next(makers, None)
     return jaxprs.is_transposed(eqn) and (maker is None or not jaxprs.is_transposed(maker))
 
 
-def _sum(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    averages.note_sum(walk, eqn)
-    return bend(walk, eqn, ins)
+def _sum(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    averages.note_sum(interp, eqn)
+    return bend(interp, eqn, ins)
 
 
-def _weigh(walk: Walk, eqn: Any, ins: list[int]) -> int:
+def _weigh(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     # The second factor multiplies cotangents alone.
-    return walk.lattice.product(ins[0], ins[1]) if eqn.params["has"][0] else ins[0]
+    return interp.lattice.product(ins[0], ins[1]) if eqn.params["has"][0] else ins[0]
 
 
-def _divide(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    number = walk.number(eqn.invars[1])
+def _divide(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    number = interp.number(eqn.invars[1])
     if number:
-        return averages.divided(walk, eqn, eqn.invars[0], ins[0], number)
-    return walk.lattice.quotient(*ins)
+        return averages.divided(interp, eqn, eqn.invars[0], ins[0], number)
+    return interp.lattice.quotient(*ins)
 
 
-def _put_together(walk: Walk, eqn: Any, ins: list[int]) -> int:
+def _put_together(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     """Join parts that stand beside each other: several sums are one, of more numbers."""
     value = 0
     for operand in ins:
@@ -115,53 +88,50 @@ def _put_together(walk: Walk, eqn: Any, ins: list[int]) -> int:
     return value
 
 
-def _cut_out(walk: Walk, eqn: Any, ins: list[int]) -> int:
+def _cut_out(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     """Return some elements of the first operand, chosen by the others."""
     value = ins[0]
     for index in ins[1:]:
-        value |= index & walk.lattice.varying
+        value |= index & interp.lattice.varying
     return value
 
 
-def _cut_in(walk: Walk, eqn: Any, ins: list[int]) -> int:
+def _cut_in(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     whole, part, *indices = ins
-    return _cut_out(walk, eqn, [whole | part, *indices])
+    return _cut_out(interp, eqn, [whole | part, *indices])
 
 
-def _contract(walk: Walk, eqn: Any, ins: list[int]) -> int:
-    return walk.lattice.contract(*ins)
+def _contract(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    return interp.lattice.contract(*ins)
 
 
-def _select(walk: Walk, eqn: Any, ins: list[int]) -> int:
+def _select(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     # What is chosen by the number of a rank is no rank's own part of anything.
-    value = ins[0] & (walk.lattice.varying | walk.lattice.divided_over(walk.lattice.varying))
+    value = ins[0] & (interp.lattice.varying | interp.lattice.divided_over(interp.lattice.varying))
     for case in ins[1:]:
         value |= case
     return value
 
 
-def _sort(walk: Walk, eqn: Any, ins: list[int]) -> list[int]:
+def _sort(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     num_keys = eqn.params["num_keys"]
     keys = 0
     for key in ins[:num_keys]:
         keys |= key
-    return [walk.lattice.mix(keys | (0 if i < num_keys else x)) for i, x in enumerate(ins)]
+    return [interp.lattice.mix(keys | (0 if i < num_keys else x)) for i, x in enumerate(ins)]
 
 
-def _foreign(walk: Walk, eqn: Any, ins: list[int]) -> int:
+def _foreign(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     # That a call without side effects depends on its operands alone is its author's promise.
-    return walk.anything() if eqn.params["has_side_effect"] else mix(walk, eqn, ins)
+    return interp.anything() if eqn.params["has_side_effect"] else mix(interp, eqn, ins)
 
 
-def _exported(walk: Walk, eqn: Any, ins: list[int]) -> int:
+def _exported(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     # A program for several devices may communicate; one for one device cannot.
     program = eqn.params["exported"]
     effects = (*program.ordered_effects, *program.unordered_effects)
-    return walk.anything() if effects or program.nr_devices > 1 else mix(walk, eqn, ins)
+    return interp.anything() if effects or program.nr_devices > 1 else mix(interp, eqn, ins)
 
-
-# Zero if all operands are zero. Other operations may give zeros too; nothing depends on those.
-ZERO_OF_ZEROS = frozenset("cumsum reduce_sum".split())
 
 # empty2 is a zero that stands for what the branch not taken would have kept for the gradient.
 _MIX = """

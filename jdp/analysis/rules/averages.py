@@ -9,37 +9,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from jdp.analysis import jaxprs
-
-if TYPE_CHECKING:
-    from jdp.analysis.interpreter import Walk
-
-
-class Quotient(NamedTuple):
-    """What was divided by numbers: its class, and these."""
-
-    value: int
-    divisors: tuple[float, ...]
-
+from jdp.analysis.interpreter import Interpreter, Quotient
 
 _ADD = frozenset({"add", "add_any"})
 # Of one chain; longer ones begin anew.
 _MOST_DIVISORS = 8
 
 
-def note_sum(walk: Walk, eqn: Any) -> None:
+def note_sum(interp: Interpreter, eqn: Any) -> None:
     """Record how many elements a rank has added up. A gradient is no mean of its terms."""
     (atom,), (total,) = eqn.invars, eqn.outvars
     sizes = tuple(atom.aval.shape[i] for i in eqn.params["axes"])
-    if math.prod(sizes) == 1 and not jaxprs.is_literal(atom) and atom in walk.quotients:
-        walk.quotients[total] = walk.quotients[atom]
+    if math.prod(sizes) == 1 and not jaxprs.is_literal(atom) and atom in interp.quotients:
+        interp.quotients[total] = interp.quotients[atom]
     elif not jaxprs.is_transposed(eqn):
-        walk.sums[total] = sizes
+        interp.sums[total] = sizes
 
 
-def note_rounds(walk: Walk, eqn: Any) -> None:
+def note_rounds(interp: Interpreter, eqn: Any) -> None:
     """Record how many terms a scan adds up, as over micro-batches, unless it is a gradient's."""
     if eqn.params["reverse"]:
         return
@@ -48,34 +38,34 @@ def note_rounds(walk: Walk, eqn: Any) -> None:
     for i, total in enumerate(eqn.outvars[:num_carry]):
         atom, before = body.outvars[i], body.invars[num_constants + i]
         if not jaxprs.is_literal(atom) and before in sums.get(atom, ()):
-            walk.sums[total] = (eqn.params["length"],)
+            interp.sums[total] = (eqn.params["length"],)
 
 
-def divided(walk: Walk, eqn: Any, dividend: Any, value: int, divisor: float) -> int:
+def divided(interp: Interpreter, eqn: Any, dividend: Any, value: int, divisor: float) -> int:
     """Return the class of `value` over a number: of a mean, if it is a sum of as many elements."""
     is_literal = jaxprs.is_literal(dividend)
-    before = None if is_literal else walk.quotients.get(dividend)
+    before = None if is_literal else interp.quotients.get(dividend)
     if before is None or len(before.divisors) == _MOST_DIVISORS:
         before = Quotient(value, ())
-    walk.quotients[eqn.outvars[0]] = Quotient(before.value, (*before.divisors, divisor))
-    sizes = () if is_literal else walk.sums.get(dividend, ())
-    mean = _without_mean(walk, Quotient(value, (divisor,)), sizes)
-    return walk.lattice.scale_by_number(value, 1 / divisor) if mean is None else mean
+    interp.quotients[eqn.outvars[0]] = Quotient(before.value, (*before.divisors, divisor))
+    sizes = () if is_literal else interp.sums.get(dividend, ())
+    mean = _without_mean(interp, Quotient(value, (divisor,)), sizes)
+    return interp.lattice.scale_by_number(value, 1 / divisor) if mean is None else mean
 
 
-def spread(walk: Walk, eqn: Any, ins: list[int]) -> int:
+def spread(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     """Return the class of copies, of the gradient of a mean if there are as many as divided it."""
     (value, *_), (atom, *_), (copies,) = ins, eqn.invars, eqn.outvars
     if jaxprs.is_literal(atom):
         return value
     sizes = _copied(eqn)
-    if not sizes and atom in walk.sums:
-        walk.sums[copies] = walk.sums[atom]
-    quotient = walk.quotients.get(atom)
-    mean = None if quotient is None else _without_mean(walk, quotient, sizes)
+    if not sizes and atom in interp.sums:
+        interp.sums[copies] = interp.sums[atom]
+    quotient = interp.quotients.get(atom)
+    mean = None if quotient is None else _without_mean(interp, quotient, sizes)
     if mean is None:
         return value
-    return walk.lattice.averaging(value, mean) if walk.lattice.is_constant(value) else mean
+    return interp.lattice.averaging(value, mean) if interp.lattice.is_constant(value) else mean
 
 
 def _copied(eqn: Any) -> tuple[int, ...]:
@@ -85,12 +75,12 @@ def _copied(eqn: Any) -> tuple[int, ...]:
     return tuple(size for i, size in enumerate(after) if size != kept.get(i, 1))
 
 
-def _without_mean(walk: Walk, quotient: Quotient, sizes: tuple[int, ...]) -> int | None:
+def _without_mean(interp: Interpreter, quotient: Quotient, sizes: tuple[int, ...]) -> int | None:
     """Return the class of a quotient but for one division by a number of elements, None if by none.
 
     What is a sum over the ranks already is divided by their number.
     """
-    lattice = walk.lattice
+    lattice = interp.lattice
     if not lattice.is_constant(quotient.value) and not lattice.is_before_sums(quotient.value):
         return None
     counts = {

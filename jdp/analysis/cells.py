@@ -1,0 +1,17 @@
+"""What a `jax.Ref` may hold."""
+
+from __future__ import annotations
+
+
+class Cell:
+    """What a Ref may hold: the join of all that was ever written, where ranks could skip it too."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: int):
+        self.value = value
+
+
+def held(value: int | Cell) -> int:
+    """Return the class of a value, or of what a Ref holds."""
+    return value.value if isinstance(value, Cell) else value
