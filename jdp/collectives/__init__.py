@@ -8,7 +8,7 @@ in the order in which backpropagation finishes them.
 from collections.abc import Callable
 
 from jdp.collectives.auto import auto
-from jdp.collectives.cpu.runtime import set_timeout_s
+from jdp.collectives.cpu.runtime import reset, set_timeout_s
 from jdp.collectives.gpu.start_done import split
 from jdp.collectives.native import native, starts_when_ready
 from jdp.collectives.ring import ring
@@ -24,6 +24,7 @@ __all__ = [
     "AllReduce",
     "auto",
     "native",
+    "reset",
     "ring",
     "set_timeout_s",
     "split",
