@@ -13,7 +13,7 @@ cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
 OUT=${1:-out/gpu}
 BUDGET_S=470
-INCLUDE=(-Ijdp/csrc -Itests/cuda)
+INCLUDE=(-Ijdp/csrc -Itests/csrc/cuda)
 
 say() { echo "run_all: $*"; }
 give_up() { say "$*" >&2; exit 1; }

@@ -31,7 +31,10 @@ def test_a_mark_reports_and_never_changes_a_class():
         return local(x, "['a']"), mark(pmean(x), kind="param", path="['b']", axes=("data", "model"))
 
     got = report(program)
-    assert got.outputs == (Class(VARYING, UNIFORM, False), Class(UNIFORM, VARYING, False))
+    assert got.outputs == (
+        Class(VARYING, UNIFORM, False),
+        Class(UNIFORM, VARYING, False, even=VARYING),
+    )
     first, second = got.marks
     assert (first.kind, first.path, first.axes) == ("local", "['a']", ("data",))
     assert (second.kind, second.path, second.axes) == ("param", "['b']", ("data", "model"))

@@ -458,9 +458,9 @@ def test_outside_of_the_main_thread_signals_are_left_alone(tmp_path):
 
 def test_a_commit_is_restored_without_orbax_and_the_launcher_told(tmp_path):
     with Launcher() as launcher:
-        one = launcher.process("test_checkpoint:committed", tmp_path, 25)
+        one = launcher.process("test_checkpointer:committed", tmp_path, 25)
         assert one.result()["steps"] == 25
-        again = launcher.process("test_checkpoint:recovered", tmp_path, generation=1)
+        again = launcher.process("test_checkpointer:recovered", tmp_path, generation=1)
         result = again.result()
         assert result["state"] == [20.0] * 4 and result["steps"] == result["position"] == 20
         assert result["orbax"] is False
@@ -472,8 +472,8 @@ def test_a_commit_is_restored_without_orbax_and_the_launcher_told(tmp_path):
 
 def test_what_is_only_in_a_commit_is_saved_at_the_end(tmp_path):
     with Launcher() as launcher:
-        launcher.process("test_checkpoint:committed", tmp_path, 20).result()
-        launcher.process("test_checkpoint:at_its_end", tmp_path, generation=1).result()
+        launcher.process("test_checkpointer:committed", tmp_path, 20).result()
+        launcher.process("test_checkpointer:at_its_end", tmp_path, generation=1).result()
     assert names(tmp_path) == ["20-2", "lock"]
     rows = Rows()
     with jdp.Checkpointer(tmp_path, resume=True) as ckpt:
@@ -533,8 +533,11 @@ def one_after_the_other(path):
 
 def test_the_commits_of_one_directory_are_not_taken_for_those_of_another(tmp_path):
     with Launcher() as launcher:
-        assert launcher.process("test_checkpoint:one_after_the_other", tmp_path).result() == [0, 0]
-        again = launcher.process("test_checkpoint:one_after_the_other", tmp_path, generation=1)
+        assert launcher.process("test_checkpointer:one_after_the_other", tmp_path).result() == [
+            0,
+            0,
+        ]
+        again = launcher.process("test_checkpointer:one_after_the_other", tmp_path, generation=1)
         assert again.result() == [3, 3]
 
 
@@ -550,7 +553,7 @@ def patience(path):
 def test_who_takes_over_waits_longer_for_the_directory_than_a_new_run(tmp_path):
     with Launcher() as launcher:
         started = [
-            launcher.process("test_checkpoint:patience", tmp_path, generation=i) for i in (0, 1)
+            launcher.process("test_checkpointer:patience", tmp_path, generation=i) for i in (0, 1)
         ]
         [new], [taken_over] = [process.result() for process in started]
     assert taken_over > 10 * new
@@ -558,11 +561,11 @@ def test_who_takes_over_waits_longer_for_the_directory_than_a_new_run(tmp_path):
 
 def test_the_newer_of_commit_and_checkpoint_is_taken(tmp_path):
     with Launcher() as launcher:
-        launcher.process("test_checkpoint:committed", tmp_path, 12).result()
+        launcher.process("test_checkpointer:committed", tmp_path, 12).result()
         # Without a launcher: from the start to step 30, on disk.
         with jdp.Checkpointer(tmp_path) as ckpt:
             ckpt.restore({"w": jnp.zeros(4)}, Rows())
             for _ in range(30):
                 ckpt.step({"w": jnp.full(4, 30.0)}, Rows())
-        result = launcher.process("test_checkpoint:recovered", tmp_path, generation=1).result()
+        result = launcher.process("test_checkpointer:recovered", tmp_path, generation=1).result()
         assert result["state"] == [30.0] * 4 and result["steps"] == 30

@@ -21,7 +21,7 @@ from jdp.distributed import agree
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("processes")]
 
-HERE = "test_checkpoint_processes"
+HERE = "test_checkpointer_processes"
 ROWS = np.arange(60, dtype=np.float32)
 SPECIAL = [1.5, -0.0, np.nan]
 

@@ -75,7 +75,7 @@ def test_loading_starts_no_backend():
     program = """
         import json
         import jax
-        from jdp.collectives import library
+        from jdp.collectives.cpu import runtime as library
         why = library.why_missing()
         jax.config.update("jax_num_cpu_devices", 3)
         print(json.dumps([why, len(jax.devices())]))
@@ -96,7 +96,7 @@ def test_a_library_that_was_not_built_is_missing_for_the_reason_of_the_build(tmp
     (tmp_path / "libjdp_cpu.txt").write_text("there is no C++ compiler\n")
     program = f"""
         import json, pathlib
-        from jdp.collectives import library
+        from jdp.collectives.cpu import runtime as library
         library._PATH = pathlib.Path({str(tmp_path)!r}, "libjdp_cpu.so")
         try:
             library.abort("")
@@ -113,7 +113,7 @@ def test_a_library_of_newer_headers_is_refused_and_the_backend_lives():
     program = """
         import json
         import jax
-        from jdp.collectives import library
+        from jdp.collectives.cpu import runtime as library
         library._runtime_version = lambda: (0, 2)
         why = library.why_missing()
         print(json.dumps([why, float(jax.numpy.ones(3).sum())]))
@@ -129,7 +129,7 @@ def test_a_file_that_is_no_library_is_refused(tmp_path):
     path.write_text("not a library")
     program = f"""
         import json, pathlib
-        from jdp.collectives import library
+        from jdp.collectives.cpu import runtime as library
         library._PATH = pathlib.Path({str(path)!r})
         print(json.dumps(library.why_missing()))
     """
@@ -155,7 +155,7 @@ def test_64_bit_types_keep_all_bits():
         import jax
         jax.config.update("jax_enable_x64", True)
         import jax.numpy as jnp
-        from tests.test_library import all_reduce
+        from tests.collectives.test_cpu_runtime import all_reduce
         whole = all_reduce(jnp.array([2**60 + 1, -1]))
         float_ = all_reduce(jnp.array([1.0]), scale=1 / 3)
         print(json.dumps([whole.tolist(), float_.tolist()]))

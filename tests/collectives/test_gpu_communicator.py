@@ -493,9 +493,9 @@ def loaded(built_cuda_library):
 def test_without_a_driver_the_library_loads_and_says_that_there_are_no_gpus(built_cuda_library):
     program = """
         import json, pathlib, sys, jax
-        from jdp.collectives import cuda_library
-        cuda_library._PATH = pathlib.Path(sys.argv[1])
-        why = [cuda_library.why_missing(), cuda_library.why_no_gpus()]
+        from jdp.collectives.gpu import runtime as gpu_runtime
+        gpu_runtime._PATH = pathlib.Path(sys.argv[1])
+        why = [gpu_runtime.why_missing(), gpu_runtime.why_no_gpus()]
         print(json.dumps([*why, jax.devices()[0].platform]))
     """
     program = "\n".join(line.strip() for line in program.splitlines())

@@ -60,7 +60,7 @@ def test_the_benchmark_of_its_kernels_compiles(tmp_path):
     root = CSRC.parents[1]
     done = subprocess.run(
         ["nvcc", "-std=c++17", "-c", "-Xcompiler", "-Wall,-Wextra", f"-I{CSRC}"]
-        + [f"-I{root / 'tests' / 'cuda'}", "-o", tmp_path / "bench_ring.o"]
+        + [f"-I{root / 'tests' / 'csrc' / 'cuda'}", "-o", tmp_path / "bench_ring.o"]
         + [root / "benchmarks" / "gpu" / "bench_ring.cu"],
         capture_output=True,
         text=True,

@@ -348,7 +348,7 @@ def test_depth_0_needs_no_thread(one_rank):
 # The thread is at work when the program ends, since there is room for all batches.
 PROGRAM = """
 import jax, numpy as np
-from jdp.data.batches.batches import batches
+from jdp.data.batches import batches
 
 class Rows:
     def __len__(self):

@@ -25,7 +25,7 @@ PROGRAM = """
 import json, sys, time
 import jax, jdp
 from jdp.distributed import initialize
-joining.HEARTBEAT_TIMEOUT_S = 5
+initialize.HEARTBEAT_TIMEOUT_S = 5
 {before}
 mesh = jdp.init()
 me = jax.process_index()
@@ -212,8 +212,8 @@ def test_a_script_that_ends_before_a_step_of_the_others_is_named_while_they_wait
 LEAVE = """
 import _thread, os, sys, threading, time
 from jdp.distributed import fail_fast
-leaving._leave = lambda code, why: os._exit(7)
-leaving.fail_fast()
+fail_fast._leave = lambda code, why: os._exit(7)
+fail_fast.fail_fast()
 for source in sys.argv[1:]:
     if not os.fork():
         break
@@ -259,7 +259,7 @@ def test_joining_after_jax_has_started_says_what_to_move():
 
 def test_a_first_process_that_does_not_come_is_named():
     port = free_port()
-    before = "joining.JOIN_TIMEOUT_S = 0.2"
+    before = "initialize.JOIN_TIMEOUT_S = 0.2"
     [(code, _, errors)] = run(program(before), variables=torchrun(2, port)[1:])
     assert code == 1
     assert "TimeoutError: process 0 was not there within 0.2 s: nobody listens at " in errors

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import training
+from support.python_calls import python_calls
 from support.training import loss_fn, plain_step, state
 
 import jdp
@@ -112,7 +113,7 @@ DIFFERING = {
     array: "float32[3, 100], holds 118.0 at [1, 17] on process 1 and 117.0 on process 0",
     shape: "an array that it captures is float32[4] on process 1 and float32[3] on process 0",
     key: "captures, uint32[2], holds 1 at [1] on process 1 and 0 on process 0",
-    number: "dense<2.500000e+00> : tensor<f32>  (test_same.py:",
+    number: "dense<2.500000e+00> : tensor<f32>  (test_startup.py:",
     length: "tensor<4xf32>",
     longer: "stablehlo.sine",
 }
@@ -280,8 +281,6 @@ def count_work():
             s, _ = step(s, batch)
     finally:
         jax.monitoring.clear_event_listeners()
-    from test_program import python_calls
-
     names, _ = python_calls(step, s, batch)
     return first, work[len(first) :], sorted(names & {"cache_miss", "trace", "told", "_compare"})
 
@@ -294,8 +293,6 @@ def test_the_step_is_compiled_once_and_later_calls_compare_nothing(processes):
 
 
 def call_with_a_state_that_changes_its_type():
-    from test_program import python_calls
-
     jdp.init()
     step = jdp.train_step(lambda state, batch: (state.astype(jnp.float32) + 1, {}))
     s, batch = jnp.zeros(3, jnp.int32), next(iter(jdp.batches(np.ones(12), 4, num_steps=1)))

@@ -24,7 +24,11 @@ NUM_STEPS = 384
 
 # A place where processes fail again and again within a minute stays empty for up to 5 s each time.
 # Here all do: for a tenth of that.
-SHORT_BACKOFF = "from jdp.launch import guest; guest.BACKOFF_S /= 10; guest.MAX_BACKOFF_S /= 10"
+SHORT_BACKOFF = """
+from jdp.launch.leader import remote_host
+remote_host.BACKOFF_S /= 10
+remote_host.MAX_BACKOFF_S /= 10
+"""
 
 
 class PatientLauncher(Launcher):

@@ -208,12 +208,12 @@ def test_the_exit_code_of_a_process_that_says_why_is_its_own(jdp_run, size):
     "says",
     [
         "[print('x' * 500_000) for _ in range(9)]",
-        "leaving.fail_fast(); raise KeyError('\U0001f600' * 100_000)",  # 12 bytes each in JSON
+        "fail_fast.fail_fast(); raise KeyError('\U0001f600' * 100_000)",  # 12 bytes each in JSON
     ],
     ids=["output", "traceback"],
 )
 def test_who_failed_is_the_cause_however_much_it_says(jdp_run, says):
-    after = f"from jdp import leaving\nif a.process_id == 0: {says}; sys.exit(1)"
+    after = f"from jdp.distributed import fail_fast\nif a.process_id == 0: {says}; sys.exit(1)"
     run = jdp_run("--nproc-per-node=2", "--max-restarts=0", after=after)
     assert run.wait() == 1
     assert "the cause: process 0 " in run.output
@@ -243,9 +243,9 @@ def test_a_process_that_fails_alone_may_clean_up(jdp_run):
 def test_who_failed_is_the_cause_with_its_own_code(jdp_run, fails, code, why):
     after = f"""
 from jdp.distributed import fail_fast
-leaving.fail_fast()
+fail_fast.fail_fast()
 if a.process_id == 0: {fails}
-raise leaving.OtherFailedError("process 0 failed")
+raise fail_fast.OtherFailedError("process 0 failed")
 """
     run = jdp_run("--nproc-per-node=2", "--max-restarts=0", after=after)
     assert run.wait() == code
@@ -466,7 +466,7 @@ def test_a_process_that_never_comes_to_init_is_named_and_not_waited_for(jdp_run)
         "--nproc-per-node=2",
         "--timeout-s=0.5",
         before="time.sleep(99 if os.environ['RANK'] == '1' else 0)",
-        init="from jdp import progress; progress.joins(); time.sleep(99)",
+        init="from jdp.worker import progress; progress.joins(); time.sleep(99)",
     )
     assert run.wait() == 124
     assert "process 1 (pid" in run.output and "before jdp.init()" in run.output
@@ -506,7 +506,7 @@ if a.process_id == 0:
     assert len(set(ports)) == 2
 
 
-SHORT_REST = "from jdp.launch import guest; guest.REST_S = 1.0"
+SHORT_REST = "from jdp.launch.leader import remote_host; remote_host.REST_S = 1.0"
 
 
 def test_a_slot_that_fails_twice_rests_and_the_run_grows_back(jdp_run):

@@ -86,7 +86,7 @@ def test_a_host_that_comes_later_makes_the_run_grow_and_costs_no_restart(hosts):
 
 
 # Long enough for a host to come.
-LONG_BACKOFF = "from jdp.launch import guest; guest.BACKOFF_S = 2.0"
+LONG_BACKOFF = "from jdp.launch.leader import remote_host; remote_host.BACKOFF_S = 2.0"
 
 
 def test_a_host_that_comes_between_two_generations_makes_the_run_grow(hosts):

@@ -321,7 +321,7 @@ def test_a_terminal_sees_ranks_in_colour():
     program = """
 import os
 from jdp.launch.host.output import Logs
-from jdp.launch.options.options.options import parse
+from jdp.launch.options.options import parse
 logs = Logs(parse(["--nproc-per-node", "2", "x"], {}))
 os.write(1, repr([logs.prefix("process 0", 0), logs.prefix("process 1", 1)]).encode())
 os._exit(0)

@@ -51,8 +51,8 @@ def guardian():
 # A launcher that starts a family and prints the pids of all that there is.
 LAUNCHER = f"""
 import os, sys, time
-from jdp.launch import spawn
-from jdp.launch.host.agent.reaper import Guardian
+from jdp.launch.host import spawn
+from jdp.launch.host.reaper import Guardian
 pids, mark = [], {{}}
 if "guardian" in sys.argv:
     guardian = Guardian()

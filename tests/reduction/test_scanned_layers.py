@@ -635,7 +635,7 @@ def test_what_is_wrong_on_more_ranks_is_refused_on_one(name, num_ranks, make_mes
     with pytest.raises(ValueError) as caught:
         jdp.train_step(step.__wrapped__)(state_of(make_mesh(num_ranks), parameters()), rows())
     assert text in str(caught.value)
-    assert "test_scan_layers.py:" in str(caught.value)
+    assert "test_scanned_layers.py:" in str(caught.value)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

@@ -29,10 +29,10 @@ PACKAGES = str(Path(__file__).parents[2])
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
-from jdp.launch import member
+from jdp.worker import launcher_client
 folder = Path(__file__).parent
 exec(sys.argv[1])
-launcher = member.current()
+launcher = launcher_client.current()
 a = launcher.park()
 launcher.tell("joined", s=0.0)
 launcher.tell("restored", step=10 * a.generation, tier="commit", s=0.0)

@@ -1,23 +1,11 @@
 """What a call of a compiled step does in Python; behaviour is in `test_step.py`."""
 
-import sys
-
 import jax.numpy as jnp
 import optax
+from support.python_calls import python_calls
 from support.training import ranks
 
 import jdp
-
-
-def python_calls(fn, *args):
-    """Names of the Python functions that `fn(*args)` calls, and what it returns."""
-    names = set()
-    sys.setprofile(lambda frame, event, arg: names.add(frame.f_code.co_name))
-    try:
-        result = fn(*args)
-    finally:
-        sys.setprofile(None)
-    return names, result
 
 
 def test_a_compiled_step_takes_the_fast_path_of_jit():
