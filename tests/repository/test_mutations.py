@@ -45,7 +45,7 @@ MUTATIONS = {
     ),
     "the predicate of a cond counts as uniform": (
         "jdp/analysis/rules/control_flow.py",
-        "index, operands = ins[0] & walk.lattice.varying, ins[1:]",
+        "index, operands = ins[0] & interp.lattice.varying, ins[1:]",
         "index, operands = 0, ins[1:]",
         "tests/analysis/test_wrong_programs.py",
     ),
