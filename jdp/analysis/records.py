@@ -38,6 +38,13 @@ class _Unknown(NamedTuple):
 _Note = _Mark | _Skipped | _Shift | _Unknown
 
 
+class _FirstRound(NamedTuple):
+    """The body of a loop as its first round runs it, where later rounds know less of its inputs."""
+
+    eqn: Any
+    record: Record
+
+
 class Call(NamedTuple):
     """A body of an equation, as it was walked the last time."""
 
@@ -59,8 +66,8 @@ class Record:
         self.jaxpr = jaxpr
         self.env = env
         # In the order of the program. What comes again overwrites what was there: the last round
-        # of a loop is the one that counts.
-        self._notes: dict[Any, _Note | Call] = {}
+        # of a loop is the one that counts. The first is kept beside it, for what is certain of it.
+        self._notes: dict[Any, _Note | Call | _FirstRound] = {}
         self._is_noted = False
         self._outs: list[Any] = []
         self._cells: list[int | None] = []
@@ -87,6 +94,9 @@ class Record:
 
     def call(self, eqn: Any, jaxpr: Any, body: Record) -> None:
         """Record that `jaxpr`, a body of `eqn`, is `body`."""
+        before = self._notes.get((id(eqn), id(jaxpr)))
+        if isinstance(before, Call) and before.record is not body:
+            self._notes.setdefault((id(eqn), id(jaxpr), "first"), _FirstRound(*before))
         self._notes[id(eqn), id(jaxpr)] = Call(eqn, body)
         self._is_noted |= body._is_noted
 
@@ -180,7 +190,7 @@ class Record:
         waiting = [(call, "") for call in self._calls_with_notes()]
         while waiting:
             call, line = waiting.pop()
-            if isinstance(call, Call):
+            if isinstance(call, (Call, _FirstRound)):
                 if (id(call.record), line) not in seen:
                     seen.add((id(call.record), line))
                     notes = call.record._notes.values()
@@ -193,10 +203,10 @@ class Record:
         return [note for note in self._notes.values() if _matters(note)]
 
 
-def _matters(note: _Note | Call) -> bool:
-    return not isinstance(note, Call) or note.record._is_noted
+def _matters(note: _Note | Call | _FirstRound) -> bool:
+    return not isinstance(note, (Call, _FirstRound)) or note.record._is_noted
 
 
-def _line(note: _Note | Call, around: str) -> str:
+def _line(note: _Note | Call | _FirstRound, around: str) -> str:
     near = source(note.around) if isinstance(note, _Shift) else ""
     return source(note.eqn) or near or around

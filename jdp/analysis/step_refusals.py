@@ -61,7 +61,11 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
         raise ValueError(
             f"`{traced.name}` is not the same training on every rank:\n{bulleted(problems)}"
         )
-    for warning in (*_unused(report), *_means(report), *scales.warnings(step, report, traced)):
+    for warning in (
+        *_unused(report),
+        *_means(report, traced),
+        *scales.warnings(step, report, traced),
+    ):
         if warning not in traced.told:
             traced.told.add(warning)
             warnings.warn(warning, stacklevel=2)
@@ -241,14 +245,19 @@ def _unused(report: Report) -> Iterator[str]:
         )
 
 
-def _means(report: Report) -> Iterator[str]:
+def _means(report: Report, traced: Traced) -> Iterator[str]:
     if any(found.kind == AVERAGED for found in report.marks):
         return
+    # A mean of jdp's own counts ranks by their weight; the author's may not.
+    mend = (
+        "Hand over the local gradient, which jdp weighs."
+        if traced.weighed
+        else "Write apply_gradients(grads, synced=True), or hand over the local gradient."
+    )
     for source, paths in reductions.means(report).items():
         yield (
             f"the gradient of {shown(_quoted(paths))} is the mean over ranks already where it "
-            f"comes to {source or 'jdp.sync_gradients'}, and is sent once more. Write "
-            "apply_gradients(grads, synced=True), or hand over the local gradient."
+            f"comes to {source or 'jdp.sync_gradients'}, and is sent once more. {mend}"
         )
 
 

@@ -164,7 +164,7 @@ class Checkpointer:
           ValueError: if `state` was donated, or `batches` are given here and not to `restore`.
           OSError: if an earlier commit or checkpoint could not be written.
           RuntimeError: if `restore` was not called; on every process, if a step got other arguments
-            or another state on one of them: its state is not written.
+            or another state on one of them, or what is not a weight: its state is not written.
         """
         life = self._noted(state, batches)
         life.commits.check()
@@ -281,7 +281,7 @@ class Checkpointer:
 
     def _begin_commit(self, life: "_Life", memory: CommitMemory) -> None:
         life.commits.wait()
-        life.committed.require_equal()
+        life.committed.require_right()
         taken = life.for_commits.take(life.state, here=life.is_writer)
         life.is_held, life.committed = True, in_flight.Unchecked()
         if taken is not None:
@@ -291,7 +291,7 @@ class Checkpointer:
     def _begin_save(self, life: "_Life") -> None:
         with progress.SAVING:
             life.saves.wait()
-        life.saved.require_equal()
+        life.saved.require_right()
         taken = life.for_saves.take(life.state, here=life.process == 0)
         life.saved_at, life.saved = self._steps, in_flight.Unchecked()
         if taken is not None:
@@ -305,7 +305,7 @@ class Checkpointer:
         with progress.SAVING:
             with agree.failing_together(life.group, doing):
                 in_flight.drain()
-                in_flight.require_equal_states()
+                in_flight.require_right_states()
                 if life.saved_at != self._steps:
                     self._begin_save(life)
                 life.saved_at = -1  # if what follows fails, on whichever process
@@ -392,7 +392,7 @@ class _Life:
         self.commits, self.saves = Background("jdp commit"), Background("jdp save")
         self.for_commits = snapshot.Snapshots(reuse=True)
         self.for_saves = snapshot.Snapshots(reuse=False)
-        # What led to the last commit and checkpoint, and may not be the same on all processes.
+        # What led to the last commit and checkpoint, and may have gone wrong.
         self.committed, self.saved = in_flight.Unchecked(), in_flight.Unchecked()
         self.preemption = Preemption()
         self._ends = [self.commits.end, self.saves.end, self.preemption.close, *self._ends]
@@ -423,8 +423,8 @@ def _require_alone(life: _Life) -> None:
     _committing = weakref.ref(life)
 
 
-# What differs between processes is not written. It is an error on all of them, when the next one
-# is written or before: here it would come on one alone.
+# What has gone wrong is not written. It is an error on all processes, when the next one is written
+# or before: here it would come on one alone.
 def _write_commit(
     memory: CommitMemory,
     facts: dict[str, Any],
@@ -432,7 +432,7 @@ def _write_commit(
     steps: in_flight.Unchecked,
 ) -> None:
     values = taken.fetch()
-    if not steps.differ():
+    if not steps.went_wrong():
         memory.write(facts, snapshot.pack(values))
         progress.kept(facts["step"], "a commit in this host's memory")
 
@@ -446,7 +446,7 @@ def _write_checkpoint(
     keep: int,
 ) -> None:
     arrays = named(taken.leaves, taken.fetch())
-    if not steps.differ():
+    if not steps.went_wrong():
         folder.write(facts["life"], facts["step"], facts, arrays)
         progress.kept(facts["step"], str(folder.path))
         folder.keep(keep)

@@ -68,7 +68,7 @@ class Call(NamedTuple):
 _calls: deque[Call] = deque()
 # The call that is being made: JAX runs a small program on CPU before it returns.
 _made: Call | None = None
-_difference_of_states: str | None = None  # see `require_equal_states`
+_why_wrong: str | None = None  # see `require_right_states`
 
 
 def begins(call: Call) -> None:
@@ -83,10 +83,17 @@ def ends() -> None:
     _made = None
 
 
+def make_room() -> None:
+    """Wait until one more call may be in flight, and raise what went wrong in those that have run.
+
+    Before the call, so that the state that goes into it is not donated for nothing.
+    """
+    _drain(_MAX - 1)
+
+
 def add(call: Call) -> None:
-    """Record a call that runs now, and wait until no more are in flight than may be."""
+    """Record a call that runs now."""
     _calls.append(call)
-    _drain(_MAX)
 
 
 def newest_step() -> Any:
@@ -100,43 +107,48 @@ def drain() -> None:
 
 
 class Unchecked:
-    """The training steps in flight now, which may not be the same on all processes.
+    """The training steps in flight now, which may have gone wrong.
 
-    A step compares itself, and has done so when the state that it returned is there: to write that
+    A step checks itself, and has done so when the state that it returned is there: to write that
     state waits for nothing more.
     """
 
     def __init__(self) -> None:
-        self._calls = [call for call in _calls if call.returns_state and call.arguments is not None]
+        self._calls = [call for call in _calls if call.returns_state]
 
-    def differ(self) -> bool:
-        """Whether one was not the same on all processes; waits for it, in any thread."""
-        return any(map(_differs, self._calls))
+    def went_wrong(self) -> bool:
+        """Whether one was not the same on all processes, or got what is not a weight.
 
-    def require_equal(self) -> None:
+        Waits for them, in any thread.
+        """
+        return any(_differs(call) or _why_invalid(call) for call in self._calls)
+
+    def require_right(self) -> None:
         """Wait for these steps, and raise what went wrong in them or in one before them."""
         if self._calls:
             while any(call is self._calls[-1] for call in _calls):
                 _drain(len(_calls) - 1)
-        require_equal_states()
+        require_right_states()
 
 
-def require_equal_states() -> None:
-    """Raise once more what a training step raised that was not the same on all processes.
+def require_right_states() -> None:
+    """Raise once more what was wrong with a training step that ran to its end.
+
+    It was not the same on all processes, or got what is not a weight.
 
     The states that it and later steps returned are wrong, whether or not its error was caught.
 
     Raises:
       RuntimeError: on every process, until `begins_anew`.
     """
-    if _difference_of_states is not None:
-        raise RuntimeError(_difference_of_states)
+    if _why_wrong is not None:
+        raise RuntimeError(_why_wrong)
 
 
 def begins_anew() -> None:
     """Record that training goes on with a state that all processes have from one place."""
-    global _difference_of_states
-    _difference_of_states = None
+    global _why_wrong
+    _why_wrong = None
 
 
 def _drain(num_left: int) -> None:
@@ -148,8 +160,7 @@ def _drain(num_left: int) -> None:
         except RuntimeError as error:
             raise failed(call, call.donates, error) from error
         _calls.popleft()
-        _require_equal(call)
-        _require_weights(call)
+        _require_right(call)
 
 
 def _differs(call: Call) -> bool:
@@ -158,26 +169,29 @@ def _differs(call: Call) -> bool:
     return differs is not None and bool(np.asarray(differs.addressable_data(0)).any())
 
 
-def _require_equal(call: Call) -> None:
-    global _difference_of_states
-    if not _differs(call):
-        return
-    _calls.clear()
-    assert call.arguments is not None and call.given is not None
-    text = call.arguments.explained(call.given, call.name, call.number)
-    if call.returns_state:
-        _difference_of_states = text
-    raise RuntimeError(text)
-
-
-def _require_weights(call: Call) -> None:
+def _why_invalid(call: Call) -> str | None:
     given = None if call.reports is None else call.reports.weight
-    why = None if given is None else call.why_invalid(call.weight, given)
-    if why:
+    return None if given is None else call.why_invalid(call.weight, given)
+
+
+def _require_right(call: Call) -> None:
+    global _why_wrong
+    if _differs(call):
+        assert call.arguments is not None and call.given is not None
+        text = call.arguments.explained(call.given, call.name, call.number)
+    elif why := _why_invalid(call):
+        what = "What it and later calls returned is NaN." if call.returns_state else ""
+        text = f"call {call.number} of `{call.name}`: {why} {what or 'What it returned is NaN.'}"
+    else:
+        return
+    if call.returns_state:
         _calls.clear()
-        raise RuntimeError(
-            f"call {call.number} of `{call.name}`: {why} What it and later calls returned is NaN."
-        )
+        _why_wrong = text
+    else:  # Training may go on: only this step's own calls are said to be wrong.
+        others = [each for each in _calls if each.step is not call.step]
+        _calls.clear()
+        _calls.extend(others)
+    raise RuntimeError(text)
 
 
 def failed(call: Call, is_gone: bool, error: Exception) -> RuntimeError:

@@ -168,6 +168,7 @@ class Step:
         with self._phase:
             if not follows or in_flight.newest_step() not in (None, self):
                 _order_between_processes(program.mesh)
+            in_flight.make_room()
             self._num_calls += 1
             if program.arguments is not None:
                 given = program.arguments.of(args, self._unknown(args[0], follows))
@@ -212,9 +213,8 @@ class Step:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(self._call_error(error)) from None
-        given = {*bound.arguments}
         bound.apply_defaults()
-        if by_keyword := sorted(given & {*bound.kwargs}):
+        if by_keyword := sorted({*kwargs} & {*bound.kwargs}):
             raise TypeError(
                 f"`{self.__name__}` takes {by_keyword} by keyword only, and a step knows "
                 "its arguments by position: state, batch, and what is the same on every rank. "

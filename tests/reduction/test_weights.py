@@ -118,3 +118,38 @@ def test_a_negative_weight_in_a_loop_of_ones_own_gives_nan_on_every_rank(make_me
     )
     found = jax.jit(mapped)(jnp.array([3.0, -1.0]), jnp.ones(2))
     assert np.isnan(found).all()
+
+
+def test_what_follows_from_a_bad_weight_is_not_saved(tmp_path):
+    ranks(2)
+    fit = mean_step(lambda batch: batch[0])
+    with pytest.raises(RuntimeError, match="call 4 of `fit`.* gave -2.0 on rank 1"):
+        with jdp.Checkpointer(tmp_path, save_every=2) as ckpt:
+            state = ckpt.restore(start())
+            for i in range(20):
+                state, _ = fit(state, np.float32([1, -2 if i == 3 else 1]))
+                ckpt.step(state)
+    with jdp.Checkpointer(tmp_path, resume=True) as ckpt:
+        state = ckpt.restore(start())
+        assert ckpt.steps == 2 and float(state.params["w"]) == 1.0
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_bad_weight_of_an_eval_step_costs_no_training(donate):
+    ranks(2)
+    rows = np.ones(2, np.float32)
+    score = jdp.eval_step(
+        lambda state, batch: {"loss": batch.mean()}, weight=lambda batch: -1 * batch[0]
+    )
+    fit = mean_step(None, donate=donate)
+    state, _ = fit(start(), rows)
+    score(state, rows)
+    errors = []
+    for _ in range(20):
+        try:
+            state, _ = fit(state, rows)
+        except RuntimeError as error:
+            errors.append(str(error))
+    assert len(errors) == 1 and errors[0].endswith("What it returned is NaN.")
+    assert float(state.params["w"]) == 1.0
+    in_flight.drain()

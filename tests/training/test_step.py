@@ -779,3 +779,10 @@ def test_the_tangent_of_a_mean_gradient_is_a_mean(n, all_reduce):
 
     rows = {"x": np.arange(6, dtype=np.float32)}
     np.testing.assert_allclose(step(jnp.ones(3), rows)[0], np.full(3, 10), rtol=1e-6)
+
+
+def test_a_keyword_that_a_step_would_not_hand_on_is_refused():
+    ranks(2)
+    step = jdp.train_step(lambda state, batch, **options: (state, {"n": len(options)}))
+    with pytest.raises(TypeError, match="lr.*by keyword only"):
+        step({"x": np.zeros(2, np.float32)}, batch(), lr=0.5)

@@ -351,3 +351,42 @@ def mean_that_has_no_weight(state, batch):
 
     grads = lax.pmean(jax.grad(loss)(state.params), "data")
     return state.apply_gradients(grads, synced=True), {}
+
+
+# In a loop: its first round is what one rank would make of the same state
+
+
+@undivided(W, B)
+def sum_handed_on_in_a_scan(state, batch):
+    def body(state, _):
+        grads = psum(gradients(state, batch))
+        return state.apply_gradients(grads, synced=True), None  # <- here
+
+    return lax.scan(body, state, None, length=2)[0], {}
+
+
+@undivided(W, B)
+def sum_handed_on_in_a_loop_that_counts(state, batch):
+    def body(_, state):
+        grads = psum(gradients(state, batch))
+        return state.apply_gradients(grads, synced=True)  # <- here
+
+    return lax.fori_loop(0, 2, body, state), {}
+
+
+@unweighted(W, B, **WEIGHED)
+def unweighted_mean_in_a_scan(state, batch):
+    def body(state, _):
+        grads = lax.pmean(masked_gradients(state, batch), "data")  # <- here
+        return state.apply_gradients(grads, synced=True), None
+
+    return lax.scan(body, state, None, length=2)[0], {}
+
+
+@right()
+def mean_handed_on_in_a_scan(state, batch):
+    def body(state, _):
+        grads = lax.pmean(gradients(state, batch), "data")
+        return state.apply_gradients(grads, synced=True), None
+
+    return lax.scan(body, state, None, length=2)[0], {}
