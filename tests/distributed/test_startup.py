@@ -454,8 +454,8 @@ def test_under_a_launcher_only_the_watch_ends_a_comparison(monkeypatch):
 
     mesh = jdp.init()
     monkeypatch.setattr(agree, "_timeout_s", 0.5)
-    monkeypatch.setattr(startup.member, "current", lambda: "a launcher")
+    monkeypatch.setattr(startup.launcher_client, "current", lambda: "a launcher")
     startup.require_start(mesh, 0.5)
-    monkeypatch.setattr(agree, "store", SimpleNamespace(put=lambda *_: None, get=get))
+    monkeypatch.setattr(agree, "kv_store", SimpleNamespace(put=lambda *_: None, get=get))
     assert agree.told((0, 99), 7, what="values") == {0: 7, 99: 7}
     assert waits == [60.0] * 5

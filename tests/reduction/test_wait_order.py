@@ -95,7 +95,7 @@ def test_updates_that_need_all_gradients_stay_behind_all_waits(monkeypatch):
 
 def test_a_step_with_rings_waits_in_turns(make_mesh):
     jdp.init(make_mesh(2))
-    tx = jdp.replicated(optax.adam(0.1), all_reduce=jdp.collectives.gpu.start_done, bucket_bytes=1)
+    tx = jdp.replicated(optax.adam(0.1), all_reduce=jdp.collectives.split, bucket_bytes=1)
     state = jdp.TrainState.create({"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}, tx)
 
     @jdp.train_step

@@ -17,7 +17,7 @@ from jdp.worker.launcher_client import Assignment, invitation
 from jdp.worker.messages import decode, encode
 from jdp.worker.progress_board import Board
 
-STALLING = str(Path(__file__).parent / "stalling.py")
+STALLING = str(Path(__file__).parents[1] / "support" / "stalling.py")
 DEADLINE_S = 40.0
 
 slow = pytest.mark.slow
