@@ -24,7 +24,7 @@ from jdp.reduction import metrics, step_context
 from jdp.reduction.overlap import wait_order
 from jdp.reduction.overlap.ready_order import order_of_gradients
 from jdp.reduction.scanned_layers import late_choices
-from jdp.training import unknown_value
+from jdp.training import outer_gradient, unknown_value
 from jdp.worker import progress
 
 
@@ -170,10 +170,13 @@ class Program:
                 call_order.require(jaxpr)
             same, split = mapped(*inputs)
             reported = metrics.with_own(same.metrics, same.own_metrics, proved.own_metrics)
+            reported = pytrees.put_nodes(reported, split.rows)
             state = pytrees.hold(pytrees.put_nodes(pytrees.restore(same.state), split.own))
+            if self._weighed:
+                state, reported = outer_gradient.refuse((state, reported), self._name)
             return (
                 self._keep_layout(args[0], state),
-                pytrees.put_nodes(reported, split.rows),
+                reported,
                 same.weight,
                 split.reports,
             )
