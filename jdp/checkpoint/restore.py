@@ -78,9 +78,10 @@ class Sources:
         assert self._checkpoint is not None
         facts = self._checkpoint_facts
         leaves = leaves_of(facts)
-        arrays = self._folder.read(self._checkpoint, [*named(leaves, leaves)])
+        names = [_name(i, leaf) for i, leaf in enumerate(leaves) if leaf.num_bytes]
+        arrays = self._folder.read(self._checkpoint, names)
         return facts, [
-            arrays.get(_name(i, leaf), np.zeros(leaf.shape, leaf.dtype))
+            arrays.get(_name(i, leaf), np.zeros(leaf.shape, leaf.dtype)).view(leaf.dtype)
             for i, leaf in enumerate(leaves)
         ]
 
@@ -157,7 +158,12 @@ def leaves_of(facts: dict[str, Any]) -> list[Leaf]:
 def named(leaves: list[Leaf], values: list[Any]) -> dict[str, Any]:
     """Give values the names that they have on the disk; empty ones are not written."""
     pairs = enumerate(zip(leaves, values, strict=True))
-    return {_name(i, leaf): value for i, (leaf, value) in pairs if leaf.num_bytes}
+    return {_name(i, leaf): _writable(value) for i, (leaf, value) in pairs if leaf.num_bytes}
+
+
+def _writable(value: Any) -> Any:
+    # Orbax does not know the unsigned integers of 2 and 4 bits, which NumPy keeps in bytes.
+    return value.view(np.uint8) if value.dtype in ("uint2", "uint4") else value
 
 
 def _name(number: int, leaf: Leaf) -> str:

@@ -569,3 +569,14 @@ def test_the_newer_of_commit_and_checkpoint_is_taken(tmp_path):
                 ckpt.step({"w": jnp.full(4, 30.0)}, Rows())
         result = launcher.process("test_checkpointer:recovered", tmp_path, generation=1).result()
         assert result["state"] == [30.0] * 4 and result["steps"] == 30
+
+
+@pytest.mark.parametrize("dtype", ["uint2", "uint4", "int2", "int4", "float8_e4m3fn", "bool"])
+def test_a_leaf_of_few_bits_is_restored_from_the_disk(tmp_path, dtype):
+    jdp.init(devices=jax.devices()[:2])
+    state = {"a": jnp.asarray([0, 1, 1]).astype(dtype)}
+    with jdp.Checkpointer(tmp_path) as ckpt:
+        ckpt.step(ckpt.restore(state))
+    with jdp.Checkpointer(tmp_path, resume=True) as ckpt:
+        again = ckpt.restore({"a": jnp.zeros(3, dtype)})
+    assert again["a"].dtype == dtype and np.asarray(again["a"] == state["a"]).all()
