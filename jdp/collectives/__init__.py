@@ -20,7 +20,6 @@ AllReduce = Callable[..., list]
 ALGORITHMS: tuple[AllReduce, ...] = (auto, native, ring, split, xla)
 
 __all__ = [
-    "ALGORITHMS",
     "AllReduce",
     "auto",
     "native",
