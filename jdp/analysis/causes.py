@@ -1,26 +1,15 @@
 """Which values of a step differ from rank to rank, where that comes in, and what to write."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
 from jdp.analysis import Node, Origin, Provenance, Report, compilers_deadlock, shown
+from jdp.analysis.explanation import since, why
 from jdp.analysis.marks import SHARED
 from jdp.analysis.traced import Output, Traced
-
-# How something that differs meets what is the same on every rank.
-_VERBS = {
-    "add": "adds {} to {}",
-    "add_any": "adds {} to {}",
-    "div": "divides {1} by {0}, or the other way round",
-    "dot_general": "multiplies {1} by {0}",
-    "mul": "multiplies {1} by {0}",
-    "select_n": "chooses by {0} between {1} and something else",
-    "sub": "subtracts {} and {} from each other",
-}
-_COMBINES = "combines {1} with {0}"
 
 # Leaves that are made on the way to the new parameters, not from them.
 _ON_THE_WAY = re.compile(r"opt|moment|trace|velocity")
@@ -47,16 +36,12 @@ def deadlocks(report: Report, traced: Traced) -> Iterator[str]:
         where = f" at {found.source}" if found.source else ""
         back = report.back(found.under)
         node = back.of_predicate(found.eqn)
-        sources = "" if node is None else _sources(report, traced, back.origin(node))
+        sources = "" if node is None else since(back.origin(node), _inputs(report, traced))
         yield (
             f"`{found.primitive}`{where} runs under a `{found.control}` whose predicate may differ "
             f"from rank to rank{sources}; ranks that skip it leave the others waiting for ever. "
             "Make the predicate the same first, for instance `jdp.mean_over_ranks(loss) < 2`."
         )
-
-
-def _sources(report: Report, traced: Traced, origin: Origin) -> str:
-    return f", since {_why([origin], _inputs(report, traced))}"
 
 
 def _inputs(report: Report, traced: Traced) -> list[str]:
@@ -70,7 +55,7 @@ def _layers(report: Report, traced: Traced) -> Iterator[str]:
         if found.kind == SHARED and axes:
             back = report.back(axes)
             node = back.of_mark(found.eqn)
-            sources = "" if node is None else _sources(report, traced, back.origin(node))
+            sources = "" if node is None else since(back.origin(node), _inputs(report, traced))
             yield (
                 f"`params{found.path}` of jdp.scan_layers at {found.source} may differ from rank "
                 f"to rank{sources}; the gradient that comes back would be the mean of all. Hand "
@@ -95,7 +80,7 @@ def _outputs(report: Report, traced: Traced) -> Iterator[str]:
     for (source, *_, along, advice), found in told.items():
         leaves, origins = zip(*found, strict=True)
         where = f" (computed at {source})" if source else ""
-        reason = _why(origins, _inputs(report, traced))
+        reason = why(origins, _inputs(report, traced))
         yield f"{shown(leaves)}{where} may differ {along}: {reason}. {advice}"
 
 
@@ -148,7 +133,7 @@ def _refs(report: Report, traced: Traced) -> Iterator[str]:
             inputs = _inputs(report, traced)
             back = report.back(value.axes)
             node = back.of_input(position)
-            line, reason = back.nearest_line(node), _why([back.origin(node)], inputs)
+            line, reason = back.nearest_line(node), why([back.origin(node)], inputs)
             yield (
                 f"the Ref `{inputs[position]}` is the same on every rank where it goes in, and may "
                 f"hold another value on each after {line or 'that'}: {reason}. Store "
@@ -159,39 +144,6 @@ def _refs(report: Report, traced: Traced) -> Iterator[str]:
 def num_constants(report: Report, traced: Traced) -> int:
     """Count the captured arrays, which stand in front of the arguments."""
     return len(report.used_inputs) - len(traced.inputs)
-
-
-def _why(origins: Sequence[Origin], inputs: Sequence[str]) -> str:
-    """Return a clause that says where a difference comes in.
-
-    Args:
-      origins: of some values that differ for one reason.
-      inputs: what the inputs of the shard_map are called.
-    """
-    origin = origins[0]
-    sources = _named(origin.sources, inputs)
-    if origin.line:
-        same = "the mean gradient" if origin.is_of_gradient else "what all ranks have reduced"
-        verb = _VERBS.get(origin.primitive, _COMBINES).format(sources, same)
-        return f"{origin.line} {verb}, and the result is not averaged"
-    never = "" if any(each.is_reduced for each in origins) else ", and was never averaged"
-    return f"it depends on {sources}{never}"
-
-
-def _named(sources: Sequence[int | str], inputs: Sequence[str]) -> str:
-    # At most three inputs, and what else there is.
-    rows = sorted({f"`{inputs[each]}`" for each in sources if isinstance(each, int)})
-    if len(rows) > 3:
-        rows = [*rows[:3], f"{len(rows) - 3} more"]
-    others = [each for each in sources if isinstance(each, str)][:2]
-    named = [f"{_listed(rows)} (this rank's rows)"] if rows else []
-    return _listed(named + others) or "something that is hidden in it"
-
-
-def _listed(names: Sequence[str]) -> str:
-    if len(names) < 2:
-        return "".join(names)
-    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _without_consequences(back: Provenance, leaves: Mapping[int, str]) -> dict[int, Node]:

@@ -1,46 +1,59 @@
 """What the author of a loop of their own is told."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from jdp.analysis import jaxprs, reductions
+from jdp.analysis.explanation import since, why
 from jdp.analysis.findings import Deadlock
 from jdp.analysis.report import Report
 
 
 def refusals(
-    eqn: Any, report: Report, names: tuple[str, ...], paths: dict[int, str]
+    eqn: Any,
+    report: Report,
+    names: tuple[str, ...],
+    paths: dict[int, str],
+    inputs: Sequence[str],
 ) -> Iterator[str]:
-    """Give a text for everything that goes wrong in a shard_map over the axes `names`.
+    """Yield a text for everything that goes wrong in a shard_map over the axes `names`.
 
     Args:
       eqn: the shard_map.
       report: of `eqn`.
       names: of the axes that form the data axis.
       paths: what an output of `eqn` is called in the function around it, by its position.
+      inputs: what its inputs are called there.
     """
-    yield from _deadlocks(report, names)
+    yield from _deadlocks(report, names, inputs)
     yield from reductions.refusals(eqn, report, names)
-    yield from _torn_outputs(eqn, report, names, paths)
+    yield from _torn_outputs(eqn, report, names, paths, inputs)
     yield from _torn_refs(eqn, report, names)
 
 
-def _deadlocks(report: Report, names: tuple[str, ...]) -> Iterator[str]:
+def _deadlocks(report: Report, names: tuple[str, ...], inputs: Sequence[str]) -> Iterator[str]:
     for found in report.deadlocks:
         at = f" at {found.source}" if found.source else ""
         if found.is_compilers:
             yield compilers_deadlock(found, f"jax.lax.pmean(loss, {spelled(names)}) < 2")
             continue
+        back = report.back(found.under)
+        node = back.of_predicate(found.eqn)
+        reason = "" if node is None else since(back.origin(node), inputs)
         yield (
             f"`{found.primitive}` over {spelled(found.axes)}{at} runs under a `{found.control}` "
-            "whose predicate may differ from rank to rank; ranks that skip it leave the others "
-            "waiting for ever. Make the predicate the same first, for instance "
+            f"whose predicate may differ from rank to rank{reason}; ranks that skip it leave the "
+            "others waiting for ever. Make the predicate the same first, for instance "
             f"jax.lax.pmean(loss, {spelled(names)}) < 2."
         )
 
 
 def _torn_outputs(
-    eqn: Any, report: Report, names: tuple[str, ...], paths: dict[int, str]
+    eqn: Any,
+    report: Report,
+    names: tuple[str, ...],
+    paths: dict[int, str],
+    inputs: Sequence[str],
 ) -> Iterator[str]:
     for i, spec in enumerate(eqn.params["out_specs"]):
         torn = report.outputs[i].axes.intersection(names) - jaxprs.spec_axes(spec)
@@ -48,12 +61,14 @@ def _torn_outputs(
             leaf = f"`output{paths[i]}`" if i in paths else f"output {i} of the shard_map"
             aval, line = eqn.outvars[i].aval, report.output_sources[i]
             at = f" (computed at {line})" if line else ""
+            back = report.back(torn)
+            reason = why([back.origin(back.of_output(i))], inputs)
             yield (
                 f"{leaf} {aval.dtype}{list(aval.shape)}{at} may differ from rank to rank along "
-                f"{spelled(torn)}, but its out_specs say that it does not: one rank's value would "
-                "be taken for that of all, and ranks would drift apart silently. Average it "
-                f"first, jax.lax.pmean(x, {spelled(names)}), or let out_specs put the parts "
-                f"together, P({spelled(names)})."
+                f"{spelled(torn)}: {reason}. Its out_specs say that all ranks have the same, so "
+                "that one rank's value would be taken for that of all, and ranks would drift "
+                f"apart silently. Average it first, jax.lax.pmean(x, {spelled(names)}), or let "
+                f"out_specs put the parts together, P({spelled(names)})."
             )
 
 

@@ -1,5 +1,6 @@
 """The analysis of a whole function, for an author's own loop."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -57,17 +58,21 @@ def uniformity(
     if not over_axis:
         raise ValueError(_nothing_found(called, shard_maps, names))
     reports = {key: analyse(eqn) for key, eqn in over_axis.items()}
-    ins = [_Left(False)] * len(traced.jaxpr.invars)
-    left = _leave(traced.jaxpr, ins, reports, names, {})
+    ins = [_Left(False, name=name) for name in traced.inputs]
+    operands: dict[int, list[str]] = {}
+    left = _leave(traced.jaxpr, ins, _Around(reports, names, operands, {}))
     problems = []
     for key, eqn in over_axis.items():
         # An output that leaves in several places is called by the first.
         leaves = reversed(list(zip(left, traced.paths, strict=True)))
         paths = {value.position: path for value, path in leaves if value.origin == key}
-        found = [*refusals(eqn, reports[key], names, paths)]
+        inputs = [
+            name or f"input {i} of the shard_map" for i, name in enumerate(operands.get(key, []))
+        ] or [f"input {i} of the shard_map" for i in range(len(eqn.invars))]
+        found = [*refusals(eqn, reports[key], names, paths, inputs)]
         if found and reports[key].unknown:
             trusted = analyse(eqn, trusts_unknown=True)
-            if found != [*refusals(eqn, trusted, names, paths)]:
+            if found != [*refusals(eqn, trusted, names, paths, inputs)]:
                 found += unknown_primitives(reports[key])
         problems += found
     if problems:
@@ -88,13 +93,16 @@ def _nothing_found(called: str, shard_maps: list[Any], names: tuple[str, ...]) -
 
 class _Traced(NamedTuple):
     jaxpr: Any
+    inputs: list[str]  # paths of the arrays among the arguments, in order
     paths: list[str]  # of the arrays among the outputs, in order
     unflatten: Callable[[list[str]], Any]
 
 
 def _trace(f: Callable[..., Any], args: tuple, kwargs: dict) -> _Traced:
-    leaves, treedef = jax.tree.flatten((args, kwargs))
+    named_in, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    leaves = [leaf for _, leaf in named_in]
     arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    argument_names = _argument_names(f, len(args))
     outputs: list[tuple[list[tuple[str, bool]], Any]] = []
 
     def on_arrays(*values: Any) -> list[Any]:
@@ -116,7 +124,27 @@ def _trace(f: Callable[..., Any], args: tuple, kwargs: dict) -> _Traced:
         found = [next(each) if is_array else "uniform" for _, is_array in named]
         return jax.tree.unflatten(out_tree, found)
 
-    return _Traced(jaxpr, [path for path, is_array in named if is_array], unflatten)
+    inputs = [_argument(named_in[i][0], argument_names) for i in arrays]
+    return _Traced(jaxpr, inputs, [path for path, is_array in named if is_array], unflatten)
+
+
+def _argument_names(f: Callable[..., Any], num: int) -> list[str]:
+    try:
+        parameters = [
+            name
+            for name, parameter in inspect.signature(f).parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+    except (TypeError, ValueError):  # of what has no signature
+        parameters = []
+    return [*parameters[:num], *(f"argument {i}" for i in range(len(parameters), num))]
+
+
+# The path of a leaf of (args, kwargs), as its author would write it.
+def _argument(path: tuple[Any, ...], names: Sequence[str]) -> str:
+    of_kwargs, which, *rest = path
+    name = which.key if of_kwargs.idx else names[which.idx]
+    return f"{name}{jax.tree_util.keystr(tuple(rest))}"
 
 
 def _is_array(leaf: Any) -> bool:
@@ -128,32 +156,35 @@ class _Left(NamedTuple):
     # The shard_map that gave the value as it is, by id, and its position among the outputs.
     origin: int | None = None
     position: int = -1
+    # Of an argument that is handed on as it is.
+    name: str = ""
 
 
-_Known = dict[tuple[Any, ...], list[_Left]]
+class _Around(NamedTuple):
+    """What stands around the shard_maps of a function.
+
+    Attributes:
+      reports: of the shard_maps, by id.
+      names: of the axes that form the data axis.
+      operands: what the inputs of each shard_map are called, by id; found on the way.
+      known: what leaves a jaxpr, by the jaxpr and what goes in.
+    """
+
+    reports: dict[int, Report]
+    names: tuple[str, ...]
+    operands: dict[int, list[str]]
+    known: dict[tuple[Any, ...], list[_Left]]
 
 
-def _leave(
-    jaxpr: Any,
-    ins: Sequence[_Left],
-    reports: dict[int, Report],
-    names: tuple[str, ...],
-    known: _Known,
-) -> list[_Left]:
+def _leave(jaxpr: Any, ins: Sequence[_Left], around: _Around) -> list[_Left]:
     """Follow the outputs of shard_maps to the outputs of the function around them."""
     key = id(jaxpr), *ins
-    if key not in known:
-        known[key] = _followed(jaxpr, ins, reports, names, known)
-    return known[key]
+    if key not in around.known:
+        around.known[key] = _followed(jaxpr, ins, around)
+    return around.known[key]
 
 
-def _followed(
-    jaxpr: Any,
-    ins: Sequence[_Left],
-    reports: dict[int, Report],
-    names: tuple[str, ...],
-    known: _Known,
-) -> list[_Left]:
+def _followed(jaxpr: Any, ins: Sequence[_Left], around: _Around) -> list[_Left]:
     constant = _Left(False)
     env = {**dict.fromkeys(jaxpr.constvars, constant), **dict(zip(jaxpr.invars, ins, strict=True))}
 
@@ -162,18 +193,18 @@ def _followed(
 
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
-        if id(eqn) in reports:
+        if id(eqn) in around.reports:
+            around.operands.setdefault(id(eqn), [value.name for value in operands])
             outs = [
-                _Left(not value.axes.isdisjoint(names), id(eqn), i)
-                for i, value in enumerate(reports[id(eqn)].outputs)
+                _Left(not value.axes.isdisjoint(around.names), id(eqn), i)
+                for i, value in enumerate(around.reports[id(eqn)].outputs)
             ]
         elif eqn.primitive.name in jaxprs.CALLS and (body := jaxprs.called_body(eqn)) is not None:
-            outs = _leave(body, operands, reports, names, known)
+            outs = _leave(body, operands, around)
         else:
             varying = any(value.varying for value in operands)
             for body in jaxprs.bodies(eqn):
-                inner = [_Left(varying)] * len(body.invars)
-                left = _leave(body, inner, reports, names, known)
+                left = _leave(body, [_Left(varying)] * len(body.invars), around)
                 varying |= any(value.varying for value in left)
             outs = [_Left(varying)] * len(eqn.outvars)
         env.update(zip(eqn.outvars, outs, strict=True))

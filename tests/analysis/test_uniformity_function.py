@@ -160,3 +160,36 @@ def test_uniformity_refuses_a_shared_ref_that_ranks_write_apart():
     assert uniformity(f, X, 16, P("data")) == "varying"
     with pytest.raises(ValueError, match="the Ref that is input 0 of the shard_map"):
         uniformity(f, X, 4, P())
+
+
+def named(on_rank):
+    f = mapped(on_rank, out_specs=(P(), P()))
+
+    def train(params, batch, *, scale=1.0):
+        return jax.jit(f)(params["w"], batch["x"])
+
+    return train
+
+
+SOURCES = {
+    "an argument": (lambda w, x: (w, x.sum()), "it depends on `batch['x']` (this rank's rows)"),
+    "a line": (
+        lambda w, x: (w, pmean(x) * x.sum()),
+        "test_uniformity_function.py:",
+        "multiplies what all ranks have reduced by `batch['x']`",
+    ),
+    "the number of the rank": (lambda w, x: (w, w * lax.axis_index("data")), "`axis_index`"),
+    "a predicate": (
+        lambda w, x: (w, lax.cond(x.sum() < 0, lambda: psum(w), lambda: w)),
+        "since it depends on `batch['x']` (this rank's rows)",
+    ),
+}
+
+
+@table(SOURCES)
+def test_uniformity_says_where_a_difference_comes_in(program):
+    on_rank, *parts = program
+    with pytest.raises(ValueError) as refusal:
+        uniformity(named(on_rank), {"w": W}, {"x": X})
+    for part in parts:
+        assert part in str(refusal.value)

@@ -1,5 +1,5 @@
-// What the schedule fuzzer (tests/csrc/cpu/schedule_fuzz.cc) changes when it compiles the library: the
-// sizes, and where ranks pause. In the library that users get nothing of it remains.
+// What the schedule fuzzer (tests/csrc/cpu/schedule_fuzz.cc) changes when it compiles the library:
+// the sizes, and where ranks pause. In the library that users get nothing of it remains.
 
 #pragma once
 

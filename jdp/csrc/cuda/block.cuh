@@ -1,7 +1,7 @@
 // A thread block as the links see it: threads, barriers, flags that other devices read, a clock.
 //
-// tests/csrc/cuda/host_block.h has the same members over host threads, so that what is written against
-// them also runs under ThreadSanitizer.
+// tests/csrc/cuda/host_block.h has the same members over host threads, so that what is written
+// against them also runs under ThreadSanitizer.
 
 #pragma once
 
