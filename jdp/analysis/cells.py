@@ -1,10 +1,10 @@
-"""What a `jax.Ref` may hold."""
+"""Cells: the possible contents of a `jax.Ref`."""
 
 from __future__ import annotations
 
 
 class Cell:
-    """What a Ref may hold: the join of all that was ever written, where ranks could skip it too."""
+    """The contents of a Ref: the join of all ever written, where ranks could skip it, too."""
 
     __slots__ = ("value",)
 

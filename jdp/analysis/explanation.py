@@ -18,7 +18,7 @@ _COMBINES = "combines {1} with {0}"
 
 
 def since(origin: Origin, inputs: Sequence[str]) -> str:
-    """Return what `why` says of one value, behind a comma."""
+    """Return `why` for one value, as a clause behind a comma."""
     return f", since {why([origin], inputs)}"
 
 

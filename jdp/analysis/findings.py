@@ -1,4 +1,4 @@
-"""What an analysis meets on its way: collectives that ranks may skip, and marks."""
+"""Findings of an analysis: collectives that ranks may skip, and marks."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Deadlock:
 
 @dataclass(frozen=True)
 class Marked:
-    """A mark (`jdp.mark`), once for each equation.
+    """A mark (`marks.mark`), once for each equation.
 
     Attributes:
       kind, path, axes: as given to `mark`.
-      value: class of the marked value. Where a function is called in several places, `reduced`
-        holds the axes that were reduced in any of them.
+      value: class of the marked value. Where a function is called in several places, or a loop has
+        several rounds, `reduced` holds the axes that were reduced in any of them.
       under: mesh axes along which ranks may not all come here.
       source: the author's line, as for `Deadlock`.
       eqn: the equation.

@@ -22,7 +22,7 @@ ZERO_OF_ZEROS = frozenset("cumsum reduce_sum".split())
 
 # These rules are written out in the interpreter itself, which meets them most often.
 def mix(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
-    """Join the operands: they may differ, so may the result. It is no scaled sum any more."""
+    """Join the operands: they may differ, so may the result. It is no longer a scaled sum."""
     value = 0
     for operand in ins:
         value |= operand
@@ -42,7 +42,7 @@ def image(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
 
 
 def move(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
-    """Give the first operand's elements, each scaled by a constant at most."""
+    """Return the first operand's elements, each scaled by a constant at most."""
     return ins[0]
 
 
@@ -209,7 +209,7 @@ class Interpreter:
         self.record.note_unknown(eqn)
 
     def note_mark(self, eqn: Any, value: int) -> None:
-        """Note a mark. The last round of a loop, in which all is final, overwrites the others."""
+        """Record a mark. Of a loop the first round is kept, and the last, in which all is final."""
         self.record.note_mark(eqn, value, self.where)
 
 

@@ -114,7 +114,7 @@ class Unchecked:
     """
 
     def __init__(self) -> None:
-        self._calls = [call for call in _calls if call.returns_state]
+        self._calls = [call for call in _calls if call.returns_state and _is_checked(call)]
 
     def went_wrong(self) -> bool:
         """Whether one was not the same on all processes, or got what is not a weight.
@@ -163,6 +163,10 @@ def _drain(num_left: int) -> None:
         _require_right(call)
 
 
+def _is_checked(call: Call) -> bool:
+    return call.reports is not None and any(report is not None for report in call.reports)
+
+
 def _differs(call: Call) -> bool:
     # Each rank says it of itself, and all of a process got the same.
     differs = None if call.reports is None else call.reports.differs
@@ -180,8 +184,8 @@ def _require_right(call: Call) -> None:
         assert call.arguments is not None and call.given is not None
         text = call.arguments.explained(call.given, call.name, call.number)
     elif why := _why_invalid(call):
-        what = "What it and later calls returned is NaN." if call.returns_state else ""
-        text = f"call {call.number} of `{call.name}`: {why} {what or 'What it returned is NaN.'}"
+        returned = "it and later calls" if call.returns_state else "it"
+        text = f"call {call.number} of `{call.name}`: {why} What {returned} returned is NaN."
     else:
         return
     if call.returns_state:

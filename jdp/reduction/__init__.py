@@ -1,1 +1,1 @@
-"""What crosses ranks inside a step: gradients, metrics, and when they are sent."""
+"""Reductions inside a step: gradients, metrics, and the time at which they are sent."""

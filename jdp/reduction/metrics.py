@@ -14,15 +14,6 @@ from jdp import axis, collectives, pytrees
 from jdp.axis import AxisName
 from jdp.reduction import row_weight, step_context, weighted_sum
 
-# Algorithms that lose no digit of a float32 sum.
-_EXACT = (
-    collectives.auto,
-    collectives.native,
-    collectives.ring,
-    collectives.split,
-    collectives.xla,
-)
-
 
 def mean_over_ranks(
     x: Any, *, weight: jax.Array | None = None, axis_name: AxisName = "data"
@@ -332,7 +323,7 @@ def _is_exact(all_reduce: Any) -> bool:
     # One of the author's own may round what it sends, as gradients may be rounded.
     while isinstance(all_reduce, functools.partial):
         all_reduce = all_reduce.func
-    return all_reduce in _EXACT
+    return all_reduce in collectives.ALGORITHMS
 
 
 def _is_here(trace: Any) -> bool:

@@ -1,1 +1,1 @@
-"""What a user decorates: steps, their state, evaluation, and the check of a step."""
+"""Decorated steps, their state, evaluation, and the check of a step."""

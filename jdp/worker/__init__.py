@@ -1,1 +1,1 @@
-"""What a training process and its launcher share; needs no JAX."""
+"""Code that a training process and its launcher share; needs no JAX."""
