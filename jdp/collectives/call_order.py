@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.extend.core
 
+from jdp.jax_compat import opened
+
 # Where the token stands among the operands of an all-reduce.
 TOKEN = 3
 
@@ -130,7 +132,7 @@ def _look_through(jaxpr: Any, numbers: list[int], without: set[int]) -> int:
       numbers: of what was found so far.
       without: jaxprs that have no all-reduce, so that one called from many places is read once.
     """
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    jaxpr = opened(jaxpr)
     if id(jaxpr) in without:
         return 0
     num_chains, num_before, given = 0, len(numbers), set()
@@ -146,7 +148,7 @@ def _look_through(jaxpr: Any, numbers: list[int], without: set[int]) -> int:
             numbers.append(int(dict(equation.params["attributes"])["bucket"]))
         for value in equation.params.values():
             for inner in value if isinstance(value, (tuple, list)) else (value,):
-                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                if hasattr(opened(inner), "eqns"):
                     num_chains += _look_through(inner, numbers, without)
     if len(numbers) == num_before:
         without.add(id(jaxpr))

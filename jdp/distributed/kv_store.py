@@ -1,6 +1,9 @@
 """JAX's private state of the joined processes: its store, through which they tell small things."""
 
+import contextlib
 from typing import Any
+
+from jdp import jax_compat
 
 
 def is_open() -> bool:
@@ -50,20 +53,10 @@ def keep_programs_of_all() -> None:
     JAX lets process 0 alone write, and on CPUs looks for programs under another key in each
     process: all others would compile again in each run, and whenever one takes over.
     """
-    try:
-        from jax._src import distributed
-
-        # Nothing else asks for it once the backend runs.
-        distributed.global_state.process_id = 0
-    except (ImportError, AttributeError):
-        pass
+    # Nothing else asks for it once the backend runs.
+    with contextlib.suppress(AttributeError):
+        jax_compat.joined_processes().process_id = 0
 
 
-# JAX has no public name for its client; this is the only place that knows the private one.
 def _client() -> Any:
-    try:
-        from jax._src import distributed
-
-        return distributed.global_state.client
-    except (ImportError, AttributeError):
-        return None
+    return getattr(jax_compat.joined_processes(), "client", None)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp import axis, pytrees
+from jdp import axis, jax_compat, pytrees
 from jdp.axis import AxisName
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.data.padding import place_batch
@@ -234,7 +234,7 @@ class Step:
         is_traced = not is_returned and _holds_tracer(leaves)
         if not is_returned:
             state = self._admit(state, where)
-        if axis.DELETED_ARRAY_CRASHES and pytrees.any_deleted((state, batch, rest)):
+        if jax_compat.DELETED_ARRAY_CRASHES and pytrees.any_deleted((state, batch, rest)):
             self._require_alive(state, batch, *rest)
         batch = place_batch(batch, where, self.axis_name)
         rest = [_place_rest(arg, where) for arg in rest]

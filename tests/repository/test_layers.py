@@ -92,6 +92,13 @@ def test_at_most_eight_files_lie_beside_the_rooms():
     assert len([*PACKAGE.glob("*.py")]) <= 8
 
 
+# What only some JAX versions have, and names that JAX does not promise.
+@pytest.mark.parametrize("sign", ["__version_info__", "jax._src", "hasattr(jax", "hasattr(lax"])
+def test_only_jax_compat_knows_that_jax_versions_differ(sign):
+    found = {path.name for path in PACKAGE.rglob("*.py") if sign in path.read_text()}
+    assert found <= {"jax_compat.py"}
+
+
 # A package imports its files to hand on their names: what its files import of it is left out.
 def test_no_file_imports_itself_through_others():
     known = modules()

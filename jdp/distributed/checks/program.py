@@ -10,6 +10,7 @@ from jax.extend.core import Literal
 
 from jdp import pytrees
 from jdp.distributed import agree
+from jdp.jax_compat import opened
 
 _SHOWN_CHARACTERS = 400
 
@@ -156,12 +157,12 @@ def _constants(jaxpr: Any, seen: set[int]) -> Iterator[np.ndarray]:
         return
     seen.add(id(jaxpr))
     yield from map(_numbers, getattr(jaxpr, "consts", ()))
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for equation in opened(jaxpr).eqns:
         literals = (x.val for x in equation.invars if isinstance(x, Literal))
         yield from (_numbers(value) for value in literals if np.ndim(value))
         for value in equation.params.values():
             for inner in value if isinstance(value, (tuple, list)) else (value,):
-                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                if hasattr(opened(inner), "eqns"):
                     yield from _constants(inner, seen)
 
 
