@@ -54,11 +54,11 @@ def mean_over_ranks(
                 "an integer. Write jdp.sum_over_ranks(x) for counts, or cast to float32."
             )
         _require_digits("mean_over_ranks", leaf)
-    if not axis.is_bound(axis_name) or not leaves:
-        return jax.tree.unflatten(treedef, leaves)
     if weight is not None:
         weight = row_weight.valid(weight)
-    else:
+    if not axis.is_bound(axis_name) or not leaves:
+        return jax.tree.unflatten(treedef, leaves)
+    if weight is None:
         weight = step_context.default_weight(axis_name, "jdp.mean_over_ranks")
     # Summed in at least float32: these are few bytes, and a float16 sum may pass 65504.
     if weight is None:

@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 from jdp import axis
 from jdp.analysis.marks import WEIGHTED_SUM
 from jdp.axis import AxisName
-from jdp.reduction import step_context
+from jdp.reduction import row_weight, step_context
 from jdp.reduction.step_context import weighed
 
 
@@ -90,7 +90,7 @@ def weighting(weight: jax.Array | None, axis_name: AxisName, *, mean: bool) -> W
     if not mean:
         return plain._replace(forward=weight)
     total = summed(weight, axis_name, plain)
-    return plain._replace(forward=weight / jnp.where(total == 0, 1, total))
+    return plain._replace(forward=weight / row_weight.divisor(total))
 
 
 def summed(x: Any, axis_name: AxisName, weights: Weighting) -> Any:
