@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+from jax import lax
 from jax.interpreters import ad, batching, mlir
 
 from jdp import axis
@@ -97,7 +98,7 @@ def summed(x: Any, axis_name: AxisName, weights: Weighting) -> Any:
     """Sum a tree of terms over ranks, with the transpose of `weights`."""
     x = jax.tree.map(weights.term, x)
     with weights.named():
-        sums = axis.psum(x, axis_name, step_context.platform())
+        sums = lax.psum(x, axis.names(axis_name))
     return jax.tree.map(weights.total, sums)
 
 
