@@ -305,11 +305,26 @@ def test_a_second_run_in_the_directory_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_donated_state_is_refused_when_it_is_to_be_saved(tmp_path):
-    with pytest.raises(ValueError, match="donated to a further step"):
+    with pytest.raises(ValueError, match=r"`state\['n'\]` was donated"):
         with jdp.Checkpointer(tmp_path) as ckpt:
             state = ckpt.restore({"n": jnp.zeros(3)})
             ckpt.step(state)
             jax.jit(lambda state: state["n"] + 1, donate_argnums=0)(state)
+
+
+@pytest.mark.parametrize("call", ["step", "save"])
+def test_a_donated_state_is_refused_at_once_and_does_not_count(tmp_path, call):
+    with jdp.Checkpointer(tmp_path) as ckpt:
+        state = ckpt.restore({"n": jnp.zeros(3), "w": jnp.zeros(2)})
+        ckpt.step(state)
+        gone = {"n": state["n"], "w": jnp.zeros(2)}
+        gone["w"].delete()
+        with pytest.raises(ValueError, match=r"`state\['w'\]` was donated.*state, \.\.\. = step"):
+            getattr(ckpt, call)(gone)
+        assert ckpt.steps == 1
+    with jdp.Checkpointer(tmp_path, resume=True) as ckpt:  # what was given before is saved
+        ckpt.restore(state)
+        assert ckpt.steps == 1
 
 
 @pytest.mark.parametrize(
