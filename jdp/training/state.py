@@ -85,7 +85,7 @@ class TrainState:
             raise ValueError(f"seed must be 0 <= seed < 2**32, got {seed}.")
         for name, tree in (("params", params), ("model_state", model_state)):
             pytrees.require_alive(
-                name, tree, "Give a copy made before: jax.tree.map(jnp.copy, ...)."
+                name, tree, "Give a copy that was made before: jax.tree.map(jnp.copy, ...)."
             )
         numbers = {"step": np.int32(0), "seed": np.uint32(seed)}
         given = {"params": params, "model_state": model_state, **numbers}

@@ -166,6 +166,19 @@ def test_several_states_keys_and_leaves_that_are_no_arrays_are_restored(make_mes
     assert type(other["n"]) is int
 
 
+@pytest.mark.parametrize("empty", [{}, None, {"act": jnp.tanh}, {"e": np.zeros((0, 3))}], ids=str)
+def test_a_state_without_any_number_is_counted(make_mesh, tmp_path, empty):
+    jdp.init(make_mesh(2))
+    for life in (1, 2):
+        batches = jdp.batches(ROWS, 12, num_steps=2 * life)
+        with batches, jdp.Checkpointer(tmp_path, resume=life == 2) as ckpt:
+            state = ckpt.restore(empty, batches)
+            assert str(state) == str(empty) and ckpt.steps == 2 * life - 2
+            for _ in batches:
+                ckpt.step(state, batches)
+    assert ckpt.steps == 4
+
+
 def test_checkpoints_are_written_when_asked_at_the_end_and_the_newest_kept(tmp_path):
     counted(tmp_path, 11, save_every=2, keep=3)
     assert names(tmp_path) == ["10-1", "11-1", "8-1", "lock"]
