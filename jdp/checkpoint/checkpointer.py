@@ -276,6 +276,7 @@ class Checkpointer:
                 f"batches were given to ckpt.{one} and not to ckpt.{other}: rows would count twice "
                 "or never after a restart. Give them to both, or to none."
             )
+        snapshot.require_alive(state)
         life.note(state, batches)
         return life
 

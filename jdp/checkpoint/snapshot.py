@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp.pytrees import any_deleted, is_array, is_key, without_key
+from jdp import pytrees
+from jdp.pytrees import is_array, is_key, without_key
 
 # Leaves begin at multiples of this many bytes, as JAX wants memory that it takes without a copy.
 _ALIGNMENT = 64
@@ -133,7 +134,7 @@ class Snapshots:
         """
         leaves, treedef = jax.tree.flatten(state)
         arrays = [x for x in leaves if is_array(x)]
-        _require_alive(arrays)
+        require_alive(state)
         kind = treedef, [_kind(x) for x in arrays]
         if kind != self._kind:
             self._leaves, self._apart = describe(state), _apart(arrays)
@@ -222,12 +223,17 @@ def _kind(x: Any) -> Any:
     return type(x), np.shape(x), getattr(x, "dtype", None)
 
 
-def _require_alive(arrays: list[Any]) -> None:
-    if any_deleted(arrays):
-        raise ValueError(
-            "this state was donated to a further step and is gone. Write state, ... = step(state, "
-            "...) and then ckpt.step(state, batches), after each step."
-        )
+def require_alive(state: Any) -> None:
+    """Refuse a state of which a leaf was donated.
+
+    Raises:
+      ValueError: naming the first one.
+    """
+    pytrees.require_alive(
+        "state",
+        state,
+        "Write state, ... = step(state, ...) and then ckpt.step(state, batches), after each step.",
+    )
 
 
 # Which leaves no process could put together from what lies on its own devices. All processes find
