@@ -1,63 +1,17 @@
-"""Classes: over which axes a value may differ, and whether it was summed over them."""
+"""The lattice of classes: what each kind of operation makes of them."""
 
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class Class(NamedTuple):
-    """What is known of one value in a program that every rank runs.
-
-    The number that one rank would compute from the whole batch is the measure of a sum and a mean.
-    A *mean* over n ranks has that number. It is idempotent: the mean of it, over the same ranks, is
-    itself. A *total* has n times that number, as `psum` of the ranks' own means has.
-
-    The division by n is read off the program: after the sum, by the number of ranks (`pmean`, the
-    scale of jdp's own reductions), or before it, by a rank's share of the weight of all ranks.
-    Whether a sum that was divided by something else, or whose operand had been divided, is a mean,
-    is *unclear*: `psum(losses) / psum(counts)` is one, `psum(gradient) / 2` is not.
-
-    Attributes:
-      axes: mesh axes along which ranks may hold different values. Empty: uniform.
-      reduced: mesh axes along which it is a sum or mean of values that differed, or several of
-        those added up or put together, and since then was only scaled by something uniform,
-        negated, cast, reshaped, sliced or copied.
-      zero: it is zero everywhere, as far as that can be read off the program.
-      total: those of `reduced` along which it is a total: nothing has divided it by n.
-      unclear: those of `reduced` along which it may be a total or a mean. Along the rest it is a
-        mean.
-      repeated: mesh axes along which it is a sum over ranks of what was the same on every rank: n
-        times too large, whatever it was.
-      even: mesh axes along which it was computed from means over ranks that all count alike, and
-        from nothing else that ranks exchanged.
-    """
-
-    axes: frozenset[str]
-    reduced: frozenset[str]
-    zero: bool
-    total: frozenset[str] = frozenset()
-    unclear: frozenset[str] = frozenset()
-    repeated: frozenset[str] = frozenset()
-    even: frozenset[str] = frozenset()
-
-    def either(self, other: "Class") -> "Class":
-        """Return what is known of a function's value that is called in several places."""
-        return Class(
-            self.axes | other.axes,
-            self.reduced | other.reduced,
-            self.zero and other.zero,
-            self.total | other.total,
-            self.unclear | other.unclear,
-            self.repeated | other.repeated,
-            self.even | other.even,
-        )
+from jdp.analysis.classes import Class
 
 
 class Lattice:
     """Classes as integers whose join is `|`: a bit that is set says the worse.
 
-    There are nine bits for each axis, and four for the value as a whole:
+    There are eleven bits for each axis, and six for the value as a whole:
 
     - varying: ranks along the axis may hold different values;
     - unsummed: it is not certain to be a scaled sum over the axis;
@@ -69,10 +23,15 @@ class Lattice:
     - even: it may depend on a mean over ranks that count alike: a sum that was divided by n;
     - uneven: it may depend on what ranks exchanged in another way, such as a weighted mean;
     - averaging: a constant that was divided by n, or by a number of elements that is n, too;
+    - undivided: it may depend on a total that no number has scaled since. The claim of a sum ends
+      with the first operation that is not linear, and this does not;
+    - duplicated: it may depend so on a sum of what was the same along the axis;
     - data: the value depends on data, it is no constant of the program;
     - nonzero: it may be something else than zero. Two bits: a constant that is 1 or -1 has one;
     - bent: it may be a root, power or logarithm of a sum over ranks, a sum of its elements, or one
-      over groups of ranks. Not n but another number then undoes that the same was summed.
+      over groups of ranks. Not n but another number then undoes that the same was summed;
+    - by_ranks: it may have been multiplied by a number of ranks;
+    - capped: it may be a constant in place of what else was computed.
 
     A constant has none of the bits of sums: chosen by a uniform predicate, or where a loop starts,
     it may stand beside a sum without ending a claim. `decode` claims a sum only of data.
@@ -100,11 +59,15 @@ class Lattice:
         self._divided = self.varying << 5 * k
         self._uneven = self.varying << 7 * k
         self._averaging = self.varying << 8 * k
-        self.data = 1 << 9 * k
+        self._undivided = self.varying << 9 * k
+        self._duplicated = self.varying << 10 * k
+        self.data = 1 << 11 * k
         # One, or minus one, has the first of these bits alone.
-        self.nonzero = 6 << 9 * k
-        self._other = 4 << 9 * k
-        self._bent = 8 << 9 * k
+        self.nonzero = 6 << 11 * k
+        self._other = 4 << 11 * k
+        self._bent = 8 << 11 * k
+        self._by_ranks = 16 << 11 * k
+        self._capped = 32 << 11 * k
         # What an operation that ends every claim adds where data goes in.
         self.mixed = self.unsummed | self._unrepeated | self._single | self.data | self.nonzero
         # One that gives another number for n times its operand.
@@ -127,9 +90,28 @@ class Lattice:
         """Return the unsummed bits of the axes whose varying bits are `axes`."""
         return axes << self._num_axes
 
+    def over(self, kind: str, names: Iterable[Any]) -> int:
+        """Return the "varying", "undivided" or "duplicated" bits of axes."""
+        axes = self.axes(names)
+        if kind == "varying":
+            return axes
+        return self.undivided_over(axes) if kind == "undivided" else self.duplicated_over(axes)
+
+    def undivided_over(self, axes: int) -> int:
+        """Return the undivided bits of the axes whose varying bits are `axes`."""
+        return axes << 9 * self._num_axes
+
+    def duplicated_over(self, axes: int) -> int:
+        """Return the duplicated bits of the axes whose varying bits are `axes`."""
+        return axes << 10 * self._num_axes
+
     def divided_over(self, axes: int) -> int:
         """Return the divided bits of the axes whose varying bits are `axes`."""
         return axes << 5 * self._num_axes
+
+    def uneven_over(self, axes: int) -> int:
+        """Return the uneven bits of the axes whose varying bits are `axes`."""
+        return axes << 7 * self._num_axes
 
     def is_constant(self, value: int) -> bool:
         """Whether a value is a constant of the program, the same on every rank."""
@@ -166,9 +148,29 @@ class Lattice:
                 self.names(unclear),
                 self.names(uniform & ~self._at(value, 2)),
                 self.names(uniform & self._at(value, 6) & ~self._at(value, 7)),
+                self.names(uniform & self._at(value, 9)),
+                self.names(uniform & self._at(value, 10)),
             )
             self._decoded[value] = found
         return found
+
+    def without_scale(self, value: int) -> int:
+        """Return the class of truth, a sign or a position: n times as much gives the same."""
+        return self._rescaled(value, self.varying)
+
+    def undivided_by_sum(self, value: int, axes: int) -> int:
+        """Return the bits of what a sum of `value` over `axes` leaves undivided."""
+        if not (value & self.data and value & self.nonzero):
+            return 0
+        axes &= ~self._at(value, 5)
+        differed = value & axes
+        return self.undivided_over(differed & ~self._at(value, 4)) | self.duplicated_over(
+            axes & ~differed
+        )
+
+    def _rescaled(self, value: int, axes: int) -> int:
+        """Return `value`, divided along `axes`."""
+        return value & ~(self.undivided_over(axes) | self.duplicated_over(axes))
 
     def _at(self, value: int, position: int) -> int:
         """Return one bit of each axis, in the places of the varying bits."""
@@ -196,6 +198,28 @@ class Lattice:
         """Return the class of a root, a power, a logarithm or a sum of elements."""
         return value | self._bent
 
+    def invert(self, value: int) -> int:
+        """Return the class of one over a power of `value`."""
+        total = self._at(value, 4)
+        value = self._rescaled(value, self.varying) & ~self._capped
+        return self.bend(value) | self.divided_over(total)
+
+    def cap(self, value: int, by: list[int]) -> int:
+        """Return the class of a `value` that is bounded by the constants among `by`."""
+        constants = [x for x in by if self.is_constant(x) and x & self.nonzero]
+        if not constants:
+            return value
+        if not all(x & self._other for x in constants):
+            # It may be 1 if any rank has one.
+            value &= ~self.duplicated_over(self.varying)
+        return value | self._capped
+
+    def count_ranks(self, value: int, number: float) -> int:
+        """Return the class of `value`, a product with a number, that may be one of ranks."""
+        if value & self.data and self._axes_of_size(number, self.varying):
+            return value | self._by_ranks
+        return value
+
     def anything(self) -> int:
         """Return the class of a value of which nothing is known, but that ranks hold the same."""
         return self.mixed | self._total | self._divided | self._uneven
@@ -214,10 +238,11 @@ class Lattice:
         single, total, divided = (self._at(value, i) & axes for i in (3, 4, 5))
         shares = divided & ~single & ~total
         met = (divided | total) & ~shares
-        value &= ~self._sums(axes, axes, axes)
+        value = self._rescaled(value, divided) & ~self._sums(axes, axes, axes)
         value |= self._sums(shares | met, axes & ~shares, 0)
         k = self._num_axes
-        value |= (self._at(value, 6) & differed) << 7 * k  # it may be weighed by that mean
+        # It may be weighed by that mean, or be a sum of sums.
+        value |= (self._at(value, 6) & differed | total & ~differed) << 7 * k
         repeats = axes & ~differed & ~divided
         if repeats:
             value &= ~self._bent  # what was done to its operand
@@ -234,17 +259,20 @@ class Lattice:
 
     def mean(self, value: int, axes: int) -> int:
         """Return the class of a mean over `axes`: what `value`, a sum over them, is divided to."""
+        value = self._rescaled(value, axes)
         axes &= ~value
         value &= ~self._sums(0, axes, axes)
         return value | self._sums(axes, 0, 0) | axes << 2 * self._num_axes
 
     def share(self, value: int, axes: int) -> int:
         """Return the class of a rank's share of what all ranks along `axes` have."""
-        value = (value | self.mixed) & ~self._sums(axes, axes, 0) | self._sums(0, 0, axes)
+        value = self._rescaled(value | self.mixed, axes)
+        value = value & ~self._sums(axes, axes, 0) | self._sums(0, 0, axes)
         return value | axes << 7 * self._num_axes
 
     def as_stated(self, value: int, axes: int) -> int:
         """Return the class of a sum over `axes` whose scale the author has chosen."""
+        value = self._rescaled(value, axes)
         value |= self._sums(axes, axes, 0) | axes << 2 * self._num_axes
         return value | axes << 7 * self._num_axes
 
@@ -263,6 +291,7 @@ class Lattice:
         if value & self.nonzero and not value & self.data:
             return self.mix(value | by)
         divided = self._at(by, 5) | self._at(by, 8) & self._at(value, 4) & ~value
+        value = self._rescaled(value, self.varying) & ~self._capped
         value |= by & self.varying | self._sums(self._at(value, 4), 0, divided)
         return value | self._unrepeated * bool(divided or value & self._bent)
 
@@ -272,6 +301,14 @@ class Lattice:
             return value & self.varying
         if value & self._bent and abs(number) != 1:
             value |= self._unrepeated
+        undivided = self._at(value, 9) & ~value
+        if undivided:
+            evened = undivided & self._axes_of_size(1 / number, undivided)
+            value |= evened << 6 * self._num_axes
+        is_one = abs(number) == 1
+        value = self._rescaled(
+            value, self._axes_of_size(1 / number, self.varying) if is_one else self.varying
+        )
         total = self._at(value, 4) & ~value
         if value & self.data and total:
             matched = self._axes_of_size(1 / number, total)
@@ -320,36 +357,58 @@ class Lattice:
         if not b & self.data:
             return self.scale(a, b)
         (single_a, total_a, divided_a), (single_b, total_b, divided_b) = map(self._parts, (a, b))
+        a, b = self._scaled_by(a, b), self._scaled_by(b, a)
         total, divided = total_a | total_b, divided_a | divided_b
         single = single_a & single_b | total_a & total_b | total & divided
         claims = self.unsummed | self._unrepeated
         value = (a | b) & ~claims & ~self._single | self._sums(single, 0, 0)
         is_lost = total_a & total_b or divided or (a | b) & self._bent
         value |= a & b & claims | self._unrepeated * bool(is_lost)
-        return value | self._met(a, b)
+        return value | self._met(a, b) | (total_a & total_b) << 7 * self._num_axes
+
+    def _scaled_by(self, value: int, factor: int) -> int:
+        """Return `value` as a factor leaves it that may be one over a sum."""
+        return value if factor & self._capped else self._rescaled(value, self._at(factor, 5))
 
     def quotient(self, a: int, b: int) -> int:
         """Return the class of `a / b`."""
+        b = self._rescaled(b, self.varying) & ~self._capped
         if a & self.nonzero and not a & self.data:
             value = self.mix(a | b)
         else:
             value = a | b & self.varying
         if not b & self.data:
-            return self.scale(value, b) if value & self.data else value
+            return self._over_constant(value, b) if value & self.data else value
         (single, total, divided), (_, total_b, divided_b) = map(self._parts, (value, b))
-        met = total_b | divided_b
+        met = total_b | divided_b | (self.varying if b & self._by_ranks else 0)
+        value = self._rescaled(value, met)
         value = value & ~self._sums(self.varying, 0, 0)
         value |= self._sums(single | total & met, 0, met)
         is_lost = met or (a | b) & self._bent
         return value | self._unrepeated * bool(is_lost) | self._met(a, b)
 
+    def solve(self, matrix: int, vector: int) -> int:
+        """Return the class of the solution of a linear system: a ratio of sums, if both are."""
+        ratio = self.quotient(vector, matrix)
+        both = self.undivided_over(self.varying) | self.duplicated_over(self.varying)
+        return self.mix(vector | matrix) & ~both | ratio & both
+
+    def _over_constant(self, value: int, by: int) -> int:
+        """Return the class of `value / by`. An array of ones may be the number of one rank."""
+        quotient = self.scale(value, by)
+        if by & self._other:
+            return quotient
+        ranks = self._axes_of_size(1, self.varying)
+        return self._rescaled(quotient, ranks) | self._sums(self._at(value, 4) & ranks, 0, 0)
+
     def contract(self, a: int, b: int) -> int:
         """Return the class of sums of products."""
         if not (a & b & self.nonzero):
             return (a | b) & self.varying
-        value = self.mix(a | b)
         if not a & b & self.data:  # what a constant array holds is not known
-            return value
+            return self._rescaled(self.mix(a | b), self.varying)
+        scaled = self._scaled_by(a, b) | self._scaled_by(b, a)
+        value = self.mix(scaled) | (self._at(a, 4) & self._at(b, 4)) << 7 * self._num_axes
         return self.bend(value & ~self._unrepeated | self.product(a, b) & self._unrepeated)
 
     def _parts(self, value: int) -> tuple[int, int, int]:

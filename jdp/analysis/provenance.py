@@ -112,6 +112,25 @@ class Provenance(WayBack):
                     return eqn, self.line(each.frame, eqn)
         return None
 
+    def sums(self, node: Node) -> Iterator[tuple[Any, str, Node]]:
+        """Yield the sums over ranks that leave a value undivided, the nearest first.
+
+        Each with the author's line and its operand.
+        """
+        for each in self.back([node]):
+            eqn = self.maker(each)
+            if eqn is not None and eqn.primitive.name in _ADDING:
+                # Before its operands jdp's own has a rank, its group and the scale.
+                i = eqn.outvars.index(each.variable) - len(eqn.outvars)
+                operand = Node(each.frame, eqn.invars[i])
+                if not self.differs(operand):
+                    yield eqn, self.line(each.frame, eqn), operand
+
+    def is_of_cotangent(self, node: Node) -> bool:
+        """Whether a value was computed from a cotangent that differs, as a gradient is."""
+        eqns = (self.maker(each) for each in self.back([node]))
+        return any(eqn is not None and jaxprs.is_transposed(eqn) for eqn in eqns)
+
     def is_consequence(self, node: Node, causes: Iterable[Node]) -> bool:
         """Whether a value differs only because some other ones do."""
         keys = {cause.key() for cause in causes} - {node.key()}
@@ -193,6 +212,7 @@ class Provenance(WayBack):
 
 _MOVES = frozenset("convert_element_type copy copy_p reshape squeeze".split())
 _SUMS = frozenset({"jdp_all_reduce", "psum", "psum_invariant"})
+_ADDING = {*_SUMS, "jdp_mark", "psum_start", "reduce_scatter", "reduce_sum", "unreduced_psum"}
 _COLLECTIVES = frozenset(collectives.RULES) - {"axis_index"}
 
 
