@@ -65,7 +65,7 @@ def analyse(
             if isinstance(value, Cell)
         ),
         back=lambda axes, of="varying": Provenance(
-            body, interp.record, eqn, interp.lattice.over(of, axes)
+            body, interp.record, eqn, interp.lattice.over(of, interp.lattice.axes(axes))
         ),
     )
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from jdp.analysis import jaxprs
 from jdp.analysis.marks import ALL_REDUCED
 from jdp.analysis.records import Record
@@ -127,9 +129,18 @@ class Provenance(WayBack):
                     yield eqn, self.line(each.frame, eqn), operand
 
     def is_of_cotangent(self, node: Node) -> bool:
-        """Whether a value was computed from a cotangent that differs, as a gradient is."""
-        eqns = (self.maker(each) for each in self.back([node]))
-        return any(eqn is not None and jaxprs.is_transposed(eqn) for eqn in eqns)
+        """Whether a number was computed from a cotangent that differs, as a gradient is."""
+        seen, waiting = set(), [node]
+        while waiting:
+            each = waiting.pop()
+            if each.key() in seen or not self.differs(each) or not _is_inexact(each.variable):
+                continue  # what was decided by a gradient is not one
+            seen.add(each.key())
+            eqn = self.maker(each)
+            if eqn is not None and jaxprs.is_transposed(eqn):
+                return True
+            waiting += self.before(each)
+        return False
 
     def is_consequence(self, node: Node, causes: Iterable[Node]) -> bool:
         """Whether a value differs only because some other ones do."""
@@ -214,6 +225,10 @@ _MOVES = frozenset("convert_element_type copy copy_p reshape squeeze".split())
 _SUMS = frozenset({"jdp_all_reduce", "psum", "psum_invariant"})
 _ADDING = {*_SUMS, "jdp_mark", "psum_start", "reduce_scatter", "reduce_sum", "unreduced_psum"}
 _COLLECTIVES = frozenset(collectives.RULES) - {"axis_index"}
+
+
+def _is_inexact(variable: Any) -> bool:
+    return jnp.issubdtype(variable.aval.dtype, jnp.inexact)
 
 
 def _moves(eqn: Any) -> bool:

@@ -127,7 +127,7 @@ def _join(ins: list[int]) -> int:
 
 def _spread(interp: Interpreter, value: int, axes: int) -> int:
     lattice = interp.lattice
-    return lattice.mix(value | axes | lattice.divided_over(axes) | lattice.data)
+    return lattice.mix(value | axes | lattice.over("divided", axes) | lattice.data)
 
 
 def _with_start(names: str) -> list[str]:

@@ -150,7 +150,9 @@ def _contract(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 def _select(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     # What is chosen by the number of a rank is no rank's own part of anything.
-    value = ins[0] & (interp.lattice.varying | interp.lattice.divided_over(interp.lattice.varying))
+    value = ins[0] & (
+        interp.lattice.varying | interp.lattice.over("divided", interp.lattice.varying)
+    )
     for case in ins[1:]:
         value |= case
     return value

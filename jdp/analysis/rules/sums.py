@@ -26,7 +26,7 @@ def undivided(
         return total
     bits = interp.lattice.undivided_by_sum(value, axes)
     if bits and jaxprs.is_transposed(eqn):
-        bits &= interp.lattice.undivided_over(axes)
+        bits &= interp.lattice.over("undivided", axes)
     return total | bits
 
 
@@ -45,4 +45,4 @@ def of_gathered(interp: Interpreter, eqn: Any) -> int | None:
     value, axes, _ = gathered
     # What else was added up may be divided by its number; and nothing is known of weights.
     total = interp.lattice.bend(all_reduced(interp, eqn, value, 0, axes))
-    return total | interp.lattice.uneven_over(axes & value)
+    return total | interp.lattice.over("uneven", axes & value)

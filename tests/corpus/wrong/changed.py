@@ -252,6 +252,15 @@ def sum_whose_sign_is_all(state, batch):
 
 
 @right()
+def mean_where_no_rank_has_an_infinity(state, batch):
+    local = gradients(state, batch)
+    bad = lax.psum((~jnp.isfinite(optax.tree.norm(local))).astype(jnp.float32), "data")
+    mean = lax.pmean(local, "data")
+    grads = jax.tree.map(lambda g: g * (1 - jnp.minimum(bad, 1)), mean)
+    return state.apply_gradients(grads, synced=True), {}
+
+
+@right()
 def mean_unless_a_sum_is_too_large(state, batch):
     local = gradients(state, batch)
     too_large = lax.psum(optax.tree.norm(local), "data") > 9
