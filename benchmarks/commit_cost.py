@@ -198,7 +198,7 @@ class _Training:
             self._advance(ckpt)
         jax.block_until_ready(self._state)
         if ckpt is not None:
-            ckpt._life.commits.wait()
+            ckpt._session._commits.wait()
         return time.perf_counter() - start
 
     def _advance(self, ckpt: jdp.Checkpointer | None) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: one folder each, written by Orbax, with a manifest that tells it is whole.
+"""Checkpoints on disk: one folder each, written by Orbax, with a manifest that shows damage.
 
     directory/lock                 held by the run that writes here
     directory/1000-1/state/        step 1000 of the run's first life: what Orbax writes
@@ -32,7 +32,7 @@ _UNFINISHED = ".part"
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint that was once whole. Of two, the one of the later life is the newer."""
+    """A checkpoint, intact when it was written. Of two, the one of the later life is the latest."""
 
     life: int  # which life of the run wrote it: each restore begins the next, from 1 on
     step: int
@@ -97,7 +97,7 @@ class Folder:
             self._lock = None
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Find the checkpoints, newest first, whether or not they are whole."""
+        """Return the checkpoints, latest first, damaged or not."""
         if not self.path.is_dir():
             return []
         names = [(_NAME.fullmatch(path.name), path) for path in self.path.iterdir()]
@@ -164,7 +164,7 @@ class Folder:
             raise self._failure(step, arrays, error) from error
 
     def keep(self, count: int) -> None:
-        """Remove all but the newest `count` checkpoints."""
+        """Remove all but the latest `count` checkpoints."""
         for checkpoint in self.checkpoints()[count:]:
             # Renamed first, so that what a death leaves of it does not look like a checkpoint.
             part = checkpoint.path.with_name(checkpoint.path.name + _UNFINISHED)

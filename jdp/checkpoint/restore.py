@@ -1,4 +1,4 @@
-"""Which commit or checkpoint is the newest, on any process, and getting it to all of them."""
+"""Which commit or checkpoint is the latest, on any process, and getting it to all of them."""
 
 import logging
 from typing import Any, NamedTuple
@@ -7,10 +7,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jdp import rank_state
+from jdp.checkpoint import snapshot
 from jdp.checkpoint.commit_memory import CommitMemory
 from jdp.checkpoint.directory import Checkpoint, Folder, TornError
 from jdp.checkpoint.snapshot import Leaf, pack, packed_bytes, unpack
 from jdp.distributed import agree
+from jdp.distributed.checks import known_leaves
 
 _log = logging.getLogger("jdp")
 
@@ -38,12 +41,12 @@ class Sources:
       memory: of this host's commits, if there is a launcher.
 
     Raises:
-      RuntimeError: if there are only checkpoints that are not whole.
+      RuntimeError: if there are checkpoints and all are damaged.
     """
 
     def __init__(self, folder: Folder, memory: CommitMemory | None) -> None:
         self._folder, self._memory = folder, memory
-        self._commit = memory.newest() if memory else None
+        self._commit = memory.latest() if memory else None
         facts = self._commit.facts if self._commit else {}
         if facts.get("directory") != str(folder.path):
             # Of another Checkpointer: a script may train one model after the other.
@@ -97,15 +100,15 @@ class Sources:
                 return
             except TornError as error:
                 torn.append(f"{checkpoint.path}: {error}")
-                _log.warning("jdp: a checkpoint is not whole and is passed over: %s.", torn[-1])
+                _log.warning("jdp: a checkpoint is damaged and is passed over: %s.", torn[-1])
         self._torn = torn
 
 
-def newest(offers: dict[int, dict[str, Any]]) -> Found | None:
+def latest(offers: dict[int, dict[str, Any]]) -> Found | None:
     """Choose from the offers of all processes; None if there is nothing.
 
     >>> nothing = {"checkpoint": None, "where": "runs"}
-    >>> found = newest({0: {"commit": None, **nothing}, 1: {"commit": [1, 40, "a"], **nothing}})
+    >>> found = latest({0: {"commit": None, **nothing}, 1: {"commit": [1, 40, "a"], **nothing}})
     >>> found.tier, found.step, found.source, found.lacking
     ('commit', 40, 1, [0])
     """
@@ -119,9 +122,8 @@ def newest(offers: dict[int, dict[str, Any]]) -> Found | None:
     if commit is None:
         if torn := offers[0].get("torn"):
             raise RuntimeError(
-                f"none of the {len(torn)} checkpoints is whole, and nothing is lost by looking "
-                f"into it before training begins anew: {'; '.join(torn)}. Move the directory "
-                "away, or give Checkpointer a new one."
+                f"all {len(torn)} checkpoints are damaged: {'; '.join(torn)}. Inspect them before "
+                "starting over, then move the directory away or give Checkpointer a new one."
             )
         return None
     holders = [process for process, its in commits.items() if its == commit]
@@ -130,13 +132,32 @@ def newest(offers: dict[int, dict[str, Any]]) -> Found | None:
     return Found("commit", life, step, holders[0], lacking, f"the commit of step {step}")
 
 
-def loaded(
+def restored(
+    group: tuple[int, ...], found: Found, sources: Sources, state: Any, batches: Any
+) -> Any:
+    """Return the state that was found, in the place of `state`, and set the position of `batches`.
+
+    Raises:
+      ValueError: if it is of another model, or without a position although there are batches.
+    """
+    facts, values = _loaded(group, found, sources)
+    with agree.failing_together(group, f"while it restored {found.where}"):
+        values = rank_state.resized(state, values, found.where)
+        saved = snapshot.with_shapes(leaves_of(facts), values)
+        snapshot.require_same(saved, snapshot.describe(state), found.where)
+        state = snapshot.place(state, values)
+        if batches is not None:
+            batches.position = _position(facts, found.where)
+    agree.told(group, None, what=f"whether {found.where} is restored")
+    known_leaves.vouch(jax.tree.leaves(state))  # All have it from one place.
+    return state
+
+
+# Processes that have the values read them on their own host, and nothing is computed over the
+# processes unless one of them lacks the values.
+def _loaded(
     group: tuple[int, ...], found: Found, sources: Sources
 ) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Give facts and values to every process, those that have them from their own host.
-
-    Nothing is computed over the processes unless one of them lacks the values.
-    """
     me = jax.process_index()
     facts: dict[str, Any] = {}
     values: list[np.ndarray] = []
@@ -148,6 +169,15 @@ def loaded(
         facts = told[found.source]
         values = _handed_over(values, leaves_of(facts), is_source=me == found.source)
     return facts, values
+
+
+def _position(facts: dict[str, Any], where: str) -> int:
+    if facts["position"] is None:
+        raise ValueError(
+            f"{where} was written without batches, so it is not known where the data stood. Write "
+            "state = ckpt.restore(state), and set batches.position yourself."
+        )
+    return facts["position"]
 
 
 def leaves_of(facts: dict[str, Any]) -> list[Leaf]:

@@ -98,7 +98,9 @@ class Snapshot(NamedTuple):
             for _, piece in pieces:
                 if isinstance(piece, jax.Array):
                     piece.copy_to_host_async()
-        return [_whole(leaf, pieces) for leaf, pieces in zip(self.leaves, self.pieces, strict=True)]
+        return [
+            _joined(leaf, pieces) for leaf, pieces in zip(self.leaves, self.pieces, strict=True)
+        ]
 
 
 class Snapshots:
@@ -272,7 +274,7 @@ def _pieces(x: Any) -> list[tuple[Any, Any]]:
     return list(shards.values())
 
 
-def _whole(leaf: Leaf, pieces: list[tuple[Any, Any]]) -> np.ndarray:
+def _joined(leaf: Leaf, pieces: list[tuple[Any, Any]]) -> np.ndarray:
     if pieces[0][0] is ...:
         return np.asarray(pieces[0][1])
     whole = np.empty(leaf.shape, jnp.dtype(leaf.dtype))

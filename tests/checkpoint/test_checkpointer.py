@@ -166,7 +166,7 @@ def test_several_states_keys_and_leaves_that_are_no_arrays_are_restored(make_mes
     assert type(other["n"]) is int
 
 
-def test_checkpoints_are_written_when_asked_at_the_end_and_the_newest_kept(tmp_path):
+def test_checkpoints_are_written_when_asked_at_the_end_and_the_latest_kept(tmp_path):
     counted(tmp_path, 11, save_every=2, keep=3)
     assert names(tmp_path) == ["10-1", "11-1", "8-1", "lock"]
     counted(tmp_path, 13, save_every=2, keep=3, resume=True)
@@ -236,7 +236,7 @@ def test_a_run_whose_checkpoints_are_all_torn_does_not_begin_anew(tmp_path):
     counted(tmp_path, 4, save_every=2)
     for step in (2, 4):
         damage(tmp_path / f"{step}-1")
-    with pytest.raises(RuntimeError, match="none of the 2 checkpoints is whole"):
+    with pytest.raises(RuntimeError, match="all 2 checkpoints are damaged"):
         counted(tmp_path, 5, resume=True)
 
 
@@ -329,7 +329,7 @@ def test_what_fails_in_the_background_is_raised_by_a_later_call(tmp_path):
             (tmp_path / "run").write_text("")
             for _ in range(3):
                 ckpt.step(state)
-                ckpt._life.saves._pool.submit(int).result()
+                ckpt._session._saves._pool.submit(int).result()
     assert ckpt.steps == 2
 
 
@@ -367,7 +367,7 @@ def test_without_a_launcher_nothing_is_committed(tmp_path):
     with jdp.Checkpointer(tmp_path, commit_every=1) as ckpt:
         state = ckpt.restore({"n": jnp.int32(0)})
         ckpt.step(state)
-        assert ckpt._life.memory is None
+        assert ckpt._session._memory is None
 
 
 # --- SIGTERM ---
@@ -498,7 +498,7 @@ def committed(path, stop):
     for n in range(1, stop + 1):
         state, rows.position = {"w": state["w"] + 1}, n
         ckpt.step(state, rows)
-    ckpt._life.commits.wait()
+    ckpt._session._commits.wait()
     return {"steps": ckpt.steps}
 
 
