@@ -8,10 +8,21 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jdp import rank_state
-from jdp.checkpoint import snapshot
 from jdp.checkpoint.commit_memory import CommitMemory
 from jdp.checkpoint.directory import Checkpoint, Folder, TornError
-from jdp.checkpoint.snapshot import Leaf, pack, packed_bytes, unpack
+from jdp.checkpoint.saved_leaves import (
+    SavedLeaf,
+    describe,
+    disk_names,
+    from_disk,
+    leaves_of,
+    pack,
+    packed_bytes,
+    require_same,
+    unpack,
+    with_shapes,
+)
+from jdp.checkpoint.snapshot import place
 from jdp.distributed import agree
 from jdp.distributed.checks import known_leaves
 
@@ -21,7 +32,7 @@ _log = logging.getLogger("jdp")
 _PART_BYTES = 64 << 20
 
 
-class Found(NamedTuple):
+class Restorable(NamedTuple):
     """What is restored, as all processes see it."""
 
     tier: str  # "commit" or "checkpoint"
@@ -81,12 +92,7 @@ class Sources:
         assert self._checkpoint is not None
         facts = self._checkpoint_facts
         leaves = leaves_of(facts)
-        names = [_name(i, leaf) for i, leaf in enumerate(leaves) if leaf.num_bytes]
-        arrays = self._folder.read(self._checkpoint, names)
-        return facts, [
-            arrays.get(_name(i, leaf), np.zeros(leaf.shape, leaf.dtype)).view(leaf.dtype)
-            for i, leaf in enumerate(leaves)
-        ]
+        return facts, from_disk(leaves, self._folder.read(self._checkpoint, disk_names(leaves)))
 
     def _find_checkpoint(self) -> None:
         torn = []
@@ -104,7 +110,7 @@ class Sources:
         self._torn = torn
 
 
-def latest(offers: dict[int, dict[str, Any]]) -> Found | None:
+def latest(offers: dict[int, dict[str, Any]]) -> Restorable | None:
     """Choose from the offers of all processes; None if there is nothing.
 
     >>> nothing = {"checkpoint": None, "where": "runs"}
@@ -118,7 +124,7 @@ def latest(offers: dict[int, dict[str, Any]]) -> Found | None:
     if checkpoint and (commit is None or checkpoint > commit[:2]):
         others = [process for process in offers if process]
         life, step = checkpoint
-        return Found("checkpoint", life, step, 0, others, f"step {step} of {where}")
+        return Restorable("checkpoint", life, step, 0, others, f"step {step} of {where}")
     if commit is None:
         if torn := offers[0].get("torn"):
             raise RuntimeError(
@@ -129,11 +135,11 @@ def latest(offers: dict[int, dict[str, Any]]) -> Found | None:
     holders = [process for process, its in commits.items() if its == commit]
     lacking = [process for process in offers if process not in holders]
     life, step, _ = commit
-    return Found("commit", life, step, holders[0], lacking, f"the commit of step {step}")
+    return Restorable("commit", life, step, holders[0], lacking, f"the commit of step {step}")
 
 
 def restored(
-    group: tuple[int, ...], found: Found, sources: Sources, state: Any, batches: Any
+    group: tuple[int, ...], found: Restorable, sources: Sources, state: Any, batches: Any
 ) -> Any:
     """Return the state that was found, in the place of `state`, and set the position of `batches`.
 
@@ -143,9 +149,9 @@ def restored(
     facts, values = _loaded(group, found, sources)
     with agree.failing_together(group, f"while it restored {found.where}"):
         values = rank_state.resized(state, values, found.where)
-        saved = snapshot.with_shapes(leaves_of(facts), values)
-        snapshot.require_same(saved, snapshot.describe(state), found.where)
-        state = snapshot.place(state, values)
+        saved = with_shapes(leaves_of(facts), values)
+        require_same(saved, describe(state), found.where)
+        state = place(state, values)
         if batches is not None:
             batches.position = _position(facts, found.where)
     agree.told(group, None, what=f"whether {found.where} is restored")
@@ -156,7 +162,7 @@ def restored(
 # Processes that have the values read them on their own host, and nothing is computed over the
 # processes unless one of them lacks the values.
 def _loaded(
-    group: tuple[int, ...], found: Found, sources: Sources
+    group: tuple[int, ...], found: Restorable, sources: Sources
 ) -> tuple[dict[str, Any], list[np.ndarray]]:
     me = jax.process_index()
     facts: dict[str, Any] = {}
@@ -180,28 +186,8 @@ def _position(facts: dict[str, Any], where: str) -> int:
     return facts["position"]
 
 
-def leaves_of(facts: dict[str, Any]) -> list[Leaf]:
-    """Read the leaves from the facts that stand beside them."""
-    return [Leaf(name, tuple(shape), dtype, key) for name, shape, dtype, key in facts["leaves"]]
-
-
-def named(leaves: list[Leaf], values: list[Any]) -> dict[str, Any]:
-    """Give values the names that they have on the disk; empty ones are not written."""
-    pairs = enumerate(zip(leaves, values, strict=True))
-    return {_name(i, leaf): _writable(value) for i, (leaf, value) in pairs if leaf.num_bytes}
-
-
-def _writable(value: Any) -> Any:
-    # Orbax does not know the unsigned integers of 2 and 4 bits, which NumPy keeps in bytes.
-    return value.view(np.uint8) if value.dtype in ("uint2", "uint4") else value
-
-
-def _name(number: int, leaf: Leaf) -> str:
-    return f"{number}{leaf.name}"
-
-
 # As integers: a sum of floats over the processes would make 0.0 of -0.0.
-def _handed_over(values: list[np.ndarray], leaves: list[Leaf], *, is_source: bool) -> list[Any]:
+def _handed_over(values: list[Any], leaves: list[SavedLeaf], *, is_source: bool) -> list[Any]:
     size = packed_bytes(leaves)
     data = np.concatenate(pack(values)) if is_source and size else np.zeros(size, np.uint8)
     for start in range(0, size, _PART_BYTES):

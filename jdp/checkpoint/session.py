@@ -13,7 +13,7 @@ import jax
 from jdp import pytrees
 from jdp.checkpoint import directory
 from jdp.checkpoint.commit_memory import CommitMemory
-from jdp.checkpoint.restore import Found, Sources, latest, restored
+from jdp.checkpoint.restore import Restorable, Sources, latest, restored
 from jdp.checkpoint.state_writer import checkpoint_writer, commit_writer
 from jdp.distributed import agree, in_flight, kv_store
 from jdp.distributed.checks import startup
@@ -69,8 +69,7 @@ class Session:
         if self._launcher and self._assigned:
             _require_alone(self)
             self._memory = CommitMemory(self._launcher.commit_file)
-        # Number and tag of this life of the run, which all processes agree on.
-        self._life, self._tag = 0, secrets.token_hex(4)
+        self._identity: dict[str, Any] = {}  # of this life of the run, equal on all processes
         self._state: Any = None  # after the last step, as the position is
         self._position: int | None = None
         self._num_steps, self._saved_at = 0, -1
@@ -88,11 +87,10 @@ class Session:
                 is_later = self._assigned is not None and self._assigned.generation > 0
                 self._folder.lock(resumes=is_later)
             sources = Sources(self._folder, self._memory)
-        offer = sources.offer() | {"tag": self._tag, "resumes": self._resumes(resume)}
+        offer = sources.offer() | {"tag": secrets.token_hex(4), "resumes": self._resumes(resume)}
         offers = agree.told(self._group, offer, what="what there is to restore")
-        self._life = 1 + max(each["life"] for each in offers.values())
-        self._tag, resumes = offers[0]["tag"], offers[0]["resumes"]
-        found = latest(offers)
+        self._identify(1 + max(each["life"] for each in offers.values()), offers[0]["tag"])
+        found, resumes = latest(offers), offers[0]["resumes"]
         if found is not None:
             if not resumes:
                 raise RuntimeError(
@@ -166,7 +164,7 @@ class Session:
         while self._ends:
             self._ends.pop(0)()
 
-    def _begin_writers(self, found: Found | None) -> None:
+    def _begin_writers(self, found: Restorable | None) -> None:
         if found is not None and found.tier == "commit":
             self._is_unsaved, self._is_held = True, not found.lacking
         is_first = self._assigned is not None and self._assigned.local_id == 0
@@ -196,16 +194,13 @@ class Session:
             )
         raise SystemExit(SAVED)
 
+    def _identify(self, life: int, tag: str) -> None:
+        written_by = {"jdp": startup.version(), "jax": jax.__version__}
+        run = {"directory": str(self._folder.path), "life": life, "tag": tag}
+        self._identity = {**run, **written_by}
+
     def _facts(self) -> dict[str, Any]:
-        return {
-            "directory": str(self._folder.path),
-            "life": self._life,
-            "tag": self._tag,
-            "step": self.steps,
-            "position": self._position,
-            "jdp": startup.version(),
-            "jax": jax.__version__,
-        }
+        return {**self._identity, "step": self.steps, "position": self._position}
 
     def _resumes(self, resume: bool | None) -> bool:
         if self._assigned is not None and self._assigned.resumes:

@@ -9,8 +9,8 @@ import numpy as np
 
 from jdp.checkpoint.commit_memory import CommitMemory
 from jdp.checkpoint.directory import Folder
-from jdp.checkpoint.restore import named
-from jdp.checkpoint.snapshot import Snapshot, Snapshots, pack
+from jdp.checkpoint.saved_leaves import pack, to_disk
+from jdp.checkpoint.snapshot import Snapshot, Snapshots
 from jdp.distributed import in_flight
 from jdp.worker import progress
 
@@ -113,7 +113,7 @@ def checkpoint_writer(folder: Folder, *, keep: int, is_here: bool) -> StateWrite
     """Return the writer of checkpoints to a folder, which keeps the last `keep`."""
 
     def write(facts: dict[str, Any], values: list[np.ndarray]) -> None:
-        folder.write(facts["life"], facts["step"], facts, named(facts["leaves"], values))
+        folder.write(facts["life"], facts["step"], facts, to_disk(facts["leaves"], values))
         progress.kept(facts["step"], str(folder.path))
         folder.keep(keep)
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from support.launched import Launcher
 
 import jdp
-from jdp.checkpoint import directory as directories
+from jdp.checkpoint import directory_lock
 from jdp.distributed import mesh as jdp_mesh
 
 ROWS = {"x": np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)}
@@ -297,7 +297,7 @@ def test_a_step_before_restore_or_after_close_is_refused(tmp_path):
 
 
 def test_a_second_run_in_the_directory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("jdp.checkpoint.directory._LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("jdp.checkpoint.directory_lock._TIMEOUT_S", 0.1)
     with jdp.Checkpointer(tmp_path) as ckpt:
         ckpt.restore({"n": 0})
         with pytest.raises(RuntimeError, match="in use by another run"):
@@ -545,7 +545,7 @@ def test_the_commits_of_one_directory_are_not_taken_for_those_of_another(tmp_pat
 def patience(path):
     jdp.init()
     waits = []
-    directories.Folder._take = lambda self, file, timeout_s: waits.append(timeout_s)
+    directory_lock._lock = lambda file, path, timeout_s: waits.append(timeout_s)
     jdp.Checkpointer(path, resume=True).restore({"n": 0})
     return waits
 

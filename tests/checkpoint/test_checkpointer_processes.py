@@ -15,8 +15,7 @@ from support.launched import Launcher
 
 import jdp
 from jdp.checkpoint.commit_memory import CommitMemory
-from jdp.checkpoint.restore import leaves_of
-from jdp.checkpoint.snapshot import describe, pack, unpack
+from jdp.checkpoint.saved_leaves import describe, leaves_of, pack, unpack
 from jdp.distributed import agree
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("processes")]
