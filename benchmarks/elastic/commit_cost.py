@@ -194,7 +194,7 @@ class _Training:
         for _ in range(COMMIT_EVERY):
             self._advance(ckpt)
         jax.block_until_ready(self._state)
-        if ckpt is not None:
+        if ckpt is not None and ckpt._session is not None:
             ckpt._session._commits.wait()
         return time.perf_counter() - start
 
