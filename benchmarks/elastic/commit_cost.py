@@ -194,8 +194,8 @@ class _Training:
         for _ in range(COMMIT_EVERY):
             self._advance(ckpt)
         jax.block_until_ready(self._state)
-        if ckpt is not None and ckpt._life is not None:
-            ckpt._life.commits.wait()
+        if ckpt is not None and ckpt._session is not None:
+            ckpt._session._commits.wait()
         return time.perf_counter() - start
 
     def _advance(self, ckpt: jdp.Checkpointer | None) -> None:
