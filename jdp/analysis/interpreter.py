@@ -91,6 +91,8 @@ class Interpreter:
         # Values that were divided by numbers, and how many elements were added up: see `averages`.
         self.quotients: dict[Any, Quotient] = {}
         self.sums: dict[Any, tuple[int, ...]] = {}
+        # What ranks gathered: the class of each rank's own, the axes, and along which dim it lies.
+        self.gathered: dict[Any, tuple[int, int, int]] = {}
         # Axes of several devices that are left to the compiler.
         self._automatic = {name for name, size in mesh.shape.items() if size > 1} - manual
 
@@ -223,9 +225,9 @@ def _alike(ins: Sequence[Any]) -> Iterator[Any]:
 
 
 def _literal(atom: Any, nonzero: int) -> int:
-    try:
-        if not atom.val:
-            return 0
-        return nonzero & -nonzero if atom.val in (1, -1) else nonzero
-    except (TypeError, ValueError):  # no number, or several
+    number = jaxprs.number(atom)
+    if number is None:  # several, or a complex one
         return nonzero
+    if number in (1, -1):
+        return nonzero & -nonzero
+    return nonzero if number else 0

@@ -166,7 +166,7 @@ class Step:
             return pytrees.restore(state), reported, weight
         given = None
         with self._phase:
-            if not follows or in_flight.newest_step() not in (None, self):
+            if not follows or in_flight.latest_step() not in (None, self):
                 _order_between_processes(program.mesh)
             in_flight.make_room()
             self._num_calls += 1
