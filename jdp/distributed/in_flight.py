@@ -189,12 +189,11 @@ def _require_right(call: Call) -> None:
     else:
         return
     if call.returns_state:
-        _calls.clear()
         _why_wrong = text
-    else:  # Training may go on: only this step's own calls are said to be wrong.
-        others = [each for each in _calls if each.step is not call.step]
-        _calls.clear()
-        _calls.extend(others)
+    # Other steps may go on, or be wrong by themselves: only this one's own calls are reported here.
+    others = [each for each in _calls if each.step is not call.step]
+    _calls.clear()
+    _calls.extend(others)
     raise RuntimeError(text)
 
 

@@ -57,7 +57,8 @@ def check_step(
             f"check_step got {getattr(step, '__name__', step)!r}, which is not decorated with "
             "jdp.train_step: it compares the states that train steps return."
         )
-    step.require_alive(state, batch, *rest)
+    for name, tree in (("state", state), ("batch", batch), ("rest", rest)):
+        pytrees.require_alive(name, tree, "Give what no step has donated, or a copy made before.")
     ranks = mesh.mesh_of(jax.tree.leaves(state), step.axis_name)
     if jax.process_count() > 1:
         raise ValueError(
