@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from support import training
+from support.per_rank import planted
 from support.training import batch, loss_fn, plain_step, predict, ranks, state
 
 import jdp
@@ -77,6 +78,35 @@ def test_says_what_the_analysis_cannot_see(program, cause):
     plain_sgd = state(jdp.replicated(optax.sgd(0.1)))
     with pytest.raises(ValueError, match=f"on 3 ranks than on one.*{cause}"):
         jdp.check_step(jdp.train_step(program), plain_sgd, batch())
+
+
+def logits_step(change):
+    """A classifier with a number `t` that is added to all logits: its gradient is rounding."""
+
+    def step(state, batch):
+        def loss(p):
+            logits = batch["x"] @ p["w"] + p["t"]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+        return state.apply_gradients(change(jax.grad(loss)(state.params))), {}
+
+    return jdp.train_step(step)
+
+
+@pytest.mark.parametrize("name", ["adam", "nadam", "lion"])
+@pytest.mark.parametrize("clips", [False, True])
+def test_rounding_that_an_optimizer_makes_large_is_told_from_clipping(name, clips):
+    ranks(3)
+    tx = getattr(optax, name)(0.1)
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(5, 3)).astype("float32"), "t": 0.0}
+    s = jdp.TrainState.create(params, jdp.replicated(tx))
+    rows = {"x": rng.normal(size=(24, 5)).astype("float32"), "y": rng.integers(0, 3, 24)}
+    clip = lambda grads: jax.tree.map(lambda g: jnp.clip(g, -0.02, 0.02), grads)  # noqa: E731
+    with pytest.raises(ValueError, match="does another thing") as error:
+        jdp.check_step(logits_step(clip if clips else lambda grads: grads), s, rows, num_steps=3)
+    assert ("optax.sgd" in str(error.value)) != clips
+    assert ("clip" in str(error.value)) == clips
 
 
 def test_names_batch_statistics():
@@ -270,8 +300,6 @@ def test_a_rank_that_drifts_alone_is_found():
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_each_rank_is_compared(make_mesh, odd):
-    from test_replicas import planted
-
     mesh = make_mesh(3)
     x = np.arange(4, dtype=np.float32)
     many = {"w": planted(mesh, x, x + np.float32([0, 0, 5, 0]), {odd})}
@@ -332,8 +360,6 @@ def test_the_digits_of_parameters_of_16_bits_are_no_difference(dtype):
 
 
 def test_digits_do_not_explain_ranks_that_differ(make_mesh):
-    from test_replicas import planted
-
     mesh, x = make_mesh(2), jnp.ones(2, jnp.bfloat16)
     many = {"w": planted(mesh, x, x + jnp.array([0, 0.0078125], jnp.bfloat16), {1})}
     (found,) = step_differences.compare("state", {"w": x}, {"w": x}, many, 1e-5)
