@@ -61,7 +61,7 @@ def as_long_as_the_parameters(state, batch):
 
 
 @right(runs=True)
-def orthogonalised(state, batch):
+def orthogonalised_by_a_polynomial(state, batch):
     """Muon: a polynomial of the sum of length one."""
     grads = psum(gradients(state, batch))
     w = grads["w"] / jnp.linalg.norm(grads["w"])
@@ -72,7 +72,7 @@ def orthogonalised(state, batch):
 
 
 @right()
-def of_rank_one(state, batch):
+def gradient_of_rank_one(state, batch):
     """PowerSGD: the base of the first sum has no length."""
     grads = gradients(state, batch)
     base, _ = jnp.linalg.qr(psum(grads["w"] @ jnp.ones((3, 1))))
@@ -81,7 +81,7 @@ def of_rank_one(state, batch):
 
 
 @right()
-def by_conjugate_gradients(state, batch):
+def solved_by_conjugate_gradients(state, batch):
     """Newton: the sum of the slopes over that of the curvatures."""
     w = state.params["w"]
 
@@ -97,7 +97,7 @@ def by_conjugate_gradients(state, batch):
 
 
 @right(runs=True)
-def scattered_and_gathered(state, batch):
+def scattered_divided_and_gathered(state, batch):
     """ZeRO: each rank divides and clips its part."""
     grads = gradients(state, batch)
     part = lax.psum_scatter(grads["w"].reshape(-1)[:8], "data", tiled=True)
