@@ -1,5 +1,6 @@
 """Kinds of leaves. Those that are no arrays (functions, names) pass through a step as they are."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ def without_key(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
+@functools.cache
 def num_bits(dtype: Any) -> int:
     """Return how many bits of an element of a dtype count: 6 of a float6, 1 of a bool."""
     if jnp.issubdtype(dtype, jnp.bool_):
@@ -35,11 +37,13 @@ def num_bits(dtype: Any) -> int:
     return jnp.iinfo(dtype).bits
 
 
+@functools.cache
 def is_tiny_float(dtype: Any) -> bool:
     """Whether a dtype is a float of 8 bits or fewer, which JAX does not promote to another."""
     return jnp.issubdtype(dtype, jnp.floating) and num_bits(dtype) < 16
 
 
+@functools.cache
 def is_not_compiled(dtype: Any) -> bool:
     """Whether XLA cannot compute with a dtype that JAX names: int1 and uint1, floats of 6 bits."""
     if jnp.issubdtype(dtype, jnp.integer):
@@ -129,14 +133,14 @@ def restore(tree: Any) -> Any:
 
 
 @jax.tree_util.register_static
-class _Place:
+class _TakenNode:
     """What stays behind of a node: its structure."""
 
     def __init__(self, treedef: Any):
         self.treedef = treedef
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Place) and self.treedef == other.treedef
+        return isinstance(other, _TakenNode) and self.treedef == other.treedef
 
     def __hash__(self) -> int:
         return hash(self.treedef)
@@ -162,7 +166,7 @@ def take_nodes(tree: Any, is_taken: Callable[[Any], bool]) -> tuple[Any, list[An
             return node
         leaves, treedef = jax.tree.flatten(node)
         taken.extend(leaves)
-        return _Place(treedef)
+        return _TakenNode(treedef)
 
     return jax.tree.map(visit, tree, is_leaf=is_taken), taken
 
@@ -172,12 +176,12 @@ def put_nodes(tree: Any, leaves: Sequence[Any]) -> Any:
     left = iter(leaves)
 
     def visit(node: Any) -> Any:
-        if not _is_place(node):
+        if not _is_taken_node(node):
             return node
         return node.treedef.unflatten([next(left) for _ in range(node.treedef.num_leaves)])
 
-    return jax.tree.map(visit, tree, is_leaf=_is_place)
+    return jax.tree.map(visit, tree, is_leaf=_is_taken_node)
 
 
-def _is_place(node: Any) -> bool:
-    return isinstance(node, _Place)
+def _is_taken_node(node: Any) -> bool:
+    return isinstance(node, _TakenNode)

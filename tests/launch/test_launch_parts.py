@@ -27,7 +27,7 @@ from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.generation import Generation
 from jdp.launch.leader.leader import Leader
 from jdp.launch.leader.rank_assignment import Part
-from jdp.launch.leader.remote_host import Guest, Slot
+from jdp.launch.leader.remote_host import Guest, HostSlot
 from jdp.launch.options.options import parse
 from jdp.launch.transport import token_auth
 from jdp.launch.transport.connection import Channel
@@ -91,7 +91,7 @@ def test_a_slot_that_rests_is_left_out_and_one_that_is_needed_is_waited_for():
 
 
 def test_a_slot_rests_when_it_fails_twice_in_a_minute_and_each_time_for_longer():
-    slot = Slot()
+    slot = HostSlot()
     slot.fail(0.0, can_rest=True)
     slot.fail(guests.WINDOW_S, can_rest=True)
     assert slot.free_at == 0.0
@@ -102,7 +102,7 @@ def test_a_slot_rests_when_it_fails_twice_in_a_minute_and_each_time_for_longer()
 
 
 def test_a_slot_that_is_needed_backs_off_only():
-    slot = Slot()
+    slot = HostSlot()
     slot.fail(0.0, can_rest=False)
     assert slot.free_at == 0.0
     for failure in range(1, 30):
@@ -298,12 +298,20 @@ def silent():
 def test_a_host_says_that_who_listens_is_no_leader_of_its_jdp(greeting, why):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         options = parse(["--join-timeout-s=1", "--heartbeat-timeout-s=0.3", "train.py"], {})
-        link = {"introduce": dict, "lost": print, "joined": print, "leads": False}
 
         async def join():
             found = asyncio.get_running_loop().create_future()
-            link["gave_up"], link["received"] = found.set_result, print
-            joining = Link(options, "token", listener.getsockname(), **link)
+            joining = Link(
+                options,
+                "token",
+                listener.getsockname(),
+                introduce=dict,
+                received=print,
+                joined=print,
+                lost=print,
+                gave_up=found.set_result,
+                leads=False,
+            )
             listener.setblocking(False)
             visitor, _ = await asyncio.get_running_loop().sock_accept(listener)
             with visitor:

@@ -14,7 +14,7 @@ from jdp.distributed import agree
 _SHOWN_CHARACTERS = 400
 
 
-class Program(NamedTuple):
+class ProgramText(NamedTuple):
     """A step to be compared.
 
     Attributes:
@@ -30,7 +30,7 @@ class Program(NamedTuple):
     source: Callable[[int], str]
 
     @classmethod
-    def of(cls, name: str, traced: Any, lowered: Any) -> "Program":
+    def of(cls, name: str, traced: Any, lowered: Any) -> "ProgramText":
         """Describe what `jax.jit(...).trace(...)` and its `.lower()` gave."""
         lines = lowered.as_text().splitlines()  # without names of files, which may differ
         # In the text, too, as far as JAX does not make arguments of them.
@@ -38,7 +38,7 @@ class Program(NamedTuple):
         return cls(name, lines, constants, lambda index: _source(lowered, lines, index))
 
 
-def require_program(group: tuple[int, ...], program: Program) -> None:
+def require_program(group: tuple[int, ...], program: ProgramText) -> None:
     """Refuse a step that is another program on another process.
 
     Args:

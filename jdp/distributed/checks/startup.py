@@ -16,7 +16,7 @@ import jaxlib
 from jax.sharding import Mesh
 
 from jdp.distributed import agree
-from jdp.distributed.checks.program import Program, require_program, require_schedule
+from jdp.distributed.checks.program import ProgramText, require_program, require_schedule
 from jdp.worker import launcher_client
 from jdp.worker.hang_detector import PATIENCE
 
@@ -165,7 +165,7 @@ class FirstRuns:
             if any(traced.jaxpr is jaxpr for jaxpr in self._equal):
                 return False
             lowered = traced.lower()
-            program = Program.of(self._name, traced, lowered)
+            program = ProgramText.of(self._name, traced, lowered)
         require_program(self._group, program)
         if self._mesh.devices.flat[0].platform == "gpu":
             with agree.failing_together(self._group, f"while it compiled `{self._name}`"):
