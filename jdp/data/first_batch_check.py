@@ -52,9 +52,9 @@ def first_batch(
         error, report = failure, FirstBatch("error", "", 0, repr(failure))
     report = report._replace(text=report.text[:_TEXT_CHARACTERS])
     assert isinstance(sharding.mesh, Mesh)
-    told = agree.told(agree.peers(sharding.mesh), report, what="first batches")
+    gathered = agree.all_gather(agree.peers(sharding.mesh), report, what="first batches")
     if error is None:
-        require_agreement({process: FirstBatch(*each) for process, each in told.items()})
+        require_agreement({process: FirstBatch(*each) for process, each in gathered.items()})
     if error is not None:
         raise error
     return found

@@ -207,7 +207,7 @@ class _Loop:
 
     # A process that has left the loop may wait for this one, to begin its next loop.
     def _failing(self) -> contextlib.AbstractContextManager[None]:
-        return agree.failing_together(self._peers, "in a loop over batches")
+        return agree.propagating_errors(self._peers, "in a loop over batches")
 
     # Once both are known: the first end, and what this process did, unless it is still behind.
     def _say(self) -> None:

@@ -22,7 +22,7 @@ class Preemption:
     """
 
     def __init__(self) -> None:
-        self._told = False
+        self._got_sigterm = False
         self._before: Any = None
         self._is_mine = False
         self._agrees = jax.process_count() > 1
@@ -40,7 +40,11 @@ class Preemption:
         Args:
           step: number of it, the same on all processes, one more each time.
         """
-        return multihost_utils.reached_preemption_sync_point(step) if self._agrees else self._told
+        return (
+            multihost_utils.reached_preemption_sync_point(step)
+            if self._agrees
+            else self._got_sigterm
+        )
 
     def stop_listening(self) -> None:
         """Give SIGTERM back to whom it belonged."""
@@ -50,7 +54,7 @@ class Preemption:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
 
     def _note(self, *_: object) -> None:
-        self._told = True
+        self._got_sigterm = True
 
 
 @functools.cache

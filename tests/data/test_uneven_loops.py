@@ -258,7 +258,7 @@ def end_alone():
             next(loop)
         text = str(caught.value)
     agree.set_timeout_s(TIMEOUT_S)
-    agree.told((0, 1), None, what="that process 0 was told")
+    agree.all_gather((0, 1), None, what="that process 0 was told")
     assert next(loop, None) is None
     wait_until(lambda: not threads())
     return text

@@ -50,11 +50,13 @@ def require_program(group: tuple[int, ...], program: ProgramText) -> None:
       RuntimeError: if a process failed before it came here, or does not come in time.
     """
     shown = [program.lines, *map(_described, program.constants)]
-    told = agree.told(group, f"`{program.name}` {agree.digest(shown)}", what=f"`{program.name}`")
-    if len(set(told.values())) == 1:
+    gathered = agree.all_gather(
+        group, f"`{program.name}` {agree.digest(shown)}", what=f"`{program.name}`"
+    )
+    if len(set(gathered.values())) == 1:
         return
-    odd, usual = pair = agree.odd_one(told)
-    names = [told[process].rpartition(" ")[0] for process in pair]
+    odd, usual = pair = agree.odd_one(gathered)
+    names = [gathered[process].rpartition(" ")[0] for process in pair]
     if names[0] != names[1]:
         difference = f"it is {names[0]} there, and {names[1]} here."
     else:
@@ -71,13 +73,13 @@ def require_program(group: tuple[int, ...], program: ProgramText) -> None:
 def _different_constant(
     group: tuple[int, ...], pair: tuple[int, int], constants: Sequence[np.ndarray]
 ) -> str | None:
-    told = agree.told(group, [*map(_described, constants)], what="constants")
+    gathered = agree.all_gather(group, [*map(_described, constants)], what="constants")
     odd, usual = pair
-    if len(told[odd]) != len(told[usual]) or told[odd] == told[usual]:
+    if len(gathered[odd]) != len(gathered[usual]) or gathered[odd] == gathered[usual]:
         return None  # Another number of arrays shows in the lines, too.
-    both = enumerate(zip(told[odd], told[usual], strict=True))
+    both = enumerate(zip(gathered[odd], gathered[usual], strict=True))
     number = next(i for i, (one, other) in both if one != other)
-    shapes = {process: told[process][number].rpartition(" ")[0] for process in pair}
+    shapes = {process: gathered[process][number].rpartition(" ")[0] for process in pair}
     if shapes[odd] != shapes[usual]:
         return (
             f"an array that it captures is {shapes[odd]} on process {odd} and {shapes[usual]} on "
@@ -87,7 +89,7 @@ def _different_constant(
     position = agree.first_difference(pair, group, mine.reshape(-1))
     index = [int(i) for i in np.unravel_index(position, mine.shape)] if mine.size else []
     value = str(mine.reshape(-1)[position]) if position < mine.size else ""
-    values = agree.told(group, [index, value], what="values")
+    values = agree.all_gather(group, [index, value], what="values")
     return (
         f"an array that it captures, {shapes[odd]}, holds {values[odd][1]} at {values[odd][0]} on "
         f"process {odd} and {values[usual][1]} on process {usual}. Load or draw it the same on "
@@ -105,11 +107,11 @@ def _different_line(
     shown, where = "(no such line)", ""
     if index < len(lines):
         shown, where = lines[index].strip()[:_SHOWN_CHARACTERS], source(index)
-    told = agree.told(group, f"{shown}  ({where})" if where else shown, what="lines")
+    gathered = agree.all_gather(group, f"{shown}  ({where})" if where else shown, what="lines")
     odd, usual = pair
     return (
-        f"its line {index + 1} is\n    {told[odd]}\non process {odd}, and\n    {told[usual]}\non "
-        f"process {usual}."
+        f"its line {index + 1} is\n    {gathered[odd]}\non process {odd}, and\n    "
+        f"{gathered[usual]}\non process {usual}."
     )
 
 
@@ -185,10 +187,10 @@ def require_schedule(group: tuple[int, ...], name: str, compiled: str) -> None:
       ValueError, RuntimeError: as from `require_program`.
     """
     lines = schedule(compiled)
-    told = agree.told(group, agree.digest(lines), what=f"the schedule of `{name}`")
-    if len(set(told.values())) == 1:
+    gathered = agree.all_gather(group, agree.digest(lines), what=f"the schedule of `{name}`")
+    if len(set(gathered.values())) == 1:
         return
-    odd, usual = pair = agree.odd_one(told)
+    odd, usual = pair = agree.odd_one(gathered)
     difference = _different_line(group, pair, lines, lambda index: "")
     raise ValueError(
         f"XLA has compiled `{name}` to another order of collectives on process {odd} than on "

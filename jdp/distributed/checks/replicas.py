@@ -108,8 +108,8 @@ def _gathered(where: Mesh, leaves: list[jax.Array]) -> np.ndarray:
     rows = list(dict.fromkeys(mine.values()))
     value = rows, {position: rows.index(row) for position, row in mine.items()}
     table = np.zeros((where.size, len(leaves), 2), np.uint32)
-    told = agree.told(agree.peers(where), value, what="the state's hashes")
-    for rows, row_of in told.values():
+    gathered = agree.all_gather(agree.peers(where), value, what="the state's hashes")
+    for rows, row_of in gathered.values():
         for position, row in row_of.items():
             found = np.frombuffer(bytes.fromhex(rows[row]), np.uint32)
             table[int(position)] = found.reshape(len(leaves), 2)

@@ -41,7 +41,7 @@ def require_start(mesh: Mesh, timeout_s: float | None) -> None:
     agree.set_timeout_s(300.0 if timeout_s is None else timeout_s)
     group = agree.peers(mesh)
     if len(group) > 1:
-        require_equal_facts(agree.told(group, _facts(mesh), what="versions in jdp.init"))
+        require_equal_facts(agree.all_gather(group, _facts(mesh), what="versions in jdp.init"))
     is_watched = launcher_client.current() is not None
     agree.set_timeout_s(math.inf if is_watched or timeout_s is None else PATIENCE * timeout_s)
 
@@ -160,7 +160,7 @@ class FirstRuns:
 
     def _compare(self, trace: Callable[..., Any], args: tuple, first: Callable[[], None]) -> bool:
         """Tell whether there was something to compare."""
-        with agree.failing_together(self._group, f"while it traced `{self._name}`"):
+        with agree.propagating_errors(self._group, f"while it traced `{self._name}`"):
             traced = trace(*args)
             if any(traced.jaxpr is jaxpr for jaxpr in self._equal):
                 return False
@@ -168,7 +168,7 @@ class FirstRuns:
             program = ProgramText.of(self._name, traced, lowered)
         require_program(self._group, program)
         if self._mesh.devices.flat[0].platform == "gpu":
-            with agree.failing_together(self._group, f"while it compiled `{self._name}`"):
+            with agree.propagating_errors(self._group, f"while it compiled `{self._name}`"):
                 compiled = lowered.compile().as_text()
             require_schedule(self._group, self._name, compiled)
         first()
