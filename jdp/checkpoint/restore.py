@@ -60,9 +60,9 @@ class Sources:
         self._commit = memory.latest() if memory else None
         facts = self._commit.facts if self._commit else {}
         if facts.get("directory") != str(folder.path):
-            # Of another Checkpointer: a script may train one model after the other.
+            # Another Checkpointer wrote it: a script may train one model after the other.
             self._commit, facts = None, {}
-        # Of two, the one of the later life of the run is the newer. Commits of one life and step
+        # A commit of a later life of the run is later. Commits of one life and step
         # are the same, unless two parts of a torn network both took that life: hence the tag.
         self._key = [facts[name] for name in ("life", "step", "tag")] if facts else None
         self._life: int = facts.get("life", 0)
@@ -73,7 +73,7 @@ class Sources:
             self._find_checkpoint()
 
     def offer(self) -> dict[str, Any]:
-        """Say it in what JSON can hold."""
+        """Return a description of it that JSON can hold."""
         written = self._checkpoint
         return {
             "commit": self._key,

@@ -160,7 +160,7 @@ class Session:
         if can_compare:
             self._require_equal_ranks()
 
-    def end(self) -> None:
+    def end_session(self) -> None:
         """Wait for what is being written, and let other runs use the directory."""
         self.is_over, self._state = True, None
         while self._ends:
@@ -186,7 +186,7 @@ class Session:
 
     def _stop(self) -> None:
         self.save()
-        self.end()
+        self.end_session()
         if self._process == 0:
             _log.warning(
                 "jdp: SIGTERM: step %d is saved in %s. Run again with %s to go on.",

@@ -28,7 +28,7 @@ _LOOPBACK = ("localhost", "127.", "[::1]")
 
 
 def member() -> Member | None:
-    """Give what this process knows of `jdp run`; None without it."""
+    """Return what this process knows of `jdp run`; None without it."""
     return current()
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 
 def is_open() -> bool:
-    """Tell whether the processes were joined by `jax.distributed`, and this JAX gives its store."""
+    """Whether the processes were joined by `jax.distributed`, and this JAX gives its store."""
     return _client() is not None
 
 

@@ -35,7 +35,7 @@ class Preemption:
             self._is_mine = True
 
     def reached(self, step: int) -> bool:
-        """Tell whether to stop after this step; all processes ask after each, and get one answer.
+        """Whether to stop after this step; all processes ask after each step, and get one answer.
 
         Args:
           step: number of it, the same on all processes, one more each time.
@@ -47,7 +47,7 @@ class Preemption:
         )
 
     def stop_listening(self) -> None:
-        """Give SIGTERM back to whom it belonged."""
+        """Put back the handler of SIGTERM that was there before."""
         if self._is_mine and threading.current_thread() is threading.main_thread():
             self._is_mine = False
             # None: a handler that Python did not install, and cannot install again.

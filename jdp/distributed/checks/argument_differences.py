@@ -24,7 +24,7 @@ ADVICE = (
 
 
 def first_difference(gathered: Mapping[int, Mapping[str, str]]) -> str | None:
-    """Say which leaf differs first, and on which process; None if none does.
+    """Return which leaf differs first, and on which process; None if none does.
 
     Args:
       gathered: process -> name of a leaf -> what tells its bits.

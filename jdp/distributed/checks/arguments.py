@@ -121,7 +121,7 @@ class Arguments:
         return first_difference(agree.offered(self._group, key, mine, timeout_s=timeout_s))
 
     def explained(self, given: Given, step: str, call: int) -> str:
-        """Say that a call differed between processes, and in what."""
+        """Return that a call differed between processes, and in what."""
         difference = self.difference(given)
         advice = ADVICE
         if difference is None:

@@ -210,7 +210,7 @@ _RING = re.compile(r'(.*?) ?\bcustom-call\(.*custom_call_target="(jdp_\w+)".*bac
 
 
 def schedule(compiled: str) -> list[str]:
-    """Give what a compiled program sends and waits for, in the order in which it runs.
+    """Return what a compiled program sends and waits for, in the order in which it runs.
 
     Names of values and computations, which say nothing of it, are left out.
 

@@ -117,7 +117,7 @@ def _gathered(where: Mesh, leaves: list[jax.Array]) -> np.ndarray:
 
 
 def _holders(where: Mesh, leaf: jax.Array) -> list[list[int]]:
-    """Give the positions in the mesh of the devices that hold the same part, part by part."""
+    """Return the positions in the mesh of the devices that hold the same part, part by part."""
     if leaf.sharding.is_fully_replicated:
         return [[*range(where.size)]]
     parts: dict[str, list[int]] = {}

@@ -84,7 +84,7 @@ def _facts(mesh: Mesh) -> dict[str, str | None]:
 
 @functools.cache  # It looks through sys.path, and each commit says it.
 def version() -> str:
-    """Give the version of jdp that is installed."""
+    """Return the version of jdp that is installed."""
     try:
         return metadata.version("jdp")
     except metadata.PackageNotFoundError:  # It runs from its sources.
@@ -130,7 +130,7 @@ class FirstRuns:
         follows: bool,
         first: Callable[[], None],
     ) -> Any:
-        """Give `run(*args)`, once all processes have the same program for these shapes.
+        """Return `run(*args)`, once all processes have the same program for these shapes.
 
         Args:
           run: the call of a `jax.jit(...)`.
@@ -154,12 +154,12 @@ class FirstRuns:
         return run(*args)
 
     def on_trace(self) -> None:
-        """Say that the step is being traced: where that was not foreseen, it starts anew."""
+        """Record that the step is being traced: where that was not foreseen, it starts anew."""
         if not self._is_foreseen:
             raise _NewTrace
 
     def _compare(self, trace: Callable[..., Any], args: tuple, first: Callable[[], None]) -> bool:
-        """Tell whether there was something to compare."""
+        """Whether there was something to compare."""
         with agree.propagating_errors(self._group, f"while it traced `{self._name}`"):
             traced = trace(*args)
             if any(traced.jaxpr is jaxpr for jaxpr in self._equal):
