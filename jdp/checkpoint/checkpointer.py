@@ -5,6 +5,7 @@ from typing import Any
 
 from jdp.checkpoint.directory import Folder
 from jdp.checkpoint.session import Schedule, Session
+from jdp.checkpoint.snapshot import require_alive
 from jdp.validation import int_at_least
 
 
@@ -188,5 +189,6 @@ class Checkpointer:
                 f"batches were given to ckpt.{one} and not to ckpt.{other}: rows would count twice "
                 "or never after a restart. Give them to both, or to none."
             )
+        require_alive(state)
         session.record(state, batches)
         return session

@@ -115,6 +115,8 @@ class Folder:
 
     def read(self, checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Read arrays by name."""
+        if not names:
+            return {}
         import orbax.checkpoint as ocp
 
         arguments = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
@@ -194,8 +196,9 @@ def _orbax() -> Iterator[Any]:
 def _write(part: Path, facts: dict[str, Any], arrays: dict[str, Any]) -> None:
     import orbax.checkpoint as ocp
 
-    with _orbax() as orbax:
-        orbax.save(part / "state", args=ocp.args.PyTreeSave(arrays))
+    if arrays:  # Orbax refuses a tree without any
+        with _orbax() as orbax:
+            orbax.save(part / "state", args=ocp.args.PyTreeSave(arrays))
     files = [file for file in sorted((part / "state").rglob("*")) if file.is_file()]
     sums = {str(f.relative_to(part)): [f.stat().st_size, _file_checksum(f)] for f in files}
     manifest = {"facts": facts, "files": sums}

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jdp import pytrees
 from jdp.checkpoint.saved_leaves import SavedLeaf, describe
-from jdp.pytrees import any_deleted, is_array, is_key, without_key
+from jdp.pytrees import is_array, is_key, without_key
 
 
 class Snapshot(NamedTuple):
@@ -62,7 +63,7 @@ class Snapshots:
         """
         leaves, treedef = jax.tree.flatten(state)
         arrays = [x for x in leaves if is_array(x)]
-        _require_alive(arrays)
+        require_alive(state)
         kind = treedef, [_kind(x) for x in arrays]
         if kind != self._kind:
             self._leaves, self._apart = describe(state), _apart(arrays)
@@ -107,12 +108,17 @@ def _kind(x: Any) -> Any:
     return type(x), np.shape(x), getattr(x, "dtype", None)
 
 
-def _require_alive(arrays: list[Any]) -> None:
-    if any_deleted(arrays):
-        raise ValueError(
-            "this state was donated to a further step and is gone. Write state, ... = step(state, "
-            "...) and then ckpt.step(state, batches), after each step."
-        )
+def require_alive(state: Any) -> None:
+    """Refuse a state of which a leaf was donated.
+
+    Raises:
+      ValueError: naming the first one.
+    """
+    pytrees.require_alive(
+        "state",
+        state,
+        "Write state, ... = step(state, ...) and then ckpt.step(state, batches), after each step.",
+    )
 
 
 # The positions of the leaves that no process can put together from its own devices. All processes

@@ -12,7 +12,7 @@ from jdp import axis, pytrees
 from jdp.analysis import jaxprs
 from jdp.analysis.marks import MICRO_BATCH, ROUNDS, mark
 from jdp.axis import AxisName
-from jdp.reduction import metrics, step_context
+from jdp.reduction import metrics, row_weight, step_context
 from jdp.reduction.gradients import sync_gradients
 from jdp.reduction.metrics import mean_over_ranks
 
@@ -313,7 +313,7 @@ def _accumulate(part: Callable[[Any], Any], looped: Any, last: Any, *, is_scaled
     if is_scaled:
         sums = jax.tree.map(lambda s: mark(s, kind=ROUNDS, path="", axes=()), sums)
     else:
-        divisor = jnp.where(total == 0, 1, total)
+        divisor = row_weight.divisor(total)
         sums = jax.tree.map(lambda s: s / divisor, sums)
     means = jax.tree.map(lambda s, x: s.astype(x.dtype), sums, like)
     joined = [stacked.reshape(-1, *stacked.shape[2:]) for stacked in rows]

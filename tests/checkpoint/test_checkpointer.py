@@ -166,6 +166,19 @@ def test_several_states_keys_and_leaves_that_are_no_arrays_are_restored(make_mes
     assert type(other["n"]) is int
 
 
+@pytest.mark.parametrize("empty", [{}, None, {"act": jnp.tanh}, {"e": np.zeros((0, 3))}], ids=str)
+def test_a_state_without_any_number_is_counted(make_mesh, tmp_path, empty):
+    jdp.init(make_mesh(2))
+    for life in (1, 2):
+        batches = jdp.batches(ROWS, 12, num_steps=2 * life)
+        with batches, jdp.Checkpointer(tmp_path, resume=life == 2) as ckpt:
+            state = ckpt.restore(empty, batches)
+            assert str(state) == str(empty) and ckpt.steps == 2 * life - 2
+            for _ in batches:
+                ckpt.step(state, batches)
+    assert ckpt.steps == 4
+
+
 def test_checkpoints_are_written_when_asked_at_the_end_and_the_latest_kept(tmp_path):
     counted(tmp_path, 11, save_every=2, keep=3)
     assert names(tmp_path) == ["10-1", "11-1", "8-1", "lock"]
@@ -305,11 +318,26 @@ def test_a_second_run_in_the_directory_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_donated_state_is_refused_when_it_is_to_be_saved(tmp_path):
-    with pytest.raises(ValueError, match="donated to a further step"):
+    with pytest.raises(ValueError, match=r"`state\['n'\]` was donated"):
         with jdp.Checkpointer(tmp_path) as ckpt:
             state = ckpt.restore({"n": jnp.zeros(3)})
             ckpt.step(state)
             jax.jit(lambda state: state["n"] + 1, donate_argnums=0)(state)
+
+
+@pytest.mark.parametrize("call", ["step", "save"])
+def test_a_donated_state_is_refused_at_once_and_does_not_count(tmp_path, call):
+    with jdp.Checkpointer(tmp_path) as ckpt:
+        state = ckpt.restore({"n": jnp.zeros(3), "w": jnp.zeros(2)})
+        ckpt.step(state)
+        gone = {"n": state["n"], "w": jnp.zeros(2)}
+        gone["w"].delete()
+        with pytest.raises(ValueError, match=r"`state\['w'\]` was donated.*state, \.\.\. = step"):
+            getattr(ckpt, call)(gone)
+        assert ckpt.steps == 1
+    with jdp.Checkpointer(tmp_path, resume=True) as ckpt:  # what was given before is saved
+        ckpt.restore(state)
+        assert ckpt.steps == 1
 
 
 @pytest.mark.parametrize(
