@@ -7,17 +7,17 @@ from jdp import jax_compat
 
 
 def is_open() -> bool:
-    """Tell whether the processes were joined by `jax.distributed`, and this JAX gives its store."""
+    """Whether the processes were joined by `jax.distributed`, and this JAX gives its store."""
     return _client() is not None
 
 
 def put(key: str, value: str) -> None:
-    """Tell all processes something, once for each key."""
+    """Put a value that all processes can get, once for each key."""
     _client().key_value_set(key, value)
 
 
 def offer(key: str, value: str) -> bool:
-    """Tell all processes something unless one told it before; returns whether this one did."""
+    """Put a value unless a process has put one under this key; return whether this one did."""
     try:
         put(key, value)
     except Exception as error:  # a RuntimeError of jaxlib, by its text
@@ -28,7 +28,7 @@ def offer(key: str, value: str) -> bool:
 
 
 def get(key: str, *, timeout_s: float) -> str | None:
-    """Wait for what a process tells under `key`; None if it does not within `timeout_s`."""
+    """Wait for the value of `key`, and return it; None if there is none within `timeout_s`."""
     try:
         return _client().blocking_key_value_get(key, max(1, int(timeout_s * 1000)))
     except Exception as error:  # a RuntimeError of jaxlib, by its text
@@ -38,12 +38,12 @@ def get(key: str, *, timeout_s: float) -> str | None:
 
 
 def keys(prefix: str) -> list[str]:
-    """List the keys that something was told under by now, of those below `prefix`, without it."""
+    """Return the keys below `prefix` that have a value by now, without `prefix`."""
     return [key.removeprefix(prefix) for key, _ in _client().key_value_dir_get(prefix)]
 
 
 def delete(key: str) -> None:
-    """Take back what was told under `key`, or below a `key` with a last "/", once all read it."""
+    """Delete the value of `key`, or all below a `key` with a last "/", once all read it."""
     _client().key_value_delete(key)
 
 

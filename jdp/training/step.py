@@ -251,8 +251,8 @@ class Step:
             program = self._programs[where, is_traced] = self._new_program(where, is_traced)
         return program, (state, batch, *rest), is_traced, is_returned
 
-    def _call(self, program: Program, given: arguments.Given | None) -> in_flight.Call:
-        return in_flight.Call(
+    def _call(self, program: Program, given: arguments.Given | None) -> in_flight.StepCall:
+        return in_flight.StepCall(
             step=self,
             name=self.__name__,
             number=self._num_calls,
