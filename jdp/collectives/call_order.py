@@ -124,7 +124,7 @@ def require(jaxpr: Any) -> None:
         )
 
 
-class _Found(NamedTuple):
+class _Chains(NamedTuple):
     """The all-reduces of a jaxpr and of all bodies in it.
 
     Attributes:
@@ -137,16 +137,16 @@ class _Found(NamedTuple):
     numbers: frozenset[int]
     is_repeated: bool
 
-    def joined(self, other: "_Found") -> "_Found":
+    def joined(self, other: "_Chains") -> "_Chains":
         """Return what is found where both stand."""
-        return _Found(
+        return _Chains(
             self.num_chains + other.num_chains,
             self.numbers | other.numbers,
             self.is_repeated or other.is_repeated or bool(self.numbers & other.numbers),
         )
 
 
-def _look_through(jaxpr: Any, known: dict[int, _Found]) -> _Found:
+def _look_through(jaxpr: Any, known: dict[int, _Chains]) -> _Chains:
     """Find all all-reduces of a jaxpr.
 
     Args:
@@ -156,18 +156,18 @@ def _look_through(jaxpr: Any, known: dict[int, _Found]) -> _Found:
     jaxpr = opened(jaxpr)
     if id(jaxpr) in known:
         return known[id(jaxpr)]
-    found, given = _Found(0, frozenset(), False), set()
+    found, given = _Chains(0, frozenset(), False), set()
     for equation in jaxpr.eqns:
         if equation.primitive.name == "jdp_all_reduce":
             token, waits = id(equation.invars[TOKEN]), id(equation.outvars[0])
             number = frozenset([equation.params["number"]])
-            found = found.joined(_Found(int(token not in given), number, False))
+            found = found.joined(_Chains(int(token not in given), number, False))
             given.discard(token)  # A second one that takes it runs beside the first.
             given.add(waits)
             continue
         if equation.params.get("target_name") == START:  # no rank waits in it
             number = frozenset([int(dict(equation.params["attributes"])["bucket"])])
-            found = found.joined(_Found(0, number, False))
+            found = found.joined(_Chains(0, number, False))
         for body in jaxprs.bodies(equation):
             found = found.joined(_look_through(body, known))
     known[id(jaxpr)] = found
