@@ -224,7 +224,7 @@ def _unweighted_transposes(step: Any, report: Report, traced: Traced) -> Iterato
             "cotangents of all ranks without their weights, and the gradient would be wrong where "
             "these differ. Write jdp.mean_over_ranks(x) or jdp.sum_over_ranks(x) in its place, or "
             "leave out weight= and return the loss "
-            '`(losses * batch["mask"]).sum() / jdp.mean_over_ranks(batch["mask"].sum())`, '
+            '`(losses * batch["mask"]).mean() / jdp.mean_over_ranks(batch["mask"].mean())`, '
             "whose mean over ranks is that of all rows."
         )
 
