@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jdp.analysis import Node, Origin, Provenance, Report, compilers_deadlock, shown
-from jdp.analysis.decisions import decision
+from jdp.analysis.decisions import decision, without_skipped
 from jdp.analysis.explanation import since, why
 from jdp.analysis.marks import SHARED
 from jdp.analysis.traced import Output, Traced
@@ -99,8 +99,7 @@ def _torn(report: Report, traced: Traced) -> dict[int, tuple[Provenance, Node]]:
     for axes, leaves in by_axes.items():
         back = report.back(axes)
         left = _without_consequences(back, leaves)
-        skipping = [node for each in report.deadlocks if (node := back.of_predicate(each.eqn))]
-        left = {i: node for i, node in left.items() if not back.is_consequence(node, skipping)}
+        left = without_skipped(back, left, report.deadlocks)
         found |= {i: (back, node) for i, node in left.items()}
     return dict(sorted(found.items()))
 

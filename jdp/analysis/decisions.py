@@ -1,7 +1,10 @@
-"""The truth value by which alone something differs from rank to rank."""
+"""What differs from rank to rank only because ranks decide differently."""
+
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from jdp.analysis.findings import Deadlock
 from jdp.analysis.provenance import Provenance
 from jdp.analysis.way_back import Node
 
@@ -35,3 +38,17 @@ def decision(back: Provenance, node: Node) -> Node | None:
 
 
 _COUNTS = frozenset({"cumsum", "dot_general", "reduce_sum"})
+
+
+def without_skipped(
+    back: Provenance, nodes: Mapping[int, Node], deadlocks: Iterable[Deadlock]
+) -> dict[int, Node]:
+    """Leave out every value that differs only because some ranks skip a collective.
+
+    Args:
+      back: the way back from what differs.
+      nodes: the values, by position.
+      deadlocks: the collectives, which are refused by themselves.
+    """
+    skipping = [node for each in deadlocks if (node := back.of_predicate(each.eqn))]
+    return {i: node for i, node in nodes.items() if not back.is_consequence(node, skipping)}
