@@ -10,7 +10,7 @@ from jdp.analysis import step_refusals
 from jdp.analysis.step_refusals import Proved
 from jdp.analysis.traced import WEIGHT, Output, Traced
 from jdp.collectives import call_order
-from jdp.data.padding import find_mask
+from jdp.data.dataset import find_mask
 from jdp.reduction.overlap.ready_order import order_of_gradients
 from jdp.reduction.scanned_layers import late_choices
 from jdp.reduction.step_context import Choices

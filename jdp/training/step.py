@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdp import axis, pytrees
 from jdp.axis import AxisName
 from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.data.padding import place_batch
+from jdp.data.sharding import place_batch
 from jdp.distributed import failed_run, in_flight, mesh
 from jdp.distributed.checks import arguments, known_leaves
 from jdp.reduction import metrics, row_weight
@@ -158,7 +158,7 @@ class Step:
             return pytrees.restore(state), reported, weight
         given = None
         with self._phase:
-            if not follows or in_flight.newest_step() not in (None, self):
+            if not follows or in_flight.latest_spec() not in (None, self.spec):
                 _order_between_processes(program.mesh)
             in_flight.make_room()
             self._num_calls += 1
@@ -236,11 +236,8 @@ class Step:
 
     def _call(self, program: Program, given: arguments.Given | None) -> in_flight.Call:
         return in_flight.Call(
-            step=self,
-            name=self.__name__,
+            spec=self.spec,
             number=self._num_calls,
-            returns_state=self.spec.returns_state,
-            donates=self.spec.donate,
             arguments=program.arguments,
             given=given,
             check=cpu_runtime.check,
