@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from setuptools import Command, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -50,7 +51,7 @@ class BuildNative(Command):
     editable_mode = False
 
     def initialize_options(self):
-        self.build_lib = None
+        self.build_lib: Any = None
 
     def finalize_options(self):
         self.set_undefined_options("build_py", ("build_lib", "build_lib"))

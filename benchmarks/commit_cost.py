@@ -197,7 +197,7 @@ class _Training:
         for _ in range(COMMIT_EVERY):
             self._advance(ckpt)
         jax.block_until_ready(self._state)
-        if ckpt is not None:
+        if ckpt is not None and ckpt._life is not None:
             ckpt._life.commits.wait()
         return time.perf_counter() - start
 
@@ -268,8 +268,9 @@ def _restored(mesh: Any, mib: int, num_leaves: int, rounds: int) -> dict[str, fl
     state = {
         f"w{i}": jax.device_put(np.full(size, i, np.float32), everywhere) for i in range(num_leaves)
     }
-    file = launcher_client.current().commit_file
-    os.ftruncate(file, 0)
+    launcher = launcher_client.current()
+    assert launcher is not None
+    os.ftruncate(launcher.commit_file, 0)
     folder, times, read = tempfile.mkdtemp(), [], []
     ckpt = jdp.Checkpointer(folder)
     ckpt.restore(state)
@@ -284,7 +285,7 @@ def _restored(mesh: Any, mib: int, num_leaves: int, rounds: int) -> dict[str, fl
         _require_equal(restored, jax.device_get(state), "the restored commit")
         _without_saving(ckpt)
         start = time.perf_counter()
-        os.preadv(file, [np.empty(mib * MIB, np.uint8)], 0)
+        os.preadv(launcher.commit_file, [np.empty(mib * MIB, np.uint8)], 0)
         read.append(time.perf_counter() - start)
     return {
         "median_ms": float(np.median(times)) * 1e3,

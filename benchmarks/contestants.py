@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import jdp
 
-Step = Callable[[Any, Any], tuple[Any, Any]]
+# What is decorated or jitted: with `lower`, too.
+Step = Any
 LossFn = Callable[[Any, Any], jax.Array]
 
 EXPLICIT = "explicit, unreduced"

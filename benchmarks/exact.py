@@ -111,7 +111,7 @@ def reduced(
 
 def require(
     found: Any,
-    expected: np.ndarray,
+    expected: np.ndarray | np.floating,
     *,
     contestant: str,
     rank: int,

@@ -50,4 +50,4 @@ def _like(leaf: jax.Array, x: jax.Array) -> jax.Array:
 
 # The loss of models.py -> `(params, batch) -> (loss, loss of each row)`: a mean inside of the loop
 # would be reduced in each micro-batch, and the losses of rows are summed where they are.
-LOSSES = {models.mlp_loss: _mlp_loss, models.transformer_loss: _transformer_loss}
+LOSSES: dict[Any, Any] = {models.mlp_loss: _mlp_loss, models.transformer_loss: _transformer_loss}

@@ -74,7 +74,7 @@ def _block(p: Any, x: jax.Array) -> jax.Array:
     return x + jax.nn.gelu(_norm(x, p["norm2"]) @ p["up"]) @ p["down"]
 
 
-_BLOCK = {
+_BLOCK: dict[str, tuple[int, ...]] = {
     "norm1": (DIM,),
     "qkv": (DIM, 3 * DIM),
     "out": (DIM, DIM),
@@ -134,7 +134,7 @@ def lowered(
 def _state(model: Model, tx: Any, mesh: Mesh, *, stacked: bool) -> jdp.TrainState:
     where = NamedSharding(mesh, P())
 
-    def shape(sizes: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def shape(sizes: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=where)
 
     def layer(*before: int) -> Any:

@@ -35,7 +35,7 @@ class Oracle:
         Raises:
           ValueError: if a run moves no parameter, so that every check would pass.
         """
-        self.num_steps, self.runs = num_steps, []
+        self.num_steps, self.runs, loss = num_steps, [], np.nan
         device = jax.local_devices()[0]
         batch = jax.device_put(problem.batch, device)
         params = jax.device_put(jax.tree.map(np.array, problem.params), device)
@@ -104,9 +104,9 @@ class Training:
         for (path, leaf), wanted in zip(found, expected.leaves, strict=True):
             self._require(leaf, wanted, jax.tree_util.keystr(path))
 
-    def _require(self, found: jax.Array, expected: np.ndarray, what: str) -> None:
+    def _require(self, found: Any, expected: np.ndarray, what: str) -> None:
         tolerance = TOLERANCE * float(np.abs(expected).max())
-        mesh = list(found.sharding.mesh.devices.flat)  # ty: ignore
+        mesh = list(found.sharding.mesh.devices.flat)
         for shard in found.addressable_shards:
             exact.require(
                 shard.data,

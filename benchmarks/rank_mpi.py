@@ -1,6 +1,7 @@
 """One of several processes that reduce with MPI, for a `Team` (of team.py); needs mpi4py."""
 
 import time
+from typing import Any
 
 import exact
 import numpy as np
@@ -11,7 +12,7 @@ WORLD = MPI.COMM_WORLD
 
 
 def functions() -> dict:
-    made = {}
+    made: dict[str, Any] = {}
 
     def about() -> str:
         return MPI.Get_library_version().split(",")[0] + f", mpi4py {MPI.Get_version()}"

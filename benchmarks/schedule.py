@@ -103,7 +103,7 @@ def run(text: str) -> Timeline:
 class _Run:
     def __init__(self, text: str):
         self._computations, entry = hlo.parse(text)
-        self._flops: dict[str, int] = {}
+        self._flops: dict[str, float] = {}
         self.timeline = Timeline()
         self._run(entry)
 
@@ -115,7 +115,7 @@ class _Run:
             kind, number = self._ring(one)
             if one.op == "while":
                 for _ in range(hlo.times(one)):
-                    self._run(_BODY.search(one.rest)[1])
+                    self._run(_BODY.findall(one.rest)[0])
             elif kind == "jdp_ring_start":
                 self._start_ring(one, number, shapes)
             elif kind == "jdp_ring_done":
@@ -144,7 +144,7 @@ class _Run:
         for each in [one, *self._inside(one)]:
             target = _TARGET.search(each.rest)
             if target and target[1].startswith("jdp_ring"):
-                return target[1], _BUCKET.search(each.rest)[1]
+                return target[1], _BUCKET.findall(each.rest)[0]
         return "", ""
 
     def _inside(self, one: Instruction) -> Iterator[Instruction]:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import optax
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.progress import BarColumn, Progress
 from sklearn.datasets import load_digits
 
@@ -72,7 +73,7 @@ def digits():
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     test, train = np.split(order, [NUM_TEST])
-    rows = {"image": np.float32(images / 16), "label": labels}
+    rows = {"image": np.asarray(images, np.float32) / 16, "label": labels}
     return [{name: column[chosen] for name, column in rows.items()} for chosen in (train, test)]
 
 
@@ -81,7 +82,7 @@ def draw(path, curves):
     axes = figure.add_subplot(xlabel="epoch", ylabel="loss")
     for (label, losses), style in zip(curves, ("-", "--"), strict=True):
         axes.plot(range(1, len(losses) + 1), losses, style, label=label)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
     figure.savefig(path)
 

@@ -90,7 +90,7 @@ def main():
     keys = jax.random.split(jax.random.key(args.seed), 3)
     g = jdp.TrainState.create(generator.init(keys[0], jnp.zeros(NOISE_DIM)), tx, seed=args.seed)
     d = jdp.TrainState.create(discriminator.init(keys[1], jnp.zeros(2)), tx)
-    states = (g, d)
+    states, losses = (g, d), {}
     batches = jdp.batches(ring(20_000), BATCH_SIZE, num_steps=args.steps, seed=args.seed)
     for batch in track(batches, description=f"ranks: {mesh.size}"):
         states, losses = train(states, batch)

@@ -55,11 +55,11 @@ def new_state():
 
 
 def fit(step, batch, num_steps):
-    state = new_state()
+    state, loss = new_state(), jnp.inf
     for i in range(num_steps):
         state, loss = step(state, batch)
         if i % 16 == 0:  # JAX before 0.11 hangs with more than some 30 steps ahead of CPU devices
-            loss.block_until_ready()
+            jax.block_until_ready(loss)
     return jax.device_get(state[0]), float(loss)
 
 

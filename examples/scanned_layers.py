@@ -50,13 +50,14 @@ def main():
     keys = jax.random.split(jax.random.key(0), NUM_LAYERS)
     params = jax.vmap(lambda key: block.init(key, x)["params"])(keys)
     state = jdp.TrainState.create(params, jdp.replicated(optax.adam(3e-3)))
+    loss = np.inf
     for i in range(NUM_STEPS):
         state, metrics = step(state, batch)
+        loss = metrics["loss"]
         if i % 20 == 0:
-            print(f"step {i}: loss {float(metrics['loss']):.3f}")
-    loss = float(metrics["loss"])
+            print(f"step {i}: loss {float(loss):.3f}")
     print(f"after {NUM_STEPS} steps: loss {loss:.3f}")
-    return loss
+    return float(loss)
 
 
 if __name__ == "__main__":

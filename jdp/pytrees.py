@@ -1,5 +1,6 @@
 """Kinds of leaves. Those that are no arrays (functions, names) pass through a step as they are."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ def without_key(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
+@functools.cache
 def num_bits(dtype: Any) -> int:
     """Return how many bits of an element of a dtype count: 6 of a float6, 1 of a bool."""
     if jnp.issubdtype(dtype, jnp.bool_):
@@ -35,11 +37,13 @@ def num_bits(dtype: Any) -> int:
     return jnp.iinfo(dtype).bits
 
 
+@functools.cache
 def is_tiny_float(dtype: Any) -> bool:
     """Whether a dtype is a float of 8 bits or fewer, which JAX does not promote to another."""
     return jnp.issubdtype(dtype, jnp.floating) and num_bits(dtype) < 16
 
 
+@functools.cache
 def is_not_compiled(dtype: Any) -> bool:
     """Whether XLA cannot compute with a dtype that JAX names: int1 and uint1, floats of 6 bits."""
     if jnp.issubdtype(dtype, jnp.integer):

@@ -223,9 +223,9 @@ def _alike(ins: Sequence[Any]) -> Iterator[Any]:
 
 
 def _literal(atom: Any, nonzero: int) -> int:
-    try:
-        if not atom.val:
-            return 0
-        return nonzero & -nonzero if atom.val in (1, -1) else nonzero
-    except (TypeError, ValueError):  # no number, or several
+    number = jaxprs.number(atom)
+    if number is None:  # several, or a complex one
         return nonzero
+    if number in (1, -1):
+        return nonzero & -nonzero
+    return nonzero if number else 0

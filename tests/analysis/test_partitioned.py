@@ -272,8 +272,8 @@ def run_with_deadline(what, seconds):
     )
     killer = threading.Timer(60, child.kill)  # to import JAX and compile
     killer.start()
+    begun = child.stdout.readline()
     try:
-        begun = child.stdout.readline()
         rest, errors = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         return begun

@@ -47,7 +47,7 @@ def run(all_reduce=jdp.collectives.xla):
             "rows": jdp.sum_over_ranks(batch["mask"]),
         }
 
-    s = state(training.sgd(all_reduce=all_reduce))
+    s, metrics = state(training.sgd(all_reduce=all_reduce)), {}
     for batch in jdp.batches(ROWS, 8, epochs=2, seed=3):
         s, metrics = step(s, batch)
     batches = jdp.batches(ROWS, 8, epochs=1, shuffle=False)

@@ -7,23 +7,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import training
+from support.per_rank import planted
 
 import jdp
 
 
 def on_mesh(mesh, value, *split):
     return jax.device_put(value, NamedSharding(mesh, P(*split)))
-
-
-def planted(mesh, value, other, ranks):
-    """An array that is said to be the same everywhere, and holds `other` on some ranks."""
-    sharding = NamedSharding(mesh, P())
-    parts = [
-        jax.device_put(other if rank in ranks else value, device)
-        for rank, device in enumerate(mesh.devices.flat)
-        if device.process_index == jax.process_index()
-    ]
-    return jax.make_array_from_single_device_arrays(value.shape, sharding, parts)
 
 
 def flipped(value, bit=0):

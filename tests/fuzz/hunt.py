@@ -100,7 +100,7 @@ class Report:
             f"{dict(self.outcomes)}, known {dict(self.passed_over)}",
             *(f"  {name}: {', '.join(values)}" for name, values in by_field.items()),
         ]
-        return "\n".join(lines + [describe(*failure, self.seed) for failure in self.failures])
+        return "\n".join(lines + [describe(*found, seed=self.seed) for found in self.failures])
 
 
 def describe(drawn, program, outcome, seed):

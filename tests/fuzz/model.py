@@ -167,6 +167,8 @@ def loss(p, over, params, rows, noise):
         case "vmap":
             centers = jax.vmap(center_of, (None, 0))(params, jnp.array([0.5, 1.5]))
             of_row = errors(params) + ((out[:, None] - centers) ** 2).sum((1, 2))
+        case _:
+            raise ValueError(f"there is no loss {p.loss!r}")
     return mean(of_row) * (TINY if p.tiny else 1.0), (mean(out.sum(-1)), out[:, 0])
 
 

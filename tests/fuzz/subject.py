@@ -119,6 +119,7 @@ def _body(p, factor=1.0):
 
     def body(state, batch):
         key = state.key if p.noise == "rank" else state.shared_key
+        own = None
         if p.state != "none":
             own, rows = state.model_state["own"].value, p.rows if p.state == "rank" else 1
             batch = batch | {"own": jnp.repeat(own, rows)}

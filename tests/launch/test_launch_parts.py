@@ -298,12 +298,20 @@ def silent():
 def test_a_host_says_that_who_listens_is_no_leader_of_its_jdp(greeting, why):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         options = parse(["--join-timeout-s=1", "--heartbeat-timeout-s=0.3", "train.py"], {})
-        link = {"introduce": dict, "lost": print, "joined": print, "leads": False}
 
         async def join():
             found = asyncio.get_running_loop().create_future()
-            link["gave_up"], link["received"] = found.set_result, print
-            joining = Link(options, "token", listener.getsockname(), **link)
+            joining = Link(
+                options,
+                "token",
+                listener.getsockname(),
+                introduce=dict,
+                received=print,
+                joined=print,
+                lost=print,
+                gave_up=found.set_result,
+                leads=False,
+            )
             listener.setblocking(False)
             visitor, _ = await asyncio.get_running_loop().sock_accept(listener)
             with visitor:

@@ -64,6 +64,7 @@ def exists(dotted):
 # Whether a file defines `function`, `Class.method` or `CONSTANT`.
 def defines(file, dotted):
     nodes = ast.parse(file.read_text()).body
+    found = []
     for name in dotted.split("."):
         found = [node for node in nodes if name in defined_by(node)]
         nodes = [child for node in found for child in getattr(node, "body", [])]

@@ -30,9 +30,10 @@ def measured():
     gpu_programs.register_handlers()
     found = {}
 
-    def measured(*step):
+    def measured(model, optimizer, method):
+        step = model, optimizer, method
         if step not in found:
-            found[step] = gpu_schedules.measure(*step, mesh)
+            found[step] = gpu_schedules.measure(model, optimizer, method, mesh)
         return found[step]
 
     return measured

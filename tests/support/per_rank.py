@@ -1,7 +1,8 @@
-"""Running a function on every rank of a small mesh, and looking at what each rank got."""
+"""Running a function on every rank of a small mesh, and arrays whose ranks differ."""
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
@@ -20,6 +21,17 @@ def per_rank(mesh, fn, *args, replicated=(), check_vma=False):
         on_rank, mesh=mesh, in_specs=(P(axes), P()), out_specs=P(axes), check_vma=check_vma
     )
     return jax.device_get(jax.jit(mapped)(args, replicated))
+
+
+def planted(mesh, value, other, ranks):
+    """Return an array that is said to be the same everywhere, and holds `other` on some ranks."""
+    sharding = NamedSharding(mesh, P())
+    parts = [
+        jax.device_put(other if rank in ranks else value, device)
+        for rank, device in enumerate(mesh.devices.flat)
+        if device.process_index == jax.process_index()
+    ]
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, parts)
 
 
 def assert_equal_bits(tree):

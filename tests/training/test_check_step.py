@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from support import training
+from support.per_rank import planted
 from support.training import batch, loss_fn, plain_step, predict, ranks, state
 
 import jdp
@@ -270,8 +271,6 @@ def test_a_rank_that_drifts_alone_is_found():
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_each_rank_is_compared(make_mesh, odd):
-    from test_replicas import planted
-
     mesh = make_mesh(3)
     x = np.arange(4, dtype=np.float32)
     many = {"w": planted(mesh, x, x + np.float32([0, 0, 5, 0]), {odd})}
@@ -332,8 +331,6 @@ def test_the_digits_of_parameters_of_16_bits_are_no_difference(dtype):
 
 
 def test_digits_do_not_explain_ranks_that_differ(make_mesh):
-    from test_replicas import planted
-
     mesh, x = make_mesh(2), jnp.ones(2, jnp.bfloat16)
     many = {"w": planted(mesh, x, x + jnp.array([0, 0.0078125], jnp.bfloat16), {1})}
     (found,) = step_differences.compare("state", {"w": x}, {"w": x}, many, 1e-5)

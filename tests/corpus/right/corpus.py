@@ -177,7 +177,7 @@ def filled(init: Callable[..., Any]) -> Any:
     return jax.tree.map(fill, jax.eval_shape(init))
 
 
-def distance(out: Any) -> jax.Array:
+def distance(out: Any) -> jax.Array | int:
     """Give a loss of anything: how far its float leaves are from one."""
     leaves = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
     return sum(jnp.mean((x.astype(jnp.float32) - 1) ** 2) for x in leaves)

@@ -95,7 +95,7 @@ def mean_statistics(new):
 
 
 class Recurrent(eqx.Module):
-    cell: eqx.Module
+    cell: eqx.nn.GRUCell | eqx.nn.LSTMCell
     hidden: int = eqx.field(static=True)
 
     def __call__(self, x):

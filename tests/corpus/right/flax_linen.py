@@ -1,6 +1,8 @@
 """Layers and lifted transformations of Flax linen."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -71,7 +73,7 @@ class Residual(nn.Module):
 class Function(nn.Module):
     """A module of one function `(module, *args)`, written where it is used."""
 
-    function: callable
+    function: Callable[..., Any]
 
     @nn.compact
     def __call__(self, *args):
