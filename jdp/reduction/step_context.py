@@ -37,7 +37,7 @@ class Choices(NamedTuple):
     late: bool | None = None
 
 
-ONLY = Choices()
+PLAIN = Choices()  # of a function that is traced by itself
 
 
 class Reduction(NamedTuple):
@@ -80,7 +80,7 @@ class Scope:
     mesh: Mesh | None = None
     is_part: bool = False
     why_no_gradient: str = ""
-    choices: Choices = ONLY
+    choices: Choices = PLAIN
     weighed: set[str] = field(default_factory=set)
     split: set[str] = field(default_factory=set)
     marked: set[str] = field(default_factory=set)
@@ -192,7 +192,7 @@ def entered(
     nested: bool = False,
     why_no_gradient: str = "",
     mesh: Mesh | None = None,
-    choices: Choices = ONLY,
+    choices: Choices = PLAIN,
 ) -> Iterator[Scope]:
     """Trace what stands inside as a step over `axis_name` on this rank's `batch`.
 

@@ -114,7 +114,8 @@ def _prove(ranks: RankProgram, inputs: Inputs, first: Trace) -> Proved:
     for late in (True,) if choices == {None} else (False, True):  # in this order everywhere,
         if late not in jaxprs:  # for the same text
             other = Choices(why_xla=call_order.PART_OF_ANOTHER, late=late)
-            jaxprs[late] = _traced(ranks, other, inputs).jaxpr
+            program = ranks.mapped(inputs.layout, len(inputs.args), other)
+            jaxprs[late] = program.trace(*inputs.args).jaxpr
         proved[late] = step_refusals.check(jaxprs[late], first.traced)
     return proved[here] if here in proved else step_refusals.proved(first.jaxpr, first.traced)
 

@@ -215,7 +215,8 @@ class Step:
             state = pytrees.hold(state)
         leaves = jax.tree.leaves(state)
         where = mesh.mesh_of(leaves, self.spec.axis_name)
-        is_returned = self._is_returned(leaves)
+        # What the last call returned is placed and shares no buffers: nothing to look at.
+        is_returned = known_leaves.are(self._returned, leaves)
         is_traced = not is_returned and _holds_tracer(leaves)
         if not is_returned:
             state = self._admit(state, where)
@@ -257,10 +258,6 @@ class Step:
                 f"self.{self.__name__} = jdp.train_step(self._{self.__name__}) in __init__."
             )
         return f"{self.__name__}{self.spec.signature}: {error}.{hint}"
-
-    def _is_returned(self, leaves: list[Any]) -> bool:
-        # What the last call returned is placed and shares no buffers: nothing to look at.
-        return known_leaves.are(self._returned, leaves)
 
     def _admit(self, state: Any, where: Mesh) -> Any:
         """Place a state that did not come from this step, and copy what is aliased in it."""

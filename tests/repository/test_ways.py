@@ -15,6 +15,7 @@ from repository.test_architecture_doc import ROOT, defines
 from support.training import ranks
 
 import jdp
+from jdp import axis
 
 PACKAGE = Path(jdp.__file__).parent
 ROW = re.compile(r"^\| `(jdp/[\w/]+\.py)` \| `([\w.]+)` \|", re.MULTILINE)
@@ -159,4 +160,5 @@ def test_a_row_takes_the_way_that_is_drawn():
             step(0.0, batch)
 
     shapes = {(6, 7), (6,)}  # rows, and which they are
-    assert files_that_hold(shapes, run) == {file for file, _ in drawn("A batch row")}
+    beside = {"jdp/pytrees.py"} if axis.DELETED_ARRAY_CRASHES else set()  # asks whether it is there
+    assert files_that_hold(shapes, run) - beside == {file for file, _ in drawn("A batch row")}
