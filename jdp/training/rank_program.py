@@ -1,7 +1,8 @@
 """What each rank runs of a step: the author's function on its rows, in a `shard_map`."""
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -151,8 +152,10 @@ class RankProgram:
         entered = step_context.entered(
             spec.axis_name, split.batch, spec.weight_fn, mesh=self.mesh, choices=choices
         )
-        with call_order.entered(why_not=choices.why_xla, series=self.series), entered as step:
-            new_state, reported = self._call_author(layout, held, split.batch, *rest)
+        order = call_order.entered(why_not=choices.why_xla, series=self.series)
+        with self._explaining(layout, held), order, entered as step:
+            returned = spec.fn(pytrees.restore(held), split.batch, *rest)
+            new_state, reported = self._pair(returned)
             reported, rows = metrics.take_rows(reported)
             metrics.require_numbers(reported)
             own_metrics = metrics.float_scalars(reported)
@@ -170,22 +173,26 @@ class RankProgram:
         same = Same(uniform, reported, weight, own_metrics, new_layout, step.found())
         return Leaving(same, SplitOutputs(rows, reports, own))
 
-    def _call_author(self, layout: Layout, held: Any, *args: Any) -> tuple[Any, Any]:
-        spec = self.spec
+    @contextlib.contextmanager
+    def _explaining(self, layout: Layout, state: Any) -> Iterator[None]:
+        """Raise an error of jdp's where the author's functions ask for a value of an argument."""
         try:
-            returned = spec.fn(pytrees.restore(held), *args)
+            yield
         except TypeError as error:
-            state, own = layout.parted(spec.paths(0, held))
-            text = unknown_value.explained(error, spec, {"state": state, "split.own": own})
+            paths, own = layout.parted(self.spec.paths(0, state))
+            named = {"state": paths, "split.own": own}
+            text = unknown_value.explained(error, self.spec, named)
             if text is None:
                 raise
             raise TypeError(text) from error
-        if not spec.returns_state:
+
+    def _pair(self, returned: Any) -> tuple[Any, Any]:
+        if not self.spec.returns_state:
             return None, returned
         if isinstance(returned, tuple) and len(returned) == 2:
             return returned
         raise TypeError(
-            f"`{spec.name}` returned a {type(returned).__name__}, but a train step "
+            f"`{self.spec.name}` returned a {type(returned).__name__}, but a train step "
             "returns `(state, metrics)`. Write `return state, {}` where there is nothing to report."
         )
 

@@ -171,7 +171,7 @@ class Step:
                 state, reported, weight, reports, _ = returned
             except (RuntimeError, ValueError) as error:
                 if "delete" in str(error):
-                    self._require_alive(*args)
+                    self.require_alive(*args)
                 if not failed_run.is_failed_run(error):
                     raise
                 raise in_flight.failed(call, pytrees.any_deleted(args[0]), error) from error
@@ -221,8 +221,12 @@ class Step:
         if not is_returned:
             state = self._admit(state, where)
         if axis.DELETED_ARRAY_CRASHES and pytrees.any_deleted((state, batch, rest)):
-            self._require_alive(state, batch, *rest)
-        batch = place_batch(batch, where, self.spec.axis_name)
+            self.require_alive(state, batch, *rest)
+        try:
+            batch = place_batch(batch, where, self.spec.axis_name)
+        except RuntimeError:
+            self.require_alive(state, batch)
+            raise
         rest = [_place_rest(arg, where) for arg in rest]
         # Split over several ranks a batch is a copy.
         if self.spec.donate and (rest or mesh.num_ranks(where, self.spec.axis_name) == 1):
@@ -261,7 +265,7 @@ class Step:
 
     def _admit(self, state: Any, where: Mesh) -> Any:
         """Place a state that did not come from this step, and copy what is aliased in it."""
-        self._require_alive(state)
+        self.require_alive(state)
         held = pytrees.hold(state)
         self._holds_others = held is not state or isinstance(state, pytrees.Held)
         state = mesh.placed(held, self.spec.axis_name, where)
@@ -276,16 +280,20 @@ class Step:
             seen.add(buffer)
         return jax.tree.unflatten(treedef, leaves)
 
-    def _require_alive(self, *args: Any) -> None:
+    def require_alive(self, *args: Any) -> None:
+        """Refuse arguments of which a leaf was donated.
+
+        Raises:
+          ValueError: naming the first one.
+        """
         for i, arg in enumerate(args):
-            for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
-                if pytrees.is_deleted(leaf):
-                    name = self.spec.argument(i)
-                    raise ValueError(
-                        f"`{name}{jax.tree_util.keystr(path)}` was donated to an earlier step and "
-                        "is gone. Go on with the state that the step returned, give a copy "
-                        "(jax.tree.map(jnp.copy, ...)), or decorate with donate=False."
-                    )
+            pytrees.require_alive(self.spec.argument(i), arg, _GO_ON)
+
+
+_GO_ON = (
+    "Go on with the state that the step returned, give a copy (jax.tree.map(jnp.copy, ...)), or "
+    "decorate with donate=False."
+)
 
 
 def _order_between_processes(where: Mesh) -> None:
