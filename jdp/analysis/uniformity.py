@@ -19,7 +19,7 @@ from jdp.axis import AxisName
 def uniformity(
     f: Callable[..., Any], *args: Any, axis_name: AxisName = "data", **kwargs: Any
 ) -> Any:
-    """Tell which outputs of a function are the same on every rank, and refuse what goes wrong.
+    """Return which outputs of a function are the same on every rank, and refuse what goes wrong.
 
     Nothing runs: `f` is traced, and every `shard_map` or `pmap` over `axis_name` in it is gone
     through once. Compilers for GPUs have an analysis of this name, for threads in place of ranks.

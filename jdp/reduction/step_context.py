@@ -140,7 +140,7 @@ def default_weight(axis_name: AxisName, caller: str) -> jax.Array | None:
 
 
 def innermost() -> Scope | None:
-    """Give the scope of the step being traced, whatever its axis."""
+    """Return the scope of the step being traced, whatever its axis."""
     return _scope.get()
 
 
@@ -151,7 +151,7 @@ def platform() -> str:
 
 
 def share_of(weight: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Give this rank's share of the weight of all ranks: `[]` float in 0 to 1.
+    """Return this rank's share of the weight of all ranks: `[]` float in 0 to 1.
 
     A batch of which nothing counts at all gives 0, not 0 / 0. A sum that overflows gives NaN.
     """

@@ -97,7 +97,7 @@ class Program:
             progress.compiling_ends()
 
     def _tune(self, args: tuple) -> None:
-        """Tell XLA how to merge what it reduces: of the first shapes, which may not be the last."""
+        """Set how XLA merges what it reduces: of the first shapes, which may not be the last."""
         self._is_tuned = True
         # Of the same function, so that JAX traces it once.
         *_, found = self._jitted.trace(*args).out_info

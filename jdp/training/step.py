@@ -193,7 +193,7 @@ class Step:
         return program.trace(*args).lower()
 
     def _prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Program, tuple, bool, bool]:
-        """Give program, arguments, whether one is traced, and whether the state is our last."""
+        """Return program, arguments, whether one is traced, and whether the state is our last."""
         try:
             bound = self.spec.signature.bind(*args, **kwargs)
         except TypeError as error:

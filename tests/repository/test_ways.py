@@ -160,7 +160,6 @@ def test_a_row_takes_the_way_that_is_drawn():
             step(0.0, batch)
 
     shapes = {(6, 7), (6,)}  # rows, and which they are
-    beside = (
-        {"jdp/pytrees.py"} if jax_compat.DELETED_ARRAY_CRASHES else set()
-    )  # asks whether it is there
+    # `pytrees` asks whether the batch is there.
+    beside = {"jdp/pytrees.py"} if jax_compat.DELETED_ARRAY_CRASHES else set()
     assert files_that_hold(shapes, run) - beside == {file for file, _ in drawn("A batch row")}
