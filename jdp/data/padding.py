@@ -96,7 +96,7 @@ _masks: dict[int, weakref.ref] = {}
 
 
 def note_mask(batch: Any) -> None:
-    """Note that the mask of this batch says which rows are padding.
+    """Record that the mask of this batch says which rows are padding.
 
     Args:
       batch: from `jdp.batches`: a dict with the key "mask", or a tuple that ends with it.

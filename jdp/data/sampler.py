@@ -207,7 +207,7 @@ class Run(NamedTuple):
         return rows
 
     def batch(self, sampler: Sampler, position: int, size: int) -> tuple[np.ndarray, int]:
-        """Give the row numbers of the batch at `position`, and how many of them count.
+        """Return the row numbers of the batch at `position`, and how many of them count.
 
         Those that count stand first, in the order of the stream; the last of them is repeated.
 

@@ -154,7 +154,7 @@ class _Loop:
         self.end("left")
 
     def next(self, batches: Iterator[Any]) -> tuple[Any] | None:
-        """Give the next batch, or None if no process has one."""
+        """Return the next batch, or None if no process has one."""
         try:
             batch = next(batches)
         except StopIteration:
@@ -175,7 +175,7 @@ class _Loop:
         raise AssertionError(f"{self._mine}, and no process had ended")
 
     def end(self, how: str, text: str = "") -> None:
-        """Tell the others, without waiting for them, that this process hands out no more."""
+        """Report to the others, without waiting for them, that this process hands out no more."""
         with self._lock:
             if self._mine is not None:
                 return

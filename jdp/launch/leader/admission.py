@@ -24,7 +24,7 @@ class Refusal(NamedTuple):
     is_final: bool
 
 
-class Door:
+class Admission:
     """Listens for hosts, and lets in those that know the token.
 
     Args:
