@@ -7,9 +7,17 @@ _HELP = """\
 usage: jdp COMMAND [arguments]
 
 commands:
-  run    run a training program on several processes, and see it through
+  run             run a training program on several processes, and see it through
+  explain-error   print what is behind the code of an error, such as JDP101
 
 jdp COMMAND --help says more."""
+
+_EXPLAIN_HELP = """\
+usage: jdp explain-error CODE
+
+Print the cause of an error, why it matters, what to write instead, and an example.
+
+codes:"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,9 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("-h", "--help"):
         print(_HELP)
         return 0
-    if command != "run":
-        print(f"jdp: there is no command {command!r}.\n\n{_HELP}", file=sys.stderr)
-        return 2
+    if command == "run":
+        return _run(arguments)
+    if command == "explain-error":
+        return _explain_error(arguments)
+    print(f"jdp: there is no command {command!r}.\n\n{_HELP}", file=sys.stderr)
+    return 2
+
+
+def _run(arguments: Sequence[str]) -> int:
     from jdp.launch.options import options
 
     try:
@@ -39,3 +53,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jdp.launch.run import run
 
     return run(chosen)
+
+
+def _explain_error(arguments: Sequence[str]) -> int:
+    from jdp import error_codes
+
+    if len(arguments) != 1 or arguments[0] in ("-h", "--help"):
+        print(_EXPLAIN_HELP)
+        for code in error_codes.codes():
+            print(f"  {code}  {error_codes.title(code)}")
+        return 0 if arguments in (["-h"], ["--help"]) else 2
+    page = error_codes.page(arguments[0])
+    if page is None:
+        known = f"{error_codes.codes()[0]} to {error_codes.codes()[-1]}"
+        print(
+            f"jdp explain-error: there is no code {arguments[0]!r}. `jdp explain-error --help` "
+            f"lists those from {known}.",
+            file=sys.stderr,
+        )
+        return 2
+    print(page, end="")
+    return 0

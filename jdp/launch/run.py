@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 
+from jdp.error_codes import with_code
 from jdp.launch.host.agent import Host, Outcome
 from jdp.launch.host.worker_process import HostResources
 from jdp.launch.leader.leader import Leader
@@ -89,10 +90,11 @@ def _rendezvous(options: Options) -> tuple[tuple[str, int], socket.socket | None
         # Not an address of this host, or another launcher of it leads.
         if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE) and options.node_rank is None:
             return address, None
-        raise ValueError(
+        text = (
             f"host 0 leads, and can't listen at {options.rdzv_endpoint}: {error.strerror}. Give "
             "--rdzv-endpoint an address of this host and a port that is free."
-        ) from error
+        )
+        raise ValueError(with_code("JDP310", text)) from error
 
 
 # What to listen at when the others know this host by `name`. Many hosts take their own name for a

@@ -129,7 +129,7 @@ class Generation:
             self.parts[remote].statuses = statuses
 
     def record_left(self, remote: RemoteHost, step: int | None) -> None:
-        """Record that a host has no more processes of it, and the last step that all of them made."""
+        """Record that a host has no more processes of it, and their last common step."""
         self.step = min((each for each in (self.step, step) if each is not None), default=None)
         self.parts.pop(remote, None)
 

@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
+from jdp.error_codes import with_code
 from jdp.launch.leader.remote_host import RemoteHost
 from jdp.launch.options.options import Options
 from jdp.worker.progress_board import ProcessStatus
@@ -117,8 +118,9 @@ class Gathering:
         if len(remotes) >= least or now - self._since <= self._options.join_timeout_s:
             return None
         there = ", ".join(remote.name for remote in remotes) or "none"
-        return (
+        return with_code(
+            "JDP306",
             f"only {len(remotes)} of at least {least} hosts are there ({there}) after "
             f"{self._options.join_timeout_s:g} s. Start `jdp run` on the others, or ask for fewer "
-            f"with --nnodes 1:{most}, or wait longer with --join-timeout-s."
+            f"with --nnodes 1:{most}, or wait longer with --join-timeout-s.",
         )
