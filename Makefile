@@ -82,7 +82,7 @@ lint: .venv/ready  ## ruff, pyrefly and clang-format
 		xargs .venv/bin/clang-format --dry-run --Werror
 
 bench: .venv/ready  ## the step's overhead against hand-written JAX
-	.venv/bin/python benchmarks/step_overhead.py
+	.venv/bin/python -m benchmarks.step.overhead
 
 clean:  ## remove the environments and what was built
 	rm -rf .venv .venv-* jdp/lib build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
@@ -135,7 +135,7 @@ define install_gpu
 	if ! $(call pip,$(1)) --no-deps $(addsuffix =="$$version",$(if $(3),jax jaxlib) jax-cuda13-plugin jax-cuda13-pjrt); then
 		echo "Steps were not compiled for 8 x H200: JAX's plugin $$version for CUDA cannot be installed." > $(1)/why
 	elif [ $(1) = .venv-gpu ]; then
-		PYTHONPATH=benchmarks $(1)/bin/python -c 'import gpu_topology; print(gpu_topology.target_config())' \
+		$(1)/bin/python -c 'from benchmarks.gpu import topology; print(topology.target_config())' \
 			> $(1)/h200.txtpb
 	fi
 	touch $@

@@ -62,6 +62,28 @@ def any_deleted(tree: Any) -> bool:
     return any(map(is_deleted, jax.tree.leaves(tree)))
 
 
+def require_alive(name: str, tree: Any, advice: str) -> None:
+    """Refuse a tree that holds a donated leaf.
+
+    Raises:
+      ValueError: naming the first one, and then the advice.
+
+    >>> x = jnp.ones(2)
+    >>> x.delete()
+    >>> require_alive("state", {"w": x}, "Give a copy.")
+    Traceback (most recent call last):
+    ValueError: `state['w']` was donated to an earlier step and is gone. Give a copy.
+    """
+    if not any_deleted(tree):
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if is_deleted(leaf):
+            raise ValueError(
+                f"`{name}{jax.tree_util.keystr(path)}` was donated to an earlier step and is gone. "
+                + advice
+            )
+
+
 @dataclass(frozen=True)
 class Held:
     """A tree whose leaves are only the arrays; the other leaves are part of its structure.

@@ -2,7 +2,7 @@
 
 `run_all.sh` calls it:
 
-    python benchmarks/gpu/measure.py LIBJDP_CUDA_SO BENCH_RING_JSONL
+    python -m benchmarks.gpu.measure LIBJDP_CUDA_SO BENCH_RING_JSONL
 """
 
 import ctypes
@@ -17,18 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import contestants  # noqa: E402
-import exact  # noqa: E402
-import models  # noqa: E402
-import report  # noqa: E402
-import timing  # noqa: E402
-from lineup import start  # noqa: E402
-from oracle import Oracle, Training  # noqa: E402
-from report import Section  # noqa: E402
-
 import jdp  # noqa: E402
+from benchmarks.harness import exact, models, report, timing
+from benchmarks.harness.oracle import Oracle, Training
+from benchmarks.harness.report import Section
+from benchmarks.step import contestants
+from benchmarks.step.lineup import start
 
 TOKEN = jax.ShapeDtypeStruct((1,), jnp.float32)
 NUM_BUCKETS = 32

@@ -82,7 +82,7 @@ stage bench 110 bash -c bench
 stage virtual_ranks 150 "$PYTHON" tests/csrc/cuda/ring_cases.py "$BIN/virtual_ranks"
 stage two_processes 40 "$BIN/several_processes" 2
 stage three_processes 50 "$BIN/several_processes" 3
-stage measure 120 "$PYTHON" benchmarks/gpu/measure.py "$BIN/libjdp_cuda.so" "$OUT/bench_ring.jsonl"
+stage measure 120 "$PYTHON" -m benchmarks.gpu.measure "$BIN/libjdp_cuda.so" "$OUT/bench_ring.jsonl"
 # racecheck looks at shared memory, which the kernels use none of; memcheck and synccheck matter.
 for tool in memcheck synccheck racecheck; do
 	if command -v compute-sanitizer > /dev/null; then

@@ -1,9 +1,9 @@
 """Which values may differ from rank to rank, and where ranks could wait for each other."""
 
 from jdp.analysis.analyse import analyse, find_shard_maps
+from jdp.analysis.classes import Class
 from jdp.analysis.declared import declare_pure
 from jdp.analysis.findings import Deadlock, Marked
-from jdp.analysis.lattice import Class
 from jdp.analysis.loop_refusals import compilers_deadlock, unknown_primitives
 from jdp.analysis.partitioned import bfloat16_reductions
 from jdp.analysis.provenance import Origin, Provenance

@@ -64,7 +64,9 @@ def analyse(
             for i, value in enumerate(ins)
             if isinstance(value, Cell)
         ),
-        back=lambda axes: Provenance(body, interp.record, eqn, interp.lattice.axes(axes)),
+        back=lambda axes, of="varying": Provenance(
+            body, interp.record, eqn, interp.lattice.over(of, interp.lattice.axes(axes))
+        ),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from jdp.analysis.lattice import Class
+from jdp.analysis.classes import Class
 
 
 @dataclass(frozen=True)

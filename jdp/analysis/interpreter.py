@@ -91,6 +91,8 @@ class Interpreter:
         # Values that were divided by numbers, and how many elements were added up: see `averages`.
         self.quotients: dict[Any, Quotient] = {}
         self.sums: dict[Any, tuple[int, ...]] = {}
+        # What ranks gathered: the class of each rank's own, the axes, and along which dim it lies.
+        self.gathered: dict[Any, tuple[int, int, int]] = {}
         # Axes of several devices that are left to the compiler.
         self._automatic = {name for name, size in mesh.shape.items() if size > 1} - manual
 

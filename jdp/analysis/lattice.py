@@ -1,63 +1,21 @@
-"""Classes: over which axes a value may differ, and whether it was summed over them."""
+"""The lattice of classes: what each kind of operation makes of them."""
 
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+from jdp.analysis.classes import Class
 
-class Class(NamedTuple):
-    """What is known of one value in a program that every rank runs.
-
-    The number that one rank would compute from the whole batch is the measure of a sum and a mean.
-    A *mean* over n ranks has that number. It is idempotent: the mean of it, over the same ranks, is
-    itself. A *total* has n times that number, as `psum` of the ranks' own means has.
-
-    The division by n is read off the program: after the sum, by the number of ranks (`pmean`, the
-    scale of jdp's own reductions), or before it, by a rank's share of the weight of all ranks.
-    Whether a sum that was divided by something else, or whose operand had been divided, is a mean,
-    is *unclear*: `psum(losses) / psum(counts)` is one, `psum(gradient) / 2` is not.
-
-    Attributes:
-      axes: mesh axes along which ranks may hold different values. Empty: uniform.
-      reduced: mesh axes along which it is a sum or mean of values that differed, or several of
-        those added up or put together, and since then was only scaled by something uniform,
-        negated, cast, reshaped, sliced or copied.
-      zero: it is zero everywhere, as far as that can be read off the program.
-      total: those of `reduced` along which it is a total: nothing has divided it by n.
-      unclear: those of `reduced` along which it may be a total or a mean. Along the rest it is a
-        mean.
-      repeated: mesh axes along which it is a sum over ranks of what was the same on every rank: n
-        times too large, whatever it was.
-      even: mesh axes along which it was computed from means over ranks that all count alike, and
-        from nothing else that ranks exchanged.
-    """
-
-    axes: frozenset[str]
-    reduced: frozenset[str]
-    zero: bool
-    total: frozenset[str] = frozenset()
-    unclear: frozenset[str] = frozenset()
-    repeated: frozenset[str] = frozenset()
-    even: frozenset[str] = frozenset()
-
-    def either(self, other: "Class") -> "Class":
-        """Return what is known of a function's value that is called in several places."""
-        return Class(
-            self.axes | other.axes,
-            self.reduced | other.reduced,
-            self.zero and other.zero,
-            self.total | other.total,
-            self.unclear | other.unclear,
-            self.repeated | other.repeated,
-            self.even | other.even,
-        )
+_KINDS = (
+    "varying unsummed unrepeated single total divided even uneven averaging undivided duplicated"
+).split()
 
 
 class Lattice:
     """Classes as integers whose join is `|`: a bit that is set says the worse.
 
-    There are nine bits for each axis, and four for the value as a whole:
+    There are eleven bits for each axis, and six for the value as a whole:
 
     - varying: ranks along the axis may hold different values;
     - unsummed: it is not certain to be a scaled sum over the axis;
@@ -69,10 +27,15 @@ class Lattice:
     - even: it may depend on a mean over ranks that count alike: a sum that was divided by n;
     - uneven: it may depend on what ranks exchanged in another way, such as a weighted mean;
     - averaging: a constant that was divided by n, or by a number of elements that is n, too;
+    - undivided: it may depend on a total that no number has scaled since. The claim of a sum ends
+      with the first operation that is not linear, and this does not;
+    - duplicated: it may depend so on a sum of what was the same along the axis;
     - data: the value depends on data, it is no constant of the program;
     - nonzero: it may be something else than zero. Two bits: a constant that is 1 or -1 has one;
     - bent: it may be a root, power or logarithm of a sum over ranks, a sum of its elements, or one
-      over groups of ranks. Not n but another number then undoes that the same was summed.
+      over groups of ranks. Not n but another number then undoes that the same was summed;
+    - by_ranks: it may have been multiplied by a number of ranks;
+    - capped: it may be a constant in place of what else was computed.
 
     A constant has none of the bits of sums: chosen by a uniform predicate, or where a loop starts,
     it may stand beside a sum without ending a claim. `decode` claims a sum only of data.
@@ -91,20 +54,24 @@ class Lattice:
 
     def __init__(self, sizes: Mapping[str, int]):
         self._bit: dict[Any, int] = {name: 1 << i for i, name in enumerate(sizes)}
-        k = self._num_axes = len(self._bit)
+        k = len(self._bit)
+        self._shift = {kind: i * k for i, kind in enumerate(_KINDS)}
         self.varying = (1 << k) - 1
-        self.unsummed = self.varying << k
-        self._unrepeated = self.varying << 2 * k
-        self._single = self.varying << 3 * k
-        self._total = self.varying << 4 * k
-        self._divided = self.varying << 5 * k
-        self._uneven = self.varying << 7 * k
-        self._averaging = self.varying << 8 * k
-        self.data = 1 << 9 * k
+        self.unsummed = self.over("unsummed", self.varying)
+        self._unrepeated = self.over("unrepeated", self.varying)
+        self._single = self.over("single", self.varying)
+        self._total = self.over("total", self.varying)
+        self._divided = self.over("divided", self.varying)
+        self._uneven = self.over("uneven", self.varying)
+        self._averaging = self.over("averaging", self.varying)
+        self._scale = self.over("undivided", self.varying) | self.over("duplicated", self.varying)
+        self.data = 1 << len(_KINDS) * k
         # One, or minus one, has the first of these bits alone.
-        self.nonzero = 6 << 9 * k
-        self._other = 4 << 9 * k
-        self._bent = 8 << 9 * k
+        self.nonzero = 6 * self.data
+        self._other = 4 * self.data
+        self._bent = 8 * self.data
+        self._by_ranks = 16 * self.data
+        self._capped = 32 * self.data
         # What an operation that ends every claim adds where data goes in.
         self.mixed = self.unsummed | self._unrepeated | self._single | self.data | self.nonzero
         # One that gives another number for n times its operand.
@@ -123,13 +90,9 @@ class Lattice:
             bits |= self._bit.get(name, 0)
         return bits
 
-    def unsummed_over(self, axes: int) -> int:
-        """Return the unsummed bits of the axes whose varying bits are `axes`."""
-        return axes << self._num_axes
-
-    def divided_over(self, axes: int) -> int:
-        """Return the divided bits of the axes whose varying bits are `axes`."""
-        return axes << 5 * self._num_axes
+    def over(self, kind: str, axes: int) -> int:
+        """Return the bits of one kind, such as "divided", of axes given by their varying bits."""
+        return axes << self._shift[kind]
 
     def is_constant(self, value: int) -> bool:
         """Whether a value is a constant of the program, the same on every rank."""
@@ -142,7 +105,7 @@ class Lattice:
     def averaging(self, value: int, mean: int) -> int:
         """Return `mean` for a constant that is `value`, unless it averages elements: of a sum over
         ranks it may be either."""
-        return mean | self._at(value, 5) << 8 * self._num_axes
+        return mean | self.over("averaging", self._at(value, "divided"))
 
     def names(self, value: int) -> frozenset[str]:
         """Name the axes along which `value` varies."""
@@ -155,38 +118,58 @@ class Lattice:
             uniform = 0
             if value & self.data and value & self.nonzero:
                 uniform = self.varying & ~value
-            summed = uniform & ~self._at(value, 1)
-            total = summed & self._at(value, 4)
-            unclear = total & (self._at(value, 3) | self._at(value, 5))
+            summed = uniform & ~self._at(value, "unsummed")
+            total = summed & self._at(value, "total")
+            unclear = total & (self._at(value, "single") | self._at(value, "divided"))
             found = Class(
                 self.names(value),
                 self.names(summed),
                 not value & self.nonzero,
                 self.names(total & ~unclear),
                 self.names(unclear),
-                self.names(uniform & ~self._at(value, 2)),
-                self.names(uniform & self._at(value, 6) & ~self._at(value, 7)),
+                self.names(uniform & ~self._at(value, "unrepeated")),
+                self.names(uniform & self._at(value, "even") & ~self._at(value, "uneven")),
+                self.names(uniform & self._at(value, "undivided")),
+                self.names(uniform & self._at(value, "duplicated")),
             )
             self._decoded[value] = found
         return found
 
-    def _at(self, value: int, position: int) -> int:
+    def without_scale(self, value: int) -> int:
+        """Return the class of truth, a sign or a position: n times as much gives the same."""
+        return value & ~self._scale
+
+    def undivided_by_sum(self, value: int, axes: int) -> int:
+        """Return the bits of what a sum of `value` over `axes` leaves undivided."""
+        if not (value & self.data and value & self.nonzero):
+            return 0
+        axes &= ~self._at(value, "divided")
+        differed = value & axes
+        return self.over("undivided", differed & ~self._at(value, "total")) | self.over(
+            "duplicated", axes & ~differed
+        )
+
+    def _rescaled(self, value: int, axes: int) -> int:
+        """Return `value`, divided along `axes`."""
+        return value & ~(self.over("undivided", axes) | self.over("duplicated", axes))
+
+    def _at(self, value: int, kind: str) -> int:
         """Return one bit of each axis, in the places of the varying bits."""
-        return value >> position * self._num_axes & self.varying
+        return value >> self._shift[kind] & self.varying
 
     def _sums(self, single: int, total: int, divided: int) -> int:
         """Put the bits of three sets of axes in their places."""
-        k = self._num_axes
-        return single << 3 * k | total << 4 * k | divided << 5 * k
+        return (
+            self.over("single", single) | self.over("total", total) | self.over("divided", divided)
+        )
 
     def _met(self, a: int, b: int) -> int:
         """Return the bits of means that a product or ratio has: of two it is no mean itself.
 
         `pmean(w * x) / pmean(w)` is a weighted mean.
         """
-        k = self._num_axes
-        met = self._at(a | b, 6) << 6 * k | (a | b) & self._uneven
-        return met | (self._at(a, 6) & self._at(b, 6)) << 7 * k
+        met = self.over("even", self._at(a | b, "even")) | (a | b) & self._uneven
+        return met | self.over("uneven", self._at(a, "even") & self._at(b, "even"))
 
     def mix(self, value: int) -> int:
         """Return the class of a result of which nothing is known but the join of its operands."""
@@ -195,6 +178,28 @@ class Lattice:
     def bend(self, value: int) -> int:
         """Return the class of a root, a power, a logarithm or a sum of elements."""
         return value | self._bent
+
+    def invert(self, value: int) -> int:
+        """Return the class of one over a power of `value`."""
+        total = self._at(value, "total")
+        value = self.without_scale(value) & ~self._capped
+        return self.bend(value) | self.over("divided", total)
+
+    def cap(self, value: int, by: list[int]) -> int:
+        """Return the class of a `value` that is bounded by the constants among `by`."""
+        constants = [x for x in by if self.is_constant(x) and x & self.nonzero]
+        if not constants:
+            return value
+        if not all(x & self._other for x in constants):
+            # It may be 1 if any rank has one.
+            value &= ~self.over("duplicated", self.varying)
+        return value | self._capped
+
+    def count_ranks(self, value: int, number: float) -> int:
+        """Return the class of `value`, a product with a number, that may be one of ranks."""
+        if value & self.data and self._axes_of_size(number, self.varying):
+            return value | self._by_ranks
+        return value
 
     def anything(self) -> int:
         """Return the class of a value of which nothing is known, but that ranks hold the same."""
@@ -208,21 +213,21 @@ class Lattice:
             return value
         if not value & self.data:
             if not differed:  # n times a constant
-                return value | self.nonzero | self.divided_over(axes)
+                return value | self.nonzero | self.over("divided", axes)
             # A constant that a varying predicate chose is a sum over these axes alone.
             value |= self.mixed
-        single, total, divided = (self._at(value, i) & axes for i in (3, 4, 5))
+        single, total, divided = (each & axes for each in self._parts(value))
         shares = divided & ~single & ~total
         met = (divided | total) & ~shares
-        value &= ~self._sums(axes, axes, axes)
+        value = self._rescaled(value, divided) & ~self._sums(axes, axes, axes)
         value |= self._sums(shares | met, axes & ~shares, 0)
-        k = self._num_axes
-        value |= (self._at(value, 6) & differed) << 7 * k  # it may be weighed by that mean
+        # It may be weighed by that mean, or be a sum of sums.
+        value |= self.over("uneven", self._at(value, "even") & differed | total & ~differed)
         repeats = axes & ~differed & ~divided
         if repeats:
             value &= ~self._bent  # what was done to its operand
-        value = value & ~(repeats << 2 * k) | differed << 2 * k
-        return value & ~self.unsummed_over(differed)
+        value = value & ~self.over("unrepeated", repeats) | self.over("unrepeated", differed)
+        return value & ~self.over("unsummed", differed)
 
     def sum_in_groups(self, value: int, axes: int) -> int:
         """Return the class of the sums of `value` over groups of ranks along `axes`."""
@@ -230,30 +235,33 @@ class Lattice:
             return value | self.nonzero if value & self.nonzero else value
         same = axes & ~value
         value |= self._sums(same, same, 0) | self._bent * bool(same)
-        return value & ~(same << 2 * self._num_axes)
+        return value & ~self.over("unrepeated", same)
 
     def mean(self, value: int, axes: int) -> int:
         """Return the class of a mean over `axes`: what `value`, a sum over them, is divided to."""
+        value = self._rescaled(value, axes)
         axes &= ~value
         value &= ~self._sums(0, axes, axes)
-        return value | self._sums(axes, 0, 0) | axes << 2 * self._num_axes
+        return value | self._sums(axes, 0, 0) | self.over("unrepeated", axes)
 
     def share(self, value: int, axes: int) -> int:
         """Return the class of a rank's share of what all ranks along `axes` have."""
-        value = (value | self.mixed) & ~self._sums(axes, axes, 0) | self._sums(0, 0, axes)
-        return value | axes << 7 * self._num_axes
+        value = self._rescaled(value | self.mixed, axes)
+        value = value & ~self._sums(axes, axes, 0) | self._sums(0, 0, axes)
+        return value | self.over("uneven", axes)
 
     def as_stated(self, value: int, axes: int) -> int:
         """Return the class of a sum over `axes` whose scale the author has chosen."""
-        value |= self._sums(axes, axes, 0) | axes << 2 * self._num_axes
-        return value | axes << 7 * self._num_axes
+        value = self._rescaled(value, axes)
+        value |= self._sums(axes, axes, 0) | self.over("unrepeated", axes)
+        return value | self.over("uneven", axes)
 
     def agree(self, value: int, axes: int) -> int:
         """Return the class of what ranks along `axes` exchange until they all hold the same."""
         differed = value & axes
         if differed:
             value = value & ~differed | self.data | self._sums(0, axes, axes)
-            value |= differed << 7 * self._num_axes
+            value |= self.over("uneven", differed)
         return self.mix(value)
 
     def scale(self, value: int, by: int) -> int:
@@ -262,8 +270,11 @@ class Lattice:
             return value | by & self.varying
         if value & self.nonzero and not value & self.data:
             return self.mix(value | by)
-        divided = self._at(by, 5) | self._at(by, 8) & self._at(value, 4) & ~value
-        value |= by & self.varying | self._sums(self._at(value, 4), 0, divided)
+        divided = (
+            self._at(by, "divided") | self._at(by, "averaging") & self._at(value, "total") & ~value
+        )
+        value = self.without_scale(value) & ~self._capped
+        value |= by & self.varying | self._sums(self._at(value, "total"), 0, divided)
         return value | self._unrepeated * bool(divided or value & self._bent)
 
     def scale_by_number(self, value: int, number: float) -> int:
@@ -272,17 +283,21 @@ class Lattice:
             return value & self.varying
         if value & self._bent and abs(number) != 1:
             value |= self._unrepeated
-        total = self._at(value, 4) & ~value
+        if value & self._scale:
+            ranks = self._axes_of_size(1 / number, self.varying)
+            value |= self.over("even", ranks & self._at(value, "undivided") & ~value)
+            value = self._rescaled(value, ranks if abs(number) == 1 else self.varying)
+        total = self._at(value, "total") & ~value
         if value & self.data and total:
             matched = self._axes_of_size(1 / number, total)
             if matched:
                 # Of sums of what differed, known as such.
-                sums = matched & ~self._at(value, 1) & ~self._at(value, 3)
-                return self.mean(value, matched) | sums << 6 * self._num_axes
+                sums = matched & ~self._at(value, "unsummed") & ~self._at(value, "single")
+                return self.mean(value, matched) | self.over("even", sums)
             return value if abs(number) == 1 else value | self._sums(total, 0, 0)
         if abs(number) != 1:
             value |= self.nonzero
-        return value | self.divided_over(self._axes_of_size(1 / number, self.varying))
+        return value | self.over("divided", self._axes_of_size(1 / number, self.varying))
 
     def counts_ranks(self, number: float) -> bool:
         """Whether a number is that of the ranks along some axes, or one over it."""
@@ -320,37 +335,60 @@ class Lattice:
         if not b & self.data:
             return self.scale(a, b)
         (single_a, total_a, divided_a), (single_b, total_b, divided_b) = map(self._parts, (a, b))
+        a, b = self._scaled_by(a, b), self._scaled_by(b, a)
         total, divided = total_a | total_b, divided_a | divided_b
         single = single_a & single_b | total_a & total_b | total & divided
         claims = self.unsummed | self._unrepeated
         value = (a | b) & ~claims & ~self._single | self._sums(single, 0, 0)
         is_lost = total_a & total_b or divided or (a | b) & self._bent
         value |= a & b & claims | self._unrepeated * bool(is_lost)
-        return value | self._met(a, b)
+        return value | self._met(a, b) | self.over("uneven", total_a & total_b)
+
+    def _scaled_by(self, value: int, factor: int) -> int:
+        """Return `value` as a factor leaves it that may be one over a sum."""
+        return (
+            value if factor & self._capped else self._rescaled(value, self._at(factor, "divided"))
+        )
 
     def quotient(self, a: int, b: int) -> int:
         """Return the class of `a / b`."""
+        b = self.without_scale(b) & ~self._capped
         if a & self.nonzero and not a & self.data:
             value = self.mix(a | b)
         else:
             value = a | b & self.varying
         if not b & self.data:
-            return self.scale(value, b) if value & self.data else value
+            return self._over_constant(value, b) if value & self.data else value
         (single, total, divided), (_, total_b, divided_b) = map(self._parts, (value, b))
-        met = total_b | divided_b
+        met = total_b | divided_b | (self.varying if b & self._by_ranks else 0)
+        value = self._rescaled(value, met)
         value = value & ~self._sums(self.varying, 0, 0)
         value |= self._sums(single | total & met, 0, met)
         is_lost = met or (a | b) & self._bent
         return value | self._unrepeated * bool(is_lost) | self._met(a, b)
 
+    def solve(self, matrix: int, vector: int) -> int:
+        """Return the class of the solution of a linear system: a ratio of sums, if both are."""
+        ratio = self.quotient(vector, matrix)
+        return self.without_scale(self.mix(vector | matrix)) | ratio & self._scale
+
+    def _over_constant(self, value: int, by: int) -> int:
+        """Return the class of `value / by`. An array of ones may be the number of one rank."""
+        quotient = self.scale(value, by)
+        if by & self._other:
+            return quotient
+        ranks = self._axes_of_size(1, self.varying)
+        return self._rescaled(quotient, ranks) | self._sums(self._at(value, "total") & ranks, 0, 0)
+
     def contract(self, a: int, b: int) -> int:
         """Return the class of sums of products."""
         if not (a & b & self.nonzero):
             return (a | b) & self.varying
-        value = self.mix(a | b)
         if not a & b & self.data:  # what a constant array holds is not known
-            return value
+            return self.without_scale(self.mix(a | b))
+        scaled = self._scaled_by(a, b) | self._scaled_by(b, a)
+        value = self.mix(scaled) | self.over("uneven", self._at(a, "total") & self._at(b, "total"))
         return self.bend(value & ~self._unrepeated | self.product(a, b) & self._unrepeated)
 
     def _parts(self, value: int) -> tuple[int, int, int]:
-        return self._at(value, 3), self._at(value, 4), self._at(value, 5)
+        return self._at(value, "single"), self._at(value, "total"), self._at(value, "divided")

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from jdp.analysis import jaxprs
 from jdp.analysis.marks import ALL_REDUCED
 from jdp.analysis.records import Record
@@ -112,6 +114,34 @@ class Provenance(WayBack):
                     return eqn, self.line(each.frame, eqn)
         return None
 
+    def sums(self, node: Node) -> Iterator[tuple[Any, str, Node]]:
+        """Yield the sums over ranks that leave a value undivided, the nearest first.
+
+        Each with the author's line and its operand.
+        """
+        for each in self.back([node]):
+            eqn = self.maker(each)
+            if eqn is not None and eqn.primitive.name in _ADDING:
+                # Before its operands jdp's own has a rank, its group and the scale.
+                i = eqn.outvars.index(each.variable) - len(eqn.outvars)
+                operand = Node(each.frame, eqn.invars[i])
+                if not self.differs(operand):
+                    yield eqn, self.line(each.frame, eqn), operand
+
+    def is_of_cotangent(self, node: Node) -> bool:
+        """Whether a number was computed from a cotangent that differs, as a gradient is."""
+        seen, waiting = set(), [node]
+        while waiting:
+            each = waiting.pop()
+            if each.key() in seen or not self.differs(each) or not _is_inexact(each.variable):
+                continue  # what was decided by a gradient is not one
+            seen.add(each.key())
+            eqn = self.maker(each)
+            if eqn is not None and jaxprs.is_transposed(eqn):
+                return True
+            waiting += self.before(each)
+        return False
+
     def is_consequence(self, node: Node, causes: Iterable[Node]) -> bool:
         """Whether a value differs only because some other ones do."""
         keys = {cause.key() for cause in causes} - {node.key()}
@@ -193,7 +223,12 @@ class Provenance(WayBack):
 
 _MOVES = frozenset("convert_element_type copy copy_p reshape squeeze".split())
 _SUMS = frozenset({"jdp_all_reduce", "psum", "psum_invariant"})
+_ADDING = {*_SUMS, "jdp_mark", "psum_start", "reduce_scatter", "reduce_sum", "unreduced_psum"}
 _COLLECTIVES = frozenset(collectives.RULES) - {"axis_index"}
+
+
+def _is_inexact(variable: Any) -> bool:
+    return jnp.issubdtype(variable.aval.dtype, jnp.inexact)
 
 
 def _moves(eqn: Any) -> bool:

@@ -111,13 +111,20 @@ def _reason(eqn: Any, report: Report, found: Marked, names: Collection[str]) -> 
     if repeated := value.repeated & axes:
         told = repetition(eqn, back, back.of_mark(found.eqn), repeated)
         return "the gradient of {leaves} that comes to {where} " + told
-    if not value.total & axes and not (
-        found.kind == "local" and value.unclear & axes and _is_alone(report, found)
-    ):
-        return ""
+    total, line = value.total & axes, ""
+    if not total:
+        if not (value.unclear | value.undivided) & axes:
+            return ""
+        if found.kind == "local" and not _is_alone(report, found):
+            return ""
+        line = _undivided(report, found, value.undivided & axes)
+        if line:
+            total = value.undivided & axes
+        elif found.kind == SYNCED or not value.unclear & axes:
+            return ""
     node = back.of_mark(found.eqn)
-    line = ("" if node is None else back.reduction(node)) or "something"
-    too_large = times(eqn, value.total & axes)
+    line = line or ("" if node is None else back.reduction(node)) or "something"
+    too_large = times(eqn, total)
     if found.kind == SYNCED:
         return (
             "the gradient of {leaves} was handed to {where} as the mean, with synced=True, but "
@@ -127,7 +134,7 @@ def _reason(eqn: Any, report: Report, found: Marked, names: Collection[str]) -> 
             f"the mean over a rank's own rows, the sum is {too_large} the mean: write "
             "jdp.sync_gradients(grads) in place of the sum, which divides."
         )
-    if value.total & axes:
+    if total:
         return (
             f"the gradient of {{leaves}} was reduced before it came to {{where}}: {line} sums it "
             f"over the ranks, which makes it {too_large} the mean if each rank's loss is the mean "
@@ -141,6 +148,21 @@ def _reason(eqn: Any, report: Report, found: Marked, names: Collection[str]) -> 
         "the ranks, and whether it is the mean after what was divided since cannot be told. Hand "
         "over the local gradient, or write apply_gradients(grads, synced=True) if it is the mean."
     )
+
+
+def _undivided(report: Report, found: Marked, axes: Collection[str]) -> str:
+    """Return the line of the nearest sum of gradients that a gradient may be too large by.
+
+    Other sums, such as counts and statistics of all rows, have a scale that nobody can tell.
+    """
+    if not axes:
+        return ""
+    back, local = report.back(axes, "undivided"), report.back(axes)
+    node = back.of_mark(found.eqn)
+    for _, line, operand in () if node is None else back.sums(node):
+        if local.is_of_cotangent(operand):
+            return line or "something"
+    return ""
 
 
 def _is_reduced(found: Marked) -> bool:

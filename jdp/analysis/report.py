@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from jdp.analysis.classes import Class
 from jdp.analysis.findings import Deadlock, Marked
-from jdp.analysis.lattice import Class
 from jdp.analysis.provenance import Provenance
 
 
@@ -25,7 +25,8 @@ class Report:
       used_inputs: for each input of its body, captured arrays first, whether an output or a side
         effect depends on it.
       refs: position and final class of each input that is a `jax.Ref`.
-      back: for some axes, the way back from what differs along them.
+      back: for some axes, the way back from what differs along them; or from what is "undivided"
+        or "duplicated", see `Class`.
     """
 
     outputs: tuple[Class, ...]
@@ -36,4 +37,4 @@ class Report:
     unknown: tuple[tuple[str, str], ...]
     used_inputs: tuple[bool, ...]
     refs: tuple[tuple[int, Class], ...]
-    back: Callable[[Iterable[str]], Provenance] = field(compare=False, repr=False)
+    back: Callable[..., Provenance] = field(compare=False, repr=False)

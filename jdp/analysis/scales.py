@@ -34,6 +34,7 @@ def warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
       traced: what its leaves are called.
     """
     yield from _repeated(step, report, traced, _metrics(traced))
+    yield from _duplicated(step, report, traced)
     if _has_weight(traced):
         yield from _unweighted(report, traced, _states(traced) | _metrics(traced))
 
@@ -74,6 +75,23 @@ def _repeated(
             told.setdefault(text, []).append(f"`{output.path}`")
     for text, leaves in told.items():
         yield f"{shown(leaves)} {text}"
+
+
+def _duplicated(step: Any, report: Report, traced: Traced) -> Iterator[str]:
+    told: dict[tuple[str, str], list[str]] = {}
+    for i, output in _states(traced).items():
+        if axes := report.outputs[i].duplicated & set(traced.axis_name):
+            back = report.back(axes, "duplicated")
+            for collective, line, _ in back.sums(back.of_output(i)):
+                many = reductions.times(step, axes, collective)
+                told.setdefault((line, many), []).append(f"`{output.path}`")
+                break
+    for (line, many), leaves in told.items():
+        yield (
+            f"{shown(leaves)} depends on a sum that is {many} too large: {line or 'something'} "
+            "sums over the ranks what every rank has the same. Write jdp.mean_over_ranks(x), or "
+            "lax.axis_size(axis) * x if that is meant."
+        )
 
 
 def _unweighted(report: Report, traced: Traced, outputs: dict[int, Output]) -> Iterator[str]:

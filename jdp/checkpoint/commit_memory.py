@@ -3,7 +3,7 @@
 The memory is a file without a name that the launcher made. It begins with a page of two records;
 a record says where its commit lies. A commit is written in three steps: the record of the older
 one is struck out, the values are written, the record is written. So whenever the writer dies,
-at least one record is that of a commit which nobody has touched since it was whole.
+at least one record is that of a commit that is intact.
 """
 
 import json
@@ -25,7 +25,7 @@ _ALIGNMENT = 64
 
 
 class Commit(NamedTuple):
-    """A commit that is whole."""
+    """An intact commit."""
 
     number: int
     start: int  # in the file
@@ -53,8 +53,8 @@ class CommitMemory:
 
     >>> memory = CommitMemory(os.memfd_create("example"))
     >>> memory.write({"step": 10}, [np.arange(3, dtype=np.uint8)])
-    >>> newest = memory.newest()
-    >>> newest.facts, memory.read(newest)
+    >>> latest = memory.latest()
+    >>> latest.facts, memory.read(latest)
     ({'step': 10}, array([0, 1, 2], dtype=uint8))
     """
 
@@ -62,10 +62,10 @@ class CommitMemory:
         self._file = file
         self._mapped = np.empty(0, np.uint8)
 
-    def newest(self) -> Commit | None:
-        """Find the newest commit; None if there is none."""
-        whole = [commit for slot in (0, 1) if (commit := self._commit(slot))]
-        return max(whole, default=None, key=lambda commit: commit.number)
+    def latest(self) -> Commit | None:
+        """Return the latest intact commit; None if there is none."""
+        intact = [commit for slot in (0, 1) if (commit := self._commit(slot))]
+        return max(intact, default=None, key=lambda commit: commit.number)
 
     def read(self, commit: Commit) -> np.ndarray:
         """Copy the values of a commit, `[num_bytes]` uint8."""

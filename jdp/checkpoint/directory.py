@@ -1,4 +1,4 @@
-"""Checkpoints on disk: one folder each, written by Orbax, with a manifest that tells it is whole.
+"""Checkpoints on disk: one folder each, written by Orbax, with a manifest that shows damage.
 
     directory/lock                 held by the run that writes here
     directory/1000-1/state/        step 1000 of the run's first life: what Orbax writes
@@ -9,30 +9,25 @@ disk. What a power cut or a bad disk does to it later, its checksums show.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
-import socket
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-# A process that was killed a moment ago may not be gone yet; one that died with its host keeps the
-# lock of an NFS server for 90 s.
-_LOCK_TIMEOUT_S, _LOST_LOCK_TIMEOUT_S = 2.0, 120.0
+from jdp.checkpoint.directory_lock import locked
 
 _NAME = re.compile(r"(\d+)-(\d+)")
 _UNFINISHED = ".part"
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint that was once whole. Of two, the one of the later life is the newer."""
+    """A checkpoint, intact when it was written. Of two, the one of the later life is the latest."""
 
     life: int  # which life of the run wrote it: each restore begins the next, from 1 on
     step: int
@@ -74,18 +69,7 @@ class Folder:
         """
         if self._lock is not None:
             return
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            # Held open; unbuffered, or what a full disk did not take would be an error of close.
-            file = open(self.path / "lock", "ab+", buffering=0)
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
-        try:
-            self._take(file, _LOST_LOCK_TIMEOUT_S if resumes else _LOCK_TIMEOUT_S)
-        except BaseException:
-            file.close()
-            raise
-        self._lock = file
+        self._lock = locked(self.path, resumes=resumes)
         for left_over in self.path.glob(f"*{_UNFINISHED}"):
             if _NAME.fullmatch(left_over.stem):  # or it is somebody else's
                 shutil.rmtree(left_over, ignore_errors=True)
@@ -97,7 +81,7 @@ class Folder:
             self._lock = None
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Find the checkpoints, newest first, whether or not they are whole."""
+        """Return the checkpoints, latest first, damaged or not."""
         if not self.path.is_dir():
             return []
         names = [(_NAME.fullmatch(path.name), path) for path in self.path.iterdir()]
@@ -131,6 +115,8 @@ class Folder:
 
     def read(self, checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Read arrays by name."""
+        if not names:
+            return {}
         import orbax.checkpoint as ocp
 
         arguments = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
@@ -164,37 +150,13 @@ class Folder:
             raise self._failure(step, arrays, error) from error
 
     def keep(self, count: int) -> None:
-        """Remove all but the newest `count` checkpoints."""
+        """Remove all but the latest `count` checkpoints."""
         for checkpoint in self.checkpoints()[count:]:
             # Renamed first, so that what a death leaves of it does not look like a checkpoint.
             part = checkpoint.path.with_name(checkpoint.path.name + _UNFINISHED)
             with contextlib.suppress(OSError):
                 os.rename(checkpoint.path, part)
                 shutil.rmtree(part)
-
-    def _take(self, file: Any, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    file.seek(0)
-                    holder = file.read().decode().strip()
-                    raise RuntimeError(
-                        f"{self.path} is in use by another run ({holder}). Two runs in one "
-                        "directory would mix their checkpoints: end the other one, or give this "
-                        "one a directory of its own."
-                    ) from None
-                time.sleep(0.02)
-            except OSError as error:
-                raise _unwritable(self.path, error) from error
-        try:
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
 
     def _failure(self, step: int, arrays: dict[str, Any], error: Exception) -> OSError:
         needed = sum(array.nbytes for array in arrays.values())
@@ -234,8 +196,9 @@ def _orbax() -> Iterator[Any]:
 def _write(part: Path, facts: dict[str, Any], arrays: dict[str, Any]) -> None:
     import orbax.checkpoint as ocp
 
-    with _orbax() as orbax:
-        orbax.save(part / "state", args=ocp.args.PyTreeSave(arrays))
+    if arrays:  # Orbax refuses a tree without any
+        with _orbax() as orbax:
+            orbax.save(part / "state", args=ocp.args.PyTreeSave(arrays))
     files = [file for file in sorted((part / "state").rglob("*")) if file.is_file()]
     sums = {str(f.relative_to(part)): [f.stat().st_size, _file_checksum(f)] for f in files}
     manifest = {"facts": facts, "files": sums}
@@ -261,10 +224,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _unwritable(path: Path, error: OSError) -> OSError:
-    return OSError(
-        f"checkpoints cannot be written to {path}: {error}. Give Checkpointer a directory that "
-        "this process may write to."
-    )

@@ -1,4 +1,4 @@
-"""Which commit or checkpoint is the newest, on any process, and getting it to all of them."""
+"""Which commit or checkpoint is the latest, on any process, and getting it to all of them."""
 
 import logging
 from typing import Any, NamedTuple
@@ -7,10 +7,24 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jdp import rank_state
 from jdp.checkpoint.commit_memory import CommitMemory
 from jdp.checkpoint.directory import Checkpoint, Folder, TornError
-from jdp.checkpoint.snapshot import Leaf, pack, packed_bytes, unpack
+from jdp.checkpoint.saved_leaves import (
+    SavedLeaf,
+    describe,
+    disk_names,
+    from_disk,
+    leaves_of,
+    pack,
+    packed_bytes,
+    require_same,
+    unpack,
+    with_shapes,
+)
+from jdp.checkpoint.snapshot import place
 from jdp.distributed import agree
+from jdp.distributed.checks import known_leaves
 
 _log = logging.getLogger("jdp")
 
@@ -18,7 +32,7 @@ _log = logging.getLogger("jdp")
 _PART_BYTES = 64 << 20
 
 
-class Found(NamedTuple):
+class Restorable(NamedTuple):
     """What is restored, as all processes see it."""
 
     tier: str  # "commit" or "checkpoint"
@@ -38,12 +52,12 @@ class Sources:
       memory: of this host's commits, if there is a launcher.
 
     Raises:
-      RuntimeError: if there are only checkpoints that are not whole.
+      RuntimeError: if there are checkpoints and all are damaged.
     """
 
     def __init__(self, folder: Folder, memory: CommitMemory | None) -> None:
         self._folder, self._memory = folder, memory
-        self._commit = memory.newest() if memory else None
+        self._commit = memory.latest() if memory else None
         facts = self._commit.facts if self._commit else {}
         if facts.get("directory") != str(folder.path):
             # Of another Checkpointer: a script may train one model after the other.
@@ -78,12 +92,7 @@ class Sources:
         assert self._checkpoint is not None
         facts = self._checkpoint_facts
         leaves = leaves_of(facts)
-        names = [_name(i, leaf) for i, leaf in enumerate(leaves) if leaf.num_bytes]
-        arrays = self._folder.read(self._checkpoint, names)
-        return facts, [
-            arrays.get(_name(i, leaf), np.zeros(leaf.shape, leaf.dtype)).view(leaf.dtype)
-            for i, leaf in enumerate(leaves)
-        ]
+        return facts, from_disk(leaves, self._folder.read(self._checkpoint, disk_names(leaves)))
 
     def _find_checkpoint(self) -> None:
         torn = []
@@ -97,15 +106,15 @@ class Sources:
                 return
             except TornError as error:
                 torn.append(f"{checkpoint.path}: {error}")
-                _log.warning("jdp: a checkpoint is not whole and is passed over: %s.", torn[-1])
+                _log.warning("jdp: a checkpoint is damaged and is passed over: %s.", torn[-1])
         self._torn = torn
 
 
-def newest(offers: dict[int, dict[str, Any]]) -> Found | None:
+def latest(offers: dict[int, dict[str, Any]]) -> Restorable | None:
     """Choose from the offers of all processes; None if there is nothing.
 
     >>> nothing = {"checkpoint": None, "where": "runs"}
-    >>> found = newest({0: {"commit": None, **nothing}, 1: {"commit": [1, 40, "a"], **nothing}})
+    >>> found = latest({0: {"commit": None, **nothing}, 1: {"commit": [1, 40, "a"], **nothing}})
     >>> found.tier, found.step, found.source, found.lacking
     ('commit', 40, 1, [0])
     """
@@ -115,28 +124,46 @@ def newest(offers: dict[int, dict[str, Any]]) -> Found | None:
     if checkpoint and (commit is None or checkpoint > commit[:2]):
         others = [process for process in offers if process]
         life, step = checkpoint
-        return Found("checkpoint", life, step, 0, others, f"step {step} of {where}")
+        return Restorable("checkpoint", life, step, 0, others, f"step {step} of {where}")
     if commit is None:
         if torn := offers[0].get("torn"):
             raise RuntimeError(
-                f"none of the {len(torn)} checkpoints is whole, and nothing is lost by looking "
-                f"into it before training begins anew: {'; '.join(torn)}. Move the directory "
-                "away, or give Checkpointer a new one."
+                f"all {len(torn)} checkpoints are damaged: {'; '.join(torn)}. Inspect them before "
+                "starting over, then move the directory away or give Checkpointer a new one."
             )
         return None
     holders = [process for process, its in commits.items() if its == commit]
     lacking = [process for process in offers if process not in holders]
     life, step, _ = commit
-    return Found("commit", life, step, holders[0], lacking, f"the commit of step {step}")
+    return Restorable("commit", life, step, holders[0], lacking, f"the commit of step {step}")
 
 
-def loaded(
-    group: tuple[int, ...], found: Found, sources: Sources
-) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Give facts and values to every process, those that have them from their own host.
+def restored(
+    group: tuple[int, ...], found: Restorable, sources: Sources, state: Any, batches: Any
+) -> Any:
+    """Return the state that was found, in the place of `state`, and set the position of `batches`.
 
-    Nothing is computed over the processes unless one of them lacks the values.
+    Raises:
+      ValueError: if it is of another model, or without a position although there are batches.
     """
+    facts, values = _loaded(group, found, sources)
+    with agree.failing_together(group, f"while it restored {found.where}"):
+        values = rank_state.resized(state, values, found.where)
+        saved = with_shapes(leaves_of(facts), values)
+        require_same(saved, describe(state), found.where)
+        state = place(state, values)
+        if batches is not None:
+            batches.position = _position(facts, found.where)
+    agree.told(group, None, what=f"whether {found.where} is restored")
+    known_leaves.vouch(jax.tree.leaves(state))  # All have it from one place.
+    return state
+
+
+# Processes that have the values read them on their own host, and nothing is computed over the
+# processes unless one of them lacks the values.
+def _loaded(
+    group: tuple[int, ...], found: Restorable, sources: Sources
+) -> tuple[dict[str, Any], list[np.ndarray]]:
     me = jax.process_index()
     facts: dict[str, Any] = {}
     values: list[np.ndarray] = []
@@ -150,28 +177,17 @@ def loaded(
     return facts, values
 
 
-def leaves_of(facts: dict[str, Any]) -> list[Leaf]:
-    """Read the leaves from the facts that stand beside them."""
-    return [Leaf(name, tuple(shape), dtype, key) for name, shape, dtype, key in facts["leaves"]]
-
-
-def named(leaves: list[Leaf], values: list[Any]) -> dict[str, Any]:
-    """Give values the names that they have on the disk; empty ones are not written."""
-    pairs = enumerate(zip(leaves, values, strict=True))
-    return {_name(i, leaf): _writable(value) for i, (leaf, value) in pairs if leaf.num_bytes}
-
-
-def _writable(value: Any) -> Any:
-    # Orbax does not know the unsigned integers of 2 and 4 bits, which NumPy keeps in bytes.
-    return value.view(np.uint8) if value.dtype in ("uint2", "uint4") else value
-
-
-def _name(number: int, leaf: Leaf) -> str:
-    return f"{number}{leaf.name}"
+def _position(facts: dict[str, Any], where: str) -> int:
+    if facts["position"] is None:
+        raise ValueError(
+            f"{where} was written without batches, so it is not known where the data stood. Write "
+            "state = ckpt.restore(state), and set batches.position yourself."
+        )
+    return facts["position"]
 
 
 # As integers: a sum of floats over the processes would make 0.0 of -0.0.
-def _handed_over(values: list[np.ndarray], leaves: list[Leaf], *, is_source: bool) -> list[Any]:
+def _handed_over(values: list[Any], leaves: list[SavedLeaf], *, is_source: bool) -> list[Any]:
     size = packed_bytes(leaves)
     data = np.concatenate(pack(values)) if is_source and size else np.zeros(size, np.uint8)
     for start in range(0, size, _PART_BYTES):

@@ -1,4 +1,4 @@
-"""A state apart from its devices: what its leaves are, their values on the host, and back."""
+"""A state apart from its devices: a copy of it there, its values on the host, and back."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -9,87 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp.pytrees import any_deleted, is_array, is_key, without_key
-
-# Leaves begin at multiples of this many bytes, as JAX wants memory that it takes without a copy.
-_ALIGNMENT = 64
-
-
-class Leaf(NamedTuple):
-    """One array of a state, as it is written: whole, and of no device."""
-
-    name: str  # its path
-    shape: tuple[int, ...]
-    dtype: str
-    key: str | None  # random keys: how they are made; shape and dtype are those of their data
-
-    def __str__(self) -> str:
-        kind = self.dtype if self.key is None else f"key<{self.key}>"
-        return f"{kind}{list(self.shape)}"
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the values."""
-        return int(np.prod(self.shape, dtype=np.int64)) * jnp.dtype(self.dtype).itemsize
-
-
-def describe(state: Any) -> list[Leaf]:
-    """Describe the arrays of a state, in order; other leaves are left out.
-
-    Raises:
-      TypeError: if a number is too large for an array.
-
-    >>> [leaf.name + " " + str(leaf) for leaf in describe({"w": jnp.ones((2, 3)), "f": jnp.tanh})]
-    ["['w'] float32[2, 3]"]
-    """
-    named, _ = jax.tree_util.tree_flatten_with_path(state)
-    return [_leaf(jax.tree_util.keystr(path), x) for path, x in named if is_array(x)]
-
-
-def with_shapes(leaves: Sequence[Leaf], values: Sequence[np.ndarray]) -> list[Leaf]:
-    """Return leaves with the shapes of their values."""
-    return [leaf._replace(shape=x.shape) for leaf, x in zip(leaves, values, strict=True)]
-
-
-def require_same(saved: Sequence[Leaf], given: Sequence[Leaf], where: str) -> None:
-    """Refuse to restore into the state of another model.
-
-    A number of Python or a NumPy array of 64 bits has become what JAX computes with.
-
-    Args:
-      saved: what was written.
-      given: what is to be restored.
-      where: what was written where, for the error.
-
-    Raises:
-      ValueError: naming the first leaf that differs.
-    """
-    if len(saved) == len(given) and all(map(_fits, saved, given)):
-        return
-    advice = (
-        "That is another model or optimizer, and its values would mean something else. Build the "
-        "one that this run began with, or give Checkpointer a new directory to begin anew."
-    )
-    names = {leaf.name for leaf in given}, {leaf.name for leaf in saved}
-    for old, new in zip(saved, given, strict=False):
-        if old.name == new.name and not _fits(old, new):
-            raise ValueError(
-                f"`{old.name}` is {old} in {where}, and {new} in the state given to restore. "
-                + advice
-            )
-    for leaf in saved:
-        if leaf.name not in names[0]:
-            raise ValueError(f"`{leaf.name}` {leaf} is in {where}, not in the state. {advice}")
-    for leaf in given:
-        if leaf.name not in names[1]:
-            raise ValueError(f"`{leaf.name}` {leaf} is not in {where}. {advice}")
-    raise ValueError(f"{where} has the leaves of the state given in another order. {advice}")
+from jdp import pytrees
+from jdp.checkpoint.saved_leaves import SavedLeaf, describe
+from jdp.pytrees import is_array, is_key, without_key
 
 
 class Snapshot(NamedTuple):
     """A copy of a state on the devices, which nothing will donate."""
 
-    leaves: list[Leaf]
+    leaves: list[SavedLeaf]
     pieces: list[list[tuple[Any, Any]]]  # of each leaf: (which part, values)
 
     def fetch(self) -> list[np.ndarray]:
@@ -98,7 +26,9 @@ class Snapshot(NamedTuple):
             for _, piece in pieces:
                 if isinstance(piece, jax.Array):
                     piece.copy_to_host_async()
-        return [_whole(leaf, pieces) for leaf, pieces in zip(self.leaves, self.pieces, strict=True)]
+        return [
+            _joined(leaf, pieces) for leaf, pieces in zip(self.leaves, self.pieces, strict=True)
+        ]
 
 
 class Snapshots:
@@ -116,7 +46,7 @@ class Snapshots:
         self._reuse = reuse
         self._spare: dict[jax.Device, list[jax.Array]] = {}
         self._kind: Any = None  # of the state that what follows is about
-        self._leaves: list[Leaf] = []
+        self._leaves: list[SavedLeaf] = []
         self._apart: list[int] = []
 
     def take(self, state: Any, *, here: bool = True) -> Snapshot | None:
@@ -133,7 +63,7 @@ class Snapshots:
         """
         leaves, treedef = jax.tree.flatten(state)
         arrays = [x for x in leaves if is_array(x)]
-        _require_alive(arrays)
+        require_alive(state)
         kind = treedef, [_kind(x) for x in arrays]
         if kind != self._kind:
             self._leaves, self._apart = describe(state), _apart(arrays)
@@ -172,62 +102,23 @@ def place(state: Any, values: Sequence[np.ndarray]) -> Any:
     return treedef.unflatten([_placed(x, next(given)) if is_array(x) else x for x in leaves])
 
 
-def pack(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Give the bytes of the values, one after the other, with what lies between them.
-
-    >>> [part.size for part in pack([np.zeros(3, np.float32), np.ones((), np.int64)])]
-    [12, 52, 8, 56]
-    """
-    parts = []
-    for value in values:
-        data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-        parts += [data, np.zeros(-data.size % _ALIGNMENT, np.uint8)]
-    return [part for part in parts if part.size]
-
-
-def unpack(data: np.ndarray, leaves: Sequence[Leaf]) -> list[np.ndarray]:
-    """Invert `pack`: give the values of `leaves`, which share the memory of `data`, `[bytes]`."""
-    values, start = [], 0
-    for leaf in leaves:
-        part = data[start : start + leaf.num_bytes]
-        values.append(part.view(jnp.dtype(leaf.dtype)).reshape(leaf.shape))
-        start += leaf.num_bytes + -leaf.num_bytes % _ALIGNMENT
-    return values
-
-
-def packed_bytes(leaves: Sequence[Leaf]) -> int:
-    """Count the bytes of `pack`."""
-    return sum(leaf.num_bytes + -leaf.num_bytes % _ALIGNMENT for leaf in leaves)
-
-
-def _leaf(name: str, x: Any) -> Leaf:
-    if is_key(x):
-        data = jax.eval_shape(jax.random.key_data, x)
-        return Leaf(name, data.shape, str(data.dtype), str(jax.random.key_impl(x)))
-    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
-    if dtype.hasobject:
-        raise TypeError(f"`{name}` is {x}, which no array can hold. Keep it outside the state.")
-    return Leaf(name, tuple(np.shape(x)), str(dtype), None)
-
-
-def _fits(saved: Leaf, given: Leaf) -> bool:
-    if saved.dtype != given.dtype:
-        given = given._replace(dtype=str(jax.dtypes.canonicalize_dtype(given.dtype)))
-    return saved == given
-
-
 def _kind(x: Any) -> Any:
     if isinstance(x, jax.Array):
         return x.shape, x.dtype, x.sharding
     return type(x), np.shape(x), getattr(x, "dtype", None)
 
 
-def _require_alive(arrays: list[Any]) -> None:
-    if any_deleted(arrays):
-        raise ValueError(
-            "this state was donated to a further step and is gone. Write state, ... = step(state, "
-            "...) and then ckpt.step(state, batches), after each step."
-        )
+def require_alive(state: Any) -> None:
+    """Refuse a state of which a leaf was donated.
+
+    Raises:
+      ValueError: naming the first one.
+    """
+    pytrees.require_alive(
+        "state",
+        state,
+        "Write state, ... = step(state, ...) and then ckpt.step(state, batches), after each step.",
+    )
 
 
 # Which leaves no process could put together from what lies on its own devices. All processes find
@@ -272,7 +163,7 @@ def _pieces(x: Any) -> list[tuple[Any, Any]]:
     return list(shards.values())
 
 
-def _whole(leaf: Leaf, pieces: list[tuple[Any, Any]]) -> np.ndarray:
+def _joined(leaf: SavedLeaf, pieces: list[tuple[Any, Any]]) -> np.ndarray:
     if pieces[0][0] is ...:
         return np.asarray(pieces[0][1])
     whole = np.empty(leaf.shape, jnp.dtype(leaf.dtype))

@@ -96,7 +96,7 @@ def add(call: Call) -> None:
     _calls.append(call)
 
 
-def newest_step() -> Any:
+def latest_step() -> Any:
     """Return the step of the newest call in flight; None if there is none."""
     return _calls[-1].step if _calls else None
 
@@ -211,7 +211,7 @@ def failed(call: Call, is_gone: bool, error: Exception) -> RuntimeError:
     _calls.clear()
     gone = "The input state was not donated and is intact."
     if is_gone:
-        kept = progress.newest_kept()
+        kept = progress.latest_kept()
         back = "a checkpoint" if kept is None else f"what was kept of {kept}"
         gone = (
             f"The input state was donated and is gone: go back to {back} with jdp.Checkpointer, or "

@@ -14,7 +14,7 @@ _log = logging.getLogger("jdp")
 
 
 class Preemption:
-    """Listens for SIGTERM until `close`.
+    """Listens for SIGTERM until `stop_listening`.
 
     Several processes: JAX listens in each of them (it looks once a second), and they agree on a
     step that none has begun; asking costs less than a microsecond. One process: a signal handler,
@@ -42,7 +42,7 @@ class Preemption:
         """
         return multihost_utils.reached_preemption_sync_point(step) if self._agrees else self._told
 
-    def close(self) -> None:
+    def stop_listening(self) -> None:
         """Give SIGTERM back to whom it belonged."""
         if self._is_mine and threading.current_thread() is threading.main_thread():
             self._is_mine = False

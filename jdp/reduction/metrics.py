@@ -54,16 +54,15 @@ def mean_over_ranks(
                 "an integer. Write jdp.sum_over_ranks(x) for counts, or cast to float32."
             )
         _require_digits("mean_over_ranks", leaf)
-    if not axis.is_bound(axis_name) or not leaves:
-        return jax.tree.unflatten(treedef, leaves)
     if weight is not None:
         weight = row_weight.valid(weight)
-    else:
+    if not axis.is_bound(axis_name) or not leaves:
+        return jax.tree.unflatten(treedef, leaves)
+    if weight is None:
         weight = step_context.default_weight(axis_name, "jdp.mean_over_ranks")
     # Summed in at least float32: these are few bytes, and a float16 sum may pass 65504.
     if weight is None:
-        wide = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]
-        means = lax.pmean(wide, axis.names(axis_name))
+        means = lax.pmean([*map(_wide, leaves)], axis.names(axis_name))
     else:
         weights = weighted_sum.weighting(weight, axis_name, mean=True)
         assert weights.forward is not None
@@ -85,28 +84,46 @@ def sum_over_ranks(x: Any, *, axis_name: AxisName = "data") -> Any:
       axis_name: the data axis.
 
     Returns:
-      The tree of sums, the same on every rank. Where no axis is bound, `x`.
+      The tree of sums, the same on every rank, booleans and integers of fewer than 32 bits in
+      int32 or uint32. Where no axis is bound, `x`.
+
+    Raises:
+      TypeError: if a leaf is a float of 8 bits or fewer.
 
     >>> import jax, jdp
     >>> jax.vmap(lambda x: sum_over_ranks(x), axis_name="data")(jax.numpy.arange(3))
     Array([3, 3, 3], dtype=int32)
     """
-    # XLA has no sum of booleans; int32 is what jnp.sum makes of them.
-    x = jax.tree.map(lambda leaf: leaf * 1 if jnp.result_type(leaf).kind == "b" else leaf, x)
     for leaf in jax.tree.leaves(x):
         _require_digits("sum_over_ranks", leaf)
-    if not axis.is_bound(axis_name):
-        return x
-    weights = weighted_sum.weighting(None, axis_name, mean=False)
-    return weighted_sum.summed(x, axis_name, weights)
+    wide = jax.tree.map(_wide, x)
+    if axis.is_bound(axis_name):
+        weights = weighted_sum.weighting(None, axis_name, mean=False)
+        wide = weighted_sum.summed(wide, axis_name, weights)
+    return jax.tree.map(_float_like, wide, x)
+
+
+def _wide(leaf: Any) -> jax.Array:
+    """Return a term of a sum in a dtype that holds the sum, or takes it with more digits."""
+    dtype = jnp.result_type(leaf)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        dtype = jnp.promote_types(dtype, jnp.float32)
+    elif pytrees.num_bits(dtype) < 32:
+        dtype = jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32
+    return jnp.asarray(leaf).astype(dtype)
+
+
+def _float_like(total: jax.Array, leaf: Any) -> jax.Array:
+    is_float = jnp.issubdtype(total.dtype, jnp.inexact)
+    return total.astype(jnp.result_type(leaf)) if is_float else total
 
 
 def _require_digits(caller: str, leaf: Any) -> None:
     dtype = jnp.result_type(leaf)
-    if pytrees.is_tiny_float(dtype) or pytrees.num_bits(dtype) < 4:
+    if pytrees.is_tiny_float(dtype):
         raise TypeError(
             f"{caller} of {dtype}{list(jnp.shape(leaf))}: so few bits hold no sum of several "
-            "ranks. Cast to float32 or int32 first."
+            "ranks. Cast to float32 first."
         )
 
 

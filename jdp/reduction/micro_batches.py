@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdp import axis, pytrees
+from jdp.analysis import jaxprs
 from jdp.analysis.marks import MICRO_BATCH, ROUNDS, mark
 from jdp.axis import AxisName
-from jdp.reduction import metrics, step_context
+from jdp.reduction import metrics, row_weight, step_context
 from jdp.reduction.gradients import sync_gradients
 from jdp.reduction.metrics import mean_over_ranks
 
@@ -59,14 +60,14 @@ def value_and_grad(
       axis_name: the data axis.
 
     Returns:
-      `fn(params, batch, *rest) -> (loss, grads)`, or `((loss, aux), grads)`. Random keys among
-      `rest` (typed, or one raw `jax.random.PRNGKey`) are split over the micro-batches;
-      everything else in it is passed to each.
+      `fn(params, batch, *rest) -> (loss, grads)`, or `((loss, aux), grads)`. Typed random
+      keys among `rest` are split over the micro-batches; everything else in it is passed to each.
 
     Raises:
       ValueError: if the rows do not divide by `accumulate`; if a leaf of the batch has other rows
         than the first; if both `accumulate` and `micro_batch_rows` are given.
-      TypeError: if `aux` holds a leaf of which no mean is defined.
+      TypeError: if `aux` holds a leaf of which no mean is defined, or the loss draws from a raw
+        `jax.random.PRNGKey` of `rest`.
 
     >>> import jax.numpy as jnp
     >>> loss_fn = lambda w, x: jnp.mean((w * x) ** 2)
@@ -105,6 +106,8 @@ def value_and_grad(
             return count if micro.weight is None else micro.weight, (means, grads), rows
 
         part.__name__ = part.__qualname__ = MICRO_BATCH
+        part = jax.jit(part)  # One trace for all its uses: shapes, keys, the scan, the last one.
+        _require_typed_keys(part, looped, rest)
         (means, grads), rows = _accumulate(part, looped, last, is_scaled=is_scaled)
         return pytrees.put_nodes(means, rows), grads
 
@@ -238,7 +241,7 @@ def _split(
         return leaf[m * -(-leaf.shape[0] // k) :]
 
     flat, treedef = jax.tree.flatten(rest)
-    keys = {i: _split_key(leaf, k) for i, leaf in enumerate(flat) if _is_key(leaf)}
+    keys = {i: _split_key(leaf, k) for i, leaf in enumerate(flat) if pytrees.is_key(leaf)}
 
     def join(keys: dict[int, jax.Array]) -> tuple:
         return jax.tree.unflatten(treedef, [keys.get(i, leaf) for i, leaf in enumerate(flat)])
@@ -248,33 +251,45 @@ def _split(
     return in_loop, None if is_whole else behind, join
 
 
-def _is_key(leaf: Any) -> bool:
-    dtype = jnp.result_type(leaf)
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return True
-    # Its shape depends on jax_default_prng_impl, which a cached trace would not see: hence lambda.
-    raw = jax.eval_shape(lambda: jax.random.PRNGKey(0))
-    return (jnp.shape(leaf), dtype) == (raw.shape, raw.dtype)
-
-
 def _split_key(key: jax.Array, k: int) -> jax.Array:
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        return jax.random.split(key, k)
     parts = jax.vmap(lambda one: jax.random.split(one, k), out_axes=1)(key.reshape(-1))
     return parts.reshape(k, *key.shape)
+
+
+def _require_typed_keys(part: Callable[[Any], Any], looped: Any, rest: tuple) -> None:
+    """Refuse raw random keys, which cannot be told from data and so are not split."""
+    leaves = jax.tree_util.tree_leaves_with_path(rest)
+    arrays = [(path, leaf) for path, leaf in leaves if pytrees.is_array(leaf)]
+    uints = [(path, leaf) for path, leaf in arrays if jnp.result_type(leaf) == jnp.uint32]
+    if not uints:
+        return
+    eqns = jaxprs.equations(jax.make_jaxpr(part)(_first(looped)))
+    shapes = [eqn.params["impl"].key_shape for eqn in eqns if eqn.primitive.name == "random_wrap"]
+    for (position, *path), leaf in uints:
+        if jnp.shape(leaf)[-1:] in shapes:
+            name = f"argument {position.idx + 3} of the loss{jax.tree_util.keystr((*path,))}"
+            raise TypeError(
+                f"{name} is uint32{list(jnp.shape(leaf))}, and the loss draws from such a raw "
+                "random key. It is not split, so that every micro-batch would draw the same "
+                "numbers. Give a typed key: jax.random.key(seed) in place of jax.random.PRNGKey("
+                "seed), or jax.random.wrap_key_data(key)."
+            )
+
+
+def _first(looped: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], looped)
 
 
 def _accumulate(part: Callable[[Any], Any], looped: Any, last: Any, *, is_scaled: bool) -> Any:
     """Average `part(micro_batch) -> (weight, means, rows)` by weight, and join the rows.
 
     Args:
-      part: of a micro-batch.
+      part: of a micro-batch, jitted.
       looped: micro-batches, stacked.
       last: one more, None if there is none.
       is_scaled: whether the weights sum to 1.
     """
-    part = jax.jit(part)  # One trace for its three uses: the shapes, the scan, the last one.
-    first = jax.tree.map(lambda x: x[0], looped)
+    first = _first(looped)
     _, like, _ = jax.eval_shape(part, first)
     if last is not None:
         _require_equal_shapes(jax.eval_shape(part, last)[1], like)
@@ -298,7 +313,7 @@ def _accumulate(part: Callable[[Any], Any], looped: Any, last: Any, *, is_scaled
     if is_scaled:
         sums = jax.tree.map(lambda s: mark(s, kind=ROUNDS, path="", axes=()), sums)
     else:
-        divisor = jnp.where(total == 0, 1, total)
+        divisor = row_weight.divisor(total)
         sums = jax.tree.map(lambda s: s / divisor, sums)
     means = jax.tree.map(lambda s, x: s.astype(x.dtype), sums, like)
     joined = [stacked.reshape(-1, *stacked.shape[2:]) for stacked in rows]

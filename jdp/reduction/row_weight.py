@@ -6,33 +6,56 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdp import pytrees
 
-def valid(given: Any) -> jax.Array:
-    """Return a weight as it is used: NaN in place of a negative number.
 
-    Rows that count less than nothing would train silently, since the sum of all weights may well
-    be positive. NaN passes through that sum to every rank, where `why_invalid` finds it.
+def number(given: Any) -> jax.Array:
+    """Return a weight as `[]` float.
 
     Args:
-      given: `[]`, what the author's function returned, or gave to one of jdp's.
+      given: what the author's function returned, or gave to one of jdp's.
 
     Raises:
       ValueError: if it is anything but one real number, or a constant that is negative or not
         finite.
     """
-    weight = jnp.asarray(given)
-    if weight.shape or jnp.issubdtype(weight.dtype, jnp.complexfloating):
+    if callable(convert := getattr(given, "__jax_array__", None)):
+        given = convert()
+    if (other := _not_a_number(given)) is not None:
         raise ValueError(
-            f"weight= gave {weight.dtype}{list(weight.shape)}, but the weight of a batch is one "
-            'real number. Write for instance weight=lambda batch: batch["mask"].sum(), or '
-            "weight=mask.sum() where a function takes the weight itself."
+            f"weight= gave {other}, but the weight of a batch is one real number. Write for "
+            'instance weight=lambda batch: batch["mask"].sum(), or weight=mask.sum() where a '
+            "function takes the weight itself."
         )
-    if any(jnp.issubdtype(weight.dtype, kind) for kind in (jnp.bool_, jnp.unsignedinteger)):
-        return weight
-    if _is_constant(given) and not _is_weight(given):
+    if not _is_constant(given):
+        return given.astype(float)
+    with np.errstate(over="ignore"):  # more than float32 holds
+        constant = np.asarray(given).astype(jnp.result_type(float))
+    if not _is_weight(constant):
         raise ValueError(f"weight= gave {np.asarray(given)}. {_WHY}")
-    weight = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
-    return jnp.where(weight >= 0, weight, jnp.nan)
+    return jnp.asarray(constant)
+
+
+def valid(given: Any) -> jax.Array:
+    """Return a weight as it is used: NaN in place of a number that is not a weight.
+
+    Rows that count less than nothing would train silently, since the sum of all weights may well
+    be positive. NaN passes through that sum to every rank, where `why_invalid` finds it.
+
+    Args:
+      given: see `number`, which this calls.
+    """
+    weight = number(given)
+    return jnp.where((weight >= 0) & (weight < jnp.inf), weight, jnp.nan)
+
+
+def divisor(total: jax.Array) -> jax.Array:
+    """Return what to divide by where means are divided by a sum of weights.
+
+    1 where nothing counts at all, since what is divided is 0 then. NaN where the sum overflowed,
+    or every mean would be 0.
+    """
+    return jnp.where(total == 0, 1, jnp.where(total < jnp.inf, total, jnp.nan))
 
 
 def why_invalid(total: jax.Array, given: jax.Array) -> str | None:
@@ -42,16 +65,34 @@ def why_invalid(total: jax.Array, given: jax.Array) -> str | None:
       total: `[]`, the sum over ranks of what `valid` returned.
       given: `[ranks]`, what it was given on each rank; only this process's are read.
     """
-    if np.isfinite(np.asarray(total.addressable_data(0))):
+    sum_of_all = np.asarray(total.addressable_data(0))
+    if np.isfinite(sum_of_all):
         return None
-    found = {}
-    for shard in given.addressable_shards:
-        (value,) = np.asarray(shard.data)
-        if not _is_weight(value):
-            found[shard.index[0].start or 0] = value
-    ranks = [f"{value} on rank {rank}" for rank, value in sorted(found.items())]
-    shown = " and ".join(ranks[:3]) + (f" and on {len(ranks) - 3} more" if len(ranks) > 3 else "")
-    return f"weight= gave {shown or 'no weight on a rank of another process'}. {_WHY}"
+    values = {x.index[0].start or 0: np.asarray(x.data)[0] for x in given.addressable_shards}
+    if np.isinf(sum_of_all):  # what is not finite itself would be NaN
+        return (
+            f"weight= gave {_shown(values)}. Each is a weight, but their sum over the ranks is "
+            f"more than {sum_of_all.dtype} holds, and means are divided by it. Divide the weights "
+            "by a constant: only their ratios count."
+        )
+    found = {rank: value for rank, value in values.items() if not _is_weight(value)}
+    return f"weight= gave {_shown(found) or 'no weight on a rank of another process'}. {_WHY}"
+
+
+def _shown(values: dict[int, Any]) -> str:
+    ranks = [f"{value!s} on rank {rank}" for rank, value in sorted(values.items())]
+    return " and ".join(ranks[:3]) + (f" and on {len(ranks) - 3} more" if len(ranks) > 3 else "")
+
+
+def _not_a_number(given: Any) -> str | None:
+    """Return what was given in place of one real number; None if it is one."""
+    if not pytrees.is_array(given):
+        return "None" if given is None else f"a {type(given).__name__}"
+    dtype = given.dtype if hasattr(given, "dtype") else jnp.result_type(given)
+    is_real = jnp.issubdtype(dtype, jnp.bool_) or (
+        jnp.issubdtype(dtype, np.number) and not jnp.issubdtype(dtype, jnp.complexfloating)
+    )
+    return None if is_real and not jnp.shape(given) else f"{dtype}{list(jnp.shape(given))}"
 
 
 def _is_weight(value: Any) -> bool:

@@ -128,14 +128,14 @@ def platform() -> str:
 def share_of(weight: jax.Array, axis_name: AxisName) -> jax.Array:
     """Give this rank's share of the weight of all ranks: `[]` float in 0 to 1.
 
-    A batch of which nothing counts at all gives 0, not 0 / 0.
+    A batch of which nothing counts at all gives 0, not 0 / 0. A sum that overflows gives NaN.
     """
     scope = current(axis_name)
     if scope is not None and weight is scope.weight and scope.total is not None:
         total = scope.total  # Summed once, at the start of the step.
     else:
         total = total_weight(weight, axis_name)
-    share = jnp.asarray(weight, float) / jnp.where(total == 0, 1, total)
+    share = jnp.asarray(weight, float) / row_weight.divisor(total)
     return mark(share, kind=SHARE, path="", axes=axis.names(axis_name))
 
 
@@ -187,15 +187,15 @@ def entered(
     leaves = jax.tree.leaves(batch)
     # Marked, so that a mask which only the weight reads can be told from one that the loss reads.
     seen = jax.tree.map(lambda x: mark(x, kind=WEIGHED, path="", axes=()), batch)
-    given = None if weight_fn is None else weight_fn(seen)
-    weight = None if weight_fn is None else row_weight.valid(given).astype(float)
+    given = None if weight_fn is None else row_weight.number(weight_fn(seen))
+    weight = None if given is None else row_weight.valid(given)
     around = _scope.get()
     scope = Scope(
         axis_name=axis.names(axis_name),
         num_rows=jnp.shape(leaves[0])[0] if leaves else None,
         weight_fn=weight_fn,
         weight=weight,
-        given=None if weight_fn is None else jnp.asarray(given, float),
+        given=given,
         total=None if weight is None or nested else total_weight(weight, axis_name),
         mesh=mesh,
         is_part=nested,

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+from jax import lax
 from jax.interpreters import ad, batching, mlir
 
 from jdp import axis
 from jdp.analysis.marks import WEIGHTED_SUM
 from jdp.axis import AxisName
-from jdp.reduction import step_context
+from jdp.reduction import row_weight, step_context
 from jdp.reduction.step_context import weighed
 
 
@@ -90,14 +91,14 @@ def weighting(weight: jax.Array | None, axis_name: AxisName, *, mean: bool) -> W
     if not mean:
         return plain._replace(forward=weight)
     total = summed(weight, axis_name, plain)
-    return plain._replace(forward=weight / jnp.where(total == 0, 1, total))
+    return plain._replace(forward=weight / row_weight.divisor(total))
 
 
 def summed(x: Any, axis_name: AxisName, weights: Weighting) -> Any:
     """Sum a tree of terms over ranks, with the transpose of `weights`."""
     x = jax.tree.map(weights.term, x)
     with weights.named():
-        sums = axis.psum(x, axis_name, step_context.platform())
+        sums = lax.psum(x, axis.names(axis_name))
     return jax.tree.map(weights.total, sums)
 
 

@@ -37,7 +37,8 @@ def check_step(
 
     Raises:
       ValueError: if a leaf or a metric is further apart than `tolerance`; names the worst and the
-        likely cause. Also if several processes share the mesh, or it has one rank.
+        likely cause. Also if several processes share the mesh, it has one rank, or an argument was
+        donated.
 
     >>> import jax, jax.numpy as jnp, optax, jdp
     >>> mesh = jdp.init(cpu_ranks=2)
@@ -56,6 +57,7 @@ def check_step(
             f"check_step got {getattr(step, '__name__', step)!r}, which is not decorated with "
             "jdp.train_step: it compares the states that train steps return."
         )
+    step.require_alive(state, batch, *rest)
     ranks = mesh.mesh_of(jax.tree.leaves(state), step.axis_name)
     if jax.process_count() > 1:
         raise ValueError(

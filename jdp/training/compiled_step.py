@@ -1,10 +1,11 @@
 """One step function on one mesh: traced once for each shape, proved, then run."""
 
+import contextlib
 import functools
 import inspect
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -228,8 +229,9 @@ class Program:
         entered = step_context.entered(
             self._axis_name, batch, self._weight_fn, mesh=self.mesh, **found
         )
-        with call_order.entered(why_not=why_xla, series=self._series), entered as step:
-            new_state, reported = self._pair(self._call_author(state, batch, *rest))
+        order = call_order.entered(why_not=why_xla, series=self._series)
+        with self._explaining(state), order, entered as step:
+            new_state, reported = self._pair(self._fn(state, batch, *rest))
             reported, rows = metrics.take_rows(reported)
             metrics.require_numbers(reported)
             raw = metrics.float_scalars(reported)
@@ -264,9 +266,11 @@ class Program:
         ]
         return leaving
 
-    def _call_author(self, state: Any, *args: Any) -> Any:
+    @contextlib.contextmanager
+    def _explaining(self, state: Any) -> Iterator[None]:
+        """Raise an error of jdp's where the author's functions ask for a value of an argument."""
         try:
-            return self._fn(state, *args)
+            yield
         except TypeError as error:
             own = [*itertools.compress(self._names(0, state), rank_state.flags(state))]
             text = unknown_value.explained(error, self._name, self._argument, own)

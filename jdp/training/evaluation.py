@@ -100,7 +100,9 @@ def _joined(parts: tuple, weights: list[float]) -> Any:
     if metrics.is_rows(parts[0]):
         return np.concatenate([part.values for part in parts])
     if not jnp.issubdtype(parts[0].dtype, jnp.inexact):  # bfloat16 is one to jnp alone
-        return np.sum(parts, axis=0)
+        # NumPy widens its own integers, and not those of fewer than 8 bits.
+        dtype = np.int64 if parts[0].dtype.kind == "V" else None
+        return np.sum(parts, axis=0, dtype=dtype)
     widest = np.complex128 if np.iscomplexobj(parts[0]) else np.float64
     # A batch in which nothing counts may well report NaN.
     weighed = [(part.astype(widest), w) for part, w in zip(parts, weights, strict=True) if w > 0]

@@ -72,8 +72,8 @@ class TrainState:
 
         Raises:
           TypeError: if `tx` is not wrapped.
-          ValueError: if processes give different values (naming the leaf), if nothing trains, or
-            if `params` and `model_state` lie on different meshes.
+          ValueError: if processes give different values (naming the leaf), if nothing trains, if
+            `params` and `model_state` lie on different meshes, or if a leaf was donated.
 
         >>> import jax.numpy as jnp, optax, jdp
         >>> state = jdp.TrainState.create({"w": jnp.ones(2)}, jdp.replicated(optax.sgd(0.5)))
@@ -83,6 +83,10 @@ class TrainState:
         optimizer.require_outermost(tx)
         if not 0 <= seed < 2**32:
             raise ValueError(f"seed must be 0 <= seed < 2**32, got {seed}.")
+        for name, tree in (("params", params), ("model_state", model_state)):
+            pytrees.require_alive(
+                name, tree, "Give a copy that was made before: jax.tree.map(jnp.copy, ...)."
+            )
         numbers = {"step": np.int32(0), "seed": np.uint32(seed)}
         given = {"params": params, "model_state": model_state, **numbers}
         if broadcast:

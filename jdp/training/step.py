@@ -166,7 +166,7 @@ class Step:
             return pytrees.restore(state), reported, weight
         given = None
         with self._phase:
-            if not follows or in_flight.newest_step() not in (None, self):
+            if not follows or in_flight.latest_step() not in (None, self):
                 _order_between_processes(program.mesh)
             in_flight.make_room()
             self._num_calls += 1
@@ -178,7 +178,7 @@ class Step:
                 state, reported, weight, reports = program(*args, follows=follows, given=given)
             except (RuntimeError, ValueError) as error:
                 if "delete" in str(error):
-                    self._require_alive(*args)
+                    self.require_alive(*args)
                 if not failed_run.is_failed_run(error):
                     raise
                 raise in_flight.failed(call, pytrees.any_deleted(args[0]), error) from error
@@ -235,8 +235,12 @@ class Step:
         if not is_returned:
             state = self._admit(state, where)
         if axis.DELETED_ARRAY_CRASHES and pytrees.any_deleted((state, batch, rest)):
-            self._require_alive(state, batch, *rest)
-        batch = place_batch(batch, where, self.axis_name)
+            self.require_alive(state, batch, *rest)
+        try:
+            batch = place_batch(batch, where, self.axis_name)
+        except RuntimeError:
+            self.require_alive(state, batch)
+            raise
         rest = [_place_rest(arg, where) for arg in rest]
         # Split over several ranks a batch is a copy.
         if self.donate and (rest or mesh.num_ranks(where, self.axis_name) == 1):
@@ -280,7 +284,7 @@ class Step:
 
     def _admit(self, state: Any, where: Mesh) -> Any:
         """Place a state that did not come from this step, and copy what is aliased in it."""
-        self._require_alive(state)
+        self.require_alive(state)
         held = pytrees.hold(state)
         self._holds_others = held is not state or isinstance(state, pytrees.Held)
         state = mesh.placed(held, self.axis_name, where)
@@ -295,15 +299,14 @@ class Step:
             seen.add(buffer)
         return jax.tree.unflatten(treedef, leaves)
 
-    def _require_alive(self, *args: Any) -> None:
+    def require_alive(self, *args: Any) -> None:
+        """Refuse arguments of which a leaf was donated.
+
+        Raises:
+          ValueError: naming the first one.
+        """
         for name, arg in zip(self._argument_names(len(args)), args, strict=True):
-            for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
-                if pytrees.is_deleted(leaf):
-                    raise ValueError(
-                        f"`{name}{jax.tree_util.keystr(path)}` was donated to an earlier step and "
-                        "is gone. Go on with the state that the step returned, give a copy "
-                        "(jax.tree.map(jnp.copy, ...)), or decorate with donate=False."
-                    )
+            pytrees.require_alive(name, arg, _GO_ON)
 
     def _argument_names(self, num: int) -> list[str]:
         names = list(self._signature.parameters)
@@ -320,6 +323,12 @@ class Step:
             told=self._told,
             is_part=is_part,
         )
+
+
+_GO_ON = (
+    "Go on with the state that the step returned, give a copy (jax.tree.map(jnp.copy, ...)), or "
+    "decorate with donate=False."
+)
 
 
 def _order_between_processes(where: Mesh) -> None:

@@ -203,6 +203,14 @@ def likely_cause(found: StepDifference, program: str, named: str) -> str:
             "Give the layer axis_name=, or accept the difference, as torch does without "
             "SyncBatchNorm."
         )
+    scales_by_size = re.search(r"stablehlo\.(r?sqrt|sign)\b", program)
+    if scales_by_size and all("params" in x.path for x in wrong) and _gradients_agree(found.leaves):
+        return (
+            f"The gradients agree, and `{wrong[0].path}` does not: the optimizer divides a "
+            "gradient by its own size, as Adam does, and rounding decides the step of one that "
+            "cancels out to nearly 0, such as that of a number added to all logits. Compare with "
+            "optax.sgd."
+        )
     if _is_random(program):
         return _RANDOM
     if _clips(program):
@@ -219,6 +227,14 @@ def likely_cause(found: StepDifference, program: str, named: str) -> str:
         "the whole batch, statistics of a rank's own rows. Or each rank changes its gradient "
         "before it is averaged, as clipping does."
     )
+
+
+def _gradients_agree(leaves: list[LeafDifference]) -> bool:
+    """Whether what an optimizer keeps of the gradients agrees, next to the largest of it."""
+    kept = [x for x in leaves if "opt_state" in x.path]
+    kept = [x for x in kept if not x.change_one.is_integer()]  # a count
+    largest = max((abs(x.change_one) for x in kept), default=0.0)
+    return largest > 0 and all(x.difference <= 1e-5 * largest for x in kept)
 
 
 def _reduces_its_own(path: str, named: str) -> bool:

@@ -201,7 +201,7 @@ def kept(step: int, where: str) -> None:
     _kept = f"step {step} ({where})"
 
 
-def newest_kept() -> str | None:
+def latest_kept() -> str | None:
     """Return the step that this run could go on from, in words; None if nothing keeps any."""
     return _kept
 

@@ -96,6 +96,64 @@ def test_warns_of_an_evaluation_too():
         measure(*corpus.training())
 
 
+# States that depend on a sum of what every rank has
+
+
+def carried(x):
+    return lax.scan(lambda c, _: (jnp.sin(c) + psum(x), None), x, None, length=2)[0]
+
+
+KEPT = {
+    "a product of sums": lambda a: psum(a) * psum(jnp.cos(a)),
+    "the larger": lambda a: jnp.maximum(psum(a), a),
+    "sorted": lambda a: jnp.sort(psum(a)),
+    "beside something": lambda a: jnp.concatenate([psum(a)[:1], a[1:]]),
+    "in a branch": lambda a: lax.cond(a[0] < 2, lambda: psum(a), lambda: a),
+    "in a loop": carried,
+    "scattered and gathered": lambda a: lax.all_gather(
+        lax.psum_scatter(jnp.resize(a, 12), "data", tiled=True), "data", tiled=True
+    )[:3],
+    "of what was changed": lambda a: a + jnp.sort(psum(jnp.cos(a))),
+}
+
+
+def kept(change):
+    return lambda state, batch: state.replace(model_state=change(state.model_state))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("change", KEPT.values(), ids=KEPT)
+def test_warns_of_a_state_that_depends_on_a_sum_of_what_every_rank_has(change, num_ranks):
+    (message,) = told(lambda *args: {}, num_ranks, kept(change))
+    many = f"{num_ranks} times" if num_ranks > 1 else "n times"
+    assert message.startswith("`new state.model_state` depends on a sum that is " + many), message
+    assert re.search(r"test_scales.py:\d+ sums over the ranks", message), message
+
+
+def test_refuses_a_state_that_is_gathered_and_added_up():
+    with pytest.raises(ValueError, match="is made from a sum that is 4 times too large"):
+        told(lambda *args: {}, after=kept(lambda a: lax.all_gather(a, "data").sum(0)))
+
+
+KEPT_RIGHT = {
+    "a mean": lambda a: jnp.sort(pmean(a)),
+    "divided": lambda a: a * (psum(jnp.cos(a)) / lax.axis_size("data")),
+    "divided at last": lambda a: jnp.sort(psum(a)) / lax.axis_size("data"),
+    "a mean of what was gathered": lambda a: jnp.sort(lax.all_gather(a, "data").mean(0)),
+    "what n times is meant by": lambda a: jnp.sort(lax.axis_size("data") * a),
+    "as long as before": lambda a: a * psum(a) / jnp.linalg.norm(psum(a)),
+    "from one rank": lambda a: jnp.sort(psum(jnp.where(lax.axis_index("data") == 0, a, 0))),
+    "if any": lambda a: jnp.where(psum(a) > 0, a, 0),
+    "the gradient of a mean": lambda a: jax.grad(lambda a: jnp.sin(pmean(a) ** 2).sum())(a),
+    "a mean over elements": lambda a: jnp.full(3, lax.all_gather(a, "data").mean()),
+}
+
+
+@pytest.mark.parametrize("change", KEPT_RIGHT.values(), ids=KEPT_RIGHT)
+def test_does_not_warn_of_a_right_state(change):
+    assert told(lambda *args: {}, after=kept(change)) == []
+
+
 # Means in which ranks count alike, in a step that weighs them
 
 MEANS = {

@@ -1119,9 +1119,10 @@ def test_a_high_level_primitive_that_cannot_be_opened_may_give_anything():
     assert [value.axes for value in got.outputs] == [VARYING, VARYING]
 
 
+SUM = Class(UNIFORM, VARYING, False, total=VARYING, undivided=VARYING)
 ASYNC = {
-    "psum": (Class(UNIFORM, VARYING, False, VARYING), {"axes": ("data",)}),
-    "psum_invariant": (Class(UNIFORM, VARYING, False, VARYING), {"axes": ("data",)}),
+    "psum": (SUM, {"axes": ("data",)}),
+    "psum_invariant": (SUM, {"axes": ("data",)}),
     "all_gather": (Class(UNIFORM, UNIFORM, False), {"axis_name": ("data",)}),
     "ppermute": (Class(VARYING, UNIFORM, False), {"axis_name": "data"}),
     "reduce_scatter": (Class(VARYING, UNIFORM, False), {"axis_name": ("data",)}),

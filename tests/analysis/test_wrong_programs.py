@@ -69,7 +69,9 @@ def test_warns_of_what_is_sent_twice(program):
     assert set(re.findall("`([^`]+)`", message)) == set(program.blames)
 
 
-SCALED = [program for program in WRONG_HERE if program.step.__module__.endswith(".scaled")]
+SCALED = [
+    program for program in WRONG_HERE if program.step.__module__.endswith((".scaled", ".changed"))
+]
 
 
 def trained_without_a_proof(program, num_ranks, monkeypatch):

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from support.launched import Launcher
 
 import jdp
-from jdp.checkpoint import directory as directories
+from jdp.checkpoint import directory_lock
 from jdp.distributed import mesh as jdp_mesh
 
 ROWS = {"x": np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)}
@@ -166,7 +166,20 @@ def test_several_states_keys_and_leaves_that_are_no_arrays_are_restored(make_mes
     assert type(other["n"]) is int
 
 
-def test_checkpoints_are_written_when_asked_at_the_end_and_the_newest_kept(tmp_path):
+@pytest.mark.parametrize("empty", [{}, None, {"act": jnp.tanh}, {"e": np.zeros((0, 3))}], ids=str)
+def test_a_state_without_any_number_is_counted(make_mesh, tmp_path, empty):
+    jdp.init(make_mesh(2))
+    for life in (1, 2):
+        batches = jdp.batches(ROWS, 12, num_steps=2 * life)
+        with batches, jdp.Checkpointer(tmp_path, resume=life == 2) as ckpt:
+            state = ckpt.restore(empty, batches)
+            assert str(state) == str(empty) and ckpt.steps == 2 * life - 2
+            for _ in batches:
+                ckpt.step(state, batches)
+    assert ckpt.steps == 4
+
+
+def test_checkpoints_are_written_when_asked_at_the_end_and_the_latest_kept(tmp_path):
     counted(tmp_path, 11, save_every=2, keep=3)
     assert names(tmp_path) == ["10-1", "11-1", "8-1", "lock"]
     counted(tmp_path, 13, save_every=2, keep=3, resume=True)
@@ -236,7 +249,7 @@ def test_a_run_whose_checkpoints_are_all_torn_does_not_begin_anew(tmp_path):
     counted(tmp_path, 4, save_every=2)
     for step in (2, 4):
         damage(tmp_path / f"{step}-1")
-    with pytest.raises(RuntimeError, match="none of the 2 checkpoints is whole"):
+    with pytest.raises(RuntimeError, match="all 2 checkpoints are damaged"):
         counted(tmp_path, 5, resume=True)
 
 
@@ -297,7 +310,7 @@ def test_a_step_before_restore_or_after_close_is_refused(tmp_path):
 
 
 def test_a_second_run_in_the_directory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("jdp.checkpoint.directory._LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("jdp.checkpoint.directory_lock._TIMEOUT_S", 0.1)
     with jdp.Checkpointer(tmp_path) as ckpt:
         ckpt.restore({"n": 0})
         with pytest.raises(RuntimeError, match="in use by another run"):
@@ -305,11 +318,26 @@ def test_a_second_run_in_the_directory_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_donated_state_is_refused_when_it_is_to_be_saved(tmp_path):
-    with pytest.raises(ValueError, match="donated to a further step"):
+    with pytest.raises(ValueError, match=r"`state\['n'\]` was donated"):
         with jdp.Checkpointer(tmp_path) as ckpt:
             state = ckpt.restore({"n": jnp.zeros(3)})
             ckpt.step(state)
             jax.jit(lambda state: state["n"] + 1, donate_argnums=0)(state)
+
+
+@pytest.mark.parametrize("call", ["step", "save"])
+def test_a_donated_state_is_refused_at_once_and_does_not_count(tmp_path, call):
+    with jdp.Checkpointer(tmp_path) as ckpt:
+        state = ckpt.restore({"n": jnp.zeros(3), "w": jnp.zeros(2)})
+        ckpt.step(state)
+        gone = {"n": state["n"], "w": jnp.zeros(2)}
+        gone["w"].delete()
+        with pytest.raises(ValueError, match=r"`state\['w'\]` was donated.*state, \.\.\. = step"):
+            getattr(ckpt, call)(gone)
+        assert ckpt.steps == 1
+    with jdp.Checkpointer(tmp_path, resume=True) as ckpt:  # what was given before is saved
+        ckpt.restore(state)
+        assert ckpt.steps == 1
 
 
 @pytest.mark.parametrize(
@@ -329,7 +357,7 @@ def test_what_fails_in_the_background_is_raised_by_a_later_call(tmp_path):
             (tmp_path / "run").write_text("")
             for _ in range(3):
                 ckpt.step(state)
-                ckpt._life.saves._pool.submit(int).result()
+                ckpt._session._saves._pool.submit(int).result()
     assert ckpt.steps == 2
 
 
@@ -367,7 +395,7 @@ def test_without_a_launcher_nothing_is_committed(tmp_path):
     with jdp.Checkpointer(tmp_path, commit_every=1) as ckpt:
         state = ckpt.restore({"n": jnp.int32(0)})
         ckpt.step(state)
-        assert ckpt._life.memory is None
+        assert ckpt._session._memory is None
 
 
 # --- SIGTERM ---
@@ -498,7 +526,7 @@ def committed(path, stop):
     for n in range(1, stop + 1):
         state, rows.position = {"w": state["w"] + 1}, n
         ckpt.step(state, rows)
-    ckpt._life.commits.wait()
+    ckpt._session._commits.wait()
     return {"steps": ckpt.steps}
 
 
@@ -545,7 +573,7 @@ def test_the_commits_of_one_directory_are_not_taken_for_those_of_another(tmp_pat
 def patience(path):
     jdp.init()
     waits = []
-    directories.Folder._take = lambda self, file, timeout_s: waits.append(timeout_s)
+    directory_lock._lock = lambda file, path, timeout_s: waits.append(timeout_s)
     jdp.Checkpointer(path, resume=True).restore({"n": 0})
     return waits
 

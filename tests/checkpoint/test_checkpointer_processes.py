@@ -15,8 +15,7 @@ from support.launched import Launcher
 
 import jdp
 from jdp.checkpoint.commit_memory import CommitMemory
-from jdp.checkpoint.restore import leaves_of
-from jdp.checkpoint.snapshot import describe, pack, unpack
+from jdp.checkpoint.saved_leaves import describe, leaves_of, pack, unpack
 from jdp.distributed import agree
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("processes")]
@@ -40,7 +39,7 @@ def state_of(state):
     }
 
 
-def is_whole(state, step):
+def is_intact(state, step):
     found, right = state_of(state), state_at(step)
     return all(np.asarray(found[k]).tobytes() == np.asarray(right[k]).tobytes() for k in right)
 
@@ -65,12 +64,12 @@ def train(state, batch):
 
 
 def run(path, stop, end=True, options=None):
-    """Train up to `stop` steps of 6 rows; say how it began and whether the state was whole."""
+    """Train up to `stop` steps of 6 rows; say how it began and whether the state was intact."""
     jdp.init()
     batches = jdp.batches(ROWS, 6, num_steps=100_000, mask=True)
     ckpt = jdp.Checkpointer(path, **(options or {}))
     state = ckpt.restore(fresh(), batches)
-    began, whole = ckpt.steps, is_whole(state, ckpt.steps) and batches.position == 6 * ckpt.steps
+    began, intact = ckpt.steps, is_intact(state, ckpt.steps) and batches.position == 6 * ckpt.steps
     with batches:
         for batch in batches if began < stop else ():
             state, _ = train(state, batch)
@@ -79,8 +78,8 @@ def run(path, stop, end=True, options=None):
                 break
     if end:
         ckpt.close()
-    ckpt._life.commits.wait()
-    return {"began": began, "whole": whole and is_whole(state, ckpt.steps)}
+    ckpt._session._commits.wait()
+    return {"began": began, "intact": intact and is_intact(state, ckpt.steps)}
 
 
 def results(processes):
@@ -96,7 +95,7 @@ def test_any_number_of_processes_goes_on_from_the_commit_of_any_other(tmp_path):
             lives = launcher.processes(
                 num, f"{HERE}:run", tmp_path, stop, False, generation=generation
             )
-            assert results(lives) == [{"began": began, "whole": True}] * num
+            assert results(lives) == [{"began": began, "intact": True}] * num
             began = stop - stop % 10  # the last commit
 
 
@@ -125,7 +124,7 @@ def restored(path):
         ([(1, 90, "a"), (2, 20, "b")], 20),  # the later life
     ],
 )
-def test_all_processes_restore_the_newest_that_any_of_them_holds(tmp_path, held, step):
+def test_all_processes_restore_the_latest_that_any_of_them_holds(tmp_path, held, step):
     with Launcher(num_hosts=2) as launcher:
         for memory, holds in zip(launcher.memories, held, strict=True):
             if holds:
@@ -140,10 +139,10 @@ def test_a_process_whose_host_lost_its_commit_goes_on_with_the_others(tmp_path):
         lives = launcher.processes(
             2, f"{HERE}:run", tmp_path, 15, False, hosts=[1, 0], generation=1
         )
-        assert results(lives) == [{"began": 10, "whole": True}] * 2
+        assert results(lives) == [{"began": 10, "intact": True}] * 2
         # The host that had none got one with the first step.
-        newest = [CommitMemory(memory).newest().facts for memory in launcher.memories]
-        assert [(facts["life"], facts["step"]) for facts in newest] == [(2, 11), (2, 11)]
+        latest = [CommitMemory(memory).latest().facts for memory in launcher.memories]
+        assert [(facts["life"], facts["step"]) for facts in latest] == [(2, 11), (2, 11)]
 
 
 def split(path, value):
@@ -168,8 +167,8 @@ def test_a_state_that_is_split_over_processes_is_gathered(tmp_path):
         results(launcher.processes(2, f"{HERE}:split", tmp_path, 3, hosts=[0, 1]))
         # Each host holds all of it.
         for memory in map(CommitMemory, launcher.memories):
-            newest = memory.newest()
-            _, w = unpack(memory.read(newest), leaves_of(newest.facts))
+            latest = memory.latest()
+            _, w = unpack(memory.read(latest), leaves_of(latest.facts))
             assert w.tolist() == [3.0 * i for i in range(8)]
         lives = launcher.processes(2, f"{HERE}:split", tmp_path, 0, hosts=[0, 0], generation=1)
         assert results(lives) == [[0.0, 3.0, 6.0, 9.0], [12.0, 15.0, 18.0, 21.0]]
@@ -247,7 +246,7 @@ def drift(path, case):
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
     saved = [each.name for each in path.iterdir() if each.name != "lock"]
-    return text, ckpt._life.is_over, saved
+    return text, ckpt._session.is_over, saved
 
 
 DRIFTING = {
@@ -297,7 +296,7 @@ def train_otherwise(path, differs, by_hand=0, **every):
             ckpt.close()
     except Exception as found:
         error = f"{type(found).__name__}: {found}"
-    commit = ckpt._life.memory.newest().facts
+    commit = ckpt._session._memory.latest().facts
     assert commit["directory"] == str(path)
     saved = [int(each.name.partition("-")[0]) for each in path.glob("*-*")]
     return error, commit["step"], max(saved, default=0), ckpt.steps
@@ -308,7 +307,7 @@ def all_otherwise(folder):
     return {name: train_otherwise(folder / name, **case) for name, (case, _) in OTHERWISE.items()}
 
 
-# What differs in step 3, and what is written how often; then the newest commit and checkpoint, and
+# What differs in step 3, and what is written how often; then the latest commit and checkpoint, and
 # in which step the error comes.
 OTHERWISE = {
     "argument": ({"differs": "argument", "commit_every": 1}, (2, 0, 4)),
@@ -388,7 +387,7 @@ def test_sigterm_on_any_process_saves_on_all_after_the_same_step(tmp_path):
     # Only process 0 reads it; the others get it from there.
     with Launcher() as launcher:
         lives = launcher.processes(3, f"{HERE}:run", tmp_path / "run", step + 1, resumes=True)
-        assert results(lives) == [{"began": step, "whole": True}] * 3
+        assert results(lives) == [{"began": step, "intact": True}] * 3
 
 
 def forever(path):
@@ -396,14 +395,14 @@ def forever(path):
     batches = jdp.batches(ROWS, 6, num_steps=10_000_000, mask=True)
     with batches, jdp.Checkpointer(path, commit_every=1, save_every=3) as ckpt:
         state = ckpt.restore(fresh(), batches)
-        assert is_whole(state, ckpt.steps) and batches.position == 6 * ckpt.steps
+        assert is_intact(state, ckpt.steps) and batches.position == 6 * ckpt.steps
         for batch in batches:
             state, _ = train(state, batch)
             ckpt.step(state, batches)
 
 
 @pytest.mark.parametrize("tier", ["commit", "checkpoint"])
-def test_a_process_killed_at_any_time_is_followed_by_one_with_a_whole_state(tmp_path, tier):
+def test_a_process_killed_at_any_time_is_followed_by_one_with_an_intact_state(tmp_path, tier):
     rng, last, num_lives = random.Random(2), 0, 7
     # Without the memory of the one before only the disk is left.
     hosts = [0 if tier == "commit" else i for i in range(num_lives + 1)]

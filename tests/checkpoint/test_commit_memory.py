@@ -25,21 +25,21 @@ def parts_of(step, sizes=(5, 0, 70)):
     return [np.full(size, step % 251, np.uint8) for size in sizes]
 
 
-# Whether the newest commit is one that somebody wrote, unchanged; its step, 0 for none.
+# Whether the latest commit is one that somebody wrote, unchanged; its step, 0 for none.
 def step_of(memory):
-    newest = memory.newest()
-    if newest is None:
+    latest = memory.latest()
+    if latest is None:
         return 0
-    step = newest.facts["step"]
-    assert (memory.read(newest) == step % 251).all()
+    step = latest.facts["step"]
+    assert (memory.read(latest) == step % 251).all()
     return step
 
 
 def test_there_is_no_commit_in_an_empty_memory(file):
-    assert CommitMemory(file).newest() is None
+    assert CommitMemory(file).latest() is None
 
 
-def test_the_newest_of_many_commits_is_read_also_by_another_process(file):
+def test_the_latest_of_many_commits_is_read_also_by_another_process(file):
     memory = CommitMemory(file)
     for step in range(1, 8):
         memory.write({"step": step}, parts_of(step))
@@ -53,9 +53,9 @@ def test_commits_of_any_sizes_leave_each_other_alone(file):
         memory.write({"step": step, "more": "x" * rng.choice([0, 5000])}, parts_of(step, sizes))
         assert step_of(memory) == step
         older = [memory._commit(slot) for slot in (0, 1)]
-        whole = [each for each in older if each is not None]
-        assert len(whole) == min(step, 2)
-        assert all((memory.read(each) == each.facts["step"] % 251).all() for each in whole)
+        intact = [each for each in older if each is not None]
+        assert len(intact) == min(step, 2)
+        assert all((memory.read(each) == each.facts["step"] % 251).all() for each in intact)
 
 
 def test_commits_of_one_size_take_the_room_of_two(file):
@@ -69,7 +69,7 @@ def test_many_parts_are_written_one_after_the_other(file):
     memory = CommitMemory(file)
     parts = [np.full(3, i % 256, np.uint8) for i in range(3000)]
     memory.write({}, parts)
-    np.testing.assert_array_equal(memory.read(memory.newest()), np.concatenate(parts))
+    np.testing.assert_array_equal(memory.read(memory.latest()), np.concatenate(parts))
 
 
 class Died(BaseException):
@@ -136,7 +136,7 @@ def test_a_commit_with_a_flipped_bit_in_its_record_is_none(file, offset):
     memory.write({"step": 1}, parts_of(1))
     byte = os.pread(file, 1, offset)[0]
     os.pwrite(file, bytes([byte ^ 1]), offset)
-    assert memory.newest() is None
+    assert memory.latest() is None
 
 
 def test_a_host_without_memory_is_an_error_that_leaves_the_newer_commit():
@@ -156,8 +156,8 @@ WRITER = """
 import sys, numpy as np
 from jdp.checkpoint.commit_memory import CommitMemory
 memory = CommitMemory(int(sys.argv[1]))
-newest = memory.newest()
-step = newest.facts["step"] if newest else 0
+latest = memory.latest()
+step = latest.facts["step"] if latest else 0
 print("writing", flush=True)
 while True:
     step += 1
@@ -166,7 +166,7 @@ while True:
 """
 
 
-def test_a_killed_writer_leaves_a_commit_that_is_whole(file):
+def test_a_killed_writer_leaves_a_commit_that_is_intact(file):
     memory, rng, step = CommitMemory(file), random.Random(1), 0
     for _ in range(30):
         writer = subprocess.Popen(

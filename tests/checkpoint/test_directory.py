@@ -37,8 +37,8 @@ def steps(folder):
     return [(each.life, each.step) for each in folder.checkpoints()]
 
 
-# What is still whole, newest first.
-def whole(folder):
+# What is still intact, latest first.
+def intact(folder):
     found = []
     for checkpoint in folder.checkpoints():
         with contextlib.suppress(TornError):
@@ -66,7 +66,7 @@ def test_the_later_life_is_the_newer(folder):
     assert steps(folder) == [(2, 5), (1, 100), (1, 10), (1, 9)]
 
 
-def test_only_the_newest_are_kept(folder):
+def test_only_the_latest_are_kept(folder):
     for step in (5, 10, 15, 20):
         write(folder, step)
     folder.keep(2)
@@ -102,14 +102,14 @@ def test_damage_to_any_file_is_found_and_the_file_named(folder, damage):
         with pytest.raises(TornError, match="manifest" if file.name == "manifest" else file.name):
             folder.facts(folder.checkpoints()[0])
         file.write_bytes(data)
-    assert whole(folder) == [10]
+    assert intact(folder) == [10]
 
 
 def test_a_manifest_says_what_it_holds_or_is_torn(folder):
     write(folder, 10)
     manifest = folder.checkpoints()[0].path / "manifest"
     manifest.write_text(manifest.read_text().replace('"step": 10', '"step": 11'))
-    assert whole(folder) == []
+    assert intact(folder) == []
 
 
 class Died(BaseException):
@@ -148,7 +148,7 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(folder, monke
     monkeypatch.setattr("jdp.checkpoint.directory.os.fsync", noted_fsync)
     monkeypatch.setattr("jdp.checkpoint.directory.os.rename", noted_rename)
     write(folder, 10)
-    assert not missing and whole(folder) == [10]
+    assert not missing and intact(folder) == [10]
     assert folder.path in synced
 
 
@@ -204,9 +204,9 @@ def test_a_full_disk_is_an_error_that_leaves_the_last_good_checkpoint(tmp_path):
         timeout=60,
     )
     assert not done.returncode, done.stderr
-    *error, left, whole, locked = done.stdout.splitlines()
+    *error, left, intact, locked = done.stdout.splitlines()
     assert re.search("step 20 could not be saved.*1000000 bytes.*stays: 10", " ".join(error))
-    assert left == "['10-1', 'lock']" and whole == "[30, 10]"
+    assert left == "['10-1', 'lock']" and intact == "[30, 10]"
     assert re.search("checkpoints cannot be written to .*: .*File too large", locked)
 
 
@@ -232,7 +232,7 @@ time.sleep(60)
 
 
 def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path, monkeypatch):
-    monkeypatch.setattr("jdp.checkpoint.directory._LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("jdp.checkpoint.directory_lock._TIMEOUT_S", 0.1)
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)],
         env=environment(),
@@ -251,7 +251,7 @@ def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path, monkeypatch):
 
 
 def test_a_run_that_goes_on_waits_for_who_holds_the_lock(folder, monkeypatch):
-    monkeypatch.setattr("jdp.checkpoint.directory._LOCK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("jdp.checkpoint.directory_lock._TIMEOUT_S", 0.0)
     timer = threading.Timer(0.3, folder.unlock)
     timer.start()
     other = Folder(folder.path)
@@ -261,7 +261,7 @@ def test_a_run_that_goes_on_waits_for_who_holds_the_lock(folder, monkeypatch):
 
 
 def test_two_runs_of_one_process_are_kept_apart(folder, monkeypatch):
-    monkeypatch.setattr("jdp.checkpoint.directory._LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("jdp.checkpoint.directory_lock._TIMEOUT_S", 0.1)
     with pytest.raises(RuntimeError, match="in use by another run"):
         Folder(folder.path).lock()
     folder.unlock()

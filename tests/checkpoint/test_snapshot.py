@@ -4,24 +4,23 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp.checkpoint import snapshot
-from jdp.checkpoint.snapshot import (
-    Leaf,
-    Snapshots,
+from jdp import pytrees
+from jdp.checkpoint.saved_leaves import (
+    SavedLeaf,
     describe,
     pack,
     packed_bytes,
-    place,
     require_same,
     unpack,
 )
+from jdp.checkpoint.snapshot import Snapshots, place
 
 
 def bits(tree):
     def of(x):
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.random.key_data(x)
-        return np.asarray(x).tobytes() if snapshot.is_array(x) else x
+        return np.asarray(x).tobytes() if pytrees.is_array(x) else x
 
     return jax.tree.map(of, tree)
 
@@ -46,7 +45,7 @@ def state_on(mesh):
 
 def zeroed(state):
     def zero(x):
-        if not snapshot.is_array(x):
+        if not pytrees.is_array(x):
             return x
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             data = jnp.zeros_like(jax.random.key_data(x))
@@ -150,11 +149,11 @@ def test_a_split_leaf_is_written_as_a_whole(spec):
 def test_a_donated_state_is_refused():
     x = jnp.ones(3)
     jax.jit(lambda x: x + 1, donate_argnums=0)(x)
-    with pytest.raises(ValueError, match="donated to a further step"):
+    with pytest.raises(ValueError, match=r"`state\['x'\]` was donated"):
         Snapshots(reuse=False).take({"x": x})
 
 
-W, B = Leaf("['w']", (2, 3), "float32", None), Leaf("['b']", (3,), "float32", None)
+W, B = SavedLeaf("['w']", (2, 3), "float32", None), SavedLeaf("['b']", (3,), "float32", None)
 
 
 @pytest.mark.parametrize(
@@ -174,8 +173,8 @@ W, B = Leaf("['w']", (2, 3), "float32", None), Leaf("['b']", (3,), "float32", No
         ([W, B], [W], r"`\['b'\]` float32\[3\] is in X, not in the state"),
         ([W, B], [B, W], "another order"),
         (
-            [Leaf("k", (2,), "uint32", "threefry2x32")],
-            [Leaf("k", (2,), "uint32", None)],
+            [SavedLeaf("k", (2,), "uint32", "threefry2x32")],
+            [SavedLeaf("k", (2,), "uint32", None)],
             r"key<threefry2x32>\[2\] in X, and uint32\[2\]",
         ),
     ],

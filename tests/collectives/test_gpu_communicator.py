@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdp
+from benchmarks.gpu import topology
 from jdp.collectives import native
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.collectives.gpu import communicator as gpu_communicator
@@ -25,10 +26,6 @@ from jdp.collectives.gpu import runtime as gpu_runtime
 from jdp.collectives.gpu import self_test
 from jdp.collectives.shared_library import Loaded
 from jdp.collectives.xla import xla
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import gpu_topology  # noqa: E402 - benchmarks are programs, found by their folder
 
 native_module = sys.modules["jdp.collectives.native"]
 
@@ -514,8 +511,8 @@ def test_without_a_driver_the_library_loads_and_says_that_there_are_no_gpus(buil
 def h200s():
     described = os.environ.get("JDP_TARGET_CONFIG")
     try:
-        return gpu_topology.mesh_of_h200s(described=described and Path(described).read_text())
-    except gpu_topology.UnavailableError as reason:
+        return topology.mesh_of_h200s(described=described and Path(described).read_text())
+    except topology.UnavailableError as reason:
         pytest.skip(str(reason))
 
 

@@ -1,14 +1,9 @@
 """Random faults, one after the other, change nothing in what is learnt."""
 
-import sys
-from pathlib import Path
-
 import pytest
 from victim import COMMIT_EVERY
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import faults  # noqa: E402 - benchmarks are programs, found by their folder
+from benchmarks.elastic import faults
 
 
 @pytest.mark.slow

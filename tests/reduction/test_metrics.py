@@ -141,6 +141,25 @@ def test_sums_counts_histograms_and_flags(make_mesh, check_vma):
     assert (got["count"].dtype, got["flag"].dtype) == (np.int32, np.int32)
 
 
+@pytest.mark.parametrize("dtype", ["int2", "int4", "uint4", "int8", "uint8", "int16", "uint16"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_integers_of_few_bits_are_summed_in_32(make_mesh, num_ranks, dtype):
+    for extreme in (jnp.iinfo(dtype).max, jnp.iinfo(dtype).min):
+        x = jnp.full((num_ranks, 2), extreme).astype(dtype)
+        got = per_rank(make_mesh(num_ranks), jdp.sum_over_ranks, x)
+        np.testing.assert_array_equal(got, np.full((num_ranks, 2), num_ranks * int(extreme)))
+        wide = jnp.uint32 if dtype.startswith("u") else jnp.int32
+        assert got.dtype == jdp.sum_over_ranks(x).dtype == wide
+
+
+@pytest.mark.parametrize("dtype, large", [("bfloat16", 256), ("float16", 2048)])
+def test_floats_of_16_bits_are_rounded_once(make_mesh, dtype, large):
+    x = jnp.array([large] + 7 * [1]).astype(dtype)
+    got = per_rank(make_mesh(8), jdp.sum_over_ranks, x)
+    np.testing.assert_array_equal(got, jnp.full(8, large + 7).astype(dtype))
+    assert got.dtype == dtype
+
+
 @both_types
 def test_a_sum_counts_every_rank_also_of_what_is_the_same(make_mesh, check_vma):
     def fn(x):

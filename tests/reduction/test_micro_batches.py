@@ -305,10 +305,9 @@ def draws(k, *rest):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
-def test_each_micro_batch_gets_a_key_of_its_own(monkeypatch, make_key, platform):
+def test_each_micro_batch_gets_a_key_of_its_own(monkeypatch, platform):
     monkeypatch.setattr(step_context, "platform", lambda: platform)
-    key = make_key(0)
+    key = jax.random.key(0)
     drawn = draws(4, {"params": jnp.float32(3), "dropout": key})[:, 0]
     np.testing.assert_array_equal(
         drawn, [jax.random.uniform(one) for one in jax.random.split(key, 4)]
@@ -333,16 +332,45 @@ def test_an_array_of_keys_is_split_key_by_key():
     assert rows.values.shape == (4, 2, 3) and len(np.unique(rows.values)) == 24
 
 
-def test_raw_keys_of_another_generator_are_known_too():
-    with jax.default_prng_impl("rbg"):
+@pytest.mark.parametrize(("generator", "size"), [("threefry2x32", 2), ("rbg", 4)])
+def test_a_raw_key_that_the_loss_draws_from_is_refused(generator, size):
+    with jax.default_prng_impl(generator):
         key = jax.random.PRNGKey(0)
-        assert key.shape == (4,)
-        assert len(np.unique(draws(3, key))) == 3
+        text = rf"argument 4 of the loss\['dropout'\] is uint32\[{size}\].*wrap_key_data"
+        with pytest.raises(TypeError, match=text):
+            draws(3, np.float32(0), {"dropout": key})
+        assert len(np.unique(draws(1, key))) == 1  # one micro-batch draws as ever
+        assert len(np.unique(draws(3, jax.random.wrap_key_data(key)))) == 3
+
+
+def test_a_raw_key_is_refused_where_a_loss_draws_deep_inside():
+    @jax.jit
+    def noise(key):
+        return jax.lax.cond(key[0] == 0, lambda: jax.random.uniform(key), lambda: 0.0)
+
+    def loss(p, batch, keys):
+        return p * jax.vmap(noise)(keys).mean()
+
+    fn = jdp.value_and_grad(loss, accumulate=2)
+    keys = jax.random.split(jax.random.PRNGKey(0), 3)
+    with pytest.raises(TypeError, match=r"argument 3 of the loss is uint32\[3, 2\]"):
+        fn(jnp.float32(0), np.zeros(4), keys)
+
+
+def test_data_of_the_shape_of_a_raw_key_is_data_beside_typed_keys():
+    def loss(p, batch, ids, key):
+        return p * (ids[1] + jax.random.uniform(key))
+
+    ids, key = np.array([3, 5], np.uint32), jax.random.key(0)
+    found, _ = jdp.value_and_grad(loss, accumulate=2)(jnp.float32(1), np.zeros(4), ids, key)
+    expected = 5 + jnp.mean(jnp.stack([jax.random.uniform(k) for k in jax.random.split(key)]))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_what_is_no_key_comes_to_every_micro_batch_as_it_is():
     rest = (
         np.arange(2),
+        np.arange(2, dtype=np.uint32),  # as a raw key has
         np.uint32(7),
         np.arange(3, dtype=np.uint32),
         [0.5, {"x": np.ones((2, 2))}],

@@ -63,6 +63,101 @@ def test_a_weight_of_one_rank_is_an_error_that_names_rank_and_weight(num_ranks, 
     in_flight.drain()
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+@pytest.mark.parametrize("returns_state", [True, False])
+def test_weights_whose_sum_overflows_give_nan_and_an_error_that_says_so(num_ranks, returns_state):
+    ranks(num_ranks)
+    rows, weight = np.ones(num_ranks, np.float32), lambda batch: batch[0] * 3e38
+    if returns_state:
+        state, metrics = mean_step(weight)(start(), rows)
+        assert np.isnan(state.params["w"])
+    else:
+        metrics = jdp.eval_step(lambda state, batch: {"loss": batch.mean()}, weight=weight)(0, rows)
+    assert np.isnan(metrics["loss"])
+    with pytest.raises(RuntimeError, match=r"3e\+38 on rank 0 and 3e\+38 on .* float32 holds"):
+        in_flight.drain()
+
+
+def test_the_largest_weights_whose_sum_float32_holds_are_weights():
+    ranks(2)
+    state, _ = mean_step(lambda batch: 1.5e38)(start(), np.float32([1, 3]))
+    in_flight.drain()
+    assert float(state.params["w"]) == 2.0
+
+
+@pytest.mark.parametrize("function", [jdp.sync_gradients, jdp.mean_over_ranks])
+def test_a_mean_by_weights_whose_sum_overflows_is_nan(function):
+    mean = jax.vmap(lambda x, w: function(x, weight=w), axis_name="data")
+    assert np.isnan(mean(jnp.ones(2), jnp.full(2, 3e38))).all()
+
+
+def test_a_mean_over_micro_batches_whose_weights_overflow_is_nan():
+    loss_fn, weight = lambda p, batch: (p * batch).mean(), lambda batch: 3e38
+    both = jdp.value_and_grad(loss_fn, accumulate=2, weight=weight)
+    assert np.isnan(both(jnp.float32(1e-9), jnp.full(2, 1e-9))).all()
+
+
+class Wrapped:
+    """What some libraries keep arrays in."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __jax_array__(self):
+        return self.x
+
+
+NO_NUMBERS = {
+    "None": lambda batch: None,
+    "a dict": lambda batch: {"a": batch[0]},
+    "a list": lambda batch: [batch[0]],
+    "a str": lambda batch: "sum",
+    "a function": lambda batch: NO_NUMBERS["None"],
+    r"float32\[1\]": lambda batch: batch[:1],
+    r"complex64\[\]": lambda batch: batch[0] * 1j,
+    r"key<fry>\[\]": lambda batch: jax.random.key(0),
+    r"<U3\[\]": lambda batch: np.array("sum"),
+    r"object\[\]": lambda batch: np.array(None),
+}
+
+
+@pytest.mark.parametrize("found", NO_NUMBERS)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_is_not_one_real_number_is_refused_by_its_kind(num_ranks, found):
+    ranks(num_ranks)
+    state = start()
+    with pytest.raises(ValueError, match=rf"weight= gave {found}, but .* one real number"):
+        mean_step(NO_NUMBERS[found])(state, np.ones(num_ranks, np.float32))
+    assert float(state.params["w"]) == 0.0  # was not donated
+    if found != "None":  # which means the default
+        with pytest.raises(ValueError, match=rf"weight= gave {found}, but .* one real number"):
+            jdp.mean_over_ranks(1.0, weight=NO_NUMBERS[found](jnp.ones(1)))
+
+
+NUMBERS = {
+    "int": lambda batch: 2**40,
+    "float64": lambda batch: np.float64(2),
+    "float8": lambda batch: batch[0].astype(jnp.float8_e4m3fn),
+    "int4": lambda batch: batch[0].astype(jnp.int4),
+    "uint8": lambda batch: batch[0].astype(jnp.uint8),
+    "wrapped": lambda batch: Wrapped(batch[0]),
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_any_real_number_is_a_weight(kind):
+    ranks(2)
+    state, _ = mean_step(NUMBERS[kind])(start(), np.float32([2, 6]))
+    in_flight.drain()
+    assert float(state.params["w"]) == (4.0 if kind in ("int", "float64") else 5.0)
+
+
+def test_a_weight_function_that_asks_for_a_value_is_told_of_which_argument():
+    ranks(2)
+    with pytest.raises(TypeError, match=r"`fit`.*`batch` at test_weights\.py:\d+"):
+        mean_step(lambda batch: 1.0 if batch.any() else 0.0)(start(), np.ones(2, np.float32))
+
+
 def test_without_a_look_at_the_result_it_is_an_error_within_8_calls():
     ranks(2)
     fit, state = mean_step(lambda batch: batch[0]), start()

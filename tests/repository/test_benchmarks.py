@@ -1,6 +1,6 @@
 """The benchmarks count and compare what they say."""
 
-import importlib.util
+import importlib
 import json
 import sys
 import types
@@ -14,21 +14,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jdp
+from benchmarks.all_reduce import loops, rank_jax
+from benchmarks.gpu import measure
+from benchmarks.harness import exact, hlo, models, timing
+from benchmarks.harness.oracle import Oracle
+from benchmarks.step import call_cost, contestants, lineup, trace_cost
 from jdp.analysis.marks import mark
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import call_cost  # noqa: E402 - benchmarks are programs, found by their folder
-import contestants  # noqa: E402
-import exact  # noqa: E402
-import hlo  # noqa: E402
-import lineup  # noqa: E402
-import loops  # noqa: E402
-import models  # noqa: E402
-import rank_jax  # noqa: E402
-import timing  # noqa: E402
-import trace_cost  # noqa: E402
-from oracle import Oracle  # noqa: E402
 
 
 def compiled(fn, *args):
@@ -191,11 +182,12 @@ def test_a_wrong_sum_of_open_mpi_is_found(monkeypatch, wrong):
     )
     mpi = types.SimpleNamespace(COMM_WORLD=world, IN_PLACE=None)
     monkeypatch.setitem(sys.modules, "mpi4py", types.SimpleNamespace(MPI=mpi))
-    monkeypatch.delitem(sys.modules, "rank_mpi", raising=False)
-    import rank_mpi
+    module = "benchmarks.all_reduce.rank_mpi"
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    rank_mpi = importlib.import_module(module)
 
     run_rounds(rank_mpi.functions(), first, wrong, "'Open MPI'.* rank 1 in round 3.* element 5")
-    del sys.modules["rank_mpi"]
+    del sys.modules[module]
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -217,12 +209,13 @@ def test_a_wrong_sum_of_torch_is_found(monkeypatch, wrong):
     fakes = {"torch": torch, "torch.distributed": dist, "torch.nn": torch.nn}
     for name, module in {**fakes, "torch.nn.parallel": parallel}.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "rank_torch", raising=False)
+    module = "benchmarks.all_reduce.rank_torch"
+    monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setattr(sys, "argv", ["rank_torch.py", "1", "0", "2"])
-    import rank_torch
+    rank_torch = importlib.import_module(module)
 
     run_rounds(rank_torch.functions(), first, wrong, "'torch gloo'.* rank 1 in round 3.* element 5")
-    del sys.modules["rank_torch"]
+    del sys.modules[module]
 
 
 # The first round is that of prepare: 1 sum, then 2 a round, so that the 6th is in round 4.
@@ -242,7 +235,7 @@ def run_rounds(functions, first, wrong, message):
 
 def test_a_copy_of_the_round_before_is_found(monkeypatch):
     monkeypatch.setenv("JDP_INDEX", "1")
-    import rank_memcpy
+    from benchmarks.all_reduce import rank_memcpy
 
     functions = rank_memcpy.functions()
     functions["prepare"](4000)
@@ -319,16 +312,7 @@ def test_a_program_that_is_traced_otherwise_or_trains_otherwise_is_found(make_me
 # The benchmarks of one GPU: what of them runs without one
 
 
-@pytest.fixture(scope="module")
-def measure():
-    path = Path(__file__).parents[2] / "benchmarks" / "gpu" / "measure.py"
-    spec = importlib.util.spec_from_file_location("gpu_measure", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_kernels_that_computed_a_wrong_result_get_no_table(measure, monkeypatch, tmp_path):
+def test_kernels_that_computed_a_wrong_result_get_no_table(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "gpu", lambda: "a GPU")
     times = {"bytes": 1024, "us": 1.0}
     size = times | {"num_ranks": 8, "num_channels": 1, "slot_bytes": 1024, "floor_us": 1.0}
@@ -345,7 +329,7 @@ def test_kernels_that_computed_a_wrong_result_get_no_table(measure, monkeypatch,
         measure.ring_sections(lines)
 
 
-def test_a_call_through_xla_that_does_nothing_is_found(measure):
+def test_a_call_through_xla_that_does_nothing_is_found():
     def double(leaves):
         return [2 * leaf for leaf in leaves]
 
@@ -378,8 +362,8 @@ def test_the_overview_names_every_program_and_every_page_of_results():
     folder = Path(__file__).parents[2] / "benchmarks"
     overview = (folder / "README.md").read_text()
     starts = 'if __name__ == "__main__":'
-    programs = {path.name for path in folder.glob("*.py") if starts in path.read_text()}
-    alone = {name for name in programs if not name.startswith("rank_") and name != "team.py"}
-    missing = {name for name in alone if f"`{name}`" not in overview}
+    programs = {path for path in folder.rglob("*.py") if starts in path.read_text()}
+    alone = {path for path in programs if not path.name.startswith(("rank_", "team."))}
+    missing = {path.stem for path in alone if f"`{path.parent.name}.{path.stem}`" not in overview}
     pages = {path.stem.split("_", 2)[2] for path in (folder / "results").glob("*.md")}
     assert not missing | {page for page in pages if f"`{page}`" not in overview}

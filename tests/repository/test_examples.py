@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 import jdp
-from jdp.checkpoint import directory, restore
+from jdp.checkpoint import directory, saved_leaves
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 300
@@ -84,23 +84,23 @@ def test_language_model_goes_on_with_the_same_bits_after_an_interruption(tmp_pat
     small = (*SMALL_MODEL, "--steps=60", "--every=60")
     whole = run("language_model.py", *small, "--checkpoints=whole", folder=tmp_path)
     run("language_model.py", *small, "--checkpoints=parts", "--stop-after=25", folder=tmp_path)
-    assert newest_checkpoint(tmp_path / "parts")[0] == 25 * 64
+    assert latest_checkpoint(tmp_path / "parts")[0] == 25 * 64
     resumed = run("language_model.py", *small, "--checkpoints=parts", "--resume", folder=tmp_path)
     bits = [float(re.search(r"step 60, held out: ([\d.]+)", x)[1]) for x in (whole, resumed)]
     assert bits[0] == bits[1] < 6
-    position, arrays = newest_checkpoint(tmp_path / "whole")
-    resumed_position, resumed_arrays = newest_checkpoint(tmp_path / "parts")
+    position, arrays = latest_checkpoint(tmp_path / "whole")
+    resumed_position, resumed_arrays = latest_checkpoint(tmp_path / "parts")
     assert position == resumed_position == 60 * 64
     jax.tree.map(np.testing.assert_array_equal, resumed_arrays, arrays)
 
 
-def newest_checkpoint(path):
-    """Give the position and the arrays of the newest checkpoint in a folder."""
+def latest_checkpoint(path):
+    """Return the position and the arrays of the latest checkpoint in a folder."""
     folder = directory.Folder(path)
     checkpoint = folder.checkpoints()[0]
     facts = folder.facts(checkpoint)
-    leaves = restore.leaves_of(facts)
-    return facts["position"], folder.read(checkpoint, [*restore.named(leaves, leaves)])
+    names = saved_leaves.disk_names(saved_leaves.leaves_of(facts))
+    return facts["position"], folder.read(checkpoint, names)
 
 
 def test_language_model_counts_every_held_out_byte_once(mesh):

@@ -1,13 +1,8 @@
 """The model of time counts a schedule as its author can by hand."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import schedule  # noqa: E402 - benchmarks are programs, found by their folder
+from benchmarks.gpu import timeline
 
 BIG = "f32[1024,2048]{1,0}"  # 8 MiB
 PRODUCT = "dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}"
@@ -25,9 +20,9 @@ def test_a_reduction_is_hidden_where_a_matmul_runs_before_its_end():
         f"%d = {BIG} all-reduce-done(%s)",
         f"%t = {BIG} all-reduce(%d), to_apply=%add",
     )
-    found = schedule.run(text)
-    assert (found.reductions, found.sent_bytes) == (2, 2 * 8 * schedule.MiB)
-    assert found.hidden_bytes == found.tail_bytes == 8 * schedule.MiB
+    found = timeline.run(text)
+    assert (found.reductions, found.sent_bytes) == (2, 2 * 8 * timeline.MiB)
+    assert found.hidden_bytes == found.tail_bytes == 8 * timeline.MiB
 
 
 def test_the_wait_is_what_computing_leaves_of_a_reduction():
@@ -36,9 +31,9 @@ def test_the_wait_is_what_computing_leaves_of_a_reduction():
         f"%p = f32[1024,1024]{{1,0}} {PRODUCT}",
         f"%d = {BIG} all-reduce-done(%s)",
     )
-    reading, multiplying = (8 + 8 + 4) * schedule.MiB / 4e12, 2 * 1024 * 1024 * 2048 / 600e12
+    reading, multiplying = (8 + 8 + 4) * timeline.MiB / 4e12, 2 * 1024 * 1024 * 2048 / 600e12
     computing = max(reading, multiplying)
-    found = schedule.run(text)
+    found = timeline.run(text)
     assert found.reducing_s == pytest.approx(76e-6)
     assert found.waited_s == pytest.approx(76e-6 - computing)
     assert found.now_s == pytest.approx(76e-6)
@@ -59,10 +54,10 @@ def test_a_ring_is_told_by_its_number_and_costs_a_copy():
         "%c = " + done + ring.format("done", 14),
         "%d = " + done + ring.format("done", 3),
     )
-    found = schedule.run(text)
-    assert (found.reductions, found.hidden_bytes) == (2, 2 * 8 * schedule.MiB)
+    found = timeline.run(text)
+    assert (found.reductions, found.hidden_bytes) == (2, 2 * 8 * timeline.MiB)
     # Number 14 comes second on the stream; then each done copies 8 MiB from its place.
-    copies = 2 * 2 * (8 * schedule.MiB + 4) / schedule.BYTES_PER_S
+    copies = 2 * 2 * (8 * timeline.MiB + 4) / timeline.BYTES_PER_S
     assert found.now_s == pytest.approx(2 * 76e-6 + copies)
 
 
@@ -72,7 +67,7 @@ def test_a_loop_runs_as_often_as_it_says():
         f"  ROOT %r = {BIG} all-reduce(%p), to_apply=%add\n}}\n"
     )
     config = 'body=%body, backend_config={"known_trip_count":{"n":"5"}}'
-    found = schedule.run(loop + entry(f"%w = {BIG} while(%x), condition=%c, {config}"))
+    found = timeline.run(loop + entry(f"%w = {BIG} while(%x), condition=%c, {config}"))
     assert (found.reductions, found.waited_s) == (5, pytest.approx(5 * 76e-6))
 
 
@@ -83,10 +78,10 @@ def test_of_an_array_that_is_sliced_only_the_slice_is_read():
         "  ROOT %s = f32[1,2048]{1,0} dynamic-slice(%p, %i, %i)\n}\n"
     )
     call = "%f = f32[1,2048]{1,0} fusion(%x, %i), kind=kLoop, calls=%slice"
-    found = schedule.run(sliced + entry("%i = s32[] constant(0)", call))
-    assert found.now_s == pytest.approx((2 * 8192 + 4) / schedule.BYTES_PER_S)
+    found = timeline.run(sliced + entry("%i = s32[] constant(0)", call))
+    assert found.now_s == pytest.approx((2 * 8192 + 4) / timeline.BYTES_PER_S)
 
 
 @pytest.mark.parametrize(("mib", "us"), [(0, 20), (0.25, 22), (8, 76), (24, 158), (256, 1051)])
 def test_the_time_of_a_reduction_is_between_those_published(mib, us):
-    assert schedule.all_reduce_s(mib * schedule.MiB) == pytest.approx(us * 1e-6)
+    assert timeline.all_reduce_s(mib * timeline.MiB) == pytest.approx(us * 1e-6)

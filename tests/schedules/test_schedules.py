@@ -5,35 +5,31 @@ description from the file that JDP_TARGET_CONFIG names.
 """
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import gpu_topology  # noqa: E402 - benchmarks are programs, found by their folder
+from benchmarks.gpu import topology
 
 DESCRIBED = os.environ.get("JDP_TARGET_CONFIG")
 
 
 @pytest.fixture(scope="module")
 def measured():
-    """measured(model, optimizer, method): what `gpu_schedules.measure` finds, once for each."""
+    """measured(model, optimizer, method): what `schedules.measure` finds, once for each."""
     try:
-        mesh = gpu_topology.mesh_of_h200s(described=DESCRIBED and Path(DESCRIBED).read_text())
-    except gpu_topology.UnavailableError as reason:
+        mesh = topology.mesh_of_h200s(described=DESCRIBED and Path(DESCRIBED).read_text())
+    except topology.UnavailableError as reason:
         pytest.skip(str(reason))
-    import gpu_programs
-    import gpu_schedules
+    from benchmarks.gpu import programs, schedules
 
-    gpu_programs.register_handlers()
+    programs.register_handlers()
     found = {}
 
     def measured(model, optimizer, method):
         step = model, optimizer, method
         if step not in found:
-            found[step] = gpu_schedules.measure(model, optimizer, method, mesh)
+            found[step] = schedules.measure(model, optimizer, method, mesh)
         return found[step]
 
     return measured

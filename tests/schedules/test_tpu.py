@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import re
-import sys
 from pathlib import Path
 
 import jax
@@ -15,12 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdp
+from benchmarks.harness import models
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import models  # noqa: E402 - benchmarks are programs, found by their folder
-
 TOPOLOGY = "v5e:2x4"
 
 

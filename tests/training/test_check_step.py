@@ -80,6 +80,35 @@ def test_says_what_the_analysis_cannot_see(program, cause):
         jdp.check_step(jdp.train_step(program), plain_sgd, batch())
 
 
+def logits_step(change):
+    """A classifier with a number `t` that is added to all logits: its gradient is rounding."""
+
+    def step(state, batch):
+        def loss(p):
+            logits = batch["x"] @ p["w"] + p["t"]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+        return state.apply_gradients(change(jax.grad(loss)(state.params))), {}
+
+    return jdp.train_step(step)
+
+
+@pytest.mark.parametrize("name", ["adam", "nadam", "lion"])
+@pytest.mark.parametrize("clips", [False, True])
+def test_rounding_that_an_optimizer_makes_large_is_told_from_clipping(name, clips):
+    ranks(3)
+    tx = getattr(optax, name)(0.1)
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(5, 3)).astype("float32"), "t": 0.0}
+    s = jdp.TrainState.create(params, jdp.replicated(tx))
+    rows = {"x": rng.normal(size=(24, 5)).astype("float32"), "y": rng.integers(0, 3, 24)}
+    clip = lambda grads: jax.tree.map(lambda g: jnp.clip(g, -0.02, 0.02), grads)  # noqa: E731
+    with pytest.raises(ValueError, match="does another thing") as error:
+        jdp.check_step(logits_step(clip if clips else lambda grads: grads), s, rows, num_steps=3)
+    assert ("optax.sgd" in str(error.value)) != clips
+    assert ("clip" in str(error.value)) == clips
+
+
 def test_names_batch_statistics():
     model = nn.BatchNorm(use_running_average=False, momentum=0.5)
     variables = model.init(jax.random.key(0), jnp.zeros((1, 5)))

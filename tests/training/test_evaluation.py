@@ -97,3 +97,12 @@ def test_a_step_that_trains_is_refused():
         jdp.evaluate(jdp.train_step(lambda s, b: (s, {})), None, [])
     with pytest.raises(TypeError, match="jdp.train_step"):
         jdp.check_step(measure, None, None)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int8", "uint8", "int16"])
+def test_whole_numbers_of_few_bits_are_summed_over_batches_in_64(dtype):
+    ranks(2)
+    largest = jnp.iinfo(dtype).max
+    measure = jdp.eval_step(lambda state, batch: {"n": state, "all": state[None]})
+    found = jdp.evaluate(measure, jnp.asarray(largest, dtype), [np.ones(2)] * 3)
+    assert found["n"] == 3 * largest and found["all"].tolist() == [3 * largest]

@@ -87,11 +87,11 @@ def test_a_scalar_of_few_bits_among_the_metrics_is_refused_by_path(num_ranks, na
         step(jnp.zeros(()), np.ones(4, np.float32))
 
 
-@pytest.mark.parametrize("name", [*FLOATS, "int2", "uint2"])
+@pytest.mark.parametrize("name", FLOATS)
 @pytest.mark.parametrize("function", [jdp.sum_over_ranks, jdp.mean_over_ranks])
-def test_few_bits_are_not_summed_over_ranks(function, name):
+def test_floats_of_few_bits_are_not_summed_over_ranks(function, name):
     x = jnp.asarray(some(name, 2))
-    with pytest.raises(TypeError, match=rf"{function.__name__} of {name}.*Cast to float32|integer"):
+    with pytest.raises(TypeError, match=rf"{function.__name__} of {name}.*Cast to float32"):
         function(x)
 
 

@@ -390,6 +390,24 @@ def test_without_donation_the_state_stays():
     assert_close(jax.device_get(first), jax.device_get(again), tolerance=0)
 
 
+DELETED = {
+    "batch": lambda step, s, x: step(s, {"x": x, "y": x}),
+    "params": lambda step, s, x: jdp.TrainState.create({"w": x}, s.tx),
+    "model_state": lambda step, s, x: jdp.TrainState.create(s.params, s.tx, model_state=x),
+    "state": lambda step, s, x: jdp.check_replicas(x),
+    "state.params": lambda step, s, x: jdp.check_step(step, s.replace(params={"w": x}), batch()),
+}
+
+
+@pytest.mark.parametrize("named", DELETED)
+def test_whatever_takes_a_donated_array_names_it(named):
+    ranks(2)
+    x = jnp.ones((24, 5))
+    x.delete()
+    with pytest.raises(ValueError, match=rf"`{named}.*` was donated to an earlier step"):
+        DELETED[named](jdp.train_step(plain_step), state(), x)
+
+
 def test_a_state_that_was_donated_is_named():
     ranks(2)
     step, s = jdp.train_step(plain_step), state()

@@ -7,17 +7,21 @@ from typing import Any
 from jdp.analysis import jaxprs
 from jdp.analysis.interpreter import Interpreter
 from jdp.analysis.marks import ALL_REDUCED, AVERAGED, MEAN, SHARE, SUMMED
+from jdp.analysis.rules import sums
 
 
 def _all_reduce(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     axes = _meet(interp, eqn)
     groups = jaxprs.groups(eqn)
     if groups is None:
-        return [interp.lattice.all_reduce(x, axes) for x in ins]
+        return [sums.all_reduced(interp, eqn, x, i, axes) for i, x in enumerate(ins)]
     if len({len(group) for group in groups}) == 1:
         if len(groups[0]) == 1:
             return ins
-        return [interp.lattice.sum_in_groups(x, axes) for x in ins]
+        return [
+            sums.undivided(interp, eqn, interp.lattice.sum_in_groups(x, axes), x, i, axes)
+            for i, x in enumerate(ins)
+        ]
     return [_spread(interp, x, axes) for x in ins]  # What is uniform is summed unequally often.
 
 
@@ -25,18 +29,19 @@ def _native(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     axes = _meet(interp, eqn)
     token, *leaves = ins[3:]  # before them the rank, its group and the scale
     scale = jaxprs.number(eqn.invars[2])
-    sums = [interp.lattice.all_reduce(x, axes) for x in leaves]
+    totals = [sums.all_reduced(interp, eqn, x, i, axes) for i, x in enumerate(leaves, 4)]
     if scale is None:
-        sums = [interp.lattice.scale(x, ins[2]) for x in sums]
+        totals = [interp.lattice.scale(x, ins[2]) for x in totals]
     elif scale != 1:
-        sums = [interp.lattice.scale_by_number(x, scale) for x in sums]
-    return [interp.lattice.agree(token, axes), *sums]
+        totals = [interp.lattice.scale_by_number(x, scale) for x in totals]
+    return [interp.lattice.agree(token, axes), *totals]
 
 
 def _agree(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     axes = _meet(interp, eqn)
     if jaxprs.groups(eqn) is not None:
         return ins
+    sums.note_gathered(interp, eqn, ins[0], axes)
     return [interp.lattice.agree(x, axes) for x in ins]
 
 
@@ -47,6 +52,11 @@ def _agree_on_source(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 def _exchange(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     return _spread(interp, _join(ins), _meet(interp, eqn))
+
+
+def _scatter_sum(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    axes = interp.lattice.axes(jaxprs.collective_axes(eqn))
+    return sums.undivided(interp, eqn, _exchange(interp, eqn, ins), ins[0], 0, axes)
 
 
 def _pass_on(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
@@ -66,7 +76,7 @@ def _mark(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _reduced(interp: Interpreter, value: int, eqn: Any) -> int:
-    return interp.lattice.all_reduce(value, _meet(interp, eqn))
+    return sums.all_reduced(interp, eqn, value, 0, _meet(interp, eqn))
 
 
 def _averaged(interp: Interpreter, value: int, eqn: Any) -> int:
@@ -117,7 +127,7 @@ def _join(ins: list[int]) -> int:
 
 def _spread(interp: Interpreter, value: int, axes: int) -> int:
     lattice = interp.lattice
-    return lattice.mix(value | axes | lattice.divided_over(axes) | lattice.data)
+    return lattice.mix(value | axes | lattice.over("divided", axes) | lattice.data)
 
 
 def _with_start(names: str) -> list[str]:
@@ -134,9 +144,10 @@ RULES = {
         _agree,
     ),
     **dict.fromkeys(
-        _with_start("all_to_all ragged_all_to_all reduce_scatter unreduced_reduce_scatter"),
+        _with_start("all_to_all ragged_all_to_all"),
         _exchange,
     ),
+    **dict.fromkeys(_with_start("reduce_scatter unreduced_reduce_scatter"), _scatter_sum),
     **dict.fromkeys(_with_start("ppermute psend precv"), _pass_on),
     "axis_index": _rank,
     "jdp_all_reduce": _native,

@@ -105,7 +105,7 @@ def _shard_map(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
     with interp.manual_too(jaxprs.manual_axes(eqn)):
         outs = interp.body(jaxprs.mapped_body(eqn), inner, eqn)
     return [
-        held(value) & ~axes | lattice.unsummed_over(axes)
+        held(value) & ~axes | lattice.over("unsummed", axes)
         for value, axes in zip(outs, joined, strict=True)
     ]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jdp.analysis import jaxprs
 from jdp.analysis.interpreter import Interpreter, image, mix, move
-from jdp.analysis.rules import averages
+from jdp.analysis.rules import averages, sums
 
 
 def bend(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
@@ -22,13 +23,51 @@ def _larger(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     for i, atom in enumerate(eqn.invars):
         if jaxprs.number(atom) == 0:
             return image(interp, eqn, [ins[1 - i]])
-    return mix(interp, eqn, ins)
+    return _bound(interp, eqn, ins)
+
+
+def _bound(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    return interp.lattice.cap(mix(interp, eqn, ins), ins)
+
+
+def _invert(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    value = bend(interp, eqn, ins)
+    return interp.lattice.invert(value) if value & interp.lattice.data else value
+
+
+def _power(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    if "y" not in eqn.params:
+        value, exponent = mix(interp, eqn, ins), interp.number(eqn.invars[1])
+        is_inverse = exponent is not None and exponent < 0 and value & interp.lattice.data
+        return interp.lattice.invert(value) if is_inverse else value
+    return (bend if eqn.params["y"] > 0 else _invert)(interp, eqn, ins)
+
+
+def _solve(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    """Return what a matrix, or its diagonals, makes of the last operand: it is divided by them."""
+    divisor = 0
+    for operand in ins[:-1]:
+        divisor |= operand
+    return interp.lattice.solve(divisor, ins[-1])
+
+
+def _logarithm(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    # What was n times as much is added to now, and its exponential may divide.
+    return interp.lattice.without_scale(bend(interp, eqn, ins))
+
+
+def _decide(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    return interp.lattice.without_scale(mix(interp, eqn, ins))
 
 
 def cast(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     """Return what move does, but for truth: whether a sum is 0 is the same for n times as much."""
+    (value,) = ins
+    if jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact):
+        return value
     to_bool = eqn.params["new_dtype"] == np.bool_
-    return mix(interp, eqn, ins) if to_bool and ins[0] & interp.lattice.data else ins[0]
+    value = mix(interp, eqn, ins) if to_bool and value & interp.lattice.data else value
+    return interp.lattice.without_scale(value)
 
 
 def _move_each(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
@@ -43,7 +82,8 @@ def _multiply(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     for value, factor, atom in zip(ins[::-1], eqn.invars[::-1], eqn.invars, strict=True):
         number = interp.number(atom)
         if number and not (abs(number) == 1 and _is_seed(interp, eqn, factor, value)):
-            return averages.divided(interp, eqn, factor, value, 1 / number)
+            value = averages.divided(interp, eqn, factor, value, 1 / number)
+            return interp.lattice.count_ranks(value, number)
         if number is not None:
             return value if number else interp.lattice.scale_by_number(value, number)
     return interp.lattice.product(*ins)
@@ -64,6 +104,9 @@ def _is_seed(interp: Interpreter, eqn: Any, factor: Any, value: int) -> bool:
 
 
 def _sum(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    gathered = sums.of_gathered(interp, eqn)
+    if gathered is not None:
+        return gathered
     averages.note_sum(interp, eqn)
     return bend(interp, eqn, ins)
 
@@ -107,7 +150,9 @@ def _contract(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 def _select(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     # What is chosen by the number of a rank is no rank's own part of anything.
-    value = ins[0] & (interp.lattice.varying | interp.lattice.divided_over(interp.lattice.varying))
+    value = ins[0] & (
+        interp.lattice.varying | interp.lattice.over("divided", interp.lattice.varying)
+    )
     for case in ins[1:]:
         value |= case
     return value
@@ -118,7 +163,13 @@ def _sort(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     keys = 0
     for key in ins[:num_keys]:
         keys |= key
-    return [interp.lattice.mix(keys | (0 if i < num_keys else x)) for i, x in enumerate(ins)]
+    order = interp.lattice.without_scale(keys)
+    return [interp.lattice.mix(keys if i < num_keys else order | x) for i, x in enumerate(ins)]
+
+
+def _largest(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
+    value = mix(interp, eqn, ins)
+    return [value, interp.lattice.without_scale(value)]
 
 
 def _foreign(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
@@ -135,28 +186,33 @@ def _exported(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 # empty2 is a zero that stands for what the branch not taken would have kept for the gradient.
 _MIX = """
-    _copysign after_all and approx_top_k argmax argmin atan2 bcoo_dot_general
-    bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices bcoo_spdot_general
-    bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general bcsr_extract bcsr_fromdense
-    bcsr_todense bessel_i0e bessel_i1e bitcast_convert_type broadcast_to ceil check cholesky
-    cholesky_update clamp clz complex coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv
-    coo_todense create_token csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense
-    cumlogsumexp cumprod dce_sink debug_callback debug_print dim_as_value dimension_size
-    dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd
+    _copysign after_all atan2 bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense
+    bcoo_sort_indices bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose
+    bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense bessel_i0e bessel_i1e
+    bitcast_convert_type broadcast_to ceil check cholesky cholesky_update clz complex coo_fromdense
+    coo_matmat coo_matvec coo_spmm coo_spmv coo_todense create_token csr_fromdense csr_matmat
+    csr_matvec csr_spmm csr_spmv csr_todense cumlogsumexp cumprod dce_sink debug_callback
+    debug_print dim_as_value dimension_size dot_product_attention_bwd
+    dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd
     dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd
     dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd
-    dot_product_attention_fwd_wrapper eig eigh empty2 eq eq_to fft floor from_edtype ge geqp3 geqrf
-    gt hessenberg householder_product igamma igamma_grad_a igammac inspect_sharding iota
-    iota_2x32_shape is_finite le le_to lt lt_to lu lu_pivots_to_permutation min mulhi ne nextafter
-    not one_minus_square or ormqr pack_dtype philox2x32 philox4x32 platform_index polygamma
-    polynomial population_count pow pure_callback qr ragged_dot_general random_bits random_clone
-    random_fold_in random_gamma random_seed random_split random_unwrap random_wrap reduce_and
-    reduce_or reduce_prod reduce_window_max reduce_window_min reduce_xor regularized_incomplete_beta
-    rem rng_bit_generator rnn_bwd rnn_fwd round scaled_dot scaled_matmul scaled_matmul_wrapper
+    dot_product_attention_fwd_wrapper eig eigh empty2 fft floor from_edtype geqp3 geqrf hessenberg
+    householder_product igamma igamma_grad_a igammac inspect_sharding iota iota_2x32_shape lu
+    lu_pivots_to_permutation mulhi nextafter one_minus_square ormqr pack_dtype philox2x32 philox4x32
+    platform_index polygamma polynomial population_count pure_callback qr ragged_dot_general
+    random_bits random_clone random_fold_in random_gamma random_seed random_split random_unwrap
+    random_wrap reduce_prod reduce_window_max reduce_window_min regularized_incomplete_beta rem
+    rng_bit_generator rnn_bwd rnn_fwd round scaled_dot scaled_matmul scaled_matmul_wrapper
     scatter-add scatter-max scatter-min scatter-mul scatter-sub schur select_and_gather_add
     select_and_scatter_add shape_assertion shift_left shift_right_arithmetic shift_right_logical
-    sign spsolve svd symmetric_product threefry2x32 threefry4x32 to_edtype todense top_k
-    triangular_solve tridiagonal tridiagonal_solve unpack_dtype xor zeros_like zeta
+    spsolve svd symmetric_product threefry2x32 threefry4x32 to_edtype todense tridiagonal
+    unpack_dtype zeros_like zeta
+"""
+
+# Truth, signs and positions, which are the same for n times as much.
+_DECIDE = """
+    and argmax argmin eq eq_to ge gt is_finite le le_to lt lt_to ne not or reduce_and reduce_or
+    reduce_xor sign xor
 """
 
 # Functions of one operand for which n times as much gives another result, which no constant makes
@@ -167,7 +223,7 @@ _IMAGE = """
 """
 
 # Those that another constant makes right: for a sum of elements, n times their number.
-_BEND = "cbrt cumsum integer_pow log log1p log2 reduce_window_sum rsqrt sqrt square"
+_BEND = "cbrt cumsum reduce_window_sum sqrt square"
 
 # Elements of the first operand, moved, cast or negated; the casts of JAX's own types of varying
 # values change nothing on a rank, and a collective that was started is done.
@@ -184,6 +240,12 @@ RULES = {
     **dict.fromkeys(_MIX.split(), mix),
     **dict.fromkeys(_IMAGE.split(), image),
     **dict.fromkeys(_BEND.split(), bend),
+    **dict.fromkeys(_DECIDE.split(), _decide),
+    **dict.fromkeys("approx_top_k top_k".split(), _largest),
+    **dict.fromkeys("clamp min".split(), _bound),
+    **dict.fromkeys("integer_pow pow".split(), _power),
+    **dict.fromkeys("log log1p log2".split(), _logarithm),
+    **dict.fromkeys("triangular_solve tridiagonal_solve".split(), _solve),
     **dict.fromkeys(_MOVE.split(), move),
     **dict.fromkeys("device_put jdp_together optimization_barrier".split(), _move_each),
     **dict.fromkeys("add add_any sub".split(), _add),
@@ -200,6 +262,7 @@ RULES = {
     "max": _larger,
     "mul": _multiply,
     "reduce_sum": _sum,
+    "rsqrt": _invert,
     "select_n": _select,
     "sort": _sort,
 }

@@ -46,7 +46,7 @@ def check_replicas(state: Any, *, every: int = 1, axis_name: AxisName = "data") 
     Raises:
       RuntimeError: on every process, naming the rank that differs from most and the first leaf,
         or a process that does not come.
-      ValueError: if `every` is not positive, or a leaf is split over `axis_name`.
+      ValueError: if `every` is not positive, or a leaf is split over `axis_name` or was donated.
 
     >>> import jax.numpy as jnp, jdp
     >>> mesh = jdp.init(cpu_ranks=2)
@@ -66,6 +66,7 @@ def check_replicas(state: Any, *, every: int = 1, axis_name: AxisName = "data") 
         for (path, leaf), is_own in found
         if pytrees.is_array(leaf) and getattr(leaf, "dtype", None) != jax.dtypes.float0
     ]
+    pytrees.require_alive("state", state, "Check the state that the last step returned.")
     leaves = [leaf for _, leaf in named]
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(leaves)):
         raise TypeError("check_replicas looks at arrays: call it between steps, not inside one.")

@@ -1,6 +1,7 @@
 """Train steps that are not the same training on every rank, and right ones that look like them."""
 
 from corpus.wrong import (  # noqa: F401 - imported for what they note in the corpus
+    changed,
     choices,
     deadlocks,
     forgotten,

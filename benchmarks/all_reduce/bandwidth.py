@@ -1,0 +1,109 @@
+"""How near an all-reduce comes to copying memory."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness.report import Section
+from benchmarks.harness.rounds import Word
+from benchmarks.harness.team import Team
+from benchmarks.harness.timing import Clock
+
+# Loads and stores of all `n` ranks together, in vectors: what each algorithm does, in words.
+FORMULAS = {
+    "in process": {
+        "direct": lambda n: 2 * n,  # all inputs read, all outputs written
+        "ring": lambda n: 6 * n - 4,
+    },
+    "processes": {
+        # Per rank and n-th of the vector: n - 1 copied to shared memory, n read and 2 written to
+        # sum its own, n - 1 copied from shared memory.
+        "direct": lambda n: 5 * n - 2,
+        # Per rank and n-th of the vector: the first sent with 2, n - 2 sums passed on with 3, one
+        # finished with 4, n - 2 results kept and passed on with 3, the last kept with 2.
+        "ring": lambda n: 6 * n - 4,
+    },
+}
+GOAL, GOAL_BYTES = 0.5, 16 * 2**20
+
+_COPIED_BYTES = 128 * 2**20  # by each process in a run: long enough that all run at once
+
+
+def memcpy_clock(copies: Team, num_bytes: int) -> Clock:
+    """Time a copy of `num_bytes` by each process of a team of `rank_memcpy.py`, all at once."""
+    num_calls = max(2, _COPIED_BYTES // num_bytes)
+    copies.ask("prepare", num_bytes)
+
+    def clock() -> float:
+        # From the first start to the last end: of more processes than cores some would wait.
+        starts, ends = zip(*copies.ask("run", num_calls), strict=True)
+        return (max(ends) - min(starts)) / num_calls
+
+    return clock
+
+
+def rows(
+    found: Mapping[str, np.ndarray],
+    *,
+    where: str,
+    what: str,
+    num_ranks: int,
+    num_bytes: int,
+    names: Sequence[str],
+) -> list[dict[str, Any]]:
+    """Set all contestants of one size beside "memcpy", one of `num_bytes` by each rank at once.
+
+    Args:
+      found: of `rounds.alternate`, with "memcpy".
+      where: of FORMULAS.
+      what: is reduced, in a word.
+      num_ranks: ranks, and copies at once.
+      num_bytes: of one rank's vector.
+      names: contestants to tell of.
+    """
+    # Two ways: a copy reads and writes.
+    copied = 2 * num_ranks * num_bytes / float(np.median(found["memcpy"]))
+    made = []
+    for name in names:
+        seconds = float(np.median(found[name]))
+        formula = FORMULAS[where].get(name)
+        row: dict[str, Any] = {"what": what, "ranks": num_ranks, "bytes": num_bytes}
+        row["contestant"] = name
+        row |= {"us": seconds * 1e6, "memcpy_gb_per_s": copied / 1e9}
+        row["least"] = 2 * num_ranks * num_bytes / seconds / copied
+        row |= {"vectors": Word("-"), "moved": Word("-"), "goal": Word("-"), "met": Word("-")}
+        if formula:
+            row["vectors"] = formula(num_ranks)
+            row["moved"] = formula(num_ranks) * num_bytes / seconds / copied
+        if formula and num_bytes >= GOAL_BYTES:
+            row |= {"goal": GOAL, "met": "yes" if row["moved"] >= GOAL else "no"}
+        made.append(row)
+    return made
+
+
+def section(title: str, text: str, rows: Sequence[dict[str, Any]]) -> Section:
+    """Make the table of such rows."""
+    return Section(
+        title,
+        "Of float32. `moved`: the loads and stores that the algorithm makes "
+        "of payload, in all ranks together, over time, as a fraction of what one memcpy of such a "
+        "vector by each rank at once moves (2 vectors a rank) in the same rounds. `vectors`: that "
+        "amount by formula, in vectors. `least`: the same for the 2 vectors a rank that no "
+        "all-reduce can avoid, to read its own and to write the sum; the only fraction that can "
+        f"be told of code whose copies are not known. {text}",
+        rows,
+        {
+            "what": "{what}",
+            "ranks": "{ranks}",
+            "bytes": "{bytes}",
+            "contestant": "{contestant}",
+            "us": "{us:.1f}",
+            "memcpy, GB/s": "{memcpy_gb_per_s:.1f}",
+            "least / memcpy": "{least:.2f}",
+            "vectors": "{vectors}",
+            "moved / memcpy": "{moved:.2f}",
+            "goal": "{goal}",
+            "met": "{met}",
+        },
+    )

@@ -1,0 +1,370 @@
+"""Chaos: one training run of 3 processes, to which something happens again and again.
+
+    python -m benchmarks.elastic.faults                      100 faults, 10 minutes at most
+    python -m benchmarks.elastic.faults --faults 20 --quick   what the tests run
+
+What happens, to whom and when is drawn from a seed. In the end the state of every process must have
+the bits of a run to which nothing happened, and each row must have counted once in each epoch, over
+all processes. Prints its tables and writes them to benchmarks/results/, those of a quick run to
+out/benchmarks/.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.elastic import faults_plot
+from benchmarks.harness import report
+from benchmarks.harness.report import Section
+
+_TESTS = Path(__file__).resolve().parents[2] / "tests"
+sys.path += [str(_TESTS), str(_TESTS / "faults")]
+
+import harness  # noqa: E402 - tests are no package, and found by their folder
+from harness import Training  # noqa: E402
+from support.launcher import Launcher  # noqa: E402
+from victim import BATCH_SIZE, COMMIT_EVERY, NUM_ROWS, SAVE_EVERY  # noqa: E402
+
+SIZE = 3
+MINUTES = 10.0
+GOAL_S = 0.5  # for a process that is killed, on a quiet machine
+
+
+class Pace(NamedTuple):
+    """How fast faults follow each other.
+
+    Attributes:
+      stride: steps in which one happens.
+      changes: of the launcher, in Python.
+    """
+
+    stride: int
+    changes: str
+
+    def num_steps(self, num_faults: int) -> int:
+        """How many steps the whole run needs, so that it ends with an epoch."""
+        # With those that are lost, and the one that each generation makes; most come earlier.
+        most, whole = self.stride + 8, NUM_ROWS // 2
+        return -(-num_faults * most // whole) * whole
+
+
+FULL = Pace(stride=24, changes="")
+QUICK = Pace(stride=10, changes=harness.SHORT_BACKOFF)
+
+
+class Incident(NamedTuple):
+    """What happened.
+
+    Attributes:
+      kind: what.
+      began: time.time().
+      record: the launcher's, of the recovery.
+      rest_s: for how long the launcher left the slot of a process empty that failed often.
+    """
+
+    kind: str
+    began: float
+    record: dict[str, Any]
+    rest_s: float
+
+    @property
+    def seconds(self) -> float:
+        """From the fault until all processes of a generation had made a step."""
+        return self.record["at"] - self.began
+
+
+class Outcome(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+      incidents: in their order.
+      lost_steps: of each restore.
+      miscounted: rows and steps that counted too often or never.
+      wrong_bits: leaves of a process whose bits are not those of the run to which nothing happened.
+      seconds: of the whole run.
+    """
+
+    incidents: list[Incident]
+    lost_steps: list[int]
+    miscounted: list[str]
+    wrong_bits: list[str]
+    seconds: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--faults", type=int, default=100, help="how many")
+    parser.add_argument("--seed", type=int, default=0, help="of what happens")
+    parser.add_argument("--quick", action="store_true", help="not for results")
+    args = parser.parse_args()
+    pace = QUICK if args.quick else FULL
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        oracle = harness.uninterrupted(folder / "oracle", pace.num_steps(args.faults))
+        outcome = chaos(folder / "chaos", oracle, args.faults, args.seed, pace)
+    sections = [run_section(outcome), kinds_section(outcome)]
+    for section in sections:
+        print(f"\n{section.title}\n\n{report.table(section)}")
+    if wrong := outcome.wrong_bits + outcome.miscounted:
+        sys.exit(f"The result is wrong in {len(wrong)} places: {'; '.join(wrong[:9])}")
+    folder = report.SCRATCH if args.quick else report.RESULTS
+    page = report.write(folder, "faults", report.hardware(), sections)
+    print("wrote", page)
+    print(faults_plot.draw(page.with_suffix(".svg"), sections[1]))
+
+
+def chaos(folder: Path, oracle: Training, num_faults: int, seed: int, pace: Pace) -> Outcome:
+    """Train with faults.
+
+    Args:
+      folder: for the run.
+      oracle: the same run without faults.
+      num_faults: how many; fewer if they take longer than MINUTES.
+      seed: of what happens.
+      pace: of the faults.
+    """
+    training = Training(folder, oracle.num_steps, pace.stride, pace.changes)
+    with contextlib.closing(training):
+        began = time.monotonic()
+        launcher = training.start(f"--nproc-per-node={SIZE}")
+        incidents = []
+        fate = Fate(training, launcher, random.Random(seed), pace.stride)
+        while len(incidents) < num_faults and time.monotonic() - began < MINUTES * 60:
+            incidents.append(fate.strike())
+        training.order(None)
+        if launcher.wait():
+            raise RuntimeError(launcher.output)
+        seconds = time.monotonic() - began
+    return Outcome(
+        incidents,
+        training.lost_steps(),
+        training.miscounted(),
+        harness.wrong_bits(training, oracle, SIZE),
+        seconds,
+    )
+
+
+class Fate:
+    """Decides what happens to a run, and has it happen.
+
+    Args:
+      training: the run.
+      launcher: of it.
+      rng: what is decided with.
+      stride: steps in which something happens.
+    """
+
+    def __init__(
+        self, training: Training, launcher: Launcher, rng: random.Random, stride: int
+    ) -> None:
+        self._training, self._launcher, self._rng = training, launcher, rng
+        self._stride = stride
+        self._num = self._generation = 0
+        self._kinds: dict[str, Callable[[str, int], float]] = {
+            "SIGKILL": self._signal,
+            "SIGSTOP": self._signal,
+            "SIGKILL of two": self._signal,
+            "SIGKILL, and one of the next": self._signal_twice,
+            "SIGKILL, no standby left": self._signal_without_standbys,
+            "SIGKILL, a standby lost": self._signal_without_standbys,
+            **dict.fromkeys(
+                [
+                    "fail",
+                    "out of memory",
+                    "exit at once",
+                    "exit early",
+                    "hang",
+                    "hang with the GIL",
+                    "hang in a collective",
+                    "kill in a checkpoint",
+                    "kill in a commit 1",
+                    "kill in a commit 2",
+                    "kill in a commit 3",
+                ],
+                self._order,
+            ),
+        }
+        # A process that is simply killed is what happens most often.
+        self._weights = {kind: 6 if kind == "SIGKILL" else 1 for kind in self._kinds}
+        self._victims = self._each_in_turn()
+
+    def strike(self) -> Incident:
+        """Have something happen, and wait until the run has recovered."""
+        harness.until_ready(self._launcher)
+        rank = next(self._victims)
+        weights = {kind: it for kind, it in self._weights.items() if rank in _ranks(kind)}
+        [kind] = self._rng.choices([*weights], [*weights.values()])
+        self._num += 1
+        print(f"{self._num}: {kind}", end=": ")
+        began = self._kinds[kind](kind, rank)
+        record = harness.until_recovered(self._launcher, self._num)
+        generation, self._generation = self._generation, record["generation"]
+        return Incident(kind, began, record, self._rest_s(generation, self._generation))
+
+    # In an order that is drawn anew for each round: the place of one that fails too often within a
+    # minute stays empty for a while.
+    def _each_in_turn(self) -> Iterator[int]:
+        while True:
+            yield from self._rng.sample(range(SIZE), SIZE)
+
+    # By the script itself, before a step.
+    def _order(self, kind: str, rank: int) -> float:
+        begin = self._training.step() + 2
+        end = begin + self._stride
+        step = self._rng.randrange(begin, end)
+        if kind == "kill in a checkpoint":
+            step = -(-begin // SAVE_EVERY) * SAVE_EVERY
+        fault = self._training.order(max(step, end) + COMMIT_EVERY, (kind, rank, step))
+        self._launcher.until_true(lambda: os.path.lexists(fault), kind)
+        return os.lstat(fault).st_mtime
+
+    # From outside, at any moment.
+    def _signal(self, kind: str, rank: int) -> float:
+        number = signal.SIGSTOP if kind == "SIGSTOP" else signal.SIGKILL
+        pids = self._launcher.pids(harness.generation(self._launcher), SIZE)
+        victims = [pids[rank]]
+        if kind == "SIGKILL of two":
+            victims.append(pids[rank - 1])
+        delay_s = self._rng.uniform(0.0, 0.15)
+        self._training.order(self._training.step() + self._stride)
+        time.sleep(delay_s)
+        began = time.time()
+        for pid in victims:
+            os.kill(pid, number)
+        return began
+
+    def _signal_twice(self, kind: str, rank: int) -> float:
+        generation = harness.generation(self._launcher)
+        began = self._signal(kind, rank)
+        # As soon as it can be known who is in it.
+        formed = self._launcher.until("joined", generation=generation + 1)
+        os.kill(formed[0]["pid"], signal.SIGKILL)
+        return began
+
+    def _signal_without_standbys(self, kind: str, rank: int) -> float:
+        standbys = self._launcher.standbys(harness.generation(self._launcher), SIZE)
+        for pid in standbys if kind.endswith("left") else standbys[:1]:
+            os.kill(pid, signal.SIGKILL)
+        return self._signal(kind, rank)
+
+    # Between the end of each generation and the beginning of the next.
+    def _rest_s(self, first: int, last: int) -> float:
+        formed = {e["generation"]: e["at"] for e in self._launcher.events("formed")}
+        ended = {e["generation"]: e["at"] for e in self._launcher.events("generation ended")}
+        return sum(formed[i + 1] - ended[i] for i in range(first, last))
+
+
+# Process 0 writes for all.
+def _ranks(kind: str) -> Sequence[int]:
+    return [0] if kind.startswith("kill in a") else range(SIZE)
+
+
+def run_section(outcome: Outcome) -> Section:
+    """What became of the run."""
+    incidents = outcome.incidents
+    killed = [it.seconds - it.rest_s for it in incidents if it.kind == "SIGKILL"]
+    seconds = [it.seconds - it.rest_s for it in incidents]
+    row = {
+        "faults": len(incidents),
+        "minutes": outcome.seconds / 60,
+        "lost_median": statistics.median(outcome.lost_steps),
+        "lost_worst": max(outcome.lost_steps),
+        "miscounted": len(outcome.miscounted),
+        "bits": "different" if outcome.wrong_bits else "equal",
+        "median_s": statistics.median(seconds),
+        "worst_s": max(seconds),
+        "killed_median_s": statistics.median(killed) if killed else float("nan"),
+        "killed_worst_s": max(killed, default=float("nan")),
+        "goal_s": GOAL_S,
+        "met": "yes" if killed and statistics.median(killed) <= GOAL_S else "no",
+    }
+    return Section(
+        "The run",
+        f"{SIZE} processes, batches of {BATCH_SIZE} rows (padded to divide), epochs of {NUM_ROWS}; "
+        f"a commit every {COMMIT_EVERY} steps, a checkpoint every {SAVE_EVERY}; no step for "
+        f"{harness.TIMEOUT_S:g} s is a hang. Each fault comes when the standbys wait again. "
+        "`lost`: steps that all processes had begun and that were made again. `rows`: rows that "
+        "did not count once in their epoch. `bits`: the final state of every process against that "
+        "of a run to which nothing happened. `recovery`: seconds from the fault until all "
+        "processes of a generation had made a step, without the time for which a slot rests that "
+        "fails again and again; `killed`: the same where one process got SIGKILL and the standbys "
+        "were there; the goal is for its median.",
+        [row],
+        {
+            "faults": "{faults}",
+            "minutes": "{minutes:.1f}",
+            "lost, median": "{lost_median:g}",
+            "lost, worst": "{lost_worst}",
+            "rows": "{miscounted}",
+            "bits": "{bits}",
+            "recovery, median": "{median_s:.3f}",
+            "recovery, worst": "{worst_s:.3f}",
+            "killed, median": "{killed_median_s:.3f}",
+            "killed, worst": "{killed_worst_s:.3f}",
+            "goal": "{goal_s:g}",
+            "met": "{met}",
+        },
+    )
+
+
+def kinds_section(outcome: Outcome) -> Section:
+    """How long each kind of fault takes, and what takes that time."""
+    by_kind = defaultdict(list)
+    for incident in outcome.incidents:
+        by_kind[incident.kind].append(incident)
+    rows = [_kind_row(kind, incidents) for kind, incidents in sorted(by_kind.items())]
+    parts = {name: f"{{{name}_s:.3f}}" for name in PARTS}
+    return Section(
+        "By what happened",
+        "Seconds. `median` and `worst` are of the recovery, from the fault itself. Then medians of "
+        "its parts: `detected`: nobody noticed; `ended`: the other processes are killed and waited "
+        "for; `formed`: standbys are told, or processes started, until all have connected; "
+        "`restored`: devices, mesh, state and the checks that all are alike; `stepped`: the first "
+        "step, `compiled` of it to trace it and to read the program from the cache. `rested`: the "
+        "time for which a slot stayed empty because it fails again and again, which is in no other "
+        "column. Where the next generation dies, too, the parts are those of the last one.",
+        rows,
+        {"what": "{kind}", "times": "{times}", "median": "{median_s:.3f}", "worst": "{worst_s:.3f}"}
+        | parts,
+    )
+
+
+PARTS = ("detected", "ended", "formed", "restored", "stepped", "compiled", "rested")
+
+
+def _kind_row(kind: str, incidents: list[Incident]) -> dict[str, Any]:
+    seconds = [it.seconds - it.rest_s for it in incidents]
+
+    def median(part: Callable[[Incident], float]) -> float:
+        return statistics.median(map(part, incidents))
+
+    return {
+        "kind": kind,
+        "times": len(incidents),
+        "median_s": statistics.median(seconds),
+        "worst_s": max(seconds),
+        "seconds": seconds,
+        "detected_s": median(lambda it: it.record["detect_s"]),
+        "ended_s": median(lambda it: it.record["end_s"]),
+        "formed_s": median(lambda it: max(it.record["form_s"] - it.rest_s, 0.0)),
+        "restored_s": median(lambda it: it.record["restore_s"]),
+        "stepped_s": median(lambda it: it.record["step_s"]),
+        "compiled_s": median(lambda it: it.record["compile_s"]),
+        "rested_s": median(lambda it: it.rest_s),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The losses of models.py for JAX's explicit sharding, with weights of type `P(reduced={"data"})`.
+
+A matmul of such a weight needs no change; `x + b`, `x * scale` and `table[rows]` are type errors,
+and say below how they must be written.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.harness import models
+
+
+def _mlp_loss(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    x = batch["x"]
+    for layer in params[:-1]:
+        y = x @ layer["w"]
+        x = jax.nn.gelu(y + _like(layer["b"], y))
+    y = x @ params[-1]["w"]
+    difference = y + _like(params[-1]["b"], y) - batch["y"]
+    per_row = jnp.mean(jnp.square(difference.astype(jnp.float32)), axis=1)
+    return jnp.mean(per_row), per_row
+
+
+def _transformer_loss(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    inputs, targets = batch["text"][:, :-1], batch["text"][:, 1:]
+    x = params["bytes"].at[inputs].get(out_sharding=P("data"))
+    x = x + _like(params["positions"], x)
+    for block in params["blocks"]:
+        x = x + models.attention(block, _norm(x, block["norm1"]))
+        x = x + jax.nn.gelu(_norm(x, block["norm2"]) @ block["up"]) @ block["down"]
+    logits = (_norm(x, params["norm"]) @ params["head"]).astype(jnp.float32)
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
+    per_row = -jnp.mean(picked, axis=(1, 2))
+    return jnp.mean(per_row), per_row
+
+
+def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
+    return x * lax.rsqrt(square + 1e-6).astype(x.dtype) * _like(scale, x)
+
+
+# Each rank's rows get a copy, so that the gradient is summed over them and not over the ranks.
+def _like(leaf: jax.Array, x: jax.Array) -> jax.Array:
+    dims = tuple(range(x.ndim - leaf.ndim, x.ndim))
+    return lax.broadcast_in_dim(leaf, x.shape, dims, out_sharding=jax.typeof(x).sharding)
+
+
+# The loss of models.py -> `(params, batch) -> (loss, loss of each row)`: a mean inside of the loop
+# would be reduced in each micro-batch, and the losses of rows are summed where they are.
+LOSSES: dict[Any, Any] = {models.mlp_loss: _mlp_loss, models.transformer_loss: _transformer_loss}

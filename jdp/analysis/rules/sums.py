@@ -1,0 +1,48 @@
+"""Sums over ranks, and what they leave undivided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jdp.analysis import jaxprs
+from jdp.analysis.interpreter import Interpreter
+
+
+def all_reduced(interp: Interpreter, eqn: Any, value: int, position: int, axes: int) -> int:
+    """Return the class of the sum over `axes` of the operand `value`."""
+    return undivided(interp, eqn, interp.lattice.all_reduce(value, axes), value, position, axes)
+
+
+def undivided(
+    interp: Interpreter, eqn: Any, total: int, value: int, position: int, axes: int
+) -> int:
+    """Return the class of `total`, a sum of the operand `value`, with what it leaves undivided.
+
+    Sums of integers are counts, and those of cotangents that every rank has the same are JAX's.
+    """
+    if not jnp.issubdtype(eqn.invars[position].aval.dtype, jnp.inexact):
+        return total
+    bits = interp.lattice.undivided_by_sum(value, axes)
+    if bits and jaxprs.is_transposed(eqn):
+        bits &= interp.lattice.over("undivided", axes)
+    return total | bits
+
+
+def note_gathered(interp: Interpreter, eqn: Any, value: int, axes: int) -> None:
+    """Record what all ranks along `axes` were asked for, and along which dim it lies."""
+    if "all_gather_dimension" in eqn.params:
+        interp.gathered[eqn.outvars[0]] = value, axes, eqn.params["all_gather_dimension"]
+
+
+def of_gathered(interp: Interpreter, eqn: Any) -> int | None:
+    """Return the class of a sum over what all ranks had, None for a sum of something else."""
+    (atom,) = eqn.invars
+    gathered = None if jaxprs.is_literal(atom) else interp.gathered.get(atom)
+    if gathered is None or gathered[2] not in eqn.params["axes"]:
+        return None
+    value, axes, _ = gathered
+    # What else was added up may be divided by its number; and nothing is known of weights.
+    total = interp.lattice.bend(all_reduced(interp, eqn, value, 0, axes))
+    return total | interp.lattice.over("uneven", axes & value)

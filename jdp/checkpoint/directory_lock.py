@@ -1,0 +1,66 @@
+"""The lock that keeps two runs from writing to one directory."""
+
+import fcntl
+import os
+import socket
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+# A process that was killed a moment ago may not be gone yet; one that died with its host keeps the
+# lock of an NFS server for 90 s.
+_TIMEOUT_S, _LOST_TIMEOUT_S = 2.0, 120.0
+
+
+def locked(path: Path, *, resumes: bool) -> BinaryIO:
+    """Return the file that keeps other runs out of a directory until it is closed.
+
+    Args:
+      path: the directory, made if it is not there.
+      resumes: whether the one that holds it may be this run, on a host that is gone.
+
+    Raises:
+      RuntimeError: if another run writes there.
+      OSError: if this process cannot.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        # Unbuffered, or what a full disk did not take would be an error of close.
+        file = open(path / "lock", "ab+", buffering=0)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    try:
+        _lock(file, path, _LOST_TIMEOUT_S if resumes else _TIMEOUT_S)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    except OSError as error:
+        file.close()
+        raise _unwritable(path, error) from error
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _lock(file: BinaryIO, path: Path, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                holder = file.read().decode().strip()
+                raise RuntimeError(
+                    f"{path} is in use by another run ({holder}). Two runs in one directory would "
+                    "mix their checkpoints: end the other one, or give this one a directory of "
+                    "its own."
+                ) from None
+            time.sleep(0.02)
+
+
+def _unwritable(path: Path, error: OSError) -> OSError:
+    return OSError(
+        f"checkpoints cannot be written to {path}: {error}. Give Checkpointer a directory that "
+        "this process may write to."
+    )

@@ -1,0 +1,244 @@
+"""What a `Checkpointer` does between `restore` and `close`."""
+
+import logging
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from jdp import pytrees
+from jdp.checkpoint import directory
+from jdp.checkpoint.commit_memory import CommitMemory
+from jdp.checkpoint.restore import Restorable, Sources, latest, restored
+from jdp.checkpoint.state_writer import checkpoint_writer, commit_writer
+from jdp.distributed import agree, in_flight, kv_store
+from jdp.distributed.checks import startup
+from jdp.distributed.checks.replicas import RanksDifferError, require_equal_copies
+from jdp.distributed.preemption import Preemption
+from jdp.worker import launcher_client, progress
+from jdp.worker.exit_codes import SAVED
+
+_log = logging.getLogger("jdp")
+
+# After this many steps what writes to the disk is imported: later than the first, which a run that
+# recovers is waiting for, and long before it is needed.
+_PREPARED_AFTER = 3
+
+_NOT_CLOSED = (
+    "jdp: the Checkpointer of %s was not closed, and steps after its last checkpoint are saved "
+    "nowhere. Write with jdp.Checkpointer(...) as ckpt: around the loop, or call ckpt.close()."
+)
+
+
+class Schedule(NamedTuple):
+    """How often a run writes its state, in steps, and how many checkpoints it keeps."""
+
+    commit_every: int
+    save_every: int
+    keep: int
+
+
+class Session:
+    """One run of this process: where it stands, and where that is written.
+
+    Args:
+      folder: of its checkpoints.
+      schedule: when it writes.
+      has_data: whether it has batches, whose position is written with the state.
+
+    Raises:
+      RuntimeError: if another session of this process commits, or there is no store.
+
+    Attributes:
+      steps: done, over all lives of the run.
+      has_data: as given.
+      is_over: whether it has ended.
+    """
+
+    def __init__(self, folder: directory.Folder, schedule: Schedule, *, has_data: bool) -> None:
+        self.steps, self.has_data, self.is_over = 0, has_data, False
+        self._folder, self._schedule = folder, schedule
+        self._group, self._process = _all_processes(), jax.process_index()
+        self._launcher = launcher_client.current()
+        self._assigned = None if self._launcher is None else self._launcher.assignment
+        self._memory: CommitMemory | None = None
+        if self._launcher and self._assigned:
+            _require_alone(self)
+            self._memory = CommitMemory(self._launcher.commit_file)
+        self._identity: dict[str, Any] = {}  # of this life of the run, equal on all processes
+        self._state: Any = None  # after the last step, as the position is
+        self._position: int | None = None
+        self._num_steps, self._saved_at = 0, -1
+        self._is_unsaved = False  # what was restored may be on no disk
+        self._is_held = False  # whether all hosts have a commit of this life, or the one before
+        self._ends: list[Callable[[], object]] = [folder.unlock]
+
+    def restore(self, state: Any, batches: Any, resume: bool | None) -> Any:
+        """Return the state to go on from, and put the batches to where it stood."""
+        began = time.monotonic()
+        in_flight.begins_anew()
+        with agree.failing_together(self._group, "while it looked for what to restore"):
+            if self._process == 0:
+                # Processes before these have died, or stopped at SIGTERM.
+                is_later = self._assigned is not None and self._assigned.generation > 0
+                self._folder.lock(resumes=is_later)
+            sources = Sources(self._folder, self._memory)
+        offer = sources.offer() | {"tag": secrets.token_hex(4), "resumes": self._resumes(resume)}
+        offers = agree.told(self._group, offer, what="what there is to restore")
+        self._identify(1 + max(each["life"] for each in offers.values()), offers[0]["tag"])
+        found, resumes = latest(offers), offers[0]["resumes"]
+        if found is not None:
+            if not resumes:
+                raise RuntimeError(
+                    f"{self._folder.path} holds step {found.step} of an earlier run. To go on from "
+                    "there: jdp run --resume, JDP_RESUME=1 or Checkpointer(..., resume=True). To "
+                    "begin anew: another directory, or this one emptied."
+                )
+            state = restored(self._group, found, sources, state, batches)
+            self.steps = found.step
+        elif resumes and self._process == 0:
+            _log.warning("jdp: nothing to resume in %s: this begins anew.", self._folder.path)
+        self.record(state, batches)
+        self._begin_writers(found)
+        if self._launcher is not None:
+            tier, seconds = found.tier if found else "none", time.monotonic() - began
+            self._launcher.tell("restored", step=self.steps, tier=tier, s=seconds)
+        return state
+
+    def record(self, state: Any, batches: Any) -> None:
+        """Record the state after the last step, and what the batches have handed out."""
+        self._state = state
+        self._position = None if batches is None else int(batches.position)
+
+    def count_step(self) -> None:
+        """Count the step that led to the state, and commit or save it if it is time."""
+        self._commits.raise_failure()
+        self._saves.raise_failure()
+        self.steps += 1
+        self._num_steps += 1
+        if self._num_steps == 1 and self._process == 0:
+            warning = weakref.finalize(self, _log.warning, _NOT_CLOSED, self._folder.path)
+            self._ends.append(warning.detach)
+        if self._preemption.reached(self.steps):
+            self._stop()
+        if self.steps % self._schedule.save_every == 0:
+            self._begin_save()
+        if self._memory and (self.steps % self._schedule.commit_every == 0 or not self._is_held):
+            self._commits.begin_write(self._state, self._facts())
+            self._is_held = True
+        if self._num_steps == _PREPARED_AFTER and self._process == 0:
+            self._saves.prepare(directory.prepare)
+
+    def save(self, *, can_compare: bool = False) -> bool:
+        """Save the state now, and return whether all processes `can_compare` theirs."""
+        doing = f"while it saved step {self.steps} to {self._folder.path}"
+        with progress.SAVING:
+            with agree.failing_together(self._group, doing):
+                in_flight.drain()
+                in_flight.require_right_states()
+                if self._saved_at != self.steps:
+                    self._begin_save()
+                self._saved_at = -1  # if what follows fails, on whichever process
+                self._saves.wait()
+            mine = [self.steps, can_compare]
+            told = agree.told(self._group, mine, what=f"whether step {self.steps} is saved")
+            self._saved_at = self.steps
+        return all(each == [self.steps, True] for each in told.values())
+
+    def save_last(self, *, compares: bool) -> None:
+        """Save what is not saved yet, and then compare the state of all ranks."""
+        if not self._num_steps and not self._is_unsaved:
+            return
+        can_compare = self.save(can_compare=compares and not pytrees.any_deleted(self._state))
+        self._commits.wait()
+        if can_compare:
+            self._require_equal_ranks()
+
+    def end(self) -> None:
+        """Wait for what is being written, and let other runs use the directory."""
+        self.is_over, self._state = True, None
+        while self._ends:
+            self._ends.pop(0)()
+
+    def _begin_writers(self, found: Restorable | None) -> None:
+        if found is not None and found.tier == "commit":
+            self._is_unsaved, self._is_held = True, not found.lacking
+        is_first = self._assigned is not None and self._assigned.local_id == 0
+        self._commits = commit_writer(self._memory, is_here=is_first)
+        self._saves = checkpoint_writer(
+            self._folder, keep=self._schedule.keep, is_here=self._process == 0
+        )
+        self._preemption = Preemption()
+        writers = [self._commits.end_thread, self._saves.end_thread]
+        self._ends = [*writers, self._preemption.stop_listening, *self._ends]
+
+    def _begin_save(self) -> None:
+        with progress.SAVING:
+            self._saves.wait()
+        self._saves.begin_write(self._state, self._facts())
+        self._saved_at = self.steps
+
+    def _stop(self) -> None:
+        self.save()
+        self.end()
+        if self._process == 0:
+            _log.warning(
+                "jdp: SIGTERM: step %d is saved in %s. Run again with %s to go on.",
+                self.steps,
+                self._folder.path,
+                "JDP_RESUME=1" if self._assigned is None else "--resume",
+            )
+        raise SystemExit(SAVED)
+
+    def _identify(self, life: int, tag: str) -> None:
+        written_by = {"jdp": startup.version(), "jax": jax.__version__}
+        run = {"directory": str(self._folder.path), "life": life, "tag": tag}
+        self._identity = {**run, **written_by}
+
+    def _facts(self) -> dict[str, Any]:
+        return {**self._identity, "step": self.steps, "position": self._position}
+
+    def _resumes(self, resume: bool | None) -> bool:
+        if self._assigned is not None and self._assigned.resumes:
+            return True
+        return os.environ.get("JDP_RESUME", "") not in ("", "0") if resume is None else resume
+
+    def _require_equal_ranks(self) -> None:
+        with progress.COMPARING:
+            try:
+                with agree.failing_together(self._group, "while it hashed its state"):
+                    require_equal_copies(self._state)
+            except RanksDifferError as error:
+                raise RanksDifferError(
+                    f"{error} Step {self.steps} is saved in {self._folder.path} as process 0 "
+                    "holds it, and earlier checkpoints may be of ranks that differed already."
+                ) from None
+
+
+# The one that commits, or did: a host has room for the commits of one run.
+_committing: weakref.ref[Session] | None = None
+
+
+def _require_alone(session: Session) -> None:
+    global _committing
+    other = None if _committing is None else _committing()
+    if other is not None and not other.is_over:
+        raise RuntimeError(
+            "another Checkpointer is at work in this process, and the launcher keeps the commits "
+            "of one. Keep all states in one tree, ckpt.restore((state, other)), or close() the "
+            "other one first."
+        )
+    _committing = weakref.ref(session)
+
+
+def _all_processes() -> tuple[int, ...]:
+    if jax.process_count() > 1 and not kv_store.is_open():
+        raise RuntimeError(
+            f"there are {jax.process_count()} processes, and this JAX gives no store in which they "
+            "could agree on what to restore. Use a version of JAX that jdp was tested with."
+        )
+    return tuple(range(jax.process_count()))

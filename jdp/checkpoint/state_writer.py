@@ -1,0 +1,128 @@
+"""Writing states while training goes on, in a thread of its own."""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from jdp.checkpoint.commit_memory import CommitMemory
+from jdp.checkpoint.directory import Folder
+from jdp.checkpoint.saved_leaves import pack, to_disk
+from jdp.checkpoint.snapshot import Snapshot, Snapshots
+from jdp.distributed import in_flight
+from jdp.worker import progress
+
+_log = logging.getLogger("jdp")
+
+# (facts, the values of the arrays of a state)
+Write = Callable[[dict[str, Any], list[np.ndarray]], None]
+
+
+class StateWriter:
+    """A thread that writes one state of a run after the other; its errors come out at later calls.
+
+    A state is not written if a step that led to it went wrong. Each process then raises that when
+    it writes the next state or before: here it would be raised on one of them alone. An interpreter
+    that ends waits for the state that is being written.
+
+    Args:
+      name: of the thread.
+      write: writes a state, in the thread.
+      is_here: whether this process writes; the others only help to gather.
+      reuse: whether the memory of a copy is kept for the next one, see `Snapshots`.
+
+    >>> written = []
+    >>> writer = StateWriter("example", lambda facts, values: written.append((facts, values)),
+    ...                      is_here=True, reuse=False)
+    >>> writer.begin_write({"w": np.ones(2)}, {"step": 10})
+    >>> writer.wait()
+    >>> [(facts["step"], values) for facts, values in written]
+    [(10, [array([1., 1.])])]
+    >>> writer.end_thread()
+    """
+
+    def __init__(self, name: str, write: Write, *, is_here: bool, reuse: bool) -> None:
+        self._write, self._is_here = write, is_here
+        self._snapshots = Snapshots(reuse=reuse)
+        self._steps = in_flight.Unchecked()  # which led to the last state
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._job: Future[None] | None = None
+
+    def begin_write(self, state: Any, facts: dict[str, Any]) -> None:
+        """Copy a state and begin to write it, when the one before is written.
+
+        Args:
+          state: may be donated afterwards.
+          facts: what JSON can hold. `leaves` is added: what the arrays are.
+
+        Raises:
+          ValueError: if the state was donated.
+          RuntimeError: if a step that led to the state before went wrong.
+        """
+        self.wait()
+        self._steps.require_right()
+        taken = self._snapshots.take(state, here=self._is_here)
+        self._steps = in_flight.Unchecked()
+        if taken is not None:
+            facts = {**facts, "leaves": taken.leaves}
+            self._job = self._pool.submit(_write, self._write, facts, taken, self._steps)
+
+    def prepare(self, action: Callable[[], None]) -> None:
+        """Run an action in the thread, unless it is busy."""
+        if self._is_idle():
+            self.wait()
+            self._job = self._pool.submit(action)
+
+    def raise_failure(self) -> None:
+        """Raise the error of a state that could not be written; wait for nothing."""
+        if self._is_idle():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the state is written; raise its error, once."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()
+
+    def end_thread(self) -> None:
+        """Wait, and end the thread; an error that was not raised is logged."""
+        try:
+            self.wait()
+        except Exception as error:
+            _log.error("jdp: %s", error)
+        self._pool.shutdown()
+
+    def _is_idle(self) -> bool:
+        return self._job is None or self._job.done()
+
+
+def commit_writer(memory: CommitMemory | None, *, is_here: bool) -> StateWriter:
+    """Return the writer of the commits of this host."""
+
+    def write(facts: dict[str, Any], values: list[np.ndarray]) -> None:
+        assert memory is not None
+        memory.write(facts, pack(values))
+        progress.kept(facts["step"], "a commit in this host's memory")
+
+    return StateWriter("jdp commit", write, is_here=is_here, reuse=True)
+
+
+def checkpoint_writer(folder: Folder, *, keep: int, is_here: bool) -> StateWriter:
+    """Return the writer of checkpoints to a folder, which keeps the last `keep`."""
+
+    def write(facts: dict[str, Any], values: list[np.ndarray]) -> None:
+        folder.write(facts["life"], facts["step"], facts, to_disk(facts["leaves"], values))
+        progress.kept(facts["step"], str(folder.path))
+        folder.keep(keep)
+
+    return StateWriter("jdp save", write, is_here=is_here, reuse=False)
+
+
+def _write(
+    write: Write, facts: dict[str, Any], taken: Snapshot, steps: in_flight.Unchecked
+) -> None:
+    values = taken.fetch()
+    if not steps.went_wrong():
+        write(facts, values)
