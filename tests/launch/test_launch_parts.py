@@ -287,12 +287,12 @@ def silent():
 @pytest.mark.parametrize(
     ("greeting", "why"),
     [
-        (b'{"kind": "challenge", "nonce": "1"}\n', "the same jdp on all hosts"),
-        (b'{"kind": "challenge", "nonce": 1, "protocol": "?", "more": 2}\n', "same jdp"),
-        (b'{"kind": "welcome"}\n', "does not know the token"),
+        (b'{"kind": "challenge", "nonce": "1"}\n', "JDP308"),
+        (b'{"kind": "challenge", "nonce": 1, "protocol": "?", "more": 2}\n', "JDP308"),
+        (b'{"kind": "welcome"}\n', "JDP309"),
         (b'{"kind": "refused", "more": 1}\n', "let this host join"),
-        (b'{"kind": "beat"}\n', "let this host join"),
-        (b'{"kind": "go"}\n', "let this host join"),
+        (b'{"kind": "beat"}\n', "JDP307"),
+        (b'{"kind": "go"}\n', "JDP307"),
     ],
 )
 def test_a_host_says_that_who_listens_is_no_leader_of_its_jdp(greeting, why):
@@ -393,7 +393,7 @@ def test_the_cause_has_who_where_how_and_the_traceback():
     raised = "Traceback\nValueError: x\n"
     why = failures.exit_of_process(2, "h", 7, 1, raised, last_lines=["not shown"])
     assert why.full_text.splitlines() == [
-        "the cause: process 2 (pid 7 on h) ended with exit code 1",
+        "the cause: process 2 (pid 7 on h) ended with exit code 1 (jdp explain-error JDP301)",
         "  Traceback",
         "  ValueError: x",
     ]
