@@ -14,6 +14,7 @@ from jdp.analysis.loop_refusals import refusals, spelled, unknown_primitives
 from jdp.analysis.report import Report
 from jdp.analysis.wording import bulleted
 from jdp.axis import AxisName
+from jdp.error_codes import with_code
 
 
 def uniformity(
@@ -56,7 +57,7 @@ def uniformity(
     shard_maps = find_shard_maps(traced.jaxpr)
     over_axis = {id(eqn): eqn for eqn in shard_maps if jaxprs.manual_axes(eqn).issuperset(names)}
     if not over_axis:
-        raise ValueError(_nothing_found(called, shard_maps, names))
+        raise ValueError(with_code("JDP128", _nothing_found(called, shard_maps, names)))
     reports = {key: analyse(eqn) for key, eqn in over_axis.items()}
     ins = [_Left(False, name=name) for name in traced.inputs]
     operands: dict[int, list[str]] = {}

@@ -13,6 +13,7 @@ from jdp import axis, pytrees, rank_state
 from jdp.axis import AxisName
 from jdp.distributed import agree, in_flight, mesh
 from jdp.distributed.checks import hashes
+from jdp.error_codes import with_code
 
 
 class RanksDifferError(RuntimeError):
@@ -148,7 +149,7 @@ def _require_equal(
     leaf, odd, usual = next(each for each in found if each[1] == worst)
     num = len({i for i, _, _ in found})
     ranks = sorted({_rank(where, axes, position) for _, position, _ in found})
-    raise RanksDifferError(
+    text = (
         f"`{paths[leaf] or 'state'}` {leaves[leaf].dtype}{[*leaves[leaf].shape]} holds other bits "
         f"on {_called(where, axes, odd)} than on {_called(where, axes, usual)}: {num} of "
         f"{len(leaves)} leaves differ, on rank(s) {ranks}, and ranks that differ train different "
@@ -156,6 +157,7 @@ def _require_equal(
         "callbacks that are not pure, kernels that add in no fixed order "
         "(XLA_FLAGS=--xla_gpu_deterministic_ops=true), a device whose memory fails."
     )
+    raise RanksDifferError(with_code("JDP213", text))
 
 
 def _rank(where: Mesh, axes: tuple[str, ...], position: int) -> int:
