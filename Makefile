@@ -30,7 +30,7 @@ oldest = $(call find,$(FOR_OLDEST),(3, 11) <= sys.version_info < (3, 12))
 pip = $(1)/bin/python -m pip install -q --no-compile --disable-pip-version-check --no-input
 pytest = $(1)/bin/python -m pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: help demo test test-oldest test-schedules schedules fuzz lint bench clean
+.PHONY: help demo test test-oldest test-schedules schedules fuzz lint docs bench clean
 
 help:  ## this list
 	sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -81,6 +81,10 @@ lint: .venv/ready  ## ruff, pyrefly and clang-format
 	find jdp/csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' | \
 		xargs .venv/bin/clang-format --dry-run --Werror
 
+docs: .venv-docs/pins  ## the pages and the reference, in out/docs; a link to nothing is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+	echo "out/docs/index.html"
+
 bench: .venv/ready  ## the step's overhead against hand-written JAX
 	.venv/bin/python -m benchmarks.step.overhead
 
@@ -111,6 +115,12 @@ endef
 	oldest=$$($(oldest))
 	[ -n "$$oldest" ] || { echo "The oldest JAX needs Python 3.11 with venv." >&2; exit 1; }
 	$(call install,.venv-oldest,"$$oldest",oldest)
+
+# Reads the sources, and imports neither JAX nor jdp.
+.venv-docs/pins: requirements/docs.txt
+	python=$$($(newest)); python=$${python:-$$($(oldest))}
+	[ -n "$$python" ] || { echo "The pages need Python 3.11 to 3.14 with venv." >&2; exit 1; }
+	$(call install,.venv-docs,"$$python",docs)
 
 # jdp itself, editable; only what has changed is compiled. The newest JAX builds it as users do, in
 # an environment of pip's own, with the headers of the oldest, so that one library serves both.

@@ -1,4 +1,4 @@
-"""Which mesh axis is bound, how JAX types a value over it, and where JAX versions differ."""
+"""Which mesh axis is bound, and how JAX types a value over it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,16 +9,6 @@ from jax import lax
 from jax.sharding import Mesh
 
 AxisName = str | Sequence[str]
-
-# JAX 0.10 transposes `all_gather(to="invarying")` wrongly inside shard_map(check_vma=False).
-INVARYING_GATHER_HAS_WRONG_GRADIENT = jax.__version_info__ < (0, 11, 0)
-
-# JAX 0.10 may crash on an array that was donated before, where later versions raise.
-DELETED_ARRAY_CRASHES = jax.__version_info__ < (0, 11, 0)
-
-# For `jax.jit(inline=...)`: into the caller's jaxpr while that is traced. Since JAX 0.12 True means
-# later, which leaves a function to lower.
-INLINE_EARLY = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 
 def names(axis_name: AxisName) -> tuple[str, ...]:

@@ -155,14 +155,14 @@ def restore(tree: Any) -> Any:
 
 
 @jax.tree_util.register_static
-class _Place:
+class _TakenNode:
     """What stays behind of a node: its structure."""
 
     def __init__(self, treedef: Any):
         self.treedef = treedef
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Place) and self.treedef == other.treedef
+        return isinstance(other, _TakenNode) and self.treedef == other.treedef
 
     def __hash__(self) -> int:
         return hash(self.treedef)
@@ -188,7 +188,7 @@ def take_nodes(tree: Any, is_taken: Callable[[Any], bool]) -> tuple[Any, list[An
             return node
         leaves, treedef = jax.tree.flatten(node)
         taken.extend(leaves)
-        return _Place(treedef)
+        return _TakenNode(treedef)
 
     return jax.tree.map(visit, tree, is_leaf=is_taken), taken
 
@@ -198,12 +198,12 @@ def put_nodes(tree: Any, leaves: Sequence[Any]) -> Any:
     left = iter(leaves)
 
     def visit(node: Any) -> Any:
-        if not _is_place(node):
+        if not _is_taken_node(node):
             return node
         return node.treedef.unflatten([next(left) for _ in range(node.treedef.num_leaves)])
 
-    return jax.tree.map(visit, tree, is_leaf=_is_place)
+    return jax.tree.map(visit, tree, is_leaf=_is_taken_node)
 
 
-def _is_place(node: Any) -> bool:
-    return isinstance(node, _Place)
+def _is_taken_node(node: Any) -> bool:
+    return isinstance(node, _TakenNode)

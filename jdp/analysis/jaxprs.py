@@ -1,4 +1,4 @@
-"""Parameters of JAX's primitives, and where JAX versions name them differently: the only place."""
+"""Parameters of JAX's primitives."""
 
 import contextlib
 import dataclasses
@@ -9,17 +9,14 @@ import jax
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
+from jdp.jax_compat import opened, scan_counts
+
 # Primitives that run a body once on their operands, and the parameters that hold one.
 CALLS = frozenset(
     "call closed_call compute_on composite custom_jvp_call custom_partitioning custom_vjp_call "
     "custom_vmap_call eval_jaxpr jit linear_call remat2 remat_opt xla_metadata_call".split()
 )
 _CALLED = ("jaxpr", "call_jaxpr", "call", "callee", "fwd_jaxpr")
-
-
-def opened(jaxpr: Any) -> Any:
-    """Give the jaxpr without its constants: up to JAX 0.10 those are a wrapper around it."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def is_jaxpr(value: Any) -> bool:
@@ -126,11 +123,7 @@ def while_parts(eqn: Any) -> tuple[Any, Any, int, int]:
 
 def scan_parts(eqn: Any) -> tuple[Any, int, int]:
     """Give a scan's body and the numbers of its constants and of its carried values."""
-    p = eqn.params
-    if "ft_in" in p:  # from JAX 0.11
-        constants, carry, _ = p["ft_in"].unpack()
-        return opened(p["jaxpr"]), len(list(constants)), len(list(carry))
-    return opened(p["jaxpr"]), p["num_consts"], p["num_carry"]
+    return opened(eqn.params["jaxpr"]), *scan_counts(eqn.params)
 
 
 def branches(eqn: Any) -> list[Any]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdp import axis, pytrees
+from jdp import jax_compat, pytrees
 from jdp.analysis import (
     Report,
     analyse,
@@ -145,7 +145,7 @@ def _unread_mask(report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _wrong_gather(step: Any, traced: Traced) -> Iterator[str]:
-    if axis.INVARYING_GATHER_HAS_WRONG_GRADIENT and traced.differentiates:
+    if jax_compat.INVARYING_GATHER_HAS_WRONG_GRADIENT and traced.differentiates:
         if "all_gather_invariant" in _primitives(step):
             yield with_code(
                 "JDP110",

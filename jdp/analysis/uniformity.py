@@ -92,14 +92,14 @@ def _nothing_found(called: str, shard_maps: list[Any], names: tuple[str, ...]) -
     )
 
 
-class _Traced(NamedTuple):
+class _TracedFunction(NamedTuple):
     jaxpr: Any
     inputs: list[str]  # paths of the arrays among the arguments, in order
     paths: list[str]  # of the arrays among the outputs, in order
     unflatten: Callable[[list[str]], Any]
 
 
-def _trace(f: Callable[..., Any], args: tuple, kwargs: dict) -> _Traced:
+def _trace(f: Callable[..., Any], args: tuple, kwargs: dict) -> _TracedFunction:
     named_in, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
     leaves = [leaf for _, leaf in named_in]
     arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
@@ -126,7 +126,7 @@ def _trace(f: Callable[..., Any], args: tuple, kwargs: dict) -> _Traced:
         return jax.tree.unflatten(out_tree, found)
 
     inputs = [_argument(named_in[i][0], argument_names) for i in arrays]
-    return _Traced(jaxpr, inputs, [path for path, is_array in named if is_array], unflatten)
+    return _TracedFunction(jaxpr, inputs, [path for path, is_array in named if is_array], unflatten)
 
 
 def _argument_names(f: Callable[..., Any], num: int) -> list[str]:

@@ -112,7 +112,7 @@ class Checkpointer:
         try:
             state = session.restore(state, batches, self._resume)
         except BaseException:
-            session.end()
+            session.end_session()
             raise
         self._session = session
         return state
@@ -164,7 +164,7 @@ class Checkpointer:
         try:
             session.save_last(compares=self._check_replicas)
         finally:
-            session.end()
+            session.end_session()
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -173,7 +173,7 @@ class Checkpointer:
         if kind is None:
             self.close()
         elif self._session is not None:
-            self._session.end()
+            self._session.end_session()
 
     def _recorded(self, state: Any, batches: Any) -> Session:
         session = self._session

@@ -38,7 +38,7 @@ class Commit(NamedTuple):
         return json.loads(self.text)
 
     @property
-    def end(self) -> int:
+    def stop(self) -> int:
         """Where in the file it ends."""
         return self.start + len(self.text) + self.num_bytes
 
@@ -138,7 +138,7 @@ def _checksum(fields: Sequence[Any], text: bytes) -> int:
 def _room(stays: Commit | None, num_bytes: int) -> int:
     if stays is None or _PAGE_BYTES + num_bytes <= stays.start:
         return _PAGE_BYTES
-    return stays.end + -stays.end % _PAGE_BYTES
+    return stays.stop + -stays.stop % _PAGE_BYTES
 
 
 def _write(file: int, data: bytes, start: int) -> None:

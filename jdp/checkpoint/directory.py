@@ -27,7 +27,7 @@ _UNFINISHED = ".part"
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint, intact when it was written. Of two, the one of the later life is the latest."""
+    """A checkpoint, intact when it was written. One of a later life of the run is later."""
 
     life: int  # which life of the run wrote it: each restore begins the next, from 1 on
     step: int
@@ -51,7 +51,7 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if "://" in str(path):
             raise ValueError(
-                f"{path} is no folder of a disk: a file there could not be locked against other "
+                f"{path} is not a folder on a disk: a file there could not be locked against other "
                 "runs. Give a path, perhaps of a bucket that is mounted."
             )
         self.path = Path(path).absolute()
@@ -61,7 +61,7 @@ class Folder:
         """Keep other runs out, until `unlock` or this process dies; remove what a death left over.
 
         Args:
-          resumes: the one that holds it may be this run, on a host that is gone.
+          resumes: whether the run that holds it may be this one, on a host that is gone.
 
         Raises:
           RuntimeError: if another run writes here.

@@ -17,7 +17,7 @@ def locked(path: Path, *, resumes: bool) -> BinaryIO:
 
     Args:
       path: the directory, made if it is not there.
-      resumes: whether the one that holds it may be this run, on a host that is gone.
+      resumes: whether the run that holds it may be this one, on a host that is gone.
 
     Raises:
       RuntimeError: if another run writes there.

@@ -60,9 +60,9 @@ class Sources:
         self._commit = memory.latest() if memory else None
         facts = self._commit.facts if self._commit else {}
         if facts.get("directory") != str(folder.path):
-            # Of another Checkpointer: a script may train one model after the other.
+            # Another Checkpointer wrote it: a script may train one model after the other.
             self._commit, facts = None, {}
-        # Of two, the one of the later life of the run is the newer. Commits of one life and step
+        # A commit of a later life of the run is later. Commits of one life and step
         # are the same, unless two parts of a torn network both took that life: hence the tag.
         self._key = [facts[name] for name in ("life", "step", "tag")] if facts else None
         self._life: int = facts.get("life", 0)
@@ -73,7 +73,7 @@ class Sources:
             self._find_checkpoint()
 
     def offer(self) -> dict[str, Any]:
-        """Say it in what JSON can hold."""
+        """Return a description of it that JSON can hold."""
         written = self._checkpoint
         return {
             "commit": self._key,
@@ -147,14 +147,14 @@ def restored(
       ValueError: if it is of another model, or without a position although there are batches.
     """
     facts, values = _loaded(group, found, sources)
-    with agree.failing_together(group, f"while it restored {found.where}"):
+    with agree.propagating_errors(group, f"while it restored {found.where}"):
         values = rank_state.resized(state, values, found.where)
         saved = with_shapes(leaves_of(facts), values)
         require_same(saved, describe(state), found.where)
         state = place(state, values)
         if batches is not None:
             batches.position = _position(facts, found.where)
-    agree.told(group, None, what=f"whether {found.where} is restored")
+    agree.all_gather(group, None, what=f"whether {found.where} is restored")
     known_leaves.vouch(jax.tree.leaves(state))  # All have it from one place.
     return state
 
@@ -167,12 +167,12 @@ def _loaded(
     me = jax.process_index()
     facts: dict[str, Any] = {}
     values: list[np.ndarray] = []
-    with agree.failing_together(group, f"while it read {found.where}"):
+    with agree.propagating_errors(group, f"while it read {found.where}"):
         if me not in found.lacking:
             facts, values = sources.read(found.tier)
     if found.lacking:
-        told = agree.told(group, facts if me == found.source else None, what=found.where)
-        facts = told[found.source]
+        gathered = agree.all_gather(group, facts if me == found.source else None, what=found.where)
+        facts = gathered[found.source]
         values = _handed_over(values, leaves_of(facts), is_source=me == found.source)
     return facts, values
 

@@ -55,9 +55,9 @@ def require_same(saved: Sequence[SavedLeaf], given: Sequence[SavedLeaf], where: 
     A number of Python or a NumPy array of 64 bits has become what JAX computes with.
 
     Args:
-      saved: what was written.
-      given: what is to be restored.
-      where: what was written where, for the error.
+      saved: leaves that were written.
+      given: leaves of the state to restore into.
+      where: name of the source of `saved`, for the error.
 
     Raises:
       ValueError: naming the first leaf that differs.
@@ -111,7 +111,7 @@ def from_disk(leaves: Sequence[SavedLeaf], arrays: dict[str, np.ndarray]) -> lis
 
 
 def pack(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Give the bytes of the values, one after the other, with what lies between them.
+    """Return the bytes of the values, one after the other, and the padding between them.
 
     >>> [part.size for part in pack([np.zeros(3, np.float32), np.ones((), np.int64)])]
     [12, 52, 8, 56]
@@ -124,7 +124,7 @@ def pack(values: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def unpack(data: np.ndarray, leaves: Sequence[SavedLeaf]) -> list[np.ndarray]:
-    """Invert `pack`: give the values of `leaves`, which share the memory of `data`, `[bytes]`."""
+    """Invert `pack`: return the values of `leaves`, which share the memory of `data`, `[bytes]`."""
     values, start = [], 0
     for leaf in leaves:
         part = data[start : start + leaf.num_bytes]
@@ -134,7 +134,7 @@ def unpack(data: np.ndarray, leaves: Sequence[SavedLeaf]) -> list[np.ndarray]:
 
 
 def packed_bytes(leaves: Sequence[SavedLeaf]) -> int:
-    """Count the bytes of `pack`."""
+    """Return the number of bytes of `pack`."""
     return sum(leaf.num_bytes + -leaf.num_bytes % _ALIGNMENT for leaf in leaves)
 
 

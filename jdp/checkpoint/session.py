@@ -81,14 +81,14 @@ class Session:
         """Return the state to go on from, and put the batches to where it stood."""
         began = time.monotonic()
         in_flight.begins_anew()
-        with agree.failing_together(self._group, "while it looked for what to restore"):
+        with agree.propagating_errors(self._group, "while it looked for what to restore"):
             if self._process == 0:
                 # Processes before these have died, or stopped at SIGTERM.
                 is_later = self._assigned is not None and self._assigned.generation > 0
                 self._folder.lock(resumes=is_later)
             sources = Sources(self._folder, self._memory)
         offer = sources.offer() | {"tag": secrets.token_hex(4), "resumes": self._resumes(resume)}
-        offers = agree.told(self._group, offer, what="what there is to restore")
+        offers = agree.all_gather(self._group, offer, what="what there is to restore")
         self._identify(1 + max(each["life"] for each in offers.values()), offers[0]["tag"])
         found, resumes = latest(offers), offers[0]["resumes"]
         if found is not None:
@@ -137,7 +137,7 @@ class Session:
         """Save the state now, and return whether all processes `can_compare` theirs."""
         doing = f"while it saved step {self.steps} to {self._folder.path}"
         with progress.SAVING:
-            with agree.failing_together(self._group, doing):
+            with agree.propagating_errors(self._group, doing):
                 in_flight.drain()
                 in_flight.require_right_states()
                 if self._saved_at != self.steps:
@@ -145,9 +145,11 @@ class Session:
                 self._saved_at = -1  # if what follows fails, on whichever process
                 self._saves.wait()
             mine = [self.steps, can_compare]
-            told = agree.told(self._group, mine, what=f"whether step {self.steps} is saved")
+            gathered = agree.all_gather(
+                self._group, mine, what=f"whether step {self.steps} is saved"
+            )
             self._saved_at = self.steps
-        return all(each == [self.steps, True] for each in told.values())
+        return all(each == [self.steps, True] for each in gathered.values())
 
     def save_last(self, *, compares: bool) -> None:
         """Save what is not saved yet, and then compare the state of all ranks."""
@@ -158,7 +160,7 @@ class Session:
         if can_compare:
             self._require_equal_ranks()
 
-    def end(self) -> None:
+    def end_session(self) -> None:
         """Wait for what is being written, and let other runs use the directory."""
         self.is_over, self._state = True, None
         while self._ends:
@@ -184,7 +186,7 @@ class Session:
 
     def _stop(self) -> None:
         self.save()
-        self.end()
+        self.end_session()
         if self._process == 0:
             _log.warning(
                 "jdp: SIGTERM: step %d is saved in %s. Run again with %s to go on.",
@@ -210,7 +212,7 @@ class Session:
     def _require_equal_ranks(self) -> None:
         with progress.COMPARING:
             try:
-                with agree.failing_together(self._group, "while it hashed its state"):
+                with agree.propagating_errors(self._group, "while it hashed its state"):
                     require_equal_copies(self._state)
             except RanksDifferError as error:
                 raise RanksDifferError(

@@ -49,7 +49,7 @@ class Snapshots:
         self._leaves: list[SavedLeaf] = []
         self._apart: list[int] = []
 
-    def take(self, state: Any, *, here: bool = True) -> Snapshot | None:
+    def take_snapshot(self, state: Any, *, here: bool = True) -> Snapshot | None:
         """Copy a state, so that the next step may donate it. Starts the copy, does not wait for it.
 
         The snapshot before must not be read any more. All processes must take the same ones.
@@ -91,7 +91,7 @@ class Snapshots:
 
 
 def place(state: Any, values: Sequence[np.ndarray]) -> Any:
-    """Give a state with other values: types, shardings and leaves that are no arrays stay.
+    """Return a state with other values, whose types, shardings and leaves that are not arrays stay.
 
     Args:
       state: the state, with the leaves that `values` were taken from.
@@ -121,8 +121,8 @@ def require_alive(state: Any) -> None:
     )
 
 
-# Which leaves no process could put together from what lies on its own devices. All processes find
-# the same ones: a sharding knows what lies where on all of them.
+# The positions of the leaves that no process can put together from its own devices. All processes
+# find the same ones: a sharding knows the parts of all devices.
 def _apart(arrays: list[Any]) -> list[int]:
     return [i for i, x in enumerate(arrays) if isinstance(x, jax.Array) and not _is_covered(x)]
 
@@ -153,7 +153,7 @@ def _same(arrays: list[jax.Array]) -> list[jax.Array]:
     return arrays
 
 
-# What makes one whole of what this process holds.
+# The parts on this process's devices that make up the array.
 def _pieces(x: Any) -> list[tuple[Any, Any]]:
     if not isinstance(x, jax.Array):
         return [(..., x)]

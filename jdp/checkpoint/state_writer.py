@@ -63,7 +63,7 @@ class StateWriter:
         """
         self.wait()
         self._steps.require_right()
-        taken = self._snapshots.take(state, here=self._is_here)
+        taken = self._snapshots.take_snapshot(state, here=self._is_here)
         self._steps = in_flight.Unchecked()
         if taken is not None:
             facts = {**facts, "leaves": taken.leaves}

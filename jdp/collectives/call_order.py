@@ -9,10 +9,13 @@ import itertools
 import zlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core
+
+from jdp.analysis import jaxprs
+from jdp.jax_compat import opened
 
 # Where the token stands among the operands of an all-reduce.
 TOKEN = 3
@@ -98,12 +101,11 @@ def why_unordered(jaxpr: Any) -> str | None:
     Args:
       jaxpr: of the whole program.
     """
-    numbers: list[int] = []
-    num_chains = _look_through(jaxpr, numbers, set())
-    if len(set(numbers)) < len(numbers):
+    found = _look_through(jaxpr, {})
+    if found.is_repeated:
         return "a function that reduces is called twice in one program, and JAX traced it once."
-    if num_chains > _MAX_CHAINS:
-        return f"{num_chains} functions within the program reduce, and nothing orders them."
+    if found.num_chains > _MAX_CHAINS:
+        return f"{found.num_chains} functions within the program reduce, and nothing orders them."
     return None
 
 
@@ -122,35 +124,54 @@ def require(jaxpr: Any) -> None:
         )
 
 
-def _look_through(jaxpr: Any, numbers: list[int], without: set[int]) -> int:
-    """Collect the numbers of all all-reduces, and count those that wait for no other one.
+class _Chains(NamedTuple):
+    """The all-reduces of a jaxpr and of all bodies in it.
+
+    Attributes:
+      num_chains: how many wait for no other one.
+      numbers: of all of them.
+      is_repeated: whether one stands there twice.
+    """
+
+    num_chains: int
+    numbers: frozenset[int]
+    is_repeated: bool
+
+    def joined(self, other: "_Chains") -> "_Chains":
+        """Return what is found where both stand."""
+        return _Chains(
+            self.num_chains + other.num_chains,
+            self.numbers | other.numbers,
+            self.is_repeated or other.is_repeated or bool(self.numbers & other.numbers),
+        )
+
+
+def _look_through(jaxpr: Any, known: dict[int, _Chains]) -> _Chains:
+    """Find all all-reduces of a jaxpr.
 
     Args:
       jaxpr: where to look.
-      numbers: of what was found so far.
-      without: jaxprs that have no all-reduce, so that one called from many places is read once.
+      known: what was found in bodies by their id, so that one called from many places is read once.
     """
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    if id(jaxpr) in without:
-        return 0
-    num_chains, num_before, given = 0, len(numbers), set()
+    jaxpr = opened(jaxpr)
+    if id(jaxpr) in known:
+        return known[id(jaxpr)]
+    found, given = _Chains(0, frozenset(), False), set()
     for equation in jaxpr.eqns:
         if equation.primitive.name == "jdp_all_reduce":
-            numbers.append(equation.params["number"])
             token, waits = id(equation.invars[TOKEN]), id(equation.outvars[0])
-            num_chains += token not in given
+            number = frozenset([equation.params["number"]])
+            found = found.joined(_Chains(int(token not in given), number, False))
             given.discard(token)  # A second one that takes it runs beside the first.
             given.add(waits)
             continue
         if equation.params.get("target_name") == START:  # no rank waits in it
-            numbers.append(int(dict(equation.params["attributes"])["bucket"]))
-        for value in equation.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                    num_chains += _look_through(inner, numbers, without)
-    if len(numbers) == num_before:
-        without.add(id(jaxpr))
-    return num_chains
+            number = frozenset([int(dict(equation.params["attributes"])["bucket"])])
+            found = found.joined(_Chains(0, number, False))
+        for body in jaxprs.bodies(equation):
+            found = found.joined(_look_through(body, known))
+    known[id(jaxpr)] = found
+    return found
 
 
 def next_number(bucket: Sequence[jax.Array]) -> int:

@@ -14,7 +14,7 @@ from jdp.error_codes import with_code
 _TEXT_CHARACTERS = 600
 
 
-class Report(NamedTuple):
+class FirstBatch(NamedTuple):
     """What one process says about its first batch."""
 
     state: str  # "batch", "end" (there is none) or "error"
@@ -43,32 +43,32 @@ def first_batch(
       ValueError: if the layout is wrong, or the processes' layouts or facts differ.
       RuntimeError: if another process failed to make its first batch, or does not come here.
     """
-    found, error, report = None, None, Report("end", "", 0, "no batches")
+    found, error, report = None, None, FirstBatch("end", "", 0, "no batches")
     try:
         for batch in batches:
             found = batch, Layout.of(batch, sharding)
             report = _report(found[1], facts)
             break
     except Exception as failure:
-        error, report = failure, Report("error", "", 0, repr(failure))
+        error, report = failure, FirstBatch("error", "", 0, repr(failure))
     report = report._replace(text=report.text[:_TEXT_CHARACTERS])
     assert isinstance(sharding.mesh, Mesh)
-    told = agree.told(agree.peers(sharding.mesh), report, what="first batches")
+    gathered = agree.all_gather(agree.peers(sharding.mesh), report, what="first batches")
     if error is None:
-        require_agreement({process: Report(*each) for process, each in told.items()})
+        require_agreement({process: FirstBatch(*each) for process, each in gathered.items()})
     if error is not None:
         raise error
     return found
 
 
-def require_agreement(reports: Mapping[int, Report]) -> None:
+def require_agreement(reports: Mapping[int, FirstBatch]) -> None:
     """Compare the reports of all processes, by index.
 
     Raises:
       ValueError: if they differ; names one that differs from most.
       RuntimeError: if a process reports an error.
 
-    >>> same = Report("batch", "3f", 2, "x float32[4, 8]")
+    >>> same = FirstBatch("batch", "3f", 2, "x float32[4, 8]")
     >>> require_agreement({0: same, 1: same, 2: same._replace(rows_per_rank=3)})
     Traceback (most recent call last):
     ValueError: process 2 begins with 3 rows per rank ...
@@ -95,9 +95,9 @@ def require_agreement(reports: Mapping[int, Report]) -> None:
         raise ValueError(with_code("JDP209", text))
 
 
-def _report(layout: Layout, facts: str) -> Report:
+def _report(layout: Layout, facts: str) -> FirstBatch:
     per_rank = layout.sharding.shard_shape((layout.num_rows,))[0]
     rows = [leaf._replace(shape=leaf.shape[1:]) for leaf in layout.leaves]
     same = repr((facts, str(layout.treedef), [str(row) for row in rows]))
     text = ", ".join(filter(None, [facts, *map(str, layout.leaves)]))
-    return Report("batch", hashlib.sha256(same.encode()).hexdigest(), per_rank, text)
+    return FirstBatch("batch", hashlib.sha256(same.encode()).hexdigest(), per_rank, text)

@@ -68,10 +68,10 @@ def raise_pending() -> None:
         loop.raise_problem()
 
 
-class End(NamedTuple):
+class LoopEnd(NamedTuple):
     """How a process ended its loop.
 
-    >>> print(End(1, 9, "end"))
+    >>> print(LoopEnd(1, 9, "end"))
     process 1 ended its loop after 9 batches
     """
 
@@ -96,14 +96,14 @@ class Problem(NamedTuple):
     text: str
 
 
-def problem_of(first: End, mine: End) -> Problem | None:
+def problem_of(first: LoopEnd, mine: LoopEnd) -> Problem | None:
     """Compare the first end of a loop with what another process did.
 
     Args:
       first: how the first process ended its loop.
       mine: how this one did; `how` is "on" where it goes on, `num_batches` what it asked for.
 
-    >>> print(problem_of(End(0, 9, "end"), End(1, 10, "on")).text)  # doctest: +ELLIPSIS
+    >>> print(problem_of(LoopEnd(0, 9, "end"), LoopEnd(1, 10, "on")).text)  # doctest: +ELLIPSIS
     process 0 ended its loop after 9 batches, but process 1 went on to batch 10: each step ...
     """
     for end in (mine, first):
@@ -125,8 +125,8 @@ def problem_of(first: End, mine: End) -> Problem | None:
 class _Loop:
     """One loop of this process: what it handed out, and what is known of the others'.
 
-    In the store, below a name that all processes give this loop: "first", the first `End`; a note
-    of each process whose loop ended equally; "verdict", once that is all or one differs.
+    In the store, below a name that all processes give this loop: "first", the first `LoopEnd`; a
+    note of each process whose loop ended equally; "verdict", once that is all or one differs.
     """
 
     def __init__(self, peers: tuple[int, ...]) -> None:
@@ -140,8 +140,8 @@ class _Loop:
         self._lock = threading.Lock()
         self._runner = threading.get_ident()
         self._num_batches = 0  # handed out
-        self._mine: End | None = None  # how the loop ended here, or that it goes too far
-        self._first: End | None = None
+        self._mine: LoopEnd | None = None  # how the loop ended here, or that it goes too far
+        self._first: LoopEnd | None = None
         self._said = False
         self._problem: Problem | None = None
         self._settled, self._raised, self._stop = (threading.Event() for _ in range(3))
@@ -171,7 +171,7 @@ class _Loop:
             if self._first is None or self._num_batches < self._first.num_batches:
                 self._num_batches += 1
                 return (batch,)
-            self._mine = End(self._me, self._num_batches + 1, "on")
+            self._mine = LoopEnd(self._me, self._num_batches + 1, "on")
         self._say()
         self._wait_for_others()
         raise AssertionError(f"{self._mine}, and no process had ended")
@@ -181,7 +181,7 @@ class _Loop:
         with self._lock:
             if self._mine is not None:
                 return
-            self._mine = mine = End(self._me, self._num_batches, how, text)
+            self._mine = mine = LoopEnd(self._me, self._num_batches, how, text)
         if how == "error":
             self._raised.set()  # the error itself
         if self._first is None and kv_store.offer(f"{self._room}/first", json.dumps(mine)):
@@ -209,14 +209,14 @@ class _Loop:
 
     # A process that has left the loop may wait for this one, to begin its next loop.
     def _failing(self) -> contextlib.AbstractContextManager[None]:
-        return agree.failing_together(self._peers, "in a loop over batches")
+        return agree.propagating_errors(self._peers, "in a loop over batches")
 
     # Once both are known: the first end, and what this process did, unless it is still behind.
     def _say(self) -> None:
         with self._lock:
             if self._said or self._first is None:
                 return
-            mine = self._mine or End(self._me, self._num_batches, "on")
+            mine = self._mine or LoopEnd(self._me, self._num_batches, "on")
             problem = problem_of(self._first, mine)
             if problem is None and mine.how == "on":
                 return
@@ -251,7 +251,7 @@ class _Loop:
                 first = kv_store.get(f"{self._room}/first", timeout_s=_POLL_S)
                 if first is not None:
                     with self._lock:
-                        self._first = End(*json.loads(first))
+                        self._first = LoopEnd(*json.loads(first))
             self._say()
             verdict = None
             while verdict is None and not self._stop.is_set():

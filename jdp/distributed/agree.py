@@ -1,4 +1,4 @@
-"""What processes tell each other through the store, to find out whether they agree."""
+"""Values of all processes, gathered through the store, and where they differ."""
 
 import contextlib
 import hashlib
@@ -19,8 +19,8 @@ from jdp.error_codes import with_code
 from jdp.worker import progress
 
 _timeout_s = 300.0
-# How often the processes of a group told each other something: a key of the store is used once.
-_num_told: Counter[tuple[int, ...]] = Counter()
+# How often a group has gathered values: a key of the store is used once.
+_num_gathered: Counter[tuple[int, ...]] = Counter()
 _NUM_BLOCKS, _GRACE_S = 256, 2.0
 # The store takes no endless wait.
 _SLICE_S = 60.0
@@ -33,30 +33,30 @@ def set_timeout_s(timeout_s: float) -> None:
 
 
 def timeout_s() -> float:
-    """Give how long this process waits for others that tell it nothing."""
+    """Return how long this process waits for others of which it hears nothing."""
     return _timeout_s
 
 
 def peers(mesh: Mesh) -> tuple[int, ...]:
-    """Give the processes that have devices in `mesh`; only this one if there is no store."""
+    """Return the processes that have devices in `mesh`; only this one if there is no store."""
     if not kv_store.is_open():
         return (jax.process_index(),)
     return tuple(sorted({device.process_index for device in mesh.devices.flat}))
 
 
-def told(group: tuple[int, ...], value: Any, *, what: str) -> dict[int, Any]:
-    """Tell the other processes something, and learn what each of them tells.
+def all_gather(group: tuple[int, ...], value: Any, *, what: str) -> dict[int, Any]:
+    """Return the values that all processes of a group pass to this call.
 
     Args:
       group: `peers` of a mesh: all of them make the same calls in the same order.
       value: what JSON can hold.
-      what: what for, as it is said of a process that does not come.
+      what: what is compared, for the error if a process does not come.
 
     Returns:
       process -> value.
 
     Raises:
-      OtherFailedError: if a process failed (see `failing_together`).
+      OtherFailedError: if a process failed (see `propagating_errors`).
       RuntimeError: if a process does not come in time.
     """
     me = jax.process_index()
@@ -85,10 +85,10 @@ def told(group: tuple[int, ...], value: Any, *, what: str) -> dict[int, Any]:
 
 
 def offered(group: tuple[int, ...], key: str, value: Any, *, timeout_s: float) -> dict[int, Any]:
-    """Offer something to the other processes, and return what each has offered under the same key.
+    """Return the values that processes offer under the same key, without those that offer none.
 
-    Other than `told`, no process has to call it: those that do not are left out, and nothing
-    raises. For explaining a failure that some processes may not have seen.
+    Unlike `all_gather`, no process has to call it, and nothing raises: it is for explaining a
+    failure that some processes may not have seen.
 
     Args:
       group: processes that may call it.
@@ -114,19 +114,19 @@ def offered(group: tuple[int, ...], key: str, value: Any, *, timeout_s: float) -
 
 
 @contextlib.contextmanager
-def failing_together(group: tuple[int, ...], doing: str) -> Iterator[None]:
-    """Let the other processes know of an error inside, so that they do not wait in `told`.
+def propagating_errors(group: tuple[int, ...], doing: str) -> Iterator[None]:
+    """Let the other processes know of an error inside, so that they do not wait in `all_gather`.
 
     Args:
-      group: processes that call `told` next.
+      group: processes that call `all_gather` next.
       doing: what, for instance "while it traced `step`".
     """
-    before = _num_told[group]
+    before = _num_gathered[group]
     try:
         yield
     except Exception as error:
-        # What fails in `told` itself is known to all.
-        if len(group) > 1 and _num_told[group] == before:
+        # What fails in `all_gather` itself is known to all.
+        if len(group) > 1 and _num_gathered[group] == before:
             text = f"{doing}, so no process can go on: {type(error).__name__}: {error}"
             number = _put(group, {"failed": text[:4000]})
             # The store may end with this process, and they may be on their way.
@@ -137,7 +137,7 @@ def failing_together(group: tuple[int, ...], doing: str) -> Iterator[None]:
 
 
 def odd_one(values: Mapping[int, Any]) -> tuple[int, int]:
-    """Give a process (or rank) whose value differs from most, and one that has the usual value.
+    """Return a process (or rank) whose value differs from most, and one that has the usual value.
 
     >>> odd_one({0: "a", 1: "a", 2: "b"})
     (2, 0)
@@ -152,28 +152,28 @@ def odd_one(values: Mapping[int, Any]) -> tuple[int, int]:
 def first_difference(
     pair: tuple[int, int], group: tuple[int, ...], items: Sequence[Any] | np.ndarray
 ) -> int:
-    """Find the first item in which two processes differ: the shorter's length if none.
+    """Return the first item in which two processes differ: the shorter's length if none.
 
     Args:
       pair: the two processes.
       group: all that call this, the pair among them.
       items: this process's lines of text, or a flat array.
     """
-    lengths = told(group, len(items), what="lengths")
+    lengths = all_gather(group, len(items), what="lengths")
     start, stop = 0, max(lengths[process] for process in pair)
     while stop - start > 1:
         size = -(-(stop - start) // _NUM_BLOCKS)
         blocks = range(start, stop, size)
         mine = [digest(items[i : i + size]) for i in blocks]
-        told_by = told(group, mine, what="parts of what differs")
-        one, other = (told_by[process] for process in pair)
+        digests = all_gather(group, mine, what="parts of what differs")
+        one, other = (digests[process] for process in pair)
         first = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
         start, stop = blocks[first], min(blocks[first] + size, stop)
     return start
 
 
 def digest(items: Sequence[Any] | np.ndarray) -> str:
-    """Give 16 hexadecimal digits that tell texts, or bits of an array, from others."""
+    """Return 16 hexadecimal digits that tell texts, or bits of an array, from others."""
     if isinstance(items, np.ndarray):
         flat = np.ascontiguousarray(items).reshape(-1)
         return hashlib.sha256(flat.view(np.uint8).data).hexdigest()[:16]
@@ -181,8 +181,8 @@ def digest(items: Sequence[Any] | np.ndarray) -> str:
 
 
 def _put(group: tuple[int, ...], answer: Any) -> int:
-    number = _num_told[group]
-    _num_told[group] += 1
+    number = _num_gathered[group]
+    _num_gathered[group] += 1
     kv_store.put(_key(group, number, jax.process_index()), json.dumps(answer))
     return number
 
@@ -196,4 +196,4 @@ def _get(key: str, end: float) -> str | None:
 
 
 def _key(group: tuple[int, ...], number: int, process: int) -> str:
-    return f"jdp/told/{zlib.crc32(repr(group).encode())}/{number}/{process}"
+    return f"jdp/gathered/{zlib.crc32(repr(group).encode())}/{number}/{process}"

@@ -13,7 +13,7 @@ _PMI = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{x}" for x in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))
 
 
-class Place(NamedTuple):
+class ProcessPlace(NamedTuple):
     """Which of several processes this is.
 
     Args:
@@ -42,7 +42,7 @@ class Place(NamedTuple):
         Returns:
           Their numbers; none: all that it sees.
 
-        >>> Place("slurm", local_id=1, num_local=2).devices(8, {})
+        >>> ProcessPlace("slurm", local_id=1, num_local=2).devices(8, {})
         [4, 5, 6, 7]
         """
         bound = environment.get("SLURM_GPUS_ON_NODE", str(num_gpus)) != str(num_gpus)
@@ -52,7 +52,7 @@ class Place(NamedTuple):
         return [*range(self.local_id * each, (self.local_id + 1) * each)]
 
 
-def find(environment: Mapping[str, str]) -> Place | None:
+def find(environment: Mapping[str, str]) -> ProcessPlace | None:
     """Find which of several processes this is, from its environment.
 
     WORLD_SIZE=1 says that it is alone, whatever else is there.
@@ -88,7 +88,7 @@ def find(environment: Mapping[str, str]) -> Place | None:
     return None
 
 
-def _torchrun(environment: Mapping[str, str]) -> Place | None:
+def _torchrun(environment: Mapping[str, str]) -> ProcessPlace | None:
     if not {"WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"} <= set(environment):
         return None
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -97,7 +97,7 @@ def _torchrun(environment: Mapping[str, str]) -> Place | None:
             f"{environment['MASTER_PORT']}, where JAX's processes would meet. Write jdp run for "
             "torchrun; it takes the same flags."
         )
-    return Place(
+    return ProcessPlace(
         "deactivate",
         int(environment["WORLD_SIZE"]),
         int(environment["RANK"]),
@@ -108,7 +108,7 @@ def _torchrun(environment: Mapping[str, str]) -> Place | None:
 
 
 # Before Slurm: mpiexec inside a Slurm job starts its own daemons by srun.
-def _open_mpi(environment: Mapping[str, str]) -> Place | None:
+def _open_mpi(environment: Mapping[str, str]) -> ProcessPlace | None:
     if int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) == 1:
         return None
     # Before version 5, a variable tells where mpiexec runs; since then, only MPI itself can tell.
@@ -117,13 +117,13 @@ def _open_mpi(environment: Mapping[str, str]) -> Place | None:
     return _mpi("mpi4py", _OPEN_MPI, environment)
 
 
-def _other_mpi(environment: Mapping[str, str]) -> Place | None:
+def _other_mpi(environment: Mapping[str, str]) -> ProcessPlace | None:
     if int(environment.get("PMI_SIZE", 1)) == 1:
         return None
     return _mpi("mpi4py", _PMI, environment)
 
 
-def _mpi(method: str, names: tuple[str, ...], environment: Mapping[str, str]) -> Place:
+def _mpi(method: str, names: tuple[str, ...], environment: Mapping[str, str]) -> ProcessPlace:
     size, rank, local_rank, local_size = names
     if method == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
         raise RuntimeError(
@@ -131,7 +131,7 @@ def _mpi(method: str, names: tuple[str, ...], environment: Mapping[str, str]) ->
             "only mpi4py can ask MPI where the first one is: pip install mpi4py. Or write jdp run "
             "--nproc-per-node for mpiexec -n, or set WORLD_SIZE=1 if each process is alone."
         )
-    return Place(
+    return ProcessPlace(
         method,
         int(environment[size]),
         int(environment[rank]),
@@ -141,10 +141,10 @@ def _mpi(method: str, names: tuple[str, ...], environment: Mapping[str, str]) ->
 
 
 # SLURM_NTASKS, which JAX reads, is set in an allocation without srun, too.
-def _slurm(environment: Mapping[str, str]) -> Place | None:
+def _slurm(environment: Mapping[str, str]) -> ProcessPlace | None:
     if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) == 1 or "SLURM_PROCID" not in environment:
         return None
-    return Place(
+    return ProcessPlace(
         "slurm",
         int(environment["SLURM_STEP_NUM_TASKS"]),
         int(environment["SLURM_PROCID"]),
@@ -163,7 +163,7 @@ def _tasks_here(environment: Mapping[str, str]) -> int:
 
 
 # A pod knows its number and not how many there are; JAX asks Kubernetes.
-def _kubernetes(environment: Mapping[str, str]) -> Place | None:
+def _kubernetes(environment: Mapping[str, str]) -> ProcessPlace | None:
     if not {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= set(environment):
         return None
     if importlib.util.find_spec("kubernetes") is None:
@@ -173,4 +173,4 @@ def _kubernetes(environment: Mapping[str, str]) -> Place | None:
             "jdp run --nnodes, as in examples/kubernetes.yaml, or set WORLD_SIZE=1 if each pod "
             "trains alone."
         )
-    return Place("k8s", process_id=int(environment["JOB_COMPLETION_INDEX"]))
+    return ProcessPlace("k8s", process_id=int(environment["JOB_COMPLETION_INDEX"]))

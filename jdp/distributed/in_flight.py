@@ -34,7 +34,7 @@ class RankReports(NamedTuple):
     weight: jax.Array | None
 
 
-class Call(NamedTuple):
+class StepCall(NamedTuple):
     """A call of a step that may still be running.
 
     Attributes:
@@ -65,13 +65,13 @@ class Call(NamedTuple):
     weight: Any = None
 
 
-_calls: deque[Call] = deque()
+_calls: deque[StepCall] = deque()
 # The call that is being made: JAX runs a small program on CPU before it returns.
-_made: Call | None = None
+_made: StepCall | None = None
 _why_wrong: str | None = None  # see `require_right_states`
 
 
-def begins(call: Call) -> None:
+def begins(call: StepCall) -> None:
     """Record that a call is being made, until `ends`."""
     global _made
     _made = call
@@ -91,7 +91,7 @@ def make_room() -> None:
     _drain(_MAX - 1)
 
 
-def add(call: Call) -> None:
+def add(call: StepCall) -> None:
     """Record a call that runs now."""
     _calls.append(call)
 
@@ -163,22 +163,22 @@ def _drain(num_left: int) -> None:
         _require_right(call)
 
 
-def _is_checked(call: Call) -> bool:
+def _is_checked(call: StepCall) -> bool:
     return call.reports is not None and any(report is not None for report in call.reports)
 
 
-def _differs(call: Call) -> bool:
+def _differs(call: StepCall) -> bool:
     # Each rank says it of itself, and all of a process got the same.
     differs = None if call.reports is None else call.reports.differs
     return differs is not None and bool(np.asarray(differs.addressable_data(0)).any())
 
 
-def _why_invalid(call: Call) -> str | None:
+def _why_invalid(call: StepCall) -> str | None:
     given = None if call.reports is None else call.reports.weight
     return None if given is None else call.why_invalid(call.weight, given)
 
 
-def _require_right(call: Call) -> None:
+def _require_right(call: StepCall) -> None:
     global _why_wrong
     if _differs(call):
         assert call.arguments is not None and call.given is not None
@@ -189,16 +189,15 @@ def _require_right(call: Call) -> None:
     else:
         return
     if call.returns_state:
-        _calls.clear()
         _why_wrong = text
-    else:  # Training may go on: only this step's own calls are said to be wrong.
-        others = [each for each in _calls if each.step is not call.step]
-        _calls.clear()
-        _calls.extend(others)
+    # Other steps may go on, or be wrong by themselves: only this one's own calls are reported here.
+    others = [each for each in _calls if each.step is not call.step]
+    _calls.clear()
+    _calls.extend(others)
     raise RuntimeError(text)
 
 
-def failed(call: Call, is_gone: bool, error: Exception) -> RuntimeError:
+def failed(call: StepCall, is_gone: bool, error: Exception) -> RuntimeError:
     """Return what to raise for a call that failed while it ran; none is in flight any more.
 
     Args:
@@ -222,7 +221,7 @@ def failed(call: Call, is_gone: bool, error: Exception) -> RuntimeError:
     )
 
 
-def _difference(call: Call, timeout_s: float) -> str | None:
+def _difference(call: StepCall, timeout_s: float) -> str | None:
     """Return in what a call differed between processes, as a sentence, if that is known."""
     if call.arguments is None or call.given is None or not (call.given.small or call.given.large):
         return None
@@ -247,7 +246,7 @@ def _num_running() -> int:
     return len(running)
 
 
-def _unfinished(call: Call) -> overdue.Unfinished:
+def _unfinished(call: StepCall) -> overdue.Unfinished:
     explain = functools.partial(_difference, call, overdue.PATIENCE_S)
     return overdue.Unfinished(call.name, call.number, explain)
 

@@ -28,7 +28,7 @@ _LOOPBACK = ("localhost", "127.", "[::1]")
 
 
 def member() -> Member | None:
-    """Give what this process knows of `jdp run`; None without it."""
+    """Return what this process knows of `jdp run`; None without it."""
     return current()
 
 
@@ -86,7 +86,7 @@ def _connect_as(assignment: Assignment) -> None:
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, assignment.gpus)))
 
 
-def _connect(place: cluster_env.Place) -> None:
+def _connect(place: cluster_env.ProcessPlace) -> None:
     address = place.coordinator
     local = address is not None and address.startswith(_LOOPBACK)
     _initialize(

@@ -1,20 +1,23 @@
 """JAX's private state of the joined processes: its store, through which they tell small things."""
 
+import contextlib
 from typing import Any
+
+from jdp import jax_compat
 
 
 def is_open() -> bool:
-    """Tell whether the processes were joined by `jax.distributed`, and this JAX gives its store."""
+    """Whether the processes were joined by `jax.distributed`, and this JAX gives its store."""
     return _client() is not None
 
 
 def put(key: str, value: str) -> None:
-    """Tell all processes something, once for each key."""
+    """Put a value that all processes can get, once for each key."""
     _client().key_value_set(key, value)
 
 
 def offer(key: str, value: str) -> bool:
-    """Tell all processes something unless one told it before; returns whether this one did."""
+    """Put a value unless a process has put one under this key; return whether this one did."""
     try:
         put(key, value)
     except Exception as error:  # a RuntimeError of jaxlib, by its text
@@ -25,7 +28,7 @@ def offer(key: str, value: str) -> bool:
 
 
 def get(key: str, *, timeout_s: float) -> str | None:
-    """Wait for what a process tells under `key`; None if it does not within `timeout_s`."""
+    """Wait for the value of `key`, and return it; None if there is none within `timeout_s`."""
     try:
         return _client().blocking_key_value_get(key, max(1, int(timeout_s * 1000)))
     except Exception as error:  # a RuntimeError of jaxlib, by its text
@@ -35,12 +38,12 @@ def get(key: str, *, timeout_s: float) -> str | None:
 
 
 def keys(prefix: str) -> list[str]:
-    """List the keys that something was told under by now, of those below `prefix`, without it."""
+    """Return the keys below `prefix` that have a value by now, without `prefix`."""
     return [key.removeprefix(prefix) for key, _ in _client().key_value_dir_get(prefix)]
 
 
 def delete(key: str) -> None:
-    """Take back what was told under `key`, or below a `key` with a last "/", once all read it."""
+    """Delete the value of `key`, or all below a `key` with a last "/", once all read it."""
     _client().key_value_delete(key)
 
 
@@ -50,20 +53,10 @@ def keep_programs_of_all() -> None:
     JAX lets process 0 alone write, and on CPUs looks for programs under another key in each
     process: all others would compile again in each run, and whenever one takes over.
     """
-    try:
-        from jax._src import distributed
-
-        # Nothing else asks for it once the backend runs.
-        distributed.global_state.process_id = 0
-    except (ImportError, AttributeError):
-        pass
+    # Nothing else asks for it once the backend runs.
+    with contextlib.suppress(AttributeError):
+        jax_compat.joined_processes().process_id = 0
 
 
-# JAX has no public name for its client; this is the only place that knows the private one.
 def _client() -> Any:
-    try:
-        from jax._src import distributed
-
-        return distributed.global_state.client
-    except (ImportError, AttributeError):
-        return None
+    return getattr(jax_compat.joined_processes(), "client", None)

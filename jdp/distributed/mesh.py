@@ -93,7 +93,7 @@ def init(
 
 
 def current_mesh() -> Mesh:
-    """Give the mesh that `init` made.
+    """Return the mesh that `init` made.
 
     Raises:
       RuntimeError: if `init` was not called.

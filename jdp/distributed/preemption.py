@@ -22,7 +22,7 @@ class Preemption:
     """
 
     def __init__(self) -> None:
-        self._told = False
+        self._got_sigterm = False
         self._before: Any = None
         self._is_mine = False
         self._agrees = jax.process_count() > 1
@@ -35,22 +35,26 @@ class Preemption:
             self._is_mine = True
 
     def reached(self, step: int) -> bool:
-        """Tell whether to stop after this step; all processes ask after each, and get one answer.
+        """Whether to stop after this step; all processes ask after each step, and get one answer.
 
         Args:
           step: number of it, the same on all processes, one more each time.
         """
-        return multihost_utils.reached_preemption_sync_point(step) if self._agrees else self._told
+        return (
+            multihost_utils.reached_preemption_sync_point(step)
+            if self._agrees
+            else self._got_sigterm
+        )
 
     def stop_listening(self) -> None:
-        """Give SIGTERM back to whom it belonged."""
+        """Put back the handler of SIGTERM that was there before."""
         if self._is_mine and threading.current_thread() is threading.main_thread():
             self._is_mine = False
             # None: a handler that Python did not install, and cannot install again.
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
 
     def _note(self, *_: object) -> None:
-        self._told = True
+        self._got_sigterm = True
 
 
 @functools.cache

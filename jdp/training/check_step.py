@@ -57,7 +57,8 @@ def check_step(
             f"check_step got {getattr(step, '__name__', step)!r}, which is not decorated with "
             "jdp.train_step: it compares the states that train steps return."
         )
-    step.require_alive(state, batch, *rest)
+    for name, tree in (("state", state), ("batch", batch), ("rest", rest)):
+        pytrees.require_alive(name, tree, "Give what no step has donated, or a copy made before.")
     ranks = mesh.mesh_of(jax.tree.leaves(state), step.axis_name)
     if jax.process_count() > 1:
         raise ValueError(
@@ -75,7 +76,7 @@ def check_step(
     step = step.without_donation()
     start, batch, rest = _on_host((pytrees.hold(state), batch, rest))
     one, all_ranks = _first_rank(ranks, step.axis_name), ranks
-    runs = [_Run(step, _on(start, where), batch, rest) for where in (one, all_ranks)]
+    runs = [_MeshRun(step, _on(start, where), batch, rest) for where in (one, all_ranks)]
     found = StepDifference([], None, num_ranks)
     for number in range(1, num_steps + 1):
         (state_one, metrics_one), (state_all, metrics_all) = [run.advance() for run in runs]
@@ -111,7 +112,7 @@ def check_step(
     return found
 
 
-class _Run:
+class _MeshRun:
     """Steps on one mesh, all with the same batch."""
 
     def __init__(self, step: Step, state: Any, batch: Any, rest: tuple):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp import axis, pytrees, rank_state
+from jdp import axis, jax_compat, pytrees, rank_state
 from jdp.analysis import step_refusals, traced
 from jdp.collectives import call_order
 from jdp.collectives.xla import combine_options
@@ -215,7 +215,7 @@ class Program:
                 axis_names=set(self._axis_name),
                 check_vma=False,  # The analysis proves what JAX's types get wrong here.
             ),
-            inline=axis.INLINE_EARLY,
+            inline=jax_compat.INLINE_EARLY,
         )
 
     def _on_rank(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp import axis, pytrees
+from jdp import axis, jax_compat, pytrees
 from jdp.axis import AxisName
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.data.padding import place_batch
@@ -178,7 +178,7 @@ class Step:
                 state, reported, weight, reports = program(*args, follows=follows, given=given)
             except (RuntimeError, ValueError) as error:
                 if "delete" in str(error):
-                    self.require_alive(*args)
+                    self._require_alive(*args)
                 if not failed_run.is_failed_run(error):
                     raise
                 raise in_flight.failed(call, pytrees.any_deleted(args[0]), error) from error
@@ -234,12 +234,12 @@ class Step:
         is_traced = not is_returned and _holds_tracer(leaves)
         if not is_returned:
             state = self._admit(state, where)
-        if axis.DELETED_ARRAY_CRASHES and pytrees.any_deleted((state, batch, rest)):
-            self.require_alive(state, batch, *rest)
+        if jax_compat.DELETED_ARRAY_CRASHES and pytrees.any_deleted((state, batch, rest)):
+            self._require_alive(state, batch, *rest)
         try:
             batch = place_batch(batch, where, self.axis_name)
         except RuntimeError:
-            self.require_alive(state, batch)
+            self._require_alive(state, batch)
             raise
         rest = [_place_rest(arg, where) for arg in rest]
         # Split over several ranks a batch is a copy.
@@ -251,8 +251,8 @@ class Step:
             program = self._programs[where, is_traced] = self._new_program(where, is_traced)
         return program, (state, batch, *rest), is_traced, is_returned
 
-    def _call(self, program: Program, given: arguments.Given | None) -> in_flight.Call:
-        return in_flight.Call(
+    def _call(self, program: Program, given: arguments.Given | None) -> in_flight.StepCall:
+        return in_flight.StepCall(
             step=self,
             name=self.__name__,
             number=self._num_calls,
@@ -284,7 +284,7 @@ class Step:
 
     def _admit(self, state: Any, where: Mesh) -> Any:
         """Place a state that did not come from this step, and copy what is aliased in it."""
-        self.require_alive(state)
+        self._require_alive(state)
         held = pytrees.hold(state)
         self._holds_others = held is not state or isinstance(state, pytrees.Held)
         state = mesh.placed(held, self.axis_name, where)
@@ -299,12 +299,7 @@ class Step:
             seen.add(buffer)
         return jax.tree.unflatten(treedef, leaves)
 
-    def require_alive(self, *args: Any) -> None:
-        """Refuse arguments of which a leaf was donated.
-
-        Raises:
-          ValueError: naming the first one.
-        """
+    def _require_alive(self, *args: Any) -> None:
         for name, arg in zip(self._argument_names(len(args)), args, strict=True):
             pytrees.require_alive(name, arg, _GO_ON)
 

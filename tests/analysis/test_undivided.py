@@ -64,6 +64,10 @@ CHANGES = {
     "the largest": lambda total, w: total.max(),
     "written into others": lambda total, w: w.at[1:3].set(total[:2]),
     "written into a Ref": lambda total, w: written(total),
+    "singular values": lambda total, w: jnp.linalg.svd(jnp.outer(w, total))[1],
+    "eigenvalues": lambda total, w: lax.linalg.eigh(
+        jnp.outer(total, total), symmetrize_input=False
+    )[1],
     "transformed": lambda total, w: jnp.abs(jnp.fft.fft(total)),
 }
 
@@ -86,6 +90,11 @@ DIVIDED = {
     "chosen by": lambda total, w: w[jnp.argmax(total)],
     "in its order": lambda total, w: w[jnp.argsort(total)],
     "the places of the largest": lambda total, w: jnp.zeros(4).at[lax.top_k(total, 2)[1]].set(1),
+    "an orthogonal base": lambda total, w: jnp.linalg.qr(jnp.outer(w, total))[0],
+    "singular vectors": lambda total, w: jnp.linalg.svd(jnp.outer(w, total))[2],
+    "eigenvectors": lambda total, w: lax.linalg.eigh(
+        jnp.outer(total, total), symmetrize_input=False
+    )[0],
     "a whole number": lambda total, w: total.astype(jnp.int32) * w,
     "averaged": lambda total, w: jdp.mean_over_ranks(jnp.sin(total)),
     "synced": lambda total, w: synced(jnp.sin(total)),

@@ -217,7 +217,7 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_that_names_it(tmp_path):
 
 
 def test_a_url_is_no_folder():
-    with pytest.raises(ValueError, match="gs://bucket/run is no folder of a disk"):
+    with pytest.raises(ValueError, match="gs://bucket/run is not a folder on a disk"):
         Folder("gs://bucket/run")
 
 

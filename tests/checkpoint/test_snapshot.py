@@ -56,7 +56,7 @@ def zeroed(state):
 
 
 def fetched(state):
-    return Snapshots(reuse=False).take(state).fetch()
+    return Snapshots(reuse=False).take_snapshot(state).fetch()
 
 
 def test_every_leaf_comes_back_with_its_bits_and_its_type(mesh):
@@ -113,7 +113,7 @@ def test_a_snapshot_outlives_the_donation_of_its_state(mesh, reuse):
     w = jax.device_put(np.zeros(50_000, np.float32), NamedSharding(mesh, PartitionSpec()))
     snapshots = Snapshots(reuse=reuse)
     for i in range(5):
-        taken = snapshots.take([w])
+        taken = snapshots.take_snapshot([w])
         w = step(w)
         (value,) = taken.fetch()
         assert (value == i).all()
@@ -122,14 +122,16 @@ def test_a_snapshot_outlives_the_donation_of_its_state(mesh, reuse):
 def test_the_memory_of_a_snapshot_is_used_again(make_mesh):
     w = jax.device_put(np.zeros(50_000, np.float32), NamedSharding(make_mesh(2), PartitionSpec()))
     snapshots = Snapshots(reuse=True)
-    places = {snapshots.take([w]).pieces[0][0][1].unsafe_buffer_pointer() for _ in range(4)}
+    places = {
+        snapshots.take_snapshot([w]).pieces[0][0][1].unsafe_buffer_pointer() for _ in range(4)
+    }
     assert len(places) == 1
 
 
 def test_a_state_of_other_shapes_may_follow():
     snapshots = Snapshots(reuse=True)
     for size in (3, 4, 4):
-        assert snapshots.take([jnp.ones(size)]).fetch()[0].shape == (size,)
+        assert snapshots.take_snapshot([jnp.ones(size)]).fetch()[0].shape == (size,)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_a_donated_state_is_refused():
     x = jnp.ones(3)
     jax.jit(lambda x: x + 1, donate_argnums=0)(x)
     with pytest.raises(ValueError, match=r"`state\['x'\]` was donated"):
-        Snapshots(reuse=False).take({"x": x})
+        Snapshots(reuse=False).take_snapshot({"x": x})
 
 
 W, B = SavedLeaf("['w']", (2, 3), "float32", None), SavedLeaf("['b']", (3,), "float32", None)

@@ -17,7 +17,7 @@ from support.per_rank import assert_equal_bits, per_rank
 from support.training import assert_close, batch, loss_fn, plain_step, ranks, sgd, state
 
 import jdp
-from jdp.collectives import native, xla
+from jdp.collectives import call_order, native, xla
 from jdp.collectives.cpu import runtime as cpu_runtime
 
 pytestmark = pytest.mark.skipif(
@@ -355,3 +355,20 @@ def test_two_updates_in_one_step_are_one_chain():
     assert text.count(f"@{cpu_runtime.TARGET}") == 2 and "all_reduce" not in text.replace(
         cpu_runtime.TARGET, ""
     )
+
+
+def test_a_body_that_is_called_twice_at_each_depth_is_looked_through_once(make_mesh, monkeypatch):
+    depth = 8
+    reduce = lambda x: jdp.sync_gradients(x, all_reduce=jdp.collectives.native)  # noqa: E731
+    for _ in range(depth):
+        reduce = jax.jit(lambda x, inner=reduce: inner(x) + inner(x + 1))
+    mapped = jax.shard_map(
+        jax.jit(reduce), mesh=make_mesh(2), in_specs=P("data"), out_specs=P("data"), check_vma=False
+    )
+    jaxpr = jax.jit(mapped).trace(jnp.ones(4)).jaxpr
+    looked_at, bodies = [], call_order.jaxprs.bodies
+    monkeypatch.setattr(
+        call_order.jaxprs, "bodies", lambda x: [looked_at.append(x), *bodies(x)][1:]
+    )
+    assert "called twice" in call_order.why_unordered(jaxpr)
+    assert depth < len(looked_at) == len(set(map(id, looked_at)))

@@ -2,16 +2,16 @@
 
 import pytest
 
-from jdp.data.first_batch_check import Report, require_agreement
+from jdp.data.first_batch_check import FirstBatch, require_agreement
 
-USUAL = Report("batch", "3f2a", 2, "['x'] float32[4, 8]")
+USUAL = FirstBatch("batch", "3f2a", 2, "['x'] float32[4, 8]")
 
 
 def test_equal_reports_agree():
     require_agreement({0: USUAL})
     # The text may differ: a process with more ranks has more rows.
     require_agreement({0: USUAL, 1: USUAL._replace(text="['x'] float32[8, 8]")})
-    end = Report("end", "", 0, "no batches")
+    end = FirstBatch("end", "", 0, "no batches")
     require_agreement({0: end, 1: end})
 
 
@@ -36,10 +36,10 @@ def test_other_shapes_are_named():
 
 def test_a_process_without_batches_is_named():
     with pytest.raises(ValueError, match=r"process 1 begins with 0 rows per rank \(no batches\)"):
-        require_agreement({0: USUAL, 1: Report("end", "", 0, "no batches")})
+        require_agreement({0: USUAL, 1: FirstBatch("end", "", 0, "no batches")})
 
 
 def test_what_failed_on_another_process_is_told():
-    failed = Report("error", "", 0, "OSError('no such file: shard-1')")
+    failed = FirstBatch("error", "", 0, "OSError('no such file: shard-1')")
     with pytest.raises(RuntimeError, match="process 1 .*shard-1.*JDP208"):
         require_agreement({0: USUAL, 1: failed})

@@ -15,7 +15,7 @@ from support.threads import wait_until
 import jdp
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.data import uneven_loops
-from jdp.data.uneven_loops import End, problem_of
+from jdp.data.uneven_loops import LoopEnd, problem_of
 from jdp.distributed import agree, in_flight, kv_store
 
 # Far below the deadlines of all-reduces (300 s) and of gloo.
@@ -28,7 +28,7 @@ TIMEOUT_S = 20.0
 @pytest.mark.parametrize("mine", [(9, "end"), (9, "left"), (9, "on"), (3, "on")])
 @pytest.mark.parametrize("how", ["end", "left"])
 def test_equal_ends_and_who_is_still_behind_are_no_problem(how, mine):
-    assert problem_of(End(0, 9, how), End(1, *mine)) is None
+    assert problem_of(LoopEnd(0, 9, how), LoopEnd(1, *mine)) is None
 
 
 @pytest.mark.parametrize(
@@ -41,14 +41,14 @@ def test_equal_ends_and_who_is_still_behind_are_no_problem(how, mine):
     ],
 )
 def test_both_processes_and_both_numbers_are_named(first, mine, text):
-    problem = problem_of(End(*first), End(*mine))
+    problem = problem_of(LoopEnd(*first), LoopEnd(*mine))
     assert not problem.is_failure
     assert re.search(text, problem.text) and "JDP210" in problem.text
 
 
 def test_an_error_is_told_whatever_the_numbers():
-    failed = End(1, 9, "error", "OSError('no such file')")
-    for pair in ((failed, End(0, 9, "on")), (End(0, 9, "end"), failed)):
+    failed = LoopEnd(1, 9, "error", "OSError('no such file')")
+    for pair in ((failed, LoopEnd(0, 9, "on")), (LoopEnd(0, 9, "end"), failed)):
         is_failure, text = problem_of(*pair)
         assert is_failure and "OSError('no such file')" in text
         assert "process 1 could not make batch 10" in text and "JDP208" in text
@@ -259,7 +259,7 @@ def end_alone():
             next(loop)
         text = str(caught.value)
     agree.set_timeout_s(TIMEOUT_S)
-    agree.told((0, 1), None, what="that process 0 was told")
+    agree.all_gather((0, 1), None, what="that process 0 was told")
     assert next(loop, None) is None
     wait_until(lambda: not threads())
     return text

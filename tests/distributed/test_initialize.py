@@ -11,7 +11,7 @@ import pytest
 from support.processes import free_port
 
 from jdp.distributed import cluster_env
-from jdp.distributed.cluster_env import Place, find
+from jdp.distributed.cluster_env import ProcessPlace, find
 from jdp.launch.host import spawn
 
 ROOT = Path(__file__).parents[2]
@@ -271,8 +271,8 @@ def test_a_first_process_that_does_not_come_is_named():
     [
         ({}, None),
         ({"WORLD_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "2"}, None),
-        (torchrun(2, 7)[1], Place("deactivate", 2, 1, "localhost:7", 1)),
-        (slurm(2, 7)[1], Place("slurm", 2, 1, None, 1, 2)),
+        (torchrun(2, 7)[1], ProcessPlace("deactivate", 2, 1, "localhost:7", 1)),
+        (slurm(2, 7)[1], ProcessPlace("slurm", 2, 1, None, 1, 2)),
         ({**slurm(1, 7)[0], "SLURM_NTASKS": "4"}, None),
         ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, None),
     ],
@@ -288,13 +288,19 @@ PMI = dict(zip(cluster_env._PMI, "4312", strict=True))
 @pytest.mark.parametrize(
     ("variables", "place"),
     [
-        ({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1"}, Place("ompi", 4, 3, None, 0, 2)),
+        (
+            {**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1"},
+            ProcessPlace("ompi", 4, 3, None, 0, 2),
+        ),
         # Since version 5 only MPI itself knows where the first process is.
-        (OPEN_MPI, Place("mpi4py", 4, 3, None, 0, 2)),
-        (PMI, Place("mpi4py", 4, 3, None, 1, 2)),
+        (OPEN_MPI, ProcessPlace("mpi4py", 4, 3, None, 0, 2)),
+        (PMI, ProcessPlace("mpi4py", 4, 3, None, 1, 2)),
         # mpiexec in a job of Slurm starts its daemons by srun, one on each host.
-        ({**slurm(2, 7)[0], **OPEN_MPI}, Place("mpi4py", 4, 3, None, 0, 2)),
-        ({"KUBERNETES_SERVICE_HOST": "a", "JOB_COMPLETION_INDEX": "3"}, Place("k8s", None, 3)),
+        ({**slurm(2, 7)[0], **OPEN_MPI}, ProcessPlace("mpi4py", 4, 3, None, 0, 2)),
+        (
+            {"KUBERNETES_SERVICE_HOST": "a", "JOB_COMPLETION_INDEX": "3"},
+            ProcessPlace("k8s", None, 3),
+        ),
         ({"KUBERNETES_SERVICE_HOST": "a"}, None),
     ],
 )
@@ -341,7 +347,7 @@ def test_one_of_several_processes_never_trains_alone(variables, said, monkeypatc
     ],
 )
 def test_processes_of_a_host_share_its_gpus(local_id, num_local, num_gpus, variables, devices):
-    place = Place("slurm", local_id=local_id, num_local=num_local)
+    place = ProcessPlace("slurm", local_id=local_id, num_local=num_local)
     assert place.devices(num_gpus, variables) == devices
 
 

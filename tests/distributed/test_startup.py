@@ -184,7 +184,7 @@ def run_alone():
     s, batch = state(), next(iter(jdp.batches(training.batch(), 8, num_steps=1)))
     if me():
         time.sleep(1.5)  # hangs, for all that process 0 knows
-        agree.told((0, 1), None, what="nothing")
+        agree.all_gather((0, 1), None, what="nothing")
         return None
     agree.set_timeout_s(0.5)
     try:
@@ -278,7 +278,11 @@ def count_work():
     finally:
         jax.monitoring.clear_event_listeners()
     names, _ = python_calls(step, s, batch)
-    return first, work[len(first) :], sorted(names & {"cache_miss", "trace", "told", "_compare"})
+    return (
+        first,
+        work[len(first) :],
+        sorted(names & {"cache_miss", "trace", "all_gather", "_compare"}),
+    )
 
 
 def test_the_step_is_compiled_once_and_later_calls_compare_nothing(processes):
@@ -432,7 +436,7 @@ def wait_for_one_that_saves():
         with jdp.phase("saving"):
             time.sleep(1.0)
     try:
-        return agree.told((0, 1), me(), what="whether it is saved")
+        return agree.all_gather((0, 1), me(), what="whether it is saved")
     finally:
         jdp.init()
 
@@ -453,5 +457,5 @@ def test_under_a_launcher_only_the_watch_ends_a_comparison(monkeypatch):
     monkeypatch.setattr(startup.launcher_client, "current", lambda: "a launcher")
     startup.require_start(mesh, 0.5)
     monkeypatch.setattr(agree, "kv_store", SimpleNamespace(put=lambda *_: None, get=get))
-    assert agree.told((0, 99), 7, what="values") == {0: 7, 99: 7}
+    assert agree.all_gather((0, 99), 7, what="values") == {0: 7, 99: 7}
     assert waits == [60.0] * 5

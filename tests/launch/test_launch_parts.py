@@ -27,7 +27,7 @@ from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.generation import Generation
 from jdp.launch.leader.leader import Leader
 from jdp.launch.leader.rank_assignment import Part
-from jdp.launch.leader.remote_host import RemoteHost, Slot
+from jdp.launch.leader.remote_host import HostSlot, RemoteHost
 from jdp.launch.options.options import parse
 from jdp.launch.transport import token_auth
 from jdp.launch.transport.connection import Channel
@@ -91,7 +91,7 @@ def test_a_slot_that_rests_is_left_out_and_one_that_is_needed_is_waited_for():
 
 
 def test_a_slot_rests_when_it_fails_twice_in_a_minute_and_each_time_for_longer():
-    slot = Slot()
+    slot = HostSlot()
     slot.fail(0.0, can_rest=True)
     slot.fail(remotes.WINDOW_S, can_rest=True)
     assert slot.free_at == 0.0
@@ -102,7 +102,7 @@ def test_a_slot_rests_when_it_fails_twice_in_a_minute_and_each_time_for_longer()
 
 
 def test_a_slot_that_is_needed_backs_off_only():
-    slot = Slot()
+    slot = HostSlot()
     slot.fail(0.0, can_rest=False)
     assert slot.free_at == 0.0
     for failure in range(1, 30):

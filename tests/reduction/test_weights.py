@@ -166,6 +166,21 @@ def test_without_a_look_at_the_result_it_is_an_error_within_8_calls():
             state, _ = fit(state, np.array([-2.0, -3.0], np.float32))
 
 
+def test_each_of_two_steps_in_turn_that_is_wrong_is_reported():
+    ranks(2)
+    steps = [mean_step(lambda batch: batch[0]), mean_step(lambda batch: batch[0])]
+    states, errors = [start(), start()], []
+    for i in range(20):
+        for k, step in enumerate(steps):
+            try:
+                states[k], _ = step(states[k], np.float32([1, -2 - k if i == 3 else 1]))
+            except RuntimeError as error:
+                errors.append(str(error))
+    assert ["gave -2.0" in each for each in errors] == [True, False]
+    assert "gave -3.0" in errors[1]
+    in_flight.drain()
+
+
 def test_an_evaluation_names_it_too():
     ranks(2)
 

@@ -41,6 +41,15 @@ def test_every_public_name_that_is_mentioned_exists(page):
         assert name in jdp.__all__, name
 
 
+def test_the_reference_has_every_public_name_once():
+    import jdp
+
+    page = (ROOT / "docs" / "reference" / "index.md").read_text()
+    public = {f"jdp.{name}" for name in jdp.__all__}
+    public |= {f"jdp.collectives.{name}" for name in jdp.collectives.__all__ if name != "AllReduce"}
+    assert sorted(re.findall(r"^::: (\S+)", page, re.M)) == sorted(public)
+
+
 # The arguments of each `jdp run` in a text: in shell, Markdown or a YAML list.
 def jdp_runs(text):
     text = re.sub(r"\\\n\s*", " ", text)

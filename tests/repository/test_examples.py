@@ -60,6 +60,12 @@ def test_every_example_is_tested_here():
     assert all(f'"{path.name}"' in tests for path in (ROOT / "examples").glob("*.py"))
 
 
+def test_the_overview_names_every_example():
+    overview = (ROOT / "examples" / "README.md").read_text()
+    files = {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
+    assert not [name for name in files - {"README.md"} if f"`{name}`" not in overview]
+
+
 def test_scanned_layers_learn(tmp_path):
     output = run("scanned_layers.py", folder=tmp_path)
     assert float(re.search(r"after 60 steps: loss ([\d.]+)", output)[1]) < 0.1

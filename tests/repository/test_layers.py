@@ -1,4 +1,7 @@
-"""Rooms import exactly what the table of ARCHITECTURE.md says, and only what stands below them."""
+"""Rooms import exactly what the table of ARCHITECTURE.md says, and only what stands below them.
+
+One name is for one thing.
+"""
 
 import ast
 import re
@@ -90,6 +93,23 @@ def test_rooms_stand_above_what_they_import():
 
 def test_at_most_eight_files_lie_beside_the_rooms():
     assert len([*PACKAGE.glob("*.py")]) <= 8
+
+
+# What only some JAX versions have, and names that JAX does not promise.
+@pytest.mark.parametrize("sign", ["__version_info__", "jax._src", "hasattr(jax", "hasattr(lax"])
+def test_only_jax_compat_knows_that_jax_versions_differ(sign):
+    found = {path.name for path in PACKAGE.rglob("*.py") if sign in path.read_text()}
+    assert found <= {"jax_compat.py"}
+
+
+def test_no_two_classes_share_a_name():
+    found = [
+        node.name.lstrip("_")
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert sorted(found) == sorted({*found})
 
 
 # A package imports its files to hand on their names: what its files import of it is left out.

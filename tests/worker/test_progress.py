@@ -92,7 +92,7 @@ def test_who_waits_to_be_told_something_is_seen_to_wait(alone, monkeypatch):
     for name, fake in (("put", lambda *_: None), ("delete", lambda *_: None), ("get", get)):
         monkeypatch.setattr(agree.kv_store, name, fake)
     with jdp.phase("saving"):
-        assert agree.told((0, 1), "mine", what="a test") == {0: "0", 1: "1"}
+        assert agree.all_gather((0, 1), "mine", what="a test") == {0: "0", 1: "1"}
         assert now_in() == "saving"
     assert seen == ["waiting for the other processes"] * 2
 

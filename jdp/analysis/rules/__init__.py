@@ -1,10 +1,11 @@
 """How each kind of primitive changes what is known of its operands."""
 
 from jdp.analysis.interpreter import Rule
-from jdp.analysis.rules import collectives, control_flow, local, refs
+from jdp.analysis.rules import collectives, control_flow, local, nonlinear, refs
 
 RULES: dict[str, Rule] = {
     **local.RULES,
+    **nonlinear.RULES,
     **collectives.RULES,
     **control_flow.RULES,
     **refs.RULES,

@@ -9,55 +9,7 @@ import numpy as np
 
 from jdp.analysis import jaxprs
 from jdp.analysis.interpreter import Interpreter, image, mix, move
-from jdp.analysis.rules import averages, sums
-
-
-def bend(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Do as image does, where another constant than 1 / n may make the number right again."""
-    value = image(interp, eqn, ins)
-    return interp.lattice.bend(value) if value & interp.lattice.data else value
-
-
-def _larger(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    # max(x, 0) is n times as large for n x. With another number it may be 1 if any rank has one.
-    for i, atom in enumerate(eqn.invars):
-        if jaxprs.number(atom) == 0:
-            return image(interp, eqn, [ins[1 - i]])
-    return _bound(interp, eqn, ins)
-
-
-def _bound(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    return interp.lattice.cap(mix(interp, eqn, ins), ins)
-
-
-def _invert(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    value = bend(interp, eqn, ins)
-    return interp.lattice.invert(value) if value & interp.lattice.data else value
-
-
-def _power(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    if "y" not in eqn.params:
-        value, exponent = mix(interp, eqn, ins), interp.number(eqn.invars[1])
-        is_inverse = exponent is not None and exponent < 0 and value & interp.lattice.data
-        return interp.lattice.invert(value) if is_inverse else value
-    return (bend if eqn.params["y"] > 0 else _invert)(interp, eqn, ins)
-
-
-def _solve(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Return what a matrix, or its diagonals, makes of the last operand: it is divided by them."""
-    divisor = 0
-    for operand in ins[:-1]:
-        divisor |= operand
-    return interp.lattice.solve(divisor, ins[-1])
-
-
-def _logarithm(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    # What was n times as much is added to now, and its exponential may divide.
-    return interp.lattice.without_scale(bend(interp, eqn, ins))
-
-
-def _decide(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    return interp.lattice.without_scale(mix(interp, eqn, ins))
+from jdp.analysis.rules import averages, nonlinear, sums
 
 
 def cast(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
@@ -108,7 +60,7 @@ def _sum(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     if gathered is not None:
         return gathered
     averages.note_sum(interp, eqn)
-    return bend(interp, eqn, ins)
+    return nonlinear.bend(interp, eqn, ins)
 
 
 def _weigh(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
@@ -167,11 +119,6 @@ def _sort(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     return [interp.lattice.mix(keys if i < num_keys else order | x) for i, x in enumerate(ins)]
 
 
-def _largest(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
-    value = mix(interp, eqn, ins)
-    return [value, interp.lattice.without_scale(value)]
-
-
 def _foreign(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     # That a call without side effects depends on its operands alone is its author's promise.
     return interp.anything() if eqn.params["has_side_effect"] else mix(interp, eqn, ins)
@@ -196,23 +143,16 @@ _MIX = """
     dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd
     dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd
     dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd
-    dot_product_attention_fwd_wrapper eig eigh empty2 fft floor from_edtype geqp3 geqrf hessenberg
-    householder_product igamma igamma_grad_a igammac inspect_sharding iota iota_2x32_shape lu
-    lu_pivots_to_permutation mulhi nextafter one_minus_square ormqr pack_dtype philox2x32 philox4x32
-    platform_index polygamma polynomial population_count pure_callback qr ragged_dot_general
-    random_bits random_clone random_fold_in random_gamma random_seed random_split random_unwrap
-    random_wrap reduce_prod reduce_window_max reduce_window_min regularized_incomplete_beta rem
-    rng_bit_generator rnn_bwd rnn_fwd round scaled_dot scaled_matmul scaled_matmul_wrapper
-    scatter-add scatter-max scatter-min scatter-mul scatter-sub schur select_and_gather_add
-    select_and_scatter_add shape_assertion shift_left shift_right_arithmetic shift_right_logical
-    spsolve svd symmetric_product threefry2x32 threefry4x32 to_edtype todense tridiagonal
-    unpack_dtype zeros_like zeta
-"""
-
-# Truth, signs and positions, which are the same for n times as much.
-_DECIDE = """
-    and argmax argmin eq eq_to ge gt is_finite le le_to lt lt_to ne not or reduce_and reduce_or
-    reduce_xor sign xor
+    dot_product_attention_fwd_wrapper empty2 fft floor from_edtype geqp3 geqrf hessenberg igamma
+    igamma_grad_a igammac inspect_sharding iota iota_2x32_shape lu lu_pivots_to_permutation mulhi
+    nextafter one_minus_square ormqr pack_dtype philox2x32 philox4x32 platform_index polygamma
+    polynomial population_count pure_callback ragged_dot_general random_bits random_clone
+    random_fold_in random_gamma random_seed random_split random_unwrap random_wrap reduce_prod
+    reduce_window_max reduce_window_min regularized_incomplete_beta rem rng_bit_generator rnn_bwd
+    rnn_fwd round scaled_dot scaled_matmul scaled_matmul_wrapper scatter-add scatter-max scatter-min
+    scatter-mul scatter-sub schur select_and_gather_add select_and_scatter_add shape_assertion
+    shift_left shift_right_arithmetic shift_right_logical spsolve symmetric_product threefry2x32
+    threefry4x32 to_edtype todense tridiagonal unpack_dtype zeros_like zeta
 """
 
 # Functions of one operand for which n times as much gives another result, which no constant makes
@@ -221,9 +161,6 @@ _IMAGE = """
     abs acos acosh asin asinh atan atanh conj cos cosh cummax cummin digamma erf erf_inv erfc exp
     exp2 expm1 imag lgamma logistic real reduce_max reduce_min sin sinh tan tanh
 """
-
-# Those that another constant makes right: for a sum of elements, n times their number.
-_BEND = "cbrt cumsum reduce_window_sum sqrt square"
 
 # Elements of the first operand, moved, cast or negated; the casts of JAX's own types of varying
 # values change nothing on a rank, and a collective that was started is done.
@@ -239,13 +176,6 @@ _MOVE = """
 RULES = {
     **dict.fromkeys(_MIX.split(), mix),
     **dict.fromkeys(_IMAGE.split(), image),
-    **dict.fromkeys(_BEND.split(), bend),
-    **dict.fromkeys(_DECIDE.split(), _decide),
-    **dict.fromkeys("approx_top_k top_k".split(), _largest),
-    **dict.fromkeys("clamp min".split(), _bound),
-    **dict.fromkeys("integer_pow pow".split(), _power),
-    **dict.fromkeys("log log1p log2".split(), _logarithm),
-    **dict.fromkeys("triangular_solve tridiagonal_solve".split(), _solve),
     **dict.fromkeys(_MOVE.split(), move),
     **dict.fromkeys("device_put jdp_together optimization_barrier".split(), _move_each),
     **dict.fromkeys("add add_any sub".split(), _add),
@@ -259,10 +189,8 @@ RULES = {
     "convert_element_type": cast,
     "div": _divide,
     "jdp_weigh": _weigh,
-    "max": _larger,
     "mul": _multiply,
     "reduce_sum": _sum,
-    "rsqrt": _invert,
     "select_n": _select,
     "sort": _sort,
 }

@@ -23,26 +23,26 @@ ADVICE = (
 )
 
 
-def first_difference(told: Mapping[int, Mapping[str, str]]) -> str | None:
-    """Say which leaf differs first, and on which process; None if none does.
+def first_difference(gathered: Mapping[int, Mapping[str, str]]) -> str | None:
+    """Return which leaf differs first, and on which process; None if none does.
 
     Args:
-      told: process -> name of a leaf -> what tells its bits.
+      gathered: process -> name of a leaf -> what tells its bits.
 
     >>> first_difference({0: {"key": "a"}, 1: {"key": "a"}, 2: {"key": "b"}})
     '`key` has other values on process 2 than on process 0.'
     """
-    if len(told) < 2:
+    if len(gathered) < 2:
         return None
-    for name in dict.fromkeys(name for each in told.values() for name in each):
-        found = {process: each[name] for process, each in told.items() if name in each}
+    for name in dict.fromkeys(name for each in gathered.values() for name in each):
+        found = {process: each[name] for process, each in gathered.items() if name in each}
         name, part, _ = name.partition(PART)
         if len(set(found.values())) > 1:
             odd, usual = agree.odd_one(found)
             values = [found[process].partition(" = ")[2] for process in (odd, usual)]
             shown = f": {values[0]} instead of {values[1]}" if all(values) else ""
             return f"`{name}` has other values on process {odd} than on process {usual}{shown}."
-        lacking = next((process for process in told if process not in found), None)
+        lacking = next((process for process in gathered if process not in found), None)
         if lacking is not None and not part:  # Not every process holds every part.
             return (
                 f"`{name}` was replaced between steps on process {next(iter(found))}, and not on "

@@ -106,8 +106,8 @@ class Arguments:
         Raises:
           ValueError: on every process, naming the first leaf that differs, and whose it is.
         """
-        told = agree.told(self._group, self._described(given), what="arguments of a step")
-        if difference := first_difference(told):
+        gathered = agree.all_gather(self._group, self._described(given), what="arguments of a step")
+        if difference := first_difference(gathered):
             text = f"{difference} {WHY} Nothing was sent or donated. {ADVICE}"
             raise ValueError(with_code("JDP204", text))
 
@@ -123,7 +123,7 @@ class Arguments:
         return first_difference(agree.offered(self._group, key, mine, timeout_s=timeout_s))
 
     def explained(self, given: Given, step: str, call: int) -> str:
-        """Say that a call differed between processes, and in what."""
+        """Return that a call differed between processes, and in what."""
         difference = self.difference(given)
         advice = ADVICE
         if difference is None:

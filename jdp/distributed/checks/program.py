@@ -11,11 +11,12 @@ from jax.extend.core import Literal
 from jdp import pytrees
 from jdp.distributed import agree
 from jdp.error_codes import with_code
+from jdp.jax_compat import opened
 
 _SHOWN_CHARACTERS = 400
 
 
-class Program(NamedTuple):
+class ProgramText(NamedTuple):
     """A step to be compared.
 
     Attributes:
@@ -31,7 +32,7 @@ class Program(NamedTuple):
     source: Callable[[int], str]
 
     @classmethod
-    def of(cls, name: str, traced: Any, lowered: Any) -> "Program":
+    def of(cls, name: str, traced: Any, lowered: Any) -> "ProgramText":
         """Describe what `jax.jit(...).trace(...)` and its `.lower()` gave."""
         lines = lowered.as_text().splitlines()  # without names of files, which may differ
         # In the text, too, as far as JAX does not make arguments of them.
@@ -39,7 +40,7 @@ class Program(NamedTuple):
         return cls(name, lines, constants, lambda index: _source(lowered, lines, index))
 
 
-def require_program(group: tuple[int, ...], program: Program) -> None:
+def require_program(group: tuple[int, ...], program: ProgramText) -> None:
     """Refuse a step that is another program on another process.
 
     Args:
@@ -51,11 +52,13 @@ def require_program(group: tuple[int, ...], program: Program) -> None:
       RuntimeError: if a process failed before it came here, or does not come in time.
     """
     shown = [program.lines, *map(_described, program.constants)]
-    told = agree.told(group, f"`{program.name}` {agree.digest(shown)}", what=f"`{program.name}`")
-    if len(set(told.values())) == 1:
+    gathered = agree.all_gather(
+        group, f"`{program.name}` {agree.digest(shown)}", what=f"`{program.name}`"
+    )
+    if len(set(gathered.values())) == 1:
         return
-    odd, usual = pair = agree.odd_one(told)
-    names = [told[process].rpartition(" ")[0] for process in pair]
+    odd, usual = pair = agree.odd_one(gathered)
+    names = [gathered[process].rpartition(" ")[0] for process in pair]
     if names[0] != names[1]:
         difference = f"it is {names[0]} there, and {names[1]} here."
     else:
@@ -73,13 +76,13 @@ def require_program(group: tuple[int, ...], program: Program) -> None:
 def _different_constant(
     group: tuple[int, ...], pair: tuple[int, int], constants: Sequence[np.ndarray]
 ) -> str | None:
-    told = agree.told(group, [*map(_described, constants)], what="constants")
+    gathered = agree.all_gather(group, [*map(_described, constants)], what="constants")
     odd, usual = pair
-    if len(told[odd]) != len(told[usual]) or told[odd] == told[usual]:
+    if len(gathered[odd]) != len(gathered[usual]) or gathered[odd] == gathered[usual]:
         return None  # Another number of arrays shows in the lines, too.
-    both = enumerate(zip(told[odd], told[usual], strict=True))
+    both = enumerate(zip(gathered[odd], gathered[usual], strict=True))
     number = next(i for i, (one, other) in both if one != other)
-    shapes = {process: told[process][number].rpartition(" ")[0] for process in pair}
+    shapes = {process: gathered[process][number].rpartition(" ")[0] for process in pair}
     if shapes[odd] != shapes[usual]:
         return (
             f"an array that it captures is {shapes[odd]} on process {odd} and {shapes[usual]} on "
@@ -89,7 +92,7 @@ def _different_constant(
     position = agree.first_difference(pair, group, mine.reshape(-1))
     index = [int(i) for i in np.unravel_index(position, mine.shape)] if mine.size else []
     value = str(mine.reshape(-1)[position]) if position < mine.size else ""
-    values = agree.told(group, [index, value], what="values")
+    values = agree.all_gather(group, [index, value], what="values")
     return (
         f"an array that it captures, {shapes[odd]}, holds {values[odd][1]} at {values[odd][0]} on "
         f"process {odd} and {values[usual][1]} on process {usual}. Load or draw it the same on "
@@ -107,11 +110,11 @@ def _different_line(
     shown, where = "(no such line)", ""
     if index < len(lines):
         shown, where = lines[index].strip()[:_SHOWN_CHARACTERS], source(index)
-    told = agree.told(group, f"{shown}  ({where})" if where else shown, what="lines")
+    gathered = agree.all_gather(group, f"{shown}  ({where})" if where else shown, what="lines")
     odd, usual = pair
     return (
-        f"its line {index + 1} is\n    {told[odd]}\non process {odd}, and\n    {told[usual]}\non "
-        f"process {usual}."
+        f"its line {index + 1} is\n    {gathered[odd]}\non process {odd}, and\n    "
+        f"{gathered[usual]}\non process {usual}."
     )
 
 
@@ -158,12 +161,12 @@ def _constants(jaxpr: Any, seen: set[int]) -> Iterator[np.ndarray]:
         return
     seen.add(id(jaxpr))
     yield from map(_numbers, getattr(jaxpr, "consts", ()))
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for equation in opened(jaxpr).eqns:
         literals = (x.val for x in equation.invars if isinstance(x, Literal))
         yield from (_numbers(value) for value in literals if np.ndim(value))
         for value in equation.params.values():
             for inner in value if isinstance(value, (tuple, list)) else (value,):
-                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                if hasattr(opened(inner), "eqns"):
                     yield from _constants(inner, seen)
 
 
@@ -187,10 +190,10 @@ def require_schedule(group: tuple[int, ...], name: str, compiled: str) -> None:
       ValueError, RuntimeError: as from `require_program`.
     """
     lines = schedule(compiled)
-    told = agree.told(group, agree.digest(lines), what=f"the schedule of `{name}`")
-    if len(set(told.values())) == 1:
+    gathered = agree.all_gather(group, agree.digest(lines), what=f"the schedule of `{name}`")
+    if len(set(gathered.values())) == 1:
         return
-    odd, usual = pair = agree.odd_one(told)
+    odd, usual = pair = agree.odd_one(gathered)
     difference = _different_line(group, pair, lines, lambda index: "")
     text = (
         f"XLA has compiled `{name}` to another order of collectives on process {odd} than on "
@@ -211,7 +214,7 @@ _RING = re.compile(r'(.*?) ?\bcustom-call\(.*custom_call_target="(jdp_\w+)".*bac
 
 
 def schedule(compiled: str) -> list[str]:
-    """Give what a compiled program sends and waits for, in the order in which it runs.
+    """Return what a compiled program sends and waits for, in the order in which it runs.
 
     Names of values and computations, which say nothing of it, are left out.
 

@@ -110,8 +110,8 @@ def _gathered(where: Mesh, leaves: list[jax.Array]) -> np.ndarray:
     rows = list(dict.fromkeys(mine.values()))
     value = rows, {position: rows.index(row) for position, row in mine.items()}
     table = np.zeros((where.size, len(leaves), 2), np.uint32)
-    told = agree.told(agree.peers(where), value, what="the state's hashes")
-    for rows, row_of in told.values():
+    gathered = agree.all_gather(agree.peers(where), value, what="the state's hashes")
+    for rows, row_of in gathered.values():
         for position, row in row_of.items():
             found = np.frombuffer(bytes.fromhex(rows[row]), np.uint32)
             table[int(position)] = found.reshape(len(leaves), 2)
@@ -119,7 +119,7 @@ def _gathered(where: Mesh, leaves: list[jax.Array]) -> np.ndarray:
 
 
 def _holders(where: Mesh, leaf: jax.Array) -> list[list[int]]:
-    """Give the positions in the mesh of the devices that hold the same part, part by part."""
+    """Return the positions in the mesh of the devices that hold the same part, part by part."""
     if leaf.sharding.is_fully_replicated:
         return [[*range(where.size)]]
     parts: dict[str, list[int]] = {}

@@ -16,7 +16,7 @@ import jaxlib
 from jax.sharding import Mesh
 
 from jdp.distributed import agree
-from jdp.distributed.checks.program import Program, require_program, require_schedule
+from jdp.distributed.checks.program import ProgramText, require_program, require_schedule
 from jdp.error_codes import with_code
 from jdp.worker import launcher_client
 from jdp.worker.hang_detector import PATIENCE
@@ -42,7 +42,7 @@ def require_start(mesh: Mesh, timeout_s: float | None) -> None:
     agree.set_timeout_s(300.0 if timeout_s is None else timeout_s)
     group = agree.peers(mesh)
     if len(group) > 1:
-        require_equal_facts(agree.told(group, _facts(mesh), what="versions in jdp.init"))
+        require_equal_facts(agree.all_gather(group, _facts(mesh), what="versions in jdp.init"))
     is_watched = launcher_client.current() is not None
     agree.set_timeout_s(math.inf if is_watched or timeout_s is None else PATIENCE * timeout_s)
 
@@ -86,7 +86,7 @@ def _facts(mesh: Mesh) -> dict[str, str | None]:
 
 @functools.cache  # It looks through sys.path, and each commit says it.
 def version() -> str:
-    """Give the version of jdp that is installed."""
+    """Return the version of jdp that is installed."""
     try:
         return metadata.version("jdp")
     except metadata.PackageNotFoundError:  # It runs from its sources.
@@ -132,7 +132,7 @@ class FirstRuns:
         follows: bool,
         first: Callable[[], None],
     ) -> Any:
-        """Give `run(*args)`, once all processes have the same program for these shapes.
+        """Return `run(*args)`, once all processes have the same program for these shapes.
 
         Args:
           run: the call of a `jax.jit(...)`.
@@ -156,21 +156,21 @@ class FirstRuns:
         return run(*args)
 
     def on_trace(self) -> None:
-        """Say that the step is being traced: where that was not foreseen, it starts anew."""
+        """Record that the step is being traced: where that was not foreseen, it starts anew."""
         if not self._is_foreseen:
             raise _NewTrace
 
     def _compare(self, trace: Callable[..., Any], args: tuple, first: Callable[[], None]) -> bool:
-        """Tell whether there was something to compare."""
-        with agree.failing_together(self._group, f"while it traced `{self._name}`"):
+        """Whether there was something to compare."""
+        with agree.propagating_errors(self._group, f"while it traced `{self._name}`"):
             traced = trace(*args)
             if any(traced.jaxpr is jaxpr for jaxpr in self._equal):
                 return False
             lowered = traced.lower()
-            program = Program.of(self._name, traced, lowered)
+            program = ProgramText.of(self._name, traced, lowered)
         require_program(self._group, program)
         if self._mesh.devices.flat[0].platform == "gpu":
-            with agree.failing_together(self._group, f"while it compiled `{self._name}`"):
+            with agree.propagating_errors(self._group, f"while it compiled `{self._name}`"):
                 compiled = lowered.compile().as_text()
             require_schedule(self._group, self._name, compiled)
         first()

@@ -84,9 +84,10 @@ def _first_difference(pair: tuple[int, int], shapes: list[str]) -> str:
     group = tuple(range(jax.process_count()))
     index = agree.first_difference(pair, group, shapes)
     mine = shapes[index] if index < len(shapes) else "no more"
-    told = agree.told(group, mine, what="leaves")
+    gathered = agree.all_gather(group, mine, what="leaves")
     odd, usual = pair
-    return f": leaf {index + 1} is {told[odd]} on process {odd}, {told[usual]} on process {usual}"
+    one, other = gathered[odd], gathered[usual]
+    return f": leaf {index + 1} is {one} on process {odd}, {other} on process {usual}"
 
 
 def _digest(data: bytes) -> str:
@@ -95,16 +96,16 @@ def _digest(data: bytes) -> str:
 
 # For each digest a process that has another one than most, and one of those; None if all agree.
 def _odd_ones(digests: list[str]) -> list[tuple[int, int] | None]:
-    told = _told(digests) if digests else {}
-    each = [{process: its[n] for process, its in told.items()} for n in range(len(digests))]
+    gathered = _all_gather(digests) if digests else {}
+    each = [{process: its[n] for process, its in gathered.items()} for n in range(len(digests))]
     return [agree.odd_one(its) if len({*its.values()}) > 1 else None for its in each]
 
 
 # Through the store, where nothing has to be compiled; JAX may have found the processes without one.
-def _told(digests: list[str]) -> dict[int, list[str]]:
+def _all_gather(digests: list[str]) -> dict[int, list[str]]:
     if kv_store.is_open():
         everyone = tuple(range(jax.process_count()))
-        return agree.told(everyone, digests, what="the state")
+        return agree.all_gather(everyone, digests, what="the state")
     numbers = [np.frombuffer(bytes.fromhex(digest), np.uint32) for digest in digests]
     gathered = np.asarray(multihost_utils.process_allgather(np.stack(numbers)))
     return dict(enumerate([[number.tobytes().hex() for number in each] for each in gathered]))

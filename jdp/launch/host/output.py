@@ -1,7 +1,7 @@
 """What the processes of this host write: to the console, to files, and kept for the end.
 
 One thread reads all of it, so that a console that is stopped holds up the processes, as it would
-without a launcher, and never the launcher's own work. Only that thread touches an `Output`.
+without a launcher, and never the launcher's own work. Only that thread touches a `WorkerOutput`.
 """
 
 import os
@@ -37,7 +37,7 @@ _MAX_READS = 2**20 // _READ_BYTES + 1
 _END_OF_LINE = re.compile(rb"\r\n|\n|\r(?!\Z)")
 
 
-class Output:
+class WorkerOutput:
     """What one process writes. Made by `Logs.add`."""
 
     def __init__(self, logs: "Logs", process: subprocess.Popen[bytes], local_rank: int) -> None:
@@ -164,14 +164,14 @@ class Logs:
         for end in (self._waker, self._woken):
             end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._outputs: set[Output] = set()
+        self._outputs: set[WorkerOutput] = set()
         self._is_closing = False
         self._thread = threading.Thread(target=self._read, name="jdp logs", daemon=True)
         self._thread.start()
 
     def add(
         self, process: subprocess.Popen[bytes], local_rank: int, *, standby: bool = False
-    ) -> Output:
+    ) -> WorkerOutput:
         """Read a process that `spawn` started, until it closes its pipes.
 
         Args:
@@ -180,7 +180,7 @@ class Logs:
             shown under that.
           standby: show nothing before it is given a number.
         """
-        output = Output(self, process, local_rank)
+        output = WorkerOutput(self, process, local_rank)
         output.is_standby = standby
         output.prefix = self.prefix(f"local process {local_rank}", local_rank)
         output.open(f"before_init/{socket.gethostname()}_{process.pid}.log")
@@ -204,7 +204,7 @@ class Logs:
         with suppress(OSError):  # full, so that it will wake up anyway; or closed
             self._waker.send(b"x")
 
-    def drain(self, output: Output) -> None:
+    def drain(self, output: WorkerOutput) -> None:
         """Read what lies in the pipes of a process. In the thread."""
         for pipe in [*output.pipes]:
             # Not for ever: it may write faster than anybody reads.
@@ -212,7 +212,7 @@ class Logs:
                 if not self._read_once(output, pipe):
                     break
 
-    def show(self, output: Output, stream: int, line: bytes) -> None:
+    def show(self, output: WorkerOutput, stream: int, line: bytes) -> None:
         """Write a line to the console if it is for it. In the thread."""
         if output.is_revealed or self._options.is_shown(output.local_rank, stream):
             self._write(stream, output.prefix + line)
@@ -254,7 +254,7 @@ class Logs:
             self.post(lambda: self.say(why))
             return None, None
 
-    def _add(self, output: Output) -> None:
+    def _add(self, output: WorkerOutput) -> None:
         self._outputs.add(output)
         for pipe in output.pipes:
             os.set_blocking(pipe.fileno(), False)
@@ -278,7 +278,7 @@ class Logs:
         self._woken.close()
 
     # Says whether there may be more.
-    def _read_once(self, output: Output, pipe: IO[bytes]) -> bool:
+    def _read_once(self, output: WorkerOutput, pipe: IO[bytes]) -> bool:
         data = _read_now(pipe)
         if data is None:
             return False

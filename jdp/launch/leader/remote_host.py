@@ -15,10 +15,10 @@ BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
 
 
-class Slot:
+class HostSlot:
     """Room for one process on a host, with the GPUs that belong to it.
 
-    >>> slot = Slot()
+    >>> slot = HostSlot()
     >>> slot.fail(now=0.0, can_rest=True)
     >>> slot.fail(now=10.0, can_rest=True)
     >>> slot.free_at
@@ -74,7 +74,7 @@ class RemoteHost:
         self.address: str | None = facts["address"]
         self.host_id: int | None = facts["host_id"]
         self.least, most = facts["num_processes"]
-        self.slots = [Slot() for _ in range(most)]
+        self.slots = [HostSlot() for _ in range(most)]
         self.generation = facts["generation"]
         self.took_part = False
         self.is_ready = False

@@ -20,6 +20,7 @@ from corpus.right import (  # noqa: F401 - imported for what they note in the co
     solvers,
     states,
     statistics,
+    undivided,
     updates,
 )
 from corpus.right.corpus import LOSSES, PROGRAMS, Program, batch

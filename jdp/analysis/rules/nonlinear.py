@@ -1,0 +1,94 @@
+"""Rules for functions under which n times too large does not stay n times too large."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jdp.analysis import jaxprs
+from jdp.analysis.interpreter import Interpreter, image, mix
+
+
+def bend(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    """Do as image does, where another constant than 1 / n may make the number right again."""
+    value = image(interp, eqn, ins)
+    return interp.lattice.bend(value) if value & interp.lattice.data else value
+
+
+def _larger(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    # max(x, 0) is n times as large for n x. With another number it may be 1 if any rank has one.
+    for i, atom in enumerate(eqn.invars):
+        if jaxprs.number(atom) == 0:
+            return image(interp, eqn, [ins[1 - i]])
+    return _bound(interp, eqn, ins)
+
+
+def _bound(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    return interp.lattice.cap(mix(interp, eqn, ins), ins)
+
+
+def _invert(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    value = bend(interp, eqn, ins)
+    return interp.lattice.invert(value) if value & interp.lattice.data else value
+
+
+def _power(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    if "y" not in eqn.params:
+        value, exponent = mix(interp, eqn, ins), interp.number(eqn.invars[1])
+        is_inverse = exponent is not None and exponent < 0 and value & interp.lattice.data
+        return interp.lattice.invert(value) if is_inverse else value
+    return (bend if eqn.params["y"] > 0 else _invert)(interp, eqn, ins)
+
+
+def _solve(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    """Return what a matrix, or its diagonals, makes of the last operand: it is divided by them."""
+    divisor = 0
+    for operand in ins[:-1]:
+        divisor |= operand
+    return interp.lattice.solve(divisor, ins[-1])
+
+
+def _decompose(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
+    value = mix(interp, eqn, ins)
+    bases, scaled = interp.lattice.without_scale(value), _SCALED.get(eqn.primitive.name)
+    return [value if i == scaled else bases for i in range(len(eqn.outvars))]
+
+
+def _logarithm(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    # What was n times as much is added to now, and its exponential may divide.
+    return interp.lattice.without_scale(bend(interp, eqn, ins))
+
+
+def _decide(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    return interp.lattice.without_scale(mix(interp, eqn, ins))
+
+
+def _largest(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
+    value = mix(interp, eqn, ins)
+    return [value, interp.lattice.without_scale(value)]
+
+
+# Those that another constant makes right: for a sum of elements, n times their number.
+_BEND = "cbrt cumsum reduce_window_sum sqrt square"
+
+# Truth, signs and positions, which are the same for n times as much.
+_DECIDE = """
+    and argmax argmin eq eq_to ge gt is_finite le le_to lt lt_to ne not or reduce_and reduce_or
+    reduce_xor sign xor
+"""
+
+# Decompositions into orthogonal bases, which n times as much does not change, and the position of
+# the result that it does.
+_SCALED = {"eig": 0, "eigh": 1, "qr": 1, "svd": 0}
+
+RULES = {
+    **dict.fromkeys(_BEND.split(), bend),
+    **dict.fromkeys(_DECIDE.split(), _decide),
+    **dict.fromkeys(("householder_product", *_SCALED), _decompose),
+    **dict.fromkeys("approx_top_k top_k".split(), _largest),
+    **dict.fromkeys("clamp min".split(), _bound),
+    **dict.fromkeys("integer_pow pow".split(), _power),
+    **dict.fromkeys("log log1p log2".split(), _logarithm),
+    **dict.fromkeys("triangular_solve tridiagonal_solve".split(), _solve),
+    "max": _larger,
+    "rsqrt": _invert,
+}
