@@ -59,7 +59,7 @@ def entered(*, why_not: str | None = None, series: str = "") -> Iterator[None]:
 
     Args:
       why_not: in a sentence, why they cannot be told apart after all; see `why_unordered`.
-      series: see `next_series`; empty for a program that is no part of another.
+      series: see `next_series`; empty for a program that is not part of another.
     """
     token = _order.set(_Order(why_not, series))
     try:

@@ -44,7 +44,7 @@ def scan_layers(
         close over traced values, which have their gradients; `jax.checkpoint(f)` works.
       init: the carry that goes in, any tree.
       params: tree of arrays `[layers, ...]`, the same on every rank. Only floats are reduced.
-      xs: tree of arrays `[layers, ...]` that are no parameters and may differ from rank to
+      xs: tree of arrays `[layers, ...]` that are not parameters and may differ from rank to
         rank: keys, masks, inputs.
       reverse: run the last layer first.
       unroll: as in `lax.scan`.
@@ -139,7 +139,7 @@ def _inside() -> Iterator[None]:
         _is_inside.reset(token)
 
 
-# So that the analysis refuses what is no parameter, of which a mean would be the wrong gradient.
+# So that the analysis refuses what is not a parameter, of which a mean would be the wrong gradient.
 def _shared(params: Any, axes: tuple[str, ...]) -> Any:
     def noted(path: Any, leaf: Any) -> jax.Array:
         return mark(leaf, kind=SHARED, path=jax.tree_util.keystr(path), axes=axes)

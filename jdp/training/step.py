@@ -137,7 +137,7 @@ class Step:
         self._programs: dict[tuple[Mesh, bool], Program] = {}
         self._returned: list[weakref.ref] = []  # leaves of the last state: placed, not aliased
         self._num_calls = 0
-        self._holds_others = False  # whether the state has leaves that are no arrays
+        self._holds_others = False  # whether the state has leaves that are not arrays
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step: `(state, metrics)`, or the metrics of an `eval_step`."""

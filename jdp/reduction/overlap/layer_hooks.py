@@ -98,7 +98,7 @@ class Hooks:
             for mean, others in zip(self._reduced(slot), shifted, strict=True):
                 mean = weights.total(mean)
                 parts = [others[1:], mean[None]] if self._reverse else [mean[None], others[:-1]]
-                # To the analysis that is no sum over ranks any more, which it would refuse to see
+                # To the analysis that is not a sum over ranks any more: it would refuse to see one
                 # averaged again.
                 mean = jnp.concatenate(parts)
                 means.append(mark(mean, kind=AVERAGED, path="", axes=self._axes))
