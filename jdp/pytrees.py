@@ -13,7 +13,7 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, jax.Sha
 
 
 def is_array(leaf: Any) -> bool:
-    """Tell whether a leaf is an array or a number, which JAX can compute with."""
+    """Whether a leaf is an array or a number, which JAX can compute with."""
     return isinstance(leaf, _ARRAYS)
 
 

@@ -73,7 +73,7 @@ def _outputs(report: Report, traced: Traced) -> Iterator[str]:
         leaf, along = f"`{output.path}`", "from rank to rank"
         if output.kind == "metric":
             leaf, advice = f"{leaf} {output.type}", _METRIC
-        elif axes & set(traced.axis_name):
+        elif axes & set(traced.spec.axis_name):
             advice = _advice(output)
         else:
             along, advice = f"along the mesh axis {', '.join(map(repr, sorted(axes)))}", _OTHER_AXIS

@@ -107,7 +107,7 @@ def compilers_deadlock(found: Deadlock, uniform: str) -> str:
 
 
 def unknown_primitives(report: Report) -> Iterator[str]:
-    """Give a text for every primitive whose results the analysis does not trust."""
+    """Return a text for every primitive whose results the analysis does not trust."""
     for name, line in report.unknown:
         at = f" at {line}" if line else ""
         yield with_code(

@@ -77,7 +77,7 @@ def means(report: Report) -> dict[str, list[str]]:
 
 
 def times(eqn: Any, axes: Collection[str], collective: Any = None) -> str:
-    """Say how many times too large a sum over some axes of a shard_map is, or over groups."""
+    """Return how many times too large a sum over some axes of a shard_map is, or over groups."""
     groups = None if collective is None else jaxprs.groups(collective)
     num_ranks = math.prod(eqn.params["mesh"].shape[name] for name in axes)
     num_ranks = num_ranks if groups is None else len(groups[0])
@@ -85,7 +85,7 @@ def times(eqn: Any, axes: Collection[str], collective: Any = None) -> str:
 
 
 def repetition(eqn: Any, back: Provenance, node: Node | None, axes: Collection[str]) -> str:
-    """Say how many times too large a repeated sum is, and which line makes it so.
+    """Return how many times too large a repeated sum is, and which line makes it so.
 
     Args:
       eqn: the shard_map.

@@ -17,9 +17,9 @@ def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
       report: of it.
       traced: what its leaves are called.
     """
-    yield from reductions.refusals(step, report, traced.axis_name)
+    yield from reductions.refusals(step, report, traced.spec.axis_name)
     if _has_weight(traced):
-        yield from reductions.unweighted(report, traced.axis_name)
+        yield from reductions.unweighted(report, traced.spec.axis_name)
     if not any(found.value.repeated for found in report.marks):
         # A gradient that is too large makes a state that is.
         yield from _repeated(step, report, traced, _states(traced))
@@ -40,7 +40,9 @@ def warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _has_weight(traced: Traced) -> bool:
-    return "jdp.train_step" in traced.weighed  # jdp.value_and_grad weighs its micro-batches alone
+    return (
+        "jdp.train_step" in traced.found.weighed
+    )  # jdp.value_and_grad weighs its micro-batches alone
 
 
 def _states(traced: Traced) -> dict[int, Output]:
@@ -68,7 +70,7 @@ def _repeated(
     told: dict[str, list[str]] = {}
     for i, output in outputs.items():
         value = report.outputs[i]
-        axes = value.repeated & set(traced.axis_name)
+        axes = value.repeated & set(traced.spec.axis_name)
         if axes and not value.axes:
             back = report.back(axes)
             text = reductions.repetition(step, back, back.of_output(i), axes)
@@ -80,7 +82,7 @@ def _repeated(
 def _duplicated(step: Any, report: Report, traced: Traced) -> Iterator[str]:
     told: dict[tuple[str, str], list[str]] = {}
     for i, output in _states(traced).items():
-        if axes := report.outputs[i].duplicated & set(traced.axis_name):
+        if axes := report.outputs[i].duplicated & set(traced.spec.axis_name):
             back = report.back(axes, "duplicated")
             for collective, line, _ in back.sums(back.of_output(i)):
                 many = reductions.times(step, axes, collective)
@@ -97,7 +99,7 @@ def _duplicated(step: Any, report: Report, traced: Traced) -> Iterator[str]:
 def _unweighted(report: Report, traced: Traced, outputs: dict[int, Output]) -> Iterator[str]:
     told: dict[str, list[str]] = {}
     for i, output in outputs.items():
-        if axes := report.outputs[i].even & set(traced.axis_name):
+        if axes := report.outputs[i].even & set(traced.spec.axis_name):
             back = report.back(axes)
             told.setdefault(back.reduction(back.of_output(i)), []).append(f"`{output.path}`")
     for line, leaves in told.items():

@@ -60,15 +60,15 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
             if problems != _problems(step, trusted, traced):
                 problems += unknown_primitives(report)
         raise ValueError(
-            f"`{traced.name}` is not the same training on every rank:\n{bulleted(problems)}"
+            f"`{traced.spec.name}` is not the same training on every rank:\n{bulleted(problems)}"
         )
     for warning in (
         *_unused(report),
         *_means(report, traced),
         *scales.warnings(step, report, traced),
     ):
-        if warning not in traced.told:
-            traced.told.add(warning)
+        if warning not in traced.spec.told:
+            traced.spec.told.add(warning)
             warnings.warn(warning, stacklevel=2)
     return _proved(report, traced)
 
@@ -120,7 +120,7 @@ def _uniform_gradients(report: Report) -> frozenset[str] | None:
 def _hidden_reductions(report: Report, traced: Traced) -> Iterator[str]:
     # Reductions that were traced and thrown away are no part of the program; those inside a
     # primitive whose body cannot be opened are, and could happen twice.
-    hidden = sorted(traced.marked - {found.path for found in report.marks})
+    hidden = sorted(traced.found.marked - {found.path for found in report.marks})
     if hidden and report.opaque:
         yield with_code(
             "JDP108",
@@ -145,7 +145,7 @@ def _unread_mask(report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _wrong_gather(step: Any, traced: Traced) -> Iterator[str]:
-    if jax_compat.INVARYING_GATHER_HAS_WRONG_GRADIENT and traced.differentiates:
+    if jax_compat.INVARYING_GATHER_HAS_WRONG_GRADIENT and traced.spec.returns_state:
         if "all_gather_invariant" in _primitives(step):
             yield with_code(
                 "JDP110",
@@ -191,7 +191,7 @@ def _aborting_reductions(step: Any, traced: Traced) -> Iterator[str]:
         return
     for eqn in bfloat16_reductions(step):
         line = source_of(eqn)
-        others = set(step.params["mesh"].axis_names) - set(traced.axis_name)
+        others = set(step.params["mesh"].axis_names) - set(traced.spec.axis_name)
         yield with_code(
             "JDP113",
             f"`{eqn.primitive.name}`{f' at {line}' if line else ''} reduces bfloat16 over the "
@@ -203,7 +203,7 @@ def _aborting_reductions(step: Any, traced: Traced) -> Iterator[str]:
 
 
 def _unweighted_transposes(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    axes = frozenset(traced.axis_name)
+    axes = frozenset(traced.spec.axis_name)
     if any(found.kind == OWN_WEIGHT for found in report.marks):
         for found in transposed.find_before(step.params["jaxpr"], axes, OWN_WEIGHT):
             where = f" at {found.source}" if found.source else ""
@@ -214,9 +214,9 @@ def _unweighted_transposes(step: Any, report: Report, traced: Traced) -> Iterato
                 "added up by other weights, and the gradient would be wrong. Write "
                 "jdp.train_step(weight=...), and leave it out of jdp.sync_gradients.",
             )
-    if not traced.weighed:
+    if not traced.found.weighed:
         return
-    by = shown([f"{name}(weight=)" for name in sorted(traced.weighed)])
+    by = shown([f"{name}(weight=)" for name in sorted(traced.found.weighed)])
     for found in transposed.find(step.params["jaxpr"], axes):
         where = f" at {found.source}" if found.source else ""
         if found.name == MICRO_BATCH:
@@ -261,7 +261,7 @@ def _means(report: Report, traced: Traced) -> Iterator[str]:
     # A mean of jdp's own counts ranks by their weight; the author's may not.
     mend = (
         "Hand over the local gradient, which jdp weighs."
-        if traced.weighed
+        if traced.found.weighed
         else "Write apply_gradients(grads, synced=True), or hand over the local gradient."
     )
     for source, paths in reductions.means(report).items():

@@ -20,7 +20,7 @@ from jdp.error_codes import with_code
 def uniformity(
     f: Callable[..., Any], *args: Any, axis_name: AxisName = "data", **kwargs: Any
 ) -> Any:
-    """Tell which outputs of a function are the same on every rank, and refuse what goes wrong.
+    """Return which outputs of a function are the same on every rank, and refuse what goes wrong.
 
     Nothing runs: `f` is traced, and every `shard_map` or `pmap` over `axis_name` in it is gone
     through once. Compilers for GPUs have an analysis of this name, for threads in place of ranks.

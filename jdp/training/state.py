@@ -136,7 +136,7 @@ class TrainState:
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state)
 
     def replace(self, **changes: Any) -> "TrainState":
-        """Give a state with some fields changed: EMA, clipped weights, new batch statistics."""
+        """Return a state with some fields changed: EMA, clipped weights, new batch statistics."""
         return dataclasses.replace(self, **changes)
 
     @property

@@ -158,7 +158,7 @@ def beyond(leaves: list[LeafDifference]) -> list[LeafDifference]:
 
 
 def likely_cause(found: StepDifference, program: str, named: str) -> str:
-    """Say why one rank and all may differ.
+    """Return why one rank and all may differ.
 
     Args:
       found: the differences.

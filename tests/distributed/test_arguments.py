@@ -350,7 +350,7 @@ def train_on_two_axes(layout):
 
 @jdp.train_step
 def noisy_of_two(state, batch, teacher, scale):
-    return noisy._fn(state, batch, [teacher, scale])
+    return noisy.spec.fn(state, batch, [teacher, scale])
 
 
 @pytest.mark.parametrize("layout", ["data between processes", "model between processes"])
