@@ -120,7 +120,9 @@ def _uniform_gradients(report: Report) -> frozenset[str] | None:
 def _hidden_reductions(report: Report, traced: Traced) -> Iterator[str]:
     # Reductions that were traced and thrown away are not part of the program; those inside a
     # primitive whose body cannot be opened are, and could happen twice.
-    hidden = sorted(traced.found.marked - {found.path for found in report.marks})
+    hidden = sorted(
+        traced.found.marked - {each.path for each in report.marks if each.kind == "local"}
+    )
     if hidden and report.opaque:
         yield with_code(
             "JDP108",
