@@ -11,6 +11,7 @@ from jdp.analysis.decisions import decision, without_skipped
 from jdp.analysis.explanation import since, why
 from jdp.analysis.marks import SHARED
 from jdp.analysis.traced import Output, Traced
+from jdp.error_codes import with_code
 
 # Leaves that are made on the way to the new parameters, not from them.
 _ON_THE_WAY = re.compile(r"opt|moment|trace|velocity")
@@ -38,10 +39,11 @@ def deadlocks(report: Report, traced: Traced) -> Iterator[str]:
         back = report.back(found.under)
         node = back.of_predicate(found.eqn)
         sources = "" if node is None else since(back.origin(node), _inputs(report, traced))
-        yield (
+        yield with_code(
+            "JDP103",
             f"`{found.primitive}`{where} runs under a `{found.control}` whose predicate may differ "
             f"from rank to rank{sources}; ranks that skip it leave the others waiting for ever. "
-            "Make the predicate the same first, for instance `jdp.mean_over_ranks(loss) < 2`."
+            "Make the predicate the same first, for instance `jdp.mean_over_ranks(loss) < 2`.",
         )
 
 
@@ -57,10 +59,11 @@ def _layers(report: Report, traced: Traced) -> Iterator[str]:
             back = report.back(axes)
             node = back.of_mark(found.eqn)
             sources = "" if node is None else since(back.origin(node), _inputs(report, traced))
-            yield (
+            yield with_code(
+                "JDP105",
                 f"`params{found.path}` of jdp.scan_layers at {found.source} may differ from rank "
                 f"to rank{sources}; the gradient that comes back would be the mean of all. Hand "
-                "over as params what every rank has the same, and the rest as xs=."
+                "over as params what every rank has the same, and the rest as xs=.",
             )
 
 
@@ -73,7 +76,7 @@ def _outputs(report: Report, traced: Traced) -> Iterator[str]:
         origin = back.origin(node)
         if output.kind == "metric":
             leaf, advice = f"{leaf} {output.type}", _METRIC
-        elif not axes & set(traced.axis_name):
+        elif not axes & set(traced.spec.axis_name):
             along, advice = f"along the mesh axis {', '.join(map(repr, sorted(axes)))}", _OTHER_AXIS
         elif origin.sources == (_OWN_KEY,) and not _is_key(output):
             advice = _DRAWN
@@ -87,7 +90,8 @@ def _outputs(report: Report, traced: Traced) -> Iterator[str]:
         leaves, origins = zip(*found, strict=True)
         made = "decided" if advice == _DECISION else "computed"
         where = f" ({made} at {source})" if source else ""
-        yield f"{shown(leaves)}{where} may differ {along}: {why(origins, inputs)}. {advice}"
+        text = f"{shown(leaves)}{where} may differ {along}: {why(origins, inputs)}. {advice}"
+        yield with_code("JDP102" if advice is _METRIC else "JDP101", text)
 
 
 def _torn(report: Report, traced: Traced) -> dict[int, tuple[Provenance, Node]]:
@@ -154,10 +158,11 @@ def _refs(report: Report, traced: Traced) -> Iterator[str]:
             back = report.back(value.axes)
             node = back.of_input(position)
             line, reason = back.nearest_line(node), why([back.origin(node)], inputs)
-            yield (
+            yield with_code(
+                "JDP106",
                 f"the Ref `{inputs[position]}` is the same on every rank where it goes in, and may "
                 f"hold another value on each after {line or 'that'}: {reason}. Store "
-                "jdp.mean_over_ranks(x), or return what differs by row as jdp.rows(x)."
+                "jdp.mean_over_ranks(x), or return what differs by row as jdp.rows(x).",
             )
 
 

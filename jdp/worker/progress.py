@@ -127,7 +127,7 @@ def phase(name: str, *, timeout_s: float | None = None) -> Phase:
 
 
 def joins() -> None:
-    """Note that this process waits for the others, until `begin`."""
+    """Record that this process waits for the others, until `begin`."""
     _open[0] = record(hang_detector.JOINING), time.monotonic_ns()
     _slot.enter(*_open[-1])
     watchdog.show_stacks_when_asked()
@@ -170,12 +170,12 @@ def begin(timeout_s: float | None, process: int = 0, num_processes: int = 1) -> 
 
 
 def compiling_begins() -> None:
-    """Note that a step is traced, and will be compiled."""
+    """Record that a step is traced, and will be compiled."""
     _COMPILING.__enter__()
 
 
 def compiling_ends() -> None:
-    """Note that it is compiled, and handed to the devices."""
+    """Record that it is compiled, and handed to the devices."""
     global _compile_s
     _compile_s += (time.monotonic_ns() - _open[-1][1]) / 1e9
     _COMPILING.__exit__()
@@ -187,7 +187,7 @@ def ask_devices(num_running: Callable[[], int]) -> None:
 
 
 def longest_wait_s() -> float:
-    """Give for how long another process may keep this one waiting before the watch ends the run.
+    """Return for how long another process may keep this one waiting before the watch ends the run.
 
     Returns:
       Seconds; inf if nobody watches.
@@ -196,18 +196,18 @@ def longest_wait_s() -> float:
 
 
 def kept(step: int, where: str) -> None:
-    """Note the newest step that this run could go on from."""
+    """Record the newest step that this run could go on from."""
     global _kept
     _kept = f"step {step} ({where})"
 
 
 def latest_kept() -> str | None:
-    """Give the step that this run could go on from, in words; None if nothing keeps any."""
+    """Return the step that this run could go on from, in words; None if nothing keeps any."""
     return _kept
 
 
 def native_numbers() -> int:
-    """Give the address of the numbers that the native library writes, valid for ever."""
+    """Return the address of the numbers that the native library writes, valid for ever."""
     numbers = (ctypes.c_char * (NATIVE.stop - NATIVE.start)).from_buffer(_slot.memory[NATIVE])
     # Never freed: XLA's threads may write while the interpreter ends.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(numbers))
@@ -224,7 +224,7 @@ def _tell_first_step() -> None:
 
 
 def ends() -> None:
-    """Note that the script came to its end, before the process waits for others in its exit."""
+    """Record that the script came to its end, before the process waits for others in its exit."""
     _slot.enter(record(ENDED))
     launcher = launcher_client.current()
     if launcher is not None:

@@ -25,12 +25,12 @@ _log = logging.getLogger("jdp")
 
 
 class UnavailableError(Exception):
-    """Says in a sentence why these GPUs cannot reduce among themselves; the same everywhere."""
+    """These GPUs cannot reduce among themselves; the message is the same on all processes."""
 
 
 @functools.cache
 def communicator(mesh: Mesh, axes: tuple[str, ...]) -> "Communicator":
-    """Give the communicator of these GPUs; the first call opens it, and all processes make it.
+    """Return the communicator of these GPUs; the first call opens it, and all processes make it.
 
     Where `mesh` is only described, to compile for it, nothing is opened, and what was compiled
     cannot run.
@@ -227,7 +227,7 @@ class Communicator:
 
 
 def room_of(bucket: Sequence[Any]) -> int:
-    """Give the bytes that a bucket takes of an arena, as `jdp/csrc/cuda` counts them.
+    """Return the bytes that a bucket takes of an arena, as `jdp/csrc/cuda` counts them.
 
     >>> room_of([jax.ShapeDtypeStruct((3,), "float32")] * 20)
     512
