@@ -20,6 +20,8 @@ from jdp.worker import progress
 _timeout_s = 300.0
 # How often a group has gathered values: a key of the store is used once.
 _num_gathered: Counter[tuple[int, ...]] = Counter()
+# How often it has gathered a failure, of this process or another.
+_num_failures: Counter[tuple[int, ...]] = Counter()
 _NUM_BLOCKS, _GRACE_S = 256, 2.0
 # The store takes no endless wait.
 _SLICE_S = 60.0
@@ -74,6 +76,7 @@ def all_gather(group: tuple[int, ...], value: Any, *, what: str) -> dict[int, An
             )
         answer = json.loads(text)
         if "failed" in answer:
+            _num_failures[group] += 1
             raise OtherFailedError(f"process {process} failed {answer['failed']}")
         found[process] = answer["value"]
     if number:  # All have come here, so that none reads the last one any more.
@@ -114,16 +117,19 @@ def offered(group: tuple[int, ...], key: str, value: Any, *, timeout_s: float) -
 def propagating_errors(group: tuple[int, ...], doing: str) -> Iterator[None]:
     """Let the other processes know of an error inside, so that they do not wait in `all_gather`.
 
+    There may be calls of `all_gather` inside, and further contexts: an error is told once.
+
     Args:
       group: processes that call `all_gather` next.
       doing: what, for instance "while it traced `step`".
     """
-    before = _num_gathered[group]
+    before = _num_failures[group]
     try:
         yield
     except Exception as error:
-        # What fails in `all_gather` itself is known to all.
-        if len(group) > 1 and _num_gathered[group] == before:
+        # What was gathered as a failure inside is known to all.
+        if len(group) > 1 and _num_failures[group] == before:
+            _num_failures[group] += 1
             text = f"{doing}, so no process can go on: {type(error).__name__}: {error}"
             number = _put(group, {"failed": text[:4000]})
             # The store may end with this process, and they may be on their way.
