@@ -13,11 +13,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jdp.distributed import kv_store
+from jdp.distributed import kv_store, this_process
 from jdp.distributed.fail_fast import OtherFailedError
 from jdp.worker import progress
 
-_timeout_s = 300.0
 # How often a group has gathered values: a key of the store is used once.
 _num_gathered: Counter[tuple[int, ...]] = Counter()
 # How often it has gathered a failure, of this process or another.
@@ -29,13 +28,12 @@ _SLICE_S = 60.0
 
 def set_timeout_s(timeout_s: float) -> None:
     """Set the deadline of every later comparison in this process; 300 to begin with, inf: none."""
-    global _timeout_s
-    _timeout_s = timeout_s
+    this_process.current.timeout_s = timeout_s
 
 
 def timeout_s() -> float:
     """Return how long this process waits for others of which it hears nothing."""
-    return _timeout_s
+    return this_process.current.timeout_s
 
 
 def peers(mesh: Mesh) -> tuple[int, ...]:
@@ -64,13 +62,13 @@ def all_gather(group: tuple[int, ...], value: Any, *, what: str) -> dict[int, An
     if group == (me,):
         return {me: value}
     number = _put(group, {"value": value})
-    end, found = time.monotonic() + _timeout_s, {}
+    end, found = time.monotonic() + timeout_s(), {}
     for process in group:
         with progress.WAITING:
             text = _get(_key(group, number, process), end)
         if text is None:
             raise RuntimeError(
-                f"process {process} did not come within {_timeout_s:g} s to compare {what} with "
+                f"process {process} did not come within {timeout_s():g} s to compare {what} with "
                 f"process {me}: it has ended, hangs, or does something else. Its output may say "
                 "why. All processes of a mesh must make the same calls in the same order."
             )

@@ -449,7 +449,7 @@ def test_who_may_take_long_is_waited_for(processes):
     assert processes(2).run(wait_for_one_that_saves) == [{0: 0, 1: 1}] * 2
 
 
-def test_under_a_launcher_only_the_watch_ends_a_comparison(monkeypatch):
+def test_under_a_launcher_only_the_watch_ends_a_comparison(before_init, monkeypatch):
     waits = []
 
     def get(key, *, timeout_s):
@@ -457,7 +457,6 @@ def test_under_a_launcher_only_the_watch_ends_a_comparison(monkeypatch):
         return '{"value": 7}' if len(waits) > 3 else None
 
     mesh = jdp.init()
-    monkeypatch.setattr(agree, "_timeout_s", 0.5)
     monkeypatch.setattr(startup.launcher_client, "current", lambda: "a launcher")
     startup.require_start(mesh, 0.5)
     monkeypatch.setattr(agree, "kv_store", SimpleNamespace(put=lambda *_: None, get=get))
