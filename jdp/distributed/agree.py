@@ -129,11 +129,8 @@ def propagating_errors(group: tuple[int, ...], doing: str) -> Iterator[None]:
         if len(group) > 1 and _num_failures[group] == before:
             _num_failures[group] += 1
             text = f"{doing}, so no process can go on: {type(error).__name__}: {error}"
-            number = _put(group, {"failed": text[:4000]})
-            # The store may end with this process, and they may be on their way.
-            end = time.monotonic() + _GRACE_S
-            for process in group:
-                kv_store.get(_key(group, number, process), timeout_s=end - time.monotonic())
+            with contextlib.suppress(Exception):  # The store may be gone with another process.
+                _tell_failure(group, text[:4000])
         raise
 
 
@@ -179,6 +176,14 @@ def digest(items: Sequence[Any] | np.ndarray) -> str:
         flat = np.ascontiguousarray(items).reshape(-1)
         return hashlib.sha256(flat.view(np.uint8).data).hexdigest()[:16]
     return hashlib.sha256(repr(items).encode()).hexdigest()[:16]
+
+
+def _tell_failure(group: tuple[int, ...], text: str) -> None:
+    number = _put(group, {"failed": text})
+    # The store may end with this process, and they may be on their way.
+    end = time.monotonic() + _GRACE_S
+    for process in group:
+        kv_store.get(_key(group, number, process), timeout_s=end - time.monotonic())
 
 
 def _put(group: tuple[int, ...], answer: Any) -> int:

@@ -84,3 +84,12 @@ def test_who_comes_late_is_told_that_the_others_have_given_up(processes):
     assert first == {0: "first", 1: "first"}
     assert second.startswith("OtherFailedError: process 0 failed while it waited")
     assert gave_up in second
+
+
+def test_an_error_stays_itself_where_the_store_is_gone(monkeypatch):
+    def put(key, value):
+        raise RuntimeError("the store is gone")
+
+    monkeypatch.setattr(agree.kv_store, "put", put)
+    with pytest.raises(KeyError), agree.propagating_errors((0, 98), "while it tried"):
+        raise KeyError

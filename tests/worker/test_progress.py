@@ -19,7 +19,7 @@ from jdp.worker import progress
 
 
 def where():
-    return progress._slot.read()
+    return progress.own.slot.read()
 
 
 def now_in():
@@ -203,7 +203,8 @@ if not (child := os.fork()):
         pass
     raise SystemExit
 os.waitpid(child, 0)
-os.write({writer}, f"{{progress._slot.read().steps}} {{progress._slot.read().phase}}".encode())
+where = progress.own.slot.read()
+os.write({writer}, f"{{where.steps}} {{where.phase}}".encode())
 """
     subprocess.run(
         [sys.executable, "-c", program], pass_fds=[writer], env=environment(), timeout=60
