@@ -1,8 +1,80 @@
-"""`python -m jdp`: the same as the command `jdp`."""
+"""The command `jdp`, and `python -m jdp`: which command was asked for, and nothing more."""
 
 import sys
+from collections.abc import Sequence
 
-from jdp.cli import main
+_HELP = """\
+usage: jdp COMMAND [arguments]
+
+commands:
+  run             run a training program on several processes, and see it through
+  explain-error   print what is behind the code of an error, such as JDP101
+
+jdp COMMAND --help says more."""
+
+_EXPLAIN_HELP = """\
+usage: jdp explain-error CODE
+
+Print the cause of an error, why it matters, what to write instead, and an example.
+
+codes:"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+      argv: its name and arguments. Default: the command line.
+
+    Returns:
+      The exit code: 2 if there is no such command or its arguments are wrong.
+    """
+    command, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if command in ("-h", "--help"):
+        print(_HELP)
+        return 0
+    if command == "run":
+        return _run(arguments)
+    if command == "explain-error":
+        return _explain_error(arguments)
+    print(f"jdp: there is no command {command!r}.\n\n{_HELP}", file=sys.stderr)
+    return 2
+
+
+def _run(arguments: Sequence[str]) -> int:
+    from jdp.launch.options import options
+
+    try:
+        chosen = options.parse(arguments)
+    except ValueError as error:
+        print(f"jdp run: {error}", file=sys.stderr)
+        return 2
+    # Not needed to say what is wrong, and slower to import than all else.
+    from jdp.launch.run import run
+
+    return run(chosen)
+
+
+def _explain_error(arguments: Sequence[str]) -> int:
+    from jdp import error_codes
+
+    if len(arguments) != 1 or arguments[0] in ("-h", "--help"):
+        print(_EXPLAIN_HELP)
+        for code in error_codes.codes():
+            print(f"  {code}  {error_codes.title(code)}")
+        return 0 if arguments in (["-h"], ["--help"]) else 2
+    page = error_codes.page(arguments[0])
+    if page is None:
+        known = f"{error_codes.codes()[0]} to {error_codes.codes()[-1]}"
+        print(
+            f"jdp explain-error: there is no code {arguments[0]!r}. `jdp explain-error --help` "
+            f"lists those from {known}.",
+            file=sys.stderr,
+        )
+        return 2
+    print(page, end="")
+    return 0
+
 
 if __name__ == "__main__":
     sys.exit(main())

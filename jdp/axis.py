@@ -12,7 +12,7 @@ AxisName = str | Sequence[str]
 
 
 def names(axis_name: AxisName) -> tuple[str, ...]:
-    """Give the axis as a tuple of names.
+    """Return the axis as a tuple of names.
 
     Raises:
       TypeError: if it is neither a name nor some different names.
@@ -46,7 +46,7 @@ def in_mesh_order(axis_name: AxisName) -> tuple[str, ...]:
 
 
 def is_bound(axis_name: AxisName) -> bool:
-    """Tell whether the code being traced runs on every rank of `axis_name`.
+    """Whether the code being traced runs on every rank of `axis_name`.
 
     Nothing bound means one rank. Another axis bound in its place means that the caller
     named the wrong one, and every rank would silently train alone: that is an error.
@@ -84,7 +84,7 @@ def size(axis_name: AxisName) -> int:
 
 
 def rank(axis_name: AxisName) -> jax.Array:
-    """Give this rank's position on `axis_name`, int32 `[]`: 0 where nothing is bound."""
+    """Return this rank's position on `axis_name`, int32 `[]`: 0 where nothing is bound."""
     return lax.axis_index(names(axis_name)) if is_bound(axis_name) else jnp.int32(0)
 
 
@@ -130,7 +130,7 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def is_typed(axis_name: AxisName) -> bool:
-    """Tell whether the enclosing `shard_map` types its values (check_vma=True)."""
+    """Whether the enclosing `shard_map` types its values (check_vma=True)."""
     return is_bound(axis_name) and bool(varying_axes(lax.axis_index(names(axis_name))))
 
 

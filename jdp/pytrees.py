@@ -1,4 +1,4 @@
-"""Kinds of leaves. Those that are no arrays (functions, names) pass through a step as they are."""
+"""Kinds of leaves. Those that are not arrays (functions, names) pass through a step as they are."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, jax.Sha
 
 
 def is_array(leaf: Any) -> bool:
-    """Tell whether a leaf is an array or a number, which JAX can compute with."""
+    """Whether a leaf is an array or a number, which JAX can compute with."""
     return isinstance(leaf, _ARRAYS)
 
 
@@ -126,7 +126,7 @@ def hold(tree: Any) -> Any:
     """Make every leaf an array: `tree` itself if they are, else a `Held`.
 
     Raises:
-      TypeError: if a leaf that is no array cannot be hashed.
+      TypeError: if a leaf that is not an array cannot be hashed.
     """
     leaves, treedef = jax.tree.flatten(tree)
     others = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x))

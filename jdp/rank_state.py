@@ -142,16 +142,11 @@ def flags(tree: Any) -> list[bool]:
     return found
 
 
-def take(tree: Any) -> tuple[Any, list[jax.Array]]:
-    """Take the arrays of `per_rank` out of a tree; `pytrees.put_nodes` puts them back.
-
-    Raises:
-      ValueError: if one of them has no first dim.
-    """
+def require_dims(tree: Any) -> None:
+    """Refuse a tree with an array of `per_rank` that cannot be split, as `require_dim` does."""
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_per_rank):
         for inner, leaf in jax.tree_util.tree_leaves_with_path(node) if is_per_rank(node) else ():
             require_dim(jax.tree_util.keystr((*path, *inner)), leaf)
-    return pytrees.take_nodes(tree, is_per_rank)
 
 
 def require_dim(name: str, leaf: Any, num_ranks: int = 1) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jdp.cli import main
+from jdp.__main__ import main
 from jdp.launch.options.options import Options, parse
 from jdp.worker.local_devices import num_cpus, num_gpus
 
@@ -86,7 +86,10 @@ def test_the_command_line_comes_before_jdp_variables_and_these_before_torchruns(
 
 
 def test_a_wrong_variable_is_named():
-    with pytest.raises(ValueError, match="PET_NNODES='two': --nnodes: 'two' is no number of hosts"):
+    with pytest.raises(
+        ValueError,
+        match="PET_NNODES='two': --nnodes: 'two' is not a number of hosts",
+    ):
         parsed("train.py", PET_NNODES="two")
 
 
@@ -147,25 +150,31 @@ def test_gpus_are_the_devices_of_the_driver(tmp_path):
     ("line", "said"),
     [
         ("", "there is no program to run. Write jdp run train.py"),
-        ("--nnodes 0 x", "'0' is no number of hosts: write 2, or 1:4"),
-        ("--nnodes 4:1 x", "'4:1' is no number of hosts"),
-        ("--nproc-per-node many x", "'many' is no number of processes"),
-        ("--max-restarts -1 x", "'-1' is no number of restarts: write a whole number, 0 or more"),
-        ("--timeout-s 0 x", "'0' is no time: write seconds, above 0"),
-        ("--timeout-s nan x", "'nan' is no time"),
-        ("--rdzv-endpoint host:99999 x", "'host:99999' is no place to meet: write address:port"),
-        ("--master-port 99999 x", "'99999' is no port: write a number from 1 to 65535"),
-        ("--rdzv-endpoint fe80::1 x", "no place to meet: .* or \\[fe80::1\\]:29400"),
+        ("--nnodes 0 x", "'0' is not a number of hosts: write 2, or 1:4"),
+        ("--nnodes 4:1 x", "'4:1' is not a number of hosts"),
+        ("--nproc-per-node many x", "'many' is not a number of processes"),
+        (
+            "--max-restarts -1 x",
+            "'-1' is not a number of restarts: write a whole number, 0 or more",
+        ),
+        ("--timeout-s 0 x", "'0' is not a time: write seconds, above 0"),
+        ("--timeout-s nan x", "'nan' is not a time"),
+        (
+            "--rdzv-endpoint host:99999 x",
+            "'host:99999' is not an address to meet at: write address:port",
+        ),
+        ("--master-port 99999 x", "'99999' is not a port: write a number from 1 to 65535"),
+        ("--rdzv-endpoint fe80::1 x", "not an address to meet at: .* or \\[fe80::1\\]:29400"),
         ("--rdzv-backend etcd x", "invalid choice: 'etcd'"),
         ("--rdzv-conf read_timeout=3 x", "'read_timeout' has no meaning here: write join_timeout"),
         ("--tee 4 x", "'4' says no streams: write 1 for standard output"),
-        ("--local-ranks-filter one x", "'one' are no local ranks: write 0, or 0,2, or all"),
+        ("--local-ranks-filter one x", "'one' are not local ranks: write 0, or 0,2, or all"),
         ("--redirects 3 x", "there is no folder for them. Add --log-dir logs"),
         ("-m --no-python x", "--no-python says that .* leave one out"),
         ("--standalone --nnodes 2 x", "--standalone is one host, and --nnodes allows 2"),
         ("--nnodes 2 x", "2 hosts must know where to meet. .*--rdzv-endpoint FIRST_HOST:29400"),
         ("--nnodes 2 --rdzv-endpoint a x", "need a secret in common. .*--token-file token"),
-        ("--node-rank 1 x", "--node-rank 1 is no host of --nnodes 1: .* from 0 to 0"),
+        ("--node-rank 1 x", "--node-rank 1 is not a host of --nnodes 1: .* from 0 to 0"),
         ("--token-file /no/such/file x", "can't be read: No such file"),
         ("--token-file /dev/null x", "is empty. Try openssl rand"),
         ("--lr 3 train.py", "there is no flag --lr; .* stand behind its name"),
@@ -190,7 +199,7 @@ def test_flags_that_mean_nothing_here_are_accepted_with_the_reason(capsys):
 
 def test_the_exit_code_of_a_wrong_command_is_2(capsys):
     assert main(["run", "--nnodes", "0", "train.py"]) == 2
-    assert capsys.readouterr().err.startswith("jdp run: --nnodes: '0' is no number of hosts")
+    assert capsys.readouterr().err.startswith("jdp run: --nnodes: '0' is not a number of hosts")
     assert main(["walk"]) == 2
     assert capsys.readouterr().err.startswith("jdp: there is no command 'walk'")
     assert main([]) == 0

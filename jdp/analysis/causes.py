@@ -10,6 +10,7 @@ from jdp.analysis import Node, Origin, Provenance, Report, compilers_deadlock, s
 from jdp.analysis.explanation import since, why
 from jdp.analysis.marks import SHARED
 from jdp.analysis.traced import Output, Traced
+from jdp.error_codes import with_code
 
 # Leaves that are made on the way to the new parameters, not from them.
 _ON_THE_WAY = re.compile(r"opt|moment|trace|velocity")
@@ -37,10 +38,11 @@ def deadlocks(report: Report, traced: Traced) -> Iterator[str]:
         back = report.back(found.under)
         node = back.of_predicate(found.eqn)
         sources = "" if node is None else since(back.origin(node), _inputs(report, traced))
-        yield (
+        yield with_code(
+            "JDP103",
             f"`{found.primitive}`{where} runs under a `{found.control}` whose predicate may differ "
             f"from rank to rank{sources}; ranks that skip it leave the others waiting for ever. "
-            "Make the predicate the same first, for instance `jdp.mean_over_ranks(loss) < 2`."
+            "Make the predicate the same first, for instance `jdp.mean_over_ranks(loss) < 2`.",
         )
 
 
@@ -56,10 +58,11 @@ def _layers(report: Report, traced: Traced) -> Iterator[str]:
             back = report.back(axes)
             node = back.of_mark(found.eqn)
             sources = "" if node is None else since(back.origin(node), _inputs(report, traced))
-            yield (
+            yield with_code(
+                "JDP105",
                 f"`params{found.path}` of jdp.scan_layers at {found.source} may differ from rank "
                 f"to rank{sources}; the gradient that comes back would be the mean of all. Hand "
-                "over as params what every rank has the same, and the rest as xs=."
+                "over as params what every rank has the same, and the rest as xs=.",
             )
 
 
@@ -70,7 +73,7 @@ def _outputs(report: Report, traced: Traced) -> Iterator[str]:
         leaf, along = f"`{output.path}`", "from rank to rank"
         if output.kind == "metric":
             leaf, advice = f"{leaf} {output.type}", _METRIC
-        elif axes & set(traced.axis_name):
+        elif axes & set(traced.spec.axis_name):
             advice = _advice(output)
         else:
             along, advice = f"along the mesh axis {', '.join(map(repr, sorted(axes)))}", _OTHER_AXIS
@@ -81,7 +84,8 @@ def _outputs(report: Report, traced: Traced) -> Iterator[str]:
         leaves, origins = zip(*found, strict=True)
         where = f" (computed at {source})" if source else ""
         reason = why(origins, _inputs(report, traced))
-        yield f"{shown(leaves)}{where} may differ {along}: {reason}. {advice}"
+        text = f"{shown(leaves)}{where} may differ {along}: {reason}. {advice}"
+        yield with_code("JDP102" if advice is _METRIC else "JDP101", text)
 
 
 def _torn(report: Report, traced: Traced) -> dict[int, tuple[Provenance, Node]]:
@@ -134,10 +138,11 @@ def _refs(report: Report, traced: Traced) -> Iterator[str]:
             back = report.back(value.axes)
             node = back.of_input(position)
             line, reason = back.nearest_line(node), why([back.origin(node)], inputs)
-            yield (
+            yield with_code(
+                "JDP106",
                 f"the Ref `{inputs[position]}` is the same on every rank where it goes in, and may "
                 f"hold another value on each after {line or 'that'}: {reason}. Store "
-                "jdp.mean_over_ranks(x), or return what differs by row as jdp.rows(x)."
+                "jdp.mean_over_ranks(x), or return what differs by row as jdp.rows(x).",
             )
 
 

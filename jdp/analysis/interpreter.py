@@ -97,7 +97,7 @@ class Interpreter:
         self._automatic = {name for name, size in mesh.shape.items() if size > 1} - manual
 
     def anything(self) -> int:
-        """Give the class of a value of which nothing is known."""
+        """Return the class of a value of which nothing is known."""
         return self.lattice.anything() | self.everywhere
 
     def number(self, atom: Any) -> float | None:
@@ -190,14 +190,14 @@ class Interpreter:
         self.everywhere, self._automatic = outside
 
     def expanded(self, eqn: Any) -> Any | None:
-        """Give what a high-level primitive does, traced once, None if it cannot be traced."""
+        """Return what a high-level primitive does, traced once, None if it cannot be traced."""
         if id(eqn) not in self._expanded:
             manual = self.lattice.names(self.everywhere)
             self._expanded[id(eqn)] = jaxprs.expanded(eqn, self._mesh, manual)
         return self._expanded[id(eqn)]
 
     def note_deadlock(self, eqn: Any, absent: int, axes: int) -> None:
-        """Note a collective over `axes` to which ranks along the `absent` axes may not come."""
+        """Record a collective over `axes` to which ranks along the `absent` axes may not come."""
         control = next(name for varying, name in reversed(self._controls) if varying & absent)
         self.record.note_deadlock(eqn, axes, absent, control)
 
@@ -207,7 +207,7 @@ class Interpreter:
             self.record.note_shift(found, around, tuple(sorted(self._automatic)), control)
 
     def note_unknown(self, eqn: Any) -> None:
-        """Note a primitive that is on no list."""
+        """Record a primitive that is on no list."""
         self.record.note_unknown(eqn)
 
     def note_mark(self, eqn: Any, value: int) -> None:

@@ -20,12 +20,12 @@ _CALLED = ("jaxpr", "call_jaxpr", "call", "callee", "fwd_jaxpr")
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Tell whether a parameter is a jaxpr."""
+    """Whether a parameter is a jaxpr."""
     return hasattr(opened(value), "eqns")
 
 
 def bodies(eqn: Any) -> Iterator[Any]:
-    """Give all jaxprs in the parameters of an equation."""
+    """Return all jaxprs in the parameters of an equation."""
     return _jaxprs_in(eqn.params.values())
 
 
@@ -64,7 +64,7 @@ def _jaxprs_in(values: Any) -> Iterator[Any]:
 
 
 def called_body(eqn: Any) -> Any | None:
-    """Give the one body of a call, None if it does not take the operands and give the results."""
+    """Return the one body of a call, None if it does not take the operands and give the results."""
     for name in _CALLED:
         body = eqn.params.get(name)
         if body is not None and is_jaxpr(body):
@@ -75,7 +75,7 @@ def called_body(eqn: Any) -> Any | None:
 
 
 def is_literal(atom: Any) -> bool:
-    """Tell a literal from a variable."""
+    """Whether an operand is a literal, not a variable."""
     return type(atom) is Literal
 
 
@@ -106,40 +106,40 @@ def is_transposed(eqn: Any) -> bool:
 
 
 def is_ref(variable: Any) -> bool:
-    """Tell whether a variable is a `jax.Ref`: its type wraps that of what it holds."""
+    """Whether a variable is a `jax.Ref`: its type wraps that of what it holds."""
     return hasattr(variable.aval, "inner_aval")
 
 
 def acts(eqn: Any) -> bool:
-    """Tell whether an equation does something besides giving results and naming axes."""
+    """Whether an equation does something besides giving results and naming axes."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def while_parts(eqn: Any) -> tuple[Any, Any, int, int]:
-    """Give a while loop's condition, body, and how many constants each of them takes."""
+    """Return a while loop's condition, body, and how many constants each of them takes."""
     p = eqn.params
     return opened(p["cond_jaxpr"]), opened(p["body_jaxpr"]), p["cond_nconsts"], p["body_nconsts"]
 
 
 def scan_parts(eqn: Any) -> tuple[Any, int, int]:
-    """Give a scan's body and the numbers of its constants and of its carried values."""
+    """Return a scan's body and the numbers of its constants and of its carried values."""
     return opened(eqn.params["jaxpr"]), *scan_counts(eqn.params)
 
 
 def branches(eqn: Any) -> list[Any]:
-    """Give the branches of a cond."""
+    """Return the branches of a cond."""
     return [opened(branch) for branch in eqn.params["branches"]]
 
 
 def solver_parts(eqn: Any) -> tuple[tuple[Any, int], tuple[Any, int], int]:
-    """Give body and position of the constants of `solve` and of `matvec`, and of the rhs."""
+    """Return body and position of the constants of `solve` and of `matvec`, and of the rhs."""
     jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
     before_solve = lengths.matvec + lengths.vecmat
     return (opened(jaxprs.solve), before_solve), (opened(jaxprs.matvec), 0), sum(lengths)
 
 
 def mapped_body(eqn: Any) -> Any:
-    """Give what a shard_map runs on every rank."""
+    """Return what a shard_map runs on every rank."""
     return opened(eqn.params["jaxpr"])
 
 
@@ -163,7 +163,7 @@ def collective_axes(eqn: Any) -> tuple[Any, ...]:
 
 
 def groups(eqn: Any) -> Sequence[Sequence[int]] | None:
-    """Give the groups of ranks of a collective, None if all take part in one."""
+    """Return the groups of ranks of a collective, None if all take part in one."""
     found = eqn.params.get("axis_index_groups")
     return found if found is not None and len(found) > 1 else None
 
@@ -186,7 +186,7 @@ def _strings_in(values: Any) -> set[str]:
 
 
 def hides_a_function(eqn: Any) -> bool:
-    """Tell whether an equation holds a Python function, where a jaxpr could stand."""
+    """Whether an equation holds a Python function, where a jaxpr could stand."""
     return any(callable(value) and not isinstance(value, type) for value in eqn.params.values())
 
 

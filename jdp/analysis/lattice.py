@@ -30,7 +30,7 @@ class Lattice:
     - undivided: it may depend on a total that no number has scaled since. The claim of a sum ends
       with the first operation that is not linear, and this does not;
     - duplicated: it may depend so on a sum of what was the same along the axis;
-    - data: the value depends on data, it is no constant of the program;
+    - data: the value depends on data, it is not a constant of the program;
     - nonzero: it may be something else than zero. Two bits: a constant that is 1 or -1 has one;
     - bent: it may be a root, power or logarithm of a sum over ranks, a sum of its elements, or one
       over groups of ranks. Not n but another number then undoes that the same was summed;
@@ -84,7 +84,7 @@ class Lattice:
         ]
 
     def axes(self, names: Iterable[Any]) -> int:
-        """Return the varying bits of axes; names that are no axes of the mesh have none."""
+        """Return the varying bits of axes; names that are not axes of the mesh have none."""
         bits = 0
         for name in names:
             bits |= self._bit.get(name, 0)
@@ -164,7 +164,7 @@ class Lattice:
         )
 
     def _met(self, a: int, b: int) -> int:
-        """Return the bits of means that a product or ratio has: of two it is no mean itself.
+        """Return the bits of means that a product or ratio has: of two it is not a mean itself.
 
         `pmean(w * x) / pmean(w)` is a weighted mean.
         """

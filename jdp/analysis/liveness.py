@@ -14,7 +14,7 @@ _Known = dict[tuple[int, _Flags], _Flags]
 
 
 def used_inputs(jaxpr: Any) -> _Flags:
-    """Tell for each input whether an output or a side effect depends on it.
+    """Return for each input whether an output or a side effect depends on it.
 
     What is marked as `WEIGHED` is not used by that. What is handed to a call, a branch or a loop
     that ignores it is not used, nor what is only read in vain.

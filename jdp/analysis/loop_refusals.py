@@ -7,6 +7,7 @@ from jdp.analysis import jaxprs, reductions
 from jdp.analysis.explanation import since, why
 from jdp.analysis.findings import Deadlock
 from jdp.analysis.report import Report
+from jdp.error_codes import with_code
 
 
 def refusals(
@@ -40,11 +41,12 @@ def _deadlocks(report: Report, names: tuple[str, ...], inputs: Sequence[str]) ->
         back = report.back(found.under)
         node = back.of_predicate(found.eqn)
         reason = "" if node is None else since(back.origin(node), inputs)
-        yield (
+        yield with_code(
+            "JDP103",
             f"`{found.primitive}` over {spelled(found.axes)}{at} runs under a `{found.control}` "
             f"whose predicate may differ from rank to rank{reason}; ranks that skip it leave the "
             "others waiting for ever. Make the predicate the same first, for instance "
-            f"jax.lax.pmean(loss, {spelled(names)}) < 2."
+            f"jax.lax.pmean(loss, {spelled(names)}) < 2.",
         )
 
 
@@ -63,12 +65,13 @@ def _torn_outputs(
             at = f" (computed at {line})" if line else ""
             back = report.back(torn)
             reason = why([back.origin(back.of_output(i))], inputs)
-            yield (
+            yield with_code(
+                "JDP101",
                 f"{leaf} {aval.dtype}{list(aval.shape)}{at} may differ from rank to rank along "
                 f"{spelled(torn)}: {reason}. Its out_specs say that all ranks have the same, so "
                 "that one rank's value would be taken for that of all, and ranks would drift "
                 f"apart silently. Average it first, jax.lax.pmean(x, {spelled(names)}), or let "
-                f"out_specs put the parts together, P({spelled(names)})."
+                f"out_specs put the parts together, P({spelled(names)}).",
             )
 
 
@@ -76,11 +79,12 @@ def _torn_refs(eqn: Any, report: Report, names: tuple[str, ...]) -> Iterator[str
     for i, value in report.refs:
         torn = value.axes.intersection(names) - jaxprs.spec_axes(eqn.params["in_specs"][i])
         if torn:
-            yield (
+            yield with_code(
+                "JDP106",
                 f"the Ref that is input {i} of the shard_map may hold different values along "
                 f"{spelled(torn)} in the end, but its in_specs say that all ranks share it. "
                 f"Average what is written, jax.lax.pmean(x, {spelled(names)}), or split it, "
-                f"P({spelled(names)})."
+                f"P({spelled(names)}).",
             )
 
 
@@ -92,23 +96,25 @@ def compilers_deadlock(found: Deadlock, uniform: str) -> str:
       uniform: an example of a predicate that is the same on every rank.
     """
     at = f" at {found.source}" if found.source else ""
-    return (
+    return with_code(
+        "JDP104",
         f"`{found.primitive}`{at} runs under a `{found.control}` whose predicate may differ from "
         f"rank to rank, and the mesh axis {spelled(found.axes)} is left to the compiler: if it "
         "splits the operand, XLA exchanges parts between all devices there, and ranks that skip it "
         f"leave the others waiting for ever. Make the predicate the same first, `{uniform}`, or "
-        "compute both cases and write jnp.where(predicate, a, b)."
+        "compute both cases and write jnp.where(predicate, a, b).",
     )
 
 
 def unknown_primitives(report: Report) -> Iterator[str]:
-    """Give a text for every primitive whose results the analysis does not trust."""
+    """Return a text for every primitive whose results the analysis does not trust."""
     for name, line in report.unknown:
         at = f" at {line}" if line else ""
-        yield (
+        yield with_code(
+            "JDP107",
             f"jdp does not know the primitive `{name}`{at} and assumes that its results differ "
             "from rank to rank. If equal operands give equal results on every rank, write "
-            "jdp.declare_pure(primitive) before the first step. If not, average what it gives."
+            "jdp.declare_pure(primitive) before the first step. If not, average what it gives.",
         )
 
 

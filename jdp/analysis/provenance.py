@@ -31,7 +31,7 @@ class Origin(NamedTuple):
     is_of_gradient: bool = False
 
 
-# What its author calls a source that is no input.
+# What its author calls a source that is not an input.
 _SOURCES = {
     "axis_index": "`axis_index` (the number of this rank)",
     "empty": "`jnp.empty` (memory that nobody has written)",

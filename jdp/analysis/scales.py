@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jdp.analysis import Report, reductions, shown
 from jdp.analysis.traced import WEIGHT, Output, Traced
+from jdp.error_codes import with_code
 
 
 def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
@@ -17,9 +18,9 @@ def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
       report: of it.
       traced: what its leaves are called.
     """
-    yield from reductions.refusals(step, report, traced.axis_name)
+    yield from reductions.refusals(step, report, traced.spec.axis_name)
     if _has_weight(traced):
-        yield from reductions.unweighted(report, traced.axis_name)
+        yield from reductions.unweighted(report, traced.spec.axis_name)
     if not any(found.value.repeated for found in report.marks):
         # A gradient that is too large makes a state that is.
         yield from _repeated(step, report, traced, _states(traced))
@@ -40,7 +41,8 @@ def warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _has_weight(traced: Traced) -> bool:
-    return "jdp.train_step" in traced.weighed  # jdp.value_and_grad weighs its micro-batches alone
+    # jdp.value_and_grad weighs its micro-batches alone.
+    return "jdp.train_step" in traced.found.weighed
 
 
 def _states(traced: Traced) -> dict[int, Output]:
@@ -68,42 +70,44 @@ def _repeated(
     told: dict[str, list[str]] = {}
     for i, output in outputs.items():
         value = report.outputs[i]
-        axes = value.repeated & set(traced.axis_name)
+        axes = value.repeated & set(traced.spec.axis_name)
         if axes and not value.axes:
             back = report.back(axes)
             text = reductions.repetition(step, back, back.of_output(i), axes)
             told.setdefault(text, []).append(f"`{output.path}`")
     for text, leaves in told.items():
-        yield f"{shown(leaves)} {text}"
+        yield with_code("JDP122", f"{shown(leaves)} {text}")
 
 
 def _duplicated(step: Any, report: Report, traced: Traced) -> Iterator[str]:
     told: dict[tuple[str, str], list[str]] = {}
     for i, output in _states(traced).items():
-        if axes := report.outputs[i].duplicated & set(traced.axis_name):
+        if axes := report.outputs[i].duplicated & set(traced.spec.axis_name):
             back = report.back(axes, "duplicated")
             for collective, line, _ in back.sums(back.of_output(i)):
                 many = reductions.times(step, axes, collective)
                 told.setdefault((line, many), []).append(f"`{output.path}`")
                 break
     for (line, many), leaves in told.items():
-        yield (
+        yield with_code(
+            "JDP122",
             f"{shown(leaves)} depends on a sum that is {many} too large: {line or 'something'} "
             "sums over the ranks what every rank has the same. Write jdp.mean_over_ranks(x), or "
-            "lax.axis_size(axis) * x if that is meant."
+            "lax.axis_size(axis) * x if that is meant.",
         )
 
 
 def _unweighted(report: Report, traced: Traced, outputs: dict[int, Output]) -> Iterator[str]:
     told: dict[str, list[str]] = {}
     for i, output in outputs.items():
-        if axes := report.outputs[i].even & set(traced.axis_name):
+        if axes := report.outputs[i].even & set(traced.spec.axis_name):
             back = report.back(axes)
             told.setdefault(back.reduction(back.of_output(i)), []).append(f"`{output.path}`")
     for line, leaves in told.items():
-        yield (
+        yield with_code(
+            "JDP123",
             f"{shown(leaves)} is a mean over the ranks in which all of them count the same "
             f"({line or 'it is divided by their number'}), and this step has a weight=: a rank of "
             "padding counts as much as the others. Write jdp.mean_over_ranks(x), which weighs, or "
-            "jdp.mean_over_ranks(x, weight=1.0) if that is meant."
+            "jdp.mean_over_ranks(x, weight=1.0) if that is meant.",
         )

@@ -16,8 +16,8 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "equinox")
 def source(eqn: Any) -> str:
     """Name the innermost line that is the author's, such as "train.py:41".
 
-    Files of installed packages, of Python's own library and of jdp are no author's; a program that
-    is itself installed is named where no other line is found. Empty if there is none at all.
+    Files of installed packages, of Python's own library and of jdp are not an author's; a program
+    that is itself installed is named where no other line is found. Empty if there is none at all.
     """
     found = eqn.source_info.traceback
     return "" if found is None else _line(found)

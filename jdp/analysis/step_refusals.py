@@ -24,6 +24,7 @@ from jdp.analysis import (
 )
 from jdp.analysis.marks import AVERAGED, MICRO_BATCH, OWN_WEIGHT, SHARED
 from jdp.analysis.traced import WEIGHT, Traced
+from jdp.error_codes import with_code
 
 
 class Proved(NamedTuple):
@@ -59,15 +60,15 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
             if problems != _problems(step, trusted, traced):
                 problems += unknown_primitives(report)
         raise ValueError(
-            f"`{traced.name}` is not the same training on every rank:\n{bulleted(problems)}"
+            f"`{traced.spec.name}` is not the same training on every rank:\n{bulleted(problems)}"
         )
     for warning in (
         *_unused(report),
         *_means(report, traced),
         *scales.warnings(step, report, traced),
     ):
-        if warning not in traced.told:
-            traced.told.add(warning)
+        if warning not in traced.spec.told:
+            traced.spec.told.add(warning)
             warnings.warn(warning, stacklevel=2)
     return _proved(report, traced)
 
@@ -117,13 +118,16 @@ def _uniform_gradients(report: Report) -> frozenset[str] | None:
 
 
 def _hidden_reductions(report: Report, traced: Traced) -> Iterator[str]:
-    # Reductions that were traced and thrown away are no part of the program; those inside a
+    # Reductions that were traced and thrown away are not part of the program; those inside a
     # primitive whose body cannot be opened are, and could happen twice.
-    hidden = sorted(traced.marked - {found.path for found in report.marks})
+    hidden = sorted(
+        traced.found.marked - {each.path for each in report.marks if each.kind == "local"}
+    )
     if hidden and report.opaque:
-        yield (
+        yield with_code(
+            "JDP108",
             f"{shown(_quoted(sorted(report.opaque)))} hides from the analysis how the gradients "
-            f"of {shown(_quoted(hidden))} are reduced. Call apply_gradients outside of it."
+            f"of {shown(_quoted(hidden))} are reduced. Call apply_gradients outside of it.",
         )
 
 
@@ -132,21 +136,23 @@ def _unread_mask(report: Report, traced: Traced) -> Iterator[str]:
     if traced.mask is None or not averages:  # jdp.evaluate takes the padding out of rows
         return
     if not report.used_inputs[causes.num_constants(report, traced) + traced.mask]:
-        yield (
+        yield with_code(
+            "JDP109",
             f"`{traced.inputs[traced.mask]}` says which rows are padding, and the step does not "
             "read it, or only for its weight=: repeated rows would count. Weigh the loss with it, "
             '`(losses * batch["mask"]).sum() / batch["mask"].sum()`, and write '
             '`weight=lambda batch: batch["mask"].sum()` in the decorator; or leave the last batch '
-            'out: jdp.batches(..., tail="drop").'
+            'out: jdp.batches(..., tail="drop").',
         )
 
 
 def _wrong_gather(step: Any, traced: Traced) -> Iterator[str]:
-    if jax_compat.INVARYING_GATHER_HAS_WRONG_GRADIENT and traced.differentiates:
+    if jax_compat.INVARYING_GATHER_HAS_WRONG_GRADIENT and traced.spec.returns_state:
         if "all_gather_invariant" in _primitives(step):
-            yield (
+            yield with_code(
+                "JDP110",
                 f'all_gather(to="invarying") has a wrong gradient in JAX {jax.__version__}: '
-                'write all_gather(to="varying"), which is the default, or use JAX >= 0.11.'
+                'write all_gather(to="varying"), which is the default, or use JAX >= 0.11.',
             )
 
 
@@ -159,11 +165,12 @@ def _forward_mode(step: Any, report: Report) -> Iterator[str]:
     layers = dict.fromkeys(found.source for found in report.marks if found.kind == SHARED)
     if layers and "custom_lin" in _primitives(step):
         where = ", ".join(filter(None, layers))
-        yield (
+        yield with_code(
+            "JDP111",
             "a forward-mode derivative (jax.jvp, jax.jacfwd, jax.hessian) goes through "
             f"jdp.scan_layers{where and f' at {where}'}, which has none where it reduces in the "
             "backward loop, as it does on GPUs by default. Write "
-            "jdp.scan_layers(..., late=False)."
+            "jdp.scan_layers(..., late=False).",
         )
 
 
@@ -174,9 +181,10 @@ def _not_compiled(step: Any, report: Report, traced: Traced) -> Iterator[str]:
     named += [(output.path, output.aval) for output in traced.outputs]
     for name, aval in named:
         if pytrees.is_not_compiled(aval.dtype):
-            yield (
+            yield with_code(
+                "JDP112",
                 f"`{name}` is {aval.dtype}{list(aval.shape)}, which XLA cannot compute with. Write "
-                "uint8 or bool for integers of one bit, float8 or float32 for floats of six."
+                "uint8 or bool for integers of one bit, float8 or float32 for floats of six.",
             )
 
 
@@ -185,47 +193,51 @@ def _aborting_reductions(step: Any, traced: Traced) -> Iterator[str]:
         return
     for eqn in bfloat16_reductions(step):
         line = source_of(eqn)
-        others = set(step.params["mesh"].axis_names) - set(traced.axis_name)
-        yield (
+        others = set(step.params["mesh"].axis_names) - set(traced.spec.axis_name)
+        yield with_code(
+            "JDP113",
             f"`{eqn.primitive.name}`{f' at {line}' if line else ''} reduces bfloat16 over the "
             f"ranks of a mesh with a further axis, {shown(_quoted(sorted(others)))}: XLA would "
             "abort the process on CPUs. Write jdp.mean_over_ranks(x) or jdp.sum_over_ranks(x), "
             "which add up in float32, or cast to float32 around it. Where JAX made it, as the "
-            "gradient of an all_gather, cast what is gathered."
+            "gradient of an all_gather, cast what is gathered.",
         )
 
 
 def _unweighted_transposes(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    axes = frozenset(traced.axis_name)
+    axes = frozenset(traced.spec.axis_name)
     if any(found.kind == OWN_WEIGHT for found in report.marks):
         for found in transposed.find_before(step.params["jaxpr"], axes, OWN_WEIGHT):
             where = f" at {found.source}" if found.source else ""
-            yield (
+            yield with_code(
+                "JDP124",
                 f"`{found.name}`{where} is differentiated, and jdp.sync_gradients(weight=) weighs "
                 "that gradient by something else than the step: the cotangents of the ranks were "
                 "added up by other weights, and the gradient would be wrong. Write "
-                "jdp.train_step(weight=...), and leave it out of jdp.sync_gradients."
+                "jdp.train_step(weight=...), and leave it out of jdp.sync_gradients.",
             )
-    if not traced.weighed:
+    if not traced.found.weighed:
         return
-    by = shown([f"{name}(weight=)" for name in sorted(traced.weighed)])
+    by = shown([f"{name}(weight=)" for name in sorted(traced.found.weighed)])
     for found in transposed.find(step.params["jaxpr"], axes):
         where = f" at {found.source}" if found.source else ""
         if found.name == MICRO_BATCH:
-            yield (
+            yield with_code(
+                "JDP124",
                 f"a sum or mean over ranks{where} stands in the micro-batches of a gradient "
                 "and is differentiated from outside of them, too, where ranks weigh differently: "
                 "that gradient would be wrong. Leave accumulate= and micro_batch_rows= out of the "
-                "inner gradient."
+                "inner gradient.",
             )
             continue
-        yield (
+        yield with_code(
+            "JDP124",
             f"`{found.name}`{where} is differentiated, and {by} weighs the ranks: JAX adds up the "
             "cotangents of all ranks without their weights, and the gradient would be wrong where "
             "these differ. Write jdp.mean_over_ranks(x) or jdp.sum_over_ranks(x) in its place, or "
             "leave out weight= and return the loss "
             '`(losses * batch["mask"]).sum() / jdp.mean_over_ranks(batch["mask"].sum())`, '
-            "whose mean over ranks is that of all rows."
+            "whose mean over ranks is that of all rows.",
         )
 
 
@@ -251,7 +263,7 @@ def _means(report: Report, traced: Traced) -> Iterator[str]:
     # A mean of jdp's own counts ranks by their weight; the author's may not.
     mend = (
         "Hand over the local gradient, which jdp weighs."
-        if traced.weighed
+        if traced.found.weighed
         else "Write apply_gradients(grads, synced=True), or hand over the local gradient."
     )
     for source, paths in reductions.means(report).items():

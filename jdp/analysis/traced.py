@@ -1,10 +1,12 @@
 """What the leaves of a traced step are called."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+
+from jdp.step_spec import StepSpec
 
 # A step's own output, the weight of the global batch.
 WEIGHT = "weight"
@@ -17,7 +19,7 @@ class Output:
     tree: str  # the tree that it is in, as the author would call it
     keys: tuple[Any, ...]  # its path in that tree
     kind: str  # "state", "metric", "rows", or "own": a metric before it is averaged
-    aval: Any  # its `jax.typeof`
+    aval: Any  # its shape and dtype, over all ranks
 
     @property
     def path(self) -> str:
@@ -30,30 +32,40 @@ class Output:
         return f"{self.aval.dtype}{list(self.aval.shape)}"
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class TraceFindings:
+    """What the trace of a step met; it leaves the trace as a node without leaves.
+
+    Attributes:
+      marked: paths of the gradients whose reduction was traced.
+      split: paths of those that are sent as soon as they are ready.
+      weighed: what gives ranks different weights, such as jdp.train_step; empty: nothing does.
+      gradient_bytes: of all gradients that are sent.
+    """
+
+    marked: frozenset[str]
+    split: frozenset[str]
+    weighed: frozenset[str]
+    gradient_bytes: int
+
+
 @dataclass(frozen=True)
 class Traced:
     """A step as it was traced.
 
     Attributes:
-      name: of the author's function.
-      axis_name: the axes that split the batch.
-      inputs: paths of the leaves of its arguments, in order.
-      outputs: the leaves that leave it, in order.
-      marked: paths of the gradients whose reduction was traced.
-      mask: position among `inputs` of the padding mask of the batch, or None.
-      differentiates: whether it is a train step.
+      spec: the step.
       platform: which it is compiled for.
-      weighed: what gives ranks different weights, such as jdp.train_step; empty: nothing does.
-      told: warnings that the author has had for this step, of other shapes or ranks.
+      inputs: paths of the leaves of its arguments, in order.
+      mask: position among `inputs` of the padding mask of the batch, or None.
+      outputs: the leaves that leave it, in order.
+      found: what the trace met.
     """
 
-    name: str
-    axis_name: tuple[str, ...]
-    inputs: Sequence[str]
-    outputs: Sequence[Output]
-    marked: frozenset[str]
-    mask: int | None
-    differentiates: bool
+    spec: StepSpec
     platform: str
-    weighed: frozenset[str] = frozenset()
-    told: set[str] = field(default_factory=set)
+    inputs: Sequence[str]
+    mask: int | None
+    outputs: Sequence[Output]
+    found: TraceFindings

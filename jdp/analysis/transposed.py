@@ -18,7 +18,7 @@ _TRANSPOSE_OF = {
 }
 
 
-class Found(NamedTuple):
+class Differentiated(NamedTuple):
     """A collective that adds up cotangents.
 
     Attributes:
@@ -31,7 +31,7 @@ class Found(NamedTuple):
     source: str
 
 
-def find(jaxpr: Any, axes: frozenset[str]) -> list[Found]:
+def find(jaxpr: Any, axes: frozenset[str]) -> list[Differentiated]:
     """Find the transposed collectives over one of `axes` that do not weigh the ranks.
 
     The name stack of an equation says that it was transposed, and also which part of that is the
@@ -44,7 +44,7 @@ def find(jaxpr: Any, axes: frozenset[str]) -> list[Found]:
     return list(dict.fromkeys(_find(jaxprs.opened(jaxpr), axes, _Place(), set())))
 
 
-def find_before(jaxpr: Any, axes: frozenset[str], kind: str) -> list[Found]:
+def find_before(jaxpr: Any, axes: frozenset[str], kind: str) -> list[Differentiated]:
     """Find the transposed collectives over one of `axes` on which a mark of this kind depends.
 
     Args:
@@ -58,7 +58,7 @@ def find_before(jaxpr: Any, axes: frozenset[str], kind: str) -> list[Found]:
 
 
 # Collectives that a value depends on, in order.
-_Causes = dict[Found, None]
+_Causes = dict[Differentiated, None]
 
 
 class _Place(NamedTuple):
@@ -91,7 +91,7 @@ class _Place(NamedTuple):
 
 def _find(
     jaxpr: Any, axes: frozenset[str], place: _Place, seen: set[tuple[int, _Place]]
-) -> Iterator[Found]:
+) -> Iterator[Differentiated]:
     if (id(jaxpr), place) in seen:
         return
     seen.add((id(jaxpr), place))
@@ -101,9 +101,9 @@ def _find(
             here = here._replace(in_micro_batch=True)
         if here.is_transposed and _communicates(eqn, axes):
             if not here.is_ours:
-                yield Found(_name(eqn), here.line)
+                yield Differentiated(_name(eqn), here.line)
             elif here.in_micro_batch:
-                yield Found(MICRO_BATCH, here.line)
+                yield Differentiated(MICRO_BATCH, here.line)
         for body in jaxprs.bodies(eqn):
             yield from _find(body, axes, here, seen)
 
@@ -143,7 +143,7 @@ class _Marks:
     def _outputs(self, eqn: Any, here: _Place, operands: list[_Causes]) -> list[_Causes]:
         value = {each: None for operand in operands for each in operand}
         if here.is_transposed and _communicates(eqn, self._axes):
-            value[Found(_name(eqn), here.line)] = None
+            value[Differentiated(_name(eqn), here.line)] = None
         if eqn.primitive.name == "jdp_mark" and eqn.params["kind"] == self._kind:
             self.found.update(value)
         if eqn.primitive.name in jaxprs.CALLS and (body := jaxprs.called_body(eqn)) is not None:

@@ -14,19 +14,20 @@ from jdp.analysis.loop_refusals import refusals, spelled, unknown_primitives
 from jdp.analysis.report import Report
 from jdp.analysis.wording import bulleted
 from jdp.axis import AxisName
+from jdp.error_codes import with_code
 
 
 def uniformity(
     f: Callable[..., Any], *args: Any, axis_name: AxisName = "data", **kwargs: Any
 ) -> Any:
-    """Tell which outputs of a function are the same on every rank, and refuse what goes wrong.
+    """Return which outputs of a function are the same on every rank, and refuse what goes wrong.
 
     Nothing runs: `f` is traced, and every `shard_map` or `pmap` over `axis_name` in it is gone
     through once. Compilers for GPUs have an analysis of this name, for threads in place of ranks.
 
     Args:
       f: a function, jitted or not, that contains the `shard_map` or `pmap`.
-      *args: its arguments. A `jax.ShapeDtypeStruct` will do for an array; what is no array goes
+      *args: its arguments. A `jax.ShapeDtypeStruct` will do for an array; what is not an array goes
         to `f` as it is.
       axis_name: the data axis: a name, or a tuple of names.
       **kwargs: its keyword arguments.
@@ -56,7 +57,7 @@ def uniformity(
     shard_maps = find_shard_maps(traced.jaxpr)
     over_axis = {id(eqn): eqn for eqn in shard_maps if jaxprs.manual_axes(eqn).issuperset(names)}
     if not over_axis:
-        raise ValueError(_nothing_found(called, shard_maps, names))
+        raise ValueError(with_code("JDP128", _nothing_found(called, shard_maps, names)))
     reports = {key: analyse(eqn) for key, eqn in over_axis.items()}
     ins = [_Left(False, name=name) for name in traced.inputs]
     operands: dict[int, list[str]] = {}
@@ -119,7 +120,7 @@ def _trace(f: Callable[..., Any], args: tuple, kwargs: dict) -> _TracedFunction:
     named, out_tree = outputs[-1]
 
     def unflatten(classes: list[str]) -> Any:
-        # What is no array is a constant of the program.
+        # What is not an array is a constant of the program.
         each = iter(classes)
         found = [next(each) if is_array else "uniform" for _, is_array in named]
         return jax.tree.unflatten(out_tree, found)

@@ -96,7 +96,7 @@ class Checkpointer:
           TypeError: if `batches` have no position.
           ValueError: if what was written is of another model (naming the leaf), or without a
             position of the data although `batches` are given.
-          RuntimeError: if `directory` holds an earlier run and this is no resumption, if another
+          RuntimeError: if `directory` holds an earlier run and this does not resume it, if another
             run writes there, if all checkpoints there are damaged, or if another process failed.
           OSError: if `directory` cannot be written to.
         """

@@ -73,7 +73,7 @@ def entered(*, why_not: str | None = None, series: str = "") -> Iterator[None]:
 
     Args:
       why_not: in a sentence, why they cannot be told apart after all; see `why_unordered`.
-      series: see `next_series`; empty for a program that is no part of another.
+      series: see `next_series`; empty for a program that is not part of another.
     """
     token = _order.set(_Order(why_not, series))
     try:
@@ -96,7 +96,7 @@ def next_series(name: str) -> str:
 
 
 def why_not() -> str | None:
-    """Say in a sentence why nothing orders the all-reduces of this program, or None."""
+    """Return in a sentence why nothing orders the all-reduces of this program, or None."""
     order = _order.get()
     if order is None:
         return (
@@ -107,7 +107,7 @@ def why_not() -> str | None:
 
 
 def why_unordered(jaxpr: Any) -> str | None:
-    """Say in a sentence why the all-reduces of a traced program could meet others than their own.
+    """Return in a sentence why the all-reduces of a traced program could meet wrong ones.
 
     JAX traces a function that is jitted by itself once, whoever calls it: its all-reduces then
     stand in the program several times, under the same numbers, and outside of its chain.
@@ -189,7 +189,7 @@ def _look_through(jaxpr: Any, known: dict[int, _Chains]) -> _Chains:
 
 
 def next_number(bucket: Sequence[jax.Array]) -> int:
-    """Give the next all-reduce of the program its number, >= 0.
+    """Number the next all-reduce of the program, from 0.
 
     The same in every process and in every run of the same program: the numbers are part of what
     the compilation cache looks at.
@@ -216,7 +216,7 @@ def derived(number: int, by: str) -> int:
 
 
 def token() -> jax.Array | None:
-    """Give the token of the last all-reduce, None if the next one is the first here."""
+    """Return the token of the last all-reduce, None if the next one is the first here."""
     order = _order.get()
     if order is None or order.trace != jax.extend.core.get_opaque_trace_state():
         return None
@@ -224,7 +224,7 @@ def token() -> jax.Array | None:
 
 
 def passed(token: jax.Array) -> None:
-    """Note the token that the next all-reduce has to take."""
+    """Record the token that the next all-reduce has to take."""
     order = _order.get()
     if order is not None:
         order.token, order.trace = token, jax.extend.core.get_opaque_trace_state()

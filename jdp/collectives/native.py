@@ -99,7 +99,7 @@ def native(
 
 
 def why_not(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
-    """Say in a sentence why `auto` takes no `native` where this is traced, or None.
+    """Return in a sentence why `auto` takes no `native` where this is traced, or None.
 
     The answer depends on devices and hosts alone, so that it is the same in every process.
 
@@ -116,7 +116,7 @@ def why_not(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
 
 
 def starts_when_ready(all_reduce: Any, mesh: Mesh | None) -> bool:
-    """Tell whether an algorithm starts a bucket once it is complete, so that their order counts.
+    """Whether an algorithm starts a bucket once it is complete, so that their order counts.
 
     Args:
       all_reduce: the algorithm.
@@ -187,7 +187,7 @@ def reserved(
     axes: tuple[str, ...],
     mesh: Mesh | None,
 ) -> int:
-    """Give the key of the communicator of these GPUs, once it has room for some more buckets.
+    """Return the key of the communicator of these GPUs, once it has room for some more buckets.
 
     Args:
       buckets: lists of leaves.

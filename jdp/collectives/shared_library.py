@@ -70,7 +70,7 @@ def load(
 
 
 def runtime_version() -> tuple[int, int] | None:
-    """Give the (major, minor) version of XLA's FFI in the installed jaxlib, as its headers tell."""
+    """Return the (major, minor) version of XLA's FFI of jaxlib, read from its headers."""
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
     if not header.exists():
         return None

@@ -74,7 +74,7 @@ def combine_options(num_bytes: int) -> dict[str, int]:
 
 
 def split_scale(scale: Scale, dtype: np.dtype) -> tuple[Scale, Scale]:
-    """Say what to multiply by before the sum and what after it.
+    """Return what to multiply by before the sum and what after it.
 
     After it costs one rounding; but a sum of float16 may pass 65504 where its mean does not.
     """

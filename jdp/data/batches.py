@@ -12,9 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jdp.axis import AxisName
-from jdp.data.dataset import Read, reader, with_mask
+from jdp.data.dataset import Read, note_mask, reader, with_mask
 from jdp.data.first_batch_check import first_batch
-from jdp.data.padding import note_mask
 from jdp.data.prefetch import prefetch as ahead
 from jdp.data.sampler import Run, Sampler
 from jdp.data.sharding import batch_sharding, process_rows

@@ -1,5 +1,6 @@
 """Reading rows of a dataset by number, and marking the rows that count."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,39 @@ def with_mask(batch: Any, mask: np.ndarray) -> Any:
             )
         return {**batch, "mask": mask}
     return (*batch, mask) if isinstance(batch, tuple) else (batch, mask)
+
+
+# The masks that jdp.batches made and somebody still holds, by identity: arrays have no hash.
+_masks: dict[int, weakref.ref] = {}
+
+
+def note_mask(batch: Any) -> None:
+    """Record that the mask of this batch says which rows are padding.
+
+    Args:
+      batch: from `jdp.batches`: a dict with the key "mask", or a tuple that ends with it.
+    """
+    mask = batch["mask"] if isinstance(batch, dict) else batch[-1]
+    key = id(mask)
+    _masks[key] = weakref.ref(mask, lambda _: _masks.pop(key, None))
+
+
+def find_mask(batch: Any) -> Any | None:
+    """Find the padding mask of a batch: the leaf, or None.
+
+    It is the last element of a tuple only if `jdp.batches` made it, since that may well be bool
+    labels of the author's; in a dict the key "mask" of bool `[rows]` says enough.
+    """
+    if isinstance(batch, dict):
+        mask = batch.get("mask")
+    elif isinstance(batch, (tuple, list)) and batch:
+        mask = batch[-1]
+        if (ref := _masks.get(id(mask))) is None or ref() is not mask:
+            return None
+    else:
+        return None
+    is_array = isinstance(mask, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+    return mask if is_array and mask.dtype == bool and mask.ndim == 1 else None
 
 
 def _array_reader(dataset: Any) -> tuple[int, Read]:

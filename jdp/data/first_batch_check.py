@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jdp.data.sharding import Layout
 from jdp.distributed import agree
+from jdp.error_codes import with_code
 
 _TEXT_CHARACTERS = 600
 
@@ -74,22 +75,24 @@ def require_agreement(reports: Mapping[int, FirstBatch]) -> None:
     """
     for process, report in reports.items():
         if report.state == "error":
-            raise RuntimeError(
+            text = (
                 f"process {process} could not make its first batch, so no process can begin: "
                 f"{report.text}"
             )
+            raise RuntimeError(with_code("JDP208", text))
     kinds = {process: report[:3] for process, report in reports.items()}
     usual = Counter(kinds.values()).most_common(1)[0][0]
     odd = next((process for process, kind in kinds.items() if kind != usual), None)
     if odd is not None:
         like = next(process for process, kind in kinds.items() if kind == usual)
-        raise ValueError(
+        text = (
             f"process {odd} begins with {reports[odd].rows_per_rank} rows per rank "
             f"({reports[odd].text}), process {like} with {reports[like].rows_per_rank} "
             f"({reports[like].text}): a step hangs or goes wrong unless its ranks hold equally "
             "many rows of the same shapes and dtypes. Give every process the same arguments, and "
             "equally many rows per rank."
         )
+        raise ValueError(with_code("JDP209", text))
 
 
 def _report(layout: Layout, facts: str) -> FirstBatch:

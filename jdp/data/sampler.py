@@ -182,7 +182,7 @@ class Run(NamedTuple):
         return full + (rest > 0 and self.tail != "drop")
 
     def next_rows(self, position: int) -> int:
-        """Count the rows that are no padding in the batch at `position`; 0 after the end."""
+        """Count the rows that are not padding in the batch at `position`; 0 after the end."""
         left = max(self.end - position, 0)
         if self.endless and left:
             return self.batch_size
@@ -207,7 +207,7 @@ class Run(NamedTuple):
         return rows
 
     def batch(self, sampler: Sampler, position: int, size: int) -> tuple[np.ndarray, int]:
-        """Give the row numbers of the batch at `position`, and how many of them count.
+        """Return the row numbers of the batch at `position`, and how many of them count.
 
         Those that count stand first, in the order of the stream; the last of them is repeated.
 
@@ -218,7 +218,7 @@ class Run(NamedTuple):
 
         Returns:
           Row numbers, [size] int, equal blocks of them for the ranks in order; and the number of
-          those that are no padding, so that the last ranks may hold nothing else.
+          those that are not padding, so that the last ranks may hold nothing else.
         """
         count = self.next_rows(position)
         return np.pad(sampler.indices(position, count), (0, size - count), mode="edge"), count

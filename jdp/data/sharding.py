@@ -1,4 +1,4 @@
-"""Where the rows of a batch lie: which are this process's, and putting them on its devices."""
+"""Where the rows of a batch lie: which are this process's, and putting them on the devices."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp import axis
 from jdp.axis import AxisName
-from jdp.distributed.mesh import require_axes
+from jdp.distributed.mesh import num_ranks, require_axes
 
 
 def batch_sharding(mesh: Mesh, axis_name: AxisName) -> NamedSharding:
@@ -55,6 +55,87 @@ def process_rows(
     index_map = sharding.devices_indices_map((num_rows,))
     blocks = {index_map[device][0].indices(num_rows) for device in devices}
     return np.concatenate([np.arange(*block) for block in sorted(blocks)])
+
+
+def place_batch(batch: Any, where: Mesh, axis_name: tuple[str, ...]) -> Any:
+    """Split a batch over ranks, after a look at its rows; leaves that lie right stay.
+
+    Args:
+      batch: tree of arrays whose first dim is the rows of the global batch.
+      where: the mesh.
+      axis_name: the axes that split it.
+
+    Raises:
+      ValueError: if a leaf is a scalar, leaves have different first dims, these do not divide
+        by the ranks, or the array is of one process among several.
+      TypeError: if a leaf does not hold numbers.
+    """
+    named, treedef = jax.tree_util.tree_flatten_with_path(batch)
+    ranks = num_ranks(where, axis_name)
+    sharding = NamedSharding(where, PartitionSpec(axis_name))
+    placed = []
+    num_rows = None
+    for path, leaf in named:
+        name = f"batch{jax.tree_util.keystr(path)}"
+        shape = np.shape(leaf)
+        if not shape:
+            raise ValueError(_scalar_error(name, path, leaf))
+        num_rows = shape[0] if num_rows is None else num_rows
+        if num_rows == 0 or shape[0] != num_rows or num_rows % ranks:
+            raise ValueError(_rows_error(name, shape, num_rows, named[0][0], ranks))
+        placed.append(_place_rows(name, leaf, sharding))
+    return jax.tree.unflatten(treedef, placed)
+
+
+def _place_rows(name: str, leaf: Any, sharding: NamedSharding) -> Any:
+    if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+        return leaf
+    if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        return leaf
+    if not sharding.is_fully_addressable:
+        raise ValueError(
+            f"`{name}` is an array of this process alone, and jdp cannot know which rows of the "
+            f"global batch it holds ({jax.process_count()} processes train together). "
+            "Make batches with jdp.batches(dataset, ...) or jdp.shard_batches(loader)."
+        )
+    # A copy first: JAX may use a NumPy array's memory as a CPU device's, and the caller may fill
+    # it with the next batch while this one is still read.
+    if not isinstance(leaf, jax.Array):
+        leaf = np.array(leaf)
+        if leaf.dtype.kind in "OSUMm":
+            raise TypeError(
+                f"`{name}` {leaf.dtype}{list(leaf.shape)} cannot be put on a device, which holds "
+                "numbers. Leave it out of the batch."
+            )
+    return jax.device_put(leaf, sharding)
+
+
+def _scalar_error(name: str, path: tuple, leaf: Any) -> str:
+    if path and isinstance(path[-1], jax.tree_util.SequenceKey) and not hasattr(leaf, "shape"):
+        return (
+            f"`{name}` is the single value {leaf!r}: to JAX a list is a tree, whose elements are "
+            "arrays of their own. Give columns, such as np.asarray(values); strings stay outside."
+        )
+    return (
+        f"`{name}` is a scalar, but a batch is split over ranks on its first dim. "
+        "Give it as a further argument: step(state, batch, scalar)."
+    )
+
+
+def _rows_error(name: str, shape: tuple, num_rows: int, first: tuple, ranks: int) -> str:
+    if shape[0] != num_rows:
+        return (
+            f"`{name}` has {shape[0]} rows and `batch{jax.tree_util.keystr(first)}` has "
+            f"{num_rows}: every leaf of a batch has the same first dim. Give what is not per row "
+            "as a further argument."
+        )
+    if num_rows == 0:
+        return f"`{name}` has no rows: the mean over none of them is not defined."
+    return (
+        f"`{name}` has {num_rows} rows, which do not divide by {ranks} ranks: ranks with fewer "
+        "rows would count for as much as the others. jdp.batches(..., mask=True) pads batches "
+        f"and masks what it added; or choose a batch size that is a multiple of {ranks}."
+    )
 
 
 class Leaf(NamedTuple):

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.distributed import agree, kv_store
 from jdp.distributed.fail_fast import OtherFailedError, leave_if_failed
+from jdp.error_codes import with_code
 from jdp.worker import progress
 
 # How long a process has, once it is known that the loops differ, to come for its next batch, where
@@ -107,17 +108,18 @@ def problem_of(first: LoopEnd, mine: LoopEnd) -> Problem | None:
     """
     for end in (mine, first):
         if end.how == "error":
-            return Problem(True, f"{end}, so no process can go on: {end.text}")
+            text = f"{end}, so no process can go on: {end.text}"
+            return Problem(True, with_code("JDP208", text))
     if mine.num_batches == first.num_batches:
         return None
     if mine.how == "on" and mine.num_batches < first.num_batches:
         return None
-    return Problem(
-        False,
+    text = (
         f"{first}, but {mine}: each step needs the rows of all ranks. Give every process equally "
         "many batches, such as itertools.islice(loader, n) with the smallest number of all, and "
-        "leave a loop early on all processes or on none.",
+        "leave a loop early on all processes or on none."
     )
+    return Problem(False, with_code("JDP210", text))
 
 
 class _Loop:
@@ -154,7 +156,7 @@ class _Loop:
         self.end("left")
 
     def next(self, batches: Iterator[Any]) -> tuple[Any] | None:
-        """Give the next batch, or None if no process has one."""
+        """Return the next batch, or None if no process has one."""
         try:
             batch = next(batches)
         except StopIteration:
@@ -175,7 +177,7 @@ class _Loop:
         raise AssertionError(f"{self._mine}, and no process had ended")
 
     def end(self, how: str, text: str = "") -> None:
-        """Tell the others, without waiting for them, that this process hands out no more."""
+        """Report to the others, without waiting for them, that this process hands out no more."""
         with self._lock:
             if self._mine is not None:
                 return
@@ -235,10 +237,11 @@ class _Loop:
 
     def _wait_for_others(self) -> None:
         if not self._is_settled():
-            raise RuntimeError(
+            text = (
                 f"{self._mine}, and {agree.timeout_s():g} s later processes {self._missing()} "
                 "have neither ended theirs nor gone on: they hang, or do something else."
             )
+            raise RuntimeError(with_code("JDP207", text))
         self.raise_problem()
 
     def _watch(self) -> None:

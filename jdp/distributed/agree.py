@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jdp.distributed import kv_store, this_process
 from jdp.distributed.fail_fast import OtherFailedError
+from jdp.error_codes import with_code
 from jdp.worker import progress
 
 # How often a group has gathered values: a key of the store is used once.
@@ -67,15 +68,17 @@ def all_gather(group: tuple[int, ...], value: Any, *, what: str) -> dict[int, An
         with progress.WAITING:
             text = _get(_key(group, number, process), end)
         if text is None:
-            raise RuntimeError(
+            text = (
                 f"process {process} did not come within {timeout_s():g} s to compare {what} with "
                 f"process {me}: it has ended, hangs, or does something else. Its output may say "
                 "why. All processes of a mesh must make the same calls in the same order."
             )
+            raise RuntimeError(with_code("JDP207", text))
         answer = json.loads(text)
         if "failed" in answer:
             _num_failures[group] += 1
-            raise OtherFailedError(f"process {process} failed {answer['failed']}")
+            text = f"process {process} failed {answer['failed']}"
+            raise OtherFailedError(with_code("JDP208", text))
         found[process] = answer["value"]
     if number:  # All have come here, so that none reads the last one any more.
         kv_store.delete(_key(group, number - 1, me))

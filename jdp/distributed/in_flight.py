@@ -11,6 +11,8 @@ import numpy as np
 
 from jdp.distributed import failed_run, this_process
 from jdp.distributed.checks import arguments, overdue
+from jdp.error_codes import with_code
+from jdp.step_spec import StepSpec
 from jdp.worker import progress
 
 # XLA's CPU client before JAX 0.11 hangs for good with more than about 30 undrained steps on all
@@ -38,11 +40,8 @@ class StepCall(NamedTuple):
     """A call of a step that may still be running.
 
     Attributes:
-      step: the step, which tells its calls from those of others.
-      name: of the step.
+      spec: of the step, which tells its calls from those of others.
       number: of the call.
-      returns_state: whether it trains.
-      donates: whether the state that went in is gone.
       arguments: compares it between processes; None where it is not compared.
       given: what is compared.
       check: raises a RuntimeError if something failed while it ran that JAX does not know of.
@@ -52,11 +51,8 @@ class StepCall(NamedTuple):
       weight: of the batch, which is ready when the call has run.
     """
 
-    step: Any
-    name: str
+    spec: StepSpec
     number: int
-    returns_state: bool
-    donates: bool
     arguments: arguments.Arguments | None
     given: arguments.Given | None
     check: Callable[[], None]
@@ -93,9 +89,9 @@ def add(call: StepCall) -> None:
     _calls.append(call)
 
 
-def latest_step() -> Any:
-    """Return the step of the newest call in flight; None if there is none."""
-    return _calls[-1].step if _calls else None
+def latest_spec() -> StepSpec | None:
+    """Return the step of the latest call in flight; None if there is none."""
+    return _calls[-1].spec if _calls else None
 
 
 def drain() -> None:
@@ -111,7 +107,7 @@ class Unchecked:
     """
 
     def __init__(self) -> None:
-        self._calls = [call for call in _calls if call.returns_state and _is_checked(call)]
+        self._calls = [call for call in _calls if call.spec.returns_state and _is_checked(call)]
 
     def went_wrong(self) -> bool:
         """Whether one was not the same on all processes, or got what is not a weight.
@@ -154,7 +150,7 @@ def _drain(num_left: int) -> None:
             call.weight.block_until_ready()
             call.check()
         except RuntimeError as error:
-            raise failed(call, call.donates, error) from error
+            raise failed(call, call.spec.donate, error) from error
         _calls.popleft()
         _require_right(call)
 
@@ -177,16 +173,17 @@ def _why_invalid(call: StepCall) -> str | None:
 def _require_right(call: StepCall) -> None:
     if _differs(call):
         assert call.arguments is not None and call.given is not None
-        text = call.arguments.explained(call.given, call.name, call.number)
+        text = call.arguments.explained(call.given, call.spec.name, call.number)
     elif why := _why_invalid(call):
-        returned = "it and later calls" if call.returns_state else "it"
-        text = f"call {call.number} of `{call.name}`: {why} What {returned} returned is NaN."
+        returned = "it and later calls" if call.spec.returns_state else "it"
+        called = f"call {call.number} of `{call.spec.name}`"
+        text = with_code("JDP212", f"{called}: {why} What {returned} returned is NaN.")
     else:
         return
-    if call.returns_state:
+    if call.spec.returns_state:
         this_process.current.why_wrong = text
     # Other steps may go on, or be wrong by themselves: only this one's own calls are reported here.
-    others = [each for each in _calls if each.step is not call.step]
+    others = [each for each in _calls if each.spec is not call.spec]
     _calls.clear()
     _calls.extend(others)
     raise RuntimeError(text)
@@ -211,9 +208,9 @@ def failed(call: StepCall, is_gone: bool, error: Exception) -> RuntimeError:
             f"The input state was donated and is gone: go back to {back} with jdp.Checkpointer, or "
             "train with donate=False."
         )
-    return RuntimeError(
-        f"call {call.number} of `{call.name}` failed: {failed_run.reason(error)}.{cause} {gone}"
-    )
+    called = f"call {call.number} of `{call.spec.name}`"
+    text = f"{called} failed: {failed_run.reason(error)}.{cause} {gone}"
+    return RuntimeError(with_code("JDP214", text))
 
 
 def _difference(call: StepCall, timeout_s: float) -> str | None:
@@ -242,7 +239,7 @@ def _num_running() -> int:
 
 def _unfinished(call: StepCall) -> overdue.Unfinished:
     explain = functools.partial(_difference, call, overdue.PATIENCE_S)
-    return overdue.Unfinished(call.name, call.number, explain)
+    return overdue.Unfinished(call.spec.name, call.number, explain)
 
 
 progress.ask_devices(_num_running)

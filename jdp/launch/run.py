@@ -10,8 +10,9 @@ import signal
 import socket
 import sys
 
+from jdp.error_codes import with_code
 from jdp.launch.host.agent import Host, Outcome
-from jdp.launch.host.worker_process import Kit
+from jdp.launch.host.worker_process import HostResources
 from jdp.launch.leader.leader import Leader
 from jdp.launch.options.options import Options
 
@@ -30,16 +31,16 @@ def run(options: Options) -> int:
     """
     _open_standard_streams()
     try:
-        address, listener = _meeting_place(options)
-        kit = Kit(options)
+        address, listener = _rendezvous(options)
+        resources = HostResources(options)
     except (OSError, ValueError) as error:
         _say(str(error))
         return 2
     try:
-        outcome = asyncio.run(_run(options, kit, address, listener))
+        outcome = asyncio.run(_run(options, resources, address, listener))
     finally:
         try:
-            kit.close()
+            resources.close()
         except TimeoutError as error:
             _say(str(error))
     if outcome.why:
@@ -48,14 +49,17 @@ def run(options: Options) -> int:
 
 
 async def _run(
-    options: Options, kit: Kit, address: tuple[str, int], listener: socket.socket | None
+    options: Options,
+    resources: HostResources,
+    address: tuple[str, int],
+    listener: socket.socket | None,
 ) -> Outcome:
     loop = asyncio.get_running_loop()
     bug: asyncio.Future[Outcome] = loop.create_future()
     loop.set_exception_handler(lambda loop, context: _note_bug(bug, context))
     token = options.token or secrets.token_hex(16)
-    leader = Leader(options, token, listener, kit.say) if listener is not None else None
-    host = Host(options, token, address, kit, leads=leader is not None)
+    leader = Leader(options, token, listener, resources.say) if listener is not None else None
+    host = Host(options, token, address, resources, leads=leader is not None)
     if leader is not None:
         leader.home = host.id
     for number in SIGNALS:
@@ -73,7 +77,7 @@ async def _run(
 
 
 # Where the hosts meet, and a socket that listens there if this launcher leads.
-def _meeting_place(options: Options) -> tuple[tuple[str, int], socket.socket | None]:
+def _rendezvous(options: Options) -> tuple[tuple[str, int], socket.socket | None]:
     if options.nnodes[1] == 1 or options.rdzv_endpoint is None:
         return _listening(("127.0.0.1", 0))
     name, _, port = options.rdzv_endpoint.rpartition(":")
@@ -86,10 +90,11 @@ def _meeting_place(options: Options) -> tuple[tuple[str, int], socket.socket | N
         # Not an address of this host, or another launcher of it leads.
         if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE) and options.node_rank is None:
             return address, None
-        raise ValueError(
+        text = (
             f"host 0 leads, and can't listen at {options.rdzv_endpoint}: {error.strerror}. Give "
             "--rdzv-endpoint an address of this host and a port that is free."
-        ) from error
+        )
+        raise ValueError(with_code("JDP310", text)) from error
 
 
 # What to listen at when the others know this host by `name`. Many hosts take their own name for a

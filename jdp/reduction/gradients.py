@@ -137,9 +137,9 @@ def _factors(
 def _as_ready(paths: list[str], sent: Sequence[int], step: step_context.Scope) -> Sequence[int]:
     """Order gradients so that `buckets.plan`, which takes the last first, sends what is ready."""
     step.split.update(paths)
-    if step.ready is None:
+    ready = step.choices.ready
+    if ready is None:
         return sent
-    ready = step.ready
     return sorted(sent, key=lambda i: -ready.get(paths[i], 0))
 
 
@@ -163,7 +163,7 @@ def _sent(
     paths: list[str], step: step_context.Scope | None, weight: jax.Array | None, mean: bool
 ) -> Sequence[int]:
     """Return the positions of the gradients that `scan_layers` has not averaged."""
-    if step is None or step.uniform is None:
+    if step is None or step.choices.uniform is None:
         return range(len(paths))
     if weight is not step.weight:
         raise ValueError(
@@ -171,7 +171,7 @@ def _sent(
             "backward pass, where it knows no weight but the step's: their mean would be another. "
             "Write jdp.train_step(weight=...), or jdp.scan_layers(..., late=False)."
         )
-    uniform = step.uniform
+    uniform = step.choices.uniform
     return [i for i, path in enumerate(paths) if not mean or path not in uniform]
 
 

@@ -55,7 +55,7 @@ def replicated(
       already and hands them straight to `tx`.
 
     Raises:
-      TypeError: if `tx` is no optax transformation.
+      TypeError: if `tx` is not an optax transformation.
       ValueError: from `update`, if a gradient's shape is not its parameter's, or another optax
         transformation stands around this one.
 
@@ -70,8 +70,8 @@ def replicated(
     buckets.plan([], bucket_bytes)  # Both complain here, not at the first step.
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
-            f"jdp.replicated got a {type(tx).__name__}, which is no optax transformation: it has "
-            "no init and update. Write jdp.replicated(optax.sgd(0.1))."
+            f"jdp.replicated got a {type(tx).__name__}, which is not an optax transformation: it "
+            "has no init and update. Write jdp.replicated(optax.sgd(0.1))."
         )
     wrapped = optax.with_extra_args_support(tx)
 

@@ -44,7 +44,7 @@ def scan_layers(
         close over traced values, which have their gradients; `jax.checkpoint(f)` works.
       init: the carry that goes in, any tree.
       params: tree of arrays `[layers, ...]`, the same on every rank. Only floats are reduced.
-      xs: tree of arrays `[layers, ...]` that are no parameters and may differ from rank to
+      xs: tree of arrays `[layers, ...]` that are not parameters and may differ from rank to
         rank: keys, masks, inputs.
       reverse: run the last layer first.
       unroll: as in `lax.scan`.
@@ -75,7 +75,9 @@ def scan_layers(
     axes = axis.in_mesh_order(axis_name)
     params = _shared(params, axes)
     step = step_context.innermost()
-    if step is not None and step.late:  # for the proof alone, and perhaps on another platform
+    if (
+        step is not None and step.choices.late
+    ):  # for the proof alone, and perhaps on another platform
         all_reduce = collectives.xla
     hooks = Hooks(floats_of(params), axes, all_reduce, reverse)
     leaves, treedef = jax.tree.flatten(params)
@@ -117,8 +119,8 @@ def _is_late(late: bool | None, axis_name: AxisName) -> tuple[bool, str]:
         return False, ""
     if _is_inside.get() or axis.is_typed(axis_name) or (step is not None and step.is_part):
         return False, ""
-    if step is not None and step.late is not None:
-        return step.late if late is None else late, ""
+    if step is not None and step.choices.late is not None:
+        return step.choices.late if late is None else late, ""
     has_others = axis.size(axis_name) > 1
     if late is not None:
         is_late, note = late and has_others, LATE_ON_MORE_RANKS if late and not has_others else ""
@@ -137,7 +139,7 @@ def _inside() -> Iterator[None]:
         _is_inside.reset(token)
 
 
-# So that the analysis refuses what is no parameter, of which a mean would be the wrong gradient.
+# So that the analysis refuses what is not a parameter, of which a mean would be the wrong gradient.
 def _shared(params: Any, axes: tuple[str, ...]) -> Any:
     def noted(path: Any, leaf: Any) -> jax.Array:
         return mark(leaf, kind=SHARED, path=jax.tree_util.keystr(path), axes=axes)

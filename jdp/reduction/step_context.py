@@ -14,8 +14,38 @@ from jax.sharding import Mesh
 
 from jdp import axis
 from jdp.analysis.marks import SHARE, WEIGHED, mark
+from jdp.analysis.traced import TraceFindings
 from jdp.axis import AxisName
 from jdp.reduction import row_weight
+
+
+class Choices(NamedTuple):
+    """How one program of a step differs from its others.
+
+    Attributes:
+      why_xla: why `collectives.auto` leaves its gradients to XLA; None where it chooses.
+      uniform: paths of the gradients that the probe found to be the same on every rank; None in
+        the probe.
+      ready: path of a gradient -> when the probe found it to be ready; None where nobody asks.
+      late: in a program of another platform or of more ranks, whether `scan_layers` reduces late
+        where its caller leaves that to the platform; None in one that runs.
+    """
+
+    why_xla: str | None = None
+    uniform: frozenset[str] | None = None
+    ready: dict[str, int] | None = None
+    late: bool | None = None
+
+
+PLAIN = Choices()  # of a function that is traced by itself
+
+
+class Reduction(NamedTuple):
+    """How gradients were reduced, in which of JAX's traces, and how many bytes of them."""
+
+    all_reduce: Callable[..., Any]
+    trace: Any
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -35,12 +65,8 @@ class Scope:
       why_no_gradient: why a sum over ranks that weigh differently cannot be transposed here; empty
         where it can.
       weighed: what gives ranks other weights than this scope has: functions of jdp.
-      uniform: paths of the gradients that a first trace found to be the same on every rank; None
-        in a first trace.
-      ready: path of a gradient -> when a first trace found it to be ready; None where nobody asks.
-      late: in a program of another platform or of more ranks, whether `scan_layers` reduces late
-        where its caller leaves that to the platform; None in the program that runs.
-      split: paths of the gradients that go through `collectives.split`, which asks.
+      choices: how this program differs from others of the step.
+      split: paths of the gradients that go through `collectives.split`.
       marked: paths of the gradients that were marked for reduction in this trace.
       reductions: how gradients were reduced in this trace, one after the other.
     """
@@ -54,21 +80,20 @@ class Scope:
     mesh: Mesh | None = None
     is_part: bool = False
     why_no_gradient: str = ""
+    choices: Choices = PLAIN
     weighed: set[str] = field(default_factory=set)
-    uniform: frozenset[str] | None = None
-    ready: dict[str, int] | None = None
-    late: bool | None = None
     split: set[str] = field(default_factory=set)
     marked: set[str] = field(default_factory=set)
-    reductions: list["Reduction"] = field(default_factory=list)
+    reductions: list[Reduction] = field(default_factory=list)
 
-
-class Reduction(NamedTuple):
-    """How gradients were reduced, in which of JAX's traces, and how many bytes of them."""
-
-    all_reduce: Callable[..., Any]
-    trace: Any
-    num_bytes: int
+    def found(self) -> TraceFindings:
+        """Return what the trace found, once it has ended."""
+        return TraceFindings(
+            marked=frozenset(self.marked),
+            split=frozenset(self.split),
+            weighed=frozenset(self.weighed),
+            gradient_bytes=sum(reduction.num_bytes for reduction in self.reductions),
+        )
 
 
 _scope: ContextVar[Scope | None] = ContextVar("jdp_scope", default=None)
@@ -115,7 +140,7 @@ def default_weight(axis_name: AxisName, caller: str) -> jax.Array | None:
 
 
 def innermost() -> Scope | None:
-    """Give the scope of the step being traced, whatever its axis."""
+    """Return the scope of the step being traced, whatever its axis."""
     return _scope.get()
 
 
@@ -126,7 +151,7 @@ def platform() -> str:
 
 
 def share_of(weight: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Give this rank's share of the weight of all ranks: `[]` float in 0 to 1.
+    """Return this rank's share of the weight of all ranks: `[]` float in 0 to 1.
 
     A batch of which nothing counts at all gives 0, not 0 / 0. A sum that overflows gives NaN.
     """
@@ -167,9 +192,7 @@ def entered(
     nested: bool = False,
     why_no_gradient: str = "",
     mesh: Mesh | None = None,
-    uniform: frozenset[str] | None = None,
-    ready: dict[str, int] | None = None,
-    late: bool | None = None,
+    choices: Choices = PLAIN,
 ) -> Iterator[Scope]:
     """Trace what stands inside as a step over `axis_name` on this rank's `batch`.
 
@@ -180,9 +203,7 @@ def entered(
       nested: `batch` is a micro-batch; its weight is summed over ranks only where it is used.
       why_no_gradient: see `Scope`.
       mesh: see `Scope`.
-      uniform: see `Scope`.
-      ready: see `Scope`.
-      late: see `Scope`.
+      choices: see `Scope`.
     """
     leaves = jax.tree.leaves(batch)
     # Marked, so that a mask which only the weight reads can be told from one that the loss reads.
@@ -200,9 +221,7 @@ def entered(
         mesh=mesh,
         is_part=nested,
         why_no_gradient=why_no_gradient,
-        uniform=uniform,
-        ready=ready,
-        late=late,
+        choices=choices,
     )
     if weight is not None:
         (scope if around is None else around).weighed.add(
@@ -210,7 +229,7 @@ def entered(
         )
     token = _scope.set(scope)
     try:
-        is_plain = weight is None and late is None
+        is_plain = weight is None and choices.late is None
         with contextlib.nullcontext() if is_plain else _trace(next(_numbers_of_traces)):
             yield scope
     finally:

@@ -52,20 +52,20 @@ def check_step(
     ...
     ValueError: ... The loss is summed over rows instead of averaged...
     """
-    if not isinstance(step, Step) or not step.returns_state:
+    if not isinstance(step, Step) or not step.spec.returns_state:
         raise TypeError(
             f"check_step got {getattr(step, '__name__', step)!r}, which is not decorated with "
             "jdp.train_step: it compares the states that train steps return."
         )
     for name, tree in (("state", state), ("batch", batch), ("rest", rest)):
         pytrees.require_alive(name, tree, "Give what no step has donated, or a copy made before.")
-    ranks = mesh.mesh_of(jax.tree.leaves(state), step.axis_name)
+    ranks = mesh.mesh_of(jax.tree.leaves(state), step.spec.axis_name)
     if jax.process_count() > 1:
         raise ValueError(
             f"check_step needs all ranks in one process, and {jax.process_count()} share this "
             "mesh. Run it in one process with virtual devices: jdp.init(cpu_ranks=4)."
         )
-    num_ranks = mesh.num_ranks(ranks, step.axis_name)
+    num_ranks = mesh.num_ranks(ranks, step.spec.axis_name)
     if num_ranks == 1:
         raise ValueError(
             "check_step compares all ranks with one, and this mesh has 1 rank: any step would "
@@ -75,7 +75,7 @@ def check_step(
         raise ValueError(f"num_steps={num_steps} would compare nothing: write at least 1.")
     step = step.without_donation()
     start, batch, rest = _on_host((pytrees.hold(state), batch, rest))
-    one, all_ranks = _first_rank(ranks, step.axis_name), ranks
+    one, all_ranks = _first_rank(ranks, step.spec.axis_name), ranks
     runs = [_MeshRun(step, _on(start, where), batch, rest) for where in (one, all_ranks)]
     found = StepDifference([], None, num_ranks)
     for number in range(1, num_steps + 1):

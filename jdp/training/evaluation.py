@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jdp.data.batches import Batches
-from jdp.data.padding import find_mask
+from jdp.data.dataset import find_mask
 from jdp.distributed import in_flight
 from jdp.reduction import metrics
 from jdp.training.step import Step
@@ -50,7 +50,7 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any) -> Any:
     >>> float(metrics["mean"]), metrics["x"].tolist()
     (2.0, [0.0, 1.0, 2.0, 3.0, 4.0])
     """
-    if not isinstance(step, Step) or step.returns_state:
+    if not isinstance(step, Step) or step.spec.returns_state:
         raise TypeError(
             f"evaluate got {getattr(step, '__name__', step)!r}, which is not decorated with "
             "jdp.eval_step: a train step would change and donate the state."

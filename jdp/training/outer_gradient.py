@@ -11,6 +11,8 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
+from jdp.error_codes import with_code
+
 
 def refuse(tree: Any, step: str) -> Any:
     """Return `tree` unchanged; its transpose is an error.
@@ -37,13 +39,14 @@ _refuse_p = jax.extend.core.Primitive("jdp_refuse_transpose")
 
 
 def _transpose(cotangent: Any, x: Any, *, step: str) -> Any:
-    raise ValueError(
+    text = (
         f"jax.grad, jax.vjp or jax.jacrev goes through the whole of `{step}`, which has a weight=: "
         "that gradient would be wrong where ranks weigh differently. Take the gradient inside the "
         "step, or leave out weight= and return the loss "
         '`(losses * batch["mask"]).sum() / jdp.mean_over_ranks(batch["mask"].sum())`. Forward '
         "mode, such as jax.jvp, is right."
     )
+    raise ValueError(with_code("JDP125", text))
 
 
 _refuse_p.def_impl(lambda x, *, step: x)

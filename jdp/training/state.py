@@ -136,7 +136,7 @@ class TrainState:
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state)
 
     def replace(self, **changes: Any) -> "TrainState":
-        """Give a state with some fields changed: EMA, clipped weights, new batch statistics."""
+        """Return a state with some fields changed: EMA, clipped weights, new batch statistics."""
         return dataclasses.replace(self, **changes)
 
     @property
@@ -212,7 +212,7 @@ def _flags(params: Any, trainable: Any) -> tuple[bool, ...]:
 
 
 def _select(tree: Any, flags: tuple[bool, ...]) -> Any:
-    # A leaf that does not train becomes None, which is no leaf: optax never sees it.
+    # A leaf that does not train becomes None, which is not a leaf: optax never sees it.
     if all(flags):
         return tree
     leaves, treedef = jax.tree.flatten(tree)

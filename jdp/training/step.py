@@ -1,7 +1,7 @@
 """`train_step` and `eval_step`: run a function of one rank on every rank of the mesh."""
 
+import dataclasses
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,10 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdp import axis, jax_compat, pytrees
 from jdp.axis import AxisName
 from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.data.padding import place_batch
+from jdp.data.sharding import place_batch
 from jdp.distributed import failed_run, in_flight, mesh
 from jdp.distributed.checks import arguments, known_leaves
 from jdp.reduction import metrics, row_weight
+from jdp.step_spec import StepSpec
 from jdp.training.compiled_step import Program
 from jdp.worker import progress
 
@@ -77,8 +78,7 @@ def train_step(
     >>> float(state.params["w"]), float(metrics["loss"])
     (0.6000000238418579, 12.5)
     """
-    options = dict(axis_name=axis_name, weight=weight, donate=donate, returns_state=True)
-    return Step(fn, **options) if fn is not None else functools.partial(Step, **options)
+    return _decorated(fn, axis_name, weight, donate=donate, returns_state=True)
 
 
 def eval_step(
@@ -109,8 +109,19 @@ def eval_step(
     >>> float(metrics["mean"]), metrics["doubled"].tolist()
     (15.0, [0.0, 2.0, 4.0, 6.0])
     """
-    options = dict(axis_name=axis_name, weight=weight, donate=False, returns_state=False)
-    return Step(fn, **options) if fn is not None else functools.partial(Step, **options)
+    return _decorated(fn, axis_name, weight, donate=False, returns_state=False)
+
+
+def _decorated(fn: Any, axis_name: AxisName, weight: Any, **options: Any) -> Any:
+    def decorate(fn: Callable[..., Any]) -> Step:
+        return Step(StepSpec(fn, axis.names(axis_name), weight, **options))
+
+    if weight is not None and not callable(weight):
+        raise TypeError(
+            f"weight= must be a function of the batch, got {weight!r}. For example "
+            'weight=lambda batch: batch["mask"].sum().'
+        )
+    return decorate if fn is None else decorate(fn)
 
 
 class Step:
@@ -118,40 +129,21 @@ class Step:
 
     __name__: str
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        *,
-        axis_name: AxisName,
-        weight: Callable[[Any], Any] | None,
-        donate: bool,
-        returns_state: bool,
-    ):
-        if weight is not None and not callable(weight):
-            raise TypeError(
-                f"weight= must be a function of the batch, got {weight!r}. For example "
-                'weight=lambda batch: batch["mask"].sum().'
-            )
-        functools.update_wrapper(self, fn)
-        self.__name__ = getattr(fn, "__name__", "step")  # functools.partial has none
-        self.axis_name = axis.names(axis_name)
-        self.weight = weight
-        self.donate = donate
-        self.returns_state = returns_state
-        self._phase = progress.TRAIN_STEP if returns_state else progress.EVAL_STEP
-        self._fn = fn
-        self._signature = inspect.signature(fn)
+    def __init__(self, spec: StepSpec):
+        functools.update_wrapper(self, spec.fn)
+        self.__name__ = spec.name
+        self.spec = spec
+        self._phase = progress.TRAIN_STEP if spec.returns_state else progress.EVAL_STEP
         self._programs: dict[tuple[Mesh, bool], Program] = {}
-        self._told: set[str] = set()  # warnings
         self._returned: list[weakref.ref] = []  # leaves of the last state: placed, not aliased
         self._num_calls = 0
-        self._holds_others = False  # whether the state has leaves that are no arrays
+        self._holds_others = False  # whether the state has leaves that are not arrays
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step: `(state, metrics)`, or the metrics of an `eval_step`."""
         state, reported, _ = self.run(*args, **kwargs)
         reported = metrics.unmarked(reported)
-        return (state, reported) if self.returns_state else reported
+        return (state, reported) if self.spec.returns_state else reported
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, jax.Array]:
         """Run one step: `(state, metrics, weight)`.
@@ -162,11 +154,11 @@ class Step:
         """
         program, args, is_traced, follows = self._prepare(args, kwargs)
         if is_traced:
-            state, reported, weight, _ = program(*args)  # inside a jit or scan of the caller's
+            state, reported, weight, *_ = program(*args)  # inside a jit or scan of the caller's
             return pytrees.restore(state), reported, weight
         given = None
         with self._phase:
-            if not follows or in_flight.latest_step() not in (None, self):
+            if not follows or in_flight.latest_spec() not in (None, self.spec):
                 _order_between_processes(program.mesh)
             in_flight.make_room()
             self._num_calls += 1
@@ -175,7 +167,8 @@ class Step:
             call = self._call(program, given)
             in_flight.begins(call)
             try:
-                state, reported, weight, reports = program(*args, follows=follows, given=given)
+                returned = program(*args, follows=follows, given=given)
+                state, reported, weight, reports, _ = returned
             except (RuntimeError, ValueError) as error:
                 if "delete" in str(error):
                     self._require_alive(*args)
@@ -186,21 +179,13 @@ class Step:
                 in_flight.ends()
             self._returned[:] = map(weakref.ref, jax.tree.leaves(state))
             in_flight.add(call._replace(reports=reports, weight=weight))
-            if progress.is_first_step() and self.returns_state:
+            if progress.is_first_step() and self.spec.returns_state:
                 _wait_for_first_step()
         return pytrees.restore(state), reported, weight
 
     def without_donation(self) -> "Step":
-        """Give the same step, leaving whole the state that goes in."""
-        step = Step(
-            self._fn,
-            axis_name=self.axis_name,
-            weight=self.weight,
-            donate=False,
-            returns_state=self.returns_state,
-        )
-        step._told = self._told
-        return step
+        """Return the same step, which does not donate the state that goes in."""
+        return Step(dataclasses.replace(self.spec, donate=False))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Trace, prove and lower the step for these arguments: arrays or `ShapeDtypeStruct`s."""
@@ -208,9 +193,9 @@ class Step:
         return program.trace(*args).lower()
 
     def _prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Program, tuple, bool, bool]:
-        """Give program, arguments, whether one is traced, and whether the state is our last."""
+        """Return program, arguments, whether one is traced, and whether the state is our last."""
         try:
-            bound = self._signature.bind(*args, **kwargs)
+            bound = self.spec.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(self._call_error(error)) from None
         bound.apply_defaults()
@@ -229,35 +214,35 @@ class Step:
         if self._holds_others:
             state = pytrees.hold(state)
         leaves = jax.tree.leaves(state)
-        where = mesh.mesh_of(leaves, self.axis_name)
-        is_returned = self._is_returned(leaves)
+        where = mesh.mesh_of(leaves, self.spec.axis_name)
+        # What the last call returned is placed and shares no buffers: nothing to look at.
+        is_returned = known_leaves.are(self._returned, leaves)
         is_traced = not is_returned and _holds_tracer(leaves)
         if not is_returned:
             state = self._admit(state, where)
         if jax_compat.DELETED_ARRAY_CRASHES and pytrees.any_deleted((state, batch, rest)):
             self._require_alive(state, batch, *rest)
         try:
-            batch = place_batch(batch, where, self.axis_name)
+            batch = place_batch(batch, where, self.spec.axis_name)
         except RuntimeError:
             self._require_alive(state, batch)
             raise
         rest = [_place_rest(arg, where) for arg in rest]
         # Split over several ranks a batch is a copy.
-        if self.donate and (rest or mesh.num_ranks(where, self.axis_name) == 1):
+        if self.spec.donate and (rest or mesh.num_ranks(where, self.spec.axis_name) == 1):
             batch, *rest = _unshared([batch, *rest], jax.tree.leaves(state))
         is_traced = is_traced or _holds_tracer((batch, rest))
         program = self._programs.get((where, is_traced))
         if program is None:
-            program = self._programs[where, is_traced] = self._new_program(where, is_traced)
+            program = self._programs[where, is_traced] = Program(
+                self.spec, where, is_part=is_traced
+            )
         return program, (state, batch, *rest), is_traced, is_returned
 
     def _call(self, program: Program, given: arguments.Given | None) -> in_flight.StepCall:
         return in_flight.StepCall(
-            step=self,
-            name=self.__name__,
+            spec=self.spec,
             number=self._num_calls,
-            returns_state=self.returns_state,
-            donates=self.donate,
             arguments=program.arguments,
             given=given,
             check=cpu_runtime.check,
@@ -271,24 +256,20 @@ class Step:
 
     def _call_error(self, error: TypeError) -> str:
         hint = ""
-        if next(iter(self._signature.parameters), None) == "self":
+        if next(iter(self.spec.signature.parameters), None) == "self":
             hint = (
                 " A decorated method is not bound to its object: decorate the bound one, "
                 f"self.{self.__name__} = jdp.train_step(self._{self.__name__}) in __init__."
             )
-        return f"{self.__name__}{self._signature}: {error}.{hint}"
-
-    def _is_returned(self, leaves: list[Any]) -> bool:
-        # What the last call returned is placed and shares no buffers: nothing to look at.
-        return known_leaves.are(self._returned, leaves)
+        return f"{self.__name__}{self.spec.signature}: {error}.{hint}"
 
     def _admit(self, state: Any, where: Mesh) -> Any:
         """Place a state that did not come from this step, and copy what is aliased in it."""
         self._require_alive(state)
         held = pytrees.hold(state)
         self._holds_others = held is not state or isinstance(state, pytrees.Held)
-        state = mesh.placed(held, self.axis_name, where)
-        if not self.donate:
+        state = mesh.placed(held, self.spec.axis_name, where)
+        if not self.spec.donate:
             return state
         leaves, treedef = jax.tree.flatten(state)
         seen: set[Any] = set()
@@ -300,24 +281,8 @@ class Step:
         return jax.tree.unflatten(treedef, leaves)
 
     def _require_alive(self, *args: Any) -> None:
-        for name, arg in zip(self._argument_names(len(args)), args, strict=True):
-            pytrees.require_alive(name, arg, _GO_ON)
-
-    def _argument_names(self, num: int) -> list[str]:
-        names = list(self._signature.parameters)
-        return [names[i] if i < len(names) else f"argument {i}" for i in range(num)]
-
-    def _new_program(self, where: Mesh, is_part: bool) -> Program:
-        return Program(
-            self._fn,
-            where,
-            self.axis_name,
-            weight_fn=self.weight,
-            returns_state=self.returns_state,
-            donate=self.donate,
-            told=self._told,
-            is_part=is_part,
-        )
+        for i, arg in enumerate(args):
+            pytrees.require_alive(self.spec.argument(i), arg, _GO_ON)
 
 
 _GO_ON = (

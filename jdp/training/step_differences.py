@@ -98,7 +98,7 @@ def compare(
         copies = _copies(other)
         allowed = num_steps * tolerance * (1 + largest)
         if jnp.issubdtype(leaf.dtype, jnp.inexact) and not _differ(copies):
-            # The leaf may have few digits. They are no reason for ranks to differ.
+            # The leaf may have few digits. That is not a reason for ranks to differ.
             eps = 2 * max(digits, float(jnp.finfo(leaf.dtype).eps))
             by_digits = eps * (1 + largest) if start is None else num_steps * eps * largest
             allowed = max(allowed, by_digits)
@@ -158,7 +158,7 @@ def beyond(leaves: list[LeafDifference]) -> list[LeafDifference]:
 
 
 def likely_cause(found: StepDifference, program: str, named: str) -> str:
-    """Say why one rank and all may differ.
+    """Return why one rank and all may differ.
 
     Args:
       found: the differences.

@@ -9,7 +9,7 @@ STALLED = 124
 
 
 def in_words(returncode: int) -> str:
-    """Say how a process ended.
+    """Return how a process ended.
 
     Args:
       returncode: that of Popen: the exit code, or minus the signal.
@@ -39,7 +39,7 @@ def in_words(returncode: int) -> str:
 
 
 def exit_code(returncode: int) -> int:
-    """Give the exit code that tells what became of a process: 128 + n if signal n killed it.
+    """Return the exit code that tells what became of a process: 128 + n if signal n killed it.
 
     >>> exit_code(-9), exit_code(3)
     (137, 3)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jdp.worker.progress_board import BEFORE, ENDED, Where
+from jdp.worker.progress_board import BEFORE, ENDED, ProcessStatus
 
 _STALL_S = 30.0
 # Looks are a second apart at most, unless somebody stopped the one that looks.
@@ -42,7 +42,7 @@ class Stall(NamedTuple):
 
 
 class Watch:
-    """Decides from where the processes are whether the run hangs.
+    """Decides from the status of the processes whether the run hangs.
 
     The processes with the fewest steps are those that the others wait for, so only their time
     counts: nobody is at fault who waits for a process that still has time to evaluate or save. A
@@ -55,8 +55,8 @@ class Watch:
       ends: whether who looks ends the run when it is over, as the report then says.
 
     >>> watch = Watch(timeout_s=600.0)
-    >>> run = Where(7, steps=12, progress_s=100.0, phase="running a step", since_s=100.0)
-    >>> data = Where(8, steps=11, progress_s=99.0, phase="waiting for data", since_s=99.0)
+    >>> run = ProcessStatus(7, steps=12, progress_s=100.0, phase="running a step", since_s=100.0)
+    >>> data = ProcessStatus(8, steps=11, progress_s=99.0, phase="waiting for data", since_s=99.0)
     >>> watch.look(129.0, {0: run, 1: data})
     Stall(report=..., processes=[1], stalled_s=30.0, is_over=False)
     >>> watch.look(130.0, {0: run, 1: data})  # nothing new
@@ -71,14 +71,14 @@ class Watch:
         self._blind_until_s = -math.inf
         self._stopped_s: dict[int, float] = {}  # since when
 
-    def look(self, now: float, processes: Mapping[int, Where]) -> Stall | None:
-        """Give what is to be said now, if anything is.
+    def look(self, now: float, processes: Mapping[int, ProcessStatus]) -> Stall | None:
+        """Return the stall to report now, None if there is none.
 
         Call it a few times a second. Time in which nobody looked is not held against the
         processes: whoever stopped the one that looks may have stopped them, too.
 
         Args:
-          now: seconds, on the clock of `Where`.
+          now: seconds, on the clock of `ProcessStatus`.
           processes: of all hosts, by index. While all are before `jdp.init()` nobody waits.
 
         Returns:
@@ -120,9 +120,9 @@ class Watch:
         )
         return Stall(report, causes, stalled_s, is_over)
 
-    def left_s(self, now: float, where: Where) -> float:
-        """Give for how many seconds a process may still go on without progress."""
-        return self._limit_s(where) - (now - max(where.progress_s, self._blind_until_s))
+    def left_s(self, now: float, status: ProcessStatus) -> float:
+        """Return for how many seconds a process may still go on without progress."""
+        return self._limit_s(status) - (now - max(status.progress_s, self._blind_until_s))
 
     def _verdict(self, limit_s: float, is_over: bool) -> str:
         if math.isinf(limit_s) or not self._ends:
@@ -131,11 +131,11 @@ class Watch:
             return f", of {_seconds(limit_s)} that it may take: the run ends"
         return f"; the run ends after {_seconds(limit_s)}"
 
-    def _timeout_of(self, where: Where) -> float:
-        return where.timeout_s if self._timeout_s is None else self._timeout_s
+    def _timeout_of(self, status: ProcessStatus) -> float:
+        return status.timeout_s if self._timeout_s is None else self._timeout_s
 
     # Who waits for others has the time that they have.
-    def _limits_s(self, begun: Mapping[int, Where]) -> dict[int, float]:
+    def _limits_s(self, begun: Mapping[int, ProcessStatus]) -> dict[int, float]:
         limits_s = {i: self._limit_s(it) for i, it in begun.items()}
         others = [limits_s[i] for i, it in begun.items() if it.phase not in (WAITING, ENDED)]
         for i, it in begun.items():
@@ -143,26 +143,26 @@ class Watch:
                 limits_s[i] = max(others)
         return limits_s
 
-    def _limit_s(self, where: Where) -> float:
-        if where.state == "debugged":  # whoever debugs has all the time
+    def _limit_s(self, status: ProcessStatus) -> float:
+        if status.state == "debugged":  # a person who debugs has all the time
             return math.inf
-        if where.state == "stopped":  # it does not do what its phase has time for
-            return self._timeout_of(where)
+        if status.state == "stopped":  # it does not do what its phase has time for
+            return self._timeout_of(status)
         # The script may take its time, not the step that it has called and perhaps waits for.
-        if where.limit_s and not (where.is_running and where.phase == BETWEEN):
-            return where.limit_s
-        return self._timeout_of(where) * (1 if where.phase in _BRIEF else PATIENCE)
+        if status.limit_s and not (status.is_running and status.phase == BETWEEN):
+            return status.limit_s
+        return self._timeout_of(status) * (1 if status.phase in _BRIEF else PATIENCE)
 
     # As large a part of the limit as a stall is of timeout_s.
-    def _patience_s(self, limit_s: float, where: Where) -> float:
-        timeout_s = self._timeout_of(where)
+    def _patience_s(self, limit_s: float, status: ProcessStatus) -> float:
+        timeout_s = self._timeout_of(status)
         if math.isinf(timeout_s):
             return max(_STALL_S, limit_s / 2)
         return limit_s * min(_STALL_S, timeout_s / 2) / timeout_s
 
 
 # Those that still have to come to the step that the others are in.
-def _slowest(begun: Mapping[int, Where]) -> list[int]:
+def _slowest(begun: Mapping[int, ProcessStatus]) -> list[int]:
     running = {i: it.steps for i, it in begun.items() if it.phase != ENDED}
     if not running:
         return [*begun]  # They have to exit.
@@ -178,7 +178,7 @@ def _slowest(begun: Mapping[int, Where]) -> list[int]:
 # Of the slowest those that wait for nobody, else whoever waits elsewhere than in the step of these,
 # else the ones that have entered the fewest all-reduces. A script that has ended before them is a
 # cause, too: it will never come.
-def _causes(begun: Mapping[int, Where], slowest: list[int]) -> list[int]:
+def _causes(begun: Mapping[int, ProcessStatus], slowest: list[int]) -> list[int]:
     fewest = min(begun[i].steps for i in slowest)
     ended = [i for i, it in begun.items() if it.phase == ENDED]
     if len(ended) == len(begun):
@@ -195,42 +195,41 @@ def _causes(begun: Mapping[int, Where], slowest: list[int]) -> list[int]:
     return sorted(found, key=lambda i: (begun[i].steps, begun[i].progress_s, i))
 
 
-def _lines(now: float, begun: Mapping[int, Where], causes: list[int]) -> list[str]:
+def _lines(now: float, begun: Mapping[int, ProcessStatus], causes: list[int]) -> list[str]:
     others = sorted(set(begun) - set(causes))
     most = max(it.steps for it in begun.values())
     lines = []
     for i in [*causes, *others]:
-        where = begun[i]
-        behind = most - where.steps if i in causes else 0
+        status = begun[i]
+        behind = most - status.steps if i in causes else 0
         lag = f", {behind} step{'s' * (behind > 1)} behind" if behind else ""
-        wait = ", waits for the above" if i in others and waits(where) else ""
-        lines.append(f"  process {i} (pid {where.pid}){lag}: {_doing(now, where)}{wait}")
+        wait = ", waits for the above" if i in others and waits(status) else ""
+        lines.append(f"  process {i} (pid {status.pid}){lag}: {_doing(now, status)}{wait}")
     return lines
 
 
-def _doing(now: float, where: Where) -> str:
-    running = ", its devices still run a step" * (where.is_running and where.phase == BETWEEN)
-    what = (
-        f"{where.phase} for {_seconds(now - where.since_s)}, {where.steps:,} steps called{running}"
-    )
-    if where.entered > where.done:
-        what += f", inside all-reduce {where.entered:,} (bucket {where.bucket})"
-    elif where.entered:
-        what += f", {where.done:,} all-reduces done"
-    return f"{where.state}, {what}" if where.state else what
+def _doing(now: float, status: ProcessStatus) -> str:
+    what = f"{status.phase} for {_seconds(now - status.since_s)}, {status.steps:,} steps called"
+    if status.is_running and status.phase == BETWEEN:
+        what += ", its devices still run a step"
+    if status.entered > status.done:
+        what += f", inside all-reduce {status.entered:,} (bucket {status.bucket})"
+    elif status.entered:
+        what += f", {status.done:,} all-reduces done"
+    return f"{status.state}, {what}" if status.state else what
 
 
-def waits(where: Where) -> bool:
-    """Say whether a process waits in a step: for its devices, and these perhaps for others.
+def waits(status: ProcessStatus) -> bool:
+    """Whether a process waits in a step: for its devices, and these perhaps for others.
 
     Its script may wait for its devices, too, or do something else meanwhile.
     """
-    if where.phase == BETWEEN:
-        return where.is_running or where.entered > where.done
-    return where.phase in _WAITING
+    if status.phase == BETWEEN:
+        return status.is_running or status.entered > status.done
+    return status.phase in _WAITING
 
 
-def _advice(causes: list[Where], begun: list[Where]) -> str:
+def _advice(causes: list[ProcessStatus], begun: list[ProcessStatus]) -> str:
     phases = {it.phase for it in causes}
     if any(it.state == "stopped" for it in causes):
         return "A signal stopped it: kill -CONT continues it."

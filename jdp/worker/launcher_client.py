@@ -1,6 +1,6 @@
 """What a process of `jdp run` knows of its launcher, and tells it.
 
-This file and `channel.py` are all that a process needs: a script that never calls `jdp.init()`
+This file and `messages.py` are all that a process needs: a script that never calls `jdp.init()`
 never comes here, and finds RANK and the like in its environment, as under torchrun.
 """
 
@@ -131,7 +131,7 @@ class Member:
         return self.assignment
 
     def tell_end(self, **facts: Any) -> None:
-        """Tell the launcher that the script came to its end; a second time nothing.
+        """Report to the launcher that the script came to its end; a second time nothing.
 
         Args:
           **facts: `steps` that it has called, if it trains.
@@ -141,7 +141,7 @@ class Member:
             self.tell("ended", **facts)
 
     def tell(self, kind: str, **facts: Any) -> None:
-        """Tell the launcher; see `channel.py` for what. From any thread.
+        """Send a message of `jdp.worker.messages` to the launcher. From any thread.
 
         Args:
           kind: of the message.
@@ -169,7 +169,7 @@ def invitation(**where: int) -> dict[str, str]:
 
 @functools.cache
 def current() -> Member | None:
-    """Give what this process knows of its launcher; None if `jdp run` did not start it.
+    """Return what this process knows of its launcher; None if `jdp run` did not start it.
 
     Raises:
       RuntimeError: if the launcher is of another jdp.
@@ -185,7 +185,7 @@ def current() -> Member | None:
             f"{sys.executable} has not the jdp that `jdp run` belongs to, and they would "
             "misunderstand each other. Start both from one environment: python -m jdp run ..."
         )
-    # Taken out, and the descriptors kept to this process: what it starts is no member of the run.
+    # Taken out, and the descriptors kept to this process: what it starts is not in the run.
     os.environ.pop(VARIABLE)
     for name in ("socket", "board", "commit"):
         os.set_inheritable(fds[name], False)

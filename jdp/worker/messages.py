@@ -22,7 +22,7 @@ A host tells the leader:
   exited  process_id, ...          a process ended by itself
   ended   generation, port, step   none of its processes is left; a port for the next coordinator
   stop    signal, at_once          its launcher was asked to end the run
-  beat    at, where                it lives, its time, and where its processes are
+  beat    at, statuses             it lives, its time, and the statuses of its processes
 The leader tells a host:
   challenge  nonce, protocol       show that you know the token
   welcome    proof, is_running     you are in; so do I; a generation lives

@@ -119,7 +119,7 @@ def phase(name: str, *, timeout_s: float | None = None) -> Phase:
 
 
 def joins() -> None:
-    """Note that this process waits for the others, until `begin`."""
+    """Record that this process waits for the others, until `begin`."""
     own.phases[0] = record(hang_detector.JOINING), time.monotonic_ns()
     own.slot.enter(*own.phases[-1])
     show_stacks_when_asked()
@@ -166,12 +166,12 @@ def begin(timeout_s: float | None, process: int = 0, num_processes: int = 1) -> 
 
 
 def compiling_begins() -> None:
-    """Note that a step is traced, and will be compiled."""
+    """Record that a step is traced, and will be compiled."""
     _COMPILING.__enter__()
 
 
 def compiling_ends() -> None:
-    """Note that it is compiled, and handed to the devices."""
+    """Record that it is compiled, and handed to the devices."""
     own.compile_s += (time.monotonic_ns() - own.phases[-1][1]) / 1e9
     _COMPILING.__exit__()
 
@@ -187,7 +187,7 @@ def is_first_step() -> bool:
 
 
 def longest_wait_s() -> float:
-    """Give for how long another process may keep this one waiting before the watch ends the run.
+    """Return for how long another process may keep this one waiting before the watch ends the run.
 
     Returns:
       Seconds; inf if nobody watches.
@@ -196,17 +196,17 @@ def longest_wait_s() -> float:
 
 
 def kept(step: int, where: str) -> None:
-    """Note the newest step that this run could go on from."""
+    """Record the newest step that this run could go on from."""
     own.kept = f"step {step} ({where})"
 
 
 def latest_kept() -> str | None:
-    """Give the step that this run could go on from, in words; None if nothing keeps any."""
+    """Return the step that this run could go on from, in words; None if nothing keeps any."""
     return own.kept
 
 
 def native_numbers() -> int:
-    """Give the address of the numbers that the native library writes, valid for ever."""
+    """Return the address of the numbers that the native library writes, valid for ever."""
     numbers = (ctypes.c_char * (NATIVE.stop - NATIVE.start)).from_buffer(own.slot.memory[NATIVE])
     # Never freed: XLA's threads may write while the interpreter ends.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(numbers))
@@ -222,7 +222,7 @@ def _tell_first_step() -> None:
 
 
 def ends() -> None:
-    """Note that the script came to its end, before the process waits for others in its exit."""
+    """Record that the script came to its end, before the process waits for others in its exit."""
     own.slot.enter(record(ENDED))
     launcher = launcher_client.current()
     if launcher is not None:

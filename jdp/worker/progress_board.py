@@ -37,8 +37,8 @@ BEFORE = "before jdp.init()"
 ENDED = "the script has ended"
 
 
-class Where(NamedTuple):
-    """Where a process is; plain values, so that a host can send them to another.
+class ProcessStatus(NamedTuple):
+    """The status of a process; plain values, so that a host can send them to another.
 
     Attributes:
       pid: of the process; 0 while the slot is nobody's.
@@ -70,8 +70,8 @@ class Where(NamedTuple):
     is_running: bool = False
     state: str = ""
 
-    def moved(self, seconds: float) -> "Where":
-        """Give the same on another host's clock, which is `seconds` ahead."""
+    def moved(self, seconds: float) -> "ProcessStatus":
+        """Return the same on another host's clock, which is `seconds` ahead."""
         return self._replace(progress_s=self.progress_s + seconds, since_s=self.since_s + seconds)
 
 
@@ -111,7 +111,7 @@ class Board:
         return cls(mmap.mmap(fd, os.fstat(fd).st_size), fd)
 
     def slot(self, index: int) -> "Slot":
-        """Give a slot, from 0 to num_slots - 1."""
+        """Return a slot, from 0 to num_slots - 1."""
         if not 0 <= index < self.num_slots:
             raise IndexError(f"slot {index} of a board of {self.num_slots}.")
         begin = index * SLOT_BYTES
@@ -119,7 +119,7 @@ class Board:
 
 
 class Slot:
-    """One process's part of a board. Whoever writes costs itself less than a microsecond.
+    """One process's part of a board. A write takes less than a microsecond.
 
     The time of the last progress is written before what it was: a reader in between, or one that
     finds the process killed there, takes it for busier than it is, never for stalled.
@@ -161,7 +161,7 @@ class Slot:
         words[_PID] = pid
 
     def clear(self) -> None:
-        """Forget whoever had the slot."""
+        """Clear the slot of the process that had it."""
         self.memory[:] = bytes(SLOT_BYTES)
 
     def enter(self, phase: bytes, since_ns: int = 0) -> int:
@@ -189,7 +189,7 @@ class Slot:
         self._words[_RUNNING] = is_running
         self._words[_DEBUGGED] = is_debugged
 
-    def read(self) -> Where:
+    def read(self) -> ProcessStatus:
         """Read where the process is, and look at its state in the system."""
         # What was equal twice in a row is not being written now.
         seen, again = bytes(self.memory), bytes(self.memory)
@@ -201,7 +201,7 @@ class Slot:
         # struct clears what it is about to write, the time first: a process that was stopped there
         # is in no phase so far.
         name = seen[_NAME] if words[_PROGRESS] else b""
-        return Where(
+        return ProcessStatus(
             pid=pid,
             generation=words[_GENERATION],
             steps=words[_STEPS],
@@ -219,7 +219,7 @@ class Slot:
 
 
 def record(name: str, limit_s: float = 0.0) -> bytes:
-    """Give a phase as a slot holds it; made once, and stored often.
+    """Return a phase as a slot holds it; made once, and stored often.
 
     Args:
       name: of which the first 64 bytes are kept.

@@ -41,5 +41,5 @@ def test_a_process_without_batches_is_named():
 
 def test_what_failed_on_another_process_is_told():
     failed = FirstBatch("error", "", 0, "OSError('no such file: shard-1')")
-    with pytest.raises(RuntimeError, match="process 1 could not make its first batch.*shard-1"):
+    with pytest.raises(RuntimeError, match="process 1 .*shard-1.*JDP208"):
         require_agreement({0: USUAL, 1: failed})

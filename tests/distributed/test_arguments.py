@@ -93,7 +93,7 @@ def test_a_further_argument_that_differs_in_the_first_call_is_refused_before_it_
     for kind, (error, is_deleted) in one.items():
         assert other[kind][0] == error
         if kind == "key":  # Later kinds may be of a program that was compared already.
-            assert error.startswith("ValueError: `extra` has other values on process 1 than on")
+            assert error.startswith("ValueError: `extra` ") and "JDP204" in error
             assert not is_deleted and not other[kind][1]
         assert f"{KINDS[kind][1]}" in error and "on process 1 than on process 0" in error
 
@@ -350,7 +350,7 @@ def train_on_two_axes(layout):
 
 @jdp.train_step
 def noisy_of_two(state, batch, teacher, scale):
-    return noisy._fn(state, batch, [teacher, scale])
+    return noisy.spec.fn(state, batch, [teacher, scale])
 
 
 @pytest.mark.parametrize("layout", ["data between processes", "model between processes"])

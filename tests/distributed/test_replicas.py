@@ -201,5 +201,6 @@ def test_all_processes_are_told_which_rank_of_which_process(make_mesh, processes
     assert good == other == jdp.check_replicas({"w": np.linspace(0, 1, 10, dtype=np.float32)})
     assert first == second
     assert f"`['w']` float32[10] holds other bits on rank {min(ranks)} (process 1, " in first
+    assert "JDP213" in first
     assert "than on rank 0 (process 0, " in first
     assert f": 1 of 1 leaves differ, on rank(s) {[*ranks]}" in first

@@ -327,7 +327,7 @@ def test_a_process_whose_script_has_ended_counts_before_it_exits(jdp_run):
         after=f"{BEGINS}\nif a.process_id: sys.exit()\nprogress.TRAIN_STEP.__enter__()",
     )
     assert run.wait() == 1
-    assert "process 1 came to the end of the script" in run.output
+    assert "process 1 " in run.output and "JDP304" in run.output
 
 
 def test_the_watch_ends_scripts_that_have_ended_and_do_not_exit(jdp_run):

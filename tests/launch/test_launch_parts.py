@@ -21,13 +21,13 @@ from jdp.launch.host.standby_pool import Standbys
 from jdp.launch.host.worker_process import gpus_of_slots
 from jdp.launch.leader import failure as failures
 from jdp.launch.leader import rank_assignment
-from jdp.launch.leader import remote_host as guests
-from jdp.launch.leader.admission import Door
+from jdp.launch.leader import remote_host as remotes
+from jdp.launch.leader.admission import Admission
 from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.generation import Generation
 from jdp.launch.leader.leader import Leader
 from jdp.launch.leader.rank_assignment import Part
-from jdp.launch.leader.remote_host import Guest, HostSlot
+from jdp.launch.leader.remote_host import HostSlot, RemoteHost
 from jdp.launch.options.options import parse
 from jdp.launch.transport import token_auth
 from jdp.launch.transport.connection import Channel
@@ -36,27 +36,27 @@ from jdp.worker.launcher_client import VARIABLE, Assignment, Member, invitation
 from jdp.worker.messages import MAX_LINE_BYTES, decode, encode
 
 
-def guest(name="a", host_id=None, num=(2, 2), address=None, seen="10.0.0.2", leader="10.0.0.1"):
+def remote(name="a", host_id=None, num=(2, 2), address=None, seen="10.0.0.2", leader="10.0.0.1"):
     facts = {"id": name, "name": name, "address": address, "port": 7, "host_id": host_id}
     channel = SimpleNamespace(addresses=(leader, seen))
-    return Guest(channel, {**facts, "num_processes": num, "generation": -1})
+    return RemoteHost(channel, {**facts, "num_processes": num, "generation": -1})
 
 
 def test_hosts_with_a_number_come_first_and_the_others_as_they_came():
-    hosts = [guest("x"), guest("b", 1), guest("y"), guest("a", 0)]
+    hosts = [remote("x"), remote("b", 1), remote("y"), remote("a", 0)]
     made = rank_assignment.make(hosts, least=1, now=0.0)
-    assert [part.guest.name for part in made] == ["a", "b", "x", "y"]
+    assert [part.remote.name for part in made] == ["a", "b", "x", "y"]
     assert [part.first for part in made] == [0, 2, 4, 6] and rank_assignment.size(made) == 8
 
 
 def test_too_few_hosts_make_no_plan():
-    assert rank_assignment.make([guest()], least=2, now=0.0) is None
+    assert rank_assignment.make([remote()], least=2, now=0.0) is None
 
 
 def test_a_host_that_has_just_come_is_left_out_if_there_are_enough():
-    old, new = guest("old"), guest("new")
+    old, new = remote("old"), remote("new")
     old.take_part(0)
-    assert [part.guest for part in rank_assignment.make([old, new], least=1, now=0.0)] == [old]
+    assert [part.remote for part in rank_assignment.make([old, new], least=1, now=0.0)] == [old]
     assert len(rank_assignment.make([old, new], least=2, now=0.0)) == 2
     new.is_ready = True
     assert len(rank_assignment.make([old, new], least=1, now=0.0)) == 2
@@ -65,7 +65,7 @@ def test_a_host_that_has_just_come_is_left_out_if_there_are_enough():
 def test_hosts_that_may_be_on_their_way_are_waited_for_at_the_start_only():
     flags = "--nnodes=1:2", "--rdzv-endpoint=a:7", "--last-call-timeout-s=5", "train.py"
     options = parse(flags, {"JDP_TOKEN": "a secret"})
-    one, two = guest("one"), guest("two")
+    one, two = remote("one"), remote("two")
     start = rank_assignment.Gathering(options, is_start=True)
     assert start.plan([one], now=1.0) is None
     assert start.plan([], now=2.0) is None  # from now on it waits anew
@@ -82,7 +82,7 @@ def test_hosts_that_may_be_on_their_way_are_waited_for_at_the_start_only():
 
 
 def test_a_slot_that_rests_is_left_out_and_one_that_is_needed_is_waited_for():
-    elastic, fixed = guest(num=(1, 2)), guest(num=(2, 2))
+    elastic, fixed = remote(num=(1, 2)), remote(num=(2, 2))
     for host in (elastic, fixed):
         host.slots[0].free_at = 5.0
     assert rank_assignment.make([elastic], least=1, now=0.0) == [Part(elastic, 0, [1])]
@@ -93,12 +93,12 @@ def test_a_slot_that_rests_is_left_out_and_one_that_is_needed_is_waited_for():
 def test_a_slot_rests_when_it_fails_twice_in_a_minute_and_each_time_for_longer():
     slot = HostSlot()
     slot.fail(0.0, can_rest=True)
-    slot.fail(guests.WINDOW_S, can_rest=True)
+    slot.fail(remotes.WINDOW_S, can_rest=True)
     assert slot.free_at == 0.0
-    slot.fail(guests.WINDOW_S + 1, can_rest=True)
-    assert slot.free_at == guests.WINDOW_S + 1 + guests.REST_S
-    slot.fail(guests.WINDOW_S + 2, can_rest=True)
-    assert slot.free_at == guests.WINDOW_S + 2 + 2 * guests.REST_S
+    slot.fail(remotes.WINDOW_S + 1, can_rest=True)
+    assert slot.free_at == remotes.WINDOW_S + 1 + remotes.REST_S
+    slot.fail(remotes.WINDOW_S + 2, can_rest=True)
+    assert slot.free_at == remotes.WINDOW_S + 2 + 2 * remotes.REST_S
 
 
 def test_a_slot_that_is_needed_backs_off_only():
@@ -107,14 +107,14 @@ def test_a_slot_that_is_needed_backs_off_only():
     assert slot.free_at == 0.0
     for failure in range(1, 30):
         slot.fail(float(failure), can_rest=False)
-        waits_s = min(guests.BACKOFF_S * 2 ** (failure - 1), guests.MAX_BACKOFF_S)
+        waits_s = min(remotes.BACKOFF_S * 2 ** (failure - 1), remotes.MAX_BACKOFF_S)
         assert slot.free_at == failure + waits_s
 
 
 def test_process_0_listens_where_others_reach_its_host():
-    home = Part(guest("home", seen="127.0.0.1"), 0, [0])
-    other = Part(guest("other", leader="10.0.0.1"), 1, [0])
-    chosen = Part(guest("home", address="fe80::1"), 0, [0])
+    home = Part(remote("home", seen="127.0.0.1"), 0, [0])
+    other = Part(remote("other", leader="10.0.0.1"), 1, [0])
+    chosen = Part(remote("home", address="fe80::1"), 0, [0])
     assert rank_assignment.coordinator([home], "home") == "127.0.0.1:7"
     assert rank_assignment.coordinator([home, other], "home") == "10.0.0.1:7"
     assert rank_assignment.coordinator([other, home], "home") == "10.0.0.2:7"
@@ -122,13 +122,13 @@ def test_process_0_listens_where_others_reach_its_host():
 
 
 def test_the_first_failure_is_the_cause_unless_a_later_one_is_sure():
-    host, other = guest("a"), guest("b")
+    host, other = remote("a"), remote("b")
     parts = [Part(host, 0, [0, 1]), Part(other, 2, [1])]
     options = parse(["train.py"], {})
     generation = Generation(0, parts, options, say=print, events=Events(None, print))
 
     def end(on, process_id, returncode):
-        generation.note_exit(on, process_id, 7, returncode, traceback=None, last_lines=[])
+        generation.record_exit(on, process_id, 7, returncode, traceback=None, last_lines=[])
         return generation.cause and generation.cause.code
 
     assert end(host, 1, 0) is None
@@ -287,12 +287,12 @@ def silent():
 @pytest.mark.parametrize(
     ("greeting", "why"),
     [
-        (b'{"kind": "challenge", "nonce": "1"}\n', "the same jdp on all hosts"),
-        (b'{"kind": "challenge", "nonce": 1, "protocol": "?", "more": 2}\n', "same jdp"),
-        (b'{"kind": "welcome"}\n', "does not know the token"),
+        (b'{"kind": "challenge", "nonce": "1"}\n', "JDP308"),
+        (b'{"kind": "challenge", "nonce": 1, "protocol": "?", "more": 2}\n', "JDP308"),
+        (b'{"kind": "welcome"}\n', "JDP309"),
         (b'{"kind": "refused", "more": 1}\n', "let this host join"),
-        (b'{"kind": "beat"}\n', "let this host join"),
-        (b'{"kind": "go"}\n', "let this host join"),
+        (b'{"kind": "beat"}\n', "JDP307"),
+        (b'{"kind": "go"}\n', "JDP307"),
     ],
 )
 def test_a_host_says_that_who_listens_is_no_leader_of_its_jdp(greeting, why):
@@ -333,7 +333,7 @@ def test_a_host_tries_all_addresses_of_the_leader(monkeypatch, request, first):
 
     async def join():
         joined = asyncio.get_running_loop().create_future()
-        door = Door(
+        door = Admission(
             listener,
             "token",
             judge=lambda facts: None,
@@ -393,7 +393,7 @@ def test_the_cause_has_who_where_how_and_the_traceback():
     raised = "Traceback\nValueError: x\n"
     why = failures.exit_of_process(2, "h", 7, 1, raised, last_lines=["not shown"])
     assert why.full_text.splitlines() == [
-        "the cause: process 2 (pid 7 on h) ended with exit code 1",
+        "the cause: process 2 (pid 7 on h) ended with exit code 1 (jdp explain-error JDP301)",
         "  Traceback",
         "  ValueError: x",
     ]

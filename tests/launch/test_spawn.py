@@ -12,7 +12,7 @@ import pytest
 
 from jdp.launch.host import spawn
 from jdp.launch.host.reaper import MARK, Guardian
-from jdp.launch.host.worker_process import Kit, Process
+from jdp.launch.host.worker_process import HostResources, Process
 from jdp.launch.options.options import parse
 
 TIMEOUT_S = 10.0
@@ -239,11 +239,11 @@ LEAVES_A_CHILD = "import subprocess; print(subprocess.Popen(['sleep', '600']).pi
 
 def test_what_a_process_started_dies_with_it_also_if_a_signal_comes_too_late(tmp_path):
     (tmp_path / "leaves.py").write_text(LEAVES_A_CHILD)
-    kit = Kit(parse([str(tmp_path / "leaves.py")], {}))
+    resources = HostResources(parse([str(tmp_path / "leaves.py")], {}))
 
     async def child():
         died = asyncio.Event()
-        process = Process(kit, 0, None, lambda *_: None, lambda _: died.set())
+        process = Process(resources, 0, None, lambda *_: None, lambda _: died.set())
         os.waitid(os.P_PID, process.popen.pid, os.WEXITED | os.WNOWAIT)
         [pid] = map(int, process.last_lines())
         assert is_alive(pid)
@@ -255,7 +255,7 @@ def test_what_a_process_started_dies_with_it_also_if_a_signal_comes_too_late(tmp
         pid = asyncio.run(child())
         until(lambda: not is_alive(pid))
     finally:
-        kit.close()
+        resources.close()
 
 
 def test_a_process_has_a_group_of_its_own():

@@ -86,7 +86,7 @@ class Launcher:
         self._num_read = 0
         path = folder / "train.py"
         path.write_text(script)
-        changed = f"{changes}\nimport sys; from jdp.cli import main; sys.exit(main())"
+        changed = f"{changes}\nimport sys; from jdp.__main__ import main; sys.exit(main())"
         quick = ["--heartbeat-timeout-s=1", "--shutdown-timeout-s=2", "--last-call-timeout-s=0.5"]
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(

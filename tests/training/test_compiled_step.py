@@ -1,11 +1,14 @@
 """What a call of a compiled step does in Python; behaviour is in `test_step.py`."""
 
 import jax.numpy as jnp
+import numpy as np
 import optax
+import pytest
 from support.python_calls import python_calls
 from support.training import ranks
 
 import jdp
+from jdp.training.compiled_step import Program
 
 
 def test_a_compiled_step_takes_the_fast_path_of_jit():
@@ -22,3 +25,37 @@ def test_a_compiled_step_takes_the_fast_path_of_jit():
     # What JAX calls in Python where its C++ does not know a signature, or has seen it fail once.
     assert "cache_miss" in first
     assert "cache_miss" not in later
+
+
+def train_as_on_gpus():
+    """The state after two steps of a program that is tuned as one for GPUs is, and its options."""
+    jdp.init()
+
+    @jdp.train_step
+    def step(state, batch):
+        return state.apply_gradients({"w": batch.mean(0)}), {}
+
+    made, new_jit, new = [], Program._new_jit, Program.__init__
+
+    def untuned(self, *args, **options):
+        new(self, *args, **options)
+        self._is_tuned = False
+
+    def noted(self, options=None):
+        made.append(options)
+        return new_jit(self, options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "__init__", untuned)
+        patch.setattr(Program, "_new_jit", noted)
+        w = jnp.zeros(4 * 2**20)  # 16 MiB of gradients
+        state = jdp.TrainState.create({"w": w}, jdp.replicated(optax.sgd(1.0)))
+        for batch in jdp.batches(np.ones((4, w.size), np.float32), 4, num_steps=2):
+            state, _ = step(state, batch)
+    return float(state.params["w"][0]), made
+
+
+@pytest.mark.processes
+def test_a_step_of_several_processes_is_tuned_by_the_bytes_that_it_sends(processes):
+    options = {"xla_gpu_all_reduce_combine_threshold_bytes": 8 * 2**20}
+    assert processes(2).run(train_as_on_gpus) == [(-2.0, [None, options])] * 2

@@ -56,5 +56,5 @@ def test_a_step_has_its_derivative_or_none(make, weight, derivative, wrap, num_r
     if weight is None:
         assert float(jax.grad(function)(jnp.float32(1))) == pytest.approx(derivative, rel=1e-5)
     else:
-        with pytest.raises(ValueError, match="goes through the whole of `.*`, which has a weight="):
+        with pytest.raises(ValueError, match="JDP125"):
             jax.grad(function)(jnp.float32(1))

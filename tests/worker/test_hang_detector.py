@@ -4,12 +4,12 @@ import math
 import pytest
 
 from jdp.worker.hang_detector import BETWEEN, DATA, FIRST, JOINING, STARTING, STEP, WAITING, Watch
-from jdp.worker.progress_board import BEFORE, ENDED, Where
+from jdp.worker.progress_board import BEFORE, ENDED, ProcessStatus
 
 
 def at(phase, steps=10, since_s=0.0, **facts):
     facts = {"timeout_s": 600.0, "progress_s": since_s} | facts
-    return Where(pid=1000 + steps, steps=steps, phase=phase, since_s=since_s, **facts)
+    return ProcessStatus(pid=1000 + steps, steps=steps, phase=phase, since_s=since_s, **facts)
 
 
 def looks(watch, processes, end_s, tick_s=1.0):
@@ -207,7 +207,7 @@ def test_whoever_debugs_has_all_the_time_and_so_do_those_that_wait():
 
 
 def test_a_process_that_has_not_begun_is_left_out():
-    said = looks(Watch(10.0), {0: Where(pid=0), 1: at(STEP)}, 10)
+    said = looks(Watch(10.0), {0: ProcessStatus(pid=0), 1: at(STEP)}, 10)
     assert said[10].processes == [1]
     assert "process 0" not in said[10].report
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jdp.worker.hang_detector import STEP, Watch
-from jdp.worker.progress_board import BEFORE, SLOT_BYTES, Board, Where, record
+from jdp.worker.progress_board import BEFORE, SLOT_BYTES, Board, ProcessStatus, record
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 8])
@@ -16,7 +16,7 @@ def test_a_board_has_the_slots_that_it_was_made_for_all_empty(num_slots):
     board = Board.create(num_slots)
     assert board.num_slots == num_slots
     for i in range(num_slots):
-        assert board.slot(i).read() == Where(pid=0, timeout_s=0.0)
+        assert board.slot(i).read() == ProcessStatus(pid=0, timeout_s=0.0)
 
 
 @pytest.mark.parametrize("index", [-1, 2])
@@ -31,7 +31,7 @@ def test_what_was_written_last_is_read():
     since_ns = slot.enter(record("saving", 12.5))
     slot.write_step(7, time.monotonic_ns(), since_ns, record("saving", 12.5))
     where = slot.read()
-    assert where._replace(progress_s=0.0) == Where(
+    assert where._replace(progress_s=0.0) == ProcessStatus(
         pid=os.getpid(),
         generation=4,
         steps=7,
@@ -187,5 +187,5 @@ def test_numbers_lie_where_the_native_library_writes_them():
 
 
 def test_a_host_can_put_times_on_its_own_clock():
-    there = Where(1, progress_s=10.0, since_s=9.0)
-    assert there.moved(5.0) == Where(1, progress_s=15.0, since_s=14.0)
+    there = ProcessStatus(1, progress_s=10.0, since_s=9.0)
+    assert there.moved(5.0) == ProcessStatus(1, progress_s=15.0, since_s=14.0)

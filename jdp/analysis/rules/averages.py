@@ -20,7 +20,7 @@ _MOST_DIVISORS = 8
 
 
 def note_sum(interp: Interpreter, eqn: Any) -> None:
-    """Record how many elements a rank has added up. A gradient is no mean of its terms."""
+    """Record how many elements a rank has added up. A gradient is not the mean of its terms."""
     (atom,), (total,) = eqn.invars, eqn.outvars
     sizes = tuple(atom.aval.shape[i] for i in eqn.params["axes"])
     if math.prod(sizes) == 1 and not jaxprs.is_literal(atom) and atom in interp.quotients:

@@ -106,7 +106,7 @@ _BELIEVED = {
 
 
 def _meet(interp: Interpreter, eqn: Any, *, in_groups: bool = True) -> int:
-    """Give the axes of a collective, and note it where not all ranks that it needs may come.
+    """Return the axes of a collective, and record it where not all ranks that it needs may come.
 
     A collective in groups needs the ranks along its axes alone; one from rank to rank is a
     single operation of all devices.

@@ -140,7 +140,7 @@ def unknown(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
 
 
 def _source(interp: Interpreter, eqn: Any, ins: list[Any]) -> int:
-    """Give anything, and write it into all Refs."""
+    """Return anything, and write it into all Refs."""
     for value in ins:
         if isinstance(value, Cell):
             value.value |= interp.anything()

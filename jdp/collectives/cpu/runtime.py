@@ -34,7 +34,7 @@ _told_s: deque[float] = deque(maxlen=1)  # the deadline that the author set, if 
 
 
 def why_missing() -> str | None:
-    """Say in a sentence why there is no native library, or None if there is one.
+    """Return in a sentence why there is no native library, or None if there is one.
 
     The library is loaded and its XLA handler is registered by the first call; no backend is
     started.
@@ -77,7 +77,7 @@ def wait_at_least(seconds: float) -> None:
 
 
 def timeout_s() -> float:
-    """Give the deadline of every wait for another rank in this process, in seconds."""
+    """Return the deadline of every wait for another rank in this process, in seconds."""
     return _functions().jdp_timeout_s()
 
 

@@ -17,7 +17,7 @@ from jdp.worker import progress
 
 
 def why_apart(mesh: Mesh | None, axes: tuple[str, ...]) -> str | None:
-    """Say in a sentence why the ranks of `axes` have no memory in common, or None if they have.
+    """Return in a sentence why the ranks of `axes` have no memory in common, or None if they have.
 
     The first call for a mesh of several processes of one host attaches that memory: all of them
     must make it.
@@ -37,7 +37,7 @@ def why_apart(mesh: Mesh | None, axes: tuple[str, ...]) -> str | None:
 
 
 def communicator(mesh: Mesh | None, axes: tuple[str, ...]) -> int:
-    """Give the key of the shared memory of these ranks; 0 if they are all of this process.
+    """Return the key of the shared memory of these ranks; 0 if they are all of this process.
 
     Args:
       mesh: where the axes lie, None if that is not known.
@@ -68,14 +68,14 @@ NOT_JOINED = "the processes were not joined by jax.distributed.initialize."
 
 
 def key_of(mesh: Mesh, axes: tuple[str, ...]) -> int:
-    """Give the key of the communicator of these ranks, > 0: the same in every process and run."""
+    """Return the key of the communicator of these ranks, > 0: the same in every process and run."""
     # It becomes part of the program, which the compilation cache keeps.
     ids = [device.id for device in mesh.devices.flat]
     return 1 + zlib.crc32(repr((ids, mesh.devices.shape, mesh.axis_names, axes)).encode())
 
 
 def groups(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
-    """Give the devices that reduce among themselves: `[group][rank]`, each device once."""
+    """Return the devices that reduce among themselves: `[group][rank]`, each device once."""
     names = list(mesh.axis_names)
     others = [i for i, name in enumerate(names) if name not in axes]
     devices = np.transpose(mesh.devices, others + [names.index(name) for name in axes])

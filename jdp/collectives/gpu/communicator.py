@@ -30,7 +30,7 @@ class UnavailableError(Exception):
 
 @functools.cache
 def communicator(mesh: Mesh, axes: tuple[str, ...]) -> "Communicator":
-    """Give the communicator of these GPUs; the first call opens it, and all processes make it.
+    """Return the communicator of these GPUs; the first call opens it, and all processes make it.
 
     Where `mesh` is only described, to compile for it, nothing is opened, and what was compiled
     cannot run.
@@ -229,7 +229,7 @@ class Communicator:
 
 
 def room_of(bucket: Sequence[Any]) -> int:
-    """Give the bytes that a bucket takes of an arena, as `jdp/csrc/cuda` counts them.
+    """Return the bytes that a bucket takes of an arena, as `jdp/csrc/cuda` counts them.
 
     >>> room_of([jax.ShapeDtypeStruct((3,), "float32")] * 20)
     512

@@ -60,7 +60,7 @@ _open_ends: list[End] = []
 
 
 def why_missing() -> str | None:
-    """Say in a sentence why there is no CUDA library, or None if there is one.
+    """Return in a sentence why there is no CUDA library, or None if there is one.
 
     The first call loads it and registers its handlers, for which no GPU is needed.
     """
@@ -68,7 +68,7 @@ def why_missing() -> str | None:
 
 
 def why_no_gpus() -> str | None:
-    """Say in a sentence why this process sees no GPU, or None if it does."""
+    """Return in a sentence why this process sees no GPU, or None if it does."""
     num_devices = _functions().jdp_cuda_num_devices()
     if num_devices < 0:
         return f"there are no GPUs that CUDA could use: {_last_error()}."
@@ -76,7 +76,7 @@ def why_no_gpus() -> str | None:
 
 
 def topology(num_ranks: int) -> int:
-    """Give what connects the GPUs: 0 PCIe, 1 NVLink.
+    """Return what connects the GPUs: 0 PCIe, 1 NVLink.
 
     Args:
       num_ranks: how many GPUs reduce together. A process that sees fewer, as with
@@ -125,7 +125,7 @@ def close_end(end: End) -> bool:
 
 
 def export(end: End) -> bytes:
-    """Give what the other ranks must know, also those of other processes of the host."""
+    """Return what the other ranks must know, also those of other processes of the host."""
     functions = _functions()
     blob = ctypes.create_string_buffer(functions.jdp_cuda_blob_bytes())
     _require(functions.jdp_cuda_export(*end, blob))
@@ -162,12 +162,12 @@ def reserve(end: End, arena_bytes: int) -> None:
 
 
 def memory_bytes(end: End) -> int:
-    """Give what this rank has taken of its GPU's memory."""
+    """Return what this rank has taken of its GPU's memory."""
     return _functions().jdp_cuda_memory_bytes(*end)
 
 
 def describe(end: End) -> str:
-    """Give in a line which algorithm is taken for which size."""
+    """Return in a line which algorithm is taken for which size."""
     return _functions().jdp_cuda_describe(*end).decode()
 
 

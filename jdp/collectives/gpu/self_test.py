@@ -45,7 +45,7 @@ def difference(mesh: Mesh, axes: tuple[str, ...], key: int) -> str:
 
 
 def comparison(mesh: Mesh, axes: tuple[str, ...], key: int) -> Any:
-    """Give what `difference` runs: a jitted function of nothing.
+    """Return what `difference` runs: a jitted function of nothing.
 
     Args:
       mesh: of GPUs.

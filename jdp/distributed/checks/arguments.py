@@ -22,6 +22,7 @@ from jdp.distributed.checks.argument_differences import (
     first_difference,
 )
 from jdp.distributed.checks.checksums import is_small
+from jdp.error_codes import with_code
 
 # How long a process that has seen a difference waits for what the others say of it.
 _EXPLAIN_S = 20.0
@@ -107,7 +108,8 @@ class Arguments:
         """
         gathered = agree.all_gather(self._group, self._described(given), what="arguments of a step")
         if difference := first_difference(gathered):
-            raise ValueError(f"{difference} {WHY} Nothing was sent or donated. {ADVICE}")
+            text = f"{difference} {WHY} Nothing was sent or donated. {ADVICE}"
+            raise ValueError(with_code("JDP204", text))
 
     def difference(self, given: Given, *, timeout_s: float = _EXPLAIN_S) -> str | None:
         """Name the leaf in which a call differed between processes; None if that is not known."""
@@ -131,9 +133,10 @@ class Arguments:
             )
         elif difference.startswith(f"`{self._name_of(0)}"):
             advice = ADVICE_FOR_STATE
-        return (
+        return with_code(
+            "JDP211",
             f"call {call} of `{step}` was not the same on all processes: {difference} {WHY} The "
-            f"states that it and later calls returned are wrong. {advice}"
+            f"states that it and later calls returned are wrong. {advice}",
         )
 
     def _path(self, i: int, path: tuple) -> str:

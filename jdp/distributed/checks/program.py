@@ -10,6 +10,7 @@ from jax.extend.core import Literal
 
 from jdp import pytrees
 from jdp.distributed import agree
+from jdp.error_codes import with_code
 from jdp.jax_compat import opened
 
 _SHOWN_CHARACTERS = 400
@@ -63,12 +64,13 @@ def require_program(group: tuple[int, ...], program: ProgramText) -> None:
     else:
         difference = _different_constant(group, pair, program.constants)
         difference = difference or _different_line(group, pair, program.lines, program.source)
-    raise ValueError(
+    text = (
         f"process {odd} is about to run another program than process {usual}: {difference} Ranks "
         "would wait for each other, or drift apart without an error. Nothing was sent or donated. "
         "Give every process the same code, settings and constants; what is meant to differ from "
         "rank to rank goes into the batch."
     )
+    raise ValueError(with_code("JDP205", text))
 
 
 def _different_constant(
@@ -193,12 +195,13 @@ def require_schedule(group: tuple[int, ...], name: str, compiled: str) -> None:
         return
     odd, usual = pair = agree.odd_one(gathered)
     difference = _different_line(group, pair, lines, lambda index: "")
-    raise ValueError(
+    text = (
         f"XLA has compiled `{name}` to another order of collectives on process {odd} than on "
         f"process {usual}, though the programs are equal: {difference} They would wait for each "
         "other for ever. Nothing was sent or donated. Look for other drivers and GPUs, and empty "
         "the compilation cache."
     )
+    raise ValueError(with_code("JDP206", text))
 
 
 _COLLECTIVE = re.compile(

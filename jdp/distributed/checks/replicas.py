@@ -13,6 +13,7 @@ from jdp import axis, pytrees, rank_state
 from jdp.axis import AxisName
 from jdp.distributed import agree, in_flight, mesh
 from jdp.distributed.checks import hashes
+from jdp.error_codes import with_code
 
 
 class RanksDifferError(RuntimeError):
@@ -34,7 +35,7 @@ def check_replicas(state: Any, *, every: int = 1, axis_name: AxisName = "data") 
     waits for the steps that make the state. All processes must make it.
 
     Args:
-      state: any tree; leaves that are no arrays are left out.
+      state: any tree; leaves that are not arrays are left out.
       every: of the calls with this number, for trees of this structure, look at the first and at
         each `every`-th after it, >= 1; the calls between do nothing.
       axis_name: the data axis of the mesh: a name, or a tuple of names.
@@ -148,7 +149,7 @@ def _require_equal(
     leaf, odd, usual = next(each for each in found if each[1] == worst)
     num = len({i for i, _, _ in found})
     ranks = sorted({_rank(where, axes, position) for _, position, _ in found})
-    raise RanksDifferError(
+    text = (
         f"`{paths[leaf] or 'state'}` {leaves[leaf].dtype}{[*leaves[leaf].shape]} holds other bits "
         f"on {_called(where, axes, odd)} than on {_called(where, axes, usual)}: {num} of "
         f"{len(leaves)} leaves differ, on rank(s) {ranks}, and ranks that differ train different "
@@ -156,6 +157,7 @@ def _require_equal(
         "callbacks that are not pure, kernels that add in no fixed order "
         "(XLA_FLAGS=--xla_gpu_deterministic_ops=true), a device whose memory fails."
     )
+    raise RanksDifferError(with_code("JDP213", text))
 
 
 def _rank(where: Mesh, axes: tuple[str, ...], position: int) -> int:

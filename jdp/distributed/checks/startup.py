@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from jdp.distributed import agree
 from jdp.distributed.checks.program import ProgramText, require_program, require_schedule
+from jdp.error_codes import with_code
 from jdp.worker import launcher_client
 from jdp.worker.hang_detector import PATIENCE
 
@@ -57,12 +58,13 @@ def require_equal_facts(facts: Mapping[int, Mapping[str, str | None]]) -> None:
         known = {process: its.get(name) for process, its in facts.items() if its.get(name)}
         if len(set(known.values())) > 1:
             odd, usual = agree.odd_one(known)
-            raise ValueError(
+            text = (
                 f"process {odd} has another {name} than process {usual}: {known[odd]}, and "
                 f"{known[usual]} there. The processes would run different programs, and wait for "
                 "each other or drift apart. Start all of them in the same environment, and with "
                 "the same arguments of jdp.init."
             )
+            raise ValueError(with_code("JDP201", text))
 
 
 def _facts(mesh: Mesh) -> dict[str, str | None]:

@@ -8,6 +8,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jdp.distributed import agree, kv_store
+from jdp.error_codes import with_code
 from jdp.pytrees import is_array, is_key, without_key
 
 
@@ -33,10 +34,11 @@ def agreed(tree: Any, *, broadcast: bool = False) -> Any:
     [pair] = _odd_ones([_digest(repr(shapes).encode())])
     if pair is not None:
         odd, usual = pair
-        raise ValueError(
+        text = (
             f"the state has other leaves, shapes or dtypes on process {odd} than on process "
             f"{usual}{_first_difference(pair, shapes)}. All processes must build the same model."
         )
+        raise ValueError(with_code("JDP202", text))
     if broadcast:
         values = multihost_utils.broadcast_one_to_all([_numbers(leaves[i]) for i in local])
         for i, value in zip(local, values, strict=True):
@@ -48,12 +50,13 @@ def agreed(tree: Any, *, broadcast: bool = False) -> Any:
     for i, pair in zip(local, pairs, strict=True):
         if pair is not None:
             odd, usual = pair
-            raise ValueError(
+            text = (
                 f"`{jax.tree_util.keystr(named[i][0])}` has other values on process {odd} than on "
                 f"process {usual}, so the ranks would train different models. Use the same seed on "
                 "every process, or write TrainState.create(..., broadcast=True) to take process "
                 "0's."
             )
+            raise ValueError(with_code("JDP203", text))
     return tree
 
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from jdp.launch.host.leader_connection import Link, start_task
 from jdp.launch.host.local_generation import LocalGeneration
 from jdp.launch.host.standby_pool import Standbys
-from jdp.launch.host.worker_process import Kit, Process
+from jdp.launch.host.worker_process import HostResources, Process
 from jdp.launch.options.options import Options
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.launcher_client import Assignment
@@ -50,7 +50,7 @@ class Host:
       options: of the command line.
       token: of the run.
       address: where the leader listens.
-      kit: what processes are started with.
+      resources: what processes are started with.
       leads: the leader is in this very process, and can't be lost alone.
 
     Attributes:
@@ -59,11 +59,16 @@ class Host:
     """
 
     def __init__(
-        self, options: Options, token: str, address: tuple[str, int], kit: Kit, leads: bool
+        self,
+        options: Options,
+        token: str,
+        address: tuple[str, int],
+        resources: HostResources,
+        leads: bool,
     ) -> None:
         self.id = secrets.token_hex(8)
         self.over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._options, self._kit = options, kit
+        self._options, self._resources = options, resources
         self._port = _reserve_port()
         self._number, self._stepped, self._run_id = -1, False, options.rdzv_id
         self._generation: LocalGeneration | None = None  # the one that has processes here
@@ -71,7 +76,7 @@ class Host:
             options.num_standbys,
             start=lambda local_id: self._start(local_id, None),
             ready=lambda: self._link.send("ready", generation=self._number),
-            say=kit.say,
+            say=resources.say,
         )
         self._signal: int | None = None
         self._was_signalled = False  # this very launcher
@@ -96,7 +101,7 @@ class Host:
         Args:
           number: of the signal.
         """
-        # That others were signalled, too, is no second signal: a scheduler signals all hosts.
+        # That others were signalled, too, is not a second signal: a scheduler signals all hosts.
         at_once = number == signal.SIGINT and self._was_signalled
         self._was_signalled = True
         if not self._link.is_joined and self._generation is None:
@@ -109,7 +114,7 @@ class Host:
     def dump(self) -> None:
         """Have all processes of this host show their stacks."""
         if self._generation is not None:
-            self._generation.dump([*self._generation.where()])
+            self._generation.dump([*self._generation.statuses()])
 
     async def close(self, timeout_s: float = 5.0) -> None:
         """Stop looking after anything, when all processes have been waited for.
@@ -153,7 +158,7 @@ class Host:
             return  # The run ends anyway, and what its processes save is worth the wait.
         if self._signal is not None:
             return self._finish(128 + self._signal, f"the leader is lost: {why}")
-        self._kit.say(
+        self._resources.say(
             f"the leader is lost ({why}). This host ends its processes and looks for it again."
         )
         if self._generation is not None:
@@ -164,7 +169,7 @@ class Host:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(min(BEAT_S, self._options.heartbeat_timeout_s / 5))
-            self._link.beat(where=self._generation.where() if self._generation else {})
+            self._link.beat(statuses=self._generation.statuses() if self._generation else {})
 
     def _receive(self, kind: str, facts: dict[str, Any]) -> None:
         if self.over.done():
@@ -198,7 +203,7 @@ class Host:
                 process_id=first + local_id,
                 local_id=local_id,
                 num_local=len(slots),
-                gpus=self._kit.gpus[slot],
+                gpus=self._resources.gpus[slot],
                 **common,
             )
             process = self._standbys.take()
@@ -209,7 +214,7 @@ class Host:
             self._generation.processes.append(process)
 
     def _start(self, local_id: int, assignment: Assignment | None) -> Process:
-        return Process(self._kit, local_id, assignment, self._told, self._died)
+        return Process(self._resources, local_id, assignment, self._told, self._died)
 
     def _told(self, process: Process, kind: str, facts: dict[str, Any]) -> None:
         self._has_asked = self._has_asked or kind == "parked"
@@ -254,8 +259,8 @@ class Host:
     def _finish(self, code: int, why: str) -> None:
         if self.over.done():
             return
-        if code == 0 and not self._has_asked and len(self._kit.gpus) > 1:
-            self._kit.say("the script never called jdp.init(): each process ran by itself.")
+        if code == 0 and not self._has_asked and len(self._resources.gpus) > 1:
+            self._resources.say("the script never called jdp.init(): each process ran by itself.")
         self._standbys.kill()
         if self._generation is not None:
             self._generation.kill()

@@ -15,7 +15,7 @@ _JUST_NOW_S = 1.0
 
 
 def folder(inherited: Mapping[str, str]) -> Path:
-    """Give the folder of programs of all runs, should the environment name no other."""
+    """Return the folder of programs of all runs, should the environment name no other."""
     caches = inherited.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     return Path(caches, "jdp", "xla")
 

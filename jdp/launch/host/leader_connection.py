@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from jdp.error_codes import with_code
 from jdp.launch.options.options import Options
 from jdp.launch.transport import token_auth
 from jdp.launch.transport.connection import Channel
@@ -81,10 +82,11 @@ class Link:
                 return
             await asyncio.sleep(RETRY_S)
         where = "{}:{}".format(*self._address)
-        self._gave_up(
+        text = (
             f"no leader at {where} let this host join within {self._options.join_timeout_s:g} s: "
             f"{why}. Is `jdp run` running there, and may this host connect to that port?"
         )
+        self._gave_up(with_code("JDP307", text))
 
     # Why it failed, "" if it did not.
     async def _try(self) -> str:
@@ -125,8 +127,11 @@ class Link:
         assert self._channel is not None
         if its_protocol != protocol():
             return self._end(
-                "whoever listens there has not the jdp of this host, and they would misunderstand "
-                "each other. Install the same jdp on all hosts"
+                with_code(
+                    "JDP308",
+                    "the launcher at that address runs a different jdp build. Install the same "
+                    "version on all hosts.",
+                )
             )
         self._nonces = nonce, token_auth.make_nonce()
         proof = token_auth.proof(self._token, "host", *self._nonces)
@@ -134,7 +139,8 @@ class Link:
 
     def _enter(self, proof: object, is_running: bool) -> None:
         if not token_auth.is_proof(proof, self._token, "leader", *self._nonces):
-            return self._end("whoever listens there does not know the token of this run")
+            text = "the launcher at that address does not know the token of this run."
+            return self._end(with_code("JDP309", text))
         self.is_joined = True
         self._lease_s = time.monotonic() + self._options.heartbeat_timeout_s
         self._answer_with("")

@@ -22,7 +22,7 @@ from jdp.launch.host.worker_process import Process
 from jdp.launch.options.options import Options
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.hang_detector import SAVING, Watch
-from jdp.worker.progress_board import Where
+from jdp.worker.progress_board import ProcessStatus
 
 State = enum.Enum("State", "RUNNING STOPPING ENDING")
 
@@ -67,14 +67,14 @@ class LocalGeneration:
         """Its processes were asked to end, and have their time."""
         return self._state is State.STOPPING
 
-    def where(self) -> dict[int, Where]:
-        """Give where its processes are, by process id."""
+    def statuses(self) -> dict[int, ProcessStatus]:
+        """Return the statuses of its processes, by process id."""
         return {process.process_id: process.slot.read() for process in self.processes}
 
     # --- what its processes do ---
 
     def note(self, process: Process, kind: str, facts: dict[str, Any]) -> None:
-        """Note what a process told."""
+        """Record what a process told."""
         if kind == "failed":
             # It is about to exit, and nothing is gained by waiting for that, unless it is alone and
             # has things of its own to do. But if another one dies, what this one raised is that it
@@ -90,7 +90,7 @@ class LocalGeneration:
             self._send("told", **who, what=kind, facts=facts)
 
     def note_death(self, process: Process) -> None:
-        """Note that a process has ended and was waited for."""
+        """Record that a process has ended and was waited for."""
         # What others have told before is to be known before this, which may end them.
         for other in [*self.processes]:
             other.read()
@@ -176,7 +176,8 @@ class LocalGeneration:
     def _end_unless_saving(self) -> None:
         now = time.monotonic()
         if any(
-            it.phase == SAVING and self._watch.left_s(now, it) > 0 for it in self.where().values()
+            it.phase == SAVING and self._watch.left_s(now, it) > 0
+            for it in self.statuses().values()
         ):
             self._saving_s = now
         if now < self._saving_s + self._shutdown_timeout_s:

@@ -68,7 +68,7 @@ class WorkerOutput:
         self.is_revealed = True  # not posted: what it writes next may be read before
 
     def last_lines(self, timeout_s: float = 1.0) -> list[str]:
-        """Give the last lines, at most TAIL_LINES, with all that an ended process has written."""
+        """Return the last lines, at most TAIL_LINES, with all that an ended process has written."""
         done: Future[list[str]] = Future()
 
         def collect() -> None:
@@ -226,7 +226,7 @@ class Logs:
         self._write(STDERR, f"jdp run: {text}\n".encode())
 
     def prefix(self, name: str, number: int) -> bytes:
-        """Give what stands before each line of a process: nothing if there is only one."""
+        """Return what stands before each line of a process: nothing if there is only one."""
         if self._alone:
             return b""
         if not self._consoles[STDOUT].isatty():

@@ -75,7 +75,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 def environment(
     inherited: Mapping[str, str] = os.environ, /, *, num_gpus: int = 0, **own: str
 ) -> dict[str, str]:
-    """Give the variables that each process starts with; what is set already stays.
+    """Return the variables that each process starts with; what is set already stays.
 
     Args:
       inherited: the launcher's.

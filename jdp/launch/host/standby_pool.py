@@ -13,7 +13,7 @@ class Standbys:
       number: how many there are to be.
       start: starts one; is called with the local id that it will probably have.
       ready: is called when all of them wait, or there will be none.
-      say: tells whoever watches the run.
+      say: prints a line for people who watch the run.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Standbys:
         self._say_ready()
 
     def take(self) -> Process | None:
-        """Give one that waits, or one that will soon, since others of its kind did; else None."""
+        """Return one that waits, or one that will soon, since others of its kind did; else None."""
         # Whatever killed the one that it is to replace may have killed it, too.
         self._processes.sort(key=lambda process: (process.is_dying(), not process.parked))
         if self._processes and self._processes[0].is_dying():
@@ -53,7 +53,7 @@ class Standbys:
         return None
 
     def note_parked(self) -> None:
-        """Note that one of them has come to where it waits."""
+        """Record that one of them has come to where it waits."""
         self._one_parked = True
         self._say_ready()
 

@@ -22,7 +22,7 @@ from jdp.worker.progress_board import Board
 _EXITING = 0x4
 
 
-class Kit:
+class HostResources:
     """What the processes of this host are started with, and share.
 
     Args:
@@ -48,7 +48,7 @@ class Kit:
         self.commit_file = os.memfd_create("jdp-commit")
 
     def say(self, text: str) -> None:
-        """Say something to whoever watches the run, who may be slow to read it."""
+        """Print a line for whoever watches the run, who may be slow to read it."""
         self.logs.post(lambda: self.logs.say(text))
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class Process:
     """A process that runs the script.
 
     Args:
-      kit: to start it with.
+      resources: to start it with.
       local_id: what it will probably be.
       assignment: what it is from the start; None: a standby.
       told: is called with the process, a kind and facts when it tells something.
@@ -85,7 +85,7 @@ class Process:
 
     def __init__(
         self,
-        kit: Kit,
+        resources: HostResources,
         local_id: int,
         assignment: Assignment | None,
         told: Callable[["Process", str, dict[str, Any]], None],
@@ -96,21 +96,25 @@ class Process:
         self.restored_step = 0
         self.traceback: str | None = None
         self.died_first = False
-        self._kit, self._told, self._died = kit, told, died
-        self._slot_index = kit.free_slots.pop()
-        self.slot = kit.board.slot(self._slot_index)
+        self._resources, self._told, self._died = resources, told, died
+        self._slot_index = resources.free_slots.pop()
+        self.slot = resources.board.slot(self._slot_index)
         self.slot.clear()
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours, self._receive)
-        fds = {"socket": theirs.fileno(), "board": kit.board.fd, "commit": kit.commit_file}
-        variables = {**kit.variables, **invitation(**fds, slot=self._slot_index)}
+        fds = {
+            "socket": theirs.fileno(),
+            "board": resources.board.fd,
+            "commit": resources.commit_file,
+        }
+        variables = {**resources.variables, **invitation(**fds, slot=self._slot_index)}
         if assignment is not None:
             # For a script that never asks us.
             variables |= environment(assignment)
         with theirs:
-            self.popen = spawn.spawn(kit.command, variables, pass_fds=fds.values())
-        kit.guardian.add(self.popen.pid)
-        self._output = kit.logs.add(self.popen, local_id, standby=assignment is None)
+            self.popen = spawn.spawn(resources.command, variables, pass_fds=fds.values())
+        resources.guardian.add(self.popen.pid)
+        self._output = resources.logs.add(self.popen, local_id, standby=assignment is None)
         self._pidfd = os.pidfd_open(self.popen.pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._end)
         if assignment is not None:
@@ -123,7 +127,7 @@ class Process:
         return self.assignment.process_id
 
     def is_dying(self) -> bool:
-        """Say whether it is on its way out: it closes its connections before it has ended."""
+        """Whether it is on its way out: it closes its connections before it has ended."""
         try:
             with open(f"/proc/{self.popen.pid}/stat") as file:
                 flags = file.read().rpartition(")")[2].split()[6]
@@ -156,7 +160,7 @@ class Process:
         self._channel.read()
 
     def last_lines(self) -> list[str]:
-        """Give what it wrote last."""
+        """Return what it wrote last."""
         return self._output.last_lines()
 
     def _receive(self, kind: str, facts: dict[str, Any]) -> None:
@@ -176,9 +180,9 @@ class Process:
         self.kill()  # what it started
         where = self.slot.read()
         if self.popen.wait() < 0 and where.phase in (STARTING, COMPILING):
-            compile_cache.drop_torn(Path(self._kit.variables[compile_cache.VARIABLE]))
-        self._kit.guardian.remove(self.popen.pid)
-        self._kit.free_slots.append(self._slot_index)
+            compile_cache.drop_torn(Path(self._resources.variables[compile_cache.VARIABLE]))
+        self._resources.guardian.remove(self.popen.pid)
+        self._resources.free_slots.append(self._slot_index)
         self._died(self)
 
 

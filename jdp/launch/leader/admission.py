@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from jdp.error_codes import with_code
 from jdp.launch.transport import token_auth
 from jdp.launch.transport.connection import Channel
 from jdp.worker.messages import MAX_LINE_BYTES, protocol
@@ -24,7 +25,7 @@ class Refusal(NamedTuple):
     is_final: bool
 
 
-class Door:
+class Admission:
     """Listens for hosts, and lets in those that know the token.
 
     Args:
@@ -82,7 +83,9 @@ class Door:
         nonces = nonce, str(facts.pop("nonce", ""))
         given = facts.pop("proof", None)
         if kind != "join" or not token_auth.is_proof(given, self._token, "host", *nonces):
-            refusal: Refusal | None = Refusal("it has another token than this run.", True)
+            refusal: Refusal | None = Refusal(
+                with_code("JDP309", "it has another token than this run."), True
+            )
         else:
             refusal = self._judge(facts)
         if refusal is not None:

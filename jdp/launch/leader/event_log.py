@@ -12,7 +12,7 @@ class Events:
 
     Args:
       path: of the file, which is appended to; None: nowhere.
-      say: tells whoever watches the run that the file can't be written.
+      say: prints a line for people who watch the run that the file can't be written.
     """
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:

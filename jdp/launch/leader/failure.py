@@ -4,6 +4,7 @@ import signal
 import time
 from dataclasses import dataclass, field, replace
 
+from jdp.error_codes import with_code
 from jdp.worker.exit_codes import STALLED, exit_code, in_words
 
 
@@ -53,12 +54,13 @@ def exit_of_process(
       last_lines: what it wrote, shown where there is no traceback.
 
     >>> print(exit_of_process(1, "a", 7, 3, None, ["no such file"]).full_text)
-    the cause: process 1 (pid 7 on a) ended with exit code 3
+    the cause: process 1 (pid 7 on a) ended with exit code 3 (jdp explain-error JDP301)
     its last output:
       no such file
     """
     text = f"{_who(process_id, host, pid)} {in_words(returncode)}"
-    lines = [f"the cause: {text}"]
+    code = "JDP302" if returncode < 0 else "JDP301"
+    lines = [with_code(code, f"the cause: {text}")]
     if traceback:
         lines += [f"  {line}" for line in traceback.rstrip().splitlines()]
     elif last_lines:
@@ -77,7 +79,7 @@ def exit_of_process(
 def stall_of_process(process_id: int, host: str, pid: int, stalled_s: float, report: str) -> Cause:
     """A process made no progress, and the others waited for it."""
     text = f"{_who(process_id, host, pid)} made no progress for {stalled_s:.1f} s"
-    return Cause(text, STALLED, f"the cause: {report}", stalled_s)
+    return Cause(text, STALLED, with_code("JDP303", f"the cause: {report}"), stalled_s)
 
 
 def early_end(process_id: int, other: int, grace_s: float) -> Cause:
@@ -87,7 +89,7 @@ def early_end(process_id: int, other: int, grace_s: float) -> Cause:
         f"{grace_s:g} s in a step that it does not make"
     )
     advice = "All processes must make the same steps."
-    return Cause(text, 1, f"the cause: {text}. {advice}", grace_s)
+    return Cause(text, 1, with_code("JDP304", f"the cause: {text}. {advice}"), grace_s)
 
 
 def after_end(why: Cause, process_id: int) -> Cause:
@@ -100,7 +102,8 @@ def after_end(why: Cause, process_id: int) -> Cause:
 def loss_of_host(host: str, why: str, silent_s: float) -> Cause:
     """A host is gone, or silent for so long that it must be."""
     text = f"host {host} was lost: {why}"
-    return Cause(text, 1, f"the cause: {text}.", silent_s, is_of_program=False)
+    full_text = with_code("JDP305", f"the cause: {text}.")
+    return Cause(text, 1, full_text, silent_s, is_of_program=False)
 
 
 def growth() -> Cause:

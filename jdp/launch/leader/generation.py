@@ -19,11 +19,11 @@ from jdp.launch.leader import failure
 from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.failure import Cause
 from jdp.launch.leader.rank_assignment import Part, Plan, size
-from jdp.launch.leader.remote_host import Guest
+from jdp.launch.leader.remote_host import RemoteHost
 from jdp.launch.options.options import Options
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.hang_detector import BETWEEN, Stall, Watch, waits
-from jdp.worker.progress_board import Where
+from jdp.worker.progress_board import ProcessStatus
 
 State = enum.Enum("State", "RUNNING STOPPING ENDING")
 
@@ -35,7 +35,7 @@ class Generation:
       number: 0 for the first.
       plan: of its parts.
       options: of the command line.
-      say: tells whoever watches the run.
+      say: prints a line for people who watch the run.
       events: where it is written what happens.
 
     Attributes:
@@ -58,12 +58,12 @@ class Generation:
         self.number = number
         self.size = size(plan)
         self.state = State.RUNNING
-        self.parts = {part.guest: part for part in plan}
+        self.parts = {part.remote: part for part in plan}
         self.told: dict[str, dict[int, dict[str, Any]]] = {}
         self.cause: Cause | None = None
         self.step: int | None = None
         self._returncodes: dict[int, int] = {}  # of processes that ended by themselves
-        self._blamed: tuple[Guest, int] | None = None  # with the slot
+        self._blamed: tuple[RemoteHost, int] | None = None  # with the slot
         self._early: float | None = None  # since when one has ended and others have not
         self._grace_s = options.shutdown_timeout_s
         self._watch = Watch(options.timeout_s)
@@ -92,9 +92,9 @@ class Generation:
         """
         return self.stepped and self._all_told("restored") and self._early is None
 
-    def note(self, guest: Guest, process_id: int, pid: int, what: str, facts: dict) -> bool:
-        """Note what a process told; says whether it was the last one to tell that."""
-        self._write(what, process_id=process_id, host=guest.name, pid=pid, **facts)
+    def note(self, remote: RemoteHost, process_id: int, pid: int, what: str, facts: dict) -> bool:
+        """Record what a process told, and return whether it was the last one to tell that."""
+        self._write(what, process_id=process_id, host=remote.name, pid=pid, **facts)
         told = self.told.setdefault(what, {})
         is_news = process_id not in told
         told[process_id] = facts
@@ -102,20 +102,20 @@ class Generation:
             self._note_end()
         return is_news and self._all_told(what)
 
-    def note_exit(
+    def record_exit(
         self,
-        guest: Guest,
+        remote: RemoteHost,
         process_id: int,
         pid: int,
         returncode: int,
         traceback: str | None,
         last_lines: list[str],
     ) -> None:
-        """Note how a process ended; what came of itself is a failure unless all is well."""
+        """Record how a process ended; what came of itself is a failure unless all is well."""
         self._returncodes[process_id] = returncode
         if returncode == 0:
             self._note_end()
-        who = {"process_id": process_id, "host": guest.name, "pid": pid, "returncode": returncode}
+        who = {"process_id": process_id, "host": remote.name, "pid": pid, "returncode": returncode}
         self._write("exited", **who)
         if returncode not in (0, SAVED) and self.state is not State.STOPPING:
             why = failure.exit_of_process(**who, traceback=traceback, last_lines=last_lines)
@@ -123,26 +123,26 @@ class Generation:
                 why = failure.after_end(why, min(ended))
             self.fail(why, process_id)
 
-    def note_where(self, guest: Guest, where: dict[int, Where]) -> None:
-        """Note where the processes of a host are."""
-        if guest in self.parts:
-            self.parts[guest].where = where
+    def record_statuses(self, remote: RemoteHost, statuses: dict[int, ProcessStatus]) -> None:
+        """Record the statuses of the processes of a host."""
+        if remote in self.parts:
+            self.parts[remote].statuses = statuses
 
-    def note_left(self, guest: Guest, step: int | None) -> None:
-        """Note that a host has no more processes of it, and the last step that all of them made."""
+    def record_left(self, remote: RemoteHost, step: int | None) -> None:
+        """Record that a host has no more processes of it, and their last common step."""
         self.step = min((each for each in (self.step, step) if each is not None), default=None)
-        self.parts.pop(guest, None)
+        self.parts.pop(remote, None)
 
     def look(self, now: float) -> None:
         """Look whether it gets on, and fail if it does not."""
-        places = {i: where for part in self.parts.values() for i, where in part.where.items()}
-        stall = self._watch.look(now, places)
+        statuses = {i: each for part in self.parts.values() for i, each in part.statuses.items()}
+        stall = self._watch.look(now, statuses)
         if stall is not None:
             self._note_stall(stall)
-        self._look_for_early_ends(now, places)
+        self._look_for_early_ends(now, statuses)
 
     def fail(self, why: Cause, process_id: int | None = None) -> None:
-        """Note why it ends, and which process is to blame, if any.
+        """Record why it ends, and which process is to blame, if any.
 
         The first cause counts, unless a later one is sure.
         """
@@ -150,21 +150,21 @@ class Generation:
             self.cause, self._blamed = why, None
             if process_id is not None:
                 part = self._part_of(process_id)
-                self._blamed = part.guest, part.slots[process_id - part.first]
+                self._blamed = part.remote, part.slots[process_id - part.first]
 
     def blame(self, now: float) -> None:
         """Have the slot of the process that failed rest, should it fail often."""
         if self._blamed is not None:
-            guest, slot = self._blamed
-            guest.slots[slot].fail(now, can_rest=len(guest.free(now)) > guest.least)
+            remote, slot = self._blamed
+            remote.slots[slot].fail(now, can_rest=len(remote.free(now)) > remote.least)
 
     # --- what hosts are told ---
 
     def start(self, **facts: Any) -> None:
         """Have its processes started, with these facts for the `Assignment` of each."""
-        for host_id, (guest, part) in enumerate(self.parts.items()):
-            guest.take_part(self.number)
-            guest.channel.send(
+        for host_id, (remote, part) in enumerate(self.parts.items()):
+            remote.take_part(self.number)
+            remote.channel.send(
                 "go",
                 first=part.first,
                 slots=part.slots,
@@ -173,7 +173,7 @@ class Generation:
                 host_id=host_id,
                 **facts,
             )
-        hosts = [guest.name for guest in self.parts]
+        hosts = [remote.name for remote in self.parts]
         self._write("formed", num_processes=self.size, hosts=hosts)
 
     def stop(self, number: int | None) -> None:
@@ -187,8 +187,8 @@ class Generation:
         self._send("end")
 
     def _send(self, kind: str, **facts: Any) -> None:
-        for guest in self.parts:
-            guest.channel.send(kind, **facts)
+        for remote in self.parts:
+            remote.channel.send(kind, **facts)
 
     # --- what it makes of it ---
 
@@ -222,19 +222,19 @@ class Generation:
         if stall.is_over:
             first = stall.processes[0]
             part = self._part_of(first)
-            who = first, part.guest.name, part.where[first].pid
+            who = first, part.remote.name, part.statuses[first].pid
             self.fail(failure.stall_of_process(*who, stall.stalled_s, stall.report), first)
 
     # Fail if a process waits in a step that others, which came to their end, do not make. What it
     # does alone at the end may take as long as the watch says, and a step as long as it takes.
-    def _look_for_early_ends(self, now: float, places: dict[int, Where]) -> None:
+    def _look_for_early_ends(self, now: float, statuses: dict[int, ProcessStatus]) -> None:
         if self._early is None or now - self._early < self._grace_s:
             return
         ended = self._came_to_end()
-        for i, where in places.items():
-            if i in ended or not waits(where) or now - where.progress_s < self._grace_s:
+        for i, status in statuses.items():
+            if i in ended or not waits(status) or now - status.progress_s < self._grace_s:
                 continue
-            called = where.steps + (where.phase != BETWEEN)
+            called = status.steps + (status.phase != BETWEEN)
             if missing := [other for other in ended if self._steps_of(other) < called]:
                 return self.fail(failure.early_end(min(missing), i, self._grace_s))
 

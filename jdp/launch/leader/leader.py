@@ -1,8 +1,8 @@
 """Generations over hosts: who takes part, who is which process, and what happens after a failure.
 
 One launcher leads: the one that listens where the hosts meet. Its own processes are looked after by
-a `Host` as everyone's are, so a run on one host is the case of a single guest. What hosts and the
-leader say to each other stands at the top of `channel.py`.
+a `Host` as everyone's are, so a run on one host is the case of a single `RemoteHost`.
+`jdp/worker/messages.py` lists the messages between hosts and the leader.
 
 States, and what ends them:
 
@@ -27,16 +27,16 @@ from collections.abc import Callable
 from typing import Any
 
 from jdp.launch.leader import failure, rank_assignment
-from jdp.launch.leader.admission import Door, Refusal
+from jdp.launch.leader.admission import Admission, Refusal
 from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.generation import Generation, State
 from jdp.launch.leader.rank_assignment import Gathering, Plan
 from jdp.launch.leader.recovery import Recoveries
-from jdp.launch.leader.remote_host import Guest
+from jdp.launch.leader.remote_host import RemoteHost
 from jdp.launch.options.options import Options
 from jdp.launch.transport.connection import Channel
 from jdp.worker.exit_codes import SAVED
-from jdp.worker.progress_board import Where
+from jdp.worker.progress_board import ProcessStatus
 
 # How often time itself is looked at: for stalls and for hosts that are silent.
 LOOK_S = 0.2
@@ -49,7 +49,7 @@ class Leader:
       options: of the command line.
       token: of the run.
       listener: a listening socket where hosts join, which the leader closes.
-      say: tells whoever watches the run.
+      say: prints a line for people who watch the run.
 
     Attributes:
       home: id of the host that is in this very process, once there is one.
@@ -67,7 +67,7 @@ class Leader:
         self._events = Events(options.log_dir and options.log_dir / "events.jsonl", say)
         self._is_over = False
         self._gathering = Gathering(options, is_start=True)
-        self._guests: list[Guest] = []
+        self._remotes: list[RemoteHost] = []
         self._generation: Generation | None = None  # the one that lives
         self._number = -1  # of the last generation
         self._run_id = options.rdzv_id
@@ -75,11 +75,11 @@ class Leader:
         self._recoveries = Recoveries(options.max_restarts, say, self._events)
         self._all_left = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._door = Door(listener, token, self._refusal, self._admit)
+        self._admission = Admission(listener, token, self._refusal, self._admit)
         self._consider()
 
     async def close(self, code: int, why: str, timeout_s: float = 5.0) -> None:
-        """Tell all hosts how the run ended, wait until they know, and stop.
+        """Report to all hosts how the run ended, wait until they know, and stop.
 
         Args:
           code: exit code, if the run is not over yet.
@@ -93,11 +93,11 @@ class Leader:
                 await self._all_left.wait()
         except TimeoutError:
             pass  # Hosts that hear nothing of the end find out that we are gone.
-        self._door.close()
+        self._admission.close()
         if self._timer is not None:
             self._timer.cancel()
-        for guest in self._guests:
-            guest.channel.close()
+        for remote in self._remotes:
+            remote.channel.close()
         self._events.close()
 
     # --- who takes part ---
@@ -113,100 +113,100 @@ class Leader:
                 f"{self._options.rdzv_id!r}.",
                 True,
             )
-        for guest in [*self._guests]:
-            if guest.id == facts["id"]:
-                self._remove(guest, "it came back")
-            elif guest.host_id == facts["host_id"] is not None:
-                return Refusal(f"host {guest.host_id} is there already ({guest.name})", False)
-        if len(self._guests) == self._options.nnodes[1]:
-            return Refusal(f"all {len(self._guests)} hosts are there", False)
+        for remote in [*self._remotes]:
+            if remote.id == facts["id"]:
+                self._remove(remote, "it came back")
+            elif remote.host_id == facts["host_id"] is not None:
+                return Refusal(f"host {remote.host_id} is there already ({remote.name})", False)
+        if len(self._remotes) == self._options.nnodes[1]:
+            return Refusal(f"all {len(self._remotes)} hosts are there", False)
         return None
 
     def _admit(self, channel: Channel, facts: dict[str, Any], proof: str) -> None:
-        guest = Guest(channel, facts)
-        channel.received = functools.partial(self._receive, guest)
-        channel.closed = functools.partial(self._left, guest)
+        remote = RemoteHost(channel, facts)
+        channel.received = functools.partial(self._receive, remote)
+        channel.closed = functools.partial(self._left, remote)
         # A leader that was started again goes on where the hosts are.
-        self._number = max(self._number, guest.generation)
+        self._number = max(self._number, remote.generation)
         self._recoveries.stepped = self._recoveries.stepped or facts["stepped"]
         self._run_id = self._run_id or facts["run_id"]
-        self._guests.append(guest)
+        self._remotes.append(remote)
         channel.send("welcome", proof=proof, is_running=self._generation is not None)
         most = self._options.nnodes[1]
         if most > 1:
-            self._say(f"host {guest.name} joined: {len(self._guests)} of {most}.")
-        self._events.write("host joined", host=guest.name, num_hosts=len(self._guests))
+            self._say(f"host {remote.name} joined: {len(self._remotes)} of {most}.")
+        self._events.write("host joined", host=remote.name, num_hosts=len(self._remotes))
         self._consider()
 
-    def _left(self, guest: Guest, why: str) -> None:
-        self._remove(guest, why)
+    def _left(self, remote: RemoteHost, why: str) -> None:
+        self._remove(remote, why)
         self._consider()
 
-    def _remove(self, guest: Guest, why: str) -> None:
-        if guest not in self._guests:
+    def _remove(self, remote: RemoteHost, why: str) -> None:
+        if remote not in self._remotes:
             return
-        guest.channel.close()
-        self._guests.remove(guest)
+        remote.channel.close()
+        self._remotes.remove(remote)
         self._all_left_if_so()
         if self._is_over:
             return
-        self._events.write("host lost", host=guest.name, why=why)
-        lost = failure.loss_of_host(guest.name, why, time.monotonic() - guest.heard)
-        if self._generation is not None and guest in self._generation.parts:
-            self._generation.note_left(guest, None)
+        self._events.write("host lost", host=remote.name, why=why)
+        lost = failure.loss_of_host(remote.name, why, time.monotonic() - remote.heard)
+        if self._generation is not None and remote in self._generation.parts:
+            self._generation.record_left(remote, None)
             self._generation.fail(lost)
         elif self._options.nnodes[1] > 1:
             self._say(f"{lost.text}.")
 
     def _all_left_if_so(self) -> None:
-        if {guest.id for guest in self._guests} <= {self.home}:
+        if {remote.id for remote in self._remotes} <= {self.home}:
             self._all_left.set()
 
-    def _receive(self, guest: Guest, kind: str, facts: dict[str, Any]) -> None:
-        guest.heard = time.monotonic()
+    def _receive(self, remote: RemoteHost, kind: str, facts: dict[str, Any]) -> None:
+        remote.heard = time.monotonic()
         match kind:
             case "beat":
                 # Nothing to decide at once; with many hosts there are many of these.
-                return self._heard(guest, **facts)
+                return self._heard(remote, **facts)
             case "ready":
-                self._ready(guest, **facts)
+                self._ready(remote, **facts)
             case "told" if self._generation is not None:
-                self._told(self._generation, guest, **facts)
+                self._told(self._generation, remote, **facts)
             case "exited" if self._generation is not None:
-                self._generation.note_exit(guest, **facts)
+                self._generation.record_exit(remote, **facts)
             case "ended":
-                self._ended(guest, **facts)
+                self._ended(remote, **facts)
             case "stop":
                 self._asked_to_stop(facts["signal"], facts["at_once"])
         self._consider()
 
-    def _heard(self, guest: Guest, at: float, where: dict[str, list]) -> None:
-        guest.channel.send("beat", at=at)
+    def _heard(self, remote: RemoteHost, at: float, statuses: dict[str, list]) -> None:
+        remote.channel.send("beat", at=at)
         if self._generation is not None:
-            ahead_s = guest.heard - at
-            places = {int(i): Where(*values).moved(ahead_s) for i, values in where.items()}
-            self._generation.note_where(guest, places)
+            ahead_s = remote.heard - at
+            moved = {int(i): ProcessStatus(*each).moved(ahead_s) for i, each in statuses.items()}
+            self._generation.record_statuses(remote, moved)
 
-    def _ready(self, guest: Guest, generation: int) -> None:
-        if generation == guest.generation and not guest.is_ready:
-            guest.is_ready = True
-            self._events.write("ready", generation=generation, host=guest.name)
+    def _ready(self, remote: RemoteHost, generation: int) -> None:
+        if generation == remote.generation and not remote.is_ready:
+            remote.is_ready = True
+            self._events.write("ready", generation=generation, host=remote.name)
 
     # --- what happens in a generation ---
 
-    def _told(self, generation: Generation, guest: Guest, what: str, **facts: Any) -> None:
-        if not generation.note(guest, what=what, **facts):
+    def _told(self, generation: Generation, remote: RemoteHost, what: str, **facts: Any) -> None:
+        if not generation.note(remote, what=what, **facts):
             return
         # Now all processes have told it.
         self._recoveries.mark(what, generation)
         if what == "first_step":
-            for each in self._guests:  # also those that came while no generation was there
+            for each in self._remotes:  # also those that came while no generation was there
                 each.channel.send("stepped")
 
-    def _ended(self, guest: Guest, generation: int, port: int, step: int | None) -> None:
-        guest.port = port
+    def _ended(self, remote: RemoteHost, generation: int, port: int, step: int | None) -> None:
+        remote.port = port
         if self._generation is not None and generation == self._generation.number:
-            self._generation.note_left(guest, step)
+            self._generation.record_left(remote, step)
 
     def _asked_to_stop(self, number: int, at_once: bool) -> None:
         self._signal = self._signal or number
@@ -222,9 +222,9 @@ class Leader:
             return
         now = time.monotonic()
         silence_s = 1.5 * self._options.heartbeat_timeout_s
-        for guest in [*self._guests]:
-            if guest.id != self.home and now - guest.heard > silence_s:
-                self._remove(guest, f"silent for {now - guest.heard:.1f} s")
+        for remote in [*self._remotes]:
+            if remote.id != self.home and now - remote.heard > silence_s:
+                self._remove(remote, f"silent for {now - remote.heard:.1f} s")
         generation = self._generation
         if generation is not None and not generation.parts:
             self._generation = None
@@ -239,7 +239,7 @@ class Leader:
     def _wake(self, now: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        free_at = [slot.free_at for guest in self._guests for slot in guest.slots]
+        free_at = [slot.free_at for remote in self._remotes for slot in remote.slots]
         soonest = min([now + LOOK_S, *(at for at in free_at if at > now)])
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(soonest - now, self._consider)
@@ -276,8 +276,8 @@ class Leader:
     def _over(self, code: int, why: str) -> None:
         self._is_over = True
         self._events.write("over", code=code, why=why)
-        for guest in self._guests:
-            guest.channel.send("over", code=code, why=why)
+        for remote in self._remotes:
+            remote.channel.send("over", code=code, why=why)
         self._all_left_if_so()
 
     # --- forming a generation ---
@@ -285,14 +285,14 @@ class Leader:
     def _gather(self, now: float) -> None:
         if self._signal is not None:
             return self._over(128 + self._signal, "")
-        if chosen := self._gathering.plan(self._guests, now):
+        if chosen := self._gathering.plan(self._remotes, now):
             self._form(chosen)
-        elif why := self._gathering.why_in_vain(self._guests, now):
+        elif why := self._gathering.why_in_vain(self._remotes, now):
             self._over(1, why)
 
     def _can_grow(self, now: float, generation: Generation) -> bool:
-        next_one = rank_assignment.make(self._guests, self._options.nnodes[0], now) or []
-        is_quick = all(part.guest.is_ready for part in next_one)
+        next_one = rank_assignment.make(self._remotes, self._options.nnodes[0], now) or []
+        is_quick = all(part.remote.is_ready for part in next_one)
         return is_quick and rank_assignment.size(next_one) > generation.size
 
     def _form(self, chosen: Plan) -> None:

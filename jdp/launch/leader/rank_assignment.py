@@ -3,9 +3,10 @@
 import time
 from dataclasses import dataclass, field
 
-from jdp.launch.leader.remote_host import Guest
+from jdp.error_codes import with_code
+from jdp.launch.leader.remote_host import RemoteHost
 from jdp.launch.options.options import Options
-from jdp.worker.progress_board import Where
+from jdp.worker.progress_board import ProcessStatus
 
 
 @dataclass
@@ -13,16 +14,16 @@ class Part:
     """What one host has of a generation.
 
     Attributes:
-      guest: the host.
+      remote: the host.
       first: its first process; the others follow.
       slots: of the host, one for each process.
-      where: where its processes are, by process id, on the leader's clock.
+      statuses: of its processes, by process id, on the leader's clock.
     """
 
-    guest: Guest
+    remote: RemoteHost
     first: int
     slots: list[int]
-    where: dict[int, Where] = field(default_factory=dict)
+    statuses: dict[int, ProcessStatus] = field(default_factory=dict)
 
     @property
     def process_ids(self) -> range:
@@ -34,11 +35,11 @@ class Part:
 Plan = list[Part]
 
 
-def make(guests: list[Guest], least: int, now: float) -> Plan | None:
+def make(remotes: list[RemoteHost], least: int, now: float) -> Plan | None:
     """Make the plan of a generation that would be formed now.
 
     Args:
-      guests: all that have joined.
+      remotes: all that have joined.
       least: hosts that there must be.
       now: time.monotonic().
 
@@ -47,18 +48,18 @@ def make(guests: list[Guest], least: int, now: float) -> Plan | None:
     """
     # One that has just come to a run, and would have to start its processes from nothing, is not
     # waited for, unless it is needed.
-    settled = [guest for guest in guests if guest.took_part or guest.is_ready]
-    chosen = settled if len(settled) >= least else [*guests]
+    settled = [remote for remote in remotes if remote.took_part or remote.is_ready]
+    chosen = settled if len(settled) >= least else [*remotes]
     # Sorting keeps the order of those without a number: that in which they came.
-    chosen.sort(key=lambda guest: (guest.host_id is None, guest.host_id))
+    chosen.sort(key=lambda remote: (remote.host_id is None, remote.host_id))
     if len(chosen) < least:
         return None
     plan, first = [], 0
-    for guest in chosen:
-        slots = guest.free(now)
-        if len(slots) < guest.least:
+    for remote in chosen:
+        slots = remote.free(now)
+        if len(slots) < remote.least:
             return None
-        plan.append(Part(guest, first, slots))
+        plan.append(Part(remote, first, slots))
         first += len(slots)
     return plan
 
@@ -69,13 +70,13 @@ def size(plan: Plan) -> int:
 
 
 def coordinator(plan: Plan, home: str) -> str:
-    """Give the "address:port" at which process 0, on the first host, is to listen.
+    """Return the "address:port" at which process 0, on the first host, is to listen.
 
     Args:
       plan: of the generation.
       home: id of the leader's own host.
     """
-    first, *others = [part.guest for part in plan]
+    first, *others = [part.remote for part in plan]
     address = first.address
     if address is None:
         # Where others have found the leader, its own host is, too.
@@ -98,10 +99,10 @@ class Gathering:
         self._since = time.monotonic()
         self._enough_since: float | None = None
 
-    def plan(self, guests: list[Guest], now: float) -> Plan | None:
-        """Give the plan of the generation that is to be formed now, if it is time for one."""
+    def plan(self, remotes: list[RemoteHost], now: float) -> Plan | None:
+        """Return the plan of the generation that is to be formed now, if it is time for one."""
         least, most = self._options.nnodes
-        chosen = make(guests, least, now)
+        chosen = make(remotes, least, now)
         if chosen is None:
             self._enough_since = None
             return None
@@ -111,14 +112,15 @@ class Gathering:
         may_wait = self._is_start and waited_s < self._options.last_call_timeout_s
         return None if may_wait and len(chosen) < most else chosen
 
-    def why_in_vain(self, guests: list[Guest], now: float) -> str | None:
-        """Say which hosts are there, if too few have come in time."""
+    def why_in_vain(self, remotes: list[RemoteHost], now: float) -> str | None:
+        """Return which hosts are there, if too few have come in time."""
         least, most = self._options.nnodes
-        if len(guests) >= least or now - self._since <= self._options.join_timeout_s:
+        if len(remotes) >= least or now - self._since <= self._options.join_timeout_s:
             return None
-        there = ", ".join(guest.name for guest in guests) or "none"
-        return (
-            f"only {len(guests)} of at least {least} hosts are there ({there}) after "
+        there = ", ".join(remote.name for remote in remotes) or "none"
+        return with_code(
+            "JDP306",
+            f"only {len(remotes)} of at least {least} hosts are there ({there}) after "
             f"{self._options.join_timeout_s:g} s. Start `jdp run` on the others, or ask for fewer "
-            f"with --nnodes 1:{most}, or wait longer with --join-timeout-s."
+            f"with --nnodes 1:{most}, or wait longer with --join-timeout-s.",
         )

@@ -29,13 +29,13 @@ class Outage:
         self._times: list[tuple[str, float]] = []
 
     def begin(self, cause: Cause) -> None:
-        """Note that a generation has ended, and why."""
+        """Record that a generation has ended, and why."""
         self._causes.append(cause)
         self._times = self._times[:1] or [("", cause.noticed)]
         self._times.append(("end_s", time.monotonic()))
 
     def mark(self, what: str, told: Iterable[dict[str, Any]]) -> None:
-        """Note that all processes have come to some point, and what they told then."""
+        """Record that all processes have come to some point, and what they told then."""
         if what not in _PARTS:
             return
         self._times.append((_PARTS[what], time.monotonic()))
@@ -46,11 +46,11 @@ class Outage:
 
     @property
     def text(self) -> str:
-        """Say what it was that had to be recovered from."""
+        """Return what had to be recovered from."""
         return ", then ".join(cause.text for cause in self._causes)
 
     def record(self) -> dict[str, Any]:
-        """Give the seconds of each part, of the whole, and what was lost."""
+        """Return the seconds of each part, of the whole, and what was lost."""
         silent_s = self._causes[0].silent_s
         parts = {
             name: at - before
@@ -91,7 +91,7 @@ class Recoveries:
 
     Args:
       max_restarts: how many failures are recovered from.
-      say: tells whoever watches the run.
+      say: prints a line for people who watch the run.
       events: where it is written what happens.
 
     Attributes:
@@ -106,11 +106,11 @@ class Recoveries:
 
     @property
     def text(self) -> str:
-        """Say what is being recovered from; nothing if all is well."""
+        """Return what is being recovered from, an empty text if all is well."""
         return "" if self._outage is None else self._outage.text
 
     def why_not(self, why: Cause) -> str:
-        """Say why the run does not go on after this; nothing if it does."""
+        """Return why the run does not go on after this, an empty text if it does."""
         if why.grows:
             return ""
         if self._num_restarts >= self._max_restarts:
@@ -120,7 +120,7 @@ class Recoveries:
         return ""
 
     def begin(self, why: Cause, generation: Generation) -> None:
-        """Note that the run goes on after this generation, and why that has ended."""
+        """Record that the run goes on after this generation, and why that has ended."""
         if not why.grows:
             self._num_restarts += 1
         # Of a process whose output is not shown, this is all there is to see.
@@ -131,7 +131,7 @@ class Recoveries:
         self._outage.begin(why)
 
     def mark(self, what: str, generation: Generation) -> None:
-        """Note what all processes have told; once they have made a step, say what it took."""
+        """Record what all processes have told; once they have made a step, return what it took."""
         if self._outage is not None:
             self._outage.mark(what, generation.told[what].values())
         if what != "first_step":

@@ -31,7 +31,7 @@ class HostSlot:
         self._num_rests = 0
 
     def fail(self, now: float, can_rest: bool) -> None:
-        """Note that the process there failed, and keep the slot empty for a while if it must be.
+        """Record that the process there failed, and keep the slot empty for a while if it must be.
 
         Args:
           now: seconds.
@@ -47,7 +47,7 @@ class HostSlot:
             self.free_at = now + min(BACKOFF_S * 2 ** (len(self._failures) - 2), MAX_BACKOFF_S)
 
 
-class Guest:
+class RemoteHost:
     """A host that has joined.
 
     Args:
@@ -81,9 +81,9 @@ class Guest:
         self.heard = time.monotonic()
 
     def take_part(self, generation: int) -> None:
-        """Note that it takes part in a generation, for which it uses up its standbys."""
+        """Record that it takes part in a generation, for which it uses up its standbys."""
         self.generation, self.took_part, self.is_ready = generation, True, False
 
     def free(self, now: float) -> list[int]:
-        """Give the slots that a process may be started in."""
+        """Return the slots that a process may be started in."""
         return [i for i, slot in enumerate(self.slots) if slot.free_at <= now]

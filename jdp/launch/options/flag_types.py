@@ -36,7 +36,7 @@ def read_count(what: str, low: int) -> Callable[[str], int]:
     def read(text: str) -> int:
         if not re.fullmatch(r"\d+", text) or int(text) < low:
             raise argparse.ArgumentTypeError(
-                f"{text!r} is no number of {what}: write a whole number, {low} or more"
+                f"{text!r} is not a number of {what}: write a whole number, {low} or more"
             )
         return int(text)
 
@@ -46,7 +46,7 @@ def read_count(what: str, low: int) -> Callable[[str], int]:
 def read_port(text: str) -> int:
     """Read the number of a port."""
     if not re.fullmatch(r"\d+", text) or not 0 < int(text) < 2**16:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port: write a number from 1 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: write a number from 1 to 65535")
     return int(text)
 
 
@@ -57,7 +57,9 @@ def read_seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: write seconds, above 0, as in 30")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a time: write seconds, above 0, as in 30"
+        )
     return seconds
 
 
@@ -73,7 +75,7 @@ def read_range(what: str) -> Callable[[str], Range]:
         low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= low <= high:
             raise argparse.ArgumentTypeError(
-                f"{text!r} is no number of {what}: write 2, or 1:4 for at least 1 and at most 4"
+                f"{text!r} is not a number of {what}: write 2, or 1:4 for at least 1 and at most 4"
             )
         return low, high
 
@@ -102,8 +104,8 @@ def read_endpoint(text: str) -> str:
     match = re.fullmatch(r"(\[[^]]+\]|[^:\[\]\s]+)(?::(\d+))?", text)
     if not match or not 0 < int(match[2] or DEFAULT_PORT) < 2**16:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no place to meet: write address:port, as in 10.0.0.1:{DEFAULT_PORT} "
-            f"or [fe80::1]:{DEFAULT_PORT}"
+            f"{text!r} is not an address to meet at: write address:port, as in "
+            f"10.0.0.1:{DEFAULT_PORT} or [fe80::1]:{DEFAULT_PORT}"
         )
     return f"{match[1]}:{match[2] or DEFAULT_PORT}"
 
@@ -129,7 +131,7 @@ def read_ranks(text: str) -> frozenset[int]:
     if text.strip() in ("", "all"):
         return frozenset()
     if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} are no local ranks: write 0, or 0,2, or all")
+        raise argparse.ArgumentTypeError(f"{text!r} are not local ranks: write 0, or 0,2, or all")
     return frozenset(map(int, text.split(",")))
 
 

@@ -110,7 +110,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def dest_of(flag: str) -> str:
-    """Give the name of a flag's value.
+    """Return the name of a flag's value.
 
     >>> dest_of("--log-dir")
     'log_dir'

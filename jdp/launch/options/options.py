@@ -92,7 +92,7 @@ class Options:
             )
         if self.node_rank is not None and not 0 <= self.node_rank < at_most:
             raise ValueError(
-                f"--node-rank {self.node_rank} is no host of --nnodes {spelled(self.nnodes)}: "
+                f"--node-rank {self.node_rank} is not a host of --nnodes {spelled(self.nnodes)}: "
                 f"they are numbered from 0 to {at_most - 1}."
             )
         if at_most == 1:
@@ -117,7 +117,7 @@ class Options:
         return self.nproc_per_node[1] if self.standbys is None else self.standbys
 
     def argv(self) -> list[str]:
-        """Give the command line of one process.
+        """Return the command line of one process.
 
         >>> Options(("train.py", "--lr", "3"), no_python=True).argv()
         ['train.py', '--lr', '3']
@@ -127,7 +127,7 @@ class Options:
         return [sys.executable, *(["-m"] if self.module else []), *self.command]
 
     def is_shown(self, local_rank: int, stream: int) -> bool:
-        """Say whether what a process writes to `stream`, STDOUT or STDERR, is for the console."""
+        """Whether what a process writes to `stream`, STDOUT or STDERR, is for the console."""
         tee, redirects = self.tee or {}, self.redirects or {}
         if tee.get(local_rank, tee.get(-1, 0)) & stream:
             return True

@@ -27,7 +27,7 @@ def proof(token: str, part: str, leader_nonce: str, host_nonce: str) -> str:
 
 
 def is_proof(given: object, *expected: str) -> bool:
-    """Say whether `given` is `proof(*expected)`, in a time that tells nothing about it."""
-    # JSON can hold what is no text; whoever sends it must not end the run.
+    """Whether `given` is `proof(*expected)`, in a time that tells nothing about it."""
+    # JSON can hold what is not text; a sender of that must not end the run.
     given = given.encode(errors="replace") if isinstance(given, str) else b""
     return hmac.compare_digest(given, proof(*expected).encode())

@@ -19,12 +19,12 @@ from jdp.reduction.overlap.together import together
 
 
 def is_float(leaf: Any) -> bool:
-    """Tell whether a leaf has a gradient that can be reduced."""
+    """Whether a leaf has a gradient that can be reduced."""
     return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
 
 
 def floats_of(tree: Any) -> list[jax.Array]:
-    """Give the leaves of a tree that are floats."""
+    """Return the leaves of a tree that are floats."""
     return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
 
 
@@ -83,7 +83,7 @@ class Hooks:
                 self._communicator = reserved(2 * leaves, numbers, axes, self._mesh)
 
     def enter(self, floats: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Give the stacked parameters and an empty slot."""
+        """Return the stacked parameters and an empty slot."""
 
         def same(floats: list, _: Any) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
             # Nothing reads the slot on the way forward. A layer has the shape of its gradient, also
@@ -98,7 +98,7 @@ class Hooks:
             for mean, others in zip(self._reduced(slot), shifted, strict=True):
                 mean = weights.total(mean)
                 parts = [others[1:], mean[None]] if self._reverse else [mean[None], others[:-1]]
-                # To the analysis that is no sum over ranks any more, which it would refuse to see
+                # To the analysis that is not a sum over ranks any more: it would refuse to see one
                 # averaged again.
                 mean = jnp.concatenate(parts)
                 means.append(mark(mean, kind=AVERAGED, path="", axes=self._axes))
@@ -224,7 +224,7 @@ class Hooks:
 
 
 def _hooked(same: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Give `same(*args, share, witness)` with a backward pass of its own.
+    """Return `same(*args, share, witness)` with a backward pass of its own.
 
     The hooks act together or not at all. Where derivatives are nested, one of them may be of the
     carry alone: its backward pass is a plain one, `is_ours=False`, and leaves them to that in

@@ -1,0 +1,174 @@
+"""The two passes over a step: `probe` traces and proves it, `build` chooses the one that runs."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+
+from jdp import axis
+from jdp.analysis import step_refusals
+from jdp.analysis.step_refusals import Proved
+from jdp.analysis.traced import WEIGHT, Output, Traced
+from jdp.collectives import call_order
+from jdp.data.dataset import find_mask
+from jdp.reduction.overlap.ready_order import order_of_gradients
+from jdp.reduction.scanned_layers import late_choices
+from jdp.reduction.step_context import Choices
+from jdp.step_spec import StepSpec
+from jdp.training.rank_program import Leaving, RankProgram, Split, StateLayout, parted
+
+
+class Inputs(NamedTuple):
+    """What goes into the programs of a step.
+
+    Attributes:
+      args: of `RankProgram.mapped`.
+      layout: of the state.
+      names: of the leaves of `args`, in order.
+      mask: position among `names` of the padding mask of the batch, or None.
+    """
+
+    args: tuple
+    layout: StateLayout
+    names: list[str]
+    mask: int | None
+
+
+class Trace(NamedTuple):
+    """One program of a step.
+
+    Attributes:
+      program: the function that was traced, see `RankProgram.mapped`.
+      jaxpr: of it.
+      traced: what its leaves are called, and what its trace found.
+    """
+
+    program: Any
+    jaxpr: Any
+    traced: Traced
+
+
+class Pass(NamedTuple):
+    """What a pass over a step returns: what went in, a program of the step, and its proof."""
+
+    inputs: Inputs
+    choices: Choices
+    trace: Trace
+    proved: Proved
+
+
+def probe(ranks: RankProgram, choices: Choices, args: tuple, batch: Any) -> Pass:
+    """Trace a step, and prove it: here, on other platforms and on more ranks.
+
+    Args:
+      ranks: makes its programs.
+      choices: of the one here.
+      args: of the step.
+      batch: the one among them, as it is outside of the trace.
+
+    Raises:
+      ValueError: if one of these programs is not the same training on every rank.
+    """
+    inputs = _inputs(ranks.spec, args, batch)
+    trace = _traced(ranks, choices, inputs)
+    return Pass(inputs, choices, trace, _prove(ranks, inputs, trace))
+
+
+def build(ranks: RankProgram, probed: Pass) -> Pass:
+    """Return the program that runs: that of the probe, unless another one sends less or in order.
+
+    Args:
+      ranks: makes the programs of the step.
+      probed: from `probe`. What is sent, and in which order, shows in its program alone.
+
+    Raises:
+      ValueError: if the program that runs is not the same training on every rank.
+    """
+    uniform, jaxpr = probed.proved.gradients, probed.trace.jaxpr
+    is_ordered = bool(probed.trace.traced.found.split)
+    unordered = call_order.why_unordered(jaxpr)
+    if uniform is None and not is_ordered and not unordered:
+        return probed
+    choices = Choices(
+        why_xla=probed.choices.why_xla or unordered,
+        uniform=uniform,
+        ready=order_of_gradients(jaxpr) if is_ordered else None,
+    )
+    trace = _traced(ranks, choices, probed.inputs)
+    is_other = None in late_choices(trace.jaxpr)
+    again = step_refusals.proved if is_other else step_refusals.check
+    proved = again(trace.jaxpr, trace.traced)
+    call_order.require(trace.jaxpr)
+    return Pass(probed.inputs, choices, trace, proved)
+
+
+def _prove(ranks: RankProgram, inputs: Inputs, first: Trace) -> Proved:
+    """Check the program, and those of other platforms and of more ranks, for one verdict."""
+    choices = late_choices(first.jaxpr)
+    if not choices:
+        return step_refusals.check(first.jaxpr, first.traced)
+    # None: layers that reduce late on more ranks do not on this one, which proves nothing.
+    here = None if None in choices else next(iter(choices))
+    jaxprs = {here: first.jaxpr}
+    proved = {}
+    for late in (True,) if choices == {None} else (False, True):  # in this order everywhere,
+        if late not in jaxprs:  # for the same text
+            other = Choices(why_xla=call_order.PART_OF_ANOTHER, late=late)
+            program = ranks.mapped(inputs.layout, len(inputs.args), other)
+            jaxprs[late] = program.trace(*inputs.args).jaxpr
+        proved[late] = step_refusals.check(jaxprs[late], first.traced)
+    return proved[here] if here in proved else step_refusals.proved(first.jaxpr, first.traced)
+
+
+def _inputs(spec: StepSpec, args: tuple, batch: Any) -> Inputs:
+    state, traced_batch, *rest = args
+    uniform, own, layout = parted(state)
+    names, own_names = layout.parted(spec.paths(0, state))
+    mask = find_mask(batch)
+    masks = [len(names) + i for i, leaf in enumerate(jax.tree.leaves(batch)) if leaf is mask]
+    names += [*spec.paths(1, traced_batch), *own_names]
+    names += itertools.chain.from_iterable(spec.paths(i, arg) for i, arg in enumerate(rest, 2))
+    return Inputs(
+        (uniform, Split(traced_batch, own), *rest), layout, names, masks[0] if masks else None
+    )
+
+
+def _traced(ranks: RankProgram, choices: Choices, inputs: Inputs) -> Trace:
+    """Trace one program of a step, in a jit of its own: a jaxpr before the outer trace ends."""
+    program = ranks.mapped(inputs.layout, len(inputs.args), choices)
+    traced = program.trace(*inputs.args)
+    described = Traced(
+        spec=ranks.spec,
+        platform=axis.platform(ranks.mesh),
+        inputs=inputs.names,
+        mask=inputs.mask,
+        outputs=_outputs(ranks.spec, traced.out_info),
+        found=traced.out_info.same.found,
+    )
+    return Trace(program, traced.jaxpr, described)
+
+
+def _outputs(spec: StepSpec, leaving: Leaving) -> list[Output]:
+    same, split = leaving
+    layout = same.layout
+    states = [
+        Output(f"new {spec.argument(0)}", path, "rows" if is_own else "state", leaf)
+        for (path, leaf), is_own in zip(_named(leaving.state()), layout.is_own, strict=True)
+    ]
+    uniform, own = layout.parted(states)
+    return [
+        *uniform,
+        *_described("metrics", "metric", same.metrics),
+        Output(WEIGHT, (), "metric", same.weight),
+        *_described("metrics", "own", same.own_metrics),
+        *_described("rows", "rows", (split.rows, split.reports)),
+        *own,
+    ]
+
+
+def _described(tree: str, kind: str, leaves: Any) -> list[Output]:
+    return [Output(tree, path, kind, leaf) for path, leaf in _named(leaves)]
+
+
+def _named(tree: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(tree)

@@ -1,0 +1,209 @@
+"""What each rank runs of a step: the author's function on its rows, in a `shard_map`."""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jdp import axis, jax_compat, pytrees, rank_state
+from jdp.analysis.traced import TraceFindings
+from jdp.collectives import call_order
+from jdp.distributed.checks import checksums
+from jdp.distributed.in_flight import RankReports
+from jdp.reduction import metrics, step_context
+from jdp.reduction.overlap import wait_order
+from jdp.reduction.step_context import Choices
+from jdp.step_spec import StepSpec
+from jdp.training import unknown_value
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class StateLayout:
+    """How a state is put together from its arrays.
+
+    Attributes:
+      treedef: of the state, as `pytrees.hold` returns it.
+      is_own: for each array whether it is split over the ranks.
+    """
+
+    treedef: Any
+    is_own: tuple[bool, ...]
+
+    def joined(self, uniform: Sequence[Any], own: Sequence[Any]) -> Any:
+        """Return the state that `parted` took apart."""
+        same, split = iter(uniform), iter(own)
+        return self.treedef.unflatten([next(split if flag else same) for flag in self.is_own])
+
+    def parted(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Return what there is for each array in two lists: of the same ones, and of split ones."""
+        lists: tuple[list[Any], list[Any]] = [], []
+        for leaf, is_own in zip(leaves, self.is_own, strict=True):
+            lists[is_own].append(leaf)
+        return lists
+
+
+class Split(NamedTuple):
+    """The arguments that are split over the ranks; errors of JAX call them by these names."""
+
+    batch: Any
+    own: list[Any]  # arrays of `per_rank`
+
+
+class Same(NamedTuple):
+    """What leaves a step the same on every rank, as the analysis proves."""
+
+    state: list[jax.Array]  # without arrays of `per_rank`
+    metrics: Any  # averaged, and without their rows
+    weight: jax.Array  # of the global batch
+    own_metrics: list[jax.Array]  # float scalars of this rank, before they were averaged
+    layout: StateLayout  # of the new state
+    found: TraceFindings
+
+
+class SplitOutputs(NamedTuple):
+    """What leaves a step split over the ranks."""
+
+    rows: list[jax.Array]
+    reports: RankReports
+    own: list[jax.Array]  # arrays of `per_rank`
+
+
+class Leaving(NamedTuple):
+    """What leaves a step, in the order in which `step_refusals` reads it."""
+
+    same: Any
+    split: Any
+
+    def state(self) -> Any:
+        """Return the new state, as `pytrees.hold` returns it."""
+        return self.same.layout.joined(self.same.state, self.split.own)
+
+
+def parted(state: Any) -> tuple[list[Any], list[Any], StateLayout]:
+    """Take a state apart: arrays that are the same on every rank, those of `per_rank`, the rest.
+
+    Raises:
+      ValueError: if an array of `per_rank` has no first dim.
+      TypeError: if a leaf of `per_rank` is not an array.
+    """
+    rank_state.require_dims(pytrees.restore(state))
+    held = pytrees.hold(state)
+    leaves, treedef = jax.tree.flatten(held)
+    layout = StateLayout(treedef, tuple(rank_state.flags(held)))
+    return *layout.parted(leaves), layout
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """What each rank of a mesh runs of a step.
+
+    Attributes:
+      spec: the step.
+      mesh: where it runs; further axes are left to the compiler.
+      checksum_spec: how it takes the checksums of its arguments; None where they are not compared.
+      series: see `call_order.next_series`.
+    """
+
+    spec: StepSpec
+    mesh: Mesh
+    checksum_spec: P | None
+    series: str
+
+    def mapped(self, layout: StateLayout, num_args: int, choices: Choices) -> Any:
+        """Return the program over the mesh: `(arrays of the state, Split, *rest) -> Leaving`.
+
+        Args:
+          layout: of the state.
+          num_args: how many arguments there are.
+          choices: how it differs from other programs of the step.
+        """
+        on_rank = functools.partial(self._on_rank, layout, choices)
+        axis_name = self.spec.axis_name
+        specs = [P(), P(axis_name), *(P() for _ in range(num_args - 2))]
+        if self.checksum_spec is not None:
+            specs[-1] = self.checksum_spec
+        return jax.jit(
+            jax.shard_map(
+                wait_order.update_between(on_rank) if choices.ready else on_rank,
+                mesh=self.mesh,
+                in_specs=tuple(specs),
+                out_specs=Leaving(P(), P(axis_name)),
+                axis_names=set(axis_name),
+                check_vma=False,  # The analysis proves what JAX's types get wrong here.
+            ),
+            inline=jax_compat.INLINE_EARLY,
+        )
+
+    def _on_rank(
+        self,
+        layout: StateLayout,
+        choices: Choices,
+        state: list[jax.Array],
+        split: Split,
+        *rest: Any,
+    ) -> Leaving:
+        spec = self.spec
+        given: Any = ()
+        if self.checksum_spec is not None:
+            rest, given = rest[:-1], rest[-1]
+        held = layout.joined(state, split.own)
+        entered = step_context.entered(
+            spec.axis_name, split.batch, spec.weight_fn, mesh=self.mesh, choices=choices
+        )
+        order = call_order.entered(why_not=choices.why_xla, series=self.series)
+        with self._explaining(layout, held), order, entered as step:
+            returned = spec.fn(pytrees.restore(held), split.batch, *rest)
+            new_state, reported = self._pair(returned)
+            reported, rows = metrics.take_rows(reported)
+            metrics.require_numbers(reported)
+            own_metrics = metrics.float_scalars(reported)
+            if self.checksum_spec is None:
+                reported, differs = metrics.averaged(reported, spec.axis_name), None
+            else:
+                pieces = checksums.pieces(rest, given)
+                reported, sums = metrics.averaged_and_summed(reported, spec.axis_name, pieces)
+                differs = checksums.differ(pieces, sums, axis.size(spec.axis_name))
+            weight = step.total
+            if weight is None:
+                weight = jnp.float32((step.num_rows or 0) * axis.size(spec.axis_name))
+        reports = RankReports(differs, None if step.given is None else step.given.reshape(1))
+        uniform, own, new_layout = parted(jax.tree.map(_strong, new_state))
+        same = Same(uniform, reported, weight, own_metrics, new_layout, step.found())
+        return Leaving(same, SplitOutputs(rows, reports, own))
+
+    @contextlib.contextmanager
+    def _explaining(self, layout: StateLayout, state: Any) -> Iterator[None]:
+        """Raise an error of jdp's where the author's functions ask for a value of an argument."""
+        try:
+            yield
+        except TypeError as error:
+            paths, own = layout.parted(self.spec.paths(0, state))
+            named = {"state": paths, "split.own": own}
+            text = unknown_value.explained(error, self.spec, named)
+            if text is None:
+                raise
+            raise TypeError(text) from error
+
+    def _pair(self, returned: Any) -> tuple[Any, Any]:
+        if not self.spec.returns_state:
+            return None, returned
+        if isinstance(returned, tuple) and len(returned) == 2:
+            return returned
+        raise TypeError(
+            f"`{self.spec.name}` returned a {type(returned).__name__}, but a train step "
+            "returns `(state, metrics)`. Write `return state, {}` where there is nothing to report."
+        )
+
+
+def _strong(leaf: Any) -> Any:
+    # A weak type that leaves where a strong one entered would compile the next call again.
+    if isinstance(leaf, jax.Array) and leaf.weak_type:
+        return jax.lax.convert_element_type(leaf, leaf.dtype)
+    return leaf
