@@ -44,34 +44,35 @@ def peers(mesh: Mesh) -> tuple[int, ...]:
     return tuple(sorted({device.process_index for device in mesh.devices.flat}))
 
 
-def all_gather(group: tuple[int, ...], value: Any, *, what: str) -> dict[int, Any]:
+def all_gather(group: tuple[int, ...], value: Any, *, what: str, of: str = "") -> dict[int, Any]:
     """Return the values that all processes of a group pass to this call.
 
     Args:
       group: `peers` of a mesh: all of them make the same calls in the same order.
       value: what JSON can hold.
-      what: what is compared, for the error if a process does not come.
+      what: what is compared, the same on all processes.
+      of: of what, for the error if a process does not come; may differ.
 
     Returns:
       process -> value.
 
     Raises:
       OtherFailedError: if a process failed (see `propagating_errors`).
-      RuntimeError: if a process does not come in time.
+      RuntimeError: if a process does not come in time, or compares something else.
     """
     me = jax.process_index()
     if group == (me,):
         return {me: value}
-    number = _put(group, {"value": value})
+    number = _put(group, {"value": value, "what": what})
     end, found = time.monotonic() + timeout_s(), {}
     for process in group:
         with progress.WAITING:
             text = _get(_key(group, number, process), end)
         if text is None:
             text = (
-                f"process {process} did not come within {timeout_s():g} s to compare {what} with "
-                f"process {me}: it has ended, hangs, or does something else. Its output may say "
-                "why. All processes of a mesh must make the same calls in the same order."
+                f"process {process} did not come within {timeout_s():g} s to compare {what}{of} "
+                f"with process {me}: it has ended, hangs, or does something else. Its output may "
+                "say why. All processes of a mesh must make the same calls in the same order."
             )
             raise RuntimeError(with_code("JDP207", text))
         answer = json.loads(text)
@@ -79,6 +80,13 @@ def all_gather(group: tuple[int, ...], value: Any, *, what: str) -> dict[int, An
             _num_failures[group] += 1
             text = f"process {process} failed {answer['failed']}"
             raise OtherFailedError(with_code("JDP208", text))
+        if answer["what"] != what:  # which all notice
+            _num_failures[group] += 1
+            text = (
+                f"process {process} compares {answer['what']} while process {me} compares {what}"
+                f"{of}. All processes of a mesh must make the same calls in the same order."
+            )
+            raise RuntimeError(with_code("JDP207", text))
         found[process] = answer["value"]
     if number:  # All have come here, so that none reads the last one any more.
         kv_store.delete(_key(group, number - 1, me))

@@ -86,6 +86,20 @@ def test_who_comes_late_is_told_that_the_others_have_given_up(processes):
     assert gave_up in second
 
 
+def compare_different_things():
+    def compare():
+        with agree.propagating_errors(GROUP, "while it tried"):
+            agree.all_gather(GROUP, 1, what=["a program", "a state"][jax.process_index()])
+
+    return shown(compare), gathered(jax.process_index())
+
+
+def test_processes_that_compare_different_things_learn_so_at_once(processes):
+    for me, (error, later) in enumerate(processes(2).run(compare_different_things)):
+        shown_first = [f"process {1 - me} compares", f"process {me} compares", "JDP207"]
+        assert all(text in error for text in shown_first) and later == {0: 0, 1: 1}
+
+
 def test_an_error_stays_itself_where_the_store_is_gone(monkeypatch):
     def put(key, value):
         raise RuntimeError("the store is gone")

@@ -87,7 +87,7 @@ def test_who_waits_to_be_told_something_is_seen_to_wait(alone, monkeypatch):
 
     def get(key, *, timeout_s):
         seen.append(now_in())
-        return json.dumps({"value": key[-1]})
+        return json.dumps({"value": key[-1], "what": "a test"})
 
     for name, fake in (("put", lambda *_: None), ("delete", lambda *_: None), ("get", get)):
         monkeypatch.setattr(agree.kv_store, name, fake)
