@@ -4,6 +4,8 @@ from support import cuda_build
 from support.launcher import Launcher
 from support.processes import Processes
 
+from jdp.distributed import this_process
+
 AUTO = jax.sharding.AxisType.Auto
 
 
@@ -44,6 +46,12 @@ def make_mesh():
 @pytest.fixture(params=[1, 2, 3, 8], ids=lambda n: f"{n}ranks")
 def mesh(request, make_mesh):
     return make_mesh(request.param)
+
+
+@pytest.fixture
+def before_init(monkeypatch):
+    """This process has learned nothing by `jdp.init` yet; afterwards it knows what it knew."""
+    monkeypatch.setattr(this_process, "current", this_process.ThisProcess())
 
 
 @pytest.fixture(scope="session")

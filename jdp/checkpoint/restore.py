@@ -154,7 +154,7 @@ def restored(
         state = place(state, values)
         if batches is not None:
             batches.position = _position(facts, found.where)
-    agree.all_gather(group, None, what=f"whether {found.where} is restored")
+    agree.all_gather(group, None, what="whether all restored", of=f" {found.where}")
     known_leaves.vouch(jax.tree.leaves(state))  # All have it from one place.
     return state
 
@@ -171,7 +171,12 @@ def _loaded(
         if me not in found.lacking:
             facts, values = sources.read(found.tier)
     if found.lacking:
-        gathered = agree.all_gather(group, facts if me == found.source else None, what=found.where)
+        gathered = agree.all_gather(
+            group,
+            facts if me == found.source else None,
+            what="what to restore",
+            of=f" from {found.where}",
+        )
         facts = gathered[found.source]
         values = _handed_over(values, leaves_of(facts), is_source=me == found.source)
     return facts, values

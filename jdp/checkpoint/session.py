@@ -146,7 +146,7 @@ class Session:
                 self._saves.wait()
             mine = [self.steps, can_compare]
             gathered = agree.all_gather(
-                self._group, mine, what=f"whether step {self.steps} is saved"
+                self._group, mine, what="whether it is saved", of=f", step {self.steps},"
             )
             self._saved_at = self.steps
         return all(each == [self.steps, True] for each in gathered.values())
@@ -221,20 +221,18 @@ class Session:
                 ) from None
 
 
-# The one that commits, or did: a host has room for the commits of one run.
-_committing: weakref.ref[Session] | None = None
+# Those that commit, or did: a host has room for the commits of one run.
+_committing: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def _require_alone(session: Session) -> None:
-    global _committing
-    other = None if _committing is None else _committing()
-    if other is not None and not other.is_over:
+    if not all(other.is_over for other in _committing):
         raise RuntimeError(
             "another Checkpointer is at work in this process, and the launcher keeps the commits "
             "of one. Keep all states in one tree, ckpt.restore((state, other)), or close() the "
             "other one first."
         )
-    _committing = weakref.ref(session)
+    _committing.add(session)
 
 
 def _all_processes() -> tuple[int, ...]:

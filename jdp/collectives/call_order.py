@@ -7,6 +7,7 @@ two that are equal: each call has a number of its own, and takes a token from th
 import contextlib
 import itertools
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -46,9 +47,22 @@ class _Order:
 # hand the all-reduces of a step to a program where nothing orders them.
 _traced_where = jax.make_user_context("")
 _order: ContextVar[_Order | None] = ContextVar("jdp_order", default=None)
-# Outside of jdp's programs: where the last number was given, and how often for equal leaves.
-_last_trace: Any = None
-_num_equal: dict[int, int] = {}
+
+
+class _Outside:
+    """The numbers given outside of jdp's programs.
+
+    Attributes:
+      trace: where the last one was given.
+      num_equal: how often one was given there for equal leaves, by what they are.
+    """
+
+    def __init__(self) -> None:
+        self.trace: Any = None
+        self.num_equal: Counter[int] = Counter()
+
+
+_outside = _Outside()
 # Of steps that are part of another program, by the name of their function.
 _num_steps: dict[str, int] = {}
 
@@ -188,14 +202,12 @@ def next_number(bucket: Sequence[jax.Array]) -> int:
     if order is not None:
         number = next(order.numbers)
         return derived(number, order.series) if order.series else number
-    global _last_trace
     trace = jax.extend.core.get_opaque_trace_state()
-    if trace != _last_trace:
-        _last_trace = trace
-        _num_equal.clear()
+    if trace != _outside.trace:
+        _outside.trace, _outside.num_equal = trace, Counter()
     content = zlib.crc32(repr([(leaf.shape, str(leaf.dtype)) for leaf in bucket]).encode())
-    _num_equal[content] = _num_equal.get(content, -1) + 1
-    return derived(content, f"outside {_num_equal[content]}")
+    _outside.num_equal[content] += 1
+    return derived(content, f"outside {_outside.num_equal[content] - 1}")
 
 
 def derived(number: int, by: str) -> int:

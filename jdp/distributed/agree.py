@@ -13,14 +13,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jdp.distributed import kv_store
+from jdp.distributed import kv_store, this_process
 from jdp.distributed.fail_fast import OtherFailedError
 from jdp.error_codes import with_code
 from jdp.worker import progress
 
-_timeout_s = 300.0
 # How often a group has gathered values: a key of the store is used once.
 _num_gathered: Counter[tuple[int, ...]] = Counter()
+# How often it has gathered a failure, of this process or another.
+_num_failures: Counter[tuple[int, ...]] = Counter()
 _NUM_BLOCKS, _GRACE_S = 256, 2.0
 # The store takes no endless wait.
 _SLICE_S = 60.0
@@ -28,13 +29,12 @@ _SLICE_S = 60.0
 
 def set_timeout_s(timeout_s: float) -> None:
     """Set the deadline of every later comparison in this process; 300 to begin with, inf: none."""
-    global _timeout_s
-    _timeout_s = timeout_s
+    this_process.current.timeout_s = timeout_s
 
 
 def timeout_s() -> float:
     """Return how long this process waits for others of which it hears nothing."""
-    return _timeout_s
+    return this_process.current.timeout_s
 
 
 def peers(mesh: Mesh) -> tuple[int, ...]:
@@ -44,40 +44,49 @@ def peers(mesh: Mesh) -> tuple[int, ...]:
     return tuple(sorted({device.process_index for device in mesh.devices.flat}))
 
 
-def all_gather(group: tuple[int, ...], value: Any, *, what: str) -> dict[int, Any]:
+def all_gather(group: tuple[int, ...], value: Any, *, what: str, of: str = "") -> dict[int, Any]:
     """Return the values that all processes of a group pass to this call.
 
     Args:
       group: `peers` of a mesh: all of them make the same calls in the same order.
       value: what JSON can hold.
-      what: what is compared, for the error if a process does not come.
+      what: what is compared, the same on all processes.
+      of: of what, for the error if a process does not come; may differ.
 
     Returns:
       process -> value.
 
     Raises:
       OtherFailedError: if a process failed (see `propagating_errors`).
-      RuntimeError: if a process does not come in time.
+      RuntimeError: if a process does not come in time, or compares something else.
     """
     me = jax.process_index()
     if group == (me,):
         return {me: value}
-    number = _put(group, {"value": value})
-    end, found = time.monotonic() + _timeout_s, {}
+    number = _put(group, {"value": value, "what": what})
+    end, found = time.monotonic() + timeout_s(), {}
     for process in group:
         with progress.WAITING:
             text = _get(_key(group, number, process), end)
         if text is None:
             text = (
-                f"process {process} did not come within {_timeout_s:g} s to compare {what} with "
-                f"process {me}: it has ended, hangs, or does something else. Its output may say "
-                "why. All processes of a mesh must make the same calls in the same order."
+                f"process {process} did not come within {timeout_s():g} s to compare {what}{of} "
+                f"with process {me}: it has ended, hangs, or does something else. Its output may "
+                "say why. All processes of a mesh must make the same calls in the same order."
             )
             raise RuntimeError(with_code("JDP207", text))
         answer = json.loads(text)
         if "failed" in answer:
+            _num_failures[group] += 1
             text = f"process {process} failed {answer['failed']}"
             raise OtherFailedError(with_code("JDP208", text))
+        if answer["what"] != what:  # which all notice
+            _num_failures[group] += 1
+            text = (
+                f"process {process} compares {answer['what']} while process {me} compares {what}"
+                f"{of}. All processes of a mesh must make the same calls in the same order."
+            )
+            raise RuntimeError(with_code("JDP207", text))
         found[process] = answer["value"]
     if number:  # All have come here, so that none reads the last one any more.
         kv_store.delete(_key(group, number - 1, me))
@@ -117,22 +126,22 @@ def offered(group: tuple[int, ...], key: str, value: Any, *, timeout_s: float) -
 def propagating_errors(group: tuple[int, ...], doing: str) -> Iterator[None]:
     """Let the other processes know of an error inside, so that they do not wait in `all_gather`.
 
+    There may be calls of `all_gather` inside, and further contexts: an error is told once.
+
     Args:
       group: processes that call `all_gather` next.
       doing: what, for instance "while it traced `step`".
     """
-    before = _num_gathered[group]
+    before = _num_failures[group]
     try:
         yield
     except Exception as error:
-        # What fails in `all_gather` itself is known to all.
-        if len(group) > 1 and _num_gathered[group] == before:
+        # What was gathered as a failure inside is known to all.
+        if len(group) > 1 and _num_failures[group] == before:
+            _num_failures[group] += 1
             text = f"{doing}, so no process can go on: {type(error).__name__}: {error}"
-            number = _put(group, {"failed": text[:4000]})
-            # The store may end with this process, and they may be on their way.
-            end = time.monotonic() + _GRACE_S
-            for process in group:
-                kv_store.get(_key(group, number, process), timeout_s=end - time.monotonic())
+            with contextlib.suppress(Exception):  # The store may be gone with another process.
+                _tell_failure(group, text[:4000])
         raise
 
 
@@ -178,6 +187,14 @@ def digest(items: Sequence[Any] | np.ndarray) -> str:
         flat = np.ascontiguousarray(items).reshape(-1)
         return hashlib.sha256(flat.view(np.uint8).data).hexdigest()[:16]
     return hashlib.sha256(repr(items).encode()).hexdigest()[:16]
+
+
+def _tell_failure(group: tuple[int, ...], text: str) -> None:
+    number = _put(group, {"failed": text})
+    # The store may end with this process, and they may be on their way.
+    end = time.monotonic() + _GRACE_S
+    for process in group:
+        kv_store.get(_key(group, number, process), timeout_s=end - time.monotonic())
 
 
 def _put(group: tuple[int, ...], answer: Any) -> int:

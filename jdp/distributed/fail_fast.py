@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from jdp.distributed import this_process
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.launcher_client import current
 
@@ -32,10 +33,9 @@ def fail_fast() -> None:
     JAX would have it wait for the others at its exit, for minutes, while they wait for it in a
     collective. Under a launcher, which ends the others, it says why. A second call does nothing.
     """
-    global _shown_by
-    if _shown_by is not None:
+    if this_process.current.shows_errors is not None:
         return
-    _shown_by = sys.excepthook
+    this_process.current.shows_errors = sys.excepthook
     sys.excepthook = _show_and_leave
     sys.exit = _exit
     # Called before what has the process wait for others, or says that it came to its end.
@@ -45,8 +45,8 @@ def fail_fast() -> None:
 def _show_and_leave(
     kind: type[BaseException], error: BaseException, where: TracebackType | None
 ) -> None:
-    assert _shown_by is not None
-    _shown_by(kind, error, where)
+    assert this_process.current.shows_errors is not None
+    this_process.current.shows_errors(kind, error, where)
     _leave_by(kind, error, where)
 
 
@@ -61,7 +61,8 @@ def leave_if_failed() -> None:
     """End this process if nobody caught an exception; for exit handlers that wait for others."""
     # Of a hook that was installed after ours and has taken its place, nothing is known but that
     # Python notes an exception before it calls any. At a prompt one may be long past.
-    is_replaced = _shown_by is not None and sys.excepthook is not _show_and_leave
+    is_ours = this_process.current.shows_errors is not None
+    is_replaced = is_ours and sys.excepthook is not _show_and_leave
     is_prompt = hasattr(sys, "ps1") or sys.flags.interactive
     error = getattr(sys, "last_value", None)
     if is_replaced and not is_prompt and error is not None:
@@ -85,10 +86,9 @@ def _exit(status: Any = None, /) -> NoReturn:
 
 
 def _leave(code: int, why: str) -> None:
-    global _has_told
     launched = current()
-    if launched is not None and not _has_told:
-        _has_told = True
+    if launched is not None and not this_process.current.has_told:
+        this_process.current.has_told = True
         launched.tell("failed", code=code & 0xFF, traceback=why[-MAX_TRACEBACK_CHARS:])
     if not jax.distributed.is_initialized():
         return
@@ -98,7 +98,3 @@ def _leave(code: int, why: str) -> None:
         except (OSError, ValueError, AttributeError):  # closed, or none
             pass
     os._exit(code)
-
-
-_shown_by: Any = None
-_has_told = False

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jdp.distributed import failed_run
+from jdp.distributed import failed_run, this_process
 from jdp.distributed.checks import arguments, overdue
 from jdp.error_codes import with_code
 from jdp.step_spec import StepSpec
@@ -63,20 +63,17 @@ class StepCall(NamedTuple):
 
 _calls: deque[StepCall] = deque()
 # The call that is being made: JAX runs a small program on CPU before it returns.
-_made: StepCall | None = None
-_why_wrong: str | None = None  # see `require_right_states`
+_made: deque[StepCall] = deque(maxlen=1)
 
 
 def begins(call: StepCall) -> None:
     """Record that a call is being made, until `ends`."""
-    global _made
-    _made = call
+    _made.append(call)
 
 
 def ends() -> None:
     """Record that the call that began is handed to the devices, or failed."""
-    global _made
-    _made = None
+    _made.clear()
 
 
 def make_room() -> None:
@@ -137,14 +134,13 @@ def require_right_states() -> None:
     Raises:
       RuntimeError: on every process, until `begins_anew`.
     """
-    if _why_wrong is not None:
-        raise RuntimeError(_why_wrong)
+    if this_process.current.why_wrong is not None:
+        raise RuntimeError(this_process.current.why_wrong)
 
 
 def begins_anew() -> None:
     """Record that training goes on with a state that all processes have from one place."""
-    global _why_wrong
-    _why_wrong = None
+    this_process.current.why_wrong = None
 
 
 def _drain(num_left: int) -> None:
@@ -175,7 +171,6 @@ def _why_invalid(call: StepCall) -> str | None:
 
 
 def _require_right(call: StepCall) -> None:
-    global _why_wrong
     if _differs(call):
         assert call.arguments is not None and call.given is not None
         text = call.arguments.explained(call.given, call.spec.name, call.number)
@@ -186,7 +181,7 @@ def _require_right(call: StepCall) -> None:
     else:
         return
     if call.spec.returns_state:
-        _why_wrong = text
+        this_process.current.why_wrong = text
     # Other steps may go on, or be wrong by themselves: only this one's own calls are reported here.
     others = [each for each in _calls if each.spec is not call.spec]
     _calls.clear()
@@ -237,8 +232,7 @@ def _num_running() -> int:
     except (AttributeError, RuntimeError):  # the latter of a step that failed, which is none
         return 0
     # The others may have come further, or less far.
-    made = _made
-    calls = [*_calls, *([] if made is None else [made])] if running or made else []
+    calls = [*_calls, *_made] if running or _made else []
     _overdue.look([_unfinished(call) for call in calls])
     return len(running)
 

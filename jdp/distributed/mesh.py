@@ -11,13 +11,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jdp import axis, rank_state
 from jdp.axis import AxisName
-from jdp.distributed import initialize, kv_store
+from jdp.distributed import initialize, kv_store, this_process
 from jdp.distributed.checks import startup
 from jdp.distributed.checks import state as state_check
 from jdp.pytrees import is_array, is_key
 from jdp.worker import progress
-
-_current: Mesh | None = None
 
 
 def init(
@@ -62,7 +60,6 @@ def init(
     >>> mesh.shape["data"]
     4
     """
-    global _current
     wanted = axis.names(axis_name)
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(
@@ -88,7 +85,7 @@ def init(
     if mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu":
         kv_store.keep_programs_of_all()
     progress.begin(timeout_s, jax.process_index(), jax.process_count())
-    _current = mesh
+    this_process.current.mesh = mesh
     return mesh
 
 
@@ -98,12 +95,13 @@ def current_mesh() -> Mesh:
     Raises:
       RuntimeError: if `init` was not called.
     """
-    if _current is None:
+    mesh = this_process.current.mesh
+    if mesh is None:
         raise RuntimeError(
             "jdp has no mesh yet, so it cannot know how many ranks share the batch. "
             "Call jdp.init() once, before the first step or batch."
         )
-    return _current
+    return mesh
 
 
 def mesh_of(leaves: Sequence[Any], axis_name: AxisName) -> Mesh:

@@ -7,18 +7,10 @@ import os
 import time
 from collections.abc import Callable
 
-from jdp.worker import hang_detector, launcher_client, watchdog
-from jdp.worker.progress_board import ENDED, NATIVE, Board, Slot, record
-
-# The phases that have begun, as in the slot, and when; the first is what goes on without any. Of
-# the process, whatever the thread: whoever began one last is shown.
-_open: list[tuple[bytes, int]] = [(record(""), 0)]
-# What goes on without any once the first step is done; since when, is not kept.
-_between: tuple[bytes, int] = (record(hang_detector.BETWEEN), 0)
-_num_steps = 0
-# Whether no training step was called yet, by a process that is not alone.
-is_first_step = False
-_compile_s = 0.0
+from jdp.worker import hang_detector, launcher_client
+from jdp.worker.own_progress import own
+from jdp.worker.progress_board import ENDED, NATIVE, Board, record
+from jdp.worker.watchdog import SelfWatch, show_stacks_when_asked
 
 
 class Phase:
@@ -35,11 +27,11 @@ class Phase:
         self._record = record(name, limit_s)
 
     def __enter__(self) -> None:
-        _open.append((self._record, _slot.enter(self._record)))
+        own.phases.append((self._record, own.slot.enter(self._record)))
 
     def __exit__(self, *exception: object) -> None:
         _close(self._record)
-        _slot.enter(*_open[-1])
+        own.slot.enter(*own.phases[-1])
 
 
 class TrainStep:
@@ -53,32 +45,32 @@ class TrainStep:
     # Written out, since every step pays for it.
     def __enter__(self) -> None:
         now = time.monotonic_ns()
-        _slot.write_phase(now, now, _STEP)
-        _open.append((_STEP, now))
+        own.slot.write_phase(now, now, _STEP)
+        own.phases.append((_STEP, now))
 
     def __exit__(self, kind: type | None, *exception: object) -> None:
-        global _num_steps
-        if _open[-1][0] is _STEP:
-            _open.pop()
+        phases, slot = own.phases, own.slot
+        if phases[-1][0] is _STEP:
+            phases.pop()
         else:
             _close(_STEP)
         if kind is not None:
-            _slot.enter(*_open[-1])
+            slot.enter(*phases[-1])
             return
-        _num_steps += 1
-        _open[0] = _between
-        phase, since_ns = _open[-1]
+        own.num_steps += 1
+        phases[0] = own.between
+        phase, since_ns = phases[-1]
         now = time.monotonic_ns()
-        _slot.write_step(_num_steps, now, since_ns or now, phase)
-        if is_first_step:
+        slot.write_step(own.num_steps, now, since_ns or now, phase)
+        if own.is_first_step:
             _tell_first_step()
 
 
 def _close(phase: bytes) -> None:
-    if _open[-1][0] is phase:
-        _open.pop()
+    if own.phases[-1][0] is phase:
+        own.phases.pop()
     else:  # one of another thread began later, and goes on
-        _open.remove(next(it for it in reversed(_open) if it[0] is phase))
+        own.phases.remove(next(it for it in reversed(own.phases) if it[0] is phase))
 
 
 _STEP = record(hang_detector.STEP)
@@ -128,9 +120,9 @@ def phase(name: str, *, timeout_s: float | None = None) -> Phase:
 
 def joins() -> None:
     """Record that this process waits for the others, until `begin`."""
-    _open[0] = record(hang_detector.JOINING), time.monotonic_ns()
-    _slot.enter(*_open[-1])
-    watchdog.show_stacks_when_asked()
+    own.phases[0] = record(hang_detector.JOINING), time.monotonic_ns()
+    own.slot.enter(*own.phases[-1])
+    show_stacks_when_asked()
 
 
 def begin(timeout_s: float | None, process: int = 0, num_processes: int = 1) -> None:
@@ -144,29 +136,33 @@ def begin(timeout_s: float | None, process: int = 0, num_processes: int = 1) -> 
     Raises:
       ValueError: if `timeout_s` is not positive.
     """
-    global _between, _num_steps, is_first_step, _compile_s, _longest_s
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(
             f"timeout_s={timeout_s} would end the run before its first step. Write the seconds "
             "after which a step that is not done never will be, such as 600, or None."
         )
     limit_s = math.inf if timeout_s is None else timeout_s
-    _longest_s = limit_s * hang_detector.PATIENCE
+    own.longest_wait_s = limit_s * hang_detector.PATIENCE
     launcher = launcher_client.current()
     is_alone = launcher is None and num_processes == 1
     # Alone nobody waits for the author's own code, which may well take days.
     own_limit_s = math.inf if is_alone else 0.0
-    _between = record(hang_detector.BETWEEN, own_limit_s), 0
-    _open[0] = record(hang_detector.STARTING, own_limit_s), time.monotonic_ns()
-    _num_steps, is_first_step, _compile_s = 0, not is_alone, 0.0
+    own.between = record(hang_detector.BETWEEN, own_limit_s), 0
+    own.phases[0] = record(hang_detector.STARTING, own_limit_s), time.monotonic_ns()
+    own.num_steps, own.is_first_step, own.compile_s = 0, not is_alone, 0.0
     assigned = None if launcher is None else launcher.assignment
-    _slot.begin(assigned.generation if assigned else 0, limit_s)
-    _slot.enter(*_open[-1])
+    own.slot.begin(assigned.generation if assigned else 0, limit_s)
+    own.slot.enter(*own.phases[-1])
     # Handlers are called last in, first out: in JAX's, which is there by now if there are several
     # processes, one waits for the others.
     atexit.unregister(_end)
     atexit.register(_end)
-    watchdog.begin(_slot, limit_s, process, is_launched=launcher is not None, is_alone=is_alone)
+    _stop_watch()
+    if not is_alone:
+        show_stacks_when_asked()
+    is_launched = launcher is not None
+    own.watch = SelfWatch(own.slot, limit_s, process, is_launched=is_launched, is_alone=is_alone)
+    own.watch.start(lambda: own.num_running())
 
 
 def compiling_begins() -> None:
@@ -176,14 +172,18 @@ def compiling_begins() -> None:
 
 def compiling_ends() -> None:
     """Record that it is compiled, and handed to the devices."""
-    global _compile_s
-    _compile_s += (time.monotonic_ns() - _open[-1][1]) / 1e9
+    own.compile_s += (time.monotonic_ns() - own.phases[-1][1]) / 1e9
     _COMPILING.__exit__()
 
 
 def ask_devices(num_running: Callable[[], int]) -> None:
     """Let the watch ask how many steps the devices have not finished, from a thread of its own."""
-    watchdog.num_running = num_running
+    own.num_running = num_running
+
+
+def is_first_step() -> bool:
+    """Whether no training step was called yet, by a process that is not alone."""
+    return own.is_first_step
 
 
 def longest_wait_s() -> float:
@@ -192,64 +192,56 @@ def longest_wait_s() -> float:
     Returns:
       Seconds; inf if nobody watches.
     """
-    return _longest_s
+    return own.longest_wait_s
 
 
 def kept(step: int, where: str) -> None:
     """Record the newest step that this run could go on from."""
-    global _kept
-    _kept = f"step {step} ({where})"
+    own.kept = f"step {step} ({where})"
 
 
 def latest_kept() -> str | None:
     """Return the step that this run could go on from, in words; None if nothing keeps any."""
-    return _kept
+    return own.kept
 
 
 def native_numbers() -> int:
     """Return the address of the numbers that the native library writes, valid for ever."""
-    numbers = (ctypes.c_char * (NATIVE.stop - NATIVE.start)).from_buffer(_slot.memory[NATIVE])
+    numbers = (ctypes.c_char * (NATIVE.stop - NATIVE.start)).from_buffer(own.slot.memory[NATIVE])
     # Never freed: XLA's threads may write while the interpreter ends.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(numbers))
     return ctypes.addressof(numbers)
 
 
 def _tell_first_step() -> None:
-    global is_first_step
-    is_first_step = False
+    own.is_first_step = False
     launcher = launcher_client.current()
     if launcher is not None:
         seconds = time.monotonic() - launcher.woken
-        launcher.tell("first_step", s=seconds, compile_s=_compile_s)
+        launcher.tell("first_step", s=seconds, compile_s=own.compile_s)
 
 
 def ends() -> None:
     """Record that the script came to its end, before the process waits for others in its exit."""
-    _slot.enter(record(ENDED))
+    own.slot.enter(record(ENDED))
     launcher = launcher_client.current()
     if launcher is not None:
-        launcher.tell_end(steps=_num_steps)
+        launcher.tell_end(steps=own.num_steps)
+
+
+def _stop_watch() -> None:
+    if own.watch is not None:
+        own.watch.stop()
 
 
 def _end() -> None:
-    watchdog.end()
+    _stop_watch()
     ends()
-
-
-def _own_slot() -> Slot:
-    launcher = launcher_client.current()
-    if launcher is None:
-        return Board.create(1).slot(0)
-    return Board.attach(launcher.board_file).slot(launcher.slot)
 
 
 # What a process forks off, for instance to load data, does not speak for it.
 def _forked() -> None:
-    global _slot
-    _slot = Board.create(1).slot(0)
+    own.slot = Board.create(1).slot(0)
 
 
-_longest_s = math.inf
-_kept: str | None = None
-_slot = _own_slot()
 os.register_at_fork(after_in_child=_forked)

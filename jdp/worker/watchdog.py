@@ -18,28 +18,6 @@ _STDERR = 2
 _TICK_S = 1.0
 _DEBUGGERS = frozenset(["bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy"])
 
-_current: "SelfWatch | None" = None
-# How many steps the devices have not finished; set by who knows.
-num_running: Callable[[], int] = int
-
-
-def begin(slot: Slot, timeout_s: float, process: int, *, is_launched: bool, is_alone: bool) -> None:
-    """Watch this process from a thread, instead of as before.
-
-    Args:
-      slot: where it notes how it gets on.
-      timeout_s: how long a step may take; inf for ever.
-      process: its index.
-      is_launched: a launcher watches it; only debuggers are looked for.
-      is_alone: there are no other processes, which would wait for this one.
-    """
-    global _current
-    end()
-    if not is_alone:
-        show_stacks_when_asked()
-    _current = SelfWatch(slot, timeout_s, process, is_launched=is_launched, is_alone=is_alone)
-    _current.start()
-
 
 def show_stacks_when_asked() -> None:
     """Have SIGQUIT show the Python stacks of this process, unless it has another use here."""
@@ -48,14 +26,16 @@ def show_stacks_when_asked() -> None:
         faulthandler.register(signal.SIGQUIT, file=_STDERR, all_threads=True, chain=False)
 
 
-def end() -> None:
-    """Watch this process no more."""
-    if _current is not None:
-        _current.stop()
-
-
 class SelfWatch:
-    """The thread, and the timer of `faulthandler` for when that gets no turn; see `begin`."""
+    """The thread, and the timer of `faulthandler` for when that gets no turn.
+
+    Args:
+      slot: where the process notes how it gets on.
+      timeout_s: how long a step may take; inf for ever.
+      process: its index.
+      is_launched: a launcher watches it; only debuggers are looked for.
+      is_alone: there are no other processes, which would wait for this one.
+    """
 
     def __init__(
         self, slot: Slot, timeout_s: float, process: int, *, is_launched: bool, is_alone: bool
@@ -74,8 +54,13 @@ class SelfWatch:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jdp-watch", daemon=True)
 
-    def start(self) -> None:
-        """Start the thread."""
+    def start(self, num_running: Callable[[], int]) -> None:
+        """Start the thread.
+
+        Args:
+          num_running: returns how many steps the devices have not finished.
+        """
+        self._num_running = num_running
         self._arm(self._watch.left_s(time.monotonic(), self._slot.read()))
         self._thread.start()
 
@@ -92,7 +77,7 @@ class SelfWatch:
             where = self._slot.read()
             # Only one that does not get on has to be looked at more closely.
             is_idle = where.progress_s == before_s
-            num = num_running() if is_idle else 0
+            num = self._num_running() if is_idle else 0
             if num < num_before:
                 self._slot.touch()
             self._slot.note(num > 0, is_idle and _is_debugged())

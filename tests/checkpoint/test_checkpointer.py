@@ -16,15 +16,13 @@ from support.launched import Launcher
 
 import jdp
 from jdp.checkpoint import directory_lock
-from jdp.distributed import mesh as jdp_mesh
 
 ROWS = {"x": np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)}
 TX = jdp.replicated(optax.adam(0.1))
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch, caplog):
-    monkeypatch.setattr(jdp_mesh, "_current", None)
+def quiet(before_init, monkeypatch, caplog):
     monkeypatch.delenv("JDP_RESUME", raising=False)
     caplog.set_level(logging.WARNING, "jdp")
 

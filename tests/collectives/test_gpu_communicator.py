@@ -423,7 +423,6 @@ def open_in_a_process(failing):
         return made.why_not, made.key, notes.calls
 
 
-@pytest.mark.skipif(cpu_runtime.why_missing() is not None, reason="has the deadline of the store")
 def test_processes_hand_each_other_their_blobs(processes):
     answers = processes(2).run(open_in_a_process, "no")
     for rank, (why, key, calls) in enumerate(answers):
@@ -435,7 +434,6 @@ def test_processes_hand_each_other_their_blobs(processes):
         assert peers == [(0, ["0.0", "1.0"]), (1, ["0.1", "1.1"])]
 
 
-@pytest.mark.skipif(cpu_runtime.why_missing() is not None, reason="has the deadline of the store")
 @pytest.mark.parametrize("stage", ["num_devices", "open", "probe_write"])
 def test_what_fails_in_one_process_is_the_reason_in_all(processes, stage):
     for why, *_, calls in processes(2).run(open_in_a_process, stage):

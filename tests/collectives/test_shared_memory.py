@@ -223,3 +223,55 @@ def test_what_one_process_lacks_is_a_reason_for_all(what):
         [line] = told
         assert "collectives.xla" in line
         assert {"no library": "it was not built", "no memory": "no memory left"}[what] in line
+
+
+def open_memory_that_cannot_be_looked_for():
+    def fail():
+        raise FileNotFoundError("no /proc/self/ns here")
+
+    mesh, started, told = mesh_of_all(("data", "unseen"), (4, 1)), time.monotonic(), None
+    with pytest.MonkeyPatch.context() as patch:
+        if jax.process_index() == 1:
+            patch.setattr(shared_memory, "_host", fail)
+        try:
+            shared_memory.why_apart(mesh, ("data",))
+        except (OSError, RuntimeError) as error:
+            told = f"{type(error).__name__}: {error}"
+    took_s = time.monotonic() - started
+    return told, took_s, shared_memory.why_apart(mesh, ("data",))
+
+
+@needs_library
+def test_an_error_while_memory_is_opened_ends_the_wait_of_all_and_it_can_be_opened_later(processes):
+    (waiting, took_s, then), (failed, _, _) = processes(2).run(
+        open_memory_that_cannot_be_looked_for
+    )
+    assert failed == "FileNotFoundError: no /proc/self/ns here" and then is None
+    assert waiting.startswith("OtherFailedError: process 1 failed while it opened memory")
+    assert failed in waiting and took_s < 10
+
+
+def train_where_process_1_fails_after_memory_was_opened():
+    jdp.init(mesh_of_all())
+
+    @jdp.train_step
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+        state = state.apply_gradients(grads)
+        if jax.process_index() == 1:
+            raise KeyError("a name that only process 1 lacks")
+        return state, {"loss": loss}
+
+    shared_memory._shared.cache_clear()  # other tests may have opened it
+    try:
+        step(state(), global_batch())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@needs_library
+def test_a_trace_that_fails_after_memory_was_opened_ends_the_wait_of_all(processes):
+    waiting, failed = processes(2).run(train_where_process_1_fails_after_memory_was_opened)
+    assert failed == "KeyError: 'a name that only process 1 lacks'"
+    assert waiting.startswith("OtherFailedError: process 1 failed while it traced `step`")
+    assert failed in waiting

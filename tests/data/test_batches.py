@@ -191,8 +191,7 @@ def test_several_axes_split_the_batch():
     assert [s.data[0, 0].item() / 2 for s in batch.addressable_shards] == [0, 2, 4, 6]
 
 
-def test_the_mesh_is_that_of_init_when_the_loop_begins(make_mesh, monkeypatch):
-    monkeypatch.setattr(jdp.distributed.mesh, "_current", None)
+def test_the_mesh_is_that_of_init_when_the_loop_begins(make_mesh, before_init):
     loop, sharded = batches(X, 4, num_steps=1), shard_batches([X[:4]])
     with pytest.raises(RuntimeError, match="jdp.init"):
         next(iter(loop))

@@ -184,7 +184,7 @@ def run_alone():
     s, batch = state(), next(iter(jdp.batches(training.batch(), 8, num_steps=1)))
     if me():
         time.sleep(1.5)  # hangs, for all that process 0 knows
-        agree.all_gather((0, 1), None, what="nothing")
+        agree.all_gather((0, 1), None, what="the program")
         return None
     agree.set_timeout_s(0.5)
     try:
@@ -445,15 +445,14 @@ def test_who_may_take_long_is_waited_for(processes):
     assert processes(2).run(wait_for_one_that_saves) == [{0: 0, 1: 1}] * 2
 
 
-def test_under_a_launcher_only_the_watch_ends_a_comparison(monkeypatch):
+def test_under_a_launcher_only_the_watch_ends_a_comparison(before_init, monkeypatch):
     waits = []
 
     def get(key, *, timeout_s):
         waits.append(timeout_s)
-        return '{"value": 7}' if len(waits) > 3 else None
+        return '{"value": 7, "what": "values"}' if len(waits) > 3 else None
 
     mesh = jdp.init()
-    monkeypatch.setattr(agree, "_timeout_s", 0.5)
     monkeypatch.setattr(startup.launcher_client, "current", lambda: "a launcher")
     startup.require_start(mesh, 0.5)
     monkeypatch.setattr(agree, "kv_store", SimpleNamespace(put=lambda *_: None, get=get))

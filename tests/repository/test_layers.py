@@ -112,6 +112,15 @@ def test_no_two_classes_share_a_name():
     assert sorted(found) == sorted({*found})
 
 
+def test_no_function_rebinds_a_global():
+    assert not [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Global)
+    ]
+
+
 # A package imports its files to hand on their names: what its files import of it is left out.
 def test_no_file_imports_itself_through_others():
     known = modules()

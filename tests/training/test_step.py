@@ -213,8 +213,7 @@ def test_can_be_decorated_before_init_and_used_on_several_meshes():
     assert_close(jax.device_get(states[3].params), jax.device_get(states[2].params))
 
 
-def test_without_init_says_so(monkeypatch):
-    monkeypatch.setattr("jdp.distributed.mesh._current", None)
+def test_without_init_says_so(before_init):
     with pytest.raises(RuntimeError, match=r"jdp\.init\(\)"):
         jdp.train_step(plain_step)(state(), batch())
 

@@ -19,7 +19,7 @@ from jdp.worker import progress
 
 
 def where():
-    return progress._slot.read()
+    return progress.own.slot.read()
 
 
 def now_in():
@@ -87,7 +87,7 @@ def test_who_waits_to_be_told_something_is_seen_to_wait(alone, monkeypatch):
 
     def get(key, *, timeout_s):
         seen.append(now_in())
-        return json.dumps({"value": key[-1]})
+        return json.dumps({"value": key[-1], "what": "a test"})
 
     for name, fake in (("put", lambda *_: None), ("delete", lambda *_: None), ("get", get)):
         monkeypatch.setattr(agree.kv_store, name, fake)
@@ -203,7 +203,8 @@ if not (child := os.fork()):
         pass
     raise SystemExit
 os.waitpid(child, 0)
-os.write({writer}, f"{{progress._slot.read().steps}} {{progress._slot.read().phase}}".encode())
+where = progress.own.slot.read()
+os.write({writer}, f"{{where.steps}} {{where.phase}}".encode())
 """
     subprocess.run(
         [sys.executable, "-c", program], pass_fds=[writer], env=environment(), timeout=60

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from collections import deque
 from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
@@ -29,7 +30,7 @@ _SIGNATURES = {
 }
 
 
-_is_told = False  # by the author
+_told_s: deque[float] = deque(maxlen=1)  # the deadline that the author set, if any
 
 
 def why_missing() -> str | None:
@@ -59,8 +60,7 @@ def set_timeout_s(timeout_s: float) -> None:
             f"timeout_s={timeout_s} would end every wait for another rank before it begins. "
             "Write the seconds after which a silent rank counts as missing, such as 30."
         )
-    global _is_told
-    _is_told = True
+    _told_s.append(timeout_s)
     _functions().jdp_set_timeout_s(timeout_s)
     gpu_runtime.set_timeout_s(timeout_s)
 
@@ -71,7 +71,7 @@ def wait_at_least(seconds: float) -> None:
     Args:
       seconds: > 0.
     """
-    if not _is_told and seconds > timeout_s():
+    if not _told_s and seconds > timeout_s():
         _functions().jdp_set_timeout_s(seconds)
         gpu_runtime.set_timeout_s(seconds)
 

@@ -1,20 +1,18 @@
 """Which ranks share a host, and the memory through which their processes reduce."""
 
 import functools
-import json
 import math
 import os
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.distributed import kv_store
+from jdp.distributed import agree, kv_store
 from jdp.worker import progress
 
 
@@ -84,63 +82,34 @@ def groups(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
     return devices.reshape(-1, int(np.prod([mesh.shape[name] for name in axes])))
 
 
-def why_on_several(room: str, peers: list[int]) -> str | None:
+def why_on_several(peers: tuple[int, ...]) -> str | None:
     """Return in a sentence which process is on another host, or None.
 
     Args:
-      room: where in the store the answers stand, once in a run.
       peers: all processes that call this.
     """
     me, host = jax.process_index(), _host()
-    for process, theirs in exchanged(f"{room}/host", peers, host):
+    for process, theirs in agree.all_gather(peers, host, what="hosts").items():
         if theirs != host:
             return f"process {process} is on another host than process {me}."
     return None
 
 
-def exchanged(key: str, peers: list[int], value: Any) -> Iterator[tuple[int, Any]]:
-    """Yield (process, value) of all processes, in one order: all come to the same answer.
-
-    Args:
-      key: where in the store the values stand, once in a run.
-      peers: all processes that call this; the store is not needed for one alone.
-      value: what JSON can hold.
-
-    Raises:
-      RuntimeError: if a process does not come within `library.timeout_s()`.
-    """
-    me = jax.process_index()
-    if peers == [me]:
-        yield me, value
-        return
-    kv_store.put(f"{key}/{me}", json.dumps(value))
-    for process in peers:
-        yield process, json.loads(_get(f"{key}/{process}", process))
-
-
 def _attach(key: int, groups: list[list[int]]) -> str | None:
     me = jax.process_index()
-    peers = sorted({process for group in groups for process in group})
-    if reason := why_on_several(f"jdp/{key}", peers):
-        return reason
-    for process, theirs in exchanged(f"jdp/{key}/library", peers, cpu_runtime.why_missing()):
-        if theirs:
-            return f"process {process} has no native library: {theirs}"
-    for number, group in enumerate(groups):
-        if group[0] == me:
-            kv_store.put(f"jdp/{key}/group/{number}", json.dumps(_made(len(group))))
-    failure = None
-    try:
-        for number, group in enumerate(groups):
-            if me in group:
-                made = json.loads(_get(f"jdp/{key}/group/{number}", group[0]))
-                if isinstance(made, str):
-                    raise OSError(made)
-                ranks = [rank for rank, process in enumerate(group) if process == me]
-                cpu_runtime.attach(key, number, len(group), ranks, cpu_runtime.Segment(*made))
-    except OSError as error:
-        failure = str(error)
-    for process, theirs in exchanged(f"jdp/{key}/attached", peers, failure):
+    peers = tuple(sorted({process for group in groups for process in group}))
+    with agree.propagating_errors(peers, "while it opened memory to reduce gradients through"):
+        if reason := why_on_several(peers):
+            return reason
+        missing = agree.all_gather(peers, cpu_runtime.why_missing(), what="native libraries")
+        for process, theirs in missing.items():
+            if theirs:
+                return f"process {process} has no native library: {theirs}"
+        mine = [_made(len(group)) if group[0] == me else None for group in groups]
+        made = agree.all_gather(peers, mine, what="memory to reduce gradients through")
+        failure = _why_not_open(key, groups, [made[group[0]][i] for i, group in enumerate(groups)])
+        failures = agree.all_gather(peers, failure, what="whether memory is open")
+    for process, theirs in failures.items():
         if theirs:
             return f"process {process} cannot share memory with the others ({theirs})."
     if not math.isinf(progress.longest_wait_s()):
@@ -157,16 +126,19 @@ def _made(num_ranks: int) -> cpu_runtime.Segment | str:
         return str(error)
 
 
-def _get(key: str, process: int) -> str:
-    timeout_s = 300.0 if cpu_runtime.why_missing() else cpu_runtime.timeout_s()
-    value = kv_store.get(key, timeout_s=timeout_s)
-    if value is None:
-        raise RuntimeError(
-            f"process {process} did not come within {timeout_s:g} s to agree on how gradients are "
-            f"reduced; process {jax.process_index()} waits for it. All processes must trace the "
-            "same steps in the same order."
-        )
-    return value
+def _why_not_open(key: int, groups: list[list[int]], made: list[list[int] | str]) -> str | None:
+    """Attach what was made for the groups of this process; return why not, or None."""
+    me = jax.process_index()
+    try:
+        for number, (group, segment) in enumerate(zip(groups, made, strict=True)):
+            if me in group:
+                if isinstance(segment, str):
+                    raise OSError(segment)
+                ranks = [rank for rank, process in enumerate(group) if process == me]
+                cpu_runtime.attach(key, number, len(group), ranks, cpu_runtime.Segment(*segment))
+    except OSError as error:
+        return str(error)
+    return None
 
 
 # Processes that see each other in /proc. Another network is another host, also on one machine.

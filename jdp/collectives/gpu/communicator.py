@@ -19,7 +19,7 @@ from jdp.collectives.cpu import shared_memory
 from jdp.collectives.gpu import runtime as gpu_runtime
 from jdp.collectives.gpu import self_test
 from jdp.collectives.gpu.runtime import End
-from jdp.distributed import kv_store
+from jdp.distributed import agree, kv_store
 
 _log = logging.getLogger("jdp")
 
@@ -72,7 +72,7 @@ class Communicator:
         self.why_not: str | None = None
         self._mesh, self._axes = mesh, axes
         self._groups = shared_memory.groups(mesh, axes)
-        self._peers = sorted({device.process_index for device in mesh.devices.flat})
+        self._peers = tuple(sorted({device.process_index for device in mesh.devices.flat}))
         me = jax.process_index()
         self._local = [
             _Local(group, rank, device)
@@ -136,26 +136,28 @@ class Communicator:
             for end in self._ends:
                 gpu_runtime.reserve(end, wanted)
 
-        self._all(f"arena/{wanted}", grow)
+        self._all("made room for its buckets", grow)
         self._arena_bytes = wanted
 
     def _require_one_host(self) -> None:
         if len(self._peers) > 1:
             if not kv_store.is_open():
                 raise UnavailableError(shared_memory.NOT_JOINED)
-            if reason := shared_memory.why_on_several(self._room(), self._peers):
+            if reason := shared_memory.why_on_several(self._peers):
                 raise UnavailableError(reason)
 
         def require_gpus() -> None:
             if reason := gpu_runtime.why_missing() or gpu_runtime.why_no_gpus():
                 raise RuntimeError(reason.removesuffix("."))
 
-        self._all("library", require_gpus)
+        self._all("looked for GPUs", require_gpus)
 
     # All have done one stage before any begins the next.
     def _connect(self) -> None:
         num_ranks = self._groups.shape[1]
-        found = self._all("topology", lambda: gpu_runtime.topology(num_ranks))
+        found = self._all(
+            "looked how its GPUs are connected", lambda: gpu_runtime.topology(num_ranks)
+        )
         topology = min(found.values())
         self._arena_bytes = sum(
             room_of([jax.ShapeDtypeStruct((n,), t)]) for t, n in self_test.TRIED
@@ -172,7 +174,9 @@ class Communicator:
             )
             return [one.group, one.rank, base64.b64encode(gpu_runtime.export(end)).decode()]
 
-        told = self._all("open", lambda: list(map(open_end, self._ends, self._local)))
+        told = self._all(
+            "opened memory of its GPUs", lambda: list(map(open_end, self._ends, self._local))
+        )
         blobs = {
             (group, rank): base64.b64decode(blob)
             for blobs in told.values()
@@ -182,9 +186,11 @@ class Communicator:
         def connect(end: End, one: _Local) -> None:
             gpu_runtime.connect(end, [blobs[one.group, rank] for rank in range(num_ranks)])
 
-        self._all("connect", lambda: list(map(connect, self._ends, self._local)))
-        self._all("write", lambda: list(map(gpu_runtime.probe_write, self._ends)))
-        self._all("read", lambda: list(map(gpu_runtime.probe_read, self._ends)))
+        self._all("connected its GPUs", lambda: list(map(connect, self._ends, self._local)))
+        self._all("wrote to other GPUs", lambda: list(map(gpu_runtime.probe_write, self._ends)))
+        self._all(
+            "read what other GPUs wrote", lambda: list(map(gpu_runtime.probe_read, self._ends))
+        )
 
     def _try(self) -> None:
         def require_equal() -> None:
@@ -197,7 +203,7 @@ class Communicator:
             if reason:
                 raise RuntimeError(reason)
 
-        self._all("tried", require_equal)
+        self._all("tried a reduction of GPUs", require_equal)
 
     def _tell(self) -> None:
         plan = gpu_runtime.describe(self._ends[0])
@@ -206,24 +212,20 @@ class Communicator:
             f"gradients of GPUs are summed by jdp's own code: {plan}; {mib:.0f} MiB of each GPU."
         )
 
-    def _all(self, stage: str, action: Callable[[], Any]) -> dict[int, Any]:
+    def _all(self, doing: str, action: Callable[[], Any]) -> dict[int, Any]:
         """Do something in all processes: what it gave in each, once all have done it."""
         value, failure = None, ""
-        try:
-            value = action()
-        except RuntimeError as error:
-            failure = str(error).removesuffix(".") or repr(error)
-        answers = dict(
-            shared_memory.exchanged(f"{self._room()}/{stage}", self._peers, [failure, value])
-        )
+        with agree.propagating_errors(self._peers, f"while it {doing}"):
+            try:
+                value = action()
+            except RuntimeError as error:
+                failure = str(error).removesuffix(".") or repr(error)
+        answers = agree.all_gather(self._peers, [failure, value], what=f"how each {doing}")
         for process, (failure, _) in answers.items():
             if failure:
                 where = f"in process {process} " if len(self._peers) > 1 else ""
                 raise UnavailableError(f"{where}{failure}.")
         return {process: value for process, (_, value) in answers.items()}
-
-    def _room(self) -> str:
-        return f"jdp/{self.key}/gpus"
 
 
 def room_of(bucket: Sequence[Any]) -> int:

@@ -53,7 +53,10 @@ def require_program(group: tuple[int, ...], program: ProgramText) -> None:
     """
     shown = [program.lines, *map(_described, program.constants)]
     gathered = agree.all_gather(
-        group, f"`{program.name}` {agree.digest(shown)}", what=f"`{program.name}`"
+        group,
+        f"`{program.name}` {agree.digest(shown)}",
+        what="the program",
+        of=f" of `{program.name}`",
     )
     if len(set(gathered.values())) == 1:
         return
@@ -190,7 +193,7 @@ def require_schedule(group: tuple[int, ...], name: str, compiled: str) -> None:
       ValueError, RuntimeError: as from `require_program`.
     """
     lines = schedule(compiled)
-    gathered = agree.all_gather(group, agree.digest(lines), what=f"the schedule of `{name}`")
+    gathered = agree.all_gather(group, agree.digest(lines), what="the schedule", of=f" of `{name}`")
     if len(set(gathered.values())) == 1:
         return
     odd, usual = pair = agree.odd_one(gathered)

@@ -1,0 +1,109 @@
+"""Values and errors that processes hand each other."""
+
+import contextlib
+
+import jax
+import pytest
+
+from jdp.distributed import agree
+
+GROUP = (0, 1)
+
+
+def gathered(value):
+    return agree.all_gather(GROUP, value, what="a test")
+
+
+def shown(fn):
+    try:
+        return fn()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def fail_after_gathering(num_contexts, num_gathered):
+    def fail():
+        with contextlib.ExitStack() as contexts:
+            for i in range(num_contexts):
+                contexts.enter_context(agree.propagating_errors(GROUP, f"in context {i}"))
+            for i in range(num_gathered):
+                assert gathered(i) == {0: i, 1: i}
+            if jax.process_index() == 1:
+                raise KeyError("only here")
+        return gathered("after")
+
+    # The next values must meet: neither has told or gathered more than the other.
+    return shown(fail), gathered(jax.process_index())
+
+
+@pytest.mark.parametrize("num_contexts", [1, 2, 3])
+@pytest.mark.parametrize("num_gathered", [0, 1, 3])
+def test_an_error_is_told_once_whatever_was_gathered_before_it(
+    processes, num_contexts, num_gathered
+):
+    answers = processes(2).run(fail_after_gathering, num_contexts, num_gathered)
+    (waiting, later), (failed, _) = answers
+    assert failed == "KeyError: 'only here'"
+    assert waiting.startswith("OtherFailedError: process 1 failed in context")
+    assert failed in waiting
+    assert later == {0: 0, 1: 1} == answers[1][1]
+
+
+def fail_on_both():
+    def fail():
+        with agree.propagating_errors(GROUP, "while it tried"):
+            raise ValueError(gathered("both"))
+
+    return shown(fail), gathered(jax.process_index())
+
+
+def test_an_error_that_all_have_stays_everyones_own(processes):
+    for failed, later in processes(2).run(fail_on_both):
+        assert failed == "ValueError: {0: 'both', 1: 'both'}" and later == {0: 0, 1: 1}
+
+
+def come_late():
+    def late():
+        with agree.propagating_errors(GROUP, "while it waited"):
+            return gathered("first")
+
+    if jax.process_index() == 1:
+        agree.kv_store.get("jdp/tests/never", timeout_s=1.0)
+        first = shown(late)
+        return first, shown(lambda: gathered("second"))
+    agree.set_timeout_s(0.2)
+    try:
+        return shown(late), None
+    finally:
+        agree.set_timeout_s(300.0)
+
+
+def test_who_comes_late_is_told_that_the_others_have_given_up(processes):
+    (gave_up, _), (first, second) = processes(2).run(come_late)
+    assert gave_up.startswith("RuntimeError: process 1 did not come within 0.2 s")
+    assert first == {0: "first", 1: "first"}
+    assert second.startswith("OtherFailedError: process 0 failed while it waited")
+    assert gave_up in second
+
+
+def compare_different_things():
+    def compare():
+        with agree.propagating_errors(GROUP, "while it tried"):
+            agree.all_gather(GROUP, 1, what=["a program", "a state"][jax.process_index()])
+
+    return shown(compare), gathered(jax.process_index())
+
+
+def test_processes_that_compare_different_things_learn_so_at_once(processes):
+    for me, (error, later) in enumerate(processes(2).run(compare_different_things)):
+        shown_first = [f"process {1 - me} compares", f"process {me} compares", "JDP207"]
+        assert all(text in error for text in shown_first) and later == {0: 0, 1: 1}
+
+
+def test_an_error_stays_itself_where_the_store_is_gone(monkeypatch):
+    def put(key, value):
+        raise RuntimeError("the store is gone")
+
+    monkeypatch.setattr(agree.kv_store, "put", put)
+    with pytest.raises(KeyError), agree.propagating_errors((0, 98), "while it tried"):
+        raise KeyError
