@@ -65,7 +65,7 @@ def with_mask(batch: Any, mask: np.ndarray) -> Any:
 _masks: dict[int, weakref.ref] = {}
 
 
-def note_mask(batch: Any) -> None:
+def record_mask(batch: Any) -> None:
     """Record that the mask of this batch says which rows are padding.
 
     Args:

@@ -90,13 +90,13 @@ def replicated(
                 mean=mean,
             )
         else:
-            grads = _handed_on(grads, axis.names(axis_name))
+            grads = _marked_as_synced(grads, axis.names(axis_name))
         return wrapped.update(grads, state, params, **extra)
 
     return Replicated(wrapped.init, update, axis_name)
 
 
-def _handed_on(grads: Any, axes: tuple[str, ...]) -> Any:
+def _marked_as_synced(grads: Any, axes: tuple[str, ...]) -> Any:
     def noted(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
             return leaf
@@ -122,7 +122,7 @@ def require_outermost(tx: Any) -> None:
 
 
 def _require_outermost_call(caller: str) -> None:
-    # By who calls, and not by where its state lies in a state: nnx keeps no such types.
+    # The caller shows it. The type of the optimizer's state would, too, but nnx does not keep it.
     if caller.split(".")[0] == "optax":
         raise ValueError(
             f"jdp.replicated(...) is called by {caller}: it stands inside another optax "
