@@ -191,8 +191,8 @@ class Batches:
         if self._handed_out and not self._run.next_rows(self._position):
             raise RuntimeError(
                 f"all {len(self)} batches of this run were handed out, and another loop would get "
-                "none. Set position = 0 to go through the same batches again; to train for longer "
-                "ask for more epochs or num_steps, since only then each epoch has its own order."
+                "none. To train for longer ask for more epochs or num_steps, so that each epoch "
+                "has an order of its own. To go through the same batches again set position = 0."
             )
         loop = self._hand_out()
         self._current = weakref.ref(loop)

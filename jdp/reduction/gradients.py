@@ -167,9 +167,9 @@ def _to_send(
         return range(len(paths))
     if weight is not step.weight:
         raise ValueError(
-            "jdp.sync_gradients(weight=...) of gradients that jdp.scan_layers has averaged in the "
-            "backward pass, where it knows no weight but the step's: their mean would be another. "
-            "Write jdp.train_step(weight=...), or jdp.scan_layers(..., late=False)."
+            "jdp.sync_gradients(weight=...) got gradients that jdp.scan_layers averaged already, "
+            "in the backward pass, by the weight of the step: the weight given here would not "
+            "apply to them. Write jdp.train_step(weight=...), or jdp.scan_layers(..., late=False)."
         )
     uniform = step.choices.uniform
     return [i for i, path in enumerate(paths) if not mean or path not in uniform]
@@ -183,19 +183,18 @@ def _require_float(path: str, leaf: Any) -> jax.Array:
     found = f"the gradient `grads{path}` is {name}{list(jnp.shape(leaf))}"
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
-            f"{found}: JAX's gradient of a complex parameter is the conjugate of the direction of "
-            "descent, which is easy to get wrong. Keep the real and imaginary parts as two float "
-            "parameters."
+            f"{found}, and JAX's gradient of a complex parameter is the conjugate of the direction "
+            "of descent, which is easy to get wrong. Keep the real and imaginary parts as two "
+            "float parameters."
         )
     if jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"{found}: JAX adds up floats of at least 16 bits, and a mean of these would lose most "
-            "of what small gradients say. Keep the parameter in float32 or bfloat16, and cast it "
-            f"to {dtype} in the loss."
+            f"{found}, and a sum over ranks in fewer than 16 bits would round small gradients to "
+            f"0. Keep the parameter in float32 or bfloat16, and cast it to {dtype} in the loss."
         )
     raise TypeError(
-        f"{found}: only floats have gradients, and a mean of these would be wrong. Differentiate "
-        "float leaves only; TrainState leaves integer parameters alone."
+        f"{found}, but only floats have gradients that can be averaged. Differentiate with respect "
+        "to float leaves only; TrainState leaves integer parameters as they are."
     )
 
 
@@ -207,6 +206,6 @@ def _require_local(paths: list[str], leaves: list[jax.Array], axis_name: AxisNam
             raise ValueError(
                 f"the gradient `grads{path}` {leaf.dtype}{list(leaf.shape)} was already summed "
                 f"over {axis_name!r} by JAX, as shard_map(check_vma=True) does for parameters that "
-                f"do not vary: averaging it again would leave it {axis.size(axis_name)} times too "
-                "large. Write jdp.value_and_grad(loss_fn)(params, batch), which keeps it local."
+                f"do not vary. Averaged now it would be {axis.size(axis_name)} times too large. "
+                "Write jdp.value_and_grad(loss_fn)(params, batch), which keeps it local."
             )

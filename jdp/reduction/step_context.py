@@ -133,10 +133,11 @@ def default_weight(axis_name: AxisName, caller: str) -> jax.Array | None:
         return None
     if set(step.axis_name) != set(axis.names(axis_name)):
         raise ValueError(
-            f"{caller}(axis_name={axis_name!r}) in a step over the axes {step.axis_name} that has "
-            "a weight=: how much a rank weighs is known among all ranks of the step, and a mean of "
-            f"means would weigh them differently. Write axis_name={step.axis_name!r}, or say what "
-            f"counts here: {caller}(..., weight=...)."
+            f"{caller}(axis_name={axis_name!r}) does not reduce over the axes {step.axis_name} of "
+            "the step, which has a weight=. That weight is for a mean over all ranks of the step: "
+            "a mean over other ranks would weigh rows differently. Write "
+            f"axis_name={step.axis_name!r}, or give the weight for these ranks: "
+            f"{caller}(..., weight=...)."
         )
     return step.weight
 

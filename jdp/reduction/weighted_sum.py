@@ -148,8 +148,8 @@ def _jvp(
 ) -> tuple[Any, Any]:
     if has[0] and type(tangents[1]) is not ad.Zero:
         raise ValueError(
-            "the weight of the step depends on what is differentiated here: how much rows count "
-            "has no gradient. Write jax.lax.stop_gradient around what weight= reads."
+            "the weight of the step depends on a value that is differentiated here, but jdp gives "
+            "no gradient to a weight. Write jax.lax.stop_gradient around what weight= reads."
         )
     params: dict[str, Any] = {"has": has, "why_not": why_not}
     out = _weigh_p.bind(*primals, **params)
@@ -163,9 +163,7 @@ def _transpose(
     cotangent: Any, x: Any, *factors: Any, has: tuple[bool, bool], why_not: str
 ) -> list[Any]:
     if why_not:
-        raise ValueError(
-            f"a sum or mean over ranks is differentiated here, which cannot be: {why_not}"
-        )
+        raise ValueError(f"a sum or mean over ranks cannot be differentiated here: {why_not}")
     nothing = [None] * len(factors)
     if type(cotangent) is ad.Zero:
         return [cotangent, *nothing]

@@ -205,9 +205,10 @@ class Step:
         bound.apply_defaults()
         if by_keyword := sorted({*kwargs} & {*bound.kwargs}):
             raise TypeError(
-                f"`{self.__name__}` takes {by_keyword} by keyword only, and a step knows "
-                "its arguments by position: state, batch, and what is the same on every rank. "
-                "Leave out the `*` in its definition, or set them with functools.partial."
+                f"`{self.__name__}` takes {by_keyword} by keyword only, but a step gets all "
+                "arguments by position: the state, the batch, then those that are the same on "
+                "every rank. Remove the `*` from its definition, or bind them with "
+                "functools.partial."
             )
         args = bound.args
         if len(args) < 2:
@@ -320,8 +321,9 @@ def _place_rest(arg: Any, where: Mesh) -> Any:
             return leaf.copy()  # the caller may write into it while the step runs
         if isinstance(leaf, str):
             raise TypeError(
-                f"a further argument of a step holds {leaf!r}, and a compiled program takes "
-                "arrays and numbers. Close over it: decorate a function for each value."
+                f"a further argument of a step holds the text {leaf!r}, but a compiled program "
+                "takes only arrays and numbers. Close over it, in a decorated function for each "
+                "value."
             )
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
             return leaf

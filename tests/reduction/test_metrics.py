@@ -234,7 +234,7 @@ def test_rows_of_another_number_than_the_batch_are_refused(wrong):
 
 
 def test_rows_of_a_scalar_are_refused_also_outside_of_a_step():
-    with pytest.raises(ValueError, match=r"jdp.rows of float32\[\]"):
+    with pytest.raises(ValueError, match=r"jdp.rows\(x\) got float32\[\]"):
         jdp.rows(jnp.float32(1))
 
 
