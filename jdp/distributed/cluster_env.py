@@ -128,9 +128,9 @@ def _mpi(method: str, names: tuple[str, ...], environment: Mapping[str, str]) ->
     if method == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
         raise RuntimeError(
             f"{size}={environment[size]} says that MPI started several processes, but mpi4py, "
-            "which is needed to find the first of them, is not installed. Install it (pip install "
-            "mpi4py), or start with jdp run --nproc-per-node in place of mpiexec -n, or set "
-            "WORLD_SIZE=1 if each process trains alone."
+            "which is needed to find the first of them, is not installed: pip install mpi4py. Or "
+            "start with jdp run --nproc-per-node in place of mpiexec -n, or set WORLD_SIZE=1 if "
+            "each process trains alone."
         )
     return ProcessPlace(
         method,

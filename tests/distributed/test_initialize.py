@@ -316,7 +316,7 @@ def test_a_place_is_what_the_variables_say_where_the_package_is_there(
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"WORLD_SIZE": "4", "MASTER_ADDR": "a"}, "WORLD_SIZE=4 .* without RANK, MASTER_PORT it"),
+        ({"WORLD_SIZE": "4", "MASTER_ADDR": "a"}, "WORLD_SIZE=4 .* without RANK, MASTER_PORT"),
         (
             {**torchrun(2, 7)[0], "TORCHELASTIC_USE_AGENT_STORE": "True"},
             "MASTER_PORT=7, .* jdp run in place of torchrun",

@@ -229,7 +229,7 @@ def test_rows_are_taken_out_and_put_back_in_place():
 def test_rows_of_another_number_than_the_batch_are_refused(wrong):
     with step_context.entered("data", {"x": np.ones((4, 2))}, None):
         jdp.rows(np.ones((4, 1)))
-        with pytest.raises(ValueError, match=r"rows of float\d\d\[.*rows of the batch, 4 here"):
+        with pytest.raises(ValueError, match=r"rows\(x\) got float\d\d\[.*rows, 4 here"):
             jdp.rows(wrong)
 
 
