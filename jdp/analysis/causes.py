@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jdp.analysis import Node, Origin, Provenance, Report, compilers_deadlock, shown
+from jdp.analysis.decisions import decision, without_skipped
 from jdp.analysis.explanation import since, why
 from jdp.analysis.marks import SHARED
 from jdp.analysis.traced import Output, Traced
@@ -68,23 +69,28 @@ def _layers(report: Report, traced: Traced) -> Iterator[str]:
 
 def _outputs(report: Report, traced: Traced) -> Iterator[str]:
     told: dict[Any, list[tuple[str, Origin]]] = {}
+    inputs = _inputs(report, traced)
     for i, (back, node) in _torn(report, traced).items():
         output, axes = traced.outputs[i], report.outputs[i].axes
-        leaf, along = f"`{output.path}`", "from rank to rank"
+        leaf, along, line = f"`{output.path}`", "from rank to rank", report.output_sources[i]
+        origin = back.origin(node)
         if output.kind == "metric":
             leaf, advice = f"{leaf} {output.type}", _METRIC
-        elif axes & set(traced.spec.axis_name):
-            advice = _advice(output)
-        else:
+        elif not axes & set(traced.spec.axis_name):
             along, advice = f"along the mesh axis {', '.join(map(repr, sorted(axes)))}", _OTHER_AXIS
-        origin = back.origin(node)
-        key = report.output_sources[i], origin.line, frozenset(origin.sources), along, advice
+        elif origin.sources == (_OWN_KEY,) and not _is_key(output):
+            advice = _DRAWN
+        elif decided := decision(back, node):
+            line, origin, advice = back.nearest_line(decided), back.origin(decided), _DECISION
+        else:
+            advice = _advice(output)
+        key = line, origin.line, frozenset(origin.sources), along, advice
         told.setdefault(key, []).append((leaf, origin))
     for (source, *_, along, advice), found in told.items():
         leaves, origins = zip(*found, strict=True)
-        where = f" (computed at {source})" if source else ""
-        reason = why(origins, _inputs(report, traced))
-        text = f"{shown(leaves)}{where} may differ {along}: {reason}. {advice}"
+        made = "decided" if advice == _DECISION else "computed"
+        where = f" ({made} at {source})" if source else ""
+        text = f"{shown(leaves)}{where} may differ {along}: {why(origins, inputs)}. {advice}"
         yield with_code("JDP102" if advice is _METRIC else "JDP101", text)
 
 
@@ -97,12 +103,17 @@ def _torn(report: Report, traced: Traced) -> dict[int, tuple[Provenance, Node]]:
     for axes, leaves in by_axes.items():
         back = report.back(axes)
         left = _without_consequences(back, leaves)
+        left = without_skipped(back, left, report.deadlocks)
         found |= {i: (back, node) for i, node in left.items()}
     return dict(sorted(found.items()))
 
 
+def _is_key(output: Output) -> bool:
+    return jax.dtypes.issubdtype(output.aval.dtype, jax.dtypes.prng_key)
+
+
 def _advice(output: Output) -> str:
-    if jax.dtypes.issubdtype(output.aval.dtype, jax.dtypes.prng_key):
+    if _is_key(output):
         return _KEY
     is_model_state = "model_state" in output.path or "batch_stats" in output.path
     return _STATISTICS if is_model_state else _STATE
@@ -123,6 +134,15 @@ _STATISTICS = (
 _KEY = (
     "Ranks would drift apart silently. Leave such a random key out of the state: state.key is this "
     "rank's, and a new one in every step."
+)
+_OWN_KEY = "`state.key` (this rank's)"
+_DRAWN = (
+    "Ranks would drift apart silently. Draw from state.shared_key, which is the same on every rank."
+)
+_DECISION = (
+    "Ranks would decide differently and drift apart silently. Decide by what all ranks have the "
+    "same: jdp.mean_over_ranks(loss) in place of a loss, grads = jdp.sync_gradients(grads) in "
+    "place of this rank's gradients (then apply_gradients(grads, synced=True))."
 )
 _METRIC = (
     "Only float scalars are averaged by themselves. Write jdp.sum_over_ranks(x) for counts, "

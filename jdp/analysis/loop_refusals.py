@@ -3,10 +3,14 @@
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
+
 from jdp.analysis import jaxprs, reductions
+from jdp.analysis.decisions import decision, without_skipped
 from jdp.analysis.explanation import since, why
 from jdp.analysis.findings import Deadlock
 from jdp.analysis.report import Report
+from jdp.analysis.wording import shown
 from jdp.error_codes import with_code
 
 
@@ -57,22 +61,43 @@ def _torn_outputs(
     paths: dict[int, str],
     inputs: Sequence[str],
 ) -> Iterator[str]:
+    told: dict[tuple[str, ...], list[str]] = {}
     for i, spec in enumerate(eqn.params["out_specs"]):
         torn = report.outputs[i].axes.intersection(names) - jaxprs.spec_axes(spec)
-        if torn:
-            leaf = f"`output{paths[i]}`" if i in paths else f"output {i} of the shard_map"
-            aval, line = eqn.outvars[i].aval, report.output_sources[i]
-            at = f" (computed at {line})" if line else ""
-            back = report.back(torn)
-            reason = why([back.origin(back.of_output(i))], inputs)
-            yield with_code(
-                "JDP101",
-                f"{leaf} {aval.dtype}{list(aval.shape)}{at} may differ from rank to rank along "
-                f"{spelled(torn)}: {reason}. Its out_specs say that all ranks have the same, so "
-                "that one rank's value would be taken for that of all, and ranks would drift "
-                f"apart silently. Average it first, jax.lax.pmean(x, {spelled(names)}), or let "
-                f"out_specs put the parts together, P({spelled(names)}).",
-            )
+        if not torn:
+            continue
+        back = report.back(torn)
+        node = back.of_output(i)
+        if not without_skipped(back, {i: node}, report.deadlocks):
+            continue
+        made, line, mend = "computed", report.output_sources[i], "average"
+        if decided := decision(back, node):
+            made, line, mend, node = "decided", back.nearest_line(decided), "decide", decided
+        leaf = f"`output{paths[i]}`" if i in paths else f"output {i} of the shard_map"
+        aval, reason = eqn.outvars[i].aval, why([back.origin(node)], inputs)
+        if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+            mend = "key"
+        at = f" ({made} at {line})" if line else ""
+        cause = at, spelled(torn), reason, mend
+        told.setdefault(cause, []).append(f"{leaf} {aval.dtype}{list(aval.shape)}")
+    for (at, along, reason, mend), leaves in told.items():
+        yield with_code(
+            "JDP101",
+            f"{shown(leaves)}{at} may differ from rank to rank along {along}: {reason}. The "
+            "out_specs say that all ranks have the same, so that one rank's value would be taken "
+            "for that of all, and ranks would drift apart silently. "
+            f"{_MENDS[mend].format(spelled(names))}",
+        )
+
+
+_MENDS = {
+    "average": "Average it first, jax.lax.pmean(x, {0}), or let out_specs put the parts together, "
+    "P({0}).",
+    "key": "Return the key that is the same on every rank, and draw from "
+    "jax.random.fold_in(key, jax.lax.axis_index({0})).",
+    "decide": "Decide by what all ranks have the same, jax.lax.pmean(x, {0}) of the loss or the "
+    "gradients.",
+}
 
 
 def _torn_refs(eqn: Any, report: Report, names: tuple[str, ...]) -> Iterator[str]:

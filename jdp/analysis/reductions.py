@@ -11,6 +11,7 @@ from jdp.analysis.provenance import Provenance
 from jdp.analysis.report import Report
 from jdp.analysis.way_back import Node
 from jdp.analysis.wording import shown
+from jdp.error_codes import with_code
 
 
 def refusals(eqn: Any, report: Report, names: Collection[str]) -> Iterator[str]:
@@ -53,11 +54,12 @@ def unweighted(report: Report, names: Collection[str]) -> Iterator[str]:
             else "Hand over the local gradient, or write jdp.mean_over_ranks(x) where a mean "
             "multiplies a parameter: both weigh."
         )
-        yield (
+        yield with_code(
+            "JDP123",
             f"the gradient of {shown(leaves)} {came} {source or 'jdp'}, and {line or 'something'} "
             "averages it over the ranks as if all of them counted the same. The step has a "
             "weight=, and where ranks weigh differently, as in a padded batch, the mean by weight "
-            f"is another gradient. {mend}"
+            f"is another gradient. {mend}",
         )
 
 
@@ -110,7 +112,7 @@ def _reason(eqn: Any, report: Report, found: Marked, names: Collection[str]) -> 
     back = report.back(axes)
     if repeated := value.repeated & axes:
         told = repetition(eqn, back, back.of_mark(found.eqn), repeated)
-        return "the gradient of {leaves} that comes to {where} " + told
+        return with_code("JDP122", "the gradient of {leaves} that comes to {where} " + told)
     total, line = value.total & axes, ""
     if not total:
         if not (value.unclear | value.undivided) & axes:
@@ -126,27 +128,39 @@ def _reason(eqn: Any, report: Report, found: Marked, names: Collection[str]) -> 
     line = line or ("" if node is None else back.reduction(node)) or "something"
     too_large = times(eqn, total)
     if found.kind == SYNCED:
-        return (
-            "the gradient of {leaves} was handed to {where} as the mean, with synced=True, but "
-            f"{line} sums it over the ranks, and jdp sees no division by their number. If the loss "
-            "of each rank was divided by the rows of all ranks, the sum is right: write "
-            "jdp.sync_gradients(grads, mean=False) in place of the sum, which says so. If it is "
-            f"the mean over a rank's own rows, the sum is {too_large} the mean: write "
-            "jdp.sync_gradients(grads) in place of the sum, which divides."
-        )
-    if total:
-        return (
+        return _synced_sum(line, too_large)
+    return _local_sum(line, too_large if total else "")
+
+
+def _synced_sum(line: str, too_large: str) -> str:
+    return with_code(
+        "JDP121",
+        "the gradient of {leaves} was handed to {where} as the mean, with synced=True, but "
+        f"{line} sums it over the ranks, and jdp sees no division by their number. If the loss "
+        "of each rank was divided by the rows of all ranks, the sum is right: write "
+        "jdp.sync_gradients(grads, mean=False) in place of the sum, which says so. If it is "
+        f"the mean over a rank's own rows, the sum is {too_large} the mean: write "
+        "jdp.sync_gradients(grads) in place of the sum, which divides.",
+    )
+
+
+def _local_sum(line: str, too_large: str) -> str:
+    """Return the text for a sum that comes as a local gradient; too_large: "" if unclear."""
+    if too_large:
+        return with_code(
+            "JDP121",
             f"the gradient of {{leaves}} was reduced before it came to {{where}}: {line} sums it "
             f"over the ranks, which makes it {too_large} the mean if each rank's loss is the mean "
             "over its own rows, and to average it again does not change that. Hand over the local "
             "gradient, or write jdp.sync_gradients(grads) in place of the sum and then "
             "apply_gradients(grads, synced=True). If the loss of each rank was divided by the rows "
-            "of all ranks, write jdp.sync_gradients(grads, mean=False) there."
+            "of all ranks, write jdp.sync_gradients(grads, mean=False) there.",
         )
-    return (
+    return with_code(
+        "JDP121",
         f"the gradient of {{leaves}} was reduced before it came to {{where}}: {line} sums it over "
         "the ranks, and whether it is the mean after what was divided since cannot be told. Hand "
-        "over the local gradient, or write apply_gradients(grads, synced=True) if it is the mean."
+        "over the local gradient, or write apply_gradients(grads, synced=True) if it is the mean.",
     )
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jdp.analysis import Report, reductions, shown
 from jdp.analysis.traced import WEIGHT, Output, Traced
+from jdp.error_codes import with_code
 
 
 def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
@@ -40,9 +41,8 @@ def warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _has_weight(traced: Traced) -> bool:
-    return (
-        "jdp.train_step" in traced.found.weighed
-    )  # jdp.value_and_grad weighs its micro-batches alone
+    # jdp.value_and_grad weighs its micro-batches alone.
+    return "jdp.train_step" in traced.found.weighed
 
 
 def _states(traced: Traced) -> dict[int, Output]:
@@ -76,7 +76,7 @@ def _repeated(
             text = reductions.repetition(step, back, back.of_output(i), axes)
             told.setdefault(text, []).append(f"`{output.path}`")
     for text, leaves in told.items():
-        yield f"{shown(leaves)} {text}"
+        yield with_code("JDP122", f"{shown(leaves)} {text}")
 
 
 def _duplicated(step: Any, report: Report, traced: Traced) -> Iterator[str]:
@@ -89,10 +89,11 @@ def _duplicated(step: Any, report: Report, traced: Traced) -> Iterator[str]:
                 told.setdefault((line, many), []).append(f"`{output.path}`")
                 break
     for (line, many), leaves in told.items():
-        yield (
+        yield with_code(
+            "JDP122",
             f"{shown(leaves)} depends on a sum that is {many} too large: {line or 'something'} "
             "sums over the ranks what every rank has the same. Write jdp.mean_over_ranks(x), or "
-            "lax.axis_size(axis) * x if that is meant."
+            "lax.axis_size(axis) * x if that is meant.",
         )
 
 
@@ -103,9 +104,10 @@ def _unweighted(report: Report, traced: Traced, outputs: dict[int, Output]) -> I
             back = report.back(axes)
             told.setdefault(back.reduction(back.of_output(i)), []).append(f"`{output.path}`")
     for line, leaves in told.items():
-        yield (
+        yield with_code(
+            "JDP123",
             f"{shown(leaves)} is a mean over the ranks in which all of them count the same "
             f"({line or 'it is divided by their number'}), and this step has a weight=: a rank of "
             "padding counts as much as the others. Write jdp.mean_over_ranks(x), which weighs, or "
-            "jdp.mean_over_ranks(x, weight=1.0) if that is meant."
+            "jdp.mean_over_ranks(x, weight=1.0) if that is meant.",
         )

@@ -120,7 +120,9 @@ def _uniform_gradients(report: Report) -> frozenset[str] | None:
 def _hidden_reductions(report: Report, traced: Traced) -> Iterator[str]:
     # Reductions that were traced and thrown away are not part of the program; those inside a
     # primitive whose body cannot be opened are, and could happen twice.
-    hidden = sorted(traced.found.marked - {found.path for found in report.marks})
+    hidden = sorted(
+        traced.found.marked - {each.path for each in report.marks if each.kind == "local"}
+    )
     if hidden and report.opaque:
         yield with_code(
             "JDP108",
@@ -234,7 +236,7 @@ def _unweighted_transposes(step: Any, report: Report, traced: Traced) -> Iterato
             "cotangents of all ranks without their weights, and the gradient would be wrong where "
             "these differ. Write jdp.mean_over_ranks(x) or jdp.sum_over_ranks(x) in its place, or "
             "leave out weight= and return the loss "
-            '`(losses * batch["mask"]).sum() / jdp.mean_over_ranks(batch["mask"].sum())`, '
+            '`(losses * batch["mask"]).mean() / jdp.mean_over_ranks(batch["mask"].mean())`, '
             "whose mean over ranks is that of all rows.",
         )
 

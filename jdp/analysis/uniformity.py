@@ -76,6 +76,7 @@ def uniformity(
             if found != [*refusals(eqn, trusted, names, paths, inputs)]:
                 found += unknown_primitives(reports[key])
         problems += found
+    problems = list(dict.fromkeys(problems))  # One line may reduce several leaves.
     if problems:
         raise ValueError(f"`{called}` goes wrong on several ranks:\n{bulleted(problems)}")
     return traced.unflatten(["varying" if value.varying else "uniform" for value in left])

@@ -11,6 +11,7 @@ import numpy as np
 
 from jdp.distributed import failed_run
 from jdp.distributed.checks import arguments, overdue
+from jdp.error_codes import with_code
 from jdp.step_spec import StepSpec
 from jdp.worker import progress
 
@@ -180,7 +181,8 @@ def _require_right(call: StepCall) -> None:
         text = call.arguments.explained(call.given, call.spec.name, call.number)
     elif why := _why_invalid(call):
         returned = "it and later calls" if call.spec.returns_state else "it"
-        text = f"call {call.number} of `{call.spec.name}`: {why} What {returned} returned is NaN."
+        called = f"call {call.number} of `{call.spec.name}`"
+        text = with_code("JDP212", f"{called}: {why} What {returned} returned is NaN.")
     else:
         return
     if call.spec.returns_state:
@@ -212,7 +214,8 @@ def failed(call: StepCall, is_gone: bool, error: Exception) -> RuntimeError:
             "train with donate=False."
         )
     called = f"call {call.number} of `{call.spec.name}`"
-    return RuntimeError(f"{called} failed: {failed_run.reason(error)}.{cause} {gone}")
+    text = f"{called} failed: {failed_run.reason(error)}.{cause} {gone}"
+    return RuntimeError(with_code("JDP214", text))
 
 
 def _difference(call: StepCall, timeout_s: float) -> str | None:

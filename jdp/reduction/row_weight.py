@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdp import pytrees
+from jdp.error_codes import with_code
 
 
 def number(given: Any) -> jax.Array:
@@ -22,17 +23,18 @@ def number(given: Any) -> jax.Array:
     if callable(convert := getattr(given, "__jax_array__", None)):
         given = convert()
     if (other := _not_a_number(given)) is not None:
-        raise ValueError(
+        text = (
             f"weight= gave {other}, but a weight is one real number. Write for instance "
             'weight=lambda batch: batch["mask"].sum() for a step, or weight=mask.sum() for a '
             "function that takes the number itself."
         )
+        raise ValueError(with_code("JDP126", text))
     if not _is_constant(given):
         return given.astype(float)
     with np.errstate(over="ignore"):  # more than float32 holds
         constant = np.asarray(given).astype(jnp.result_type(float))
     if not _is_weight(constant):
-        raise ValueError(f"weight= gave {np.asarray(given)}. {_WHY}")
+        raise ValueError(with_code("JDP126", f"weight= gave {np.asarray(given)}. {_WHY}"))
     return jnp.asarray(constant)
 
 

@@ -43,7 +43,7 @@ def _transpose(cotangent: Any, x: Any, *, step: str) -> Any:
         f"jax.grad, jax.vjp or jax.jacrev goes through the whole of `{step}`, which has a weight=: "
         "that gradient would be wrong where ranks weigh differently. Take the gradient inside the "
         "step, or leave out weight= and return the loss "
-        '`(losses * batch["mask"]).sum() / jdp.mean_over_ranks(batch["mask"].sum())`. Forward '
+        '`(losses * batch["mask"]).mean() / jdp.mean_over_ranks(batch["mask"].mean())`. Forward '
         "mode, such as jax.jvp, is right."
     )
     raise ValueError(with_code("JDP125", text))

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from jdp.analysis import line_of
+from jdp.error_codes import with_code
 from jdp.step_spec import StepSpec
 
 # JAX names the arguments of the function that it traces, which is jdp's.
@@ -27,13 +28,14 @@ def explained(error: TypeError, spec: StepSpec, paths: Mapping[str, Sequence[str
     names = [f"`{_named(each, spec, paths)}`" for each in _SEPARATORS.split(asked[1])]
     what = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
     line = line_of(error)
-    return (
+    return with_code(
+        "JDP127",
         f"`{spec.name}` asks for a value that depends on {what}{f' at {line}' if line else ''}, as "
         "an `if`, a `range`, a shape, int() or NumPy does. Arguments of a step have no values "
         "while it is traced: one program is compiled for all of them. Close over a flag or a "
         "number that chooses the program, with a step for each value: jdp.train_step(lambda state, "
         "batch: undecorated(state, batch, True)). To choose as it runs, write "
-        "jnp.where(flag, a, b) or jax.lax.cond(flag, f, g, x)."
+        "jnp.where(flag, a, b) or jax.lax.cond(flag, f, g, x).",
     )
 
 

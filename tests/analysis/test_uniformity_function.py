@@ -193,3 +193,28 @@ def test_uniformity_says_where_a_difference_comes_in(program):
         uniformity(named(on_rank), {"w": W}, {"x": X})
     for part in parts:
         assert part in str(refusal.value)
+
+
+def test_uniformity_names_the_leaves_of_one_cause_together():
+    def f(w, x):
+        grads = local(jax.grad(lambda w: ((w * x) ** 2).mean())(w))
+        return {f"w{i}": grads for i in range(9)} | {"loss": x.mean()}
+
+    with pytest.raises(ValueError) as caught:
+        uniformity(mapped(f), W, X)
+    of_loss, of_weights = sorted(str(caught.value).split("\n- ")[1:])
+    assert "`output['loss']`" in of_loss and "`output['w0']`" in of_weights
+    assert "and 4 more" in of_weights
+
+
+def test_uniformity_leaves_out_what_follows_from_a_collective_that_ranks_skip():
+    def f(w, x):
+        def descend(w):
+            return w - psum(w), w - pmean(w)
+
+        return lax.while_loop(lambda c: c[0].sum() > x.sum(), lambda c: descend(c[1]), (w, w))
+
+    with pytest.raises(ValueError, match="runs under a `while`") as caught:
+        uniformity(mapped(f, out_specs=(P(), P())), W, X)
+    problems = str(caught.value).split("\n- ")[1:]
+    assert len(set(problems)) == len(problems) and "out_specs" not in str(caught.value)

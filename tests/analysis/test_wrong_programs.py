@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from corpus.wrong import KINDS, RIGHT, TWICE, WRONG, corpus, scale
+from corpus.wrong import KINDS, RIGHT, TWICE, WRONG, corpus, deadlocks, kept, scale
 from corpus.wrong.calls import CALLS
 from corpus.wrong.own_loops import LOOPS
 from jax import lax
@@ -53,6 +53,18 @@ def assert_refused(program):
 @pytest.mark.parametrize("program", WRONG_HERE, ids=name_of)
 def test_refuses_with_the_right_path(program):
     assert_refused(program)
+
+
+@pytest.mark.parametrize("kind", ["deadlock", "decision"])
+def test_names_one_cause_once(kind):
+    causes = {
+        "deadlock": deadlocks.apply_gradients_on_ranks_with_a_finite_loss,
+        "decision": kept.own_overflow_skips_the_update_and_halves_the_scale,
+    }
+    (program,) = (program for program in WRONG if program.step is causes[kind])
+    with pytest.raises(ValueError) as caught:
+        lower(program)
+    assert str(caught.value).count("\n- ") == 1
 
 
 @pytest.mark.parametrize("program", RIGHT_HERE, ids=name_of)

@@ -166,7 +166,11 @@ def test_several_states_keys_and_leaves_that_are_no_arrays_are_restored(make_mes
     assert type(other["n"]) is int
 
 
-@pytest.mark.parametrize("empty", [{}, None, {"act": jnp.tanh}, {"e": np.zeros((0, 3))}], ids=str)
+@pytest.mark.parametrize(
+    "empty",
+    [{}, None, {"act": jnp.tanh}, {"e": np.zeros((0, 3))}],
+    ids=["tree", "none", "function", "empty"],
+)
 def test_a_state_without_any_number_is_counted(make_mesh, tmp_path, empty):
     jdp.init(make_mesh(2))
     for life in (1, 2):

@@ -159,8 +159,8 @@ def test_tells_statistics_of_one_rank_from_those_of_a_mask(axis_name, num_rows, 
             variables = {"params": p, "batch_stats": state.model_state}
             x, new = model.apply(variables, batch["x"], batch["mask"], mutable=["batch_stats"])
             errors = ((x - batch["y"]) ** 2).mean(-1) * batch["mask"]
-            count = jdp.mean_over_ranks(batch["mask"].sum().astype(jnp.float32))
-            return errors.sum() / count, new["batch_stats"]
+            counted = jdp.mean_over_ranks(batch["mask"].mean())
+            return errors.mean() / counted, new["batch_stats"]
 
         grads, stats = jax.grad(loss, has_aux=True)(state.params)
         state = state.apply_gradients(grads)

@@ -25,7 +25,7 @@ _log = logging.getLogger("jdp")
 
 
 class UnavailableError(Exception):
-    """Says in a sentence why these GPUs cannot reduce among themselves; the same everywhere."""
+    """These GPUs cannot reduce among themselves; the message is the same on all processes."""
 
 
 @functools.cache

@@ -133,9 +133,10 @@ class Arguments:
             )
         elif difference.startswith(f"`{self._name_of(0)}"):
             advice = ADVICE_FOR_STATE
-        return (
+        return with_code(
+            "JDP211",
             f"call {call} of `{step}` was not the same on all processes: {difference} {WHY} The "
-            f"states that it and later calls returned are wrong. {advice}"
+            f"states that it and later calls returned are wrong. {advice}",
         )
 
     def _path(self, i: int, path: tuple) -> str:

@@ -11,9 +11,10 @@ from corpus.wrong import corpus
 from corpus.wrong.corpus import local, loss_fn, numbers, right, training
 
 wrong = functools.partial(corpus.wrong, "varies", make=numbers)
+decided = functools.partial(corpus.wrong, "decision", make=numbers)
 
 
-@wrong("new state.params", "new state.opt_state", "new state.step", make=training)
+@decided("new state.params", "new state.opt_state", "new state.step", make=training)
 def skips_the_update_when_the_own_loss_is_high(state, batch):
     loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
     new = state.apply_gradients(grads)
@@ -28,19 +29,19 @@ def skips_the_update_when_the_mean_loss_is_high(state, batch):
     return lax.cond(loss < 2, lambda: new, lambda: state), {"loss": loss}
 
 
-@wrong("new state", make=training)
+@decided("new state", make=training)
 def selects_the_update_when_the_own_loss_is_low(state, batch):
     loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
     new = state.apply_gradients(grads)
     return jax.tree.map(lambda a, b: jnp.where(loss < 2, a, b), new, state), {}
 
 
-@wrong("new state['a']")
+@decided("new state['a']")
 def branches_of_constants(state, batch):
     return {**state, "a": lax.cond(local(batch) > 0, lambda: 1.0, lambda: 2.0)}, {}
 
 
-@wrong("new state['a']")
+@decided("new state['a']")
 def only_one_leaf_differs_between_branches(state, batch):
     a, b = lax.cond(
         local(batch) > 0,
@@ -62,7 +63,7 @@ def both_branches_return_the_same_operand(state, batch):
     return {**state, "a": a, "b": b}, {}
 
 
-@wrong("new state['a']", "new state['b']")
+@decided("new state['a']", "new state['b']")
 def branches_swap_two_operands(state, batch):
     a, b = lax.cond(
         local(batch) > 0, lambda a, b: (a, b), lambda a, b: (b, a), state["a"], state["b"]
@@ -76,7 +77,7 @@ def switch_by_rank(state, batch):
     return {**state, "v": lax.switch(lax.axis_index("data"), branches, state["v"])}, {}
 
 
-@wrong("new state['a']")
+@decided("new state['a']")
 def cond_in_a_cond(state, batch):
     def inner(a):
         return lax.cond(local(batch) > 0, lambda: a, lambda: a + 1)
@@ -148,7 +149,7 @@ def own_second_key_breaks_ties_of_the_first(state, batch):
     return {**state, "v": lax.sort((jnp.zeros(4), ties, state["v"]), num_keys=2)[2]}, {}
 
 
-@wrong("new state['v']")
+@decided("new state['v']")
 def expert_chosen_by_own_rows(state, batch):
     expert = jnp.argmax(batch["x"].sum(0))
     return {**state, "v": jnp.where(jnp.arange(4) == expert, state["v"] + 1, state["v"])}, {}

@@ -20,6 +20,8 @@ import jdp
 # What the message says, besides whose fault it is.
 KINDS = {
     "varies": "Write `state.apply_gradients(grads)` with an optimizer in jdp.replicated",
+    "decision": "Decide by what all ranks have the same",
+    "drawn": "Draw from state.shared_key",
     "statistics": "normalise differently if these are batch statistics",
     "key": "Leave such a random key out of the state",
     "other axis": "may differ along the mesh axis",

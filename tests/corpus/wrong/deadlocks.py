@@ -25,7 +25,7 @@ def only_if(predicate, collective, x):
 # One program for each collective
 
 
-@wrong("psum", "new state['a']")
+@wrong("psum")
 def psum_on_some_ranks(state, batch):
     def total(x):
         return lax.psum(x, "data")  # <- here
@@ -33,7 +33,7 @@ def psum_on_some_ranks(state, batch):
     return {**state, "a": only_if(local(batch) > 0, total, state["a"])}, {}
 
 
-@wrong("psum", "new state['a']")
+@wrong("psum")
 def psum_where_two_layers_alike_say_so(state, batch):
     def total(x):
         return lax.psum(x, "data")  # <- here
@@ -42,7 +42,7 @@ def psum_where_two_layers_alike_say_so(state, batch):
     return {**state, "a": only_if(score > 1.1, total, state["a"])}, {}
 
 
-@wrong("psum", "new state['a']")
+@wrong("psum")
 def pmean_on_some_ranks(state, batch):
     def mean(x):
         return lax.pmean(x, "data")  # <- here
@@ -50,7 +50,7 @@ def pmean_on_some_ranks(state, batch):
     return {**state, "a": only_if(local(batch) > 0, mean, state["a"])}, {}
 
 
-@wrong("pmax", "new state['a']")
+@wrong("pmax")
 def pmax_on_some_ranks(state, batch):
     def largest(x):
         return lax.pmax(x, "data")  # <- here
@@ -58,7 +58,7 @@ def pmax_on_some_ranks(state, batch):
     return {**state, "a": only_if(local(batch) > 0, largest, state["a"])}, {}
 
 
-@wrong("all_gather", "new state['a']")
+@wrong("all_gather")
 def all_gather_on_some_ranks(state, batch):
     def gathered(x):
         return lax.all_gather(x, "data").sum()  # <- here
@@ -74,7 +74,7 @@ def ppermute_on_some_ranks(state, batch):
     return {**state, "a": only_if(local(batch) > 0, shifted, state["a"])}, {}
 
 
-@wrong("pbroadcast", "new state['a']")
+@wrong("pbroadcast")
 def pbroadcast_on_some_ranks(state, batch):
     def first(x):
         return lax.pbroadcast(x, ("data",), 0)  # <- here
@@ -98,7 +98,7 @@ def psum_scatter_on_some_ranks(state, batch):
     return {**state, "v": only_if(local(batch) > 0, scattered, state["v"])}, {}
 
 
-@wrong(REDUCTION, "new state['v']")
+@wrong(REDUCTION)
 def sync_gradients_on_some_ranks(state, batch):
     def synced(v):
         return jdp.sync_gradients(v)  # <- here
@@ -106,7 +106,7 @@ def sync_gradients_on_some_ranks(state, batch):
     return {**state, "v": only_if(local(batch) > 0, synced, state["v"])}, {}
 
 
-@wrong("ppermute", "all_reduce", "new state['v']")
+@wrong("ppermute", "all_reduce")
 def ring_on_some_ranks(state, batch):
     def synced(v):
         return jdp.sync_gradients(v, all_reduce=jdp.collectives.ring)  # <- here
@@ -114,7 +114,7 @@ def ring_on_some_ranks(state, batch):
     return {**state, "v": only_if(local(batch) > 0, synced, state["v"])}, {}
 
 
-@wrong("psum", "new state['a']")
+@wrong("psum")
 def mean_over_ranks_on_some_ranks(state, batch):
     def mean(x):
         return jdp.mean_over_ranks(x)  # <- here
@@ -122,7 +122,7 @@ def mean_over_ranks_on_some_ranks(state, batch):
     return {**state, "a": only_if(local(batch) > 0, mean, state["a"])}, {}
 
 
-@wrong("psum", "new state['a']")
+@wrong("psum")
 def sum_over_ranks_on_some_ranks(state, batch):
     def total(x):
         return jdp.sum_over_ranks(x)  # <- here
@@ -130,7 +130,7 @@ def sum_over_ranks_on_some_ranks(state, batch):
     return {**state, "a": only_if(local(batch) > 0, total, state["a"])}, {}
 
 
-@wrong(REDUCTION, "new state", make=training)
+@wrong(REDUCTION, make=training)
 def apply_gradients_on_ranks_with_a_finite_loss(state, batch):
     loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
 
@@ -183,32 +183,32 @@ def both_branches_reduce_something(state, batch):
     return state, {"a": a}
 
 
-@wrong("psum", "new state['a']")
+@wrong("psum")
 def another_collective_for_each_rank(state, batch):
     branches = [functools.partial(lax.psum, axis_name="data"), lambda x: x]
     return {**state, "a": lax.switch(lax.axis_index("data") % 2, branches, state["a"])}, {}
 
 
-@wrong("psum", "new state['a']")
+@wrong("psum")
 def by_a_coin_that_was_tossed_here(state, batch):
     coin = jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), lax.axis_index("data")))
     return {**state, "a": only_if(coin, jdp.mean_over_ranks, state["a"])}, {}
 
 
-@wrong("psum", "new state['a']")
+@wrong("psum")
 def by_the_answer_of_a_callback(state, batch):
     answer = jax.pure_callback(lambda x: x > 0, jax.ShapeDtypeStruct((), bool), local(batch))
     return {**state, "a": only_if(answer, jdp.mean_over_ranks, state["a"])}, {}
 
 
-@wrong("psum", "new state['a']")
+@wrong("psum")
 def by_what_a_ref_remembers(state, batch):
     memory = jax.new_ref(state["b"])
     memory[...] = local(batch)
     return {**state, "a": only_if(memory[...] > 0, jdp.mean_over_ranks, state["a"])}, {}
 
 
-@wrong("psum", "new state['a']")
+@wrong("psum")
 def as_often_as_the_rank_has_rows(state, batch):
     def body(_, a):
         return a + lax.psum(local(batch), "data")  # <- here
@@ -225,7 +225,7 @@ def as_often_as_some_rank_has_rows(state, batch):
     return {**state, "a": lax.fori_loop(0, most, body, state["a"])}, {}
 
 
-@wrong("psum", "new state['a']")
+@wrong("psum")
 def until_the_own_loss_is_small(state, batch):
     def predicate(a):
         return jnp.abs(a * local(batch)) > 0.1
@@ -247,7 +247,7 @@ def until_the_mean_loss_is_small(state, batch):
     return {**state, "a": lax.while_loop(predicate, body, state["a"])}, {}
 
 
-@wrong(REDUCTION, "new state", make=training)
+@wrong(REDUCTION, make=training)
 def until_the_own_gradient_is_small(state, batch):
     def predicate(state):
         return jnp.abs(gradients(state, batch)["b"]) > 0.1
@@ -258,7 +258,7 @@ def until_the_own_gradient_is_small(state, batch):
     return lax.while_loop(predicate, body, state), {}
 
 
-@wrong("psum", "new state['a']")
+@wrong("psum")
 def the_predicate_reduces_and_then_looks_at_own_rows(state, batch):
     def predicate(a):
         return (lax.psum(a, "data") > 1) | (a > local(batch))  # <- here
@@ -266,7 +266,7 @@ def the_predicate_reduces_and_then_looks_at_own_rows(state, batch):
     return {**state, "a": lax.while_loop(predicate, lambda a: a / 2, state["a"])}, {}
 
 
-@wrong("psum", "new state['a']")
+@wrong("psum")
 def the_predicate_varies_only_after_rounds(state, batch):
     def body(carry):
         a, p, q = carry
@@ -287,7 +287,7 @@ def a_batched_cond_runs_both_branches(state, batch):
 # Where the collective stands
 
 
-@wrong("psum", "new state['a']")
+@wrong("psum")
 def in_a_scan_in_a_cond(state, batch):
     def total(a):
         def body(a, x):
@@ -298,7 +298,7 @@ def in_a_scan_in_a_cond(state, batch):
     return {**state, "a": only_if(local(batch) > 0, total, state["a"])}, {}
 
 
-@wrong("psum", "new state['a']")
+@wrong("psum")
 def in_a_jit_in_a_remat_in_a_cond(state, batch):
     @jax.checkpoint
     @jax.jit
@@ -308,7 +308,7 @@ def in_a_jit_in_a_remat_in_a_cond(state, batch):
     return {**state, "a": only_if(local(batch) > 0, total, state["a"])}, {}
 
 
-@wrong("psum", "new state['a']")
+@wrong("psum")
 def in_a_function_that_was_harmless_elsewhere(state, batch):
     @jax.jit
     def total(a):
@@ -318,7 +318,7 @@ def in_a_function_that_was_harmless_elsewhere(state, batch):
     return {**state, "a": only_if(local(batch) > 0, total, a)}, {}
 
 
-@wrong("psum", "new state['a']")
+@wrong("psum")
 def in_a_uniform_cond_in_one_that_is_not(state, batch):
     def outer(a):
         return lax.cond(state["b"] > 0, lambda: lax.pmean(a, "data"), lambda: a)  # <- here
@@ -326,7 +326,7 @@ def in_a_uniform_cond_in_one_that_is_not(state, batch):
     return {**state, "a": only_if(local(batch) > 0, outer, state["a"])}, {}
 
 
-@wrong("psum", "new state['a']")
+@wrong("psum")
 def only_in_the_backward_pass(state, batch):
     @jax.custom_vjp
     def hook(x):
@@ -340,7 +340,7 @@ def only_in_the_backward_pass(state, batch):
     return {**state, "a": state["a"] - jax.grad(loss)(state["a"])}, {}
 
 
-@wrong("psum", "new state['a']")
+@wrong("psum")
 def only_in_the_tangent(state, batch):
     @jax.custom_jvp
     def f(x):

@@ -106,7 +106,7 @@ def captured_arrays_do_not_shift_the_blame(state, batch):
 # Random numbers
 
 
-@wrong("varies", "new state.params")
+@wrong("drawn", "new state.params")
 def noise_of_this_ranks_key_on_the_parameters(state, batch):
     new = state.apply_gradients(gradients(state, batch))
     noise = jax.random.normal(state.key)
@@ -120,14 +120,14 @@ def noise_of_the_shared_key_on_the_parameters(state, batch):
     return new.replace(params=jax.tree.map(lambda p: p + noise, new.params)), {}
 
 
-@wrong("varies", "new state.params", "new state.opt_state")
+@wrong("drawn", "new state.params", "new state.opt_state")
 def noise_of_this_ranks_key_on_mean_gradients(state, batch):
     grads = jdp.sync_gradients(gradients(state, batch))
     noise = jax.random.normal(state.key)
     return state.apply_gradients(jax.tree.map(lambda g: g + noise, grads), synced=True), {}
 
 
-@wrong("varies", "new state.seed")
+@wrong("drawn", "new state.seed")
 def seed_drawn_from_this_ranks_key(state, batch):
     return state.replace(seed=jax.random.bits(state.key)), {}
 
@@ -137,7 +137,7 @@ def key_folded_with_the_rank(state, batch):
     return {"key": jax.random.fold_in(state["key"], lax.axis_index("data"))}, {}
 
 
-@wrong("varies", "new state.params['w']")
+@wrong("drawn", "new state.params['w']")
 def permutation_by_this_ranks_key(state, batch):
     w = jax.random.permutation(state.key, state.params["w"])
     return state.replace(params={**state.params, "w": w}), {}
@@ -149,7 +149,7 @@ def permutation_by_the_shared_key(state, batch):
     return state.replace(params={**state.params, "w": w}), {}
 
 
-@wrong("varies", "new state.params['w']")
+@wrong("drawn", "new state.params['w']")
 def dropout_on_the_updated_parameters(state, batch):
     new = state.apply_gradients(gradients(state, batch))
     keep = jax.random.bernoulli(state.key, 0.5, (3,))
@@ -262,7 +262,7 @@ def mean_gradients_clipped_by_their_norm(state, batch):
     return state.apply_gradients(jax.tree.map(lambda g: g * factor, grads), synced=True), {}
 
 
-@wrong("varies", "new state.params['w']", "new state.opt_state")
+@wrong("decision", "new state.params['w']", "new state.opt_state")
 def mean_gradient_with_a_local_mask(state, batch):
     grads = jdp.sync_gradients(gradients(state, batch))
     grads["w"] = jnp.where(batch["x"].mean(0) > 0, grads["w"], 0)

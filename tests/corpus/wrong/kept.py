@@ -63,7 +63,7 @@ def rows_through_one_jitted_block_twice(state, batch):
     return {**state, "a": block(block(batch["x"])).mean()}, {}  # <- here
 
 
-@wrong("varies", "new state['patience']", make=holding(patience=np.int32(0)))
+@wrong("decision", "new state['patience']", make=holding(patience=np.int32(0)))
 def patience_of_early_stopping(state, batch):
     worse = local(batch) > 0.1
     return {"patience": jnp.where(worse, state["patience"] + 1, 0)}, {}
@@ -79,7 +79,7 @@ def rows_seen_so_far_by_all(state, batch):
     return {"seen": state["seen"] + jdp.sum_over_ranks(batch["mask"].sum())}, {}
 
 
-@wrong("varies", "new state.step")
+@wrong("decision", "new state.step")
 def step_counter_that_skips_bad_batches(state, batch):
     new = state.apply_gradients(gradients(state, batch))
     return new.replace(step=state.step + (local(batch) > 0)), {}
@@ -113,12 +113,33 @@ def codebook_usage(state, batch):
     return {"usage": state["usage"] + jnp.bincount(codes, length=5)}, {}
 
 
-@wrong("varies", "new state['scale']", make=holding(p=params(), scale=np.float32(2)))
+@wrong("decision", "new state['scale']", make=holding(p=params(), scale=np.float32(2)))
 def dynamic_loss_scale_by_own_gradients(state, batch):
     grads = jax.grad(lambda p: loss_fn(p, batch) * state["scale"])(state["p"])
     small = optax.tree.norm(grads) < 4
     scale = jnp.where(small, state["scale"] * 2, state["scale"] / 2)
     return {"p": descend(state["p"], jdp.sync_gradients(grads)), "scale": scale}, {}
+
+
+@wrong("decision", "new state", make=lambda: training(model_state={"scale": np.float32(2)}))
+def own_overflow_skips_the_update_and_halves_the_scale(state, batch):
+    scale = state.model_state["scale"]
+    grads = jax.grad(lambda p: loss_fn(p, batch) * scale)(state.params)
+    new = state.apply_gradients(jax.tree.map(lambda g: g / scale, grads))
+    finite = jnp.isfinite(optax.tree.norm(grads))  # <- here
+    new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+    return new.replace(model_state={"scale": jnp.where(finite, scale, scale / 2)}), {}
+
+
+@right(make=lambda: training(model_state={"scale": np.float32(2)}))
+def overflow_of_any_rank_skips_the_update_and_halves_the_scale(state, batch):
+    scale = state.model_state["scale"]
+    grads = jax.grad(lambda p: loss_fn(p, batch) * scale)(state.params)
+    grads = jdp.sync_gradients(grads)
+    new = state.apply_gradients(jax.tree.map(lambda g: g / scale, grads), synced=True)
+    finite = jnp.isfinite(optax.tree.norm(grads))
+    new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+    return new.replace(model_state={"scale": jnp.where(finite, scale, scale / 2)}), {}
 
 
 @right(make=holding(p=params(), scale=np.float32(2)))
@@ -130,7 +151,7 @@ def dynamic_loss_scale_by_mean_gradients(state, batch):
     return {"p": descend(state["p"], grads), "scale": scale}, {}
 
 
-@wrong("varies", "new state['beta']", make=holding(beta=np.float32(1)))
+@wrong("decision", "new state['beta']", make=holding(beta=np.float32(1)))
 def penalty_that_adapts_to_the_own_divergence(state, batch):
     too_far = jnp.abs(local(batch)) > 0.1
     return {"beta": jnp.where(too_far, state["beta"] * 1.5, state["beta"] / 1.5)}, {}

@@ -87,7 +87,7 @@ def conditional_on_the_rank_on_the_other_axis(state, batch):
     return {**state, "a": nested(by_rank, state["a"])}, {}
 
 
-@wrong("deadlock", "psum", "new state['a']")
+@wrong("deadlock", "psum")
 def sum_over_the_other_axis_on_some_of_its_ranks(state, batch):
     def by_rank(a):
         total = functools.partial(lax.psum, axis_name="model")

@@ -65,7 +65,7 @@ def noisy():
     return optax.GradientTransformationExtraArgs(lambda params: (), update)
 
 
-@wrong("varies", "new state.params", "new state.opt_state", make=lambda: training(tx=sgd(noisy())))
+@wrong("drawn", "new state.params", "new state.opt_state", make=lambda: training(tx=sgd(noisy())))
 def optimizer_that_draws_with_this_ranks_key(state, batch):
     return state.apply_gradients(gradients(state, batch), key=state.key), {}
 

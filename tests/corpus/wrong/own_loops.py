@@ -150,6 +150,33 @@ def gradients_that_types_have_summed(p, batch):
     return descend(p, jax.tree.map(lambda g: g / 4, jax.grad(loss_fn)(p, batch)))
 
 
+@wrong(outcome="Decide by what all ranks have the same, jax.lax.pmean")
+def own_loss_skips_the_update(p, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(p, batch)
+    new = descend(p, lax.pmean(grads, "data"))
+    return jax.tree.map(lambda a, b: jnp.where(loss < 2, a, b), new, p)
+
+
+@right(outcome=ALL_UNIFORM)
+def mean_loss_skips_the_update(p, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(p, batch)
+    new = descend(p, lax.pmean(grads, "data"))
+    loss = lax.pmean(loss, "data")
+    return jax.tree.map(lambda a, b: jnp.where(loss < 2, a, b), new, p)
+
+
+@wrong(outcome="Return the key that is the same on every rank")
+def own_key_returned(p, batch):
+    return jax.random.fold_in(jax.random.key(0), lax.axis_index("data"))
+
+
+@right(outcome=("uniform", "uniform"))
+def own_key_drawn_from(p, batch):
+    key = jax.random.key(0)
+    noise = jax.random.normal(jax.random.fold_in(key, jax.lax.axis_index("data")))
+    return lax.pmean(noise, "data"), key
+
+
 # What the types of check_vma=True accept.
 @wrong(outcome=may_differ(""), check_vma=True)
 def decided_by_rank_in_a_typed_shard_map(p, batch):

@@ -14,6 +14,7 @@ from corpus.wrong import corpus
 from corpus.wrong.corpus import holding, local, numbers, right
 
 wrong = functools.partial(corpus.wrong, "varies", make=numbers)
+decided = functools.partial(corpus.wrong, "decision", make=numbers)
 
 
 @wrong("new state['a']")
@@ -224,7 +225,7 @@ def gradients_accumulated_into_it(state, batch):
 # By some ranks
 
 
-@wrong("new state['a']")
+@decided("new state['a']")
 def a_constant_stored_by_some_ranks(state, batch):
     ref = jax.new_ref(state["a"])
 
@@ -257,7 +258,7 @@ def a_constant_stored_as_often_as_the_rank_has_rows(state, batch):
     return {**state, "a": ref[...]}, {}
 
 
-@wrong("new state['a']")
+@decided("new state['a']")
 def a_constant_stored_in_a_jit_in_a_cond(state, batch):
     ref = jax.new_ref(state["a"])
 
@@ -269,7 +270,7 @@ def a_constant_stored_in_a_jit_in_a_cond(state, batch):
     return {**state, "a": ref[...]}, {}
 
 
-@wrong("new state['a']")
+@decided("new state['a']")
 def swapped_under_a_cond(state, batch):
     ref = jax.new_ref(state["a"])
     lax.cond(local(batch) > 0, lambda: jax.ref.swap(ref, (), 0.0), lambda: 2.0)
