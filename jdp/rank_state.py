@@ -224,10 +224,10 @@ def _resized(name: str, leaf: Any, saved: np.ndarray, rule: Resize | None, where
     shapes = f"`{name}` is {like.dtype}{list(old.shape)} in {where} and {list(like.shape)} here"
     if rule is None:
         raise ValueError(
-            f"{shapes}: it is jdp.per_rank, and there is no rule for another number of ranks. "
-            "Write jdp.per_rank(tree, resize=lambda saved, like: ...), which returns the value "
-            f"for this run, for example jnp.zeros(like.shape, like.dtype); or run on {old.shape[0]}"
-            " ranks again."
+            f"{shapes}. It is jdp.per_rank, one part for each rank, and jdp does not know how to "
+            "make it for another number of ranks. Write jdp.per_rank(tree, resize=lambda saved, "
+            "like: ...), which returns the value for this run, for example "
+            f"jnp.zeros(like.shape, like.dtype); or run on {old.shape[0]} ranks again."
         )
     new = rule(old, like)
     if jnp.shape(new) != like.shape or jnp.result_type(new) != like.dtype:

@@ -173,7 +173,7 @@ def test_gpus_are_the_devices_of_the_driver(tmp_path):
         ("-m --no-python x", "--no-python says that .* leave one out"),
         ("--standalone --nnodes 2 x", "--standalone is one host, and --nnodes allows 2"),
         ("--nnodes 2 x", "2 hosts must know where to meet. .*--rdzv-endpoint FIRST_HOST:29400"),
-        ("--nnodes 2 --rdzv-endpoint a x", "need a secret in common. .*--token-file token"),
+        ("--nnodes 2 --rdzv-endpoint a x", "need a shared secret. .*--token-file token"),
         ("--node-rank 1 x", "--node-rank 1 is not a host of --nnodes 1: .* from 0 to 0"),
         ("--token-file /no/such/file x", "can't be read: No such file"),
         ("--token-file /dev/null x", "is empty. Try openssl rand"),

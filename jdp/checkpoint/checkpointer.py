@@ -104,9 +104,9 @@ class Checkpointer:
             raise RuntimeError("restore was called already: call it once, before the loop.")
         if batches is not None and not hasattr(batches, "position"):
             raise TypeError(
-                f"a {type(batches).__name__} has no `position`: after a restart rows would count "
-                "twice or never. Give jdp.batches(...), or an object with an int `position` that "
-                "says what it has handed out, and goes on from there when it is set."
+                f"batches= is a {type(batches).__name__}, which has no `position`: after a restart "
+                "rows would count twice or never. Give jdp.batches(...), or an object with an int "
+                "`position`: how many rows it has handed out. After it is set, it goes on there."
             )
         session = Session(self._folder, self._schedule, has_data=batches is not None)
         try:
@@ -180,7 +180,7 @@ class Checkpointer:
         if session is None or session.is_over:
             what = "close() was called" if session else "restore was not called"
             raise RuntimeError(
-                f"{what}, and what would be written now does not follow from what was. Write "
+                f"{what}, so that this state would not continue the run in the directory. Write "
                 "state = ckpt.restore(state, batches) before the loop, and close() after it."
             )
         if (batches is not None) != session.has_data:

@@ -13,7 +13,7 @@ from jdp.collectives.native import native, why_not
 from jdp.collectives.xla import Scale, xla
 
 _log = logging.getLogger("jdp")
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
 def auto(
@@ -38,7 +38,7 @@ def auto(
       The same lists, summed and scaled, in the dtype of each leaf.
     """
     reason = call_order.why_not() or why_not(axis.in_mesh_order(axis_name), mesh)
-    _tell(
+    _log_once(
         f"gradients are summed by XLA (collectives.xla), since collectives.native cannot: {reason}"
         if reason
         else "gradients are summed by jdp's own code (collectives.native)."
@@ -46,7 +46,7 @@ def auto(
     return (xla if reason else native)(buckets, axis_name, scale=scale, mesh=mesh)
 
 
-def _tell(what: str) -> None:
-    if what not in _told:
-        _told.add(what)
-        _log.info(what)
+def _log_once(message: str) -> None:
+    if message not in _logged:
+        _logged.add(message)
+        _log.info(message)

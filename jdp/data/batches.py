@@ -12,12 +12,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jdp.axis import AxisName
-from jdp.data.dataset import Read, note_mask, reader, with_mask
+from jdp.data.dataset import Read, reader, record_mask, with_mask
 from jdp.data.first_batch_check import first_batch
 from jdp.data.prefetch import prefetch as ahead
 from jdp.data.sampler import Run, Sampler
 from jdp.data.sharding import batch_sharding, process_rows
-from jdp.data.uneven_loops import in_step, raise_pending
+from jdp.data.uneven_loops import hand_out_equally, raise_pending
 from jdp.distributed.mesh import current_mesh, num_ranks
 from jdp.validation import int_at_least
 from jdp.worker import progress
@@ -191,8 +191,8 @@ class Batches:
         if self._handed_out and not self._run.next_rows(self._position):
             raise RuntimeError(
                 f"all {len(self)} batches of this run were handed out, and another loop would get "
-                "none. Set position = 0 to go through the same batches again; to train for longer "
-                "ask for more epochs or num_steps, since only then each epoch has its own order."
+                "none. To train for longer ask for more epochs or num_steps, so that each epoch "
+                "has an order of its own. To go through the same batches again set position = 0."
             )
         loop = self._hand_out()
         self._current = weakref.ref(loop)
@@ -225,7 +225,7 @@ class Batches:
                 self._position += self._run.next_rows(self._position)
                 self._handed_out = True
                 if self._run.has_mask:
-                    note_mask(batch)
+                    record_mask(batch)
                 yield batch
 
 
@@ -265,14 +265,14 @@ def _place(
     if begin is not None:
         first, layout = begin
         placed = ahead(map(layout.place, chain([first], host_batches)), target.prefetch)
-        yield from _told(in_step(placed, sharding))
+        yield from _in_data_phase(hand_out_equally(placed, sharding))
 
 
 _END = object()
 
 
-# Says when the loop waits for the next batch.
-def _told(batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
+# The hang detector then sees that this process waits for data, and not for another process.
+def _in_data_phase(batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
     with closing(batches):
         while True:
             with progress.DATA:

@@ -34,9 +34,9 @@ def reader(dataset: Any) -> tuple[int, Read]:
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         return len(dataset), lambda rows: _stack(rows, [dataset[int(row)] for row in rows])
     raise TypeError(
-        f"a dataset of type {type(dataset).__name__} gives no rows by number. Give an array, a "
-        "dict or tuple of arrays, or an object with __len__ and __getitem__; an iterable of "
-        "batches goes to jdp.shard_batches."
+        f"a dataset of type {type(dataset).__name__} cannot be read by row number. Give an array, "
+        "a dict or tuple of arrays, or an object with __len__ and __getitem__. For an iterable of "
+        "batches use jdp.shard_batches."
     )
 
 
@@ -53,9 +53,9 @@ def with_mask(batch: Any, mask: np.ndarray) -> Any:
     if isinstance(batch, dict):
         if "mask" in batch:
             raise ValueError(
-                'the rows have a "mask" of their own, and batches() needs that key to mark the '
-                "rows that pad a batch. Give yours another name in the dataset, or do without "
-                'padding: tail="drop", without mask=True.'
+                'the dataset has a key "mask", which jdp.batches() needs for its own mask of '
+                'padding. Rename the key in the dataset, or do without padding: tail="drop", '
+                "without mask=True."
             )
         return {**batch, "mask": mask}
     return (*batch, mask) if isinstance(batch, tuple) else (batch, mask)
@@ -65,7 +65,7 @@ def with_mask(batch: Any, mask: np.ndarray) -> Any:
 _masks: dict[int, weakref.ref] = {}
 
 
-def note_mask(batch: Any) -> None:
+def record_mask(batch: Any) -> None:
     """Record that the mask of this batch says which rows are padding.
 
     Args:
@@ -133,10 +133,10 @@ def _stack(rows: np.ndarray, values: list[Any]) -> Any:
         for row, array in zip(rows, arrays, strict=True):
             if array.shape != arrays[0].shape:
                 raise ValueError(
-                    f"row {row}{jax.tree_util.keystr(path)} has the shape {list(array.shape)}, row "
-                    f"{rows[0]} {list(arrays[0].shape)}: rows are stacked into one array. Pad or "
-                    "crop them in __getitem__. (A list is a list of rows; columns come in a tuple "
-                    "or dict.)"
+                    f"row {row}{jax.tree_util.keystr(path)} has the shape {list(array.shape)}, but "
+                    f"row {rows[0]} has {list(arrays[0].shape)}: rows are stacked into one array, "
+                    "so their shapes must be equal. Pad or crop them in __getitem__. (jdp takes a "
+                    "list as a list of rows; give columns as a tuple or dict.)"
                 )
         return np.stack(arrays)
 

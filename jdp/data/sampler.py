@@ -59,11 +59,13 @@ class Sampler(Iterator[np.ndarray]):
         self.position = int_at_least("position", position, least=0)
         block, num_blocks = share
         if not 0 <= block < num_blocks:
-            raise ValueError(f"share={share}: of k blocks there are 0 to k - 1.")
+            raise ValueError(
+                f"share={share} must be (i, k) with 0 <= i < k: the i-th of k equal blocks."
+            )
         if batch_size % num_blocks:
             raise ValueError(
                 f"batch_size {batch_size} does not divide into {num_blocks} equal blocks, and "
-                f"unequal ones make a mean over ranks wrong. Use a multiple of {num_blocks}."
+                f"with unequal ones a mean over ranks is wrong. Use a multiple of {num_blocks}."
             )
         rows = batch_size // num_blocks
         self._share = slice(block * rows, (block + 1) * rows)
@@ -158,7 +160,7 @@ class Run(NamedTuple):
             end = int_at_least("epochs", epochs, least=1) * num_rows
         else:
             raise ValueError(
-                f"num_steps={num_steps} and epochs={epochs}: give exactly one of the two, for each "
+                f"num_steps={num_steps} and epochs={epochs}: give exactly one of the two, which "
                 "says where the run ends. Write num_steps=1000, or epochs=3."
             )
         may_be_short = tail == "pad" and num_steps is None
@@ -199,10 +201,10 @@ class Run(NamedTuple):
         rows = -(-self.batch_size // num_ranks) * num_ranks
         if rows > self.batch_size and not self.has_mask:
             raise ValueError(
-                f"batch_size {self.batch_size} does not divide by the {num_ranks} ranks, and all "
-                f"ranks hold equally many rows. Write mask=True: each batch is padded to {rows} "
-                "rows, and its mask says which count, so that any number of ranks trains on the "
-                f"same {self.batch_size}. Or use a multiple of {num_ranks}, such as {rows}."
+                f"batch_size {self.batch_size} is not divisible by the {num_ranks} ranks, but all "
+                f"ranks need equally many rows. Write mask=True to pad each batch to {rows} rows: "
+                "its mask says which rows count, so that the result is the same on any number of "
+                f"ranks. Or use a multiple of {num_ranks}, such as {rows}."
             )
         return rows
 

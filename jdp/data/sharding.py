@@ -94,9 +94,9 @@ def _place_rows(name: str, leaf: Any, sharding: NamedSharding) -> Any:
         return leaf
     if not sharding.is_fully_addressable:
         raise ValueError(
-            f"`{name}` is an array of this process alone, and jdp cannot know which rows of the "
-            f"global batch it holds ({jax.process_count()} processes train together). "
-            "Make batches with jdp.batches(dataset, ...) or jdp.shard_batches(loader)."
+            f"`{name}` is an array of this process alone, but {jax.process_count()} processes "
+            "train together, and jdp cannot know which rows of the global batch it holds. Make "
+            "batches with jdp.batches(dataset, ...) or jdp.shard_batches(loader)."
         )
     # A copy first: JAX may use a NumPy array's memory as a CPU device's, and the caller may fill
     # it with the next batch while this one is still read.
@@ -113,8 +113,8 @@ def _place_rows(name: str, leaf: Any, sharding: NamedSharding) -> Any:
 def _scalar_error(name: str, path: tuple, leaf: Any) -> str:
     if path and isinstance(path[-1], jax.tree_util.SequenceKey) and not hasattr(leaf, "shape"):
         return (
-            f"`{name}` is the single value {leaf!r}: to JAX a list is a tree, whose elements are "
-            "arrays of their own. Give columns, such as np.asarray(values); strings stay outside."
+            f"`{name}` is the single value {leaf!r}: JAX takes a list as a tree of separate "
+            "values. Give an array, np.asarray(values), and keep strings out of the batch."
         )
     return (
         f"`{name}` is a scalar, but a batch is split over ranks on its first dim. "
@@ -132,9 +132,9 @@ def _rows_error(name: str, shape: tuple, num_rows: int, first: tuple, ranks: int
     if num_rows == 0:
         return f"`{name}` has no rows: the mean over none of them is not defined."
     return (
-        f"`{name}` has {num_rows} rows, which do not divide by {ranks} ranks: ranks with fewer "
-        "rows would count for as much as the others. jdp.batches(..., mask=True) pads batches "
-        f"and masks what it added; or choose a batch size that is a multiple of {ranks}."
+        f"`{name}` has {num_rows} rows, which is not divisible by {ranks} ranks: a rank with fewer "
+        "rows would count for as much as the others. Write jdp.batches(..., mask=True), which pads "
+        f"batches and masks the padding; or choose a batch size that is a multiple of {ranks}."
     )
 
 
@@ -177,8 +177,8 @@ class Layout:
         if rows == 0 or rows % ranks:
             raise ValueError(
                 f"a batch of {rows} rows cannot be split over the {ranks} ranks of this process: "
-                f"all ranks hold equally many, at least one. Use a multiple of {ranks}; leave a "
-                "short last batch out (drop_remainder, drop_last), or pad and mask it."
+                f"all ranks need equally many rows, at least one. Use a multiple of {ranks}; drop "
+                "a short last batch (drop_remainder, drop_last), or pad and mask it."
             )
         total = rows // ranks * all_ranks
         return cls(sharding, total, process_rows(sharding, total), treedef, tuple(leaves))
@@ -192,15 +192,15 @@ class Layout:
         leaves, treedef = _leaves(batch)
         if treedef != self.treedef:
             raise ValueError(
-                f"a later batch has the leaves {treedef}, the first one {self.treedef}: the step "
-                "was traced for the first. Give every batch the same keys."
+                f"a later batch has the leaves {treedef}, but the first one had {self.treedef}: "
+                "the step was traced for the first. Give every batch the same keys."
             )
         for leaf, first in zip(leaves, self.leaves, strict=True):
             if leaf != first:
                 raise ValueError(
-                    f"a later batch has {leaf}, the first one {first}: the step was traced for "
-                    "the first, and other processes may still have its shape. Leave a short last "
-                    'batch out (drop_remainder, drop_last, tail="drop"), or pad and mask it.'
+                    f"a later batch has {leaf}, but the first one had {first}: the step was traced "
+                    "for the first, and all processes must run the same program. Drop a short last "
+                    'batch (drop_remainder, drop_last, tail="drop"), or pad and mask it.'
                 )
         return jax.tree.map(self._place_leaf, batch)
 

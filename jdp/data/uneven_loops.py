@@ -30,7 +30,7 @@ _POLL_S = 0.5
 _TEXT_CHARACTERS = 600
 
 
-def in_step(
+def hand_out_equally(
     batches: Generator[Any, None, None], sharding: NamedSharding
 ) -> Generator[Any, None, None]:
     """Hand out batches, and find out if another process hands out more or fewer.
@@ -46,11 +46,11 @@ def in_step(
     Raises:
       ValueError: where the next batch is asked for, on every process, if one has ended or left its
         loop after another number of batches; stderr has it at once. A process may not come there,
-        for it waits in a step that the others do not run: `library.abort` ends its wait, and where
+        for it waits in a step that the others do not run: `runtime.abort` ends its wait, and where
         that does not, since the step reduces by psum, the process ends with exit code 1. One that
         has left its loop is told in its next loop, or when it ends. The run cannot go on.
       RuntimeError: likewise if `batches` raises on another process; or if a process does not end
-        its loop for `exchange.timeout_s()` after this one.
+        its loop for `agree.timeout_s()` after this one.
     """
     assert isinstance(sharding.mesh, Mesh)
     peers = agree.peers(sharding.mesh)
@@ -135,7 +135,7 @@ class _Loop:
             atexit.register(_stop_all)
         group = "-".join(map(str, peers))
         _num_loops[group] += 1
-        self._room = f"jdp/lockstep/{group}/{_num_loops[group]}"
+        self._prefix = f"jdp/lockstep/{group}/{_num_loops[group]}"
         self._peers, self._me = peers, jax.process_index()
         self._lock = threading.Lock()
         self._runner = threading.get_ident()
@@ -184,7 +184,7 @@ class _Loop:
             self._mine = mine = LoopEnd(self._me, self._num_batches, how, text)
         if how == "error":
             self._raised.set()  # the error itself
-        if self._first is None and kv_store.offer(f"{self._room}/first", json.dumps(mine)):
+        if self._first is None and kv_store.offer(f"{self._prefix}/first", json.dumps(mine)):
             self._first = mine
         self._say()
 
@@ -222,14 +222,16 @@ class _Loop:
                 return
             self._said = True
         if problem is None:
-            kv_store.put(f"{self._room}/notes/{self._me}", "")
+            kv_store.put(f"{self._prefix}/notes/{self._me}", "")
             if self._missing():
                 return
-            kv_store.delete(f"{self._room}/")  # The last one sees all notes; nobody needs them now.
-        kv_store.offer(f"{self._room}.verdict", json.dumps(problem))
+            kv_store.delete(
+                f"{self._prefix}/"
+            )  # The last one sees all notes; nobody needs them now.
+        kv_store.offer(f"{self._prefix}.verdict", json.dumps(problem))
 
     def _missing(self) -> list[int]:
-        notes = kv_store.keys(f"{self._room}/notes/")
+        notes = kv_store.keys(f"{self._prefix}/notes/")
         return [process for process in self._peers if str(process) not in notes]
 
     def _is_settled(self) -> bool:
@@ -248,14 +250,14 @@ class _Loop:
         try:
             # The one that ended first knows, and "first" may be gone by the time that it looks.
             while self._first is None and not self._stop.is_set():
-                first = kv_store.get(f"{self._room}/first", timeout_s=_POLL_S)
+                first = kv_store.get(f"{self._prefix}/first", timeout_s=_POLL_S)
                 if first is not None:
                     with self._lock:
                         self._first = LoopEnd(*json.loads(first))
             self._say()
             verdict = None
             while verdict is None and not self._stop.is_set():
-                verdict = kv_store.get(f"{self._room}.verdict", timeout_s=_POLL_S)
+                verdict = kv_store.get(f"{self._prefix}.verdict", timeout_s=_POLL_S)
             problem = None if verdict is None else json.loads(verdict)
         except Exception as error:  # of the store, which is gone, and the run with it
             text = f"the loops of the processes cannot be compared any more: {error!r}"

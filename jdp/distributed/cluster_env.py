@@ -82,8 +82,8 @@ def find(environment: Mapping[str, str]) -> ProcessPlace | None:
         missing = [name for name in needed if name not in environment]
         raise RuntimeError(
             f"WORLD_SIZE={environment['WORLD_SIZE']} says that this is one of several processes, "
-            f"and without {', '.join(missing)} it can't find the others. Start it with jdp run, or "
-            "set WORLD_SIZE=1 if it is alone."
+            f"but it can't find the others without {', '.join(missing)}. Start it with jdp run, or "
+            "set WORLD_SIZE=1 if it runs alone."
         )
     return None
 
@@ -93,8 +93,8 @@ def _torchrun(environment: Mapping[str, str]) -> ProcessPlace | None:
         return None
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise RuntimeError(
-            "torchrun keeps a store of its own at MASTER_PORT="
-            f"{environment['MASTER_PORT']}, where JAX's processes would meet. Write jdp run for "
+            f"torchrun already listens on MASTER_PORT={environment['MASTER_PORT']}, the port that "
+            "JAX's processes need to find each other. Start the script with jdp run in place of "
             "torchrun; it takes the same flags."
         )
     return ProcessPlace(
@@ -127,9 +127,10 @@ def _mpi(method: str, names: tuple[str, ...], environment: Mapping[str, str]) ->
     size, rank, local_rank, local_size = names
     if method == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
         raise RuntimeError(
-            f"{size}={environment[size]} says that this is one of several processes of MPI, and "
-            "only mpi4py can ask MPI where the first one is: pip install mpi4py. Or write jdp run "
-            "--nproc-per-node for mpiexec -n, or set WORLD_SIZE=1 if each process is alone."
+            f"{size}={environment[size]} says that MPI started several processes, but mpi4py, "
+            "which is needed to find the first of them, is not installed: pip install mpi4py. Or "
+            "start with jdp run --nproc-per-node in place of mpiexec -n, or set WORLD_SIZE=1 if "
+            "each process trains alone."
         )
     return ProcessPlace(
         method,
@@ -169,8 +170,8 @@ def _kubernetes(environment: Mapping[str, str]) -> ProcessPlace | None:
     if importlib.util.find_spec("kubernetes") is None:
         raise RuntimeError(
             f"JOB_COMPLETION_INDEX={environment['JOB_COMPLETION_INDEX']} says that this is a pod "
-            "of an Indexed Job, and JAX needs the package kubernetes to find the others. Write "
-            "jdp run --nnodes, as in examples/kubernetes.yaml, or set WORLD_SIZE=1 if each pod "
-            "trains alone."
+            "of an Indexed Job, but the Python package kubernetes, which JAX needs to find the "
+            "other pods, is not installed. Install it, or start with jdp run --nnodes, as in "
+            "examples/kubernetes.yaml, or set WORLD_SIZE=1 if each pod trains alone."
         )
     return ProcessPlace("k8s", process_id=int(environment["JOB_COMPLETION_INDEX"]))

@@ -110,9 +110,9 @@ def _initialize(timeout_s: int, **place) -> None:
     except RuntimeError as error:
         if "must be called before" in str(error):
             raise RuntimeError(
-                "jdp.init() connects the processes, and JAX runs already: something before it "
-                "made an array or asked for a device, as jax.random.key does. Move jdp.init() "
-                "to the top of the program."
+                "jdp.init() must connect the processes before JAX starts, but JAX runs already: an "
+                "earlier line made an array or asked for a device, as jax.random.key does. Move "
+                "jdp.init() to the top of the program."
             ) from error
         raise
 

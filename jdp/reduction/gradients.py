@@ -1,4 +1,4 @@
-"""Local gradients in, their mean over ranks out: the only place that scales."""
+"""`sync_gradients`: local gradients in, their mean over ranks out. It chooses the scale."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +14,8 @@ from jdp.axis import AxisName
 from jdp.collectives import AllReduce, buckets
 from jdp.reduction import row_weight, step_context, weighted_sum
 
-# XLA merges the psums of `collectives.xla` on CPU whatever their size, so that only the ring feels
-# this. A first guess for GPUs, to be measured there: what is sent last is not hidden.
+# No effect on `collectives.xla` on CPU, where XLA merges psums whatever their size. For GPUs a
+# first guess, to be measured there: nothing hides the bucket that is sent last.
 BUCKET_BYTES = 4 * buckets.MiB
 
 
@@ -74,10 +74,10 @@ def sync_gradients(
         weight = row_weight.valid(weight)
     else:
         weight = step_context.default_weight(axis_name, "jdp.sync_gradients")
-    sent = _sent(paths, step, weight, mean)
+    to_send = _to_send(paths, step, weight, mean)
     leaves = _marked(paths, leaves, step, weight, axis_name)
     weights, scale = _factors(weight, axis_name, mean=mean)
-    for i in sent:  # Divided before the sum, or float16 would overflow.
+    for i in to_send:  # Divided before the sum, or float16 would overflow.
         leaves[i] = weights.term(leaves[i])
     axes = axis.in_mesh_order(axis_name)
     is_alone = step is not None and bound and axis.size(axes) == 1
@@ -89,9 +89,9 @@ def sync_gradients(
         around = step_context.around(axes)  # also where these are some of the step's axes
         mesh = mesh if mesh is not None or around is None else around.mesh
         if step is not None and collectives.starts_when_ready(all_reduce, mesh):
-            sent = _as_ready(paths, sent, step)
-        plan = buckets.plan([leaves[i] for i in sent], bucket_bytes)
-        plan = [[sent[i] for i in bucket] for bucket in plan]
+            to_send = _as_ready(paths, to_send, step)
+        plan = buckets.plan([leaves[i] for i in to_send], bucket_bytes)
+        plan = [[to_send[i] for i in bucket] for bucket in plan]
         planned = [[leaves[i] for i in bucket] for bucket in plan]
         with weights.named():
             reduced = all_reduce(planned, axes, scale=scale, mesh=mesh)
@@ -99,7 +99,7 @@ def sync_gradients(
             for i, value in zip(bucket, values, strict=True):
                 leaves[i] = weights.total(value)
         if step is not None:
-            step.reductions.append(_reduction(all_reduce, [leaves[i] for i in sent]))
+            step.reductions.append(_reduction(all_reduce, [leaves[i] for i in to_send]))
     if bound:
         leaves = _marked_total(leaves, weight, axes, mean=mean)
     return jax.tree.unflatten(treedef, leaves)
@@ -134,13 +134,13 @@ def _factors(
     return weighted_sum.Weighting(None), scale
 
 
-def _as_ready(paths: list[str], sent: Sequence[int], step: step_context.Scope) -> Sequence[int]:
+def _as_ready(paths: list[str], to_send: Sequence[int], step: step_context.Scope) -> Sequence[int]:
     """Order gradients so that `buckets.plan`, which takes the last first, sends what is ready."""
     step.split.update(paths)
     ready = step.choices.ready
     if ready is None:
-        return sent
-    return sorted(sent, key=lambda i: -ready.get(paths[i], 0))
+        return to_send
+    return sorted(to_send, key=lambda i: -ready.get(paths[i], 0))
 
 
 def _reduction(all_reduce: AllReduce, leaves: Sequence[jax.Array]) -> step_context.Reduction:
@@ -159,7 +159,7 @@ def _marked_total(
     return leaves
 
 
-def _sent(
+def _to_send(
     paths: list[str], step: step_context.Scope | None, weight: jax.Array | None, mean: bool
 ) -> Sequence[int]:
     """Return the positions of the gradients that `scan_layers` has not averaged."""
@@ -167,9 +167,9 @@ def _sent(
         return range(len(paths))
     if weight is not step.weight:
         raise ValueError(
-            "jdp.sync_gradients(weight=...) of gradients that jdp.scan_layers has averaged in the "
-            "backward pass, where it knows no weight but the step's: their mean would be another. "
-            "Write jdp.train_step(weight=...), or jdp.scan_layers(..., late=False)."
+            "jdp.sync_gradients(weight=...) got gradients that jdp.scan_layers averaged already, "
+            "in the backward pass, by the weight of the step: the weight given here would not "
+            "apply to them. Write jdp.train_step(weight=...), or jdp.scan_layers(..., late=False)."
         )
     uniform = step.choices.uniform
     return [i for i, path in enumerate(paths) if not mean or path not in uniform]
@@ -183,19 +183,18 @@ def _require_float(path: str, leaf: Any) -> jax.Array:
     found = f"the gradient `grads{path}` is {name}{list(jnp.shape(leaf))}"
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
-            f"{found}: JAX's gradient of a complex parameter is the conjugate of the direction of "
-            "descent, which is easy to get wrong. Keep the real and imaginary parts as two float "
-            "parameters."
+            f"{found}, and JAX's gradient of a complex parameter is the conjugate of the direction "
+            "of descent, which is easy to get wrong. Keep the real and imaginary parts as two "
+            "float parameters."
         )
     if jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"{found}: JAX adds up floats of at least 16 bits, and a mean of these would lose most "
-            "of what small gradients say. Keep the parameter in float32 or bfloat16, and cast it "
-            f"to {dtype} in the loss."
+            f"{found}, and a sum over ranks in fewer than 16 bits would round small gradients to "
+            f"0. Keep the parameter in float32 or bfloat16, and cast it to {dtype} in the loss."
         )
     raise TypeError(
-        f"{found}: only floats have gradients, and a mean of these would be wrong. Differentiate "
-        "float leaves only; TrainState leaves integer parameters alone."
+        f"{found}, but only floats have gradients that can be averaged. Differentiate with respect "
+        "to float leaves only; TrainState leaves integer parameters as they are."
     )
 
 
@@ -207,6 +206,6 @@ def _require_local(paths: list[str], leaves: list[jax.Array], axis_name: AxisNam
             raise ValueError(
                 f"the gradient `grads{path}` {leaf.dtype}{list(leaf.shape)} was already summed "
                 f"over {axis_name!r} by JAX, as shard_map(check_vma=True) does for parameters that "
-                f"do not vary: averaging it again would leave it {axis.size(axis_name)} times too "
-                "large. Write jdp.value_and_grad(loss_fn)(params, batch), which keeps it local."
+                f"do not vary. Averaged now it would be {axis.size(axis_name)} times too large. "
+                "Write jdp.value_and_grad(loss_fn)(params, batch), which keeps it local."
             )

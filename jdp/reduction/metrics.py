@@ -159,10 +159,10 @@ def rows(x: Any) -> Any:
         shape = jnp.shape(leaf)
         if not shape or (step is not None and shape[0] != step.num_rows):
             raise ValueError(
-                f"jdp.rows of {jnp.result_type(leaf)}{list(shape)}: the first dim must be this "
-                f"rank's rows of the batch{'' if step is None else f', {step.num_rows} here'}, or "
-                "the outputs could not be put back in order. For one value per batch return it "
-                "bare, or jdp.sum_over_ranks(x)."
+                f"jdp.rows(x) got {jnp.result_type(leaf)}{list(shape)}, but the first dim of x "
+                f"must be this rank's rows{'' if step is None else f', {step.num_rows} here'}: "
+                "outputs are put in the order of the rows. Return one value per batch without "
+                "jdp.rows, or as jdp.sum_over_ranks(x)."
             )
     return jax.tree.map(lambda leaf: Rows(leaf, jnp.ndim(leaf)), x)
 
@@ -176,11 +176,11 @@ def take_rows(tree: Any) -> tuple[Any, list[jax.Array]]:
     for leaf in jax.tree.leaves(tree, is_leaf=is_rows):
         if is_rows(leaf) and jnp.ndim(leaf.values) != leaf.num_dims:
             raise ValueError(
-                f"jdp.rows were marked with {leaf.num_dims} dim(s) and stacked to "
-                f"{jnp.result_type(leaf.values)}{list(jnp.shape(leaf.values))} since, by a scan or "
-                "vmap: the first dim is no longer this rank's rows, and the outputs could not be "
-                "put back in order. Stack them along another dim, and mark them with jdp.rows(x) "
-                "afterwards."
+                f"jdp.rows(x) marked an array of {leaf.num_dims} dim(s), and a scan or vmap "
+                f"stacked it to {jnp.result_type(leaf.values)}{list(jnp.shape(leaf.values))}: its "
+                "first dim is no longer this rank's rows, so that the outputs cannot be put in the "
+                "order of the rows. Return x itself from the scan or vmap, move its rows to the "
+                "first dim, and return jdp.rows(x) from the step."
             )
     return pytrees.take_nodes(tree, is_rows)
 
@@ -206,13 +206,14 @@ def require_numbers(tree: Any) -> None:
         if not pytrees.is_array(leaf) and not hasattr(leaf, "__jax_array__"):
             raise TypeError(
                 f"`metrics{jax.tree_util.keystr(path)}` is {leaf!r}, of type "
-                f"{type(leaf).__name__}: a compiled step returns arrays and numbers. Leave it out, "
-                "and add it to the metrics that the step returned."
+                f"{type(leaf).__name__}, but a compiled step returns only arrays and numbers. "
+                "Leave it out, and add it to the metrics after the call of the step."
             )
         if not jnp.shape(leaf) and pytrees.is_tiny_float(jnp.result_type(leaf)):
             raise TypeError(
-                f"`metrics{jax.tree_util.keystr(path)}` is {jnp.result_type(leaf)}[], and float "
-                "scalars are averaged over ranks: so few bits hold no mean. Cast it to float32."
+                f"`metrics{jax.tree_util.keystr(path)}` is {jnp.result_type(leaf)}[], but float "
+                "scalars are averaged over ranks, and 8 bits are too few for a mean. Cast it to "
+                "float32."
             )
 
 

@@ -18,8 +18,8 @@ from jdp.reduction.metrics import mean_over_ranks
 
 # The share of a micro-batch in the loss of the step is known only after the last one.
 _OWN_WEIGHT = (
-    "jdp.value_and_grad(weight=...) weighs the micro-batches, and the step weighs the ranks by "
-    "something else. Give the weight to jdp.train_step(weight=...) alone, which counts in both."
+    "jdp.value_and_grad(weight=...) is not the weight of the step, which weighs the ranks. Give "
+    "the weight to jdp.train_step(weight=...) alone, which then also weighs the micro-batches."
 )
 
 
@@ -206,13 +206,14 @@ def _num_micro_batches(batch: Any, accumulate: int | None, micro_batch_rows: int
         rows = f"{split}, but {name} has {shape[0] if shape else 'no'} rows on each rank"
         if micro_batch_rows is None and (not shape or shape[0] % k):
             raise ValueError(
-                f"{rows}, which do not divide by {k}. Choose a batch size that divides by ranks * "
-                "accumulate, or say how many rows of a rank fit into memory: micro_batch_rows=."
+                f"{rows}, which is not divisible by {k}. Choose a batch size that is a multiple of "
+                "ranks * accumulate, or give the number of rows that fit into memory: "
+                "micro_batch_rows=."
             )
         if micro_batch_rows is not None and shape[:1] != (num_rows,):
             raise ValueError(
-                f"{rows}, the first leaf {num_rows}: row i of every leaf must belong together. "
-                "Give what is not per row as a further argument."
+                f"{rows}, and the first leaf has {num_rows}: row i of every leaf must belong "
+                "together. Give what is not per row as a further argument."
             )
     return k
 
@@ -269,8 +270,8 @@ def _require_typed_keys(part: Callable[[Any], Any], looped: Any, rest: tuple) ->
         if jnp.shape(leaf)[-1:] in shapes:
             name = f"argument {position.idx + 3} of the loss{jax.tree_util.keystr((*path,))}"
             raise TypeError(
-                f"{name} is uint32{list(jnp.shape(leaf))}, and the loss draws from such a raw "
-                "random key. It is not split, so that every micro-batch would draw the same "
+                f"{name} is a raw random key, uint32{list(jnp.shape(leaf))}. jdp cannot tell it "
+                "from data and does not split it, so every micro-batch would draw the same "
                 "numbers. Give a typed key: jax.random.key(seed) in place of jax.random.PRNGKey("
                 "seed), or jax.random.wrap_key_data(key)."
             )
@@ -328,10 +329,10 @@ def _require_equal_shapes(last: Any, others: Any) -> None:
     for (path, other), leaf in zip(named, jax.tree.leaves(last), strict=True):
         if other.shape != leaf.shape:
             raise ValueError(
-                f"the loss gives {other.dtype}{list(other.shape)} at "
+                f"the loss returns {other.dtype}{list(other.shape)} at "
                 f"{jax.tree_util.keystr(path)} for one micro-batch and "
-                f"{leaf.dtype}{list(leaf.shape)} for the last one, which has fewer rows: they have "
-                "no mean. Return what there is per row with jdp.rows(x)."
+                f"{leaf.dtype}{list(leaf.shape)} for the last one, which has fewer rows. Arrays of "
+                "different shapes cannot be averaged: return one value per row as jdp.rows(x)."
             )
 
 
@@ -342,9 +343,9 @@ def _require_means(value: Any) -> Any:
         dtype = jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
-                f"aux{jax.tree_util.keystr(path[1:])} is {dtype}{list(jnp.shape(leaf))}: with "
-                "accumulate, aux is averaged over micro-batches, which means nothing for whole "
-                "numbers. Cast it to float32, or return it per row with jdp.rows(x)."
+                f"aux{jax.tree_util.keystr(path[1:])} is {dtype}{list(jnp.shape(leaf))}, but "
+                "aux is averaged over micro-batches, and the mean of integers is not an integer. "
+                "Cast it to float32, or return it per row with jdp.rows(x)."
             )
         return jnp.asarray(leaf)
 

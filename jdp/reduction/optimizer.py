@@ -90,13 +90,13 @@ def replicated(
                 mean=mean,
             )
         else:
-            grads = _handed_on(grads, axis.names(axis_name))
+            grads = _marked_as_synced(grads, axis.names(axis_name))
         return wrapped.update(grads, state, params, **extra)
 
     return Replicated(wrapped.init, update, axis_name)
 
 
-def _handed_on(grads: Any, axes: tuple[str, ...]) -> Any:
+def _marked_as_synced(grads: Any, axes: tuple[str, ...]) -> Any:
     def noted(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
             return leaf
@@ -115,20 +115,19 @@ def require_outermost(tx: Any) -> None:
         return
     made_by = getattr(getattr(tx, "update", None), "__qualname__", type(tx).__name__).split(".")[0]
     raise TypeError(
-        f"the optimizer (made by {made_by!r}) is not wrapped: each rank would apply its own "
-        "gradient, and clipping or schedules around a wrapped part would see local gradients. "
-        "Write jdp.replicated(...) around the whole of it, outermost."
+        f"the optimizer (made by {made_by!r}) is not wrapped in jdp.replicated: each rank would "
+        "apply its own gradient, and the ranks would drift apart. Write jdp.replicated(...) around "
+        "the whole optimizer, outermost: inside of a chain, clipping would see local gradients."
     )
 
 
 def _require_outermost_call(caller: str) -> None:
-    # By who calls, and not by where its state lies in a state: nnx keeps no such types.
+    # The caller shows it. The type of the optimizer's state would, too, but nnx does not keep it.
     if caller.split(".")[0] == "optax":
         raise ValueError(
-            f"jdp.replicated(...) is called by {caller}: it stands inside another optax "
-            "transformation. Clipping or scaling around it would see each rank's own gradient, "
-            "which is not what one device computes. Write jdp.replicated(optax.chain(...)), "
-            "outermost."
+            f"jdp.replicated(...) is inside another optax transformation ({caller} called it). "
+            "That transformation would clip or scale each rank's own gradient in place of the "
+            "mean, which one device would. Write jdp.replicated(optax.chain(...)), outermost."
         )
 
 
@@ -140,8 +139,8 @@ def _require_shapes(grads: Any, params: Any) -> None:
     for (path, grad), param in zip(grad_leaves, param_leaves, strict=True):
         if jnp.shape(grad) != jnp.shape(param):
             raise ValueError(
-                f"the gradient of `{jax.tree_util.keystr(path)}` is {list(jnp.shape(grad))}, the "
-                f"parameter {list(jnp.shape(param))}. Gradients of single rows must be combined on "
-                "each rank first, or row i of one rank would be averaged with row i of another: "
-                "grads.mean(0)."
+                f"the gradient of `{jax.tree_util.keystr(path)}` is {list(jnp.shape(grad))}, but "
+                f"the parameter is {list(jnp.shape(param))}. If these are gradients of single "
+                "rows, row i of one rank would be averaged with row i of another. Average them on "
+                "each rank first: grads.mean(0)."
             )

@@ -24,9 +24,9 @@ def number(given: Any) -> jax.Array:
         given = convert()
     if (other := _not_a_number(given)) is not None:
         text = (
-            f"weight= gave {other}, but the weight of a batch is one real number. Write for "
-            'instance weight=lambda batch: batch["mask"].sum(), or weight=mask.sum() where a '
-            "function takes the weight itself."
+            f"weight= gave {other}, but a weight is one real number. Write for instance "
+            'weight=lambda batch: batch["mask"].sum() for a step, or weight=mask.sum() for a '
+            "function that takes the number itself."
         )
         raise ValueError(with_code("JDP126", text))
     if not _is_constant(given):

@@ -1,4 +1,4 @@
-"""What the step being traced knows: its data axis, its rows, and how much they weigh."""
+"""`Scope`: the data axis, the rows and the weight of the step that is being traced."""
 
 import contextlib
 import itertools
@@ -23,12 +23,14 @@ class Choices(NamedTuple):
     """How one program of a step differs from its others.
 
     Attributes:
-      why_xla: why `collectives.auto` leaves its gradients to XLA; None where it chooses.
+      why_xla: why `collectives.auto` must leave its gradients to XLA; None where it may choose.
       uniform: paths of the gradients that the probe found to be the same on every rank; None in
         the probe.
-      ready: path of a gradient -> when the probe found it to be ready; None where nobody asks.
-      late: in a program of another platform or of more ranks, whether `scan_layers` reduces late
-        where its caller leaves that to the platform; None in one that runs.
+      ready: path of a gradient -> its place in the order in which the probe found gradients to be
+        ready; None where the order does not matter.
+      late: in a program that is traced only to prove the step for another platform or for more
+        ranks, whether `scan_layers` reduces late where its caller leaves that to the platform;
+        None in a program that runs.
     """
 
     why_xla: str | None = None
@@ -56,15 +58,15 @@ class Scope:
       axis_name: the data axis of the step.
       num_rows: rows of the batch on this rank, None if the batch is empty.
       weight_fn: gives the weight of a batch, or None where every row counts the same.
-      weight: `[]` float, of this rank's rows, NaN where `given` is not a weight; None without
-        `weight_fn`.
-      given: `[]` float, what `weight_fn` returned.
+      weight: `[]` float, of this rank's rows, NaN where `raw_weight` is not a weight; None
+        without `weight_fn`.
+      raw_weight: `[]` float, what `weight_fn` returned.
       total: `[]` float, sum of `weight` over ranks; None where it was not taken yet.
       mesh: where the ranks are; None where a micro-batch's scope has only the axis.
       is_part: whether `weight` and `num_rows` are those of a micro-batch.
       why_no_gradient: why a sum over ranks that weigh differently cannot be transposed here; empty
         where it can.
-      weighed: what gives ranks other weights than this scope has: functions of jdp.
+      weighed: names of the functions of jdp that gave ranks different weights.
       choices: how this program differs from others of the step.
       split: paths of the gradients that go through `collectives.split`.
       marked: paths of the gradients that were marked for reduction in this trace.
@@ -75,7 +77,7 @@ class Scope:
     num_rows: int | None = None
     weight_fn: Callable[[Any], jax.Array] | None = None
     weight: jax.Array | None = None
-    given: jax.Array | None = None
+    raw_weight: jax.Array | None = None
     total: jax.Array | None = None
     mesh: Mesh | None = None
     is_part: bool = False
@@ -131,10 +133,11 @@ def default_weight(axis_name: AxisName, caller: str) -> jax.Array | None:
         return None
     if set(step.axis_name) != set(axis.names(axis_name)):
         raise ValueError(
-            f"{caller}(axis_name={axis_name!r}) in a step over the axes {step.axis_name} that has "
-            "a weight=: how much a rank weighs is known among all ranks of the step, and a mean of "
-            f"means would weigh them differently. Write axis_name={step.axis_name!r}, or say what "
-            f"counts here: {caller}(..., weight=...)."
+            f"{caller}(axis_name={axis_name!r}) does not reduce over the axes {step.axis_name} of "
+            "the step, which has a weight=. That weight is for a mean over all ranks of the step: "
+            "a mean over other ranks would weigh rows differently. Write "
+            f"axis_name={step.axis_name!r}, or give the weight for these ranks: "
+            f"{caller}(..., weight=...)."
         )
     return step.weight
 
@@ -172,7 +175,7 @@ def total_weight(weight: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def weighed(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Multiply by a weight, in at least float32: what weighs nothing gives 0, even NaN."""
+    """Multiply by a weight, in at least float32; a weight of 0 gives 0, even for NaN."""
     # For each leaf of a model, and lax takes a fifth of the time to trace that jnp does.
     dtype = jnp.promote_types(jnp.promote_types(x.dtype, jnp.float32), weight.dtype)
     if weight.ndim:  # under vmap
@@ -194,7 +197,7 @@ def entered(
     mesh: Mesh | None = None,
     choices: Choices = PLAIN,
 ) -> Iterator[Scope]:
-    """Trace what stands inside as a step over `axis_name` on this rank's `batch`.
+    """Trace the body of the `with` as a step over `axis_name` on this rank's `batch`.
 
     Args:
       axis_name: the data axis of the step.
@@ -208,15 +211,15 @@ def entered(
     leaves = jax.tree.leaves(batch)
     # Marked, so that a mask which only the weight reads can be told from one that the loss reads.
     seen = jax.tree.map(lambda x: mark(x, kind=WEIGHED, path="", axes=()), batch)
-    given = None if weight_fn is None else row_weight.number(weight_fn(seen))
-    weight = None if given is None else row_weight.valid(given)
+    raw_weight = None if weight_fn is None else row_weight.number(weight_fn(seen))
+    weight = None if raw_weight is None else row_weight.valid(raw_weight)
     around = _scope.get()
     scope = Scope(
         axis_name=axis.names(axis_name),
         num_rows=jnp.shape(leaves[0])[0] if leaves else None,
         weight_fn=weight_fn,
         weight=weight,
-        given=given,
+        raw_weight=raw_weight,
         total=None if weight is None or nested else total_weight(weight, axis_name),
         mesh=mesh,
         is_part=nested,

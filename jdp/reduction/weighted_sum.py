@@ -1,8 +1,10 @@
-"""Sums over ranks that transpose to those of the weighted loss.
+"""Sums over ranks whose gradients are those of the weighted loss of the step.
 
-A step of ranks that weigh s_r, sum(s) = 1, has the loss sum(s_r l_r). Each rank differentiates its
-own l_r, and only the finished gradient is multiplied by s_r. So where ranks compute t = sum(z_r),
-the cotangent of z_r is sum(s_q ct_q) / s_r. JAX transposes a psum to sum(ct_q).
+Let rank r have the share s_r of all weights, sum(s) = 1, and the local loss l_r. The loss of the
+step is sum(s_r l_r). Each rank differentiates its own l_r, and only the finished gradient is
+multiplied by s_r. If the ranks compute t = sum(z_r) on the way, and ct_q is the cotangent of t on
+rank q, then the cotangent of z_r must be sum(s_q ct_q) / s_r. JAX transposes a psum to sum(ct_q),
+which is right only where all shares are equal.
 """
 
 import contextlib
@@ -22,7 +24,7 @@ from jdp.reduction.step_context import weighed
 
 
 class Weighting(NamedTuple):
-    """What the terms of a sum over ranks are multiplied by, and the cotangents.
+    """The factors of a sum over ranks, and those of its cotangents.
 
     Attributes:
       forward: `[]`, multiplies this rank's term; None: nothing does.
@@ -39,7 +41,7 @@ class Weighting(NamedTuple):
     why_not: str = ""
 
     def term(self, x: jax.Array) -> jax.Array:
-        """Return this rank's term, in the dtype of `x`: what weighs nothing gives 0, even NaN."""
+        """Return this rank's term, in the dtype of `x`; a weight of 0 gives 0, even for NaN."""
         if self.is_adjoint and not self.why_not and _is_float(x):
             if self.forward is None or self.before is None:
                 return _weigh(x, self.forward, self.before)
@@ -48,7 +50,7 @@ class Weighting(NamedTuple):
         return x if self.forward is None else weighed(x, self.forward).astype(x.dtype)
 
     def total(self, x: jax.Array) -> jax.Array:
-        """Return the sum of the terms unchanged, with its transpose."""
+        """Return the sum of the terms unchanged, and multiply its cotangent by `after`."""
         if not self.is_adjoint or not _is_float(x):
             return x
         return _weigh(x, None, self.after, why_not=self.why_not)
@@ -146,8 +148,8 @@ def _jvp(
 ) -> tuple[Any, Any]:
     if has[0] and type(tangents[1]) is not ad.Zero:
         raise ValueError(
-            "the weight of the step depends on what is differentiated here: how much rows count "
-            "has no gradient. Write jax.lax.stop_gradient around what weight= reads."
+            "the weight of the step depends on a value that is differentiated here, but jdp gives "
+            "no gradient to a weight. Write jax.lax.stop_gradient around what weight= reads."
         )
     params: dict[str, Any] = {"has": has, "why_not": why_not}
     out = _weigh_p.bind(*primals, **params)
@@ -161,9 +163,7 @@ def _transpose(
     cotangent: Any, x: Any, *factors: Any, has: tuple[bool, bool], why_not: str
 ) -> list[Any]:
     if why_not:
-        raise ValueError(
-            f"a sum or mean over ranks is differentiated here, which cannot be: {why_not}"
-        )
+        raise ValueError(f"a sum or mean over ranks cannot be differentiated here: {why_not}")
     nothing = [None] * len(factors)
     if type(cotangent) is ad.Zero:
         return [cotangent, *nothing]

@@ -105,9 +105,9 @@ def check_step(
         worst = (beyond(found.leaves) or beyond(found.metrics))[0]
         after = "" if found.num_steps == 1 else f" after {found.num_steps} steps"
         raise ValueError(
-            f"`{step.__name__}` does another thing on {num_ranks} ranks than on one: "
-            f"`{worst.path}` is {worst.difference:.2e} apart{after}, and rounding explains "
-            f"{worst.allowed:.2e}. {found.cause}"
+            f"`{step.__name__}` computes something else on {num_ranks} ranks than on one: "
+            f"`{worst.path}` differs by {worst.difference:.2e}{after}, and rounding explains at "
+            f"most {worst.allowed:.2e}. {found.cause}"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""One step on one mesh: probed and built for each set of shapes, then run."""
+"""`Program`: one step on one mesh, probed and built for each set of shapes, then run."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from jdp.reduction import metrics
 from jdp.reduction.step_context import Choices
 from jdp.step_spec import StepSpec
 from jdp.training import outer_gradient, passes
-from jdp.training.rank_program import Leaving, RankProgram
+from jdp.training.rank_program import RankOutputs, RankProgram
 from jdp.worker import progress
 
 
@@ -37,7 +37,7 @@ class Program:
         if mesh.is_multi_process and not is_part:
             self._first_runs = startup.FirstRuns(mesh, spec.name)
             self.arguments = arguments.Arguments(mesh, spec.axis_name, spec.argument)
-        self._ranks = RankProgram(
+        self._rank_program = RankProgram(
             spec,
             mesh,
             checksum_spec=None if self.arguments is None else self.arguments.spec,
@@ -47,19 +47,20 @@ class Program:
         self._on_mesh = self._new_on_mesh()
         self._jitted = self._new_jit()
         self._is_tuned = is_part or axis.platform(mesh) != "gpu"
-        # While a step is traced: what goes in, as it is outside.
+        # While a step is called or traced: its arguments as the caller gave them, not tracers.
         self._args: tuple = ()
         self._is_compiling = False
 
     def __call__(
-        self, *args: Any, follows: bool = False, given: arguments.Given | None = None
+        self, *args: Any, is_returned: bool = False, given: arguments.Given | None = None
     ) -> Any:
         """Return `(state, metrics, weight, reports)`: rows still marked, weight summed over ranks.
 
         Args:
           *args: of the step.
-          follows: whether the state is what the last call returned.
-          given: on a mesh of several processes, what `arguments.of` made of `args`.
+          is_returned: whether the state is what this step's last call returned.
+          given: on a mesh of several processes, the checksums of `args` to compare, from
+            `arguments.of`.
         """
         self._args = args
         try:
@@ -67,7 +68,9 @@ class Program:
                 return self._run(*args)
             first = functools.partial(self.arguments.require_equal, given)
             args = (*args, given.checksums)
-            return self._first_runs.run(self._run, self._traced, args, follows=follows, first=first)
+            return self._first_runs.run(
+                self._run, self._traced, args, is_returned=is_returned, first=first
+            )
         finally:
             self._end_call()
 
@@ -97,9 +100,9 @@ class Program:
             progress.compiling_ends()
 
     def _tune(self, args: tuple) -> None:
-        """Set how XLA merges what it reduces: of the first shapes, which may not be the last."""
+        """Choose how XLA merges reductions, by the bytes of gradients of the first shapes."""
         self._is_tuned = True
-        # Of the same function, so that JAX traces it once.
+        # The same function as in `_jitted`, so that JAX traces it once.
         *_, found = self._jitted.trace(*args).out_info
         self._jitted = self._new_jit(combine_options(found.gradient_bytes))
 
@@ -111,20 +114,21 @@ class Program:
         def on_mesh(*args: Any) -> Any:
             if self._first_runs is not None:
                 self._first_runs.on_trace()
-            # Only a call that traces comes here, and it then compiles.
+            # JAX comes here only to trace, and compiles afterwards.
             if not self._is_compiling:
                 self._is_compiling = True
                 progress.compiling_begins()
-            # Proved while it is traced, so that JAX never caches a program that was refused.
-            probed = passes.probe(self._ranks, self._choices, args, self._args[1])
-            built = passes.build(self._ranks, probed)
+            # The proof runs inside of JAX's trace: its error ends the trace, so that JAX never
+            # caches a program that was refused.
+            probed = passes.probe(self._rank_program, self._choices, args, self._args[1])
+            built = passes.build(self._rank_program, probed)
             leaving = built.trace.program(*built.inputs.args)
             return self._returned(args[0], leaving, built.proved)
 
         on_mesh.__name__ = on_mesh.__qualname__ = self._spec.name
         return on_mesh
 
-    def _returned(self, old: Any, leaving: Leaving, proved: Proved) -> tuple:
+    def _returned(self, old: Any, leaving: RankOutputs, proved: Proved) -> tuple:
         """Put together what the ranks returned: `(state, metrics, weight, reports, found)`."""
         same, split = leaving
         reported = metrics.with_own(same.metrics, same.own_metrics, proved.own_metrics)
@@ -135,8 +139,8 @@ class Program:
         return self._pinned(old, state), reported, same.weight, split.reports, same.found
 
     def _pinned(self, old: Any, new: Any) -> Any:
-        # On a mesh with further axes the compiler chooses how the new state is split over them.
-        # Another layout than the old one's would compile the next call again.
+        # On a mesh with further axes the compiler chooses how the new state is split over them. If
+        # that were not as the old state is split, the next call would compile again.
         old_tree, (leaves, tree) = jax.tree.structure(old), jax.tree.flatten(new)
         if len(self.mesh.axis_names) == len(self._spec.axis_name) or tree != old_tree:
             return new

@@ -15,7 +15,7 @@ from jdp.reduction.overlap.ready_order import order_of_gradients
 from jdp.reduction.scanned_layers import late_choices
 from jdp.reduction.step_context import Choices
 from jdp.step_spec import StepSpec
-from jdp.training.rank_program import Leaving, RankProgram, Split, StateLayout, parted
+from jdp.training.rank_program import RankOutputs, RankProgram, SplitInputs, StateLayout, parted
 
 
 class Inputs(NamedTuple):
@@ -57,11 +57,11 @@ class Pass(NamedTuple):
     proved: Proved
 
 
-def probe(ranks: RankProgram, choices: Choices, args: tuple, batch: Any) -> Pass:
+def probe(rank_program: RankProgram, choices: Choices, args: tuple, batch: Any) -> Pass:
     """Trace a step, and prove it: here, on other platforms and on more ranks.
 
     Args:
-      ranks: makes its programs.
+      rank_program: makes its programs.
       choices: of the one here.
       args: of the step.
       batch: the one among them, as it is outside of the trace.
@@ -69,16 +69,16 @@ def probe(ranks: RankProgram, choices: Choices, args: tuple, batch: Any) -> Pass
     Raises:
       ValueError: if one of these programs is not the same training on every rank.
     """
-    inputs = _inputs(ranks.spec, args, batch)
-    trace = _traced(ranks, choices, inputs)
-    return Pass(inputs, choices, trace, _prove(ranks, inputs, trace))
+    inputs = _inputs(rank_program.spec, args, batch)
+    trace = _traced(rank_program, choices, inputs)
+    return Pass(inputs, choices, trace, _prove(rank_program, inputs, trace))
 
 
-def build(ranks: RankProgram, probed: Pass) -> Pass:
+def build(rank_program: RankProgram, probed: Pass) -> Pass:
     """Return the program that runs: that of the probe, unless another one sends less or in order.
 
     Args:
-      ranks: makes the programs of the step.
+      rank_program: makes the programs of the step.
       probed: from `probe`. What is sent, and in which order, shows in its program alone.
 
     Raises:
@@ -94,7 +94,7 @@ def build(ranks: RankProgram, probed: Pass) -> Pass:
         uniform=uniform,
         ready=order_of_gradients(jaxpr) if is_ordered else None,
     )
-    trace = _traced(ranks, choices, probed.inputs)
+    trace = _traced(rank_program, choices, probed.inputs)
     is_other = None in late_choices(trace.jaxpr)
     again = step_refusals.proved if is_other else step_refusals.check
     proved = again(trace.jaxpr, trace.traced)
@@ -102,7 +102,7 @@ def build(ranks: RankProgram, probed: Pass) -> Pass:
     return Pass(probed.inputs, choices, trace, proved)
 
 
-def _prove(ranks: RankProgram, inputs: Inputs, first: Trace) -> Proved:
+def _prove(rank_program: RankProgram, inputs: Inputs, first: Trace) -> Proved:
     """Check the program, and those of other platforms and of more ranks, for one verdict."""
     choices = late_choices(first.jaxpr)
     if not choices:
@@ -114,7 +114,7 @@ def _prove(ranks: RankProgram, inputs: Inputs, first: Trace) -> Proved:
     for late in (True,) if choices == {None} else (False, True):  # in this order everywhere,
         if late not in jaxprs:  # for the same text
             other = Choices(why_xla=call_order.PART_OF_ANOTHER, late=late)
-            program = ranks.mapped(inputs.layout, len(inputs.args), other)
+            program = rank_program.mapped(inputs.layout, len(inputs.args), other)
             jaxprs[late] = program.trace(*inputs.args).jaxpr
         proved[late] = step_refusals.check(jaxprs[late], first.traced)
     return proved[here] if here in proved else step_refusals.proved(first.jaxpr, first.traced)
@@ -129,26 +129,26 @@ def _inputs(spec: StepSpec, args: tuple, batch: Any) -> Inputs:
     names += [*spec.paths(1, traced_batch), *own_names]
     names += itertools.chain.from_iterable(spec.paths(i, arg) for i, arg in enumerate(rest, 2))
     return Inputs(
-        (uniform, Split(traced_batch, own), *rest), layout, names, masks[0] if masks else None
+        (uniform, SplitInputs(traced_batch, own), *rest), layout, names, masks[0] if masks else None
     )
 
 
-def _traced(ranks: RankProgram, choices: Choices, inputs: Inputs) -> Trace:
+def _traced(rank_program: RankProgram, choices: Choices, inputs: Inputs) -> Trace:
     """Trace one program of a step, in a jit of its own: a jaxpr before the outer trace ends."""
-    program = ranks.mapped(inputs.layout, len(inputs.args), choices)
+    program = rank_program.mapped(inputs.layout, len(inputs.args), choices)
     traced = program.trace(*inputs.args)
     described = Traced(
-        spec=ranks.spec,
-        platform=axis.platform(ranks.mesh),
+        spec=rank_program.spec,
+        platform=axis.platform(rank_program.mesh),
         inputs=inputs.names,
         mask=inputs.mask,
-        outputs=_outputs(ranks.spec, traced.out_info),
+        outputs=_outputs(rank_program.spec, traced.out_info),
         found=traced.out_info.same.found,
     )
     return Trace(program, traced.jaxpr, described)
 
 
-def _outputs(spec: StepSpec, leaving: Leaving) -> list[Output]:
+def _outputs(spec: StepSpec, leaving: RankOutputs) -> list[Output]:
     same, split = leaving
     layout = same.layout
     states = [

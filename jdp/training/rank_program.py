@@ -1,4 +1,4 @@
-"""What each rank runs of a step: the author's function on its rows, in a `shard_map`."""
+"""`RankProgram`: the author's function on a rank's rows, in a `shard_map` over all ranks."""
 
 import contextlib
 import functools
@@ -42,22 +42,22 @@ class StateLayout:
         return self.treedef.unflatten([next(split if flag else same) for flag in self.is_own])
 
     def parted(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Return what there is for each array in two lists: of the same ones, and of split ones."""
+        """Split a list with one entry for each array: `(for uniform arrays, for split arrays)`."""
         lists: tuple[list[Any], list[Any]] = [], []
         for leaf, is_own in zip(leaves, self.is_own, strict=True):
             lists[is_own].append(leaf)
         return lists
 
 
-class Split(NamedTuple):
-    """The arguments that are split over the ranks; errors of JAX call them by these names."""
+class SplitInputs(NamedTuple):
+    """The arguments that are split over the ranks; JAX names them so in its errors."""
 
     batch: Any
     own: list[Any]  # arrays of `per_rank`
 
 
-class Same(NamedTuple):
-    """What leaves a step the same on every rank, as the analysis proves."""
+class UniformOutputs(NamedTuple):
+    """Outputs of a step that are the same on every rank, as the analysis proves."""
 
     state: list[jax.Array]  # without arrays of `per_rank`
     metrics: Any  # averaged, and without their rows
@@ -68,15 +68,15 @@ class Same(NamedTuple):
 
 
 class SplitOutputs(NamedTuple):
-    """What leaves a step split over the ranks."""
+    """Outputs of a step that are split over the ranks."""
 
     rows: list[jax.Array]
     reports: RankReports
     own: list[jax.Array]  # arrays of `per_rank`
 
 
-class Leaving(NamedTuple):
-    """What leaves a step, in the order in which `step_refusals` reads it."""
+class RankOutputs(NamedTuple):
+    """All outputs of a step, in the order in which `step_refusals` reads them."""
 
     same: Any
     split: Any
@@ -87,7 +87,7 @@ class Leaving(NamedTuple):
 
 
 def parted(state: Any) -> tuple[list[Any], list[Any], StateLayout]:
-    """Take a state apart: arrays that are the same on every rank, those of `per_rank`, the rest.
+    """Return `(arrays that are the same on every rank, arrays of per_rank, layout)` of a state.
 
     Raises:
       ValueError: if an array of `per_rank` has no first dim.
@@ -102,12 +102,13 @@ def parted(state: Any) -> tuple[list[Any], list[Any], StateLayout]:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What each rank of a mesh runs of a step.
+    """The part of a step that runs on each rank of a mesh.
 
     Attributes:
       spec: the step.
       mesh: where it runs; further axes are left to the compiler.
-      checksum_spec: how it takes the checksums of its arguments; None where they are not compared.
+      checksum_spec: how the checksums of the arguments are split, which are then the last argument;
+        None where processes do not compare arguments.
       series: see `call_order.next_series`.
     """
 
@@ -117,7 +118,9 @@ class RankProgram:
     series: str
 
     def mapped(self, layout: StateLayout, num_args: int, choices: Choices) -> Any:
-        """Return the program over the mesh: `(arrays of the state, Split, *rest) -> Leaving`.
+        """Return the program over the mesh.
+
+        It is `(uniform arrays of the state, SplitInputs, *rest) -> RankOutputs`.
 
         Args:
           layout: of the state.
@@ -134,7 +137,7 @@ class RankProgram:
                 wait_order.update_between(on_rank) if choices.ready else on_rank,
                 mesh=self.mesh,
                 in_specs=tuple(specs),
-                out_specs=Leaving(P(), P(axis_name)),
+                out_specs=RankOutputs(P(), P(axis_name)),
                 axis_names=set(axis_name),
                 check_vma=False,  # The analysis proves what JAX's types get wrong here.
             ),
@@ -146,9 +149,9 @@ class RankProgram:
         layout: StateLayout,
         choices: Choices,
         state: list[jax.Array],
-        split: Split,
+        split: SplitInputs,
         *rest: Any,
-    ) -> Leaving:
+    ) -> RankOutputs:
         spec = self.spec
         given: Any = ()
         if self.checksum_spec is not None:
@@ -158,7 +161,7 @@ class RankProgram:
             spec.axis_name, split.batch, spec.weight_fn, mesh=self.mesh, choices=choices
         )
         order = call_order.entered(why_not=choices.why_xla, series=self.series)
-        with self._explaining(layout, held), order, entered as step:
+        with self._explaining(layout, held), order, entered as scope:
             returned = spec.fn(pytrees.restore(held), split.batch, *rest)
             new_state, reported = self._pair(returned)
             reported, rows = metrics.take_rows(reported)
@@ -170,13 +173,14 @@ class RankProgram:
                 pieces = checksums.pieces(rest, given)
                 reported, sums = metrics.averaged_and_summed(reported, spec.axis_name, pieces)
                 differs = checksums.differ(pieces, sums, axis.size(spec.axis_name))
-            weight = step.total
+            weight = scope.total
             if weight is None:
-                weight = jnp.float32((step.num_rows or 0) * axis.size(spec.axis_name))
-        reports = RankReports(differs, None if step.given is None else step.given.reshape(1))
+                weight = jnp.float32((scope.num_rows or 0) * axis.size(spec.axis_name))
+        raw_weight = None if scope.raw_weight is None else scope.raw_weight.reshape(1)
+        reports = RankReports(differs, raw_weight)
         uniform, own, new_layout = parted(jax.tree.map(_strong, new_state))
-        same = Same(uniform, reported, weight, own_metrics, new_layout, step.found())
-        return Leaving(same, SplitOutputs(rows, reports, own))
+        same = UniformOutputs(uniform, reported, weight, own_metrics, new_layout, scope.found())
+        return RankOutputs(same, SplitOutputs(rows, reports, own))
 
     @contextlib.contextmanager
     def _explaining(self, layout: StateLayout, state: Any) -> Iterator[None]:

@@ -179,16 +179,17 @@ def _flags(params: Any, trainable: Any) -> tuple[bool, ...]:
     for path, leaf in named:
         if not pytrees.is_array(leaf):
             raise TypeError(
-                f"`params{jax.tree_util.keystr(path)}` is a {type(leaf).__name__}, which is no "
-                'array. With Flax, params are model.init(key, x)["params"]. Keep it outside of '
-                "params with Equinox: params, static = eqx.partition(model, eqx.is_inexact_array)."
+                f"`params{jax.tree_util.keystr(path)}` is a {type(leaf).__name__}, not an array. "
+                'With Flax write params = model.init(key, x)["params"]. With Equinox keep it '
+                "outside of params: params, static = eqx.partition(model, eqx.is_inexact_array)."
             )
     for (path, _), is_own in zip(named, rank_state.flags(params), strict=True):
         if is_own:
             raise ValueError(
-                f"`params{jax.tree_util.keystr(path)}` is jdp.per_rank, and gradients are averaged "
-                "over the ranks: a parameter of one rank would get the gradient of all. Keep state "
-                "of a rank in model_state, or next to the TrainState: step((state, own), batch)."
+                f"`params{jax.tree_util.keystr(path)}` is jdp.per_rank, but gradients are averaged "
+                "over all ranks, so a rank's own parameter would get the gradient of all of them. "
+                "Keep per-rank state in model_state, or next to the TrainState: step((state, own), "
+                "batch)."
             )
     if trainable is None:
         chosen = [True] * len(named)

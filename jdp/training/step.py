@@ -135,7 +135,7 @@ class Step:
         self.spec = spec
         self._phase = progress.TRAIN_STEP if spec.returns_state else progress.EVAL_STEP
         self._programs: dict[tuple[Mesh, bool], Program] = {}
-        self._returned: list[weakref.ref] = []  # leaves of the last state: placed, not aliased
+        self._returned: list[weakref.ref] = []  # the leaves of the state that was returned last
         self._num_calls = 0
         self._holds_others = False  # whether the state has leaves that are not arrays
 
@@ -152,22 +152,22 @@ class Step:
           The state, None for an `eval_step`; the metrics, with `jdp.rows` still marked; and the
           weight of the global batch: `[]` float32, its rows where nothing weighs them.
         """
-        program, args, is_traced, follows = self._prepare(args, kwargs)
+        program, args, is_traced, is_returned = self._prepare(args, kwargs)
         if is_traced:
             state, reported, weight, *_ = program(*args)  # inside a jit or scan of the caller's
             return pytrees.restore(state), reported, weight
         given = None
         with self._phase:
-            if not follows or in_flight.latest_spec() not in (None, self.spec):
+            if not is_returned or in_flight.latest_spec() not in (None, self.spec):
                 _order_between_processes(program.mesh)
             in_flight.make_room()
             self._num_calls += 1
             if program.arguments is not None:
-                given = program.arguments.of(args, self._unknown(args[0], follows))
+                given = program.arguments.of(args, self._unknown(args[0], is_returned))
             call = self._call(program, given)
             in_flight.begins(call)
             try:
-                returned = program(*args, follows=follows, given=given)
+                returned = program(*args, is_returned=is_returned, given=given)
                 state, reported, weight, reports, _ = returned
             except (RuntimeError, ValueError) as error:
                 if "delete" in str(error):
@@ -193,7 +193,11 @@ class Step:
         return program.trace(*args).lower()
 
     def _prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Program, tuple, bool, bool]:
-        """Return program, arguments, whether one is traced, and whether the state is our last."""
+        """Return `(program, placed arguments, is_traced, is_returned)`.
+
+        `is_traced`: an argument is a tracer, of a `jit` around this call. `is_returned`: the state
+        is what the last call of this step returned.
+        """
         try:
             bound = self.spec.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -201,9 +205,10 @@ class Step:
         bound.apply_defaults()
         if by_keyword := sorted({*kwargs} & {*bound.kwargs}):
             raise TypeError(
-                f"`{self.__name__}` takes {by_keyword} by keyword only, and a step knows "
-                "its arguments by position: state, batch, and what is the same on every rank. "
-                "Leave out the `*` in its definition, or set them with functools.partial."
+                f"`{self.__name__}` takes {by_keyword} by keyword only, but a step gets all "
+                "arguments by position: the state, the batch, then those that are the same on "
+                "every rank. Remove the `*` from its definition, or bind them with "
+                "functools.partial."
             )
         args = bound.args
         if len(args) < 2:
@@ -215,7 +220,7 @@ class Step:
             state = pytrees.hold(state)
         leaves = jax.tree.leaves(state)
         where = mesh.mesh_of(leaves, self.spec.axis_name)
-        # What the last call returned is placed and shares no buffers: nothing to look at.
+        # A state that the last call returned is placed, and no two of its leaves share a buffer.
         is_returned = known_leaves.are(self._returned, leaves)
         is_traced = not is_returned and _holds_tracer(leaves)
         if not is_returned:
@@ -228,7 +233,7 @@ class Step:
             self._require_alive(state, batch)
             raise
         rest = [_place_rest(arg, where) for arg in rest]
-        # Split over several ranks a batch is a copy.
+        # A batch that is split over several ranks is a copy already.
         if self.spec.donate and (rest or mesh.num_ranks(where, self.spec.axis_name) == 1):
             batch, *rest = _unshared([batch, *rest], jax.tree.leaves(state))
         is_traced = is_traced or _holds_tracer((batch, rest))
@@ -249,10 +254,10 @@ class Step:
             why_invalid=row_weight.why_invalid,
         )
 
-    def _unknown(self, state: Any, follows: bool) -> Sequence[int]:
+    def _unknown(self, state: Any, is_returned: bool) -> Sequence[int]:
         """Return the positions of the leaves of a state that no step has returned."""
         known_leaves.keep(self._returned)
-        return () if follows else known_leaves.unknown(jax.tree.leaves(state), self._returned)
+        return () if is_returned else known_leaves.unknown(jax.tree.leaves(state), self._returned)
 
     def _call_error(self, error: TypeError) -> str:
         hint = ""
@@ -292,14 +297,14 @@ _GO_ON = (
 
 
 def _order_between_processes(where: Mesh) -> None:
-    # Between processes a reduction is told from others by its turn alone, and a CPU may run steps
-    # that do not depend on each other in another order in each process.
+    # Processes match their reductions by the order alone, and a CPU may run steps that do not
+    # depend on each other in another order in each process.
     if where.is_multi_process and where.devices.flat[0].platform == "cpu":
         in_flight.drain()
 
 
 def _wait_for_first_step() -> None:
-    # The other processes may still compile: this wait has the time of that.
+    # The other processes may still compile, so this wait is allowed as much time as compiling.
     with progress.FIRST_STEP:
         in_flight.drain()
 
@@ -316,8 +321,9 @@ def _place_rest(arg: Any, where: Mesh) -> Any:
             return leaf.copy()  # the caller may write into it while the step runs
         if isinstance(leaf, str):
             raise TypeError(
-                f"a further argument of a step holds {leaf!r}, and a compiled program takes "
-                "arrays and numbers. Close over it: decorate a function for each value."
+                f"a further argument of a step holds the text {leaf!r}, but a compiled program "
+                "takes only arrays and numbers. Close over it, in a decorated function for each "
+                "value."
             )
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
             return leaf

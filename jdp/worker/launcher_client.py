@@ -182,8 +182,8 @@ def current() -> Member | None:
         return None  # A process above this one started it, without them, before it asked itself.
     if fds.get("protocol") != protocol():
         raise RuntimeError(
-            f"{sys.executable} has not the jdp that `jdp run` belongs to, and they would "
-            "misunderstand each other. Start both from one environment: python -m jdp run ..."
+            f"{sys.executable} has a different build of jdp than `jdp run`, so the two cannot talk "
+            "to each other. Start both from one environment: python -m jdp run ..."
         )
     # Taken out, and the descriptors kept to this process: what it starts is not in the run.
     os.environ.pop(VARIABLE)

@@ -370,7 +370,7 @@ def test_a_wrong_scale_is_left_to_check_step(program):
     state, batch = corpus.training()
     step = jdp.train_step(program)
     step.lower(state, batch)
-    with pytest.raises(ValueError, match="does another thing on 4 ranks than on one"):
+    with pytest.raises(ValueError, match="computes something else on 4 ranks than on one"):
         jdp.check_step(step, state, batch)
 
 

@@ -281,7 +281,7 @@ def test_any_object_with_a_position_will_do(tmp_path):
 
 def test_batches_without_a_position_are_refused(tmp_path):
     with jdp.Checkpointer(tmp_path) as ckpt:
-        with pytest.raises(TypeError, match="a list has no `position`"):
+        with pytest.raises(TypeError, match="a list, which has no `position`"):
             ckpt.restore({"n": jnp.int32(0)}, [1, 2])
     assert names(tmp_path) == []
 

@@ -249,7 +249,7 @@ def test_a_finished_run_has_nothing_left_but_says_so_to_who_loops_again(one_rank
     assert list(finished) == []  # a job that starts again after its end
     loop = batches(DATA, 4, epochs=2, mesh=one_rank)
     again = rows_of(loop)
-    with pytest.raises(RuntimeError, match="all 6 batches.*position = 0.*epochs or num_steps"):
+    with pytest.raises(RuntimeError, match="all 6 batches.*epochs or num_steps.*position = 0"):
         iter(loop)
     loop.position = 0
     assert rows_of(loop) == again
@@ -403,7 +403,7 @@ def test_wrong_arguments_are_refused_at_once(options, message, make_mesh):
 
 def test_a_mask_of_the_datasets_own_is_refused_only_where_one_is_needed(one_rank):
     data = {"x": X, "mask": np.ones(11)}
-    with pytest.raises(ValueError, match='"mask" of their own'):
+    with pytest.raises(ValueError, match='a key "mask"'):
         next(iter(batches(data, 4, epochs=1, mesh=one_rank)))
     assert next(iter(batches(data, 4, num_steps=1, mesh=one_rank)))["mask"].dtype == np.float32
 
@@ -475,7 +475,7 @@ def test_a_short_last_batch_is_refused_with_both_shapes(make_mesh):
     loop = shard_batches(TorchLoader(2, 4, drop_last=False), mesh=make_mesh(1))
     got = []
     with pytest.raises(
-        ValueError, match=r"\[0\] float32\[1, 2\], the first one \[0\] float32\[4, 2"
+        ValueError, match=r"\[0\] float32\[1, 2\], but the first one had \[0\] float32\[4, 2"
     ):
         for batch in loop:
             got.append(batch)

@@ -79,8 +79,12 @@ def test_rows_are_copies():
         ({"x": [1, 2, 3]}, TypeError, r"\['x'\] is of type list.*np.asarray"),
         ((1, 2), TypeError, r"\[0\] is of type int"),
         ((), ValueError, "holds no array"),
-        (iter([X]), TypeError, "type list_iterator gives no rows by number.*jdp.shard_batches"),
-        (3, TypeError, "type int gives no rows by number"),
+        (
+            iter([X]),
+            TypeError,
+            "type list_iterator cannot be read by row number.*jdp.shard_batches",
+        ),
+        (3, TypeError, "type int cannot be read by row number"),
     ],
 )
 def test_refuses_what_has_no_rows(dataset, error, message):
@@ -90,7 +94,9 @@ def test_refuses_what_has_no_rows(dataset, error, message):
 
 def test_rows_of_different_shapes_are_named():
     _, read = reader(Lines(lambda i: {"text": np.zeros(i + 1)}))
-    with pytest.raises(ValueError, match=r"row 2\['text'\] has the shape \[3\], row 1 \[2\]"):
+    with pytest.raises(
+        ValueError, match=r"row 2\['text'\] has the shape \[3\], but row 1 has \[2\]"
+    ):
         read(np.array([1, 2]))
 
 
@@ -103,5 +109,5 @@ def test_the_mask_is_a_key_of_a_dict_and_else_the_last_element():
 
 
 def test_a_mask_of_the_datasets_own_is_not_overwritten():
-    with pytest.raises(ValueError, match='"mask" of their own.*another name'):
+    with pytest.raises(ValueError, match='a key "mask".*Rename the key'):
         with_mask({"x": 1, "mask": 2}, np.array([True]))

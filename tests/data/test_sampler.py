@@ -220,7 +220,7 @@ def test_batches_have_a_mask_where_rows_may_pad_or_where_it_is_asked_for(
         assert [run.padded_size(n) for n in (1, 2, 3, 4, 5, 8)] == [4, 4, 6, 4, 5, 8]
     else:
         assert [run.padded_size(n) for n in (1, 2, 4)] == [4, 4, 4]
-        with pytest.raises(ValueError, match="batch_size 4 .* 3 ranks.*mask=True.*padded to 6"):
+        with pytest.raises(ValueError, match="batch_size 4 .* 3 ranks.*mask=True.*6 rows"):
             run.padded_size(3)
 
 

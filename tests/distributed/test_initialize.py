@@ -254,7 +254,7 @@ def test_joining_after_jax_has_started_says_what_to_move():
     before = "jax.numpy.zeros(1)"
     [(code, _, errors)] = run(program(before), variables=torchrun(2, free_port())[:1])
     assert code == 1
-    assert "RuntimeError: jdp.init() connects the processes, and JAX runs already" in errors
+    assert "RuntimeError: jdp.init() must connect the processes before JAX starts" in errors
 
 
 def test_a_first_process_that_does_not_come_is_named():
@@ -316,10 +316,10 @@ def test_a_place_is_what_the_variables_say_where_the_package_is_there(
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"WORLD_SIZE": "4", "MASTER_ADDR": "a"}, "WORLD_SIZE=4 .* without RANK, MASTER_PORT it"),
+        ({"WORLD_SIZE": "4", "MASTER_ADDR": "a"}, "WORLD_SIZE=4 .* without RANK, MASTER_PORT"),
         (
             {**torchrun(2, 7)[0], "TORCHELASTIC_USE_AGENT_STORE": "True"},
-            "MASTER_PORT=7, .* Write jdp run for torchrun",
+            "MASTER_PORT=7, .* jdp run in place of torchrun",
         ),
         (PMI, "PMI_SIZE=4 .* pip install mpi4py"),
         (

@@ -506,7 +506,7 @@ def test_a_process_with_another_jdp_than_its_launcher_says_so():
             text=True,
             timeout=30,
         )
-    assert done.returncode == 1 and "has not the jdp that `jdp run` belongs to" in done.stderr
+    assert done.returncode == 1 and "has a different build of jdp than `jdp run`" in done.stderr
 
 
 def test_what_a_process_starts_before_it_asks_is_no_member_either():

@@ -229,12 +229,12 @@ def test_rows_are_taken_out_and_put_back_in_place():
 def test_rows_of_another_number_than_the_batch_are_refused(wrong):
     with step_context.entered("data", {"x": np.ones((4, 2))}, None):
         jdp.rows(np.ones((4, 1)))
-        with pytest.raises(ValueError, match=r"rows of float\d\d\[.*rows of the batch, 4 here"):
+        with pytest.raises(ValueError, match=r"rows\(x\) got float\d\d\[.*rows, 4 here"):
             jdp.rows(wrong)
 
 
 def test_rows_of_a_scalar_are_refused_also_outside_of_a_step():
-    with pytest.raises(ValueError, match=r"jdp.rows of float32\[\]"):
+    with pytest.raises(ValueError, match=r"jdp.rows\(x\) got float32\[\]"):
         jdp.rows(jnp.float32(1))
 
 

@@ -195,7 +195,7 @@ def test_gradients_of_single_rows_are_refused():
         grads = jax.vmap(jax.grad(per_row), (None, 0, 0))(state.params, batch["x"], batch["y"])
         return state.apply_gradients(grads), {}
 
-    with pytest.raises(ValueError, match=r"`\['b'\]` is \[12, 1\], the parameter \[1\]"):
+    with pytest.raises(ValueError, match=r"`\['b'\]` is \[12, 1\], but the parameter is \[1\]"):
         step(state(), batch())
 
 

@@ -103,7 +103,7 @@ def test_rounding_that_an_optimizer_makes_large_is_told_from_clipping(name, clip
     s = jdp.TrainState.create(params, jdp.replicated(tx))
     rows = {"x": rng.normal(size=(24, 5)).astype("float32"), "y": rng.integers(0, 3, 24)}
     clip = lambda grads: jax.tree.map(lambda g: jnp.clip(g, -0.02, 0.02), grads)  # noqa: E731
-    with pytest.raises(ValueError, match="does another thing") as error:
+    with pytest.raises(ValueError, match="computes something else") as error:
         jdp.check_step(logits_step(clip if clips else lambda grads: grads), s, rows, num_steps=3)
     assert ("optax.sgd" in str(error.value)) != clips
     assert ("clip" in str(error.value)) == clips
@@ -333,7 +333,7 @@ def test_what_is_wrong_from_the_second_step_on_is_found():
 
     ranks(2)
     assert jdp.check_step(jdp.train_step(step), state(), batch(), num_steps=1).num_steps == 1
-    with pytest.raises(ValueError, match="apart after 2 steps"):
+    with pytest.raises(ValueError, match="differs by .* after 2 steps"):
         jdp.check_step(jdp.train_step(step), state(), batch())
     with pytest.raises(ValueError, match="num_steps=0"):
         jdp.check_step(jdp.train_step(step), state(), batch(), num_steps=0)

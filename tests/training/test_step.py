@@ -310,7 +310,7 @@ def test_a_text_as_a_further_argument_is_refused():
         raise AssertionError
 
     ranks(1)
-    with pytest.raises(TypeError, match="'mean', and a compiled program takes arrays and numbers"):
+    with pytest.raises(TypeError, match="'mean', but a compiled program takes only arrays"):
         step(state(), batch(), {"by": "mean"})
 
 
@@ -326,7 +326,7 @@ def test_a_weight_that_is_no_function_is_refused():
     "wrong, message",
     [
         ({"x": np.zeros((4, 5)), "y": np.zeros((2, 1))}, r"\['y'\]` has 2 rows and.*has 4"),
-        ({"x": np.zeros((5, 5))}, r"\['x'\]` has 5 rows, which do not divide by 2 ranks"),
+        ({"x": np.zeros((5, 5))}, r"\['x'\]` has 5 rows, which is not divisible by 2 ranks"),
         ({"x": np.float32(1)}, r"\['x'\]` is a scalar"),
         ({"x": [[1.0, 2.0]] * 2}, r"\['x'\]\[0\]\[0\]` is the single value 1\.0.*np\.asarray"),
         ({"x": np.zeros((2, 5)), "name": ["a", "b"]}, r"\['name'\]\[0\]` is the single value 'a'"),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jdp.collectives.shared_library import LIB, Loaded, load, runtime_version
 
-# Of every wait for another rank, until `library.set_timeout_s`: the same as on CPUs.
+# Of every wait for another rank, until `set_timeout_s`: the same as on CPUs.
 TIMEOUT_S = 300.0
 
 PCIE = 0  # of topologies, the one that asks least

@@ -59,7 +59,7 @@ def pairs(
       buckets: as there.
       axis_name: as there.
       scale: as there.
-      numbers: of the buckets, see `order.next_number`.
+      numbers: of the buckets, see `call_order.next_number`.
       communicator: key under which the GPUs find each other.
       between: `between(tokens) -> tokens`, what must run after all starts and before all dones.
     """
@@ -94,7 +94,7 @@ def start(
       bucket: leaves of one dtype. They must stay as they are until `done` has them.
       axis_name: the ranks.
       scale: multiplies the sum.
-      number: of this bucket in the program, see `order.next_number`.
+      number: of this bucket in the program, see `call_order.next_number`.
       communicator: key under which the GPUs find each other.
 
     Returns:

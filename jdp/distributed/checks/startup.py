@@ -129,7 +129,7 @@ class FirstRuns:
         trace: Callable[..., Any],
         args: tuple,
         *,
-        follows: bool,
+        is_returned: bool,
         first: Callable[[], None],
     ) -> Any:
         """Return `run(*args)`, once all processes have the same program for these shapes.
@@ -138,10 +138,10 @@ class FirstRuns:
           run: the call of a `jax.jit(...)`.
           trace: its `trace`. JAX then traces, lowers and compiles once for both.
           args: its arguments.
-          follows: whether the first one is what the last call returned.
+          is_returned: whether the first one is what the last call returned.
           first: compares the arguments themselves; called before a new program runs.
         """
-        shapes = _shapes(args[1:] if follows else args)
+        shapes = _shapes(args[1:] if is_returned else args)
         if shapes in self._known:
             self._is_foreseen = False
             try:
@@ -151,7 +151,7 @@ class FirstRuns:
             finally:
                 self._is_foreseen = True
         # What comes out first may have other shapes than what went in: looked at once more.
-        if not self._compare(trace, args, first) or not follows:
+        if not self._compare(trace, args, first) or not is_returned:
             self._known.add(shapes)
         return run(*args)
 

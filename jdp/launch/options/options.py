@@ -104,8 +104,8 @@ class Options:
             )
         if not self.token:
             raise ValueError(
-                f"{at_most} hosts meet over the network, where anyone could join: they need a "
-                "secret in common. Make one with `openssl rand -hex 16 > token`, and give each "
+                f"{at_most} hosts connect over the network, where anyone could join, so they "
+                "need a shared secret. Make one with `openssl rand -hex 16 > token`, and give each "
                 "host --token-file token, or its text in JDP_TOKEN."
             )
 
