@@ -37,10 +37,10 @@ def test_a_page_has_its_parts_in_order(code):
 def test_the_example_of_a_page_runs_and_shows_its_code(code, tmp_path):
     (example,) = re.findall(r"^```python\n(.*?)^```", error_codes.page(code), re.M | re.S)
     assert code in example
-    if code < "JDP2":
+    if code < "JDP2" and "jax.config" not in example:
         exec(compile(example, code, "exec"), {})
         return
-    # After these no step of the same process can be trusted.
+    # These want JAX as it starts, or no step of the same process can be trusted after them.
     command = [sys.executable, "-c", example]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
     assert run.returncode == 0, run.stderr[-3000:]
