@@ -212,8 +212,12 @@ class Lattice:
         if not value & self.nonzero:
             return value
         if not value & self.data:
-            if not differed:  # n times a constant
-                return value | self.nonzero | self.over("divided", axes)
+            if not differed:
+                # n times a constant; or the constant itself, if that was divided by n before, as
+                # the transpose of pmean does.
+                undone = self._at(value, "divided") & axes
+                value &= ~self.over("divided", undone)
+                return value | self.nonzero | self.over("divided", axes & ~undone)
             # A constant that a varying predicate chose is a sum over these axes alone.
             value |= self.mixed
         single, total, divided = (each & axes for each in self._parts(value))

@@ -44,6 +44,12 @@ def note_rounds(interp: Interpreter, eqn: Any) -> None:
 def divided(interp: Interpreter, eqn: Any, dividend: Any, value: int, divisor: float) -> int:
     """Return the class of `value` over a number: of a mean, if it is a sum of as many elements."""
     is_literal = jaxprs.is_literal(dividend)
+    if interp.lattice.is_constant(value):
+        times = 0 if is_literal else interp.divisions.get(dividend, 0)
+        by_ranks = interp.lattice.counts_ranks(divisor)
+        interp.divisions[eqn.outvars[0]] = times = times + by_ranks
+        if by_ranks and not times:  # a sum over the ranks has multiplied it by as many
+            return value & ~interp.lattice.over("divided", interp.lattice.varying)
     before = None if is_literal else interp.quotients.get(dividend)
     if before is None or len(before.divisors) == _MOST_DIVISORS:
         before = Quotient(value, ())

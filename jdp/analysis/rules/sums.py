@@ -12,6 +12,12 @@ from jdp.analysis.interpreter import Interpreter
 
 def all_reduced(interp: Interpreter, eqn: Any, value: int, position: int, axes: int) -> int:
     """Return the class of the sum over `axes` of the operand `value`."""
+    atom = eqn.invars[position]
+    if interp.lattice.is_constant(value):
+        times = 0 if jaxprs.is_literal(atom) else interp.divisions.get(atom, 0)
+        interp.divisions[eqn.outvars[position - len(eqn.invars)]] = times - 1
+        if times > 1:  # the sum undoes one of the divisions
+            return value
     return undivided(interp, eqn, interp.lattice.all_reduce(value, axes), value, position, axes)
 
 

@@ -295,3 +295,48 @@ def sum_divided_by_an_array_of_the_ranks(state, batch):
 
     grads = jax.tree.map(divided, psum(gradients(state, batch)))
     return state.apply_gradients(grads, synced=True), {}
+
+
+# The transpose of pmean divides by n and adds up over n ranks: it scales by one.
+
+
+def mean_loss(batch):
+    return lambda params: lax.pmean(corpus.loss_fn(params, batch), "data")
+
+
+@undivided(W, B)
+def sum_of_gradients_of_a_mean(state, batch):
+    grads = lax.psum(jax.grad(mean_loss(batch))(state.params), "data")  # <- here
+    return state.apply_gradients(grads, synced=True), {}
+
+
+@right()
+def mean_of_gradients_of_a_mean(state, batch):
+    grads = lax.pmean(jax.grad(mean_loss(batch))(state.params), "data")
+    return state.apply_gradients(grads, synced=True), {}
+
+
+@right()
+def sum_of_gradients_of_a_mean_that_is_divided(state, batch):
+    def loss(params):
+        return mean_loss(batch)(params) / lax.axis_size("data")
+
+    grads = lax.psum(jax.grad(loss)(state.params), "data")
+    return state.apply_gradients(grads, synced=True), {}
+
+
+def sum_of_shares(batch):
+    size = lax.axis_size("data")
+    return lambda params: lax.psum(corpus.loss_fn(params, batch) / size, "data")
+
+
+@undivided(W, B)
+def sum_of_gradients_of_a_sum_of_shares(state, batch):
+    grads = lax.psum(jax.grad(sum_of_shares(batch))(state.params), "data")  # <- here
+    return state.apply_gradients(grads, synced=True), {}
+
+
+@right()
+def mean_of_gradients_of_a_sum_of_shares(state, batch):
+    grads = lax.pmean(jax.grad(sum_of_shares(batch))(state.params), "data")
+    return state.apply_gradients(grads, synced=True), {}
