@@ -212,7 +212,7 @@ def test_nothing_of_a_run_is_in_the_program():
 
 
 def test_auto_takes_it_and_says_so_once(caplog, monkeypatch):
-    monkeypatch.setattr(sys.modules["jdp.collectives.auto"], "_told", set())
+    monkeypatch.setattr(sys.modules["jdp.collectives.auto"], "_logged", set())
     ranks(2)
     step = jdp.train_step(plain_step)
     with caplog.at_level(logging.INFO, "jdp"):
@@ -270,7 +270,7 @@ update = jax.jit(lambda s, grads: s.apply_gradients(grads))
 
 
 def test_two_calls_of_one_jitted_update_are_left_to_xla(caplog, monkeypatch):
-    monkeypatch.setattr(sys.modules["jdp.collectives.auto"], "_told", set())
+    monkeypatch.setattr(sys.modules["jdp.collectives.auto"], "_logged", set())
 
     def run(num_ranks):
         ranks(num_ranks)
