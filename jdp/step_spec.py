@@ -1,4 +1,4 @@
-"""What the author says of a step: made once, and read by all that places, traces or proves it."""
+"""A step function with its options: made once, and read wherever a step is placed or traced."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""What differs from rank to rank only because ranks decide differently."""
+"""Values that differ from rank to rank only because ranks decide differently."""
 
 from collections.abc import Iterable, Mapping
 

@@ -88,7 +88,7 @@ class Interpreter:
         self.trusts_unknown = trusts_unknown
         # Arrays that the step has captured, and that are a number of ranks each, or one over it.
         self.numbers: dict[Any, float] = {}
-        # How often a constant was divided by a number of ranks.
+        # How often a constant was divided by a number of ranks; less than 0: multiplied by it.
         self.divisions: dict[Any, int] = {}
         # Values that were divided by numbers, and how many elements were added up: see `averages`.
         self.quotients: dict[Any, Quotient] = {}

@@ -308,6 +308,12 @@ class Lattice:
         sizes = (number, 1 / number) if number else ()
         return any(self._axes_of_size(size, self.varying) for size in sizes)
 
+    def divisions(self, divisor: float) -> int:
+        """Return how often a number divides by one of ranks: 1, 0, or -1 if it multiplies by it."""
+        if divisor and self._axes_of_size(divisor, self.varying):
+            return 1
+        return -1 if divisor and self._axes_of_size(1 / divisor, self.varying) else 0
+
     def _axes_of_size(self, size: float, among: int) -> int:
         # 1 / 3 in bfloat16 is 0.2 % too large. Sums over one rank are means as they stand.
         found = 0

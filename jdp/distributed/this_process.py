@@ -1,4 +1,4 @@
-"""What this process has learned of the run that it takes part in, in one place."""
+"""The state of this process in a run, in one place."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 
 class ThisProcess:
-    """What `jdp.init` has found and set up; there is one, `current`.
+    """The state that `jdp.init` sets up; there is one, `current`.
 
     Attributes:
       mesh: of the last `jdp.init`; None before it.

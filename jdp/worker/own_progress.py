@@ -1,4 +1,4 @@
-"""What a process keeps of its own progress, in one place; `progress` changes it."""
+"""The progress of this process, in one place; `progress` changes it."""
 
 import math
 from collections.abc import Callable

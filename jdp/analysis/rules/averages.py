@@ -46,9 +46,9 @@ def divided(interp: Interpreter, eqn: Any, dividend: Any, value: int, divisor: f
     is_literal = jaxprs.is_literal(dividend)
     if interp.lattice.is_constant(value):
         times = 0 if is_literal else interp.divisions.get(dividend, 0)
-        by_ranks = interp.lattice.counts_ranks(divisor)
-        interp.divisions[eqn.outvars[0]] = times = times + by_ranks
-        if by_ranks and not times:  # a sum over the ranks has multiplied it by as many
+        more = interp.lattice.divisions(divisor)
+        interp.divisions[eqn.outvars[0]] = times = times + more
+        if more and not times:  # it was multiplied by as many, or summed over them
             return value & ~interp.lattice.over("divided", interp.lattice.varying)
     before = None if is_literal else interp.quotients.get(dividend)
     if before is None or len(before.divisors) == _MOST_DIVISORS:
