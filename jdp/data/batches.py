@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jdp.axis import AxisName
 from jdp.data.dataset import Read, reader, record_mask, with_mask
 from jdp.data.first_batch_check import first_batch
-from jdp.data.prefetch import prefetch as ahead
+from jdp.data.prefetch import prefetch as prefetched
 from jdp.data.sampler import Run, Sampler
 from jdp.data.sharding import batch_sharding, process_rows
 from jdp.data.uneven_loops import hand_out_equally, raise_pending
@@ -95,7 +95,7 @@ def batches(
     run = Run.planned(num_rows, sampler.batch_size, num_steps, epochs, tail, mask)
     target = _Target(axis_name, mesh, int_at_least("prefetch", prefetch, least=0))
     if mesh is not None:
-        run.padded_size(target.num_ranks())
+        run.padded_size(num_ranks(target.sharding().mesh, axis_name))
     result = Batches(read, sampler, run, target)
     result.position = position
     return result
@@ -216,8 +216,9 @@ class Batches:
         return loop if loop and inspect.getgeneratorstate(loop) != inspect.GEN_CLOSED else None
 
     def _hand_out(self) -> Generator[Any, None, None]:
-        size = self._run.padded_size(self._target.num_ranks())
-        mine = process_rows(self._target.sharding(), size)
+        sharding = self._target.sharding()
+        size = self._run.padded_size(num_ranks(sharding.mesh, self._target.axis_name))
+        mine = process_rows(sharding, size)
         host_batches = _read(self._read, self._sampler, self._run, self._position, size, mine)
         facts = f"{self._sampler}, {self._run}, position={self._position}"
         with closing(_place(host_batches, self._target, facts)) as placed:
@@ -235,14 +236,8 @@ class _Target(NamedTuple):
     prefetch: int
 
     def sharding(self) -> NamedSharding:
-        return batch_sharding(self._mesh(), self.axis_name)
-
-    def num_ranks(self) -> int:
-        self.sharding()  # refuses a mesh without that axis
-        return num_ranks(self._mesh(), self.axis_name)
-
-    def _mesh(self) -> Mesh:
-        return current_mesh() if self.mesh is None else self.mesh
+        mesh = current_mesh() if self.mesh is None else self.mesh
+        return batch_sharding(mesh, self.axis_name)
 
 
 def _read(
@@ -255,25 +250,22 @@ def _read(
         position += count
 
 
+_END = object()
+
+
 def _place(
     host_batches: Iterator[Any], target: _Target, facts: str = ""
 ) -> Generator[Any, None, None]:
     sharding = target.sharding()
+    # The hang detector sees by the phase that this process waits for data, not for another process.
     with progress.DATA:
         raise_pending()
         begin = first_batch(host_batches, sharding, facts)
-    if begin is not None:
-        first, layout = begin
-        placed = ahead(map(layout.place, chain([first], host_batches)), target.prefetch)
-        yield from _in_data_phase(hand_out_equally(placed, sharding))
-
-
-_END = object()
-
-
-# The hang detector then sees that this process waits for data, and not for another process.
-def _in_data_phase(batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
-    with closing(batches):
+    if begin is None:
+        return
+    first, layout = begin
+    placed = prefetched(map(layout.place, chain([first], host_batches)), target.prefetch)
+    with closing(hand_out_equally(placed, sharding)) as batches:
         while True:
             with progress.DATA:
                 batch = next(batches, _END)

@@ -249,7 +249,7 @@ def test_a_finished_run_has_nothing_left_but_says_so_to_who_loops_again(one_rank
     assert list(finished) == []  # a job that starts again after its end
     loop = batches(DATA, 4, epochs=2, mesh=one_rank)
     again = rows_of(loop)
-    with pytest.raises(RuntimeError, match="all 6 batches.*epochs or num_steps.*position = 0"):
+    with pytest.raises(RuntimeError, match="6 batches.*num_steps.*position = 0"):
         iter(loop)
     loop.position = 0
     assert rows_of(loop) == again
@@ -258,7 +258,7 @@ def test_a_finished_run_has_nothing_left_but_says_so_to_who_loops_again(one_rank
 def test_the_position_cannot_be_set_inside_a_loop(one_rank):
     loop = batches(DATA, 4, num_steps=3, mesh=one_rank)
     for _ in loop:
-        with pytest.raises(RuntimeError, match="cannot be set to 0 while a loop runs"):
+        with pytest.raises(RuntimeError, match=r"position .* 0 .*close\(\)"):
             loop.position = 0
     loop.position = 4
     stopped = iter(loop)
@@ -376,23 +376,23 @@ def test_a_program_that_ends_inside_a_loop_ends_quietly():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(), "num_steps=None and epochs=None: give exactly one"),
-        (dict(num_steps=3, epochs=2), "num_steps=3 and epochs=2: give exactly one"),
-        (dict(epochs=0), "epochs must be at least 1, not 0"),
-        (dict(num_steps=0), "num_steps must be at least 1, not 0"),
+        (dict(), "num_steps=None and epochs=None"),
+        (dict(num_steps=3, epochs=2), "num_steps=3 and epochs=2"),
+        (dict(epochs=0), "epochs .*1.*0"),
+        (dict(num_steps=0), "num_steps .*1.*0"),
         (dict(epochs=1, tail="wrap"), "tail='wrap'"),
-        (dict(epochs=1, prefetch=-1), "prefetch must be at least 0, not -1"),
-        (dict(epochs=1, position=-1), "position must be at least 0, not -1"),
-        (dict(epochs=1, seed=-1), "seed must be at least 0"),
-        (dict(epochs=1, batch_size=12, tail="drop"), "11 rows, a batch 12"),
+        (dict(epochs=1, prefetch=-1), "prefetch .*0.*-1"),
+        (dict(epochs=1, position=-1), "position .*0.*-1"),
+        (dict(epochs=1, seed=-1), "seed .*0.*-1"),
+        (dict(epochs=1, batch_size=12, tail="drop"), "11 .*12"),
         (
             dict(num_steps=1, batch_size=10),
             "batch_size 10 .* 4 ranks.*mask=True.*multiple of 4, such as 12",
         ),
         (dict(epochs=1, batch_size=10, tail="drop"), "batch_size 10 .* 4 ranks"),
         (dict(epochs=1, mask=False), 'mask=False with tail="pad"'),
-        (dict(epochs=1, axis_name="dp"), "none called 'dp'"),
-        (dict(epochs=1, dataset={"x": X, "y": X[:3]}), r"\['y'\] has 3 rows, \['x'\] has 11"),
+        (dict(epochs=1, axis_name="dp"), "'dp'"),
+        (dict(epochs=1, dataset={"x": X, "y": X[:3]}), r"\['y'\] .*3 .*\['x'\] .*11"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(options, message, make_mesh):
@@ -403,7 +403,7 @@ def test_wrong_arguments_are_refused_at_once(options, message, make_mesh):
 
 def test_a_mask_of_the_datasets_own_is_refused_only_where_one_is_needed(one_rank):
     data = {"x": X, "mask": np.ones(11)}
-    with pytest.raises(ValueError, match='a key "mask"'):
+    with pytest.raises(ValueError, match='"mask"'):
         next(iter(batches(data, 4, epochs=1, mesh=one_rank)))
     assert next(iter(batches(data, 4, num_steps=1, mesh=one_rank)))["mask"].dtype == np.float32
 
@@ -474,16 +474,14 @@ def test_a_loader_may_use_its_memory_again(mesh):
 def test_a_short_last_batch_is_refused_with_both_shapes(make_mesh):
     loop = shard_batches(TorchLoader(2, 4, drop_last=False), mesh=make_mesh(1))
     got = []
-    with pytest.raises(
-        ValueError, match=r"\[0\] float32\[1, 2\], but the first one had \[0\] float32\[4, 2"
-    ):
+    with pytest.raises(ValueError, match=r"\[0\]` float32\[1, 2\].*\[0\]` float32\[4, 2"):
         for batch in loop:
             got.append(batch)
     assert len(got) == 2
 
 
 def test_a_batch_that_cannot_be_split_is_refused_in_the_loop(make_mesh):
-    with pytest.raises(ValueError, match="3 rows cannot be split over the 2 ranks"):
+    with pytest.raises(ValueError, match="3 rows .*2 ranks"):
         next(shard_batches([X[:3]], mesh=make_mesh(2)))
 
 

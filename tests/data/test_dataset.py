@@ -73,18 +73,18 @@ def test_rows_are_copies():
 @pytest.mark.parametrize(
     "dataset, error, message",
     [
-        ({"x": X, "y": Y[:3]}, ValueError, r"\['y'\] has 3 rows, \['x'\] has 5"),
-        ((X, np.float32(1)), ValueError, r"\[1\] is a scalar"),
-        (np.float32(1), ValueError, "the dataset is a scalar"),
-        ({"x": [1, 2, 3]}, TypeError, r"\['x'\] is of type list.*np.asarray"),
-        ((1, 2), TypeError, r"\[0\] is of type int"),
-        ((), ValueError, "holds no array"),
+        ({"x": X, "y": Y[:3]}, ValueError, r"\['y'\] .*3.*\['x'\] .*5"),
+        ((X, np.float32(1)), ValueError, r"\[1\] .*scalar"),
+        (np.float32(1), ValueError, "dataset .*scalar"),
+        ({"x": [1, 2, 3]}, TypeError, r"\['x'\] .*list.*np.asarray"),
+        ((1, 2), TypeError, r"\[0\] .*int"),
+        ((), ValueError, "dataset"),
         (
             iter([X]),
             TypeError,
-            "type list_iterator cannot be read by row number.*jdp.shard_batches",
+            "list_iterator .*jdp.shard_batches",
         ),
-        (3, TypeError, "type int cannot be read by row number"),
+        (3, TypeError, "int .*row number"),
     ],
 )
 def test_refuses_what_has_no_rows(dataset, error, message):
@@ -94,9 +94,7 @@ def test_refuses_what_has_no_rows(dataset, error, message):
 
 def test_rows_of_different_shapes_are_named():
     _, read = reader(Lines(lambda i: {"text": np.zeros(i + 1)}))
-    with pytest.raises(
-        ValueError, match=r"row 2\['text'\] has the shape \[3\], but row 1 has \[2\]"
-    ):
+    with pytest.raises(ValueError, match=r"row 2\['text'\] .*\[3\].*row 1 .*\[2\]"):
         read(np.array([1, 2]))
 
 
@@ -109,5 +107,5 @@ def test_the_mask_is_a_key_of_a_dict_and_else_the_last_element():
 
 
 def test_a_mask_of_the_datasets_own_is_not_overwritten():
-    with pytest.raises(ValueError, match='a key "mask".*Rename the key'):
+    with pytest.raises(ValueError, match='"mask"'):
         with_mask({"x": 1, "mask": 2}, np.array([True]))
