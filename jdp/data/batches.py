@@ -37,6 +37,7 @@ def batches(
     axis_name: AxisName = "data",
     mesh: Mesh | None = None,
     prefetch: int = 2,
+    read_threads: int = 1,
 ) -> "Batches":
     """Read a dataset in batches that lie split over all ranks.
 
@@ -55,10 +56,12 @@ def batches(
     are then those of the rows that count, also where a rank has none.
 
     Args:
-      dataset: an array with rows as its first dim; a dict or tuple of such arrays, equally long
-        (NumPy, memory-mapped, JAX, or what else takes an array of row numbers); or anything with
-        `__len__` and `__getitem__` that gives one row, a tree of numbers and arrays of equal
-        shapes. Rows are read in a background thread. Transform them in `__getitem__`.
+      dataset: an array with rows as its first dim; a dict, mapping or tuple of such arrays, equally
+        long (NumPy, memory-mapped, JAX, h5py, columns of pandas, or any other that takes an array
+        of increasing row numbers); a DataFrame, as the dict of its columns; or anything with
+        `__len__` and `__getitem__` that returns one row, a tree of numbers and arrays of equal
+        shapes. Rows are read in a background thread, and copied: their memory may be used again.
+        Transform them in `__getitem__`.
       batch_size: rows of one batch over all ranks, of all processes, at least 1; without a mask a
         multiple of the number of ranks. Each process reads its own rows only.
       num_steps: number of batches, at least 1. Give this or `epochs`.
@@ -73,6 +76,9 @@ def batches(
       axis_name: the mesh axis or axes that split the batch.
       mesh: default: that of `jdp.init`, looked up when a loop begins.
       prefetch: number of batches to place ahead; 0 reads in the caller's thread.
+      read_threads: how many threads call the `__getitem__` that returns one row, at least 1. More
+        than 1 is for reading that waits (disk, network) or decodes outside of the GIL, and for a
+        `__getitem__` that several threads may call at once. The order stays the same.
 
     Returns:
       The batches, trees of `jax.Array`, for a `for` loop. See `Batches`.
@@ -90,7 +96,7 @@ def batches(
     [0 1 2] [ True  True  True]
     [3 4 4] [ True  True False]
     """
-    num_rows, read = reader(dataset)
+    num_rows, read = reader(dataset, int_at_least("read_threads", read_threads, least=1))
     sampler = Sampler(num_rows, batch_size, seed=seed, shuffle=shuffle)
     run = Run.planned(num_rows, sampler.batch_size, num_steps, epochs, tail, mask)
     target = _Target(axis_name, mesh, int_at_least("prefetch", prefetch, least=0))

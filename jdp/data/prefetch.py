@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 # How long the end of a loop waits for the item that the thread is making. A loader that hangs must
-# not hang the program that leaves the loop; the thread then ends by itself after that item, if ever.
+# not hang the program that leaves the loop; its thread then ends after that item, if ever.
 JOIN_TIMEOUT_S = 5.0
 
 

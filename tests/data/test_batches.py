@@ -201,6 +201,60 @@ def test_the_mesh_is_that_of_init_when_the_loop_begins(make_mesh, before_init):
     assert next(sharded).sharding.mesh == mesh
 
 
+class ReusedColumn:
+    """An array-like that returns its rows in the same memory each time, its own array or a view."""
+
+    shape, dtype = (24, 2048), np.dtype(np.float32)
+
+    def __init__(self, is_view):
+        # As large and aligned as JAX needs to take it for a device's memory.
+        buffer = np.empty(24 * 2048 + 16, np.float32)
+        start = -buffer.ctypes.data // 4 % 16
+        self.buffer = buffer[start : start + 24 * 2048].reshape(self.shape)
+        self.buffer = self.buffer if is_view else self.buffer.copy()
+
+    def __getitem__(self, rows):
+        found = self.buffer[: len(rows)]
+        found[:] = np.asarray(rows)[:, None]
+        return found if len(rows) < 24 else self.buffer
+
+
+class ReusedRow:
+    """Rows that are returned in the same memory each time."""
+
+    def __init__(self, is_view):
+        self.buffer = ReusedColumn(is_view).buffer[0]
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, row):
+        self.buffer[:] = row
+        return self.buffer
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("is_view", [True, False])
+@pytest.mark.parametrize("size", [1, 8, 24])
+def test_a_dataset_may_use_its_memory_again(size, is_view, prefetch, one_rank):
+    expected = Sampler(24, size).indices(0, 6 * size).reshape(6, size).tolist()
+    for dataset in (ReusedColumn(is_view), {"row": ReusedColumn(is_view)}, ReusedRow(is_view)):
+        loop = batches(dataset, size, num_steps=6, mesh=one_rank, prefetch=prefetch)
+        found = [jax.tree.leaves(batch)[0] for batch in loop]
+        assert [batch[:, 0].tolist() for batch in found] == expected
+        assert all((batch == batch[:, :1]).all() for batch in found)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_threads_that_read_rows_keep_their_order_and_end(prefetch, one_rank):
+    rows = [{"row": np.int32(i)} for i in range(11)]
+    options = dict(num_steps=5, mesh=one_rank, prefetch=prefetch)
+    expected = rows_of(batches(rows, 4, **options))
+    before = threading.active_count()
+    assert rows_of(batches(rows, 4, read_threads=3, **options)) == expected
+    assert threading.active_count() == before
+
+
 # --- Position
 
 
@@ -382,6 +436,7 @@ def test_a_program_that_ends_inside_a_loop_ends_quietly():
         (dict(num_steps=0), "num_steps .*1.*0"),
         (dict(epochs=1, tail="wrap"), "tail='wrap'"),
         (dict(epochs=1, prefetch=-1), "prefetch .*0.*-1"),
+        (dict(epochs=1, read_threads=0), "read_threads .*1.*0"),
         (dict(epochs=1, position=-1), "position .*0.*-1"),
         (dict(epochs=1, seed=-1), "seed .*0.*-1"),
         (dict(epochs=1, batch_size=12, tail="drop"), "11 .*12"),
