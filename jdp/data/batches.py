@@ -2,7 +2,7 @@
 
 import inspect
 import weakref
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import chain
 from typing import Any, NamedTuple
@@ -16,9 +16,9 @@ from jdp.data.dataset import Read, reader, record_mask, with_mask
 from jdp.data.first_batch_check import first_batch
 from jdp.data.prefetch import prefetch as prefetched
 from jdp.data.sampler import Run, Sampler
-from jdp.data.sharding import batch_sharding, process_rows
+from jdp.data.sharding import batch_sharding, num_blocks, process_rows
 from jdp.data.uneven_loops import hand_out_equally, raise_pending
-from jdp.distributed.mesh import current_mesh, num_ranks
+from jdp.distributed.mesh import current_mesh
 from jdp.validation import int_at_least
 from jdp.worker import progress
 
@@ -38,6 +38,7 @@ def batches(
     mesh: Mesh | None = None,
     prefetch: int = 2,
     read_threads: int = 1,
+    allow: str | None = None,
 ) -> "Batches":
     """Read a dataset in batches that lie split over all ranks.
 
@@ -79,6 +80,8 @@ def batches(
       read_threads: how many threads call the `__getitem__` that returns one row, at least 1. More
         than 1 is for reading that waits (disk, network) or decodes outside of the GIL, and for a
         `__getitem__` that several threads may call at once. The order stays the same.
+      allow: "new data" lets a run go on with another number of rows, `seed` or `shuffle` than it
+        began with, from the same position of the new stream. Default: that is an error.
 
     Returns:
       The batches, trees of `jax.Array`, for a `for` loop. See `Batches`.
@@ -100,9 +103,11 @@ def batches(
     sampler = Sampler(num_rows, batch_size, seed=seed, shuffle=shuffle)
     run = Run.planned(num_rows, sampler.batch_size, num_steps, epochs, tail, mask)
     target = _Target(axis_name, mesh, int_at_least("prefetch", prefetch, least=0))
+    if allow not in (None, "new data"):
+        raise ValueError(f'allow={allow!r}: write "new data", or leave it out.')
     if mesh is not None:
-        run.padded_size(num_ranks(target.sharding().mesh, axis_name))
-    result = Batches(read, sampler, run, target)
+        run.padded_size(num_blocks(target.sharding()))
+    result = Batches(read, sampler, run, target, allow)
     result.position = position
     return result
 
@@ -158,8 +163,11 @@ class Batches:
     `close`, also by `with`, ends a loop and its background thread.
     """
 
-    def __init__(self, read: Read, sampler: Sampler, run: Run, target: "_Target") -> None:
+    def __init__(
+        self, read: Read, sampler: Sampler, run: Run, target: "_Target", allow: str | None
+    ) -> None:
         self._read, self._sampler, self._run, self._target = read, sampler, run, target
+        self._allow = allow
         self._position = 0
         self._handed_out = False  # something, since the position was set
         self._current: weakref.ref[Generator[Any, None, None]] | None = None
@@ -168,8 +176,8 @@ class Batches:
     def position(self) -> int:
         """Rows that were handed out since the run began; those read ahead do not count.
 
-        Save it after the step that used the batch. Set it, outside a loop, to continue there, also
-        with another batch size or on another number of ranks.
+        Set it, outside a loop, to continue there, also with another batch size or on another number
+        of ranks. To save where a run stands, save `get_state()` after the step that used the batch.
         """
         return self._position
 
@@ -182,6 +190,39 @@ class Batches:
             )
         self._position = int_at_least("position", rows, least=0)
         self._handed_out = False
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the position and the facts of the stream that it counts in, as JSON can hold them.
+
+        `jdp.Checkpointer` saves it with the state of a run.
+        """
+        return {"position": self._position} | self._sampler.facts()
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where `get_state` was called, in the same order of the rows.
+
+        Args:
+          state: from `get_state`; or `{"position": rows}` of a run that began with jdp 0.1.
+
+        Raises:
+          ValueError: if the stream has another number of rows, `seed` or `shuffle`, without
+            `allow="new data"`.
+          RuntimeError: if a loop runs over these batches.
+        """
+        saved = {"order": 1} | dict(state)
+        position, order = saved.pop("position"), saved.pop("order")
+        facts = self._sampler.facts()
+        other = {name: value for name, value in saved.items() if facts.get(name) != value}
+        if other and self._allow is None:
+            differences = "; ".join(f"{k} was {v}, is {facts.get(k)}" for k, v in other.items())
+            raise ValueError(
+                f"the batches are not those that the run began with: {differences}. From position "
+                f"{position} on, rows would repeat and others never come. Give jdp.batches the "
+                'same dataset, seed and shuffle; or, to go on with others, allow="new data".'
+            )
+        self.position = position
+        if not other:
+            self._sampler.order = order
 
     @property
     def epoch(self) -> int:
@@ -223,9 +264,9 @@ class Batches:
 
     def _hand_out(self) -> Generator[Any, None, None]:
         sharding = self._target.sharding()
-        size = self._run.padded_size(num_ranks(sharding.mesh, self._target.axis_name))
+        size = self._run.padded_size(num_blocks(sharding))
         mine = process_rows(sharding, size)
-        host_batches = _read(self._read, self._sampler, self._run, self._position, size, mine)
+        host_batches = _read(self._read, self._sampler, self._run, self._position, mine)
         facts = f"{self._sampler}, {self._run}, position={self._position}"
         with closing(_place(host_batches, self._target, facts)) as placed:
             for batch in placed:
@@ -246,12 +287,11 @@ class _Target(NamedTuple):
         return batch_sharding(mesh, self.axis_name)
 
 
-def _read(
-    read: Read, sampler: Sampler, run: Run, position: int, size: int, mine: np.ndarray
-) -> Iterator[Any]:
+def _read(read: Read, sampler: Sampler, run: Run, position: int, mine: np.ndarray) -> Iterator[Any]:
     while run.next_rows(position):
-        rows, count = run.batch(sampler, position, size)
-        batch = read(rows[mine])
+        count = run.next_rows(position)
+        # The last row that counts is repeated, so that the last ranks may hold nothing else.
+        batch = read(sampler.rows_at(position + np.minimum(mine, count - 1)))
         yield with_mask(batch, mine < count) if run.has_mask else batch
         position += count
 

@@ -24,6 +24,11 @@ def batch_sharding(mesh: Mesh, axis_name: AxisName) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(names))
 
 
+def num_blocks(sharding: NamedSharding) -> int:
+    """Count the blocks of rows, one for each rank."""
+    return sharding.num_devices // sharding.shard_shape((sharding.num_devices,))[0]
+
+
 def process_rows(
     sharding: NamedSharding, num_rows: int, devices: Collection[jax.Device] | None = None
 ) -> np.ndarray:
@@ -75,7 +80,7 @@ def place_batch(batch: Any, where: Mesh, axis_name: tuple[str, ...]) -> Any:
     sharding = NamedSharding(where, PartitionSpec(axis_name))
     rows = np.shape(named[0][1])[:1] if named else ()
     for path, leaf in named:
-        if rows in ((), (0,)) or np.shape(leaf)[:1] != rows or rows[0] % ranks:
+        if not rows or np.shape(leaf)[:1] != rows or rows[0] == 0 or rows[0] % ranks:
             raise ValueError(_rows_error(path, leaf, named[0], ranks))
     return treedef.unflatten([_place_rows(path, leaf, sharding) for path, leaf in named])
 
@@ -155,7 +160,7 @@ class Layout:
                 first = leaves[0]
                 raise ValueError(_differs(leaf.name, leaf.shape, first.name, first.shape))
         rows = leaves[0].shape[0] if leaves else 0
-        all_ranks = num_ranks(sharding.mesh, sharding.spec[0])
+        all_ranks = num_blocks(sharding)
         ranks = len(process_rows(sharding, all_ranks))
         if rows == 0 or rows % ranks:
             raise ValueError(

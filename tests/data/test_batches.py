@@ -1,6 +1,7 @@
 """Batches lie on the ranks in the order of the stream, every row once, from any position."""
 
 import itertools
+import json
 import subprocess
 import sys
 import threading
@@ -298,6 +299,64 @@ def test_setting_the_position_goes_there(one_rank):
         assert loop.position == 24
 
 
+LARGE = 2**16 + 1  # rows: one more than have the same order in all versions
+
+
+def stream_of(loop, count):
+    return np.concatenate(rows_of(itertools.islice(loop, count))).tolist()
+
+
+@pytest.mark.parametrize("num_rows", [11, LARGE])
+def test_a_state_goes_on_in_the_order_in_which_the_run_began(num_rows, one_rank):
+    data, options = {"row": np.arange(num_rows)}, dict(epochs=3, seed=1, mesh=one_rank)
+    position = num_rows - 2
+    begun = batches(data, 4, position=position, **options)
+    stream = Sampler(num_rows, 1, seed=1).indices(position, 12).tolist()
+    assert stream_of(begun, 2) == stream[:8]
+    resumed = batches(data, 2, **options)
+    resumed.set_state(json.loads(json.dumps(begun.get_state())))
+    assert stream_of(resumed, 2) == stream[8:]
+    # A run that began with jdp 0.1 stays in its order, also when it is saved again.
+    old = batches(data, 4, **options)
+    old.set_state({"position": position})
+    stream = Sampler(num_rows, 1, seed=1, order=1).indices(position, 12).tolist()
+    assert stream_of(old, 2) == stream[:8]
+    resumed.set_state(json.loads(json.dumps(old.get_state())))
+    assert stream_of(resumed, 2) == stream[8:]
+
+
+@pytest.mark.parametrize(
+    "other, named",
+    [
+        (dict(dataset={"row": np.arange(12)}), "num_rows .*11.*12"),
+        (dict(seed=5), "seed .*0.*5"),
+        (dict(shuffle=False), "shuffle .*True.*False"),
+    ],
+)
+def test_a_run_does_not_go_on_with_another_stream(other, named, one_rank):
+    usual = dict(dataset=DATA, batch_size=4, num_steps=5, mesh=one_rank)
+    state = batches(**usual, position=8).get_state()
+    changed = batches(**{**usual, **other})
+    with pytest.raises(ValueError, match=rf'{named}.*position 8 .*allow="new data"'):
+        changed.set_state(state)
+    assert changed.position == 0
+    allowed = batches(**{**usual, **other}, allow="new data")
+    allowed.set_state(state)
+    expected = batches(**{**usual, **other}, position=8)
+    assert rows_of(allowed) == rows_of(expected)
+    changed.set_state(allowed.get_state())  # which is the stream that the run goes on in
+    changed = batches(**{**usual, "batch_size": 3, "num_steps": 9, "mask": True})
+    changed.set_state(state)
+    assert changed.position == 8
+
+
+def test_the_state_cannot_be_set_inside_a_loop(one_rank):
+    loop = batches(DATA, 4, num_steps=3, mesh=one_rank)
+    for _ in loop:
+        with pytest.raises(RuntimeError, match=r"position .*close\(\)"):
+            loop.set_state({"position": 0})
+
+
 def test_a_finished_run_has_nothing_left_but_says_so_to_who_loops_again(one_rank):
     finished = batches(DATA, 4, epochs=2, position=22, mesh=one_rank)
     assert list(finished) == []  # a job that starts again after its end
@@ -436,6 +495,7 @@ def test_a_program_that_ends_inside_a_loop_ends_quietly():
         (dict(num_steps=0), "num_steps .*1.*0"),
         (dict(epochs=1, tail="wrap"), "tail='wrap'"),
         (dict(epochs=1, prefetch=-1), "prefetch .*0.*-1"),
+        (dict(epochs=1, allow="all"), "allow='all'"),
         (dict(epochs=1, read_threads=0), "read_threads .*1.*0"),
         (dict(epochs=1, position=-1), "position .*0.*-1"),
         (dict(epochs=1, seed=-1), "seed .*0.*-1"),

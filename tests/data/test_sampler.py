@@ -111,6 +111,23 @@ def test_no_batch_before_the_position_is_made():
     assert (sampler.position, sampler.epoch) == (far + 7, 10**15 + 1)
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 1000, 2**16])
+def test_both_orders_are_the_same_for_few_rows(num_rows):
+    one, two = (Sampler(num_rows, 1, seed=4, order=order) for order in (1, 2))
+    start = num_rows - 1
+    assert (one.indices(start, 1000) == two.indices(start, 1000)).all()
+
+
+# The order of jdp 0.1, in which runs that began with it go on.
+def test_the_first_order_of_many_rows_is_that_of_an_exact_shuffle():
+    sampler = Sampler(2**16 + 1, 1, seed=5, order=1)
+    for epoch in (0, 3):
+        expected = np.arange(2**16 + 1, dtype=np.int32)
+        entropy = np.random.SeedSequence(5, spawn_key=(epoch,))
+        np.random.Generator(np.random.Philox(entropy)).shuffle(expected)
+        assert (sampler.indices(epoch * len(expected), len(expected)) == expected).all()
+
+
 def test_an_epoch_is_shuffled_once(monkeypatch):
     made = []
     generator = np.random.Philox
@@ -141,6 +158,7 @@ def test_row_numbers_take_four_bytes_where_they_fit():
         (dict(batch_size=0), "batch_size .*1.*0"),
         (dict(seed=-1), "seed .*0.*-1"),
         (dict(position=-4), "position .*0.*-4"),
+        (dict(order=3), "order .* 3"),
         (dict(share=(2, 2)), r"share=\(2, 2\)"),
         (dict(share=(0, 3)), "batch_size 4 .*3 .*multiple of 3"),
     ],
@@ -183,7 +201,8 @@ def test_every_row_counts_once_however_often_the_number_of_ranks_changes(
         for _ in range(num_batches):
             if not run.next_rows(position):
                 break
-            rows, count = run.batch(sampler, position, size)
+            count = run.next_rows(position)
+            rows = sampler.rows_at(position + np.minimum(np.arange(size), count - 1))
             assert rows.shape == (size,) and set(rows[count:]) <= {rows[count - 1]}
             # What a rank reads is its block of the rows, and of them what is not masked.
             blocks = zip(
