@@ -54,7 +54,7 @@ def process_rows(
     devices = sharding.addressable_devices if devices is None else devices
     if len(devices) == 0:
         raise ValueError(
-            f"process {jax.process_index()} has no device on the mesh {sharding.mesh.shape}, so no "
+            f"process {jax.process_index()} has no device on the mesh {dict(sharding.mesh.shape)}, so no "
             "rows are its own. Build the mesh over devices of every process that asks for batches."
         )
     index_map = sharding.devices_indices_map((num_rows,))
@@ -99,8 +99,9 @@ def _place_rows(path: tuple, leaf: Any, sharding: NamedSharding) -> Any:
     # A copy first: JAX may use a NumPy array's memory as a CPU device's, and the caller may fill
     # it with the next batch while this one is still read.
     if not isinstance(leaf, jax.Array):
-        leaf = np.array(leaf)
+        leaf = _native(np.array(leaf))
         _require_numbers(Leaf(_name(path), leaf.shape, leaf.dtype))
+        _require_fits(_name(path), leaf)
     return jax.device_put(leaf, sharding)
 
 
@@ -153,7 +154,7 @@ class Layout:
           ValueError: if a leaf is a scalar, first dims differ, or they do not divide by the number
             of ranks on this process's devices.
         """
-        leaves, treedef = _leaves(batch)
+        leaves, _, treedef = _leaves(batch)
         for leaf in leaves:
             _require_numbers(leaf)
             if not leaf.shape or leaf.shape[0] != leaves[0].shape[0]:
@@ -177,24 +178,23 @@ class Layout:
         Raises:
           ValueError: if the batch does not look like the one that the layout was taken from.
         """
-        leaves, treedef = _leaves(batch)
+        leaves, arrays, treedef = _leaves(batch)
         if treedef != self.treedef:
             raise ValueError(
                 f"a later batch has the leaves {treedef}, but the first one had {self.treedef}: "
                 "the step was traced for the first. Give every batch the same keys."
             )
-        for leaf, first in zip(leaves, self.leaves, strict=True):
+        for leaf, array, first in zip(leaves, arrays, self.leaves, strict=True):
+            _require_fits(leaf.name, array)
             if leaf != first:
                 raise ValueError(
                     f"a later batch has {leaf}, but the first one had {first}: the step was traced "
                     "for the first, and all processes must run the same program. Drop a short last "
                     'batch (drop_remainder, drop_last, tail="drop"), or pad and mask it.'
                 )
-        return jax.tree.map(self._place_leaf, batch)
+        return treedef.unflatten(map(self._place_leaf, arrays))
 
-    def _place_leaf(self, leaf: Any) -> jax.Array:
-        values = np.asarray(leaf)
-
+    def _place_leaf(self, values: np.ndarray) -> jax.Array:
         def block(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(self.num_rows)
             first = int(np.searchsorted(self.rows, start))
@@ -204,10 +204,19 @@ class Layout:
         return jax.make_array_from_callback(shape, self.sharding, block)
 
 
-def _leaves(batch: Any) -> tuple[list[Leaf], Any]:
+def _leaves(batch: Any) -> tuple[list[Leaf], list[np.ndarray], Any]:
     found, treedef = jax.tree_util.tree_flatten_with_path(batch)
-    arrays = [(_name(path), np.asarray(leaf)) for path, leaf in found]
-    return [Leaf(name, array.shape, array.dtype) for name, array in arrays], treedef
+    arrays = [_native(np.asarray(leaf)) for _, leaf in found]
+    leaves = [
+        Leaf(_name(path), array.shape, array.dtype)
+        for (path, _), array in zip(found, arrays, strict=True)
+    ]
+    return leaves, arrays, treedef
+
+
+# JAX takes no numbers whose bytes are in another order than the machine's, as of some file formats.
+def _native(array: np.ndarray) -> np.ndarray:
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _name(path: tuple) -> str:
@@ -215,11 +224,32 @@ def _name(path: tuple) -> str:
 
 
 def _require_numbers(leaf: Leaf) -> None:
+    if leaf.dtype.names is not None:
+        raise TypeError(
+            f"{leaf} has the fields {list(leaf.dtype.names)}, and a device holds arrays of one "
+            'number per element. Give a dict of the fields, {"name": array["name"], ...}.'
+        )
     if leaf.dtype.kind in "OSUMm":
         raise TypeError(
             f"{leaf} cannot be put on a device, which holds numbers. Leave it out of the batch, or "
             "turn it into numbers in the dataset."
         )
+
+
+def _require_fits(name: str, array: np.ndarray) -> None:
+    held = jax.dtypes.canonicalize_dtype(array.dtype) if array.dtype.kind in "iu" else array.dtype
+    if held == array.dtype or not array.size:
+        return
+    least, most = np.iinfo(held).min, np.iinfo(held).max
+    if array.min() >= least and array.max() <= most:
+        return
+    place = np.unravel_index(np.argmax((array < least) | (array > most)), array.shape)
+    value = array[place]
+    raise ValueError(
+        f"{name} {array.dtype}{list(array.shape)} holds {value} in row {place[0]}, which would "
+        f"become {value.astype(held)}: without 64 bits JAX holds {held}, from {least} to {most}. "
+        'Call jax.config.update("jax_enable_x64", True) first, or make the numbers smaller.'
+    )
 
 
 def _differs(name: str, shape: tuple[int, ...], first: str, first_shape: tuple[int, ...]) -> str:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
-from jdp.data.sharding import Layout, batch_sharding, process_rows
+from jdp.data.sharding import Layout, batch_sharding, place_batch, process_rows
 
 
 def mesh_of(sizes, names, order=None):
@@ -117,6 +117,57 @@ def test_each_device_holds_its_ranks_rows(sizes, names, axis_name):
 def test_a_batch_that_cannot_be_split_is_refused(batch, error, message):
     with pytest.raises(error, match=message):
         Layout.of(batch, batch_sharding(mesh_of((4,), ("data",)), "data"))
+
+
+@pytest.mark.parametrize("placed_by", ["a loop", "a step"])
+@pytest.mark.parametrize(
+    "value, dtype, held",
+    [
+        (2**31 - 1, np.int64, True),
+        (-(2**31), np.int64, True),
+        (2**32 - 1, np.uint64, True),
+        (2**31, np.int64, False),
+        (-(2**31) - 1, np.int64, False),
+        (2**40 + 7, np.int64, False),
+        (2**32, np.uint64, False),
+        (2**63, np.uint64, False),
+    ],
+)
+def test_integers_that_32_bits_do_not_hold_are_refused(value, dtype, held, placed_by):
+    mesh = mesh_of((2,), ("data",))
+    ids = np.arange(8, dtype=dtype).reshape(4, 2)
+    ids[3, 1] = value
+    batch = {"x": np.ones(4, np.float32), "ids": ids}
+
+    def place():
+        if placed_by == "a step":
+            return place_batch(batch, mesh, ("data",))
+        return Layout.of(batch, batch_sharding(mesh, "data")).place(batch)
+
+    if held:
+        np.testing.assert_array_equal(place()["ids"], ids)
+        return
+    with pytest.raises(ValueError, match=rf"batch\['ids'\]` .*{value} in row 3.*jax_enable_x64"):
+        place()
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(place()["ids"], ids)
+
+
+@pytest.mark.parametrize("placed_by", ["a loop", "a step"])
+def test_numbers_in_any_order_of_bytes_are_placed_and_records_refused(placed_by):
+    sharding = batch_sharding(mesh_of((2,), ("data",)), "data")
+
+    def place(batch):
+        if placed_by == "a step":
+            return place_batch(batch, sharding.mesh, ("data",))
+        return Layout.of(batch, sharding).place(batch)
+
+    x = np.arange(4.0, dtype=np.float32)
+    for order in "<>":
+        np.testing.assert_array_equal(place({"x": x.astype(f"{order}f4")})["x"], x)
+    records = np.zeros(4, [("id", np.int32), ("y", np.float32)])
+    with pytest.raises(TypeError, match=r"batch\['r'\]` .*\['id', 'y'\]"):
+        place({"r": records})
 
 
 @pytest.mark.parametrize("later, message", [
