@@ -7,9 +7,9 @@
 #include <string>
 #include <utility>
 
-#include "cuda_calls.h"
+#include "cuda_check.h"
 #include "residency.h"
-#include "ring_kernel.h"
+#include "kernels.h"
 
 namespace jdp {
 namespace {

@@ -2,7 +2,7 @@
 
 #include "block.cuh"
 #include "reduce_channel.cuh"
-#include "ring_kernel.h"
+#include "kernels.h"
 
 namespace jdp {
 namespace {
