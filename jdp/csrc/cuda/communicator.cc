@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "cuda_check.h"
-#include "residency.h"
 #include "kernels.h"
+#include "residency.h"
 
 namespace jdp {
 namespace {

@@ -1,8 +1,8 @@
 #include <algorithm>
 
 #include "block.cuh"
-#include "reduce_channel.cuh"
 #include "kernels.h"
+#include "reduce_channel.cuh"
 
 namespace jdp {
 namespace {
