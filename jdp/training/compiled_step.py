@@ -12,12 +12,23 @@ from jdp.analysis.step_refusals import Proved
 from jdp.collectives import call_order
 from jdp.collectives.xla import combine_options
 from jdp.distributed.checks import arguments, startup
-from jdp.reduction import metrics
+from jdp.error_codes import with_code
+from jdp.reduction import reported, weighted_sum
 from jdp.reduction.step_context import Choices
 from jdp.step_spec import StepSpec
-from jdp.training import outer_gradient, passes
+from jdp.training import passes
 from jdp.training.rank_program import RankOutputs, RankProgram
 from jdp.worker import progress
+
+# Inside a step the transpose of a weighted mean is made for the gradient of a loss, which the step
+# weighs once more when it reduces it. Around the step nothing does.
+_NO_GRADIENT = (
+    "jax.grad, jax.vjp or jax.jacrev goes through the whole of `{}`, which has a weight=: that "
+    "gradient would be wrong where ranks weigh differently. Take the gradient inside the step, or "
+    "leave out weight= and return the loss "
+    '`(losses * batch["mask"]).mean() / jdp.mean_over_ranks(batch["mask"].mean())`. Forward mode, '
+    "such as jax.jvp, is right."
+)
 
 
 class Program:
@@ -122,7 +133,7 @@ class Program:
             # caches a program that was refused.
             probed = passes.probe(self._rank_program, self._choices, args, self._args[1])
             built = passes.build(self._rank_program, probed)
-            leaving = built.trace.program(*built.inputs.args)
+            leaving = built.program(*built.inputs.args)
             return self._returned(args[0], leaving, built.proved)
 
         on_mesh.__name__ = on_mesh.__qualname__ = self._spec.name
@@ -131,12 +142,13 @@ class Program:
     def _returned(self, old: Any, leaving: RankOutputs, proved: Proved) -> tuple:
         """Put together what the ranks returned: `(state, metrics, weight, reports, found)`."""
         same, split = leaving
-        reported = metrics.with_own(same.metrics, same.own_metrics, proved.own_metrics)
-        reported = pytrees.put_nodes(reported, split.rows)
+        metrics = reported.with_uniform(same.metrics, same.own_metrics, proved.own_metrics)
+        metrics = pytrees.put_nodes(metrics, split.rows)
         state = leaving.state()
         if same.found.weighed:
-            state, reported = outer_gradient.refuse((state, reported), self._spec.name)
-        return self._pinned(old, state), reported, same.weight, split.reports, same.found
+            why_not = with_code("JDP125", _NO_GRADIENT.format(self._spec.name))
+            state, metrics = weighted_sum.without_transpose((state, metrics), why_not)
+        return self._pinned(old, state), metrics, same.weight, split.reports, same.found
 
     def _pinned(self, old: Any, new: Any) -> Any:
         # On a mesh with further axes the compiler chooses how the new state is split over them. If
