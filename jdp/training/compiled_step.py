@@ -43,7 +43,7 @@ class Program:
 
     def __init__(self, spec: StepSpec, mesh: Mesh, *, is_part: bool = False):
         self.mesh = mesh
-        self._spec = spec
+        self.spec = spec
         self._first_runs = self.arguments = None
         if mesh.is_multi_process and not is_part:
             self._first_runs = startup.FirstRuns(mesh, spec.name)
@@ -118,7 +118,7 @@ class Program:
         self._jitted = self._new_jit(combine_options(found.gradient_bytes))
 
     def _new_jit(self, compiler_options: dict[str, int] | None = None) -> Any:
-        donated = 0 if self._spec.donate else ()
+        donated = 0 if self.spec.donate else ()
         return jax.jit(self._on_mesh, donate_argnums=donated, compiler_options=compiler_options)
 
     def _new_on_mesh(self) -> Callable[..., Any]:
@@ -136,7 +136,7 @@ class Program:
             leaving = built.program(*built.inputs.args)
             return self._returned(args[0], leaving, built.proved)
 
-        on_mesh.__name__ = on_mesh.__qualname__ = self._spec.name
+        on_mesh.__name__ = on_mesh.__qualname__ = self.spec.name
         return on_mesh
 
     def _returned(self, old: Any, leaving: RankOutputs, proved: Proved) -> tuple:
@@ -146,7 +146,7 @@ class Program:
         metrics = pytrees.put_nodes(metrics, split.rows)
         state = leaving.state()
         if same.found.weighed:
-            why_not = with_code("JDP125", _NO_GRADIENT.format(self._spec.name))
+            why_not = with_code("JDP125", _NO_GRADIENT.format(self.spec.name))
             state, metrics = weighted_sum.without_transpose((state, metrics), why_not)
         return self._pinned(old, state), metrics, same.weight, split.reports, same.found
 
@@ -154,7 +154,7 @@ class Program:
         # On a mesh with further axes the compiler chooses how the new state is split over them. If
         # that were not as the old state is split, the next call would compile again.
         old_tree, (leaves, tree) = jax.tree.structure(old), jax.tree.flatten(new)
-        if len(self.mesh.axis_names) == len(self._spec.axis_name) or tree != old_tree:
+        if len(self.mesh.axis_names) == len(self.spec.axis_name) or tree != old_tree:
             return new
         shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(self._args[0])]
         pinned = [

@@ -28,7 +28,8 @@ def train_step(
     Args:
       fn: `fn(state, batch, *rest) -> (state, metrics)`. `state`: any pytree, the same on every
         rank. `batch`: a tree of arrays, split over ranks on their first dim. `rest`: the same on
-        every rank (a key, a temperature, a teacher's parameters). `metrics`: a tree; float
+        every rank (a key, a temperature, a teacher's parameters), by position or keyword; one that
+        a call leaves out keeps its default, as a part of the program. `metrics`: a tree; float
         scalars are averaged over ranks, see also `jdp.sum_over_ranks` and `jdp.rows`.
       axis_name: the data axis of the mesh: a name, or a tuple of names.
       weight: `weight(batch) -> []`, how much this rank's rows count, for instance

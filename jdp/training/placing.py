@@ -34,11 +34,11 @@ def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def place_rest(arg: Any, where: Mesh) -> Any:
+def place_rest(name: str, arg: Any, where: Mesh) -> Any:
     """Place a further argument of a step, which is the same on every rank.
 
     Raises:
-      TypeError: if it holds a text.
+      TypeError: if it holds neither arrays nor numbers.
     """
 
     # An array committed to one device would not go together with the mesh; JAX itself copies
@@ -46,13 +46,15 @@ def place_rest(arg: Any, where: Mesh) -> Any:
     def place(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray):
             return leaf.copy()  # the caller may write into it while the step runs
-        if isinstance(leaf, str):
-            raise TypeError(
-                f"a further argument of a step holds the text {leaf!r}, but a compiled program "
-                "takes only arrays and numbers. Close over it, in a decorated function for each "
-                "value."
-            )
-        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        if not isinstance(leaf, jax.Array):
+            if not pytrees.is_array(leaf) and not hasattr(leaf, "__jax_array__"):
+                raise TypeError(
+                    f"`{name}` holds {leaf!r}, of type {type(leaf).__name__}, but a compiled "
+                    "program takes only arrays and numbers. Make it part of the step, with a step "
+                    f"for each value: jdp.train_step(functools.partial(fn, {name}=...))."
+                )
+            return leaf
+        if isinstance(leaf, jax.core.Tracer):
             return leaf
         if len(leaf.sharding.device_set) == 1 and leaf.committed and where.size > 1:
             if where.is_multi_process:  # where device_put would have all processes compare it

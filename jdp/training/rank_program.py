@@ -162,7 +162,8 @@ class RankProgram:
         )
         order = call_order.entered(why_not=choices.why_xla, series=self.series)
         with self._explaining(layout, held), order, entered as scope:
-            returned = spec.fn(pytrees.restore(held), split.batch, *rest)
+            positional, named = spec.by_keyword(rest)
+            returned = spec.fn(pytrees.restore(held), split.batch, *positional, **named)
             new_state, metrics = self._pair(returned)
             metrics, rows = reported.take_rows(metrics)
             reported.require_numbers(metrics)

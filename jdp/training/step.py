@@ -31,7 +31,7 @@ class Step:
         self.__name__ = spec.name
         self.spec = spec
         self._phase = progress.TRAIN_STEP if spec.returns_state else progress.EVAL_STEP
-        self._programs: dict[tuple[Mesh, bool], Program] = {}
+        self._programs: dict[tuple, Program] = {}
         self._returned: list[weakref.ref] = []  # the leaves of the state that was returned last
         self._num_calls = 0
         self._holds_others = False  # whether the state has leaves that are not arrays
@@ -68,7 +68,7 @@ class Step:
                 state, metrics, weight, reports, _ = returned
             except (RuntimeError, ValueError) as error:
                 if "delete" in str(error):
-                    self._require_alive(*args)
+                    placing.require_alive(program.spec, args)
                 if not failed_run.is_failed_run(error):
                     raise
                 raise in_flight.failed(call, pytrees.any_deleted(args[0]), error) from error
@@ -95,57 +95,59 @@ class Step:
         `is_traced`: an argument is a tracer, of a `jit` around this call. `is_returned`: the state
         is what the last call of this step returned.
         """
-        try:
-            bound = self.spec.signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(self._call_error(error)) from None
-        bound.apply_defaults()
-        if by_keyword := sorted({*kwargs} & {*bound.kwargs}):
-            raise TypeError(
-                f"`{self.__name__}` takes {by_keyword} by keyword only, but a step gets all "
-                "arguments by position: the state, the batch, then those that are the same on "
-                "every rank. Remove the `*` from its definition, or bind them with "
-                "functools.partial."
-            )
-        args = bound.args
-        if len(args) < 2:
-            raise TypeError(
-                f"`{self.__name__}` got {len(args)} argument(s), but takes a state and a batch."
-            )
-        state, batch, *rest = args
+        spec, (state, batch, *rest) = self._bound(args, kwargs)
         if self._holds_others:
             state = pytrees.hold(state)
         leaves = jax.tree.leaves(state)
-        where = mesh.mesh_of(leaves, self.spec.axis_name)
+        where = mesh.mesh_of(leaves, spec.axis_name)
         # A state that the last call returned is placed, and no two of its leaves share a buffer.
         is_returned = known_leaves.are(self._returned, leaves)
         is_traced = not is_returned and _holds_tracer(leaves)
         if not is_returned:
-            self._require_alive(state)
+            placing.require_alive(spec, [state])
             held = pytrees.hold(state)
             self._holds_others = held is not state or isinstance(state, pytrees.Held)
-            state = placing.place_state(held, where, self.spec)
+            state = placing.place_state(held, where, spec)
         if jax_compat.DELETED_ARRAY_CRASHES and pytrees.any_deleted((state, batch, rest)):
-            self._require_alive(state, batch, *rest)
+            placing.require_alive(spec, [state, batch, *rest])
         try:
-            batch = place_batch(batch, where, self.spec.axis_name)
+            batch = place_batch(batch, where, spec.axis_name)
         except RuntimeError:
-            self._require_alive(state, batch)
+            placing.require_alive(spec, [state, batch])
             raise
-        rest = [placing.place_rest(arg, where) for arg in rest]
+        rest = [placing.place_rest(spec.argument(i), arg, where) for i, arg in enumerate(rest, 2)]
         # A batch that is split over several ranks is a copy already.
-        if self.spec.donate and (rest or mesh.num_ranks(where, self.spec.axis_name) == 1):
+        if spec.donate and (rest or mesh.num_ranks(where, spec.axis_name) == 1):
             batch, *rest = placing.copy_donated([batch, *rest], jax.tree.leaves(state))
         is_traced = is_traced or _holds_tracer((batch, rest))
-        program = self._programs.get((where, is_traced))
+        key = where, is_traced, spec.keywords
+        program = self._programs.get(key)
         if program is None:
-            program = self._programs[where, is_traced] = Program(
-                self.spec, where, is_part=is_traced
-            )
+            program = self._programs[key] = Program(spec, where, is_part=is_traced)
         return program, (state, batch, *rest), is_traced, is_returned
 
-    def _require_alive(self, *args: Any) -> None:
-        placing.require_alive(self.spec, args)
+    def _bound(self, args: tuple, kwargs: dict[str, Any]) -> tuple[StepSpec, tuple]:
+        """Return the arguments in order, those that have to go by keyword last.
+
+        An argument that is left out keeps its default, which is a constant of the program.
+        """
+        spec = self.spec
+        if not kwargs and len(args) in spec.num_positional:
+            return spec, args
+        try:
+            bound = spec.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(self._call_error(error)) from None
+        if len(bound.args) < 2:
+            raise TypeError(
+                f"`{self.__name__}` got {len(args) + len(kwargs)} argument(s), but takes a state "
+                "and a batch."
+            )
+        names = sorted(bound.kwargs)
+        keywords = tuple(enumerate(names, len(bound.args)))
+        if keywords:
+            spec = dataclasses.replace(spec, keywords=keywords)
+        return spec, (*bound.args, *(bound.kwargs[name] for name in names))
 
     def _call(self, program: Program, given: arguments.Given | None) -> in_flight.StepCall:
         return in_flight.StepCall(
