@@ -38,7 +38,8 @@ def train_step(
         Finite and >= 0: a constant that is not is refused, other values are an error soon after.
         A `lax.psum` or `lax.all_gather` that is differentiated is refused: JAX transposes it
         without weights.
-      donate: reuse the memory of the state that goes in for the one that comes out.
+      donate: reuse the memory of the state that goes in for the one that comes out. Ctrl-C is then
+        put off until the call has returned the new state.
 
     Returns:
       `step(state, batch, *rest) -> (state, metrics)`, which takes global batches and returns

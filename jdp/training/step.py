@@ -18,6 +18,7 @@ from jdp.reduction import reported, row_weight
 from jdp.step_spec import StepSpec
 from jdp.training import placing
 from jdp.training.compiled_step import Program
+from jdp.training.interrupts import SHIELD
 from jdp.worker import progress
 
 
@@ -38,9 +39,13 @@ class Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step: `(state, metrics)`, or the metrics of an `eval_step`."""
-        state, metrics, _ = self.run(*args, **kwargs)
-        metrics = reported.unmarked(metrics)
-        return (state, metrics) if self.spec.returns_state else metrics
+        handler = SHIELD.begin() if self.spec.donate else None
+        try:
+            state, metrics, _ = self.run(*args, **kwargs)
+            metrics = reported.unmarked(metrics)
+            return (state, metrics) if self.spec.returns_state else metrics
+        finally:
+            SHIELD.end(handler)
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, jax.Array]:
         """Run one step: `(state, metrics, weight)`.
@@ -63,6 +68,7 @@ class Step:
                 given = program.arguments.of(args, self._unknown(args[0], is_returned))
             call = self._call(program, given)
             in_flight.begins(call)
+            SHIELD.donates(args[0])
             try:
                 returned = program(*args, is_returned=is_returned, given=given)
                 state, metrics, weight, reports, _ = returned
