@@ -67,8 +67,8 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
         *_means(report, traced),
         *scales.warnings(step, report, traced),
     ):
-        if warning not in traced.spec.told:
-            traced.spec.told.add(warning)
+        if warning not in traced.spec.warned:
+            traced.spec.warned.add(warning)
             warnings.warn(warning, stacklevel=2)
     return _proved(report, traced)
 
