@@ -116,7 +116,7 @@ class Interpreter:
         record = self._known.get(key)
         if record is None:
             record = self._known[key] = self._walked(jaxpr, ins)
-        self.record.call(eqn, jaxpr, record)
+        self.record.add_call(eqn, jaxpr, record)
         return record.results(ins)
 
     def _walked(self, jaxpr: Any, ins: Sequence[Any]) -> Record:
@@ -175,7 +175,10 @@ class Interpreter:
         outside = self.where
         self.where |= varying
         if varying and self._automatic:
-            self._note_shift(control, jaxpr, eqn)
+            shift = first_shift(jaxpr, eqn, len(self._automatic))
+            if shift is not None:
+                axes = tuple(sorted(self._automatic))
+                self.record.add("shift", eqn, shift, axes, control)
         self._controls.append((varying, control))
         outs = self.body(jaxpr, ins, eqn)
         self._controls.pop()
@@ -198,23 +201,10 @@ class Interpreter:
             self._expanded[id(eqn)] = jaxprs.expanded(eqn, self._mesh, manual)
         return self._expanded[id(eqn)]
 
-    def note_deadlock(self, eqn: Any, absent: int, axes: int) -> None:
+    def record_deadlock(self, eqn: Any, absent: int, axes: int) -> None:
         """Record a collective over `axes` to which ranks along the `absent` axes may not come."""
         control = next(name for varying, name in reversed(self._controls) if varying & absent)
-        self.record.note_deadlock(eqn, axes, absent, control)
-
-    def _note_shift(self, control: str, jaxpr: Any, around: Any) -> None:
-        found = first_shift(jaxpr, around, len(self._automatic))
-        if found is not None:
-            self.record.note_shift(found, around, tuple(sorted(self._automatic)), control)
-
-    def note_unknown(self, eqn: Any) -> None:
-        """Record a primitive that is on no list."""
-        self.record.note_unknown(eqn)
-
-    def note_mark(self, eqn: Any, value: int) -> None:
-        """Record a mark. Of a loop the first round is kept, and the last, in which all is final."""
-        self.record.note_mark(eqn, value, self.where)
+        self.record.add("deadlock", eqn, axes, absent, control)
 
 
 def _alike(ins: Sequence[Any]) -> Iterator[Any]:

@@ -56,12 +56,12 @@ class Provenance(WayBack):
 
     def of_mark(self, eqn: Any) -> Node | None:
         """Return what was marked."""
-        frame = self.frame_of(id(eqn))
+        frame = self.frame_of("mark", eqn)
         return None if frame is None else Node(frame, eqn.invars[0])
 
     def of_predicate(self, eqn: Any) -> Node | None:
         """Return the predicate that keeps some ranks from a collective."""
-        frame = self.frame_of((id(eqn), "deadlock"))
+        frame = self.frame_of("deadlock", eqn)
         while frame is not None and frame.eqn is not None:
             for node in self.predicates(frame.around, frame.eqn):
                 if self.differs(node):

@@ -132,18 +132,18 @@ class WayBack:
             cond = jaxprs.while_parts(eqn)[0]
             yield Node(Frame(frame.record.child(eqn, cond), eqn, frame), cond.outvars[0])
 
-    def frame_of(self, key: Any) -> Frame | None:
-        """Return a body in which something was noted under a key."""
+    def frame_of(self, kind: str, eqn: Any) -> Frame | None:
+        """Return a body in which something of this kind was met at an equation."""
         waiting, seen = [self.top], set()
         while waiting:
             frame = waiting.pop()
             if id(frame.record) in seen:
                 continue
             seen.add(id(frame.record))
-            if frame.record.has(key):
+            if frame.record.has(kind, eqn):
                 return frame
-            calls = frame.record.noted_calls()
-            waiting += [Frame(call.record, call.eqn, frame) for call in reversed(calls)]
+            calls = reversed(frame.record.calls_with_notes())
+            waiting += [Frame(body, around, frame) for around, body in calls]
         return None
 
     def line(self, frame: Frame | None, eqn: Any) -> str:

@@ -19,7 +19,7 @@ _ADD = frozenset({"add", "add_any"})
 _MOST_DIVISORS = 8
 
 
-def note_sum(interp: Interpreter, eqn: Any) -> None:
+def record_sum(interp: Interpreter, eqn: Any) -> None:
     """Record how many elements a rank has added up. A gradient is not the mean of its terms."""
     (atom,), (total,) = eqn.invars, eqn.outvars
     sizes = tuple(atom.aval.shape[i] for i in eqn.params["axes"])
@@ -29,7 +29,7 @@ def note_sum(interp: Interpreter, eqn: Any) -> None:
         interp.sums[total] = sizes
 
 
-def note_rounds(interp: Interpreter, eqn: Any) -> None:
+def record_rounds(interp: Interpreter, eqn: Any) -> None:
     """Record how many terms a scan adds up, as over micro-batches, unless it is a gradient's."""
     if eqn.params["reverse"]:
         return

@@ -41,7 +41,7 @@ def _agree(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     axes = _meet(interp, eqn)
     if jaxprs.groups(eqn) is not None:
         return ins
-    sums.note_gathered(interp, eqn, ins[0], axes)
+    sums.record_gathered(interp, eqn, ins[0], axes)
     return [interp.lattice.agree(x, axes) for x in ins]
 
 
@@ -68,7 +68,7 @@ def _rank(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _mark(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    interp.note_mark(eqn, ins[0])
+    interp.record.add("mark", eqn, ins[0], interp.where)
     believed = _BELIEVED.get(eqn.params["kind"])
     if believed is not None:
         return believed(interp, ins[0], eqn)
@@ -114,7 +114,7 @@ def _meet(interp: Interpreter, eqn: Any, *, in_groups: bool = True) -> int:
     axes = interp.lattice.axes(jaxprs.collective_axes(eqn))
     absent = interp.where & axes if in_groups else interp.where
     if absent and axes:
-        interp.note_deadlock(eqn, absent, axes)
+        interp.record_deadlock(eqn, absent, axes)
     return axes
 
 

@@ -76,7 +76,7 @@ def _scan(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
         outs = interp.body(body, constants + carry + xs, eqn)
         carry = [held(old) | held(new) for old, new in zip(carry, outs[:num_carry], strict=True)]
         if before == [held(value) for value in constants + carry + xs]:
-            averages.note_rounds(interp, eqn)
+            averages.record_rounds(interp, eqn)
             return carry + outs[num_carry:]
 
 
@@ -134,7 +134,7 @@ def unknown(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
     """Look through bodies; where there are none, anything may come out."""
     if any(True for _ in jaxprs.bodies(eqn)) or interp.trusts_unknown:
         return joined(interp, eqn, ins)
-    interp.note_unknown(eqn)
+    interp.record.add("unknown", eqn)
     joined(interp, eqn, ins)  # for what it notes
     return _source(interp, eqn, ins)
 
@@ -161,7 +161,7 @@ def joined(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
     lattice = interp.lattice
     axes = lattice.axes(jaxprs.named_axes(eqn)) & interp.everywhere
     if axes and interp.where:
-        interp.note_deadlock(eqn, interp.where, axes)
+        interp.record_deadlock(eqn, interp.where, axes)
     value = axes | (lattice.data if axes else 0)
     for operand in ins:
         value |= held(operand)

@@ -59,7 +59,7 @@ def _sum(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     gathered = sums.of_gathered(interp, eqn)
     if gathered is not None:
         return gathered
-    averages.note_sum(interp, eqn)
+    averages.record_sum(interp, eqn)
     return nonlinear.bend(interp, eqn, ins)
 
 

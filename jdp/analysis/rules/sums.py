@@ -36,7 +36,7 @@ def undivided(
     return total | bits
 
 
-def note_gathered(interp: Interpreter, eqn: Any, value: int, axes: int) -> None:
+def record_gathered(interp: Interpreter, eqn: Any, value: int, axes: int) -> None:
     """Record what all ranks along `axes` were asked for, and along which dim it lies."""
     if "all_gather_dimension" in eqn.params:
         interp.gathered[eqn.outvars[0]] = value, axes, eqn.params["all_gather_dimension"]
