@@ -47,7 +47,7 @@ def analyse(
     for variable, operand in zip(body.invars, eqn.invars, strict=True):
         if numbers and not jaxprs.is_literal(operand):
             number = numbers.get(operand, 0.0)
-            if interp.lattice.counts_ranks(number):
+            if interp.lattice.divisions(number):
                 interp.numbers[variable] = number
     outs = interp.body(body, ins, eqn)
     outputs = tuple(interp.lattice.decode(held(value)) for value in outs)

@@ -100,7 +100,7 @@ class Interpreter:
 
     def anything(self) -> int:
         """Return the class of a value of which nothing is known."""
-        return self.lattice.anything() | self.everywhere
+        return self.lattice.anything | self.everywhere
 
     def number(self, atom: Any) -> float | None:
         """Return the number that a literal or a captured array is, None if its value is unknown."""

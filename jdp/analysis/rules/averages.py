@@ -71,7 +71,10 @@ def spread(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     mean = None if quotient is None else _without_mean(interp, quotient, sizes)
     if mean is None:
         return value
-    return interp.lattice.averaging(value, mean) if interp.lattice.is_constant(value) else mean
+    lattice = interp.lattice
+    if not lattice.is_constant(value):
+        return mean
+    return mean | lattice.over("averaging", lattice.at(value, "divided"))
 
 
 def _copied(eqn: Any) -> tuple[int, ...]:
@@ -86,8 +89,9 @@ def _without_mean(interp: Interpreter, quotient: Quotient, sizes: tuple[int, ...
 
     What is a sum over the ranks already is divided by their number.
     """
-    lattice = interp.lattice
-    if not lattice.is_constant(quotient.value) and not lattice.is_before_sums(quotient.value):
+    lattice, value = interp.lattice, quotient.value
+    is_before_sums = value & lattice.varying and not value & lattice.total
+    if not lattice.is_constant(value) and not is_before_sums:
         return None
     counts = {
         math.prod(chosen)
@@ -103,7 +107,6 @@ def _without_mean(interp: Interpreter, quotient: Quotient, sizes: tuple[int, ...
     if not matches:
         return None
     _, mean = max(matches)  # over all of them, where another number divides besides
-    value = quotient.value
     for i, divisor in enumerate(quotient.divisors):
         if i != mean:
             value = lattice.scale_by_number(value, 1 / divisor)

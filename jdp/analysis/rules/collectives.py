@@ -31,7 +31,7 @@ def _native(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     scale = jaxprs.number(eqn.invars[2])
     totals = [sums.all_reduced(interp, eqn, x, i, axes) for i, x in enumerate(leaves, 4)]
     if scale is None:
-        totals = [interp.lattice.scale(x, ins[2]) for x in totals]
+        totals = [interp.lattice.scale_by(x, ins[2]) for x in totals]
     elif scale != 1:
         totals = [interp.lattice.scale_by_number(x, scale) for x in totals]
     return [interp.lattice.agree(token, axes), *totals]
@@ -84,11 +84,17 @@ def _averaged(interp: Interpreter, value: int, eqn: Any) -> int:
 
 
 def _share(interp: Interpreter, value: int, eqn: Any) -> int:
-    return interp.lattice.share(value, _marked_axes(interp, eqn))
+    # A rank's share of what all ranks have.
+    lattice, axes = interp.lattice, _marked_axes(interp, eqn)
+    value = lattice.rescaled(value | lattice.mixed, axes) & ~lattice.sums(axes, axes, 0)
+    return value | lattice.sums(0, 0, axes) | lattice.over("uneven", axes)
 
 
 def _summed(interp: Interpreter, value: int, eqn: Any) -> int:
-    return interp.lattice.as_stated(value, _marked_axes(interp, eqn))
+    # A sum whose scale the author has chosen.
+    lattice, axes = interp.lattice, _marked_axes(interp, eqn)
+    value = lattice.rescaled(value, axes) | lattice.sums(axes, axes, 0)
+    return value | lattice.over("unrepeated", axes) | lattice.over("uneven", axes)
 
 
 def _marked_axes(interp: Interpreter, eqn: Any) -> int:

@@ -44,7 +44,7 @@ def _swap(interp: Interpreter, eqn: Any, ins: list[Any]) -> int:
 def _add(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[int]:
     ref, value, *indices = ins
     cell = _cell(interp, ref)
-    cell.value = interp.lattice.total(cell.value, value) | _varying(interp, indices) | interp.where
+    cell.value = interp.lattice.add(cell.value, value) | _varying(interp, indices) | interp.where
     return []
 
 
