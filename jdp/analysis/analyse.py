@@ -6,7 +6,6 @@ from typing import Any
 from jdp.analysis import jaxprs
 from jdp.analysis.cells import Cell, held
 from jdp.analysis.interpreter import Interpreter, move
-from jdp.analysis.liveness import used_inputs
 from jdp.analysis.provenance import Provenance
 from jdp.analysis.report import Report
 from jdp.analysis.rules import RULES, UNKNOWN
@@ -58,7 +57,7 @@ def analyse(
         marks=interp.record.marks(interp.lattice),
         opaque=tuple(interp.opaque),
         unknown=interp.record.unknown(),
-        used_inputs=used_inputs(body),
+        num_inputs=len(body.invars),
         refs=tuple(
             (i, interp.lattice.decode(value.value))
             for i, value in enumerate(ins)
@@ -72,8 +71,8 @@ def analyse(
 
 def _sources(eqn: Any, outputs: tuple[Any, ...]) -> tuple[str, ...]:
     body = jaxprs.mapped_body(eqn)
-    specs = map(jaxprs.spec_axes, eqn.params["out_specs"])
-    torn = [bool(out.axes - spec) for out, spec in zip(outputs, specs, strict=True)]
+    specs = zip(outputs, eqn.params["out_specs"], strict=True)
+    torn = [bool(out.axes and out.axes - jaxprs.spec_axes(spec)) for out, spec in specs]
     if not any(torn):
         return ("",) * len(torn)
     makers = {variable: each for each in body.eqns for variable in each.outvars}

@@ -49,7 +49,7 @@ def deadlocks(report: Report, traced: Traced) -> Iterator[str]:
 
 def _inputs(report: Report, traced: Traced) -> list[str]:
     # Captured arrays stand in front of the arguments.
-    return ["a captured array"] * num_constants(report, traced) + list(traced.inputs)
+    return ["a captured array"] * (report.num_inputs - len(traced.inputs)) + list(traced.inputs)
 
 
 def _layers(report: Report, traced: Traced) -> Iterator[str]:
@@ -164,11 +164,6 @@ def _refs(report: Report, traced: Traced) -> Iterator[str]:
                 f"hold another value on each after {line or 'that'}: {reason}. Store "
                 "jdp.mean_over_ranks(x), or return what differs by row as jdp.rows(x).",
             )
-
-
-def num_constants(report: Report, traced: Traced) -> int:
-    """Count the captured arrays, which stand in front of the arguments."""
-    return len(report.used_inputs) - len(traced.inputs)
 
 
 def _without_consequences(back: Provenance, leaves: Mapping[int, str]) -> dict[int, Node]:

@@ -180,9 +180,7 @@ class Lattice(Bits):
 
     def _scaled_by(self, value: int, factor: int) -> int:
         """Return `value` as a factor leaves it that may be one over a sum."""
-        return (
-            value if factor & self.capped else self.rescaled(value, self.at(factor, "divided"))
-        )
+        return value if factor & self.capped else self.rescaled(value, self.at(factor, "divided"))
 
     def quotient(self, a: int, b: int) -> int:
         """Return the class of `a / b`."""

@@ -9,6 +9,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 
+# The kind of mark on a gradient on its way to being reduced.
+LOCAL = "local"
 # The kind of mark that a collective puts on its result, see `mark`.
 ALL_REDUCED = "all_reduced"
 # The kind of mark on what a step's weight is made from, which is no use of it by the step itself.
@@ -101,7 +103,7 @@ batching.fancy_primitive_batchers[_mark_p] = _batch
 mlir.register_lowering(_mark_p, lambda context, x, **note: [x], cacheable=False)
 mlir.register_lowering(
     _mark_p,
-    lambda context, x, *, kind, **note: [_unfolded(x) if kind == "local" else x],
+    lambda context, x, *, kind, **note: [_unfolded(x) if kind == LOCAL else x],
     platform="cpu",
     cacheable=False,
 )

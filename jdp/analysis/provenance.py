@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jdp.analysis import jaxprs
-from jdp.analysis.marks import ALL_REDUCED
+from jdp.analysis.marks import ALL_REDUCED, LOCAL
 from jdp.analysis.records import Record
 from jdp.analysis.rules import collectives
 from jdp.analysis.way_back import Frame, Node, WayBack, is_source
@@ -198,7 +198,7 @@ class Provenance(WayBack):
     def _comes_from_gradient(self, nodes: list[Node]) -> bool:
         eqns = (self.maker(each) for each in self.back(nodes, everything=True))
         marks = (e for e in eqns if e is not None and e.primitive.name == "jdp_mark")
-        return any(eqn.params["kind"] == "local" for eqn in marks)
+        return any(eqn.params["kind"] == LOCAL for eqn in marks)
 
     def _reduces(self, frame: Frame, eqn: Any) -> bool:
         outs = [Node(frame, variable) for variable in eqn.outvars]

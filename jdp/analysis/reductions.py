@@ -6,7 +6,7 @@ from typing import Any
 
 from jdp.analysis import jaxprs
 from jdp.analysis.findings import Marked
-from jdp.analysis.marks import SYNCED
+from jdp.analysis.marks import LOCAL, SYNCED
 from jdp.analysis.provenance import Provenance
 from jdp.analysis.report import Report
 from jdp.analysis.way_back import Node
@@ -40,7 +40,7 @@ def unweighted(report: Report, names: Collection[str]) -> Iterator[str]:
     told: dict[tuple[str, str, str], list[str]] = {}
     for found in report.marks:
         axes = found.value.even & (frozenset(found.axes) | frozenset(names))
-        if found.kind in ("local", SYNCED) and axes and not found.value.zero:
+        if found.kind in (LOCAL, SYNCED) and axes and not found.value.zero:
             back = report.back(axes)
             node = back.of_mark(found.eqn)
             line = "" if node is None else back.reduction(node)
@@ -67,7 +67,7 @@ def means(report: Report) -> dict[str, list[str]]:
     """Return the gradients of which all that come to one line are means already, by that line."""
     by_line: dict[str, list[Marked]] = {}
     for found in report.marks:
-        if found.kind == "local":
+        if found.kind == LOCAL:
             by_line.setdefault(found.source, []).append(found)
     return {
         line: [found.path for found in marks]
@@ -107,7 +107,7 @@ def repetition(eqn: Any, back: Provenance, node: Node | None, axes: Collection[s
 def _reason(eqn: Any, report: Report, found: Marked, names: Collection[str]) -> str:
     value = found.value
     axes = frozenset(found.axes) | frozenset(names)
-    if found.kind not in ("local", SYNCED) or value.zero:
+    if found.kind not in (LOCAL, SYNCED) or value.zero:
         return ""
     back = report.back(axes)
     if repeated := value.repeated & axes:
@@ -117,7 +117,7 @@ def _reason(eqn: Any, report: Report, found: Marked, names: Collection[str]) -> 
     if not total:
         if not (value.unclear | value.undivided) & axes:
             return ""
-        if found.kind == "local" and not _is_alone(report, found):
+        if found.kind == LOCAL and not _is_alone(report, found):
             return ""
         line = _undivided(report, found, value.undivided & axes)
         if line:
@@ -187,7 +187,7 @@ def _is_reduced(found: Marked) -> bool:
 def _is_alone(report: Report, found: Marked) -> bool:
     # What its author has reduced by hand is a whole tree. Beside local gradients, it is that of a
     # parameter which multiplies a sum over ranks: of losses that are divided by their number, say.
-    others = [each for each in report.marks if each.kind == "local"]
+    others = [each for each in report.marks if each.kind == LOCAL]
     return not any(
         each.value.axes & set(each.axes) for each in others if each.source == found.source
     )

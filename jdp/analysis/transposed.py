@@ -1,13 +1,17 @@
 """Collectives of a traced program that JAX made by transposing those of a loss."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jdp.analysis import jaxprs, source_lines
 from jdp.analysis.forward import Forward
-from jdp.analysis.marks import MICRO_BATCH, WEIGHTED_SUM
+from jdp.analysis.marks import MICRO_BATCH, OWN_WEIGHT, WEIGHTED_SUM
+from jdp.analysis.report import Report
 from jdp.analysis.rules import RULES, collectives
+from jdp.analysis.traced import Traced
+from jdp.analysis.wording import shown
+from jdp.error_codes import with_code
 
 # No cotangent goes through a maximum, and these do not communicate.
 _HARMLESS = frozenset("axis_index jdp_mark pmax pmin unreduced_pmax unreduced_pmin".split())
@@ -20,7 +24,7 @@ _TRANSPOSE_OF = {
 }
 
 
-class Differentiated(NamedTuple):
+class _Differentiated(NamedTuple):
     """A collective that adds up cotangents.
 
     Attributes:
@@ -33,27 +37,65 @@ class Differentiated(NamedTuple):
     source: str
 
 
-def find(jaxpr: Any, axes: frozenset[str]) -> list[Differentiated]:
+def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
+    """Yield a text for every transposed collective that adds up unweighted cotangents."""
+    axes = frozenset(traced.spec.axis_name)
+    if any(found.kind == OWN_WEIGHT for found in report.marks):
+        for found in _find_before(step.params["jaxpr"], axes, OWN_WEIGHT):
+            where = f" at {found.source}" if found.source else ""
+            yield with_code(
+                "JDP124",
+                f"`{found.name}`{where} is differentiated, and jdp.sync_gradients(weight=) weighs "
+                "that gradient by something else than the step: the cotangents of the ranks were "
+                "added up by other weights, and the gradient would be wrong. Write "
+                "jdp.train_step(weight=...), and leave it out of jdp.sync_gradients.",
+            )
+    if not traced.found.weighed:
+        return
+    by = shown([f"{name}(weight=)" for name in sorted(traced.found.weighed)])
+    for found in _find(step.params["jaxpr"], axes):
+        where = f" at {found.source}" if found.source else ""
+        if found.name == MICRO_BATCH:
+            yield with_code(
+                "JDP124",
+                f"a sum or mean over ranks{where} stands in the micro-batches of a gradient "
+                "and is differentiated from outside of them, too, where ranks weigh differently: "
+                "that gradient would be wrong. Leave accumulate= and micro_batch_rows= out of the "
+                "inner gradient.",
+            )
+            continue
+        yield with_code(
+            "JDP124",
+            f"`{found.name}`{where} is differentiated, and {by} weighs the ranks: JAX adds up the "
+            "cotangents of all ranks without their weights, and the gradient would be wrong where "
+            "these differ. Write jdp.mean_over_ranks(x) or jdp.sum_over_ranks(x) in its place, or "
+            "leave out weight= and return the loss "
+            '`(losses * batch["mask"]).mean() / jdp.mean_over_ranks(batch["mask"].mean())`, '
+            "whose mean over ranks is that of all rows.",
+        )
+
+
+def _find(jaxpr: Any, axes: frozenset[str]) -> list[_Differentiated]:
     """Return the transposed collectives over one of `axes` that do not weigh the ranks."""
-    found: dict[Differentiated, None] = {}
+    found: dict[_Differentiated, None] = {}
     for eqn, around in jaxprs.placed_equations(jaxpr, _Place(), _Place.within):
         here = around.within(eqn)
         if here.is_transposed and _communicates(eqn, axes):
             if not here.is_ours:
-                found[Differentiated(_name(eqn), here.line)] = None
+                found[_Differentiated(_name(eqn), here.line)] = None
             elif here.in_micro_batch:
-                found[Differentiated(MICRO_BATCH, here.line)] = None
+                found[_Differentiated(MICRO_BATCH, here.line)] = None
     return list(found)
 
 
-def find_before(jaxpr: Any, axes: frozenset[str], kind: str) -> list[Differentiated]:
+def _find_before(jaxpr: Any, axes: frozenset[str], kind: str) -> list[_Differentiated]:
     """Return the transposed collectives over one of `axes` on which a mark of `kind` depends."""
-    found: dict[Differentiated, None] = {}
+    found: dict[_Differentiated, None] = {}
 
     def visit(eqn: Any, operands: list[Any], around: _Place) -> list[Any] | None:
         here = around.within(eqn)
         if here.is_transposed and _communicates(eqn, axes):
-            causes = _join([*operands, (Differentiated(_name(eqn), here.line),)])
+            causes = _join([*operands, (_Differentiated(_name(eqn), here.line),)])
             return [causes] * len(eqn.outvars)
         if eqn.primitive.name == "jdp_mark" and eqn.params["kind"] == kind:
             found.update(dict.fromkeys(operands[0]))
@@ -64,7 +106,7 @@ def find_before(jaxpr: Any, axes: frozenset[str], kind: str) -> list[Differentia
     return list(found)
 
 
-def _join(causes: Sequence[tuple[Differentiated, ...]]) -> tuple[Differentiated, ...]:
+def _join(causes: Sequence[tuple[_Differentiated, ...]]) -> tuple[_Differentiated, ...]:
     return tuple(dict.fromkeys(itertools.chain(*causes)))
 
 

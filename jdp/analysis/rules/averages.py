@@ -55,7 +55,7 @@ def divided(interp: Interpreter, eqn: Any, dividend: Any, value: int, divisor: f
         before = Quotient(value, ())
     interp.quotients[eqn.outvars[0]] = Quotient(before.value, (*before.divisors, divisor))
     sizes = () if is_literal else interp.sums.get(dividend, ())
-    mean = _without_mean(interp, Quotient(value, (divisor,)), sizes)
+    mean = _without_mean(interp, Quotient(value, (divisor,)), sizes) if sizes else None
     return interp.lattice.scale_by_number(value, 1 / divisor) if mean is None else mean
 
 
