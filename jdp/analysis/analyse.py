@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdp.analysis import jaxprs
-from jdp.analysis.cells import Cell, held
+from jdp.analysis.cells import Cell, value_of
 from jdp.analysis.interpreter import Interpreter, move
 from jdp.analysis.provenance import Provenance
 from jdp.analysis.report import Report
@@ -49,7 +49,7 @@ def analyse(
             if interp.lattice.divisions(number):
                 interp.numbers[variable] = number
     outs = interp.body(body, ins, eqn)
-    outputs = tuple(interp.lattice.decode(held(value)) for value in outs)
+    outputs = tuple(interp.lattice.decode(value_of(value)) for value in outs)
     return Report(
         outputs=outputs,
         output_sources=_sources(eqn, outputs),

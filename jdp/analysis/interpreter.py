@@ -22,7 +22,7 @@ ZERO_OF_ZEROS = frozenset("cumsum reduce_sum".split())
 
 # These rules are written out in the interpreter itself, which meets them most often.
 def mix(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
-    """Join the operands: they may differ, so may the result. It is no longer a scaled sum."""
+    """Join the operands: they may differ, so may the result. It is not a scaled sum any more."""
     value = 0
     for operand in ins:
         value |= operand
@@ -32,7 +32,7 @@ def mix(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
 
 
 def image(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
-    """Join the operands, as mix does. Of a sum n times too large it makes another wrong number."""
+    """Join the operands, as mix does. A sum n times too large becomes another wrong number."""
     (value,) = ins
     if value & interp.lattice.data:
         return value | interp.lattice.imaged

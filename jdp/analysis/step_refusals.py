@@ -1,4 +1,4 @@
-"""From the analysis of a traced step to what its author is told."""
+"""Refusals and warnings for a traced step, from its analysis."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -13,6 +13,7 @@ from jdp.analysis import (
     bfloat16_reductions,
     bulleted,
     causes,
+    deadlocks,
     find_shard_maps,
     jaxprs,
     reductions,
@@ -26,6 +27,8 @@ from jdp.analysis.liveness import used_inputs
 from jdp.analysis.marks import AVERAGED, LOCAL, SHARED
 from jdp.analysis.traced import WEIGHT, Traced
 from jdp.error_codes import with_code
+
+_UNIFORM = "jdp.mean_over_ranks(loss) < 2"
 
 
 class Proved(NamedTuple):
@@ -89,7 +92,7 @@ def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
     if unknown := [*_not_compiled(step, report, traced)]:
         return unknown
     problems = [
-        *causes.deadlocks(report, traced),
+        *deadlocks.refusals(report, causes.input_names(report, traced), _UNIFORM),
         *scales.refusals(step, report, traced),
         *_hidden_reductions(report, traced),
         *causes.refusals(report, traced),
@@ -99,7 +102,7 @@ def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
         *_forward_mode(step, report),
         *_aborting_reductions(step, traced),
     ]
-    return list(dict.fromkeys(problems))  # A line that many leaves pass is told once.
+    return list(dict.fromkeys(problems))  # Many leaves may pass one line.
 
 
 def _uniform_gradients(report: Report) -> frozenset[str] | None:
@@ -199,8 +202,8 @@ def _aborting_reductions(step: Any, traced: Traced) -> Iterator[str]:
 
 
 def _unused(report: Report) -> Iterator[str]:
-    # Of several losses each may have its own parameters (a GAN, branches): a leaf is told by path
-    # and shape, and used by any that depends on it.
+    # Each of several losses may have its own parameters (a GAN, branches): a leaf, known by its
+    # path and shape, is used by any of them that depends on it.
     local = [found for found in report.marks if found.kind == LOCAL]
     leaves = [(found.path, found.eqn.outvars[0].aval.shape) for found in local]
     zero = [found.value.zero for found in local]

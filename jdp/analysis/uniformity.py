@@ -11,8 +11,8 @@ from jdp import axis
 from jdp.analysis import jaxprs
 from jdp.analysis.analyse import analyse, find_shard_maps
 from jdp.analysis.forward import Forward
-from jdp.analysis.loop_refusals import refusals, spelled, unknown_primitives
-from jdp.analysis.wording import bulleted
+from jdp.analysis.loop_refusals import refusals, unknown_primitives
+from jdp.analysis.wording import bulleted, spelled
 from jdp.axis import AxisName
 from jdp.error_codes import with_code
 

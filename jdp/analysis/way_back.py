@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jdp.analysis import jaxprs
-from jdp.analysis.cells import held
+from jdp.analysis.cells import value_of
 from jdp.analysis.marks import SOURCE
 from jdp.analysis.records import Record
 from jdp.analysis.source_lines import source
@@ -106,7 +106,7 @@ class WayBack:
         """Whether a value may differ from rank to rank."""
         if jaxprs.is_literal(node.variable):
             return False
-        return bool(held(node.frame.record.env.get(node.variable, 0)) & self._bits)
+        return bool(value_of(node.frame.record.env.get(node.variable, 0)) & self._bits)
 
     def maker(self, node: Node) -> Any | None:
         """Return the equation that computed a value, None for an input of its body."""

@@ -101,7 +101,7 @@ REFUSED = {
     ),
     "deadlock": (
         mapped(lambda w, x: lax.cond(x[0] < 2, lambda: psum(w), lambda: psum(w))),
-        ["`psum` over 'data' at analysed.py:", "under a `cond`", "pmean(loss, 'data') < 2"],
+        ["`psum` at analysed.py:", " over 'data'", "`cond`", "pmean(loss, 'data') < 2"],
     ),
     "reduced twice": (
         mapped(lambda w, x: pmean(local(psum(x), "['w']"))),

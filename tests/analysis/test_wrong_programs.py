@@ -42,7 +42,8 @@ def assert_refused(program):
     with pytest.raises(ValueError) as caught:
         lower(program)
     message = str(caught.value)
-    assert KINDS[program.kind] in message, message
+    for part in KINDS[program.kind]:
+        assert part in message, message
     assert program.line() in message, message
     for name in blamed(message):
         assert name.startswith(program.blames), message
@@ -254,7 +255,7 @@ def test_refuses_wrong_metrics_of_an_eval_step():
     state, batch = corpus.training()
     with pytest.raises(ValueError, match=r"`metrics\['correct'\]` int32\[\].*sum_over_ranks"):
         measure(state, batch)
-    with pytest.raises(ValueError, match=r"`psum` at test_wrong_programs.py:\d+ runs under"):
+    with pytest.raises(ValueError, match=r"`psum` at test_wrong_programs.py:\d+"):
         jdp.evaluate(wait, state, [batch])
 
 

@@ -68,47 +68,21 @@ def _rank(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _mark(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    interp.record.add("mark", eqn, ins[0], interp.where)
-    believed = _BELIEVED.get(eqn.params["kind"])
-    if believed is not None:
-        return believed(interp, ins[0], eqn)
-    return ins[0]
-
-
-def _reduced(interp: Interpreter, value: int, eqn: Any) -> int:
-    return sums.all_reduced(interp, eqn, value, 0, _meet(interp, eqn))
-
-
-def _averaged(interp: Interpreter, value: int, eqn: Any) -> int:
-    return interp.lattice.mean(value, _marked_axes(interp, eqn))
-
-
-def _share(interp: Interpreter, value: int, eqn: Any) -> int:
-    # A rank's share of what all ranks have.
-    lattice, axes = interp.lattice, _marked_axes(interp, eqn)
-    value = lattice.rescaled(value | lattice.mixed, axes) & ~lattice.sums(axes, axes, 0)
-    return value | lattice.sums(0, 0, axes) | lattice.over("uneven", axes)
-
-
-def _summed(interp: Interpreter, value: int, eqn: Any) -> int:
-    # A sum whose scale the author has chosen.
-    lattice, axes = interp.lattice, _marked_axes(interp, eqn)
-    value = lattice.rescaled(value, axes) | lattice.sums(axes, axes, 0)
-    return value | lattice.over("unrepeated", axes) | lattice.over("uneven", axes)
-
-
-def _marked_axes(interp: Interpreter, eqn: Any) -> int:
-    return interp.lattice.axes(eqn.params["axes"])
-
-
-# Kinds of marks that say more than the program shows.
-_BELIEVED = {
-    ALL_REDUCED: _reduced,
-    AVERAGED: _averaged,
-    MEAN: _averaged,
-    SHARE: _share,
-    SUMMED: _summed,
-}
+    """Return the class of what was marked. Some kinds say more than the program shows."""
+    (value,), kind, lattice = ins, eqn.params["kind"], interp.lattice
+    interp.record.add("mark", eqn, value, interp.where)
+    if kind == ALL_REDUCED:
+        return sums.all_reduced(interp, eqn, value, 0, _meet(interp, eqn))
+    axes = lattice.axes(eqn.params["axes"])
+    if kind in (AVERAGED, MEAN):
+        return lattice.mean(value, axes)
+    if kind == SHARE:
+        value = lattice.rescaled(value | lattice.mixed, axes) & ~lattice.sums(axes, axes, 0)
+        return value | lattice.sums(0, 0, axes) | lattice.over("uneven", axes)
+    if kind == SUMMED:
+        value = lattice.rescaled(value, axes) | lattice.sums(axes, axes, 0)
+        return value | lattice.over("unrepeated", axes) | lattice.over("uneven", axes)
+    return value
 
 
 def _meet(interp: Interpreter, eqn: Any, *, in_groups: bool = True) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jdp.analysis.cells import Cell, held
+from jdp.analysis.cells import Cell, value_of
 from jdp.analysis.interpreter import Interpreter
 
 
@@ -16,12 +16,12 @@ def _cell(interp: Interpreter, ref: int | Cell) -> Cell:
 def _varying(interp: Interpreter, indices: list[Any]) -> int:
     bits = 0
     for index in indices:
-        bits |= held(index)
+        bits |= value_of(index)
     return bits & interp.lattice.varying
 
 
 def _new(interp: Interpreter, eqn: Any, ins: list[Any]) -> Cell:
-    return Cell(held(ins[0]))
+    return Cell(value_of(ins[0]))
 
 
 def _empty(interp: Interpreter, eqn: Any, ins: list[Any]) -> Cell:
