@@ -14,11 +14,9 @@ from jdp.analysis.source_lines import source
 
 
 def find_shard_maps(jaxpr: Any) -> list[Any]:
-    """Find the outermost shard_map equations of a traced program, in order, also inside of jit. One
-    that is called in several places is one equation.
+    """Return the outermost shard_map equations of a traced program, in order, also inside of jit.
 
-    Args:
-      jaxpr: of any function, such as `jax.make_jaxpr(f)(x)` or `jax.jit(f).trace(x).jaxpr`.
+    One that is called in several places is one equation.
     """
     equations = jaxprs.equations(jaxpr, mapped=False)
     return [eqn for eqn in equations if eqn.primitive.name == "shard_map"]

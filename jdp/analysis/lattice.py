@@ -15,9 +15,6 @@ class Lattice(Bits):
     A constant has none of the bits of sums: chosen by a uniform predicate, or where a loop starts,
     it may stand beside a sum without ending a claim. `decode` claims a sum only of data.
 
-    Args:
-      sizes: of all axes of the mesh, by name.
-
     >>> lattice = Lattice({"data": 4})
     >>> rows = lattice.mixed | lattice.axes(["data"])
     >>> total = lattice.all_reduce(rows, lattice.axes(["data"]))

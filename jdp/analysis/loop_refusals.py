@@ -26,8 +26,8 @@ def refusals(
       eqn: the shard_map.
       report: of `eqn`.
       names: of the axes that form the data axis.
-      paths: what an output of `eqn` is called in the function around it, by its position.
-      inputs: what its inputs are called there.
+      paths: names of its outputs in the function around it, by position.
+      inputs: names of its inputs there.
     """
     yield from deadlocks.refusals(report, inputs, f"jax.lax.pmean(loss, {spelled(names)}) < 2")
     yield from reductions.refusals(eqn, report, names)

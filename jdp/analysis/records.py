@@ -23,11 +23,9 @@ class _Note(NamedTuple):
 
 
 class Record:
-    """One body, walked for one set of input classes; calls that are alike share it.
+    """One body with the class of every variable, walked for one set of input classes.
 
-    Args:
-      jaxpr: the body.
-      env: class of every variable in it.
+    Calls that are alike share it.
     """
 
     __slots__ = ("_bodies", "_cells", "_notes", "_outs", "env", "has_notes", "jaxpr")

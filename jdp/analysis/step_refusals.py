@@ -47,9 +47,7 @@ class Proved(NamedTuple):
 def check(jaxpr: Any, traced: Traced) -> Proved:
     """Raise ValueError for a step after which ranks could hold different states, or wait for ever.
 
-    Args:
-      jaxpr: the traced program, with the step's `shard_map` in it.
-      traced: the names of its inputs and outputs.
+    The step's `shard_map` is the first in `jaxpr`.
     """
     step = find_shard_maps(jaxpr)[0]
     numbers = jaxprs.captured_numbers(jaxpr)

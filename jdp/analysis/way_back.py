@@ -42,14 +42,7 @@ class Node(NamedTuple):
 
 
 class WayBack:
-    """The way back through a shard_map whose bodies were walked.
-
-    Args:
-      body: of the shard_map.
-      root: of the walk through it.
-      eqn: the shard_map.
-      bits: of the axes along which it is asked what differs.
-    """
+    """The way back through a shard_map, `eqn`, whose bodies were walked, along what has `bits`."""
 
     def __init__(self, body: Any, root: Record, eqn: Any, bits: int):
         self.body = body
