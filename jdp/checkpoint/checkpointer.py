@@ -95,7 +95,8 @@ class Checkpointer:
         Raises:
           TypeError: if `batches` have no position.
           ValueError: if what was written is of another model (naming the leaf), or without a
-            position of the data although `batches` are given.
+            position of the data although `batches` are given; if these read other data than the
+            run began with (see `allow` of `jdp.batches`).
           RuntimeError: if `directory` holds an earlier run and this does not resume it, if another
             run writes there, if all checkpoints there are damaged, or if another process failed.
           OSError: if `directory` cannot be written to.

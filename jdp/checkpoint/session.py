@@ -13,7 +13,7 @@ import jax
 from jdp import pytrees
 from jdp.checkpoint import directory
 from jdp.checkpoint.commit_memory import CommitMemory
-from jdp.checkpoint.restore import Restorable, Sources, latest, restored
+from jdp.checkpoint.restore import Restorable, Sources, latest, position_of, restored
 from jdp.checkpoint.state_writer import checkpoint_writer, commit_writer
 from jdp.distributed import agree, in_flight, kv_store
 from jdp.distributed.checks import startup
@@ -71,7 +71,7 @@ class Session:
             self._memory = CommitMemory(self._launcher.commit_file)
         self._identity: dict[str, Any] = {}  # of this life of the run, equal on all processes
         self._state: Any = None  # after the last step, as the position is
-        self._position: int | None = None
+        self._data: dict[str, Any] = {"position": None}
         self._num_steps, self._saved_at = 0, -1
         self._is_unsaved = False  # what was restored may be on no disk
         self._is_held = False  # whether all hosts have a commit of this life, or the one before
@@ -112,7 +112,7 @@ class Session:
     def record(self, state: Any, batches: Any) -> None:
         """Record the state after the last step, and what the batches have handed out."""
         self._state = state
-        self._position = None if batches is None else int(batches.position)
+        self._data = position_of(batches)
 
     def count_step(self) -> None:
         """Count the step that led to the state, and commit or save it if it is time."""
@@ -202,7 +202,7 @@ class Session:
         self._identity = {**run, **written_by}
 
     def _facts(self) -> dict[str, Any]:
-        return {**self._identity, "step": self.steps, "position": self._position}
+        return {**self._identity, "step": self.steps, **self._data}
 
     def _resumes(self, resume: bool | None) -> bool:
         if self._assigned is not None and self._assigned.resumes:
