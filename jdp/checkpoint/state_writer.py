@@ -51,11 +51,11 @@ class StateWriter:
         self._job: Future[None] | None = None
 
     def begin_write(self, state: Any, facts: dict[str, Any]) -> None:
-        """Copy a state and begin to write it, when the one before is written.
+        """Copy a state, which may then be donated, and begin to write it once the last is written.
 
         Args:
-          state: may be donated afterwards.
-          facts: what JSON can hold. `leaves` is added: what the arrays are.
+          state: the state.
+          facts: what JSON can hold. `leaves` is added: the descriptions of the arrays.
 
         Raises:
           ValueError: if the state was donated.
@@ -70,14 +70,12 @@ class StateWriter:
             self._job = self._pool.submit(_write, self._write, facts, taken, self._steps)
 
     def prepare(self, action: Callable[[], None]) -> None:
-        """Run an action in the thread, unless it is busy."""
-        if self._is_idle():
-            self.wait()
-            self._job = self._pool.submit(action)
+        """Run an action in the thread, before the next state is written."""
+        self._pool.submit(action)
 
     def raise_failure(self) -> None:
         """Raise the error of a state that could not be written; wait for nothing."""
-        if self._is_idle():
+        if self._job is not None and self._job.done():
             self.wait()
 
     def wait(self) -> None:
@@ -93,9 +91,6 @@ class StateWriter:
         except Exception as error:
             _log.error("jdp: %s", error)
         self._pool.shutdown()
-
-    def _is_idle(self) -> bool:
-        return self._job is None or self._job.done()
 
 
 def commit_writer(memory: CommitMemory | None, *, is_here: bool) -> StateWriter:
