@@ -1,6 +1,7 @@
 """`per_rank`: state that belongs to one rank or to its rows, and is split over the ranks."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -67,6 +68,7 @@ for _name in (
     setattr(PerRank, f"__{_name}__", _refusing(f"__{_name}__"))
 
 
+@dataclass(frozen=True)
 class _Rule:
     """The rule of a `PerRank` as a part of its treedef, where all rules are equal.
 
@@ -74,14 +76,7 @@ class _Rule:
     value without one returns a state of the same structure.
     """
 
-    def __init__(self, resize: Resize | None):
-        self.resize = resize
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Rule)
-
-    def __hash__(self) -> int:
-        return hash(_Rule)
+    resize: Resize | None = field(compare=False)
 
 
 jax.tree_util.register_pytree_with_keys(
@@ -131,7 +126,7 @@ def is_per_rank(node: Any) -> bool:
 
 
 def owners(tree: Any) -> list[PerRank | None]:
-    """Return for each leaf of a tree the `per_rank` node that it belongs to; None for the others."""
+    """Return for each leaf of a tree the `per_rank` node that it belongs to, or None."""
     found: list[PerRank | None] = []
     for node in jax.tree.leaves(tree, is_leaf=is_per_rank):
         found += [node] * len(jax.tree.leaves(node)) if is_per_rank(node) else [None]
@@ -149,21 +144,17 @@ def flags(tree: Any) -> list[bool]:
 
 def require_dims(tree: Any) -> None:
     """Refuse a tree with an array of `per_rank` that cannot be split, as `require_dim` does."""
-    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_per_rank):
-        for inner, leaf in jax.tree_util.tree_leaves_with_path(node) if is_per_rank(node) else ():
-            require_dim(jax.tree_util.keystr((*path, *inner)), leaf)
+    named = jax.tree_util.tree_leaves_with_path(tree)
+    for is_own, (path, leaf) in zip(flags(tree), named, strict=True):
+        if is_own:
+            require_dim(jax.tree_util.keystr(path), leaf)
 
 
 def require_dim(name: str, leaf: Any, num_ranks: int = 1) -> None:
-    """Refuse an array that cannot be split over the ranks.
-
-    Args:
-      name: of the leaf, for the error.
-      leaf: an array.
-      num_ranks: must divide its first dim.
+    """Refuse a leaf that cannot be split over the ranks.
 
     Raises:
-      ValueError: if it has no first dim, or one that does not divide.
+      ValueError: if it has no first dim, or `num_ranks` does not divide that.
       TypeError: if it is not an array.
     """
     if not pytrees.is_array(leaf):
@@ -192,17 +183,7 @@ def _reason(shape: tuple[int, ...], num_ranks: int) -> str:
 
 
 def resized(owner: PerRank, leaf: Any, saved: np.ndarray, name: str, where: str) -> np.ndarray:
-    """Bring the saved value of a leaf to the shape that the leaf has, by the rule of its node.
-
-    Args:
-      owner: the node.
-      leaf: the leaf that is restored to.
-      saved: its saved value; of keys, their data.
-      name: of the leaf, for the error.
-      where: name of the source of the value, for the error.
-
-    Returns:
-      The value; `saved` itself if it has the shape.
+    """Bring the saved value of a leaf, of keys their data, to the leaf's shape by its node's rule.
 
     Raises:
       ValueError: if the shape differs and there is no rule, or the rule returns another shape.

@@ -46,8 +46,8 @@ def fill(
             absent.append(new)
             continue
         old, value = left[new.name].pop(0)
-        if owners[i] is not None:
-            value = rank_state.resized(owners[i], leaves[i], value, new.name, where)
+        if (owner := owners[i]) is not None:
+            value = rank_state.resized(owner, leaves[i], value, new.name, where)
             old = old._replace(shape=value.shape)
         if not _fits(old, new):
             raise ValueError(

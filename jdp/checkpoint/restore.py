@@ -1,5 +1,6 @@
 """Which commit or checkpoint is the latest, on any process, and getting it to all of them."""
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jdp.checkpoint.commit_memory import CommitMemory
-from jdp.checkpoint.directory import Folder, TornError
+from jdp.checkpoint.directory import Checkpoint, Folder, TornError
 from jdp.checkpoint.fill import fill
 from jdp.checkpoint.saved_leaves import (
     SavedLeaf,
@@ -87,13 +88,14 @@ class Sources:
                 torn.append(f"{checkpoint.path}: {error}")
                 _log.warning("jdp: a checkpoint is damaged and is passed over: %s.", torn[-1])
                 continue
-            names = disk_names(leaves_of(facts))
-            self._readers[key] = lambda found=checkpoint: (
-                facts,
-                from_disk(leaves_of(facts), folder.read(found, names)),
-            )
+            self._readers[key] = functools.partial(_read_checkpoint, folder, checkpoint, facts)
             return
         self.torn = torn
+
+
+def _read_checkpoint(folder: Folder, checkpoint: Checkpoint, facts: dict[str, Any]) -> Saved:
+    leaves = leaves_of(facts)
+    return facts, from_disk(leaves, folder.read(checkpoint, disk_names(leaves)))
 
 
 class Latest(NamedTuple):
@@ -103,6 +105,11 @@ class Latest(NamedTuple):
     source: int  # a process that has it
     lacking: list[int]  # processes that do not
     where: str
+
+    @property
+    def tier(self) -> str:
+        """Return what the launcher is told of it."""
+        return "commit" if self.key.is_commit else "checkpoint"
 
 
 def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:

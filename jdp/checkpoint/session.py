@@ -37,8 +37,8 @@ _NOT_CLOSED = (
 class Session:
     """One run of this process: its last state, and when and where that is written.
 
-    The `folder` is that of its checkpoints. `has_data`: it has batches, whose position is written
-    with the state. `steps` are counted over all lives of the run.
+    `has_data`: it has batches, whose position is written with the state. `steps` are counted over
+    all lives of the run.
     """
 
     def __init__(
@@ -105,15 +105,14 @@ class Session:
         elif resumes and self._process == 0:
             _log.warning("jdp: nothing to resume in %s: this begins anew.", self._folder.path)
         self.record(state, batches)
-        tier = ("commit" if found.key.is_commit else "checkpoint") if found else "none"
-        self._is_unsaved = tier == "commit"
-        self._is_committed = self._is_unsaved and not found.lacking
+        if found is not None and found.key.is_commit:
+            self._is_unsaved, self._is_committed = True, not found.lacking
         self._preemption = Preemption()
         self._ends.callback(self._preemption.stop_listening)
         self._ends.callback(self._saves.end_thread)
         self._ends.callback(self._commits.end_thread)
         if self._launcher is not None:
-            seconds = time.monotonic() - began
+            tier, seconds = found.tier if found else "none", time.monotonic() - began
             self._launcher.tell("restored", step=self.steps, tier=tier, s=seconds)
         return state
 

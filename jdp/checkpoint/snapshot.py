@@ -44,12 +44,9 @@ class Snapshot(NamedTuple):
 class Snapshots:
     """Takes snapshots of the states of one run, one after the other.
 
-    A leaf of which a process holds a part only is gathered. Of the others, replicated or in parts,
-    one device's copy of each part is copied, on that device.
-
-    Args:
-      reuse: keep the memory of a snapshot for the next. Mapping new memory takes a CPU four times
-        as long as the copy itself.
+    A leaf of which a process has a part only is gathered. Of the others each part is copied once,
+    on the device where it lies. `reuse` keeps the memory of a snapshot for the next: mapping new
+    memory takes a CPU four times as long as the copy itself.
     """
 
     def __init__(self, *, reuse: bool) -> None:
