@@ -118,6 +118,7 @@ class Session:
         """Count the step that led to the state, and commit or save it if it is time."""
         self._commits.raise_failure()
         self._saves.raise_failure()
+        progress.count_step()
         self.steps += 1
         self._num_steps += 1
         if self._num_steps == 1 and self._process == 0:
