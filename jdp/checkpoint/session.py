@@ -161,6 +161,11 @@ class Session:
         if can_compare:
             self._require_equal_ranks()
 
+    def tell_closed(self) -> None:
+        """Report to the launcher that the last step is saved."""
+        if self._launcher is not None:
+            self._launcher.tell("closed", step=self.steps)
+
     def end_session(self) -> None:
         """Wait for what is being written, and let other runs use the directory."""
         self.is_over, self._state = True, None

@@ -10,6 +10,7 @@ From a process to its host:
   restored    step, tier, s     it has the state after `step` steps, from memory or disk
   first_step  s, compile_s      it finished its first step, s seconds after `go`
   failed      code, traceback   its script raised, and it is about to exit with that code
+  closed      step              its `Checkpointer` has saved the last step
   ended       steps             its script has ended, after so many steps if it trains
 From a host to a process:
   go          an `Assignment`   its number and generation

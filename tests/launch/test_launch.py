@@ -118,7 +118,7 @@ def test_a_script_that_needs_its_rank_before_init_runs_without_standbys(jdp_run)
     run.pids(1, 2)
     assert run.finish() == 0
     assert "KeyError: 'RANK'" in run.output
-    assert run.output.count("keeps none") == 1
+    assert run.output.count("before jdp.init()") == 1
 
 
 def test_a_failure_while_standbys_start_is_recovered_from(jdp_run):
@@ -386,6 +386,20 @@ def test_who_saves_at_a_signal_sets_the_exit_code(jdp_run):
     assert run.wait() == 75
 
 
+@pytest.mark.parametrize(
+    "finishes",
+    [
+        "launcher.tell('closed', step=7); signal.signal(signal.SIGTERM, lambda *_: sys.exit())",
+        "launcher.tell_end(steps=7); launcher.tell('running'); time.sleep(1); sys.exit()",
+    ],
+)
+def test_a_signal_to_a_run_that_has_finished_changes_nothing(jdp_run, finishes):
+    run = jdp_run("--nproc-per-node=2", after=finishes)
+    run.until("running", 2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 0
+
+
 IGNORES = "[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGINT)]"
 
 
@@ -394,6 +408,19 @@ def test_who_ignores_a_signal_is_killed_after_the_grace(jdp_run):
     run.until("running", 2)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM
+    assert "--shutdown-timeout-s" in run.output
+
+
+def test_a_process_that_evaluates_for_too_long_after_a_signal_is_named(jdp_run):
+    evaluates = f"""{BEGINS}
+signal.signal(signal.SIGTERM, lambda *_: None)
+progress.EVALUATING.__enter__()
+"""
+    run = jdp_run("--nproc-per-node=2", "--shutdown-timeout-s=0.5", after=evaluates)
+    run.until("running", 2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM
+    assert "process 0 is evaluating for 0." in run.output
 
 
 @pytest.mark.parametrize(("seconds", "code"), [(1.5, 75), (99.0, 128 + signal.SIGTERM)])
@@ -454,7 +481,7 @@ def test_the_watch_ends_a_generation_that_makes_no_step(jdp_run):
     run.until("stalled", is_over=True, process_ids=[0])
     run.pids(1, 2)
     assert run.finish() == 0
-    assert "JDP303" in run.output and "in stuck" in run.output
+    assert "process 0 (pid " in run.output and "in stuck" in run.output
 
 
 def test_a_hang_that_may_not_be_restarted_has_its_own_exit_code(jdp_run):

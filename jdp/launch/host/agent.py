@@ -181,7 +181,11 @@ class Host:
             self._port.close()  # process 0 listens there now
         self._number, self._run_id = common["generation"], common["run_id"]
         self._generation = LocalGeneration(
-            self._options, self._link.send, ended=self._ended, stuck=self._give_up
+            self._options,
+            self._link.send,
+            ended=self._ended,
+            stuck=self._give_up,
+            say=self._resources.say,
         )
         for local_id, slot in enumerate(slots):
             assignment = Assignment(

@@ -23,6 +23,7 @@ from jdp.launch.host.worker_process import Process
 from jdp.launch.options.options import Options
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.hang_detector import Watch
+from jdp.worker.hang_report import in_seconds
 from jdp.worker.phases import SAVING
 from jdp.worker.progress_board import ProcessStatus
 
@@ -40,6 +41,7 @@ class LocalGeneration:
       send: sends a message to the leader.
       ended: is called when no process is left.
       stuck: is called with the reason when killed processes do not end.
+      say: prints a line for people who watch the run.
 
     Attributes:
       processes: that were not waited for so far; empty at first.
@@ -53,12 +55,14 @@ class LocalGeneration:
         send: Callable[..., None],
         ended: Callable[[], None],
         stuck: Callable[[str], None],
+        say: Callable[[str], None],
     ) -> None:
         self.processes: list[Process] = []
         self.step: int | None = None
         self.saved = False
         self._shutdown_timeout_s = options.shutdown_timeout_s
         self._send, self._ended, self._stuck = send, ended, stuck
+        self._say = say
         self._state = State.RUNNING
         self._watch = Watch(options.timeout_s)  # knows how long a process may save
         self._deadline: asyncio.TimerHandle | None = None
@@ -140,7 +144,8 @@ class LocalGeneration:
             self._set_deadline(self._end_unless_saving)
         if self.is_stopping and number is not None:
             for process in self.processes:
-                process.signal(number)
+                if not process.has_ended:  # it may have no handler any more
+                    process.signal(number)
 
     def kill_processes(self) -> None:
         """Kill its processes; one that was dying before counts as ended by itself."""
@@ -171,16 +176,26 @@ class LocalGeneration:
 
     # Let a process that is saving overrun the timeout, then give it a grace period to exit.
     def _end_unless_saving(self) -> None:
-        now = time.monotonic()
-        if any(
-            it.phase == SAVING and self._watch.left_s(now, it) > 0
-            for it in self.statuses().values()
-        ):
+        now, statuses = time.monotonic(), self.statuses()
+        if any(it.phase == SAVING and self._watch.left_s(now, it) > 0 for it in statuses.values()):
             self._saving_s = now
         if now < self._saving_s + self._shutdown_timeout_s:
             self._set_deadline(self._end_unless_saving, _LOOK_S)
         else:
+            self._report_late(now, statuses)
             self.kill_processes()
+
+    def _report_late(self, now: float, statuses: dict[int, ProcessStatus]) -> None:
+        doing = [
+            f"process {i} is {it.phase} for {in_seconds(now - it.since_s)}"
+            for i, it in statuses.items()
+            if it.phase
+        ]
+        self._say(
+            f"no end within {self._shutdown_timeout_s:g} s of the signal: {', '.join(doing)}. The "
+            "processes are killed, and save nothing. jdp saves after a step: if the step or what "
+            "follows it needs longer, write a larger --shutdown-timeout-s."
+        )
 
     def _still_alive(self) -> None:
         pids = [process.popen.pid for process in self.processes]

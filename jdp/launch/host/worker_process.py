@@ -75,6 +75,7 @@ class Process:
       assignment: None for a standby.
       parked: whether it waits in `jdp.init()`, or did.
       restored_step: step of the run at which it began.
+      has_ended: whether its script has.
       traceback: of the error that its script raised.
       died_first: whether it was dying when its generation was killed.
     """
@@ -88,7 +89,7 @@ class Process:
         died: Callable[["Process"], None],
     ) -> None:
         self.assignment: Assignment | None = None
-        self.parked = False
+        self.parked = self.has_ended = False
         self.restored_step = 0
         self.traceback: str | None = None
         self.died_first = False
@@ -164,6 +165,8 @@ class Process:
             self.parked = True
         elif kind == "restored":
             self.restored_step = facts["step"]
+        elif kind == "ended":
+            self.has_ended = True
         elif kind == "failed":
             self.traceback = facts["traceback"]
         self._told(self, kind, facts)

@@ -65,6 +65,7 @@ class Generation:
         self.step: int | None = None
         self._returncodes: dict[int, int] = {}  # of processes that ended by themselves
         self._blamed: tuple[RemoteHost, int] | None = None  # a slot of a host
+        self._ended_before_stop: set[int] = set()
         self._first_end: float | None = None  # time at which the first process ended
         self._grace_s = options.shutdown_timeout_s
         self._watch = Watch(options.timeout_s)
@@ -84,6 +85,12 @@ class Generation:
     def is_done(self) -> bool:
         """Whether all processes have ended with code 0."""
         return [*self._returncodes.values()] == [0] * self.size
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all processes have ended with code 0, none of them because it was asked to."""
+        finished = self._ended_before_stop | self.told.get("closed", {}).keys()
+        return self.is_done and len(finished) == self.size
 
     @property
     def may_grow(self) -> bool:
@@ -182,6 +189,7 @@ class Generation:
     def stop(self, number: int | None) -> None:
         """Ask its processes to end, by a signal unless `number` is None."""
         self.state = State.STOPPING
+        self._ended_before_stop = self._came_to_end()
         self._send("stop", signal=number)
 
     def kill_processes(self) -> None:

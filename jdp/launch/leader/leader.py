@@ -200,7 +200,7 @@ class Leader:
         self._events.write("generation ended", generation=generation.number, cause=text)
         if generation.saved:
             self._over(SAVED, "it saved and ended; the same command with --resume goes on there.")
-        elif self._signal is not None:
+        elif self._signal is not None and not generation.is_finished:
             self._over(128 + self._signal, "")
         elif why is None or generation.is_done:
             before = self._recoveries.text
