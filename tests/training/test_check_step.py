@@ -141,7 +141,6 @@ class Masked(nn.Module):
         return nn.BatchNorm(**options)(nn.Dense(3)(x), mask=mask[:, None])
 
 
-@pytest.mark.filterwarnings("ignore:.*JDP129")  # of the statistics
 @pytest.mark.parametrize(
     "axis_name, num_rows, cause",
     [
