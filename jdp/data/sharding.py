@@ -54,8 +54,9 @@ def process_rows(
     devices = sharding.addressable_devices if devices is None else devices
     if len(devices) == 0:
         raise ValueError(
-            f"process {jax.process_index()} has no device on the mesh {dict(sharding.mesh.shape)}, so "
-            "no rows are its own. Build the mesh over devices of every process that asks for batches."
+            f"process {jax.process_index()} has no device on the mesh {dict(sharding.mesh.shape)}, "
+            "so no rows are its own. Build the mesh over devices of every process that asks for "
+            "batches."
         )
     index_map = sharding.devices_indices_map((num_rows,))
     blocks = {index_map[device][0].indices(num_rows) for device in devices}
