@@ -105,7 +105,8 @@ class Batches:
             )
         self.position = position
         if not other:
-            self._sampler.order = order
+            facts["order"] = order
+            self._sampler = Sampler(batch_size=self._sampler.batch_size, **facts)
 
     @property
     def epoch(self) -> int:
