@@ -53,7 +53,7 @@ class Channel {
 
   // To be called last. What was not reduced must not look as if it were: it becomes all ones, NaN
   // in every type of floating point.
-  JDP_DEVICE void finish() {
+  JDP_DEVICE void end_call() {
     if (failed_) {
       Vector<T> ones;
       memset(&ones, 0xff, sizeof ones);
@@ -122,28 +122,28 @@ class Channel {
     const uint32_t by_rank = block.load_acquire(&own()->rank()->abort);
     const uint32_t by_host = block.load_acquire(&arguments.report->abort);
     if (!by_rank && !by_host) return false;
-    const uint32_t told_here = abort_word(-1, -1, Outcome::kAborted);
-    give_up(Outcome::kAborted, by_rank ? by_rank : told_here, Tag());
+    const uint32_t by_this_host = abort_word(-1, -1, Outcome::kAborted);
+    give_up(Outcome::kAborted, by_rank ? by_rank : by_this_host, Tag());
     return true;
   }
 
   // By one thread. The first failure of a rank is the one that is told; peers stop, too.
   JDP_DEVICE void give_up(Outcome outcome, uint32_t word, Tag sent) {
     if (block.exchange(&own()->rank()->reported, 1)) return;
-    const bool told_here = who_gave_up(word) < 0;
+    const bool by_this_host = aborting_rank(word) < 0;
     JDP_NO_UNROLL
     for (int rank = 0; rank < arguments.layout.num_ranks; ++rank) {
       block.store_release(&arguments.staging[rank].rank()->abort,
-                          told_here ? abort_word(arguments.rank, -1, Outcome::kAborted) : word);
+                          by_this_host ? abort_word(arguments.rank, -1, Outcome::kAborted) : word);
     }
     Report* report = arguments.report;
     report->call = state.call;
     report->bucket = arguments.bucket;
     report->rank = arguments.rank;
-    report->gave_up = who_gave_up(word);
-    report->peer = given_up_on(word);
+    report->gave_up = aborting_rank(word);
+    report->peer = awaited_rank(word);
     report->step = step_;
-    report->why = why_given_up(word);
+    report->why = abort_outcome(word);
     report->num_vectors = arguments.num_vectors;
     report->sent = sent;
     block.store_release(&report->outcome, static_cast<uint32_t>(outcome));

@@ -291,7 +291,7 @@ void Communicator::abort() {
   if (devices_) devices_->abort({Code::kAborted, "jdp: this process was told to stop"});
 }
 
-void Communicator::meet(int32_t ordinal, std::shared_ptr<Rendezvous> devices) {
+void Communicator::meet(int32_t ordinal, std::shared_ptr<DeviceBarrier> devices) {
   ordinal_ = ordinal;
   devices_ = std::move(devices);
   devices_->enter(ordinal);

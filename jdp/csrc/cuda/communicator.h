@@ -17,8 +17,8 @@
 #include "../status.h"
 #include "arena.h"
 #include "arguments.h"
+#include "device_barrier.h"
 #include "plan.h"
-#include "rendezvous.h"
 
 namespace jdp {
 
@@ -62,9 +62,9 @@ class Communicator {
   Status probe_write();
   Status probe_read();
 
-  // From now on `start` waits for the other devices of this process, see rendezvous.h. `ordinal`:
-  // of this one among them.
-  void meet(int32_t ordinal, std::shared_ptr<Rendezvous> devices);
+  // From now on `start` waits for the other devices of this process, see device_barrier.h.
+  // `ordinal`: of this one among them.
+  void meet(int32_t ordinal, std::shared_ptr<DeviceBarrier> devices);
   // They wait for this one no longer. True: it was the last.
   bool part();
 
@@ -150,7 +150,7 @@ class Communicator {
   bool is_resident_ = false;
   bool is_known_to_peers_ = false;
   int32_t ordinal_ = 0;
-  std::shared_ptr<Rendezvous> devices_;
+  std::shared_ptr<DeviceBarrier> devices_;
   int64_t last_run_ = INT64_MIN;  // read and written by the thread of this device
 };
 

@@ -35,7 +35,7 @@ class CudaLink {
     advance(false, true);
   }
 
-  JDP_DEVICE void add_send(Span span) {
+  JDP_DEVICE void recv_reduce_send(Span span) {
     if (!wait(true, true)) return;
     const Message in = receiving(span);
     Message out = sending(span);
@@ -50,7 +50,7 @@ class CudaLink {
     advance(true, true);
   }
 
-  JDP_DEVICE void finish_send(Span span) {
+  JDP_DEVICE void recv_reduce_copy_send(Span span) {
     if (!wait(true, true)) return;
     const Message in = receiving(span);
     Message out = sending(span);
@@ -67,7 +67,7 @@ class CudaLink {
     advance(true, true);
   }
 
-  JDP_DEVICE void keep_send(Span span) {
+  JDP_DEVICE void recv_copy_send(Span span) {
     if (!wait(true, true)) return;
     const Message in = receiving(span);
     Message out = sending(span);
@@ -80,7 +80,7 @@ class CudaLink {
     advance(true, true);
   }
 
-  JDP_DEVICE void keep(Span span) {
+  JDP_DEVICE void recv_copy(Span span) {
     if (!wait(true, false)) return;
     const Message in = receiving(span);
     each(
@@ -91,7 +91,7 @@ class CudaLink {
     advance(true, false);
   }
 
-  JDP_DEVICE void finish(Span span) {
+  JDP_DEVICE void copy_scaled(Span span) {
     each(
         span, [&](const Segment& segment, int32_t v, auto whole) { return own(segment, v, whole); },
         [&](const Segment& segment, int32_t v, auto whole, const Elements& loaded) {

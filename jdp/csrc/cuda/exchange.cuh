@@ -37,7 +37,7 @@ class Exchange {
             send_to_all(v - span.begin, own);
           });
       if (!pass()) return;
-      finish(span, [](int32_t, const Vector<T>&) {});
+      reduce_copy(span, [](int32_t, const Vector<T>&) {});
     }
   }
 
@@ -55,9 +55,9 @@ class Exchange {
       push(chunk);
       if (!pass()) return;
       const Span own = chunk(rank_);
-      finish(own, [&](int32_t v, const Vector<T>& mean) { send_to_all(v - own.begin, mean); });
+      reduce_copy(own, [&](int32_t v, const Vector<T>& mean) { send_to_all(v - own.begin, mean); });
       if (!pass()) return;
-      keep(chunk);
+      recv_copy(chunk);
     }
   }
 
@@ -137,7 +137,7 @@ class Exchange {
 
   // Sums `span` over ranks, scales, rounds and keeps it, and hands it to `also(vector, mean)`.
   template <typename Also>
-  JDP_DEVICE void finish(Span span, Also also) {
+  JDP_DEVICE void reduce_copy(Span span, Also also) {
     const auto sum = [&](const Segment& segment, int32_t v, auto whole) {
       SumVector<T> sums;
       for (int first = 0; first < num_ranks_; first += kParts) {
@@ -174,7 +174,7 @@ class Exchange {
 
   // Keeps the chunk that each peer has finished.
   template <typename Chunk>
-  JDP_DEVICE void keep(Chunk chunk) {
+  JDP_DEVICE void recv_copy(Chunk chunk) {
     for (int step = 1; step < num_ranks_; ++step) {
       const int peer = peer_at(step);
       const Span span = chunk(peer);

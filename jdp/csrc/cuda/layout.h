@@ -66,11 +66,11 @@ JDP_HOST_DEVICE inline uint32_t abort_word(int rank, int peer, Outcome why) {
   return static_cast<uint32_t>(1 + rank) | static_cast<uint32_t>(1 + peer) << 8 |
          static_cast<uint32_t>(why) << 16;
 }
-JDP_HOST_DEVICE inline int who_gave_up(uint32_t word) { return static_cast<int>(word & 255) - 1; }
-JDP_HOST_DEVICE inline int given_up_on(uint32_t word) {
+JDP_HOST_DEVICE inline int aborting_rank(uint32_t word) { return static_cast<int>(word & 255) - 1; }
+JDP_HOST_DEVICE inline int awaited_rank(uint32_t word) {
   return static_cast<int>(word >> 8 & 255) - 1;
 }
-JDP_HOST_DEVICE inline uint32_t why_given_up(uint32_t word) { return word >> 16; }
+JDP_HOST_DEVICE inline uint32_t abort_outcome(uint32_t word) { return word >> 16; }
 
 // The same on all ranks of a reduction.
 struct Layout {

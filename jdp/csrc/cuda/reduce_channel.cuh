@@ -21,7 +21,7 @@ JDP_DEVICE void reduce_channel(const Arguments& arguments, int index, Block bloc
   } else {
     Exchange<T, Block>(channel).two_shot();
   }
-  channel.finish();
+  channel.end_call();
 }
 
 }  // namespace jdp

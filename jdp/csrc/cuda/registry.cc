@@ -13,7 +13,7 @@ using Key = std::pair<int64_t, int32_t>;
 struct Registry {
   std::mutex mutex;
   std::map<Key, std::shared_ptr<Communicator>> entries;
-  std::map<int64_t, std::shared_ptr<Rendezvous>> devices;  // of this process, by key
+  std::map<int64_t, std::shared_ptr<DeviceBarrier>> devices;  // of this process, by key
 };
 
 // Never destroyed: at the end of a process CUDA may be gone before its memory is given back.
@@ -27,8 +27,8 @@ Registry& registry() {
 void enter(int64_t key, int32_t ordinal, std::shared_ptr<Communicator> communicator) {
   remove(key, ordinal);
   std::lock_guard<std::mutex> lock(registry().mutex);
-  std::shared_ptr<Rendezvous>& devices = registry().devices[key];
-  if (!devices) devices = std::make_shared<Rendezvous>();
+  std::shared_ptr<DeviceBarrier>& devices = registry().devices[key];
+  if (!devices) devices = std::make_shared<DeviceBarrier>();
   communicator->meet(ordinal, devices);
   registry().entries[{key, ordinal}] = std::move(communicator);
 }

@@ -10,7 +10,8 @@ namespace {
 // The floor, with every rank on one GPU and no credit for its cache: bytes that a rank moves
 // through device memory for S bytes of f32, by steps of S / n.
 //
-//   ring         send 2, add_send 3 (n - 2 times), finish_send 4, keep_send 3 (n - 2 times), keep 2
+//   ring         send 2, recv_reduce_send 3 (n - 2 times), recv_reduce_copy_send 4, recv_copy_send
+//   3 (n - 2 times), keep 2
 //                (6 n - 4) / n S: 4.0, 5.0, 5.5 S for n = 2, 4, 8
 //   two-shot     push 2 (n - 1), finish n + 1 + (n - 1), keep 2 (n - 1)
 //                (6 n - 4) / n S, too

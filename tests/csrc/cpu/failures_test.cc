@@ -20,7 +20,7 @@ void test_missing_ranks_are_named_and_late_ones_fail() {
       const Status status = reduce_one(call_of(way, rank, 4, 3, 2));
       CHECK(status.code == Code::kDeadlineExceeded);
       CHECK(contains(status.message, "bucket 3, call 2: rank "));
-      CHECK(contains(status.message, " s for ranks 2, 3, which ended"));
+      CHECK(contains(status.message, " s for ranks 2, 3: ended"));
     });
     CHECK(watch.elapsed_s() >= 0.2 && watch.elapsed_s() < 1.2);
     set_timeout_s(30);
@@ -68,7 +68,7 @@ void test_ranks_that_disagree_all_fail() {
   };
   for (const Way& way : kWays) {
     for (int what = 0; what < 3; ++what) {
-      // Within a process a bucket of another number is another meeting: only the deadline tells.
+      // Within a process a bucket of another number is another rendezvous: only the deadline tells.
       if (way.communicator == 0 && what == 1) continue;
       make_segment(3);
       const Stopwatch watch;
@@ -102,7 +102,7 @@ void test_a_rank_that_comes_twice_is_an_error() {
   on_ranks(range(2), [&](int) {
     const Status status = reduce_one(call_of(way, 1, 3));
     CHECK(status.code == Code::kInvalidArgument);
-    CHECK(contains(status.message, "rank 1 came twice"));
+    CHECK(contains(status.message, "rank 1 joined twice"));
   });
   reset();
 }

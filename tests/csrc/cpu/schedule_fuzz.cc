@@ -120,7 +120,7 @@ Scenario random_scenario(uint64_t seed) {
 std::string text_of(const Scenario& it) {
   std::string text = "seed " + std::to_string(it.seed) + ": " + std::to_string(it.num_ranks) +
                      " ranks in " + std::to_string(it.processes.size()) + " processes, " +
-                     (it.communicator == 0 ? "meeting" : "segment") + ", first round " +
+                     (it.communicator == 0 ? "in process" : "segment") + ", first round " +
                      std::to_string(it.first_round) + "\n";
   for (size_t i = 0; i < it.steps.size(); ++i) {
     const Step& step = it.steps[i];
@@ -271,8 +271,8 @@ void test_a_tile_that_is_never_done_ends_the_process_and_names_its_rank() {
   const std::string held = "held by rank ";
   CHECK(contains(said, held));
   const std::string rank = said.substr(said.find(held) + held.size(), 1);
-  CHECK(contains(said, "s for rank " + rank + ", which"));
-  CHECK(contains(said, "a thread of rank " + rank + " stands still"));
+  CHECK(contains(said, "s for rank " + rank + ":"));
+  CHECK(contains(said, "a thread of rank " + rank + " hangs"));
   close(ends[0]);
 }
 

@@ -20,7 +20,7 @@
 
 #include "call.h"
 #include "communicator.h"
-#include "meeting.h"
+#include "rendezvous.h"
 
 #define CHECK(condition)                                                             \
   do {                                                                               \
@@ -77,8 +77,8 @@ struct Way {
   Algorithm algorithm;
 };
 
-inline const Way kWays[] = {{"meeting, direct", 0, Algorithm::kDirect},
-                            {"meeting, ring", 0, Algorithm::kRing},
+inline const Way kWays[] = {{"in process, direct", 0, Algorithm::kDirect},
+                            {"in process, ring", 0, Algorithm::kRing},
                             {"segment, direct", 1, Algorithm::kDirect},
                             {"segment, ring", 1, Algorithm::kRing}};
 
@@ -95,7 +95,7 @@ inline void make_segment(int num_ranks, int64_t communicator = 1, int32_t group 
 
 inline void reset() {
   clear_abort();
-  forget_meetings();
+  forget_rendezvous();
   detach_communicators();
   set_timeout_s(30);
 }

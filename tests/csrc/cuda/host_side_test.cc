@@ -6,8 +6,8 @@
 #include <thread>
 #include <vector>
 
+#include "cuda/device_barrier.h"
 #include "cuda/plan.h"
-#include "cuda/rendezvous.h"
 #include "cuda/residency.h"
 
 #define CHECK(condition)                                               \
@@ -29,17 +29,17 @@ bool says(const Status& status, const std::string& text) {
 
 // Nobody is through round i before all have come to it.
 void all_come_before_any_goes_on(int num_devices) {
-  Rendezvous rendezvous;
-  for (int i = 0; i < num_devices; ++i) rendezvous.enter(i);
+  DeviceBarrier barrier;
+  for (int i = 0; i < num_devices; ++i) barrier.enter(i);
   std::vector<int> round(num_devices, 0);
   std::vector<std::thread> threads;
   for (int device = 0; device < num_devices; ++device) {
     threads.emplace_back([&, device] {
       for (int i = 1; i <= 200; ++i) {
         round[device] = i;
-        CHECK(rendezvous.join(device, "bucket " + std::to_string(i), 30).ok());
+        CHECK(barrier.join(device, "bucket " + std::to_string(i), 30).ok());
         for (int other : round) CHECK(other == i);
-        CHECK(rendezvous.join(device, "the end", 30).ok());
+        CHECK(barrier.join(device, "the end", 30).ok());
       }
     });
   }
@@ -47,11 +47,11 @@ void all_come_before_any_goes_on(int num_devices) {
 }
 
 void one_that_stays_away_is_named_and_the_others_are_told() {
-  Rendezvous rendezvous;
-  for (int i = 0; i < 4; ++i) rendezvous.enter(i);
+  DeviceBarrier barrier;
+  for (int i = 0; i < 4; ++i) barrier.enter(i);
   Status other;
-  std::thread thread([&] { other = rendezvous.join(1, "bucket 5", 0); });
-  const Status status = rendezvous.join(2, "bucket 5", 0.2);
+  std::thread thread([&] { other = barrier.join(1, "bucket 5", 0); });
+  const Status status = barrier.join(2, "bucket 5", 0.2);
   thread.join();
   CHECK(status.code == Code::kDeadlineExceeded);
   CHECK(says(status, "device 2 waited"));
@@ -59,21 +59,21 @@ void one_that_stays_away_is_named_and_the_others_are_told() {
   CHECK(says(status, "0, 3 of this process"));
   // The one that came in time, and had no deadline, ends with the same; so does all that follows.
   CHECK(other.message == status.message);
-  CHECK(rendezvous.join(3, "bucket 5", 30).message == status.message);
-  rendezvous.reset();
-  for (int i = 1; i < 4; ++i) rendezvous.leave(i);
-  CHECK(rendezvous.join(0, "bucket 6", 30).ok());
-  CHECK(rendezvous.leave(0));
+  CHECK(barrier.join(3, "bucket 5", 30).message == status.message);
+  barrier.reset();
+  for (int i = 1; i < 4; ++i) barrier.leave(i);
+  CHECK(barrier.join(0, "bucket 6", 30).ok());
+  CHECK(barrier.leave(0));
 }
 
 void another_bucket_is_named_with_both() {
-  Rendezvous rendezvous;
-  rendezvous.enter(0);
-  rendezvous.enter(1);
+  DeviceBarrier barrier;
+  barrier.enter(0);
+  barrier.enter(1);
   Status first;
-  std::thread thread([&] { first = rendezvous.join(0, "bucket 5", 30); });
+  std::thread thread([&] { first = barrier.join(0, "bucket 5", 30); });
   // It may come first, or second; either way both are told both.
-  const Status second = rendezvous.join(1, "bucket 6", 30);
+  const Status second = barrier.join(1, "bucket 6", 30);
   thread.join();
   CHECK(says(second, "bucket 5"));
   CHECK(says(second, "bucket 6"));
@@ -81,11 +81,11 @@ void another_bucket_is_named_with_both() {
 }
 
 void an_abort_ends_a_wait_without_a_deadline() {
-  Rendezvous rendezvous;
-  rendezvous.enter(0);
-  rendezvous.enter(1);
-  std::thread thread([&] { rendezvous.abort({Code::kAborted, "enough"}); });
-  CHECK(rendezvous.join(0, "bucket 0", 0).message == "enough");
+  DeviceBarrier barrier;
+  barrier.enter(0);
+  barrier.enter(1);
+  std::thread thread([&] { barrier.abort({Code::kAborted, "enough"}); });
+  CHECK(barrier.join(0, "bucket 0", 0).message == "enough");
   thread.join();
 }
 

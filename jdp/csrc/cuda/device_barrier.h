@@ -18,7 +18,7 @@
 
 namespace jdp {
 
-class Rendezvous {
+class DeviceBarrier {
  public:
   // From now on all wait for this device, too; nobody may be waiting.
   void enter(int32_t ordinal) {
