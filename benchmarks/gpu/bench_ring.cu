@@ -119,7 +119,7 @@ class Bench {
            int num_channels, int64_t slot_bytes) {
     Layout layout = {num_ranks, num_channels, slot_bytes, 32 * kKiB};
     VirtualRanks ranks(layout);
-    ranks.tell(arguments_of<T>(layout, algorithm, bytes));
+    ranks.set_arguments(arguments_of<T>(layout, algorithm, bytes));
     const VirtualKernel kernel = virtual_kernel_of<T>(algorithm);
     if (!ranks.fits(kernel)) return;
     const int num_calls = bytes <= kMiB ? 50 : bytes <= 32 * kMiB ? 10 : 3;

@@ -14,14 +14,14 @@ int return_code(const jdp::Status& status) {
   return -1;
 }
 
-// Calls `visit` on a communicator.
+// Calls `visit` with a communicator.
 template <typename Visit>
 int with(int64_t key, int32_t ordinal, Visit visit) {
   const auto communicator = jdp::find(key, ordinal);
   if (communicator) return return_code(visit(*communicator));
   return return_code({jdp::Code::kFailedPrecondition,
-                      "jdp: there is no communicator " + std::to_string(key) + " on device " +
-                          std::to_string(ordinal) + "; jdp_cuda_open makes it"});
+                      "jdp: no communicator " + std::to_string(key) + " is open on device " +
+                          std::to_string(ordinal) + "; call jdp_cuda_open first"});
 }
 
 }  // namespace
