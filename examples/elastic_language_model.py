@@ -2,9 +2,9 @@
 
 jdp run --nproc-per-node 2 examples/elastic_language_model.py
 
-Kill a process, with `kill -9` and the number that it prints, and see the run go on a moment later
-from its last commit. Kill all, the launcher too: `jdp run --resume ...` goes on from the last
-checkpoint.
+Kill a process, with `kill -9` and the number that it prints, and see the run continue a moment
+later from its last commit. Kill all, including the launcher: `jdp run --resume ...` continues from
+the last checkpoint.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def main():
     with jdp.Checkpointer(args.checkpoints, commit_every=5, save_every=100) as checkpointer:
         state = checkpointer.restore(state, batches)
         step = checkpointer.steps
-        print(f"pid {os.getpid()}, one of {mesh.size} ranks, starts after step {step}")
+        print(f"pid {os.getpid()}, one of {mesh.size} ranks, begins after step {step}")
         for batch in batches:
             state, metrics = train(state, batch)
             checkpointer.step(state, batches)

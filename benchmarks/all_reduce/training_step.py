@@ -87,7 +87,7 @@ def _section(rows: list[dict[str, Any]]) -> Section:
         "without the reduction, in the same rounds: jdp's on a mesh of its own process alone, "
         "PyTorch's DDP under `no_sync`. jdp's step also takes the mean of the loss. "
         "`gloo` is `jdp.collectives.xla`. All processes, the peer's too, allocate in huge pages, "
-        "as `jdp run` has it: XLA maps its temporaries anew in each step, and 100 MB in pages of "
+        "as under `jdp run`: XLA maps its temporaries again in each step, and 100 MB in pages of "
         "4 KiB cost more than their sum. Goal: at most a third of what DDP's costs. "
         f"Loss, parameters and momentum after each run of {NUM_STEPS} steps are those of the same "
         f"training on one device, to 1e-4 of the largest element. {exact.CHECKED}",

@@ -30,9 +30,9 @@ class Channel {
         span(chunk_span(index, arguments.num_channels, 0, arguments.num_vectors, 1)) {
     // A rank that has received an abort does not start. (The host's own abort flag takes a
     // microsecond to read, and the host does not launch after it.)
-    const bool told = block.thread() == 0 && block.load_acquire(&own()->rank()->abort);
-    failed_ = block.any(told);
-    if (told) aborted();
+    const bool is_aborted = block.thread() == 0 && block.load_acquire(&own()->rank()->abort);
+    failed_ = block.any(is_aborted);
+    if (is_aborted) aborted();
   }
 
   // The first `num_askers` threads each poll `missing(asker)` until it returns -1 instead of a

@@ -15,7 +15,7 @@
 #include <mutex>
 #include <vector>
 
-#include "../status.h"
+#include "../common/status.h"
 #include "arena.h"
 #include "arguments.h"
 #include "device_barrier.h"

@@ -6,14 +6,14 @@
 
 #include <cstdint>
 
-#include "../ring_all_reduce.h"
+#include "../common/ring_all_reduce.h"
 
 namespace jdp {
 
 constexpr int kMaxRanks = 16;
 // The number of ring messages in flight; a power of two, so that counters may wrap around.
 constexpr uint32_t kNumSlots = 4;
-// Exchanges alternate between two sets of slots: see exchange.cuh.
+// Exchanges alternate between two sets of slots: see one_two_shot.cuh.
 constexpr uint32_t kNumSets = 2;
 
 // The state of a channel between launches. All counters count messages since the last reset, wrap
