@@ -175,15 +175,14 @@ def _sharding(x: Any) -> Any:
 
 
 def _flags(params: Any, trainable: Any) -> tuple[bool, ...]:
-    named, _ = jax.tree_util.tree_flatten_with_path(params)
-    for path, leaf in named:
+    named = jax.tree_util.tree_leaves_with_path(params)
+    for (path, leaf), is_own in zip(named, rank_state.flags(params), strict=True):
         if not pytrees.is_array(leaf):
             raise TypeError(
                 f"`params{jax.tree_util.keystr(path)}` is a {type(leaf).__name__}, not an array. "
                 'With Flax write params = model.init(key, x)["params"]. With Equinox keep it '
                 "outside of params: params, static = eqx.partition(model, eqx.is_inexact_array)."
             )
-    for (path, _), is_own in zip(named, rank_state.flags(params), strict=True):
         if is_own:
             raise ValueError(
                 f"`params{jax.tree_util.keystr(path)}` is jdp.per_rank, but gradients are averaged "
