@@ -148,7 +148,7 @@ def _local_means(step: Any, report: Report, traced: Traced) -> Iterator[str]:
     if traced.mask is None or traced.found.weighed:
         return
     mask = traced.inputs[traced.mask]
-    place = causes.num_constants(report, traced) + traced.mask
+    place = report.num_inputs - len(traced.inputs) + traced.mask
     if lines := padding.local_means(jaxprs.mapped_body(step), place):
         yield with_code(
             "JDP129",

@@ -161,6 +161,7 @@ class Checkpointer:
             return
         try:
             session.save_last(compares=self._check_replicas)
+            session.tell_closed()
         finally:
             session.end_session()
 

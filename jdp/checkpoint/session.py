@@ -125,6 +125,7 @@ class Session:
         """Count the step that led to the state, and commit or save it if it is time."""
         self._commits.raise_failure()
         self._saves.raise_failure()
+        progress.count_step()
         self.steps += 1
         self._num_steps += 1
         if self._num_steps == 1 and self._process == 0:
@@ -166,6 +167,11 @@ class Session:
         self._commits.wait()
         if can_compare:
             self._require_equal_ranks()
+
+    def tell_closed(self) -> None:
+        """Report to the launcher that the last step is saved."""
+        if self._launcher is not None:
+            self._launcher.tell("closed", step=self.steps)
 
     def end_session(self) -> None:
         """Wait for what is being written, and let other runs use the directory."""

@@ -82,7 +82,7 @@ class Step:
                 in_flight.ends()
             self._returned[:] = map(weakref.ref, jax.tree.leaves(state))
             in_flight.add(call._replace(reports=reports, weight=weight))
-            if progress.is_first_step() and self.spec.returns_state:
+            if progress.own.is_first_step and self.spec.returns_state:
                 _wait_for_first_step()
         return pytrees.restore(state), metrics, weight
 
