@@ -164,3 +164,32 @@ def test_a_number_of_a_state_that_chooses_the_program_is_named():
 
     with pytest.raises(TypeError, match=r"`state\.heads`.*eqx\.partition.*JDP127"):
         fit(Model(np.ones(2), 1), np.ones(4))
+
+
+def nnx_statistics():
+    graph, made = nnx.split(nnx.BatchNorm(5, rngs=nnx.Rngs(0)))
+
+    def fit(state, batch):
+        model = nnx.merge(graph, state)
+        model(batch["x"])
+        return nnx.state(model), {}
+
+    return made, fit
+
+
+def equinox_statistics():
+    norm, made = eqx.nn.make_with_state(eqx.nn.BatchNorm)(5, axis_name="rows", mode="batch")
+
+    def fit(state, batch):
+        new = jax.vmap(norm, axis_name="rows", in_axes=(0, None), out_axes=(0, None))
+        return new(batch["x"], state)[1], {}
+
+    return made, fit
+
+
+@pytest.mark.parametrize("make", [nnx_statistics, equinox_statistics], ids=["nnx", "Equinox"])
+def test_batch_statistics_of_a_library_are_told_from_parameters(make):
+    ranks(2)
+    made, fit = make()
+    with pytest.raises(ValueError, match=r"jdp\.mean_over_ranks\(stats\).*axis_name=.*JDP101"):
+        jdp.train_step(fit)(made, batch())
