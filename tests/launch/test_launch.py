@@ -118,7 +118,7 @@ def test_a_script_that_needs_its_rank_before_init_runs_without_standbys(jdp_run)
     run.pids(1, 2)
     assert run.finish() == 0
     assert "KeyError: 'RANK'" in run.output
-    assert run.output.count("before jdp.init()") == 1
+    assert run.output.count("a standby (pid ") == 1
 
 
 def test_a_failure_while_standbys_start_is_recovered_from(jdp_run):
@@ -628,3 +628,42 @@ def test_a_run_that_makes_no_step_of_jdp_is_not_ended(jdp_run, num):
     run = jdp_run(*flags, script=WITHOUT_STEPS, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="1")
     assert run.wait() == 0
     assert "JDP303" not in run.output
+
+
+GIVES_UP = (
+    OWN_LOOP.replace("own_step(w)", "own_step(w); act(checkpointer.steps)")
+    + """
+print("resumed", began)
+"""
+)
+RAISES = """
+def act(step):
+    if began == 0 and step == 7: raise ValueError("a bug of the author")
+"""
+ENDS_AT_SIGTERM = """
+import signal
+def act(step):
+    if step == 7:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(3))
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(99)
+"""
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize(
+    ("act", "code"),
+    [(RAISES, 1), (ENDS_AT_SIGTERM, 128 + signal.SIGTERM)],
+    ids=["failure", "signal"],
+)
+def test_a_run_that_gives_up_saves_its_latest_commit_and_prints_the_step(jdp_run, act, code):
+    script = GIVES_UP.replace("100_000", "20")
+    run = jdp_run("--max-restarts=0", script=act + script, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="1")
+    assert run.wait() == code
+    last = run.output.splitlines()[-1]
+    assert "--resume" in last and " 7, in " in last and str(run.folder / "checkpoints") in last
+    again = jdp_run(
+        "--resume", script="act = print" + script, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="1"
+    )
+    assert again.wait() == 0
+    assert "resumed 7" in again.output

@@ -24,6 +24,7 @@ import signal
 import socket
 from typing import Any, NamedTuple
 
+from jdp.launch.host.commit_saver import save_commit
 from jdp.launch.host.leader_connection import Link, start_task
 from jdp.launch.host.local_generation import LocalGeneration
 from jdp.launch.host.standby_pool import Standbys
@@ -87,6 +88,7 @@ class Host:
             gave_up=self._give_up,
         )
         self._beats = start_task(self._beat())
+        self._saver: asyncio.Task[None] | None = None
 
     def stop(self, number: int) -> None:
         """End the run at a signal to this launcher; an interrupt after that kills at once."""
@@ -171,8 +173,13 @@ class Host:
                 self._generation.kill_processes()
             case "dump" if self._generation is not None:
                 self._generation.show_stacks(**facts)
+            case "save commit":
+                self._saver = start_task(self._save_commit())
             case "over":
                 self._finish(**facts)
+
+    async def _save_commit(self) -> None:
+        self._link.send("commit saved", **await save_commit(self._resources))
 
     # --- processes ---
 
@@ -250,6 +257,8 @@ class Host:
         if code == 0 and not self._uses_jdp and len(self._resources.gpus) > 1:
             self._resources.say("the script never called jdp.init(): each process ran alone.")
         self._standbys.kill_all()
+        if self._saver is not None:
+            self._saver.cancel()
         if self._generation is not None:
             self._generation.kill_now()
         self.over.set_result(Outcome(code, why))
