@@ -638,7 +638,7 @@ print("resumed", began)
 )
 RAISES = """
 def act(step):
-    if began == 0 and step == 7: raise ValueError("a bug of the author")
+    if step == 7: raise ValueError("a bug of the author")
 """
 ENDS_AT_SIGTERM = """
 import signal
@@ -667,3 +667,13 @@ def test_a_run_that_gives_up_saves_its_latest_commit_and_prints_the_step(jdp_run
     )
     assert again.wait() == 0
     assert "resumed 7" in again.output
+
+
+@pytest.mark.xdist_group("processes")
+def test_an_error_that_comes_again_after_a_restart_ends_the_run_with_its_traceback(jdp_run):
+    script = RAISES + GIVES_UP.replace("num_steps = 30", "num_steps = 99")
+    run = jdp_run("--max-restarts=9", script=script, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="1")
+    assert run.wait() == 1
+    assert len(run.events("formed")) == 2
+    *_, error, reason, resume = run.output.splitlines()
+    assert "a bug of the author" in error and " 7" in reason and " 7, in " in resume

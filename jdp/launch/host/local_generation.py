@@ -128,11 +128,12 @@ class LocalGeneration:
             pid=process.popen.pid,
             returncode=code,
             traceback=process.traceback,
+            step=process.step(),
             last_lines=[] if explains_itself else process.last_lines(),
         )
 
     def _record_step(self, process: Process) -> None:
-        step = process.restored_step + process.slot.read().steps
+        step = process.step()
         self.step = step if self.step is None else min(self.step, step)
 
     # --- what is done to them ---

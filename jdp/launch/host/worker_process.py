@@ -132,6 +132,10 @@ class Process:
             return True
         return bool(int(flags) & _EXITING)
 
+    def step(self) -> int:
+        """Return the step of the run that it has called last."""
+        return self.restored_step + self.slot.read().steps
+
     def go(self, assignment: Assignment) -> None:
         """Make it a process of a generation."""
         self.assignment = assignment

@@ -120,6 +120,7 @@ class Generation:
         returncode: int,
         traceback: str | None,
         last_lines: list[str],
+        step: int | None = None,
     ) -> None:
         """Record how a process ended by itself, which may be a failure."""
         self._returncodes[process_id] = returncode
@@ -128,7 +129,9 @@ class Generation:
         who = {"process_id": process_id, "host": remote.name, "pid": pid, "returncode": returncode}
         self._write("exited", **who)
         if returncode not in (0, SAVED) and self.state is not State.STOPPING:
-            why = failure.exit_of_process(**who, traceback=traceback, last_lines=last_lines)
+            why = failure.exit_of_process(
+                **who, traceback=traceback, last_lines=last_lines, step=step
+            )
             if ended := self._came_to_end():
                 why = failure.after_end(why, min(ended))
             self.fail(why, process_id)

@@ -34,6 +34,7 @@ from jdp.launch.leader.membership import Membership
 from jdp.launch.leader.rank_assignment import Gathering, Plan
 from jdp.launch.leader.recovery import Recoveries
 from jdp.launch.leader.remote_host import RemoteHost
+from jdp.launch.leader.restart_budget import RestartBudget
 from jdp.launch.options.options import Options
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.progress_board import ProcessStatus
@@ -61,7 +62,8 @@ class Leader:
         self._signal: int | None = None
         self._restored: int | None = None  # step of the last checkpoint that was restored
         self._last_commits: LastCommits | None = None  # of a run that gives up
-        self._recoveries = Recoveries(options.max_restarts, say, self._events)
+        budget = RestartBudget(options.max_restarts, options.restart_window_s)
+        self._recoveries = Recoveries(budget, say, self._events)
         self._timer: asyncio.TimerHandle | None = None
         self.members = Membership(
             options, token, listener, say, self._events, self._joined, self._receive, self._lost
@@ -218,7 +220,7 @@ class Leader:
         elif why is None or generation.is_done:
             before = self._recoveries.text
             self._over(0, before and f"{before}. There was no step left to make after that.")
-        elif reason := self._recoveries.reason_to_end(why):
+        elif reason := self._recoveries.reason_to_end(why, generation):
             self._give_up(why.code, f"{why.full_text}\n{reason}")
         else:
             generation.blame(time.monotonic())
