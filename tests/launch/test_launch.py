@@ -96,6 +96,17 @@ def test_processes_that_die_together_are_one_failure(jdp_run):
     assert run.finish() == 0
 
 
+def test_a_stopped_standby_is_not_chosen(jdp_run):
+    run = jdp_run("--nproc-per-node=2")
+    pids = run.pids(0, 2)
+    stopped, other = run.standbys(0, 2)
+    os.kill(stopped, signal.SIGSTOP)
+    os.kill(pids[0], signal.SIGKILL)
+    replaced = run.pids(1, 2)
+    assert other in replaced and stopped not in replaced
+    assert run.finish() == 0
+
+
 def test_without_standbys_processes_are_started_anew(jdp_run):
     run = jdp_run("--nproc-per-node=2")
     pids = run.pids(0, 2)

@@ -182,8 +182,8 @@ def test_an_error_that_is_raised_at_the_same_step_again_ends_the_run():
     assert not budget.reason_to_end(failures.exit_of_process(1, "a", 7, -9, None, []), 50, 1.0)
 
 
-def standby(name, parked=True, is_dying=False):
-    return SimpleNamespace(name=name, parked=parked, is_dying=lambda: is_dying)
+def standby(name, parked=True, can_run=True):
+    return SimpleNamespace(name=name, parked=parked, can_run=lambda: can_run)
 
 
 # Those that are taken, one after the other.
@@ -196,8 +196,8 @@ def taken(*processes):
     return [process.name for process in iter(each.take_standby, None)]
 
 
-def test_the_standbys_that_wait_are_taken_first_and_those_that_die_never():
-    waits, starts, dies = standby("w"), standby("s", parked=False), standby("d", is_dying=True)
+def test_the_standbys_that_wait_are_taken_first_and_those_that_cannot_run_never():
+    waits, starts, dies = standby("w"), standby("s", parked=False), standby("d", can_run=False)
     assert taken(dies, starts, waits) == ["w", "s"]
     assert taken(dies) == []
     assert taken(starts) == []  # perhaps it never waits
