@@ -615,6 +615,7 @@ def test_a_loop_of_ones_own_with_a_checkpointer_is_recovered(jdp_run):
     pids = run.pids(0, 2)
     run.standbys(0, 2)
     os.kill(pids[0], signal.SIGKILL)
+    run.deadline_s = 120.0
     assert run.wait() == 0
     assert run.output.count("began True right True") == 2
 
@@ -626,7 +627,7 @@ import jdp
 jdp.init()
 with jdp.phase("loading"):
     pass
-for _ in range(50):
+for _ in range(80):
     jax.jit(lambda x: x + 1)(jnp.zeros(4)).block_until_ready()
     time.sleep(0.1)
 """
@@ -635,8 +636,9 @@ for _ in range(50):
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("num", [1, 2])
 def test_a_run_that_makes_no_step_of_jdp_is_not_ended(jdp_run, num):
-    flags = f"--nproc-per-node={num}", "--timeout-s=0.5"
+    flags = f"--nproc-per-node={num}", "--timeout-s=1"
     run = jdp_run(*flags, script=WITHOUT_STEPS, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="1")
+    run.deadline_s = 120.0
     assert run.wait() == 0
     assert "JDP303" not in run.output
 
@@ -670,12 +672,14 @@ def act(step):
 def test_a_run_that_gives_up_saves_its_latest_commit_and_prints_the_step(jdp_run, act, code):
     script = GIVES_UP.replace("100_000", "20")
     run = jdp_run("--max-restarts=0", script=act + script, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="1")
+    run.deadline_s = 120.0
     assert run.wait() == code
     last = run.output.splitlines()[-1]
     assert "--resume" in last and " 7, in " in last and str(run.folder / "checkpoints") in last
     again = jdp_run(
         "--resume", script="act = print" + script, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="1"
     )
+    again.deadline_s = 120.0
     assert again.wait() == 0
     assert "resumed 7" in again.output
 
@@ -684,6 +688,7 @@ def test_a_run_that_gives_up_saves_its_latest_commit_and_prints_the_step(jdp_run
 def test_an_error_that_comes_again_after_a_restart_ends_the_run_with_its_traceback(jdp_run):
     script = RAISES + GIVES_UP.replace("num_steps = 30", "num_steps = 99")
     run = jdp_run("--max-restarts=9", script=script, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="1")
+    run.deadline_s = 120.0
     assert run.wait() == 1
     assert len(run.events("formed")) == 2
     *_, error, reason, resume = run.output.splitlines()

@@ -37,11 +37,9 @@ class LocalGeneration:
     """The processes of a generation that run on this host.
 
     Args:
-      options: of the command line.
-      send: sends a message to the leader.
+      options, send, say: of the host; `send` sends a message to the leader.
       ended: is called when no process is left.
       stuck: is called with the reason when killed processes do not end.
-      say: prints a line for people who watch the run.
 
     Attributes:
       processes: that were not waited for so far; empty at first.

@@ -46,13 +46,7 @@ class WorkerOutput:
         self._logs = logs
 
     def assign(self, process_id: int, local_rank: int, generation: int) -> None:
-        """Call the process by its number from now on; a standby's output is shown from now on.
-
-        Args:
-          process_id: among all processes of the run.
-          local_rank: among those of this host, for --local-ranks-filter.
-          generation: as `Assignment`.
-        """
+        """Call the process by its number, and show the output of a standby, from now on."""
         self._logs.post(lambda: self._assign(process_id, local_rank, generation))
 
     def reveal(self) -> None:
@@ -132,10 +126,7 @@ class Logs:
     ) -> WorkerOutput:
         """Read a process that `spawn` started, until it closes its pipes.
 
-        Args:
-          process: its `stdout` and `stderr` are ours from now on.
-          local_rank: that it will probably have, used until it is assigned one.
-          standby: show nothing before it is assigned a number.
+        `local_rank` is used until it is assigned one. A standby is not shown before that.
         """
         output = WorkerOutput(self, process, local_rank)
         output.is_standby = standby

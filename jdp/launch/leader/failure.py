@@ -46,16 +46,9 @@ def exit_of_process(
     last_lines: list[str],
     step: int | None = None,
 ) -> Cause:
-    """Return the cause that a process failed by itself.
+    """Return the cause that a process failed by itself, with the `returncode` of Popen.
 
-    Args:
-      process_id: of the process.
-      host: its name.
-      pid: on that host.
-      returncode: as of Popen.
-      traceback: of the error that its script raised, if any.
-      last_lines: of its output, shown if there is no traceback.
-      step: of the run that it has called last, if it is known.
+    `last_lines` of its output are shown if there is no traceback of its script.
 
     >>> print(exit_of_process(1, "a", 7, 3, None, ["no such file"]).full_text)
     the cause: process 1 (pid 7 on a) ended with exit code 3 (jdp explain-error JDP301)

@@ -32,14 +32,8 @@ State = enum.Enum("State", "RUNNING STOPPING ENDING")
 class Generation:
     """Processes that start together and end together.
 
-    Args:
-      number: 0 for the first.
-      plan: of its parts.
-      options: of the command line.
-      say: prints a line for people who watch the run.
-      events: where its events are written.
-
     Attributes:
+      number: 0 for the first.
       size: number of processes.
       state: see above.
       parts: by host, without parts of which no process is left.

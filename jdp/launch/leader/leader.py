@@ -73,10 +73,7 @@ class Leader:
     async def finish_run(self, code: int, why: str, timeout_s: float = 5.0) -> None:
         """Report to all hosts how the run ended, wait until they have left, and stop.
 
-        Args:
-          code: exit code, if the run is not over yet.
-          why: for people, in that case.
-          timeout_s: how long to wait.
+        `code` and `why` count if the run is not over yet.
         """
         if not self.members.is_over:
             self._over(code, why)

@@ -20,11 +20,7 @@ class Membership:
     """The hosts that have joined, in the order in which they did.
 
     Args:
-      options: of the command line.
-      token: of the run.
-      listener: a listening socket where hosts join, which is closed at the end.
-      say: prints a line for people who watch the run.
-      events: where joins and losses are written.
+      options, token, listener, say, events: of the run. The listening socket is closed at the end.
       joined: is called with a host and the facts of its `join`; returns whether a generation lives.
       received: is called with a host, and kind and facts of its message.
       lost: is called with a host that is gone, and the cause that it would be.

@@ -87,11 +87,6 @@ class Outage:
 class Recoveries:
     """Decides whether a run goes on after a failure, and reports how long that took.
 
-    Args:
-      budget: of failures.
-      say: prints a line for people who watch the run.
-      events: where recoveries are written.
-
     Attributes:
       stepped: whether some generation has finished a step, so that the program works.
     """

@@ -92,11 +92,7 @@ class Parser(argparse.ArgumentParser):
     def flag(self, group: Any, names: str, text: str | None, **keywords: Any) -> None:
         """Add a flag, also in torchrun's spelling with underscores, which is not in the help.
 
-        Args:
-          group: in which the help shows it.
-          names: all its spellings; the last one names its value.
-          text: for the help; None: the flag is not in the help.
-          **keywords: of argparse.
+        The last of `names` names its value. If `text` is None the flag is not in the help.
         """
         spellings = names.split()
         dest = dest_of(spellings[-1])
