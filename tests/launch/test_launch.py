@@ -360,6 +360,13 @@ def test_who_has_saved_and_ended_ends_the_run(jdp_run):
     assert [e["returncode"] for e in run.events("exited")] == [75, 75]
 
 
+def test_a_run_that_has_saved_prints_the_step(jdp_run):
+    after = "launcher.tell('closed', step=4711); sys.exit(75)"
+    run = jdp_run("--nproc-per-node=2", after=after)
+    assert run.wait() == 75
+    assert " 4711 " in run.output.splitlines()[-1] and "--resume" in run.output.splitlines()[-1]
+
+
 def test_who_crashes_after_another_has_saved_is_no_failure(jdp_run):
     run = jdp_run(
         "--nproc-per-node=2", after="time.sleep(0.2 * a.process_id); sys.exit(75 + a.process_id)"

@@ -76,6 +76,12 @@ class Generation:
         return SAVED in self._returncodes.values()
 
     @property
+    def closed_step(self) -> str:
+        """The step that was saved last, in words; "" if no process has reported it."""
+        steps = [facts["step"] for facts in self.told.get("closed", {}).values()]
+        return f"step {max(steps)}" if steps else ""
+
+    @property
     def is_done(self) -> bool:
         """Whether all processes have ended with code 0."""
         return [*self._returncodes.values()] == [0] * self.size

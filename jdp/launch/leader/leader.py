@@ -211,7 +211,10 @@ class Leader:
         text = why.text if why is not None else ""
         self._events.write("generation ended", generation=generation.number, cause=text)
         if generation.saved:
-            self._over(SAVED, "it saved and ended; the same command with --resume goes on there.")
+            saved = f"saved {generation.closed_step}".rstrip()
+            self._over(
+                SAVED, f"it {saved} and ended; the same command with --resume goes on there."
+            )
         elif self._signal is not None and not generation.is_finished:
             self._give_up(128 + self._signal, "")
         elif why is None or generation.is_done:
