@@ -186,6 +186,7 @@ class Session:
 
     def _stop(self) -> None:
         self.save()
+        self.tell_closed()
         self.end_session()
         if self._process == 0:
             _log.warning(

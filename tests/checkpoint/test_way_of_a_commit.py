@@ -63,7 +63,9 @@ def test_a_commit_takes_the_way_that_is_written_down_through_at_most_10_files(tm
     with Launcher() as launcher:
         launcher.process("test_way_of_a_commit:live", tmp_path).result()
         again = launcher.process("test_way_of_a_commit:live", tmp_path, generation=1).result()
-    files = {name.partition(":")[0] for name in again["step"]}
-    assert len(files) <= 10, files
+    # Beside the way, the launcher is told of the progress.
+    others = [name for name in again["step"] if not name.startswith("jdp/worker/")]
+    files = {name.partition(":")[0] for name in others}
+    assert len(files) <= 10, sorted(files)
     assert len({name.partition(":")[0] for name in way()}) <= 10
     assert way() and not {*way()} - {*again["step"], *again["restore"]}
