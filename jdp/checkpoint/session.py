@@ -16,11 +16,11 @@ from jdp.checkpoint.commit_memory import CommitMemory
 from jdp.checkpoint.restore import Sources, latest, restored
 from jdp.checkpoint.state_writer import checkpoint_writer, commit_writer
 from jdp.distributed import agree, in_flight, kv_store
-from jdp.distributed.checks import startup
 from jdp.distributed.checks.replicas import RanksDifferError, require_equal_copies
 from jdp.distributed.preemption import Preemption
 from jdp.worker import launcher_client, progress
 from jdp.worker.exit_codes import SAVED
+from jdp.worker.version import version
 
 _log = logging.getLogger("jdp")
 
@@ -72,7 +72,7 @@ class Session:
         self._commits = commit_writer(self._memory, is_here=is_first)
         self._saves = checkpoint_writer(folder, keep=keep, is_here=self._process == 0)
 
-    def restore(self, state: Any, batches: Any, resume: bool | None) -> Any:
+    def restore(self, state: Any, batches: Any, resume: bool | None, *, keeps_missing: bool) -> Any:
         """Return the state to go on from, and set the batches to the position it has."""
         began = time.monotonic()
         in_flight.begins_anew()
@@ -89,7 +89,7 @@ class Session:
             "directory": str(self._folder.path),
             "life": 1 + max(each["life"] for each in offers.values()),
             "tag": offers[0]["tag"],
-            "jdp": startup.version(),
+            "jdp": version(),
             "jax": jax.__version__,
         }
         found, resumes = latest(offers, str(self._folder.path)), offers[0]["resumes"]
@@ -100,13 +100,17 @@ class Session:
                     "from there: jdp run --resume, JDP_RESUME=1 or Checkpointer(..., resume=True). "
                     "To begin anew: another directory, or this one emptied."
                 )
-            state = restored(self._group, found, sources, state, batches)
+            state = restored(
+                self._group, found, sources, state, batches, keeps_missing=keeps_missing
+            )
             self.steps = found.key.step
         elif resumes and self._process == 0:
             _log.warning("jdp: nothing to resume in %s: this begins anew.", self._folder.path)
         self.record(state, batches)
         if found is not None and found.key.is_commit:
             self._is_unsaved, self._is_committed = True, not found.lacking
+        if self._memory:
+            self._commits.prepare_for(state)
         self._preemption = Preemption()
         self._ends.callback(self._preemption.stop_listening)
         self._ends.callback(self._saves.end_thread)
