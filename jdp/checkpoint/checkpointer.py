@@ -96,7 +96,8 @@ class Checkpointer:
         Raises:
           TypeError: if `batches` have no position, or a leaf is of a type that JAX does not have.
           ValueError: if what was written is of another model (naming the leaves), or without a
-            position of the data although `batches` are given.
+            position of the data although `batches` are given; if these read other data than the
+            run began with (see `allow` of `jdp.batches`).
           RuntimeError: if `directory` holds an earlier run and this does not resume it, if another
             run writes there, if all checkpoints there are damaged, or if another process failed.
           OSError: if `directory` cannot be written to.
@@ -168,6 +169,7 @@ class Checkpointer:
             return
         try:
             session.save_last(compares=self._check_replicas)
+            session.tell_closed()
         finally:
             session.end_session()
 

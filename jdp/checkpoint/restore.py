@@ -159,7 +159,7 @@ def restored(
             state, leaves_of(facts), values, found.where, keeps_missing=keeps_missing
         )
         if batches is not None:
-            batches.position = _position(facts, found.where)
+            _set_position(batches, facts, found.where)
     agree.all_gather(group, None, what="whether all restored", of=f" {found.where}")
     known_leaves.vouch(taken)  # All have them from one place.
     return state
@@ -187,13 +187,26 @@ def _loaded(group: tuple[int, ...], found: Latest, sources: Sources) -> Saved:
     return facts, values
 
 
-def _position(facts: dict[str, Any], where: str) -> int:
+def position_of(batches: Any) -> dict[str, Any]:
+    """Return where the data stands, as it is written among the facts."""
+    if batches is None:
+        return {"position": None}
+    if hasattr(batches, "get_state"):
+        state = batches.get_state()
+        return {"position": state["position"], "data": state}
+    return {"position": int(batches.position)}
+
+
+def _set_position(batches: Any, facts: dict[str, Any], where: str) -> None:
     if facts["position"] is None:
         raise ValueError(
             f"{where} was written without batches, so it is not known where the data stood. Write "
             "state = ckpt.restore(state), and set batches.position yourself."
         )
-    return facts["position"]
+    if hasattr(batches, "set_state"):  # jdp 0.1 wrote the position alone
+        batches.set_state(facts.get("data", {"position": facts["position"]}))
+    else:
+        batches.position = facts["position"]
 
 
 # As integers: a sum of floats over the processes would make 0.0 of -0.0.

@@ -13,7 +13,7 @@ import jax
 from jdp import pytrees
 from jdp.checkpoint import directory
 from jdp.checkpoint.commit_memory import CommitMemory
-from jdp.checkpoint.restore import Sources, latest, restored
+from jdp.checkpoint.restore import Sources, latest, position_of, restored
 from jdp.checkpoint.state_writer import checkpoint_writer, commit_writer
 from jdp.distributed import agree, in_flight, kv_store
 from jdp.distributed.checks.replicas import RanksDifferError, require_equal_copies
@@ -61,7 +61,7 @@ class Session:
             self._memory = CommitMemory(self._launcher.commit_file)
         self._identity: dict[str, Any] = {}  # of this life of the run, equal on all processes
         self._state: Any = None  # after the last step, as the position is
-        self._position: int | None = None
+        self._data: dict[str, Any] = {"position": None}
         self._num_steps = 0  # of this life
         self._saved_at = -1  # step of the last checkpoint
         self._is_unsaved = False  # whether the state that was restored may be on no disk
@@ -123,12 +123,13 @@ class Session:
     def record(self, state: Any, batches: Any) -> None:
         """Record the state after the last step, and what the batches have handed out."""
         self._state = state
-        self._position = None if batches is None else int(batches.position)
+        self._data = position_of(batches)
 
     def count_step(self) -> None:
         """Count the step that led to the state, and commit or save it if it is time."""
         self._commits.raise_failure()
         self._saves.raise_failure()
+        progress.count_step()
         self.steps += 1
         self._num_steps += 1
         if self._num_steps == 1 and self._process == 0:
@@ -171,6 +172,11 @@ class Session:
         if can_compare:
             self._require_equal_ranks()
 
+    def tell_closed(self) -> None:
+        """Report to the launcher that the last step is saved."""
+        if self._launcher is not None:
+            self._launcher.tell("closed", step=self.steps)
+
     def end_session(self) -> None:
         """Wait for what is being written, and let other runs use the directory."""
         self.is_over, self._state = True, None
@@ -195,7 +201,7 @@ class Session:
         raise SystemExit(SAVED)
 
     def _facts(self) -> dict[str, Any]:
-        return {**self._identity, "step": self.steps, "position": self._position}
+        return {**self._identity, "step": self.steps, **self._data}
 
     def _resumes(self, resume: bool | None) -> bool:
         if self._assigned is not None and self._assigned.resumes:

@@ -102,7 +102,7 @@ def commit_writer(memory: CommitMemory | None, *, is_here: bool) -> StateWriter:
     def write(facts: dict[str, Any], values: list[np.ndarray]) -> None:
         assert memory is not None
         memory.write(facts, pack(values))
-        progress.kept(facts["step"], "a commit in this host's memory")
+        progress.own.latest_kept = f"step {facts['step']} (a commit in this host's memory)"
 
     return StateWriter("jdp commit", write, is_here=is_here, reuse=True)
 
@@ -112,7 +112,7 @@ def checkpoint_writer(folder: Folder, *, keep: int, is_here: bool) -> StateWrite
 
     def write(facts: dict[str, Any], values: list[np.ndarray]) -> None:
         folder.write(facts["life"], facts["step"], facts, to_disk(facts["leaves"], values))
-        progress.kept(facts["step"], str(folder.path))
+        progress.own.latest_kept = f"step {facts['step']} ({folder.path})"
         folder.keep(keep)
 
     return StateWriter("jdp save", write, is_here=is_here, reuse=False)
