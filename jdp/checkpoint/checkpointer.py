@@ -76,7 +76,14 @@ class Checkpointer:
         """Steps done, counted over all lives of the run."""
         return 0 if self._session is None else self._session.steps
 
-    def restore(self, state: Any, batches: Any = None, *, missing: str = "error") -> Any:
+    def restore(
+        self,
+        state: Any,
+        batches: Any = None,
+        *,
+        missing: str = "error",
+        allow: str | None = None,
+    ) -> Any:
         """Go on from the latest intact commit or checkpoint, if there is one.
 
         Call it once, after `jdp.init()` and before the loop. A process whose host has no commit
@@ -89,6 +96,9 @@ class Checkpointer:
           missing: "keep" goes on with another optimizer, an added average or fewer layers: leaves
             of the same path, shape and dtype are restored, `state` keeps the others, and one line
             of the log lists them. "error": such a state is refused.
+          allow: "new script" lets `jdp run` recover with a script, or modules in its folder, that
+            were edited since. After `--resume` they always may be. One line of the log names the
+            first line that differs.
 
         Returns:
           The restored state, or `state`.
@@ -99,7 +109,8 @@ class Checkpointer:
             position of the data although `batches` are given; if these read other data than the
             run began with (see `allow` of `jdp.batches`).
           RuntimeError: if `directory` holds an earlier run and this does not resume it, if another
-            run writes there, if all checkpoints there are damaged, or if another process failed.
+            run writes there, if all checkpoints there are damaged, if the script was edited since
+            the run wrote the state that it recovers, or if another process failed.
           OSError: if `directory` cannot be written to.
         """
         if self._session is not None:
@@ -112,11 +123,18 @@ class Checkpointer:
             )
         if missing not in ("error", "keep"):
             raise ValueError(f'missing={missing!r} is neither "error" nor "keep".')
+        if allow not in (None, "new script"):
+            raise ValueError(f'allow={allow!r}: write "new script", or leave it out.')
         describe(state)
         session = Session(self._folder, has_data=batches is not None, **self._counts)
         try:
-            keeps_missing = missing == "keep"
-            state = session.restore(state, batches, self._resume, keeps_missing=keeps_missing)
+            state = session.restore(
+                state,
+                batches,
+                self._resume,
+                keeps_missing=missing == "keep",
+                allows_edits=allow is not None,
+            )
         except BaseException:
             session.end_session()
             raise

@@ -147,14 +147,18 @@ def restored(
     batches: Any,
     *,
     keeps_missing: bool,
+    require: Callable[[dict[str, Any]], None],
 ) -> Any:
     """Return the state that was found, in the place of `state`, and set the position of `batches`.
+
+    `require` may refuse the facts that were written with the state.
 
     Raises:
       ValueError: if it is of another model, or without a position although there are batches.
     """
     facts, values = _loaded(group, found, sources)
     with agree.propagating_errors(group, f"while it restored {found.where}"):
+        require(facts)
         state, taken = fill(
             state, leaves_of(facts), values, found.where, keeps_missing=keeps_missing
         )
