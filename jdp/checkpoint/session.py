@@ -80,7 +80,7 @@ class Session:
     def restore(self, state: Any, batches: Any, resume: bool | None) -> Any:
         """Return the state to go on from, and put the batches to where it stood."""
         began = time.monotonic()
-        in_flight.begins_anew()
+        in_flight.accept_new_state()
         with agree.propagating_errors(self._group, "while it looked for what to restore"):
             if self._process == 0:
                 # Processes before these have died, or stopped at SIGTERM.

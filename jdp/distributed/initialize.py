@@ -1,4 +1,4 @@
-"""How a process finds the others that it trains with."""
+"""A process finds the others of its run, and connects JAX with them."""
 
 import contextlib
 import gc
@@ -11,11 +11,11 @@ import jax
 
 from jdp.distributed import cluster_env, fail_fast, preemption
 from jdp.worker import progress
-from jdp.worker.launcher_client import Assignment, Member, current
+from jdp.worker.launcher_client import Assignment, current
 from jdp.worker.local_devices import num_gpus
 
-# How long processes wait for each other to come; JAX's own default. A launcher sees who does not
-# come, says so, and gives up by itself.
+# How long processes wait for each other to come; JAX's own default. Under a launcher, the launcher
+# reports a missing process, and gives up.
 JOIN_TIMEOUT_S = 300
 _LAUNCHED_TIMEOUT_S = 24 * 3600
 
@@ -27,23 +27,18 @@ HEARTBEAT_TIMEOUT_S = 30
 _LOOPBACK = ("localhost", "127.", "[::1]")
 
 
-def member() -> Member | None:
-    """Return what this process knows of `jdp run`; None without it."""
-    return current()
-
-
 def join() -> None:
     """Find the other processes, if there are any, and connect JAX with them.
 
-    Under `jdp run`, wait until it says which process this is. Else take what the environment says
-    (`cluster_env`); a process that is told nothing is alone. A second call does nothing, and what
-    the author has joined by `jax.distributed.initialize` stays so.
+    Under `jdp run`, wait until the launcher assigns a number to this process. Else read the
+    environment (`cluster_env`); without variables for it, a process is alone. A second call does
+    nothing, nor does the first one after a `jax.distributed.initialize` of the author.
 
     Raises:
       RuntimeError: if the others can't be found, or JAX runs already.
       TimeoutError: if process 0 does not come.
     """
-    launched = member()
+    launched = current()
     if launched is not None:
         assignment = launched.park(_prepare)
         if not jax.distributed.is_initialized():
@@ -60,13 +55,13 @@ def join() -> None:
         preemption.let_children_end()
 
 
-# What need not be done when the other processes wait for this one.
+# Work that a standby does before the other processes wait for it.
 def _prepare() -> None:
     # JAX imports it when it lowers its first program: 20 ms.
     with contextlib.suppress(ImportError):
         importlib.import_module("jaxlib.mlir.dialects.mhlo")
-    # A full collection takes 60 ms of the next half second otherwise; now what is here is not
-    # looked at again.
+    # A full collection would take 60 ms of the next half second; after `freeze`, later ones skip
+    # the objects that exist now.
     gc.collect()
     gc.freeze()
 
@@ -82,7 +77,7 @@ def _connect_as(assignment: Assignment) -> None:
             local_device_ids=assignment.gpus or [],
         )
     elif assignment.gpus and len(assignment.gpus) < num_gpus():
-        # As jax.distributed.initialize does it.
+        # As jax.distributed.initialize does.
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, assignment.gpus)))
 
 
@@ -128,6 +123,6 @@ def _wait_for(address: str, timeout_s: float) -> None:
         except OSError:
             time.sleep(min(0.001 + waited_s / 50, 0.1))
     raise TimeoutError(
-        f"process 0 was not there within {timeout_s} s: nobody listens at {address}. Is it "
-        "alive, and can it be reached from this host?"
+        f"process 0 did not come within {timeout_s} s: nothing listens at {address}. Check that it "
+        "runs, and that this host can connect to that address."
     )

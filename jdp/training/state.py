@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from jdp import axis, pytrees, rank_state
 from jdp.analysis.marks import SOURCE, mark
-from jdp.distributed import mesh
+from jdp.distributed import placement
 from jdp.distributed.checks import state as state_check
 from jdp.reduction import optimizer
 from jdp.reduction.optimizer import Replicated
@@ -91,7 +91,7 @@ class TrainState:
         given = {"params": params, "model_state": model_state, **numbers}
         if broadcast:
             given = state_check.agreed(given, broadcast=True)
-        given = mesh.placed(given, tx.axis_name, copy=True)
+        given = placement.placed(given, tx.axis_name, copy=True)
         params = given["params"]
         flags = _flags(params, trainable)
         state = cls(
@@ -103,7 +103,7 @@ class TrainState:
             tx=tx,
             trainable=flags,
         )
-        return mesh.placed(state, tx.axis_name)
+        return placement.placed(state, tx.axis_name)
 
     def apply_gradients(self, grads: Any, *, synced: bool = False, **extra: Any) -> "TrainState":
         """Reduce the gradients over ranks, let the optimizer step, count the step.

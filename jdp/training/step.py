@@ -15,8 +15,9 @@ from jdp import axis, jax_compat, pytrees
 from jdp.axis import AxisName
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.data.sharding import place_batch
-from jdp.distributed import failed_run, in_flight, mesh
+from jdp.distributed import failed_run, in_flight, mesh, placement
 from jdp.distributed.checks import arguments, known_leaves
+from jdp.distributed.step_call import StepCall
 from jdp.reduction import metrics, row_weight
 from jdp.step_spec import StepSpec
 from jdp.training.compiled_step import Program
@@ -165,7 +166,7 @@ class Step:
             if program.arguments is not None:
                 given = program.arguments.of(args, self._unknown(args[0], is_returned))
             call = self._call(program, given)
-            in_flight.begins(call)
+            in_flight.begin_call(call)
             try:
                 returned = program(*args, is_returned=is_returned, given=given)
                 state, reported, weight, reports, _ = returned
@@ -176,7 +177,7 @@ class Step:
                     raise
                 raise in_flight.failed(call, pytrees.any_deleted(args[0]), error) from error
             finally:
-                in_flight.ends()
+                in_flight.end_call()
             self._returned[:] = map(weakref.ref, jax.tree.leaves(state))
             in_flight.add(call._replace(reports=reports, weight=weight))
             if progress.is_first_step() and self.spec.returns_state:
@@ -244,8 +245,8 @@ class Step:
             )
         return program, (state, batch, *rest), is_traced, is_returned
 
-    def _call(self, program: Program, given: arguments.Given | None) -> in_flight.StepCall:
-        return in_flight.StepCall(
+    def _call(self, program: Program, given: arguments.Given | None) -> StepCall:
+        return StepCall(
             spec=self.spec,
             number=self._num_calls,
             arguments=program.arguments,
@@ -273,7 +274,7 @@ class Step:
         self._require_alive(state)
         held = pytrees.hold(state)
         self._holds_others = held is not state or isinstance(state, pytrees.Held)
-        state = mesh.placed(held, self.spec.axis_name, where)
+        state = placement.placed(held, self.spec.axis_name, where)
         if not self.spec.donate:
             return state
         leaves, treedef = jax.tree.flatten(state)
@@ -329,7 +330,7 @@ def _place_rest(arg: Any, where: Mesh) -> Any:
             return leaf
         if len(leaf.sharding.device_set) == 1 and leaf.committed and where.size > 1:
             if where.is_multi_process:  # where device_put would have all processes compare it
-                return mesh.replicate([leaf], where)[0]
+                return placement.copy_to(leaf, NamedSharding(where, PartitionSpec()))
             return jax.device_put(leaf, NamedSharding(where, PartitionSpec()))
         return leaf
 
