@@ -6,6 +6,7 @@ import importlib
 import os
 import socket
 import time
+from collections.abc import Iterator
 
 import jax
 
@@ -101,7 +102,8 @@ def _initialize(timeout_s: int, **place) -> None:
     if address is not None and place["process_id"] > 0:
         _wait_for(address, timeout_s)
     try:
-        jax.distributed.initialize(initialization_timeout=timeout_s, **place)
+        with _without_grpc_proxy():
+            jax.distributed.initialize(initialization_timeout=timeout_s, **place)
     except RuntimeError as error:
         if "must be called before" in str(error):
             raise RuntimeError(
@@ -110,6 +112,23 @@ def _initialize(timeout_s: int, **place) -> None:
                 "jdp.init() to the top of the program."
             ) from error
         raise
+
+
+@contextlib.contextmanager
+def _without_grpc_proxy() -> Iterator[None]:
+    """Let gRPC connect to process 0 directly, also where http_proxy or https_proxy is set.
+
+    A proxy does not reach the loopback of this host, and seldom another host of the run. gRPC reads
+    `grpc_proxy` first, once for each connection, and takes an empty one for none.
+    """
+    before = os.environ.get("grpc_proxy")
+    os.environ["grpc_proxy"] = ""
+    try:
+        yield
+    finally:
+        del os.environ["grpc_proxy"]
+        if before is not None:
+            os.environ["grpc_proxy"] = before
 
 
 # JAX waits a second after a first connection that failed.

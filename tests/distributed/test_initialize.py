@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ DEADLINE_S = 120.0
 # Variables by which a test run may itself be one of several processes.
 FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "KUBERNETES_", "JOB_COMPLETION_INDEX", "JDP_")
 FOREIGN += ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "JAX_COORDINATOR", "TORCHELASTIC")
+FOREIGN += ("http_proxy", "https_proxy", "grpc_proxy", "no_proxy", "no_grpc_proxy")
 
 PROGRAM = """
 import json, sys, time
@@ -148,6 +150,22 @@ def test_the_traceback_of_a_loader_is_printed_before_the_other_process_ends_the_
     first, second = run(*programs, variables=torchrun(2, free_port()))
     assert second[0] == 1 and second[2].endswith("ValueError: no luck\n"), second
     assert first[0] == 1 and "no luck" in first[2] and "JDP208" in first[2], first
+
+
+@pytest.fixture
+def silent_proxy():
+    """The address of a proxy that takes connections and answers nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@several
+def test_processes_do_not_look_for_each_other_behind_a_proxy(silent_proxy):
+    proxies = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy"), silent_proxy)
+    keeps = program(after=f"import os\nassert {proxies!r}.items() <= os.environ.items()")
+    ended = run(keeps, keeps, variables=[{**own, **proxies} for own in torchrun(2, free_port())])
+    assert found(*ended) == [[0, 2, 4], [1, 2, 4]], ended
+    assert [code for code, _, _ in ended] == [0, 0], ended
 
 
 FORKS = """
