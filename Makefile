@@ -51,8 +51,9 @@ test: .venv/ready  ## all tests on the newest JAX, then all but the slow ones on
 	fi
 	$(MAKE) --no-print-directory test-schedules
 
+# C++ is tested by itself once: its tests do not call JAX.
 test-oldest: .venv-oldest/ready  ## all but the slow tests on the oldest JAX
-	$(call pytest,.venv-oldest) -m "not slow"
+	$(call pytest,.venv-oldest) -m "not slow" --ignore tests/csrc
 
 # Each environment has the plugin for GPUs and nothing else of its own, and needs no GPU.
 schedules = if [ -e $(1)/why ]; then cat $(1)/why; else \

@@ -177,8 +177,7 @@ class Stamp:
 
     def __init__(self, library, files, command, version):
         digest = hashlib.sha256(json.dumps(command).encode())
-        # The algorithm and the elements, which both libraries share, lie one folder up.
-        for path in [*files, *CSRC.glob("*.h")]:
+        for path in [*files, *sources(CSRC / "common")]:
             digest.update(str(path.relative_to(CSRC)).encode() + b"\0" + path.read_bytes())
         self.library, self.path = library, library.with_suffix(".json")
         self.now = {"digest": digest.hexdigest(), "ffi_api": list(version)}

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from jdp.reduction.optimizer import replicated as replicated
     from jdp.reduction.scanned_layers import scan_layers as scan_layers
     from jdp.training.check_step import check_step as check_step
+    from jdp.training.decorators import eval_step as eval_step
+    from jdp.training.decorators import train_step as train_step
     from jdp.training.evaluation import evaluate as evaluate
     from jdp.training.state import TrainState as TrainState
-    from jdp.training.step import eval_step as eval_step
-    from jdp.training.step import train_step as train_step
     from jdp.worker.progress import phase as phase
 
 # The module of each public name.
@@ -38,7 +38,7 @@ _MODULES = {
     "check_step": "training.check_step",
     "collectives": "",
     "declare_pure": "analysis",
-    "eval_step": "training.step",
+    "eval_step": "training.decorators",
     "evaluate": "training.evaluation",
     "global_mean": "reduction.micro_batches",
     "init": "distributed.mesh",
@@ -51,7 +51,7 @@ _MODULES = {
     "shard_batches": "data.batches",
     "sum_over_ranks": "reduction.metrics",
     "sync_gradients": "reduction.gradients",
-    "train_step": "training.step",
+    "train_step": "training.decorators",
     "uniformity": "analysis",
     "value_and_grad": "reduction.micro_batches",
 }

@@ -24,7 +24,7 @@ constexpr int kWarmUp = 2;
 
 const char* const kNames[] = {"ring", "one-shot", "two-shot"};
 
-// Of bytes that a rank moves through device memory for each byte reduced: see ring_kernel.cu.
+// Of bytes that a rank moves through device memory for each byte reduced: see kernels.cu.
 double floor_factor(Algorithm algorithm, int num_ranks) {
   if (algorithm == Algorithm::kOneShot) return 2.0 * num_ranks + 1;
   return (6.0 * num_ranks - 4) / num_ranks;

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "element.h"
+#include "common/element.h"
 
 namespace jdp {
 

@@ -1,5 +1,6 @@
 """The models that are measured: parameters, a loss, and data made from a seed."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -106,3 +107,12 @@ def _sum_loss(params: Any, batch: Any) -> jax.Array:
 
 def _normal(random: Any, shape: tuple[int, ...], fan_in: int, dtype: Any) -> np.ndarray:
     return (random.standard_normal(shape, np.float32) / fan_in**0.5).astype(dtype)
+
+
+# A step takes at least 20 ms on 2 cores; rows divide by 4 ranks times 8 micro-batches.
+@functools.cache
+def problem_of(name: str) -> Problem:
+    """Return the model called "mlp" or "transformer", with its batch."""
+    if name == "mlp":
+        return mlp(width=512, num_layers=4, num_rows=512)
+    return transformer(dim=128, num_layers=4, num_rows=32, length=32)

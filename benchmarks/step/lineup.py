@@ -41,7 +41,7 @@ def compiled(name: str, num_ranks: int, k: int) -> dict[str, Training]:
     Raises:
       exact.WrongResultError: if one of them trains otherwise than the oracle.
     """
-    problem, mesh = _problem(name), jdp.init(devices=jax.devices()[:num_ranks])
+    problem, mesh = models.problem_of(name), jdp.init(devices=jax.devices()[:num_ranks])
     made = {
         label: training(label, make(problem.loss_fn, mesh, k), problem, mesh, _oracle(name))
         for label, make in makers(k).items()
@@ -59,15 +59,7 @@ def training(label: str, step: Step, problem: Problem, mesh: Mesh, oracle: Oracl
 
 @functools.cache
 def _oracle(name: str) -> Oracle:
-    return Oracle(_problem(name), num_steps=1, num_runs=4)
-
-
-# A step takes at least 20 ms on 2 cores; rows divide by 4 ranks times 8 micro-batches.
-@functools.cache
-def _problem(name: str) -> Problem:
-    if name == "mlp":
-        return models.mlp(width=512, num_layers=4, num_rows=512)
-    return models.transformer(dim=128, num_layers=4, num_rows=32, length=32)
+    return Oracle(models.problem_of(name), num_steps=1, num_runs=4)
 
 
 def mesh_of(label: str, mesh: Mesh) -> Mesh:

@@ -4,7 +4,7 @@ from jdp.analysis.analyse import analyse, find_shard_maps
 from jdp.analysis.classes import Class
 from jdp.analysis.declared import declare_pure
 from jdp.analysis.findings import Deadlock, Marked
-from jdp.analysis.loop_refusals import compilers_deadlock, unknown_primitives
+from jdp.analysis.loop_refusals import unknown_primitives
 from jdp.analysis.partitioned import bfloat16_reductions
 from jdp.analysis.provenance import Origin, Provenance
 from jdp.analysis.report import Report
@@ -25,7 +25,6 @@ __all__ = [
     "analyse",
     "bfloat16_reductions",
     "bulleted",
-    "compilers_deadlock",
     "declare_pure",
     "find_shard_maps",
     "line_of",

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdp.analysis import jaxprs
-from jdp.analysis.cells import Cell, held
+from jdp.analysis.cells import Cell, value_of
 from jdp.analysis.interpreter import Interpreter, move
-from jdp.analysis.liveness import used_inputs
 from jdp.analysis.provenance import Provenance
 from jdp.analysis.report import Report
 from jdp.analysis.rules import RULES, UNKNOWN
@@ -15,11 +14,9 @@ from jdp.analysis.source_lines import source
 
 
 def find_shard_maps(jaxpr: Any) -> list[Any]:
-    """Find the outermost shard_map equations of a traced program, in order, also inside of jit. One
-    that is called in several places is one equation.
+    """Return the outermost shard_map equations of a traced program, in order, also inside of jit.
 
-    Args:
-      jaxpr: of any function, such as `jax.make_jaxpr(f)(x)` or `jax.jit(f).trace(x).jaxpr`.
+    One that is called in several places is one equation.
     """
     equations = jaxprs.equations(jaxpr, mapped=False)
     return [eqn for eqn in equations if eqn.primitive.name == "shard_map"]
@@ -47,10 +44,10 @@ def analyse(
     for variable, operand in zip(body.invars, eqn.invars, strict=True):
         if numbers and not jaxprs.is_literal(operand):
             number = numbers.get(operand, 0.0)
-            if interp.lattice.counts_ranks(number):
+            if interp.lattice.divisions(number):
                 interp.numbers[variable] = number
     outs = interp.body(body, ins, eqn)
-    outputs = tuple(interp.lattice.decode(held(value)) for value in outs)
+    outputs = tuple(interp.lattice.decode(value_of(value)) for value in outs)
     return Report(
         outputs=outputs,
         output_sources=_sources(eqn, outputs),
@@ -58,7 +55,7 @@ def analyse(
         marks=interp.record.marks(interp.lattice),
         opaque=tuple(interp.opaque),
         unknown=interp.record.unknown(),
-        used_inputs=used_inputs(body),
+        num_inputs=len(body.invars),
         refs=tuple(
             (i, interp.lattice.decode(value.value))
             for i, value in enumerate(ins)
@@ -72,8 +69,8 @@ def analyse(
 
 def _sources(eqn: Any, outputs: tuple[Any, ...]) -> tuple[str, ...]:
     body = jaxprs.mapped_body(eqn)
-    specs = map(jaxprs.spec_axes, eqn.params["out_specs"])
-    torn = [bool(out.axes - spec) for out, spec in zip(outputs, specs, strict=True)]
+    specs = zip(outputs, eqn.params["out_specs"], strict=True)
+    torn = [bool(out.axes and out.axes - jaxprs.spec_axes(spec)) for out, spec in specs]
     if not any(torn):
         return ("",) * len(torn)
     makers = {variable: each for each in body.eqns for variable in each.outvars}

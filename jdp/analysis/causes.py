@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jdp.analysis import Node, Origin, Provenance, Report, compilers_deadlock, shown
+from jdp.analysis import Node, Origin, Provenance, Report, shown
 from jdp.analysis.decisions import decision, without_skipped
 from jdp.analysis.explanation import since, why
 from jdp.analysis.marks import SHARED
@@ -18,38 +18,15 @@ _ON_THE_WAY = re.compile(r"opt|moment|trace|velocity")
 
 
 def refusals(report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a text for everything that may differ from rank to rank, and must not.
-
-    Args:
-      report: of the step.
-      traced: what its leaves are called.
-    """
+    """Yield a text for everything in a step that may differ from rank to rank, and must not."""
     yield from _layers(report, traced)
     yield from _outputs(report, traced)
     yield from _refs(report, traced)
 
 
-def deadlocks(report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a text for every collective that some ranks may skip."""
-    for found in report.deadlocks:
-        if found.is_compilers:
-            yield compilers_deadlock(found, "jdp.mean_over_ranks(loss) < 2")
-            continue
-        where = f" at {found.source}" if found.source else ""
-        back = report.back(found.under)
-        node = back.of_predicate(found.eqn)
-        sources = "" if node is None else since(back.origin(node), _inputs(report, traced))
-        yield with_code(
-            "JDP103",
-            f"`{found.primitive}`{where} runs under a `{found.control}` whose predicate may differ "
-            f"from rank to rank{sources}; ranks that skip it leave the others waiting for ever. "
-            "Make the predicate the same first, for instance `jdp.mean_over_ranks(loss) < 2`.",
-        )
-
-
-def _inputs(report: Report, traced: Traced) -> list[str]:
-    # Captured arrays stand in front of the arguments.
-    return ["a captured array"] * num_constants(report, traced) + list(traced.inputs)
+def input_names(report: Report, traced: Traced) -> list[str]:
+    """Return the names of the inputs of a step: captured arrays stand before the arguments."""
+    return ["a captured array"] * (report.num_inputs - len(traced.inputs)) + list(traced.inputs)
 
 
 def _layers(report: Report, traced: Traced) -> Iterator[str]:
@@ -58,7 +35,7 @@ def _layers(report: Report, traced: Traced) -> Iterator[str]:
         if found.kind == SHARED and axes:
             back = report.back(axes)
             node = back.of_mark(found.eqn)
-            sources = "" if node is None else since(back.origin(node), _inputs(report, traced))
+            sources = "" if node is None else since(back.origin(node), input_names(report, traced))
             yield with_code(
                 "JDP105",
                 f"`params{found.path}` of jdp.scan_layers at {found.source} may differ from rank "
@@ -68,8 +45,8 @@ def _layers(report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _outputs(report: Report, traced: Traced) -> Iterator[str]:
-    told: dict[Any, list[tuple[str, Origin]]] = {}
-    inputs = _inputs(report, traced)
+    grouped: dict[Any, list[tuple[str, Origin]]] = {}
+    inputs = input_names(report, traced)
     for i, (back, node) in _torn(report, traced).items():
         output, axes = traced.outputs[i], report.outputs[i].axes
         leaf, along, line = f"`{output.path}`", "from rank to rank", report.output_sources[i]
@@ -85,8 +62,8 @@ def _outputs(report: Report, traced: Traced) -> Iterator[str]:
         else:
             advice = _advice(output)
         key = line, origin.line, frozenset(origin.sources), along, advice
-        told.setdefault(key, []).append((leaf, origin))
-    for (source, *_, along, advice), found in told.items():
+        grouped.setdefault(key, []).append((leaf, origin))
+    for (source, *_, along, advice), found in grouped.items():
         leaves, origins = zip(*found, strict=True)
         made = "decided" if advice == _DECISION else "computed"
         where = f" ({made} at {source})" if source else ""
@@ -154,7 +131,7 @@ _OTHER_AXIS = "The state is the same along that axis: reduce it there too."
 def _refs(report: Report, traced: Traced) -> Iterator[str]:
     for position, value in report.refs:
         if value.axes:
-            inputs = _inputs(report, traced)
+            inputs = input_names(report, traced)
             back = report.back(value.axes)
             node = back.of_input(position)
             line, reason = back.nearest_line(node), why([back.origin(node)], inputs)
@@ -166,21 +143,8 @@ def _refs(report: Report, traced: Traced) -> Iterator[str]:
             )
 
 
-def num_constants(report: Report, traced: Traced) -> int:
-    """Count the captured arrays, which stand in front of the arguments."""
-    return len(report.used_inputs) - len(traced.inputs)
-
-
 def _without_consequences(back: Provenance, leaves: Mapping[int, str]) -> dict[int, Node]:
-    """Leave out every leaf that differs only because others do.
-
-    Args:
-      back: the way back from what differs.
-      leaves: paths of the leaves that differ, by their position among the outputs.
-
-    Returns:
-      What is left, by position.
-    """
+    """Return the leaves, given by position and path, that differ not only because others do."""
     nodes = {i: back.of_output(i) for i in leaves}
     causes = [nodes[i] for i, path in leaves.items() if not _ON_THE_WAY.search(path)]
     left = {i: node for i, node in nodes.items() if not back.is_consequence(node, causes)}

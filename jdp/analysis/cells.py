@@ -12,6 +12,6 @@ class Cell:
         self.value = value
 
 
-def held(value: int | Cell) -> int:
+def value_of(value: int | Cell) -> int:
     """Return the class of a value, or of what a Ref holds."""
     return value.value if isinstance(value, Cell) else value

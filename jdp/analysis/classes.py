@@ -1,6 +1,6 @@
 """Classes: over which axes a value may differ, and whether it was summed over them."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Class(NamedTuple):
@@ -45,14 +45,6 @@ class Class(NamedTuple):
 
     def either(self, other: "Class") -> "Class":
         """Return what is known of a function's value that is called in several places."""
-        return Class(
-            self.axes | other.axes,
-            self.reduced | other.reduced,
-            self.zero and other.zero,
-            self.total | other.total,
-            self.unclear | other.unclear,
-            self.repeated | other.repeated,
-            self.even | other.even,
-            self.undivided | other.undivided,
-            self.duplicated | other.duplicated,
-        )
+        pairs: Any = zip(self, other, strict=True)  # of sets but for zero
+        joined = Class._make(mine | its for mine, its in pairs)
+        return joined._replace(zero=self.zero and other.zero)

@@ -12,13 +12,8 @@ from jdp.analysis.way_back import Node
 def decision(back: Provenance, node: Node) -> Node | None:
     """Return the decision that makes a value differ, None if more than a decision does.
 
-    Args:
-      back: the way back from what differs.
-      node: the value.
-
-    Returns:
-      The nearest truth value such that the value would be the same on every rank if that were; as
-      far back as it is one. None if it is an input, such as a mask, or if it is counted.
+    It is the nearest truth value such that the value would be the same on every rank if that were,
+    as far back as it is one; None if it is an input, such as a mask, or if it is counted.
     """
     found, seen = None, set()
     while node.key() not in seen:
@@ -43,12 +38,6 @@ _COUNTS = frozenset({"cumsum", "dot_general", "reduce_sum"})
 def without_skipped(
     back: Provenance, nodes: Mapping[int, Node], deadlocks: Iterable[Deadlock]
 ) -> dict[int, Node]:
-    """Leave out every value that differs only because some ranks skip a collective.
-
-    Args:
-      back: the way back from what differs.
-      nodes: the values, by position.
-      deadlocks: the collectives, which are refused by themselves.
-    """
+    """Return the values, by position, that differ not only because ranks skip a collective."""
     skipping = [node for each in deadlocks if (node := back.of_predicate(each.eqn))]
     return {i: node for i, node in nodes.items() if not back.is_consequence(node, skipping)}

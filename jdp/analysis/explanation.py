@@ -23,12 +23,7 @@ def since(origin: Origin, inputs: Sequence[str]) -> str:
 
 
 def why(origins: Sequence[Origin], inputs: Sequence[str]) -> str:
-    """Return a clause that says where a difference comes in.
-
-    Args:
-      origins: of some values that differ for one reason.
-      inputs: what the inputs of the shard_map are called.
-    """
+    """Return a clause that says where values come to differ that differ for one reason."""
     origin = origins[0]
     sources = _named(origin.sources, inputs)
     if origin.line:

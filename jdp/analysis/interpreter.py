@@ -22,7 +22,7 @@ ZERO_OF_ZEROS = frozenset("cumsum reduce_sum".split())
 
 # These rules are written out in the interpreter itself, which meets them most often.
 def mix(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
-    """Join the operands: they may differ, so may the result. It is no longer a scaled sum."""
+    """Join the operands: they may differ, so may the result. It is not a scaled sum any more."""
     value = 0
     for operand in ins:
         value |= operand
@@ -32,7 +32,7 @@ def mix(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
 
 
 def image(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
-    """Join the operands, as mix does. Of a sum n times too large it makes another wrong number."""
+    """Join the operands, as mix does. A sum n times too large becomes another wrong number."""
     (value,) = ins
     if value & interp.lattice.data:
         return value | interp.lattice.imaged
@@ -100,7 +100,7 @@ class Interpreter:
 
     def anything(self) -> int:
         """Return the class of a value of which nothing is known."""
-        return self.lattice.anything() | self.everywhere
+        return self.lattice.anything | self.everywhere
 
     def number(self, atom: Any) -> float | None:
         """Return the number that a literal or a captured array is, None if its value is unknown."""
@@ -116,7 +116,7 @@ class Interpreter:
         record = self._known.get(key)
         if record is None:
             record = self._known[key] = self._walked(jaxpr, ins)
-        self.record.call(eqn, jaxpr, record)
+        self.record.add_call(eqn, jaxpr, record)
         return record.results(ins)
 
     def _walked(self, jaxpr: Any, ins: Sequence[Any]) -> Record:
@@ -175,7 +175,10 @@ class Interpreter:
         outside = self.where
         self.where |= varying
         if varying and self._automatic:
-            self._note_shift(control, jaxpr, eqn)
+            shift = first_shift(jaxpr, eqn, len(self._automatic))
+            if shift is not None:
+                axes = tuple(sorted(self._automatic))
+                self.record.add("shift", eqn, shift, axes, control)
         self._controls.append((varying, control))
         outs = self.body(jaxpr, ins, eqn)
         self._controls.pop()
@@ -198,23 +201,10 @@ class Interpreter:
             self._expanded[id(eqn)] = jaxprs.expanded(eqn, self._mesh, manual)
         return self._expanded[id(eqn)]
 
-    def note_deadlock(self, eqn: Any, absent: int, axes: int) -> None:
+    def record_deadlock(self, eqn: Any, absent: int, axes: int) -> None:
         """Record a collective over `axes` to which ranks along the `absent` axes may not come."""
         control = next(name for varying, name in reversed(self._controls) if varying & absent)
-        self.record.note_deadlock(eqn, axes, absent, control)
-
-    def _note_shift(self, control: str, jaxpr: Any, around: Any) -> None:
-        found = first_shift(jaxpr, around, len(self._automatic))
-        if found is not None:
-            self.record.note_shift(found, around, tuple(sorted(self._automatic)), control)
-
-    def note_unknown(self, eqn: Any) -> None:
-        """Record a primitive that is on no list."""
-        self.record.note_unknown(eqn)
-
-    def note_mark(self, eqn: Any, value: int) -> None:
-        """Record a mark. Of a loop the first round is kept, and the last, in which all is final."""
-        self.record.note_mark(eqn, value, self.where)
+        self.record.add("deadlock", eqn, axes, absent, control)
 
 
 def _alike(ins: Sequence[Any]) -> Iterator[Any]:

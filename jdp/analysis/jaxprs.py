@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 from jax.extend.core import Literal
@@ -16,6 +16,7 @@ CALLS = frozenset(
     "call closed_call compute_on composite custom_jvp_call custom_partitioning custom_vjp_call "
     "custom_vmap_call eval_jaxpr jit linear_call remat2 remat_opt xla_metadata_call".split()
 )
+_Place = TypeVar("_Place")
 _CALLED = ("jaxpr", "call_jaxpr", "call", "callee", "fwd_jaxpr")
 
 
@@ -36,18 +37,36 @@ def equations(jaxpr: Any, *, mapped: bool = True) -> Iterator[Any]:
       jaxpr: where to begin.
       mapped: whether to go into the bodies of shard_maps, too.
     """
-    return _equations(opened(jaxpr), mapped, set())
+
+    def enter(place: bool, eqn: Any) -> bool | None:
+        return place if mapped or eqn.primitive.name != "shard_map" else None
+
+    return (eqn for eqn, _ in placed_equations(jaxpr, True, enter))
 
 
-def _equations(jaxpr: Any, mapped: bool, seen: set[int]) -> Iterator[Any]:
-    if id(jaxpr) in seen:  # called from several places
+def placed_equations(
+    jaxpr: Any, place: _Place, enter: Callable[[_Place, Any], _Place | None]
+) -> Iterator[tuple[Any, _Place]]:
+    """Yield what `equations` yields, each with its place; a body comes once for each of its places.
+
+    Args:
+      jaxpr: where to begin.
+      place: of the equations of `jaxpr` itself.
+      enter: returns the place of the bodies of an equation from its own; None leaves them out.
+    """
+    return _placed(opened(jaxpr), place, enter, set())
+
+
+def _placed(jaxpr: Any, place: Any, enter: Any, seen: set[Any]) -> Iterator[tuple[Any, Any]]:
+    if (id(jaxpr), place) in seen:  # called from several places
         return
-    seen.add(id(jaxpr))
+    seen.add((id(jaxpr), place))
     for eqn in jaxpr.eqns:
-        yield eqn
-        if mapped or eqn.primitive.name != "shard_map":
-            for body in bodies(eqn):
-                yield from _equations(body, mapped, seen)
+        yield eqn, place
+        for body in bodies(eqn):
+            inside = enter(place, eqn)
+            if inside is not None:
+                yield from _placed(body, inside, enter, seen)
 
 
 def _jaxprs_in(values: Any) -> Iterator[Any]:

@@ -1,16 +1,15 @@
-"""What the author of a loop of their own is told."""
+"""Texts for what goes wrong in a loop of the author's own."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
-from jdp.analysis import jaxprs, reductions
+from jdp.analysis import deadlocks, jaxprs, reductions
 from jdp.analysis.decisions import decision, without_skipped
-from jdp.analysis.explanation import since, why
-from jdp.analysis.findings import Deadlock
+from jdp.analysis.explanation import why
 from jdp.analysis.report import Report
-from jdp.analysis.wording import shown
+from jdp.analysis.wording import shown, spelled
 from jdp.error_codes import with_code
 
 
@@ -27,31 +26,13 @@ def refusals(
       eqn: the shard_map.
       report: of `eqn`.
       names: of the axes that form the data axis.
-      paths: what an output of `eqn` is called in the function around it, by its position.
-      inputs: what its inputs are called there.
+      paths: names of its outputs in the function around it, by position.
+      inputs: names of its inputs there.
     """
-    yield from _deadlocks(report, names, inputs)
+    yield from deadlocks.refusals(report, inputs, f"jax.lax.pmean(loss, {spelled(names)}) < 2")
     yield from reductions.refusals(eqn, report, names)
     yield from _torn_outputs(eqn, report, names, paths, inputs)
     yield from _torn_refs(eqn, report, names)
-
-
-def _deadlocks(report: Report, names: tuple[str, ...], inputs: Sequence[str]) -> Iterator[str]:
-    for found in report.deadlocks:
-        at = f" at {found.source}" if found.source else ""
-        if found.is_compilers:
-            yield compilers_deadlock(found, f"jax.lax.pmean(loss, {spelled(names)}) < 2")
-            continue
-        back = report.back(found.under)
-        node = back.of_predicate(found.eqn)
-        reason = "" if node is None else since(back.origin(node), inputs)
-        yield with_code(
-            "JDP103",
-            f"`{found.primitive}` over {spelled(found.axes)}{at} runs under a `{found.control}` "
-            f"whose predicate may differ from rank to rank{reason}; ranks that skip it leave the "
-            "others waiting for ever. Make the predicate the same first, for instance "
-            f"jax.lax.pmean(loss, {spelled(names)}) < 2.",
-        )
 
 
 def _torn_outputs(
@@ -61,7 +42,7 @@ def _torn_outputs(
     paths: dict[int, str],
     inputs: Sequence[str],
 ) -> Iterator[str]:
-    told: dict[tuple[str, ...], list[str]] = {}
+    grouped: dict[tuple[str, ...], list[str]] = {}
     for i, spec in enumerate(eqn.params["out_specs"]):
         torn = report.outputs[i].axes.intersection(names) - jaxprs.spec_axes(spec)
         if not torn:
@@ -79,8 +60,8 @@ def _torn_outputs(
             mend = "key"
         at = f" ({made} at {line})" if line else ""
         cause = at, spelled(torn), reason, mend
-        told.setdefault(cause, []).append(f"{leaf} {aval.dtype}{list(aval.shape)}")
-    for (at, along, reason, mend), leaves in told.items():
+        grouped.setdefault(cause, []).append(f"{leaf} {aval.dtype}{list(aval.shape)}")
+    for (at, along, reason, mend), leaves in grouped.items():
         yield with_code(
             "JDP101",
             f"{shown(leaves)}{at} may differ from rank to rank along {along}: {reason}. The "
@@ -113,24 +94,6 @@ def _torn_refs(eqn: Any, report: Report, names: tuple[str, ...]) -> Iterator[str
             )
 
 
-def compilers_deadlock(found: Deadlock, uniform: str) -> str:
-    """Write what is wrong with a collective of XLA's own.
-
-    Args:
-      found: the deadlock.
-      uniform: an example of a predicate that is the same on every rank.
-    """
-    at = f" at {found.source}" if found.source else ""
-    return with_code(
-        "JDP104",
-        f"`{found.primitive}`{at} runs under a `{found.control}` whose predicate may differ from "
-        f"rank to rank, and the mesh axis {spelled(found.axes)} is left to the compiler: if it "
-        "splits the operand, XLA exchanges parts between all devices there, and ranks that skip it "
-        f"leave the others waiting for ever. Make the predicate the same first, `{uniform}`, or "
-        "compute both cases and write jnp.where(predicate, a, b).",
-    )
-
-
 def unknown_primitives(report: Report) -> Iterator[str]:
     """Return a text for every primitive whose results the analysis does not trust."""
     for name, line in report.unknown:
@@ -141,9 +104,3 @@ def unknown_primitives(report: Report) -> Iterator[str]:
             "from rank to rank. If equal operands give equal results on every rank, write "
             "jdp.declare_pure(primitive) before the first step. If not, average what it gives.",
         )
-
-
-def spelled(names: Collection[str]) -> str:
-    """Write axes as they stand in a program: a name, or a tuple of names."""
-    ordered: Iterable[str] = names if isinstance(names, tuple) else sorted(names)
-    return repr(next(iter(ordered)) if len(names) == 1 else tuple(ordered))

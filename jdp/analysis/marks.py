@@ -9,9 +9,11 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 
+# The kind of mark on a gradient on its way to being reduced.
+LOCAL = "local"
 # The kind of mark that a collective puts on its result, see `mark`.
 ALL_REDUCED = "all_reduced"
-# The kind of mark on what a step's weight is made from, which is no use of it by the step itself.
+# The kind of mark on what a step's weight is made from; the step itself does not use it by that.
 WEIGHED = "weighed"
 # The kind of mark on gradients that are weighed by something else than their step.
 OWN_WEIGHT = "own_weight"
@@ -44,23 +46,23 @@ MICRO_BATCH = "jdp_micro_batch"
 
 
 def mark(x: jax.Array, *, kind: str, path: str, axes: tuple[str, ...]) -> jax.Array:
-    """Return `x` unchanged, and leave a note in the traced program.
+    """Return `x` unchanged, and leave a mark in the traced program.
 
-    The note survives grad, vmap, jvp, scan, jit and rematerialization: it is an operation of its
+    The mark survives grad, vmap, jvp, scan, jit and rematerialization: it is an operation of its
     own, which no policy of `jax.checkpoint` saves by name and no lowering emits (on CPU a local
     gradient may leave a barrier, see `_unfolded`). Cotangents pass it by unmarked, and forward-mode
     tangents, too, unless it is `"all_reduced"`. Under a `vmap` that binds one of `axes`, that axis
-    leaves the note: what stands there happens among the rows of an array, not among ranks.
+    leaves the mark: what stands there happens among the rows of an array, not among ranks.
 
     Args:
       x: array of any shape and dtype.
-      kind: what is noted. `"local"`: a gradient on its way to being reduced. The analysis reports
-        such a mark and gives `x` the class that it has anyway. `"all_reduced"` is for
+      kind: of the mark. `"local"`: a gradient on its way to being reduced. The analysis reports
+        such a mark and keeps the class of `x`. `"all_reduced"` is for
         collectives that are not one primitive of JAX, and believed: what stands here is the sum
         over `axes`, equal bits on every rank of them. Of some other kinds it is believed what they
         say of the scale of a value, never that ranks hold the same.
       path: the leaf's name as its author would write it.
-      axes: names of the mesh axes that the note is about.
+      axes: names of the mesh axes that the mark is about.
 
     Returns:
       `x`.
@@ -97,11 +99,11 @@ _mark_p.def_abstract_eval(lambda x, **note: x)
 ad.primitive_jvps[_mark_p] = _jvp
 ad.primitive_transposes[_mark_p] = lambda cotangent, x, **note: [cotangent]
 batching.fancy_primitive_batchers[_mark_p] = _batch
-# Every note is another one: JAX's cache of lowerings would emit a function for each.
+# Every mark is another one: JAX's cache of lowerings would emit a function for each.
 mlir.register_lowering(_mark_p, lambda context, x, **note: [x], cacheable=False)
 mlir.register_lowering(
     _mark_p,
-    lambda context, x, *, kind, **note: [_unfolded(x) if kind == "local" else x],
+    lambda context, x, *, kind, **note: [_unfolded(x) if kind == LOCAL else x],
     platform="cpu",
     cacheable=False,
 )

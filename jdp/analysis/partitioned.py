@@ -1,6 +1,5 @@
 """What XLA may exchange between devices where a mesh axis is left to it."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,29 +22,23 @@ _REDUCTIONS = "psum", "pmax", "pmin", "reduce_scatter", "unreduced_"
 
 
 def bfloat16_reductions(eqn: Any) -> list[Any]:
-    """Return the reductions of bfloat16 in a shard_map that leaves axes to the compiler.
+    """Return the reductions of bfloat16 in an outermost shard_map that leaves axes to the compiler.
 
-    Those in a nested shard_map that leaves none are not among them.
-
-    Args:
-      eqn: a shard_map equation, which no other one encloses.
+    A nested shard_map that leaves no axis to it is not looked into.
     """
-    return list(_narrow(eqn, frozenset(), {}))
+    every = frozenset(eqn.params["mesh"].axis_names)
 
+    def enter(manual: frozenset[str], inner: Any) -> frozenset[str] | None:
+        if inner.primitive.name == "shard_map":
+            manual = manual | jaxprs.manual_axes(inner)
+        return None if manual >= every else manual
 
-def _narrow(eqn: Any, manual: frozenset[str], seen: dict[int, Any]) -> Iterator[Any]:
-    if eqn.primitive.name == "shard_map":
-        manual = manual | jaxprs.manual_axes(eqn)
-        if manual >= set(eqn.params["mesh"].axis_names):
-            return
-    for body in jaxprs.bodies(eqn):
-        if id(body) in seen:  # called from several places
-            continue
-        seen[id(body)] = body
-        for inner in body.eqns:
-            if inner.primitive.name.startswith(_REDUCTIONS) and _is_bfloat16(inner):
-                yield inner
-            yield from _narrow(inner, manual, seen)
+    manual = enter(frozenset(), eqn)
+    if manual is None:
+        return []
+    placed = jaxprs.placed_equations(jaxprs.mapped_body(eqn), manual, enter)
+    named = (inner for inner, _ in placed if inner.primitive.name.startswith(_REDUCTIONS))
+    return [inner for inner in named if _is_bfloat16(inner)]
 
 
 def _is_bfloat16(eqn: Any) -> bool:
@@ -64,25 +57,15 @@ def first_shift(jaxpr: Any, around: Any, num_axes: int) -> Any | None:
       around: the equation that it is a body of.
       num_axes: how many axes of several devices XLA may split arrays over, at least 1.
     """
-    if num_axes > 1:
-        found = next(_with_arrays(jaxpr, set()), None)
-        if found is None and not all(map(_is_number, jaxpr.outvars)):
-            return around
-        return found
-    shifts = (x for x in jaxprs.equations(jaxpr, mapped=False) if x.primitive.name in _SHIFTS)
-    return next((eqn for eqn in shifts if not _is_local(eqn)), None)
-
-
-def _with_arrays(jaxpr: Any, seen: set[int]) -> Iterator[Any]:
-    if id(jaxpr) in seen:  # called from several places
-        return
-    seen.add(id(jaxpr))
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name != "shard_map":
-            for body in jaxprs.bodies(eqn):
-                yield from _with_arrays(body, seen)
-        if not all(map(_is_number, (*eqn.invars, *eqn.outvars))):
-            yield eqn
+    inside = jaxprs.equations(jaxpr, mapped=False)
+    if num_axes == 1:
+        shifts = (eqn for eqn in inside if eqn.primitive.name in _SHIFTS)
+        return next((eqn for eqn in shifts if not _is_local(eqn)), None)
+    with_arrays = [eqn for eqn in inside if not all(map(_is_number, (*eqn.invars, *eqn.outvars)))]
+    innermost = (eqn for eqn in with_arrays if not any(True for _ in jaxprs.bodies(eqn)))
+    if with_arrays:
+        return next(innermost, with_arrays[0])
+    return None if all(map(_is_number, jaxpr.outvars)) else around
 
 
 def _is_number(atom: Any) -> bool:

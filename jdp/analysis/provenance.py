@@ -1,12 +1,12 @@
 """Where a value that differs from rank to rank comes from. Asked only when something is refused."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from jdp.analysis import jaxprs
-from jdp.analysis.marks import ALL_REDUCED
+from jdp.analysis.marks import ALL_REDUCED, LOCAL
 from jdp.analysis.records import Record
 from jdp.analysis.rules import collectives
 from jdp.analysis.way_back import Frame, Node, WayBack, is_source
@@ -42,6 +42,9 @@ _SOURCES = {
     "rng_uniform": "`rng_uniform` (which each device draws by itself)",
 }
 
+_SUMS = frozenset({"jdp_all_reduce", "psum", "psum_invariant"})
+_ADDING = {*_SUMS, "jdp_mark", "psum_start", "reduce_scatter", "reduce_sum", "unreduced_psum"}
+
 
 class Provenance(WayBack):
     """Answers to what its author asks of a value that was refused."""
@@ -56,12 +59,12 @@ class Provenance(WayBack):
 
     def of_mark(self, eqn: Any) -> Node | None:
         """Return what was marked."""
-        frame = self.frame_of(id(eqn))
+        frame = self.frame_of("mark", eqn)
         return None if frame is None else Node(frame, eqn.invars[0])
 
     def of_predicate(self, eqn: Any) -> Node | None:
         """Return the predicate that keeps some ranks from a collective."""
-        frame = self.frame_of((id(eqn), "deadlock"))
+        frame = self.frame_of("deadlock", eqn)
         while frame is not None and frame.eqn is not None:
             for node in self.predicates(frame.around, frame.eqn):
                 if self.differs(node):
@@ -83,7 +86,7 @@ class Provenance(WayBack):
             same = [operand for operand in operands if not self.differs(operand)]
             if not differing:
                 self._add_source(each, sources)
-            elif reduced := [one for one in same if self._comes_from_reduction(one)]:
+            elif reduced := [one for one in same if any(self._reductions(one, only_same=True))]:
                 line, met = self.line(each.frame, eqn), self._sources(differing)
                 gradient = self._comes_from_gradient(reduced)
                 return Origin(line, eqn.primitive.name, met, is_reduced, gradient)
@@ -91,37 +94,29 @@ class Provenance(WayBack):
 
     def reduction(self, node: Node) -> str:
         """Return the author's line of the nearest reduction of a value that is reduced."""
-        for each in self.back([node], everything=True):
-            eqn = self.maker(each)
-            if eqn is not None and self._reduces(each.frame, eqn):
-                if line := self.line(each.frame, eqn):
-                    return line
-        return ""
+        lines = (self.line(each.frame, eqn) for each, eqn in self._reductions(node))
+        return next(filter(None, lines), "")
 
     def nearest_line(self, node: Node) -> str:
         """Return the author's line of the nearest equation on the way back to what differs."""
         lines = (self.line(each.frame, self.maker(each)) for each in self.back([node]))
         return next(filter(None, lines), "")
 
-    def repetition(self, node: Node) -> Any | None:
+    def repetition(self, node: Node) -> tuple[Any, str] | None:
         """Return the nearest sum over ranks of what was the same on every rank, and its line."""
-        for each in self.back([node], everything=True):
-            eqn = self.maker(each)
-            if eqn is not None and eqn.primitive.name in _SUMS:
-                # Before its operands jdp's own has a rank, its group and the scale.
-                i = eqn.outvars.index(each.variable) - len(eqn.outvars)
-                if not self.differs(Node(each.frame, eqn.invars[i])):
-                    return eqn, self.line(each.frame, eqn)
-        return None
+        sums = self.sums(node, _SUMS, everything=True)
+        return next(((eqn, line) for eqn, line, _ in sums), None)
 
-    def sums(self, node: Node) -> Iterator[tuple[Any, str, Node]]:
+    def sums(
+        self, node: Node, names: Collection[str] = _ADDING, *, everything: bool = False
+    ) -> Iterator[tuple[Any, str, Node]]:
         """Yield the sums over ranks that leave a value undivided, the nearest first.
 
         Each with the author's line and its operand.
         """
-        for each in self.back([node]):
+        for each in self.back([node], everything=everything):
             eqn = self.maker(each)
-            if eqn is not None and eqn.primitive.name in _ADDING:
+            if eqn is not None and eqn.primitive.name in names:
                 # Before its operands jdp's own has a rank, its group and the scale.
                 i = eqn.outvars.index(each.variable) - len(eqn.outvars)
                 operand = Node(each.frame, eqn.invars[i])
@@ -149,19 +144,18 @@ class Provenance(WayBack):
         for each in self.back([node], until=keys):
             if each.key() in keys:
                 met = True
-            elif not any(True for _ in self.varying_before(each)):
+            elif not any(self.varying_before(each)):
                 return False
         return met
 
     def _sources(self, nodes: list[Node]) -> tuple[int | str, ...]:
         found: dict[int | str, None] = {}
         for each in self.back(nodes):
-            if not any(True for _ in self.varying_before(each)):
-                self._add_source(each, found)
+            self._add_source(each, found)
         return tuple(found)
 
     def _add_source(self, node: Node, found: dict[int | str, None]) -> None:
-        if any(True for _ in self.varying_before(node)):
+        if any(self.varying_before(node)):
             return
         eqn = self.maker(node)
         if eqn is None:
@@ -188,17 +182,16 @@ class Provenance(WayBack):
                     yield inner
                 yield from self._sources_within(body, inner)
 
-    def _comes_from_reduction(self, node: Node) -> bool:
-        for each in self.back([node], everything=True, only_same=True):
+    def _reductions(self, node: Node, *, only_same: bool = False) -> Iterator[tuple[Node, Any]]:
+        for each in self.back([node], everything=True, only_same=only_same):
             eqn = self.maker(each)
             if eqn is not None and self._reduces(each.frame, eqn):
-                return True
-        return False
+                yield each, eqn
 
     def _comes_from_gradient(self, nodes: list[Node]) -> bool:
         eqns = (self.maker(each) for each in self.back(nodes, everything=True))
         marks = (e for e in eqns if e is not None and e.primitive.name == "jdp_mark")
-        return any(eqn.params["kind"] == "local" for eqn in marks)
+        return any(eqn.params["kind"] == LOCAL for eqn in marks)
 
     def _reduces(self, frame: Frame, eqn: Any) -> bool:
         outs = [Node(frame, variable) for variable in eqn.outvars]
@@ -222,8 +215,6 @@ class Provenance(WayBack):
 
 
 _MOVES = frozenset("convert_element_type copy copy_p reshape squeeze".split())
-_SUMS = frozenset({"jdp_all_reduce", "psum", "psum_invariant"})
-_ADDING = {*_SUMS, "jdp_mark", "psum_start", "reduce_scatter", "reduce_sum", "unreduced_psum"}
 _COLLECTIVES = frozenset(collectives.RULES) - {"axis_index"}
 
 

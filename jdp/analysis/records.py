@@ -11,114 +11,72 @@ from jdp.analysis.lattice import Lattice
 from jdp.analysis.source_lines import source
 
 
-class _Mark(NamedTuple):
+class _Note(NamedTuple):
+    """What was met at an equation: a "mark", "deadlock", "shift", or "unknown" primitive; a "call".
+
+    The facts of a call are the record of its body, those of the others the arguments of `add`.
+    """
+
+    kind: str
     eqn: Any
-    value: int
-    where: int
-
-
-class _Skipped(NamedTuple):
-    eqn: Any
-    axes: int
-    absent: int
-    control: str
-
-
-class _Shift(NamedTuple):
-    eqn: Any
-    around: Any
-    axes: tuple[str, ...]
-    control: str
-
-
-class _Unknown(NamedTuple):
-    eqn: Any
-
-
-_Note = _Mark | _Skipped | _Shift | _Unknown
-
-
-class _FirstRound(NamedTuple):
-    """The body of a loop as its first round runs it, where later rounds know less of its inputs."""
-
-    eqn: Any
-    record: Record
-
-
-class Call(NamedTuple):
-    """A body of an equation, as it was walked the last time."""
-
-    eqn: Any
-    record: Record
+    facts: tuple[Any, ...]
 
 
 class Record:
-    """One body, walked for one set of input classes; calls that are alike share it.
+    """One body with the class of every variable, walked for one set of input classes.
 
-    Args:
-      jaxpr: the body.
-      env: class of every variable in it.
+    Calls that are alike share it.
     """
 
-    __slots__ = ("_cells", "_is_noted", "_notes", "_outs", "env", "jaxpr")
+    __slots__ = ("_bodies", "_cells", "_notes", "_outs", "env", "has_notes", "jaxpr")
 
     def __init__(self, jaxpr: Any, env: dict[Any, Any]):
         self.jaxpr = jaxpr
         self.env = env
+        self.has_notes = False
         # In the order of the program. What comes again overwrites what was there: the last round
         # of a loop is the one that counts. The first is kept beside it, for what is certain of it.
-        self._notes: dict[Any, _Note | Call | _FirstRound] = {}
-        self._is_noted = False
+        self._notes: dict[Any, _Note] = {}
+        # As they were walked last, by the ids of an equation and of its jaxpr.
+        self._bodies: dict[int, dict[int, Record]] = {}
         self._outs: list[Any] = []
         self._cells: list[int | None] = []
 
-    def note_mark(self, eqn: Any, value: int, where: int) -> None:
-        """Record a mark, its class, and along which axes ranks may not come to it."""
-        self._notes[id(eqn)] = _Mark(eqn, value, where)
-        self._is_noted = True
+    def add(self, kind: str, eqn: Any, *facts: Any) -> None:
+        """Record a mark and its class and the axes along which ranks may not come to it; a deadlock
+        with its axes, those along which ranks may skip it, and their control flow; an unknown
+        primitive; or a control flow with a shift in it, the axes that XLA splits it over, and what
+        the control flow is called.
+        """
+        self._notes[kind, id(eqn)] = _Note(kind, eqn, facts)
+        self.has_notes = True
 
-    def note_deadlock(self, eqn: Any, axes: int, absent: int, control: str) -> None:
-        """Record a collective that some ranks may skip."""
-        self._notes[id(eqn), "deadlock"] = _Skipped(eqn, axes, absent, control)
-        self._is_noted = True
-
-    def note_shift(self, eqn: Any, around: Any, axes: tuple[str, ...], control: str) -> None:
-        """Record an operation that XLA splits over `axes`, under the control flow of `around`."""
-        self._notes[id(around), "shift"] = _Shift(eqn, around, axes, control)
-        self._is_noted = True
-
-    def note_unknown(self, eqn: Any) -> None:
-        """Record a primitive that is on no list."""
-        self._notes[id(eqn), "unknown"] = _Unknown(eqn)
-        self._is_noted = True
-
-    def call(self, eqn: Any, jaxpr: Any, body: Record) -> None:
+    def add_call(self, eqn: Any, jaxpr: Any, body: Record) -> None:
         """Record that `jaxpr`, a body of `eqn`, is `body`."""
-        before = self._notes.get((id(eqn), id(jaxpr)))
-        if isinstance(before, Call) and before.record is not body:
-            self._notes.setdefault((id(eqn), id(jaxpr), "first"), _FirstRound(*before))
-        self._notes[id(eqn), id(jaxpr)] = Call(eqn, body)
-        self._is_noted |= body._is_noted
+        key = id(eqn), id(jaxpr)
+        before = self._notes.get(key)
+        if before is not None and before.facts != (body,):
+            self._notes.setdefault((*key, "first round"), before)
+        self._notes[key] = _Note("call", eqn, (body,))
+        self._bodies.setdefault(id(eqn), {})[id(jaxpr)] = body
+        self.has_notes |= body.has_notes
 
     def calls(self, eqn: Any) -> list[Record]:
         """Return the bodies of an equation."""
-        found = [note for note in self._notes.values() if isinstance(note, Call)]
-        return [note.record for note in found if note.eqn is eqn]
+        return list(self._bodies.get(id(eqn), {}).values())
 
     def child(self, eqn: Any, jaxpr: Any) -> Record:
         """Return one body of an equation."""
-        call = self._notes[id(eqn), id(jaxpr)]
-        assert isinstance(call, Call)
-        return call.record
+        return self._bodies[id(eqn)][id(jaxpr)]
 
-    def has(self, key: Any) -> bool:
-        """Whether something was noted of an equation, by its id."""
-        return key in self._notes
+    def has(self, kind: str, eqn: Any) -> bool:
+        """Whether something of this kind was met at an equation."""
+        return (kind, id(eqn)) in self._notes
 
-    def noted_calls(self) -> list[Call]:
-        """Return the bodies in which something was noted."""
-        notes = self._notes.values()
-        return [note for note in notes if isinstance(note, Call) and _matters(note)]
+    def calls_with_notes(self) -> list[tuple[Any, Record]]:
+        """Return the equations with bodies in which something was met, and these."""
+        calls = [(note.eqn, *note.facts) for note in self._notes.values() if note.kind == "call"]
+        return [(eqn, body) for eqn, body in calls if body.has_notes]
 
     def end(self, ins: Sequence[Any], outs: list[Any]) -> None:
         """Record what comes out, and what the Refs that went in hold now."""
@@ -142,71 +100,56 @@ class Record:
     def deadlocks(self, lattice: Lattice) -> tuple[Deadlock, ...]:
         """Return the deadlocks in all that was called from here."""
         found = {}
-        for note, line in self._noted():
-            if isinstance(note, _Skipped):
+        for note, line in self._found("deadlock", "shift"):
+            if note.kind == "shift":
+                eqn, axes, control = note.facts
+                each = Deadlock(eqn.primitive.name, axes, control, line, is_compilers=True)
+            else:
+                axes, absent, control = note.facts
                 name = note.eqn.primitive.name
-                found[id(note.eqn)] = Deadlock(
-                    "all_reduce" if name.startswith("jdp_") else name.removesuffix("_invariant"),
-                    tuple(sorted(lattice.names(note.axes))),
-                    note.control,
-                    line,
-                    lattice.names(note.absent),
-                    note.eqn,
-                )
-            elif isinstance(note, _Shift):
-                name = note.eqn.primitive.name
-                found[id(note.around)] = Deadlock(
-                    name, note.axes, note.control, line, is_compilers=True
-                )
+                name = "all_reduce" if name.startswith("jdp_") else name.removesuffix("_invariant")
+                names = tuple(sorted(lattice.names(axes)))
+                each = Deadlock(name, names, control, line, lattice.names(absent), note.eqn)
+            found[id(note.eqn)] = each
         return tuple(found.values())
 
     def unknown(self) -> tuple[tuple[str, str], ...]:
         """Return the primitives that are on no list, each with a line where it stands."""
         found: dict[str, str] = {}
-        for note, line in self._noted():
-            if isinstance(note, _Unknown):
-                found.setdefault(note.eqn.primitive.name, line)
+        for note, line in self._found("unknown"):
+            found.setdefault(note.eqn.primitive.name, line)
         return tuple(found.items())
 
     def marks(self, lattice: Lattice) -> tuple[Marked, ...]:
         """Return the marks, one for each equation, wherever it was called."""
         found: dict[int, Marked] = {}
-        for note, line in self._noted():
-            if isinstance(note, _Mark):
-                value, under = lattice.decode(note.value), lattice.names(note.where)
-                other = found.get(id(note.eqn))
-                if other is not None:
-                    value, under = value.either(other.value), under | other.under
-                found[id(note.eqn)] = Marked(
-                    **note.eqn.params, value=value, under=under, source=line, eqn=note.eqn
-                )
+        for note, line in self._found("mark"):
+            value, under = lattice.decode(note.facts[0]), lattice.names(note.facts[1])
+            other = found.get(id(note.eqn))
+            if other is not None:
+                value, under = value.either(other.value), under | other.under
+            found[id(note.eqn)] = Marked(
+                **note.eqn.params, value=value, under=under, source=line, eqn=note.eqn
+            )
         return tuple(found.values())
 
-    def _noted(self) -> Iterator[tuple[_Note, str]]:
-        """Yield what was noted, each with its line, once for each line that it is called from."""
-        seen = set()
-        # JAX cuts tracebacks where it traces a body: without a line of the author's in that, the
-        # equation around it has one. The outermost is the shard_map, which says too little.
-        waiting = [(call, "") for call in self._calls_with_notes()]
-        while waiting:
-            call, line = waiting.pop()
-            if isinstance(call, (Call, _FirstRound)):
-                if (id(call.record), line) not in seen:
-                    seen.add((id(call.record), line))
-                    notes = call.record._notes.values()
-                    inner = [(each, line) for each in notes if _matters(each)]
-                    waiting += reversed([(each, _line(each, line)) for each, line in inner])
-            else:
-                yield call, line
+    def _found(self, *kinds: str) -> list[tuple[_Note, str]]:
+        """Return what was met, each with its line, once for each line that it is called from."""
+        seen: set[tuple[int, str]] = set()
+        # The outermost line is that of the shard_map, which says too little.
+        bodies = [body for _, body in self.calls_with_notes()]
+        found = [each for body in bodies for each in body._below("", seen)]
+        return [(note, line) for note, line in found if note.kind in kinds]
 
-    def _calls_with_notes(self) -> list[Any]:
-        return [note for note in self._notes.values() if _matters(note)]
-
-
-def _matters(note: _Note | Call | _FirstRound) -> bool:
-    return not isinstance(note, (Call, _FirstRound)) or note.record._is_noted
-
-
-def _line(note: _Note | Call | _FirstRound, around: str) -> str:
-    near = source(note.around) if isinstance(note, _Shift) else ""
-    return source(note.eqn) or near or around
+    def _below(self, around: str, seen: set[tuple[int, str]]) -> Iterator[tuple[_Note, str]]:
+        if (id(self), around) in seen:
+            return
+        seen.add((id(self), around))
+        for note in self._notes.values():
+            # JAX cuts tracebacks where it traces a body: without a line of the author's in that,
+            # the equation around it has one.
+            if note.kind != "call":
+                line = source(note.facts[0]) if note.kind == "shift" else ""
+                yield note, line or source(note.eqn) or around
+            elif note.facts[0].has_notes:
+                yield from note.facts[0]._below(source(note.eqn) or around, seen)

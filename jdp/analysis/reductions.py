@@ -6,7 +6,7 @@ from typing import Any
 
 from jdp.analysis import jaxprs
 from jdp.analysis.findings import Marked
-from jdp.analysis.marks import SYNCED
+from jdp.analysis.marks import LOCAL, SYNCED
 from jdp.analysis.provenance import Provenance
 from jdp.analysis.report import Report
 from jdp.analysis.way_back import Node
@@ -15,38 +15,27 @@ from jdp.error_codes import with_code
 
 
 def refusals(eqn: Any, report: Report, names: Collection[str]) -> Iterator[str]:
-    """Yield a text for each line to which gradients come that have a wrong scale.
-
-    Args:
-      eqn: the shard_map.
-      report: of it.
-      names: of the axes that form the data axis.
-    """
-    told: dict[tuple[str, str], list[str]] = {}
+    """Yield a text for each line to which gradients come that have a wrong scale along `names`."""
+    grouped: dict[tuple[str, str], list[str]] = {}
     for found in report.marks:
         if reason := _reason(eqn, report, found, names):
-            told.setdefault((found.source, reason), []).append(f"`{found.path or 'grads'}`")
-    for (source, reason), paths in told.items():
+            grouped.setdefault((found.source, reason), []).append(f"`{found.path or 'grads'}`")
+    for (source, reason), paths in grouped.items():
         yield reason.format(leaves=shown(paths), where=source or "jdp")
 
 
 def unweighted(report: Report, names: Collection[str]) -> Iterator[str]:
-    """Yield a text for each line to which gradients come that leave out the weight of the ranks.
-
-    Args:
-      report: of a step that weighs the ranks.
-      names: of the axes that form the data axis.
-    """
-    told: dict[tuple[str, str, str], list[str]] = {}
+    """Yield a text for each line to which gradients come without the weight of the ranks."""
+    grouped: dict[tuple[str, str, str], list[str]] = {}
     for found in report.marks:
         axes = found.value.even & (frozenset(found.axes) | frozenset(names))
-        if found.kind in ("local", SYNCED) and axes and not found.value.zero:
+        if found.kind in (LOCAL, SYNCED) and axes and not found.value.zero:
             back = report.back(axes)
             node = back.of_mark(found.eqn)
             line = "" if node is None else back.reduction(node)
-            leaves = told.setdefault((found.kind, found.source, line), [])
+            leaves = grouped.setdefault((found.kind, found.source, line), [])
             leaves.append(f"`{found.path or 'grads'}`")
-    for (kind, source, line), leaves in told.items():
+    for (kind, source, line), leaves in grouped.items():
         came = "was handed to" if kind == SYNCED else "was reduced before it came to"
         mend = (
             "Write jdp.sync_gradients(grads) in its place, which weighs."
@@ -67,7 +56,7 @@ def means(report: Report) -> dict[str, list[str]]:
     """Return the gradients of which all that come to one line are means already, by that line."""
     by_line: dict[str, list[Marked]] = {}
     for found in report.marks:
-        if found.kind == "local":
+        if found.kind == LOCAL:
             by_line.setdefault(found.source, []).append(found)
     return {
         line: [found.path for found in marks]
@@ -87,14 +76,7 @@ def times(eqn: Any, axes: Collection[str], collective: Any = None) -> str:
 
 
 def repetition(eqn: Any, back: Provenance, node: Node | None, axes: Collection[str]) -> str:
-    """Return how many times too large a repeated sum is, and which line makes it so.
-
-    Args:
-      eqn: the shard_map.
-      back: the way back from what differs along `axes`.
-      node: the value.
-      axes: along which it is repeated.
-    """
+    """Return how many times too large a sum repeated along `axes` is, and its line."""
     found = None if node is None else back.repetition(node)
     collective, line = (None, "") if found is None else found
     return (
@@ -107,17 +89,17 @@ def repetition(eqn: Any, back: Provenance, node: Node | None, axes: Collection[s
 def _reason(eqn: Any, report: Report, found: Marked, names: Collection[str]) -> str:
     value = found.value
     axes = frozenset(found.axes) | frozenset(names)
-    if found.kind not in ("local", SYNCED) or value.zero:
+    if found.kind not in (LOCAL, SYNCED) or value.zero:
         return ""
     back = report.back(axes)
     if repeated := value.repeated & axes:
-        told = repetition(eqn, back, back.of_mark(found.eqn), repeated)
-        return with_code("JDP122", "the gradient of {leaves} that comes to {where} " + told)
+        text = repetition(eqn, back, back.of_mark(found.eqn), repeated)
+        return with_code("JDP122", "the gradient of {leaves} that comes to {where} " + text)
     total, line = value.total & axes, ""
     if not total:
         if not (value.unclear | value.undivided) & axes:
             return ""
-        if found.kind == "local" and not _is_alone(report, found):
+        if found.kind == LOCAL and not _is_alone(report, found):
             return ""
         line = _undivided(report, found, value.undivided & axes)
         if line:
@@ -159,7 +141,7 @@ def _local_sum(line: str, too_large: str) -> str:
     return with_code(
         "JDP121",
         f"the gradient of {{leaves}} was reduced before it came to {{where}}: {line} sums it over "
-        "the ranks, and whether it is the mean after what was divided since cannot be told. Hand "
+        "the ranks, and jdp cannot tell whether later divisions make it the mean. Hand "
         "over the local gradient, or write apply_gradients(grads, synced=True) if it is the mean.",
     )
 
@@ -187,7 +169,7 @@ def _is_reduced(found: Marked) -> bool:
 def _is_alone(report: Report, found: Marked) -> bool:
     # What its author has reduced by hand is a whole tree. Beside local gradients, it is that of a
     # parameter which multiplies a sum over ranks: of losses that are divided by their number, say.
-    others = [each for each in report.marks if each.kind == "local"]
+    others = [each for each in report.marks if each.kind == LOCAL]
     return not any(
         each.value.axes & set(each.axes) for each in others if each.source == found.source
     )

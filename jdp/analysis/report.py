@@ -22,8 +22,7 @@ class Report:
       marks: the marks in it.
       opaque: primitives with a body that could not be opened.
       unknown: primitives that are on no list, and for each the author's line where it stands.
-      used_inputs: for each input of its body, captured arrays first, whether an output or a side
-        effect depends on it.
+      num_inputs: of its body, of which the captured arrays come first.
       refs: position and final class of each input that is a `jax.Ref`.
       back: for some axes, the way back from what differs along them; or from what is "undivided"
         or "duplicated", see `Class`.
@@ -35,6 +34,6 @@ class Report:
     marks: tuple[Marked, ...]
     opaque: tuple[str, ...]
     unknown: tuple[tuple[str, str], ...]
-    used_inputs: tuple[bool, ...]
+    num_inputs: int
     refs: tuple[tuple[int, Class], ...]
     back: Callable[..., Provenance] = field(compare=False, repr=False)

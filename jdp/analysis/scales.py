@@ -11,13 +11,7 @@ from jdp.error_codes import with_code
 
 
 def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a text for gradients and states that have a wrong scale.
-
-    Args:
-      step: the shard_map.
-      report: of it.
-      traced: what its leaves are called.
-    """
+    """Yield a text for gradients and states that have a wrong scale."""
     yield from reductions.refusals(step, report, traced.spec.axis_name)
     if _has_weight(traced):
         yield from reductions.unweighted(report, traced.spec.axis_name)
@@ -27,13 +21,7 @@ def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
 
 
 def warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a text for metrics and states that most often have another scale than is meant.
-
-    Args:
-      step: the shard_map.
-      report: of it.
-      traced: what its leaves are called.
-    """
+    """Yield a text for metrics and states that most often have another scale than is meant."""
     yield from _repeated(step, report, traced, _metrics(traced))
     yield from _duplicated(step, report, traced)
     if _has_weight(traced):
@@ -67,28 +55,28 @@ def _is_averaged(output: Output) -> bool:
 def _repeated(
     step: Any, report: Report, traced: Traced, outputs: dict[int, Output]
 ) -> Iterator[str]:
-    told: dict[str, list[str]] = {}
+    grouped: dict[str, list[str]] = {}
     for i, output in outputs.items():
         value = report.outputs[i]
         axes = value.repeated & set(traced.spec.axis_name)
         if axes and not value.axes:
             back = report.back(axes)
             text = reductions.repetition(step, back, back.of_output(i), axes)
-            told.setdefault(text, []).append(f"`{output.path}`")
-    for text, leaves in told.items():
+            grouped.setdefault(text, []).append(f"`{output.path}`")
+    for text, leaves in grouped.items():
         yield with_code("JDP122", f"{shown(leaves)} {text}")
 
 
 def _duplicated(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    told: dict[tuple[str, str], list[str]] = {}
+    grouped: dict[tuple[str, str], list[str]] = {}
     for i, output in _states(traced).items():
         if axes := report.outputs[i].duplicated & set(traced.spec.axis_name):
             back = report.back(axes, "duplicated")
             for collective, line, _ in back.sums(back.of_output(i)):
                 many = reductions.times(step, axes, collective)
-                told.setdefault((line, many), []).append(f"`{output.path}`")
+                grouped.setdefault((line, many), []).append(f"`{output.path}`")
                 break
-    for (line, many), leaves in told.items():
+    for (line, many), leaves in grouped.items():
         yield with_code(
             "JDP122",
             f"{shown(leaves)} depends on a sum that is {many} too large: {line or 'something'} "
@@ -98,12 +86,12 @@ def _duplicated(step: Any, report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _unweighted(report: Report, traced: Traced, outputs: dict[int, Output]) -> Iterator[str]:
-    told: dict[str, list[str]] = {}
+    grouped: dict[str, list[str]] = {}
     for i, output in outputs.items():
         if axes := report.outputs[i].even & set(traced.spec.axis_name):
             back = report.back(axes)
-            told.setdefault(back.reduction(back.of_output(i)), []).append(f"`{output.path}`")
-    for line, leaves in told.items():
+            grouped.setdefault(back.reduction(back.of_output(i)), []).append(f"`{output.path}`")
+    for line, leaves in grouped.items():
         yield with_code(
             "JDP123",
             f"{shown(leaves)} is a mean over the ranks in which all of them count the same "

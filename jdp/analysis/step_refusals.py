@@ -1,4 +1,4 @@
-"""From the analysis of a traced step to what its author is told."""
+"""Refusals and warnings for a traced step, from its analysis."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,10 @@ from jdp.analysis import (
     bfloat16_reductions,
     bulleted,
     causes,
+    deadlocks,
     find_shard_maps,
     jaxprs,
+    padding,
     reductions,
     scales,
     shown,
@@ -22,9 +24,12 @@ from jdp.analysis import (
     transposed,
     unknown_primitives,
 )
-from jdp.analysis.marks import AVERAGED, MICRO_BATCH, OWN_WEIGHT, SHARED
+from jdp.analysis.liveness import used_inputs
+from jdp.analysis.marks import AVERAGED, LOCAL, SHARED
 from jdp.analysis.traced import WEIGHT, Traced
 from jdp.error_codes import with_code
+
+_UNIFORM = "jdp.mean_over_ranks(loss) < 2"
 
 
 class Proved(NamedTuple):
@@ -41,14 +46,9 @@ class Proved(NamedTuple):
 
 
 def check(jaxpr: Any, traced: Traced) -> Proved:
-    """Refuse a step after which the ranks could hold different states, or wait for each other.
+    """Raise ValueError for a step after which ranks could hold different states, or wait for ever.
 
-    Args:
-      jaxpr: the traced program, with the step's `shard_map` in it.
-      traced: what its inputs and outputs are called.
-
-    Raises:
-      ValueError: saying which leaf or which line, why, and what to write.
+    The step's `shard_map` is the first in `jaxpr`.
     """
     step = find_shard_maps(jaxpr)[0]
     numbers = jaxprs.captured_numbers(jaxpr)
@@ -66,20 +66,16 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
         *_unused(report),
         *_means(report, traced),
         *scales.warnings(step, report, traced),
+        *_local_means(step, report, traced),
     ):
-        if warning not in traced.spec.told:
-            traced.spec.told.add(warning)
+        if warning not in traced.spec.warned:
+            traced.spec.warned.add(warning)
             warnings.warn(warning, stacklevel=2)
     return _proved(report, traced)
 
 
 def proved(jaxpr: Any, traced: Traced) -> Proved:
-    """Return what is known of a step for which another program of it was checked.
-
-    Args:
-      jaxpr: the traced program, with the step's `shard_map` in it.
-      traced: what its inputs and outputs are called.
-    """
+    """Return what is known of a step of which another program was checked."""
     return _proved(analyse(find_shard_maps(jaxpr)[0]), traced)
 
 
@@ -96,23 +92,23 @@ def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
     if unknown := [*_not_compiled(step, report, traced)]:
         return unknown
     problems = [
-        *causes.deadlocks(report, traced),
+        *deadlocks.refusals(report, causes.input_names(report, traced), _UNIFORM),
         *scales.refusals(step, report, traced),
         *_hidden_reductions(report, traced),
         *causes.refusals(report, traced),
-        *_unread_mask(report, traced),
+        *_unread_mask(step, report, traced),
         *_wrong_gather(step, traced),
-        *_unweighted_transposes(step, report, traced),
+        *transposed.refusals(step, report, traced),
         *_forward_mode(step, report),
         *_aborting_reductions(step, traced),
     ]
-    return list(dict.fromkeys(problems))  # A line that many leaves pass is told once.
+    return list(dict.fromkeys(problems))  # Many leaves may pass one line.
 
 
 def _uniform_gradients(report: Report) -> frozenset[str] | None:
     if not any(found.kind == AVERAGED for found in report.marks):
         return None
-    local = [found for found in report.marks if found.kind == "local"]
+    local = [found for found in report.marks if found.kind == LOCAL]
     varying = {found.path for found in local if found.value.axes & set(found.axes)}
     return frozenset(found.path for found in local) - varying
 
@@ -121,7 +117,7 @@ def _hidden_reductions(report: Report, traced: Traced) -> Iterator[str]:
     # Reductions that were traced and thrown away are not part of the program; those inside a
     # primitive whose body cannot be opened are, and could happen twice.
     hidden = sorted(
-        traced.found.marked - {each.path for each in report.marks if each.kind == "local"}
+        traced.found.marked - {each.path for each in report.marks if each.kind == LOCAL}
     )
     if hidden and report.opaque:
         yield with_code(
@@ -131,11 +127,13 @@ def _hidden_reductions(report: Report, traced: Traced) -> Iterator[str]:
         )
 
 
-def _unread_mask(report: Report, traced: Traced) -> Iterator[str]:
+def _unread_mask(step: Any, report: Report, traced: Traced) -> Iterator[str]:
     averages = any(out.kind in ("state", "metric") and out.tree != WEIGHT for out in traced.outputs)
     if traced.mask is None or not averages:  # jdp.evaluate takes the padding out of rows
         return
-    if not report.used_inputs[causes.num_constants(report, traced) + traced.mask]:
+    if not used_inputs(jaxprs.mapped_body(step))[
+        report.num_inputs - len(traced.inputs) + traced.mask
+    ]:
         yield with_code(
             "JDP109",
             f"`{traced.inputs[traced.mask]}` says which rows are padding, and the step does not "
@@ -143,6 +141,22 @@ def _unread_mask(report: Report, traced: Traced) -> Iterator[str]:
             '`(losses * batch["mask"]).sum() / batch["mask"].sum()`, and write '
             '`weight=lambda batch: batch["mask"].sum()` in the decorator; or leave the last batch '
             'out: jdp.batches(..., tail="drop").',
+        )
+
+
+def _local_means(step: Any, report: Report, traced: Traced) -> Iterator[str]:
+    if traced.mask is None or traced.found.weighed:
+        return
+    mask = traced.inputs[traced.mask]
+    place = report.num_inputs - len(traced.inputs) + traced.mask
+    if lines := padding.local_means(jaxprs.mapped_body(step), place):
+        yield with_code(
+            "JDP129",
+            f"the mean at {shown([line or 'a line of a library' for line in lines])} is that of "
+            f"the rows of one rank that count (`{mask}`), and ranks are then averaged as if all "
+            "had equally many: in a padded batch the result depends on the number of ranks, and "
+            f"is NaN where one has only padding. Write `weight=lambda "
+            f"{traced.spec.argument(1)}: {mask}.sum()` in the decorator.",
         )
 
 
@@ -175,12 +189,11 @@ def _forward_mode(step: Any, report: Report) -> Iterator[str]:
 
 
 def _not_compiled(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    first = causes.num_constants(report, traced)
-    inputs = jaxprs.mapped_body(step).invars[first:]
-    named = [(name, x.aval) for name, x in zip(traced.inputs, inputs, strict=True)]
-    named += [(output.path, output.aval) for output in traced.outputs]
-    for name, aval in named:
+    inputs = jaxprs.mapped_body(step).invars[report.num_inputs - len(traced.inputs) :]
+    leaves = [*zip(traced.inputs, (x.aval for x in inputs), strict=True)]
+    for leaf, aval in leaves + [(output, output.aval) for output in traced.outputs]:
         if pytrees.is_not_compiled(aval.dtype):
+            name = leaf if isinstance(leaf, str) else leaf.path
             yield with_code(
                 "JDP112",
                 f"`{name}` is {aval.dtype}{list(aval.shape)}, which XLA cannot compute with. Write "
@@ -204,47 +217,10 @@ def _aborting_reductions(step: Any, traced: Traced) -> Iterator[str]:
         )
 
 
-def _unweighted_transposes(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    axes = frozenset(traced.spec.axis_name)
-    if any(found.kind == OWN_WEIGHT for found in report.marks):
-        for found in transposed.find_before(step.params["jaxpr"], axes, OWN_WEIGHT):
-            where = f" at {found.source}" if found.source else ""
-            yield with_code(
-                "JDP124",
-                f"`{found.name}`{where} is differentiated, and jdp.sync_gradients(weight=) weighs "
-                "that gradient by something else than the step: the cotangents of the ranks were "
-                "added up by other weights, and the gradient would be wrong. Write "
-                "jdp.train_step(weight=...), and leave it out of jdp.sync_gradients.",
-            )
-    if not traced.found.weighed:
-        return
-    by = shown([f"{name}(weight=)" for name in sorted(traced.found.weighed)])
-    for found in transposed.find(step.params["jaxpr"], axes):
-        where = f" at {found.source}" if found.source else ""
-        if found.name == MICRO_BATCH:
-            yield with_code(
-                "JDP124",
-                f"a sum or mean over ranks{where} stands in the micro-batches of a gradient "
-                "and is differentiated from outside of them, too, where ranks weigh differently: "
-                "that gradient would be wrong. Leave accumulate= and micro_batch_rows= out of the "
-                "inner gradient.",
-            )
-            continue
-        yield with_code(
-            "JDP124",
-            f"`{found.name}`{where} is differentiated, and {by} weighs the ranks: JAX adds up the "
-            "cotangents of all ranks without their weights, and the gradient would be wrong where "
-            "these differ. Write jdp.mean_over_ranks(x) or jdp.sum_over_ranks(x) in its place, or "
-            "leave out weight= and return the loss "
-            '`(losses * batch["mask"]).mean() / jdp.mean_over_ranks(batch["mask"].mean())`, '
-            "whose mean over ranks is that of all rows.",
-        )
-
-
 def _unused(report: Report) -> Iterator[str]:
-    # Of several losses each may have its own parameters (a GAN, branches): a leaf is told by path
-    # and shape, and used by any that depends on it.
-    local = [found for found in report.marks if found.kind == "local"]
+    # Each of several losses may have its own parameters (a GAN, branches): a leaf, known by its
+    # path and shape, is used by any of them that depends on it.
+    local = [found for found in report.marks if found.kind == LOCAL]
     leaves = [(found.path, found.eqn.outvars[0].aval.shape) for found in local]
     zero = [found.value.zero for found in local]
     used = {leaf for leaf, is_zero in zip(leaves, zero, strict=True) if not is_zero}

@@ -1,11 +1,17 @@
 """Collectives of a traced program that JAX made by transposing those of a loss."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jdp.analysis import jaxprs, source_lines
-from jdp.analysis.marks import MICRO_BATCH, WEIGHTED_SUM
+from jdp.analysis.forward import Forward
+from jdp.analysis.marks import MICRO_BATCH, OWN_WEIGHT, WEIGHTED_SUM
+from jdp.analysis.report import Report
 from jdp.analysis.rules import RULES, collectives
+from jdp.analysis.traced import Traced
+from jdp.analysis.wording import shown
+from jdp.error_codes import with_code
 
 # No cotangent goes through a maximum, and these do not communicate.
 _HARMLESS = frozenset("axis_index jdp_mark pmax pmin unreduced_pmax unreduced_pmin".split())
@@ -18,7 +24,7 @@ _TRANSPOSE_OF = {
 }
 
 
-class Differentiated(NamedTuple):
+class _Differentiated(NamedTuple):
     """A collective that adds up cotangents.
 
     Attributes:
@@ -31,34 +37,77 @@ class Differentiated(NamedTuple):
     source: str
 
 
-def find(jaxpr: Any, axes: frozenset[str]) -> list[Differentiated]:
-    """Find the transposed collectives over one of `axes` that do not weigh the ranks.
+def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
+    """Yield a text for every transposed collective that adds up unweighted cotangents."""
+    axes = frozenset(traced.spec.axis_name)
+    if any(found.kind == OWN_WEIGHT for found in report.marks):
+        for found in _find_before(step.params["jaxpr"], axes, OWN_WEIGHT):
+            where = f" at {found.source}" if found.source else ""
+            yield with_code(
+                "JDP124",
+                f"`{found.name}`{where} is differentiated, and jdp.sync_gradients(weight=) weighs "
+                "that gradient by something else than the step: the cotangents of the ranks were "
+                "added up by other weights, and the gradient would be wrong. Write "
+                "jdp.train_step(weight=...), and leave it out of jdp.sync_gradients.",
+            )
+    if not traced.found.weighed:
+        return
+    by = shown([f"{name}(weight=)" for name in sorted(traced.found.weighed)])
+    for found in _find(step.params["jaxpr"], axes):
+        where = f" at {found.source}" if found.source else ""
+        if found.name == MICRO_BATCH:
+            yield with_code(
+                "JDP124",
+                f"a sum or mean over ranks{where} stands in the micro-batches of a gradient "
+                "and is differentiated from outside of them, too, where ranks weigh differently: "
+                "that gradient would be wrong. Leave accumulate= and micro_batch_rows= out of the "
+                "inner gradient.",
+            )
+            continue
+        yield with_code(
+            "JDP124",
+            f"`{found.name}`{where} is differentiated, and {by} weighs the ranks: JAX adds up the "
+            "cotangents of all ranks without their weights, and the gradient would be wrong where "
+            "these differ. Write jdp.mean_over_ranks(x) or jdp.sum_over_ranks(x) in its place, or "
+            "leave out weight= and return the loss "
+            '`(losses * batch["mask"]).mean() / jdp.mean_over_ranks(batch["mask"].mean())`, '
+            "whose mean over ranks is that of all rows.",
+        )
 
-    The name stack of an equation says that it was transposed, and also which part of that is the
-    forward pass that `jax.checkpoint` computes again.
 
-    Args:
-      jaxpr: of a rank.
-      axes: names of the axes along which ranks weigh differently.
-    """
-    return list(dict.fromkeys(_find(jaxprs.opened(jaxpr), axes, _Place(), set())))
-
-
-def find_before(jaxpr: Any, axes: frozenset[str], kind: str) -> list[Differentiated]:
-    """Find the transposed collectives over one of `axes` on which a mark of this kind depends.
-
-    Args:
-      jaxpr: of a rank.
-      axes: names of axes.
-      kind: of the mark, see `jdp.mark`.
-    """
-    body, marks = jaxprs.opened(jaxpr), _Marks(axes, kind)
-    marks.follow(body, _Place(), [{} for _ in body.invars])
-    return list(marks.found)
+def _find(jaxpr: Any, axes: frozenset[str]) -> list[_Differentiated]:
+    """Return the transposed collectives over one of `axes` that do not weigh the ranks."""
+    found: dict[_Differentiated, None] = {}
+    for eqn, around in jaxprs.placed_equations(jaxpr, _Place(), _Place.within):
+        here = around.within(eqn)
+        if here.is_transposed and _communicates(eqn, axes):
+            if not here.is_ours:
+                found[_Differentiated(_name(eqn), here.line)] = None
+            elif here.in_micro_batch:
+                found[_Differentiated(MICRO_BATCH, here.line)] = None
+    return list(found)
 
 
-# Collectives that a value depends on, in order.
-_Causes = dict[Differentiated, None]
+def _find_before(jaxpr: Any, axes: frozenset[str], kind: str) -> list[_Differentiated]:
+    """Return the transposed collectives over one of `axes` on which a mark of `kind` depends."""
+    found: dict[_Differentiated, None] = {}
+
+    def visit(eqn: Any, operands: list[Any], around: _Place) -> list[Any] | None:
+        here = around.within(eqn)
+        if here.is_transposed and _communicates(eqn, axes):
+            causes = _join([*operands, (_Differentiated(_name(eqn), here.line),)])
+            return [causes] * len(eqn.outvars)
+        if eqn.primitive.name == "jdp_mark" and eqn.params["kind"] == kind:
+            found.update(dict.fromkeys(operands[0]))
+        return None
+
+    body = jaxprs.opened(jaxpr)
+    Forward(_join, visit, _Place.within).outputs(body, [()] * len(body.invars), _Place())
+    return list(found)
+
+
+def _join(causes: Sequence[tuple[_Differentiated, ...]]) -> tuple[_Differentiated, ...]:
+    return tuple(dict.fromkeys(itertools.chain(*causes)))
 
 
 class _Place(NamedTuple):
@@ -77,82 +126,20 @@ class _Place(NamedTuple):
     line: str = ""
 
     def within(self, eqn: Any) -> "_Place":
+        # The name stack of an equation says that it was transposed, and also which part of that
+        # is the forward pass that `jax.checkpoint` computes again.
         stack = eqn.source_info.name_stack.stack
         names = {part.name for part in stack if type(part).__name__ == "Scope"}
         transforms = {part.name for part in stack if type(part).__name__ == "Transform"}
         goes_on = self.is_transposed and "rematted_computation" not in names
+        is_transposed = goes_on or "transpose" in transforms
+        is_micro_batch = is_transposed and eqn.params.get("name") == MICRO_BATCH
         return _Place(
-            goes_on or "transpose" in transforms,
+            is_transposed,
             self.is_ours or WEIGHTED_SUM in names,
-            self.in_micro_batch,
+            self.in_micro_batch or is_micro_batch,
             source_lines.source(eqn) or self.line,
         )
-
-
-def _find(
-    jaxpr: Any, axes: frozenset[str], place: _Place, seen: set[tuple[int, _Place]]
-) -> Iterator[Differentiated]:
-    if (id(jaxpr), place) in seen:
-        return
-    seen.add((id(jaxpr), place))
-    for eqn in jaxpr.eqns:
-        here = place.within(eqn)
-        if here.is_transposed and eqn.params.get("name") == MICRO_BATCH:
-            here = here._replace(in_micro_batch=True)
-        if here.is_transposed and _communicates(eqn, axes):
-            if not here.is_ours:
-                yield Differentiated(_name(eqn), here.line)
-            elif here.in_micro_batch:
-                yield Differentiated(MICRO_BATCH, here.line)
-        for body in jaxprs.bodies(eqn):
-            yield from _find(body, axes, here, seen)
-
-
-class _Marks:
-    """The collectives that the marks of one kind depend on.
-
-    Attributes:
-      found: them.
-    """
-
-    def __init__(self, axes: frozenset[str], kind: str):
-        self.found: _Causes = {}
-        self._axes, self._kind = axes, kind
-        # The results of bodies that were followed, so that nested calls cost no 2^depth.
-        self._known: dict[Any, list[_Causes]] = {}
-
-    def follow(self, jaxpr: Any, place: _Place, ins: list[_Causes]) -> list[_Causes]:
-        """Return on which collectives each output depends; add those of marks to `found`."""
-        key = id(jaxpr), place, *map(tuple, ins)
-        if key not in self._known:
-            self._known[key] = self._followed(jaxpr, place, ins)
-        return self._known[key]
-
-    def _followed(self, jaxpr: Any, place: _Place, ins: list[_Causes]) -> list[_Causes]:
-        env: dict[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
-
-        def read(atom: Any) -> _Causes:
-            return {} if jaxprs.is_literal(atom) else env.get(atom, {})
-
-        for eqn in jaxpr.eqns:
-            operands = [read(atom) for atom in eqn.invars]
-            outs = self._outputs(eqn, place.within(eqn), operands)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def _outputs(self, eqn: Any, here: _Place, operands: list[_Causes]) -> list[_Causes]:
-        value = {each: None for operand in operands for each in operand}
-        if here.is_transposed and _communicates(eqn, self._axes):
-            value[Differentiated(_name(eqn), here.line)] = None
-        if eqn.primitive.name == "jdp_mark" and eqn.params["kind"] == self._kind:
-            self.found.update(value)
-        if eqn.primitive.name in jaxprs.CALLS and (body := jaxprs.called_body(eqn)) is not None:
-            return self.follow(body, here, operands)
-        # What another body gets depends on all operands of its equation.
-        for body in list(jaxprs.bodies(eqn)) * 2:  # what a loop carries comes back
-            for each in self.follow(body, here, [value] * len(body.invars)):
-                value = {**value, **each}
-        return [value] * len(eqn.outvars)
 
 
 def _name(eqn: Any) -> str:

@@ -10,9 +10,9 @@ import numpy as np
 from jdp import axis
 from jdp.analysis import jaxprs
 from jdp.analysis.analyse import analyse, find_shard_maps
-from jdp.analysis.loop_refusals import refusals, spelled, unknown_primitives
-from jdp.analysis.report import Report
-from jdp.analysis.wording import bulleted
+from jdp.analysis.forward import Forward
+from jdp.analysis.loop_refusals import refusals, unknown_primitives
+from jdp.analysis.wording import bulleted, spelled
 from jdp.axis import AxisName
 from jdp.error_codes import with_code
 
@@ -59,17 +59,24 @@ def uniformity(
     if not over_axis:
         raise ValueError(with_code("JDP128", _nothing_found(called, shard_maps, names)))
     reports = {key: analyse(eqn) for key, eqn in over_axis.items()}
-    ins = [_Left(False, name=name) for name in traced.inputs]
-    operands: dict[int, list[str]] = {}
-    left = _leave(traced.jaxpr, ins, _Around(reports, names, operands, {}))
+    names_of_inputs: dict[int, list[str]] = {}
+
+    def visit(eqn: Any, operands: list[_Left], _: Any) -> list[_Left] | None:
+        if id(eqn) not in reports:
+            return None
+        called = zip(operands, _numbered(eqn), strict=True)
+        names_of_inputs.setdefault(id(eqn), [value.name or other for value, other in called])
+        outputs = enumerate(reports[id(eqn)].outputs)
+        return [_Left(not x.axes.isdisjoint(names), id(eqn), i) for i, x in outputs]
+
+    ins = [_Left(name=name) for name in traced.inputs]
+    left = Forward(_Left.join, visit).outputs(traced.jaxpr, ins)
     problems = []
     for key, eqn in over_axis.items():
         # An output that leaves in several places is called by the first.
         leaves = reversed(list(zip(left, traced.paths, strict=True)))
         paths = {value.position: path for value, path in leaves if value.origin == key}
-        inputs = [
-            name or f"input {i} of the shard_map" for i, name in enumerate(operands.get(key, []))
-        ] or [f"input {i} of the shard_map" for i in range(len(eqn.invars))]
+        inputs = names_of_inputs.get(key) or _numbered(eqn)
         found = [*refusals(eqn, reports[key], names, paths, inputs)]
         if found and reports[key].unknown:
             trusted = analyse(eqn, trusts_unknown=True)
@@ -80,6 +87,10 @@ def uniformity(
     if problems:
         raise ValueError(f"`{called}` goes wrong on several ranks:\n{bulleted(problems)}")
     return traced.unflatten(["varying" if value.varying else "uniform" for value in left])
+
+
+def _numbered(eqn: Any) -> list[str]:
+    return [f"input {i} of the shard_map" for i in range(len(eqn.invars))]
 
 
 def _nothing_found(called: str, shard_maps: list[Any], names: tuple[str, ...]) -> str:
@@ -154,60 +165,15 @@ def _is_array(leaf: Any) -> bool:
 
 
 class _Left(NamedTuple):
-    varying: bool
-    # The shard_map that gave the value as it is, by id, and its position among the outputs.
+    """What is known of a value outside of the shard_maps."""
+
+    varying: bool = False
+    # The shard_map that returned the value as it is, by id, and its position among the outputs.
     origin: int | None = None
     position: int = -1
     # Of an argument that is handed on as it is.
     name: str = ""
 
-
-class _Around(NamedTuple):
-    """What stands around the shard_maps of a function.
-
-    Attributes:
-      reports: of the shard_maps, by id.
-      names: of the axes that form the data axis.
-      operands: what the inputs of each shard_map are called, by id; found on the way.
-      known: what leaves a jaxpr, by the jaxpr and what goes in.
-    """
-
-    reports: dict[int, Report]
-    names: tuple[str, ...]
-    operands: dict[int, list[str]]
-    known: dict[tuple[Any, ...], list[_Left]]
-
-
-def _leave(jaxpr: Any, ins: Sequence[_Left], around: _Around) -> list[_Left]:
-    """Follow the outputs of shard_maps to the outputs of the function around them."""
-    key = id(jaxpr), *ins
-    if key not in around.known:
-        around.known[key] = _followed(jaxpr, ins, around)
-    return around.known[key]
-
-
-def _followed(jaxpr: Any, ins: Sequence[_Left], around: _Around) -> list[_Left]:
-    constant = _Left(False)
-    env = {**dict.fromkeys(jaxpr.constvars, constant), **dict(zip(jaxpr.invars, ins, strict=True))}
-
-    def read(atom: Any) -> _Left:
-        return constant if jaxprs.is_literal(atom) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        if id(eqn) in around.reports:
-            around.operands.setdefault(id(eqn), [value.name for value in operands])
-            outs = [
-                _Left(not value.axes.isdisjoint(around.names), id(eqn), i)
-                for i, value in enumerate(around.reports[id(eqn)].outputs)
-            ]
-        elif eqn.primitive.name in jaxprs.CALLS and (body := jaxprs.called_body(eqn)) is not None:
-            outs = _leave(body, operands, around)
-        else:
-            varying = any(value.varying for value in operands)
-            for body in jaxprs.bodies(eqn):
-                left = _leave(body, [_Left(varying)] * len(body.invars), around)
-                varying |= any(value.varying for value in left)
-            outs = [_Left(varying)] * len(eqn.outvars)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    @staticmethod
+    def join(values: Sequence["_Left"]) -> "_Left":
+        return _Left(any(value.varying for value in values))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jdp.analysis import jaxprs
-from jdp.analysis.cells import held
+from jdp.analysis.cells import value_of
 from jdp.analysis.marks import SOURCE
 from jdp.analysis.records import Record
 from jdp.analysis.source_lines import source
@@ -42,14 +42,7 @@ class Node(NamedTuple):
 
 
 class WayBack:
-    """The way back through a shard_map whose bodies were walked.
-
-    Args:
-      body: of the shard_map.
-      root: of the walk through it.
-      eqn: the shard_map.
-      bits: of the axes along which it is asked what differs.
-    """
+    """The way back through a shard_map, `eqn`, whose bodies were walked, along what has `bits`."""
 
     def __init__(self, body: Any, root: Record, eqn: Any, bits: int):
         self.body = body
@@ -106,7 +99,7 @@ class WayBack:
         """Whether a value may differ from rank to rank."""
         if jaxprs.is_literal(node.variable):
             return False
-        return bool(held(node.frame.record.env.get(node.variable, 0)) & self._bits)
+        return bool(value_of(node.frame.record.env.get(node.variable, 0)) & self._bits)
 
     def maker(self, node: Node) -> Any | None:
         """Return the equation that computed a value, None for an input of its body."""
@@ -132,18 +125,18 @@ class WayBack:
             cond = jaxprs.while_parts(eqn)[0]
             yield Node(Frame(frame.record.child(eqn, cond), eqn, frame), cond.outvars[0])
 
-    def frame_of(self, key: Any) -> Frame | None:
-        """Return a body in which something was noted under a key."""
+    def frame_of(self, kind: str, eqn: Any) -> Frame | None:
+        """Return a body in which something of this kind was met at an equation."""
         waiting, seen = [self.top], set()
         while waiting:
             frame = waiting.pop()
             if id(frame.record) in seen:
                 continue
             seen.add(id(frame.record))
-            if frame.record.has(key):
+            if frame.record.has(kind, eqn):
                 return frame
-            calls = frame.record.noted_calls()
-            waiting += [Frame(call.record, call.eqn, frame) for call in reversed(calls)]
+            calls = reversed(frame.record.calls_with_notes())
+            waiting += [Frame(body, around, frame) for around, body in calls]
         return None
 
     def line(self, frame: Frame | None, eqn: Any) -> str:

@@ -1,6 +1,6 @@
-"""How a refusal lists names and problems."""
+"""How a refusal lists names, axes and problems."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 
 def shown(names: Iterable[str]) -> str:
@@ -20,3 +20,9 @@ def bulleted(problems: Sequence[str]) -> str:
     if len(problems) > 8:
         lines.append(f"- and {len(problems) - 8} more")
     return "\n".join(lines)
+
+
+def spelled(names: Collection[str]) -> str:
+    """Write axes as they stand in a program: a name, or a tuple of names."""
+    ordered: Iterable[str] = names if isinstance(names, tuple) else sorted(names)
+    return repr(next(iter(ordered)) if len(names) == 1 else tuple(ordered))

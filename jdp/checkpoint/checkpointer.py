@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from jdp.checkpoint.directory import Folder
-from jdp.checkpoint.session import Schedule, Session
+from jdp.checkpoint.session import Session
 from jdp.checkpoint.snapshot import require_alive
 from jdp.validation import int_at_least
 
@@ -64,11 +64,8 @@ class Checkpointer:
         check_replicas: bool = True,
     ) -> None:
         self._folder = Folder(directory)
-        self._schedule = Schedule(
-            commit_every=int_at_least("commit_every", commit_every, least=1),
-            save_every=int_at_least("save_every", save_every, least=1),
-            keep=int_at_least("keep", keep, least=1),
-        )
+        counts = {"commit_every": commit_every, "save_every": save_every, "keep": keep}
+        self._counts = {name: int_at_least(name, n, least=1) for name, n in counts.items()}
         self._resume = resume
         self._check_replicas = check_replicas
         self._session: Session | None = None
@@ -95,7 +92,8 @@ class Checkpointer:
         Raises:
           TypeError: if `batches` have no position.
           ValueError: if what was written is of another model (naming the leaf), or without a
-            position of the data although `batches` are given.
+            position of the data although `batches` are given; if these read other data than the
+            run began with (see `allow` of `jdp.batches`).
           RuntimeError: if `directory` holds an earlier run and this does not resume it, if another
             run writes there, if all checkpoints there are damaged, or if another process failed.
           OSError: if `directory` cannot be written to.
@@ -108,7 +106,7 @@ class Checkpointer:
                 "rows would count twice or never. Give jdp.batches(...), or an object with an int "
                 "`position`: how many rows it has handed out. After it is set, it goes on there."
             )
-        session = Session(self._folder, self._schedule, has_data=batches is not None)
+        session = Session(self._folder, has_data=batches is not None, **self._counts)
         try:
             state = session.restore(state, batches, self._resume)
         except BaseException:
@@ -163,6 +161,7 @@ class Checkpointer:
             return
         try:
             session.save_last(compares=self._check_replicas)
+            session.tell_closed()
         finally:
             session.end_session()
 

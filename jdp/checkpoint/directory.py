@@ -29,24 +29,17 @@ _UNFINISHED = ".part"
 class Checkpoint(NamedTuple):
     """A checkpoint, intact when it was written. One of a later life of the run is later."""
 
-    life: int  # which life of the run wrote it: each restore begins the next, from 1 on
+    life: int  # of the run that wrote it: each restore begins the next, from 1 on
     step: int
     path: Path
 
 
 class TornError(Exception):
-    """A checkpoint is not what was written."""
+    """A checkpoint is not as it was written."""
 
 
 class Folder:
-    """The checkpoints of one run.
-
-    Args:
-      path: the folder; made when it is locked.
-
-    Raises:
-      ValueError: if it is a URL.
-    """
+    """The checkpoints of one run, in a folder that is made when it is locked."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if "://" in str(path):
@@ -58,15 +51,7 @@ class Folder:
         self._lock: Any = None
 
     def lock(self, *, resumes: bool = False) -> None:
-        """Keep other runs out, until `unlock` or this process dies; remove what a death left over.
-
-        Args:
-          resumes: whether the run that holds it may be this one, on a host that is gone.
-
-        Raises:
-          RuntimeError: if another run writes here.
-          OSError: if this process cannot.
-        """
+        """Keep other runs out until `unlock`, as `locked` does; remove what a death left over."""
         if self._lock is not None:
             return
         self._lock = locked(self.path, resumes=resumes)
@@ -89,10 +74,10 @@ class Folder:
         return sorted(found, reverse=True)
 
     def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Read what was written with a checkpoint, and see that every byte is still as it was.
+        """Return what was written with a checkpoint.
 
         Raises:
-          TornError: naming the file that is not.
+          TornError: if a byte differs from what was written, naming the file.
         """
         try:
             document = json.loads((checkpoint.path / "manifest").read_bytes())
@@ -126,16 +111,10 @@ class Folder:
             )
 
     def write(self, life: int, step: int, facts: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Write a checkpoint; wait until it is on the disk.
-
-        Args:
-          life: of the run.
-          step: number of it.
-          facts: what JSON can hold.
-          arrays: NumPy arrays by name, none of them empty.
+        """Write facts that JSON can hold and arrays that are not empty; return when they are there.
 
         Raises:
-          OSError: if it cannot be written; the checkpoints before it stay.
+          OSError: if they cannot be written; the checkpoints before stay.
         """
         final = self.path / f"{step}-{life}"
         part = final.with_name(final.name + _UNFINISHED)

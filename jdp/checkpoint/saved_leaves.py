@@ -1,6 +1,6 @@
 """The arrays of a state as they are written: their names, shapes, dtypes and bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ _ALIGNMENT = 64
 
 
 class SavedLeaf(NamedTuple):
-    """One array of a state, as it is written: whole, and of no device."""
+    """One array of a state as it is written: all of it, on no device."""
 
     name: str  # its path
     shape: tuple[int, ...]
@@ -40,57 +40,17 @@ def describe(state: Any) -> list[SavedLeaf]:
     >>> [leaf.name + " " + str(leaf) for leaf in describe({"w": jnp.ones((2, 3)), "f": jnp.tanh})]
     ["['w'] float32[2, 3]"]
     """
-    named, _ = jax.tree_util.tree_flatten_with_path(state)
+    named = jax.tree_util.tree_leaves_with_path(state)
     return [_leaf(jax.tree_util.keystr(path), x) for path, x in named if is_array(x)]
 
 
-def with_shapes(leaves: Sequence[SavedLeaf], values: Sequence[np.ndarray]) -> list[SavedLeaf]:
-    """Return leaves with the shapes of their values."""
-    return [leaf._replace(shape=x.shape) for leaf, x in zip(leaves, values, strict=True)]
-
-
-def require_same(saved: Sequence[SavedLeaf], given: Sequence[SavedLeaf], where: str) -> None:
-    """Refuse to restore into the state of another model.
-
-    A number of Python or a NumPy array of 64 bits has become what JAX computes with.
-
-    Args:
-      saved: leaves that were written.
-      given: leaves of the state to restore into.
-      where: name of the source of `saved`, for the error.
-
-    Raises:
-      ValueError: naming the first leaf that differs.
-    """
-    if len(saved) == len(given) and all(map(_fits, saved, given)):
-        return
-    advice = (
-        "That is another model or optimizer, and its values would mean something else. Build the "
-        "one that this run began with, or give Checkpointer a new directory to begin anew."
-    )
-    names = {leaf.name for leaf in given}, {leaf.name for leaf in saved}
-    for old, new in zip(saved, given, strict=False):
-        if old.name == new.name and not _fits(old, new):
-            raise ValueError(
-                f"`{old.name}` is {old} in {where}, and {new} in the state given to restore. "
-                + advice
-            )
-    for leaf in saved:
-        if leaf.name not in names[0]:
-            raise ValueError(f"`{leaf.name}` {leaf} is in {where}, not in the state. {advice}")
-    for leaf in given:
-        if leaf.name not in names[1]:
-            raise ValueError(f"`{leaf.name}` {leaf} is not in {where}. {advice}")
-    raise ValueError(f"{where} has the leaves of the state given in another order. {advice}")
-
-
-def leaves_of(facts: dict[str, Any]) -> list[SavedLeaf]:
-    """Return the leaves that facts tell of, which were written beside them."""
+def leaves_of(facts: Mapping[str, Any]) -> list[SavedLeaf]:
+    """Return the leaves that were written beside these facts."""
     return [SavedLeaf(name, tuple(shape), *rest) for name, shape, *rest in facts["leaves"]]
 
 
 def disk_names(leaves: Sequence[SavedLeaf]) -> list[str]:
-    """Return the names that leaves have on the disk, where those that are empty are left out."""
+    """Return the names that leaves have on the disk, where empty leaves are left out."""
     return [f"{i}{leaf.name}" for i, leaf in enumerate(leaves) if leaf.num_bytes]
 
 
@@ -101,7 +61,7 @@ def to_disk(leaves: Sequence[SavedLeaf], values: Sequence[np.ndarray]) -> dict[s
     return dict(zip(disk_names(leaves), arrays, strict=True))
 
 
-def from_disk(leaves: Sequence[SavedLeaf], arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
+def from_disk(leaves: Sequence[SavedLeaf], arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """Invert `to_disk`."""
     names = iter(disk_names(leaves))
     return [
@@ -146,9 +106,3 @@ def _leaf(name: str, x: Any) -> SavedLeaf:
     if dtype.hasobject:
         raise TypeError(f"`{name}` is {x}, which no array can hold. Keep it outside the state.")
     return SavedLeaf(name, tuple(np.shape(x)), str(dtype), None)
-
-
-def _fits(saved: SavedLeaf, given: SavedLeaf) -> bool:
-    if saved.dtype != given.dtype:
-        given = given._replace(dtype=str(jax.dtypes.canonicalize_dtype(given.dtype)))
-    return saved == given

@@ -2,7 +2,7 @@
 
 import inspect
 import weakref
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import chain
 from typing import Any, NamedTuple
@@ -14,11 +14,11 @@ from jax.sharding import Mesh, NamedSharding
 from jdp.axis import AxisName
 from jdp.data.dataset import Read, reader, record_mask, with_mask
 from jdp.data.first_batch_check import first_batch
-from jdp.data.prefetch import prefetch as ahead
+from jdp.data.prefetch import prefetch as prefetched
 from jdp.data.sampler import Run, Sampler
-from jdp.data.sharding import batch_sharding, process_rows
+from jdp.data.sharding import batch_sharding, num_blocks, process_rows
 from jdp.data.uneven_loops import hand_out_equally, raise_pending
-from jdp.distributed.mesh import current_mesh, num_ranks
+from jdp.distributed.mesh import current_mesh
 from jdp.validation import int_at_least
 from jdp.worker import progress
 
@@ -37,6 +37,8 @@ def batches(
     axis_name: AxisName = "data",
     mesh: Mesh | None = None,
     prefetch: int = 2,
+    read_threads: int = 1,
+    allow: str | None = None,
 ) -> "Batches":
     """Read a dataset in batches that lie split over all ranks.
 
@@ -55,10 +57,12 @@ def batches(
     are then those of the rows that count, also where a rank has none.
 
     Args:
-      dataset: an array with rows as its first dim; a dict or tuple of such arrays, equally long
-        (NumPy, memory-mapped, JAX, or what else takes an array of row numbers); or anything with
-        `__len__` and `__getitem__` that gives one row, a tree of numbers and arrays of equal
-        shapes. Rows are read in a background thread. Transform them in `__getitem__`.
+      dataset: an array with rows as its first dim; a dict, mapping or tuple of such arrays, equally
+        long (NumPy, memory-mapped, JAX, h5py, columns of pandas, or any other that takes an array
+        of increasing row numbers); a DataFrame, as the dict of its columns; or anything with
+        `__len__` and `__getitem__` that returns one row, a tree of numbers and arrays of equal
+        shapes. Rows are read in a background thread, and copied: their memory may be used again.
+        Transform them in `__getitem__`.
       batch_size: rows of one batch over all ranks, of all processes, at least 1; without a mask a
         multiple of the number of ranks. Each process reads its own rows only.
       num_steps: number of batches, at least 1. Give this or `epochs`.
@@ -73,6 +77,11 @@ def batches(
       axis_name: the mesh axis or axes that split the batch.
       mesh: default: that of `jdp.init`, looked up when a loop begins.
       prefetch: number of batches to place ahead; 0 reads in the caller's thread.
+      read_threads: how many threads call the `__getitem__` that returns one row, at least 1. More
+        than 1 is for reading that waits (disk, network) or decodes outside of the GIL, and for a
+        `__getitem__` that several threads may call at once. The order stays the same.
+      allow: "new data" lets a run go on with another number of rows, `seed` or `shuffle` than it
+        began with, from the same position of the new stream. Default: that is an error.
 
     Returns:
       The batches, trees of `jax.Array`, for a `for` loop. See `Batches`.
@@ -90,13 +99,15 @@ def batches(
     [0 1 2] [ True  True  True]
     [3 4 4] [ True  True False]
     """
-    num_rows, read = reader(dataset)
+    num_rows, read = reader(dataset, int_at_least("read_threads", read_threads, least=1))
     sampler = Sampler(num_rows, batch_size, seed=seed, shuffle=shuffle)
     run = Run.planned(num_rows, sampler.batch_size, num_steps, epochs, tail, mask)
     target = _Target(axis_name, mesh, int_at_least("prefetch", prefetch, least=0))
+    if allow not in (None, "new data"):
+        raise ValueError(f'allow={allow!r}: write "new data", or leave it out.')
     if mesh is not None:
-        run.padded_size(target.num_ranks())
-    result = Batches(read, sampler, run, target)
+        run.padded_size(num_blocks(target.sharding()))
+    result = Batches(read, sampler, run, target, allow)
     result.position = position
     return result
 
@@ -152,8 +163,11 @@ class Batches:
     `close`, also by `with`, ends a loop and its background thread.
     """
 
-    def __init__(self, read: Read, sampler: Sampler, run: Run, target: "_Target") -> None:
+    def __init__(
+        self, read: Read, sampler: Sampler, run: Run, target: "_Target", allow: str | None
+    ) -> None:
         self._read, self._sampler, self._run, self._target = read, sampler, run, target
+        self._allow = allow
         self._position = 0
         self._handed_out = False  # something, since the position was set
         self._current: weakref.ref[Generator[Any, None, None]] | None = None
@@ -162,8 +176,8 @@ class Batches:
     def position(self) -> int:
         """Rows that were handed out since the run began; those read ahead do not count.
 
-        Save it after the step that used the batch. Set it, outside a loop, to continue there, also
-        with another batch size or on another number of ranks.
+        Set it, outside a loop, to continue there, also with another batch size or on another number
+        of ranks. To save where a run stands, save `get_state()` after the step that used the batch.
         """
         return self._position
 
@@ -176,6 +190,39 @@ class Batches:
             )
         self._position = int_at_least("position", rows, least=0)
         self._handed_out = False
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the position and the facts of the stream that it counts in, as JSON can hold them.
+
+        `jdp.Checkpointer` saves it with the state of a run.
+        """
+        return {"position": self._position} | self._sampler.facts()
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where `get_state` was called, in the same order of the rows.
+
+        Args:
+          state: from `get_state`; or `{"position": rows}` of a run that began with jdp 0.1.
+
+        Raises:
+          ValueError: if the stream has another number of rows, `seed` or `shuffle`, without
+            `allow="new data"`.
+          RuntimeError: if a loop runs over these batches.
+        """
+        saved = {"order": 1} | dict(state)
+        position, order = saved.pop("position"), saved.pop("order")
+        facts = self._sampler.facts()
+        other = {name: value for name, value in saved.items() if facts.get(name) != value}
+        if other and self._allow is None:
+            differences = "; ".join(f"{k} was {v}, is {facts.get(k)}" for k, v in other.items())
+            raise ValueError(
+                f"the batches are not those that the run began with: {differences}. From position "
+                f"{position} on, rows would repeat and others never come. Give jdp.batches the "
+                'same dataset, seed and shuffle; or, to go on with others, allow="new data".'
+            )
+        self.position = position
+        if not other:
+            self._sampler.order = order
 
     @property
     def epoch(self) -> int:
@@ -216,9 +263,10 @@ class Batches:
         return loop if loop and inspect.getgeneratorstate(loop) != inspect.GEN_CLOSED else None
 
     def _hand_out(self) -> Generator[Any, None, None]:
-        size = self._run.padded_size(self._target.num_ranks())
-        mine = process_rows(self._target.sharding(), size)
-        host_batches = _read(self._read, self._sampler, self._run, self._position, size, mine)
+        sharding = self._target.sharding()
+        size = self._run.padded_size(num_blocks(sharding))
+        mine = process_rows(sharding, size)
+        host_batches = _read(self._read, self._sampler, self._run, self._position, mine)
         facts = f"{self._sampler}, {self._run}, position={self._position}"
         with closing(_place(host_batches, self._target, facts)) as placed:
             for batch in placed:
@@ -235,45 +283,35 @@ class _Target(NamedTuple):
     prefetch: int
 
     def sharding(self) -> NamedSharding:
-        return batch_sharding(self._mesh(), self.axis_name)
-
-    def num_ranks(self) -> int:
-        self.sharding()  # refuses a mesh without that axis
-        return num_ranks(self._mesh(), self.axis_name)
-
-    def _mesh(self) -> Mesh:
-        return current_mesh() if self.mesh is None else self.mesh
+        mesh = current_mesh() if self.mesh is None else self.mesh
+        return batch_sharding(mesh, self.axis_name)
 
 
-def _read(
-    read: Read, sampler: Sampler, run: Run, position: int, size: int, mine: np.ndarray
-) -> Iterator[Any]:
+def _read(read: Read, sampler: Sampler, run: Run, position: int, mine: np.ndarray) -> Iterator[Any]:
     while run.next_rows(position):
-        rows, count = run.batch(sampler, position, size)
-        batch = read(rows[mine])
+        count = run.next_rows(position)
+        # The last row that counts is repeated, so that the last ranks may hold nothing else.
+        batch = read(sampler.rows_at(position + np.minimum(mine, count - 1)))
         yield with_mask(batch, mine < count) if run.has_mask else batch
         position += count
+
+
+_END = object()
 
 
 def _place(
     host_batches: Iterator[Any], target: _Target, facts: str = ""
 ) -> Generator[Any, None, None]:
     sharding = target.sharding()
+    # The hang detector sees by the phase that this process waits for data, not for another process.
     with progress.DATA:
         raise_pending()
         begin = first_batch(host_batches, sharding, facts)
-    if begin is not None:
-        first, layout = begin
-        placed = ahead(map(layout.place, chain([first], host_batches)), target.prefetch)
-        yield from _in_data_phase(hand_out_equally(placed, sharding))
-
-
-_END = object()
-
-
-# The hang detector then sees that this process waits for data, and not for another process.
-def _in_data_phase(batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
-    with closing(batches):
+    if begin is None:
+        return
+    first, layout = begin
+    placed = prefetched(map(layout.place, chain([first], host_batches)), target.prefetch)
+    with closing(hand_out_equally(placed, sharding)) as batches:
         while True:
             with progress.DATA:
                 batch = next(batches, _END)

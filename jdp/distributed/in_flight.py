@@ -136,7 +136,7 @@ def failed(call: StepCall, is_gone: bool, error: Exception) -> RuntimeError:
     _forget(call.spec)
     gone = "The input state was not donated and is intact."
     if is_gone:
-        kept = progress.latest_kept()
+        kept = progress.own.latest_kept
         back = "a checkpoint" if kept is None else f"what was kept of {kept}"
         gone = (
             f"The input state was donated and is gone: go back to {back} with jdp.Checkpointer, or "
@@ -166,4 +166,4 @@ def _num_running() -> int:
     return len(running)
 
 
-progress.ask_devices(_num_running)
+progress.own.num_running = _num_running

@@ -12,9 +12,10 @@ from jdp import axis, pytrees
 from jdp.analysis import jaxprs
 from jdp.analysis.marks import MICRO_BATCH, ROUNDS, mark
 from jdp.axis import AxisName
-from jdp.reduction import metrics, row_weight, step_context
+from jdp.reduction import row_weight, step_context
 from jdp.reduction.gradients import sync_gradients
 from jdp.reduction.metrics import mean_over_ranks
+from jdp.reduction.reported import take_rows
 
 # The share of a micro-batch in the loss of the step is known only after the last one.
 _OWN_WEIGHT = (
@@ -99,7 +100,7 @@ def value_and_grad(
             options = {"nested": True, "why_no_gradient": why_no_gradient}
             with step_context.entered(axis_name, batch, weight_fn, **options) as micro:
                 value, grads = differentiate(params, batch, *join(keys))
-            means, rows = metrics.take_rows(value)
+            means, rows = take_rows(value)
             means = _require_means(means)
             # `full`, but for a last one that is smaller.
             count = jnp.asarray(full * _num_rows(batch) / num_rows, float)

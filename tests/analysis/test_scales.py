@@ -59,8 +59,9 @@ SUMS = {
 def test_warns_of_a_metric_that_sums_what_every_rank_has(metric, num_ranks):
     (message,) = told(lambda *args: {"loss": args[1]["x"].mean(), "m": metric(*args)}, num_ranks)
     many = f"{num_ranks} times" if num_ranks > 1 else "n times"
-    assert message.startswith("`metrics['m']` is made from a sum that is " + many), message
-    assert re.search(r"test_scales.py:\d+ sums over the ranks", message), message
+    assert re.search(rf"^`metrics\['m'\]` .* {many} .* test_scales.py:\d+ .*JDP122", message), (
+        message
+    )
 
 
 NOTHING_TO_SAY = {
@@ -81,7 +82,7 @@ def test_does_not_warn_of_a_right_metric(metric):
 
 def test_tells_metrics_of_one_line_once():
     (message,) = told(lambda state, batch: psum({"a": state.params["b"], "b": state.step}))
-    assert message.startswith("`metrics['a']`, `metrics['b']` is made")
+    assert message.startswith("`metrics['a']`, `metrics['b']` ")
 
 
 def test_warns_of_an_evaluation_too():
@@ -90,9 +91,7 @@ def test_warns_of_an_evaluation_too():
         return {"decay": psum(optax.tree.norm(state.params))}
 
     jdp.init(devices=jax.devices()[:4])
-    with pytest.warns(
-        UserWarning, match=r"`metrics\['decay'\]` is made from a sum that is 4 times"
-    ):
+    with pytest.warns(UserWarning, match=r"`metrics\['decay'\]` .* 4 times .*JDP122"):
         measure(*corpus.training())
 
 
@@ -131,7 +130,7 @@ def test_warns_of_a_state_that_depends_on_a_sum_of_what_every_rank_has(change, n
 
 
 def test_refuses_a_state_that_is_gathered_and_added_up():
-    with pytest.raises(ValueError, match="is made from a sum that is 4 times too large"):
+    with pytest.raises(ValueError, match=r" 4 times .*JDP122"):
         told(lambda *args: {}, after=kept(lambda a: lax.all_gather(a, "data").sum(0)))
 
 

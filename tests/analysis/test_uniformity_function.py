@@ -67,7 +67,7 @@ def test_uniformity_knows_pmap(make_mesh):
     mean = jax.pmap(lambda x: (lax.pmean(x, "batch"), x), **options)
     assert uniformity(mean, rows, axis_name="batch") == ("uniform", "varying")
     shared = jax.pmap(lambda x: x, out_axes=None, **options)
-    with pytest.raises(ValueError, match=r"`output` float32\[3\] .* along 'batch'"):
+    with pytest.raises(ValueError, match=r"`output` float32\[3\] .*'batch'.*JDP101"):
         uniformity(shared, rows, axis_name="batch")
 
 
@@ -77,7 +77,7 @@ def test_uniformity_over_two_axes():
     one = mapped(lambda w, x: lax.pmean(x, "data"), **specs)
     assert uniformity(both, W, X, axis_name=("data", "model")) == "uniform"
     assert uniformity(one, W, X, axis_name="data") == "uniform"
-    with pytest.raises(ValueError, match="along 'model'"):
+    with pytest.raises(ValueError, match="'model'.*JDP101"):
         uniformity(one, W, X, axis_name=("data", "model"))
 
 
@@ -101,11 +101,11 @@ REFUSED = {
     ),
     "deadlock": (
         mapped(lambda w, x: lax.cond(x[0] < 2, lambda: psum(w), lambda: psum(w))),
-        ["`psum` over 'data' at analysed.py:", "under a `cond`", "pmean(loss, 'data') < 2"],
+        ["`psum` at analysed.py:", " over 'data'", "`cond`", "pmean(loss, 'data') < 2"],
     ),
     "reduced twice": (
         mapped(lambda w, x: pmean(local(psum(x), "['w']"))),
-        ["the gradient of `['w']` was reduced before", "analysed.py:"],
+        ["`['w']`", "analysed.py:", "JDP121"],
     ),
     "no shard_map": (lambda w, x: w, ["'data'", "JDP128"]),
     "another axis": (
@@ -158,7 +158,7 @@ def test_uniformity_refuses_a_shared_ref_that_ranks_write_apart():
         return write(ref, x)
 
     assert uniformity(f, X, 16, P("data")) == "varying"
-    with pytest.raises(ValueError, match="the Ref that is input 0 of the shard_map"):
+    with pytest.raises(ValueError, match="input 0 .*JDP106"):
         uniformity(f, X, 4, P())
 
 
@@ -214,7 +214,7 @@ def test_uniformity_leaves_out_what_follows_from_a_collective_that_ranks_skip():
 
         return lax.while_loop(lambda c: c[0].sum() > x.sum(), lambda c: descend(c[1]), (w, w))
 
-    with pytest.raises(ValueError, match="runs under a `while`") as caught:
+    with pytest.raises(ValueError, match="`while` .*JDP103") as caught:
         uniformity(mapped(f, out_specs=(P(), P())), W, X)
     problems = str(caught.value).split("\n- ")[1:]
     assert len(set(problems)) == len(problems) and "out_specs" not in str(caught.value)

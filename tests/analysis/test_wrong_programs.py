@@ -42,7 +42,8 @@ def assert_refused(program):
     with pytest.raises(ValueError) as caught:
         lower(program)
     message = str(caught.value)
-    assert KINDS[program.kind] in message, message
+    for part in KINDS[program.kind]:
+        assert part in message, message
     assert program.line() in message, message
     for name in blamed(message):
         assert name.startswith(program.blames), message
@@ -74,7 +75,7 @@ def test_accepts_the_right_twin(program):
 
 @pytest.mark.parametrize("program", TWICE, ids=name_of)
 def test_warns_of_what_is_sent_twice(program):
-    with pytest.warns(UserWarning, match="and is sent once more") as caught:
+    with pytest.warns(UserWarning, match=r"`\[") as caught:
         lower(program)
     (message,) = {str(each.message) for each in caught}
     assert program.line() in message, message
@@ -208,7 +209,7 @@ def test_refuses_on_any_number_of_ranks(program):
         jdp.init(devices=jax.devices()[:num_ranks])
         state, batch, *rest = program.make()
         batch = jax.tree.map(lambda x: np.resize(x, (12, *x.shape[1:])), batch)
-        with pytest.raises(ValueError, match="is not the same training on every rank"):
+        with pytest.raises(ValueError, match=r"JDP1\d\d"):
             jdp.train_step(program.step, **program.options).lower(state, batch, *rest)
 
 
@@ -252,9 +253,9 @@ def test_refuses_wrong_metrics_of_an_eval_step():
         return lax.cond(batch["y"][0] > 0, jdp.mean_over_ranks, lambda x: x, batch["y"][0])
 
     state, batch = corpus.training()
-    with pytest.raises(ValueError, match=r"`metrics\['correct'\]` int32\[\].*sum_over_ranks"):
+    with pytest.raises(ValueError, match=r"`metrics\['correct'\]` int32\[\].*JDP102"):
         measure(state, batch)
-    with pytest.raises(ValueError, match=r"`psum` at test_wrong_programs.py:\d+ runs under"):
+    with pytest.raises(ValueError, match=r"`psum` at test_wrong_programs.py:\d+ .*JDP103"):
         jdp.evaluate(wait, state, [batch])
 
 
@@ -292,7 +293,7 @@ def test_warns_of_unused_parameters_once_and_trains_them_as_one_device_does():
         return state.apply_gradients(corpus.gradients(state, batch)), {}
 
     state = jdp.TrainState.create(p, jdp.replicated(tx))
-    with pytest.warns(UserWarning, match=r"the loss does not depend on `\['unused'\]`:") as caught:
+    with pytest.warns(UserWarning, match=r" `\['unused'\]`:") as caught:
         state, _ = step(state, corpus.rows())
     assert len(caught) == 1
     with warnings.catch_warnings(action="error"):
@@ -337,7 +338,7 @@ def test_what_one_of_several_losses_depends_on_is_used(update):
     jdp.train_step(lambda state, batch: (update(state, batch), {})).lower(state, batch)
     p = {**corpus.params(), "unused": np.ones(2, np.float32)}
     state = jdp.TrainState.create(p, corpus.sgd())
-    with pytest.warns(UserWarning, match=r"the loss does not depend on `\['unused'\]`:") as caught:
+    with pytest.warns(UserWarning, match=r" `\['unused'\]`:") as caught:
         jdp.train_step(lambda state, batch: (update(state, batch), {})).lower(state, batch)
     assert len(caught) == 1
 
@@ -357,7 +358,7 @@ def test_a_step_warns_once_for_all_shapes_and_ranks():
         return state.apply_gradients(gradients_of(state, batch, "w")), {}
 
     state, batch = corpus.training()
-    with pytest.warns(UserWarning, match="does not depend on") as caught:
+    with pytest.warns(UserWarning, match=r"trainable=") as caught:
         step.lower(state, batch)
     assert len(caught) == 1
     step.lower(state, jax.tree.map(lambda x: x[: len(x) // 2], batch))
@@ -518,7 +519,7 @@ def test_names_rows_in_time_where_calls_nest():
     for _ in range(20):
         f = doubled(f)
 
-    with pytest.raises(ValueError, match="may differ from rank to rank"):
+    with pytest.raises(ValueError, match="JDP101"):
         jdp.train_step(lambda state, batch: ({"a": f(state["a"], batch["x"].mean())}, {})).lower(
             {"a": 1.0}, corpus.rows()
         )
@@ -575,7 +576,7 @@ def test_reads_the_number_of_ranks_from_a_captured_array_and_from_no_argument(nu
         (step_with(lambda g, n: g / n), (n,)),
         (step_with(lambda g: g / scale), ()),  # which may be that of the loss
     ]:
-        with pytest.raises(ValueError, match="jdp sees no division by their number"):
+        with pytest.raises(ValueError, match="JDP121"):
             step.lower(state, batch, *rest)
 
 

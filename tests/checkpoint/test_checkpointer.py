@@ -279,6 +279,47 @@ def test_any_object_with_a_position_will_do(tmp_path):
     assert rows.position == 7 and type(rows.position) is int
 
 
+def test_other_data_than_the_run_began_with_is_refused(tmp_path, make_mesh):
+    jdp.init(make_mesh(2))
+
+    def restored(num_rows, **options):
+        rows = jdp.batches(np.arange(num_rows), 4, num_steps=9, **options)
+        with jdp.Checkpointer(tmp_path, resume=True) as ckpt:
+            ckpt.restore({"n": 0}, rows)
+            if ckpt.steps == 0:
+                rows.position = 8
+                ckpt.step({"n": 1}, rows)
+        return rows.position
+
+    assert restored(20) == 8 and restored(20) == 8
+    for num_rows, options, named in [
+        (21, {}, "num_rows .*20.*21"),
+        (20, dict(seed=1), "seed .*0.*1"),
+        (20, dict(shuffle=False), "shuffle .*True.*False"),
+    ]:
+        with pytest.raises(ValueError, match=rf'{named}.*position 8 .*allow="new data"'):
+            restored(num_rows, **options)
+    assert restored(21, allow="new data") == 8
+
+
+def test_a_run_of_jdp_0_1_goes_on_in_its_order(tmp_path, make_mesh):
+    jdp.init(make_mesh(1))
+    rows = Rows()
+    with jdp.Checkpointer(tmp_path) as ckpt:
+        ckpt.restore({"n": 0}, rows)
+        rows.position = 4
+        ckpt.step({"n": 1}, rows)  # which writes the position alone, as jdp 0.1 did
+    num_rows = 2**16 + 1
+    for _ in range(2):
+        rows = jdp.batches(np.arange(num_rows), 4, num_steps=9)
+        with jdp.Checkpointer(tmp_path, resume=True) as ckpt:
+            state = ckpt.restore({"n": 0}, rows)
+            old = jdp.Sampler(num_rows, 4, order=1).indices(rows.position, 4)
+            assert next(iter(rows)).tolist() == old.tolist()
+            ckpt.step(state, rows)
+            rows.close()
+
+
 def test_batches_without_a_position_are_refused(tmp_path):
     with jdp.Checkpointer(tmp_path) as ckpt:
         with pytest.raises(TypeError, match="a list, which has no `position`"):

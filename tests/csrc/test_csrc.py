@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "jdp" / "csrc" / "cpu"
 # XLA's side has tests of its own, through JAX.
 LIBRARY = [path for path in SOURCES.glob("*.cc") if path.stem not in ("ffi_cpu", "c_api")]
-TESTS = sorted((ROOT / "tests" / "csrc").glob("*_test.cc"))
+TESTS = sorted((ROOT / "tests" / "csrc" / "cpu").glob("*_test.cc"))
 CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or "c++"
 FLAGS = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-pthread"]
 
@@ -64,6 +64,7 @@ def require_sanitizers(flags, folder):
     ],
 )
 def test_the_native_all_reduce_holds_what_its_own_tests_claim(mode, tmp_path):
+    assert {"sums_test", "processes_test"} <= {path.stem for path in TESTS}
     flags, num_steps = MODES[mode]
     require_sanitizers(flags, tmp_path)
     objects = compile_all([*LIBRARY, *TESTS], flags, tmp_path)

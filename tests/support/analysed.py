@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.extend.core import Primitive
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -70,3 +72,81 @@ def in_scan(body, init, length=3):
 
 def shape_of(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+JAX_0_12 = jax.__version_info__ >= (0, 12)
+
+
+def kernel(body):
+    def call(x):
+        return pl.pallas_call(body, out_shape=shape_of(x), interpret=True)(x)
+
+    return call
+
+
+def doubling_kernel(x, out):
+    out[...] = 2 * x[...]
+
+
+def rank_kernel(x, out):
+    out[...] = x[...] + rank().astype(x.dtype)
+
+
+# JAX 0.12 deprecates them; a program that has them is wrong in the same ways.
+with_psend = pytest.mark.filterwarnings("ignore:jax.lax.p(send|recv) is dep:DeprecationWarning")
+
+
+def closed(body, *args):
+    return jax.make_jaxpr(body)(*args)
+
+
+def root(f):
+    def solve(f, x):
+        return lax.fori_loop(0, 3, lambda _, x: x - f(x), x)
+
+    return lax.custom_root(f, jnp.ones(()), solve, lambda g, y: y / g(1.0))
+
+
+def cg(matvec, b):
+    return jax.scipy.sparse.linalg.cg(matvec, b)[0]
+
+
+def scaled_solve(matvec, b):
+    return lax.custom_linear_solve(matvec, b, lambda matvec, b: 2 * b, symmetric=True)
+
+
+def gathered(x, **options):
+    return lax.all_gather(x, "data", tiled=True, **options)
+
+
+def with_ref(body):
+    """A program that makes a Ref of ones, hands it to body(ref, w, x), and reads it."""
+
+    def program(w, x):
+        ref = jax.new_ref(jnp.ones(4))
+        body(ref, w, x)
+        return ref[...]
+
+    return program
+
+
+def store(ref, value):
+    ref[...] = value
+
+
+def add(ref, value):
+    jax.ref.addupdate(ref, ..., value)
+
+
+def new_primitive(name):
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *args, **params: [args[-1]])
+    return primitive
+
+
+strange_p = new_primitive("strange")
+
+
+def strange(*args, **params):
+    return strange_p.bind(*args, **params)[0]

@@ -19,7 +19,7 @@ _ADD = frozenset({"add", "add_any"})
 _MOST_DIVISORS = 8
 
 
-def note_sum(interp: Interpreter, eqn: Any) -> None:
+def record_sum(interp: Interpreter, eqn: Any) -> None:
     """Record how many elements a rank has added up. A gradient is not the mean of its terms."""
     (atom,), (total,) = eqn.invars, eqn.outvars
     sizes = tuple(atom.aval.shape[i] for i in eqn.params["axes"])
@@ -29,7 +29,7 @@ def note_sum(interp: Interpreter, eqn: Any) -> None:
         interp.sums[total] = sizes
 
 
-def note_rounds(interp: Interpreter, eqn: Any) -> None:
+def record_rounds(interp: Interpreter, eqn: Any) -> None:
     """Record how many terms a scan adds up, as over micro-batches, unless it is a gradient's."""
     if eqn.params["reverse"]:
         return
@@ -55,7 +55,7 @@ def divided(interp: Interpreter, eqn: Any, dividend: Any, value: int, divisor: f
         before = Quotient(value, ())
     interp.quotients[eqn.outvars[0]] = Quotient(before.value, (*before.divisors, divisor))
     sizes = () if is_literal else interp.sums.get(dividend, ())
-    mean = _without_mean(interp, Quotient(value, (divisor,)), sizes)
+    mean = _without_mean(interp, Quotient(value, (divisor,)), sizes) if sizes else None
     return interp.lattice.scale_by_number(value, 1 / divisor) if mean is None else mean
 
 
@@ -71,7 +71,10 @@ def spread(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     mean = None if quotient is None else _without_mean(interp, quotient, sizes)
     if mean is None:
         return value
-    return interp.lattice.averaging(value, mean) if interp.lattice.is_constant(value) else mean
+    lattice = interp.lattice
+    if not lattice.is_constant(value):
+        return mean
+    return mean | lattice.over("averaging", lattice.at(value, "divided"))
 
 
 def _copied(eqn: Any) -> tuple[int, ...]:
@@ -86,8 +89,9 @@ def _without_mean(interp: Interpreter, quotient: Quotient, sizes: tuple[int, ...
 
     What is a sum over the ranks already is divided by their number.
     """
-    lattice = interp.lattice
-    if not lattice.is_constant(quotient.value) and not lattice.is_before_sums(quotient.value):
+    lattice, value = interp.lattice, quotient.value
+    is_before_sums = value & lattice.varying and not value & lattice.total
+    if not lattice.is_constant(value) and not is_before_sums:
         return None
     counts = {
         math.prod(chosen)
@@ -103,7 +107,6 @@ def _without_mean(interp: Interpreter, quotient: Quotient, sizes: tuple[int, ...
     if not matches:
         return None
     _, mean = max(matches)  # over all of them, where another number divides besides
-    value = quotient.value
     for i, divisor in enumerate(quotient.divisors):
         if i != mean:
             value = lattice.scale_by_number(value, 1 / divisor)

@@ -31,7 +31,7 @@ def _native(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     scale = jaxprs.number(eqn.invars[2])
     totals = [sums.all_reduced(interp, eqn, x, i, axes) for i, x in enumerate(leaves, 4)]
     if scale is None:
-        totals = [interp.lattice.scale(x, ins[2]) for x in totals]
+        totals = [interp.lattice.scale_by(x, ins[2]) for x in totals]
     elif scale != 1:
         totals = [interp.lattice.scale_by_number(x, scale) for x in totals]
     return [interp.lattice.agree(token, axes), *totals]
@@ -41,7 +41,7 @@ def _agree(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     axes = _meet(interp, eqn)
     if jaxprs.groups(eqn) is not None:
         return ins
-    sums.note_gathered(interp, eqn, ins[0], axes)
+    sums.record_gathered(interp, eqn, ins[0], axes)
     return [interp.lattice.agree(x, axes) for x in ins]
 
 
@@ -68,41 +68,21 @@ def _rank(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _mark(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    interp.note_mark(eqn, ins[0])
-    believed = _BELIEVED.get(eqn.params["kind"])
-    if believed is not None:
-        return believed(interp, ins[0], eqn)
-    return ins[0]
-
-
-def _reduced(interp: Interpreter, value: int, eqn: Any) -> int:
-    return sums.all_reduced(interp, eqn, value, 0, _meet(interp, eqn))
-
-
-def _averaged(interp: Interpreter, value: int, eqn: Any) -> int:
-    return interp.lattice.mean(value, _marked_axes(interp, eqn))
-
-
-def _share(interp: Interpreter, value: int, eqn: Any) -> int:
-    return interp.lattice.share(value, _marked_axes(interp, eqn))
-
-
-def _summed(interp: Interpreter, value: int, eqn: Any) -> int:
-    return interp.lattice.as_stated(value, _marked_axes(interp, eqn))
-
-
-def _marked_axes(interp: Interpreter, eqn: Any) -> int:
-    return interp.lattice.axes(eqn.params["axes"])
-
-
-# Kinds of marks that say more than the program shows.
-_BELIEVED = {
-    ALL_REDUCED: _reduced,
-    AVERAGED: _averaged,
-    MEAN: _averaged,
-    SHARE: _share,
-    SUMMED: _summed,
-}
+    """Return the class of what was marked. Some kinds say more than the program shows."""
+    (value,), kind, lattice = ins, eqn.params["kind"], interp.lattice
+    interp.record.add("mark", eqn, value, interp.where)
+    if kind == ALL_REDUCED:
+        return sums.all_reduced(interp, eqn, value, 0, _meet(interp, eqn))
+    axes = lattice.axes(eqn.params["axes"])
+    if kind in (AVERAGED, MEAN):
+        return lattice.mean(value, axes)
+    if kind == SHARE:
+        value = lattice.rescaled(value | lattice.mixed, axes) & ~lattice.sums(axes, axes, 0)
+        return value | lattice.sums(0, 0, axes) | lattice.over("uneven", axes)
+    if kind == SUMMED:
+        value = lattice.rescaled(value, axes) | lattice.sums(axes, axes, 0)
+        return value | lattice.over("unrepeated", axes) | lattice.over("uneven", axes)
+    return value
 
 
 def _meet(interp: Interpreter, eqn: Any, *, in_groups: bool = True) -> int:
@@ -114,7 +94,7 @@ def _meet(interp: Interpreter, eqn: Any, *, in_groups: bool = True) -> int:
     axes = interp.lattice.axes(jaxprs.collective_axes(eqn))
     absent = interp.where & axes if in_groups else interp.where
     if absent and axes:
-        interp.note_deadlock(eqn, absent, axes)
+        interp.record_deadlock(eqn, absent, axes)
     return axes
 
 

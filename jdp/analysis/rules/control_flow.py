@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from jdp.analysis import jaxprs, kernels
-from jdp.analysis.cells import Cell, held
+from jdp.analysis.cells import Cell, value_of
+from jdp.analysis.forward import Forward
 from jdp.analysis.interpreter import Interpreter
 from jdp.analysis.rules import averages
 
@@ -19,7 +20,7 @@ def _cond(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
     index, operands = ins[0] & interp.lattice.varying, ins[1:]
     branches = jaxprs.branches(eqn)
     rows = [interp.under(index, "cond", branch, operands, eqn) for branch in branches]
-    passed_on = [_passed_on(branch, {}) for branch in branches]
+    passed_on = [_passed_on(branch) for branch in branches]
     outs = []
     for values, origins in zip(zip(*rows, strict=True), zip(*passed_on, strict=True), strict=True):
         value = values[0]
@@ -27,57 +28,50 @@ def _cond(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
         if origins[0] is None or len(set(origins)) > 1:
             value = index
             for each in values:
-                value |= held(each)
+                value |= value_of(each)
         outs.append(value)
     return outs
 
 
-def _passed_on(body: Any, known: dict[int, list[int | None]]) -> list[int | None]:
+def _passed_on(body: Any) -> list[int | None]:
     """Return for each output the position of the input that it is, None if it is none."""
-    if id(body) not in known:
-        position = {v: i for i, v in enumerate(body.invars)}
-        for eqn in body.eqns:
-            called = eqn.primitive.name in jaxprs.CALLS
-            if called and (inner := jaxprs.called_body(eqn)) is not None:
-                for out, origin in zip(eqn.outvars, _passed_on(inner, known), strict=True):
-                    operand = None if origin is None else eqn.invars[origin]
-                    if not jaxprs.is_literal(operand) and operand in position:
-                        position[out] = position[operand]
-        outs = body.outvars
-        known[id(body)] = [None if jaxprs.is_literal(v) else position.get(v) for v in outs]
-    return known[id(body)]
+
+    def visit(eqn: Any, operands: list[Any], _: Any) -> list[None] | None:
+        return None if eqn.primitive.name in jaxprs.CALLS else [None] * len(eqn.outvars)
+
+    return Forward(lambda positions: None, visit).outputs(body, range(len(body.invars)))
 
 
 def _while(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
     cond, body, num_cond, num_body = jaxprs.while_parts(eqn)
     for_cond, for_body = ins[:num_cond], ins[num_cond : num_cond + num_body]
     carry = ins[num_cond + num_body :]
-    untouched = [origin == num_body + i for i, origin in enumerate(_passed_on(body, {}))]
+    untouched = [origin == num_body + i for i, origin in enumerate(_passed_on(body))]
     goes_on = 0  # Along which axes ranks may leave the loop at different times.
-    while True:
-        before = [goes_on, *map(held, carry), *map(held, for_cond), *map(held, for_body)]
+    before = None
+    while before != (before := [goes_on, *map(value_of, [*for_cond, *for_body, *carry])]):
         (predicate,) = interp.under(goes_on, "while", cond, for_cond + carry, eqn)
         goes_on |= predicate & interp.lattice.varying
         outs = interp.under(goes_on, "while", body, for_body + carry, eqn)
         carry = [
-            old if same else held(old) | held(new) | goes_on
+            old if same else value_of(old) | value_of(new) | goes_on
             for old, new, same in zip(carry, outs, untouched, strict=True)
         ]
-        if before == [goes_on, *map(held, carry), *map(held, for_cond), *map(held, for_body)]:
-            return carry
+    return carry
 
 
 def _scan(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
     body, num_constants, num_carry = jaxprs.scan_parts(eqn)
     constants, xs = ins[:num_constants], ins[num_constants + num_carry :]
     carry = ins[num_constants : num_constants + num_carry]
-    while True:
-        before = [held(value) for value in constants + carry + xs]
+    outs: list[Any] = []
+    before = None
+    while before != (before := [*map(value_of, [*constants, *carry, *xs])]):
         outs = interp.body(body, constants + carry + xs, eqn)
-        carry = [held(old) | held(new) for old, new in zip(carry, outs[:num_carry], strict=True)]
-        if before == [held(value) for value in constants + carry + xs]:
-            averages.note_rounds(interp, eqn)
-            return carry + outs[num_carry:]
+        pairs = zip(carry, outs[:num_carry], strict=True)
+        carry = [value_of(old) | value_of(new) for old, new in pairs]
+    averages.record_rounds(interp, eqn)
+    return carry + outs[num_carry:]
 
 
 def _solve(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
@@ -105,7 +99,7 @@ def _shard_map(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
     with interp.manual_too(jaxprs.manual_axes(eqn)):
         outs = interp.body(jaxprs.mapped_body(eqn), inner, eqn)
     return [
-        held(value) & ~axes | lattice.over("unsummed", axes)
+        value_of(value) & ~axes | lattice.over("unsummed", axes)
         for value, axes in zip(outs, joined, strict=True)
     ]
 
@@ -134,7 +128,7 @@ def unknown(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
     """Look through bodies; where there are none, anything may come out."""
     if any(True for _ in jaxprs.bodies(eqn)) or interp.trusts_unknown:
         return joined(interp, eqn, ins)
-    interp.note_unknown(eqn)
+    interp.record.add("unknown", eqn)
     joined(interp, eqn, ins)  # for what it notes
     return _source(interp, eqn, ins)
 
@@ -161,10 +155,10 @@ def joined(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
     lattice = interp.lattice
     axes = lattice.axes(jaxprs.named_axes(eqn)) & interp.everywhere
     if axes and interp.where:
-        interp.note_deadlock(eqn, interp.where, axes)
+        interp.record_deadlock(eqn, interp.where, axes)
     value = axes | (lattice.data if axes else 0)
     for operand in ins:
-        value |= held(operand)
+        value |= value_of(operand)
     value = lattice.mix(value)
     bodies = list(jaxprs.bodies(eqn))
     if not bodies and jaxprs.hides_a_function(eqn):
@@ -175,7 +169,7 @@ def joined(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
         for body in bodies:
             inner = [Cell(value) if jaxprs.is_ref(v) else value for v in body.invars]
             for result in interp.body(body, inner, eqn) + inner:
-                value |= held(result)
+                value |= value_of(result)
     for operand in ins:
         if isinstance(operand, Cell):
             operand.value |= value | interp.where

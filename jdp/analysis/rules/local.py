@@ -27,7 +27,7 @@ def _move_each(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
 
 
 def _add(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    return interp.lattice.total(*ins)
+    return interp.lattice.add(*ins)
 
 
 def _multiply(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
@@ -35,7 +35,8 @@ def _multiply(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
         number = interp.number(atom)
         if number and not (abs(number) == 1 and _is_seed(interp, eqn, factor, value)):
             value = averages.divided(interp, eqn, factor, value, 1 / number)
-            return interp.lattice.count_ranks(value, number)
+            is_of_ranks = interp.lattice.divisions(number) > 0 and value & interp.lattice.data
+            return value | interp.lattice.by_ranks if is_of_ranks else value
         if number is not None:
             return value if number else interp.lattice.scale_by_number(value, number)
     return interp.lattice.product(*ins)
@@ -59,7 +60,7 @@ def _sum(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     gathered = sums.of_gathered(interp, eqn)
     if gathered is not None:
         return gathered
-    averages.note_sum(interp, eqn)
+    averages.record_sum(interp, eqn)
     return nonlinear.bend(interp, eqn, ins)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 from jdp.analysis import jaxprs
@@ -11,7 +13,7 @@ from jdp.analysis.interpreter import Interpreter, image, mix
 def bend(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     """Do as image does, where another constant than 1 / n may make the number right again."""
     value = image(interp, eqn, ins)
-    return interp.lattice.bend(value) if value & interp.lattice.data else value
+    return value | interp.lattice.bent if value & interp.lattice.data else value
 
 
 def _larger(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
@@ -23,7 +25,14 @@ def _larger(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _bound(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    return interp.lattice.cap(mix(interp, eqn, ins), ins)
+    lattice, value = interp.lattice, mix(interp, eqn, ins)
+    constants = [x for x in ins if lattice.is_constant(x) and x & lattice.nonzero]
+    if not constants:
+        return value
+    if not all(x & lattice.other for x in constants):
+        # It may be 1 if any rank has one.
+        value &= ~lattice.over("duplicated", lattice.varying)
+    return value | lattice.capped
 
 
 def _invert(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
@@ -41,10 +50,9 @@ def _power(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 def _solve(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     """Return what a matrix, or its diagonals, makes of the last operand: it is divided by them."""
-    divisor = 0
-    for operand in ins[:-1]:
-        divisor |= operand
-    return interp.lattice.solve(divisor, ins[-1])
+    lattice, (*matrix, vector) = interp.lattice, ins
+    ratio = lattice.quotient(vector, functools.reduce(operator.or_, matrix))
+    return lattice.without_scale(mix(interp, eqn, ins)) | ratio & lattice.scale
 
 
 def _decompose(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jdp.analysis.cells import Cell, held
+from jdp.analysis.cells import Cell, value_of
 from jdp.analysis.interpreter import Interpreter
 
 
@@ -16,12 +16,12 @@ def _cell(interp: Interpreter, ref: int | Cell) -> Cell:
 def _varying(interp: Interpreter, indices: list[Any]) -> int:
     bits = 0
     for index in indices:
-        bits |= held(index)
+        bits |= value_of(index)
     return bits & interp.lattice.varying
 
 
 def _new(interp: Interpreter, eqn: Any, ins: list[Any]) -> Cell:
-    return Cell(held(ins[0]))
+    return Cell(value_of(ins[0]))
 
 
 def _empty(interp: Interpreter, eqn: Any, ins: list[Any]) -> Cell:
@@ -44,7 +44,7 @@ def _swap(interp: Interpreter, eqn: Any, ins: list[Any]) -> int:
 def _add(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[int]:
     ref, value, *indices = ins
     cell = _cell(interp, ref)
-    cell.value = interp.lattice.total(cell.value, value) | _varying(interp, indices) | interp.where
+    cell.value = interp.lattice.add(cell.value, value) | _varying(interp, indices) | interp.where
     return []
 
 

@@ -28,15 +28,19 @@ def undivided(
 
     Sums of integers are counts, and those of cotangents that every rank has the same are JAX's.
     """
-    if not jnp.issubdtype(eqn.invars[position].aval.dtype, jnp.inexact):
+    lattice = interp.lattice
+    is_inexact = jnp.issubdtype(eqn.invars[position].aval.dtype, jnp.inexact)
+    if not is_inexact or not lattice.is_data(value):
         return total
-    bits = interp.lattice.undivided_by_sum(value, axes)
-    if bits and jaxprs.is_transposed(eqn):
-        bits &= interp.lattice.over("undivided", axes)
-    return total | bits
+    axes &= ~lattice.at(value, "divided")
+    differed, same = value & axes, axes & ~value
+    total |= lattice.over("undivided", differed & ~lattice.at(value, "total"))
+    if same and not jaxprs.is_transposed(eqn):
+        total |= lattice.over("duplicated", same)
+    return total
 
 
-def note_gathered(interp: Interpreter, eqn: Any, value: int, axes: int) -> None:
+def record_gathered(interp: Interpreter, eqn: Any, value: int, axes: int) -> None:
     """Record what all ranks along `axes` were asked for, and along which dim it lies."""
     if "all_gather_dimension" in eqn.params:
         interp.gathered[eqn.outvars[0]] = value, axes, eqn.params["all_gather_dimension"]
@@ -50,5 +54,5 @@ def of_gathered(interp: Interpreter, eqn: Any) -> int | None:
         return None
     value, axes, _ = gathered
     # What else was added up may be divided by its number; and nothing is known of weights.
-    total = interp.lattice.bend(all_reduced(interp, eqn, value, 0, axes))
+    total = all_reduced(interp, eqn, value, 0, axes) | interp.lattice.bent
     return total | interp.lattice.over("uneven", axes & value)

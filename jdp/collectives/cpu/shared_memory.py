@@ -99,9 +99,9 @@ def _attach(key: int, groups: list[list[int]]) -> str | None:
     for process, theirs in failures.items():
         if theirs:
             return f"process {process} cannot share memory with the others ({theirs})."
-    if not math.isinf(progress.longest_wait_s()):
+    if not math.isinf(progress.own.longest_wait_s):
         # A process may save or compile meanwhile for that long; the watch finds one that hangs.
-        cpu_runtime.wait_at_least(progress.longest_wait_s())
+        cpu_runtime.wait_at_least(progress.own.longest_wait_s)
     return None
 
 

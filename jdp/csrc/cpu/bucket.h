@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "../element.h"
+#include "../common/element.h"
 
 namespace jdp {
 

@@ -7,8 +7,8 @@
 #include <functional>
 #include <utility>
 
-#include "../ring_all_reduce.h"
-#include "../status.h"
+#include "../common/ring_all_reduce.h"
+#include "../common/status.h"
 #include "bucket.h"
 #include "fuzzing.h"
 #include "wait.h"

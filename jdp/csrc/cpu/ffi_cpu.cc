@@ -3,7 +3,7 @@
 #include <optional>
 #include <vector>
 
-#include "../ffi_types.h"
+#include "../common/ffi_types.h"
 #include "c_api.h"
 #include "call.h"
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "../element.h"
+#include "../common/element.h"
 
 namespace jdp {
 

@@ -7,9 +7,9 @@
 #include <string>
 #include <utility>
 
-#include "cuda_calls.h"
+#include "cuda_check.h"
+#include "kernels.h"
 #include "residency.h"
-#include "ring_kernel.h"
 
 namespace jdp {
 namespace {

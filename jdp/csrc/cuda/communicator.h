@@ -14,7 +14,7 @@
 #include <mutex>
 #include <vector>
 
-#include "../status.h"
+#include "../common/status.h"
 #include "arena.h"
 #include "arguments.h"
 #include "plan.h"

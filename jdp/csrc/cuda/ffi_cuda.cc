@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "../ffi_types.h"
+#include "../common/ffi_types.h"
 #include "c_api.h"
 #include "registry.h"
 

@@ -6,14 +6,14 @@
 
 #include <cstdint>
 
-#include "../ring_all_reduce.h"
+#include "../common/ring_all_reduce.h"
 
 namespace jdp {
 
 constexpr int kMaxRanks = 16;
 // Ring messages that may be on their way; a power of two, so that numbers may wrap around.
 constexpr uint32_t kNumSlots = 4;
-// Exchanges alternate between two sets of slots: see exchange.cuh.
+// Exchanges alternate between two sets of slots: see one_two_shot.cuh.
 constexpr uint32_t kNumSets = 2;
 
 // What a channel carries over from one launch to the next. All numbers count messages since the

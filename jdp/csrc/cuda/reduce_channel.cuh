@@ -2,10 +2,10 @@
 
 #pragma once
 
-#include "../ring_all_reduce.h"
+#include "../common/ring_all_reduce.h"
 #include "channel.cuh"
 #include "cuda_link.cuh"
-#include "exchange.cuh"
+#include "one_two_shot.cuh"
 
 namespace jdp {
 

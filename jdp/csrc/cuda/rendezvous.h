@@ -14,7 +14,7 @@
 #include <set>
 #include <string>
 
-#include "../status.h"
+#include "../common/status.h"
 
 namespace jdp {
 

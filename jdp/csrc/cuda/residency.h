@@ -8,7 +8,7 @@
 #include <mutex>
 #include <string>
 
-#include "../status.h"
+#include "../common/status.h"
 
 namespace jdp {
 

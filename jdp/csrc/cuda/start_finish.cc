@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "communicator.h"
-#include "cuda_calls.h"
-#include "ring_kernel.h"
+#include "cuda_check.h"
+#include "kernels.h"
 
 namespace jdp {
 namespace {

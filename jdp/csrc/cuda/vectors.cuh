@@ -6,7 +6,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "../element.h"
+#include "../common/element.h"
 #include "arguments.h"
 
 #ifdef __CUDACC__

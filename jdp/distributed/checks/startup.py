@@ -19,7 +19,7 @@ from jdp.distributed import agree
 from jdp.distributed.checks.program import ProgramText, require_program, require_schedule
 from jdp.error_codes import with_code
 from jdp.worker import launcher_client
-from jdp.worker.hang_detector import PATIENCE
+from jdp.worker.phases import PATIENCE
 
 _PACKAGE = Path(__file__).parents[2]
 # Flags for where a process writes, and for its number of devices.

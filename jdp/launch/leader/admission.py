@@ -1,4 +1,4 @@
-"""Where hosts come in: those that know the token."""
+"""Lets hosts into the run that know its token."""
 
 import asyncio
 import functools
@@ -11,29 +11,28 @@ from jdp.launch.transport import token_auth
 from jdp.launch.transport.connection import Channel
 from jdp.worker.messages import MAX_LINE_BYTES, protocol
 
-# What a visitor may send and how long it may take until it has shown that it knows the token, and
-# how many there may be at a time.
+# A connection that has not proved that it knows the token may send so much, and take so long.
 VISITOR_BYTES = 4096
 VISITOR_S = 10.0
 MAX_VISITORS = 256
 
 
 class Refusal(NamedTuple):
-    """Why a host may not join, and whether it is of no use to ask again."""
+    """The reason why a host may not join, and whether asking again is of no use."""
 
     why: str
     is_final: bool
 
 
 class Admission:
-    """Listens for hosts, and lets in those that know the token.
+    """Listens for hosts, and admits those that know the token.
 
     Args:
-      listener: a listening socket, which the door closes.
+      listener: a listening socket, which is closed at the end.
       token: the secret.
-      judge: is called with the facts of `join`; gives a reason to refuse, or None.
-      admit: is called with the channel of one that is let in, and the facts of its `join`; sends
-        it `welcome` with the proof that is given, too.
+      judge: returns the reason to refuse a host, given the facts of its `join`, or None.
+      admit: is called with the channel of an admitted host, the facts of its `join` and the
+        leader's proof, and sends `welcome` with that.
     """
 
     def __init__(
@@ -49,8 +48,8 @@ class Admission:
         listener.setblocking(False)
         self._loop.add_reader(listener, self._accept)
 
-    def close(self) -> None:
-        """Let in no more."""
+    def stop_listening(self) -> None:
+        """Admit no more hosts."""
         self._loop.remove_reader(self._listener)
         self._listener.close()
         for visitor in [*self._visitors]:
@@ -77,14 +76,14 @@ class Admission:
     def _dismiss(self, visitor: Channel) -> None:
         if visitor in self._visitors:
             self._visitors.discard(visitor)
-            visitor.close()
+            visitor.close_connection()
 
     def _visited(self, visitor: Channel, nonce: str, kind: str, facts: dict[str, Any]) -> None:
         nonces = nonce, str(facts.pop("nonce", ""))
         given = facts.pop("proof", None)
         if kind != "join" or not token_auth.is_proof(given, self._token, "host", *nonces):
             refusal: Refusal | None = Refusal(
-                with_code("JDP309", "it has another token than this run."), True
+                with_code("JDP309", "its token is not that of this run."), True
             )
         else:
             refusal = self._judge(facts)

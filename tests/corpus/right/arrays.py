@@ -14,7 +14,7 @@ from corpus.right.corpus import add_loss, predict
 
 
 def loss_of_predictions(function):
-    """Note the training with a function of `(predictions, batch)`."""
+    """Record the training with a function of `(predictions, batch)`."""
 
     def loss_fn(p, batch):
         return jnp.mean(jnp.abs(function(predict(p, batch["rows"]), batch)))

@@ -56,13 +56,13 @@ def add(
     runs: bool = False,
     **options: Any,
 ) -> None:
-    """Note a program: on 4 ranks, unless `axes` says otherwise."""
+    """Record a program: on 4 ranks, unless `axes` says otherwise."""
     axes = {"data": 4} if axes is None else axes
     PROGRAMS.append(Program(name, step, make_state, rest, axes, runs, options))
 
 
 def right(make_state: Callable[[], Any] | None = None, **kwargs: Any) -> Callable:
-    """Note a step."""
+    """Record a step."""
 
     def note(step: Callable) -> Callable:
         add(_name(step), step, make_state or state, **kwargs)
@@ -79,7 +79,7 @@ def add_loss(
     uniform: bool = True,
     **kwargs: Any,
 ) -> None:
-    """Note the training with a loss of `(params, batch)`.
+    """Record the training with a loss of `(params, batch)`.
 
     Unless `uniform` is False, ranks with the same rows have the same gradient of it.
     """
@@ -90,7 +90,7 @@ def add_loss(
 
 
 def loss(make_params: Callable[[], Any] | None = None, **kwargs: Any) -> Callable:
-    """Note a loss."""
+    """Record a loss."""
 
     def note(loss_fn: Callable) -> Callable:
         add_loss(_name(loss_fn), loss_fn, make_params, **kwargs)
@@ -141,17 +141,17 @@ def params() -> dict[str, np.ndarray]:
 
 
 def predict(p: Any, x: jax.Array) -> jax.Array:
-    """Give 3 numbers for each row."""
+    """Return 3 numbers for each row."""
     return jnp.tanh(x @ p["w"] + p["b"])
 
 
 def loss_fn(p: Any, batch: Any) -> jax.Array:
-    """Give the mean squared error of `predict`."""
+    """Return the mean squared error of `predict`."""
     return mean_error(predict(p, batch["rows"]), batch)
 
 
 def mean_error(predictions: jax.Array, batch: Any) -> jax.Array:
-    """Give the mean squared error of some predictions."""
+    """Return the mean squared error of some predictions."""
     return jnp.mean((predictions - batch["targets"]) ** 2)
 
 
@@ -164,7 +164,7 @@ def state(p: Any = None, tx: Any = SGD, **kwargs: Any) -> jdp.TrainState:
 
 
 def filled(init: Callable[..., Any]) -> Any:
-    """Give what `init` would return with positive numbers in it, without a compile."""
+    """Return what `init` would return with positive numbers in it, without a compile."""
     draw = np.random.default_rng(0)
 
     def fill(leaf: jax.ShapeDtypeStruct) -> Any:
@@ -178,6 +178,6 @@ def filled(init: Callable[..., Any]) -> Any:
 
 
 def distance(out: Any) -> jax.Array | int:
-    """Give a loss of anything: how far its float leaves are from one."""
+    """Return a loss of anything: how far its float leaves are from one."""
     leaves = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
     return sum(jnp.mean((x.astype(jnp.float32) - 1) ** 2) for x in leaves)

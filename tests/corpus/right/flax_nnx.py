@@ -19,7 +19,7 @@ def call(module, x):
 
 
 def trained(name, make, takes="rows", *, apply=call, combine=lambda rest: rest, runs=False):
-    """Train `make(rngs)` by split and merge; what is no parameter is carried along."""
+    """Train `make(rngs)` by split and merge; what is not a parameter is carried along."""
     graphs = []
 
     def init():

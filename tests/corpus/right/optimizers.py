@@ -43,7 +43,7 @@ def searches_from_state(state, batch):
 
 
 def with_hessian(state, batch):
-    """Give the optimizer the mean loss, of which it takes products with the Hessian."""
+    """Pass the optimizer the mean loss, of which it takes products with the Hessian."""
     mean_loss = jdp.global_mean(lambda p: loss_fn(p, batch))
     loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
     return state.apply_gradients(grads, obj_fn=mean_loss), {"loss": loss}

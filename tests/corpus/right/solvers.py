@@ -26,7 +26,7 @@ with_krylov(bicgstab)
 
 
 def solution(solve):
-    """Note the training with what `solve(matrix, rhs)` gives for this rank's normal equations."""
+    """Record the training with what `solve(matrix, rhs)` gives for this rank's normal equations."""
 
     def loss_fn(p, batch):
         features = predict(p, batch["rows"])

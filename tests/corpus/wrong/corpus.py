@@ -17,23 +17,23 @@ import optax
 
 import jdp
 
-# What the message says, besides whose fault it is.
+# What the message holds: its code and, where several have that code, what it says to write.
 KINDS = {
-    "varies": "Write `state.apply_gradients(grads)` with an optimizer in jdp.replicated",
-    "decision": "Decide by what all ranks have the same",
-    "drawn": "Draw from state.shared_key",
-    "statistics": "normalise differently if these are batch statistics",
-    "key": "Leave such a random key out of the state",
-    "other axis": "may differ along the mesh axis",
-    "metric": "Only float scalars are averaged by themselves",
-    "reduced twice": "was reduced before it came to",
-    "not divided": "sums it over the ranks, and jdp sees no division by their number",
-    "repeated": "sums over the ranks what every rank has the same",
-    "unweighted": "as if all of them counted the same",
-    "deadlock": "ranks that skip it leave the others waiting",
-    "mask": "says which rows are padding, and the step does not read it",
-    "gather": 'all_gather(to="invarying") has a wrong gradient',
-    "ref": "may hold another value on each after",
+    "varies": ("JDP101", "state.apply_gradients(grads)` with an optimizer in jdp.replicated"),
+    "decision": ("JDP101", "jdp.mean_over_ranks(loss) in place of"),
+    "drawn": ("JDP101", "state.shared_key"),
+    "statistics": ("JDP101", "jdp.mean_over_ranks(stats)"),
+    "key": ("JDP101", "state.key is"),
+    "other axis": ("JDP101", "along the mesh axis"),
+    "metric": ("JDP102", "jdp.sum_over_ranks(x)"),
+    "reduced twice": ("JDP121", "apply_gradients(grads, synced=True)"),
+    "not divided": ("JDP121", "jdp.sync_gradients(grads, mean=False)"),
+    "repeated": ("JDP122", "jdp.mean_over_ranks(x)"),
+    "unweighted": ("JDP123", ""),
+    "deadlock": ("JDP103", ""),
+    "mask": ("JDP109", ""),
+    "gather": ("JDP110", ""),
+    "ref": ("JDP106", ""),
 }
 
 
@@ -78,17 +78,17 @@ RIGHT: list[Program] = []
 def wrong(
     kind: str, *blames: str, make: Callable[[], tuple] | None = None, **options: Any
 ) -> Callable[[Callable], Callable]:
-    """Note a step that must be refused; `since`, `until` and options of `train_step` go along."""
+    """Record a step that must be refused; `since`, `until` and options of `train_step` go along."""
     return _noted(WRONG, kind, blames, make, options)
 
 
 def twice(*blames: str, make: Callable[[], tuple] | None = None, **options: Any) -> Callable:
-    """Note a step that is right, and sends the gradients `blames` twice."""
+    """Record a step that is right, and sends the gradients `blames` twice."""
     return _noted(TWICE, "", blames, make, options)
 
 
 def right(*, make: Callable[[], tuple] | None = None, **options: Any) -> Callable:
-    """Note a step that must pass."""
+    """Record a step that must pass."""
     return _noted(RIGHT, "", (), make, options)
 
 

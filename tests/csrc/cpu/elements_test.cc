@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "../element.h"
+#include "../common/element.h"
 #include "testing.h"
 
 namespace jdp {

@@ -1,8 +1,8 @@
 #include <algorithm>
 
 #include "block.cuh"
+#include "kernels.h"
 #include "reduce_channel.cuh"
-#include "ring_kernel.h"
 
 namespace jdp {
 namespace {

@@ -6,7 +6,7 @@
 
 #include <string>
 
-#include "../status.h"
+#include "../common/status.h"
 
 namespace jdp {
 

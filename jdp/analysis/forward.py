@@ -1,0 +1,54 @@
+"""Carry a value forward with each variable of a jaxpr, through calls, branches and loops."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jdp.analysis import jaxprs
+
+
+class Forward:
+    """One pass over a jaxpr. A call hands its operands to its body; other bodies get their join.
+
+    Args:
+      join: returns the value that stands for several; for none of them, that of a constant.
+      visit: `(eqn, operands, place) -> outputs`, or None for what the bodies of `eqn` make of them.
+      enter: `(place, eqn) -> place` of the bodies of an equation, as for `placed_equations`.
+    """
+
+    def __init__(
+        self,
+        join: Callable[[Sequence[Any]], Any],
+        visit: Callable[[Any, list[Any], Any], list[Any] | None],
+        enter: Callable[[Any, Any], Any] = lambda place, eqn: place,
+    ):
+        self._join, self._visit, self._enter = join, visit, enter
+        # The results of bodies that were passed, so that nested calls cost no 2^depth.
+        self._known: dict[Any, list[Any]] = {}
+
+    def outputs(self, jaxpr: Any, ins: Sequence[Any], place: Any = None) -> list[Any]:
+        """Return the values of a jaxpr's outputs for those of its inputs."""
+        key = id(jaxpr), place, *ins
+        if key not in self._known:
+            env = dict(zip(jaxpr.invars, ins, strict=True))
+            constant = self._join([])
+
+            def read(atom: Any) -> Any:
+                return constant if jaxprs.is_literal(atom) else env.get(atom, constant)
+
+            for eqn in jaxpr.eqns:
+                outs = self._outs(eqn, [read(atom) for atom in eqn.invars], place)
+                env.update(zip(eqn.outvars, outs, strict=True))
+            self._known[key] = [read(atom) for atom in jaxpr.outvars]
+        return self._known[key]
+
+    def _outs(self, eqn: Any, operands: list[Any], place: Any) -> list[Any]:
+        outs = self._visit(eqn, operands, place)
+        if outs is not None:
+            return outs
+        inside = self._enter(place, eqn)
+        if eqn.primitive.name in jaxprs.CALLS and (body := jaxprs.called_body(eqn)) is not None:
+            return self.outputs(body, operands, inside)
+        value = self._join(operands)
+        for body in list(jaxprs.bodies(eqn)) * 2:  # what a loop carries comes back
+            value = self._join([value, *self.outputs(body, [value] * len(body.invars), inside)])
+        return [value] * len(eqn.outvars)
