@@ -135,6 +135,11 @@ class TrainState:
         params = _merge(params, self.params, self.trainable)
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state)
 
+    def __repr__(self) -> str:
+        step = "donated" if pytrees.is_deleted(self.step) else self.step
+        trees = [f"{name}={_sizes(getattr(self, name))}" for name in _TREES]
+        return f"TrainState(step={step}, {', '.join(trees)})"
+
     def replace(self, **changes: Any) -> "TrainState":
         """Return a state with some fields changed: EMA, clipped weights, new batch statistics."""
         return dataclasses.replace(self, **changes)
@@ -155,6 +160,15 @@ class TrainState:
 
     def _step_key(self) -> jax.Array:
         return jax.random.fold_in(jax.random.key(self.seed), self.step)
+
+
+# The fields of a state that hold many arrays.
+_TREES = ("params", "opt_state", "model_state")
+
+
+def _sizes(tree: Any) -> str:
+    leaves = jax.tree.leaves(tree)
+    return f"<{len(leaves)} leaves, {sum(map(np.size, leaves)):,} numbers>"
 
 
 def _new_opt_state(tx: Replicated, params: Any) -> Any:

@@ -3,8 +3,11 @@
 import contextlib
 
 import jax
+import numpy as np
+import optax
 import pytest
 
+import jdp
 from jdp.distributed import agree
 
 GROUP = (0, 1)
@@ -97,6 +100,31 @@ def compare_different_things():
 def test_processes_that_compare_different_things_learn_so_at_once(processes):
     for me, (error, later) in enumerate(processes(2).run(compare_different_things)):
         assert f"process {1 - me} " in error and f"process {me} " in error and "JDP207" in error
+        assert later == {0: 0, 1: 1}
+
+
+def come_to_different_places():
+    """What process 1 compares: first batches; what process 0 does: a state, then bits of one."""
+    mesh = jdp.init()
+
+    def load():
+        return next(iter(jdp.shard_batches([np.ones(4)])))
+
+    def check():
+        return jdp.check_replicas({"w": np.ones(2)})
+
+    def create():
+        return jdp.TrainState.create({"w": np.ones(2)}, jdp.replicated(optax.sgd(0.1)))
+
+    me, group = jax.process_index(), agree.peers(mesh)
+    found = [shown(load if me else other) for other in (check, create)]
+    return found, agree.all_gather(group, me, what="the end")
+
+
+def test_processes_at_different_places_name_both_places(processes):
+    for errors, later in processes(2).run(come_to_different_places):
+        assert all("process 0 " in error and "process 1 " in error for error in errors)
+        assert all("JDP207" in error and "first batches" in error for error in errors), errors
         assert later == {0: 0, 1: 1}
 
 

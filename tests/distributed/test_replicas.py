@@ -172,7 +172,7 @@ def test_what_cannot_be_checked_is_refused(make_mesh):
     mesh = jdp.init(make_mesh(2))
     with pytest.raises(ValueError, match="every=0"):
         jdp.check_replicas({}, every=0)
-    with pytest.raises(ValueError, match="`.*` .* 'data'"):
+    with pytest.raises(ValueError, match="`.*` .*'data'"):
         jdp.check_replicas(on_mesh(mesh, np.ones(4), "data"))
     with pytest.raises(TypeError, match="check_replicas"):
         jax.jit(jdp.check_replicas)(np.ones(4))

@@ -1,5 +1,6 @@
 """The output of one process: its lines, the last of which are kept, and its file."""
 
+import re
 import socket
 import subprocess
 from collections import deque
@@ -15,6 +16,13 @@ if TYPE_CHECKING:
 # The last lines are kept, and so much of each line.
 TAIL_LINES = 50
 TAIL_LINE_CHARS = 1000
+
+# JAX's CPU collectives write such a line for each rank. Only the files have it, unless the script
+# wrote into the same line.
+_GLOO = re.compile(
+    rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. "
+    rb"Expected number of connected peer ranks is : \d+\s*"
+)
 
 
 class WorkerOutput:
@@ -66,6 +74,8 @@ class WorkerOutput:
         """Show and write what was read from `stream`; no bytes are its end. In the thread."""
         for line in self._splitters[stream].split(data):
             self._file.write(line)
+            if _GLOO.fullmatch(line):
+                continue
             if not line.endswith(b"\r"):
                 self.tail.append(_text(line))
             if not self.is_standby:
