@@ -75,7 +75,8 @@ class BuildNative(Command):
                 reason.unlink(missing_ok=True)
             except BuildError as error:
                 print(
-                    f"{error.messages}jdp: no {name.upper()} library, JAX's own collectives instead: {error}",
+                    f"{error.messages}jdp: no {name.upper()} library, JAX's own collectives "
+                    f"instead: {error}",
                     file=sys.stderr,
                 )
                 library.unlink(missing_ok=True)

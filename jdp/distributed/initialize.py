@@ -23,6 +23,11 @@ _LAUNCHED_TIMEOUT_S = 24 * 3600
 # Without a launcher only JAX notices that a process is gone, and ends the others after this time;
 # its own default is 100 s.
 HEARTBEAT_TIMEOUT_S = 30
+# A launcher notices it at once. JAX measures this time by the wall clock, and a jump of that clock
+# by more than it would abort every process.
+_LAUNCHED_HEARTBEAT_TIMEOUT_S = 30 * 24 * 3600
+
+_GRPC_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 
 # An address at which no other host could reach this process.
 _LOOPBACK = ("localhost", "127.", "[::1]")
@@ -76,6 +81,7 @@ def _connect_as(assignment: Assignment) -> None:
             num_processes=assignment.num_processes,
             process_id=assignment.process_id,
             local_device_ids=assignment.gpus or [],
+            heartbeat_timeout_seconds=_LAUNCHED_HEARTBEAT_TIMEOUT_S,
         )
     elif assignment.gpus and len(assignment.gpus) < num_gpus():
         # As jax.distributed.initialize does.
@@ -121,14 +127,15 @@ def _without_grpc_proxy() -> Iterator[None]:
     A proxy does not reach the loopback of this host, and seldom another host of the run. gRPC reads
     `grpc_proxy` first, once for each connection, and takes an empty one for none.
     """
-    before = os.environ.get("grpc_proxy")
-    os.environ["grpc_proxy"] = ""
+    before = {name: os.environ[name] for name in _GRPC_PROXIES if name in os.environ}
+    if before:  # JAX warns of any such variable.
+        os.environ["grpc_proxy"] = ""
     try:
         yield
     finally:
-        del os.environ["grpc_proxy"]
-        if before is not None:
-            os.environ["grpc_proxy"] = before
+        if before:
+            del os.environ["grpc_proxy"]
+            os.environ.update(before)
 
 
 # JAX waits a second after a first connection that failed.

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -243,6 +244,35 @@ def test_a_script_that_ends_before_a_step_of_the_others_is_named_while_they_wait
     [(code, _, errors)] = run([*launch, "--shutdown-timeout-s", "1", str(tmp_path / "train.py")])
     cause = re.search("jdp run: the cause: process 1 .*process 0 .* 1 s ", errors)
     assert code == 1 and cause, errors
+
+
+JUMPS = """
+import os, pathlib
+file, before = pathlib.Path(os.environ["CLOCK_JUMP"]), time.time()
+if me == 0:
+    file.touch()
+    assert time.time() > before + 3600
+while not file.exists():
+    time.sleep(0.1)
+time.sleep(10)
+print([me, int(jax.jit(lambda x: x.sum())(jax.numpy.ones(mesh.size)))], flush=True)
+"""
+
+
+@several
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_a_jump_of_the_wall_clock_ends_no_process_under_jdp_run(tmp_path):
+    library = tmp_path / "clock_jump.so"
+    source = Path(__file__).with_name("clock_jump.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    (tmp_path / "train.py").write_text(program(after=JUMPS)[-1])
+    launch = [sys.executable, "-m", "jdp", "run", "--nproc-per-node", "2", "--max-restarts", "0"]
+    variables = {"LD_PRELOAD": str(library), "CLOCK_JUMP": str(tmp_path / "jump")}
+    [ended] = run(
+        [*launch, "--local-ranks-filter", "all", str(tmp_path / "train.py")], variables=[variables]
+    )
+    assert ended[0] == 0, ended
+    assert [[0, 4], [1, 4]] == [line for line in found(ended) if len(line) == 2]
 
 
 # What becomes of a SystemExit shows in the exit code of one process alone. Its children are forks,
