@@ -99,6 +99,12 @@ def _rows_error(path: tuple, leaf: Any, first: tuple[tuple, Any], ranks: int) ->
                 f"{name} is the single value {leaf!r}: JAX takes a list as a tree of separate "
                 "values. Give an array, np.asarray(values), and keep strings out of the batch."
             )
+    if not rows and np.asarray(leaf).dtype == object:
+        return (
+            f"{name} is a {type(leaf).__name__}, which JAX does not open: a batch is a tree of "
+            "arrays. Give a dict of its arrays; or, if it is a dataclass, decorate its class with "
+            "@jax.tree_util.register_dataclass."
+        )
     if not rows or rows != np.shape(first[1])[:1]:
         return _differs(name, rows, _name(first[0]), np.shape(first[1]))
     if rows == (0,):
