@@ -1,7 +1,6 @@
 """The order of the rows: one endless stream of row numbers."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -89,11 +88,6 @@ class Sampler(Iterator[np.ndarray]):
             f"shuffle={self.shuffle}, position={self.position}, order={self.order})"
         )
 
-    def facts(self) -> dict[str, Any]:
-        """Return the arguments that the stream follows from, as JSON can hold them."""
-        names = "num_rows", "seed", "shuffle", "order"
-        return {name: getattr(self, name) for name in names}
-
     @property
     def epoch(self) -> int:
         """The epoch of the next row, from 0 on."""
@@ -118,7 +112,7 @@ class Sampler(Iterator[np.ndarray]):
         return self.rows_at(position + np.arange(int_at_least("count", count, least=0)))
 
     def rows_at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the rows at these positions of the stream, [n] int of [n] int, ascending."""
+        """Return the rows at these positions of the stream, [n] int, ascending; changes nothing."""
         epochs, offsets = np.divmod(positions, self.num_rows)
         if not self.shuffle or not len(positions):
             return offsets.astype(self._dtype)
