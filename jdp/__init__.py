@@ -1,13 +1,15 @@
 """Data-parallel training in JAX: the same step, on every rank, on its own rows of the batch."""
 
-import importlib
-from typing import TYPE_CHECKING
+TYPE_CHECKING = False  # True to type checkers; importing `typing` would take 4 ms
+
+__version__: str
 
 if TYPE_CHECKING:
     from jdp import collectives as collectives
     from jdp.analysis import declare_pure as declare_pure
     from jdp.analysis import uniformity as uniformity
     from jdp.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from jdp.checkpoint.load import load as load
     from jdp.data.batches import batches as batches
     from jdp.data.batches import shard_batches as shard_batches
     from jdp.data.sampler import Sampler as Sampler
@@ -24,10 +26,10 @@ if TYPE_CHECKING:
     from jdp.reduction.optimizer import replicated as replicated
     from jdp.reduction.scanned_layers import scan_layers as scan_layers
     from jdp.training.check_step import check_step as check_step
+    from jdp.training.decorators import eval_step as eval_step
+    from jdp.training.decorators import train_step as train_step
     from jdp.training.evaluation import evaluate as evaluate
     from jdp.training.state import TrainState as TrainState
-    from jdp.training.step import eval_step as eval_step
-    from jdp.training.step import train_step as train_step
     from jdp.worker.progress import phase as phase
 
 # The module of each public name.
@@ -41,10 +43,11 @@ _MODULES = {
     "check_step": "training.check_step",
     "collectives": "",
     "declare_pure": "analysis",
-    "eval_step": "training.step",
+    "eval_step": "training.decorators",
     "evaluate": "training.evaluation",
     "global_mean": "reduction.global_mean",
     "init": "distributed.mesh",
+    "load": "checkpoint.load",
     "mean_over_ranks": "reduction.metrics",
     "per_rank": "rank_state",
     "phase": "worker.progress",
@@ -54,7 +57,7 @@ _MODULES = {
     "shard_batches": "data.batches",
     "sum_over_ranks": "reduction.metrics",
     "sync_gradients": "reduction.gradients",
-    "train_step": "training.step",
+    "train_step": "training.decorators",
     "uniformity": "analysis",
     "value_and_grad": "reduction.micro_batches",
 }
@@ -62,10 +65,14 @@ _MODULES = {
 __all__ = sorted(_MODULES)
 
 
-if not TYPE_CHECKING:  # which would take any name for one of ours
-    # `jdp run` needs no JAX, so nothing is imported before a name is asked for. Then all is: a
-    # standby, which waits in `init`, has paid for what the script needs after it.
+if not TYPE_CHECKING:  # A type checker would accept any name.
+    # `jdp run` needs no JAX, so nothing is imported before a name is asked for. Then everything is,
+    # so that a standby, which waits in `init`, has imported what the script needs after it.
     def __getattr__(name):
+        import importlib
+
+        if name == "__version__":
+            return importlib.import_module("jdp.worker.version").version()
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if not _MODULES[name]:  # itself a room, which a room may ask for while it is imported

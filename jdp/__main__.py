@@ -1,4 +1,4 @@
-"""The command `jdp`, and `python -m jdp`: which command was asked for, and nothing more."""
+"""The command `jdp`, and `python -m jdp`: chooses a command, and imports no other."""
 
 import sys
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ _HELP = """\
 usage: jdp COMMAND [arguments]
 
 commands:
-  run             run a training program on several processes, and see it through
-  explain-error   print what is behind the code of an error, such as JDP101
+  run             run a training program on several processes, and replace those that fail
+  explain-error   explain the code of an error, such as JDP101
 
-jdp COMMAND --help says more."""
+jdp COMMAND --help prints the help of a command, jdp --version the version."""
 
 _EXPLAIN_HELP = """\
 usage: jdp explain-error CODE
@@ -33,6 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("-h", "--help"):
         print(_HELP)
         return 0
+    if command == "--version":
+        from jdp.worker.version import version
+
+        print(f"jdp {version()}")
+        return 0
     if command == "run":
         return _run(arguments)
     if command == "explain-error":
@@ -49,7 +54,7 @@ def _run(arguments: Sequence[str]) -> int:
     except ValueError as error:
         print(f"jdp run: {error}", file=sys.stderr)
         return 2
-    # Not needed to say what is wrong, and slower to import than all else.
+    # Not needed for --help and errors, and slower to import than the rest.
     from jdp.launch.run import run
 
     return run(chosen)

@@ -86,7 +86,7 @@ def require_alive(name: str, tree: Any, advice: str) -> None:
 
 @dataclass(frozen=True)
 class Held:
-    """A tree whose leaves are only the arrays; the other leaves are part of its structure.
+    """A tree whose leaves are its arrays alone; the other leaves are part of its structure.
 
     JAX compiles for a structure, so another activation function is another program.
     """

@@ -1,6 +1,7 @@
 """`per_rank`: state that belongs to one rank or to its rows, and is split over the ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -67,6 +68,7 @@ for _name in (
     setattr(PerRank, f"__{_name}__", _refusing(f"__{_name}__"))
 
 
+@dataclass(frozen=True)
 class _Rule:
     """The rule of a `PerRank` as a part of its treedef, where all rules are equal.
 
@@ -74,14 +76,7 @@ class _Rule:
     value without one returns a state of the same structure.
     """
 
-    def __init__(self, resize: Resize | None):
-        self.resize = resize
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Rule)
-
-    def __hash__(self) -> int:
-        return hash(_Rule)
+    resize: Resize | None = field(compare=False)
 
 
 jax.tree_util.register_pytree_with_keys(
@@ -130,35 +125,36 @@ def is_per_rank(node: Any) -> bool:
     return isinstance(node, PerRank)
 
 
+def owners(tree: Any) -> list[PerRank | None]:
+    """Return for each leaf of a tree the `per_rank` node that it belongs to, or None."""
+    found: list[PerRank | None] = []
+    for node in jax.tree.leaves(tree, is_leaf=is_per_rank):
+        found += [node] * len(jax.tree.leaves(node)) if is_per_rank(node) else [None]
+    return found
+
+
 def flags(tree: Any) -> list[bool]:
     """Return for each leaf of a tree whether it is split over the ranks."""
     if isinstance(tree, pytrees.Held):
         others = {i for i, _ in tree.others}
         whole = tree.treedef.unflatten(range(tree.treedef.num_leaves))
         return [flag for i, flag in enumerate(flags(whole)) if i not in others]
-    found = []
-    for node in jax.tree.leaves(tree, is_leaf=is_per_rank):
-        found += [True] * len(jax.tree.leaves(node)) if is_per_rank(node) else [False]
-    return found
+    return [owner is not None for owner in owners(tree)]
 
 
 def require_dims(tree: Any) -> None:
     """Refuse a tree with an array of `per_rank` that cannot be split, as `require_dim` does."""
-    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_per_rank):
-        for inner, leaf in jax.tree_util.tree_leaves_with_path(node) if is_per_rank(node) else ():
-            require_dim(jax.tree_util.keystr((*path, *inner)), leaf)
+    named = jax.tree_util.tree_leaves_with_path(tree)
+    for is_own, (path, leaf) in zip(flags(tree), named, strict=True):
+        if is_own:
+            require_dim(jax.tree_util.keystr(path), leaf)
 
 
 def require_dim(name: str, leaf: Any, num_ranks: int = 1) -> None:
-    """Refuse an array that cannot be split over the ranks.
-
-    Args:
-      name: of the leaf, for the error.
-      leaf: an array.
-      num_ranks: must divide its first dim.
+    """Refuse a leaf that cannot be split over the ranks.
 
     Raises:
-      ValueError: if it has no first dim, or one that does not divide.
+      ValueError: if it has no first dim, or `num_ranks` does not divide that.
       TypeError: if it is not an array.
     """
     if not pytrees.is_array(leaf):
@@ -186,50 +182,28 @@ def _reason(shape: tuple[int, ...], num_ranks: int) -> str:
     )
 
 
-def resized(state: Any, saved: Sequence[np.ndarray], where: str) -> list[np.ndarray]:
-    """Bring saved values of `per_rank` to the shapes that a state has, by its rules.
-
-    Args:
-      state: what is restored to.
-      saved: values of its arrays, in order, of keys their data.
-      where: name of the source of the values, for the error.
-
-    Returns:
-      The values. Those that have their shape already, and all other leaves, are returned as given.
+def resized(owner: PerRank, leaf: Any, saved: np.ndarray, name: str, where: str) -> np.ndarray:
+    """Bring the saved value of a leaf, of keys their data, to the leaf's shape by its node's rule.
 
     Raises:
-      ValueError: if a shape differs and there is no rule, or the rule returns another one.
+      ValueError: if the shape differs and there is no rule, or the rule returns another shape.
     """
-    values, position = list(saved), 0
-    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_per_rank)
-    for path, node in nodes:
-        for inner, leaf in jax.tree_util.tree_leaves_with_path(node):
-            if not pytrees.is_array(leaf):
-                continue
-            if is_per_rank(node) and position < len(values):
-                name = jax.tree_util.keystr((*path, *inner))
-                values[position] = _resized(name, leaf, values[position], node.resize, where)
-            position += 1
-    return values
-
-
-def _resized(name: str, leaf: Any, saved: np.ndarray, rule: Resize | None, where: str) -> Any:
-    is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+    is_key = pytrees.is_key(leaf)
     old: Any = saved
     if is_key:
         old = jax.random.wrap_key_data(jnp.asarray(saved), impl=jax.random.key_impl(leaf))
-    if old.shape == jnp.shape(leaf):
-        return saved
     like = jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
+    if old.shape == like.shape:
+        return saved
     shapes = f"`{name}` is {like.dtype}{list(old.shape)} in {where} and {list(like.shape)} here"
-    if rule is None:
+    if owner.resize is None:
         raise ValueError(
             f"{shapes}. It is jdp.per_rank, one part for each rank, and jdp does not know how to "
             "make it for another number of ranks. Write jdp.per_rank(tree, resize=lambda saved, "
             "like: ...), which returns the value for this run, for example "
             f"jnp.zeros(like.shape, like.dtype); or run on {old.shape[0]} ranks again."
         )
-    new = rule(old, like)
+    new = owner.resize(old, like)
     if jnp.shape(new) != like.shape or jnp.result_type(new) != like.dtype:
         raise ValueError(
             f"{shapes}, and its resize= returned {jnp.result_type(new)}{list(jnp.shape(new))}. "

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,8 @@ class StepSpec:
       weight_fn: weighs a rank's rows, or None.
       donate: whether the state's buffers are reused.
       returns_state: whether it is a train step.
-      told: warnings that the author has had for the step; new ones are added.
+      warned: warnings that the author has had for the step; new ones are added.
+      keywords: names of the last arguments, which `fn` gets by keyword, by their position.
     """
 
     fn: Callable[..., Any]
@@ -27,7 +28,8 @@ class StepSpec:
     weight_fn: Callable[[Any], Any] | None
     donate: bool
     returns_state: bool
-    told: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
+    keywords: tuple[tuple[int, str], ...] = ()
 
     @functools.cached_property
     def name(self) -> str:
@@ -39,10 +41,26 @@ class StepSpec:
         """The signature of the author's function."""
         return inspect.signature(self.fn)
 
+    @functools.cached_property
+    def num_positional(self) -> range:
+        """How many arguments a call may have that gives all of them by position."""
+        parameters = [*self.signature.parameters.values()]
+        positional = [each for each in parameters if each.kind <= each.POSITIONAL_OR_KEYWORD]
+        required = [each for each in parameters if each.default is each.empty]
+        if any(each.kind == each.KEYWORD_ONLY for each in required):
+            return range(0)
+        return range(len([each for each in required if each in positional]), len(positional) + 1)
+
     def argument(self, i: int) -> str:
         """Return the name of an argument by its position."""
-        names = list(self.signature.parameters)
-        return names[i] if i < len(names) else f"argument {i}"
+        names = dict(enumerate(self.signature.parameters)) | dict(self.keywords)
+        return names.get(i, f"argument {i}")
+
+    def by_keyword(self, rest: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Split what follows state and batch: `(by position, by keyword)`."""
+        num = len(rest) - len(self.keywords)
+        names = [name for _, name in self.keywords]
+        return rest[:num], dict(zip(names, rest[num:], strict=True))
 
     def paths(self, i: int, arg: Any) -> list[str]:
         """Return the names of the leaves of an argument, such as `state.params['w']`."""

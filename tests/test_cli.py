@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,7 @@ def test_the_command_line_comes_before_jdp_variables_and_these_before_torchruns(
 def test_a_wrong_variable_is_named():
     with pytest.raises(
         ValueError,
-        match="PET_NNODES='two': --nnodes: 'two' is not a number of hosts",
+        match="PET_NNODES='two': --nnodes",
     ):
         parsed("train.py", PET_NNODES="two")
 
@@ -135,7 +136,7 @@ def test_processes_are_counted_by_what_the_host_has(monkeypatch):
         assert parsed(f"--nproc-per-node {word} train.py").nproc_per_node == number
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert parsed("--nproc-per-node auto train.py").nproc_per_node == cpus
-    with pytest.raises(ValueError, match="there is no GPU on this host"):
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES"):
         parsed("--nproc-per-node gpu train.py")
 
 
@@ -149,38 +150,32 @@ def test_gpus_are_the_devices_of_the_driver(tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("", "there is no program to run. Write jdp run train.py"),
-        ("--nnodes 0 x", "'0' is not a number of hosts: write 2, or 1:4"),
-        ("--nnodes 4:1 x", "'4:1' is not a number of hosts"),
-        ("--nproc-per-node many x", "'many' is not a number of processes"),
-        (
-            "--max-restarts -1 x",
-            "'-1' is not a number of restarts: write a whole number, 0 or more",
-        ),
-        ("--timeout-s 0 x", "'0' is not a time: write seconds, above 0"),
-        ("--timeout-s nan x", "'nan' is not a time"),
-        (
-            "--rdzv-endpoint host:99999 x",
-            "'host:99999' is not an address to meet at: write address:port",
-        ),
-        ("--master-port 99999 x", "'99999' is not a port: write a number from 1 to 65535"),
-        ("--rdzv-endpoint fe80::1 x", "not an address to meet at: .* or \\[fe80::1\\]:29400"),
-        ("--rdzv-backend etcd x", "invalid choice: 'etcd'"),
-        ("--rdzv-conf read_timeout=3 x", "'read_timeout' has no meaning here: write join_timeout"),
-        ("--tee 4 x", "'4' says no streams: write 1 for standard output"),
-        ("--local-ranks-filter one x", "'one' are not local ranks: write 0, or 0,2, or all"),
-        ("--redirects 3 x", "there is no folder for them. Add --log-dir logs"),
-        ("-m --no-python x", "--no-python says that .* leave one out"),
-        ("--standalone --nnodes 2 x", "--standalone is one host, and --nnodes allows 2"),
-        ("--nnodes 2 x", "2 hosts must know where to meet. .*--rdzv-endpoint FIRST_HOST:29400"),
-        ("--nnodes 2 --rdzv-endpoint a x", "need a shared secret. .*--token-file token"),
-        ("--node-rank 1 x", "--node-rank 1 is not a host of --nnodes 1: .* from 0 to 0"),
-        ("--token-file /no/such/file x", "can't be read: No such file"),
-        ("--token-file /dev/null x", "is empty. Try openssl rand"),
-        ("--lr 3 train.py", "there is no flag --lr; .* stand behind its name"),
-        ("--run-path x", "--run-path is not for jdp: it runs a script inside"),
-        ("--virtual-local-rank x", "is not for jdp: each process is given its devices"),
-        ("--numa-binding node x", "is not for jdp: it binds no memory"),
+        ("", "jdp run train.py"),
+        ("--nnodes 0 x", "--nnodes.*'0'.* 1:4"),
+        ("--nnodes 4:1 x", "--nnodes.*'4:1'"),
+        ("--nproc-per-node many x", "--nproc-per-node.*'many'"),
+        ("--max-restarts -1 x", "--max-restarts.*'-1'.* 0 or more"),
+        ("--timeout-s 0 x", "--timeout-s.*'0'.* 30$"),
+        ("--timeout-s nan x", "--timeout-s.*'nan'"),
+        ("--rdzv-endpoint host:99999 x", "--rdzv-endpoint.*'host:99999'.*address:port"),
+        ("--master-port 99999 x", "--master-port.*'99999'.* 1 to 65535"),
+        ("--rdzv-endpoint fe80::1 x", "'fe80::1'.*\\[fe80::1\\]:29400"),
+        ("--rdzv-backend etcd x", "'etcd'"),
+        ("--rdzv-conf read_timeout=3 x", "'read_timeout'.*join_timeout"),
+        ("--tee 4 x", "--tee.*'4'.*0:1,1:2"),
+        ("--local-ranks-filter one x", "'one'.* 0,2"),
+        ("--redirects 3 x", "--redirects.*--log-dir logs"),
+        ("-m --no-python x", "--no-python.* -m "),
+        ("--standalone --nnodes 2 x", "--standalone.*--nnodes.* 2"),
+        ("--nnodes 2 x", "2 hosts.*--rdzv-endpoint FIRST_HOST:29400"),
+        ("--nnodes 2 --rdzv-endpoint a x", "--token-file token.*JDP_TOKEN"),
+        ("--node-rank 1 x", "--node-rank 1 .*--nnodes 1.* 0 to 0"),
+        ("--token-file /no/such/file x", "/no/such/file.*No such file or directory"),
+        ("--token-file /dev/null x", "/dev/null.*openssl rand"),
+        ("--lr 3 train.py", "--lr.*--help"),
+        ("--run-path x", "--run-path"),
+        ("--virtual-local-rank x", "--virtual-local-rank"),
+        ("--numa-binding node x", "--numa-binding"),
     ],
 )
 def test_a_wrong_command_says_what_to_write(line, said):
@@ -199,9 +194,9 @@ def test_flags_that_mean_nothing_here_are_accepted_with_the_reason(capsys):
 
 def test_the_exit_code_of_a_wrong_command_is_2(capsys):
     assert main(["run", "--nnodes", "0", "train.py"]) == 2
-    assert capsys.readouterr().err.startswith("jdp run: --nnodes: '0' is not a number of hosts")
+    assert capsys.readouterr().err.startswith("jdp run: --nnodes: '0'")
     assert main(["walk"]) == 2
-    assert capsys.readouterr().err.startswith("jdp: there is no command 'walk'")
+    assert capsys.readouterr().err.startswith("jdp: ")
     assert main([]) == 0
     assert "jdp COMMAND" in capsys.readouterr().out
 
@@ -264,3 +259,18 @@ def test_the_command_for_kubernetes_is_one_that_jdp_understands():
     assert service["metadata"]["name"] == pod["subdomain"]
     assert service["spec"]["selector"] == {"job-name": name}
     assert options.shutdown_timeout_s < pod["terminationGracePeriodSeconds"]
+
+
+def test_the_version_is_that_of_the_installed_package():
+    program = "import jdp, sys; print(jdp.__version__, 'jax' in sys.modules)"
+    shown, named = (
+        subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, check=True, timeout=60
+        ).stdout.split()
+        for command in (["-m", "jdp", "--version"], ["-c", program])
+    )
+    try:
+        right = metadata.version("jdp")
+    except metadata.PackageNotFoundError:
+        right = "0+unknown"
+    assert shown == ["jdp", right] and named == [right, "False"]

@@ -16,6 +16,7 @@ from jdp.analysis import (
     deadlocks,
     find_shard_maps,
     jaxprs,
+    padding,
     reductions,
     scales,
     shown,
@@ -65,9 +66,10 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
         *_unused(report),
         *_means(report, traced),
         *scales.warnings(step, report, traced),
+        *_local_means(step, report, traced),
     ):
-        if warning not in traced.spec.told:
-            traced.spec.told.add(warning)
+        if warning not in traced.spec.warned:
+            traced.spec.warned.add(warning)
             warnings.warn(warning, stacklevel=2)
     return _proved(report, traced)
 
@@ -139,6 +141,22 @@ def _unread_mask(step: Any, report: Report, traced: Traced) -> Iterator[str]:
             '`(losses * batch["mask"]).sum() / batch["mask"].sum()`, and write '
             '`weight=lambda batch: batch["mask"].sum()` in the decorator; or leave the last batch '
             'out: jdp.batches(..., tail="drop").',
+        )
+
+
+def _local_means(step: Any, report: Report, traced: Traced) -> Iterator[str]:
+    if traced.mask is None or traced.found.weighed:
+        return
+    mask = traced.inputs[traced.mask]
+    place = report.num_inputs - len(traced.inputs) + traced.mask
+    if lines := padding.local_means(jaxprs.mapped_body(step), place):
+        yield with_code(
+            "JDP129",
+            f"the mean at {shown([line or 'a line of a library' for line in lines])} is that of "
+            f"the rows of one rank that count (`{mask}`), and ranks are then averaged as if all "
+            "had equally many: in a padded batch the result depends on the number of ranks, and "
+            f"is NaN where one has only padding. Write `weight=lambda "
+            f"{traced.spec.argument(1)}: {mask}.sum()` in the decorator.",
         )
 
 

@@ -4,7 +4,8 @@ import os
 from typing import Any
 
 from jdp.checkpoint.directory import Folder
-from jdp.checkpoint.session import Schedule, Session
+from jdp.checkpoint.saved_leaves import describe
+from jdp.checkpoint.session import Session
 from jdp.checkpoint.snapshot import require_alive
 from jdp.validation import int_at_least
 
@@ -64,11 +65,8 @@ class Checkpointer:
         check_replicas: bool = True,
     ) -> None:
         self._folder = Folder(directory)
-        self._schedule = Schedule(
-            commit_every=int_at_least("commit_every", commit_every, least=1),
-            save_every=int_at_least("save_every", save_every, least=1),
-            keep=int_at_least("keep", keep, least=1),
-        )
+        counts = {"commit_every": commit_every, "save_every": save_every, "keep": keep}
+        self._counts = {name: int_at_least(name, n, least=1) for name, n in counts.items()}
         self._resume = resume
         self._check_replicas = check_replicas
         self._session: Session | None = None
@@ -78,7 +76,14 @@ class Checkpointer:
         """Steps done, counted over all lives of the run."""
         return 0 if self._session is None else self._session.steps
 
-    def restore(self, state: Any, batches: Any = None) -> Any:
+    def restore(
+        self,
+        state: Any,
+        batches: Any = None,
+        *,
+        missing: str = "error",
+        allow: str | None = None,
+    ) -> Any:
         """Go on from the latest intact commit or checkpoint, if there is one.
 
         Call it once, after `jdp.init()` and before the loop. A process whose host has no commit
@@ -88,16 +93,24 @@ class Checkpointer:
           state: the state of step 0: its leaves say which shapes, dtypes and shardings to restore
             to, so that a step which was compiled for it is not compiled again.
           batches: the run's `jdp.batches(...)`, or anything with an int `position`, which is set.
+          missing: "keep" goes on with another optimizer, an added average or fewer layers: leaves
+            of the same path, shape and dtype are restored, `state` keeps the others, and one line
+            of the log lists them. "error": such a state is refused.
+          allow: "new script" lets `jdp run` recover with a script, or modules in its folder, that
+            were edited since. After `--resume` they always may be. One line of the log names the
+            first line that differs.
 
         Returns:
           The restored state, or `state`.
 
         Raises:
-          TypeError: if `batches` have no position.
-          ValueError: if what was written is of another model (naming the leaf), or without a
-            position of the data although `batches` are given.
+          TypeError: if `batches` have no position, or a leaf is of a type that JAX does not have.
+          ValueError: if what was written is of another model (naming the leaves), or without a
+            position of the data although `batches` are given; if these read other data than the
+            run began with (see `allow` of `jdp.batches`).
           RuntimeError: if `directory` holds an earlier run and this does not resume it, if another
-            run writes there, if all checkpoints there are damaged, or if another process failed.
+            run writes there, if all checkpoints there are damaged, if the script was edited since
+            the run wrote the state that it recovers, or if another process failed.
           OSError: if `directory` cannot be written to.
         """
         if self._session is not None:
@@ -108,9 +121,20 @@ class Checkpointer:
                 "rows would count twice or never. Give jdp.batches(...), or an object with an int "
                 "`position`: how many rows it has handed out. After it is set, it goes on there."
             )
-        session = Session(self._folder, self._schedule, has_data=batches is not None)
+        if missing not in ("error", "keep"):
+            raise ValueError(f'missing={missing!r} is neither "error" nor "keep".')
+        if allow not in (None, "new script"):
+            raise ValueError(f'allow={allow!r}: write "new script", or leave it out.')
+        describe(state)
+        session = Session(self._folder, has_data=batches is not None, **self._counts)
         try:
-            state = session.restore(state, batches, self._resume)
+            state = session.restore(
+                state,
+                batches,
+                self._resume,
+                keeps_missing=missing == "keep",
+                allows_edits=allow is not None,
+            )
         except BaseException:
             session.end_session()
             raise
@@ -163,6 +187,7 @@ class Checkpointer:
             return
         try:
             session.save_last(compares=self._check_replicas)
+            session.tell_closed()
         finally:
             session.end_session()
 

@@ -46,10 +46,7 @@ class Commit(NamedTuple):
 class CommitMemory:
     """Two commits in a file, of which only the older is ever touched.
 
-    One process writes; any may read while none writes.
-
-    Args:
-      file: descriptor of the memory; empty at first.
+    One process writes; any may read while none writes. The file is empty at first.
 
     >>> memory = CommitMemory(os.memfd_create("example"))
     >>> memory.write({"step": 10}, [np.arange(3, dtype=np.uint8)])
@@ -82,11 +79,7 @@ class CommitMemory:
         return data
 
     def write(self, facts: dict[str, Any], parts: Sequence[np.ndarray]) -> None:
-        """Write a commit in place of the older one.
-
-        Args:
-          facts: what JSON can hold.
-          parts: the values, uint8 and one-dimensional, written one after the other.
+        """Write a commit, its values one part after the other, in place of the older one.
 
         Raises:
           OSError: if the host has no memory left; the newer commit is still there.

@@ -29,24 +29,17 @@ _UNFINISHED = ".part"
 class Checkpoint(NamedTuple):
     """A checkpoint, intact when it was written. One of a later life of the run is later."""
 
-    life: int  # which life of the run wrote it: each restore begins the next, from 1 on
+    life: int  # of the run that wrote it: each restore begins the next, from 1 on
     step: int
     path: Path
 
 
 class TornError(Exception):
-    """A checkpoint is not what was written."""
+    """A checkpoint is not as it was written."""
 
 
 class Folder:
-    """The checkpoints of one run.
-
-    Args:
-      path: the folder; made when it is locked.
-
-    Raises:
-      ValueError: if it is a URL.
-    """
+    """The checkpoints of one run, in a folder that is made when it is locked."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if "://" in str(path):
@@ -54,19 +47,11 @@ class Folder:
                 f"{path} is not a folder on a disk: a file there could not be locked against other "
                 "runs. Give a path, perhaps of a bucket that is mounted."
             )
-        self.path = Path(path).absolute()
+        self.path = Path(path).expanduser().absolute()
         self._lock: Any = None
 
     def lock(self, *, resumes: bool = False) -> None:
-        """Keep other runs out, until `unlock` or this process dies; remove what a death left over.
-
-        Args:
-          resumes: whether the run that holds it may be this one, on a host that is gone.
-
-        Raises:
-          RuntimeError: if another run writes here.
-          OSError: if this process cannot.
-        """
+        """Keep other runs out until `unlock`, as `locked` does; remove what a death left over."""
         if self._lock is not None:
             return
         self._lock = locked(self.path, resumes=resumes)
@@ -89,15 +74,15 @@ class Folder:
         return sorted(found, reverse=True)
 
     def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Read what was written with a checkpoint, and see that every byte is still as it was.
+        """Return what was written with a checkpoint.
 
         Raises:
-          TornError: naming the file that is not.
+          TornError: if a byte differs from what was written, naming the file.
         """
         try:
             document = json.loads((checkpoint.path / "manifest").read_bytes())
             manifest, checksum = document["manifest"], document["sha256"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise TornError(f"its manifest cannot be read ({error})") from error
         if checksum != _checksum(manifest):
             raise TornError("its manifest has another checksum than when it was written")
@@ -114,28 +99,24 @@ class Folder:
         return manifest["facts"]
 
     def read(self, checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Read arrays by name."""
+        """Read the arrays of some names."""
         if not names:
             return {}
         import orbax.checkpoint as ocp
 
-        arguments = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+        wanted = ocp.args.PyTreeRestore(
+            item=dict.fromkeys(names, 0),
+            restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names},
+            partial_restore=True,
+        )
         with _orbax() as orbax:
-            return orbax.restore(
-                checkpoint.path / "state", args=ocp.args.PyTreeRestore(restore_args=arguments)
-            )
+            return orbax.restore(checkpoint.path / "state", args=wanted)
 
     def write(self, life: int, step: int, facts: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Write a checkpoint; wait until it is on the disk.
-
-        Args:
-          life: of the run.
-          step: number of it.
-          facts: what JSON can hold.
-          arrays: NumPy arrays by name, none of them empty.
+        """Write facts that JSON can hold and arrays that are not empty; return when they are there.
 
         Raises:
-          OSError: if it cannot be written; the checkpoints before it stay.
+          OSError: if they cannot be written; the checkpoints before stay.
         """
         final = self.path / f"{step}-{life}"
         part = final.with_name(final.name + _UNFINISHED)

@@ -1,9 +1,11 @@
 """The lock that keeps two runs from writing to one directory."""
 
+import contextlib
 import fcntl
 import os
 import socket
 import time
+import weakref
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,34 +14,43 @@ from typing import BinaryIO
 _TIMEOUT_S, _LOST_TIMEOUT_S = 2.0, 120.0
 
 
+# What this process has locked. A child that it forks off shares them, and may outlive it.
+_files: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
+
+
 def locked(path: Path, *, resumes: bool) -> BinaryIO:
     """Return the file that keeps other runs out of a directory until it is closed.
 
-    Args:
-      path: the directory, made if it is not there.
-      resumes: whether the run that holds it may be this one, on a host that is gone.
+    The directory is made. `resumes`: the run that has it may be this one, on a host that is gone.
 
     Raises:
       RuntimeError: if another run writes there.
       OSError: if this process cannot.
     """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        # Unbuffered, or what a full disk did not take would be an error of close.
-        file = open(path / "lock", "ab+", buffering=0)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    try:
-        _lock(file, path, _LOST_TIMEOUT_S if resumes else _TIMEOUT_S)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    except OSError as error:
+    with contextlib.ExitStack() as stack:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            # Unbuffered, or what a full disk did not take would be an error of close.
+            file = stack.enter_context(open(path / "lock", "ab+", buffering=0))
+            _lock(file, path, _LOST_TIMEOUT_S if resumes else _TIMEOUT_S)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        except OSError as error:
+            raise OSError(
+                f"checkpoints cannot be written to {path}: {error}. Give Checkpointer a directory "
+                "that this process may write to."
+            ) from error
+        stack.pop_all()
+        _files.add(file)
+        return file
+
+
+def _close_in_child() -> None:
+    for file in _files:
         file.close()
-        raise _unwritable(path, error) from error
-    except BaseException:
-        file.close()
-        raise
-    return file
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _lock(file: BinaryIO, path: Path, timeout_s: float) -> None:
@@ -50,17 +61,10 @@ def _lock(file: BinaryIO, path: Path, timeout_s: float) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 file.seek(0)
-                holder = file.read().decode().strip()
+                owner = file.read().decode().strip()
                 raise RuntimeError(
-                    f"{path} is in use by another run ({holder}). Two runs in one directory would "
+                    f"{path} is in use by another run ({owner}). Two runs in one directory would "
                     "mix their checkpoints: end the other one, or give this one a directory of "
                     "its own."
                 ) from None
             time.sleep(0.02)
-
-
-def _unwritable(path: Path, error: OSError) -> OSError:
-    return OSError(
-        f"checkpoints cannot be written to {path}: {error}. Give Checkpointer a directory that "
-        "this process may write to."
-    )

@@ -1,6 +1,6 @@
 """The arrays of a state as they are written: their names, shapes, dtypes and bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ _ALIGNMENT = 64
 
 
 class SavedLeaf(NamedTuple):
-    """One array of a state, as it is written: whole, and of no device."""
+    """One array of a state as it is written: all of it, on no device."""
 
     name: str  # its path
     shape: tuple[int, ...]
@@ -40,73 +40,34 @@ def describe(state: Any) -> list[SavedLeaf]:
     >>> [leaf.name + " " + str(leaf) for leaf in describe({"w": jnp.ones((2, 3)), "f": jnp.tanh})]
     ["['w'] float32[2, 3]"]
     """
-    named, _ = jax.tree_util.tree_flatten_with_path(state)
+    named = jax.tree_util.tree_leaves_with_path(state)
     return [_leaf(jax.tree_util.keystr(path), x) for path, x in named if is_array(x)]
 
 
-def with_shapes(leaves: Sequence[SavedLeaf], values: Sequence[np.ndarray]) -> list[SavedLeaf]:
-    """Return leaves with the shapes of their values."""
-    return [leaf._replace(shape=x.shape) for leaf, x in zip(leaves, values, strict=True)]
-
-
-def require_same(saved: Sequence[SavedLeaf], given: Sequence[SavedLeaf], where: str) -> None:
-    """Refuse to restore into the state of another model.
-
-    A number of Python or a NumPy array of 64 bits has become what JAX computes with.
-
-    Args:
-      saved: leaves that were written.
-      given: leaves of the state to restore into.
-      where: name of the source of `saved`, for the error.
-
-    Raises:
-      ValueError: naming the first leaf that differs.
-    """
-    if len(saved) == len(given) and all(map(_fits, saved, given)):
-        return
-    advice = (
-        "That is another model or optimizer, and its values would mean something else. Build the "
-        "one that this run began with, or give Checkpointer a new directory to begin anew."
-    )
-    names = {leaf.name for leaf in given}, {leaf.name for leaf in saved}
-    for old, new in zip(saved, given, strict=False):
-        if old.name == new.name and not _fits(old, new):
-            raise ValueError(
-                f"`{old.name}` is {old} in {where}, and {new} in the state given to restore. "
-                + advice
-            )
-    for leaf in saved:
-        if leaf.name not in names[0]:
-            raise ValueError(f"`{leaf.name}` {leaf} is in {where}, not in the state. {advice}")
-    for leaf in given:
-        if leaf.name not in names[1]:
-            raise ValueError(f"`{leaf.name}` {leaf} is not in {where}. {advice}")
-    raise ValueError(f"{where} has the leaves of the state given in another order. {advice}")
-
-
-def leaves_of(facts: dict[str, Any]) -> list[SavedLeaf]:
-    """Return the leaves that facts tell of, which were written beside them."""
+def leaves_of(facts: Mapping[str, Any]) -> list[SavedLeaf]:
+    """Return the leaves that were written beside these facts."""
     return [SavedLeaf(name, tuple(shape), *rest) for name, shape, *rest in facts["leaves"]]
 
 
-def disk_names(leaves: Sequence[SavedLeaf]) -> list[str]:
-    """Return the names that leaves have on the disk, where those that are empty are left out."""
-    return [f"{i}{leaf.name}" for i, leaf in enumerate(leaves) if leaf.num_bytes]
+def disk_names(leaves: Sequence[SavedLeaf]) -> dict[str, SavedLeaf]:
+    """Return leaves by the names that they have on the disk, where empty ones are left out."""
+    return {f"{i}{leaf.name}": leaf for i, leaf in enumerate(leaves)}
 
 
 def to_disk(leaves: Sequence[SavedLeaf], values: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """Return values by their names on the disk."""
-    # Orbax does not know the unsigned integers of 2 and 4 bits, which NumPy keeps in bytes.
-    arrays = [x.view(np.uint8) if x.dtype in ("uint2", "uint4") else x for x in values if x.size]
-    return dict(zip(disk_names(leaves), arrays, strict=True))
+    """Return values by their names on the disk, without those that are empty."""
+    named = zip(disk_names(leaves), values, strict=True)
+    return {name: x.view(np.uint8) if _is_opaque(x) else x for name, x in named if x.size}
 
 
-def from_disk(leaves: Sequence[SavedLeaf], arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """Invert `to_disk`."""
-    names = iter(disk_names(leaves))
+def from_disk(
+    leaves: Mapping[str, SavedLeaf], read: Callable[[list[str]], Mapping[str, np.ndarray]]
+) -> list[np.ndarray]:
+    """Return the values of leaves, which are given by their names on the disk."""
+    arrays = read([name for name, leaf in leaves.items() if leaf.num_bytes])
     return [
-        arrays[next(names)].view(leaf.dtype) if leaf.num_bytes else np.zeros(leaf.shape, leaf.dtype)
-        for leaf in leaves
+        arrays[name].view(leaf.dtype) if leaf.num_bytes else np.zeros(leaf.shape, leaf.dtype)
+        for name, leaf in leaves.items()
     ]
 
 
@@ -143,12 +104,22 @@ def _leaf(name: str, x: Any) -> SavedLeaf:
         data = jax.eval_shape(jax.random.key_data, x)
         return SavedLeaf(name, data.shape, str(data.dtype), str(jax.random.key_impl(x)))
     dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
-    if dtype.hasobject:
-        raise TypeError(f"`{name}` is {x}, which no array can hold. Keep it outside the state.")
+    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct) and not _is_known(dtype):
+        text = f"`{name}` is {x}" if dtype.hasobject else f"`{name}` is an array of {dtype}"
+        raise TypeError(f"{text}, which no array of JAX can hold. Keep it outside the state.")
     return SavedLeaf(name, tuple(np.shape(x)), str(dtype), None)
 
 
-def _fits(saved: SavedLeaf, given: SavedLeaf) -> bool:
-    if saved.dtype != given.dtype:
-        given = given._replace(dtype=str(jax.dtypes.canonicalize_dtype(given.dtype)))
-    return saved == given
+def _is_known(dtype: np.dtype) -> bool:
+    try:
+        jax.typeof(np.empty(0, dtype))
+    except TypeError:
+        return False
+    return dtype != jax.dtypes.float0
+
+
+# Orbax does not know some types of few bits, which NumPy keeps in bytes.
+def _is_opaque(x: np.ndarray) -> bool:
+    return x.dtype.name in ("int1", "uint1", "uint2", "uint4", "float8_e4m3") or (
+        x.dtype.name.startswith("float6_")
+    )

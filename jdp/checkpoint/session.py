@@ -1,26 +1,28 @@
 """What a `Checkpointer` does between `restore` and `close`."""
 
+import contextlib
+import functools
 import logging
 import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from jdp import pytrees
 from jdp.checkpoint import directory
 from jdp.checkpoint.commit_memory import CommitMemory
-from jdp.checkpoint.restore import Restorable, Sources, latest, restored
+from jdp.checkpoint.edits import facts_of_program, require_unedited
+from jdp.checkpoint.restore import Latest, Sources, latest, position_of, restored
 from jdp.checkpoint.state_writer import checkpoint_writer, commit_writer
 from jdp.distributed import agree, in_flight, kv_store
-from jdp.distributed.checks import startup
 from jdp.distributed.checks.replicas import RanksDifferError, require_equal_copies
 from jdp.distributed.preemption import Preemption
 from jdp.worker import launcher_client, progress
 from jdp.worker.exit_codes import SAVED
+from jdp.worker.version import version
 
 _log = logging.getLogger("jdp")
 
@@ -34,34 +36,24 @@ _NOT_CLOSED = (
 )
 
 
-class Schedule(NamedTuple):
-    """How often a run writes its state, in steps, and how many checkpoints it keeps."""
-
-    commit_every: int
-    save_every: int
-    keep: int
-
-
 class Session:
-    """One run of this process: where it stands, and where that is written.
+    """One run of this process: its last state, and when and where that is written.
 
-    Args:
-      folder: of its checkpoints.
-      schedule: when it writes.
-      has_data: whether it has batches, whose position is written with the state.
-
-    Raises:
-      RuntimeError: if another session of this process commits, or there is no store.
-
-    Attributes:
-      steps: done, over all lives of the run.
-      has_data: as given.
-      is_over: whether it has ended.
+    `has_data`: it has batches, whose position is written with the state. `steps` are counted over
+    all lives of the run.
     """
 
-    def __init__(self, folder: directory.Folder, schedule: Schedule, *, has_data: bool) -> None:
+    def __init__(
+        self,
+        folder: directory.Folder,
+        *,
+        has_data: bool,
+        commit_every: int,
+        save_every: int,
+        keep: int,
+    ) -> None:
         self.steps, self.has_data, self.is_over = 0, has_data, False
-        self._folder, self._schedule = folder, schedule
+        self._folder, self._commit_every, self._save_every = folder, commit_every, save_every
         self._group, self._process = _all_processes(), jax.process_index()
         self._launcher = launcher_client.current()
         self._assigned = None if self._launcher is None else self._launcher.assignment
@@ -71,65 +63,108 @@ class Session:
             self._memory = CommitMemory(self._launcher.commit_file)
         self._identity: dict[str, Any] = {}  # of this life of the run, equal on all processes
         self._state: Any = None  # after the last step, as the position is
-        self._position: int | None = None
-        self._num_steps, self._saved_at = 0, -1
-        self._is_unsaved = False  # what was restored may be on no disk
-        self._is_held = False  # whether all hosts have a commit of this life, or the one before
-        self._ends: list[Callable[[], object]] = [folder.unlock]
+        self._data: dict[str, Any] = {"position": None}
+        self._num_steps = 0  # of this life
+        self._saved_at = -1  # step of the last checkpoint
+        self._is_unsaved = False  # whether the state that was restored may be on no disk
+        self._is_committed = False  # whether all hosts have a commit of this life or the last
+        self._ends = contextlib.ExitStack()
+        self._ends.callback(folder.unlock)
+        is_first = self._assigned is not None and self._assigned.local_id == 0
+        self._commits = commit_writer(self._memory, is_here=is_first)
+        self._saves = checkpoint_writer(folder, keep=keep, is_here=self._process == 0)
 
-    def restore(self, state: Any, batches: Any, resume: bool | None) -> Any:
-        """Return the state to go on from, and put the batches to where it stood."""
+    def restore(
+        self,
+        state: Any,
+        batches: Any,
+        resume: bool | None,
+        *,
+        keeps_missing: bool,
+        allows_edits: bool,
+    ) -> Any:
+        """Return the state to go on from, and set the batches to the position it has."""
         began = time.monotonic()
-        in_flight.begins_anew()
+        in_flight.accept_new_state()
+        sources, found = self._find(resume)
+        if found is not None:
+            require_right = functools.partial(require_unedited, allows_edits=allows_edits)
+            state = restored(
+                self._group,
+                found,
+                sources,
+                state,
+                batches,
+                keeps_missing=keeps_missing,
+                require=require_right,
+            )
+            self.steps = found.key.step
+            if found.key.is_commit:
+                self._is_unsaved, self._is_committed = True, not found.lacking
+        self.record(state, batches)
+        if self._memory:
+            self._commits.prepare_for(state)
+        self._preemption = Preemption()
+        self._ends.callback(self._preemption.stop_listening)
+        self._ends.callback(self._saves.end_thread)
+        self._ends.callback(self._commits.end_thread)
+        if self._launcher is not None:
+            tier, seconds = found.tier if found else "none", time.monotonic() - began
+            self._launcher.tell("restored", step=self.steps, tier=tier, s=seconds)
+        return state
+
+    def _find(self, resume: bool | None) -> tuple[Sources, Latest | None]:
+        """Return what this process and all of them could restore, and begin a life of the run."""
         with agree.propagating_errors(self._group, "while it looked for what to restore"):
             if self._process == 0:
                 # Processes before these have died, or stopped at SIGTERM.
                 is_later = self._assigned is not None and self._assigned.generation > 0
                 self._folder.lock(resumes=is_later)
             sources = Sources(self._folder, self._memory)
-        offer = sources.offer() | {"tag": secrets.token_hex(4), "resumes": self._resumes(resume)}
-        offers = agree.all_gather(self._group, offer, what="what there is to restore")
-        self._identify(1 + max(each["life"] for each in offers.values()), offers[0]["tag"])
-        found, resumes = latest(offers), offers[0]["resumes"]
-        if found is not None:
-            if not resumes:
-                raise RuntimeError(
-                    f"{self._folder.path} holds step {found.step} of an earlier run. To go on from "
-                    "there: jdp run --resume, JDP_RESUME=1 or Checkpointer(..., resume=True). To "
-                    "begin anew: another directory, or this one emptied."
-                )
-            state = restored(self._group, found, sources, state, batches)
-            self.steps = found.step
-        elif resumes and self._process == 0:
+        mine = {"keys": sources.keys, "life": sources.life, "torn": sources.torn}
+        mine |= {"tag": secrets.token_hex(4), "resumes": self._resumes(resume)}
+        offers = agree.all_gather(self._group, mine, what="what there is to restore")
+        self._identity = {
+            "directory": str(self._folder.path),
+            "life": 1 + max(each["life"] for each in offers.values()),
+            "tag": offers[0]["tag"],
+            "jdp": version(),
+            "jax": jax.__version__,
+            **facts_of_program(),
+        }
+        found = latest(offers, str(self._folder.path))
+        if found is not None and not offers[0]["resumes"]:
+            raise RuntimeError(
+                f"{self._folder.path} holds step {found.key.step} of an earlier run. To go on "
+                "from there: jdp run --resume, JDP_RESUME=1 or Checkpointer(..., resume=True). To "
+                "begin anew: another directory, or this one emptied."
+            )
+        if found is None and offers[0]["resumes"] and self._process == 0:
             _log.warning("jdp: nothing to resume in %s: this begins anew.", self._folder.path)
-        self.record(state, batches)
-        self._begin_writers(found)
-        if self._launcher is not None:
-            tier, seconds = found.tier if found else "none", time.monotonic() - began
-            self._launcher.tell("restored", step=self.steps, tier=tier, s=seconds)
-        return state
+        return sources, found
 
     def record(self, state: Any, batches: Any) -> None:
         """Record the state after the last step, and what the batches have handed out."""
         self._state = state
-        self._position = None if batches is None else int(batches.position)
+        self._data = position_of(batches)
 
     def count_step(self) -> None:
         """Count the step that led to the state, and commit or save it if it is time."""
         self._commits.raise_failure()
         self._saves.raise_failure()
+        progress.count_step()
         self.steps += 1
         self._num_steps += 1
         if self._num_steps == 1 and self._process == 0:
             warning = weakref.finalize(self, _log.warning, _NOT_CLOSED, self._folder.path)
-            self._ends.append(warning.detach)
+            self._ends.callback(warning.detach)
         if self._preemption.reached(self.steps):
             self._stop()
-        if self.steps % self._schedule.save_every == 0:
+        if self.steps % self._save_every == 0:
             self._begin_save()
-        if self._memory and (self.steps % self._schedule.commit_every == 0 or not self._is_held):
+        if self._memory and (self.steps % self._commit_every == 0 or not self._is_committed):
             self._commits.begin_write(self._state, self._facts())
-            self._is_held = True
+            self._is_committed = True
         if self._num_steps == _PREPARED_AFTER and self._process == 0:
             self._saves.prepare(directory.prepare)
 
@@ -160,23 +195,15 @@ class Session:
         if can_compare:
             self._require_equal_ranks()
 
+    def tell_closed(self) -> None:
+        """Report to the launcher that the last step is saved."""
+        if self._launcher is not None:
+            self._launcher.tell("closed", step=self.steps)
+
     def end_session(self) -> None:
         """Wait for what is being written, and let other runs use the directory."""
         self.is_over, self._state = True, None
-        while self._ends:
-            self._ends.pop(0)()
-
-    def _begin_writers(self, found: Restorable | None) -> None:
-        if found is not None and found.tier == "commit":
-            self._is_unsaved, self._is_held = True, not found.lacking
-        is_first = self._assigned is not None and self._assigned.local_id == 0
-        self._commits = commit_writer(self._memory, is_here=is_first)
-        self._saves = checkpoint_writer(
-            self._folder, keep=self._schedule.keep, is_here=self._process == 0
-        )
-        self._preemption = Preemption()
-        writers = [self._commits.end_thread, self._saves.end_thread]
-        self._ends = [*writers, self._preemption.stop_listening, *self._ends]
+        self._ends.close()
 
     def _begin_save(self) -> None:
         with progress.SAVING:
@@ -186,6 +213,7 @@ class Session:
 
     def _stop(self) -> None:
         self.save()
+        self.tell_closed()
         self.end_session()
         if self._process == 0:
             _log.warning(
@@ -196,13 +224,8 @@ class Session:
             )
         raise SystemExit(SAVED)
 
-    def _identify(self, life: int, tag: str) -> None:
-        written_by = {"jdp": startup.version(), "jax": jax.__version__}
-        run = {"directory": str(self._folder.path), "life": life, "tag": tag}
-        self._identity = {**run, **written_by}
-
     def _facts(self) -> dict[str, Any]:
-        return {**self._identity, "step": self.steps, "position": self._position}
+        return {**self._identity, "step": self.steps, **self._data}
 
     def _resumes(self, resume: bool | None) -> bool:
         if self._assigned is not None and self._assigned.resumes:

@@ -25,13 +25,8 @@ class StateWriter:
 
     A state is not written if a step that led to it went wrong. Each process then raises that when
     it writes the next state or before: here it would be raised on one of them alone. An interpreter
-    that ends waits for the state that is being written.
-
-    Args:
-      name: of the thread.
-      write: writes a state, in the thread.
-      is_here: whether this process writes; the others only help to gather.
-      reuse: whether the memory of a copy is kept for the next one, see `Snapshots`.
+    that ends waits for the state that is being written. Processes where `is_here` is false only
+    help to gather; `reuse` is that of `Snapshots`.
 
     >>> written = []
     >>> writer = StateWriter("example", lambda facts, values: written.append((facts, values)),
@@ -51,11 +46,7 @@ class StateWriter:
         self._job: Future[None] | None = None
 
     def begin_write(self, state: Any, facts: dict[str, Any]) -> None:
-        """Copy a state and begin to write it, when the one before is written.
-
-        Args:
-          state: may be donated afterwards.
-          facts: what JSON can hold. `leaves` is added: what the arrays are.
+        """Copy a state, which may then be donated, and begin to write it once the last is written.
 
         Raises:
           ValueError: if the state was donated.
@@ -67,17 +58,20 @@ class StateWriter:
         self._steps = in_flight.Unchecked()
         if taken is not None:
             facts = {**facts, "leaves": taken.leaves}
-            self._job = self._pool.submit(_write, self._write, facts, taken, self._steps)
+            self._job = self._pool.submit(self._write_taken, facts, taken, self._steps)
+
+    def prepare_for(self, state: Any) -> None:
+        """Take the memory of the first copy, in the thread: mapping it may take seconds."""
+        if self._is_here:
+            self._job = self._pool.submit(self._snapshots.reservation(state))
 
     def prepare(self, action: Callable[[], None]) -> None:
-        """Run an action in the thread, unless it is busy."""
-        if self._is_idle():
-            self.wait()
-            self._job = self._pool.submit(action)
+        """Run an action in the thread, before the next state is written."""
+        self._pool.submit(action)
 
     def raise_failure(self) -> None:
         """Raise the error of a state that could not be written; wait for nothing."""
-        if self._is_idle():
+        if self._job is not None and self._job.done():
             self.wait()
 
     def wait(self) -> None:
@@ -94,8 +88,12 @@ class StateWriter:
             _log.error("jdp: %s", error)
         self._pool.shutdown()
 
-    def _is_idle(self) -> bool:
-        return self._job is None or self._job.done()
+    def _write_taken(
+        self, facts: dict[str, Any], taken: Snapshot, steps: in_flight.Unchecked
+    ) -> None:
+        values = taken.fetch()
+        if not steps.went_wrong():
+            self._write(facts, values)
 
 
 def commit_writer(memory: CommitMemory | None, *, is_here: bool) -> StateWriter:
@@ -104,7 +102,7 @@ def commit_writer(memory: CommitMemory | None, *, is_here: bool) -> StateWriter:
     def write(facts: dict[str, Any], values: list[np.ndarray]) -> None:
         assert memory is not None
         memory.write(facts, pack(values))
-        progress.kept(facts["step"], "a commit in this host's memory")
+        progress.own.latest_kept = f"step {facts['step']} (a commit in this host's memory)"
 
     return StateWriter("jdp commit", write, is_here=is_here, reuse=True)
 
@@ -114,15 +112,7 @@ def checkpoint_writer(folder: Folder, *, keep: int, is_here: bool) -> StateWrite
 
     def write(facts: dict[str, Any], values: list[np.ndarray]) -> None:
         folder.write(facts["life"], facts["step"], facts, to_disk(facts["leaves"], values))
-        progress.kept(facts["step"], str(folder.path))
+        progress.own.latest_kept = f"step {facts['step']} ({folder.path})"
         folder.keep(keep)
 
     return StateWriter("jdp save", write, is_here=is_here, reuse=False)
-
-
-def _write(
-    write: Write, facts: dict[str, Any], taken: Snapshot, steps: in_flight.Unchecked
-) -> None:
-    values = taken.fetch()
-    if not steps.went_wrong():
-        write(facts, values)

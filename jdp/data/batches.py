@@ -1,26 +1,19 @@
-"""From rows to batches on the devices: read, split and placed ahead of time."""
+"""From a dataset or a loader to batches on the devices: what users call."""
 
-import inspect
-import weakref
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jdp.axis import AxisName
-from jdp.data.dataset import Read, reader, record_mask, with_mask
-from jdp.data.first_batch_check import first_batch
-from jdp.data.prefetch import prefetch as ahead
-from jdp.data.sampler import Run, Sampler
-from jdp.data.sharding import batch_sharding, process_rows
-from jdp.data.uneven_loops import hand_out_equally, raise_pending
-from jdp.distributed.mesh import current_mesh, num_ranks
+from jdp.data.dataset import reader
+from jdp.data.loops import Batches, Target, place
+from jdp.data.run import Run
+from jdp.data.sampler import Sampler
+from jdp.data.sharding import num_blocks
 from jdp.validation import int_at_least
-from jdp.worker import progress
 
 
 def batches(
@@ -37,7 +30,9 @@ def batches(
     axis_name: AxisName = "data",
     mesh: Mesh | None = None,
     prefetch: int = 2,
-) -> "Batches":
+    read_threads: int = 1,
+    allow: str | None = None,
+) -> Batches:
     """Read a dataset in batches that lie split over all ranks.
 
     Every row comes once per epoch, in the order of `Sampler`, which does not depend on the number
@@ -55,10 +50,12 @@ def batches(
     are then those of the rows that count, also where a rank has none.
 
     Args:
-      dataset: an array with rows as its first dim; a dict or tuple of such arrays, equally long
-        (NumPy, memory-mapped, JAX, or what else takes an array of row numbers); or anything with
-        `__len__` and `__getitem__` that gives one row, a tree of numbers and arrays of equal
-        shapes. Rows are read in a background thread. Transform them in `__getitem__`.
+      dataset: an array with rows as its first dim; a dict, mapping or tuple of such arrays, equally
+        long (NumPy, memory-mapped, JAX, h5py, columns of pandas, or any other that takes an array
+        of increasing row numbers); a DataFrame, as the dict of its columns; or anything with
+        `__len__` and `__getitem__` that returns one row, a tree of numbers and arrays of equal
+        shapes. Rows are read in a background thread, and copied: their memory may be used again.
+        Transform them in `__getitem__`.
       batch_size: rows of one batch over all ranks, of all processes, at least 1; without a mask a
         multiple of the number of ranks. Each process reads its own rows only.
       num_steps: number of batches, at least 1. Give this or `epochs`.
@@ -73,6 +70,11 @@ def batches(
       axis_name: the mesh axis or axes that split the batch.
       mesh: default: that of `jdp.init`, looked up when a loop begins.
       prefetch: number of batches to place ahead; 0 reads in the caller's thread.
+      read_threads: how many threads call the `__getitem__` that returns one row, at least 1. More
+        than 1 is for reading that waits (disk, network) or decodes outside of the GIL, and for a
+        `__getitem__` that several threads may call at once. The order stays the same.
+      allow: "new data" lets a run go on with another number of rows, `seed` or `shuffle` than it
+        began with, from the same position of the new stream. Default: that is an error.
 
     Returns:
       The batches, trees of `jax.Array`, for a `for` loop. See `Batches`.
@@ -90,13 +92,15 @@ def batches(
     [0 1 2] [ True  True  True]
     [3 4 4] [ True  True False]
     """
-    num_rows, read = reader(dataset)
+    num_rows, read = reader(dataset, int_at_least("read_threads", read_threads, least=1))
     sampler = Sampler(num_rows, batch_size, seed=seed, shuffle=shuffle)
     run = Run.planned(num_rows, sampler.batch_size, num_steps, epochs, tail, mask)
-    target = _Target(axis_name, mesh, int_at_least("prefetch", prefetch, least=0))
+    target = Target(axis_name, mesh, int_at_least("prefetch", prefetch, least=0))
+    if allow not in (None, "new data"):
+        raise ValueError(f'allow={allow!r}: write "new data", or leave it out.')
     if mesh is not None:
-        run.padded_size(target.num_ranks())
-    result = Batches(read, sampler, run, target)
+        run.padded_size(num_blocks(target.sharding()))
+    result = Batches(read, sampler, run, target, allow)
     result.position = position
     return result
 
@@ -138,148 +142,8 @@ def shard_batches(
     >>> [batch["x"].tolist() for batch in placed]
     [[0, 0], [1, 1]]
     """
-    target = _Target(axis_name, mesh, int_at_least("prefetch", prefetch, least=0))
-    return _place(_copies(loader), target)
-
-
-class Batches:
-    """The batches of one run, from `position` to its end.
-
-    A `for` loop goes on at `position`: after a `break` the next loop continues with the next batch.
-    Once the end was reached another loop is an error, unless `position` is set: to 0 for the same
-    batches again. Only one loop runs at a time; a new one ends the one before.
-
-    `close`, also by `with`, ends a loop and its background thread.
-    """
-
-    def __init__(self, read: Read, sampler: Sampler, run: Run, target: "_Target") -> None:
-        self._read, self._sampler, self._run, self._target = read, sampler, run, target
-        self._position = 0
-        self._handed_out = False  # something, since the position was set
-        self._current: weakref.ref[Generator[Any, None, None]] | None = None
-
-    @property
-    def position(self) -> int:
-        """Rows that were handed out since the run began; those read ahead do not count.
-
-        Save it after the step that used the batch. Set it, outside a loop, to continue there, also
-        with another batch size or on another number of ranks.
-        """
-        return self._position
-
-    @position.setter
-    def position(self, rows: int) -> None:
-        if self._loop() is not None:
-            raise RuntimeError(
-                f"position cannot be set to {rows} while a loop runs over these batches: some are "
-                "already read ahead. Leave the loop, or call close() first."
-            )
-        self._position = int_at_least("position", rows, least=0)
-        self._handed_out = False
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next row, from 0 on."""
-        return self._position // self._sampler.num_rows
-
-    def __len__(self) -> int:
-        """The number of batches of the whole run, wherever the position is."""
-        return self._run.num_batches
-
-    def __iter__(self) -> Iterator[Any]:
-        self.close()
-        if self._handed_out and not self._run.next_rows(self._position):
-            raise RuntimeError(
-                f"all {len(self)} batches of this run were handed out, and another loop would get "
-                "none. To train for longer ask for more epochs or num_steps, so that each epoch "
-                "has an order of its own. To go through the same batches again set position = 0."
-            )
-        loop = self._hand_out()
-        self._current = weakref.ref(loop)
-        return loop
-
-    def close(self) -> None:
-        """End the loop over these batches, if there is one, and its thread; the position stays."""
-        loop = self._loop()
-        if loop is not None:
-            loop.close()
-
-    def __enter__(self) -> "Batches":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    # A weak reference only: leaving a `for` loop must be what ends its generator.
-    def _loop(self) -> Generator[Any, None, None] | None:
-        loop = None if self._current is None else self._current()
-        return loop if loop and inspect.getgeneratorstate(loop) != inspect.GEN_CLOSED else None
-
-    def _hand_out(self) -> Generator[Any, None, None]:
-        size = self._run.padded_size(self._target.num_ranks())
-        mine = process_rows(self._target.sharding(), size)
-        host_batches = _read(self._read, self._sampler, self._run, self._position, size, mine)
-        facts = f"{self._sampler}, {self._run}, position={self._position}"
-        with closing(_place(host_batches, self._target, facts)) as placed:
-            for batch in placed:
-                self._position += self._run.next_rows(self._position)
-                self._handed_out = True
-                if self._run.has_mask:
-                    record_mask(batch)
-                yield batch
-
-
-class _Target(NamedTuple):
-    axis_name: AxisName
-    mesh: Mesh | None
-    prefetch: int
-
-    def sharding(self) -> NamedSharding:
-        return batch_sharding(self._mesh(), self.axis_name)
-
-    def num_ranks(self) -> int:
-        self.sharding()  # refuses a mesh without that axis
-        return num_ranks(self._mesh(), self.axis_name)
-
-    def _mesh(self) -> Mesh:
-        return current_mesh() if self.mesh is None else self.mesh
-
-
-def _read(
-    read: Read, sampler: Sampler, run: Run, position: int, size: int, mine: np.ndarray
-) -> Iterator[Any]:
-    while run.next_rows(position):
-        rows, count = run.batch(sampler, position, size)
-        batch = read(rows[mine])
-        yield with_mask(batch, mine < count) if run.has_mask else batch
-        position += count
-
-
-def _place(
-    host_batches: Iterator[Any], target: _Target, facts: str = ""
-) -> Generator[Any, None, None]:
-    sharding = target.sharding()
-    with progress.DATA:
-        raise_pending()
-        begin = first_batch(host_batches, sharding, facts)
-    if begin is not None:
-        first, layout = begin
-        placed = ahead(map(layout.place, chain([first], host_batches)), target.prefetch)
-        yield from _in_data_phase(hand_out_equally(placed, sharding))
-
-
-_END = object()
-
-
-# The hang detector then sees that this process waits for data, and not for another process.
-def _in_data_phase(batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
-    with closing(batches):
-        while True:
-            with progress.DATA:
-                batch = next(batches, _END)
-            if batch is _END:
-                return
-            yield batch
+    target = Target(axis_name, mesh, int_at_least("prefetch", prefetch, least=0))
+    return place(_copies(loader), target)
 
 
 # JAX may use the memory of a NumPy array as a CPU device's, without a copy and whatever `may_alias`

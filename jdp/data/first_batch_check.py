@@ -1,7 +1,5 @@
 """Before a loop begins: do all processes bring batches that fit together?"""
 
-import hashlib
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -15,12 +13,14 @@ _TEXT_CHARACTERS = 600
 
 
 class FirstBatch(NamedTuple):
-    """What one process says about its first batch."""
+    """The report of one process about its first batch."""
 
-    state: str  # "batch", "end" (there is none) or "error"
     digest: str  # equal if all but the number of rows is
     rows_per_rank: int
     text: str
+
+
+_NO_BATCH = FirstBatch("", 0, "no batches")
 
 
 def first_batch(
@@ -43,61 +43,44 @@ def first_batch(
       ValueError: if the layout is wrong, or the processes' layouts or facts differ.
       RuntimeError: if another process failed to make its first batch, or does not come here.
     """
-    found, error, report = None, None, FirstBatch("end", "", 0, "no batches")
-    try:
+    assert isinstance(sharding.mesh, Mesh)
+    peers, found, report = agree.peers(sharding.mesh), None, _NO_BATCH
+    with agree.propagating_errors(peers, "while it made its first batch"):
         for batch in batches:
             found = batch, Layout.of(batch, sharding)
             report = _report(found[1], facts)
             break
-    except Exception as failure:
-        error, report = failure, FirstBatch("error", "", 0, repr(failure))
-    report = report._replace(text=report.text[:_TEXT_CHARACTERS])
-    assert isinstance(sharding.mesh, Mesh)
-    gathered = agree.all_gather(agree.peers(sharding.mesh), report, what="first batches")
-    if error is None:
-        require_agreement({process: FirstBatch(*each) for process, each in gathered.items()})
-    if error is not None:
-        raise error
+    gathered = agree.all_gather(peers, report, what="first batches")
+    require_agreement({process: FirstBatch(*each) for process, each in gathered.items()})
     return found
 
 
 def require_agreement(reports: Mapping[int, FirstBatch]) -> None:
-    """Compare the reports of all processes, by index.
+    """Raise ValueError, naming a process that differs from most, if the reports differ.
 
-    Raises:
-      ValueError: if they differ; names one that differs from most.
-      RuntimeError: if a process reports an error.
-
-    >>> same = FirstBatch("batch", "3f", 2, "x float32[4, 8]")
+    >>> same = FirstBatch("3f", 2, "x float32[4, 8]")
     >>> require_agreement({0: same, 1: same, 2: same._replace(rows_per_rank=3)})
     Traceback (most recent call last):
     ValueError: process 2 begins with 3 rows per rank ...
     """
-    for process, report in reports.items():
-        if report.state == "error":
-            text = (
-                f"process {process} could not make its first batch, so no process can begin: "
-                f"{report.text}"
-            )
-            raise RuntimeError(with_code("JDP208", text))
-    kinds = {process: report[:3] for process, report in reports.items()}
-    usual = Counter(kinds.values()).most_common(1)[0][0]
-    odd = next((process for process, kind in kinds.items() if kind != usual), None)
-    if odd is not None:
-        like = next(process for process, kind in kinds.items() if kind == usual)
-        text = (
-            f"process {odd} begins with {reports[odd].rows_per_rank} rows per rank "
-            f"({reports[odd].text}), process {like} with {reports[like].rows_per_rank} "
-            f"({reports[like].text}): a step hangs or goes wrong unless its ranks hold equally "
-            "many rows of the same shapes and dtypes. Give every process the same arguments, and "
-            "equally many rows per rank."
-        )
-        raise ValueError(with_code("JDP209", text))
+    kinds = {process: report[:2] for process, report in reports.items()}
+    pair = agree.odd_one(kinds)
+    if pair is None:
+        return
+    odd, usual = pair
+    text = (
+        f"process {odd} begins with {reports[odd].rows_per_rank} rows per rank "
+        f"({reports[odd].text}), process {usual} with {reports[usual].rows_per_rank} "
+        f"({reports[usual].text}): a step hangs or goes wrong unless its ranks hold equally many "
+        "rows of the same shapes and dtypes. Give every process the same arguments, and equally "
+        "many rows per rank."
+    )
+    raise ValueError(with_code("JDP209", text))
 
 
 def _report(layout: Layout, facts: str) -> FirstBatch:
     per_rank = layout.sharding.shard_shape((layout.num_rows,))[0]
-    rows = [leaf._replace(shape=leaf.shape[1:]) for leaf in layout.leaves]
-    same = repr((facts, str(layout.treedef), [str(row) for row in rows]))
+    rows = [str(leaf._replace(shape=leaf.shape[1:])) for leaf in layout.leaves]
     text = ", ".join(filter(None, [facts, *map(str, layout.leaves)]))
-    return FirstBatch("batch", hashlib.sha256(same.encode()).hexdigest(), per_rank, text)
+    digest = agree.digest([facts, str(layout.treedef), *rows])
+    return FirstBatch(digest, per_rank, text[:_TEXT_CHARACTERS])

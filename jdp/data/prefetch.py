@@ -2,15 +2,16 @@
 
 import atexit
 import threading
+import time
 import weakref
 from collections.abc import Generator, Iterable, Iterator
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# How long close() waits for the item that the thread is making. A loader that hangs must not hang
-# whoever leaves the loop; the thread then ends by itself after that item, if ever.
+# How long the end of a loop waits for the item that the thread is making. A loader that hangs must
+# not hang the program that leaves the loop; its thread then ends after that item, if ever.
 JOIN_TIMEOUT_S = 5.0
 
 
@@ -31,29 +32,41 @@ def prefetch(items: Iterable[T], depth: int) -> Generator[T, None, None]:
     if depth == 0:
         yield from items
         return
-    ahead = _Ahead(iter(items), depth)
+    # The thread must not know this generator: a thread that waits would keep it alive for ever.
+    producer = _Producer(iter(items), depth)
+    producer.start()
+    _running.add(producer)
     try:
-        yield from ahead
+        yield from producer
     finally:
-        ahead.close()
+        if producer.ask_to_end():
+            producer.join(JOIN_TIMEOUT_S)
 
 
-class _Ahead(Iterator[T], Generic[T]):
-    def __init__(self, items: Iterator[T], depth: int) -> None:
+class _Producer(threading.Thread):
+    def __init__(self, items: Iterator[Any], depth: int) -> None:
+        super().__init__(name="jdp-prefetch", daemon=True)
+        self._items = items
         self._ready: SimpleQueue[tuple[Any, BaseException | None] | None] = SimpleQueue()
         self._free = threading.Semaphore(depth)
-        self._stop = threading.Event()
-        # The thread must not know this object: a thread that waits would keep it alive for ever.
-        self._thread = threading.Thread(
-            target=_produce,
-            args=(items, self._ready, self._free, self._stop),
-            name="jdp-prefetch",
-            daemon=True,
-        )
-        self._thread.start()
-        _running.add(self)
+        self._is_asked = threading.Event()
 
-    def __next__(self) -> T:
+    def run(self) -> None:
+        try:
+            # The slot comes before the item, so that no more than `depth` exist at any time: each
+            # may be a batch in device memory.
+            while self._free.acquire() and not self._is_asked.is_set():
+                self._ready.put((next(self._items), None))
+        except StopIteration:
+            pass
+        except BaseException as error:
+            self._ready.put((None, error))
+        self._ready.put(None)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
         ready = self._ready.get()
         if ready is None:
             raise StopIteration
@@ -66,38 +79,22 @@ class _Ahead(Iterator[T], Generic[T]):
         finally:
             del ready, error  # else this frame, in the traceback of `error`, holds `error`
 
-    def close(self) -> None:
-        if self._stop.is_set():  # while the interpreter ends, `threading` may be gone already
-            return
-        self._stop.set()
+    def ask_to_end(self) -> bool:
+        """Ask the thread to end after its item, and return whether there is a reason to wait."""
+        if self._is_asked.is_set():  # while the interpreter ends, `threading` may be gone already
+            return False
+        self._is_asked.set()
         self._free.release()
-        if self._thread is not threading.current_thread():  # the garbage collector runs anywhere
-            self._thread.join(JOIN_TIMEOUT_S)
+        return self is not threading.current_thread()  # the garbage collector runs anywhere
 
 
-# Takes the slot before it makes the item, so that no more than `depth` exist at any time: each may
-# be a batch in device memory.
-def _produce(
-    items: Iterator[Any],
-    ready: "SimpleQueue[tuple[Any, BaseException | None] | None]",
-    free: threading.Semaphore,
-    stop: threading.Event,
-) -> None:
-    try:
-        while free.acquire() and not stop.is_set():
-            ready.put((next(items), None))
-    except StopIteration:
-        pass
-    except BaseException as error:
-        ready.put((None, error))
-    ready.put(None)
-
-
-_running: "weakref.WeakSet[_Ahead[Any]]" = weakref.WeakSet()
+_running: "weakref.WeakSet[_Producer]" = weakref.WeakSet()
 
 
 # A thread that still puts batches on devices while the interpreter shuts down makes it abort.
 @atexit.register
-def _close_all() -> None:
-    for ahead in list(_running):
-        ahead.close()
+def _end_all() -> None:
+    waiting = [producer for producer in list(_running) if producer.ask_to_end()]
+    end = time.monotonic() + JOIN_TIMEOUT_S
+    for producer in waiting:
+        producer.join(max(0.0, end - time.monotonic()))

@@ -7,20 +7,21 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Generator, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jdp.collectives.cpu import runtime as cpu_runtime
+from jdp.data.loop_ends import LoopEnd, Problem, problem_of
 from jdp.distributed import agree, kv_store
 from jdp.distributed.fail_fast import OtherFailedError, leave_if_failed
 from jdp.error_codes import with_code
 from jdp.worker import progress
 
-# How long a process has, once it is known that the loops differ, to come for its next batch, where
-# it is told: then its waits for other ranks are ended, and, if that does not help, the process.
+# Once it is known that the loops differ, a process has this long to come for its next batch, where
+# the error is raised: then its waits for other ranks are ended, and if that does not help, itself.
 GRACE_S, LAST_GRACE_S = 1.0, 3.0
 
 # A thread inside of the store's client when the interpreter shuts down aborts the process, so it
@@ -33,22 +34,16 @@ _TEXT_CHARACTERS = 600
 def hand_out_equally(
     batches: Generator[Any, None, None], sharding: NamedSharding
 ) -> Generator[Any, None, None]:
-    """Hand out batches, and find out if another process hands out more or fewer.
+    """Hand out this process's batches, and find a process that hands out more of them, or fewer.
 
-    Handing out a batch takes no word between processes. The first process to end its loop tells all
-    others after how many batches; the last one to end it says that all did so equally. All
-    processes must come here in the same order.
-
-    Args:
-      batches: this process's, as they are handed out.
-      sharding: that of the batches; its mesh says which processes take part.
+    All processes come here in the same order. They exchange nothing until one ends its loop.
 
     Raises:
       ValueError: where the next batch is asked for, on every process, if one has ended or left its
-        loop after another number of batches; stderr has it at once. A process may not come there,
-        for it waits in a step that the others do not run: `runtime.abort` ends its wait, and where
-        that does not, since the step reduces by psum, the process ends with exit code 1. One that
-        has left its loop is told in its next loop, or when it ends. The run cannot go on.
+        loop after another number of batches; stderr has it at once. A process that does not come
+        there, since it waits in a step that the others do not run, is freed by `runtime.abort`, or
+        ends with exit code 1 if its step reduces by psum. A process that has left its loop gets
+        the error in its next loop, or when the program ends. The run cannot go on.
       RuntimeError: likewise if `batches` raises on another process; or if a process does not end
         its loop for `agree.timeout_s()` after this one.
     """
@@ -57,76 +52,20 @@ def hand_out_equally(
     if len(peers) == 1:
         yield from batches
         return
-    with contextlib.closing(batches), _Loop(peers) as loop:
-        while (handed_out := loop.next(batches)) is not None:
-            yield handed_out[0]
-
-
-def raise_pending() -> None:
-    """Raise what was found out about a loop after this process had left it."""
-    for loop in list(_running):
-        loop.raise_problem()
-
-
-class LoopEnd(NamedTuple):
-    """How a process ended its loop.
-
-    >>> print(LoopEnd(1, 9, "end"))
-    process 1 ended its loop after 9 batches
-    """
-
-    process: int
-    num_batches: int  # handed out
-    how: str  # "end", "left", "error", or "on" if it did not
-    text: str = ""
-
-    def __str__(self) -> str:
-        if self.how == "error":
-            return f"process {self.process} could not make batch {self.num_batches + 1}"
-        if self.how == "on":
-            return f"process {self.process} went on to batch {self.num_batches}"
-        how = "ended its loop" if self.how == "end" else "left its loop (break or an error)"
-        return f"process {self.process} {how} after {self.num_batches} batches"
-
-
-class Problem(NamedTuple):
-    """Why no process can go on."""
-
-    is_failure: bool  # of one process's loader
-    text: str
-
-
-def problem_of(first: LoopEnd, mine: LoopEnd) -> Problem | None:
-    """Compare the first end of a loop with what another process did.
-
-    Args:
-      first: how the first process ended its loop.
-      mine: how this one did; `how` is "on" where it goes on, `num_batches` what it asked for.
-
-    >>> print(problem_of(LoopEnd(0, 9, "end"), LoopEnd(1, 10, "on")).text)  # doctest: +ELLIPSIS
-    process 0 ended its loop after 9 batches, but process 1 went on to batch 10: each step ...
-    """
-    for end in (mine, first):
-        if end.how == "error":
-            text = f"{end}, so no process can go on: {end.text}"
-            return Problem(True, with_code("JDP208", text))
-    if mine.num_batches == first.num_batches:
-        return None
-    if mine.how == "on" and mine.num_batches < first.num_batches:
-        return None
-    text = (
-        f"{first}, but {mine}: each step needs the rows of all ranks. Give every process equally "
-        "many batches, such as itertools.islice(loader, n) with the smallest number of all, and "
-        "leave a loop early on all processes or on none."
-    )
-    return Problem(False, with_code("JDP210", text))
+    loop = _Loop(peers)
+    with contextlib.closing(batches):
+        try:
+            while (handed_out := loop.next(batches)) is not None:
+                yield handed_out[0]
+        finally:
+            loop.end("left")
 
 
 class _Loop:
-    """One loop of this process: what it handed out, and what is known of the others'.
+    """One loop of this process, and what is known of the other processes' loops.
 
     In the store, below a name that all processes give this loop: "first", the first `LoopEnd`; a
-    note of each process whose loop ended equally; "verdict", once that is all or one differs.
+    note of each process whose loop ended equally; "verdict", once there are all notes or a problem.
     """
 
     def __init__(self, peers: tuple[int, ...]) -> None:
@@ -142,18 +81,12 @@ class _Loop:
         self._num_batches = 0  # handed out
         self._mine: LoopEnd | None = None  # how the loop ended here, or that it goes too far
         self._first: LoopEnd | None = None
-        self._said = False
+        self._is_compared = False
         self._problem: Problem | None = None
         self._settled, self._raised, self._stop = (threading.Event() for _ in range(3))
         self._thread = threading.Thread(target=self._watch, name="jdp-lockstep", daemon=True)
         _running.add(self)
         self._thread.start()
-
-    def __enter__(self) -> "_Loop":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.end("left")
 
     def next(self, batches: Iterator[Any]) -> tuple[Any] | None:
         """Return the next batch, or None if no process has one."""
@@ -165,14 +98,14 @@ class _Loop:
             return None
         except Exception as error:
             self.end("error", repr(error)[:_TEXT_CHARACTERS])
-            with self._failing():
+            with self._propagating_errors():
                 raise
         with self._lock:
             if self._first is None or self._num_batches < self._first.num_batches:
                 self._num_batches += 1
                 return (batch,)
             self._mine = LoopEnd(self._me, self._num_batches + 1, "on")
-        self._say()
+        self._compare()
         self._wait_for_others()
         raise AssertionError(f"{self._mine}, and no process had ended")
 
@@ -186,7 +119,7 @@ class _Loop:
             self._raised.set()  # the error itself
         if self._first is None and kv_store.offer(f"{self._prefix}/first", json.dumps(mine)):
             self._first = mine
-        self._say()
+        self._compare()
 
     def stop(self) -> None:
         """End the loop, for the program ends, and learn how the others end theirs."""
@@ -199,35 +132,33 @@ class _Loop:
             self._thread.join()
 
     def raise_problem(self) -> None:
-        """Raise what is wrong, if something is and this process was not told."""
+        """Raise the problem, if there is one and it was not raised yet."""
         if self._problem is not None and not self._raised.is_set():
             self._raised.set()
-            with self._failing():
+            with self._propagating_errors():
                 raise (OtherFailedError if self._problem.is_failure else ValueError)(
                     self._problem.text
                 )
 
     # A process that has left the loop may wait for this one, to begin its next loop.
-    def _failing(self) -> contextlib.AbstractContextManager[None]:
+    def _propagating_errors(self) -> contextlib.AbstractContextManager[None]:
         return agree.propagating_errors(self._peers, "in a loop over batches")
 
-    # Once both are known: the first end, and what this process did, unless it is still behind.
-    def _say(self) -> None:
+    # Once both are known: the first end, and the end of this process, or that it went too far.
+    def _compare(self) -> None:
         with self._lock:
-            if self._said or self._first is None:
+            if self._is_compared or self._first is None:
                 return
             mine = self._mine or LoopEnd(self._me, self._num_batches, "on")
             problem = problem_of(self._first, mine)
             if problem is None and mine.how == "on":
                 return
-            self._said = True
+            self._is_compared = True
         if problem is None:
             kv_store.put(f"{self._prefix}/notes/{self._me}", "")
             if self._missing():
                 return
-            kv_store.delete(
-                f"{self._prefix}/"
-            )  # The last one sees all notes; nobody needs them now.
+            kv_store.delete(f"{self._prefix}/")  # The last process sees all notes.
         kv_store.offer(f"{self._prefix}.verdict", json.dumps(problem))
 
     def _missing(self) -> list[int]:
@@ -249,27 +180,27 @@ class _Loop:
     def _watch(self) -> None:
         try:
             # The one that ended first knows, and "first" may be gone by the time that it looks.
-            while self._first is None and not self._stop.is_set():
-                first = kv_store.get(f"{self._prefix}/first", timeout_s=_POLL_S)
-                if first is not None:
-                    with self._lock:
-                        self._first = LoopEnd(*json.loads(first))
-            self._say()
-            verdict = None
-            while verdict is None and not self._stop.is_set():
-                verdict = kv_store.get(f"{self._prefix}.verdict", timeout_s=_POLL_S)
-            problem = None if verdict is None else json.loads(verdict)
+            first = self._wait_for(f"{self._prefix}/first", unless=lambda: self._first is not None)
+            if first is not None:
+                with self._lock:
+                    self._first = LoopEnd(*first)
+            self._compare()
+            if problem := self._wait_for(f"{self._prefix}.verdict"):
+                self._problem = Problem(*problem)
         except Exception as error:  # of the store, which is gone, and the run with it
             text = f"the loops of the processes cannot be compared any more: {error!r}"
             self._problem = Problem(True, text)
-            problem = None
-        if problem is None:
+        if self._problem is None:
             _running.discard(self)
-            self._settled.set()
-        else:
-            self._problem = Problem(*problem)
-            self._settled.set()
+        self._settled.set()
+        if self._problem is not None:
             self._get_out(self._problem.text)
+
+    def _wait_for(self, key: str, unless: Callable[[], bool] = lambda: False) -> Any:
+        text = None
+        while text is None and not unless() and not self._stop.is_set():
+            text = kv_store.get(key, timeout_s=_POLL_S)
+        return None if text is None else json.loads(text)
 
     # This process may wait in a step that the others do not run.
     def _get_out(self, problem: str) -> None:
@@ -281,10 +212,10 @@ class _Loop:
             cpu_runtime.abort(problem)
         if self._first is None or self._num_batches <= self._first.num_batches:
             return
-        was_told = self._raised.wait(LAST_GRACE_S)
+        was_raised = self._raised.wait(LAST_GRACE_S)
         # Another process's abort may have got it out before its place was looked at.
         has_left = self._mine is not None and self._mine.how == "left"
-        is_out = was_told or has_left or self._stop.is_set()
+        is_out = was_raised or has_left or self._stop.is_set()
         if not is_out and self._place() == place:
             print(f"jdp: process {self._me} still waits, and ends.", file=sys.stderr, flush=True)
             _exit()
@@ -293,6 +224,12 @@ class _Loop:
     def _place(self) -> Any:
         frame = sys._current_frames().get(self._runner)
         return frame and (id(frame), frame.f_lasti)
+
+
+def raise_pending() -> None:
+    """Raise the problem of a loop that this process had left before it was found."""
+    for loop in list(_running):
+        loop.raise_problem()
 
 
 _num_loops: Counter[str] = Counter()

@@ -40,7 +40,7 @@ def run(options: Options) -> int:
         outcome = asyncio.run(_run(options, resources, address, listener))
     finally:
         try:
-            resources.close()
+            resources.release()
         except TimeoutError as error:
             _say(str(error))
     if outcome.why:
@@ -56,27 +56,27 @@ async def _run(
 ) -> Outcome:
     loop = asyncio.get_running_loop()
     bug: asyncio.Future[Outcome] = loop.create_future()
-    loop.set_exception_handler(lambda loop, context: _note_bug(bug, context))
+    loop.set_exception_handler(lambda loop, context: _record_bug(bug, context))
     token = options.token or secrets.token_hex(16)
     leader = Leader(options, token, listener, resources.say) if listener is not None else None
     host = Host(options, token, address, resources, leads=leader is not None)
     if leader is not None:
-        leader.home = host.id
+        leader.members.home = host.id
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             loop.add_signal_handler(number, host.stop, number)
-    loop.add_signal_handler(signal.SIGQUIT, host.dump)  # Ctrl-\: where is everybody?
+    loop.add_signal_handler(signal.SIGQUIT, host.show_stacks)  # Ctrl-\
     try:
         await asyncio.wait([host.over, bug], return_when=asyncio.FIRST_COMPLETED)
         outcome = host.over.result() if host.over.done() else bug.result()
         if leader is not None:
-            await leader.close(*outcome)
+            await leader.finish_run(*outcome)
         return outcome
     finally:
-        await host.close()
+        await host.leave()
 
 
-# Where the hosts meet, and a socket that listens there if this launcher leads.
+# The address where the hosts meet, and a socket that listens there if this launcher leads.
 def _rendezvous(options: Options) -> tuple[tuple[str, int], socket.socket | None]:
     if options.nnodes[1] == 1 or options.rdzv_endpoint is None:
         return _listening(("127.0.0.1", 0))
@@ -87,18 +87,18 @@ def _rendezvous(options: Options) -> tuple[tuple[str, int], socket.socket | None
     try:
         return _listening(_address_here(*address))
     except OSError as error:
-        # Not an address of this host, or another launcher of it leads.
+        # The address is of another host, or another launcher of this host leads.
         if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE) and options.node_rank is None:
             return address, None
         text = (
-            f"host 0 leads, and can't listen at {options.rdzv_endpoint}: {error.strerror}. Give "
-            "--rdzv-endpoint an address of this host and a port that is free."
+            f"host 0 leads, and cannot listen at {options.rdzv_endpoint}: {error.strerror}. Give "
+            "--rdzv-endpoint an address of this host and a free port."
         )
         raise ValueError(with_code("JDP310", text)) from error
 
 
-# What to listen at when the others know this host by `name`. Many hosts take their own name for a
-# loopback address, where nobody finds them, or can't resolve it yet: then at all addresses.
+# The address to listen at when the others know this host by `name`. Many hosts resolve their own
+# name to a loopback address, which no other host can reach, or not at all: then all addresses, "".
 def _address_here(name: str, port: int) -> tuple[str, int]:
     try:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0]
@@ -115,8 +115,8 @@ def _listening(address: tuple[str, int]) -> tuple[tuple[str, int], socket.socket
     return ("127.0.0.1" if own == "0.0.0.0" else own, port), listener
 
 
-# A daemon may have closed them. What is opened next would take their numbers, and lose them in the
-# processes, where these are pipes.
+# A daemon may have closed them. The next files would get their descriptors, which are pipes in the
+# processes.
 def _open_standard_streams() -> None:
     while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -125,13 +125,13 @@ def _open_standard_streams() -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w")
 
 
-# What was raised in a callback would otherwise only be logged, and the run would go on for ever.
-def _note_bug(bug: asyncio.Future[Outcome], context: dict) -> None:
+# Otherwise asyncio would only log an error of a callback, and the run would go on for ever.
+def _record_bug(bug: asyncio.Future[Outcome], context: dict) -> None:
     if not bug.done():
         bug.set_exception(context.get("exception") or RuntimeError(context["message"]))
 
 
-# Where there are no logs yet, or no more.
+# Before the logs are opened, and after they are closed.
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):
         print(f"jdp run: {text}", file=sys.stderr, flush=True)

@@ -1,16 +1,13 @@
-"""Values that a step reports: means, sums and rows over all ranks."""
+"""Means and sums over ranks, and outputs for each row, as an author writes them in a step."""
 
-import functools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import axis, collectives, pytrees
+from jdp import axis, pytrees
 from jdp.axis import AxisName
 from jdp.reduction import row_weight, step_context, weighted_sum
 
@@ -167,182 +164,6 @@ def rows(x: Any) -> Any:
     return jax.tree.map(lambda leaf: Rows(leaf, jnp.ndim(leaf)), x)
 
 
-def take_rows(tree: Any) -> tuple[Any, list[jax.Array]]:
-    """Take the values of `rows` out of a tree; `pytrees.put_nodes` puts them back.
-
-    Raises:
-      ValueError: if a scan or vmap has stacked them since: rows are no longer their first dim.
-    """
-    for leaf in jax.tree.leaves(tree, is_leaf=is_rows):
-        if is_rows(leaf) and jnp.ndim(leaf.values) != leaf.num_dims:
-            raise ValueError(
-                f"jdp.rows(x) marked an array of {leaf.num_dims} dim(s), and a scan or vmap "
-                f"stacked it to {jnp.result_type(leaf.values)}{list(jnp.shape(leaf.values))}: its "
-                "first dim is no longer this rank's rows, so that the outputs cannot be put in the "
-                "order of the rows. Return x itself from the scan or vmap, move its rows to the "
-                "first dim, and return jdp.rows(x) from the step."
-            )
-    return pytrees.take_nodes(tree, is_rows)
-
-
-def unmarked(tree: Any) -> Any:
-    """Replace every `rows` of a tree by its plain array."""
-    return jax.tree.map(lambda x: x.values if is_rows(x) else x, tree, is_leaf=is_rows)
-
-
 def is_rows(x: Any) -> bool:
     """Whether a node of a tree was made by `rows`."""
     return isinstance(x, Rows)
-
-
-def require_numbers(tree: Any) -> None:
-    """Refuse metrics that a compiled step cannot return.
-
-    Raises:
-      TypeError: naming the first one that is not an array or a number, or is a float scalar of 8
-        bits or fewer.
-    """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not pytrees.is_array(leaf) and not hasattr(leaf, "__jax_array__"):
-            raise TypeError(
-                f"`metrics{jax.tree_util.keystr(path)}` is {leaf!r}, of type "
-                f"{type(leaf).__name__}, but a compiled step returns only arrays and numbers. "
-                "Leave it out, and add it to the metrics after the call of the step."
-            )
-        if not jnp.shape(leaf) and pytrees.is_tiny_float(jnp.result_type(leaf)):
-            raise TypeError(
-                f"`metrics{jax.tree_util.keystr(path)}` is {jnp.result_type(leaf)}[], but float "
-                "scalars are averaged over ranks, and 8 bits are too few for a mean. Cast it to "
-                "float32."
-            )
-
-
-def float_scalars(tree: Any) -> list[jax.Array]:
-    """Return the leaves that `averaged` averages."""
-    return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if _is_float_scalar(leaf)]
-
-
-def with_own(tree: Any, own: Sequence[jax.Array], is_uniform: Sequence[bool]) -> Any:
-    """Put back what was the same on every rank before it was averaged, to the bit.
-
-    Args:
-      tree: what `averaged` gave.
-      own: the `float_scalars` of what it was given.
-      is_uniform: which of those are the same on every rank.
-    """
-    left = iter(zip(own, is_uniform, strict=True))
-
-    def chosen(leaf: jax.Array) -> jax.Array:
-        if not _is_float_scalar(leaf):
-            return leaf
-        value, stays = next(left)
-        return value if stays else leaf
-
-    return jax.tree.map(chosen, tree)
-
-
-def _is_float_scalar(leaf: Any) -> bool:
-    return not jnp.shape(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-
-
-def averaged_and_summed(tree: Any, axis_name: AxisName, summed: jax.Array) -> tuple[Any, jax.Array]:
-    """Average a tree as `averaged` does, and sum a vector over ranks, all by one collective.
-
-    Args:
-      tree: metrics of one rank; python floats count as arrays.
-      axis_name: the data axis of the step being traced.
-      summed: `[k]` float32, whole numbers whose sum float32 holds.
-    """
-    sums: list[jax.Array] = []
-
-    def together(x: jax.Array) -> jax.Array:
-        means, total = _averaged_with(x.reshape(-1), summed, axis_name)
-        sums.append(total)
-        return means.reshape(x.shape)
-
-    tree = averaged(tree, axis_name, together)
-    if not sums:
-        together(jnp.zeros(0, jnp.float32))
-    return tree, sums[0]
-
-
-def averaged(
-    tree: Any, axis_name: AxisName, average: Callable[[jax.Array], jax.Array] | None = None
-) -> Any:
-    """Average the float scalars of a tree, all by one collective; keep the other leaves.
-
-    Args:
-      tree: metrics of one rank; python floats count as arrays.
-      axis_name: the data axis of the step being traced.
-      average: averages an array. Default: as the gradients went.
-    """
-    average = average or functools.partial(_like_gradients, axis_name=axis_name)
-    leaves, treedef = jax.tree.flatten(tree)
-    leaves = [jnp.asarray(leaf) for leaf in leaves]
-    is_scalar = [_is_float_scalar(x) for x in leaves]
-    scalars = [x for x, chosen in zip(leaves, is_scalar, strict=True) if chosen]
-    if not scalars:
-        return jax.tree.unflatten(treedef, leaves)
-    if len(scalars) > 1:
-        widest = jnp.result_type(jnp.float32, *(x.dtype for x in scalars))
-        together = jnp.stack([x.astype(widest) for x in scalars])
-        means = iter(average(together))
-    else:  # most steps report a loss, and a stack takes a while to trace
-        means = iter([average(scalars[0])])
-    return jax.tree.unflatten(
-        treedef,
-        [
-            next(means).astype(x.dtype) if chosen else x
-            for x, chosen in zip(leaves, is_scalar, strict=True)
-        ],
-    )
-
-
-# As the gradients went: a collective of XLA's beside jdp's own costs a wake-up of all ranks on CPU,
-# and on GPU the first JAX puts off all reductions to hide that one.
-def _like_gradients(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    step, before = _last_reduction(axis_name)
-    if step is None or before is None:
-        return mean_over_ranks(x, axis_name=axis_name)
-    wide, scale = x.astype(jnp.promote_types(x.dtype, jnp.float32)), 1.0 / axis.size(axis_name)
-    if step.weight is not None:
-        wide, scale = step_context.weighed(wide, step_context.share_of(step.weight, axis_name)), 1.0
-    axes = axis.names(axis_name)
-    ((mean,),) = before.all_reduce([[wide]], axes, scale=scale, mesh=step.mesh)
-    return mean.astype(x.dtype)
-
-
-def _averaged_with(
-    x: jax.Array, summed: jax.Array, axis_name: AxisName
-) -> tuple[jax.Array, jax.Array]:
-    step, before = _last_reduction(axis_name)
-    wide, scale = x.astype(jnp.promote_types(x.dtype, jnp.float32)), 1.0 / axis.size(axis_name)
-    if step is not None and step.weight is not None:
-        wide, scale = step_context.weighed(wide, step_context.share_of(step.weight, axis_name)), 1.0
-    together, axes = jnp.concatenate([wide, summed.astype(wide.dtype)]), axis.names(axis_name)
-    if step is None or before is None:
-        total = lax.psum(together, axes)
-    else:
-        ((total,),) = before.all_reduce([[together]], axes, scale=1.0, mesh=step.mesh)
-    return (total[: x.size] * scale).astype(x.dtype), total[x.size :]
-
-
-def _last_reduction(
-    axis_name: AxisName,
-) -> tuple[step_context.Scope | None, step_context.Reduction | None]:
-    step = step_context.current(axis_name)
-    before = step.reductions[-1] if step is not None and step.reductions else None
-    if before is not None and not (_is_exact(before.all_reduce) and _is_here(before.trace)):
-        before = None
-    return step, before
-
-
-def _is_exact(all_reduce: Any) -> bool:
-    # One of the author's own may round what it sends, as gradients may be rounded.
-    while isinstance(all_reduce, functools.partial):
-        all_reduce = all_reduce.func
-    return all_reduce in collectives.ALGORITHMS
-
-
-def _is_here(trace: Any) -> bool:
-    return trace == jax.extend.core.get_opaque_trace_state()

@@ -104,15 +104,27 @@ def summed(x: Any, axis_name: AxisName, weights: Weighting) -> Any:
     return jax.tree.map(weights.total, sums)
 
 
+def without_transpose(tree: Any, why_not: str) -> Any:
+    """Return a tree unchanged; reverse mode through it raises a ValueError with that text.
+
+    >>> square = lambda x: without_transpose(x, "why it has no gradient") ** 2
+    >>> jax.jvp(square, (3.0,), (1.0,))[1]
+    Array(6., dtype=float32, weak_type=True)
+    """
+    return jax.tree.map(
+        lambda x: _weigh(x, None, None, why_not=why_not) if _is_float(x) else x, tree
+    )
+
+
 def _why_not(step: step_context.Scope, share: jax.Array) -> str:
-    if step.why_no_gradient:
-        return step.why_no_gradient
-    if axis.varying_axes(share):
-        return (
+    why_not = step.why_no_gradient
+    if not why_not and axis.varying_axes(share):
+        why_not = (
             "in a shard_map with check_vma=True JAX itself adds up the cotangents of a sum, and "
             "without weights. Write check_vma=False there, or jdp.train_step(weight=...)."
         )
-    return ""
+    start = "a sum or mean over ranks cannot be differentiated here: "
+    return why_not and start + why_not
 
 
 def _is_float(x: jax.Array) -> bool:
@@ -166,7 +178,7 @@ def _transpose(
     if type(cotangent) is ad.Zero:
         return [cotangent, *nothing]
     if why_not:
-        raise ValueError(f"a sum or mean over ranks cannot be differentiated here: {why_not}")
+        raise ValueError(why_not)
     turned = _weigh_p.bind(cotangent, *factors[::-1], has=has[::-1], why_not=why_not)
     return [turned, *nothing]
 

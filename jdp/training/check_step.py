@@ -8,8 +8,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp import pytrees
 from jdp.distributed import mesh
+from jdp.training.likely_causes import likely_cause
 from jdp.training.step import Step
-from jdp.training.step_differences import StepDifference, beyond, compare, digits_of, likely_cause
+from jdp.training.step_differences import StepDifference, beyond, compare, digits_of
 
 
 def check_step(
@@ -75,24 +76,17 @@ def check_step(
         raise ValueError(f"num_steps={num_steps} would compare nothing: write at least 1.")
     step = step.without_donation()
     start, batch, rest = _on_host((pytrees.hold(state), batch, rest))
-    one, all_ranks = _first_rank(ranks, step.spec.axis_name), ranks
-    runs = [_MeshRun(step, _on(start, where), batch, rest) for where in (one, all_ranks)]
+    states = [_on(start, _first_rank(ranks, step.spec.axis_name)), _on(start, ranks)]
     found = StepDifference([], None, num_ranks)
     for number in range(1, num_steps + 1):
-        (state_one, metrics_one), (state_all, metrics_all) = [run.advance() for run in runs]
+        states, reported = zip(*(step(each, batch, *rest) for each in states), strict=True)
+        one, many = map(pytrees.hold, states)
+        limits: dict[str, Any] = {"tolerance": tolerance, "num_steps": number}
         found = StepDifference(
-            leaves=compare("state", start, state_one, state_all, tolerance, num_steps=number),
+            leaves=compare("state", start, one, many, **limits),
             cause=None,
             num_ranks=num_ranks,
-            metrics=compare(
-                "metrics",
-                None,
-                metrics_one,
-                metrics_all,
-                tolerance,
-                num_steps=number,
-                digits=digits_of(state_one),
-            ),
+            metrics=compare("metrics", None, *reported, digits=digits_of(one), **limits),
             num_steps=number,
         )
         if beyond(found.leaves) or beyond(found.metrics):
@@ -110,18 +104,6 @@ def check_step(
             f"most {worst.allowed:.2e}. {found.cause}"
         )
     return found
-
-
-class _MeshRun:
-    """Steps on one mesh, all with the same batch."""
-
-    def __init__(self, step: Step, state: Any, batch: Any, rest: tuple):
-        self._step, self._state, self._batch, self._rest = step, state, batch, rest
-
-    def advance(self) -> tuple[Any, Any]:
-        """Run a step, and return the state and the metrics after it, on their devices."""
-        self._state, reported = self._step(self._state, self._batch, *self._rest)
-        return pytrees.hold(self._state), reported
 
 
 def _on_host(tree: Any) -> Any:

@@ -12,12 +12,23 @@ from jdp.analysis.step_refusals import Proved
 from jdp.collectives import call_order
 from jdp.collectives.xla import combine_options
 from jdp.distributed.checks import arguments, startup
-from jdp.reduction import metrics
+from jdp.error_codes import with_code
+from jdp.reduction import reported, weighted_sum
 from jdp.reduction.step_context import Choices
 from jdp.step_spec import StepSpec
-from jdp.training import outer_gradient, passes
+from jdp.training import passes
 from jdp.training.rank_program import RankOutputs, RankProgram
 from jdp.worker import progress
+
+# Inside a step the transpose of a weighted mean is made for the gradient of a loss, which the step
+# weighs once more when it reduces it. Around the step nothing does.
+_NO_GRADIENT = (
+    "jax.grad, jax.vjp or jax.jacrev goes through the whole of `{}`, which has a weight=: that "
+    "gradient would be wrong where ranks weigh differently. Take the gradient inside the step, or "
+    "leave out weight= and return the loss "
+    '`(losses * batch["mask"]).mean() / jdp.mean_over_ranks(batch["mask"].mean())`. Forward mode, '
+    "such as jax.jvp, is right."
+)
 
 
 class Program:
@@ -32,11 +43,11 @@ class Program:
 
     def __init__(self, spec: StepSpec, mesh: Mesh, *, is_part: bool = False):
         self.mesh = mesh
-        self._spec = spec
+        self.spec = spec
         self._first_runs = self.arguments = None
         if mesh.is_multi_process and not is_part:
             self._first_runs = startup.FirstRuns(mesh, spec.name)
-            self.arguments = arguments.Arguments(mesh, spec.axis_name, spec.argument)
+            self.arguments = arguments.Arguments(mesh, spec)
         self._rank_program = RankProgram(
             spec,
             mesh,
@@ -107,7 +118,7 @@ class Program:
         self._jitted = self._new_jit(combine_options(found.gradient_bytes))
 
     def _new_jit(self, compiler_options: dict[str, int] | None = None) -> Any:
-        donated = 0 if self._spec.donate else ()
+        donated = 0 if self.spec.donate else ()
         return jax.jit(self._on_mesh, donate_argnums=donated, compiler_options=compiler_options)
 
     def _new_on_mesh(self) -> Callable[..., Any]:
@@ -122,27 +133,28 @@ class Program:
             # caches a program that was refused.
             probed = passes.probe(self._rank_program, self._choices, args, self._args[1])
             built = passes.build(self._rank_program, probed)
-            leaving = built.trace.program(*built.inputs.args)
+            leaving = built.program(*built.inputs.args)
             return self._returned(args[0], leaving, built.proved)
 
-        on_mesh.__name__ = on_mesh.__qualname__ = self._spec.name
+        on_mesh.__name__ = on_mesh.__qualname__ = self.spec.name
         return on_mesh
 
     def _returned(self, old: Any, leaving: RankOutputs, proved: Proved) -> tuple:
         """Put together what the ranks returned: `(state, metrics, weight, reports, found)`."""
         same, split = leaving
-        reported = metrics.with_own(same.metrics, same.own_metrics, proved.own_metrics)
-        reported = pytrees.put_nodes(reported, split.rows)
+        metrics = reported.with_uniform(same.metrics, same.own_metrics, proved.own_metrics)
+        metrics = pytrees.put_nodes(metrics, split.rows)
         state = leaving.state()
         if same.found.weighed:
-            state, reported = outer_gradient.refuse((state, reported), self._spec.name)
-        return self._pinned(old, state), reported, same.weight, split.reports, same.found
+            why_not = with_code("JDP125", _NO_GRADIENT.format(self.spec.name))
+            state, metrics = weighted_sum.without_transpose((state, metrics), why_not)
+        return self._pinned(old, state), metrics, same.weight, split.reports, same.found
 
     def _pinned(self, old: Any, new: Any) -> Any:
         # On a mesh with further axes the compiler chooses how the new state is split over them. If
         # that were not as the old state is split, the next call would compile again.
         old_tree, (leaves, tree) = jax.tree.structure(old), jax.tree.flatten(new)
-        if len(self.mesh.axis_names) == len(self._spec.axis_name) or tree != old_tree:
+        if len(self.mesh.axis_names) == len(self.spec.axis_name) or tree != old_tree:
             return new
         shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(self._args[0])]
         pinned = [

@@ -34,26 +34,23 @@ class Inputs(NamedTuple):
     mask: int | None
 
 
-class Trace(NamedTuple):
-    """One program of a step.
+class Pass(NamedTuple):
+    """A program of a step, and its proof.
 
     Attributes:
+      inputs: what goes into it.
+      choices: how it differs from other programs of the step.
       program: the function that was traced, see `RankProgram.mapped`.
       jaxpr: of it.
       traced: what its leaves are called, and what its trace found.
+      proved: what is known of it.
     """
-
-    program: Any
-    jaxpr: Any
-    traced: Traced
-
-
-class Pass(NamedTuple):
-    """What a pass over a step returns: what went in, a program of the step, and its proof."""
 
     inputs: Inputs
     choices: Choices
-    trace: Trace
+    program: Any
+    jaxpr: Any
+    traced: Traced
     proved: Proved
 
 
@@ -70,8 +67,9 @@ def probe(rank_program: RankProgram, choices: Choices, args: tuple, batch: Any) 
       ValueError: if one of these programs is not the same training on every rank.
     """
     inputs = _inputs(rank_program.spec, args, batch)
-    trace = _traced(rank_program, choices, inputs)
-    return Pass(inputs, choices, trace, _prove(rank_program, inputs, trace))
+    program, jaxpr, traced = _traced(rank_program, choices, inputs)
+    proved = _prove(rank_program, inputs, jaxpr, traced)
+    return Pass(inputs, choices, program, jaxpr, traced, proved)
 
 
 def build(rank_program: RankProgram, probed: Pass) -> Pass:
@@ -84,8 +82,8 @@ def build(rank_program: RankProgram, probed: Pass) -> Pass:
     Raises:
       ValueError: if the program that runs is not the same training on every rank.
     """
-    uniform, jaxpr = probed.proved.gradients, probed.trace.jaxpr
-    is_ordered = bool(probed.trace.traced.found.split)
+    uniform, jaxpr = probed.proved.gradients, probed.jaxpr
+    is_ordered = bool(probed.traced.found.split)
     unordered = call_order.why_unordered(jaxpr)
     if uniform is None and not is_ordered and not unordered:
         return probed
@@ -94,30 +92,29 @@ def build(rank_program: RankProgram, probed: Pass) -> Pass:
         uniform=uniform,
         ready=order_of_gradients(jaxpr) if is_ordered else None,
     )
-    trace = _traced(rank_program, choices, probed.inputs)
-    is_other = None in late_choices(trace.jaxpr)
-    again = step_refusals.proved if is_other else step_refusals.check
-    proved = again(trace.jaxpr, trace.traced)
-    call_order.require(trace.jaxpr)
-    return Pass(probed.inputs, choices, trace, proved)
+    program, jaxpr, traced = _traced(rank_program, choices, probed.inputs)
+    again = step_refusals.proved if None in late_choices(jaxpr) else step_refusals.check
+    proved = again(jaxpr, traced)
+    call_order.require(jaxpr)
+    return Pass(probed.inputs, choices, program, jaxpr, traced, proved)
 
 
-def _prove(rank_program: RankProgram, inputs: Inputs, first: Trace) -> Proved:
+def _prove(rank_program: RankProgram, inputs: Inputs, jaxpr: Any, traced: Traced) -> Proved:
     """Check the program, and those of other platforms and of more ranks, for one verdict."""
-    choices = late_choices(first.jaxpr)
+    choices = late_choices(jaxpr)
     if not choices:
-        return step_refusals.check(first.jaxpr, first.traced)
+        return step_refusals.check(jaxpr, traced)
     # None: layers that reduce late on more ranks do not on this one, which proves nothing.
     here = None if None in choices else next(iter(choices))
-    jaxprs = {here: first.jaxpr}
+    jaxprs = {here: jaxpr}
     proved = {}
     for late in (True,) if choices == {None} else (False, True):  # in this order everywhere,
         if late not in jaxprs:  # for the same text
             other = Choices(why_xla=call_order.PART_OF_ANOTHER, late=late)
             program = rank_program.mapped(inputs.layout, len(inputs.args), other)
             jaxprs[late] = program.trace(*inputs.args).jaxpr
-        proved[late] = step_refusals.check(jaxprs[late], first.traced)
-    return proved[here] if here in proved else step_refusals.proved(first.jaxpr, first.traced)
+        proved[late] = step_refusals.check(jaxprs[late], traced)
+    return proved[here] if here in proved else step_refusals.proved(jaxpr, traced)
 
 
 def _inputs(spec: StepSpec, args: tuple, batch: Any) -> Inputs:
@@ -133,7 +130,7 @@ def _inputs(spec: StepSpec, args: tuple, batch: Any) -> Inputs:
     )
 
 
-def _traced(rank_program: RankProgram, choices: Choices, inputs: Inputs) -> Trace:
+def _traced(rank_program: RankProgram, choices: Choices, inputs: Inputs) -> tuple[Any, Any, Traced]:
     """Trace one program of a step, in a jit of its own: a jaxpr before the outer trace ends."""
     program = rank_program.mapped(inputs.layout, len(inputs.args), choices)
     traced = program.trace(*inputs.args)
@@ -145,7 +142,7 @@ def _traced(rank_program: RankProgram, choices: Choices, inputs: Inputs) -> Trac
         outputs=_outputs(rank_program.spec, traced.out_info),
         found=traced.out_info.same.found,
     )
-    return Trace(program, traced.jaxpr, described)
+    return program, traced.jaxpr, described
 
 
 def _outputs(spec: StepSpec, leaving: RankOutputs) -> list[Output]:

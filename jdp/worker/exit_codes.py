@@ -1,10 +1,10 @@
-"""How processes end: exit codes of a run, and what those of a process say."""
+"""Exit codes of a run, and of processes in words."""
 
 import signal
 
-# It saved after SIGTERM; EX_TEMPFAIL: run it again.
+# The run saved after SIGTERM; EX_TEMPFAIL: run it again.
 SAVED = 75
-# No step was finished for too long; as timeout(1) has it.
+# No step was finished for too long; as of timeout(1).
 STALLED = 124
 
 
@@ -20,10 +20,10 @@ def in_words(returncode: int) -> str:
     'ended with exit code 3'
     """
     why = {
-        -signal.SIGKILL: "perhaps by the kernel, for want of memory (see dmesg)",
+        -signal.SIGKILL: "perhaps by the kernel, because memory ran out (see dmesg)",
         -signal.SIGSEGV: "a crash in compiled code",
         -signal.SIGBUS: "a crash in compiled code, or /dev/shm is full",
-        -signal.SIGABRT: "compiled code gave up; it says why above",
+        -signal.SIGABRT: "compiled code gave up, see its message above",
         SAVED: "it saved after SIGTERM; run it again with --resume",
         STALLED: "the watchdog ended it",
     }
@@ -39,7 +39,7 @@ def in_words(returncode: int) -> str:
 
 
 def exit_code(returncode: int) -> int:
-    """Return the exit code that tells what became of a process: 128 + n if signal n killed it.
+    """Return the exit code of a run that ends with a process: 128 + n if signal n killed it.
 
     >>> exit_code(-9), exit_code(3)
     (137, 3)

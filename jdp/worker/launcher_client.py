@@ -1,7 +1,7 @@
-"""What a process of `jdp run` knows of its launcher, and tells it.
+"""The launcher, as a process of `jdp run` sees it.
 
-This file and `messages.py` are all that a process needs: a script that never calls `jdp.init()`
-never comes here, and finds RANK and the like in its environment, as under torchrun.
+A script that never calls `jdp.init()` never comes here, and finds RANK and the like in its
+environment, as under torchrun.
 """
 
 import atexit
@@ -23,19 +23,17 @@ VARIABLE = "JDP_LAUNCHER"
 
 
 class Assignment(NamedTuple):
-    """Which process of a generation this is.
-
-    A generation is one life of the run: its processes start together and end together.
+    """The place of a process in a generation.
 
     Args:
       generation: 0 for the first; each recovery and each change of size begins the next.
       process_id: number of this process, from 0 to `num_processes` - 1.
-      num_processes: processes of this generation, on all hosts.
+      num_processes: of this generation, on all hosts.
       local_id: number of this process among those of its host.
-      num_local: processes on this host.
-      coordinator: "address:port" at which process 0 listens.
-      resumes: there is something to go on from.
-      gpus: numbers of the GPUs of this host that are this process's; None: no GPU here.
+      num_local: processes of this generation on this host.
+      coordinator: "address:port" where process 0 listens.
+      resumes: whether there is something to go on from.
+      gpus: numbers of the GPUs of this process; None if the host has none.
       run_id: name of the run.
       host_id: number of the host among those of this generation.
     """
@@ -79,10 +77,10 @@ class Member:
 
     Args:
       connection: a socket to the launcher.
-      board_file: descriptor of the host's board, shared memory in which progress is noted.
-      slot: this process's place on the board.
+      board_file: descriptor of the host's board, shared memory for progress.
+      slot: number of this process's slot on the board.
       commit_file: descriptor of the host's commit memory, which outlives this process: a memfd,
-        empty until someone writes a commit to it.
+        empty until the first commit.
     """
 
     def __init__(
@@ -99,10 +97,10 @@ class Member:
         self._lock = threading.Lock()
 
     def park(self, prepare: Callable[[], None] | None = None) -> Assignment:
-        """Wait until the launcher says which process this is, and set the environment so.
+        """Wait for the assignment of this process, and set its environment.
 
-        A process of a new generation is told at once; a standby waits here for its turn, for as
-        long as the launcher lives.
+        A process of a new generation has it at once; a standby waits for as long as the launcher
+        lives.
 
         Args:
           prepare: called by a standby, which has the time.
@@ -111,7 +109,7 @@ class Member:
           The assignment; at a second call the same one, without waiting.
 
         Raises:
-          SystemExit: if the launcher is gone, since a process without one is nobody's.
+          SystemExit: if the launcher has ended.
         """
         if self.assignment is None:
             self.tell("parked")
@@ -120,41 +118,32 @@ class Member:
             with self._connection.makefile("rb") as lines:
                 line = lines.readline(MAX_LINE_BYTES)
             if not line:
-                raise SystemExit("jdp: the launcher is gone, and with it the run of this process.")
+                raise SystemExit("jdp: the launcher has ended, and so does this process.")
             self.woken = time.monotonic()
             _, facts = decode(line)
             self.assignment = Assignment(**facts)
             os.environ.update(environment(self.assignment))
-            # Whoever imported JAX before has its exit handler run after this one: there JAX
-            # waits for the other processes, and the launcher should know by then.
+            # JAX's exit handler, which waits for the other processes, runs after this one if JAX
+            # was imported before. The launcher should know of the end by then.
             atexit.register(self.tell_end)
         return self.assignment
 
     def tell_end(self, **facts: Any) -> None:
-        """Report to the launcher that the script came to its end; a second time nothing.
-
-        Args:
-          **facts: `steps` that it has called, if it trains.
-        """
+        """Report to the launcher, once, that the script has ended, with its `steps`."""
         if not self._has_ended:
             self._has_ended = True
             self.tell("ended", **facts)
 
     def tell(self, kind: str, **facts: Any) -> None:
-        """Send a message of `jdp.worker.messages` to the launcher. From any thread.
-
-        Args:
-          kind: of the message.
-          **facts: numbers and texts.
-        """
+        """Send a message of `jdp.worker.messages` to the launcher. From any thread."""
         if os.getpid() != self._pid:
-            return  # A child that was forked off, for instance to load data.
+            return  # a forked child, which may load data
         data = encode(kind, facts)
         with self._lock:
             try:
                 self._connection.sendall(data)
             except OSError:
-                pass  # The launcher is gone, and the kernel is about to end this process, too.
+                pass  # The launcher has ended, and the kernel is about to end this process, too.
 
 
 def invitation(**where: int) -> dict[str, str]:
@@ -169,23 +158,23 @@ def invitation(**where: int) -> dict[str, str]:
 
 @functools.cache
 def current() -> Member | None:
-    """Return what this process knows of its launcher; None if `jdp run` did not start it.
+    """Return the membership of this process in a run; None if `jdp run` did not start it.
 
     Raises:
-      RuntimeError: if the launcher is of another jdp.
+      RuntimeError: if the launcher has a different build of jdp.
     """
     description = os.environ.get(VARIABLE)
     if description is None:
         return None
     fds = json.loads(description)
     if not _is_socket(fds["socket"]):
-        return None  # A process above this one started it, without them, before it asked itself.
+        return None  # inherited from a process of the run, without the descriptors
     if fds.get("protocol") != protocol():
         raise RuntimeError(
             f"{sys.executable} has a different build of jdp than `jdp run`, so the two cannot talk "
             "to each other. Start both from one environment: python -m jdp run ..."
         )
-    # Taken out, and the descriptors kept to this process: what it starts is not in the run.
+    # Children of this process inherit neither the variable nor the descriptors.
     os.environ.pop(VARIABLE)
     for name in ("socket", "board", "commit"):
         os.set_inheritable(fds[name], False)

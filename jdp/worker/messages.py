@@ -1,38 +1,40 @@
 """Messages between the parts of a run: one JSON object a line, over a socket.
 
-Three parts talk. A *process* and the *host* that started it (`jdp/worker/launcher_client.py`,
-`jdp/launch/host/worker_process.py`) over a
-socket pair; hosts and the *leader* (`jdp/launch/host/agent.py`,
-`jdp/launch/leader/leader.py`) over TCP.
+Three parts exchange them. A *process* and the *host* that started it
+(`jdp/worker/launcher_client.py`, `jdp/launch/host/worker_process.py`) use a socket pair; hosts and
+the *leader* (`jdp/launch/host/agent.py`, `jdp/launch/leader/leader.py`) use TCP.
 
-A process tells its host:
-  parked                        it ran up to `jdp.init()` and waits there
-  joined      s                 it found the others; took s seconds
+From a process to its host:
+  parked                        the process ran up to `jdp.init()` and waits there
+  joined      s                 it found the others, which took s seconds
   restored    step, tier, s     it has the state after `step` steps, from memory or disk
   first_step  s, compile_s      it finished its first step, s seconds after `go`
   failed      code, traceback   its script raised, and it is about to exit with that code
-  ended       steps             its script came to its end, after it has called so many, if any
-A host tells a process:
-  go          an `Assignment`   which process of which generation it is now
+  closed      step              its `Checkpointer` has saved the last step
+  ended       steps             its script has ended, after so many steps if it trains
+From a host to a process:
+  go          an `Assignment`   its number and generation
 
-A host tells the leader:
-  join    id, proof, ...           who it is, and that it knows the token
+From a host to the leader:
+  join    id, proof, ...           the host, and the proof that it knows the token
   ready   generation               a change would be quick: its standbys wait, or it has none
-  told    process_id, what, ...    what a process told it
+  told    process_id, what, ...    a message of one of its processes
   exited  process_id, ...          a process ended by itself
-  ended   generation, port, step   none of its processes is left; a port for the next coordinator
+  ended   generation, port, step   no process is left; a port for the next coordinator
   stop    signal, at_once          its launcher was asked to end the run
-  beat    at, statuses             it lives, its time, and the statuses of its processes
-The leader tells a host:
-  challenge  nonce, protocol       show that you know the token
-  welcome    proof, is_running     you are in; so do I; a generation lives
-  refused    why, is_final         you are not, for now or for good
+  commit saved  step, ...          its latest commit is in the checkpoint directory, or an error
+  beat    at, statuses             its time, and the statuses of its processes
+From the leader to a host:
+  challenge  nonce, protocol       asks for a proof that the host knows the token
+  welcome    proof, is_running     the host has joined; the leader's proof; a generation lives
+  refused    why, is_final         the host may not join, for now or at all
   go         first, slots, ...     start your part of a generation
   stepped                          each process has finished a step: start standbys
   end                              kill your part of the generation
-  stop       signal                ask your processes to end, with a signal or without
+  stop       signal                ask your processes to end, by a signal if there is one
   dump       process_ids           have your processes show their stacks, these on the console
-  beat       at                    I heard your beat of that time
+  save commit                      write your latest commit to the checkpoint directory
+  beat       at                    the answer to your beat of that time
   over       code, why             the run is over
 """
 
@@ -42,14 +44,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-# A line that is longer than this was not written by one of us; what a process wrote or raised is
-# cut below it.
+# No message is longer: output and tracebacks of processes are cut below this.
 MAX_LINE_BYTES = 1 << 20
 
 
 @functools.cache
 def protocol() -> str:
-    """Name the language of these messages: both ends must be of the same sources."""
+    """Return a digest of the sources, which must be the same at both ends."""
     digest = hashlib.sha256()
     package = Path(__file__).parents[1]
     for room in ("worker", "launch"):
@@ -71,7 +72,7 @@ def decode(line: bytes) -> tuple[str, dict[str, Any]]:
     """Read a message: its kind and its facts.
 
     Raises:
-      ValueError: if it is none.
+      ValueError: if the line is not a message.
 
     >>> decode(b'{"kind": "restored", "step": 3}')
     ('restored', {'step': 3})

@@ -1,9 +1,9 @@
-"""The progress of this process, in one place; `progress` changes it."""
+"""The progress of this process, in one place; `jdp/worker/progress.py` changes it."""
 
 import math
 from collections.abc import Callable
 
-from jdp.worker import hang_detector, launcher_client
+from jdp.worker import launcher_client, phases
 from jdp.worker.progress_board import Board, Slot, record
 from jdp.worker.watchdog import SelfWatch
 
@@ -13,14 +13,17 @@ class OwnProgress:
 
     Attributes:
       slot: where it is written.
-      phases: that have begun, as in the slot, and when; the first is what goes on without any, and
-        the last is shown.
-      between: what goes on without any once the first step is done; since when, is not kept.
-      num_steps: training steps called.
-      is_first_step: whether none was called yet, by a process that is not alone.
-      compile_s: spent with compiling.
-      longest_wait_s: for how long others may keep this process waiting; inf: nobody watches.
-      kept: the newest step that this run could go on from, in words.
+      phases: that have begun, as in the slot, with their times; the last is shown, and the first
+        goes on when there is no other.
+      between: the first phase once the first step is done, without a time.
+      between_own: the same in a loop whose steps only its `Checkpointer` sees.
+      unstepped: the first phase once a batch was asked for.
+      num_steps: steps called.
+      num_counted: steps called when `count_step` was called last.
+      is_first_step: whether no step was called yet, by a process that is not alone.
+      compile_s: seconds of compiling.
+      longest_wait_s: seconds that others may keep this process waiting; inf for no limit.
+      latest_kept: the newest step that this run could go on from, in words.
       watch: the thread that watches this process.
       num_running: returns how many steps the devices have not finished.
     """
@@ -28,12 +31,13 @@ class OwnProgress:
     def __init__(self) -> None:
         self.slot = _own_slot()
         self.phases: list[tuple[bytes, int]] = [(record(""), 0)]
-        self.between: tuple[bytes, int] = (record(hang_detector.BETWEEN), 0)
-        self.num_steps = 0
+        self.between: tuple[bytes, int] = (record(phases.BETWEEN), 0)
+        self.between_own = self.unstepped = self.between
+        self.num_steps = self.num_counted = 0
         self.is_first_step = False
         self.compile_s = 0.0
         self.longest_wait_s = math.inf
-        self.kept: str | None = None
+        self.latest_kept: str | None = None
         self.watch: SelfWatch | None = None
         self.num_running: Callable[[], int] = int
 

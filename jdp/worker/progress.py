@@ -1,24 +1,23 @@
-"""How this process gets on: noted where the launcher reads it, or watched by the process itself."""
+"""The progress of this process: written where the launcher reads it, or watched by itself."""
 
 import atexit
 import ctypes
 import math
 import os
 import time
-from collections.abc import Callable
 
-from jdp.worker import hang_detector, launcher_client
+from jdp.worker import launcher_client, phases
 from jdp.worker.own_progress import own
 from jdp.worker.progress_board import ENDED, NATIVE, Board, record
 from jdp.worker.watchdog import SelfWatch, show_stacks_when_asked
 
 
 class Phase:
-    """A context in which the process is said to do something; may be entered again and again.
+    """A context in which the process is in a phase; may be entered again and again.
 
     Args:
-      name: what it does.
-      limit_s: how long without progress; inf for ever, 0 as the name says.
+      name: of the phase.
+      limit_s: seconds without progress; inf for no limit, 0 for that of the name.
     """
 
     __slots__ = ("_record",)
@@ -30,59 +29,84 @@ class Phase:
         own.phases.append((self._record, own.slot.enter(self._record)))
 
     def __exit__(self, *exception: object) -> None:
-        _close(self._record)
+        _leave_phase(self._record)
         own.slot.enter(*own.phases[-1])
 
 
 class TrainStep:
-    """A context in which a training step is called: a phase, and a step more at its end.
+    """A context in which a training step is called, which counts at its end.
 
-    The last few steps called may still be running then.
+    Its devices may still be running then.
     """
 
     __slots__ = ()
 
-    # Written out, since every step pays for it.
+    # Inlined, since every step pays for it.
     def __enter__(self) -> None:
         now = time.monotonic_ns()
         own.slot.write_phase(now, now, _STEP)
         own.phases.append((_STEP, now))
 
     def __exit__(self, kind: type | None, *exception: object) -> None:
-        phases, slot = own.phases, own.slot
-        if phases[-1][0] is _STEP:
-            phases.pop()
+        begun, slot = own.phases, own.slot
+        if begun[-1][0] is _STEP:
+            begun.pop()
         else:
-            _close(_STEP)
+            _leave_phase(_STEP)
         if kind is not None:
-            slot.enter(*phases[-1])
+            slot.enter(*begun[-1])
             return
         own.num_steps += 1
-        phases[0] = own.between
-        phase, since_ns = phases[-1]
+        begun[0] = own.between
+        phase, since_ns = begun[-1]
         now = time.monotonic_ns()
         slot.write_step(own.num_steps, now, since_ns or now, phase)
         if own.is_first_step:
             _tell_first_step()
 
 
-def _close(phase: bytes) -> None:
+class Data(Phase):
+    """A phase in which a batch is waited for: from the first one on, the process is watched."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        if own.phases[0][0] is _STARTING:
+            own.phases[0] = own.unstepped
+        super().__enter__()
+
+
+def count_step() -> None:
+    """Count a step of a loop of the author's own, unless `train_step` has counted it already."""
+    if own.num_steps == own.num_counted:
+        own.num_steps += 1
+        own.phases[0] = own.between_own
+        phase, since_ns = own.phases[-1]
+        now = time.monotonic_ns()
+        own.slot.write_step(own.num_steps, now, since_ns or now, phase)
+        if own.is_first_step:
+            _tell_first_step()
+    own.num_counted = own.num_steps
+
+
+def _leave_phase(phase: bytes) -> None:
     if own.phases[-1][0] is phase:
         own.phases.pop()
-    else:  # one of another thread began later, and goes on
+    else:  # a phase of another thread began later, and goes on
         own.phases.remove(next(it for it in reversed(own.phases) if it[0] is phase))
 
 
-_STEP = record(hang_detector.STEP)
+_STARTING = record(phases.STARTING)
+_STEP = record(phases.STEP)
 TRAIN_STEP = TrainStep()
-EVAL_STEP = Phase(hang_detector.STEP)
-FIRST_STEP = Phase(hang_detector.FIRST)
-DATA = Phase(hang_detector.DATA)
-WAITING = Phase(hang_detector.WAITING)
+EVAL_STEP = Phase(phases.STEP)
+FIRST_STEP = Phase(phases.FIRST)
+DATA = Data(phases.DATA)
+WAITING = Phase(phases.WAITING)
 EVALUATING = Phase("evaluating")
-SAVING = Phase(hang_detector.SAVING)
+SAVING = Phase(phases.SAVING)
 COMPARING = Phase("comparing ranks")
-_COMPILING = Phase(hang_detector.COMPILING)
+_COMPILING = Phase(phases.COMPILING)
 
 
 def phase(name: str, *, timeout_s: float | None = None) -> Phase:
@@ -120,7 +144,7 @@ def phase(name: str, *, timeout_s: float | None = None) -> Phase:
 
 def joins() -> None:
     """Record that this process waits for the others, until `begin`."""
-    own.phases[0] = record(hang_detector.JOINING), time.monotonic_ns()
+    own.phases[0] = record(phases.JOINING), time.monotonic_ns()
     own.slot.enter(*own.phases[-1])
     show_stacks_when_asked()
 
@@ -129,9 +153,9 @@ def begin(timeout_s: float | None, process: int = 0, num_processes: int = 1) -> 
     """Begin to watch this process, or begin anew.
 
     Args:
-      timeout_s: how long a step may take, > 0; None: nobody watches.
-      process: index of this one.
-      num_processes: how many train together.
+      timeout_s: seconds that a step may take, > 0; None: no limit.
+      process: index of this process.
+      num_processes: that train together.
 
     Raises:
       ValueError: if `timeout_s` is not positive.
@@ -142,14 +166,18 @@ def begin(timeout_s: float | None, process: int = 0, num_processes: int = 1) -> 
             "after which a step that is not done never will be, such as 600, or None."
         )
     limit_s = math.inf if timeout_s is None else timeout_s
-    own.longest_wait_s = limit_s * hang_detector.PATIENCE
+    own.longest_wait_s = limit_s * phases.PATIENCE
     launcher = launcher_client.current()
     is_alone = launcher is None and num_processes == 1
-    # Alone nobody waits for the author's own code, which may well take days.
+    # No other process waits for the author's own code, which may take days.
     own_limit_s = math.inf if is_alone else 0.0
-    own.between = record(hang_detector.BETWEEN, own_limit_s), 0
-    own.phases[0] = record(hang_detector.STARTING, own_limit_s), time.monotonic_ns()
-    own.num_steps, own.is_first_step, own.compile_s = 0, not is_alone, 0.0
+    own.between = record(phases.BETWEEN, own_limit_s), 0
+    # The whole step is the author's code here, and may be compiled in it.
+    own.between_own = record(phases.BETWEEN, own_limit_s or own.longest_wait_s), 0
+    own.unstepped = record(phases.UNSTEPPED, own_limit_s), 0
+    own.phases[0] = _STARTING, time.monotonic_ns()
+    own.num_steps = own.num_counted = 0
+    own.is_first_step, own.compile_s = not is_alone, 0.0
     assigned = None if launcher is None else launcher.assignment
     own.slot.begin(assigned.generation if assigned else 0, limit_s)
     own.slot.enter(*own.phases[-1])
@@ -176,35 +204,6 @@ def compiling_ends() -> None:
     _COMPILING.__exit__()
 
 
-def ask_devices(num_running: Callable[[], int]) -> None:
-    """Let the watch ask how many steps the devices have not finished, from a thread of its own."""
-    own.num_running = num_running
-
-
-def is_first_step() -> bool:
-    """Whether no training step was called yet, by a process that is not alone."""
-    return own.is_first_step
-
-
-def longest_wait_s() -> float:
-    """Return for how long another process may keep this one waiting before the watch ends the run.
-
-    Returns:
-      Seconds; inf if nobody watches.
-    """
-    return own.longest_wait_s
-
-
-def kept(step: int, where: str) -> None:
-    """Record the newest step that this run could go on from."""
-    own.kept = f"step {step} ({where})"
-
-
-def latest_kept() -> str | None:
-    """Return the step that this run could go on from, in words; None if nothing keeps any."""
-    return own.kept
-
-
 def native_numbers() -> int:
     """Return the address of the numbers that the native library writes, valid for ever."""
     numbers = (ctypes.c_char * (NATIVE.stop - NATIVE.start)).from_buffer(own.slot.memory[NATIVE])
@@ -222,7 +221,7 @@ def _tell_first_step() -> None:
 
 
 def ends() -> None:
-    """Record that the script came to its end, before the process waits for others in its exit."""
+    """Record that the script has ended, before the process waits for others in its exit."""
     own.slot.enter(record(ENDED))
     launcher = launcher_client.current()
     if launcher is not None:
@@ -231,7 +230,7 @@ def ends() -> None:
 
 def _stop_watch() -> None:
     if own.watch is not None:
-        own.watch.stop()
+        own.watch.stop_watching()
 
 
 def _end() -> None:
@@ -239,7 +238,7 @@ def _end() -> None:
     ends()
 
 
-# What a process forks off, for instance to load data, does not speak for it.
+# A forked child, which may load data, does not write to the slot of this process.
 def _forked() -> None:
     own.slot = Board.create(1).slot(0)
 

@@ -1,7 +1,7 @@
-"""Where each process is: shared memory that processes write and the launcher reads.
+"""The status of each process, in shared memory that processes write and the launcher reads.
 
-Each process has a slot, which it alone writes, with stores of words: nobody waits for anybody, and
-what a process wrote last stays readable however it hangs or ends.
+Each process has a slot, which it alone writes, with stores of words: there are no locks, and the
+last status of a process stays readable however it hangs or ends.
 """
 
 import functools
@@ -16,24 +16,24 @@ _NAME_BYTES = 64
 
 # Words of 8 bytes, in the byte order of the host.
 _PID, _GENERATION, _TIMEOUT, _STEPS, _PROGRESS, _SINCE = range(6)
-# The limit and the name of the phase, as one piece.
+# The limit and the name of the phase, written together.
 _LIMIT, _NAME = 6, slice(56, 56 + _NAME_BYTES)
 _PIECE = f"{8 + _NAME_BYTES}s"
 _write_step = struct.Struct(f"qqq{_PIECE}").pack_into
 _write_phase = struct.Struct(f"qq{_PIECE}").pack_into
-# The native library's, by any of its threads, in a cache line of their own: how many all-reduces
-# ranks of this process have entered and left, and the bucket of the last one entered.
+# Written by threads of the native library, in a cache line of their own: the number of all-reduces
+# that ranks of this process have entered and left, and the bucket of the last one entered.
 NATIVE = slice(128, 152)
 _ENTERED, _DONE, _BUCKET = range(16, 19)
-# What a thread notes that looks now and then.
+# Written by the watchdog's thread.
 _RUNNING, _DEBUGGED = 24, 25
 
-# What `jdp.init` is given unless the script says something else.
+# The default of `jdp.init`.
 _TIMEOUT_S = 600.0
 
-# What the launcher writes for a process, until that comes to `jdp.init()`.
+# The phase that the launcher writes for a process, until that comes to `jdp.init()`.
 BEFORE = "before jdp.init()"
-# What a process writes last, if it ends by itself.
+# The last phase of a process that ends by itself.
 ENDED = "the script has ended"
 
 
@@ -41,18 +41,19 @@ class ProcessStatus(NamedTuple):
     """The status of a process; plain values, so that a host can send them to another.
 
     Attributes:
-      pid: of the process; 0 while the slot is nobody's.
-      generation: that it belongs to.
+      pid: of the process; 0 while the slot is free.
+      generation: of the process.
       steps: training steps that it has called, of which a few may still be running.
-      progress_s: when it last got on, on the clock of `time.monotonic`.
-      phase: what it does, `BEFORE` it has begun, `ENDED` once its script has ended.
-      since_s: when the phase began, on the same clock.
-      limit_s: how long the phase may go on without progress: inf for ever, 0 as its name says.
-      timeout_s: what its script gave to `jdp.init`.
-      entered: all-reduces of the native library that its ranks have entered.
-      done: those that they have left.
+      progress_s: time of its last progress, on the clock of `time.monotonic`.
+      phase: such as "compiling".
+      since_s: time when the phase began, on the same clock.
+      limit_s: seconds that the phase may go on without progress: inf for no limit, 0 for that of
+        its name.
+      timeout_s: that its script gave to `jdp.init`.
+      entered: number of all-reduces of the native library that its ranks have entered.
+      done: number of those that they have left.
       bucket: of the last one entered.
-      is_running: its devices have not finished its last step, as seen once it stopped getting on.
+      is_running: whether its devices have not finished its last step, if there is no progress.
       state: "stopped" (by a signal), "debugged", "gone" or "".
     """
 
@@ -93,11 +94,7 @@ class Board:
 
     @classmethod
     def create(cls, num_slots: int) -> "Board":
-        """Make a board that other processes attach by its `fd`, where the system has such files.
-
-        Args:
-          num_slots: how many processes it has room for, >= 1.
-        """
+        """Return a new board, which other processes attach by its `fd`, for `num_slots` >= 1."""
         size = num_slots * SLOT_BYTES
         if not hasattr(os, "memfd_create"):
             return cls(mmap.mmap(-1, size))
@@ -107,7 +104,7 @@ class Board:
 
     @classmethod
     def attach(cls, fd: int) -> "Board":
-        """Open the board that the file `fd` holds, which stays open."""
+        """Return the board in the file `fd`, which stays open."""
         return cls(mmap.mmap(fd, os.fstat(fd).st_size), fd)
 
     def slot(self, index: int) -> "Slot":
@@ -119,15 +116,15 @@ class Board:
 
 
 class Slot:
-    """One process's part of a board. A write takes less than a microsecond.
+    """The part of a board that belongs to one process. A write takes less than a microsecond.
 
-    The time of the last progress is written before what it was: a reader in between, or one that
-    finds the process killed there, takes it for busier than it is, never for stalled.
+    The time of the progress is written before the progress: a reader in between, or one that finds
+    the process killed there, takes it for busier than it is, never for stalled.
 
     Attributes:
-      write_phase: `write_phase(progress_ns, since_ns, phase)`, one call of C: the process got on,
-        and is in a phase, a `record`.
-      write_step: `write_step(steps, progress_ns, since_ns, phase)`: it has called so many steps,
+      write_phase: `write_phase(progress_ns, since_ns, phase)`, one call of C: writes the time of
+        the progress, and a phase, made by `record`.
+      write_step: `write_step(steps, progress_ns, since_ns, phase)`: writes the number of steps,
         too.
     """
 
@@ -139,20 +136,15 @@ class Slot:
         self.write_step = functools.partial(_write_step, memory, 8 * _STEPS)
 
     def expect(self, pid: int, generation: int) -> None:
-        """Take the slot for a process that will begin, and has no time to say so."""
-        self._take(pid, generation, _TIMEOUT_S)
+        """Reserve the slot for a process that has not come to `jdp.init()` yet."""
+        self._reset(pid, generation, _TIMEOUT_S)
         self.enter(record(BEFORE))
 
     def begin(self, generation: int, timeout_s: float) -> None:
-        """Take the slot for this process.
+        """Begin to use the slot for this process; `timeout_s` is inf for no limit."""
+        self._reset(os.getpid(), generation, timeout_s)
 
-        Args:
-          generation: that the process belongs to.
-          timeout_s: what its script asks for, inf for no limit.
-        """
-        self._take(os.getpid(), generation, timeout_s)
-
-    def _take(self, pid: int, generation: int, timeout_s: float) -> None:
+    def _reset(self, pid: int, generation: int, timeout_s: float) -> None:
         words = self._words
         words[_STEPS] = words[_RUNNING] = words[_DEBUGGED] = 0
         words[_GENERATION] = generation
@@ -161,45 +153,44 @@ class Slot:
         words[_PID] = pid
 
     def clear(self) -> None:
-        """Clear the slot of the process that had it."""
+        """Clear the slot."""
         self.memory[:] = bytes(SLOT_BYTES)
 
     def enter(self, phase: bytes, since_ns: int = 0) -> int:
-        """Write that a phase begins, or with `since_ns` that one goes on which began then.
+        """Write that a phase begins, or goes on since `since_ns`, and return when it began.
 
-        Returns:
-          When it began, on the clock of `time.monotonic_ns`.
+        Times are those of `time.monotonic_ns`.
         """
         now = time.monotonic_ns()
         since_ns = since_ns or now
         self.write_phase(now, since_ns, phase)
         return since_ns
 
-    def touch(self) -> None:
-        """Write that the process got on."""
+    def write_progress(self) -> None:
+        """Write that the process made progress."""
         self._words[_PROGRESS] = time.monotonic_ns()
 
-    def note(self, is_running: bool, is_debugged: bool) -> None:
-        """Write what nobody outside can see.
+    def write_seen(self, is_running: bool, is_debugged: bool) -> None:
+        """Write what no other process can see.
 
         Args:
-          is_running: the devices have not finished the last step.
-          is_debugged: a Python debugger is at work.
+          is_running: whether the devices have not finished the last step.
+          is_debugged: whether a Python debugger is at work.
         """
         self._words[_RUNNING] = is_running
         self._words[_DEBUGGED] = is_debugged
 
     def read(self) -> ProcessStatus:
-        """Read where the process is, and look at its state in the system."""
-        # What was equal twice in a row is not being written now.
+        """Return the status of the process, with its state in the system."""
+        # Memory that was equal twice in a row is not being written now.
         seen, again = bytes(self.memory), bytes(self.memory)
         while seen != again:
             seen, again = again, bytes(self.memory)
         view = memoryview(seen)
         words, floats = view.cast("q"), view.cast("d")
         pid = words[_PID]
-        # struct clears what it is about to write, the time first: a process that was stopped there
-        # is in no phase so far.
+        # struct clears its target before it writes, the time first: a process that was stopped
+        # there has no phase.
         name = seen[_NAME] if words[_PROGRESS] else b""
         return ProcessStatus(
             pid=pid,
@@ -219,12 +210,7 @@ class Slot:
 
 
 def record(name: str, limit_s: float = 0.0) -> bytes:
-    """Return a phase as a slot holds it; made once, and stored often.
-
-    Args:
-      name: of which the first 64 bytes are kept.
-      limit_s: how long it may go on without progress: inf for ever, 0 as the name says.
-    """
+    """Return a phase as a slot holds it: `limit_s`, and the first 64 bytes of its name."""
     return struct.pack(f"d{_NAME_BYTES}s", limit_s, name.encode())
 
 

@@ -1,4 +1,4 @@
-"""A process that watches itself, since no launcher does; and what a launcher cannot see of one."""
+"""Watches this process if no launcher does, and looks for what a launcher cannot see of it."""
 
 import faulthandler
 import os
@@ -13,34 +13,34 @@ from jdp.worker.exit_codes import STALLED
 from jdp.worker.hang_detector import Watch
 from jdp.worker.progress_board import Slot
 
-# File 2, not sys.stderr: a thread that hangs may hold the lock of the latter.
+# File 2, not sys.stderr: a thread that hangs may hold the lock of that.
 _STDERR = 2
 _TICK_S = 1.0
 _DEBUGGERS = frozenset(["bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy"])
 
 
 def show_stacks_when_asked() -> None:
-    """Have SIGQUIT show the Python stacks of this process, unless it has another use here."""
+    """Have SIGQUIT show the Python stacks of this process, unless the script handles it."""
     if signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN):
-        # In C, so that it shows where a process is that never comes back to Python.
+        # In C, so that it works in a process that never returns to Python.
         faulthandler.register(signal.SIGQUIT, file=_STDERR, all_threads=True, chain=False)
 
 
 class SelfWatch:
-    """The thread, and the timer of `faulthandler` for when that gets no turn.
+    """A thread that watches this process, and the timer of `faulthandler` in case that cannot run.
 
     Args:
-      slot: where the process notes how it gets on.
-      timeout_s: how long a step may take; inf for ever.
+      slot: of this process.
+      timeout_s: seconds that a step may take; inf for no limit.
       process: its index.
-      is_launched: a launcher watches it; only debuggers are looked for.
-      is_alone: there are no other processes, which would wait for this one.
+      is_launched: whether a launcher watches it, so that this looks for debuggers alone.
+      is_alone: whether there are no other processes, which would wait for this one.
     """
 
     def __init__(
         self, slot: Slot, timeout_s: float, process: int, *, is_launched: bool, is_alone: bool
     ):
-        # Somebody sits at the prompt, and what they would lose is worth more than the time.
+        # A person at a prompt would lose more than the time.
         self._ends = not (hasattr(sys, "ps1") or sys.flags.interactive)
         # pytest has a use of its own for the only timer of faulthandler.
         self._has_timer = not is_launched and "PYTEST_CURRENT_TEST" not in os.environ
@@ -55,32 +55,29 @@ class SelfWatch:
         self._thread = threading.Thread(target=self._run, name="jdp-watch", daemon=True)
 
     def start(self, num_running: Callable[[], int]) -> None:
-        """Start the thread.
-
-        Args:
-          num_running: returns how many steps the devices have not finished.
-        """
+        """Start the thread; `num_running` returns how many steps the devices have not finished."""
         self._num_running = num_running
         self._arm(self._watch.left_s(time.monotonic(), self._slot.read()))
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread, and the timer."""
+    def stop_watching(self) -> None:
+        """End the thread and the timer."""
         self._stopped.set()
         self._thread.join(_TICK_S)
         if self._has_timer:
             faulthandler.cancel_dump_traceback_later()
 
     def _run(self) -> None:
-        before_s, num_before = -1.0, 0
+        before_s, num_before, num_reduced = -1.0, 0, 0
         while not self._stopped.wait(self._tick_s):
             where = self._slot.read()
-            # Only one that does not get on has to be looked at more closely.
+            # Only a process without progress has to be looked at more closely.
             is_idle = where.progress_s == before_s
             num = self._num_running() if is_idle else 0
-            if num < num_before:
-                self._slot.touch()
-            self._slot.note(num > 0, is_idle and _is_debugged())
+            if num < num_before or where.done != num_reduced:
+                self._slot.write_progress()
+            num_reduced = where.done
+            self._slot.write_seen(num > 0, is_idle and _is_debugged())
             where = self._slot.read()
             before_s, num_before = where.progress_s, num
             if self._is_launched:
@@ -89,12 +86,12 @@ class SelfWatch:
             stall = self._watch.look(now, {self._process: where})
             self._arm(self._watch.left_s(now, where))
             if stall is not None:
-                self._tell(stall.report)
+                self._report(stall.report)
                 if stall.is_over and self._ends:
                     os._exit(STALLED)
 
-    # Rings if this thread gets no turn for so long: other code holds Python's lock. Alone it may
-    # be the author's own code, which takes as long as it takes.
+    # The timer goes off if this thread cannot run for so long because other code holds the GIL. If
+    # the process is alone, that may be the author's own code, which has no limit.
     def _arm(self, left_s: float) -> None:
         if not self._has_timer:
             return
@@ -105,12 +102,12 @@ class SelfWatch:
             ends = self._ends and not self._is_alone
             faulthandler.dump_traceback_later(max(after_s, self._tick_s), exit=ends, file=_STDERR)
 
-    def _tell(self, report: str) -> None:
+    def _report(self, report: str) -> None:
         os.write(_STDERR, f"jdp: {report}\n".encode())
         faulthandler.dump_traceback(file=_STDERR, all_threads=True)
 
 
-# Python's debuggers run in the thread that they stopped.
+# Python's debuggers run in the thread that they have stopped.
 def _is_debugged() -> bool:
     monitoring = getattr(sys, "monitoring", None)  # since Python 3.12
     if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID):

@@ -258,7 +258,7 @@ def test_a_run_whose_checkpoints_are_all_torn_does_not_begin_anew(tmp_path):
 def test_a_state_of_another_model_is_refused_by_name(tmp_path):
     counted(tmp_path, 3)
     ckpt = jdp.Checkpointer(tmp_path, resume=True)
-    with pytest.raises(ValueError, match=r"`\['n'\]` is int32\[\] in step 3 of .*float32\[2\]"):
+    with pytest.raises(ValueError, match=r"step 3 .*`\['n'\]` is int32\[\] .*float32\[2\]"):
         ckpt.restore({"n": jnp.zeros(2)})
     assert counted(tmp_path, 4, resume=True)["n"] == 4  # the directory is free again
 
@@ -277,6 +277,47 @@ def test_any_object_with_a_position_will_do(tmp_path):
     with jdp.Checkpointer(tmp_path, resume=True) as ckpt:
         ckpt.restore({"n": 0}, rows)
     assert rows.position == 7 and type(rows.position) is int
+
+
+def test_other_data_than_the_run_began_with_is_refused(tmp_path, make_mesh):
+    jdp.init(make_mesh(2))
+
+    def restored(num_rows, **options):
+        rows = jdp.batches(np.arange(num_rows), 4, num_steps=9, **options)
+        with jdp.Checkpointer(tmp_path, resume=True) as ckpt:
+            ckpt.restore({"n": 0}, rows)
+            if ckpt.steps == 0:
+                rows.position = 8
+                ckpt.step({"n": 1}, rows)
+        return rows.position
+
+    assert restored(20) == 8 and restored(20) == 8
+    for num_rows, options, named in [
+        (21, {}, "num_rows .*20.*21"),
+        (20, dict(seed=1), "seed .*0.*1"),
+        (20, dict(shuffle=False), "shuffle .*True.*False"),
+    ]:
+        with pytest.raises(ValueError, match=rf'{named}.*position 8 .*allow="new data"'):
+            restored(num_rows, **options)
+    assert restored(21, allow="new data") == 8
+
+
+def test_a_run_of_jdp_0_1_goes_on_in_its_order(tmp_path, make_mesh):
+    jdp.init(make_mesh(1))
+    rows = Rows()
+    with jdp.Checkpointer(tmp_path) as ckpt:
+        ckpt.restore({"n": 0}, rows)
+        rows.position = 4
+        ckpt.step({"n": 1}, rows)  # which writes the position alone, as jdp 0.1 did
+    num_rows = 2**16 + 1
+    for _ in range(2):
+        rows = jdp.batches(np.arange(num_rows), 4, num_steps=9)
+        with jdp.Checkpointer(tmp_path, resume=True) as ckpt:
+            state = ckpt.restore({"n": 0}, rows)
+            old = jdp.Sampler(num_rows, 4, order=1).indices(rows.position, 4)
+            assert next(iter(rows)).tolist() == old.tolist()
+            ckpt.step(state, rows)
+            rows.close()
 
 
 def test_batches_without_a_position_are_refused(tmp_path):
@@ -519,6 +560,20 @@ def at_its_end(path):
         ckpt.restore({"w": jnp.zeros(4)}, Rows())
 
 
+def waiting(path):
+    jdp.init()
+    ckpt = jdp.Checkpointer(path)
+    ckpt.restore({"w": jnp.zeros(4), "n": 0})
+    ckpt._session._commits.wait()
+    return [x.shape for spare in ckpt._session._commits._snapshots._spare.values() for x in spare]
+
+
+def test_the_memory_of_the_first_commit_is_taken_before_the_first_step(tmp_path):
+    with Launcher() as launcher:
+        one, other = launcher.processes(2, "test_checkpointer:waiting", tmp_path)
+        assert [one.result(), other.result()] == [[[4]], []]
+
+
 # Runs `stop` steps and ends without a word, as if killed, once what was begun is written.
 def committed(path, stop):
     jdp.init()
@@ -601,12 +656,23 @@ def test_the_newer_of_commit_and_checkpoint_is_taken(tmp_path):
         assert result["state"] == [30.0] * 4 and result["steps"] == 30
 
 
-@pytest.mark.parametrize("dtype", ["uint2", "uint4", "int2", "int4", "float8_e4m3fn", "bool"])
+FEW_BITS = "uint2 uint4 int2 int4 float8_e4m3 float8_e4m3fn bool".split()
+
+
+@pytest.mark.parametrize("dtype", FEW_BITS)
 def test_a_leaf_of_few_bits_is_restored_from_the_disk(tmp_path, dtype):
     jdp.init(devices=jax.devices()[:2])
-    state = {"a": jnp.asarray([0, 1, 1]).astype(dtype)}
+    state = {"a": jnp.asarray([0, 1, 1]).astype(dtype), "b": jnp.asarray(1).astype(dtype)}
     with jdp.Checkpointer(tmp_path) as ckpt:
         ckpt.step(ckpt.restore(state))
     with jdp.Checkpointer(tmp_path, resume=True) as ckpt:
-        again = ckpt.restore({"a": jnp.zeros(3, dtype)})
+        again = ckpt.restore({"a": jnp.zeros(3, dtype), "b": jnp.zeros((), dtype)})
     assert again["a"].dtype == dtype and np.asarray(again["a"] == state["a"]).all()
+    assert again["b"] == state["b"]
+
+
+@pytest.mark.parametrize("dtype", ["M8[s]", "S3", ">f4", "longdouble", "V4", "O"])
+def test_a_leaf_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path, dtype):
+    with pytest.raises(TypeError, match=r"`\['a'\]\[0\]`"):
+        jdp.Checkpointer(tmp_path / "run").restore({"a": [np.zeros(2, dtype)]})
+    assert not (tmp_path / "run").exists()

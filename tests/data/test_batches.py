@@ -1,6 +1,7 @@
 """Batches lie on the ranks in the order of the stream, every row once, from any position."""
 
 import itertools
+import json
 import subprocess
 import sys
 import threading
@@ -201,6 +202,60 @@ def test_the_mesh_is_that_of_init_when_the_loop_begins(make_mesh, before_init):
     assert next(sharded).sharding.mesh == mesh
 
 
+class ReusedColumn:
+    """An array-like that returns its rows in the same memory each time, its own array or a view."""
+
+    shape, dtype = (24, 2048), np.dtype(np.float32)
+
+    def __init__(self, is_view):
+        # As large and aligned as JAX needs to take it for a device's memory.
+        buffer = np.empty(24 * 2048 + 16, np.float32)
+        start = -buffer.ctypes.data // 4 % 16
+        self.buffer = buffer[start : start + 24 * 2048].reshape(self.shape)
+        self.buffer = self.buffer if is_view else self.buffer.copy()
+
+    def __getitem__(self, rows):
+        found = self.buffer[: len(rows)]
+        found[:] = np.asarray(rows)[:, None]
+        return found if len(rows) < 24 else self.buffer
+
+
+class ReusedRow:
+    """Rows that are returned in the same memory each time."""
+
+    def __init__(self, is_view):
+        self.buffer = ReusedColumn(is_view).buffer[0]
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, row):
+        self.buffer[:] = row
+        return self.buffer
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("is_view", [True, False])
+@pytest.mark.parametrize("size", [1, 8, 24])
+def test_a_dataset_may_use_its_memory_again(size, is_view, prefetch, one_rank):
+    expected = Sampler(24, size).indices(0, 6 * size).reshape(6, size).tolist()
+    for dataset in (ReusedColumn(is_view), {"row": ReusedColumn(is_view)}, ReusedRow(is_view)):
+        loop = batches(dataset, size, num_steps=6, mesh=one_rank, prefetch=prefetch)
+        found = [jax.tree.leaves(batch)[0] for batch in loop]
+        assert [batch[:, 0].tolist() for batch in found] == expected
+        assert all((batch == batch[:, :1]).all() for batch in found)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_threads_that_read_rows_keep_their_order_and_end(prefetch, one_rank):
+    rows = [{"row": np.int32(i)} for i in range(11)]
+    options = dict(num_steps=5, mesh=one_rank, prefetch=prefetch)
+    expected = rows_of(batches(rows, 4, **options))
+    before = threading.active_count()
+    assert rows_of(batches(rows, 4, read_threads=3, **options)) == expected
+    assert threading.active_count() == before
+
+
 # --- Position
 
 
@@ -244,12 +299,70 @@ def test_setting_the_position_goes_there(one_rank):
         assert loop.position == 24
 
 
+LARGE = 2**16 + 1  # rows: one more than have the same order in all versions
+
+
+def stream_of(loop, count):
+    return np.concatenate(rows_of(itertools.islice(loop, count))).tolist()
+
+
+@pytest.mark.parametrize("num_rows", [11, LARGE])
+def test_a_state_goes_on_in_the_order_in_which_the_run_began(num_rows, one_rank):
+    data, options = {"row": np.arange(num_rows)}, dict(epochs=3, seed=1, mesh=one_rank)
+    position = num_rows - 2
+    begun = batches(data, 4, position=position, **options)
+    stream = Sampler(num_rows, 1, seed=1).indices(position, 12).tolist()
+    assert stream_of(begun, 2) == stream[:8]
+    resumed = batches(data, 2, **options)
+    resumed.set_state(json.loads(json.dumps(begun.get_state())))
+    assert stream_of(resumed, 2) == stream[8:]
+    # A run that began with jdp 0.1 stays in its order, also when it is saved again.
+    old = batches(data, 4, **options)
+    old.set_state({"position": position})
+    stream = Sampler(num_rows, 1, seed=1, order=1).indices(position, 12).tolist()
+    assert stream_of(old, 2) == stream[:8]
+    resumed.set_state(json.loads(json.dumps(old.get_state())))
+    assert stream_of(resumed, 2) == stream[8:]
+
+
+@pytest.mark.parametrize(
+    "other, named",
+    [
+        (dict(dataset={"row": np.arange(12)}), "num_rows .*11.*12"),
+        (dict(seed=5), "seed .*0.*5"),
+        (dict(shuffle=False), "shuffle .*True.*False"),
+    ],
+)
+def test_a_run_does_not_go_on_with_another_stream(other, named, one_rank):
+    usual = dict(dataset=DATA, batch_size=4, num_steps=5, mesh=one_rank)
+    state = batches(**usual, position=8).get_state()
+    changed = batches(**{**usual, **other})
+    with pytest.raises(ValueError, match=rf'{named}.*position 8 .*allow="new data"'):
+        changed.set_state(state)
+    assert changed.position == 0
+    allowed = batches(**{**usual, **other}, allow="new data")
+    allowed.set_state(state)
+    expected = batches(**{**usual, **other}, position=8)
+    assert rows_of(allowed) == rows_of(expected)
+    changed.set_state(allowed.get_state())  # which is the stream that the run goes on in
+    changed = batches(**{**usual, "batch_size": 3, "num_steps": 9, "mask": True})
+    changed.set_state(state)
+    assert changed.position == 8
+
+
+def test_the_state_cannot_be_set_inside_a_loop(one_rank):
+    loop = batches(DATA, 4, num_steps=3, mesh=one_rank)
+    for _ in loop:
+        with pytest.raises(RuntimeError, match=r"position .*close\(\)"):
+            loop.set_state({"position": 0})
+
+
 def test_a_finished_run_has_nothing_left_but_says_so_to_who_loops_again(one_rank):
     finished = batches(DATA, 4, epochs=2, position=22, mesh=one_rank)
     assert list(finished) == []  # a job that starts again after its end
     loop = batches(DATA, 4, epochs=2, mesh=one_rank)
     again = rows_of(loop)
-    with pytest.raises(RuntimeError, match="all 6 batches.*epochs or num_steps.*position = 0"):
+    with pytest.raises(RuntimeError, match="6 batches.*num_steps.*position = 0"):
         iter(loop)
     loop.position = 0
     assert rows_of(loop) == again
@@ -258,7 +371,7 @@ def test_a_finished_run_has_nothing_left_but_says_so_to_who_loops_again(one_rank
 def test_the_position_cannot_be_set_inside_a_loop(one_rank):
     loop = batches(DATA, 4, num_steps=3, mesh=one_rank)
     for _ in loop:
-        with pytest.raises(RuntimeError, match="cannot be set to 0 while a loop runs"):
+        with pytest.raises(RuntimeError, match=r"position .* 0 .*close\(\)"):
             loop.position = 0
     loop.position = 4
     stopped = iter(loop)
@@ -376,23 +489,25 @@ def test_a_program_that_ends_inside_a_loop_ends_quietly():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(), "num_steps=None and epochs=None: give exactly one"),
-        (dict(num_steps=3, epochs=2), "num_steps=3 and epochs=2: give exactly one"),
-        (dict(epochs=0), "epochs must be at least 1, not 0"),
-        (dict(num_steps=0), "num_steps must be at least 1, not 0"),
+        (dict(), "num_steps=None and epochs=None"),
+        (dict(num_steps=3, epochs=2), "num_steps=3 and epochs=2"),
+        (dict(epochs=0), "epochs .*1.*0"),
+        (dict(num_steps=0), "num_steps .*1.*0"),
         (dict(epochs=1, tail="wrap"), "tail='wrap'"),
-        (dict(epochs=1, prefetch=-1), "prefetch must be at least 0, not -1"),
-        (dict(epochs=1, position=-1), "position must be at least 0, not -1"),
-        (dict(epochs=1, seed=-1), "seed must be at least 0"),
-        (dict(epochs=1, batch_size=12, tail="drop"), "11 rows, a batch 12"),
+        (dict(epochs=1, prefetch=-1), "prefetch .*0.*-1"),
+        (dict(epochs=1, allow="all"), "allow='all'"),
+        (dict(epochs=1, read_threads=0), "read_threads .*1.*0"),
+        (dict(epochs=1, position=-1), "position .*0.*-1"),
+        (dict(epochs=1, seed=-1), "seed .*0.*-1"),
+        (dict(epochs=1, batch_size=12, tail="drop"), "11 .*12"),
         (
             dict(num_steps=1, batch_size=10),
             "batch_size 10 .* 4 ranks.*mask=True.*multiple of 4, such as 12",
         ),
         (dict(epochs=1, batch_size=10, tail="drop"), "batch_size 10 .* 4 ranks"),
         (dict(epochs=1, mask=False), 'mask=False with tail="pad"'),
-        (dict(epochs=1, axis_name="dp"), "none called 'dp'"),
-        (dict(epochs=1, dataset={"x": X, "y": X[:3]}), r"\['y'\] has 3 rows, \['x'\] has 11"),
+        (dict(epochs=1, axis_name="dp"), "'dp'"),
+        (dict(epochs=1, dataset={"x": X, "y": X[:3]}), r"\['y'\] .*3 .*\['x'\] .*11"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(options, message, make_mesh):
@@ -403,7 +518,7 @@ def test_wrong_arguments_are_refused_at_once(options, message, make_mesh):
 
 def test_a_mask_of_the_datasets_own_is_refused_only_where_one_is_needed(one_rank):
     data = {"x": X, "mask": np.ones(11)}
-    with pytest.raises(ValueError, match='a key "mask"'):
+    with pytest.raises(ValueError, match='"mask"'):
         next(iter(batches(data, 4, epochs=1, mesh=one_rank)))
     assert next(iter(batches(data, 4, num_steps=1, mesh=one_rank)))["mask"].dtype == np.float32
 
@@ -474,16 +589,14 @@ def test_a_loader_may_use_its_memory_again(mesh):
 def test_a_short_last_batch_is_refused_with_both_shapes(make_mesh):
     loop = shard_batches(TorchLoader(2, 4, drop_last=False), mesh=make_mesh(1))
     got = []
-    with pytest.raises(
-        ValueError, match=r"\[0\] float32\[1, 2\], but the first one had \[0\] float32\[4, 2"
-    ):
+    with pytest.raises(ValueError, match=r"\[0\]` float32\[1, 2\].*\[0\]` float32\[4, 2"):
         for batch in loop:
             got.append(batch)
     assert len(got) == 2
 
 
 def test_a_batch_that_cannot_be_split_is_refused_in_the_loop(make_mesh):
-    with pytest.raises(ValueError, match="3 rows cannot be split over the 2 ranks"):
+    with pytest.raises(ValueError, match="3 rows .*2 ranks"):
         next(shard_batches([X[:3]], mesh=make_mesh(2)))
 
 

@@ -1,5 +1,7 @@
 """Two processes of two ranks: each reads its own rows, and wrong ones are refused on both."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -124,10 +126,11 @@ def test_first_batches_that_do_not_fit_together_are_refused_on_every_process(pro
     first, second = processes(2).run(refusals)
     for case in ("rows", "dtype", "end", "seed"):
         assert first[case] == second[case]
-    assert "process 1 begins with 3 rows per rank (batch float64[6])" in first["rows"]
-    assert "process 0 with 2 (batch float64[4])" in first["rows"]
-    assert "['x'] int8[4]" in first["dtype"] and "['x'] int16[4]" in first["dtype"]
-    assert "process 1 begins with 0 rows per rank (no batches)" in first["end"]
+    assert "process 1" in first["rows"] and "float64[6]" in first["rows"]
+    assert "process 0" in first["rows"] and "float64[4]" in first["rows"]
+    assert "['x']` int8[4]" in first["dtype"] and "['x']` int16[4]" in first["dtype"]
+    assert re.search("process 1 .* 0 rows", first["end"])
+    assert all("JDP209" in first[case] for case in ("rows", "dtype", "end", "seed"))
     assert "seed=1" in first["seed"] and "seed=0" in first["seed"]
     assert "scalar" in second["scalar"] and "scalar" in first["scalar"]
     assert second["error"] == "no such file"

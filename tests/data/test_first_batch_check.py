@@ -4,14 +4,14 @@ import pytest
 
 from jdp.data.first_batch_check import FirstBatch, require_agreement
 
-USUAL = FirstBatch("batch", "3f2a", 2, "['x'] float32[4, 8]")
+USUAL = FirstBatch("3f2a", 2, "['x'] float32[4, 8]")
 
 
 def test_equal_reports_agree():
     require_agreement({0: USUAL})
     # The text may differ: a process with more ranks has more rows.
     require_agreement({0: USUAL, 1: USUAL._replace(text="['x'] float32[8, 8]")})
-    end = FirstBatch("end", "", 0, "no batches")
+    end = FirstBatch("", 0, "no batches")
     require_agreement({0: end, 1: end})
 
 
@@ -21,8 +21,8 @@ def test_the_odd_process_is_named_with_both_numbers_of_rows(odd):
     reports[odd] = USUAL._replace(rows_per_rank=3, text="['x'] float32[6, 8]")
     other = 1 if odd == 0 else 0
     message = (
-        rf"process {odd} begins with 3 rows per rank \(\['x'\] float32\[6, 8\]\), "
-        rf"process {other} with 2 \(\['x'\] float32\[4, 8\]\)"
+        rf"process {odd} .*3.*\['x'\] float32\[6, 8\].*"
+        rf"process {other} .*2.*\['x'\] float32\[4, 8\].*JDP209"
     )
     with pytest.raises(ValueError, match=message):
         require_agreement(reports)
@@ -35,11 +35,5 @@ def test_other_shapes_are_named():
 
 
 def test_a_process_without_batches_is_named():
-    with pytest.raises(ValueError, match=r"process 1 begins with 0 rows per rank \(no batches\)"):
-        require_agreement({0: USUAL, 1: FirstBatch("end", "", 0, "no batches")})
-
-
-def test_what_failed_on_another_process_is_told():
-    failed = FirstBatch("error", "", 0, "OSError('no such file: shard-1')")
-    with pytest.raises(RuntimeError, match="process 1 .*shard-1.*JDP208"):
-        require_agreement({0: USUAL, 1: failed})
+    with pytest.raises(ValueError, match=r"process 1 .* 0 rows .*JDP209"):
+        require_agreement({0: USUAL, 1: FirstBatch("", 0, "no batches")})

@@ -173,6 +173,22 @@ def test_close_does_not_wait_for_ever_for_an_item(monkeypatch):
     answer.set()
 
 
+def test_all_loops_are_asked_to_end_before_the_program_waits_for_one():
+    found, began = [], threading.Barrier(3)
+
+    def items():
+        yield 0
+        began.wait(10)
+        found.append(all(producer._is_asked.wait(10) for producer in list(module._running)))
+
+    loops = [prefetch(items(), 1) for _ in range(2)]
+    for loop in loops:
+        next(loop)
+    began.wait(10)
+    module._end_all()
+    assert found == [True, True] and not running()
+
+
 def test_items_handed_out_are_not_kept():
     class Item:
         alive = 0

@@ -28,6 +28,7 @@ from jdp.launch.leader.generation import Generation
 from jdp.launch.leader.leader import Leader
 from jdp.launch.leader.rank_assignment import Part
 from jdp.launch.leader.remote_host import HostSlot, RemoteHost
+from jdp.launch.leader.restart_budget import RestartBudget
 from jdp.launch.options.options import parse
 from jdp.launch.transport import token_auth
 from jdp.launch.transport.connection import Channel
@@ -141,8 +142,48 @@ def test_the_first_failure_is_the_cause_unless_a_later_one_is_sure():
     assert [slot.free_at > 0 for slot in host.slots + other.slots] == [False] * 3 + [True]
 
 
-def standby(name, parked=True, is_dying=False):
-    return SimpleNamespace(name=name, parked=parked, is_dying=lambda: is_dying)
+LOST = failures.loss_of_host("a", "silent", 5.0)
+
+
+# The reasons to end, "" where the run goes on, of failures of (seconds, step).
+def reasons(*failed, why=LOST, max_restarts=3):
+    budget, found = RestartBudget(max_restarts, window_s=600.0), []
+    for now, step in failed:
+        found.append(budget.reason_to_end(why, step, now))
+        budget.record_failure(why, step, now)
+    return found
+
+
+def test_a_run_of_weeks_may_fail_three_times_in_ten_minutes():
+    assert not any(reasons(*[(200.0 * i, i) for i in range(3)]))
+    assert not any(reasons(*[(301.0 * i, i) for i in range(99)]))
+    *_, last = reasons(*[(199.0 * i, i) for i in range(4)])
+    assert "--max-restarts 3" in last and "600 s" in last
+    assert "--max-restarts 0" in reasons((0.0, 0), max_restarts=0)[0]
+
+
+def test_failures_that_a_run_never_gets_beyond_are_not_forgotten():
+    assert [bool(each) for each in reasons(*[(9999.0 * i, 50) for i in range(4)])] == [
+        False
+    ] * 3 + [True]
+    assert not any(reasons(*[(9999.0 * i, None) for i in range(9)]))  # a run that counts no steps
+
+
+def test_an_error_that_is_raised_at_the_same_step_again_ends_the_run():
+    def raised(error, process_id=1):
+        text = f"Traceback\n  in step\nValueError: {error}\n"
+        return failures.exit_of_process(process_id, "a", 7, 1, text, [], step=50)
+
+    budget = RestartBudget(9, window_s=600.0)
+    budget.record_failure(raised("nan"), 50, 0.0)
+    assert "step 50" in budget.reason_to_end(raised("nan", process_id=0), 50, 9999.0)
+    assert not budget.reason_to_end(raised("nan"), 51, 1.0)
+    assert not budget.reason_to_end(raised("other"), 50, 1.0)
+    assert not budget.reason_to_end(failures.exit_of_process(1, "a", 7, -9, None, []), 50, 1.0)
+
+
+def standby(name, parked=True, can_run=True):
+    return SimpleNamespace(name=name, parked=parked, can_run=lambda: can_run)
 
 
 # Those that are taken, one after the other.
@@ -151,12 +192,12 @@ def taken(*processes):
     each = Standbys(len(processes), lambda _: next(waiting), ready=lambda: None, say=print)
     each.fill()
     if any(process.parked for process in processes):
-        each.note_parked()
-    return [process.name for process in iter(each.take, None)]
+        each.record_parked()
+    return [process.name for process in iter(each.take_standby, None)]
 
 
-def test_the_standbys_that_wait_are_taken_first_and_those_that_die_never():
-    waits, starts, dies = standby("w"), standby("s", parked=False), standby("d", is_dying=True)
+def test_the_standbys_that_wait_are_taken_first_and_those_that_cannot_run_never():
+    waits, starts, dies = standby("w"), standby("s", parked=False), standby("d", can_run=False)
     assert taken(dies, starts, waits) == ["w", "s"]
     assert taken(dies) == []
     assert taken(starts) == []  # perhaps it never waits
@@ -165,7 +206,7 @@ def test_the_standbys_that_wait_are_taken_first_and_those_that_die_never():
 def test_gpus_are_shared_evenly_or_not_at_all():
     assert gpus_of_slots(8, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert gpus_of_slots(0, 3) == [None] * 3
-    with pytest.raises(ValueError, match="8 GPUs, which 3 processes"):
+    with pytest.raises(ValueError, match="8 .* 3 "):
         gpus_of_slots(8, 3)
 
 
@@ -238,8 +279,8 @@ def test_what_the_kernel_takes_in_parts_arrives_as_a_whole():
         for text in texts:
             channel.send("n", text=text)
         await asyncio.wait_for(all_came.wait(), 5.0)
-        channel.close()
-        other.close()
+        channel.close_connection()
+        other.close_connection()
         return got
 
     assert asyncio.run(talk()) == texts
@@ -319,7 +360,7 @@ def test_a_host_says_that_who_listens_is_no_leader_of_its_jdp(greeting, why):
                 try:
                     return await found
                 finally:
-                    joining.close()
+                    joining.leave()
 
         assert why in asyncio.run(join())
 
@@ -355,8 +396,8 @@ def test_a_host_tries_all_addresses_of_the_leader(monkeypatch, request, first):
         try:
             return await joined
         finally:
-            link.close()
-            door.close()
+            link.leave()
+            door.stop_listening()
 
     found = [(*stream, address) for address in addresses]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
@@ -382,11 +423,11 @@ def test_a_host_that_dies_while_it_joins_is_lost_and_no_bug():
             host.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
         while len(said) < 2 and not bugs:
             await asyncio.sleep(0.001)
-        await leader.close(1, "")
+        await leader.finish_run(1, "")
         return said, bugs
 
     (joined, lost), bugs = asyncio.run(asyncio.wait_for(join(), 10.0))
-    assert "host a joined" in joined and "host a was lost" in lost and not bugs
+    assert "1 of 2" in joined and os.strerror(errno.ECONNRESET) in lost and not bugs
 
 
 def test_the_cause_has_who_where_how_and_the_traceback():
@@ -462,7 +503,7 @@ def test_a_process_prepares_only_while_it_has_the_time(launched, monkeypatch, is
 def test_a_parked_process_without_a_launcher_ends(launched):
     member, launcher = launched
     launcher.close()
-    with pytest.raises(SystemExit, match="launcher is gone"):
+    with pytest.raises(SystemExit, match=r"^jdp: "):
         member.park()
     member.tell("ended")  # into nothing
 
@@ -506,7 +547,7 @@ def test_a_process_with_another_jdp_than_its_launcher_says_so():
             text=True,
             timeout=30,
         )
-    assert done.returncode == 1 and "has a different build of jdp than `jdp run`" in done.stderr
+    assert done.returncode == 1 and "python -m jdp run" in done.stderr
 
 
 def test_what_a_process_starts_before_it_asks_is_no_member_either():
@@ -524,8 +565,8 @@ def test_a_record_that_cannot_be_written_ends_nothing(path, why):
     events = Events(Path(path), said.append)
     for _ in range(3):
         events.write("formed", generation=0)
-    events.close()
-    assert said == [f"{path} can't be written: {why}"]
+    events.close_file()
+    assert len(said) == 1 and path in said[0] and why in said[0]
 
 
 def test_a_record_that_cannot_be_opened_ends_nothing(tmp_path):
@@ -534,8 +575,8 @@ def test_a_record_that_cannot_be_opened_ends_nothing(tmp_path):
     path = tmp_path / "logs" / "events.jsonl"
     events = Events(path, said.append)
     events.write("formed", generation=0)
-    events.close()
-    assert len(said) == 1 and said[0].startswith(f"{path} can't be written: ")
+    events.close_file()
+    assert len(said) == 1 and str(path) in said[0]
 
 
 def test_the_token_is_not_in_the_environment_of_processes():

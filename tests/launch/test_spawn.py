@@ -45,7 +45,7 @@ def leave_none(pids):
 def guardian():
     guardian = Guardian()
     yield guardian
-    guardian.close()
+    guardian.kill_all()
 
 
 # A launcher that starts a family and prints the pids of all that there is.
@@ -151,11 +151,11 @@ def test_what_a_killed_process_shared_is_removed_from_shared_memory(tmp_path, ho
         if how != "guardian":
             spawn.kill(process)
             until(lambda: not any(path.exists() for path in shared))
-        guardian.close()
+        guardian.kill_all()
         assert not any(path.exists() for path in shared)
         assert not is_alive(process.pid) and not is_alive(int(child))
     finally:
-        guardian.close()
+        guardian.kill_all()
         process.wait()
     close_pipes(process)
 
@@ -168,7 +168,7 @@ def test_closing_a_guardian_kills_what_is_left_and_nothing_else():
     other = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: "another launcher's"})
     try:
         pids = [process.pid, int(process.stdout.readline()), int(process.stdout.readline())]
-        guardian.close()
+        guardian.kill_all()
         until(lambda: not any(map(is_alive, pids)))
         assert is_alive(unmarked.pid) and is_alive(other.pid)
     finally:
@@ -186,7 +186,7 @@ def test_a_group_is_killed_unless_it_was_removed():
         for each in (ours, removed):
             guardian.add(each.pid)
         guardian.remove(removed.pid)
-        guardian.close()
+        guardian.kill_all()
         assert ours.wait(TIMEOUT_S) == -signal.SIGKILL
         assert is_alive(removed.pid)
     finally:
@@ -198,7 +198,7 @@ def test_a_group_is_killed_unless_it_was_removed():
 def test_a_launcher_inside_another_keeps_the_mark_of_the_outer_one(monkeypatch, guardian):
     monkeypatch.setenv(MARK, guardian.environment[MARK])
     inner = Guardian()
-    inner.close()
+    inner.kill_all()
     assert inner.environment[MARK].startswith(guardian.environment[MARK] + ",")
 
 
@@ -255,7 +255,7 @@ def test_what_a_process_started_dies_with_it_also_if_a_signal_comes_too_late(tmp
         pid = asyncio.run(child())
         until(lambda: not is_alive(pid))
     finally:
-        resources.close()
+        resources.release()
 
 
 def test_a_process_has_a_group_of_its_own():

@@ -39,8 +39,8 @@ MUTATIONS = {
     ),
     "the sampler is off by one": (
         "jdp/data/sampler.py",
-        "divmod(position + done, self.num_rows)",
-        "divmod(position + done + 1, self.num_rows)",
+        "np.divmod(positions, self.num_rows)",
+        "np.divmod(positions + 1, self.num_rows)",
         "tests/data/test_sampler.py",
     ),
     "the predicate of a cond counts as uniform": (

@@ -66,17 +66,17 @@ def noisy(state, batch):
 @pytest.mark.parametrize(
     "program, cause",
     [
-        (summed_loss, "summed over rows"),
-        (summed_gradient, "summed over ranks"),
-        (clipped_alone, "each rank clips its own gradient"),
-        (local_masked_mean, "not a mean over rows"),
-        (noisy, "random numbers"),
+        (summed_loss, r"\.mean\(\), not \.sum\(\)"),
+        (summed_gradient, r"replicated\(mean=False\)"),
+        (clipped_alone, "clip_by_global_norm"),
+        (local_masked_mean, "(?!.*clip_by).* weight="),
+        (noisy, r"state\.shared_key"),
     ],
 )
 def test_says_what_the_analysis_cannot_see(program, cause):
     ranks(3)
     plain_sgd = state(jdp.replicated(optax.sgd(0.1)))
-    with pytest.raises(ValueError, match=f"on 3 ranks than on one.*{cause}"):
+    with pytest.raises(ValueError, match=f" 3 ranks .*{cause}"):
         jdp.check_step(jdp.train_step(program), plain_sgd, batch())
 
 
@@ -103,7 +103,7 @@ def test_rounding_that_an_optimizer_makes_large_is_told_from_clipping(name, clip
     s = jdp.TrainState.create(params, jdp.replicated(tx))
     rows = {"x": rng.normal(size=(24, 5)).astype("float32"), "y": rng.integers(0, 3, 24)}
     clip = lambda grads: jax.tree.map(lambda g: jnp.clip(g, -0.02, 0.02), grads)  # noqa: E731
-    with pytest.raises(ValueError, match="computes something else") as error:
+    with pytest.raises(ValueError, match=" 3 ranks ") as error:
         jdp.check_step(logits_step(clip if clips else lambda grads: grads), s, rows, num_steps=3)
     assert ("optax.sgd" in str(error.value)) != clips
     assert ("clip" in str(error.value)) == clips
@@ -128,7 +128,7 @@ def test_names_batch_statistics():
     s = jdp.TrainState.create(
         variables["params"], training.sgd(), model_state=variables["batch_stats"]
     )
-    with pytest.raises(ValueError, match="Batch statistics differ"):
+    with pytest.raises(ValueError, match=r"\(`state\.model_state\['(mean|var)'\]`\)"):
         jdp.check_step(jdp.train_step(step), s, batch())
 
 
@@ -144,8 +144,8 @@ class Masked(nn.Module):
 @pytest.mark.parametrize(
     "axis_name, num_rows, cause",
     [
-        (None, 15, "Give the layer axis_name="),
-        ("data", 15, "Leave mask= out of the layer"),
+        (None, 15, "axis_name="),
+        ("data", 15, "mask="),
         ("data", 24, None),
     ],
 )
@@ -172,9 +172,9 @@ def test_tells_statistics_of_one_rank_from_those_of_a_mask(axis_name, num_rows, 
     if cause is None:
         jdp.check_step(jdp.train_step(step), s, rows)
         return
-    with pytest.raises(ValueError, match=f"Batch statistics differ.*{cause}") as error:
+    with pytest.raises(ValueError, match=rf"\(`state\.model_state\S+`\).* {cause}") as error:
         jdp.check_step(jdp.train_step(step), s, rows)
-    assert ("Give the layer axis_name=" in str(error.value)) == (axis_name is None)
+    assert ("axis_name=" in str(error.value)) == (axis_name is None)
 
 
 def test_takes_weights_random_keys_and_further_arguments():
@@ -203,9 +203,9 @@ def test_a_state_leaf_that_is_not_of_batch_statistics_is_not_called_that():
         return state.apply_gradients(gradient(state, batch)).replace(model_state={"h": hidden}), {}
 
     ranks(2)
-    with pytest.raises(ValueError, match=r"`state.model_state\['h'\]` differs by ") as error:
+    with pytest.raises(ValueError, match=r"`state.model_state\['h'\]`") as error:
         jdp.check_step(jdp.train_step(step), state(model_state={"h": jnp.float32(0)}), batch())
-    assert "atch statistics" not in str(error.value)
+    assert "axis_name=" not in str(error.value)
 
 
 def norm_of(grads):
@@ -214,9 +214,9 @@ def norm_of(grads):
 
 # What a step reports of its own rows, and what is said of it.
 METRICS = {
-    "sum": (lambda g, batch: jnp.sum(batch["x"] ** 2), "write jdp.sum_over_ranks"),
-    "count": (lambda g, batch: jnp.float32(len(batch["x"])), "write jdp.sum_over_ranks"),
-    "norm": (lambda g, batch: norm_of(g), "jdp.sync_gradients(grads) first"),
+    "sum": (lambda g, batch: jnp.sum(batch["x"] ** 2), "jdp.sum_over_ranks(x)"),
+    "count": (lambda g, batch: jnp.float32(len(batch["x"])), "jdp.sum_over_ranks(x)"),
+    "norm": (lambda g, batch: norm_of(g), "jdp.sync_gradients(grads)"),
     "maximum": (lambda g, batch: batch["x"].max(), "jax.lax.pmax"),
     "whole sum": (lambda g, batch: jax.lax.psum(batch["x"].mean(), "data"), "jdp.mean_over_ranks"),
 }
@@ -232,7 +232,7 @@ def test_a_metric_that_is_not_that_of_the_whole_batch_is_named(kind):
         return state.apply_gradients(grads), {"ok": batch["y"].mean(), "odd": of(grads, batch)}
 
     ranks(4)
-    with pytest.raises(ValueError, match=r"`metrics\['odd'\]` is .* on one rank and ") as error:
+    with pytest.raises(ValueError, match=r"`metrics\['odd'\]` is .* 4\. ") as error:
         jdp.check_step(step, state(), batch())
     assert advice in str(error.value)
     assert "metrics['ok']" not in str(error.value)
@@ -293,8 +293,7 @@ def test_a_rank_that_drifts_alone_is_found():
         return new.replace(params={**new.params, "b": new.params["b"] + seen}), {}
 
     ranks(3)
-    told = r"The 3 ranks hold other values of `state\.params\['b'\]` than each other, rank \d the"
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=r" 3 ranks .* `state\.params\['b'\]`, rank \d"):
         jdp.check_step(step, state(), batch())
 
 
@@ -333,7 +332,7 @@ def test_what_is_wrong_from_the_second_step_on_is_found():
 
     ranks(2)
     assert jdp.check_step(jdp.train_step(step), state(), batch(), num_steps=1).num_steps == 1
-    with pytest.raises(ValueError, match="differs by .* after 2 steps"):
+    with pytest.raises(ValueError, match=" 2 steps"):
         jdp.check_step(jdp.train_step(step), state(), batch())
     with pytest.raises(ValueError, match="num_steps=0"):
         jdp.check_step(jdp.train_step(step), state(), batch(), num_steps=0)
@@ -355,7 +354,7 @@ def test_the_digits_of_parameters_of_16_bits_are_no_difference(dtype):
     found = jdp.check_step(jdp.train_step(step), s, batch(), tolerance=1e-8)
     if dtype == "bfloat16":  # float16 may come out equal
         assert max(leaf.difference for leaf in found.leaves) > 1e-6
-    with pytest.raises(ValueError, match="4 times smaller"):
+    with pytest.raises(ValueError, match=r"\b4 .*\.mean\(\), not \.sum\(\)"):
         jdp.check_step(jdp.train_step(lambda s, b: step(s, b, len(b["x"]))), s, batch())
 
 
@@ -375,6 +374,6 @@ def test_arithmetic_of_16_bits_is_named_where_differences_are_small():
         return state.apply_gradients(jax.grad(loss_of)(state.params)), {}
 
     ranks(4)
-    with pytest.raises(ValueError, match=r"computes in bfloat16 .* a larger tolerance="):
+    with pytest.raises(ValueError, match="bfloat16 .* tolerance="):
         jdp.check_step(jdp.train_step(step), state(), batch(), tolerance=1e-6)
     jdp.check_step(jdp.train_step(step), state(), batch(), tolerance=1e-2)

@@ -38,7 +38,7 @@ def probed(num_ranks, weight=None, late=None):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_probe_names_what_goes_in_and_what_leaves(num_ranks):
     _, found = probed(num_ranks)
-    traced = found.trace.traced
+    traced = found.traced
     state = ["[0].step", "[0].params['w']", "[0].seed"]
     own = ["[1].value"]
     assert traced.inputs == [
@@ -61,7 +61,7 @@ def test_a_probe_names_what_goes_in_and_what_leaves(num_ranks):
 def test_a_probe_says_what_the_trace_found(weight):
     _, found = probed(2, weight)
     weighed = frozenset() if weight is None else frozenset({"jdp.train_step"})
-    assert found.trace.traced.found == TraceFindings(
+    assert found.traced.found == TraceFindings(
         marked=frozenset({"['w']"}),
         split=frozenset(),
         weighed=weighed,
@@ -78,5 +78,5 @@ def test_a_gradient_that_the_probe_found_to_be_a_mean_is_not_sent_again():
     made, found = probed(2, late=True)
     built = passes.build(made, found)
     assert built.choices.uniform == {"['w']"} and found.choices.uniform is None
-    assert found.trace.traced.found.gradient_bytes == W.nbytes
-    assert built.trace.traced.found.gradient_bytes == 0
+    assert found.traced.found.gradient_bytes == W.nbytes
+    assert built.traced.found.gradient_bytes == 0

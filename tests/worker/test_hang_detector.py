@@ -3,7 +3,8 @@ import math
 
 import pytest
 
-from jdp.worker.hang_detector import BETWEEN, DATA, FIRST, JOINING, STARTING, STEP, WAITING, Watch
+from jdp.worker.hang_detector import Watch
+from jdp.worker.phases import BETWEEN, DATA, FIRST, JOINING, STARTING, STEP, UNSTEPPED, WAITING
 from jdp.worker.progress_board import BEFORE, ENDED, ProcessStatus
 
 
@@ -52,7 +53,7 @@ def test_progress_begins_it_all_anew():
     assert [now for now in range(49, 90) if watch.look(now, again)] == [76]
 
 
-@pytest.mark.parametrize("phase", [STARTING, FIRST, "compiling", "evaluating", "saving", "my own"])
+@pytest.mark.parametrize("phase", [UNSTEPPED, FIRST, "compiling", "evaluating", "saving", "my own"])
 def test_phases_that_may_be_long_have_six_times_as_long(phase):
     said = looks(Watch(600.0), {0: at(phase)}, 3600)
     assert list(said)[0] == 180
@@ -145,7 +146,6 @@ def test_a_script_that_has_ended_is_named_while_others_train():
     stall = first(processes)
     assert stall.processes == [1]
     assert "process 1 (pid 1011), 1 step behind: the script has ended for 39 s" in stall.report
-    assert "same steps" in stall.report
     assert looks(Watch(10.0), processes, 10)[10].is_over
 
 
@@ -153,7 +153,7 @@ def test_scripts_that_have_all_ended_and_do_not_exit_are_given_up_as_late_as_a_l
     said = looks(Watch(600.0), {0: at(ENDED, 10), 1: at(ENDED, 9)}, 3600)
     assert [now for now, stall in said.items() if stall.is_over] == [3600]
     assert said[3600].processes == [0, 1]
-    assert "It does not exit" in said[3600].report
+    assert "atexit" in said[3600].report
     assert not looks(Watch(1.0), {}, 10)
     # Where another one still runs, that one's time counts.
     assert not looks(Watch(600.0), {0: at(ENDED), 1: at("saving", limit_s=math.inf)}, 3600)
@@ -181,9 +181,9 @@ def test_who_waits_elsewhere_is_the_cause_that_others_wait_in_a_step(step):
     said = looks(Watch(600.0), {0: step, 1: at(WAITING), 2: step}, 600)
     assert {*map(str, (stall.processes for stall in said.values()))} == {"[1]"}
     assert [now for now, stall in said.items() if stall.is_over] == [600]
-    assert "look for an early break" in said[30].report
+    assert "break" in said[30].report
     late = first({0: at(WAITING, 11), 1: at(STEP, 10)})
-    assert late.processes == [1] and "early break" not in late.report
+    assert late.processes == [1] and "break" not in late.report
 
 
 def test_one_that_hangs_is_ended_while_others_get_on_ahead_of_it():
@@ -198,7 +198,7 @@ def test_a_step_that_devices_still_run_has_a_limit_where_the_script_has_none():
     assert not looks(Watch(10.0), {0: alone}, 1000)
     stall = looks(Watch(10.0), {0: alone._replace(is_running=True)}, 10)[10]
     assert stall.is_over
-    assert "its devices still run a step" in stall.report
+    assert "its devices" in stall.report
 
 
 def test_whoever_debugs_has_all_the_time_and_so_do_those_that_wait():
@@ -214,6 +214,18 @@ def test_a_process_that_has_not_begun_is_left_out():
 
 def test_while_no_process_has_come_to_init_nobody_waits():
     assert not looks(Watch(10.0), {0: at(BEFORE, 0), 1: at(BEFORE, 0)}, 1000)
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_processes_that_train_without_jdp_are_not_watched(num):
+    watch = Watch(10.0)
+    assert not looks(watch, {i: at(STARTING, 0) for i in range(num)}, 1000)
+    assert watch.left_s(1000.0, at(STARTING, 0)) == math.inf
+
+
+def test_a_process_that_does_nothing_is_named_when_another_one_waits_for_it():
+    said = looks(Watch(10.0), {0: at(FIRST, 0), 1: at(STARTING, 0)}, 60)
+    assert said[60].processes == [1] and said[60].is_over
 
 
 def test_a_process_that_does_not_come_to_init_is_named_and_given_up_as_late_as_a_long_phase():
@@ -234,7 +246,7 @@ def test_time_in_which_nobody_looked_does_not_count():
 def test_a_watch_that_ends_nobody_does_not_say_that_it_will():
     watch = Watch(10.0, ends=False)
     for stall in looks(watch, {0: at(STEP)}, 20).values():
-        assert "ends" not in stall.report
+        assert "the run ends" not in stall.report
 
 
 def test_what_is_left_is_the_limit_less_the_time_without_progress():

@@ -1,17 +1,17 @@
 """This host's part in a run: it joins, and starts, watches and ends processes as the leader says.
 
-What it is in, and what ends that:
+States, and what ends them:
 
-  joining       it looks for the leader. Until it is let in (waiting), or the join timeout (over)
-  waiting       it has joined. Until `go` (a generation)
-  a generation  some of its processes are there, see `local_generation.py`. Until all of them were
-                waited for (waiting)
-  over          the run is over for this host
+  joining       the host looks for the leader. Until it is let in (waiting), or the join timeout
+                (over)
+  waiting       the host has joined. Until `go` (a generation)
+  a generation  processes of it run here, see `local_generation.py`. Until all of them have ended
+                and were waited for (waiting)
+  over          the run is over for this host; the message `over` leads here from any state
 
-If the leader is lost, the others go on without this host. So its processes are killed, and when
-they have ended the host is joining again; standbys and commit memory stay. Only those that were
-asked to end have their time, since what they save counts; the run is over then. `over` ends
-whatever it is in.
+If the leader is lost, the other hosts go on without this one. So its processes are killed, and when
+they have ended the host is joining again; standbys and commit memory stay. Processes that were
+asked to end may use their time first, since what they save counts; the run is over then.
 
 Standbys are started when every process of a generation has finished its first step, or when the
 host joins a run that is going on, and killed by `stop` and at the end.
@@ -19,11 +19,14 @@ host joins a run that is going on, and killed by `stop` and at the end.
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import signal
 import socket
 from typing import Any, NamedTuple
 
+from jdp.launch.host.commit_saver import save_commit
+from jdp.launch.host.coordinator_port import reserve_port
 from jdp.launch.host.leader_connection import Link, start_task
 from jdp.launch.host.local_generation import LocalGeneration
 from jdp.launch.host.standby_pool import Standbys
@@ -32,7 +35,7 @@ from jdp.launch.options.options import Options
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.launcher_client import Assignment
 
-# Between two beats; there are at least five of them in `heartbeat_timeout_s`.
+# Seconds between two beats, of which there are at least five in `heartbeat_timeout_s`.
 BEAT_S = 0.2
 
 
@@ -44,17 +47,10 @@ class Outcome(NamedTuple):
 
 
 class Host:
-    """This host's part in a run.
-
-    Args:
-      options: of the command line.
-      token: of the run.
-      address: where the leader listens.
-      resources: what processes are started with.
-      leads: the leader is in this very process, and can't be lost alone.
+    """This host's part in a run; the arguments are those of `Link` and `Process`.
 
     Attributes:
-      id: tells this launcher from all others.
+      id: of this launcher alone.
       over: done when the run is over for this host.
     """
 
@@ -69,7 +65,7 @@ class Host:
         self.id = secrets.token_hex(8)
         self.over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._options, self._resources = options, resources
-        self._port = _reserve_port()
+        self._port = reserve_port()
         self._number, self._stepped, self._run_id = -1, False, options.rdzv_id
         self._generation: LocalGeneration | None = None  # the one that has processes here
         self._standbys = Standbys(
@@ -79,8 +75,8 @@ class Host:
             say=resources.say,
         )
         self._signal: int | None = None
-        self._was_signalled = False  # this very launcher
-        self._has_asked = False  # one of its processes, which it is
+        self._was_signalled = False  # this launcher, while `_signal` may be of another
+        self._uses_jdp = False  # whether one of its processes called jdp.init()
         self._changed = asyncio.Event()
         self._link = Link(
             options,
@@ -88,20 +84,17 @@ class Host:
             address,
             leads,
             introduce=self._introduce,
-            joined=self._joined,
+            joined=lambda is_running: self._standbys.fill() if is_running else None,
             received=self._receive,
             lost=self._lost_leader,
-            gave_up=self._give_up,
+            gave_up=functools.partial(self._finish, 1),
         )
         self._beats = start_task(self._beat())
+        self._saver: asyncio.Task[None] | None = None
 
     def stop(self, number: int) -> None:
-        """End the run because this launcher got a signal; an interrupt after that kills at once.
-
-        Args:
-          number: of the signal.
-        """
-        # That others were signalled, too, is not a second signal: a scheduler signals all hosts.
+        """End the run at a signal to this launcher; an interrupt after that kills at once."""
+        # A scheduler signals all hosts: a signal to another one does not count as the first.
         at_once = number == signal.SIGINT and self._was_signalled
         self._was_signalled = True
         if not self._link.is_joined and self._generation is None:
@@ -109,19 +102,15 @@ class Host:
         self._signal = number
         self._link.send("stop", signal=number, at_once=at_once)
         if at_once and self._generation is not None:
-            self._generation.end()
+            self._generation.kill_processes()
 
-    def dump(self) -> None:
+    def show_stacks(self) -> None:
         """Have all processes of this host show their stacks."""
         if self._generation is not None:
-            self._generation.dump([*self._generation.statuses()])
+            self._generation.show_stacks([*self._generation.statuses()])
 
-    async def close(self, timeout_s: float = 5.0) -> None:
-        """Stop looking after anything, when all processes have been waited for.
-
-        Args:
-          timeout_s: for how long; what is left then, the guardian will complain about.
-        """
+    async def leave(self, timeout_s: float = 5.0) -> None:
+        """Leave the run when all processes have been waited for, at most for `timeout_s`."""
         self._finish(1, "")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -129,7 +118,7 @@ class Host:
                     self._changed.clear()
                     await self._changed.wait()
         self._beats.cancel()
-        self._link.close()
+        self._link.leave()
         self._port.close()
 
     # --- the leader ---
@@ -147,22 +136,18 @@ class Host:
             "stepped": self._stepped,
         }
 
-    def _joined(self, is_running: bool) -> None:
-        if is_running:
-            self._standbys.fill()
-
     def _lost_leader(self, why: str) -> None:
         if self.over.done():
             return
         if self._generation is not None and self._generation.is_stopping:
-            return  # The run ends anyway, and what its processes save is worth the wait.
+            return  # the run ends anyway, and its processes may be saving
         if self._signal is not None:
             return self._finish(128 + self._signal, f"the leader is lost: {why}")
         self._resources.say(
-            f"the leader is lost ({why}). This host ends its processes and looks for it again."
+            f"the leader is lost: {why}. This host kills its processes and looks for it again."
         )
         if self._generation is not None:
-            self._generation.end()
+            self._generation.kill_processes()
         else:
             self._link.join_again()
 
@@ -183,20 +168,29 @@ class Host:
             case "stop":
                 self._stop(facts["signal"])
             case "end" if self._generation is not None:
-                self._generation.end()
+                self._generation.kill_processes()
             case "dump" if self._generation is not None:
-                self._generation.dump(**facts)
+                self._generation.show_stacks(**facts)
+            case "save commit":
+                self._saver = start_task(self._save_commit())
             case "over":
                 self._finish(**facts)
+
+    async def _save_commit(self) -> None:
+        self._link.send("commit saved", **await save_commit(self._resources))
 
     # --- processes ---
 
     def _go(self, first: int, slots: list[int], **common: Any) -> None:
         if first == 0:
-            self._port.close()  # from now on process 0's
+            self._port.close()  # process 0 listens there now
         self._number, self._run_id = common["generation"], common["run_id"]
         self._generation = LocalGeneration(
-            self._options, self._link.send, ended=self._ended, stuck=self._give_up
+            self._options,
+            self._link.send,
+            ended=self._ended,
+            stuck=functools.partial(self._finish, 1),
+            say=self._resources.say,
         )
         for local_id, slot in enumerate(slots):
             assignment = Assignment(
@@ -206,7 +200,7 @@ class Host:
                 gpus=self._resources.gpus[slot],
                 **common,
             )
-            process = self._standbys.take()
+            process = self._standbys.take_standby()
             if process is None:
                 process = self._start(local_id, assignment)
             else:
@@ -217,21 +211,20 @@ class Host:
         return Process(self._resources, local_id, assignment, self._told, self._died)
 
     def _told(self, process: Process, kind: str, facts: dict[str, Any]) -> None:
-        self._has_asked = self._has_asked or kind == "parked"
+        self._uses_jdp = self._uses_jdp or kind == "parked"
         if process in self._standbys:
             if kind == "parked":
-                self._standbys.note_parked()
+                self._standbys.record_parked()
         elif self._generation is not None:
-            self._generation.note(process, kind, facts)
+            self._generation.record_told(process, kind, facts)
 
     def _died(self, process: Process) -> None:
         self._changed.set()
         if process in self._standbys:
-            self._standbys.note_death(process)
+            self._standbys.record_exit(process)
         elif self._generation is not None:
-            self._generation.note_death(process)
+            self._generation.record_exit(process)
 
-    # None of its processes is left.
     def _ended(self) -> None:
         generation, self._generation = self._generation, None
         assert generation is not None
@@ -241,7 +234,7 @@ class Host:
             code = SAVED if generation.saved else 128 + (self._signal or signal.SIGTERM)
             return self._finish(code, "the leader was lost while the run ended.")
         self._port.close()
-        self._port = _reserve_port()
+        self._port = reserve_port()
         if not self._link.is_joined:
             return self._link.join_again()
         port = self._port.getsockname()[1]
@@ -249,31 +242,18 @@ class Host:
 
     def _stop(self, number: int | None) -> None:
         self._signal = self._signal or number
-        self._standbys.kill()
+        self._standbys.kill_all()
         if self._generation is not None:
             self._generation.stop(number)
-
-    def _give_up(self, why: str) -> None:
-        self._finish(1, why)
 
     def _finish(self, code: int, why: str) -> None:
         if self.over.done():
             return
-        if code == 0 and not self._has_asked and len(self._resources.gpus) > 1:
-            self._resources.say("the script never called jdp.init(): each process ran by itself.")
-        self._standbys.kill()
+        if code == 0 and not self._uses_jdp and len(self._resources.gpus) > 1:
+            self._resources.say("the script never called jdp.init(): each process ran alone.")
+        self._standbys.kill_all()
+        if self._saver is not None:
+            self._saver.cancel()
         if self._generation is not None:
-            self._generation.kill()
+            self._generation.kill_now()
         self.over.set_result(Outcome(code, why))
-
-
-# A port for process 0 of the next generation, should that be here; nobody else gets it meanwhile.
-def _reserve_port() -> socket.socket:
-    if not socket.has_dualstack_ipv6():
-        reserved = socket.socket()
-        reserved.bind(("", 0))
-        return reserved
-    reserved = socket.socket(socket.AF_INET6)
-    reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    reserved.bind(("::", 0))
-    return reserved

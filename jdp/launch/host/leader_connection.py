@@ -19,15 +19,13 @@ class Link:
     """Joins the run, and notices when the leader is lost.
 
     Args:
-      options: of the command line.
-      token: of the run.
-      address: where the leader listens.
-      leads: the leader is in this very process, and can't be lost alone.
-      introduce: gives the facts of `join`, apart from the proof.
-      joined: is called when the leader has let us in, with whether a generation lives.
+      options, token, address: of the run; where the leader listens.
+      leads: whether the leader runs in this process, and cannot be lost alone.
+      introduce: returns the facts of `join`, apart from the proof.
+      joined: is called when this host has joined, with whether a generation lives.
       received: is called with kind and facts of each message after that.
-      lost: is called with the reason when a leader that had let us in is gone.
-      gave_up: is called with the reason when none will let us in.
+      lost: is called with the reason when the leader is lost.
+      gave_up: is called with the reason when this host cannot join.
     """
 
     def __init__(
@@ -47,35 +45,35 @@ class Link:
         self._leads, self._introduce, self._joined = leads, introduce, joined
         self._received, self._lost, self._gave_up = received, lost, gave_up
         self._channel: Channel | None = None
-        self._nonces = "", ""  # the leader's and ours
-        self._answer: asyncio.Future[str] | None = None  # "" or why we may not join now
-        self._lease_s = 0.0  # time.monotonic() at which the leader may take us for dead
+        self._nonces = "", ""  # of the leader, of this host
+        self._answer: asyncio.Future[str] | None = None  # "" or why this host may not join now
+        self._lease_s = 0.0  # time.monotonic() when the leader may give this host up
         self._task = start_task(self._join())
 
     def send(self, kind: str, **facts: Any) -> None:
-        """Send a message to the leader; into nothing while there is none."""
+        """Send a message to the leader, if there is one."""
         if self.is_joined and self._channel is not None:
             self._channel.send(kind, **facts)
 
     def beat(self, **facts: Any) -> None:
-        """Show that this host lives; a leader that has not answered for too long is lost."""
+        """Send a beat, and give up a leader that has not answered for too long."""
         self.send("beat", at=time.monotonic(), **facts)
         if self.is_joined and not self._leads and time.monotonic() > self._lease_s:
             self._disconnected(f"silent for {self._options.heartbeat_timeout_s:g} s")
 
     def join_again(self) -> None:
-        """Look for a leader once more."""
+        """Look for a leader again."""
         self._task = start_task(self._join())
 
-    def close(self) -> None:
-        """Leave."""
+    def leave(self) -> None:
+        """Leave the run."""
         self.is_joined = False
         self._task.cancel()
         if self._channel is not None:
-            self._channel.close()
+            self._channel.close_connection()
 
     async def _join(self) -> None:
-        give_up, why = time.monotonic() + self._options.join_timeout_s, "there was no time"
+        give_up, why = time.monotonic() + self._options.join_timeout_s, ""
         while time.monotonic() < give_up:
             why = await self._try()
             if not why:
@@ -88,7 +86,7 @@ class Link:
         )
         self._gave_up(with_code("JDP307", text))
 
-    # Why it failed, "" if it did not.
+    # The reason of a failure, "" if there was none.
     async def _try(self) -> str:
         self._answer = asyncio.get_running_loop().create_future()
         timeout_s = self._options.heartbeat_timeout_s
@@ -107,11 +105,11 @@ class Link:
 
     def _close_channel(self) -> None:
         if self._channel is not None:
-            self._channel.close()
+            self._channel.close_connection()
 
     def _receive(self, kind: str, facts: dict[str, Any]) -> None:
         match kind:
-            # Whoever listens there may have said these; not what follows.
+            # Any program may listen there and send these, but not the next ones.
             case "challenge":
                 self._prove(str(facts.get("nonce")), facts.get("protocol"))
             case "welcome":
@@ -153,7 +151,7 @@ class Link:
             self._answer_with(why)
 
     def _end(self, why: str) -> None:
-        self.close()
+        self.leave()
         self._gave_up(why)
 
     def _answer_with(self, why: str) -> None:
@@ -170,13 +168,13 @@ class Link:
 
 
 def start_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Start a task whose error is one of the event loop, as that of a callback is, and not lost."""
+    """Start a task whose error goes to the event loop, as that of a callback does."""
     task = asyncio.create_task(work)
     task.add_done_callback(lambda done: None if done.cancelled() else done.result())
     return task
 
 
-# All addresses of the name in turn, each for as long as the others: behind some there is nobody.
+# Tries all addresses of the name in turn, each for an equal part of the time.
 async def _connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
     found = await asyncio.get_running_loop().getaddrinfo(*address, type=socket.SOCK_STREAM)
     whys = []
@@ -196,6 +194,6 @@ async def _connect_to(connection: socket.socket, where: Any) -> socket.socket:
     except BaseException:
         connection.close()
         raise
-    # A message is an answer to another: it must not wait for more to send.
+    # Messages are answers to each other, so TCP must not wait for more data.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection

@@ -1,13 +1,14 @@
-"""What this host has of a generation: its processes, from `go` until none of them is left.
+"""The processes of a generation on this host, from `go` until none of them is left.
 
 States, and what ends them:
 
-  RUNNING   they live. Until one fails or `end` (ENDING), one has saved or `stop` (STOPPING)
-  STOPPING  they were asked to end. Until `end`, or `shutdown_timeout_s` in which none of them was
-            saving (ENDING)
-  ENDING    they were killed
+  RUNNING   the processes live. Until one fails or `end` (ENDING), one has saved or `stop`
+            (STOPPING)
+  STOPPING  the processes were asked to end. Until `end`, or until none of them was saving for
+            `shutdown_timeout_s` (ENDING)
+  ENDING    the processes were killed
 
-In each of them its processes may end, and the last that was waited for ends it.
+Processes may end in each state; the generation is over when the last one was waited for.
 """
 
 import asyncio
@@ -21,12 +22,14 @@ from typing import Any
 from jdp.launch.host.worker_process import Process
 from jdp.launch.options.options import Options
 from jdp.worker.exit_codes import SAVED
-from jdp.worker.hang_detector import SAVING, Watch
+from jdp.worker.hang_detector import Watch
+from jdp.worker.hang_report import in_seconds
+from jdp.worker.phases import SAVING
 from jdp.worker.progress_board import ProcessStatus
 
 State = enum.Enum("State", "RUNNING STOPPING ENDING")
 
-# Between two looks whether a process still saves.
+# Seconds between two looks whether a process still saves.
 _LOOK_S = 0.2
 
 
@@ -34,15 +37,14 @@ class LocalGeneration:
     """The processes of a generation that run on this host.
 
     Args:
-      options: of the command line.
-      send: sends a message to the leader.
+      options, send, say: of the host; `send` sends a message to the leader.
       ended: is called when no process is left.
-      stuck: is called with the reason when processes don't end that were killed long ago.
+      stuck: is called with the reason when killed processes do not end.
 
     Attributes:
-      processes: those that were not waited for so far; empty at first.
-      step: the last step that all of them made.
-      saved: one of them did, and ended.
+      processes: that were not waited for so far; empty at first.
+      step: the last step that all of them called.
+      saved: whether a process has saved and ended.
     """
 
     def __init__(
@@ -51,12 +53,14 @@ class LocalGeneration:
         send: Callable[..., None],
         ended: Callable[[], None],
         stuck: Callable[[str], None],
+        say: Callable[[str], None],
     ) -> None:
         self.processes: list[Process] = []
         self.step: int | None = None
         self.saved = False
         self._shutdown_timeout_s = options.shutdown_timeout_s
         self._send, self._ended, self._stuck = send, ended, stuck
+        self._say = say
         self._state = State.RUNNING
         self._watch = Watch(options.timeout_s)  # knows how long a process may save
         self._deadline: asyncio.TimerHandle | None = None
@@ -64,7 +68,7 @@ class LocalGeneration:
 
     @property
     def is_stopping(self) -> bool:
-        """Its processes were asked to end, and have their time."""
+        """Whether its processes were asked to end, and have time for it."""
         return self._state is State.STOPPING
 
     def statuses(self) -> dict[int, ProcessStatus]:
@@ -73,33 +77,32 @@ class LocalGeneration:
 
     # --- what its processes do ---
 
-    def note(self, process: Process, kind: str, facts: dict[str, Any]) -> None:
-        """Record what a process told."""
+    def record_told(self, process: Process, kind: str, facts: dict[str, Any]) -> None:
+        """Record a message of a process."""
         if kind == "failed":
-            # It is about to exit, and nothing is gained by waiting for that, unless it is alone and
-            # has things of its own to do. But if another one dies, what this one raised is that it
-            # lost it.
+            # It is about to exit. The others need not wait for that; a process that is alone may
+            # clean up first. But if another one is dying, this error may be a consequence of that.
             assert process.assignment is not None
             is_alone = process.assignment.num_processes == 1
             if not is_alone and not any(other.is_dying() for other in self.processes):
                 self._fail(process, facts["code"])
         elif kind == "ended" and process.traceback is not None:
-            pass  # by failing
+            pass  # "failed" was sent
         elif kind != "parked":
             who = {"process_id": process.process_id, "pid": process.popen.pid}
             self._send("told", **who, what=kind, facts=facts)
 
-    def note_death(self, process: Process) -> None:
+    def record_exit(self, process: Process) -> None:
         """Record that a process has ended and was waited for."""
-        # What others have told before is to be known before this, which may end them.
+        # Messages that others have sent before count before this, which may end them.
         for other in [*self.processes]:
             other.read()
-        self._note_step(process)
+        self._record_step(process)
         self.processes.remove(process)
         code = process.popen.returncode
         if code == SAVED:
             self.saved = True
-            # The others are about to: whatever they end with now, nothing has failed.
+            # The others are about to. Whatever they end with now is not a failure.
             self.stop(None)
         if self.is_stopping or code in (0, SAVED) or process.died_first:
             self._tell_exit(process, code)
@@ -111,85 +114,93 @@ class LocalGeneration:
 
     def _fail(self, process: Process, code: int) -> None:
         if self._state is State.RUNNING:
-            self.end()
-            process.died_first = False  # or it would be told twice
+            self.kill_processes()
+            process.died_first = False  # or its exit would be sent twice
             self._tell_exit(process, code)
 
     def _tell_exit(self, process: Process, code: int) -> None:
-        says_why = code in (0, SAVED) or process.traceback is not None
+        explains_itself = code in (0, SAVED) or process.traceback is not None
         self._send(
             "exited",
             process_id=process.process_id,
             pid=process.popen.pid,
             returncode=code,
             traceback=process.traceback,
-            last_lines=[] if says_why else process.last_lines(),
+            step=process.step(),
+            last_lines=[] if explains_itself else process.last_lines(),
         )
 
-    def _note_step(self, process: Process) -> None:
-        step = process.restored_step + process.slot.read().steps
+    def _record_step(self, process: Process) -> None:
+        step = process.step()
         self.step = step if self.step is None else min(self.step, step)
 
     # --- what is done to them ---
 
     def stop(self, number: int | None) -> None:
-        """Ask its processes to end, and end them when they had their time.
-
-        Args:
-          number: of the signal that they get; None: they know already.
-        """
+        """Ask its processes to end, by a signal unless `number` is None, and kill them later."""
         if self._state is State.RUNNING:
             self._state = State.STOPPING
             self._set_deadline(self._end_unless_saving)
         if self.is_stopping and number is not None:
             for process in self.processes:
-                process.signal(number)
+                if not process.has_ended:  # it may have no handler any more
+                    process.signal(number)
 
-    def end(self) -> None:
-        """Kill its processes; those that were dying before count as ended by themselves."""
+    def kill_processes(self) -> None:
+        """Kill its processes; one that was dying before counts as ended by itself."""
         if self._state is State.ENDING:
             return
         for process in self.processes:
             process.died_first = process.is_dying()
-        self.kill()
+        self.kill_now()
         self._set_deadline(self._still_alive)
 
-    def kill(self) -> None:
-        """Kill its processes, and wait for them however long they take."""
+    def kill_now(self) -> None:
+        """Kill its processes, and wait for them without a limit."""
         self._state = State.ENDING
         self._set_deadline(None)
         for process in self.processes:
-            self._note_step(process)
+            self._record_step(process)
             process.kill()
 
-    def dump(self, process_ids: list[int]) -> None:
-        """Have all show their Python stacks on standard error, and these do so on the console."""
+    def show_stacks(self, process_ids: list[int]) -> None:
+        """Have all write their Python stacks to standard error, and show these on the console."""
         for process in self.processes:
             if process.process_id in process_ids:
                 process.reveal()
-            # Also one that never lets go of the GIL shows them. But one that has no handler, since
-            # it is before `jdp.init()` or Python has ended in it, would die.
+            # The handler is in C: it needs no GIL. A process that has none, since it is before
+            # `jdp.init()` or its interpreter has ended, would die of the signal.
             if _handles(process.popen.pid, signal.SIGQUIT):
                 process.signal(signal.SIGQUIT)
 
-    # What is being saved is worth more than the time, and who has saved needs some to end.
+    # Let a process that is saving overrun the timeout, then give it a grace period to exit.
     def _end_unless_saving(self) -> None:
-        now = time.monotonic()
-        if any(
-            it.phase == SAVING and self._watch.left_s(now, it) > 0
-            for it in self.statuses().values()
-        ):
+        now, statuses = time.monotonic(), self.statuses()
+        if any(it.phase == SAVING and self._watch.left_s(now, it) > 0 for it in statuses.values()):
             self._saving_s = now
         if now < self._saving_s + self._shutdown_timeout_s:
             self._set_deadline(self._end_unless_saving, _LOOK_S)
         else:
-            self.end()
+            self._report_late(now, statuses)
+            self.kill_processes()
+
+    def _report_late(self, now: float, statuses: dict[int, ProcessStatus]) -> None:
+        doing = [
+            f"process {i} is {it.phase} for {in_seconds(now - it.since_s)}"
+            for i, it in statuses.items()
+            if it.phase
+        ]
+        self._say(
+            f"no end within {self._shutdown_timeout_s:g} s of the signal: {', '.join(doing)}. The "
+            "processes are killed, and save nothing. jdp saves after a step: if the step or what "
+            "follows it needs longer, write a larger --shutdown-timeout-s."
+        )
 
     def _still_alive(self) -> None:
         pids = [process.popen.pid for process in self.processes]
         self._stuck(
             f"the processes {pids} did not end within {self._shutdown_timeout_s:g} s of SIGKILL. "
-            "They wait for a disk or a driver, and others can't have their devices."
+            "They wait for a disk or a driver, and their devices are not free."
         )
 
     def _set_deadline(self, call: Callable[[], None] | None, after_s: float | None = None) -> None:

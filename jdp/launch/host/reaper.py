@@ -1,8 +1,8 @@
-"""A process that outlives the launcher by a moment, to kill what the launcher started.
+"""A process that outlives the launcher by a moment, to kill the processes of the run.
 
-The death signal of `spawn` ends the launcher's children, but not what those have started. The
-guardian holds one end of a pipe, and learns from its closing that the launcher is gone, in whatever
-way. It is a program of its own, without jdp, so that it is small and starts at once.
+The death signal of `spawn` ends the launcher's children, but not their children. The guardian holds
+one end of a pipe, which is closed when the launcher ends, in whatever way. It is a program of its
+own, without jdp, so that it is small and starts at once.
 """
 
 import os
@@ -13,30 +13,23 @@ import sys
 import time
 from contextlib import suppress
 
-# A variable by which the guardian finds what left its process group.
+# A variable by which the guardian finds processes that left their process group.
 MARK = "JDP_GUARDIAN"
 
-# How long a resource tracker has to clean up, which takes it some milliseconds.
+# Seconds that a resource tracker has to clean up, of which it needs some milliseconds.
 _TRACKER_S = 2.0
 
 
 class Guardian:
-    """Watches over the processes of one launcher; to be started before any of them.
+    """Watches over the processes of one launcher, which are started after it.
 
-    Example:
-      guardian = Guardian()
-      process = spawn(command, environment(**guardian.environment))
-      guardian.add(process.pid)
-      ...
-      kill(process)
-      process.wait()
-      guardian.remove(process.pid)
-      guardian.close()
+    Each is started with the variables of `environment`, and its group is added; the group is
+    removed when the process was killed and waited for.
     """
 
     def __init__(self) -> None:
         mark = secrets.token_hex(16)
-        # A launcher may run in a process of another one, whose mark it hands on.
+        # A launcher may run in a process of another launcher, whose mark it hands on.
         marks = filter(None, [os.environ.get(MARK), mark])
         self.environment = {MARK: ",".join(marks)}
         """Variables that each process must be started with."""
@@ -58,11 +51,11 @@ class Guardian:
         """Forget a group whose leader was waited for: its number may soon be another's."""
         self._tell(f"-{group}\n")
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Kill what is left of all that was started, and return when it is done.
+    def kill_all(self, timeout_s: float = 5.0) -> None:
+        """Kill all processes that are left, and wait for their end.
 
         Raises:
-          TimeoutError: if something could not be killed within `timeout_s` seconds.
+          TimeoutError: if a process could not be killed within `timeout_s` seconds.
         """
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -72,13 +65,13 @@ class Guardian:
             self._process.kill()
             self._process.wait()
             raise TimeoutError(
-                f"processes with {MARK}={self.environment[MARK]} in their environment could not "
-                f"be killed within {timeout_s} s; perhaps they wait for a disk or a driver."
+                f"processes with {MARK}={self.environment[MARK]} in their environment did not "
+                f"end within {timeout_s} s of SIGKILL. Perhaps they wait for a disk or a driver."
             ) from None
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        # Without a guardian, the death signal of spawn is left.
+        # Without a guardian, the death signal of spawn remains.
         with suppress(BrokenPipeError):
             self._process.stdin.write(line.encode())
 
@@ -94,7 +87,7 @@ def main() -> None:
     for group in groups:
         kill_group(group)
     end = time.monotonic() + _TRACKER_S
-    # Again and again, since what is being killed may still start something.
+    # Repeated, since a process may start another one while it is killed.
     while marked := _marked(mark):
         for pid in marked:
             if not _is_tracker(pid) or time.monotonic() > end:
@@ -105,8 +98,8 @@ def main() -> None:
 def kill_group(group: int) -> None:
     """Kill all processes of a group but Python's resource tracker.
 
-    Whoever starts processes by `multiprocessing` without fork may have one. When all that use it
-    have ended it removes what they have left in /dev/shm, and ends, too.
+    A process that starts others by `multiprocessing` without fork may have a tracker. When all its
+    users have ended it removes their files from /dev/shm, and ends, too.
     """
     members = [pid for pid in _processes() if _group_of(pid) == group]
     trackers = {*filter(_is_tracker, members)}
@@ -143,7 +136,7 @@ def _is_tracker(pid: int) -> bool:
         return False
 
 
-# The processes that were started with `mark` in their environment. A zombie has none.
+# The processes that were started with `mark` in their environment. That of a zombie is empty.
 def _marked(mark: bytes) -> list[int]:
     found = []
     for pid in _processes():

@@ -1,4 +1,4 @@
-"""Starting a process that ends with its launcher, and ending it with all that it started."""
+"""Starts processes that end with their launcher, and kills them with their children."""
 
 import os
 import subprocess
@@ -9,9 +9,9 @@ from jdp.launch.host import compile_cache
 from jdp.launch.host.reaper import kill_group
 
 # Runs before the program, in its process. The death signal comes when the launcher dies, but not if
-# it died before prctl was called: then the parent is another one already. A handler of the launcher
-# may have blocked signals, a shell ignores Ctrl-C and Ctrl-\ for what it runs with "&", and exec
-# keeps both.
+# it died before prctl was called: then the process has another parent already. A handler of the
+# launcher may have blocked signals, a shell ignores Ctrl-C and Ctrl-\ for programs that it runs
+# with "&", and exec keeps both.
 _BEFORE = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
@@ -24,7 +24,7 @@ for number in signal.SIGINT, signal.SIGQUIT:
 try:
     os.execvp(sys.argv[2], sys.argv[2:])
 except OSError as error:
-    sys.exit(f"jdp run: {sys.argv[2]} can't be started: {error.strerror}")
+    sys.exit(f"jdp run: {sys.argv[2]} cannot be started: {error.strerror}")
 """
 
 
@@ -36,19 +36,14 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start a program in a process group of its own, which Ctrl-C does not reach.
 
-    It is killed when the thread that called `spawn` ends, which is why that must be the main
-    thread. Its standard output and error are pipes; `jdp.launch.host.output` reads them.
+    It is killed when the thread that called `spawn` ends, so that must be the main thread. Its
+    standard output and error are pipes, which `jdp.launch.host.output` reads.
 
-    Args:
-      command: program and arguments; the program is looked for on the PATH.
-      environment: all of its variables.
-      pass_fds: file descriptors that it keeps, under the same numbers.
-
-    Returns:
-      The process. Its group has its pid as number.
+    The program is looked for on the PATH. It has these variables alone, and keeps `pass_fds` under
+    the same numbers. Its group has its pid as number.
     """
-    # A preexec_fn would run Python between fork and exec, where the locks of other threads (the one
-    # that reads logs) are held for ever.
+    # A preexec_fn would run Python between fork and exec, where the locks of other threads, such as
+    # the one that reads logs, are never released.
     before = [sys.executable, "-I", "-S", "-c", _BEFORE, str(os.getpid())]
     return subprocess.Popen(
         [*before, *command],
@@ -63,10 +58,10 @@ def spawn(
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and what it started, such as the processes of a data loader.
+    """Kill a process and its children, such as the processes of a data loader.
 
-    To be called before the process is waited for, also if it has ended: until then its number can't
-    belong to another group.
+    Call it before the process is waited for, also if it has ended: until then no other group can
+    have its number.
     """
     if process.returncode is None:
         kill_group(process.pid)
@@ -75,31 +70,26 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 def environment(
     inherited: Mapping[str, str] = os.environ, /, *, num_gpus: int = 0, **own: str
 ) -> dict[str, str]:
-    """Return the variables that each process starts with; what is set already stays.
-
-    Args:
-      inherited: the launcher's.
-      num_gpus: GPUs of this host.
-      **own: variables that are set whatever was inherited.
+    """Return the variables of each process: defaults, the inherited ones, and its own.
 
     >>> environment({"PYTHONUNBUFFERED": "x"}, JDP_GUARDIAN="7")["PYTHONUNBUFFERED"]
     'x'
     """
     defaults = {
-        # What a process printed is seen at once, and also when it is killed.
+        # Output is shown at once, also when the process is killed.
         "PYTHONUNBUFFERED": "1",
         # A crash inside a library shows where each thread was.
         "PYTHONFAULTHANDLER": "1",
-        # A process that takes over finds the programs of the one before.
+        # A process that takes over finds the programs of the process before.
         compile_cache.VARIABLE: str(compile_cache.folder(inherited)),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
     }
     if not num_gpus:
         # XLA on CPU maps its temporaries anew in each step, which costs a page fault for every
-        # 4 KiB; with huge pages, what synchronisation adds to a step of 100 MB fell from 54 to
+        # 4 KiB. With huge pages the time of synchronisation in a step of 100 MB fell from 54 to
         # 10 ms.
         defaults["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
-    # Who reads the environment of a process must not be able to join the run.
+    # A reader of the environment of a process must not be able to join the run.
     inherited = {name: value for name, value in inherited.items() if name != "JDP_TOKEN"}
     return {**defaults, **inherited, **own}

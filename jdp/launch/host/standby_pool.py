@@ -1,4 +1,4 @@
-"""Processes in reserve: they ran the script up to `jdp.init()`, and wait there for their turn."""
+"""Processes in reserve: they ran the script up to `jdp.init()`, and wait there."""
 
 from collections.abc import Callable
 
@@ -10,9 +10,9 @@ class Standbys:
     """The standbys of this host.
 
     Args:
-      number: how many there are to be.
-      start: starts one; is called with the local id that it will probably have.
-      ready: is called when all of them wait, or there will be none.
+      number: of standbys to keep.
+      start: starts one, given the local id that it will probably have.
+      ready: is called when all of them wait, or when there will be none.
       say: prints a line for people who watch the run.
     """
 
@@ -25,7 +25,7 @@ class Standbys:
     ) -> None:
         self._number, self._start, self._ready, self._say = number, start, ready, say
         self._processes: list[Process] = []
-        self._wanted = 0  # by now
+        self._wanted = 0  # now
         self._one_parked = False
         self._gave_up = False
 
@@ -36,47 +36,48 @@ class Standbys:
         return bool(self._processes)
 
     def fill(self) -> None:
-        """Start those that are missing."""
+        """Start the missing standbys."""
         self._wanted = 0 if self._gave_up else self._number
         while len(self._processes) < self._wanted:
             self._processes.append(self._start(len(self._processes)))
         self._say_ready()
 
-    def take(self) -> Process | None:
-        """Return one that waits, or one that will soon, since others of its kind did; else None."""
-        # Whatever killed the one that it is to replace may have killed it, too.
-        self._processes.sort(key=lambda process: (process.is_dying(), not process.parked))
-        if self._processes and self._processes[0].is_dying():
+    def take_standby(self) -> Process | None:
+        """Return one that waits, or that soon will because others have; None if there is none."""
+        # The cause of the death that it is to replace may have killed or stopped it, too.
+        able = [process for process in self._processes if process.can_run()]
+        chosen = min(able, default=None, key=lambda process: not process.parked)
+        if chosen is None or not (self._one_parked or chosen.parked):
             return None
-        if self._processes and (self._one_parked or self._processes[0].parked):
-            return self._processes.pop(0)
-        return None
+        self._processes.remove(chosen)
+        return chosen
 
-    def note_parked(self) -> None:
-        """Record that one of them has come to where it waits."""
+    def record_parked(self) -> None:
+        """Record that one of them waits in `jdp.init()` now."""
         self._one_parked = True
         self._say_ready()
 
-    def note_death(self, process: Process) -> None:
-        """Forget one that has ended, and say so if it was needed."""
+    def record_exit(self, process: Process) -> None:
+        """Forget one that has ended, and report it if it was needed."""
         self._processes.remove(process)
         if not self._wanted:
             return
-        # Not replaced now: what ended it may end the next one, too.
+        # Not replaced now: the next one may end for the same reason.
         self._wanted = 0
         who = f"a standby (pid {process.popen.pid}) {in_words(process.popen.returncode)}"
         if process.parked:
-            self._say(f"{who}. The next recovery does with those that are left.")
+            self._say(f"{who}. The next recovery will use the remaining standbys.")
         else:
             self._gave_up = True
             last = "".join(f"\n  {line}" for line in process.last_lines()[-5:])
             self._say(
-                f"{who} before jdp.init(), so this host keeps none, and recovers more slowly. "
-                f"Standbys have no RANK before jdp.init(): read it after.{last}"
+                f"{who} before jdp.init(), so this host keeps no standbys and recovers more "
+                "slowly. RANK is not set in a standby before jdp.init(): read it afterwards. Its "
+                f"last output:{last}"
             )
         self._say_ready()
 
-    def kill(self) -> None:
+    def kill_all(self) -> None:
         """Kill all of them."""
         self._wanted = 0
         for process in self._processes:

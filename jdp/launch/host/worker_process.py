@@ -13,9 +13,9 @@ from jdp.launch.host.output import Logs
 from jdp.launch.host.reaper import Guardian
 from jdp.launch.options.options import Options
 from jdp.launch.transport.connection import Channel
-from jdp.worker.hang_detector import COMPILING, STARTING
 from jdp.worker.launcher_client import Assignment, environment, invitation
 from jdp.worker.local_devices import num_gpus
+from jdp.worker.phases import COMPILING, STARTING
 from jdp.worker.progress_board import Board
 
 # PF_EXITING of Linux, in the flags of /proc/PID/stat.
@@ -23,18 +23,15 @@ _EXITING = 0x4
 
 
 class HostResources:
-    """What the processes of this host are started with, and share.
-
-    Args:
-      options: what to run.
+    """Resources that the processes of this host share.
 
     Raises:
-      ValueError: if the GPUs of this host can't be shared evenly.
+      ValueError: if the GPUs of this host cannot be shared evenly.
 
     Attributes:
-      gpus: those of each slot.
-      commit_file: descriptor of the commit memory. It is the launcher's, so that a commit outlives
-        the process that wrote it; nothing of it is left when the last process is gone.
+      gpus: of each slot.
+      commit_file: descriptor of the commit memory. The launcher owns it, so that a commit outlives
+        the process that wrote it.
     """
 
     def __init__(self, options: Options) -> None:
@@ -48,19 +45,19 @@ class HostResources:
         self.commit_file = os.memfd_create("jdp-commit")
 
     def say(self, text: str) -> None:
-        """Print a line for whoever watches the run, who may be slow to read it."""
+        """Print a line for people who watch the run, without waiting for the console."""
         self.logs.post(lambda: self.logs.say(text))
 
-    def close(self) -> None:
-        """End what is left of all processes, and show what they have written.
+    def release(self) -> None:
+        """Kill all that is left of the processes, and show what they have written.
 
         Raises:
-          TimeoutError: if something could not be killed.
+          TimeoutError: if a process could not be killed.
         """
         try:
-            self.guardian.close()
+            self.guardian.kill_all()
         finally:
-            self.logs.close()
+            self.logs.finish()
             os.close(self.commit_file)
 
 
@@ -68,19 +65,19 @@ class Process:
     """A process that runs the script.
 
     Args:
-      resources: to start it with.
-      local_id: what it will probably be.
-      assignment: what it is from the start; None: a standby.
-      told: is called with the process, a kind and facts when it tells something.
+      resources: of this host.
+      local_id: that it will probably have.
+      assignment: None for a standby.
+      told: is called with the process, kind and facts of each message.
       died: is called with the process when it has ended and was waited for.
 
     Attributes:
-      popen: what `subprocess` knows of it.
-      assignment: what it is; None: a standby.
-      parked: it waits in `jdp.init()`, or did.
-      restored_step: after which step of the run it began.
-      traceback: of what its script raised.
-      died_first: it was dying when its generation was killed.
+      assignment: None for a standby.
+      parked: whether it waits in `jdp.init()`, or did.
+      restored_step: step of the run at which it began.
+      has_ended: whether its script has.
+      traceback: of the error that its script raised.
+      died_first: whether it was dying when its generation was killed.
     """
 
     def __init__(
@@ -92,7 +89,7 @@ class Process:
         died: Callable[["Process"], None],
     ) -> None:
         self.assignment: Assignment | None = None
-        self.parked = False
+        self.parked = self.has_ended = False
         self.restored_step = 0
         self.traceback: str | None = None
         self.died_first = False
@@ -109,7 +106,7 @@ class Process:
         }
         variables = {**resources.variables, **invitation(**fds, slot=self._slot_index)}
         if assignment is not None:
-            # For a script that never asks us.
+            # For a script that never calls jdp.init().
             variables |= environment(assignment)
         with theirs:
             self.popen = spawn.spawn(resources.command, variables, pass_fds=fds.values())
@@ -127,13 +124,26 @@ class Process:
         return self.assignment.process_id
 
     def is_dying(self) -> bool:
-        """Whether it is on its way out: it closes its connections before it has ended."""
+        """Whether it has begun to exit: its connections are closed before it can be waited for."""
+        return self._state()[1]
+
+    def can_run(self) -> bool:
+        """Whether it is neither dying nor stopped by a signal."""
+        state, is_dying = self._state()
+        return not is_dying and state not in "Tt"
+
+    # The letter of its state, and whether it has begun to exit.
+    def _state(self) -> tuple[str, bool]:
         try:
             with open(f"/proc/{self.popen.pid}/stat") as file:
-                flags = file.read().rpartition(")")[2].split()[6]
+                state, *facts = file.read().rpartition(")")[2].split()
         except OSError:
-            return True
-        return bool(int(flags) & _EXITING)
+            return "X", True
+        return state, bool(int(facts[5]) & _EXITING)
+
+    def step(self) -> int:
+        """Return the step of the run that it has called last."""
+        return self.restored_step + self.slot.read().steps
 
     def go(self, assignment: Assignment) -> None:
         """Make it a process of a generation."""
@@ -143,12 +153,12 @@ class Process:
         self._output.assign(assignment.process_id, assignment.local_id, assignment.generation)
 
     def signal(self, number: int) -> None:
-        """Send it a signal, though not to what it started: data loaders go on while it saves."""
-        # Popen.send_signal would wait for one that has ended, and nobody kill what that started.
+        """Send a signal to it, not to its children: data loaders go on while it saves."""
+        # Popen.send_signal would reap a process that has ended, and its children would be left.
         signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:
-        """Kill it and what it started; `died` is called soon."""
+        """Kill it and its children; `died` is called soon."""
         spawn.kill(self.popen)
 
     def reveal(self) -> None:
@@ -156,11 +166,11 @@ class Process:
         self._output.reveal()
 
     def read(self) -> None:
-        """Take what it has told by now."""
+        """Receive the messages that it has sent so far."""
         self._channel.read()
 
     def last_lines(self) -> list[str]:
-        """Return what it wrote last."""
+        """Return the last lines that it wrote."""
         return self._output.last_lines()
 
     def _receive(self, kind: str, facts: dict[str, Any]) -> None:
@@ -168,6 +178,8 @@ class Process:
             self.parked = True
         elif kind == "restored":
             self.restored_step = facts["step"]
+        elif kind == "ended":
+            self.has_ended = True
         elif kind == "failed":
             self.traceback = facts["traceback"]
         self._told(self, kind, facts)
@@ -175,9 +187,9 @@ class Process:
     def _end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
-        self.read()  # its last words
-        self._channel.close()
-        self.kill()  # what it started
+        self.read()
+        self._channel.close_connection()
+        self.kill()  # its children
         where = self.slot.read()
         if self.popen.wait() < 0 and where.phase in (STARTING, COMPILING):
             compile_cache.drop_torn(Path(self._resources.variables[compile_cache.VARIABLE]))
@@ -190,7 +202,7 @@ def gpus_of_slots(num_gpus: int, num_slots: int) -> list[list[int] | None]:
     """Share the GPUs of a host among its slots.
 
     Raises:
-      ValueError: if they can't be shared evenly.
+      ValueError: if they cannot be shared evenly.
 
     >>> gpus_of_slots(4, 2)
     [[0, 1], [2, 3]]
@@ -199,8 +211,9 @@ def gpus_of_slots(num_gpus: int, num_slots: int) -> list[list[int] | None]:
         return [None] * num_slots
     if num_gpus % num_slots:
         raise ValueError(
-            f"this host has {num_gpus} GPUs, which {num_slots} processes can't share evenly. Write "
-            "--nproc-per-node with a number that divides it, or 1: one process drives all GPUs."
+            f"this host has {num_gpus} GPUs, which {num_slots} processes cannot share evenly. "
+            f"Write --nproc-per-node with a number that divides {num_gpus}, or 1: one process "
+            "drives all GPUs."
         )
     each = num_gpus // num_slots
     return [[*range(i * each, (i + 1) * each)] for i in range(num_slots)]

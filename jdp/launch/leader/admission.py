@@ -1,7 +1,8 @@
-"""Where hosts come in: those that know the token."""
+"""Lets hosts into the run that know its token."""
 
 import asyncio
 import functools
+import resource
 import socket
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,29 +12,30 @@ from jdp.launch.transport import token_auth
 from jdp.launch.transport.connection import Channel
 from jdp.worker.messages import MAX_LINE_BYTES, protocol
 
-# What a visitor may send and how long it may take until it has shown that it knows the token, and
-# how many there may be at a time.
+# A connection that has not proved that it knows the token may send so much, and take so long.
 VISITOR_BYTES = 4096
 VISITOR_S = 10.0
+# Of more connections the oldest one is closed: a host proves itself at once. They may have a
+# quarter of the descriptors that this process may open.
 MAX_VISITORS = 256
 
 
 class Refusal(NamedTuple):
-    """Why a host may not join, and whether it is of no use to ask again."""
+    """The reason why a host may not join, and whether asking again is of no use."""
 
     why: str
     is_final: bool
 
 
 class Admission:
-    """Listens for hosts, and lets in those that know the token.
+    """Listens for hosts, and admits those that know the token.
 
     Args:
-      listener: a listening socket, which the door closes.
+      listener: a listening socket, which is closed at the end.
       token: the secret.
-      judge: is called with the facts of `join`; gives a reason to refuse, or None.
-      admit: is called with the channel of one that is let in, and the facts of its `join`; sends
-        it `welcome` with the proof that is given, too.
+      judge: returns the reason to refuse a host, given the facts of its `join`, or None.
+      admit: is called with the channel of an admitted host, the facts of its `join` and the
+        leader's proof, and sends `welcome` with that.
     """
 
     def __init__(
@@ -44,13 +46,16 @@ class Admission:
         admit: Callable[[Channel, dict[str, Any], str], None],
     ) -> None:
         self._listener, self._token, self._judge, self._admit = listener, token, judge, admit
-        self._visitors: set[Channel] = set()
+        self._visitors: dict[Channel, None] = {}  # oldest first
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        is_unlimited = limit == resource.RLIM_INFINITY
+        self._max_visitors = MAX_VISITORS if is_unlimited else min(MAX_VISITORS, limit // 4)
         self._loop = asyncio.get_running_loop()
         listener.setblocking(False)
         self._loop.add_reader(listener, self._accept)
 
-    def close(self) -> None:
-        """Let in no more."""
+    def stop_listening(self) -> None:
+        """Admit no more hosts."""
         self._loop.remove_reader(self._listener)
         self._listener.close()
         for visitor in [*self._visitors]:
@@ -59,38 +64,41 @@ class Admission:
     def _accept(self) -> None:
         try:
             connection, address = self._listener.accept()
-        except OSError:
-            return
-        if len(self._visitors) == MAX_VISITORS:
-            connection.close()
-            return
+        except OSError:  # no descriptor is left, or the visitor is gone
+            return self._dismiss_oldest()
+        if len(self._visitors) >= self._max_visitors:
+            self._dismiss_oldest()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         nonce = token_auth.make_nonce()
         addresses = connection.getsockname()[0], address[0]
         visitor = Channel(connection, max_line_bytes=VISITOR_BYTES, addresses=addresses)
         visitor.received = functools.partial(self._visited, visitor, nonce)
         visitor.closed = lambda why: self._dismiss(visitor)
-        self._visitors.add(visitor)
+        self._visitors[visitor] = None
         self._loop.call_later(VISITOR_S, self._dismiss, visitor)
         visitor.send("challenge", nonce=nonce, protocol=protocol())
 
     def _dismiss(self, visitor: Channel) -> None:
         if visitor in self._visitors:
-            self._visitors.discard(visitor)
-            visitor.close()
+            del self._visitors[visitor]
+            visitor.close_connection()
+
+    def _dismiss_oldest(self) -> None:
+        if self._visitors:
+            self._dismiss(next(iter(self._visitors)))
 
     def _visited(self, visitor: Channel, nonce: str, kind: str, facts: dict[str, Any]) -> None:
         nonces = nonce, str(facts.pop("nonce", ""))
         given = facts.pop("proof", None)
         if kind != "join" or not token_auth.is_proof(given, self._token, "host", *nonces):
             refusal: Refusal | None = Refusal(
-                with_code("JDP309", "it has another token than this run."), True
+                with_code("JDP309", "its token is not that of this run."), True
             )
         else:
             refusal = self._judge(facts)
         if refusal is not None:
             visitor.send("refused", **refusal._asdict())
             return self._dismiss(visitor)
-        self._visitors.discard(visitor)
+        del self._visitors[visitor]
         visitor.max_line_bytes = MAX_LINE_BYTES
         self._admit(visitor, facts, token_auth.proof(self._token, "leader", *nonces))

@@ -1,4 +1,4 @@
-"""Why a generation ends."""
+"""The causes for which a generation ends, with their words for people."""
 
 import signal
 import time
@@ -10,17 +10,18 @@ from jdp.worker.exit_codes import STALLED, exit_code, in_words
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a generation ends.
+    """The cause for which a generation ends.
 
     Attributes:
       text: in words.
       code: exit code of the run if it ends with this.
-      full_text: for people, with the traceback or what the process wrote last.
-      silent_s: for how long it was not noticed.
-      is_of_program: a process failed, not a host.
-      raised: the script raised, and `full_text` has the traceback.
-      is_sure: it can't be the consequence of another failure.
-      grows: nothing is wrong, there is only room for more processes.
+      full_text: for people, with the traceback or the last output of the process.
+      silent_s: seconds until it was noticed.
+      is_of_program: whether a process failed, not a host.
+      error: the last line of the traceback if the script raised; `full_text` has the whole.
+      step: of the run that the process has called last, if it is known.
+      is_sure: whether it cannot be the consequence of another failure.
+      grows: whether nothing is wrong, and there is room for more processes.
       noticed: time.monotonic() of it.
     """
 
@@ -29,7 +30,8 @@ class Cause:
     full_text: str
     silent_s: float = 0.0
     is_of_program: bool = True
-    raised: bool = False
+    error: str = ""
+    step: int | None = None
     is_sure: bool = False
     grows: bool = False
     noticed: float = field(default_factory=time.monotonic)
@@ -42,16 +44,11 @@ def exit_of_process(
     returncode: int,
     traceback: str | None,
     last_lines: list[str],
+    step: int | None = None,
 ) -> Cause:
-    """A process failed by itself.
+    """Return the cause that a process failed by itself, with the `returncode` of Popen.
 
-    Args:
-      process_id: of the process.
-      host: its name.
-      pid: there.
-      returncode: as that of Popen.
-      traceback: of what its script raised, if it did.
-      last_lines: what it wrote, shown where there is no traceback.
+    `last_lines` of its output are shown if there is no traceback of its script.
 
     >>> print(exit_of_process(1, "a", 7, 3, None, ["no such file"]).full_text)
     the cause: process 1 (pid 7 on a) ended with exit code 3 (jdp explain-error JDP301)
@@ -69,45 +66,46 @@ def exit_of_process(
         text,
         exit_code(returncode),
         "\n".join(lines),
-        raised=traceback is not None,
-        # Others may have failed for the loss of this one, and said so before. But JAX aborts for
-        # that, too.
+        error=(traceback or "").rstrip().rpartition("\n")[2],
+        step=step,
+        # A process that is killed may be reported after processes that failed because of its
+        # death. SIGABRT is not sure: JAX aborts a process that has lost another one.
         is_sure=returncode < 0 and returncode != -signal.SIGABRT,
     )
 
 
 def stall_of_process(process_id: int, host: str, pid: int, stalled_s: float, report: str) -> Cause:
-    """A process made no progress, and the others waited for it."""
+    """Return the cause that a process made no progress, and the others waited for it."""
     text = f"{_who(process_id, host, pid)} made no progress for {stalled_s:.1f} s"
     return Cause(text, STALLED, with_code("JDP303", f"the cause: {report}"), stalled_s)
 
 
 def early_end(process_id: int, other: int, grace_s: float) -> Cause:
-    """A process came to its end, and another one waits for it in a step."""
+    """Return the cause that a process has ended, and another one waits for it in a step."""
     text = (
         f"process {process_id} came to the end of the script, and process {other} has waited for "
-        f"{grace_s:g} s in a step that it does not make"
+        f"it for {grace_s:g} s in a later step"
     )
     advice = "All processes must make the same steps."
     return Cause(text, 1, with_code("JDP304", f"the cause: {text}. {advice}"), grace_s)
 
 
 def after_end(why: Cause, process_id: int) -> Cause:
-    """A process failed after another one had come to its end, and perhaps for want of it."""
+    """Return the cause that a process failed after another one had ended, perhaps because of it."""
     text = f"process {process_id} came to the end of the script"
     full_text = f"{text}. After that:\n{why.full_text}"
     return replace(why, text=f"{text}, then {why.text}", full_text=full_text)
 
 
 def loss_of_host(host: str, why: str, silent_s: float) -> Cause:
-    """A host is gone, or silent for so long that it must be."""
+    """Return the cause that a host was lost, or was silent for too long."""
     text = f"host {host} was lost: {why}"
     full_text = with_code("JDP305", f"the cause: {text}.")
     return Cause(text, 1, full_text, silent_s, is_of_program=False)
 
 
 def growth() -> Cause:
-    """There is room for more processes."""
+    """Return the cause that there is room for more processes."""
     return Cause("there is room for more processes", 0, "", grows=True)
 
 

@@ -1,4 +1,4 @@
-"""The generation that lives, as the leader sees it: what its hosts tell, and why it ends.
+"""The generation that lives, as the leader sees it, and the cause for which it ends.
 
 States, and what ends them:
 
@@ -7,7 +7,7 @@ States, and what ends them:
   STOPPING  its processes were asked to end. Until a second signal (ENDING)
   ENDING    its processes are being killed
 
-In each of them its processes may end, and the last host that has none of them left ends it.
+Processes may end in each state; the generation is over when no host has any left.
 """
 
 import enum
@@ -22,29 +22,24 @@ from jdp.launch.leader.rank_assignment import Part, Plan, size
 from jdp.launch.leader.remote_host import RemoteHost
 from jdp.launch.options.options import Options
 from jdp.worker.exit_codes import SAVED
-from jdp.worker.hang_detector import BETWEEN, Stall, Watch, waits
+from jdp.worker.hang_detector import Stall, Watch
+from jdp.worker.phases import BETWEEN, waits
 from jdp.worker.progress_board import ProcessStatus
 
 State = enum.Enum("State", "RUNNING STOPPING ENDING")
 
 
 class Generation:
-    """One life of the run: processes that start together and end together.
-
-    Args:
-      number: 0 for the first.
-      plan: of its parts.
-      options: of the command line.
-      say: prints a line for people who watch the run.
-      events: where it is written what happens.
+    """Processes that start together and end together.
 
     Attributes:
+      number: 0 for the first.
       size: number of processes.
       state: see above.
-      parts: by host, without those of which no process is left.
-      told: facts by what was told, and by process.
-      cause: why it ends; the first one.
-      step: the last step that all processes made, as far as hosts know.
+      parts: by host, without parts of which no process is left.
+      told: facts by kind of message and by process.
+      cause: the cause for which it ends.
+      step: the last step that all processes called, as far as hosts know.
     """
 
     def __init__(
@@ -63,44 +58,59 @@ class Generation:
         self.cause: Cause | None = None
         self.step: int | None = None
         self._returncodes: dict[int, int] = {}  # of processes that ended by themselves
-        self._blamed: tuple[RemoteHost, int] | None = None  # with the slot
-        self._early: float | None = None  # since when one has ended and others have not
+        self._blamed: tuple[RemoteHost, int] | None = None  # a slot of a host
+        self._ended_before_stop: set[int] = set()
+        self._first_end: float | None = None  # time at which the first process ended
         self._grace_s = options.shutdown_timeout_s
         self._watch = Watch(options.timeout_s)
         self._say, self._events = say, events
 
     @property
     def stepped(self) -> bool:
-        """Each process has finished its first step."""
-        return self._all_told("first_step")
+        """Whether each process has finished its first step."""
+        return self._told_by_all("first_step")
 
     @property
     def saved(self) -> bool:
-        """A process saved, and ended."""
+        """Whether a process has saved and ended."""
         return SAVED in self._returncodes.values()
 
     @property
+    def closed_step(self) -> str:
+        """The step that was saved last, in words; "" if no process has reported it."""
+        steps = [facts["step"] for facts in self.told.get("closed", {}).values()]
+        return f"step {max(steps)}" if steps else ""
+
+    @property
     def is_done(self) -> bool:
-        """All processes have ended with code 0."""
+        """Whether all processes have ended with code 0."""
         return [*self._returncodes.values()] == [0] * self.size
 
     @property
+    def is_finished(self) -> bool:
+        """Whether all processes have ended with code 0, none of them because it was asked to."""
+        finished = self._ended_before_stop | self.told.get("closed", {}).keys()
+        return self.is_done and len(finished) == self.size
+
+    @property
     def may_grow(self) -> bool:
-        """It is worth the while: each process has made a step, and none has ended.
+        """Whether each process has made a step and none has ended.
 
-        And nothing is lost: each has asked where to go on, or all would begin at step 0.
+        Also each has called `restore`: otherwise all would begin again at step 0.
         """
-        return self.stepped and self._all_told("restored") and self._early is None
+        return self.stepped and self._told_by_all("restored") and self._first_end is None
 
-    def note(self, remote: RemoteHost, process_id: int, pid: int, what: str, facts: dict) -> bool:
-        """Record what a process told, and return whether it was the last one to tell that."""
+    def record_told(
+        self, remote: RemoteHost, process_id: int, pid: int, what: str, facts: dict
+    ) -> bool:
+        """Record a message of a process, and return whether it was the last one to send that."""
         self._write(what, process_id=process_id, host=remote.name, pid=pid, **facts)
         told = self.told.setdefault(what, {})
         is_news = process_id not in told
         told[process_id] = facts
         if what == "ended":
-            self._note_end()
-        return is_news and self._all_told(what)
+            self._record_end()
+        return is_news and self._told_by_all(what)
 
     def record_exit(
         self,
@@ -110,15 +120,18 @@ class Generation:
         returncode: int,
         traceback: str | None,
         last_lines: list[str],
+        step: int | None = None,
     ) -> None:
-        """Record how a process ended; what came of itself is a failure unless all is well."""
+        """Record how a process ended by itself, which may be a failure."""
         self._returncodes[process_id] = returncode
         if returncode == 0:
-            self._note_end()
+            self._record_end()
         who = {"process_id": process_id, "host": remote.name, "pid": pid, "returncode": returncode}
         self._write("exited", **who)
         if returncode not in (0, SAVED) and self.state is not State.STOPPING:
-            why = failure.exit_of_process(**who, traceback=traceback, last_lines=last_lines)
+            why = failure.exit_of_process(
+                **who, traceback=traceback, last_lines=last_lines, step=step
+            )
             if ended := self._came_to_end():
                 why = failure.after_end(why, min(ended))
             self.fail(why, process_id)
@@ -129,20 +142,20 @@ class Generation:
             self.parts[remote].statuses = statuses
 
     def record_left(self, remote: RemoteHost, step: int | None) -> None:
-        """Record that a host has no more processes of it, and their last common step."""
+        """Record that a host has no processes of it left, and their last common step."""
         self.step = min((each for each in (self.step, step) if each is not None), default=None)
         self.parts.pop(remote, None)
 
     def look(self, now: float) -> None:
-        """Look whether it gets on, and fail if it does not."""
+        """Look whether the processes make progress, and fail if they do not."""
         statuses = {i: each for part in self.parts.values() for i, each in part.statuses.items()}
         stall = self._watch.look(now, statuses)
         if stall is not None:
-            self._note_stall(stall)
+            self._report_stall(stall)
         self._look_for_early_ends(now, statuses)
 
     def fail(self, why: Cause, process_id: int | None = None) -> None:
-        """Record why it ends, and which process is to blame, if any.
+        """Record the cause for which it ends, and the process to blame, if any.
 
         The first cause counts, unless a later one is sure.
         """
@@ -153,12 +166,12 @@ class Generation:
                 self._blamed = part.remote, part.slots[process_id - part.first]
 
     def blame(self, now: float) -> None:
-        """Have the slot of the process that failed rest, should it fail often."""
+        """Record the failure for the slot of the process to blame, which may have to rest."""
         if self._blamed is not None:
             remote, slot = self._blamed
             remote.slots[slot].fail(now, can_rest=len(remote.free(now)) > remote.least)
 
-    # --- what hosts are told ---
+    # --- messages to the hosts ---
 
     def start(self, **facts: Any) -> None:
         """Have its processes started, with these facts for the `Assignment` of each."""
@@ -177,11 +190,12 @@ class Generation:
         self._write("formed", num_processes=self.size, hosts=hosts)
 
     def stop(self, number: int | None) -> None:
-        """Ask its processes to end, with a signal or without."""
+        """Ask its processes to end, by a signal unless `number` is None."""
         self.state = State.STOPPING
+        self._ended_before_stop = self._came_to_end()
         self._send("stop", signal=number)
 
-    def end(self) -> None:
+    def kill_processes(self) -> None:
         """Have its processes killed."""
         self.state = State.ENDING
         self._send("end")
@@ -190,27 +204,27 @@ class Generation:
         for remote in self.parts:
             remote.channel.send(kind, **facts)
 
-    # --- what it makes of it ---
+    # --- conclusions ---
 
     def _write(self, event: str, **facts: Any) -> None:
         self._events.write(event, generation=self.number, **facts)
 
-    def _all_told(self, what: str) -> bool:
+    def _told_by_all(self, what: str) -> bool:
         return len(self.told.get(what, {})) == self.size
 
     def _part_of(self, process_id: int) -> Part:
         return next(part for part in self.parts.values() if process_id in part.process_ids)
 
-    def _note_end(self) -> None:
-        if self._early is None:
-            self._early = time.monotonic()
+    def _record_end(self) -> None:
+        if self._first_end is None:
+            self._first_end = time.monotonic()
 
-    # The processes that came to the end of the script.
+    # The processes whose script has ended.
     def _came_to_end(self) -> set[int]:
         exited = {i for i, code in self._returncodes.items() if code == 0}
         return exited | self.told.get("ended", {}).keys()
 
-    def _note_stall(self, stall: Stall) -> None:
+    def _report_stall(self, stall: Stall) -> None:
         self._say(stall.report)
         self._send("dump", process_ids=stall.processes)
         self._write(
@@ -225,10 +239,10 @@ class Generation:
             who = first, part.remote.name, part.statuses[first].pid
             self.fail(failure.stall_of_process(*who, stall.stalled_s, stall.report), first)
 
-    # Fail if a process waits in a step that others, which came to their end, do not make. What it
-    # does alone at the end may take as long as the watch says, and a step as long as it takes.
+    # Fails if a process waits in a step for processes that have ended without that step. Only the
+    # watch limits a step that all have called, and the work of one process at its end.
     def _look_for_early_ends(self, now: float, statuses: dict[int, ProcessStatus]) -> None:
-        if self._early is None or now - self._early < self._grace_s:
+        if self._first_end is None or now - self._first_end < self._grace_s:
             return
         ended = self._came_to_end()
         for i, status in statuses.items():
@@ -238,6 +252,6 @@ class Generation:
             if missing := [other for other in ended if self._steps_of(other) < called]:
                 return self.fail(failure.early_end(min(missing), i, self._grace_s))
 
-    # That a process which came to its end has called; -1 if it told nothing.
+    # The number of steps that an ended process has called; -1 if it did not send that.
     def _steps_of(self, process_id: int) -> int:
         return self.told.get("ended", {}).get(process_id, {}).get("steps", -1)

@@ -1,4 +1,4 @@
-"""Which hosts make the next generation, with which of their slots, and when there are enough."""
+"""Chooses the hosts and slots of the next generation, and waits until there are enough."""
 
 import time
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ from jdp.worker.progress_board import ProcessStatus
 
 @dataclass
 class Part:
-    """What one host has of a generation.
+    """The part of a generation that runs on one host.
 
     Attributes:
       remote: the host.
-      first: its first process; the others follow.
+      first: number of its first process; the others follow.
       slots: of the host, one for each process.
       statuses: of its processes, by process id, on the leader's clock.
     """
@@ -27,7 +27,7 @@ class Part:
 
     @property
     def process_ids(self) -> range:
-        """Its processes."""
+        """The numbers of its processes."""
         return range(self.first, self.first + len(self.slots))
 
 
@@ -36,21 +36,21 @@ Plan = list[Part]
 
 
 def make(remotes: list[RemoteHost], least: int, now: float) -> Plan | None:
-    """Make the plan of a generation that would be formed now.
+    """Return the plan of a generation that would be formed now.
 
     Args:
-      remotes: all that have joined.
-      least: hosts that there must be.
+      remotes: all hosts that have joined.
+      least: number of hosts that are needed.
       now: time.monotonic().
 
     Returns:
-      The plan; None if there are too few hosts, or one will soon have slots that it needs.
+      The plan; None if there are too few hosts, or slots that are needed still rest.
     """
-    # One that has just come to a run, and would have to start its processes from nothing, is not
-    # waited for, unless it is needed.
+    # A host that has just joined would start its processes from nothing. Unless it is needed, the
+    # others do not wait for that.
     settled = [remote for remote in remotes if remote.took_part or remote.is_ready]
     chosen = settled if len(settled) >= least else [*remotes]
-    # Sorting keeps the order of those without a number: that in which they came.
+    # Hosts without a number stay in the order in which they joined.
     chosen.sort(key=lambda remote: (remote.host_id is None, remote.host_id))
     if len(chosen) < least:
         return None
@@ -70,16 +70,11 @@ def size(plan: Plan) -> int:
 
 
 def coordinator(plan: Plan, home: str) -> str:
-    """Return the "address:port" at which process 0, on the first host, is to listen.
-
-    Args:
-      plan: of the generation.
-      home: id of the leader's own host.
-    """
+    """Return the "address:port" of process 0; `home` is the id of the leader's own host."""
     first, *others = [part.remote for part in plan]
     address = first.address
     if address is None:
-        # Where others have found the leader, its own host is, too.
+        # The leader's own host has the address at which others have found the leader.
         is_home = first.id == home and others
         address = others[0].leader_address if is_home else first.seen_address
     return f"[{address}]:{first.port}" if ":" in address else f"{address}:{first.port}"
@@ -88,10 +83,8 @@ def coordinator(plan: Plan, home: str) -> str:
 class Gathering:
     """The time before a generation, until there are enough hosts for one.
 
-    Args:
-      options: of the command line.
-      is_start: there was none before, so that more hosts than are needed may be on their way.
-        Later on they make the run grow when they come.
+    Before the first generation (`is_start`) it is worth waiting for more hosts than are needed;
+    later such hosts make the run grow when they come.
     """
 
     def __init__(self, options: Options, is_start: bool) -> None:
@@ -100,7 +93,7 @@ class Gathering:
         self._enough_since: float | None = None
 
     def plan(self, remotes: list[RemoteHost], now: float) -> Plan | None:
-        """Return the plan of the generation that is to be formed now, if it is time for one."""
+        """Return the plan of the generation to form now; None if it is not time for one."""
         least, most = self._options.nnodes
         chosen = make(remotes, least, now)
         if chosen is None:
@@ -112,15 +105,15 @@ class Gathering:
         may_wait = self._is_start and waited_s < self._options.last_call_timeout_s
         return None if may_wait and len(chosen) < most else chosen
 
-    def why_in_vain(self, remotes: list[RemoteHost], now: float) -> str | None:
-        """Return which hosts are there, if too few have come in time."""
+    def timeout_error(self, remotes: list[RemoteHost], now: float) -> str | None:
+        """Return the error that too few hosts have joined in time; None if there is time left."""
         least, most = self._options.nnodes
         if len(remotes) >= least or now - self._since <= self._options.join_timeout_s:
             return None
         there = ", ".join(remote.name for remote in remotes) or "none"
         return with_code(
             "JDP306",
-            f"only {len(remotes)} of at least {least} hosts are there ({there}) after "
-            f"{self._options.join_timeout_s:g} s. Start `jdp run` on the others, or ask for fewer "
-            f"with --nnodes 1:{most}, or wait longer with --join-timeout-s.",
+            f"only {len(remotes)} of at least {least} hosts joined ({there}) within "
+            f"{self._options.join_timeout_s:g} s. Start `jdp run` on the other hosts, or ask for "
+            f"fewer with --nnodes 1:{most}, or wait longer with --join-timeout-s.",
         )

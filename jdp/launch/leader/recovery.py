@@ -1,4 +1,4 @@
-"""From one generation to the next: whether the run goes on, and what that took."""
+"""From one generation to the next: whether the run goes on, and the seconds that it took."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -7,18 +7,16 @@ from typing import Any
 from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.failure import Cause
 from jdp.launch.leader.generation import Generation
+from jdp.launch.leader.restart_budget import RestartBudget
 
-# What all processes tell in turn, and what the time up to it is called.
+# The messages that all processes send in turn, and the name of the time before each.
 _PARTS = {"joined": "form_s", "restored": "restore_s", "first_step": "step_s"}
 
 
 class Outage:
-    """From a failure until all processes of a next generation made a step: what took how long.
+    """The time from a failure until all processes of a next generation have made a step.
 
-    Failures on the way belong to it.
-
-    Args:
-      step: the last step that was made, if known.
+    Failures on the way belong to it. `step` is the last step before, if it is known.
     """
 
     def __init__(self, step: int | None) -> None:
@@ -28,14 +26,14 @@ class Outage:
         self._causes: list[Cause] = []
         self._times: list[tuple[str, float]] = []
 
-    def begin(self, cause: Cause) -> None:
-        """Record that a generation has ended, and why."""
+    def record_failure(self, cause: Cause) -> None:
+        """Record the cause for which a generation has ended."""
         self._causes.append(cause)
         self._times = self._times[:1] or [("", cause.noticed)]
         self._times.append(("end_s", time.monotonic()))
 
-    def mark(self, what: str, told: Iterable[dict[str, Any]]) -> None:
-        """Record that all processes have come to some point, and what they told then."""
+    def record_told_by_all(self, what: str, told: Iterable[dict[str, Any]]) -> None:
+        """Record that all processes have sent a message, and its facts."""
         if what not in _PARTS:
             return
         self._times.append((_PARTS[what], time.monotonic()))
@@ -46,11 +44,11 @@ class Outage:
 
     @property
     def text(self) -> str:
-        """Return what had to be recovered from."""
+        """Return the causes, in words."""
         return ", then ".join(cause.text for cause in self._causes)
 
     def record(self) -> dict[str, Any]:
-        """Return the seconds of each part, of the whole, and what was lost."""
+        """Return the seconds of each part and of the whole, and the lost steps."""
         silent_s = self._causes[0].silent_s
         parts = {
             name: at - before
@@ -87,53 +85,47 @@ class Outage:
 
 
 class Recoveries:
-    """Decides whether a run goes on after a failure, and tells what it took.
-
-    Args:
-      max_restarts: how many failures are recovered from.
-      say: prints a line for people who watch the run.
-      events: where it is written what happens.
+    """Decides whether a run goes on after a failure, and reports how long that took.
 
     Attributes:
-      stepped: some generation has finished a step, so that the program is sound.
+      stepped: whether some generation has finished a step, so that the program works.
     """
 
-    def __init__(self, max_restarts: int, say: Callable[[str], None], events: Events) -> None:
+    def __init__(self, budget: RestartBudget, say: Callable[[str], None], events: Events) -> None:
         self.stepped = False
-        self._num_restarts, self._max_restarts = 0, max_restarts
+        self._budget = budget
         self._outage: Outage | None = None
         self._say, self._events = say, events
 
     @property
     def text(self) -> str:
-        """Return what is being recovered from, an empty text if all is well."""
+        """Return the causes of the outage that lasts, in words; "" if there is none."""
         return "" if self._outage is None else self._outage.text
 
-    def why_not(self, why: Cause) -> str:
-        """Return why the run does not go on after this, an empty text if it does."""
+    def reason_to_end(self, why: Cause, generation: Generation) -> str:
+        """Return the reason why the run does not go on after this failure; "" if it does."""
         if why.grows:
             return ""
-        if self._num_restarts >= self._max_restarts:
-            return f"It is not started again: --max-restarts {self._max_restarts}."
-        if why.is_of_program and not self.stepped:
-            return "It is not started again, since its processes have not finished a step so far."
-        return ""
+        reason = self._budget.reason_to_end(why, _step(why, generation), why.noticed)
+        if not reason and why.is_of_program and not self.stepped:
+            reason = "its processes have not finished a step yet"
+        return reason and f"It is not started again: {reason}."
 
-    def begin(self, why: Cause, generation: Generation) -> None:
-        """Record that the run goes on after this generation, and why that has ended."""
+    def record_failure(self, why: Cause, generation: Generation) -> None:
+        """Record that the run goes on after this generation, which has ended for this cause."""
         if not why.grows:
-            self._num_restarts += 1
-        # Of a process whose output is not shown, this is all there is to see.
-        if why.raised:
+            self._budget.record_failure(why, _step(why, generation), why.noticed)
+        # The output of the process may not be shown otherwise.
+        if why.error:
             self._say(why.full_text)
         if self._outage is None:
             self._outage = Outage(generation.step if generation.stepped else None)
-        self._outage.begin(why)
+        self._outage.record_failure(why)
 
-    def mark(self, what: str, generation: Generation) -> None:
-        """Record what all processes have told; once they have made a step, return what it took."""
+    def record_told_by_all(self, what: str, generation: Generation) -> None:
+        """Record that all processes have sent a message; the first step ends the outage."""
         if self._outage is not None:
-            self._outage.mark(what, generation.told[what].values())
+            self._outage.record_told_by_all(what, generation.told[what].values())
         if what != "first_step":
             return
         self.stepped = True
@@ -144,3 +136,8 @@ class Recoveries:
                 f"{done.text}. Generation {generation.number} of {generation.size} processes is "
                 f"{done}."
             )
+
+
+# Of the process that failed, which may have called more steps than the others.
+def _step(why: Cause, generation: Generation) -> int | None:
+    return generation.step if why.step is None else why.step

@@ -1,4 +1,4 @@
-"""What the leader knows of a host, and of the room for processes there."""
+"""A host as the leader sees it, and its slots for processes."""
 
 import time
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from jdp.launch.transport.connection import Channel
 
 # A slot that fails twice within WINDOW_S is left out for REST_S, the next time for twice that, and
-# so on up to MAX_REST_S. If there would be too few processes without it, all have to wait for it:
-# then for BACKOFF_S, twice that for each further failure, and MAX_BACKOFF_S at the most.
+# so on up to MAX_REST_S. If the run needs the slot, all processes wait for BACKOFF_S, twice that
+# for each further failure, and at most for MAX_BACKOFF_S.
 WINDOW_S = 60.0
 REST_S = 60.0
 MAX_REST_S = 3600.0
@@ -16,7 +16,7 @@ MAX_BACKOFF_S = 5.0
 
 
 class HostSlot:
-    """Room for one process on a host, with the GPUs that belong to it.
+    """Room for one process on a host, with its GPUs.
 
     >>> slot = HostSlot()
     >>> slot.fail(now=0.0, can_rest=True)
@@ -31,11 +31,11 @@ class HostSlot:
         self._num_rests = 0
 
     def fail(self, now: float, can_rest: bool) -> None:
-        """Record that the process there failed, and keep the slot empty for a while if it must be.
+        """Record that its process failed at `now`, and keep the slot empty after several failures.
 
         Args:
           now: seconds.
-          can_rest: the run can do without it.
+          can_rest: whether the run can do without the slot.
         """
         self._failures = [at for at in self._failures if now - at < WINDOW_S] + [now]
         if len(self._failures) < 2:
@@ -48,21 +48,17 @@ class HostSlot:
 
 
 class RemoteHost:
-    """A host that has joined.
-
-    Args:
-      channel: to it.
-      facts: of its `join`.
+    """A host that has joined, with the facts of its `join`.
 
     Attributes:
-      address: where it says that other hosts reach it, if it does.
-      seen_address: where the leader sees it.
-      leader_address: where it sees the leader.
-      port: free there, for a coordinator.
-      least: processes that it must have to take part.
-      generation: the last one that it took part in.
-      took_part: it did so since it joined.
-      is_ready: a change would be quick, since its standbys wait, or it has none.
+      address: of --local-addr.
+      seen_address: of the host, as the leader sees it.
+      leader_address: of the leader, as the host sees it.
+      port: free on the host, for a coordinator.
+      least: number of processes without which the host cannot take part.
+      generation: the last one in which it took part.
+      took_part: whether it took part since it joined.
+      is_ready: whether a change would be quick, since its standbys wait, or it has none.
       heard: time.monotonic() of its last message.
     """
 
@@ -81,9 +77,9 @@ class RemoteHost:
         self.heard = time.monotonic()
 
     def take_part(self, generation: int) -> None:
-        """Record that it takes part in a generation, for which it uses up its standbys."""
+        """Record that the host takes part in a generation, which uses up its standbys."""
         self.generation, self.took_part, self.is_ready = generation, True, False
 
     def free(self, now: float) -> list[int]:
-        """Return the slots that a process may be started in."""
+        """Return the slots in which a process may be started now."""
         return [i for i, slot in enumerate(self.slots) if slot.free_at <= now]

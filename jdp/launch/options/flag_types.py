@@ -1,6 +1,6 @@
-"""The values of the flags of `jdp run`: what is written, and what it means.
+"""Readers of the values of the flags of `jdp run`.
 
-Each reader takes the text of a value; its argparse.ArgumentTypeError says what to write instead.
+Each takes the text of a value, and raises argparse.ArgumentTypeError with what to write instead.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def spelled(at_least_and_most: Range) -> str:
 
 
 def read_count(what: str, low: int) -> Callable[[str], int]:
-    """Make a reader of a whole number of `what`, at least `low`."""
+    """Return a reader of a whole number of `what`, at least `low`."""
 
     def read(text: str) -> int:
         if not re.fullmatch(r"\d+", text) or int(text) < low:
@@ -64,7 +64,7 @@ def read_seconds(text: str) -> float:
 
 
 def read_range(what: str) -> Callable[[str], Range]:
-    """Make a reader of N or MIN:MAX.
+    """Return a reader of N or MIN:MAX.
 
     >>> read_range("hosts")("1:4")
     (1, 4)
@@ -83,7 +83,7 @@ def read_range(what: str) -> Callable[[str], Range]:
 
 
 def read_processes(text: str) -> Range:
-    """Read a range of processes, or what this host has: gpu, cpu, auto."""
+    """Read a range of processes, or one for each GPU or CPU of this host: gpu, cpu, auto."""
     if text not in ("auto", "gpu", "cpu"):
         return read_range("processes")(text)
     gpus = num_gpus()
@@ -104,7 +104,7 @@ def read_endpoint(text: str) -> str:
     match = re.fullmatch(r"(\[[^]]+\]|[^:\[\]\s]+)(?::(\d+))?", text)
     if not match or not 0 < int(match[2] or DEFAULT_PORT) < 2**16:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not an address to meet at: write address:port, as in "
+            f"{text!r} is not an address: write address:port, as in "
             f"10.0.0.1:{DEFAULT_PORT} or [fe80::1]:{DEFAULT_PORT}"
         )
     return f"{match[1]}:{match[2] or DEFAULT_PORT}"
@@ -121,8 +121,8 @@ def read_streams(text: str) -> dict[int, int]:
     if re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
         return {int(rank): int(bits) for rank, bits in (p.split(":") for p in text.split(","))}
     raise argparse.ArgumentTypeError(
-        f"{text!r} says no streams: write 1 for standard output, 2 for errors, 3 for both, or "
-        "0:1,1:2 to choose by local rank"
+        f"{text!r} does not name streams: write 1 for standard output, 2 for standard error, 3 "
+        "for both, or 0:1,1:2 to choose by local rank"
     )
 
 
@@ -136,7 +136,7 @@ def read_ranks(text: str) -> frozenset[int]:
 
 
 def read_conf(text: str) -> dict[str, float]:
-    """Read torchrun's --rdzv-conf: our names and their seconds.
+    """Read torchrun's --rdzv-conf as seconds by our names.
 
     >>> read_conf("join_timeout=60")
     {'join_timeout_s': 60.0}

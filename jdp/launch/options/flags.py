@@ -27,7 +27,7 @@ WITHOUT_MEANING = {
     "--logs-specs": "--log-dir, --tee and --redirects say what is logged",
 }
 
-# Refused, since a run without would not be the one that was meant.
+# Refused, since the run would not be as intended without them.
 REFUSED = {
     "--run-path": "it runs a script inside the launcher's own code. Leave it out.",
     "--virtual-local-rank": "each process is given its devices, and LOCAL_RANK stays its number. "
@@ -37,8 +37,8 @@ REFUSED = {
 }
 
 _DESCRIPTION = """\
-Run a training program on several processes, and see it through: what fails is
-replaced, and the run goes on from the last commit."""
+Run a training program on several processes. Processes that fail are replaced,
+and the run goes on from the last commit."""
 
 _EPILOG = f"""\
 examples:
@@ -47,7 +47,7 @@ examples:
   jdp run --nnodes 2 --rdzv-endpoint host0:{DEFAULT_PORT} --token-file token train.py
       the same command on each of two hosts; host0 leads
   jdp run --nnodes 1:4 ...
-      goes on with what is left of four hosts, and grows again
+      goes on with the remaining ones of four hosts, and grows again
 
 One process drives all GPUs of its host, so one host needs no launcher for them.
 
@@ -56,7 +56,7 @@ torchrun, whose flags are understood in both spellings, --nproc_per_node too.
 
 exit codes:
   75 saved after SIGTERM: run it again with --resume   124 ended by the watchdog
-  128 + n killed by signal n   130 Ctrl-C   else that of the first that failed"""
+  128 + n killed by signal n   130 Ctrl-C   else that of the first failed process"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -86,17 +86,13 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
-        """Raise what is wrong."""
+        """Raise the message as ValueError."""
         raise ValueError(message.removeprefix("argument "))
 
     def flag(self, group: Any, names: str, text: str | None, **keywords: Any) -> None:
-        """Add a flag, also in torchrun's spelling with underscores, which the help leaves out.
+        """Add a flag, also in torchrun's spelling with underscores, which is not in the help.
 
-        Args:
-          group: that the help shows it in.
-          names: all its spellings; the last one names its value.
-          text: for the help, which leaves it out if there is none.
-          **keywords: of argparse.
+        The last of `names` names its value. If `text` is None the flag is not in the help.
         """
         spellings = names.split()
         dest = dest_of(spellings[-1])
@@ -135,8 +131,11 @@ def _add_processes(parser: Parser) -> None:
 
 def _add_faults(parser: Parser) -> None:
     group = parser.add_argument_group("faults")
-    text = "failures to recover from (default 3); 0: the first one ends the run"
+    text = "failures to recover from within --restart-window-s (default 3); 0: the first one ends "
+    text += "the run"
     parser.flag(group, "--max-restarts", text, type=read_count("restarts", 0), metavar="N")
+    text = "failures longer ago than S seconds (default 600), and at earlier steps, do not count"
+    parser.flag(group, "--restart-window-s", text, type=read_seconds, metavar="S")
     text = "processes on this host that wait to take over, with their imports done (default: as "
     text += "many as run)"
     parser.flag(group, "--standbys", text, type=read_count("standbys", 0), metavar="N")

@@ -1,48 +1,22 @@
-"""What `jdp run` was asked for: torchrun's flags, where they mean something here."""
+"""The options of `jdp run`, read from its command line and from variables."""
 
 import argparse
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 from jdp.launch.options.flag_types import DEFAULT_PORT, Range, spelled
 from jdp.launch.options.flags import WITHOUT_MEANING, Parser, dest_of
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to run, on how many processes of how many hosts, and what to do when one fails.
+class Options(NamedTuple):
+    """Options of `jdp run`; `flags.py` and `jdp run --help` describe each.
 
-    Args:
-      command: program and arguments; with `module` the first is a module's name.
-      nnodes: hosts, at least and at most.
-      nproc_per_node: processes on this host, at least and at most.
-      node_rank: number of this host, from 0; None: whoever listens at `rdzv_endpoint` leads.
-      rdzv_endpoint: "address:port" where the hosts meet; None: one host.
-      rdzv_id: name of the run, the same on all hosts; None: one is made up.
-      local_addr: address at which the other hosts reach this one; None: found out.
-      token: what a host must know to join; None: one is made up, which only suits one host.
-      max_restarts: how many failures are recovered from, >= 0.
-      standbys: processes in reserve on this host, >= 0; None: see `num_standbys`.
-      join_timeout_s: hosts that have not met by then give up; > 0, as all timeouts.
-      last_call_timeout_s: once the least number of hosts is there, more may come for so long.
-      heartbeat_timeout_s: a host that is silent for so long is lost.
-      shutdown_timeout_s: from SIGTERM to SIGKILL, unless a process is saving then.
-      timeout_s: the watch ends a run in which no step finished for so long; None: what each script
-        gives to `jdp.init`.
-      resume: go on from the newest checkpoint in the first generation, too.
-      log_dir: where each process's output is written to a file; None: nowhere.
-      tee: streams (STDOUT | STDERR) that go to file and console, by local rank; -1 is all others.
-      redirects: streams that go to the file only, in the same form.
-      local_ranks_filter: local ranks whose output is shown; None: all.
-      standalone: one host, whatever the environment says.
-      module: `command` starts with a module's name.
-      no_python: `command` is no Python program.
-
-    Raises:
-      ValueError: if these can't be had together.
+    Ranges are (at least, at most). None stands for a value that is found out or made up, for none
+    at all, or for all ranks of `local_ranks_filter`. Streams are STDOUT | STDERR by local rank,
+    where -1 is all others.
     """
 
     command: tuple[str, ...]
@@ -54,6 +28,7 @@ class Options:
     local_addr: str | None = None
     token: str | None = None
     max_restarts: int = 3
+    restart_window_s: float = 600.0
     standbys: int | None = None
     join_timeout_s: float = 600.0
     last_call_timeout_s: float = 5.0
@@ -68,46 +43,6 @@ class Options:
     standalone: bool = False
     module: bool = False
     no_python: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.command:
-            raise ValueError("there is no program to run. Write jdp run train.py")
-        if self.module and self.no_python:
-            raise ValueError(
-                "--no-python says that the command is no Python program, and -m that it is a "
-                "Python module: leave one out."
-            )
-        if self.redirects and self.log_dir is None:
-            raise ValueError(
-                "--redirects sends output to files, and there is no folder for them. "
-                "Add --log-dir logs"
-            )
-        self._check_hosts()
-
-    def _check_hosts(self) -> None:
-        at_most = self.nnodes[1]
-        if self.standalone and at_most > 1:
-            raise ValueError(
-                f"--standalone is one host, and --nnodes allows {at_most}: leave one out."
-            )
-        if self.node_rank is not None and not 0 <= self.node_rank < at_most:
-            raise ValueError(
-                f"--node-rank {self.node_rank} is not a host of --nnodes {spelled(self.nnodes)}: "
-                f"they are numbered from 0 to {at_most - 1}."
-            )
-        if at_most == 1:
-            return
-        if self.rdzv_endpoint is None:
-            raise ValueError(
-                f"{at_most} hosts must know where to meet. Add, the same on all of them, "
-                f"--rdzv-endpoint FIRST_HOST:{DEFAULT_PORT}"
-            )
-        if not self.token:
-            raise ValueError(
-                f"{at_most} hosts connect over the network, where anyone could join, so they "
-                "need a shared secret. Make one with `openssl rand -hex 16 > token`, and give each "
-                "host --token-file token, or its text in JDP_TOKEN."
-            )
 
     @property
     def num_standbys(self) -> int:
@@ -127,7 +62,7 @@ class Options:
         return [sys.executable, *(["-m"] if self.module else []), *self.command]
 
     def is_shown(self, local_rank: int, stream: int) -> bool:
-        """Whether what a process writes to `stream`, STDOUT or STDERR, is for the console."""
+        """Whether output of a process to `stream`, STDOUT or STDERR, goes to the console."""
         tee, redirects = self.tee or {}, self.redirects or {}
         if tee.get(local_rank, tee.get(-1, 0)) & stream:
             return True
@@ -137,14 +72,14 @@ class Options:
 
 
 def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Options:
-    """Read a command line; what it leaves out comes from JDP_<FLAG>, else from PET_<FLAG>.
+    """Return the options of a command line, or else of variables JDP_<FLAG>, or else PET_<FLAG>.
 
     Args:
-      argv: what stands behind `jdp run`.
+      argv: arguments of `jdp run`.
       environment: variables; PET_ are torchrun's own.
 
     Raises:
-      ValueError: with what is wrong and what to write.
+      ValueError: if they are wrong.
       SystemExit: after --help.
 
     >>> options = parse(["--nproc-per-node", "2", "train.py", "--lr", "3"], {})
@@ -162,8 +97,8 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> O
     _, unknown = parser.parse_known_args(argv, given)
     if unknown:
         raise ValueError(
-            f"there is no flag {unknown[0]}; jdp run --help lists them. The program's own flags "
-            "stand behind its name."
+            f"there is no flag {unknown[0]}; jdp run --help lists the flags. Write the program's "
+            "own flags after its name."
         )
     if given.standalone and given.nnodes == elsewhere:
         given.nnodes = given.node_rank = given.rdzv_endpoint = None
@@ -184,16 +119,58 @@ def _options(given: dict, environment: Mapping[str, str]) -> Options:
     given["token"] = _read_token(file) if file else environment.get("JDP_TOKEN")
     command = given["command"]
     given["command"] = tuple(command[1:] if command[:1] == ["--"] else command)
-    known = {field.name for field in fields(Options)}
-    chosen = {name: value for name, value in given.items() if name in known and value is not None}
+    chosen = {name: given[name] for name in Options._fields if given.get(name) is not None}
     if "local_ranks_filter" in chosen:
         chosen["local_ranks_filter"] = chosen["local_ranks_filter"] or None
     if chosen.get("nnodes", (1, 1))[1] > 1 and "node_rank" not in chosen:
         chosen |= _node_rank(environment)
-    return Options(**chosen)
+    options = Options(**chosen)
+    _require_consistent(options)
+    return options
 
 
-# A scheduler's number of this host: Kubernetes' Indexed Job, Slurm, torchrun.
+def _require_consistent(options: Options) -> None:
+    if not options.command:
+        raise ValueError("there is no program to run. Write jdp run train.py")
+    if options.module and options.no_python:
+        raise ValueError(
+            "--no-python means that the command is not a Python program, and -m that it is a "
+            "Python module. Leave one out."
+        )
+    if options.redirects and options.log_dir is None:
+        raise ValueError(
+            "--redirects sends output to files, which need a folder. Add --log-dir logs"
+        )
+    _require_consistent_hosts(options)
+
+
+def _require_consistent_hosts(options: Options) -> None:
+    at_most = options.nnodes[1]
+    if options.standalone and at_most > 1:
+        raise ValueError(
+            f"--standalone means one host, and --nnodes allows {at_most}. Leave one out."
+        )
+    if options.node_rank is not None and not 0 <= options.node_rank < at_most:
+        raise ValueError(
+            f"--node-rank {options.node_rank} is not a host of --nnodes {spelled(options.nnodes)}. "
+            f"Hosts are numbered from 0 to {at_most - 1}."
+        )
+    if at_most == 1:
+        return
+    if options.rdzv_endpoint is None:
+        raise ValueError(
+            f"{at_most} hosts must know where to meet. Add, the same on all of them, "
+            f"--rdzv-endpoint FIRST_HOST:{DEFAULT_PORT}"
+        )
+    if not options.token:
+        raise ValueError(
+            f"{at_most} hosts connect over the network, where anyone could join, so they "
+            "need a shared secret. Make one with `openssl rand -hex 16 > token`, and give each "
+            "host --token-file token, or its text in JDP_TOKEN."
+        )
+
+
+# The number of this host in a scheduler: Kubernetes' Indexed Job, Slurm, torchrun.
 def _node_rank(environment: Mapping[str, str]) -> dict[str, int]:
     for name in ("JOB_COMPLETION_INDEX", "SLURM_NODEID", "GROUP_RANK"):
         if name in environment:
@@ -205,13 +182,13 @@ def _read_token(file: Path) -> str:
     try:
         token = file.read_text().strip()
     except OSError as error:
-        raise ValueError(f"--token-file {file} can't be read: {error.strerror}.") from None
+        raise ValueError(f"--token-file {file} cannot be read: {error.strerror}.") from None
     if not token:
         raise ValueError(f"--token-file {file} is empty. Try openssl rand -hex 16 > {file}")
     return token
 
 
-# (variable, flag with value) for each flag that the environment sets. JDP_ comes last, and wins.
+# Pairs of variable and flag, for each flag that the environment sets. JDP_ comes last, and wins.
 def _from_environment(parser: Parser, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for prefix in ("PET_", "JDP_"):
         for action in parser.flags:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jdp.worker.messages import MAX_LINE_BYTES, decode, encode
 
-# Who is behind by more than this has stopped, and would have to be given up anyway.
+# An end that has so much to read has stopped, and would have to be given up anyway.
 _MAX_UNSENT_BYTES = 4 * MAX_LINE_BYTES
 
 
@@ -16,11 +16,12 @@ class Channel:
 
     Args:
       connection: a connected stream socket, which the channel closes.
-      received: is called with kind and facts of each message. May be changed later, as the next.
-      closed: is called once, with the reason, when the other end is gone; not after `close`.
+      received: is called with kind and facts of each message.
+      closed: is called once, with the reason, when the other end is gone; not after
+        `close_connection`.
       max_line_bytes: a longer line ends the connection.
-      addresses: of this end and of the other, as both see them; known when it was accepted, while
-        a socket forgets them when the other end is gone.
+      addresses: of this end and of the other. Kept here, since a socket forgets them when the
+        other end is gone.
     """
 
     def __init__(
@@ -42,13 +43,13 @@ class Channel:
         self._loop.add_reader(connection, self.read)
 
     def send(self, kind: str, **facts: Any) -> None:
-        """Send a message; into nothing if the other end is gone."""
+        """Send a message, unless the other end is gone."""
         if self.is_open:
             self._unsent += encode(kind, facts)
             self._write()
 
     def read(self) -> None:
-        """Take what has arrived; the event loop calls this, and who wants to be sure."""
+        """Receive all messages that have arrived. The event loop calls this, too."""
         while self.is_open:
             try:
                 data = self._socket.recv(1 << 16)
@@ -60,11 +61,11 @@ class Channel:
                 return self._lose("connection closed")
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
-                self._take(line)
+                self._receive(line)
             if len(self._rest) > self.max_line_bytes:
                 return self._lose(f"a message of more than {self.max_line_bytes} bytes")
 
-    def close(self) -> None:
+    def close_connection(self) -> None:
         """Close this end."""
         if self.is_open:
             self.is_open = False
@@ -72,7 +73,7 @@ class Channel:
             self._loop.remove_writer(self._socket)
             self._socket.close()
 
-    # Of a long message the kernel takes a part, and the rest when the other end has read that.
+    # The kernel takes a part of a long message, and the rest when the other end has read that.
     def _write(self) -> None:
         try:
             count = self._socket.send(self._unsent)
@@ -88,7 +89,7 @@ class Channel:
         else:
             self._loop.remove_writer(self._socket)
 
-    def _take(self, line: bytes) -> None:
+    def _receive(self, line: bytes) -> None:
         if not self.is_open:
             return
         try:
@@ -97,8 +98,8 @@ class Channel:
             return self._lose(str(error))
         self.received(kind, facts)
 
-    # Called later, so that nobody who sends finds the world changed when `send` returns.
+    # `closed` is called later, so that nothing else changes while `send` runs.
     def _lose(self, why: str) -> None:
         if self.is_open:
-            self.close()
+            self.close_connection()
             self._loop.call_soon(self.closed, why)

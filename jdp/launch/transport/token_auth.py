@@ -1,7 +1,7 @@
-"""How two ends of a connection show each other that they know the run's token, without sending it.
+"""Proofs by which two ends of a connection show that they know the token, without sending it.
 
 Each sends a nonce of its own, and then an HMAC of both nonces under the token: challenge and
-response as in RFC 2195, in both directions. Who listens in learns nothing that could be used again.
+response as in RFC 2195, in both directions. A listener learns nothing that could be used again.
 """
 
 import hmac
@@ -9,25 +9,22 @@ import secrets
 
 
 def make_nonce() -> str:
-    """Make a number that was never used before."""
+    """Return a number that was never used before."""
     return secrets.token_hex(16)
 
 
 def proof(token: str, part: str, leader_nonce: str, host_nonce: str) -> str:
-    """Show that one knows the token.
+    """Return a proof that its sender knows the token.
 
-    Args:
-      token: the secret.
-      part: "leader" or "host": whose proof it is, so that neither can send back the other's.
-      leader_nonce: made by the leader for this connection.
-      host_nonce: made by the host for this connection.
+    It holds the part of the sender, "leader" or "host", so that neither can send back the other's
+    proof, and the nonces that both have made for this connection.
     """
     text = f"jdp {part} {leader_nonce} {host_nonce}"
     return hmac.new(token.encode(), text.encode(errors="replace"), "sha256").hexdigest()
 
 
 def is_proof(given: object, *expected: str) -> bool:
-    """Whether `given` is `proof(*expected)`, in a time that tells nothing about it."""
-    # JSON can hold what is not text; a sender of that must not end the run.
+    """Whether `given` is `proof(*expected)`, in a time that does not depend on the difference."""
+    # JSON can hold surrogates, which UTF-8 cannot; they must not end the run.
     given = given.encode(errors="replace") if isinstance(given, str) else b""
     return hmac.compare_digest(given, proof(*expected).encode())

@@ -1,0 +1,109 @@
+"""Saved values put in the place of a state's leaves, which are found by their names."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdp import rank_state
+from jdp.checkpoint.saved_leaves import SavedLeaf, describe
+from jdp.pytrees import is_array, is_key
+
+_log = logging.getLogger("jdp")
+
+# So many leaves of a kind are named in one line.
+_NUM_NAMED = 8
+
+
+def fill(
+    state: Any,
+    saved: Sequence[SavedLeaf],
+    values: Sequence[np.ndarray],
+    where: str,
+    *,
+    keeps_missing: bool = False,
+) -> tuple[Any, list[Any]]:
+    """Return a state with saved values, and those of its leaves that are saved.
+
+    Types, shardings and leaves that are not arrays stay. A number of Python or a NumPy array of 64
+    bits may have become what JAX computes with; `per_rank` is resized by its rule.
+
+    Args:
+      state: the state.
+      saved: leaves that were written.
+      values: of `saved`. Not to be written to afterwards.
+      where: name of the source of `saved`, for errors.
+      keeps_missing: leave out saved leaves that the state does not have, and keep those of the
+        state that are not saved. What was kept and left out is logged.
+
+    Raises:
+      ValueError: if the state is of another model, naming the leaves that differ.
+    """
+    left = defaultdict(list)
+    for old, value in zip(saved, values, strict=True):
+        left[old.name].append((old, value))
+    leaves, treedef = jax.tree.flatten(state)
+    positions = [i for i, x in enumerate(leaves) if is_array(x)]
+    owners, found = rank_state.owners(state), {}
+    changed, missing = [], []
+    for i, new in zip(positions, describe(state), strict=True):
+        if not left[new.name]:
+            missing.append(f"`{new.name}` {new}")
+            continue
+        old, value = left[new.name].pop(0)
+        if (owner := owners[i]) is not None:
+            value = rank_state.resized(owner, leaves[i], value, new.name, where)
+            old = old._replace(shape=value.shape)
+        if not _fits(old, new):
+            changed.append(f"`{new.name}` is {old} there and {new} in the given state")
+        found[i] = value
+    unused = [f"`{old.name}` {old}" for pairs in left.values() for old, _ in pairs]
+    differences = _listed("", changed) + _listed("only there: ", unused)
+    differences += _listed("only in the given state: ", missing)
+    if changed or (differences and not (keeps_missing and found)):
+        raise ValueError(
+            f"{where} does not have the leaves of the given state: {'; '.join(differences)}. That "
+            "is another model or optimizer, and its values would mean something else. Build the "
+            "one that was saved, or give Checkpointer a new directory to begin anew. "
+            'ckpt.restore(..., missing="keep") takes the leaves of the same name, shape and dtype.'
+        )
+    if differences and jax.process_index() == 0:
+        text = "jdp: took %d leaves from %s; %s."
+        _log.warning(text, len(found), where, "; ".join(differences))
+    for i, value in found.items():
+        leaves[i] = placed(leaves[i], value)
+    return treedef.unflatten(leaves), [leaves[i] for i in found]
+
+
+def _listed(title: str, texts: list[str]) -> list[str]:
+    if len(texts) > _NUM_NAMED:
+        texts = [*texts[:_NUM_NAMED], f"and {len(texts) - _NUM_NAMED} more"]
+    return [title + ", ".join(texts)] if texts else []
+
+
+def placed(x: Any, value: np.ndarray) -> Any:
+    """Return a saved value as `x` is: of its type, and where it lies."""
+    if not isinstance(x, jax.Array):
+        if isinstance(x, np.ndarray | jax.ShapeDtypeStruct):
+            return np.array(value)
+        return type(x)(value[()]) if isinstance(x, np.generic) else type(x)(value.item())
+    if is_key(x):
+        data = placed(jax.random.key_data(x), value)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if x.weak_type and not x.shape and x.is_fully_addressable:
+        # Only a Python number gives the type that jnp.asarray(1.0) has.
+        number = jnp.asarray(value.item())
+        return jax.device_put(number, x.sharding) if x.committed else number
+    if not x.committed:
+        return jnp.asarray(value)
+    return jax.make_array_from_callback(x.shape, x.sharding, lambda index: value[index])
+
+
+def _fits(saved: SavedLeaf, given: SavedLeaf) -> bool:
+    if saved.dtype != given.dtype:
+        given = given._replace(dtype=str(jax.dtypes.canonicalize_dtype(given.dtype)))
+    return saved._replace(name=given.name) == given

@@ -1,0 +1,118 @@
+"""The hosts of a run: which may join, which have joined, and which are lost."""
+
+import asyncio
+import functools
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jdp.launch.leader import failure
+from jdp.launch.leader.admission import Admission, Refusal
+from jdp.launch.leader.event_log import Events
+from jdp.launch.leader.failure import Cause
+from jdp.launch.leader.remote_host import RemoteHost
+from jdp.launch.options.options import Options
+from jdp.launch.transport.connection import Channel
+
+
+class Membership:
+    """The hosts that have joined, in the order in which they did.
+
+    Args:
+      options, token, listener, say, events: of the run. The listening socket is closed at the end.
+      joined: is called with a host and the facts of its `join`; returns whether a generation lives.
+      received: is called with a host, and kind and facts of its message.
+      lost: is called with a host that is gone, and the cause that it would be.
+
+    Attributes:
+      remotes: the hosts.
+      home: id of the leader's own host, once it is known.
+      is_ending: whether the run ends, so that no host may join.
+      is_over: whether it has ended, so that hosts leave.
+      all_left: set when only the leader's own host is left.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        token: str,
+        listener: socket.socket,
+        say: Callable[[str], None],
+        events: Events,
+        joined: Callable[[RemoteHost, dict[str, Any]], bool],
+        received: Callable[[RemoteHost, str, dict[str, Any]], None],
+        lost: Callable[[RemoteHost, Cause], None],
+    ) -> None:
+        self.remotes: list[RemoteHost] = []
+        self.home = ""
+        self.is_ending = self.is_over = False
+        self.all_left = asyncio.Event()
+        self._options, self._say, self._events = options, say, events
+        self._joined, self._received, self._lost = joined, received, lost
+        self._admission = Admission(listener, token, self._refusal, self._admit)
+
+    def remove_silent_hosts(self, now: float) -> None:
+        """Remove the hosts that have been silent for longer than a host that lives can be."""
+        silence_s = 1.5 * self._options.heartbeat_timeout_s
+        for remote in [*self.remotes]:
+            if remote.id != self.home and now - remote.heard > silence_s:
+                self._remove(remote, f"silent for {now - remote.heard:.1f} s")
+
+    def end_run(self, **outcome: Any) -> None:
+        """Report to all hosts how the run ended."""
+        self.is_ending = self.is_over = True
+        for remote in self.remotes:
+            remote.channel.send("over", **outcome)
+        self._check_all_left()
+
+    def close_connections(self) -> None:
+        """Stop listening, and close the connections to all hosts."""
+        self._admission.stop_listening()
+        for remote in self.remotes:
+            remote.channel.close_connection()
+
+    def _refusal(self, facts: dict[str, Any]) -> Refusal | None:
+        if self.is_ending:
+            return Refusal("the run is over.", True)
+        run_ids = {facts["run_id"], self._options.rdzv_id} - {None}
+        if len(run_ids) > 1:
+            return Refusal(
+                f"its --rdzv-id is {facts['run_id']!r}, and that of this run is "
+                f"{self._options.rdzv_id!r}.",
+                True,
+            )
+        for remote in [*self.remotes]:
+            if remote.id == facts["id"]:
+                self._remove(remote, "it joined again")
+            elif remote.host_id == facts["host_id"] is not None:
+                return Refusal(f"host {remote.host_id} has joined already ({remote.name})", False)
+        if len(self.remotes) == self._options.nnodes[1]:
+            return Refusal(f"all {len(self.remotes)} hosts have joined already", False)
+        return None
+
+    def _admit(self, channel: Channel, facts: dict[str, Any], proof: str) -> None:
+        remote = RemoteHost(channel, facts)
+        channel.received = functools.partial(self._received, remote)
+        channel.closed = functools.partial(self._remove, remote)
+        self.remotes.append(remote)
+        channel.send("welcome", proof=proof, is_running=self._joined(remote, facts))
+        most = self._options.nnodes[1]
+        if most > 1:
+            self._say(f"host {remote.name} joined: {len(self.remotes)} of {most}.")
+        self._events.write("host joined", host=remote.name, num_hosts=len(self.remotes))
+
+    def _remove(self, remote: RemoteHost, why: str) -> None:
+        if remote not in self.remotes:
+            return
+        remote.channel.close_connection()
+        self.remotes.remove(remote)
+        self._check_all_left()
+        if not self.is_over:
+            self._events.write("host lost", host=remote.name, why=why)
+            silent_s = time.monotonic() - remote.heard
+            self._lost(remote, failure.loss_of_host(remote.name, why, silent_s))
+
+    def _check_all_left(self) -> None:
+        if {remote.id for remote in self.remotes} <= {self.home}:
+            self.all_left.set()

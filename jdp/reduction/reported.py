@@ -1,0 +1,150 @@
+"""The metrics that a step returns: averaged over the ranks, and joined row by row."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+from jax import lax
+
+from jdp import axis, collectives, pytrees
+from jdp.axis import AxisName
+from jdp.reduction import step_context
+from jdp.reduction.metrics import is_rows
+
+
+def take_rows(tree: Any) -> tuple[Any, list[jax.Array]]:
+    """Take the values of `rows` out of a tree; `pytrees.put_nodes` puts them back.
+
+    Raises:
+      ValueError: if a scan or vmap has stacked them since: rows are no longer their first dim.
+    """
+    for leaf in jax.tree.leaves(tree, is_leaf=is_rows):
+        if is_rows(leaf) and jnp.ndim(leaf.values) != leaf.num_dims:
+            raise ValueError(
+                f"jdp.rows(x) marked an array of {leaf.num_dims} dim(s), and a scan or vmap "
+                f"stacked it to {jnp.result_type(leaf.values)}{list(jnp.shape(leaf.values))}: its "
+                "first dim is no longer this rank's rows, so that the outputs cannot be put in the "
+                "order of the rows. Return x itself from the scan or vmap, move its rows to the "
+                "first dim, and return jdp.rows(x) from the step."
+            )
+    return pytrees.take_nodes(tree, is_rows)
+
+
+def unmarked(tree: Any) -> Any:
+    """Replace every `rows` of a tree by its plain array."""
+    return jax.tree.map(lambda x: x.values if is_rows(x) else x, tree, is_leaf=is_rows)
+
+
+def require_numbers(tree: Any) -> None:
+    """Refuse metrics that a compiled step cannot return.
+
+    Raises:
+      TypeError: naming the first one that is not an array or a number, or is a float scalar of 8
+        bits or fewer.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not pytrees.is_array(leaf) and not hasattr(leaf, "__jax_array__"):
+            raise TypeError(
+                f"`metrics{jax.tree_util.keystr(path)}` is {leaf!r}, of type "
+                f"{type(leaf).__name__}, but a compiled step returns only arrays and numbers. "
+                "Leave it out, and add it to the metrics after the call of the step."
+            )
+        if not jnp.shape(leaf) and pytrees.is_tiny_float(jnp.result_type(leaf)):
+            raise TypeError(
+                f"`metrics{jax.tree_util.keystr(path)}` is {jnp.result_type(leaf)}[], but float "
+                "scalars are averaged over ranks, and 8 bits are too few for a mean. Cast it to "
+                "float32."
+            )
+
+
+def float_scalars(tree: Any) -> list[jax.Array]:
+    """Return the leaves that `averaged` averages."""
+    return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if _is_float_scalar(leaf)]
+
+
+def with_uniform(tree: Any, own: Sequence[jax.Array], is_uniform: Sequence[bool]) -> Any:
+    """Replace means of values that were the same on every rank by these values, to the bit.
+
+    Args:
+      tree: what `averaged` returned.
+      own: the `float_scalars` of the tree that it averaged.
+      is_uniform: which of those are the same on every rank.
+    """
+    left = iter(zip(own, is_uniform, strict=True))
+
+    def chosen(leaf: jax.Array) -> jax.Array:
+        if not _is_float_scalar(leaf):
+            return leaf
+        value, stays = next(left)
+        return value if stays else leaf
+
+    return jax.tree.map(chosen, tree)
+
+
+def _is_float_scalar(leaf: Any) -> bool:
+    return not jnp.shape(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+
+
+def averaged(
+    tree: Any, axis_name: AxisName, summed: jax.Array | None = None
+) -> tuple[Any, jax.Array | None]:
+    """Average the float scalars of a tree over ranks and sum a vector, all by one collective.
+
+    Args:
+      tree: metrics of one rank; python floats count as arrays.
+      axis_name: the data axis of the step being traced.
+      summed: `[k]` float32, whole numbers whose sum float32 holds; None for no vector.
+
+    Returns:
+      The tree, in which other leaves are as they were, and the sum of the vector.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    scalars = {i: x for i, x in enumerate(leaves) if _is_float_scalar(x)}
+    if scalars or summed is not None:
+        means, summed = _reduced([*scalars.values()], axis_name, summed)
+        for i, mean in zip(scalars, means, strict=True):
+            leaves[i] = mean.astype(leaves[i].dtype)
+    return jax.tree.unflatten(treedef, leaves), summed
+
+
+def _reduced(
+    scalars: list[jax.Array], axis_name: AxisName, summed: jax.Array | None
+) -> tuple[list[jax.Array], jax.Array | None]:
+    step, num = step_context.current(axis_name), len(scalars)
+    widest = jnp.result_type(jnp.float32, *(x.dtype for x in scalars))
+    wide = [x.astype(widest) for x in scalars]
+    is_single = num == 1 and summed is None  # most steps report a loss, and a stack traces slowly
+    terms = wide[0] if is_single else jnp.stack(wide) if wide else jnp.zeros(0, widest)
+    is_weighed = step is not None and step.weight is not None
+    if step is not None and step.weight is not None:
+        terms = step_context.weighed(terms, step_context.share_of(step.weight, axis_name))
+    if summed is not None:
+        terms = jnp.concatenate([terms, summed.astype(terms.dtype)])
+    total = _summed(terms, axis_name, step)
+    means = total if summed is None else total[:num]
+    means = means if is_weighed else means / axis.size(axis_name)
+    return [means] if is_single else [*means], None if summed is None else total[num:]
+
+
+# As the gradients went: a collective of XLA's beside jdp's own costs a wake-up of all ranks on CPU,
+# and on GPU the first JAX puts off all reductions to hide that one.
+def _summed(x: jax.Array, axis_name: AxisName, step: step_context.Scope | None) -> jax.Array:
+    axes = axis.names(axis_name)
+    if step is not None and step.reductions:
+        last = step.reductions[-1]
+        is_here = last.trace == jax.extend.core.get_opaque_trace_state()
+        if is_here and _is_exact(last.all_reduce):
+            ((total,),) = last.all_reduce([[x]], axes, scale=1.0, mesh=step.mesh)
+            return total
+    return lax.psum(x, axes) if axis.is_bound(axis_name) else x
+
+
+def _is_exact(all_reduce: Any) -> bool:
+    # One of the author's own may round what it sends, as gradients may be rounded.
+    while isinstance(all_reduce, functools.partial):
+        all_reduce = all_reduce.func
+    return all_reduce in collectives.ALGORITHMS

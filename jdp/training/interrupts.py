@@ -1,0 +1,64 @@
+"""Ctrl-C during the call of a step: once the state is donated, the new one has to be returned."""
+
+import signal
+import threading
+from typing import Any
+
+from jdp import pytrees
+
+# By then the caller has stored the state that the step returned.
+_DELAY_S = 0.02
+_MAIN = threading.main_thread().ident or 0
+
+
+class Shield:
+    """Puts off an interrupt from when the state of a step is donated until the step returns.
+
+    It comes soon after the call, or when the next one begins. Handlers of Python run, and raise,
+    in the main thread alone: a call in another thread needs no shield.
+    """
+
+    def __init__(self) -> None:
+        self._handler: Any = None  # the author's
+        self._donated: Any = None
+        self._is_due = False
+
+    # Written so that an interrupt between any two lines leaves a handler that works.
+    def begin(self) -> Any:
+        """Handle interrupts from here on, and return what `end` takes."""
+        if threading.get_ident() != _MAIN:
+            return None
+        self._interrupt()
+        handler = signal.getsignal(signal.SIGINT)
+        if handler == self._handle or not callable(handler):  # in the trace of another step; none
+            return None
+        self._handler = handler
+        signal.signal(signal.SIGINT, self._handle)
+        return handler
+
+    def end(self, handler: Any) -> None:
+        """Leave interrupts to the author's handler again."""
+        if handler is not None:
+            self._donated = None
+            signal.signal(signal.SIGINT, handler)
+            if self._is_due:
+                threading.Timer(_DELAY_S, self._interrupt).start()
+
+    def donates(self, state: Any) -> None:
+        """Record what the call is about to donate."""
+        if threading.get_ident() == _MAIN:
+            self._donated = state
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if pytrees.any_deleted(self._donated):
+            self._is_due = True
+        else:
+            self._handler(number, frame)
+
+    def _interrupt(self) -> None:
+        if self._is_due:  # the timer and the next call may both come here
+            self._is_due = False
+            signal.pthread_kill(_MAIN, signal.SIGINT)
+
+
+SHIELD = Shield()

@@ -1,0 +1,117 @@
+"""Where the state and the further arguments of a step lie before it is called."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdp import pytrees
+from jdp.distributed import placement
+from jdp.step_spec import StepSpec
+
+
+def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
+    """Place a state that no step returned, and copy what is aliased in it.
+
+    Args:
+      state: as `pytrees.hold` returns it.
+      where: the mesh.
+      spec: the step that it is for.
+    """
+    state = placement.placed(state, spec.axis_name, where)
+    if not spec.donate:
+        return state
+    leaves, treedef = jax.tree.flatten(state)
+    seen: set[Any] = set()
+    for i, leaf in enumerate(leaves):
+        buffer = _buffer(leaf)
+        if buffer in seen:  # Donated twice it would crash JAX 0.10.
+            leaves[i] = jnp.copy(leaf)
+        seen.add(buffer)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def require_batch(spec: StepSpec, batch: Any, num_rest: int, error: Exception) -> None:
+    """Refuse the state of an optimizer in the place of the batch.
+
+    Raises:
+      TypeError: from `error`, if that is what the batch is.
+    """
+    nodes = jax.tree.leaves(batch, is_leaf=_is_of_optimizer)
+    found = next(filter(_is_of_optimizer, nodes), None)
+    if found is None or not num_rest:
+        return
+    state, optimizer, data = map(spec.argument, range(3))
+    raise TypeError(
+        f"`{optimizer}` holds a {type(found).__name__}, but the second argument of a step is the "
+        "batch. The state is one argument, and one value that the step returns: call "
+        f"`{spec.name}(({state}, {optimizer}), {data})`, and begin the step with "
+        f"`{state}, {optimizer} = state`."
+    ) from error
+
+
+def _is_of_optimizer(node: Any) -> bool:
+    return type(node).__module__.partition(".")[0] == "optax" or hasattr(node, "opt_state")
+
+
+def place_rest(name: str, arg: Any, where: Mesh) -> Any:
+    """Place a further argument of a step, which is the same on every rank.
+
+    Raises:
+      TypeError: if it holds neither arrays nor numbers.
+    """
+
+    # An array committed to one device would not go together with the mesh; JAX itself copies
+    # everything else to where it is needed.
+    def place(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            return leaf.copy()  # the caller may write into it while the step runs
+        if not isinstance(leaf, jax.Array):
+            if not pytrees.is_array(leaf) and not hasattr(leaf, "__jax_array__"):
+                raise TypeError(
+                    f"`{name}` holds {leaf!r}, of type {type(leaf).__name__}, but a compiled "
+                    "program takes only arrays and numbers. Make it part of the step, with a step "
+                    f"for each value: jdp.train_step(functools.partial(fn, {name}=...))."
+                )
+            return leaf
+        if isinstance(leaf, jax.core.Tracer):
+            return leaf
+        if len(leaf.sharding.device_set) == 1 and leaf.committed and where.size > 1:
+            if where.is_multi_process:  # where device_put would have all processes compare it
+                return placement.copy_to(leaf, NamedSharding(where, PartitionSpec()))
+            return jax.device_put(leaf, NamedSharding(where, PartitionSpec()))
+        return leaf
+
+    return jax.tree.map(place, arg)
+
+
+def copy_donated(args: list[Any], donated: list[Any]) -> list[Any]:
+    """Copy the leaves of other arguments that are leaves of the state, which is donated."""
+    ids = {id(leaf) for leaf in donated if isinstance(leaf, jax.Array)}
+    return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in ids else leaf, args)
+
+
+def _buffer(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not leaf.size:
+        return id(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        leaf = jax.random.key_data(leaf)
+    return leaf.addressable_shards[0].data.unsafe_buffer_pointer()
+
+
+def require_alive(spec: StepSpec, args: Sequence[Any]) -> None:
+    """Refuse arguments of a step that hold a donated leaf.
+
+    Raises:
+      ValueError: naming the first one.
+    """
+    for i, arg in enumerate(args):
+        pytrees.require_alive(
+            spec.argument(i),
+            arg,
+            "Go on with the state that the step returned, give a copy "
+            "(jax.tree.map(jnp.copy, ...)), or decorate with donate=False.",
+        )
