@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from jdp.distributed.checks.replicas import check_replicas as check_replicas
     from jdp.distributed.mesh import init as init
     from jdp.rank_state import per_rank as per_rank
+    from jdp.reduction.batch_norm import batch_norm_statistics as batch_norm_statistics
+    from jdp.reduction.global_mean import global_mean as global_mean
     from jdp.reduction.gradients import sync_gradients as sync_gradients
     from jdp.reduction.metrics import mean_over_ranks as mean_over_ranks
     from jdp.reduction.metrics import rows as rows
     from jdp.reduction.metrics import sum_over_ranks as sum_over_ranks
-    from jdp.reduction.micro_batches import global_mean as global_mean
     from jdp.reduction.micro_batches import value_and_grad as value_and_grad
     from jdp.reduction.optimizer import replicated as replicated
     from jdp.reduction.scanned_layers import scan_layers as scan_layers
@@ -36,6 +37,7 @@ _MODULES = {
     "Checkpointer": "checkpoint.checkpointer",
     "Sampler": "data.sampler",
     "TrainState": "training.state",
+    "batch_norm_statistics": "reduction.batch_norm",
     "batches": "data.batches",
     "check_replicas": "distributed.checks.replicas",
     "check_step": "training.check_step",
@@ -43,7 +45,7 @@ _MODULES = {
     "declare_pure": "analysis",
     "eval_step": "training.decorators",
     "evaluate": "training.evaluation",
-    "global_mean": "reduction.micro_batches",
+    "global_mean": "reduction.global_mean",
     "init": "distributed.mesh",
     "load": "checkpoint.load",
     "mean_over_ranks": "reduction.metrics",

@@ -1,4 +1,4 @@
-"""Gradients of one rank's rows: in micro-batches, and of losses that are means over all ranks."""
+"""Gradients of one rank's rows, in micro-batches."""
 
 import functools
 from collections.abc import Callable
@@ -12,8 +12,6 @@ from jdp.analysis.marks import MICRO_BATCH
 from jdp.axis import AxisName
 from jdp.reduction import step_context
 from jdp.reduction.accumulation import accumulated, num_rows, require_typed_keys, split
-from jdp.reduction.gradients import sync_gradients
-from jdp.reduction.metrics import mean_over_ranks
 from jdp.reduction.reported import take_rows
 
 # The share of a micro-batch in the loss of the step is known only after the last one.
@@ -79,7 +77,7 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def local(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
-        differentiate = _local_value_and_grad(loss_fn, has_aux, axis_name)
+        differentiate = local_value_and_grad(loss_fn, has_aux, axis_name)
         k = _num_micro_batches(batch, accumulate, micro_batch_rows)
         if k == 1:
             return differentiate(params, batch, *rest)
@@ -114,54 +112,10 @@ def value_and_grad(
     return local
 
 
-def global_mean(
-    loss_fn: Callable[..., jax.Array], *, axis_name: AxisName = "data"
-) -> Callable[..., jax.Array]:
-    """Make a loss whose value and whose gradient are both means over all ranks.
-
-    For library code that differentiates or compares losses by itself: line searches (L-BFGS),
-    opaque SAM. `jax.lax.pmean(loss)` would not do there: it averages the value, and leaves each
-    rank with its own gradient, so that ranks search in different directions.
-
-    Args:
-      loss_fn: `loss_fn(params, *rest) -> loss`, the mean over this rank's rows.
-      axis_name: the data axis.
-
-    Returns:
-      `fn(params, *rest) -> loss`, differentiable in `params`, the same on every rank. Its
-      gradient is a mean already: `state.apply_gradients(grads, synced=True, value_fn=fn, ...)`.
-
-    >>> import jax.numpy as jnp
-    >>> fn = global_mean(lambda w, x: w * x)
-    >>> jax.vmap(lambda x: jax.grad(fn)(2.0, x), axis_name="data")(jnp.arange(4.0))
-    Array([1.5, 1.5, 1.5, 1.5], dtype=float32)
-    """
-
-    @functools.wraps(loss_fn)
-    def fn(params: Any, *rest: Any) -> jax.Array:
-        # rest is closed over: only params has a gradient here.
-        @jax.custom_vjp
-        def value(p: Any) -> jax.Array:
-            return mean_over_ranks(loss_fn(p, *rest), axis_name=axis_name)
-
-        def forward(p: Any) -> tuple[jax.Array, Any]:
-            loss, grads = _local_value_and_grad(loss_fn, False, axis_name)(p, *rest)
-            loss = mean_over_ranks(loss, axis_name=axis_name)
-            return loss, sync_gradients(grads, axis_name=axis_name)
-
-        def backward(grads: Any, cotangent: jax.Array) -> tuple[Any]:
-            grads = jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), grads)
-            return (axis.as_typed_like(grads, params),)
-
-        value.defvjp(forward, backward)
-        return value(params)
-
-    return fn
-
-
-def _local_value_and_grad(
+def local_value_and_grad(
     loss_fn: Callable[..., Any], has_aux: bool, axis_name: AxisName
 ) -> Callable[..., tuple[Any, Any]]:
+    """Return `jax.value_and_grad(loss_fn)` of this rank's rows, typed or not."""
     # A step of jdp's is never typed, and to ask takes a while.
     if step_context.current(axis_name) is not None or not axis.is_typed(axis_name):
         return jax.value_and_grad(loss_fn, has_aux=has_aux)

@@ -174,11 +174,11 @@ def _jvp(
 def _transpose(
     cotangent: Any, x: Any, *factors: Any, has: tuple[bool, bool], why_not: str
 ) -> list[Any]:
-    if why_not:
-        raise ValueError(why_not)
     nothing = [None] * len(factors)
     if type(cotangent) is ad.Zero:
         return [cotangent, *nothing]
+    if why_not:
+        raise ValueError(why_not)
     turned = _weigh_p.bind(cotangent, *factors[::-1], has=has[::-1], why_not=why_not)
     return [turned, *nothing]
 

@@ -69,6 +69,11 @@ def _weigh(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     return interp.lattice.product(ins[0], ins[1]) if eqn.params["has"][0] else ins[0]
 
 
+def _mean(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
+    # Means, and what they are made of.
+    return ins[: len(ins) // 2]
+
+
 def _divide(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     number = interp.number(eqn.invars[1])
     if number:
@@ -178,7 +183,7 @@ RULES = {
     **dict.fromkeys(_MIX.split(), mix),
     **dict.fromkeys(_IMAGE.split(), image),
     **dict.fromkeys(_MOVE.split(), move),
-    **dict.fromkeys("device_put jdp_together optimization_barrier".split(), _move_each),
+    **dict.fromkeys("device_put jdp_local jdp_together optimization_barrier".split(), _move_each),
     **dict.fromkeys("add add_any sub".split(), _add),
     **dict.fromkeys("concatenate pad stack".split(), _put_together),
     **dict.fromkeys("dynamic_slice gather".split(), _cut_out),
@@ -189,6 +194,7 @@ RULES = {
     "call_exported": _exported,
     "convert_element_type": cast,
     "div": _divide,
+    "jdp_mean": _mean,
     "jdp_weigh": _weigh,
     "mul": _multiply,
     "reduce_sum": _sum,
