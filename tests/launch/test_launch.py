@@ -41,7 +41,7 @@ def test_a_launcher_with_closed_streams_runs_and_recovers(jdp_run):
 
 BEGINS = """
 from jdp.worker import progress
-progress.begin(600.0, a.process_id, a.num_processes)
+progress.begin_watching(600.0, a.process_id, a.num_processes)
 """
 # What Python does before it has ended.
 FORGETS = "import faulthandler; faulthandler.unregister(signal.SIGQUIT)"
@@ -485,7 +485,7 @@ def test_nothing_that_a_process_started_outlives_it(jdp_run):
 
 HANGS = """
 from jdp.worker import progress
-progress.begin(1.0, a.process_id, a.num_processes)
+progress.begin_watching(1.0, a.process_id, a.num_processes)
 for step in range(30 if a.process_id == a.generation == 0 else 10**9):
     with progress.TRAIN_STEP: time.sleep(0.01)
     if (folder / "done").exists(): sys.exit()
@@ -512,7 +512,7 @@ def test_a_process_that_never_comes_to_init_is_named_and_not_waited_for(jdp_run)
         "--nproc-per-node=2",
         "--timeout-s=0.5",
         before="time.sleep(99 if os.environ['RANK'] == '1' else 0)",
-        init="from jdp.worker import progress; progress.joins(); time.sleep(99)",
+        init="from jdp.worker import progress; progress.record_joining(); time.sleep(99)",
     )
     assert run.wait() == 124
     assert "process 1 (pid" in run.output and "before jdp.init()" in run.output

@@ -315,7 +315,7 @@ def test_what_a_killed_process_may_have_written_half_is_compiled_again(
         after=f"""
 from jdp.worker import progress
 if a.generation == 0:
-    progress.begin(60.0)
+    progress.begin_watching(60.0)
     with progress.phase({phase!r}):
         for name in "jit_g-2-cache", "mine.txt": Path({str(folder)!r}, name).touch()
         os.kill(os.getpid(), signal.SIGKILL)
