@@ -628,23 +628,25 @@ def test_a_loop_of_ones_own_with_a_checkpointer_is_recovered(jdp_run):
 
 
 WITHOUT_STEPS = """
-import time
+import os, time
 import jax, jax.numpy as jnp
 import jdp
-jdp.init()
+jdp.init(timeout_s=1.0)
 with jdp.phase("loading"):
     pass
 for _ in range(80):
     jax.jit(lambda x: x + 1)(jnp.zeros(4)).block_until_ready()
     time.sleep(0.1)
+os._exit(0)  # a busy machine takes long to end
 """
 
 
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("num", [1, 2])
 def test_a_run_that_makes_no_step_of_jdp_is_not_ended(jdp_run, num):
-    flags = f"--nproc-per-node={num}", "--timeout-s=1"
-    run = jdp_run(*flags, script=WITHOUT_STEPS, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="1")
+    run = jdp_run(
+        f"--nproc-per-node={num}", script=WITHOUT_STEPS, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="1"
+    )
     run.deadline_s = 120.0
     assert run.wait() == 0
     assert "JDP303" not in run.output

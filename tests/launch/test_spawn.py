@@ -284,9 +284,7 @@ def test_signals_that_the_launcher_blocks_reach_the_process():
 
 def test_a_program_that_is_not_there_is_named():
     _, err, code = output(["no-such-program"])
-    assert (
-        code == 1 and err == "jdp run: no-such-program can't be started: No such file or directory"
-    )
+    assert code == 1 and "no-such-program" in err and "No such file or directory" in err
 
 
 def test_what_the_environment_says_comes_before_what_jdp_would_say():
