@@ -167,38 +167,39 @@ def _is_leaf(value: Any) -> bool:
 
 # Each row is copied before the thread reads the next: a dataset may use its memory again.
 def _stack(rows: np.ndarray, dataset: Any, threads: int) -> Any:
-    found, treedef = jax.tree_util.tree_flatten_with_path(_row(dataset, rows[0]))
-    names = [jax.tree_util.keystr(path) for path, _ in found]
-    firsts = [np.asarray(leaf) for _, leaf in found]
-    stacked = [np.empty((len(rows), *first.shape), first.dtype) for first in firsts]
+    numbers = rows.tolist()
+    first = jax.tree.map(np.array, _row(dataset, numbers[0]))
+    found, treedef = jax.tree_util.tree_flatten_with_path(first)
+    stacked = [np.empty((len(rows), *array.shape), array.dtype) for _, array in found]
+    columns = [
+        (values, array.shape, array.dtype, jax.tree_util.keystr(path))
+        for values, (path, array) in zip(stacked, found, strict=True)
+    ]
     others: dict[tuple[int, int], np.ndarray] = {}  # (leaf, place) -> of another dtype
 
-    def copy(place: int, leaves: list[Any]) -> None:
-        for i, leaf in enumerate(leaves):
-            array = np.asarray(leaf)
-            if array.shape != firsts[i].shape:
+    def read(place: int) -> None:
+        row = _row(dataset, numbers[place]) if place else first
+        leaves, other = jax.tree.flatten(row)
+        if other != treedef:
+            raise ValueError(
+                f"row {numbers[place]} has the leaves {other}, but row {numbers[0]} has {treedef}: "
+                "rows are stacked leaf by leaf. Return the same keys for every row in __getitem__."
+            )
+        for i, (values, shape, dtype, name) in enumerate(columns):
+            array = np.asarray(leaves[i])
+            if array.shape != shape:
                 raise ValueError(
-                    f"row {rows[place]}{names[i]} has the shape {list(array.shape)}, but row "
-                    f"{rows[0]} has {list(firsts[i].shape)}: rows are stacked into one array, so "
-                    "their shapes must be equal. Pad or crop them in __getitem__. (jdp takes a "
-                    "list as a list of rows; give columns as a tuple or dict.)"
+                    f"row {numbers[place]}{name} has the shape {list(array.shape)}, but row "
+                    f"{numbers[0]} has {list(shape)}: rows are stacked into one array, so their "
+                    "shapes must be equal. Pad or crop them in __getitem__. (jdp takes a list as a "
+                    "list of rows; give columns as a tuple or dict.)"
                 )
-            if array.dtype == firsts[i].dtype:
-                stacked[i][place] = array
+            if array.dtype == dtype:
+                values[place] = array
             else:
                 others[i, place] = array.copy()
 
-    def read(place: int) -> None:
-        leaves, other = jax.tree.flatten(_row(dataset, rows[place]))
-        if other != treedef:
-            raise ValueError(
-                f"row {rows[place]} has the leaves {other}, but row {rows[0]} has {treedef}: rows "
-                "are stacked leaf by leaf. Return the same keys for every row in __getitem__."
-            )
-        copy(place, leaves)
-
-    copy(0, firsts)
-    _in_threads(read, range(1, len(rows)), threads)
+    _in_threads(read, range(len(rows)), threads)
     for i in {i for i, _ in others}:
         late = {place: array for (leaf, place), array in others.items() if leaf == i}
         stacked[i] = stacked[i].astype(np.result_type(stacked[i], *late.values()))
@@ -207,9 +208,9 @@ def _stack(rows: np.ndarray, dataset: Any, threads: int) -> Any:
     return treedef.unflatten(stacked)
 
 
-def _row(dataset: Any, number: np.integer) -> Any:
+def _row(dataset: Any, number: int) -> Any:
     try:
-        return dataset[int(number)]
+        return dataset[number]
     except Exception as error:
         error.add_note(f"jdp: while row {number} of the dataset was read.")
         raise

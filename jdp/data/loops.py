@@ -79,7 +79,7 @@ class Batches:
 
         `jdp.Checkpointer` saves it with the state of a run.
         """
-        return {"position": self._position} | self._sampler.facts()
+        return {"position": self._position} | self._facts()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue where `get_state` was called, in the same order of the rows.
@@ -94,7 +94,7 @@ class Batches:
         """
         saved = {"order": 1} | dict(state)
         position, order = saved.pop("position"), saved.pop("order")
-        facts = self._sampler.facts()
+        facts = self._facts()
         other = {name: value for name, value in saved.items() if facts.get(name) != value}
         if other and self._allow is None:
             differences = "; ".join(f"{k} was {v}, is {facts.get(k)}" for k, v in other.items())
@@ -105,7 +105,8 @@ class Batches:
             )
         self.position = position
         if not other:
-            self._sampler.order = order
+            facts["order"] = order
+            self._sampler = Sampler(batch_size=self._sampler.batch_size, **facts)
 
     @property
     def epoch(self) -> int:
@@ -139,6 +140,11 @@ class Batches:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    # The stream follows from these.
+    def _facts(self) -> dict[str, Any]:
+        names = "num_rows", "seed", "shuffle", "order"
+        return {name: getattr(self._sampler, name) for name in names}
 
     # A weak reference only: leaving a `for` loop must be what ends its generator.
     def _loop(self) -> Generator[Any, None, None] | None:

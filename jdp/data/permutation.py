@@ -40,15 +40,21 @@ def permuted(positions: np.ndarray, num_rows: int, keys: np.ndarray) -> np.ndarr
 
 def _shuffled_cells(cells: np.ndarray, height: int, width: int, keys: np.ndarray) -> np.ndarray:
     sizes = np.uint64(height), np.uint64(width)
-    parts = [cells // sizes[1], cells % sizes[1]]
+    moved, other = np.divmod(cells, sizes[1])
     for i, key in enumerate(keys):
-        moved, size = i % 2, sizes[i % 2]
-        parts[moved] = (parts[moved] + _hash(parts[1 - moved], key, size)) % size
-    return parts[0] * sizes[1] + parts[1]
+        moved, other = other, _moved(moved, other, key, sizes[i % 2])
+    return moved * sizes[1] + other
 
 
-# [n] uint64 less than `size`, which is at most 2**32: products wrap around at 64 bits.
-def _hash(values: np.ndarray, key: np.uint64, size: np.uint64) -> np.ndarray:
-    values = (values ^ key) * _ODD
-    values = (values ^ (values >> _HALF)) * _OTHER_ODD
-    return ((values >> _HALF) * size) >> _HALF
+# moved + hash(other), modulo a size of at most 2**32; products wrap around at 64 bits.
+def _moved(moved: np.ndarray, other: np.ndarray, key: np.uint64, size: np.uint64) -> np.ndarray:
+    values = other ^ key
+    values *= _ODD
+    values ^= values >> _HALF
+    values *= _OTHER_ODD
+    values >>= _HALF
+    values *= size
+    values >>= _HALF
+    values += moved
+    values %= size
+    return values

@@ -1,7 +1,6 @@
 """The order of the rows: one endless stream of row numbers."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -80,6 +79,7 @@ class Sampler(Iterator[np.ndarray]):
         rows = batch_size // num_blocks
         self._share = slice(block * rows, (block + 1) * rows)
         self._dtype = np.dtype(np.int32 if num_rows <= 2**31 else np.int64)
+        # The epoch of the last rows, and its order or, for many rows, the keys of its order.
         self._held: tuple[int | None, np.ndarray] = (None, np.empty(0, self._dtype))
 
     def __repr__(self) -> str:
@@ -87,11 +87,6 @@ class Sampler(Iterator[np.ndarray]):
             f"Sampler(num_rows={self.num_rows}, batch_size={self.batch_size}, seed={self.seed}, "
             f"shuffle={self.shuffle}, position={self.position}, order={self.order})"
         )
-
-    def facts(self) -> dict[str, Any]:
-        """Return the arguments that the stream follows from, as JSON can hold them."""
-        names = "num_rows", "seed", "shuffle", "order"
-        return {name: getattr(self, name) for name in names}
 
     @property
     def epoch(self) -> int:
@@ -117,29 +112,30 @@ class Sampler(Iterator[np.ndarray]):
         return self.rows_at(position + np.arange(int_at_least("count", count, least=0)))
 
     def rows_at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the rows at these positions of the stream, [n] int of [n] int."""
+        """Return the rows at these positions of the stream, [n] int, ascending; changes nothing."""
         epochs, offsets = np.divmod(positions, self.num_rows)
-        if not self.shuffle:
+        if not self.shuffle or not len(positions):
             return offsets.astype(self._dtype)
-        rows = np.empty(positions.shape, self._dtype)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            rows[here] = self._shuffled(int(epoch), offsets[here])
-        return rows
+        parts, done = [], 0
+        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+            end = int(np.searchsorted(epochs, epoch, side="right"))
+            parts.append(self._shuffled(epoch, offsets[done:end]))
+            done = end
+        return np.concatenate(parts).astype(self._dtype, copy=False)
 
     def _shuffled(self, epoch: int, offsets: np.ndarray) -> np.ndarray:
-        # A spawn key, not the list [seed, epoch]: with seeds above 32 bits two such lists can be
-        # the same words, and two runs the same order.
-        entropy = np.random.SeedSequence(self.seed, spawn_key=(epoch,))
-        if self.order > 1 and self.num_rows > _NUM_HELD_ROWS:
-            keys = entropy.generate_state(NUM_ROUNDS, np.uint64)
-            return permuted(offsets, self.num_rows, keys)
-        known, order = self._held
+        known, held = self._held
+        is_held = self.order == 1 or self.num_rows <= _NUM_HELD_ROWS
         if epoch != known:
             # The old order goes first: two of them at once would double the peak.
-            order = np.empty(0, self._dtype)
-            self._held = (None, order)
-            order = np.arange(self.num_rows, dtype=self._dtype)
-            np.random.Generator(np.random.Philox(entropy)).shuffle(order)
-            self._held = (epoch, order)
-        return order[offsets]
+            self._held = known, held = None, np.empty(0, self._dtype)
+            # A spawn key, not the list [seed, epoch]: with seeds above 32 bits two such lists can
+            # be the same words, and two runs the same order.
+            entropy = np.random.SeedSequence(self.seed, spawn_key=(epoch,))
+            if is_held:
+                held = np.arange(self.num_rows, dtype=self._dtype)
+                np.random.Generator(np.random.Philox(entropy)).shuffle(held)
+            else:
+                held = entropy.generate_state(NUM_ROUNDS, np.uint64)
+            self._held = epoch, held
+        return held[offsets] if is_held else permuted(offsets, self.num_rows, held)

@@ -357,7 +357,7 @@ def test_the_state_cannot_be_set_inside_a_loop(one_rank):
             loop.set_state({"position": 0})
 
 
-def test_a_finished_run_has_nothing_left_but_says_so_to_who_loops_again(one_rank):
+def test_a_finished_run_has_nothing_left_and_another_loop_is_refused(one_rank):
     finished = batches(DATA, 4, epochs=2, position=22, mesh=one_rank)
     assert list(finished) == []  # a job that starts again after its end
     loop = batches(DATA, 4, epochs=2, mesh=one_rank)

@@ -281,7 +281,7 @@ def test_rows_are_copies():
         (3, TypeError, "int .*row number"),
     ],
 )
-def test_refuses_what_has_no_rows(dataset, error, message):
+def test_refuses_a_dataset_without_rows(dataset, error, message):
     with pytest.raises(error, match=message):
         reader(dataset)
 

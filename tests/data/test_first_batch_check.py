@@ -1,4 +1,4 @@
-"""Processes whose first batches do not fit together are told so, all of them."""
+"""First batches that do not fit together are an error that names a process."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Processes whose loops end after different numbers of batches are told so, and do not hang."""
+"""Loops that end after different numbers of batches are an error on every process, and no hang."""
 
 import re
 import subprocess
@@ -61,7 +61,7 @@ def threads():
     return [thread for thread in threading.enumerate() if thread.name == "jdp-lockstep"]
 
 
-# Calls fn, and gives what it raises; afterwards this process is ready for the next test.
+# Call fn, and return the exception; afterwards this process is ready for the next test.
 def raised_by(fn):
     uneven_loops.GRACE_S = 0.3  # the last one stays: a machine may be busy
     try:
@@ -176,7 +176,7 @@ def fail(when):
 
 
 @pytest.mark.parametrize("when", [1, 5])
-def test_a_loader_that_raises_is_told_to_the_others(processes, when):
+def test_an_error_of_a_loader_reaches_the_other_processes(processes, when):
     first, second, third = processes(3).run(fail, when, timeout_s=TIMEOUT_S)
     assert second.startswith("OSError") and "in broken" in second
     for text in (first, third):
@@ -240,7 +240,7 @@ def test_loops_follow_and_contain_each_other_and_leave_little_behind(processes):
     before, after = (processes(2).run(nested, timeout_s=TIMEOUT_S) for _ in range(2))
     for (found, old), (_, new) in zip(before, after, strict=True):
         assert found == [10] * 6
-        # Of the loops since then; those of tests before may still be coming to their verdict.
+        # Only later loops count: those of earlier tests may still be coming to their verdict.
         last = max(int(key.split(".")[0]) for key in old if key.endswith(".verdict"))
         kept = {key for key in set(new) - set(old) if int(re.match(r"\d+", key)[0]) > last}
         assert len(kept) == 8 and all(key.endswith(".verdict") for key in kept)
