@@ -238,7 +238,7 @@ _running: set[_Loop] = set()
 
 def _stop_all() -> None:
     leave_if_failed()
-    progress.ends()
+    progress.record_end()
     for loop in list(_running):
         loop.stop()
     if _running:  # those with a problem

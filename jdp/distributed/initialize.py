@@ -50,7 +50,7 @@ def join() -> None:
         assignment = launched.park(_prepare)
         if not jax.distributed.is_initialized():
             start = time.monotonic()
-            progress.joins()
+            progress.record_joining()
             _connect_as(assignment)
             launched.tell("joined", s=time.monotonic() - start)
     elif not jax.distributed.is_initialized():

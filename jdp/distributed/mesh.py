@@ -82,7 +82,7 @@ def init(
     startup.require_start(mesh, timeout_s)
     if mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu":
         kv_store.keep_programs_of_all()
-    progress.begin(timeout_s, jax.process_index(), jax.process_count())
+    progress.begin_watching(timeout_s, jax.process_index(), jax.process_count())
     this_process.current.mesh = mesh
     return mesh
 

@@ -142,14 +142,14 @@ def phase(name: str, *, timeout_s: float | None = None) -> Phase:
     return Phase(name, timeout_s or 0.0)
 
 
-def joins() -> None:
-    """Record that this process waits for the others, until `begin`."""
+def record_joining() -> None:
+    """Record that this process waits for the others, until `begin_watching`."""
     own.phases[0] = record(phases.JOINING), time.monotonic_ns()
     own.slot.enter(*own.phases[-1])
     show_stacks_when_asked()
 
 
-def begin(timeout_s: float | None, process: int = 0, num_processes: int = 1) -> None:
+def begin_watching(timeout_s: float | None, process: int = 0, num_processes: int = 1) -> None:
     """Begin to watch this process, or begin anew.
 
     Args:
@@ -179,7 +179,7 @@ def begin(timeout_s: float | None, process: int = 0, num_processes: int = 1) -> 
     own.num_steps = own.num_counted = 0
     own.is_first_step, own.compile_s = not is_alone, 0.0
     assigned = None if launcher is None else launcher.assignment
-    own.slot.begin(assigned.generation if assigned else 0, limit_s)
+    own.slot.claim(assigned.generation if assigned else 0, limit_s)
     own.slot.enter(*own.phases[-1])
     # Handlers are called last in, first out: in JAX's, which is there by now if there are several
     # processes, one waits for the others.
@@ -220,7 +220,7 @@ def _tell_first_step() -> None:
         launcher.tell("first_step", s=seconds, compile_s=own.compile_s)
 
 
-def ends() -> None:
+def record_end() -> None:
     """Record that the script has ended, before the process waits for others in its exit."""
     own.slot.enter(record(ENDED))
     launcher = launcher_client.current()
@@ -235,7 +235,7 @@ def _stop_watch() -> None:
 
 def _end() -> None:
     _stop_watch()
-    ends()
+    record_end()
 
 
 # A forked child, which may load data, does not write to the slot of this process.

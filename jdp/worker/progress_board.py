@@ -81,7 +81,7 @@ class Board:
 
     >>> board = Board.create(num_slots=2)
     >>> slot = board.slot(1)
-    >>> slot.begin(generation=3, timeout_s=600.0)
+    >>> slot.claim(generation=3, timeout_s=600.0)
     >>> since_ns = slot.enter(record("waiting for data"))
     >>> board.slot(1).read().phase, board.slot(0).read().pid
     ('waiting for data', 0)
@@ -140,7 +140,7 @@ class Slot:
         self._reset(pid, generation, _TIMEOUT_S)
         self.enter(record(BEFORE))
 
-    def begin(self, generation: int, timeout_s: float) -> None:
+    def claim(self, generation: int, timeout_s: float) -> None:
         """Begin to use the slot for this process; `timeout_s` is inf for no limit."""
         self._reset(os.getpid(), generation, timeout_s)
 

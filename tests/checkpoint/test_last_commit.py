@@ -8,7 +8,7 @@ import pytest
 from jdp.checkpoint.commit_memory import CommitMemory
 from jdp.checkpoint.directory import Folder
 from jdp.checkpoint.last_commit import save_last_commit
-from jdp.checkpoint.saved_leaves import describe, from_disk, leaves_of, pack, to_disk
+from jdp.checkpoint.saved_leaves import describe, disk_names, from_disk, leaves_of, pack, to_disk
 
 VALUES = [np.arange(3, dtype=np.float32), np.ones((), np.int32)]
 
@@ -42,9 +42,8 @@ def test_a_commit_is_written_once_with_its_values_and_facts(memory, tmp_path):
     folder = Folder(tmp_path)
     [checkpoint] = folder.checkpoints()
     assert checkpoint[:2] == (2, 30)
-    leaves = leaves_of(folder.facts(checkpoint))
-    names = list(to_disk(leaves, VALUES))
-    restored = from_disk(leaves, folder.read(checkpoint, names))
+    leaves = disk_names(leaves_of(folder.facts(checkpoint)))
+    restored = from_disk(leaves, lambda names: folder.read(checkpoint, names))
     assert all(map(np.array_equal, restored, VALUES))
 
 

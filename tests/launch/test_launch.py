@@ -41,7 +41,7 @@ def test_a_launcher_with_closed_streams_runs_and_recovers(jdp_run):
 
 BEGINS = """
 from jdp.worker import progress
-progress.begin(600.0, a.process_id, a.num_processes)
+progress.begin_watching(600.0, a.process_id, a.num_processes)
 """
 # What Python does before it has ended.
 FORGETS = "import faulthandler; faulthandler.unregister(signal.SIGQUIT)"
@@ -485,7 +485,7 @@ def test_nothing_that_a_process_started_outlives_it(jdp_run):
 
 HANGS = """
 from jdp.worker import progress
-progress.begin(1.0, a.process_id, a.num_processes)
+progress.begin_watching(1.0, a.process_id, a.num_processes)
 for step in range(30 if a.process_id == a.generation == 0 else 10**9):
     with progress.TRAIN_STEP: time.sleep(0.01)
     if (folder / "done").exists(): sys.exit()
@@ -512,7 +512,7 @@ def test_a_process_that_never_comes_to_init_is_named_and_not_waited_for(jdp_run)
         "--nproc-per-node=2",
         "--timeout-s=0.5",
         before="time.sleep(99 if os.environ['RANK'] == '1' else 0)",
-        init="from jdp.worker import progress; progress.joins(); time.sleep(99)",
+        init="from jdp.worker import progress; progress.record_joining(); time.sleep(99)",
     )
     assert run.wait() == 124
     assert "process 1 (pid" in run.output and "before jdp.init()" in run.output
@@ -628,23 +628,25 @@ def test_a_loop_of_ones_own_with_a_checkpointer_is_recovered(jdp_run):
 
 
 WITHOUT_STEPS = """
-import time
+import os, time
 import jax, jax.numpy as jnp
 import jdp
-jdp.init()
+jdp.init(timeout_s=1.0)
 with jdp.phase("loading"):
     pass
 for _ in range(80):
     jax.jit(lambda x: x + 1)(jnp.zeros(4)).block_until_ready()
     time.sleep(0.1)
+os._exit(0)  # a busy machine takes long to end
 """
 
 
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("num", [1, 2])
 def test_a_run_that_makes_no_step_of_jdp_is_not_ended(jdp_run, num):
-    flags = f"--nproc-per-node={num}", "--timeout-s=1"
-    run = jdp_run(*flags, script=WITHOUT_STEPS, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="1")
+    run = jdp_run(
+        f"--nproc-per-node={num}", script=WITHOUT_STEPS, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="1"
+    )
     run.deadline_s = 120.0
     assert run.wait() == 0
     assert "JDP303" not in run.output

@@ -284,9 +284,7 @@ def test_signals_that_the_launcher_blocks_reach_the_process():
 
 def test_a_program_that_is_not_there_is_named():
     _, err, code = output(["no-such-program"])
-    assert (
-        code == 1 and err == "jdp run: no-such-program can't be started: No such file or directory"
-    )
+    assert code == 1 and "no-such-program" in err and "No such file or directory" in err
 
 
 def test_what_the_environment_says_comes_before_what_jdp_would_say():
@@ -315,7 +313,7 @@ def test_what_a_killed_process_may_have_written_half_is_compiled_again(
         after=f"""
 from jdp.worker import progress
 if a.generation == 0:
-    progress.begin(60.0)
+    progress.begin_watching(60.0)
     with progress.phase({phase!r}):
         for name in "jit_g-2-cache", "mine.txt": Path({str(folder)!r}, name).touch()
         os.kill(os.getpid(), signal.SIGKILL)

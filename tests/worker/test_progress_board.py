@@ -28,7 +28,7 @@ def test_a_slot_that_does_not_exist_is_an_error(index):
 
 def test_what_was_written_last_is_read():
     slot = Board.create(3).slot(1)
-    slot.begin(generation=4, timeout_s=20.0)
+    slot.claim(generation=4, timeout_s=20.0)
     since_ns = slot.enter(record("saving", 12.5))
     slot.write_step(7, time.monotonic_ns(), since_ns, record("saving", 12.5))
     where = slot.read()
@@ -47,7 +47,7 @@ def test_what_was_written_last_is_read():
 def test_neighbours_do_not_touch_each_other():
     board = Board.create(3)
     for i in range(3):
-        board.slot(i).begin(generation=i, timeout_s=1.0)
+        board.slot(i).claim(generation=i, timeout_s=1.0)
         board.slot(i).enter(record("x" * 100))
         board.slot(i).write_seen(is_running=True, is_debugged=True)
     assert [board.slot(i).read().generation for i in range(3)] == [0, 1, 2]
@@ -81,7 +81,7 @@ def test_a_process_is_expected_until_it_begins():
     where = slot.read()
     assert (where.pid, where.generation, where.phase) == (os.getpid(), 2, BEFORE)
     assert 0 < where.progress_s == where.since_s and where.timeout_s == 600.0
-    slot.begin(generation=2, timeout_s=7.0)
+    slot.claim(generation=2, timeout_s=7.0)
     slot.enter(record("starting"))
     assert (slot.read().phase, slot.read().timeout_s) == ("starting", 7.0)
 
@@ -90,7 +90,7 @@ def test_a_process_that_begins_in_a_slot_forgets_who_had_it():
     slot = Board.create(1).slot(0)
     slot.write_step(7, 1, 1, record("x"))
     slot.write_seen(is_running=True, is_debugged=True)
-    slot.begin(generation=1, timeout_s=1.0)
+    slot.claim(generation=1, timeout_s=1.0)
     where = slot.read()
     assert (where.steps, where.is_running, where.state) == (0, False, "")
 
@@ -99,7 +99,7 @@ CHILD = """
 import sys, time
 from jdp.worker.progress_board import Board, record
 slot = Board.attach(int(sys.argv[1])).slot(1)
-slot.begin(generation=2, timeout_s=3.0)
+slot.claim(generation=2, timeout_s=3.0)
 for step in range(1, 5001):
     slot.write_step(step, step, step, record("odd" if step % 2 else "even", float(step % 2)))
 print("written", flush=True)
@@ -152,7 +152,7 @@ def test_what_is_written_while_it_is_read_is_read_again():
 @pytest.mark.parametrize("num_cleared", range(0, 97, 8))
 def test_a_process_that_is_stopped_while_it_writes_is_not_taken_for_one_that_hangs(num_cleared):
     slot = Board.create(1).slot(0)
-    slot.begin(generation=0, timeout_s=600.0)
+    slot.claim(generation=0, timeout_s=600.0)
     slot.enter(record(STEP))
     slot.memory[24 : 24 + num_cleared] = bytes(num_cleared)
     assert Watch().look(time.monotonic(), {0: slot.read()}) is None
@@ -174,7 +174,7 @@ def test_the_state_of_a_process_is_seen_and_its_words_outlive_it(child):
 
 def test_a_debugger_is_a_state_whatever_the_system_says():
     slot = Board.create(1).slot(0)
-    slot.begin(generation=0, timeout_s=1.0)
+    slot.claim(generation=0, timeout_s=1.0)
     slot.write_seen(is_running=False, is_debugged=True)
     assert slot.read().state == "debugged"
 

@@ -14,7 +14,7 @@ async def save_commit(resources: HostResources) -> dict[str, Any]:
     """Return the answer of `jdp/checkpoint/last_commit.py`, empty if there never was a commit."""
     if not os.fstat(resources.commit_file).st_size:
         return {}
-    resources.say("the latest commit is written to the checkpoint directory. Ctrl-C skips that.")
+    resources.say("the latest commit goes to the checkpoint directory now. Ctrl-C skips that.")
     command = [sys.executable, "-m", "jdp.checkpoint.last_commit", str(resources.commit_file)]
     variables = {**resources.variables, "JAX_PLATFORMS": "cpu"}
     process = spawn.spawn(command, variables, pass_fds=[resources.commit_file])
