@@ -85,7 +85,7 @@ class Session:
     ) -> Any:
         """Return the state to go on from, and set the batches to the position it has."""
         began = time.monotonic()
-        in_flight.begins_anew()
+        in_flight.accept_new_state()
         sources, found = self._find(resume)
         if found is not None:
             state = restored(
@@ -203,6 +203,7 @@ class Session:
 
     def _stop(self) -> None:
         self.save()
+        self.tell_closed()
         self.end_session()
         if self._process == 0:
             _log.warning(

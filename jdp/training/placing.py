@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp import pytrees
-from jdp.distributed import mesh
+from jdp.distributed import placement
 from jdp.step_spec import StepSpec
 
 
@@ -21,7 +21,7 @@ def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
       where: the mesh.
       spec: the step that it is for.
     """
-    state = mesh.placed(state, spec.axis_name, where)
+    state = placement.placed(state, spec.axis_name, where)
     if not spec.donate:
         return state
     leaves, treedef = jax.tree.flatten(state)
@@ -32,6 +32,29 @@ def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
             leaves[i] = jnp.copy(leaf)
         seen.add(buffer)
     return jax.tree.unflatten(treedef, leaves)
+
+
+def require_batch(spec: StepSpec, batch: Any, num_rest: int, error: Exception) -> None:
+    """Refuse the state of an optimizer in the place of the batch.
+
+    Raises:
+      TypeError: from `error`, if that is what the batch is.
+    """
+    nodes = jax.tree.leaves(batch, is_leaf=_is_of_optimizer)
+    found = next(filter(_is_of_optimizer, nodes), None)
+    if found is None or not num_rest:
+        return
+    state, optimizer, data = map(spec.argument, range(3))
+    raise TypeError(
+        f"`{optimizer}` holds a {type(found).__name__}, but the second argument of a step is the "
+        "batch. The state is one argument, and one value that the step returns: call "
+        f"`{spec.name}(({state}, {optimizer}), {data})`, and begin the step with "
+        f"`{state}, {optimizer} = state`."
+    ) from error
+
+
+def _is_of_optimizer(node: Any) -> bool:
+    return type(node).__module__.partition(".")[0] == "optax" or hasattr(node, "opt_state")
 
 
 def place_rest(name: str, arg: Any, where: Mesh) -> Any:
@@ -58,7 +81,7 @@ def place_rest(name: str, arg: Any, where: Mesh) -> Any:
             return leaf
         if len(leaf.sharding.device_set) == 1 and leaf.committed and where.size > 1:
             if where.is_multi_process:  # where device_put would have all processes compare it
-                return mesh.replicate([leaf], where)[0]
+                return placement.copy_to(leaf, NamedSharding(where, PartitionSpec()))
             return jax.device_put(leaf, NamedSharding(where, PartitionSpec()))
         return leaf
 
