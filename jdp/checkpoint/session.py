@@ -1,7 +1,6 @@
 """What a `Checkpointer` does between `restore` and `close`."""
 
 import contextlib
-import functools
 import logging
 import os
 import secrets
@@ -14,8 +13,9 @@ import jax
 from jdp import pytrees
 from jdp.checkpoint import directory
 from jdp.checkpoint.commit_memory import CommitMemory
-from jdp.checkpoint.edits import facts_of_program, require_unedited
-from jdp.checkpoint.restore import Latest, Sources, latest, position_of, restored
+from jdp.checkpoint.edits import facts_of_program
+from jdp.checkpoint.restore import restored
+from jdp.checkpoint.sources import Latest, Sources, latest
 from jdp.checkpoint.state_writer import checkpoint_writer, commit_writer
 from jdp.distributed import agree, in_flight, kv_store
 from jdp.distributed.checks.replicas import RanksDifferError, require_equal_copies
@@ -88,7 +88,6 @@ class Session:
         in_flight.accept_new_state()
         sources, found = self._find(resume)
         if found is not None:
-            require_right = functools.partial(require_unedited, allows_edits=allows_edits)
             state = restored(
                 self._group,
                 found,
@@ -96,7 +95,7 @@ class Session:
                 state,
                 batches,
                 keeps_missing=keeps_missing,
-                require=require_right,
+                allows_edits=allows_edits,
             )
             self.steps = found.key.step
             if found.key.is_commit:
@@ -132,21 +131,12 @@ class Session:
             "jax": jax.__version__,
             **facts_of_program(),
         }
-        found = latest(offers, str(self._folder.path))
-        if found is not None and not offers[0]["resumes"]:
-            raise RuntimeError(
-                f"{self._folder.path} holds step {found.key.step} of an earlier run. To go on "
-                "from there: jdp run --resume, JDP_RESUME=1 or Checkpointer(..., resume=True). To "
-                "begin anew: another directory, or this one emptied."
-            )
-        if found is None and offers[0]["resumes"] and self._process == 0:
-            _log.warning("jdp: nothing to resume in %s: this begins anew.", self._folder.path)
-        return sources, found
+        return sources, latest(offers, str(self._folder.path))
 
     def record(self, state: Any, batches: Any) -> None:
         """Record the state after the last step, and what the batches have handed out."""
         self._state = state
-        self._data = position_of(batches)
+        self._data = _position_of(batches)
 
     def count_step(self) -> None:
         """Count the step that led to the state, and commit or save it if it is time."""
@@ -242,6 +232,16 @@ class Session:
                     f"{error} Step {self.steps} is saved in {self._folder.path} as process 0 "
                     "holds it, and earlier checkpoints may be of ranks that differed already."
                 ) from None
+
+
+def _position_of(batches: Any) -> dict[str, Any]:
+    """Return where the data stands, as it is written among the facts."""
+    if batches is None:
+        return {"position": None}
+    if hasattr(batches, "get_state"):
+        state = batches.get_state()
+        return {"position": state["position"], "data": state}
+    return {"position": int(batches.position)}
 
 
 # Those that commit, or did: a host has room for the commits of one run.
