@@ -92,8 +92,13 @@ def _is_key(output: Output) -> bool:
 def _advice(output: Output) -> str:
     if _is_key(output):
         return _KEY
-    is_model_state = "model_state" in output.path or "batch_stats" in output.path
-    return _STATISTICS if is_model_state else _STATE
+    return _STATISTICS if _MODEL_STATE.search(output.path) else _STATE
+
+
+# The states of Flax linen and nnx, and of Equinox, which JAX opens by numbers alone.
+_MODEL_STATE = re.compile(
+    r"model_state|batch_stats|running_|moving_|(\['|\.)(mean|var)('\]|\.|$)|<flat index"
+)
 
 
 _STATE = (

@@ -6,13 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jdp import axis, pytrees
-from jdp.analysis import jaxprs
-from jdp.analysis.marks import MICRO_BATCH, ROUNDS, mark
+from jdp.analysis.marks import MICRO_BATCH
 from jdp.axis import AxisName
-from jdp.reduction import row_weight, step_context
+from jdp.reduction import step_context
+from jdp.reduction.accumulation import accumulated, num_rows, require_typed_keys, split
 from jdp.reduction.gradients import sync_gradients
 from jdp.reduction.metrics import mean_over_ranks
 from jdp.reduction.reported import take_rows
@@ -88,8 +87,8 @@ def value_and_grad(
         weight_fn = weight if weight is not None or step is None else step.weight_fn
         is_own = step is not None and weight is not None and weight is not step.weight_fn
         why_no_gradient = _OWN_WEIGHT if is_own else ""
-        looped, last, join = _split(batch, rest, k, is_whole=step_context.platform() == "cpu")
-        num_rows = _num_rows(looped[0], dim=1)
+        looped, last, join = split(batch, rest, k, is_whole=step_context.platform() == "cpu")
+        rows_of_loop = num_rows(looped[0], dim=1)
         # Multiplying by 1 / 2**i is exact. It becomes part of the loop's own sum, where a division
         # behind the loop reads and writes all gradients once more.
         is_scaled = weight_fn is None and last is None and k & (k - 1) == 0
@@ -103,13 +102,13 @@ def value_and_grad(
             means, rows = take_rows(value)
             means = _require_means(means)
             # `full`, but for a last one that is smaller.
-            count = jnp.asarray(full * _num_rows(batch) / num_rows, float)
+            count = jnp.asarray(full * num_rows(batch) / rows_of_loop, float)
             return count if micro.weight is None else micro.weight, (means, grads), rows
 
         part.__name__ = part.__qualname__ = MICRO_BATCH
         part = jax.jit(part)  # One trace for all its uses: shapes, keys, the scan, the last one.
-        _require_typed_keys(part, looped, rest)
-        (means, grads), rows = _accumulate(part, looped, last, is_scaled=is_scaled)
+        require_typed_keys(part, looped, rest)
+        (means, grads), rows = accumulated(part, looped, last, is_scaled=is_scaled)
         return pytrees.put_nodes(means, rows), grads
 
     return local
@@ -197,144 +196,26 @@ def _require_choice(accumulate: int | None, micro_batch_rows: int | None) -> Non
 
 def _num_micro_batches(batch: Any, accumulate: int | None, micro_batch_rows: int | None) -> int:
     """Choose the number of micro-batches, after a look at the rows."""
-    num_rows = _num_rows(batch)
+    rows_here = num_rows(batch)
     if micro_batch_rows is not None:
-        k, split = max(1, -(-num_rows // micro_batch_rows)), f"micro_batch_rows={micro_batch_rows}"
+        k, option = max(1, -(-rows_here // micro_batch_rows)), f"{micro_batch_rows=}"
     else:
-        k, split = accumulate or 1, f"accumulate={accumulate}"
+        k, option = accumulate or 1, f"{accumulate=}"
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch) if k > 1 else ():
         name, shape = f"`batch{jax.tree_util.keystr(path)}`", jnp.shape(leaf)
-        rows = f"{split}, but {name} has {shape[0] if shape else 'no'} rows on each rank"
+        rows = f"{option}, but {name} has {shape[0] if shape else 'no'} rows on each rank"
         if micro_batch_rows is None and (not shape or shape[0] % k):
             raise ValueError(
                 f"{rows}, which is not divisible by {k}. Choose a batch size that is a multiple of "
                 "ranks * accumulate, or give the number of rows that fit into memory: "
                 "micro_batch_rows=."
             )
-        if micro_batch_rows is not None and shape[:1] != (num_rows,):
+        if micro_batch_rows is not None and shape[:1] != (rows_here,):
             raise ValueError(
-                f"{rows}, and the first leaf has {num_rows}: row i of every leaf must belong "
+                f"{rows}, and the first leaf has {rows_here}: row i of every leaf must belong "
                 "together. Give what is not per row as a further argument."
             )
     return k
-
-
-def _num_rows(batch: Any, dim: int = 0) -> int:
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
-    return shapes[0][dim] if shapes and len(shapes[0]) > dim else 1
-
-
-def _split(
-    batch: Any, rest: tuple, k: int, *, is_whole: bool
-) -> tuple[Any, Any, Callable[[dict], tuple]]:
-    """Split rows and keys into k parts: those of the loop, stacked, and the last.
-
-    Each part is (rows, keys); `join(keys)` puts the keys into `rest`. With `is_whole` the loop has
-    all k parts and there is no last, None, unless it is smaller.
-    """
-    is_whole = is_whole and _num_rows(batch) % k == 0
-    m = k if is_whole else k - 1
-
-    def looped(leaf: Any) -> jax.Array:
-        size = -(-leaf.shape[0] // k)
-        return jnp.reshape(leaf[: m * size], (m, size, *leaf.shape[1:]))
-
-    def last(leaf: Any) -> jax.Array:
-        return leaf[m * -(-leaf.shape[0] // k) :]
-
-    flat, treedef = jax.tree.flatten(rest)
-    keys = {i: _split_key(leaf, k) for i, leaf in enumerate(flat) if pytrees.is_key(leaf)}
-
-    def join(keys: dict[int, jax.Array]) -> tuple:
-        return jax.tree.unflatten(treedef, [keys.get(i, leaf) for i, leaf in enumerate(flat)])
-
-    in_loop = jax.tree.map(looped, batch), {i: key[:m] for i, key in keys.items()}
-    behind = jax.tree.map(last, batch), {i: key[-1] for i, key in keys.items()}
-    return in_loop, None if is_whole else behind, join
-
-
-def _split_key(key: jax.Array, k: int) -> jax.Array:
-    parts = jax.vmap(lambda one: jax.random.split(one, k), out_axes=1)(key.reshape(-1))
-    return parts.reshape(k, *key.shape)
-
-
-def _require_typed_keys(part: Callable[[Any], Any], looped: Any, rest: tuple) -> None:
-    """Refuse raw random keys, which cannot be told from data and so are not split."""
-    leaves = jax.tree_util.tree_leaves_with_path(rest)
-    arrays = [(path, leaf) for path, leaf in leaves if pytrees.is_array(leaf)]
-    uints = [(path, leaf) for path, leaf in arrays if jnp.result_type(leaf) == jnp.uint32]
-    if not uints:
-        return
-    eqns = jaxprs.equations(jax.make_jaxpr(part)(_first(looped)))
-    shapes = [eqn.params["impl"].key_shape for eqn in eqns if eqn.primitive.name == "random_wrap"]
-    for (position, *path), leaf in uints:
-        if jnp.shape(leaf)[-1:] in shapes:
-            name = f"argument {position.idx + 3} of the loss{jax.tree_util.keystr((*path,))}"
-            raise TypeError(
-                f"{name} is a raw random key, uint32{list(jnp.shape(leaf))}. jdp cannot tell it "
-                "from data and does not split it, so every micro-batch would draw the same "
-                "numbers. Give a typed key: jax.random.key(seed) in place of jax.random.PRNGKey("
-                "seed), or jax.random.wrap_key_data(key)."
-            )
-
-
-def _first(looped: Any) -> Any:
-    return jax.tree.map(lambda x: x[0], looped)
-
-
-def _accumulate(part: Callable[[Any], Any], looped: Any, last: Any, *, is_scaled: bool) -> Any:
-    """Average `part(micro_batch) -> (weight, means, rows)` by weight, and join the rows.
-
-    Args:
-      part: of a micro-batch, jitted.
-      looped: micro-batches, stacked.
-      last: one more, None if there is none.
-      is_scaled: whether the weights sum to 1.
-    """
-    first = _first(looped)
-    _, like, _ = jax.eval_shape(part, first)
-    if last is not None:
-        _require_equal_shapes(jax.eval_shape(part, last)[1], like)
-
-    def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-        return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))  # bfloat16 loses digits
-
-    def add(sums: Any, micro_batch: Any) -> tuple[Any, list[jax.Array]]:
-        weight, means, rows = part(micro_batch)
-
-        def plus(s: jax.Array, x: jax.Array) -> jax.Array:
-            return s + step_context.weighed(x, weight).astype(s.dtype)
-
-        return (sums[0] + weight, jax.tree.map(plus, sums[1], means)), rows
-
-    nothing = jnp.zeros((), float), jax.tree.map(zeros, like)
-    one_more, _ = jax.eval_shape(add, nothing, first)
-    sums, rows = lax.scan(add, axis.as_typed_like(nothing, one_more), looped)
-    sums, last_rows = (sums, None) if last is None else add(sums, last)
-    total, sums = sums
-    if is_scaled:
-        sums = jax.tree.map(lambda s: mark(s, kind=ROUNDS, path="", axes=()), sums)
-    else:
-        divisor = row_weight.divisor(total)
-        sums = jax.tree.map(lambda s: s / divisor, sums)
-    means = jax.tree.map(lambda s, x: s.astype(x.dtype), sums, like)
-    joined = [stacked.reshape(-1, *stacked.shape[2:]) for stacked in rows]
-    if last_rows is not None:
-        joined = [jnp.concatenate(parts) for parts in zip(joined, last_rows, strict=True)]
-    return means, joined
-
-
-def _require_equal_shapes(last: Any, others: Any) -> None:
-    """Refuse a mean whose shape changes with the rows of the micro-batch."""
-    named = jax.tree_util.tree_leaves_with_path(others)
-    for (path, other), leaf in zip(named, jax.tree.leaves(last), strict=True):
-        if other.shape != leaf.shape:
-            raise ValueError(
-                f"the loss returns {other.dtype}{list(other.shape)} at "
-                f"{jax.tree_util.keystr(path)} for one micro-batch and "
-                f"{leaf.dtype}{list(leaf.shape)} for the last one, which has fewer rows. Arrays of "
-                "different shapes cannot be averaged: return one value per row as jdp.rows(x)."
-            )
 
 
 def _require_means(value: Any) -> Any:

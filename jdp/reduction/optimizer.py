@@ -17,15 +17,10 @@ from jdp.reduction import gradients
 class Replicated(optax.GradientTransformationExtraArgs):
     """What `replicated` returns: an optax transformation that knows its axis."""
 
-    axis_name: AxisName
-
-    def __new__(cls, init: Any, update: Any, axis_name: AxisName) -> "Replicated":  # noqa: D102
-        self = super().__new__(cls, init, update)
-        self.axis_name = axis_name
-        return self
-
-    def __getnewargs__(self) -> tuple:
-        return (self.init, self.update, self.axis_name)  # what copy.deepcopy makes it from
+    @property
+    def axis_name(self) -> AxisName:
+        """The data axis, which `update` carries: nnx makes a tuple of its fields alone."""
+        return self.update.axis_name  # type: ignore[attr-defined]
 
 
 def replicated(
@@ -76,24 +71,25 @@ def replicated(
     wrapped = optax.with_extra_args_support(tx)
 
     def update(
-        grads: Any, state: Any, params: Any = None, *, synced: bool = False, **extra: Any
+        updates: Any, state: Any, params: Any = None, *, synced: bool = False, **extra: Any
     ) -> tuple[Any, Any]:
         _require_outermost_call(sys._getframe(1).f_globals.get("__name__", ""))
         if not synced:
             if params is not None:
-                _require_shapes(grads, params)
-            grads = gradients.sync_gradients(
-                grads,
+                _require_shapes(updates, params)
+            updates = gradients.sync_gradients(
+                updates,
                 axis_name=axis_name,
                 all_reduce=all_reduce,
                 bucket_bytes=bucket_bytes,
                 mean=mean,
             )
         else:
-            grads = _marked_as_synced(grads, axis.names(axis_name))
-        return wrapped.update(grads, state, params, **extra)
+            updates = _marked_as_synced(updates, axis.names(axis_name))
+        return wrapped.update(updates, state, params, **extra)
 
-    return Replicated(wrapped.init, update, axis_name)
+    setattr(update, "axis_name", axis_name)  # noqa: B010 - types know no attributes of functions
+    return Replicated(wrapped.init, update)
 
 
 def _marked_as_synced(grads: Any, axes: tuple[str, ...]) -> Any:

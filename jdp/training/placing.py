@@ -34,6 +34,29 @@ def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
     return jax.tree.unflatten(treedef, leaves)
 
 
+def require_batch(spec: StepSpec, batch: Any, num_rest: int, error: Exception) -> None:
+    """Refuse the state of an optimizer in the place of the batch.
+
+    Raises:
+      TypeError: from `error`, if that is what the batch is.
+    """
+    nodes = jax.tree.leaves(batch, is_leaf=_is_of_optimizer)
+    found = next(filter(_is_of_optimizer, nodes), None)
+    if found is None or not num_rest:
+        return
+    state, optimizer, data = map(spec.argument, range(3))
+    raise TypeError(
+        f"`{optimizer}` holds a {type(found).__name__}, but the second argument of a step is the "
+        "batch. The state is one argument, and one value that the step returns: call "
+        f"`{spec.name}(({state}, {optimizer}), {data})`, and begin the step with "
+        f"`{state}, {optimizer} = state`."
+    ) from error
+
+
+def _is_of_optimizer(node: Any) -> bool:
+    return type(node).__module__.partition(".")[0] == "optax" or hasattr(node, "opt_state")
+
+
 def place_rest(name: str, arg: Any, where: Mesh) -> Any:
     """Place a further argument of a step, which is the same on every rank.
 

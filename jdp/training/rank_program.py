@@ -163,8 +163,10 @@ class RankProgram:
         order = call_order.entered(why_not=choices.why_xla, series=self.series)
         with self._explaining(layout, held), order, entered as scope:
             positional, named = spec.by_keyword(rest)
-            returned = spec.fn(pytrees.restore(held), split.batch, *positional, **named)
-            new_state, metrics = self._pair(returned)
+            given_state = pytrees.restore(held)
+            tree = jax.tree.structure(given_state)  # which the author's function may change
+            returned = spec.fn(given_state, split.batch, *positional, **named)
+            new_state, metrics = self._pair(returned, tree)
             metrics, rows = reported.take_rows(metrics)
             reported.require_numbers(metrics)
             own_metrics = reported.float_scalars(metrics)
@@ -195,15 +197,25 @@ class RankProgram:
                 raise
             raise TypeError(text) from error
 
-    def _pair(self, returned: Any) -> tuple[Any, Any]:
+    def _pair(self, returned: Any, tree: Any) -> tuple[Any, Any]:
+        """Return the new state and the metrics, given the structure of the old state."""
         if not self.spec.returns_state:
             return None, returned
-        if isinstance(returned, tuple) and len(returned) == 2:
-            return returned
-        raise TypeError(
-            f"`{self.spec.name}` returned a {type(returned).__name__}, but a train step "
-            "returns `(state, metrics)`. Write `return state, {}` where there is nothing to report."
-        )
+        is_tuple = isinstance(returned, tuple)
+        if not is_tuple or len(returned) != 2:
+            found = f"{len(returned)} values" if is_tuple else f"a {type(returned).__name__}"
+            raise TypeError(
+                f"`{self.spec.name}` returned {found}, but a train step returns "
+                "`(state, metrics)`. Write `return state, {}` where there is nothing to report."
+            )
+        first, second = map(jax.tree.structure, returned)
+        if first != tree == second:
+            raise TypeError(
+                f"`{self.spec.name}` returned `(metrics, state)`: its second value has the "
+                "structure of the state, the first has not. A train step returns the state first: "
+                "`return state, metrics`."
+            )
+        return returned
 
 
 def _strong(leaf: Any) -> Any:

@@ -10,12 +10,13 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from jdp import axis, pytrees, rank_state
+from jdp import axis, pytrees
 from jdp.analysis.marks import SOURCE, mark
 from jdp.distributed import placement
 from jdp.distributed.checks import state as state_check
 from jdp.reduction import optimizer
 from jdp.reduction.optimizer import Replicated
+from jdp.training import parameters
 
 
 @jax.tree_util.register_dataclass
@@ -87,13 +88,14 @@ class TrainState:
             pytrees.require_alive(
                 name, tree, "Give a copy that was made before: jax.tree.map(jnp.copy, ...)."
             )
+        parameters.require_no_numbers_of_modules(params)
         numbers = {"step": np.int32(0), "seed": np.uint32(seed)}
         given = {"params": params, "model_state": model_state, **numbers}
         if broadcast:
             given = state_check.agreed(given, broadcast=True)
         given = placement.placed(given, tx.axis_name, copy=True)
         params = given["params"]
-        flags = _flags(params, trainable)
+        flags = parameters.trainable_flags(params, trainable)
         state = cls(
             step=jnp.asarray(given["step"]),
             params=params,
@@ -186,44 +188,6 @@ def _new_opt_state(tx: Replicated, params: Any) -> Any:
 
 def _sharding(x: Any) -> Any:
     return None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-
-
-def _flags(params: Any, trainable: Any) -> tuple[bool, ...]:
-    named, _ = jax.tree_util.tree_flatten_with_path(params)
-    for path, leaf in named:
-        if not pytrees.is_array(leaf):
-            raise TypeError(
-                f"`params{jax.tree_util.keystr(path)}` is a {type(leaf).__name__}, not an array. "
-                'With Flax write params = model.init(key, x)["params"]. With Equinox keep it '
-                "outside of params: params, static = eqx.partition(model, eqx.is_inexact_array)."
-            )
-    for (path, _), is_own in zip(named, rank_state.flags(params), strict=True):
-        if is_own:
-            raise ValueError(
-                f"`params{jax.tree_util.keystr(path)}` is jdp.per_rank, but gradients are averaged "
-                "over all ranks, so a rank's own parameter would get the gradient of all of them. "
-                "Keep per-rank state in model_state, or next to the TrainState: step((state, own), "
-                "batch)."
-            )
-    if trainable is None:
-        chosen = [True] * len(named)
-    elif callable(trainable):
-        chosen = [bool(trainable(jax.tree_util.keystr(path), leaf)) for path, leaf in named]
-    else:
-        spread = jax.tree.map(
-            lambda flag, part: jax.tree.map(lambda _: flag, part), trainable, params
-        )
-        chosen = [bool(flag) for flag in jax.tree.leaves(spread)]
-    flags = tuple(
-        flag and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-        for flag, (_, leaf) in zip(chosen, named, strict=True)
-    )
-    if not any(flags):
-        raise ValueError(
-            f"none of the {len(flags)} leaves of params trains: the step would change nothing. "
-            "Give float parameters, and a trainable= that selects some of them."
-        )
-    return flags
 
 
 def _select(tree: Any, flags: tuple[bool, ...]) -> Any:

@@ -122,6 +122,9 @@ class Step:
         except RuntimeError:
             placing.require_alive(spec, [state, batch])
             raise
+        except ValueError as error:
+            placing.require_batch(spec, batch, len(rest), error)
+            raise
         rest = [placing.place_rest(spec.argument(i), arg, where) for i, arg in enumerate(rest, 2)]
         # A batch that is split over several ranks is a copy already.
         if spec.donate and (rest or mesh.num_ranks(where, spec.axis_name) == 1):

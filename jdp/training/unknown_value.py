@@ -34,8 +34,17 @@ def explained(error: TypeError, spec: StepSpec, paths: Mapping[str, Sequence[str
         "an `if`, a `range`, a shape, int() or NumPy does. Arguments of a step have no values "
         "while it is traced: one program is compiled for all of them. Close over a flag or a "
         "number that chooses the program, with a step for each value: jdp.train_step(lambda state, "
-        "batch: undecorated(state, batch, True)). To choose as it runs, write "
-        "jnp.where(flag, a, b) or jax.lax.cond(flag, f, g, x).",
+        f"batch: undecorated(state, batch, True)). {_of_state(names, spec)}To choose as it runs, "
+        "write jnp.where(flag, a, b) or jax.lax.cond(flag, f, g, x).",
+    )
+
+
+def _of_state(names: Sequence[str], spec: StepSpec) -> str:
+    if not any(re.match(rf"`{re.escape(spec.argument(0))}\b", name) for name in names):
+        return ""
+    return (
+        "Numbers of a module, such as its number of heads, stay outside of the state: "
+        "arrays, static = eqx.partition(model, eqx.is_array), or a static field of a dataclass. "
     )
 
 

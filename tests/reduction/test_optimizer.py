@@ -9,6 +9,7 @@ from support import training
 from support.training import assert_close, batch, loss_fn, plain_step, ranks, state, train
 
 import jdp
+from jdp.reduction.optimizer import Replicated
 
 
 def labels(p):
@@ -222,3 +223,10 @@ def test_where_no_axis_is_bound_there_is_one_rank():
 def test_what_is_no_optax_transformation_is_refused(tx, kind):
     with pytest.raises(TypeError, match=f"got a {kind}.*Write jdp.replicated"):
         jdp.replicated(tx)
+
+
+def test_an_optimizer_that_is_part_of_a_tree_keeps_its_axis():
+    tx = jax.tree.map(lambda part: part, jdp.replicated(optax.sgd(0.5), axis_name="batch"))
+    assert isinstance(tx, Replicated) and tx.axis_name == "batch"
+    updates, _ = tx.update({"w": jnp.ones(2)}, tx.init({"w": jnp.ones(2)}))
+    np.testing.assert_array_equal(updates["w"], [-0.5, -0.5])

@@ -1,0 +1,90 @@
+"""Which leaves of a tree are parameters, and which of them train."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdp import pytrees, rank_state
+
+_PARTITION = (
+    "With Equinox keep it outside of params: "
+    "params, static = eqx.partition(model, eqx.is_inexact_array)."
+)
+
+
+def require_no_numbers_of_modules(params: Any) -> None:
+    """Refuse Python numbers that are attributes of modules, before they are made arrays.
+
+    Raises:
+      TypeError: naming the first one.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if type(leaf) in (bool, int, float, complex) and _is_of_module(params, path):
+            raise TypeError(
+                f"`params{jax.tree_util.keystr(path)}` is {leaf!r}, a Python number of a module: "
+                "a parameter is an array in every step, and is trained if it is a float. "
+                f"{_PARTITION} In a dataclass make the field static: "
+                'dataclasses.field(metadata={"static": True}). If it is to train, make it an array.'
+            )
+
+
+def _is_of_module(tree: Any, path: tuple) -> bool:
+    """Whether a leaf is an attribute, but not of a named tuple, whose fields are like a dict's."""
+    if not path or not isinstance(path[-1], jax.tree_util.GetAttrKey):
+        return False
+    try:
+        for key in path[:-1]:
+            if isinstance(key, jax.tree_util.GetAttrKey):
+                tree = getattr(tree, key.name)
+            else:
+                tree = tree[key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key]
+    except (AttributeError, KeyError, TypeError):  # a node that JAX opens by a function of its own
+        return True
+    return not isinstance(tree, tuple)
+
+
+def trainable_flags(params: Any, trainable: Any) -> tuple[bool, ...]:
+    """Return for each leaf of the parameters whether it trains.
+
+    Args:
+      params: the parameters.
+      trainable: see `TrainState.create`.
+
+    Raises:
+      TypeError: if a leaf is not an array.
+      ValueError: if a leaf is `per_rank`, or no leaf trains.
+    """
+    named = jax.tree_util.tree_leaves_with_path(params)
+    for (path, leaf), is_own in zip(named, rank_state.flags(params), strict=True):
+        if not pytrees.is_array(leaf):
+            raise TypeError(
+                f"`params{jax.tree_util.keystr(path)}` is a {type(leaf).__name__}, not an array. "
+                f'With Flax write params = model.init(key, x)["params"]. {_PARTITION}'
+            )
+        if is_own:
+            raise ValueError(
+                f"`params{jax.tree_util.keystr(path)}` is jdp.per_rank, but gradients are averaged "
+                "over all ranks, so a rank's own parameter would get the gradient of all of them. "
+                "Keep per-rank state in model_state, or next to the TrainState: step((state, own), "
+                "batch)."
+            )
+    if trainable is None:
+        chosen = [True] * len(named)
+    elif callable(trainable):
+        chosen = [bool(trainable(jax.tree_util.keystr(path), leaf)) for path, leaf in named]
+    else:
+        spread = jax.tree.map(
+            lambda flag, part: jax.tree.map(lambda _: flag, part), trainable, params
+        )
+        chosen = [bool(flag) for flag in jax.tree.leaves(spread)]
+    flags = tuple(
+        flag and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+        for flag, (_, leaf) in zip(chosen, named, strict=True)
+    )
+    if not any(flags):
+        raise ValueError(
+            f"none of the {len(flags)} leaves of params trains: the step would change nothing. "
+            "Give float parameters, and a trainable= that selects some of them."
+        )
+    return flags

@@ -1,0 +1,195 @@
+"""Mistakes that people make when they port a program: each error names the mistake itself."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support.training import batch, plain_step, ranks, sgd, state
+
+import jdp
+
+
+def swapped(state, batch):
+    return plain_step(state, batch)[::-1]
+
+
+def loss_first(state, batch):
+    new, metrics = plain_step(state, batch)
+    return metrics["loss"], new
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("fit", [swapped, loss_first], ids=["metrics", "loss"])
+def test_a_state_that_is_returned_second_is_told_from_one_that_differs(num_ranks, fit):
+    ranks(num_ranks)
+    with pytest.raises(TypeError, match=rf"`{fit.__name__}`.*\(metrics, state\).*`return state, "):
+        jdp.train_step(fit)(state(), batch())
+
+
+def test_a_state_and_metrics_may_look_alike():
+    ranks(2)
+    step = jdp.train_step(lambda state, batch: (state + 1, 2 * state))
+    new, metrics = step(jnp.float32(3), np.ones(2))
+    assert (float(new), float(metrics)) == (4, 6)
+
+
+def test_the_state_may_change_its_structure():
+    ranks(2)
+    step = jdp.train_step(lambda state, batch: ({**state, "more": state["w"]}, {}))
+    assert step({"w": jnp.ones(2)}, np.ones(2))[0].keys() == {"w", "more"}
+
+
+@pytest.mark.parametrize("returned", [(1, 2, 3), None], ids=["three values", "nothing"])
+def test_how_many_values_a_step_returned_is_named(returned):
+    ranks(2)
+    match = "3 values" if returned else "NoneType"
+    with pytest.raises(TypeError, match=rf"{match}.*`\(state, metrics\)`"):
+        jdp.train_step(lambda state, batch: returned)(state(), batch())
+
+
+@dataclasses.dataclass
+class Rows:
+    x: Any
+
+
+@pytest.mark.parametrize("wrap", [lambda rows: rows, lambda rows: {"a": rows}], ids=["", "['a']"])
+def test_a_batch_that_jax_does_not_open_is_named(wrap):
+    ranks(2)
+    with pytest.raises(ValueError, match=r"`batch(\['a'\])?` .*Rows.*register_dataclass"):
+        jdp.train_step(plain_step)(state(), wrap(Rows(np.ones(4))))
+
+
+def test_a_model_and_an_optimizer_are_one_state():
+    ranks(2)
+    model = nnx.Linear(5, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, sgd(), wrt=nnx.Param)
+
+    @jdp.train_step
+    def fit(model, optimizer, batch):
+        raise AssertionError
+
+    with pytest.raises(TypeError, match=r"`optimizer` .*Optimizer.*`fit\(\(model, optimizer\), "):
+        fit(model, optimizer, batch())
+
+
+def test_an_nnx_model_and_its_optimizer_are_a_state_as_they_are():
+    ranks(2)
+
+    def made():
+        model = nnx.Linear(5, 1, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, sgd(), wrt=nnx.Param)
+
+    def fit(state, batch):
+        model, optimizer = state
+        loss = lambda model: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)  # noqa: E731
+        grads = nnx.grad(loss)(model)
+        optimizer.update(model, grads)
+        return (model, optimizer), {}
+
+    (model, optimizer), _ = jdp.train_step(fit)(made(), batch())
+    want, _ = fit(made(), batch())
+    np.testing.assert_allclose(model.kernel[...], want[0].kernel[...], rtol=1e-6)
+    assert int(optimizer.step[...]) == 1
+
+
+class Module(eqx.Module):
+    linear: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Model:
+    w: Any
+    heads: Any
+
+
+class Pair(NamedTuple):
+    w: Any
+    b: Any
+
+
+def module():
+    return Module(eqx.nn.Linear(3, 2, key=jax.random.key(0)), eqx.nn.Dropout(0.5))
+
+
+@pytest.mark.parametrize(
+    "params, path",
+    [
+        (module, r"\.dropout\.p` is 0\.5"),
+        (lambda: [Model(np.ones(2), 4)], r"\[0\]\.heads` is 4"),
+        (lambda: Model(np.ones(2), True), r"\.heads` is True"),
+    ],
+    ids=["Equinox", "dataclass", "flag"],
+)
+def test_a_number_of_a_module_is_not_a_parameter(params, path):
+    with pytest.raises(TypeError, match=rf"`params{path}.*eqx\.partition.*static"):
+        jdp.TrainState.create(params(), sgd())
+
+
+def test_numbers_elsewhere_are_parameters():
+    ranks(1)
+    for params in ({"w": 1.0}, Pair(1.0, 2.0), [Pair(1.0, 2)], Model(np.ones(2), np.float32(4))):
+        made = jdp.TrainState.create(params, sgd())
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(made.params))
+
+
+def test_a_partitioned_module_trains():
+    ranks(2)
+    params, static = eqx.partition(module(), eqx.is_inexact_array)
+
+    @jdp.train_step
+    def fit(state, batch):
+        def loss(params):
+            model = eqx.combine(params, static)
+            return jnp.mean(jax.vmap(model.linear)(batch["x"]) ** 2)
+
+        return state.apply_gradients(jax.grad(loss)(state.params)), {}
+
+    new, _ = fit(jdp.TrainState.create(params, sgd()), {"x": np.ones((4, 3), np.float32)})
+    assert int(new.step) == 1
+
+
+def test_a_number_of_a_state_that_chooses_the_program_is_named():
+    ranks(2)
+
+    @jdp.train_step
+    def fit(state, batch):
+        return state, {"y": [1.0, 2.0][state.heads]}
+
+    with pytest.raises(TypeError, match=r"`state\.heads`.*eqx\.partition.*JDP127"):
+        fit(Model(np.ones(2), 1), np.ones(4))
+
+
+def nnx_statistics():
+    graph, made = nnx.split(nnx.BatchNorm(5, rngs=nnx.Rngs(0)))
+
+    def fit(state, batch):
+        model = nnx.merge(graph, state)
+        model(batch["x"])
+        return nnx.state(model), {}
+
+    return made, fit
+
+
+def equinox_statistics():
+    norm, made = eqx.nn.make_with_state(eqx.nn.BatchNorm)(5, axis_name="rows", mode="batch")
+
+    def fit(state, batch):
+        new = jax.vmap(norm, axis_name="rows", in_axes=(0, None), out_axes=(0, None))
+        return new(batch["x"], state)[1], {}
+
+    return made, fit
+
+
+@pytest.mark.parametrize("make", [nnx_statistics, equinox_statistics], ids=["nnx", "Equinox"])
+def test_batch_statistics_of_a_library_are_told_from_parameters(make):
+    ranks(2)
+    made, fit = make()
+    with pytest.raises(ValueError, match=r"jdp\.mean_over_ranks\(stats\).*axis_name=.*JDP101"):
+        jdp.train_step(fit)(made, batch())
