@@ -52,8 +52,8 @@ def batches(
 
     Args:
       dataset: an array with rows as its first dim; a dict, mapping, tuple or registered dataclass
-        of such arrays, equally long (NumPy, memory-mapped, JAX, h5py, columns of pandas, or any other that takes an array
-        of increasing row numbers); a DataFrame, as the dict of its columns; or anything with
+        of such arrays, equally long (NumPy, memory-mapped, JAX, h5py, columns of pandas, or any
+        other that takes an array of increasing row numbers); a DataFrame, as the dict of its columns; or anything with
         `__len__` and `__getitem__` that returns one row, a tree of numbers and arrays of equal
         shapes. Rows are read in a background thread, and copied: their memory may be used again.
         Transform them in `__getitem__`.
