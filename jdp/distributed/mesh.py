@@ -40,8 +40,9 @@ def init(
       timeout_s: seconds, > 0, after which a run that makes no step is ended with exit code 124;
         after 30 s it reports where each process is. Compiling, evaluating, saving and the time
         before the first step may take six times as long; see `jdp.phase`. `jdp run --timeout-s`
-        takes precedence. None: no limit. A process without others is ended only in a step, or
-        while it waits for `jdp.batches`, and never at a prompt.
+        takes precedence. None: no limit. A program that makes no step and takes no batch of
+        `jdp.batches`, such as plain inference, has no limit either. A process without others is
+        ended only in a step, or while it waits for `jdp.batches`, and never at a prompt.
 
     Returns:
       The mesh. Rank r is its r-th device along `axis_name`.
