@@ -17,6 +17,11 @@ def int_at_least(name: str, value: int, *, least: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:
+        if str(getattr(value, "dtype", "")).startswith("key<"):
+            raise TypeError(
+                f"{name} must be an integer, not a random key. Write {name}=0, or "
+                f"{name}=int(jax.random.bits(key)) to derive it from the key."
+            ) from None
         raise TypeError(f"{name} must be an integer, not {value!r}.") from None
     if number < least:
         raise ValueError(f"{name} must be at least {least}, not {number}.")

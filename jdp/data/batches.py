@@ -45,17 +45,18 @@ def batches(
     rank 4, do not count. Without a mask that is an error.
 
     The mask, [rows] bool, True for a row that counts, is the key "mask" of a dict, the last
-    element of a tuple, and makes any other batch x the tuple (x, mask). Write
+    element of a tuple (of a named tuple a field `mask`), and makes any other batch x the tuple
+    (x, mask). Write
     `@jdp.train_step(weight=lambda batch: batch["mask"].sum())` to leave the padding out: gradients
     are then those of the rows that count, also where a rank has none.
 
     Args:
-      dataset: an array with rows as its first dim; a dict, mapping or tuple of such arrays, equally
-        long (NumPy, memory-mapped, JAX, h5py, columns of pandas, or any other that takes an array
-        of increasing row numbers); a DataFrame, as the dict of its columns; or anything with
-        `__len__` and `__getitem__` that returns one row, a tree of numbers and arrays of equal
-        shapes. Rows are read in a background thread, and copied: their memory may be used again.
-        Transform them in `__getitem__`.
+      dataset: an array with rows as its first dim; a dict, mapping, tuple or registered dataclass
+        of such arrays, equally long (NumPy, memory-mapped, JAX, h5py, columns of pandas, or any
+        other that takes an array of increasing row numbers); a DataFrame, as the dict of its
+        columns; or anything with `__len__` and `__getitem__` that returns one row, a tree of
+        numbers and arrays of equal shapes. Rows are read in a background thread, and copied: their
+        memory may be used again. Transform them in `__getitem__`.
       batch_size: rows of one batch over all ranks, of all processes, at least 1; without a mask a
         multiple of the number of ranks. Each process reads its own rows only.
       num_steps: number of batches, at least 1. Give this or `epochs`.

@@ -1,5 +1,7 @@
 """Reading rows of a dataset by number, and marking the rows that count."""
 
+import collections
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -34,6 +36,8 @@ def reader(dataset: Any, threads: int = 1) -> tuple[int, Read]:
         return _array_reader(dataset)
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         return len(dataset), lambda rows: _stack(rows, dataset, threads)
+    if not jax.tree_util.all_leaves([dataset]):  # such as a registered dataclass
+        return _array_reader(dataset)
     raise TypeError(
         f"a dataset of type {type(dataset).__name__} cannot be read by row number. Give an array, "
         "a dict or tuple of arrays, or an object with __len__ and __getitem__. For an iterable of "
@@ -43,6 +47,8 @@ def reader(dataset: Any, threads: int = 1) -> tuple[int, Read]:
 
 def with_mask(batch: Any, mask: np.ndarray) -> Any:
     """Add a mask, [rows] bool: as key "mask" of a dict, last in a tuple, else `(batch, mask)`.
+
+    A named tuple stays one of its type, with a further field `mask`.
 
     Raises:
       ValueError: if the batch has a "mask" already.
@@ -62,7 +68,23 @@ def with_mask(batch: Any, mask: np.ndarray) -> Any:
                 "without mask=True."
             )
         return {**batch, "mask": mask}
-    return (*batch, mask) if isinstance(batch, tuple) else (batch, mask)
+    if not isinstance(batch, tuple):
+        return batch, mask
+    is_named = hasattr(batch, "_fields")
+    return _with_mask_field(type(batch))(*batch, mask) if is_named else (*batch, mask)
+
+
+@functools.cache
+def _with_mask_field(kind: Any) -> Any:
+    """Return a subclass of a named tuple that has one more field, `mask`."""
+    if "mask" in kind._fields:
+        raise ValueError(
+            f"the dataset, a {kind.__name__}, has a field `mask`, which jdp.batches() needs for "
+            'its own mask of padding. Rename the field, or do without padding: tail="drop", '
+            "without mask=True."
+        )
+    fields = collections.namedtuple(kind.__name__, (*kind._fields, "mask"))
+    return type(kind.__name__, (fields, kind), {"__slots__": ()})
 
 
 # The masks that jdp.batches made and somebody still holds, by identity: arrays have no hash.
@@ -162,7 +184,9 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _is_leaf(value: Any) -> bool:
-    return value is not None and not isinstance(value, dict | tuple)
+    if value is None or isinstance(value, dict | tuple):
+        return False
+    return isinstance(value, list | Mapping) or jax.tree_util.all_leaves([value])
 
 
 # Each row is copied before the thread reads the next: a dataset may use its memory again.

@@ -17,6 +17,7 @@ from jdp.distributed.checks import state as state_check
 from jdp.reduction import optimizer
 from jdp.reduction.optimizer import Replicated
 from jdp.training import parameters
+from jdp.validation import int_at_least
 
 
 @jax.tree_util.register_dataclass
@@ -82,7 +83,7 @@ class TrainState:
         Array([0.5, 0. ], dtype=float32)
         """
         optimizer.require_outermost(tx)
-        if not 0 <= seed < 2**32:
+        if int_at_least("seed", seed, least=0) >= 2**32:
             raise ValueError(f"seed must be 0 <= seed < 2**32, got {seed}.")
         for name, tree in (("params", params), ("model_state", model_state)):
             pytrees.require_alive(

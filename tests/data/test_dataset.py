@@ -1,6 +1,7 @@
 """Rows are read by number from arrays, trees of arrays and anything indexable."""
 
 import collections
+import dataclasses
 import threading
 import time
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdp.data.dataset import reader, with_mask
+from jdp.data.dataset import find_mask, reader, record_mask, with_mask
 
 X = np.arange(10.0).reshape(5, 2)
 Y = np.arange(5) * 10
@@ -308,3 +309,46 @@ def test_a_mask_beside_keys_that_are_not_strings_is_refused():
 def test_a_mask_of_the_datasets_own_is_not_overwritten():
     with pytest.raises(ValueError, match='"mask"'):
         with_mask({"x": 1, "mask": 2}, np.array([True]))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Rows:
+    x: np.ndarray
+    y: np.ndarray
+
+
+def test_a_registered_dataclass_is_a_dataset():
+    num_rows, read = reader(Rows(X, Y))
+    batch = read(ROWS)
+    assert num_rows == 5 and type(batch) is Rows
+    np.testing.assert_array_equal(batch.x, X[ROWS])
+    np.testing.assert_array_equal(batch.y, Y[ROWS])
+    mask = np.ones(3, bool)
+    assert with_mask(batch, mask) == (batch, mask)
+
+
+def test_a_dataclass_that_is_not_registered_is_no_dataset():
+    with pytest.raises(TypeError, match="Unregistered"):
+        reader(dataclasses.make_dataclass("Unregistered", ["x"])(X))
+
+
+def test_a_named_tuple_keeps_its_type_and_fields_with_a_mask():
+    mask = np.array([True, False])
+    batch = with_mask(Pair(X[:2], Y[:2]), mask)
+    doubled = jax.tree.map(lambda leaf: 2 * leaf, batch)
+    for each, factor in ((batch, 1), (doubled, 2)):
+        assert isinstance(each, Pair) and each._fields == ("x", "y", "mask")
+        np.testing.assert_array_equal(each.x, factor * X[:2])
+        np.testing.assert_array_equal(each.y, factor * Y[:2])
+        np.testing.assert_array_equal(each.mask, factor * mask)
+    assert jax.tree.structure(with_mask(Pair(X, Y), mask)) == jax.tree.structure(batch)
+    assert batch._replace(x=Y).mask is mask
+    assert find_mask(batch) is None  # only the mask of jdp.batches itself
+    record_mask(batch)
+    assert find_mask(batch) is mask
+
+
+def test_a_named_tuple_with_a_field_mask_cannot_have_another():
+    with pytest.raises(ValueError, match="`mask`"):
+        with_mask(collections.namedtuple("Masked", "x mask")(X, Y), np.ones(5, bool))

@@ -89,7 +89,7 @@ def test_nothing_to_train_is_refused():
 
 
 def test_a_seed_out_of_range_is_refused():
-    with pytest.raises(ValueError, match="got -1"):
+    with pytest.raises(ValueError, match="seed.*-1"):
         state(seed=-1)
 
 
@@ -335,3 +335,14 @@ def test_the_repr_of_a_state_is_one_short_line_also_when_it_was_donated():
     assert len(repr(s)) < 200 and "\n" not in repr(s)
     jax.tree.map(lambda x: x.delete(), s)
     assert "2 leaves, 60,005 numbers" in repr(s)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [lambda seed: state(seed=seed), lambda seed: jdp.Sampler(8, 4, seed=seed)],
+    ids=["state", "sampler"],
+)
+def test_a_random_key_as_seed_is_refused_with_what_to_write(take):
+    with pytest.raises(TypeError, match=r"seed=0.*seed=int\(jax\.random\.bits\(key\)\)"):
+        take(jax.random.key(0))
+    take(int(jax.random.bits(jax.random.key(0))))
