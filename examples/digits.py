@@ -23,7 +23,7 @@ NUM_TEST = 397  # a prime, which no batch size divides
 MIN_ACCURACY = 0.97
 MAX_DIFFERENCE = 1e-5
 
-# Smooth, since a ReLU that rounding turns on or off would lead two runs apart.
+# Smooth: rounding could switch a ReLU on or off, and two runs would diverge.
 model = nn.Sequential([nn.Dense(256), nn.gelu, nn.Dense(10)])
 optimizer = jdp.replicated(optax.sgd(0.1, momentum=0.9))
 
@@ -47,7 +47,7 @@ def test(state, batch):
 
 
 def fit(rows, num_epochs):
-    """Train on the mesh of the last `jdp.init`; give the state, and the loss of each epoch."""
+    """Train on the mesh of the last `jdp.init`; return the state, and the loss of each epoch."""
     state = jdp.TrainState.create(model.init(jax.random.key(0), rows["image"][:1]), optimizer)
     batches = jdp.batches(rows, BATCH_SIZE, epochs=num_epochs, tail="drop")  # 1,400 divide
     losses, reported = [], []
@@ -57,7 +57,7 @@ def fit(rows, num_epochs):
             state, metrics = train(state, batch)
             reported.append([metrics["loss"], metrics["accuracy"]])
             progress.advance(bar, BATCH_SIZE)
-            if batches.epoch > len(losses):  # not in each step: to read a metric is to wait for it
+            if batches.epoch > len(losses):  # not in each step: reading a metric waits for it
                 loss, accuracy = np.mean(reported, axis=0)
                 losses.append(loss)
                 reported.clear()
@@ -69,7 +69,7 @@ def fit(rows, num_epochs):
 
 
 def digits():
-    """Give the rows to train on and those to test on: the 8x8 images of scikit-learn, shuffled."""
+    """Return the training rows and the test rows: the 8x8 images of scikit-learn, shuffled."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     test, train = np.split(order, [NUM_TEST])
@@ -93,7 +93,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--png", default="digits.png", help="where to draw the loss curves")
     args = parser.parse_args()
-    # The TensorFloat-32 of GPUs rounds batches of other sizes to other digits.
+    # The TensorFloat-32 of GPUs rounds differently for different batch sizes.
     jax.config.update("jax_default_matmul_precision", "float32")
 
     mesh = jdp.init(cpu_ranks=args.ranks or None)

@@ -2,9 +2,9 @@
 
 jdp run --nproc-per-node 2 examples/elastic_language_model.py
 
-Kill a process, with `kill -9` and the number that it prints, and see the run go on a moment later
-from its last commit. Kill all, the launcher too: `jdp run --resume ...` goes on from the last
-checkpoint.
+Kill a process, with `kill -9` and the number that it prints, and see the run continue a moment
+later from its last commit. Kill all, including the launcher: `jdp run --resume ...` continues from
+the last checkpoint.
 """
 
 import argparse
@@ -24,7 +24,7 @@ HEADS = 4
 
 
 def read_rows(length):
-    """Give the sources in rows of bytes, each with the first one of the next."""
+    """Return the sources in rows of bytes, each with the first byte of the next row."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
     return np.lib.stride_tricks.sliding_window_view(text, length + 1)[::length]
@@ -67,7 +67,7 @@ def bits(params, text):  # [rows, length + 1] -> [rows], bits for each byte
     return -jnp.take_along_axis(scores, text[:, 1:, None], axis=-1).mean((1, 2))
 
 
-# On a number of ranks that does not divide the batch some rows only fill it up.
+# If the number of ranks does not divide the batch, some rows are padding.
 @jdp.train_step(weight=lambda batch: batch["mask"].sum())
 def train(state, batch):
     def loss_fn(params, batch):
@@ -91,7 +91,7 @@ def parse_args():
 
 def main():
     args = parse_args()
-    # What stands before init() a standby has done already when it is needed.
+    # A standby runs the code before init() ahead of time.
     rows = {"text": read_rows(args.length)}
     params = new_params(args.length, args.dim, args.depth)
 

@@ -3,8 +3,8 @@
 python examples/gan.py              # 4 virtual CPU devices
 python examples/gan.py --ranks 0    # every device of this machine, such as its GPUs
 
-Every rank draws noise of its own, from `state.key`. So another number of ranks is another run:
-just as good, but not with the same parameters.
+Every rank draws its own noise, from `state.key`. So a run on another number of ranks is just as
+good, but has different parameters.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def train(states, real):
     def d_loss_fn(params):
         fake = generator.apply(g.params, noise)
         losses = nn.softplus(-logits(params, real)) + nn.softplus(logits(params, fake))
-        # Flat where the data is, or both would circle for ever (Mescheder et al. 2018, R1).
+        # Flat at the data, or both networks would oscillate forever (Mescheder et al. 2018, R1).
         slopes = jax.grad(lambda points: logits(params, points).sum())(real)
         return (losses + 0.05 * (slopes**2).sum(-1)).mean()
 
@@ -73,7 +73,7 @@ def ring(num_points, seed=0):
 
 
 def near_modes(points):
-    """Give the share of the points that lies within 3 STD of each centre: [modes]."""
+    """Return the share of the points within 3 STD of each centre: [modes]."""
     distances = np.linalg.norm(points[:, None] - CENTRES, axis=-1)
     return (distances < 3 * STD).mean(axis=0)
 
@@ -102,7 +102,7 @@ def main():
     print("share of the samples at each mode:", *(f"{share:.1%}" for share in shares))
     print(f"modes covered: {covered} of {len(CENTRES)}, samples at a mode: {shares.sum():.1%}")
     if covered < len(CENTRES):
-        sys.exit("expected at each mode at least a quarter of its fair share")
+        sys.exit("expected at least a quarter of the fair share at each mode")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 python examples/language_model.py              # 4 virtual CPU devices
 python examples/language_model.py --ranks 0    # every device of this machine, such as its GPUs
-python examples/language_model.py --resume     # go on where the last run was ended
+python examples/language_model.py --resume     # continue where the last run ended
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Decoder(nnx.Module):
 
 
 def new_steps(graphdef, accumulate):
-    """Make the step that trains, and the one that measures bits per byte."""
+    """Return the training step, and the step that measures bits per byte."""
 
     def bits(params, text):  # [rows, length + 1] uint8 -> [rows, length]
         text = text.astype(int)
@@ -62,7 +62,7 @@ def new_steps(graphdef, accumulate):
     def loss_fn(params, text):
         return bits(params, text).mean()
 
-    def counted(batch):  # neither what fills the last row nor the rows that fill the last batch
+    def counted(batch):  # without the padding of the last row and of the last batch
         return batch["counted"] & batch["mask"][:, None]
 
     @jdp.train_step
@@ -83,7 +83,7 @@ def new_steps(graphdef, accumulate):
 
 
 def read_sources():
-    """Give the bytes to train on, and those of every 20th file, held out: [bytes] uint8 each."""
+    """Return the training bytes, and the held-out bytes of every 20th file: [bytes] uint8 each."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     texts = [np.frombuffer(file.read_bytes(), np.uint8) for file in files]
     held_out = texts[::20]
@@ -92,7 +92,7 @@ def read_sources():
 
 
 def windows(text, length):
-    """Cut a text into rows of `length` bytes to predict, each with the byte before them."""
+    """Cut a text into rows of `length` bytes to predict, each with the byte before it."""
     num_rows = -(-len(text) // length)
     padded = np.pad(text, (1, num_rows * length - len(text)))
     return {
@@ -118,7 +118,7 @@ def parse_args():
     add("--depth", type=int, default=6, help="blocks of the model")
     add("--every", type=int, default=100, help="steps between evaluations, and checkpoints")
     add("--checkpoints", default="language_model", help="folder")
-    add("--resume", action="store_true", help="go on from the newest checkpoint")
+    add("--resume", action="store_true", help="continue from the latest checkpoint")
     add("--stop-after", type=int, help="end early, after this step")
     return parser.parse_args()
 
@@ -151,7 +151,7 @@ def main():
             states, metrics = train(states, batch)
             checkpointer.step(states, batches)
             step = checkpointer.steps
-            if before is not None:  # one step late, so that the devices need not wait
+            if before is not None:  # one step late, so that the devices do not wait
                 line = "{bits:.3f} bits per byte, gradient norm {norm:.2f}".format(**before)
                 progress.update(bar, completed=step, description=line)
             if step % args.every == 0 or step in (args.steps, args.stop_after):

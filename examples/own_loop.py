@@ -1,4 +1,4 @@
-"""Average gradients in a loop of your own: with `jax.shard_map`, typed or not, or `jax.pmap`.
+"""Average gradients in your own loop: with `jax.shard_map`, typed or not, or `jax.pmap`.
 
 python examples/own_loop.py              # 4 virtual CPU devices
 python examples/own_loop.py --ranks 0    # every device of this machine, such as its GPUs
@@ -26,9 +26,9 @@ def loss_fn(params, batch):
     return ((predicted - batch["y"]) ** 2).mean()
 
 
-def step(state, batch):  # of one rank, on its rows; the state is the same on every rank
+def step(state, batch):  # runs on one rank, with its rows; the state is the same on every rank
     params, opt_state = state
-    # jax.value_and_grad does as well, but in a typed shard_map, where JAX would sum its gradients.
+    # jax.value_and_grad also works, except in a typed shard_map, where JAX sums its gradients.
     loss, grads = jdp.value_and_grad(loss_fn)(params, batch)
     grads = jdp.sync_gradients(grads)  # from the gradients of this rank's rows to those of all rows
     updates, opt_state = optimizer.update(grads, opt_state, params)
@@ -81,7 +81,7 @@ def main():
         "shard_map(check_vma=False)": shard_mapped(mesh, check_vma=False),
         "pmap": pmapped(mesh),
     }.items():
-        jdp.uniformity(parallel, new_state(), batch)  # refuses a step that leads ranks apart
+        jdp.uniformity(parallel, new_state(), batch)  # refuses a step in which ranks diverge
         params, loss = fit(parallel, batch, args.steps)
         difference = np.max([np.abs(params[key] - expected[key]).max() for key in params])
         name = f"ranks: {mesh.size}, {name}"

@@ -2,9 +2,9 @@
 
     python examples/scanned_layers.py
 
-The layers are a Flax block whose parameters are stacked. On GPUs `jdp.scan_layers` reduces the
-gradient of each layer while the layer before it is differentiated; on a CPU, which does nothing
-besides, it is `lax.scan`.
+The layers are a Flax block with stacked parameters. On GPUs, `jdp.scan_layers` reduces the gradient
+of each layer while the layer before it is differentiated. On CPUs, which cannot overlap the two, it
+is `lax.scan`.
 """
 
 import flax.linen as nn
@@ -30,7 +30,7 @@ block = Block()
 
 
 def loss_fn(params, batch):
-    # Inside a layer nothing is kept for the way back: it is computed again.
+    # Activations inside a layer are recomputed in the backward pass.
     layer = jax.checkpoint(lambda x, p: (block.apply({"params": p}, x), None))
     x, _ = jdp.scan_layers(layer, batch["x"], params)
     return jnp.square(x - batch["y"]).mean()

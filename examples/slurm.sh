@@ -1,8 +1,8 @@
 #!/bin/bash
 # Training on two hosts of Slurm: sbatch slurm.sh
 #
-# srun starts one launcher on each host, by the same command. The first host leads; SLURM_NODEID,
-# which Slurm sets, tells each its number.
+# srun starts one launcher on each host, with the same command. The first host leads; Slurm sets
+# SLURM_NODEID to the number of each host.
 
 #SBATCH --job-name=train
 #SBATCH --nodes=2
@@ -11,14 +11,15 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --time=24:00:00
 #SBATCH --requeue
-# Before the time is up, each launcher gets SIGTERM: a checkpoint is saved, and the exit code is 75.
+# Before the time limit, each launcher gets SIGTERM: jdp saves a checkpoint, and the exit code is
+# 75.
 #SBATCH --signal=TERM@120
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 JDP_TOKEN=$(openssl rand -hex 16)
 export JDP_TOKEN
 
-# One process on each host drives all of its GPUs. A host that fails ends its own launcher only.
+# One process on each host drives all of its GPUs. A failed host ends only its own launcher.
 srun --kill-on-bad-exit=0 \
     jdp run --nnodes "$SLURM_NNODES" --rdzv-endpoint "$first:29400" \
     --shutdown-timeout 100 --resume train.py

@@ -3,11 +3,14 @@
 import importlib
 from typing import TYPE_CHECKING
 
+__version__: str
+
 if TYPE_CHECKING:
     from jdp import collectives as collectives
     from jdp.analysis import declare_pure as declare_pure
     from jdp.analysis import uniformity as uniformity
     from jdp.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from jdp.checkpoint.load import load as load
     from jdp.data.batches import batches as batches
     from jdp.data.batches import shard_batches as shard_batches
     from jdp.data.sampler import Sampler as Sampler
@@ -43,6 +46,7 @@ _MODULES = {
     "evaluate": "training.evaluation",
     "global_mean": "reduction.micro_batches",
     "init": "distributed.mesh",
+    "load": "checkpoint.load",
     "mean_over_ranks": "reduction.metrics",
     "per_rank": "rank_state",
     "phase": "worker.progress",
@@ -64,6 +68,8 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
     # `jdp run` needs no JAX, so nothing is imported before a name is asked for. Then all is: a
     # standby, which waits in `init`, has paid for what the script needs after it.
     def __getattr__(name):
+        if name == "__version__":
+            return importlib.import_module("jdp.worker.version").version()
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if not _MODULES[name]:  # itself a room, which a room may ask for while it is imported

@@ -10,7 +10,7 @@ commands:
   run             run a training program on several processes, and replace those that fail
   explain-error   explain the code of an error, such as JDP101
 
-jdp COMMAND --help prints the help of a command."""
+jdp COMMAND --help prints the help of a command, jdp --version the version."""
 
 _EXPLAIN_HELP = """\
 usage: jdp explain-error CODE
@@ -32,6 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in ("-h", "--help"):
         print(_HELP)
+        return 0
+    if command == "--version":
+        from jdp.worker.version import version
+
+        print(f"jdp {version()}")
         return 0
     if command == "run":
         return _run(arguments)

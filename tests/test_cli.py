@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -258,3 +259,18 @@ def test_the_command_for_kubernetes_is_one_that_jdp_understands():
     assert service["metadata"]["name"] == pod["subdomain"]
     assert service["spec"]["selector"] == {"job-name": name}
     assert options.shutdown_timeout_s < pod["terminationGracePeriodSeconds"]
+
+
+def test_the_version_is_that_of_the_installed_package():
+    program = "import jdp, sys; print(jdp.__version__, 'jax' in sys.modules)"
+    shown, named = (
+        subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, check=True, timeout=60
+        ).stdout.split()
+        for command in (["-m", "jdp", "--version"], ["-c", program])
+    )
+    try:
+        right = metadata.version("jdp")
+    except metadata.PackageNotFoundError:
+        right = "0+unknown"
+    assert shown == ["jdp", right] and named == [right, "False"]

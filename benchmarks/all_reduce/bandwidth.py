@@ -1,4 +1,4 @@
-"""How near an all-reduce comes to copying memory."""
+"""Compares the speed of an all-reduce with a memory copy."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,24 +10,24 @@ from benchmarks.harness.rounds import Word
 from benchmarks.harness.team import Team
 from benchmarks.harness.timing import Clock
 
-# Loads and stores of all `n` ranks together, in vectors: what each algorithm does, in words.
+# Loads and stores of all `n` ranks together, in vectors, for each algorithm.
 FORMULAS = {
     "in process": {
         "direct": lambda n: 2 * n,  # all inputs read, all outputs written
         "ring": lambda n: 6 * n - 4,
     },
     "processes": {
-        # Per rank and n-th of the vector: n - 1 copied to shared memory, n read and 2 written to
+        # Per rank, in n-ths of the vector: n - 1 copied to shared memory, n read and 2 written to
         # sum its own, n - 1 copied from shared memory.
         "direct": lambda n: 5 * n - 2,
-        # Per rank and n-th of the vector: the first sent with 2, n - 2 sums passed on with 3, one
-        # finished with 4, n - 2 results kept and passed on with 3, the last kept with 2.
+        # Per rank, in n-ths of the vector: send 2, recv_reduce_send 3 (n - 2 times),
+        # recv_reduce_copy_send 4, recv_copy_send 3 (n - 2 times), recv_copy 2.
         "ring": lambda n: 6 * n - 4,
     },
 }
 GOAL, GOAL_BYTES = 0.5, 16 * 2**20
 
-_COPIED_BYTES = 128 * 2**20  # by each process in a run: long enough that all run at once
+_COPIED_BYTES = 128 * 2**20  # by each process in a run: enough that all copies overlap
 
 
 def memcpy_clock(copies: Team, num_bytes: int) -> Clock:
@@ -36,7 +36,7 @@ def memcpy_clock(copies: Team, num_bytes: int) -> Clock:
     copies.ask("prepare", num_bytes)
 
     def clock() -> float:
-        # From the first start to the last end: of more processes than cores some would wait.
+        # From the first start to the last end: with more processes than cores some wait.
         starts, ends = zip(*copies.ask("run", num_calls), strict=True)
         return (max(ends) - min(starts)) / num_calls
 
@@ -52,17 +52,17 @@ def rows(
     num_bytes: int,
     names: Sequence[str],
 ) -> list[dict[str, Any]]:
-    """Set all contestants of one size beside "memcpy", one of `num_bytes` by each rank at once.
+    """Compare all contestants of one size with "memcpy": one of `num_bytes` by each rank at once.
 
     Args:
-      found: of `rounds.alternate`, with "memcpy".
-      where: of FORMULAS.
-      what: is reduced, in a word.
-      num_ranks: ranks, and copies at once.
-      num_bytes: of one rank's vector.
-      names: contestants to tell of.
+      found: result of `rounds.alternate`, including "memcpy".
+      where: key of FORMULAS.
+      what: the data that is reduced, in a word.
+      num_ranks: number of ranks, and of concurrent copies.
+      num_bytes: size of one rank's vector.
+      names: contestants to include.
     """
-    # Two ways: a copy reads and writes.
+    # Twice: a copy reads and writes.
     copied = 2 * num_ranks * num_bytes / float(np.median(found["memcpy"]))
     made = []
     for name in names:
@@ -83,15 +83,15 @@ def rows(
 
 
 def section(title: str, text: str, rows: Sequence[dict[str, Any]]) -> Section:
-    """Make the table of such rows."""
+    """Return the table of such rows."""
     return Section(
         title,
-        "Of float32. `moved`: the loads and stores that the algorithm makes "
-        "of payload, in all ranks together, over time, as a fraction of what one memcpy of such a "
-        "vector by each rank at once moves (2 vectors a rank) in the same rounds. `vectors`: that "
+        "In float32. `moved`: the loads and stores of payload that the algorithm makes "
+        "in all ranks together, over time, as a fraction of those that one memcpy of such a "
+        "vector by each rank at once makes (2 vectors a rank) in the same rounds. `vectors`: that "
         "amount by formula, in vectors. `least`: the same for the 2 vectors a rank that no "
-        "all-reduce can avoid, to read its own and to write the sum; the only fraction that can "
-        f"be told of code whose copies are not known. {text}",
+        "all-reduce can avoid, to read its own and to write the sum; the only fraction that is "
+        f"known for code whose copies are not. {text}",
         rows,
         {
             "what": "{what}",

@@ -1,10 +1,10 @@
-"""How fast jdp's all-reduce is on CPUs of one host, beside those of others, and what a step pays.
+"""Measures jdp's all-reduce on CPUs of one host beside other libraries, and its cost in a step.
 
     python -m benchmarks.all_reduce.beside_peers                    all parts, in minutes on 2 cores
     python -m benchmarks.all_reduce.beside_peers --only processes   some parts
     python -m benchmarks.all_reduce.beside_peers --quick            tiny, to see that it works
     python -m benchmarks.all_reduce.beside_peers --torch-python PYTHON --mpi-python PYTHON
-        peers that have environments of their own
+        peers that have their own environments
 
 PyTorch (`pip install torch`, of any version) and Open MPI (Debian's openmpi-bin, and `pip install
 mpi4py`) are looked for in this Python, or in the one that is given; what is not found is called
@@ -26,7 +26,7 @@ from benchmarks.harness.report import Section
 from jdp.collectives.cpu import runtime as cpu_runtime
 
 KiB, MiB = 2**10, 2**20
-# Of several rounds through shared memory, of which the last is short.
+# Several rounds through shared memory, of which the last is short.
 ODD = 7 * MiB // 4 + 4
 
 
@@ -42,7 +42,7 @@ def main() -> None:
     sections = [s for part in options.only for s in parts.timed(PARTS[part](at, quick))]
     before = f"The machine's load before the first measurement was {load:.1f}. "
     sections[0] = sections[0]._replace(text=before + sections[0].text)
-    # Where the peers lie on this machine is nobody's business.
+    # The page must not contain the peers' paths on this machine.
     _hide(options.torch_python, options.mpi_python)
     folder = report.SCRATCH if quick else report.RESULTS
     what = parts.name("all_reduce", options.only, PARTS)
@@ -84,7 +84,9 @@ def _options() -> argparse.Namespace:
     parser = parts.parser(__doc__, PARTS)
     parser.add_argument("--torch-python", help="a Python that has torch")
     parser.add_argument("--mpi-python", help="a Python that has mpi4py")
-    parser.add_argument("--timeout-s", type=float, default=1800, help="end then, whatever runs")
+    parser.add_argument(
+        "--timeout-s", type=float, default=1800, help="stop after this many seconds"
+    )
     return parts.parsed(parser, PARTS)
 
 

@@ -1,4 +1,4 @@
-"""All-reduces in a loop of one compiled program: jdp's, `lax.psum`, and none at all."""
+"""All-reduces in a loop of one compiled program: jdp's, `lax.psum`, and none."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ Leaves = list[jax.Array]
 Sum = Callable[[Leaves, Mesh], Leaves]  # of a rank's leaves over the ranks of the mesh, scaled
 
 
-# Not 1 / n: a mean of equal numbers changes nothing, so that a call which did nothing, or left the
-# result of the call before, would not show.
+# Not 1 / n: a mean of equal numbers changes nothing, so the check would miss a call that did
+# nothing, or returned the result of the call before.
 def _scale(mesh: Mesh) -> float:
     return 2 / mesh.size
 
@@ -65,21 +65,22 @@ class Loop:
         """Compile, run once, and check.
 
         Args:
-          name: of SUMS.
-          mesh: one axis, "data".
-          sizes: elements of each leaf, float32.
-          num_calls: sums in one run of the program.
-          repeats: runs of the program in one call, each waited for.
-          donate: use the same memory in every run; else each run's results lie in new memory.
+          name: key of SUMS.
+          mesh: mesh with one axis, "data".
+          sizes: number of elements of each leaf, float32.
+          num_calls: number of sums in one run of the program.
+          repeats: number of runs of the program in one call, each waited for.
+          donate: reuse the same memory in every run; if False, each run's results are in new
+          memory.
 
         Raises:
-          exact.WrongResultError: if it is not the sum.
+          exact.WrongResultError: if the result is not the sum.
         """
         self._name, self._mesh, self._sizes = name, mesh, sizes
         self._num_calls, self._repeats, self._donate = num_calls * repeats, repeats, donate
         self._round = 0
         self._made = self._leaves = [self._zeros(size) for size in sizes]
-        # Into the memory that the round before has used.
+        # Into the memory of the previous round.
         self._fill = _filler(mesh, tuple(sizes))
 
         def run(leaves: Leaves) -> Leaves:
@@ -95,7 +96,7 @@ class Loop:
         self.check()
 
     def prepare(self) -> None:
-        """Write other numbers than in the round before."""
+        """Write different numbers than in the previous round."""
         self._round += 1
         self._leaves = jax.block_until_ready(self._fill(self._leaves, np.int32(self._round)))
 

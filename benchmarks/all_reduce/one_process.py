@@ -23,10 +23,10 @@ def measure(
     """Time vectors and the tree, on 2 and on 4 ranks.
 
     Args:
-      sizes: bytes of the vectors.
-      tree: elements of its leaves.
+      sizes: sizes of the vectors in bytes.
+      tree: number of elements of each leaf.
       budget_s: seconds for each case.
-      min_rounds: rounds of each case even if they take longer.
+      min_rounds: minimum number of rounds of each case, even if they exceed the budget.
     """
     time_rows = functools.partial(_rows, budget_s=budget_s, min_rounds=min_rounds)
     against, moved = [], []
@@ -84,9 +84,9 @@ def _against(rows: list[dict[str, Any]]) -> Section:
         f"Microseconds of a scaled sum over the devices of one process: {NUM_CALLS} in a "
         "`lax.scan` inside `jit`, donated. `rival / jdp` above 1: jdp's `direct` is faster. "
         "`none`: the same loop with the multiplication alone. `tree`: 100 leaves, 25 MiB. "
-        "`one call`: the tree reduced once by a call from Python that does not donate. There fresh "
-        "memory for the results is what takes the time (page faults), whatever sums them: `none` "
-        "shows it. " + exact.CHECKED,
+        "`one call`: the tree reduced once by a call from Python that does not donate. Most of "
+        "that time goes to new memory for the results (page faults) with any contestant, as `none` "
+        "shows. " + exact.CHECKED,
         rows,
         {
             "what": "{what}",
@@ -103,8 +103,8 @@ def _against(rows: list[dict[str, Any]]) -> Section:
 def _moved(rows: list[dict[str, Any]]) -> Section:
     text = (
         "With n ranks, direct moves 2 n vectors, each rank's read and written once; ring 6 n - 4. "
-        "What is lost, at small sizes: ranks wait for each other, and XLA starts the body of a "
-        "loop (`none` has that, too). Above 1: results are written where the vectors lay, into "
-        "lines that the cache holds, and a copy needs those of two places."
+        "Losses at small sizes: ranks wait for each other, and XLA starts the body of a "
+        "loop (also in `none`). Above 1: results are written in place, into "
+        "cached lines, while a copy needs the lines of two places."
     )
     return bandwidth.section("One process: of memcpy", text, rows)

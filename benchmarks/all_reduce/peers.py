@@ -1,4 +1,4 @@
-"""Who reduces between processes: jdp and JAX, PyTorch, Open MPI, and memcpy beside them."""
+"""The contestants between processes: jdp and JAX, PyTorch, Open MPI, and memcpy."""
 
 import contextlib
 import importlib.util
@@ -15,7 +15,7 @@ from jdp.launch.host import spawn
 
 _PATHS = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
 _ENVIRONMENT = {
-    # As `jdp run` starts processes on CPUs; the peers have it, too.
+    # The environment in which `jdp run` starts processes on CPUs, also for the peers.
     "GLIBC_TUNABLES": spawn.environment({})["GLIBC_TUNABLES"],
     "PYTHONPATH": os.pathsep.join(filter(None, _PATHS)),
 }
@@ -23,12 +23,12 @@ TORCH, MPI = "torch gloo", "Open MPI"
 
 
 class Peers(NamedTuple):
-    """Where the peers are installed.
+    """The installations of the peers.
 
     Attributes:
-      torch: a Python with PyTorch, None if there is none.
-      mpi: a Python with mpi4py, None if there is none.
-      mpirun: Open MPI's own program, None if there is none.
+      torch: a Python with PyTorch, or None.
+      mpi: a Python with mpi4py, or None.
+      mpirun: Open MPI's `mpirun`, or None.
     """
 
     torch: str | None = None
@@ -36,7 +36,7 @@ class Peers(NamedTuple):
     mpirun: str | None = None
 
     def missing(self) -> dict[str, str]:
-        """Say of each peer that cannot run what it needs."""
+        """Return the requirement that is missing, for each peer that cannot run."""
         reasons = {}
         if self.torch is None:
             reasons[TORCH] = "no Python with torch (--torch-python)"
@@ -48,7 +48,7 @@ class Peers(NamedTuple):
 
 
 def find(torch_python: str | None, mpi_python: str | None) -> Peers:
-    """Look for what is not given in this Python."""
+    """Find the peers that were not passed, in this Python."""
     has = {name: importlib.util.find_spec(name) is not None for name in ("torch", "mpi4py")}
     torch_python = torch_python or (sys.executable if has["torch"] else None)
     mpi_python = mpi_python or (sys.executable if has["mpi4py"] else None)
@@ -60,7 +60,7 @@ def jax_team(num_processes: int, num_devices: int) -> Team:
     environment = {
         "JAX_NUM_CPU_DEVICES": str(num_devices),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",  # a number of devices there would win
+        "XLA_FLAGS": "",  # a number of devices there would take precedence
         **_ENVIRONMENT,
     }
     return Team(_commands(sys.executable, "jax", num_processes), num_processes, environment)

@@ -1,4 +1,4 @@
-"""Time against bytes, for each algorithm and peer."""
+"""Plots time against bytes, for each algorithm and peer."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,14 +7,14 @@ from benchmarks.harness.report import Section
 
 
 def draw(path: Path, sections: Sequence[Section]) -> str:
-    """Plot the tables of `bandwidth.section`, which have all contestants.
+    """Plot the tables of `bandwidth.section`, which contain all contestants.
 
     Args:
-      path: of the picture, which tells its format.
-      sections: of the benchmark.
+      path: path of the picture; the suffix selects the format.
+      sections: the sections of the benchmark.
 
     Returns:
-      A line on what was done.
+      A line that reports what was written.
     """
     try:
         import matplotlib

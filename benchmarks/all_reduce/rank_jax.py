@@ -78,12 +78,12 @@ def training_of(
     """Make a contestant that trains models.mlp.
 
     Args:
-      name: of the contestant.
+      name: name of the contestant.
       all_reduce: from jdp.collectives; None: each process trains alone on its rows.
-      mesh: of all processes.
+      mesh: mesh of all processes.
       problem: width, layers, rows of a rank.
-      num_steps: of one run.
-      oracles: by number of ranks; those that are missing are added.
+      num_steps: number of steps of one run.
+      oracles: oracles by number of ranks; a missing one is added.
     """
     if all_reduce is None:
         mesh = Mesh(np.array(jax.local_devices()[:1]), mesh.axis_names)

@@ -13,14 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import exact, team
 
-# Of the largest element of a tensor, as in oracle.py.
+# Relative to the largest element of a tensor, as in oracle.py.
 TOLERANCE = 1e-4
 DDP = "torch DDP"
 
 
 def functions() -> dict:
     index, port, num_processes = (int(argument) for argument in sys.argv[1:])
-    # As torchrun does where nobody says otherwise.
+    # torchrun's default.
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -121,7 +121,7 @@ class Training:
                 tolerance=TOLERANCE * float(abs(wanted).max()),
             )
 
-    # Two runs, one after the other: then training begins anew.
+    # Two consecutive runs, then training restarts.
     def _trained(self, module, rows, num_steps):
         optimizer, runs = _optimizer(module), []
         for _ in range(2):

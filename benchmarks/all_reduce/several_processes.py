@@ -13,7 +13,7 @@ from benchmarks.harness.report import Section
 from benchmarks.harness.team import Team
 
 NUM_PROCESSES = 2
-# jdp and JAX: sums in one loop of a program, and programs of one sum, called by Python.
+# jdp and JAX: sums in a loop of one program, and programs with one sum, called from Python.
 NAMES = {
     "direct": "direct",
     "ring": "ring",
@@ -30,10 +30,10 @@ def measure(*, at: Peers, sizes: Sequence[int], budget_s: float, min_rounds: int
     """Time vectors in 2 processes of one device, then of two devices.
 
     Args:
-      at: where the peers are installed.
-      sizes: bytes of the vectors.
+      at: the installations of the peers.
+      sizes: sizes of the vectors in bytes.
       budget_s: seconds for each size.
-      min_rounds: rounds of each size even if they take longer.
+      min_rounds: minimum number of rounds of each size, even if they exceed the budget.
     """
     against, moved = [], []
     with contextlib.ExitStack() as stack:
@@ -72,7 +72,7 @@ def _time(
     return rounds.alternate(clocks, budget_s=budget_s, min_rounds=min_rounds)
 
 
-# Enough that starting the processes together is no part of it.
+# Enough to make the common start of the processes negligible.
 def _num_calls(num_bytes: int) -> int:
     return 10 if num_bytes >= MiB else 100
 
@@ -123,8 +123,8 @@ def _against_section(rows: list[dict[str, Any]], at: Peers, versions: str) -> Se
         "of less than 1 MiB, in a `lax.scan` inside `jit`, donated; PyTorch and Open MPI take as "
         "many sums in place, called from Python. `calls`: programs of one sum, called from Python "
         "and waited for, jdp's against JAX's. `rival / jdp` above 1: jdp's `direct` is faster. "
-        "Open MPI ties each process to a core, as is its default; the others run where the system "
-        "puts them. All processes live through the rounds, and sleep in the others' turns. "
+        "Open MPI binds each process to a core by default; the system schedules "
+        "the others. All processes stay alive for all rounds, and sleep in the others' turns. "
         + exact.CHECKED
         + missing,
         rows,
@@ -141,7 +141,7 @@ def _moved_section(rows: list[dict[str, Any]]) -> Section:
     text = (
         "With n ranks, direct moves 5 n - 2 vectors (through shared memory: n - 1 parts copied in, "
         "one summed from n and written twice, n - 1 copied out), ring 6 n - 4. What is "
-        "lost, at small sizes: ranks wait for each other. Above 1: the shared memory is small and "
+        "lost at small sizes: ranks wait for each other. Above 1: the shared memory is small and "
         "stays in the cache, and results are written where the vectors lay; a copy needs the lines "
         "of two places."
     )

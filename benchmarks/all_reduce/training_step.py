@@ -1,4 +1,4 @@
-"""What synchronisation costs a training step of 2 processes: jdp and PyTorch's DDP."""
+"""Measures the cost of synchronisation in a training step of 2 processes: jdp and PyTorch's DDP."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from benchmarks.harness.rounds import Word
 NUM_PROCESSES, NUM_LAYERS, NUM_ROWS, NUM_STEPS = 2, 4, 32, 3
 WIDTHS = (660, 2500)  # 7 MB and 100 MB of parameters
 DDP, GOAL = "torch DDP", 1 / 3
-# Each with the step that it is measured by, which reduces nothing.
+# Each contestant, with its baseline step that reduces nothing.
 STEPS = {"jdp direct": "jdp none", "jdp ring": "jdp none", "jdp gloo": "jdp none"}
 _NAMES = {"direct": "jdp direct", "ring": "jdp ring", "psum": "jdp gloo", "none": "jdp none"}
 
@@ -27,10 +27,10 @@ def measure(
     """Time whole steps with and without the reduction.
 
     Args:
-      at: where the peers are installed.
-      widths: of the MLP, of 4 square layers.
+      at: the installations of the peers.
+      widths: widths of the MLP, which has 4 square layers.
       budget_s: seconds for each model.
-      min_rounds: rounds of each model even if they take longer.
+      min_rounds: minimum number of rounds of each model, even if they exceed the budget.
     """
     rows = []
     with contextlib.ExitStack() as stack:
@@ -81,13 +81,13 @@ def _cost_ms(found: Mapping[str, np.ndarray], name: str) -> np.ndarray:
 
 def _section(rows: list[dict[str, Any]]) -> Section:
     return Section(
-        "What synchronisation costs a training step",
+        "Cost of synchronisation in a training step",
         f"Milliseconds of a step of an MLP of {NUM_LAYERS} square layers, {NUM_ROWS} rows in each "
         f"of {NUM_PROCESSES} processes, SGD with momentum. `cost`: the step less the same step "
         "without the reduction, in the same rounds: jdp's on a mesh of its own process alone, "
         "PyTorch's DDP under `no_sync`. jdp's step also takes the mean of the loss. "
         "`gloo` is `jdp.collectives.xla`. All processes, the peer's too, allocate in huge pages, "
-        "as `jdp run` has it: XLA maps its temporaries anew in each step, and 100 MB in pages of "
+        "as under `jdp run`: XLA maps its temporaries again in each step, and 100 MB in pages of "
         "4 KiB cost more than their sum. Goal: at most a third of what DDP's costs. "
         f"Loss, parameters and momentum after each run of {NUM_STEPS} steps are those of the same "
         f"training on one device, to 1e-4 of the largest element. {exact.CHECKED}",

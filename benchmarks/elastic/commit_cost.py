@@ -1,4 +1,4 @@
-"""What commits cost a step, and how long it takes to restore one.
+"""Measures the cost of commits per step, and the time to restore a commit.
 
     python -m benchmarks.elastic.commit_cost           in ten minutes on 2 cores
     python -m benchmarks.elastic.commit_cost --quick   tiny rounds, to see that it works
@@ -48,9 +48,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="tiny rounds, not for results")
-    parser.add_argument("--model", type=int, help="measure this one alone, in this process")
-    parser.add_argument("--budget-s", type=float, default=15.0, help="of each measurement")
-    parser.add_argument("--min-rounds", type=int, default=5, help="even if they take longer")
+    parser.add_argument("--model", type=int, help="measure only this model, in this process")
+    parser.add_argument("--budget-s", type=float, default=15.0, help="seconds for each measurement")
+    parser.add_argument(
+        "--min-rounds",
+        type=int,
+        default=5,
+        help="minimum number of rounds, even if they exceed the budget",
+    )
     args = parser.parse_args()
     launched()
     mesh = jdp.init(cpu_ranks=4)
@@ -76,12 +81,12 @@ def launched() -> None:
     os.environ |= launcher_client.invitation(**fds, slot=0)
     assignment = launcher_client.Assignment(0, 0, 1, 0, 1, "127.0.0.1:1", False, None, "benchmark")
     ours.sendall(messages.encode("go", assignment._asdict()))
-    launcher_client.current.cache_clear()  # nobody had started this process when jdp was imported
+    launcher_client.current.cache_clear()  # the cache says that no launcher started this process
     _kept_open.append(ours)
 
 
 def memory_file() -> int:
-    """Make a commit memory, as the launcher does."""
+    """Create a commit memory, as the launcher does."""
     return os.memfd_create("commits")
 
 
@@ -89,9 +94,9 @@ def step_cost(*, num_processes: int, budget_s: float, min_rounds: int) -> Sectio
     """Time steps with commits against the same steps without.
 
     Args:
-      num_processes: that measure each model, one after the other.
-      budget_s: seconds for each model in each of them.
-      min_rounds: rounds of each even if they take longer.
+      num_processes: number of processes that measure each model, one after the other.
+      budget_s: seconds for each model in each process.
+      min_rounds: minimum number of rounds of each, even if they exceed the budget.
     """
     rows = []
     for number in range(len(MODELS)):
@@ -122,14 +127,15 @@ def step_cost(*, num_processes: int, budget_s: float, min_rounds: int) -> Sectio
             }
         )
     return Section(
-        "What commits cost",
+        "Cost of commits",
         f"{COMMIT_EVERY} steps with one commit over {COMMIT_EVERY} without, on 4 ranks of one "
-        "process, Adam, all of one training. The commit falls into the middle and is whole before "
+        "process, Adam, all in one training run. The commit starts in the middle and is complete "
+        "before "
         "the clock stops. Rounds of two runs each, in alternating order, and their median; of "
         f"{num_processes} such processes the median, the least and the most. A commit moves four "
         "times the state's bytes: read and written on the device, read and written on the host. "
-        "The floor is what these two copies take by themselves, if nothing of it overlaps with the "
-        "steps. After the last round training goes on from the last commit to the same bits on "
+        "The floor is the time of these two copies alone, if they do not overlap with the "
+        "steps. After the last round, training continues from the last commit to the same bits on "
         "every rank.",
         rows,
         {
@@ -164,8 +170,8 @@ def measure(number: int, *, budget_s: float, min_rounds: int) -> dict[str, Any]:
     }
 
 
-# One for both contestants: two states lie elsewhere in memory, and the steps of one are then
-# faster than those of the other by more than a commit costs.
+# One training for both contestants: two states would lie at different addresses, which changes the
+# time of a step by more than the cost of a commit.
 class _Training:
     def __init__(self, problem: Problem):
         @jdp.train_step
@@ -203,7 +209,7 @@ class _Training:
         if ckpt is not None:
             ckpt.step(self._state)
 
-    # A commit holds a state that training goes on from to the same bits.
+    # Training that continues from the commit must reach the same bits.
     def check(self) -> None:
         self.with_commit()
         _without_saving(self._ckpt)
@@ -216,7 +222,7 @@ class _Training:
         _require_equal(self._state, jax.device_get(live), "the commit, and half a round of steps")
 
 
-# Into memory that is mapped already, as both copies of a commit are.
+# Copies into memory that is already mapped, like both copies of a commit.
 def _copy_s(num_bytes: int) -> float:
     source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
     times = []
@@ -231,8 +237,8 @@ def restore_time(mesh: jax.sharding.Mesh, *, rounds: int) -> Section:
     """Time `Checkpointer.restore` of a commit.
 
     Args:
-      mesh: of 4 ranks.
-      rounds: how often each is restored.
+      mesh: mesh of 4 ranks.
+      rounds: number of restores of each model.
     """
     rows = [
         {
@@ -244,9 +250,9 @@ def restore_time(mesh: jax.sharding.Mesh, *, rounds: int) -> Section:
         for mib, leaves in ((1, 20), (100, 100))
     ]
     return Section(
-        "How long a commit takes to restore",
+        "Time to restore a commit",
         f"`restore` on 4 ranks of one process: median and longest of {rounds}, each with a new "
-        "Checkpointer; and what reading the bytes takes by itself. Each restored state is compared "
+        "Checkpointer; and the time of reading the bytes alone. Each restored state is compared "
         "on every rank.",
         rows,
         {

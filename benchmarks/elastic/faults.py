@@ -1,12 +1,12 @@
-"""Chaos: one training run of 3 processes, to which something happens again and again.
+"""Injects faults into one training run of 3 processes, again and again.
 
     python -m benchmarks.elastic.faults                      100 faults, 10 minutes at most
     python -m benchmarks.elastic.faults --faults 20 --quick   what the tests run
 
-What happens, to whom and when is drawn from a seed. In the end the state of every process must have
-the bits of a run to which nothing happened, and each row must have counted once in each epoch, over
-all processes. Prints its tables and writes them to benchmarks/results/, those of a quick run to
-out/benchmarks/.
+A seed determines the kind, the process and the time of each fault. In the end, the state of every
+process must have the same bits as a run without faults, and each row must have counted once in each
+epoch, over all processes. Prints its tables and writes them to benchmarks/results/, those of a
+quick run to out/benchmarks/.
 """
 
 import argparse
@@ -41,19 +41,19 @@ GOAL_S = 0.5  # for a process that is killed, on a quiet machine
 
 
 class Pace(NamedTuple):
-    """How fast faults follow each other.
+    """The frequency of faults.
 
     Attributes:
-      stride: steps in which one happens.
-      changes: of the launcher, in Python.
+      stride: number of steps in which one fault happens.
+      changes: Python code that changes settings of the launcher.
     """
 
     stride: int
     changes: str
 
     def num_steps(self, num_faults: int) -> int:
-        """How many steps the whole run needs, so that it ends with an epoch."""
-        # With those that are lost, and the one that each generation makes; most come earlier.
+        """Return the number of steps of the whole run, which ends with an epoch."""
+        # Includes lost steps, and one step for each generation; most faults happen earlier.
         most, whole = self.stride + 8, NUM_ROWS // 2
         return -(-num_faults * most // whole) * whole
 
@@ -63,13 +63,13 @@ QUICK = Pace(stride=10, changes=harness.SHORT_BACKOFF)
 
 
 class Incident(NamedTuple):
-    """What happened.
+    """One fault and its recovery.
 
     Attributes:
-      kind: what.
+      kind: kind of the fault.
       began: time.time().
-      record: the launcher's, of the recovery.
-      rest_s: for how long the launcher left the slot of a process empty that failed often.
+      record: the launcher's record of the recovery.
+      rest_s: seconds for which the launcher left the slot of a repeatedly failing process empty.
     """
 
     kind: str
@@ -79,19 +79,19 @@ class Incident(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """From the fault until all processes of a generation had made a step."""
+        """Seconds from the fault until all processes of a generation had made a step."""
         return self.record["at"] - self.began
 
 
 class Outcome(NamedTuple):
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
-      incidents: in their order.
-      lost_steps: of each restore.
-      miscounted: rows and steps that counted too often or never.
-      wrong_bits: leaves of a process whose bits are not those of the run to which nothing happened.
-      seconds: of the whole run.
+      incidents: faults in their order.
+      lost_steps: number of steps lost in each restore.
+      miscounted: rows and steps that did not count exactly once.
+      wrong_bits: leaves of a process whose bits differ from those of the run without faults.
+      seconds: duration of the whole run.
     """
 
     incidents: list[Incident]
@@ -105,9 +105,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--faults", type=int, default=100, help="how many")
-    parser.add_argument("--seed", type=int, default=0, help="of what happens")
-    parser.add_argument("--quick", action="store_true", help="not for results")
+    parser.add_argument("--faults", type=int, default=100, help="number of faults")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults")
+    parser.add_argument(
+        "--quick", action="store_true", help="faster and shorter, to see that it works"
+    )
     args = parser.parse_args()
     pace = QUICK if args.quick else FULL
     with tempfile.TemporaryDirectory() as name:
@@ -129,11 +131,11 @@ def chaos(folder: Path, oracle: Training, num_faults: int, seed: int, pace: Pace
     """Train with faults.
 
     Args:
-      folder: for the run.
+      folder: folder of the run.
       oracle: the same run without faults.
-      num_faults: how many; fewer if they take longer than MINUTES.
-      seed: of what happens.
-      pace: of the faults.
+      num_faults: number of faults; fewer if they take longer than MINUTES.
+      seed: seed of the faults.
+      pace: frequency of the faults.
     """
     training = Training(folder, oracle.num_steps, pace.stride, pace.changes)
     with contextlib.closing(training):
@@ -157,13 +159,13 @@ def chaos(folder: Path, oracle: Training, num_faults: int, seed: int, pace: Pace
 
 
 class Fate:
-    """Decides what happens to a run, and has it happen.
+    """Chooses the faults of a run, and injects them.
 
     Args:
       training: the run.
-      launcher: of it.
-      rng: what is decided with.
-      stride: steps in which something happens.
+      launcher: the launcher of the run.
+      rng: source of the choices.
+      stride: number of steps in which one fault happens.
     """
 
     def __init__(
@@ -196,12 +198,12 @@ class Fate:
                 self._order,
             ),
         }
-        # A process that is simply killed is what happens most often.
+        # A plain kill is the most frequent fault.
         self._weights = {kind: 6 if kind == "SIGKILL" else 1 for kind in self._kinds}
         self._victims = self._each_in_turn()
 
     def strike(self) -> Incident:
-        """Have something happen, and wait until the run has recovered."""
+        """Inject a fault, and wait until the run has recovered."""
         harness.until_ready(self._launcher)
         rank = next(self._victims)
         weights = {kind: it for kind, it in self._weights.items() if rank in _ranks(kind)}
@@ -213,7 +215,7 @@ class Fate:
         generation, self._generation = self._generation, record["generation"]
         return Incident(kind, began, record, self._rest_s(generation, self._generation))
 
-    # In an order that is drawn anew for each round: the place of one that fails too often within a
+    # In a new random order for each round: the slot of a process that fails too often within a
     # minute stays empty for a while.
     def _each_in_turn(self) -> Iterator[int]:
         while True:
@@ -248,7 +250,7 @@ class Fate:
     def _signal_twice(self, kind: str, rank: int) -> float:
         generation = harness.generation(self._launcher)
         began = self._signal(kind, rank)
-        # As soon as it can be known who is in it.
+        # As soon as the members of the new generation are known.
         formed = self._launcher.until("joined", generation=generation + 1)
         os.kill(formed[0]["pid"], signal.SIGKILL)
         return began
@@ -266,13 +268,13 @@ class Fate:
         return sum(formed[i + 1] - ended[i] for i in range(first, last))
 
 
-# Process 0 writes for all.
+# Process 0 writes the checkpoint of all.
 def _ranks(kind: str) -> Sequence[int]:
     return [0] if kind.startswith("kill in a") else range(SIZE)
 
 
 def run_section(outcome: Outcome) -> Section:
-    """What became of the run."""
+    """The result of the whole run."""
     incidents = outcome.incidents
     killed = [it.seconds - it.rest_s for it in incidents if it.kind == "SIGKILL"]
     seconds = [it.seconds - it.rest_s for it in incidents]
@@ -294,13 +296,14 @@ def run_section(outcome: Outcome) -> Section:
         "The run",
         f"{SIZE} processes, batches of {BATCH_SIZE} rows (padded to divide), epochs of {NUM_ROWS}; "
         f"a commit every {COMMIT_EVERY} steps, a checkpoint every {SAVE_EVERY}; no step for "
-        f"{harness.TIMEOUT_S:g} s is a hang. Each fault comes when the standbys wait again. "
-        "`lost`: steps that all processes had begun and that were made again. `rows`: rows that "
-        "did not count once in their epoch. `bits`: the final state of every process against that "
-        "of a run to which nothing happened. `recovery`: seconds from the fault until all "
-        "processes of a generation had made a step, without the time for which a slot rests that "
-        "fails again and again; `killed`: the same where one process got SIGKILL and the standbys "
-        "were there; the goal is for its median.",
+        f"{harness.TIMEOUT_S:g} s counts as a hang. Each fault is injected when the standbys are "
+        "ready again. "
+        "`lost`: steps that all processes had begun and that were repeated. `rows`: rows that "
+        "did not count once in their epoch. `bits`: the final state of every process compared with "
+        "a run without faults. `recovery`: seconds from the fault until all "
+        "processes of a generation had made a step, without the time for which the slot of a "
+        "repeatedly failing process stays empty; `killed`: the same if one process got SIGKILL "
+        "and standbys were ready; the goal is for its median.",
         [row],
         {
             "faults": "{faults}",
@@ -320,21 +323,25 @@ def run_section(outcome: Outcome) -> Section:
 
 
 def kinds_section(outcome: Outcome) -> Section:
-    """How long each kind of fault takes, and what takes that time."""
+    """The recovery time of each kind of fault, and its parts."""
     by_kind = defaultdict(list)
     for incident in outcome.incidents:
         by_kind[incident.kind].append(incident)
     rows = [_kind_row(kind, incidents) for kind, incidents in sorted(by_kind.items())]
     parts = {name: f"{{{name}_s:.3f}}" for name in PARTS}
     return Section(
-        "By what happened",
-        "Seconds. `median` and `worst` are of the recovery, from the fault itself. Then medians of "
-        "its parts: `detected`: nobody noticed; `ended`: the other processes are killed and waited "
-        "for; `formed`: standbys are told, or processes started, until all have connected; "
-        "`restored`: devices, mesh, state and the checks that all are alike; `stepped`: the first "
-        "step, `compiled` of it to trace it and to read the program from the cache. `rested`: the "
-        "time for which a slot stayed empty because it fails again and again, which is in no other "
-        "column. Where the next generation dies, too, the parts are those of the last one.",
+        "By kind of fault",
+        "Seconds. `median` and `worst` are the whole recovery, from the fault itself. Then the "
+        "medians of "
+        "its parts. `detected`: until the launcher noticed; `ended`: the other processes are "
+        "killed and waited "
+        "for; `formed`: standbys are activated or processes started, until all have connected; "
+        "`restored`: devices, mesh, state and the comparison of all processes; `stepped`: the "
+        "first "
+        "step; `compiled`: the part of it for tracing and for reading the program from the cache. "
+        "`rested`: the "
+        "time for which the slot of a repeatedly failing process stayed empty, which is in no "
+        "other column. If the next generation also dies, the parts are those of the last one.",
         rows,
         {"what": "{kind}", "times": "{times}", "median": "{median_s:.3f}", "worst": "{worst_s:.3f}"}
         | parts,

@@ -1,10 +1,10 @@
-"""Seconds of each kind of fault, and what takes them."""
+"""Plots the recovery time of each kind of fault, and its parts."""
 
 from pathlib import Path
 
 from benchmarks.harness.report import Section
 
-# Of a recovery, one after the other; `compiled` is a part of `stepped`.
+# The parts of a recovery in sequence; `compiled` is a part of `stepped`.
 _PARTS = ("detected", "ended", "formed", "restored", "compiled", "stepped")
 
 
@@ -12,11 +12,11 @@ def draw(path: Path, section: Section) -> str:
     """Plot the table of `faults.kinds_section`.
 
     Args:
-      path: of the picture, which tells its format.
+      path: path of the picture; the suffix selects the format.
       section: the table.
 
     Returns:
-      A line on what was done.
+      A line that reports what was written.
     """
     try:
         import matplotlib
@@ -35,7 +35,7 @@ def draw(path: Path, section: Section) -> str:
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for i, row in enumerate(rows):
         panel.plot(row["seconds"], [i] * len(row["seconds"]), "k.", markersize=4)
-    panel.set(xlabel="seconds from the fault to a step of all; a dot is one fault")
+    panel.set(xlabel="seconds from the fault to a step of all processes; each dot is one fault")
     panel.set_yticks(range(len(rows)), [f"{row['kind']} ({row['times']})" for row in rows])
     panel.grid(axis="x", alpha=0.3)
     panel.legend(ncols=len(_PARTS), loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize="small")

@@ -1,9 +1,9 @@
-// How fast the kernels are with all ranks on one GPU, as JSON lines on standard output.
+// Measures the kernels with all ranks on one GPU, and prints JSON lines.
 //
-// Times are medians over replays of a CUDA graph of several launches in a row, divided by their
-// number: what a launch costs between two others, without the host. Leaves are reduced in place, as
-// a jdp step has it. Before each replay the leaves get other numbers, and after it every element on
-// every rank is compared with the exact result: one that is wrong ends the program.
+// Times are medians over replays of a CUDA graph of several consecutive launches, divided by their
+// number: the time of a launch between two others, without the host. Leaves are reduced in place,
+// as in a jdp step. Before each replay the leaves get new numbers, and after it every element on
+// every rank is compared with the exact result. A wrong element ends the program.
 
 #include <algorithm>
 #include <functional>
@@ -24,21 +24,21 @@ constexpr int kWarmUp = 2;
 
 const char* const kNames[] = {"ring", "one-shot", "two-shot"};
 
-// Of bytes that a rank moves through device memory for each byte reduced: see kernels.cu.
+// Bytes that a rank moves through device memory for each byte reduced: see kernels.cu.
 double floor_factor(Algorithm algorithm, int num_ranks) {
   if (algorithm == Algorithm::kOneShot) return 2.0 * num_ranks + 1;
   return (6.0 * num_ranks - 4) / num_ranks;
 }
 
-// What happens in a replay, of which only `launch` is timed.
+// The functions of a replay, of which only `launch` is timed.
 struct Timed {
-  int num_calls;  // of `launch` in a row
+  int num_calls;  // number of consecutive launches
   std::function<void()> launch;
   std::function<void(int round)> prepare;
   std::function<void(int round)> check;
 };
 
-// Microseconds of one call.
+// Returns the microseconds of one call.
 double time_us(cudaStream_t stream, const Timed& timed) {
   cudaGraph_t graph;
   cudaGraphExec_t executable;
@@ -96,11 +96,11 @@ __global__ void find_wrong(const T* data, int64_t size, WholeNumbers numbers, Wr
   }
 }
 
-// On standard output, too, where what is made of the lines sees it.
+// Also on standard output, where the reader of the lines finds it.
 [[noreturn]] void end_with(const std::string& error) {
   printf("{\"kind\": \"wrong\", \"error\": \"%s\"}\n", error.c_str());
   fflush(stdout);
-  fprintf(stderr, "%s Its times would mean nothing, so this benchmark ends.\n", error.c_str());
+  fprintf(stderr, "%s Its times would be meaningless, so the benchmark stops.\n", error.c_str());
   exit(1);
 }
 
@@ -119,7 +119,7 @@ class Bench {
            int num_channels, int64_t slot_bytes) {
     Layout layout = {num_ranks, num_channels, slot_bytes, 32 * kKiB};
     VirtualRanks ranks(layout);
-    ranks.tell(arguments_of<T>(layout, algorithm, bytes));
+    ranks.set_arguments(arguments_of<T>(layout, algorithm, bytes));
     const VirtualKernel kernel = virtual_kernel_of<T>(algorithm);
     if (!ranks.fits(kernel)) return;
     const int num_calls = bytes <= kMiB ? 50 : bytes <= 32 * kMiB ? 10 : 3;
@@ -189,7 +189,7 @@ class Bench {
     return all;
   }
 
-  // `bytes` are those of one rank.
+  // `bytes`: size of one rank's leaves.
   template <typename T>
   void put_in(T* data, int64_t bytes, const WholeNumbers& numbers) {
     fill<<<1024, 512, 0, stream_>>>(data, bytes / sizeof(T), numbers);
@@ -236,7 +236,7 @@ int main() {
                        bytes <= 8 * kKiB ? 1 : 4, 64 * kKiB);
     }
     for (int64_t bytes = 64 * kKiB; bytes <= 256 * kMiB; bytes *= 4) {
-      // As a plan would have it, and no more than run at once.
+      // As many as a plan chooses, but no more than are resident at once.
       const int num_channels =
           static_cast<int>(std::min<int64_t>(num_multiprocessors / num_ranks, bytes / (8 * kKiB)));
       for (Algorithm algorithm : {Algorithm::kRing, Algorithm::kOneShot, Algorithm::kTwoShot}) {
@@ -250,7 +250,7 @@ int main() {
     bench.run<jdp::BFloat16>("type", "bfloat16", algorithm, 8, 64 * kMiB, num_channels, 256 * kKiB);
     bench.run<jdp::Float16>("type", "float16", algorithm, 8, 64 * kMiB, num_channels, 256 * kKiB);
   }
-  // What a default is chosen from.
+  // Variants for the choice of defaults.
   for (int num_channels : {4, 8, 12, 16}) {
     for (int64_t slot_bytes : {32 * kKiB, 64 * kKiB, 128 * kKiB, 256 * kKiB, 512 * kKiB}) {
       bench.run<float>("variant", "float32", Algorithm::kRing, 8, 64 * kMiB, num_channels,

@@ -1,4 +1,5 @@
-"""What calls through XLA cost on one GPU, and the table of all that was measured there.
+"""Measures the cost of calls through XLA on one GPU, and writes the tables of all measurements
+there.
 
 `run_all.sh` calls it:
 
@@ -54,7 +55,7 @@ def main() -> None:
 
 
 def gpu() -> str:
-    """Name, driver, and compiler."""
+    """Return name, driver and compiler."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     card = subprocess.check_output(query, text=True).splitlines()[0]
     nvcc = subprocess.check_output(["nvcc", "--version"], text=True).split("release ")[1][:4]
@@ -62,7 +63,7 @@ def gpu() -> str:
 
 
 def ring_sections(lines: Path) -> list[Section]:
-    """Tabulate what bench_ring printed, as far as it came.
+    """Return the tables of bench_ring's output, even if it is incomplete.
 
     Raises:
       exact.WrongResultError: if bench_ring found a wrong result.
@@ -83,9 +84,10 @@ def ring_sections(lines: Path) -> list[Section]:
     for row in rows:
         row["kib"], row["slot_kib"] = row["bytes"] / 1024, row.get("slot_bytes", 0) / 1024
     text = (
-        f"{gpu()}. All ranks on one GPU, in place. The floor is what a rank moves through device "
+        f"{gpu()}. All ranks on one GPU, in place. The floor is the bytes that a rank moves "
+        "through device "
         f"memory over the {copy['tb_per_s']:.2f} TB/s of a device-to-device copy in the same run; "
-        "small buckets beat it, for they stay in the cache. Medians of graph replays. "
+        "small buckets beat it, because they stay in the cache. Medians of graph replays. "
         + exact.CHECKED
     )
 
@@ -125,7 +127,7 @@ def call_section(path: Path) -> Section:
     )
 
 
-# As jdp.collectives does it: all starts, a barrier over the tokens, the dones in a chain.
+# As in jdp.collectives: all starts, a barrier over the tokens, the dones in a chain.
 def rings(leaves: list[jax.Array]) -> list[jax.Array]:
     def attributes(i: int) -> dict:
         return {"bucket": np.int32(i), "num_ranks": np.int32(1), "communicator": np.int64(0)}
@@ -167,7 +169,7 @@ def open_communicator(path: Path) -> None:
 
 
 class Calls:
-    """Calls in a row of a program that doubles buckets, each of the result of the one before."""
+    """Consecutive calls of a program that doubles buckets, each of the result of the one before."""
 
     def __init__(self, label: str, double: Callable[[list[jax.Array]], list[jax.Array]]):
         self._label, self._double = label, jax.jit(double)
@@ -209,7 +211,7 @@ def step_section() -> Section:
         models.transformer(dim=512, num_layers=12, num_rows=32, length=256),
     ):
         batch = jax.device_put(problem.batch)
-        # Ten steps, then the same ten again: float32 products on a GPU are rounded otherwise.
+        # Ten steps, then the same ten again: float32 products on a GPU are rounded differently.
         with jax.default_matmul_precision("highest"):
             oracle = Oracle(problem, num_steps=10, num_runs=1)
             clocks = []

@@ -1,4 +1,5 @@
-"""Training steps to compile for GPUs: models as shapes, in bfloat16, whole or as scanned layers."""
+"""Training steps to compile for GPUs: models as shapes, in bfloat16, unrolled or as scanned
+layers."""
 
 import ctypes
 import functools
@@ -27,9 +28,9 @@ class Model(NamedTuple):
       layer: name of a leaf of one layer -> its shape.
       apply: `apply(params of a layer, x) -> x`.
       rows: shape of a batch of all ranks.
-      num_layers: how many.
-      last_leaves: leaves of the first layer of whose gradient no matmul can be hidden behind:
-        backpropagation ends with them.
+      num_layers: number of layers.
+      last_leaves: leaves of the first layer whose gradients are the last ones of backpropagation,
+      so that no matmul can hide their reduction.
     """
 
     layer: dict[str, tuple[int, ...]]
@@ -48,8 +49,8 @@ class Model(NamedTuple):
         return self.num_layers * self.layer_bytes()
 
     def ceiling_bytes(self, scanned: bool) -> int:
-        """Give the bytes of all gradients but those that no matmul follows."""
-        # A loop gives the gradients of its last layer at its end, all at once.
+        """Return the bytes of all gradients that a matmul follows."""
+        # A loop returns the gradients of its last layer at its end, all at once.
         last = tuple(self.layer) if scanned else self.last_leaves
         return self.gradient_bytes() - self.num_bytes(last)
 
@@ -103,13 +104,13 @@ def lowered(
     """Lower a jdp step.
 
     Args:
-      model: of `MODELS`.
-      optimizer: of `OPTIMIZERS`.
-      mesh: to compile for.
-      scan: `lax.scan` or like it: over stacked layers. None: one layer after another.
-      remat: compute what is inside a layer again on the way back.
+      model: key of `MODELS`.
+      optimizer: key of `OPTIMIZERS`.
+      mesh: mesh to compile for.
+      scan: `lax.scan` or a function like it, over stacked layers. None: layers are unrolled.
+      remat: recompute the inside of a layer in the backward pass.
       accumulate: number of micro-batches.
-      **options: of `jdp.replicated`.
+      **options: options of `jdp.replicated`.
     """
     made, tx = MODELS[model], jdp.replicated(OPTIMIZERS[optimizer], **options)
     apply = jax.checkpoint(made.apply) if remat else made.apply
@@ -155,7 +156,7 @@ def _state(model: Model, tx: Any, mesh: Mesh, *, stacked: bool) -> jdp.TrainStat
 
 
 def register_handlers() -> str:
-    """Register the ring's handlers, so that XLA compiles calls of them; say which they are."""
+    """Register the ring's handlers, so that XLA compiles calls to them, and return their kind."""
     built = Path(jdp.__file__).parent / "lib" / "libjdp_cuda.so"
     library = built if built.exists() else _compiled_stand_in()
     functions = ctypes.CDLL(str(library))

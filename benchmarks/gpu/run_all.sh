@@ -4,8 +4,9 @@
 #     benchmarks/gpu/run_all.sh [FOLDER]
 #
 # Needs nvcc, and a python3 (or $PYTHON) with JAX's CUDA plugin, optax, flax. Tables go to
-# benchmarks/results/, logs to FOLDER (out/gpu). A stage that fails says so; the others still run.
-# All that is timed is compared with the exact result in each round; what is wrong gets no table.
+# benchmarks/results/, logs to FOLDER (out/gpu). A failed stage is reported, and the others still
+# run. Every timed result is compared with the exact one in each round; a wrong result gets no
+# table.
 
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -77,13 +78,13 @@ export -f build compile sanitize bench
 export PYTHON OUT BIN arch PYTHONPATH=$PWD PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_MEM_FRACTION=0.3
 
 stage build 180 bash -c "INCLUDE=(${INCLUDE[*]}); build"
-# The times first: they are what only this machine can tell.
+# Times first: only this machine can measure them.
 stage bench 110 bash -c bench
 stage virtual_ranks 150 "$PYTHON" tests/csrc/cuda/ring_cases.py "$BIN/virtual_ranks"
 stage two_processes 40 "$BIN/several_processes" 2
 stage three_processes 50 "$BIN/several_processes" 3
 stage measure 120 "$PYTHON" -m benchmarks.gpu.measure "$BIN/libjdp_cuda.so" "$OUT/bench_ring.jsonl"
-# racecheck looks at shared memory, which the kernels use none of; memcheck and synccheck matter.
+# racecheck checks shared memory, which the kernels do not use; memcheck and synccheck matter.
 for tool in memcheck synccheck racecheck; do
 	if command -v compute-sanitizer > /dev/null; then
 		stage "$tool" 60 bash -c "sanitize $tool"

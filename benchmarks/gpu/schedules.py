@@ -1,4 +1,4 @@
-"""What steps compiled for 8 x H200 hide of their reductions; no GPU is needed, none is run.
+"""Estimates how much of their reductions steps hide, compiled for 8 x H200; runs without a GPU.
 
     python -m benchmarks.gpu.schedules                     this interpreter's JAX, all steps
     python -m benchmarks.gpu.schedules --also PYTHON ...   and those of other environments
@@ -36,11 +36,11 @@ THRESHOLD = "xla_gpu_all_reduce_combine_threshold_bytes"
 
 
 class Method(NamedTuple):
-    """How gradients are reduced.
+    """A way to reduce gradients.
 
     Attributes:
-      options: of `programs.lowered`.
-      threshold_mib: up to which XLA combines all-reduces; None: as jdp chooses.
+      options: options of `programs.lowered`.
+      threshold_mib: size up to which XLA combines all-reduces; None: jdp chooses.
     """
 
     options: dict[str, Any]
@@ -72,7 +72,8 @@ SCANNED = {
     "scan_layers, split, remat": Method(dict(SPLIT, scan=_late(SPLIT), remat=True)),
 }
 METHODS = {**WHOLE, **SCANNED}
-# (model, optimizer, method): what the optimizer does after a loop of layers changes nothing in it.
+# (model, optimizer, method). The optimizer runs after a loop of layers, and does not change the
+# loop.
 STEPS = [
     (model, optimizer, method)
     for model in programs.MODELS
@@ -83,14 +84,14 @@ STEPS = [
 
 
 def measure(model: str, optimizer: str, method: str, mesh: Mesh) -> dict[str, Any]:
-    """Compile one step for `mesh`, and run its schedule on the model of time."""
+    """Compile one step for `mesh`, and simulate its schedule."""
     how = METHODS[method]
     lowered = programs.lowered(model, optimizer, mesh, **how.options)
     mib = how.threshold_mib
     compiled = lowered.compile(None if mib is None else {THRESHOLD: int(mib * MiB)})
     found, made = timeline.run(compiled.as_text()), programs.MODELS[model]
     ceiling = made.ceiling_bytes("scan" in how.options)
-    # A loop that reduces one layer late begins with a reduction of zeros, and hides that, too.
+    # A loop that reduces one layer late begins with a reduction of zeros, and hides it too.
     zeros = made.layer_bytes() if method.startswith("scan_layers") else 0
     hidden = max(found.hidden_bytes - zeros, 0)
     return {
@@ -144,7 +145,7 @@ def _rows(only: str, described: str | None) -> Iterator[dict[str, Any]]:
             yield row
 
 
-# A process holds one JAX. Its own description of an H200 serves them all.
+# A process has one JAX. The newest one's description of an H200 serves all.
 def _rows_of(python: str, only: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         described, rows = Path(folder, "h200.txtpb"), Path(folder, "rows.json")

@@ -1,4 +1,4 @@
-"""What a compiled schedule hides: reductions and matmuls in launch order, on a model of time."""
+"""Simulates a compiled schedule: reductions and matmuls in launch order, with assumed times."""
 
 import bisect
 import re
@@ -28,12 +28,12 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _BUCKET = re.compile(r"\bbucket = (\d+)")
 _CALLED = re.compile(r"\b(?:calls|called_computations)=\{?%?([\w.\-]+)")
 _BODY = re.compile(r"\bbody=%?([\w.\-]+)")
-# They move nothing, or only start what is counted elsewhere.
+# These move no data, or only start operations that are counted elsewhere.
 _FREE = set("parameter constant tuple get-tuple-element bitcast after-all partition-id".split())
 
 
 def all_reduce_s(num_bytes: float) -> float:
-    """Give the assumed time of one all-reduce."""
+    """Return the assumed time of one all-reduce."""
     sizes, times = list(ALL_REDUCE_US), list(ALL_REDUCE_US.values())
     i = min(max(bisect.bisect(sizes, num_bytes / MiB), 1), len(sizes) - 1)
     slope = (times[i] - times[i - 1]) / (sizes[i] - sizes[i - 1])
@@ -42,16 +42,16 @@ def all_reduce_s(num_bytes: float) -> float:
 
 @dataclass
 class Timeline:
-    """One run of a schedule.
+    """One simulated run of a schedule.
 
     Attributes:
-      sent_bytes: of all reductions.
-      hidden_bytes: of those that are under way while a matmul runs.
-      tail_bytes: of those that start after the last matmul.
-      reductions: how many there are.
-      now_s: when the compute stream is done.
-      waited_s: how long it waited for the other.
-      reducing_s: how long all reductions take by themselves.
+      sent_bytes: bytes of all reductions.
+      hidden_bytes: bytes of reductions in flight while a matmul runs.
+      tail_bytes: bytes of reductions that start after the last matmul.
+      reductions: number of reductions.
+      now_s: time at which the compute stream is done.
+      waited_s: seconds for which the compute stream waited for reductions.
+      reducing_s: total seconds of all reductions.
     """
 
     sent_bytes: int = 0
@@ -63,7 +63,7 @@ class Timeline:
     reducing_s: float = 0.0
     _num_matmuls: int = 0
     _free_s: float = 0.0  # when the reducing stream is
-    # Where each reduction under way will end, its bytes, and how many matmuls came before it.
+    # For each reduction in flight: its end, its bytes, and the number of matmuls before it.
     _under_way: dict[str, tuple[float, int, int]] = field(default_factory=dict)
 
     def compute(self, flops: float, num_bytes: float) -> None:
@@ -91,7 +91,7 @@ class Timeline:
 
 
 def run(text: str) -> Timeline:
-    """Run the schedule of `compiled.as_text()`, for GPUs, on the model of time.
+    """Simulate the schedule of `compiled.as_text()`, for GPUs.
 
     Raises:
       ValueError: if a reduction is waited for that was not started, or the time of an
@@ -140,7 +140,8 @@ class _Run:
         self.timeline.start(number, sum(hlo.num_bytes(shapes[x]) for x in operands))
 
     def _ring(self, one: Instruction) -> tuple[str, str]:
-        """Give the target and the bucket of a call of jdp's, perhaps in a fusion that slices."""
+        """Return the target and the bucket of a call of jdp, possibly inside a fusion that
+        slices."""
         for each in [one, *self._inside(one)]:
             target = _TARGET.search(each.rest)
             if target and target[1].startswith("jdp_ring"):
@@ -159,7 +160,7 @@ class _Run:
 
     def _compute(self, one: Instruction, shapes: dict[str, str]) -> None:
         if one.op in ("conditional", "call"):
-            raise ValueError(f"the time of {one.op} {one.name} is not known here.")
+            raise ValueError(f"the time of {one.op} {one.name} is unknown.")
         self.timeline.compute(self._flops_of(one, shapes), self._bytes_of(one, shapes))
 
     def _flops_of(self, one: Instruction, shapes: dict[str, str]) -> float:
@@ -182,7 +183,7 @@ class _Run:
     def _bytes_of(self, one: Instruction, shapes: dict[str, str]) -> int:
         """Count what is read and written: of an array that is sliced, the slice."""
         inner = list(self._inside(one)) if one.op in ("fusion", "fusion-start") else []
-        if one.op.endswith("-start"):  # its shape holds its operands, too
+        if one.op.endswith("-start"):  # its shape includes its operands
             one = one._replace(shape=_result_shape(inner) or one.shape)
         whole = _operand_bytes(one, shapes) + hlo.num_bytes(one.shape)
         if not any(each.op.startswith("dynamic-") for each in inner):

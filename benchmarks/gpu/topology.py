@@ -1,4 +1,4 @@
-"""A mesh of 8 x H200 to compile for, on a machine that has none of them."""
+"""A mesh of 8 x H200 to compile for, on a machine without such GPUs."""
 
 import importlib.util
 import os

@@ -1,5 +1,5 @@
-// Stands in for the ring's handlers where jdp has no CUDA library: XLA asks for them when it
-// compiles, and what is compiled for GPUs that are not there never calls them.
+// Replaces the ring's handlers if jdp has no CUDA library: XLA looks them up when it compiles, and
+// programs that are only compiled never call them.
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;

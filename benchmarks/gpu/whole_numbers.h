@@ -1,4 +1,4 @@
-// Whole numbers whose sums over ranks are exact in every type, and the sums, on host and device.
+// Integers whose sums over ranks are exact in every type, and the sums, on host and device.
 
 #pragma once
 
@@ -9,27 +9,29 @@
 
 namespace jdp {
 
-// A round of all-reduces in a row, all in the same memory: each sums the results of the one before.
-// Every call, rank, round and place has other numbers, so that a result of another one shows.
+// A round of consecutive all-reduces in the same memory: each sums the results of the one before.
+// Every call, rank, round and place has different numbers, so that a stale or misplaced result is
+// detected.
 struct WholeNumbers {
-  static constexpr int kPeriod = 113;  // a prime: places that differ by a power of two do not match
+  static constexpr int kPeriod = 113;  // a prime: places at a distance of a power of two differ
   static constexpr int kRounds = 8;    // until numbers repeat
 
   int num_ranks;  // a power of two
   int round;
-  int num_calls;  // 0: nothing is reduced, and each rank still has what was put in
+  int num_calls;  // 0: nothing is reduced, and each rank still has its input
 
-  // Of floats. Not 1 / num_ranks: a mean of equal numbers changes nothing, so that a call which did
-  // nothing would not show. Integers are not scaled.
+  // The scale of floats. Not 1 / num_ranks: a mean of equal numbers changes nothing, so a call that
+  // does nothing would pass. Integers are not scaled.
   double scale() const { return 2.0 / num_ranks; }
 
-  // What rank `rank` puts into place `i`.
+  // The input of rank `rank` at place `i`.
   template <typename T>
   JDP_HOST_DEVICE T input(int rank, int64_t i) const {
     return Element<T>::round(static_cast<typename Element<T>::Sum>(place(i) + rank), 1);
   }
 
-  // Whether `element` is what rank `rank` must have in place `i` after the last call; NaN is not.
+  // Whether `element` is the exact result of rank `rank` at place `i` after the last call. False
+  // for NaN.
   template <typename T>
   JDP_HOST_DEVICE bool is_right(T element, int rank, int64_t i) const {
     using Sum = typename Element<T>::Sum;

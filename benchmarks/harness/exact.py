@@ -19,11 +19,11 @@ NUM_ROUNDS = 1000  # until inputs repeat; whole numbers below 2**24 are exact in
 
 
 class WrongResultError(AssertionError):
-    """A contestant computed something else than the exact result."""
+    """A contestant did not compute the exact result."""
 
 
 class Contestant(Protocol):
-    """What `checked` times."""
+    """A contestant that `checked` times."""
 
     def prepare(self) -> None:
         """Write the inputs of the next round."""
@@ -64,7 +64,7 @@ def _long_pattern(size: int) -> np.ndarray:
 
 
 def values(rank: int, round_number: int, size: int, start: int = 0) -> np.ndarray:
-    """Return what a rank puts in, `[size]` float32: other numbers in each rank, round and place."""
+    """Return the input of a rank, `[size]` float32: different in each rank, round and place."""
     found = pattern(size, start)
     found *= rank + 1
     found += round_number % NUM_ROUNDS
@@ -80,16 +80,15 @@ def reduced(
     scale: float = 1.0,
     start: int = 0,
 ) -> np.ndarray:
-    """Return the exact result of all-reduces in a row, each of the result of the one before.
+    """Return the exact result of consecutive all-reduces, each of the result of the one before.
 
     Args:
       num_ranks: ranks, of which rank r put in `values(r, ...)`.
-      round_number: of the values.
-      num_calls: all-reduces in a row.
-      size: elements.
-      scale: multiplies each sum. With 2 / num_ranks each call doubles, so that a result of the
-        call before shows.
-      start: of the values.
+      round_number: the round whose values to compute.
+      num_calls: number of consecutive all-reduces.
+      size: number of elements.
+      scale: factor of each sum. With 2 / num_ranks each call doubles the values, so that the result
+        of a missing call differs. start: index of the first element in the long vector.
 
     Raises:
       ValueError: if float32 does not hold the result exactly.
@@ -122,12 +121,12 @@ def require(
     """Compare all elements of one rank's result.
 
     Args:
-      found: any array.
-      expected: as many elements.
-      contestant: whose result it is.
-      rank: whose result it is.
-      round_number: in which it was computed.
-      what: the result in a few words.
+      found: the computed array.
+      expected: the exact array, of the same size.
+      contestant: name of the contestant that computed it.
+      rank: rank that computed it.
+      round_number: round in which it was computed.
+      what: description of the result for the error, in a few words.
       tolerance: absolute; 0 compares for equality.
 
     Raises:
@@ -147,7 +146,7 @@ def require(
         f"{contestant!r} computed a wrong result on rank {rank} in round {round_number}: {what} of "
         f"{found.nbytes} bytes, element {first} is {found[first]:.9g} and must be "
         f"{expected[first]:.9g}{within}; {wrong} of {found.size} elements are wrong. Its times "
-        "would mean nothing, so this benchmark ends."
+        "would be meaningless, so the benchmark stops."
     )
 
 

@@ -1,4 +1,4 @@
-"""Counts what one device does in one run of a compiled program: matmuls, and what it sends."""
+"""Counts the matmuls and collectives of one device in one run of a compiled program."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jdp.collectives import call_order
 from jdp.collectives.cpu import runtime as cpu_runtime
 
-# A collective appears by itself, or as a pair of start and done, of which the start is counted.
+# A collective is one instruction, or a pair of start and done, of which the start counts.
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 _BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "s8": 8, "u8": 8, "s16": 16}
@@ -23,13 +23,13 @@ _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 @dataclass
 class Counts:
-    """What one device does in one run.
+    """The operations of one device in one run.
 
     Attributes:
-      flops: of its matmuls; 2 for a multiplication with its addition.
+      flops: floating-point operations of its matmuls; 2 for a multiplication and addition.
       calls: how often each kind of collective runs.
       sent_bytes: bytes that the device puts into each kind of collective.
-      hidden_bytes: those of them that are on their way while a matmul runs.
+      hidden_bytes: those of the sent bytes that are in flight while a matmul runs.
     """
 
     flops: int = 0
@@ -56,7 +56,7 @@ class Instruction(NamedTuple):
 
 
 def count(text: str) -> Counts:
-    """Count in `compiled.as_text()`, with the body of a loop as often as it runs.
+    """Count the operations in `compiled.as_text()`; the body of a loop counts once per iteration.
 
     XLA's own `compiled.cost_analysis()` counts the body of a loop once, and all of a program
     that accumulates is in a loop.
@@ -126,7 +126,7 @@ def times(one: Instruction) -> int:
         return 1
     found = _TRIP_COUNT.search(one.rest)
     if found is None:
-        raise ValueError(f"how often the loop {one.name} runs is not known: it cannot be counted.")
+        raise ValueError(f"cannot count the loop {one.name}: its number of iterations is unknown.")
     return int(found[1])
 
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-# What all contestants train with.
+# The optimizer of all contestants.
 TX = optax.sgd(0.1, momentum=0.9)
 
 
 class Problem(NamedTuple):
-    """A model with its data: what every contestant trains."""
+    """A model with its data, which every contestant trains."""
 
     name: str
     params: Any  # tree of numpy arrays

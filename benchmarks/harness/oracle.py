@@ -1,4 +1,5 @@
-"""A contestant that trains, and the same training on one device, which says what must come out."""
+"""A contestant that trains, and the same training on one device, which computes the expected
+result."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,12 +11,14 @@ import optax
 from benchmarks.harness import exact, models
 from benchmarks.harness.models import Problem
 
-# Of the largest element of a leaf: sums in another order differ by less, a wrong gradient by more.
+# Relative to the largest element of a leaf: another order of sums differs by less, a wrong gradient
+# by more.
 TOLERANCE = 1e-4
 
 
 class Expected(NamedTuple):
-    """What a run of steps must leave behind: leaves of the parameters and of the momentum."""
+    """The expected result of a run of steps: the loss, and the leaves of parameters and
+    momentum."""
 
     loss: np.ndarray
     leaves: list[np.ndarray]
@@ -25,12 +28,12 @@ class Oracle:
     """Plain SGD on the whole batch, on one device, run by run.
 
     Attributes:
-      num_steps: of one run.
-      runs: what each run must leave; then training begins anew.
+      num_steps: number of steps of one run.
+      runs: expected results of consecutive runs; after the last, training restarts.
     """
 
     def __init__(self, problem: Problem, *, num_steps: int, num_runs: int):
-        """Train.
+        """Train on one device.
 
         Raises:
           ValueError: if a run moves no parameter, so that every check would pass.
@@ -53,7 +56,7 @@ class Oracle:
             leaves = [np.asarray(x) for x in jax.tree.leaves((params, opt_state))]
             self.runs.append(Expected(np.asarray(loss), leaves))
         if not any(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(jax.device_get(opt_state))):
-            raise ValueError(f"{problem.name}: no gradient, so that every result would be right.")
+            raise ValueError(f"{problem.name}: all gradients are 0, so every result would pass.")
 
 
 class Training:
@@ -67,14 +70,14 @@ class Training:
         batch: Any,
         oracle: Oracle,
     ):
-        """Take what trains.
+        """Store the contestant, which `prepare` initializes.
 
         Args:
           label: its name in errors.
           step: `(state, batch) -> (state, {"loss": loss})`, may donate the state.
-          start: makes the state of step 0, anew in each call.
-          batch: placed.
-          oracle: what must come out.
+          start: returns a new state of step 0.
+          batch: the batch, on the devices.
+          oracle: the expected results.
         """
         self._label, self._start, self._oracle = label, start, oracle
         self.step, self.batch, self.state = step, batch, start()
@@ -82,7 +85,7 @@ class Training:
         self._round = 0
 
     def prepare(self) -> None:
-        """Begin anew after the last run that the oracle knows; else go on."""
+        """Restart training after the last run of the oracle, else continue."""
         if self._round and self._round % len(self._oracle.runs) == 0:
             self.state = jax.block_until_ready(self._start())
         self._round += 1

@@ -1,4 +1,4 @@
-"""The parts of a benchmark: which of them `--only` names, and their tables as they come."""
+"""The parts of a benchmark: selects them by `--only`, and prints each table when it is ready."""
 
 import argparse
 import time
@@ -13,8 +13,8 @@ def parser(description: str, parts: Iterable[str]) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--quick", action="store_true", help="tiny, not for results")
-    made.add_argument("--only", default=",".join(parts), help="parts, separated by commas")
+    made.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works")
+    made.add_argument("--only", default=",".join(parts), help="parts to run, separated by commas")
     return made
 
 
@@ -29,12 +29,12 @@ def parsed(made: argparse.ArgumentParser, parts: Iterable[str]) -> argparse.Name
 
 
 def name(what: str, only: list[str], parts: Iterable[str]) -> str:
-    """Return what a page of these parts is called: `what` where they are all."""
+    """Return the name of a page with these parts: `what` if all parts are in it."""
     return what if only == list(parts) else "_".join([what, *only])
 
 
 def timed(sections: Iterator[Section]) -> Iterator[Section]:
-    """Print each table when it is measured, and how long it took since the first began."""
+    """Print each table when it is measured, with the seconds since the first began."""
     start = time.perf_counter()
     for section in sections:
         print(f"\n{section.title} ({time.perf_counter() - start:.0f} s)\n\n{report.table(section)}")

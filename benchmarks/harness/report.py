@@ -1,4 +1,4 @@
-"""What was measured, where, and from which commit: JSON lines and a table in Markdown."""
+"""Writes measurements with machine, versions and commit: JSON lines and a table in Markdown."""
 
 import datetime
 import json
@@ -26,8 +26,8 @@ class Section(NamedTuple):
 
     Attributes:
       title: its heading.
-      text: what is measured, and how to read it.
-      rows: a dict for each row, as the JSON line has it.
+      text: explains the measurement and the columns.
+      rows: a dict for each row, written as a JSON line.
       columns: heading -> format string over the row, such as "{ratio:.3f}".
     """
 
@@ -72,7 +72,7 @@ def write(folder: Path, what: str, hardware: str, sections: Sequence[Section]) -
 
 
 def hardware() -> str:
-    """Name this machine in a few words, for a file name."""
+    """Return a short name of this machine, for a file name."""
     return f"{os.cpu_count()}-core-{_cpu()}"
 
 

@@ -1,4 +1,4 @@
-"""Many contestants in alternating rounds, and what comes out beside a goal."""
+"""Times many contestants in alternating rounds, and compares them with a goal."""
 
 import time
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from benchmarks.harness.timing import Clock
 
 
 class Word(str):
-    """A word where a row has no number; any format of a number prints it."""
+    """A word in place of a number in a row; any number format prints it."""
 
     def __format__(self, spec: str) -> str:
         return str(self)
@@ -27,18 +27,18 @@ def alternate(
 ) -> dict[str, np.ndarray]:
     """Time all contestants side by side, as `timing.compare` does two.
 
-    A round runs all in one order and then in the other, so that a slow drift falls on all alike;
-    every other round begins with the last one.
+    A round runs all contestants in one order and then in reverse, so that a slow drift affects all
+    equally; every other round begins with the last contestant.
 
     Args:
       clocks: the clock of each contestant.
-      budget_s: seconds in all, after which no round begins.
-      min_rounds: rounds even if they take longer.
-      max_rounds: rounds that are enough.
-      warm_up: runs of each before the first round.
+      budget_s: total seconds, after which no new round begins.
+      min_rounds: minimum number of rounds, even if they exceed the budget.
+      max_rounds: maximum number of rounds.
+      warm_up: runs of each contestant before the first round.
 
     Returns:
-      By contestant `[rounds]` seconds of one run, the mean of the round's two.
+      For each contestant, `[rounds]` seconds of one run: the mean of its two runs in a round.
     """
     for clock in list(clocks.values()) * warm_up:
         clock()
@@ -55,13 +55,13 @@ def alternate(
 def against(
     found: Mapping[str, np.ndarray], jdp: str, rival: str, goal: float | None
 ) -> dict[str, Any]:
-    """Give what a row says of a rival: how many times as long it takes as jdp.
+    """Return the cells of a row for a rival: its time as a multiple of jdp's.
 
     Args:
-      found: of `alternate`, without the rivals that are missing.
-      jdp: which one is jdp's.
-      rival: which one it is measured against.
-      goal: the ratio to reach, None if there is none.
+      found: result of `alternate`; missing rivals are absent.
+      jdp: name of jdp's contestant.
+      rival: name of the rival.
+      goal: the ratio to reach, or None.
     """
     row: dict[str, Any] = {"rival": rival, "jdp_us": float(np.median(found[jdp])) * 1e6}
     row["goal"] = Word("-") if goal is None else goal

@@ -1,4 +1,4 @@
-"""Processes that live through a benchmark and do what they are asked, all at the same moment.
+"""Processes that run for a whole benchmark, and execute requests all at the same moment.
 
 `Team` is the asking side, `serve` the other, which may run in an environment without JAX: this
 file needs the standard library alone. They talk over a socket with a name, for `mpirun` hands on
@@ -25,12 +25,13 @@ from typing import Any
 START_TIMEOUT_S = 90.0
 ASK_TIMEOUT_S = 120.0
 
-# After the time of a request its process shows its stack and ends: first that, then the answer.
+# After the time limit of a request, its process prints its stack and ends, before the answer is
+# given up.
 _GRACE_S = 3.0
 
 
 class TeamError(RuntimeError):
-    """What went wrong, with the last output of the processes."""
+    """A failure of a team, with the last output of its processes."""
 
 
 class Team:
@@ -42,13 +43,13 @@ class Team:
         num_processes: int,
         environment: Mapping[str, str] | None = None,
     ):
-        """Start them, and wait until all are ready.
+        """Start the processes, and wait until all are ready.
 
         Args:
           commands: one for each process, or a single one that starts them all. The variable
-            JDP_TEAM holds what `serve` needs to know, JDP_INDEX the number of the command.
-          num_processes: how many will come.
-          environment: variables in addition to those of this process.
+          JDP_TEAM holds the settings for `serve`, JDP_INDEX the number of the command.
+          num_processes: number of processes that will connect. environment: variables in addition
+          to those of this process.
 
         Raises:
           TeamError: if one of them ends, or is not ready within START_TIMEOUT_S.
@@ -70,10 +71,10 @@ class Team:
                 raise
 
     def ask(self, what: str, *args: Any, timeout_s: float = ASK_TIMEOUT_S) -> list[Any]:
-        """Let all processes do `what` at once, and give their answers by process.
+        """Make all processes execute `what` at once, and return their answers by process.
 
         Raises:
-          TeamError: if one fails, ends, or does not answer within `timeout_s`; all end then.
+          TeamError: if one fails, ends, or does not answer within `timeout_s`. Then all are ended.
         """
         request = json.dumps([timeout_s, what, args]) + "\n"
         try:
@@ -85,7 +86,7 @@ class Team:
             raise TeamError(f"{what}{args}: {error}\n{self._last_words()}") from error
 
     def slowest(self, what: str, *args: Any) -> Callable[[], float]:
-        """Give a clock: how long `what` takes the slowest of them."""
+        """Return a clock that measures how long the slowest process takes for `what`."""
         return lambda: max(self.ask(what, *args))
 
     def close(self) -> None:
@@ -94,7 +95,7 @@ class Team:
             lines.close()
             member.close()
         for process in self._processes:
-            process.terminate()  # mpirun then ends its own
+            process.terminate()  # mpirun then ends its own processes
         for process in self._processes:
             try:
                 process.wait(_GRACE_S)
@@ -110,7 +111,7 @@ class Team:
         self.close()
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        # Through `_become`, so that a program which is not ours ends with this process, too.
+        # Through `_become`, so that a foreign program ends with this process too.
         start = [sys.executable, __file__, str(os.getpid()), *command]
         self._processes.append(
             subprocess.Popen(
@@ -125,7 +126,7 @@ class Team:
         while len(found) < num_processes:
             ended = [process for process in self._processes if process.poll() is not None]
             if ended or time.monotonic() > deadline:
-                what = f"ended with status {ended[0].returncode}" if ended else "did not come"
+                what = f"ended with status {ended[0].returncode}" if ended else "did not connect"
                 raise TeamError(f"{self._processes[0].args}: {what}\n{self._last_words()}")
             try:
                 member, _ = listener.accept()
@@ -136,7 +137,7 @@ class Team:
             found[json.loads(lines.readline())] = member, lines
         self._members = [found[index] for index in sorted(found)]
 
-    # Whoever comes first: after one has failed the others may wait for it.
+    # In order of arrival: after one has failed, the others may wait for it.
     def _answers(self, timeout_s: float) -> list[Any]:
         waiting = {member: i for i, (member, _) in enumerate(self._members)}
         answers: dict[int, Any] = {}
@@ -159,14 +160,14 @@ class Team:
 
 
 def serve(index: int, make: Callable[[], Mapping[str, Callable[..., Any]]]) -> None:
-    """Answer what a `Team` asks, until it closes.
+    """Answer the requests of a `Team`, until it closes.
 
     Args:
-      index: of this process in the team.
-      make: makes the functions that can be asked for; one is `about`, which describes the versions.
+      index: number of this process in the team.
+      make: returns the functions that requests name; one is `about`, which describes the versions.
     """
     end_with(os.getppid())
-    # The team may close while an answer is on its way.
+    # The team may close while an answer is in flight.
     with socket.socket(socket.AF_UNIX) as asked, contextlib.suppress(ConnectionError):
         asked.connect(os.environ["JDP_TEAM"])
         lines = asked.makefile("r")
@@ -185,7 +186,7 @@ def serve(index: int, make: Callable[[], Mapping[str, Callable[..., Any]]]) -> N
 
 
 def end_with(parent: int) -> None:
-    """Let the system end this process when process `parent`, which started it, ends."""
+    """Make the kernel end this process when process `parent`, which started it, ends."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -194,12 +195,12 @@ def end_with(parent: int) -> None:
 
 
 def free_port() -> int:
-    """Find a port of this host that is free."""
+    """Find a free port of this host."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
-# What `end_with` asks for outlives exec.
+# The setting of `end_with` survives exec.
 def _become(parent: str, *command: str) -> None:
     end_with(int(parent))
     os.execvp(command[0], command)

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-Clock = Callable[[], float]  # does its work once and gives the seconds that it took
+Clock = Callable[[], float]  # does its work once and returns the seconds that it took
 
 
 class Comparison(NamedTuple):
-    """What `compare` measured.
+    """The result of `compare`.
 
     Attributes:
       first_s: median seconds of the first contestant.
@@ -19,7 +19,7 @@ class Comparison(NamedTuple):
       ratio: median over rounds of first / second.
       low: lower end of the ratio's 95 % interval.
       high: its upper end.
-      num_rounds: rounds, of two runs of each.
+      num_rounds: number of rounds, each with two runs of each contestant.
     """
 
     first_s: float
@@ -41,16 +41,16 @@ def compare(
 ) -> Comparison:
     """Time two contestants against each other on a machine that is not quiet.
 
-    Rounds of first, second, second, first alternate with rounds the other way about: a slow
-    drift and whatever the order does fall on both alike. A round gives one ratio.
+    Rounds of first, second, second, first alternate with rounds in the opposite order, so that a
+    slow drift and effects of the order affect both equally. Each round gives one ratio.
 
     Args:
       first: clock of the first contestant.
       second: clock of the second.
-      budget_s: seconds in all, after which no round begins.
-      min_rounds: rounds even if they take longer.
-      max_rounds: rounds that are enough.
-      warm_up: runs of each before the first round.
+      budget_s: total seconds, after which no new round begins.
+      min_rounds: minimum number of rounds, even if they exceed the budget.
+      max_rounds: maximum number of rounds.
+      warm_up: runs of each contestant before the first round.
     """
     for _ in range(warm_up):
         first(), second()
@@ -77,7 +77,7 @@ def _round(outer: Clock, inner: Clock) -> tuple[float, float]:
 
 
 def interval(values: np.ndarray, *, num_samples: int = 2000) -> tuple[float, float]:
-    """Give the 95 % bootstrap interval of the median (Efron 1979)."""
+    """Return the 95 % bootstrap interval of the median (Efron 1979)."""
     random = np.random.default_rng(0)
     samples = random.choice(values, (num_samples, len(values)))
     low, high = np.percentile(np.median(samples, axis=1), [2.5, 97.5])
@@ -85,14 +85,14 @@ def interval(values: np.ndarray, *, num_samples: int = 2000) -> tuple[float, flo
 
 
 def until_ready(fn: Callable[[], Any]) -> float:
-    """Time `fn` until the devices have computed what it returns."""
+    """Time `fn` until the devices have computed its result."""
     start = time.perf_counter()
     jax.block_until_ready(fn())
     return time.perf_counter() - start
 
 
 def until_returned(fn: Callable[[], Any]) -> float:
-    """Time `fn` until it returns: what Python spends. Then wait for the devices."""
+    """Time `fn` until it returns, which is the time in Python. Then wait for the devices."""
     start = time.perf_counter()
     result = fn()
     elapsed = time.perf_counter() - start

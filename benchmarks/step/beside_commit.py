@@ -1,13 +1,13 @@
-"""What this checkout costs beside another one of jdp: does a change make anything slower?
+"""Compares the cost of this checkout of jdp with another one: does a change make anything slower?
 
     python -m benchmarks.step.beside_commit ../before            in some 10 minutes on 2 cores
     python -m benchmarks.step.beside_commit ../before --quick    one round, to see that it works
 
-Build the other checkout first: `python setup.py build_native` there. Both use the models and the
-clocks of this one. Each round starts one process for each checkout, every second round in the other
-order. Python calls are counted, which a noisy machine does not change. Where both lower a step to
-the same text, it runs equally fast; where they do not, `step.overhead` measures by how much.
-Prints its table and writes it to benchmarks/results/, that of a quick run to out/benchmarks/.
+Build the other checkout first: `python setup.py build_native` there. Both use the models and clocks
+of this one. Each round starts one process for each checkout, every second round in the other order.
+Python calls are also counted, because noise does not change their number. If both lower a step to
+the same text, it runs equally fast; if not, `step.overhead` measures the difference. Prints its
+table and writes it to benchmarks/results/, that of a quick run to out/benchmarks/.
 """
 
 import argparse
@@ -37,12 +37,12 @@ COMMANDS = {"import jdp": ["-c", "import jdp"], "jdp run --help": ["-m", "jdp", 
 
 
 class Cost(NamedTuple):
-    """What one process measured of one thing.
+    """The measurements of one operation in one process.
 
     Attributes:
-      seconds: the median of a few times.
-      num_calls: how many Python calls it makes; 0 where that is not counted.
-      result: digest of what it gave; empty where there is nothing to compare.
+      seconds: the median of a few runs.
+      num_calls: number of Python calls; 0 if not counted.
+      result: digest of the result; empty if there is nothing to compare.
     """
 
     seconds: float
@@ -77,7 +77,7 @@ def _options() -> argparse.Namespace:
 
 
 def _in_a_process(checkout: Path, quick: bool) -> dict[str, Cost]:
-    """Measure one checkout: its jdp comes first in the path, the benchmarks from here."""
+    """Measure one checkout: imports its jdp, but the benchmarks of this checkout."""
     environment = {**os.environ, "PYTHONPATH": f"{checkout}{os.pathsep}{_HERE}"}
 
     def output(command: list[str]) -> str:
@@ -162,7 +162,7 @@ def _median(fn: Callable[[], Any], num_times: int) -> float:
 def _section(ours: list[dict], theirs: list[dict], commit: str) -> Section:
     return Section(
         "Beside another commit",
-        f"Of this commit and of {commit}: milliseconds, the median over {len(ours)} processes of "
+        f"This commit beside {commit}: milliseconds, the median over {len(ours)} processes of "
         "each, started in turns; the median ratio of the rounds, and its 95 % bootstrap interval; "
         f"Python calls, counted once in each process. Below 1, this commit is faster; goal {GOAL}. "
         "A trace has empty caches; a call is until it returns. Same result: the text of the "

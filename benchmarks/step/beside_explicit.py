@@ -4,8 +4,8 @@
     python -m benchmarks.step.beside_explicit --quick     one short process, to see that it works
     python -m benchmarks.step.beside_explicit --rival shard_map --ranks 2 --micro-batches 8
 
-Where arrays happen to lie in memory moves the ratio of one process by some percent, so each process
-gives one ratio, and their median and range are printed. Prints its table and writes it to
+The addresses of arrays change the ratio of one process by some percent, so each process gives one
+ratio, and the table shows their median and range. Prints its table and writes it to
 benchmarks/results/, that of a quick run to out/benchmarks/.
 """
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> Any:
-    """Measure each setup in this process, and give what `timing.compare` found of each."""
+    """Measure each setup in this process, and yield the result of `timing.compare` for each."""
     jdp.init(cpu_ranks=4)
     setups = itertools.product(options.model, options.ranks, options.micro_batches)
     for model, ranks, k in setups:

@@ -1,4 +1,4 @@
-"""What Python spends in one call of a compiled step, beside a call of `jax.jit`."""
+"""Measures the Python time of one call of a compiled step, beside a call of `jax.jit`."""
 
 import functools
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def measure(*, budget_s: float, setups: Sequence[tuple[int, int]]) -> Section:
     rows = [_row(num_leaves, ranks, budget_s) for num_leaves, ranks in setups]
     return Section(
         "Cost of a call",
-        "Microseconds until a call returns, of a step that adds 1 to every leaf, each a number; "
+        "Microseconds until the call of a step returns that adds 1 to every leaf, each a scalar; "
         "the devices have nothing else to do. jdp's own part does not depend on ranks, JAX's "
         "grows with them. 10,000 leaves run on one rank: for more, XLA takes over a minute to "
         "compile so many arguments of a `shard_map`. Results checked on every rank "
@@ -70,7 +70,7 @@ def _row(num_leaves: int, ranks: int, budget_s: float) -> dict[str, Any]:
 
 
 class Counter:
-    """A step that adds 1 to every leaf, of which leaf i starts at i."""
+    """A step that adds 1 to every leaf; leaf i starts at i."""
 
     def __init__(self, label: str, step: Any, state: Any, batch: Any, params_of: Any):
         self._label, self._step, self._batch, self._params_of = label, step, batch, params_of

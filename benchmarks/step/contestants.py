@@ -1,4 +1,4 @@
-"""One training step, written in the ways that people write it in JAX today, and with jdp.
+"""One training step, written in the usual ways in JAX, and with jdp.
 
 Each takes `(state, batch)`, donates the state, accumulates over `k` micro-batches and returns
 `(state, {"loss": loss})`; all use the same optimizer.
@@ -18,7 +18,7 @@ import jdp
 from benchmarks.harness import models
 from benchmarks.step import explicit_models
 
-# What is decorated or jitted: with `lower`, too.
+# A decorated or jitted function, which also has `lower`.
 Step = Any
 LossFn = Callable[[Any, Any], jax.Array]
 
@@ -26,7 +26,7 @@ EXPLICIT = "explicit, unreduced"
 
 
 class State(NamedTuple):
-    """What the steps without jdp train."""
+    """The state of the steps without jdp."""
 
     params: Any
     opt_state: Any
@@ -41,7 +41,7 @@ def jdp_step(loss_fn: LossFn, mesh: Mesh, k: int) -> Step:
     return step
 
 
-# What most people write: the compiler divides the work, since the batch is sharded.
+# The usual way: the batch is sharded, so the compiler divides the work.
 def jit_natural(loss_fn: LossFn, mesh: Mesh, k: int) -> Step:
     def split(batch: Any) -> Any:
         return jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:]), batch)
@@ -49,7 +49,7 @@ def jit_natural(loss_fn: LossFn, mesh: Mesh, k: int) -> Step:
     return _jit(loss_fn, k, split)
 
 
-# The same, and the compiler is told that every micro-batch lies on all ranks.
+# The same, with a constraint that spreads every micro-batch over all ranks.
 def jit_constraint(loss_fn: LossFn, mesh: Mesh, k: int) -> Step:
     where = NamedSharding(mesh, P(None, "data"))
 
@@ -60,7 +60,7 @@ def jit_constraint(loss_fn: LossFn, mesh: Mesh, k: int) -> Step:
     return _jit(loss_fn, k, split)
 
 
-# A micro-batch takes every k-th row, so that no row changes its rank.
+# A micro-batch takes every k-th row, so that no row moves to another rank.
 def jit_whole_shards(loss_fn: LossFn, mesh: Mesh, k: int) -> Step:
     def split(batch: Any) -> Any:
         return jax.tree.map(lambda x: x.reshape(-1, k, *x.shape[1:]).swapaxes(0, 1), batch)
@@ -68,7 +68,8 @@ def jit_whole_shards(loss_fn: LossFn, mesh: Mesh, k: int) -> Step:
     return _jit(loss_fn, k, split)
 
 
-# A dim of the gradient for the ranks, summed after the loop: the reduction leaves the loop.
+# The gradient has a dim for the ranks, which is summed after the loop, so that the loop has no
+# reduction.
 def jit_rank_dim(loss_fn: LossFn, mesh: Mesh, k: int) -> Step:
     by_rank = NamedSharding(mesh, P("data"))
 
@@ -88,7 +89,7 @@ def jit_rank_dim(loss_fn: LossFn, mesh: Mesh, k: int) -> Step:
     return jax.jit(step, donate_argnums=0)
 
 
-# Every rank by hand: the local gradient of all micro-batches, then one psum.
+# Written by hand for one rank: the local gradient of all micro-batches, then one psum.
 def shard_map(loss_fn: LossFn, mesh: Mesh, k: int) -> Step:
     differentiate = jax.value_and_grad(loss_fn)
 
@@ -107,8 +108,8 @@ def shard_map(loss_fn: LossFn, mesh: Mesh, k: int) -> Step:
     return jax.jit(mapped, donate_argnums=0)
 
 
-# JAX's explicit sharding: types say where a sum over the ranks is still due, and the one reshard
-# behind the loop takes it. Not with `loss_fn` itself: see explicit_models.py.
+# JAX's explicit sharding: types record that a sum over the ranks is pending, and one reshard after
+# the loop computes it. It cannot use `loss_fn` itself: see explicit_models.py.
 def explicit(loss_fn: LossFn, mesh: Mesh, k: int) -> Step:
     mesh, ranks = explicit_mesh(mesh), frozenset(mesh.axis_names)
     differentiate = jax.grad(explicit_models.LOSSES[loss_fn], has_aux=True)
@@ -137,7 +138,7 @@ def explicit(loss_fn: LossFn, mesh: Mesh, k: int) -> Step:
     def step(state: State, batch: Any) -> Any:
         params = jax.tree.map(lambda x: jax.reshard(x, P(reduced=ranks)), state.params)
         grads, losses = summed(params, batch)
-        # Sent in the dtype of the parameters. A division of what is still due is refused.
+        # Sent in the dtype of the parameters. JAX refuses to divide a pending sum.
         grads = jax.tree.map(lambda g, x: jax.reshard(g.astype(x.dtype), P()), grads, params)
         grads = jax.tree.map(lambda g: g / k, grads)
         return _updated(state, grads), {"loss": jnp.mean(losses) / k}
@@ -146,7 +147,7 @@ def explicit(loss_fn: LossFn, mesh: Mesh, k: int) -> Step:
 
 
 def explicit_mesh(mesh: Mesh) -> Mesh:
-    """Return the same devices, whose arrays carry how they are split in their types."""
+    """Return a mesh of the same devices whose arrays have their sharding in their types."""
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,))
 
 
@@ -164,7 +165,7 @@ class _InMesh:
 
 
 def rivals(k: int) -> dict[str, Callable[[LossFn, Mesh, int], Step]]:
-    """Give what jdp is measured against; without accumulation all ways to write `jit` are one."""
+    """Return the rivals of jdp; without accumulation all variants of `jit` are the same."""
     if k == 1:
         return {"jit": jit_natural, EXPLICIT: explicit, "shard_map": shard_map}
     return {

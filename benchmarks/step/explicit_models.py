@@ -1,7 +1,7 @@
 """The losses of models.py for JAX's explicit sharding, with weights of type `P(reduced={"data"})`.
 
-A matmul of such a weight needs no change; `x + b`, `x * scale` and `table[rows]` are type errors,
-and say below how they must be written.
+A matmul with such a weight needs no change; `x + b`, `x * scale` and `table[rows]` are type errors,
+and are rewritten below.
 """
 
 from typing import Any
@@ -43,12 +43,12 @@ def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * lax.rsqrt(square + 1e-6).astype(x.dtype) * _like(scale, x)
 
 
-# Each rank's rows get a copy, so that the gradient is summed over them and not over the ranks.
+# Each rank's rows get a copy, so that the gradient is summed over rows, not over ranks.
 def _like(leaf: jax.Array, x: jax.Array) -> jax.Array:
     dims = tuple(range(x.ndim - leaf.ndim, x.ndim))
     return lax.broadcast_in_dim(leaf, x.shape, dims, out_sharding=jax.typeof(x).sharding)
 
 
-# The loss of models.py -> `(params, batch) -> (loss, loss of each row)`: a mean inside of the loop
-# would be reduced in each micro-batch, and the losses of rows are summed where they are.
+# Converts a loss of models.py to `(params, batch) -> (loss, loss of each row)`: a mean inside the
+# loop would be reduced in each micro-batch, while the losses of rows are summed locally.
 LOSSES: dict[Any, Any] = {models.mlp_loss: _mlp_loss, models.transformer_loss: _transformer_loss}

@@ -16,21 +16,20 @@ from benchmarks.harness.oracle import Oracle, Training
 from benchmarks.step import contestants
 from benchmarks.step.contestants import LossFn, Step
 
-# (model, ranks, micro-batches)
-# One for all: a step is traced anew for another.
+# (model, ranks, micro-batches) One optimizer for all: a different one would retrace the step.
 _TX = jdp.replicated(models.TX)
 
 SETUPS = [(name, ranks, k) for k in (1, 8) for name in ("mlp", "transformer") for ranks in (2, 4)]
 
 
 def counts(step: Step, state: Any, batch: Any, **compiler_options: Any) -> hlo.Counts:
-    """Count in a compiled step."""
+    """Count the operations of a compiled step."""
     lowered = step.lower(state, batch)
     return hlo.count(lowered.compile(compiler_options or None).as_text())
 
 
 def makers(k: int) -> dict[str, Callable[[LossFn, Mesh, int], Step]]:
-    """Give jdp's step and its rivals, by name."""
+    """Return jdp's step and its rivals, by name."""
     return {"jdp": contestants.jdp_step, **contestants.rivals(k)}
 
 
@@ -39,7 +38,7 @@ def compiled(name: str, num_ranks: int, k: int) -> dict[str, Training]:
     """Compile all contestants, by name, and check one step of each.
 
     Raises:
-      exact.WrongResultError: if one of them trains otherwise than the oracle.
+      exact.WrongResultError: if the result of one of them differs from the oracle.
     """
     problem, mesh = models.problem_of(name), jdp.init(devices=jax.devices()[:num_ranks])
     made = {
@@ -52,7 +51,7 @@ def compiled(name: str, num_ranks: int, k: int) -> dict[str, Training]:
 
 
 def training(label: str, step: Step, problem: Problem, mesh: Mesh, oracle: Oracle) -> Training:
-    """Give the contestant called `label` its state and its batch."""
+    """Return the contestant called `label` with its state and its batch."""
     batch = jax.device_put(problem.batch, NamedSharding(mesh_of(label, mesh), P("data")))
     return Training(label, step, functools.partial(start, label, problem, mesh), batch, oracle)
 
@@ -63,12 +62,12 @@ def _oracle(name: str) -> Oracle:
 
 
 def mesh_of(label: str, mesh: Mesh) -> Mesh:
-    """Give the mesh on which the contestant called `label` has its arrays."""
+    """Return the mesh of the arrays of the contestant called `label`."""
     return contestants.explicit_mesh(mesh) if label == contestants.EXPLICIT else mesh
 
 
 def start(label: str, problem: Problem, mesh: Mesh) -> Any:
-    """Give the state of step 0, in the form of the contestant called `label`."""
+    """Return the state of step 0, in the form of the contestant called `label`."""
     # Copied, since device_put may keep numpy's buffers, and every contestant donates.
     params = jax.tree.map(np.array, problem.params)
     everywhere = NamedSharding(mesh_of(label, mesh), P())

@@ -1,4 +1,4 @@
-"""What the compiled steps do: collectives and matmuls, on CPU and compiled for GPUs."""
+"""Counts the collectives and matmuls of compiled steps, on CPU and compiled for GPUs."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ COMBINE = "xla_gpu_all_reduce_combine_threshold_bytes"
 
 
 def count() -> Section:
-    """Count in all setups, on this machine's CPU."""
+    """Count the operations of all setups, on this machine's CPU."""
     rows = [
         _row(model, ranks, k, label, lineup.counts(one.step, one.state, one.batch))
         for model, ranks, k in lineup.SETUPS
@@ -28,7 +28,7 @@ def count() -> Section:
 
 
 def count_for_gpus() -> Section:
-    """Count in programs compiled for 8 x H200, with larger models, in bfloat16.
+    """Count the operations of programs compiled for 8 x H200, with larger models, in bfloat16.
 
     Raises:
       topology.UnavailableError: if they cannot be compiled here.
@@ -52,7 +52,7 @@ def count_for_gpus() -> Section:
                     found = lineup.counts(*program, **{COMBINE: 4 * MiB})
                     rows.append(_row(problem.name, mesh.size, k, f"{label}, 4 MiB", found))
     return _section(
-        "What the compiled steps do, compiled for 8 x H200 without one",
+        "Operations of steps compiled for 8 x H200, without such a machine",
         rows,
         "4 MiB: with XLA_FLAGS=--xla_gpu_all_reduce_combine_threshold_bytes=4194304; by itself "
         "XLA combines all-reduces up to 30 MiB.",
@@ -85,8 +85,9 @@ def _section(title: str, rows: list[dict[str, Any]], note: str = "") -> Section:
     return Section(
         title,
         "For each device and step, counted in the optimised program, the body of a loop as "
-        "often as it runs. GFlop: of the matmuls. MiB: what the device puts into collectives; "
-        f"hidden: those that are under way while a matmul runs, which none on CPU are. {note}",
+        "often as it runs. GFlop: of the matmuls. MiB: bytes that the device puts into "
+        "collectives; "
+        f"hidden: those in flight while a matmul runs, which are none on CPU. {note}",
         rows,
         {
             "model": "{model}",

@@ -1,4 +1,4 @@
-"""What jdp's decorated step costs beside the same step without jdp: to run, to call, to trace.
+"""Measures the cost of jdp's decorated step beside the same step without jdp: to run, call, trace.
 
     python -m benchmarks.step.overhead                    all parts, in minutes on 2 cores
     python -m benchmarks.step.overhead --only call,trace  some of step, counts, call, trace
@@ -62,7 +62,7 @@ def _gpu_counts() -> Iterator[Section]:
     yield op_counts.count_for_gpus()
 
 
-# In this order, for "trace" empties JAX's caches, which hold what "step" and "counts" share.
+# In this order, because "trace" clears JAX's caches, which "step" and "counts" share.
 PARTS = {"step": _steps, "counts": _counts, "call": _calls, "trace": _traces}
 
 

@@ -1,4 +1,4 @@
-"""The time of a step: jdp against each rival."""
+"""Measures the time of a step: jdp against each rival."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def measure(*, budget_s: float, min_rounds: int) -> Section:
 
     Args:
       budget_s: seconds for each pair.
-      min_rounds: rounds of each pair even if they take longer.
+      min_rounds: minimum number of rounds of each pair, even if they exceed the budget.
     """
     rows = []
     for model, ranks, k in lineup.SETUPS:
@@ -29,9 +29,9 @@ def measure(*, budget_s: float, min_rounds: int) -> Section:
         "jdp's time over the rival's: below 1, jdp is faster. Goals: at most 1.02 of the best "
         "rival, and at least 1.5 times faster (0.667) than the naturally written `jit` with "
         "accumulation. Rounds of two runs each, in alternating order; medians, and the 95 % "
-        "bootstrap interval of the median ratio. The rivals stand in "
+        "bootstrap interval of the median ratio. The rivals are in "
         "`benchmarks/step/contestants.py`. The loss, parameters and momentum after each step are "
-        "those of the same training on one device, to 1e-4 of the largest element. "
+        "equal to those of the same training on one device, to 1e-4 of the largest element. "
         f"{exact.CHECKED}",
         rows,
         {

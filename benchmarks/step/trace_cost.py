@@ -1,4 +1,5 @@
-"""What it costs to trace, prove and lower a step, beside the hand-written one; and to plan."""
+"""Measures the cost of tracing, proving and lowering a step, beside a hand-written one; and of
+planning."""
 
 import contextlib
 import functools
@@ -32,7 +33,7 @@ def measure(*, budget_s: float, problems: Sequence[Problem]) -> Section:
 
     Args:
       budget_s: seconds for each pair; at least one round of two each.
-      problems: what to trace.
+      problems: models to trace.
     """
     return Section(
         "Trace and lower",
@@ -99,7 +100,7 @@ def _row(problem: Problem, budget_s: float) -> dict[str, Any]:
 
 
 class Lowering:
-    """The clock of a contestant that is traced and lowered anew in each call."""
+    """The clock of a contestant that is traced and lowered again in each call."""
 
     def __init__(self, label: str, problem: Problem, mesh: Mesh):
         self._label, self._problem, self._mesh = label, problem, mesh
@@ -122,12 +123,12 @@ class Lowering:
         """Compare the programs of all calls, and one step of the last on every rank.
 
         Raises:
-          exact.WrongResultError: if calls gave other programs, or the step trains otherwise.
+          exact.WrongResultError: if calls gave different programs, or the step trains wrongly.
         """
         if len(self._programs) != 1:
             raise exact.WrongResultError(
                 f"{self._label!r} lowered {self._problem.name} to {len(self._programs)} different "
-                "programs, so that its times are of different work."
+                "programs, so its times are not comparable."
             )
         if len(jax.tree.leaves(self._problem.params)) <= MOST_LEAVES:
             one = lineup.training(self._label, self._step, self._problem, self._mesh, oracle)

@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from jdp.checkpoint.directory import Folder
+from jdp.checkpoint.saved_leaves import describe
 from jdp.checkpoint.session import Session
 from jdp.checkpoint.snapshot import require_alive
 from jdp.validation import int_at_least
@@ -75,7 +76,14 @@ class Checkpointer:
         """Steps done, counted over all lives of the run."""
         return 0 if self._session is None else self._session.steps
 
-    def restore(self, state: Any, batches: Any = None) -> Any:
+    def restore(
+        self,
+        state: Any,
+        batches: Any = None,
+        *,
+        missing: str = "error",
+        allow: str | None = None,
+    ) -> Any:
         """Go on from the latest intact commit or checkpoint, if there is one.
 
         Call it once, after `jdp.init()` and before the loop. A process whose host has no commit
@@ -85,17 +93,24 @@ class Checkpointer:
           state: the state of step 0: its leaves say which shapes, dtypes and shardings to restore
             to, so that a step which was compiled for it is not compiled again.
           batches: the run's `jdp.batches(...)`, or anything with an int `position`, which is set.
+          missing: "keep" goes on with another optimizer, an added average or fewer layers: leaves
+            of the same path, shape and dtype are restored, `state` keeps the others, and one line
+            of the log lists them. "error": such a state is refused.
+          allow: "new script" lets `jdp run` recover with a script, or modules in its folder, that
+            were edited since. After `--resume` they always may be. One line of the log names the
+            first line that differs.
 
         Returns:
           The restored state, or `state`.
 
         Raises:
-          TypeError: if `batches` have no position.
-          ValueError: if what was written is of another model (naming the leaf), or without a
+          TypeError: if `batches` have no position, or a leaf is of a type that JAX does not have.
+          ValueError: if what was written is of another model (naming the leaves), or without a
             position of the data although `batches` are given; if these read other data than the
             run began with (see `allow` of `jdp.batches`).
           RuntimeError: if `directory` holds an earlier run and this does not resume it, if another
-            run writes there, if all checkpoints there are damaged, or if another process failed.
+            run writes there, if all checkpoints there are damaged, if the script was edited since
+            the run wrote the state that it recovers, or if another process failed.
           OSError: if `directory` cannot be written to.
         """
         if self._session is not None:
@@ -106,9 +121,20 @@ class Checkpointer:
                 "rows would count twice or never. Give jdp.batches(...), or an object with an int "
                 "`position`: how many rows it has handed out. After it is set, it goes on there."
             )
+        if missing not in ("error", "keep"):
+            raise ValueError(f'missing={missing!r} is neither "error" nor "keep".')
+        if allow not in (None, "new script"):
+            raise ValueError(f'allow={allow!r}: write "new script", or leave it out.')
+        describe(state)
         session = Session(self._folder, has_data=batches is not None, **self._counts)
         try:
-            state = session.restore(state, batches, self._resume)
+            state = session.restore(
+                state,
+                batches,
+                self._resume,
+                keeps_missing=missing == "keep",
+                allows_edits=allow is not None,
+            )
         except BaseException:
             session.end_session()
             raise

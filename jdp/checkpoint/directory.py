@@ -47,7 +47,7 @@ class Folder:
                 f"{path} is not a folder on a disk: a file there could not be locked against other "
                 "runs. Give a path, perhaps of a bucket that is mounted."
             )
-        self.path = Path(path).absolute()
+        self.path = Path(path).expanduser().absolute()
         self._lock: Any = None
 
     def lock(self, *, resumes: bool = False) -> None:
@@ -82,7 +82,7 @@ class Folder:
         try:
             document = json.loads((checkpoint.path / "manifest").read_bytes())
             manifest, checksum = document["manifest"], document["sha256"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise TornError(f"its manifest cannot be read ({error})") from error
         if checksum != _checksum(manifest):
             raise TornError("its manifest has another checksum than when it was written")
@@ -99,16 +99,18 @@ class Folder:
         return manifest["facts"]
 
     def read(self, checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Read arrays by name."""
+        """Read the arrays of some names."""
         if not names:
             return {}
         import orbax.checkpoint as ocp
 
-        arguments = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+        wanted = ocp.args.PyTreeRestore(
+            item=dict.fromkeys(names, 0),
+            restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names},
+            partial_restore=True,
+        )
         with _orbax() as orbax:
-            return orbax.restore(
-                checkpoint.path / "state", args=ocp.args.PyTreeRestore(restore_args=arguments)
-            )
+            return orbax.restore(checkpoint.path / "state", args=wanted)
 
     def write(self, life: int, step: int, facts: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Write facts that JSON can hold and arrays that are not empty; return when they are there.

@@ -5,12 +5,17 @@ import fcntl
 import os
 import socket
 import time
+import weakref
 from pathlib import Path
 from typing import BinaryIO
 
 # A process that was killed a moment ago may not be gone yet; one that died with its host keeps the
 # lock of an NFS server for 90 s.
 _TIMEOUT_S, _LOST_TIMEOUT_S = 2.0, 120.0
+
+
+# What this process has locked. A child that it forks off shares them, and may outlive it.
+_files: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
 
 
 def locked(path: Path, *, resumes: bool) -> BinaryIO:
@@ -36,7 +41,16 @@ def locked(path: Path, *, resumes: bool) -> BinaryIO:
                 "that this process may write to."
             ) from error
         stack.pop_all()
+        _files.add(file)
         return file
+
+
+def _close_in_child() -> None:
+    for file in _files:
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _lock(file: BinaryIO, path: Path, timeout_s: float) -> None:

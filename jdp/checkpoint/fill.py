@@ -1,5 +1,6 @@
 """Saved values put in the place of a state's leaves, which are found by their names."""
 
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -12,14 +13,19 @@ from jdp import rank_state
 from jdp.checkpoint.saved_leaves import SavedLeaf, describe
 from jdp.pytrees import is_array, is_key
 
-_ADVICE = (
-    "That is another model or optimizer, and its values would mean something else. Build the "
-    "one that this run began with, or give Checkpointer a new directory to begin anew."
-)
+_log = logging.getLogger("jdp")
+
+# So many leaves of a kind are named in one line.
+_NUM_NAMED = 8
 
 
 def fill(
-    state: Any, saved: Sequence[SavedLeaf], values: Sequence[np.ndarray], where: str
+    state: Any,
+    saved: Sequence[SavedLeaf],
+    values: Sequence[np.ndarray],
+    where: str,
+    *,
+    keeps_missing: bool = False,
 ) -> tuple[Any, list[Any]]:
     """Return a state with saved values, and those of its leaves that are saved.
 
@@ -31,43 +37,58 @@ def fill(
       saved: leaves that were written.
       values: of `saved`. Not to be written to afterwards.
       where: name of the source of `saved`, for errors.
+      keeps_missing: leave out saved leaves that the state does not have, and keep those of the
+        state that are not saved. What was kept and left out is logged.
 
     Raises:
-      ValueError: if the state is of another model, naming the first leaf that differs.
+      ValueError: if the state is of another model, naming the leaves that differ.
     """
     left = defaultdict(list)
     for old, value in zip(saved, values, strict=True):
         left[old.name].append((old, value))
     leaves, treedef = jax.tree.flatten(state)
     positions = [i for i, x in enumerate(leaves) if is_array(x)]
-    owners, found, absent = rank_state.owners(state), {}, []
+    owners, found = rank_state.owners(state), {}
+    changed, missing = [], []
     for i, new in zip(positions, describe(state), strict=True):
         if not left[new.name]:
-            absent.append(new)
+            missing.append(f"`{new.name}` {new}")
             continue
         old, value = left[new.name].pop(0)
         if (owner := owners[i]) is not None:
             value = rank_state.resized(owner, leaves[i], value, new.name, where)
             old = old._replace(shape=value.shape)
         if not _fits(old, new):
-            raise ValueError(
-                f"`{new.name}` is {old} in {where}, and {new} in the state given to restore. "
-                + _ADVICE
-            )
+            changed.append(f"`{new.name}` is {old} there and {new} in the given state")
         found[i] = value
-    for old in (old for pairs in left.values() for old, _ in pairs):
-        raise ValueError(f"`{old.name}` {old} is in {where}, not in the state. {_ADVICE}")
-    for new in absent:
-        raise ValueError(f"`{new.name}` {new} is not in {where}. {_ADVICE}")
+    unused = [f"`{old.name}` {old}" for pairs in left.values() for old, _ in pairs]
+    differences = _listed("", changed) + _listed("only there: ", unused)
+    differences += _listed("only in the given state: ", missing)
+    if changed or (differences and not (keeps_missing and found)):
+        raise ValueError(
+            f"{where} does not have the leaves of the given state: {'; '.join(differences)}. That "
+            "is another model or optimizer, and its values would mean something else. Build the "
+            "one that was saved, or give Checkpointer a new directory to begin anew. "
+            'ckpt.restore(..., missing="keep") takes the leaves of the same name, shape and dtype.'
+        )
+    if differences and jax.process_index() == 0:
+        text = "jdp: took %d leaves from %s; %s."
+        _log.warning(text, len(found), where, "; ".join(differences))
     for i, value in found.items():
         leaves[i] = placed(leaves[i], value)
     return treedef.unflatten(leaves), [leaves[i] for i in found]
 
 
+def _listed(title: str, texts: list[str]) -> list[str]:
+    if len(texts) > _NUM_NAMED:
+        texts = [*texts[:_NUM_NAMED], f"and {len(texts) - _NUM_NAMED} more"]
+    return [title + ", ".join(texts)] if texts else []
+
+
 def placed(x: Any, value: np.ndarray) -> Any:
     """Return a saved value as `x` is: of its type, and where it lies."""
     if not isinstance(x, jax.Array):
-        if isinstance(x, np.ndarray):
+        if isinstance(x, np.ndarray | jax.ShapeDtypeStruct):
             return np.array(value)
         return type(x)(value[()]) if isinstance(x, np.generic) else type(x)(value.item())
     if is_key(x):

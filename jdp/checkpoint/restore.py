@@ -94,8 +94,8 @@ class Sources:
 
 
 def _read_checkpoint(folder: Folder, checkpoint: Checkpoint, facts: dict[str, Any]) -> Saved:
-    leaves = leaves_of(facts)
-    return facts, from_disk(leaves, folder.read(checkpoint, disk_names(leaves)))
+    read = functools.partial(folder.read, checkpoint)
+    return facts, from_disk(disk_names(leaves_of(facts)), read)
 
 
 class Latest(NamedTuple):
@@ -140,16 +140,28 @@ def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
 
 
 def restored(
-    group: tuple[int, ...], found: Latest, sources: Sources, state: Any, batches: Any
+    group: tuple[int, ...],
+    found: Latest,
+    sources: Sources,
+    state: Any,
+    batches: Any,
+    *,
+    keeps_missing: bool,
+    require: Callable[[dict[str, Any]], None],
 ) -> Any:
     """Return the state that was found, in the place of `state`, and set the position of `batches`.
+
+    `require` may refuse the facts that were written with the state.
 
     Raises:
       ValueError: if it is of another model, or without a position although there are batches.
     """
     facts, values = _loaded(group, found, sources)
     with agree.propagating_errors(group, f"while it restored {found.where}"):
-        state, taken = fill(state, leaves_of(facts), values, found.where)
+        require(facts)
+        state, taken = fill(
+            state, leaves_of(facts), values, found.where, keeps_missing=keeps_missing
+        )
         if batches is not None:
             _set_position(batches, facts, found.where)
     agree.all_gather(group, None, what="whether all restored", of=f" {found.where}")

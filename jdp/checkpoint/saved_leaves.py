@@ -1,6 +1,6 @@
 """The arrays of a state as they are written: their names, shapes, dtypes and bytes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,24 +49,25 @@ def leaves_of(facts: Mapping[str, Any]) -> list[SavedLeaf]:
     return [SavedLeaf(name, tuple(shape), *rest) for name, shape, *rest in facts["leaves"]]
 
 
-def disk_names(leaves: Sequence[SavedLeaf]) -> list[str]:
-    """Return the names that leaves have on the disk, where empty leaves are left out."""
-    return [f"{i}{leaf.name}" for i, leaf in enumerate(leaves) if leaf.num_bytes]
+def disk_names(leaves: Sequence[SavedLeaf]) -> dict[str, SavedLeaf]:
+    """Return leaves by the names that they have on the disk, where empty ones are left out."""
+    return {f"{i}{leaf.name}": leaf for i, leaf in enumerate(leaves)}
 
 
 def to_disk(leaves: Sequence[SavedLeaf], values: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """Return values by their names on the disk."""
-    # Orbax does not know the unsigned integers of 2 and 4 bits, which NumPy keeps in bytes.
-    arrays = [x.view(np.uint8) if x.dtype in ("uint2", "uint4") else x for x in values if x.size]
-    return dict(zip(disk_names(leaves), arrays, strict=True))
+    """Return values by their names on the disk, without those that are empty."""
+    named = zip(disk_names(leaves), values, strict=True)
+    return {name: x.view(np.uint8) if _is_opaque(x) else x for name, x in named if x.size}
 
 
-def from_disk(leaves: Sequence[SavedLeaf], arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """Invert `to_disk`."""
-    names = iter(disk_names(leaves))
+def from_disk(
+    leaves: Mapping[str, SavedLeaf], read: Callable[[list[str]], Mapping[str, np.ndarray]]
+) -> list[np.ndarray]:
+    """Return the values of leaves, which are given by their names on the disk."""
+    arrays = read([name for name, leaf in leaves.items() if leaf.num_bytes])
     return [
-        arrays[next(names)].view(leaf.dtype) if leaf.num_bytes else np.zeros(leaf.shape, leaf.dtype)
-        for leaf in leaves
+        arrays[name].view(leaf.dtype) if leaf.num_bytes else np.zeros(leaf.shape, leaf.dtype)
+        for name, leaf in leaves.items()
     ]
 
 
@@ -103,6 +104,22 @@ def _leaf(name: str, x: Any) -> SavedLeaf:
         data = jax.eval_shape(jax.random.key_data, x)
         return SavedLeaf(name, data.shape, str(data.dtype), str(jax.random.key_impl(x)))
     dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
-    if dtype.hasobject:
-        raise TypeError(f"`{name}` is {x}, which no array can hold. Keep it outside the state.")
+    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct) and not _is_known(dtype):
+        text = f"`{name}` is {x}" if dtype.hasobject else f"`{name}` is an array of {dtype}"
+        raise TypeError(f"{text}, which no array of JAX can hold. Keep it outside the state.")
     return SavedLeaf(name, tuple(np.shape(x)), str(dtype), None)
+
+
+def _is_known(dtype: np.dtype) -> bool:
+    try:
+        jax.typeof(np.empty(0, dtype))
+    except TypeError:
+        return False
+    return dtype != jax.dtypes.float0
+
+
+# Orbax does not know some types of few bits, which NumPy keeps in bytes.
+def _is_opaque(x: np.ndarray) -> bool:
+    return x.dtype.name in ("int1", "uint1", "uint2", "uint4", "float8_e4m3") or (
+        x.dtype.name.startswith("float6_")
+    )

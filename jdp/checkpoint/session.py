@@ -1,6 +1,7 @@
 """What a `Checkpointer` does between `restore` and `close`."""
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -13,14 +14,15 @@ import jax
 from jdp import pytrees
 from jdp.checkpoint import directory
 from jdp.checkpoint.commit_memory import CommitMemory
-from jdp.checkpoint.restore import Sources, latest, position_of, restored
+from jdp.checkpoint.edits import facts_of_program, require_unedited
+from jdp.checkpoint.restore import Latest, Sources, latest, position_of, restored
 from jdp.checkpoint.state_writer import checkpoint_writer, commit_writer
 from jdp.distributed import agree, in_flight, kv_store
-from jdp.distributed.checks import startup
 from jdp.distributed.checks.replicas import RanksDifferError, require_equal_copies
 from jdp.distributed.preemption import Preemption
 from jdp.worker import launcher_client, progress
 from jdp.worker.exit_codes import SAVED
+from jdp.worker.version import version
 
 _log = logging.getLogger("jdp")
 
@@ -72,10 +74,47 @@ class Session:
         self._commits = commit_writer(self._memory, is_here=is_first)
         self._saves = checkpoint_writer(folder, keep=keep, is_here=self._process == 0)
 
-    def restore(self, state: Any, batches: Any, resume: bool | None) -> Any:
+    def restore(
+        self,
+        state: Any,
+        batches: Any,
+        resume: bool | None,
+        *,
+        keeps_missing: bool,
+        allows_edits: bool,
+    ) -> Any:
         """Return the state to go on from, and set the batches to the position it has."""
         began = time.monotonic()
         in_flight.begins_anew()
+        sources, found = self._find(resume)
+        if found is not None:
+            require_right = functools.partial(require_unedited, allows_edits=allows_edits)
+            state = restored(
+                self._group,
+                found,
+                sources,
+                state,
+                batches,
+                keeps_missing=keeps_missing,
+                require=require_right,
+            )
+            self.steps = found.key.step
+            if found.key.is_commit:
+                self._is_unsaved, self._is_committed = True, not found.lacking
+        self.record(state, batches)
+        if self._memory:
+            self._commits.prepare_for(state)
+        self._preemption = Preemption()
+        self._ends.callback(self._preemption.stop_listening)
+        self._ends.callback(self._saves.end_thread)
+        self._ends.callback(self._commits.end_thread)
+        if self._launcher is not None:
+            tier, seconds = found.tier if found else "none", time.monotonic() - began
+            self._launcher.tell("restored", step=self.steps, tier=tier, s=seconds)
+        return state
+
+    def _find(self, resume: bool | None) -> tuple[Sources, Latest | None]:
+        """Return what this process and all of them could restore, and begin a life of the run."""
         with agree.propagating_errors(self._group, "while it looked for what to restore"):
             if self._process == 0:
                 # Processes before these have died, or stopped at SIGTERM.
@@ -89,32 +128,20 @@ class Session:
             "directory": str(self._folder.path),
             "life": 1 + max(each["life"] for each in offers.values()),
             "tag": offers[0]["tag"],
-            "jdp": startup.version(),
+            "jdp": version(),
             "jax": jax.__version__,
+            **facts_of_program(),
         }
-        found, resumes = latest(offers, str(self._folder.path)), offers[0]["resumes"]
-        if found is not None:
-            if not resumes:
-                raise RuntimeError(
-                    f"{self._folder.path} holds step {found.key.step} of an earlier run. To go on "
-                    "from there: jdp run --resume, JDP_RESUME=1 or Checkpointer(..., resume=True). "
-                    "To begin anew: another directory, or this one emptied."
-                )
-            state = restored(self._group, found, sources, state, batches)
-            self.steps = found.key.step
-        elif resumes and self._process == 0:
+        found = latest(offers, str(self._folder.path))
+        if found is not None and not offers[0]["resumes"]:
+            raise RuntimeError(
+                f"{self._folder.path} holds step {found.key.step} of an earlier run. To go on "
+                "from there: jdp run --resume, JDP_RESUME=1 or Checkpointer(..., resume=True). To "
+                "begin anew: another directory, or this one emptied."
+            )
+        if found is None and offers[0]["resumes"] and self._process == 0:
             _log.warning("jdp: nothing to resume in %s: this begins anew.", self._folder.path)
-        self.record(state, batches)
-        if found is not None and found.key.is_commit:
-            self._is_unsaved, self._is_committed = True, not found.lacking
-        self._preemption = Preemption()
-        self._ends.callback(self._preemption.stop_listening)
-        self._ends.callback(self._saves.end_thread)
-        self._ends.callback(self._commits.end_thread)
-        if self._launcher is not None:
-            tier, seconds = found.tier if found else "none", time.monotonic() - began
-            self._launcher.tell("restored", step=self.steps, tier=tier, s=seconds)
-        return state
+        return sources, found
 
     def record(self, state: Any, batches: Any) -> None:
         """Record the state after the last step, and what the batches have handed out."""
@@ -186,6 +213,7 @@ class Session:
 
     def _stop(self) -> None:
         self.save()
+        self.tell_closed()
         self.end_session()
         if self._process == 0:
             _log.warning(

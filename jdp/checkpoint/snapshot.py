@@ -1,12 +1,13 @@
 """A copy of a state on its devices, which no step donates, and its values on the host."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jdp import pytrees
 from jdp.checkpoint.saved_leaves import SavedLeaf, describe
@@ -72,7 +73,7 @@ class Snapshots:
         if kind != self._kind:
             self._leaves = describe(state)
             self._apart = [i for i, x in enumerate(arrays) if not _is_on_each_process(x)]
-            self._kind, self._spare = kind, {}
+            self._kind = kind
         arrays = [*map(without_key, arrays)]
         for i, x in zip(self._apart, _gathered([arrays[i] for i in self._apart]), strict=True):
             arrays[i] = x
@@ -81,15 +82,36 @@ class Snapshots:
         pieces = [piece for i, x in enumerate(arrays) for piece in _pieces(i, x)]
         return Snapshot(self._leaves, self._copied(pieces))
 
+    def reservation(self, state: Any) -> Callable[[], None]:
+        """Return a call that takes the memory of the first snapshot, which may run in a thread."""
+        arrays = [without_key(x) for x in jax.tree.leaves(state) if is_array(x)]
+        arrays = [x for x in arrays if _is_on_each_process(x)]
+        pieces = [piece for i, x in enumerate(arrays) for piece in _pieces(i, x)]
+        kinds = {
+            device: [_form(pieces[i].values) for i in positions]
+            for device, positions in _on_devices(pieces).items()
+        }
+
+        def reserve() -> None:
+            for device, forms in kinds.items():
+                zeros = jax.jit(
+                    lambda forms=forms: [jnp.zeros(*form) for form in forms],
+                    out_shardings=SingleDeviceSharding(device),
+                )
+                self._spare[device] = jax.block_until_ready(zeros())
+
+        return reserve
+
     def _copied(self, pieces: list[_Piece]) -> list[_Piece]:
-        on_device: dict[jax.Device, list[int]] = defaultdict(list)
         for i, piece in enumerate(pieces):
-            if isinstance(piece.values, jax.Array):
-                on_device[next(iter(piece.values.devices()))].append(i)
-            else:
+            if not isinstance(piece.values, jax.Array):
                 pieces[i] = piece._replace(values=np.array(piece.values))
-        for device, positions in on_device.items():
-            copies = _copy(self._spare.pop(device, []), [pieces[i].values for i in positions])
+        for device, positions in _on_devices(pieces).items():
+            arrays = [pieces[i].values for i in positions]
+            spare = self._spare.pop(device, [])
+            if [*map(_form, spare)] != [*map(_form, arrays)]:
+                spare = []
+            copies = _copy(spare, arrays)
             if self._reuse:
                 self._spare[device] = copies
             for i, values in zip(positions, copies, strict=True):
@@ -132,6 +154,18 @@ def _gathered(arrays: list[Any]) -> list[Any]:
 
 def _same(arrays: list[jax.Array]) -> list[jax.Array]:
     return arrays
+
+
+def _on_devices(pieces: list[_Piece]) -> dict[jax.Device, list[int]]:
+    found: dict[jax.Device, list[int]] = defaultdict(list)
+    for i, piece in enumerate(pieces):
+        if isinstance(piece.values, jax.Array):
+            found[next(iter(piece.values.devices()))].append(i)
+    return found
+
+
+def _form(x: Any) -> Any:
+    return x.shape, x.dtype
 
 
 # The parts on this process's devices that make up array `i`.

@@ -60,6 +60,11 @@ class StateWriter:
             facts = {**facts, "leaves": taken.leaves}
             self._job = self._pool.submit(self._write_taken, facts, taken, self._steps)
 
+    def prepare_for(self, state: Any) -> None:
+        """Take the memory of the first copy, in the thread: mapping it may take seconds."""
+        if self._is_here:
+            self._job = self._pool.submit(self._snapshots.reservation(state))
+
     def prepare(self, action: Callable[[], None]) -> None:
         """Run an action in the thread, before the next state is written."""
         self._pool.submit(action)

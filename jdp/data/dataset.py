@@ -46,8 +46,15 @@ def with_mask(batch: Any, mask: np.ndarray) -> Any:
 
     Raises:
       ValueError: if the batch has a "mask" already.
+      TypeError: if a key of the batch is not a string, since JAX sorts the keys.
     """
     if isinstance(batch, dict):
+        if others := [key for key in batch if not isinstance(key, str)]:
+            raise TypeError(
+                f'the dataset has the keys {others}, and the key of its mask is "mask": JAX sorts '
+                "the keys of a dict, and cannot compare them. Rename them to strings, or do "
+                'without padding: tail="drop", without mask=True.'
+            )
         if "mask" in batch:
             raise ValueError(
                 'the dataset has a key "mask", which jdp.batches() needs for its own mask of '

@@ -1,7 +1,7 @@
-"""The order of the rows, one endless stream of row numbers, and a run over it."""
+"""The order of the rows: one endless stream of row numbers."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -143,87 +143,3 @@ class Sampler(Iterator[np.ndarray]):
             np.random.Generator(np.random.Philox(entropy)).shuffle(order)
             self._held = (epoch, order)
         return order[offsets]
-
-
-class Run(NamedTuple):
-    """The batches of one run over a stream: where it ends, and how."""
-
-    batch_size: int
-    end: int  # in rows of the stream
-    tail: str  # of a run that ends with an epoch: "pad" or "drop"
-    endless: bool  # rows after `end` fill the last batch
-    # All batches of a run have a mask, or none: one in some only would be a second trace of the
-    # step, and one that comes and goes with the number of rows would surprise its author.
-    has_mask: bool
-
-    @classmethod
-    def planned(
-        cls,
-        num_rows: int,
-        batch_size: int,
-        num_steps: int | None,
-        epochs: int | None,
-        tail: str,
-        mask: bool | None = None,
-    ) -> "Run":
-        """Plan a run of `num_steps` full batches, or of all rows `epochs` times.
-
-        Raises:
-          ValueError: if not exactly one of the two is given, no batch is left, or `mask` is False
-            where a batch may be short.
-        """
-        if tail not in ("pad", "drop"):
-            raise ValueError(f'tail={tail!r}: write "pad" or "drop".')
-        if num_steps is not None and epochs is None:
-            end = int_at_least("num_steps", num_steps, least=1) * batch_size
-        elif epochs is not None and num_steps is None:
-            end = int_at_least("epochs", epochs, least=1) * num_rows
-        else:
-            raise ValueError(
-                f"num_steps={num_steps} and epochs={epochs}: give exactly one of the two, which "
-                "says where the run ends. Write num_steps=1000, or epochs=3."
-            )
-        may_be_short = tail == "pad" and num_steps is None
-        if mask is False and may_be_short:
-            raise ValueError(
-                'mask=False with tail="pad": the rows that pad a short last batch would count. '
-                'Leave mask out, or that batch: tail="drop".'
-            )
-        run = cls(batch_size, end, tail, num_steps is not None, may_be_short or bool(mask))
-        if run.num_batches == 0:
-            raise ValueError(
-                f'tail="drop" leaves no batch at all: the run has {end} rows, a batch '
-                f'{batch_size}. Use a smaller batch_size, more epochs, or tail="pad".'
-            )
-        return run
-
-    @property
-    def num_batches(self) -> int:
-        """Batches from position 0 to the end."""
-        full, rest = divmod(self.end, self.batch_size)
-        return full + (rest > 0 and self.tail != "drop")
-
-    def next_rows(self, position: int) -> int:
-        """Count the rows that are not padding in the batch at `position`; 0 after the end."""
-        left = max(self.end - position, 0)
-        if self.endless and left:
-            return self.batch_size
-        if self.tail == "drop" and left < self.batch_size:
-            return 0
-        return min(left, self.batch_size)
-
-    def padded_size(self, num_ranks: int) -> int:
-        """Count the rows of a batch with those that pad it: all ranks hold equally many.
-
-        Raises:
-          ValueError: if there are some that pad, and no mask.
-        """
-        rows = -(-self.batch_size // num_ranks) * num_ranks
-        if rows > self.batch_size and not self.has_mask:
-            raise ValueError(
-                f"batch_size {self.batch_size} is not divisible by the {num_ranks} ranks, but all "
-                f"ranks need equally many rows. Write mask=True to pad each batch to {rows} rows: "
-                "its mask says which rows count, so that the result is the same on any number of "
-                f"ranks. Or use a multiple of {num_ranks}, such as {rows}."
-            )
-        return rows

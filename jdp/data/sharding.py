@@ -32,20 +32,10 @@ def num_blocks(sharding: NamedSharding) -> int:
 def process_rows(
     sharding: NamedSharding, num_rows: int, devices: Collection[jax.Device] | None = None
 ) -> np.ndarray:
-    """Find the rows of a global batch that lie on the devices of one process.
+    """Return the rows of a global batch on the devices of one process, by default of this one.
 
-    Asks the sharding, since neither the order of processes in a mesh nor the ids of devices say it.
-
-    Args:
-      sharding: that of the batch's first dim.
-      num_rows: rows of the global batch, a multiple of the number of ranks.
-      devices: the process's devices on the mesh. Default: this process's.
-
-    Returns:
-      Row numbers, [rows] int, ascending, each once (ranks along further mesh axes share rows).
-
-    Raises:
-      ValueError: if there are no devices.
+    [rows] int, ascending, each once (ranks along further mesh axes share rows). The sharding says
+    it: neither the order of processes in a mesh nor the ids of devices do.
 
     >>> mesh = Mesh(jax.devices()[:2], "data")
     >>> process_rows(batch_sharding(mesh, "data"), 6, devices=mesh.devices[1:]).tolist()
@@ -54,8 +44,9 @@ def process_rows(
     devices = sharding.addressable_devices if devices is None else devices
     if len(devices) == 0:
         raise ValueError(
-            f"process {jax.process_index()} has no device on the mesh {dict(sharding.mesh.shape)}, so "
-            "no rows are its own. Build the mesh over devices of every process that asks for batches."
+            f"process {jax.process_index()} has no device on the mesh {dict(sharding.mesh.shape)}, "
+            "so no rows are its own. Build the mesh over devices of every process that asks for "
+            "batches."
         )
     index_map = sharding.devices_indices_map((num_rows,))
     blocks = {index_map[device][0].indices(num_rows) for device in devices}
@@ -63,12 +54,7 @@ def process_rows(
 
 
 def place_batch(batch: Any, where: Mesh, axis_name: tuple[str, ...]) -> Any:
-    """Split a batch over ranks, after a look at its rows; leaves that lie right stay.
-
-    Args:
-      batch: tree of arrays whose first dim is the rows of the global batch.
-      where: the mesh.
-      axis_name: the axes that split it.
+    """Split a global batch over the ranks of a mesh; leaves that lie there already stay.
 
     Raises:
       ValueError: if a leaf is a scalar, leaves have different first dims, these do not divide

@@ -8,12 +8,13 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jdp.collectives.cpu import runtime as cpu_runtime
+from jdp.data.loop_ends import LoopEnd, Problem, problem_of
 from jdp.distributed import agree, kv_store
 from jdp.distributed.fail_fast import OtherFailedError, leave_if_failed
 from jdp.error_codes import with_code
@@ -35,8 +36,7 @@ def hand_out_equally(
 ) -> Generator[Any, None, None]:
     """Hand out this process's batches, and find a process that hands out more of them, or fewer.
 
-    The processes of the mesh come here in the same order, and exchange nothing until one ends its
-    loop: it reports after how many batches.
+    All processes come here in the same order. They exchange nothing until one ends its loop.
 
     Raises:
       ValueError: where the next batch is asked for, on every process, if one has ended or left its
@@ -59,63 +59,6 @@ def hand_out_equally(
                 yield handed_out[0]
         finally:
             loop.end("left")
-
-
-def raise_pending() -> None:
-    """Raise the problem of a loop that this process had left before it was found."""
-    for loop in list(_running):
-        loop.raise_problem()
-
-
-class LoopEnd(NamedTuple):
-    """How a process ended its loop; with "on", for which batch it asked after that.
-
-    >>> print(LoopEnd(1, 9, "end"))
-    process 1 ended its loop after 9 batches
-    """
-
-    process: int
-    num_batches: int  # handed out
-    how: str  # "end", "left", "error" or "on"
-    text: str = ""
-
-    def __str__(self) -> str:
-        how = {
-            "end": "ended its loop after {} batches",
-            "left": "left its loop (break or an error) after {} batches",
-            "on": "went on to batch {}",
-            "error": "could not make batch {}",
-        }[self.how]
-        number = self.num_batches + (self.how == "error")
-        return f"process {self.process} {how.format(number)}"
-
-
-class Problem(NamedTuple):
-    """Why no process can go on."""
-
-    is_failure: bool  # of one process's loader
-    text: str
-
-
-def problem_of(first: LoopEnd, mine: LoopEnd) -> Problem | None:
-    """Compare the first end of a loop with the loop of another process.
-
-    >>> print(problem_of(LoopEnd(0, 9, "end"), LoopEnd(1, 10, "on")).text)  # doctest: +ELLIPSIS
-    process 0 ended its loop after 9 batches, but process 1 went on to batch 10: each step ...
-    """
-    for end in (mine, first):
-        if end.how == "error":
-            text = f"{end}, so no process can go on: {end.text}"
-            return Problem(True, with_code("JDP208", text))
-    is_behind = mine.how == "on" and mine.num_batches < first.num_batches
-    if is_behind or mine.num_batches == first.num_batches:
-        return None
-    text = (
-        f"{first}, but {mine}: each step needs the rows of all ranks. Give every process equally "
-        "many batches, such as itertools.islice(loader, n) with the smallest number of all, and "
-        "leave a loop early on all processes or on none."
-    )
-    return Problem(False, with_code("JDP210", text))
 
 
 class _Loop:
@@ -281,6 +224,12 @@ class _Loop:
     def _place(self) -> Any:
         frame = sys._current_frames().get(self._runner)
         return frame and (id(frame), frame.f_lasti)
+
+
+def raise_pending() -> None:
+    """Raise the problem of a loop that this process had left before it was found."""
+    for loop in list(_running):
+        loop.raise_problem()
 
 
 _num_loops: Counter[str] = Counter()

@@ -10,7 +10,7 @@ import time
 import jax
 
 from jdp.distributed import cluster_env, fail_fast, preemption
-from jdp.worker import progress
+from jdp.worker import progress, source_files
 from jdp.worker.launcher_client import Assignment, Member, current
 from jdp.worker.local_devices import num_gpus
 
@@ -43,6 +43,7 @@ def join() -> None:
       RuntimeError: if the others can't be found, or JAX runs already.
       TimeoutError: if process 0 does not come.
     """
+    source_files.record()
     launched = member()
     if launched is not None:
         assignment = launched.park(_prepare)

@@ -44,8 +44,9 @@ def init(
       timeout_s: seconds, > 0, after which a run that makes no step is ended with exit code 124;
         after 30 s it says where each process is. Compiling, evaluating, saving and all that comes
         before the first step may take six times as long; see `jdp.phase`. `jdp run --timeout-s`
-        comes first. None: no limit. One process alone is ended only in a step, or while it waits
-        for `jdp.batches`, and at a prompt not at all.
+        comes first. None: no limit. A program that makes no step and takes no batch of
+        `jdp.batches`, such as plain inference, has no limit either. One process alone is ended only
+        in a step, or while it waits for `jdp.batches`, and at a prompt not at all.
 
     Returns:
       The mesh. Rank r is its r-th device along `axis_name`.

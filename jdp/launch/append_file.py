@@ -42,7 +42,7 @@ class AppendFile:
                 self.write(path.read_bytes())
                 path.unlink()
             except OSError as error:
-                self._say(f"{path} can't be moved to {self.path}: {error.strerror}")
+                self._say(f"{path} cannot be moved to {self.path}: {error.strerror}")
 
     def close_file(self) -> None:
         """Close the file."""
@@ -51,6 +51,6 @@ class AppendFile:
             self._file = None
 
     def _fail(self, error: OSError) -> None:
-        self._say(f"{self.path} can't be written: {error.strerror}")
+        self._say(f"{self.path} cannot be written: {error.strerror}")
         self.close_file()
         self.path = None

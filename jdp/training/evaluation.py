@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jdp.data.batches import Batches
 from jdp.data.dataset import find_mask
+from jdp.data.loops import Batches
 from jdp.distributed import in_flight
 from jdp.reduction import metrics
 from jdp.training.step import Step

@@ -9,14 +9,7 @@ from jdp.worker.progress_board import BEFORE, ENDED, ProcessStatus
 def hang_report(
     now: float, verdict: str, statuses: Mapping[int, ProcessStatus], causes: list[int]
 ) -> str:
-    """Return the report of a run that hangs.
-
-    Args:
-      now: seconds, on the clock of the statuses.
-      verdict: its first line.
-      statuses: of all processes.
-      causes: the processes that the others wait for.
-    """
+    """Return the report of a run that hangs because others wait for the processes `causes`."""
     advice = _advice([statuses[i] for i in causes], [*statuses.values()])
     return "\n".join([verdict, *_lines(now, statuses, causes), f"  {advice}"])
 

@@ -22,6 +22,7 @@ From a host to the leader:
   exited  process_id, ...          a process ended by itself
   ended   generation, port, step   no process is left; a port for the next coordinator
   stop    signal, at_once          its launcher was asked to end the run
+  commit saved  step, ...          its latest commit is in the checkpoint directory, or an error
   beat    at, statuses             its time, and the statuses of its processes
 From the leader to a host:
   challenge  nonce, protocol       asks for a proof that the host knows the token
@@ -32,6 +33,7 @@ From the leader to a host:
   end                              kill your part of the generation
   stop       signal                ask your processes to end, by a signal if there is one
   dump       process_ids           have your processes show their stacks, these on the console
+  save commit                      write your latest commit to the checkpoint directory
   beat       at                    the answer to your beat of that time
   over       code, why             the run is over
 """

@@ -62,6 +62,11 @@ def both_parts_summed(params, batch):
     return total / jdp.sum_over_ranks(batch["mask"].sum())
 
 
+def weighed_by_hand(params, batch):
+    count = batch["mask"].sum()
+    return by_the_sum(params, batch) * count / jdp.mean_over_ranks(count * 1.0)
+
+
 def over_the_entries_of_a_row(params, batch):
     attention = jnp.where(batch["mask"][:, None], jnp.exp(batch["y"]), 1e-9)
     attention = attention / attention.sum(axis=1, keepdims=True)
@@ -71,7 +76,7 @@ def over_the_entries_of_a_row(params, batch):
 LOCAL = [
     by_the_sum, by_at_least_one, by_where, by_average, by_shares, in_a_remat, in_a_branch, in_a_loop
 ]  # fmt: skip
-RIGHT = [over_all_ranks, both_parts_summed, over_the_entries_of_a_row]
+RIGHT = [over_all_ranks, both_parts_summed, weighed_by_hand, over_the_entries_of_a_row]
 
 
 # The warnings of a step with a loss, or of one that reports it, over 2 ranks.
@@ -102,6 +107,7 @@ def test_warns_of_a_mean_over_the_rows_of_one_rank(loss_fn, evaluates):
     assert not warned(loss_fn, evaluates, weight=lambda batch: batch["mask"].sum())
 
 
+@pytest.mark.parametrize("evaluates", [True, False], ids=["eval_step", "train_step"])
 @pytest.mark.parametrize("loss_fn", RIGHT, ids=lambda fn: fn.__name__)
-def test_does_not_warn_of_a_mean_over_the_rows_of_all_ranks(loss_fn):
-    assert not warned(loss_fn, evaluates=True)
+def test_does_not_warn_of_a_mean_over_the_rows_of_all_ranks(loss_fn, evaluates):
+    assert not warned(loss_fn, evaluates)

@@ -34,7 +34,9 @@ def told(metrics_of, num_ranks=4, after=None, **options):
         warnings.simplefilter("always")
         step = jdp.train_step(step, **options)
         step.lower(state, batch)
-    return [str(each.message) for each in caught]
+    # JDP129: the loss of these steps weighs rows, and only some of the steps weigh ranks.
+    texts = [str(each.message) for each in caught]
+    return [text for text in texts if "JDP129" not in text]
 
 
 def psum(x):

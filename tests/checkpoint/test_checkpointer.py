@@ -258,7 +258,7 @@ def test_a_run_whose_checkpoints_are_all_torn_does_not_begin_anew(tmp_path):
 def test_a_state_of_another_model_is_refused_by_name(tmp_path):
     counted(tmp_path, 3)
     ckpt = jdp.Checkpointer(tmp_path, resume=True)
-    with pytest.raises(ValueError, match=r"`\['n'\]` is int32\[\] in step 3 of .*float32\[2\]"):
+    with pytest.raises(ValueError, match=r"step 3 .*`\['n'\]` is int32\[\] .*float32\[2\]"):
         ckpt.restore({"n": jnp.zeros(2)})
     assert counted(tmp_path, 4, resume=True)["n"] == 4  # the directory is free again
 
@@ -560,6 +560,20 @@ def at_its_end(path):
         ckpt.restore({"w": jnp.zeros(4)}, Rows())
 
 
+def waiting(path):
+    jdp.init()
+    ckpt = jdp.Checkpointer(path)
+    ckpt.restore({"w": jnp.zeros(4), "n": 0})
+    ckpt._session._commits.wait()
+    return [x.shape for spare in ckpt._session._commits._snapshots._spare.values() for x in spare]
+
+
+def test_the_memory_of_the_first_commit_is_taken_before_the_first_step(tmp_path):
+    with Launcher() as launcher:
+        one, other = launcher.processes(2, "test_checkpointer:waiting", tmp_path)
+        assert [one.result(), other.result()] == [[[4]], []]
+
+
 # Runs `stop` steps and ends without a word, as if killed, once what was begun is written.
 def committed(path, stop):
     jdp.init()
@@ -642,12 +656,23 @@ def test_the_newer_of_commit_and_checkpoint_is_taken(tmp_path):
         assert result["state"] == [30.0] * 4 and result["steps"] == 30
 
 
-@pytest.mark.parametrize("dtype", ["uint2", "uint4", "int2", "int4", "float8_e4m3fn", "bool"])
+FEW_BITS = "uint2 uint4 int2 int4 float8_e4m3 float8_e4m3fn bool".split()
+
+
+@pytest.mark.parametrize("dtype", FEW_BITS)
 def test_a_leaf_of_few_bits_is_restored_from_the_disk(tmp_path, dtype):
     jdp.init(devices=jax.devices()[:2])
-    state = {"a": jnp.asarray([0, 1, 1]).astype(dtype)}
+    state = {"a": jnp.asarray([0, 1, 1]).astype(dtype), "b": jnp.asarray(1).astype(dtype)}
     with jdp.Checkpointer(tmp_path) as ckpt:
         ckpt.step(ckpt.restore(state))
     with jdp.Checkpointer(tmp_path, resume=True) as ckpt:
-        again = ckpt.restore({"a": jnp.zeros(3, dtype)})
+        again = ckpt.restore({"a": jnp.zeros(3, dtype), "b": jnp.zeros((), dtype)})
     assert again["a"].dtype == dtype and np.asarray(again["a"] == state["a"]).all()
+    assert again["b"] == state["b"]
+
+
+@pytest.mark.parametrize("dtype", ["M8[s]", "S3", ">f4", "longdouble", "V4", "O"])
+def test_a_leaf_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path, dtype):
+    with pytest.raises(TypeError, match=r"`\['a'\]\[0\]`"):
+        jdp.Checkpointer(tmp_path / "run").restore({"a": [np.zeros(2, dtype)]})
+    assert not (tmp_path / "run").exists()

@@ -199,7 +199,7 @@ FAILURES = {
         "OSError: checkpoints cannot be written to",
         "OtherFailedError: process 0 failed",
     ),
-    "model": ("process 1 failed while it restored the commit of step 5", "ValueError: `['x']` is"),
+    "model": ("process 1 failed while it restored the commit of step 5", "`['x']` is float32[3]"),
     "save": ("OSError: step 6 could not be saved", "process 0 failed while it saved step 6"),
     "absent": ("process 1 did not come within 2 s to compare what there is to restore", ""),
 }

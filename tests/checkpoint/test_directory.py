@@ -250,6 +250,41 @@ def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path, monkeypatch):
     folder.unlock()
 
 
+FORKER = """
+import os, sys, time
+from jdp.checkpoint.directory import Folder
+folder = Folder(sys.argv[1])
+folder.lock()
+if not os.fork():
+    os.setsid()
+    print(os.getpid(), flush=True)
+    sys.stdin.readline()
+    os._exit(0)
+time.sleep(60)
+"""
+
+
+def test_a_forked_child_that_outlives_the_run_does_not_keep_its_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr("jdp.checkpoint.directory_lock._TIMEOUT_S", 0.5)
+    forker = subprocess.Popen(
+        [sys.executable, "-c", FORKER, str(tmp_path)],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with forker:
+        child = int(forker.stdout.readline())
+        other = Folder(tmp_path)
+        with pytest.raises(RuntimeError, match=f"{forker.pid}"):
+            other.lock()  # the run itself still has it
+        forker.send_signal(signal.SIGKILL)
+        forker.wait()
+        os.kill(child, 0)  # which lives
+        other.lock()
+        other.unlock()
+        forker.stdin.close()
+
+
 def test_a_run_that_goes_on_waits_for_who_holds_the_lock(folder, monkeypatch):
     monkeypatch.setattr("jdp.checkpoint.directory_lock._TIMEOUT_S", 0.0)
     timer = threading.Timer(0.3, folder.unlock)

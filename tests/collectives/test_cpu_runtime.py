@@ -165,7 +165,7 @@ def test_64_bit_types_keep_all_bits():
 
 @needs_library
 def test_types_that_cannot_be_added_up_are_refused():
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT.*type of elements"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT.*bucket 5: this dtype"):
         all_reduce(jnp.ones(3, bool))
 
 
@@ -211,7 +211,7 @@ def test_a_segment_serves_the_rank_that_attached_it():
 @needs_library
 def test_a_segment_of_another_process_is_refused():
     segment = cpu_runtime.create_segment(2)
-    with pytest.raises(OSError, match="another segment than was announced"):
+    with pytest.raises(OSError, match="not the announced segment"):
         cpu_runtime.attach(7, 0, 2, [0], segment._replace(nonce=segment.nonce ^ 1))
     with pytest.raises(OSError, match="cannot open /proc/1/fd/999"):
         cpu_runtime.attach(7, 0, 2, [0], cpu_runtime.Segment(1, 999, 0))

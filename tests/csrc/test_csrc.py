@@ -10,13 +10,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "jdp" / "csrc" / "cpu"
-# XLA's side has tests of its own, through JAX.
+# The XLA custom call is tested through JAX.
 LIBRARY = [path for path in SOURCES.glob("*.cc") if path.stem not in ("ffi_cpu", "c_api")]
 TESTS = sorted((ROOT / "tests" / "csrc" / "cpu").glob("*_test.cc"))
 CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or "c++"
 FLAGS = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-pthread"]
 
-# Flags, and small steps in a row: sanitizers make them slow.
+# Compiler flags, and the number of small steps: sanitizers make them slow.
 MODES = {
     "plain": (["-O3"], 30_000),
     "threads": (["-O1", "-fsanitize=thread"], 2000),
@@ -63,7 +63,7 @@ def require_sanitizers(flags, folder):
         for mode in MODES
     ],
 )
-def test_the_native_all_reduce_holds_what_its_own_tests_claim(mode, tmp_path):
+def test_the_c_plus_plus_tests_pass(mode, tmp_path):
     assert {"sums_test", "processes_test"} <= {path.stem for path in TESTS}
     flags, num_steps = MODES[mode]
     require_sanitizers(flags, tmp_path)
@@ -73,8 +73,8 @@ def test_the_native_all_reduce_holds_what_its_own_tests_claim(mode, tmp_path):
         run([str(linked(main, shared, flags)), str(num_steps)], 200)
 
 
-# Small slots make many rounds of few bytes, and so find more in a second; the real size is what
-# users run.
+# Small slots give many rounds of few bytes, and so find more errors per second. The real size is
+# the one that users run.
 @pytest.mark.parametrize("slot", ["small", "real"])
 @pytest.mark.parametrize(
     "mode, seconds", [("plain", 6), pytest.param("threads", 10, marks=pytest.mark.slow)]

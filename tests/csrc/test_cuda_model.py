@@ -1,6 +1,6 @@
-"""The text of the CUDA kernels over host threads, under ThreadSanitizer, against numpy bit by bit.
+"""The source of the CUDA kernels on host threads, under ThreadSanitizer, against numpy bit by bit.
 
-What a GPU alone can show, `benchmarks/gpu/run_all.sh` runs on one.
+`benchmarks/gpu/run_all.sh` runs the tests that need a GPU.
 """
 
 import os
@@ -65,22 +65,22 @@ def test_a_large_leaf_takes_many_messages(host_model):
     assert not differences(host_model, ring_cases.large_cases(), ring_cases.difference)
 
 
-def test_a_missing_rank_is_named_and_leaves_no_number_that_looks_right(host_model):
+def test_a_missing_rank_is_named_and_the_output_is_nan(host_model):
     cases = ring_cases.missing_cases(timeout_ms=100)
     assert not differences(host_model, cases, ring_cases.missing_difference)
 
 
-def test_a_host_that_says_stop_ends_the_waits_of_all_ranks(host_model):
+def test_an_abort_by_one_host_ends_the_waits_of_all_ranks(host_model):
     assert not differences(host_model, ring_cases.aborted_cases(), ring_cases.aborted_difference)
 
 
-def test_a_rank_with_another_bucket_is_named_with_both_and_nothing_is_added_up(host_model):
+def test_a_mismatched_bucket_is_named_and_nothing_is_summed(host_model):
     cases = ring_cases.mismatched_cases()
     assert not differences(host_model, cases, ring_cases.mismatched_difference)
 
 
 @pytest.mark.parametrize("program", ["arena_test.cc", "host_side_test.cc"])
-def test_the_host_gives_out_memory_blocks_and_turns_as_it_should(program, tmp_path):
+def test_arena_residency_barrier_and_plan_of_the_host(program, tmp_path):
     if CXX is None:
         pytest.skip("needs a C++ compiler: g++, clang++ or $CXX")
     plan = ROOT / "jdp" / "csrc" / "cuda" / "plan.cc"
@@ -93,7 +93,7 @@ def test_the_host_gives_out_memory_blocks_and_turns_as_it_should(program, tmp_pa
     assert done.returncode == 0, done.stderr
 
 
-def test_the_benchmark_of_the_kernels_tells_every_wrong_element_from_the_exact_sum(tmp_path):
+def test_the_kernels_benchmark_detects_every_wrong_element(tmp_path):
     if CXX is None:
         pytest.skip("needs a C++ compiler: g++, clang++ or $CXX")
     program = compiled(tmp_path, "whole_numbers_test.cc")

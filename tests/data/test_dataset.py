@@ -300,6 +300,11 @@ def test_the_mask_is_a_key_of_a_dict_and_else_the_last_element():
     assert with_mask([1, 2], mask) == ([1, 2], mask)
 
 
+def test_a_mask_beside_keys_that_are_not_strings_is_refused():
+    with pytest.raises(TypeError, match=r"\[0, 1\].*strings"):
+        with_mask({0: 1, "x": 2, 1: 2}, np.array([True]))
+
+
 def test_a_mask_of_the_datasets_own_is_not_overwritten():
     with pytest.raises(ValueError, match='"mask"'):
         with_mask({"x": 1, "mask": 2}, np.array([True]))

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdp.data.sampler import Run, Sampler
+from jdp.data.run import Run
+from jdp.data.sampler import Sampler
 
 sizes = st.integers(1, 12)
 seeds = st.integers(0, 2**70)

@@ -15,7 +15,7 @@ from support.threads import wait_until
 import jdp
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.data import uneven_loops
-from jdp.data.uneven_loops import LoopEnd, problem_of
+from jdp.data.loop_ends import LoopEnd, problem_of
 from jdp.distributed import agree, in_flight, kv_store
 
 # Far below the deadlines of all-reduces (300 s) and of gloo.

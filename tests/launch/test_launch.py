@@ -96,6 +96,17 @@ def test_processes_that_die_together_are_one_failure(jdp_run):
     assert run.finish() == 0
 
 
+def test_a_stopped_standby_is_not_chosen(jdp_run):
+    run = jdp_run("--nproc-per-node=2")
+    pids = run.pids(0, 2)
+    stopped, other = run.standbys(0, 2)
+    os.kill(stopped, signal.SIGSTOP)
+    os.kill(pids[0], signal.SIGKILL)
+    replaced = run.pids(1, 2)
+    assert other in replaced and stopped not in replaced
+    assert run.finish() == 0
+
+
 def test_without_standbys_processes_are_started_anew(jdp_run):
     run = jdp_run("--nproc-per-node=2")
     pids = run.pids(0, 2)
@@ -118,7 +129,7 @@ def test_a_script_that_needs_its_rank_before_init_runs_without_standbys(jdp_run)
     run.pids(1, 2)
     assert run.finish() == 0
     assert "KeyError: 'RANK'" in run.output
-    assert run.output.count("before jdp.init()") == 1
+    assert run.output.count("a standby (pid ") == 1
 
 
 def test_a_failure_while_standbys_start_is_recovered_from(jdp_run):
@@ -347,6 +358,13 @@ def test_who_has_saved_and_ended_ends_the_run(jdp_run):
     run = jdp_run("--nproc-per-node=2", after="time.sleep(0.2 * a.process_id); sys.exit(75)")
     assert run.wait() == 75
     assert [e["returncode"] for e in run.events("exited")] == [75, 75]
+
+
+def test_a_run_that_has_saved_prints_the_step(jdp_run):
+    after = "launcher.tell('closed', step=4711); sys.exit(75)"
+    run = jdp_run("--nproc-per-node=2", after=after)
+    assert run.wait() == 75
+    assert " 4711 " in run.output.splitlines()[-1] and "--resume" in run.output.splitlines()[-1]
 
 
 def test_who_crashes_after_another_has_saved_is_no_failure(jdp_run):
@@ -604,6 +622,7 @@ def test_a_loop_of_ones_own_with_a_checkpointer_is_recovered(jdp_run):
     pids = run.pids(0, 2)
     run.standbys(0, 2)
     os.kill(pids[0], signal.SIGKILL)
+    run.deadline_s = 120.0
     assert run.wait() == 0
     assert run.output.count("began True right True") == 2
 
@@ -615,7 +634,7 @@ import jdp
 jdp.init()
 with jdp.phase("loading"):
     pass
-for _ in range(50):
+for _ in range(80):
     jax.jit(lambda x: x + 1)(jnp.zeros(4)).block_until_ready()
     time.sleep(0.1)
 """
@@ -624,7 +643,60 @@ for _ in range(50):
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("num", [1, 2])
 def test_a_run_that_makes_no_step_of_jdp_is_not_ended(jdp_run, num):
-    flags = f"--nproc-per-node={num}", "--timeout-s=0.5"
+    flags = f"--nproc-per-node={num}", "--timeout-s=1"
     run = jdp_run(*flags, script=WITHOUT_STEPS, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="1")
+    run.deadline_s = 120.0
     assert run.wait() == 0
     assert "JDP303" not in run.output
+
+
+GIVES_UP = (
+    OWN_LOOP.replace("own_step(w)", "own_step(w); act(checkpointer.steps)")
+    + """
+print("resumed", began)
+"""
+)
+RAISES = """
+def act(step):
+    if step == 7: raise ValueError("a bug of the author")
+"""
+ENDS_AT_SIGTERM = """
+import signal
+def act(step):
+    if step == 7:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(3))
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(99)
+"""
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize(
+    ("act", "code"),
+    [(RAISES, 1), (ENDS_AT_SIGTERM, 128 + signal.SIGTERM)],
+    ids=["failure", "signal"],
+)
+def test_a_run_that_gives_up_saves_its_latest_commit_and_prints_the_step(jdp_run, act, code):
+    script = GIVES_UP.replace("100_000", "20")
+    run = jdp_run("--max-restarts=0", script=act + script, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="1")
+    run.deadline_s = 120.0
+    assert run.wait() == code
+    last = run.output.splitlines()[-1]
+    assert "--resume" in last and " 7, in " in last and str(run.folder / "checkpoints") in last
+    again = jdp_run(
+        "--resume", script="act = print" + script, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="1"
+    )
+    again.deadline_s = 120.0
+    assert again.wait() == 0
+    assert "resumed 7" in again.output
+
+
+@pytest.mark.xdist_group("processes")
+def test_an_error_that_comes_again_after_a_restart_ends_the_run_with_its_traceback(jdp_run):
+    script = RAISES + GIVES_UP.replace("num_steps = 30", "num_steps = 99")
+    run = jdp_run("--max-restarts=9", script=script, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="1")
+    run.deadline_s = 120.0
+    assert run.wait() == 1
+    assert len(run.events("formed")) == 2
+    *_, error, reason, resume = run.output.splitlines()
+    assert "a bug of the author" in error and " 7" in reason and " 7, in " in resume

@@ -322,6 +322,21 @@ def test_strangers_disturb_nobody(hosts):
         assert {leader.finish(), other.finish()} == {0}
 
 
+def test_strangers_that_take_all_descriptors_disturb_nobody(hosts):
+    run = hosts("--nnodes=2", within=["sh", "-c", 'ulimit -n 120; exec "$@"', "sh"])
+    leader = run.add(0)
+    leader.until("host joined")
+    address, _, port = run.endpoint.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(200):
+            stranger = stack.enter_context(socket.socket())
+            stranger.setblocking(False)
+            stranger.connect_ex((address, int(port)))
+        other = run.add(1)
+        leader.pids(0, 2)
+        assert {leader.finish(), other.finish()} == {0}
+
+
 def test_a_host_of_another_run_is_refused(hosts):
     run = hosts("--nnodes=2")
     leader = run.add(0, JDP_RDZV_ID="one")

@@ -8,8 +8,7 @@ import sys
 import threading
 import time
 
-from jdp.launch.host.output import Logs
-from jdp.launch.host.worker_output import TAIL_LINES
+from jdp.launch.host.output import TAIL_LINES, Logs
 from jdp.launch.options.options import parse
 
 TIMEOUT_S = 10.0

@@ -28,6 +28,7 @@ from jdp.launch.leader.generation import Generation
 from jdp.launch.leader.leader import Leader
 from jdp.launch.leader.rank_assignment import Part
 from jdp.launch.leader.remote_host import HostSlot, RemoteHost
+from jdp.launch.leader.restart_budget import RestartBudget
 from jdp.launch.options.options import parse
 from jdp.launch.transport import token_auth
 from jdp.launch.transport.connection import Channel
@@ -141,8 +142,48 @@ def test_the_first_failure_is_the_cause_unless_a_later_one_is_sure():
     assert [slot.free_at > 0 for slot in host.slots + other.slots] == [False] * 3 + [True]
 
 
-def standby(name, parked=True, is_dying=False):
-    return SimpleNamespace(name=name, parked=parked, is_dying=lambda: is_dying)
+LOST = failures.loss_of_host("a", "silent", 5.0)
+
+
+# The reasons to end, "" where the run goes on, of failures of (seconds, step).
+def reasons(*failed, why=LOST, max_restarts=3):
+    budget, found = RestartBudget(max_restarts, window_s=600.0), []
+    for now, step in failed:
+        found.append(budget.reason_to_end(why, step, now))
+        budget.record_failure(why, step, now)
+    return found
+
+
+def test_a_run_of_weeks_may_fail_three_times_in_ten_minutes():
+    assert not any(reasons(*[(200.0 * i, i) for i in range(3)]))
+    assert not any(reasons(*[(301.0 * i, i) for i in range(99)]))
+    *_, last = reasons(*[(199.0 * i, i) for i in range(4)])
+    assert "--max-restarts 3" in last and "600 s" in last
+    assert "--max-restarts 0" in reasons((0.0, 0), max_restarts=0)[0]
+
+
+def test_failures_that_a_run_never_gets_beyond_are_not_forgotten():
+    assert [bool(each) for each in reasons(*[(9999.0 * i, 50) for i in range(4)])] == [
+        False
+    ] * 3 + [True]
+    assert not any(reasons(*[(9999.0 * i, None) for i in range(9)]))  # a run that counts no steps
+
+
+def test_an_error_that_is_raised_at_the_same_step_again_ends_the_run():
+    def raised(error, process_id=1):
+        text = f"Traceback\n  in step\nValueError: {error}\n"
+        return failures.exit_of_process(process_id, "a", 7, 1, text, [], step=50)
+
+    budget = RestartBudget(9, window_s=600.0)
+    budget.record_failure(raised("nan"), 50, 0.0)
+    assert "step 50" in budget.reason_to_end(raised("nan", process_id=0), 50, 9999.0)
+    assert not budget.reason_to_end(raised("nan"), 51, 1.0)
+    assert not budget.reason_to_end(raised("other"), 50, 1.0)
+    assert not budget.reason_to_end(failures.exit_of_process(1, "a", 7, -9, None, []), 50, 1.0)
+
+
+def standby(name, parked=True, can_run=True):
+    return SimpleNamespace(name=name, parked=parked, can_run=lambda: can_run)
 
 
 # Those that are taken, one after the other.
@@ -155,8 +196,8 @@ def taken(*processes):
     return [process.name for process in iter(each.take_standby, None)]
 
 
-def test_the_standbys_that_wait_are_taken_first_and_those_that_die_never():
-    waits, starts, dies = standby("w"), standby("s", parked=False), standby("d", is_dying=True)
+def test_the_standbys_that_wait_are_taken_first_and_those_that_cannot_run_never():
+    waits, starts, dies = standby("w"), standby("s", parked=False), standby("d", can_run=False)
     assert taken(dies, starts, waits) == ["w", "s"]
     assert taken(dies) == []
     assert taken(starts) == []  # perhaps it never waits

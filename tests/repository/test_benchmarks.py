@@ -76,7 +76,7 @@ ENTRY %main (x: f32[4,4]) -> f32[4,4] {
 
 def test_refuses_to_guess_how_often_a_loop_runs():
     program = compiled(lambda n: lax.fori_loop(0, n, lambda i, x: x @ x, jnp.eye(4)), 3)
-    with pytest.raises(ValueError, match="how often the loop .* runs"):
+    with pytest.raises(ValueError, match=r"loop while\.\d+"):
         hlo.count(program)
 
 

@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 import jdp
-from jdp.data.batches import Batches
+from jdp.data.loops import Batches
 from jdp.launch.options import flags
 from jdp.rank_state import PerRank
 from jdp.reduction.optimizer import Replicated

@@ -18,8 +18,10 @@ DEADLINE_S = 30.0
 
 MARK = "JDP_TEST_MARK"
 
-# A test run that is killed leaves no launcher behind.
-DIES_WITH_US = [sys.executable, "-I", "-S", "-c", spawn._BEFORE, str(os.getpid())]
+# A test run that is killed leaves no launcher behind, and one under nohup does not hand on that it
+# ignores SIGHUP.
+_BEFORE = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n" + spawn._BEFORE
+DIES_WITH_US = [sys.executable, "-I", "-S", "-c", _BEFORE, str(os.getpid())]
 
 PACKAGES = str(Path(__file__).parents[2])
 

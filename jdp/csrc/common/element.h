@@ -1,4 +1,5 @@
-// What an element is added up in, and how a sum becomes an element again, on host and device.
+// Element types: the type that each is accumulated in, and rounding a sum back to an element. For
+// host and device.
 
 #pragma once
 
@@ -34,7 +35,7 @@ JDP_HOST_DEVICE inline float to_float(BFloat16 element) {
   return float_of(static_cast<uint32_t>(element.bits) << 16);
 }
 
-// To the nearest, ties to even. Branch-free, so that compilers make vectors of it.
+// Rounds to nearest, ties to even. Branch-free, so that compilers vectorize it.
 JDP_HOST_DEVICE inline BFloat16 to_bfloat16(float value) {
   const uint32_t bits = bits_of(value);
   const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -43,35 +44,36 @@ JDP_HOST_DEVICE inline BFloat16 to_bfloat16(float value) {
   return {static_cast<uint16_t>(is_nan ? quiet_nan : rounded)};
 }
 
-// Exact, and without a subnormal float on the way, which threads that flush those would lose.
+// Exact. No intermediate value is a subnormal float, because threads that flush subnormals would
+// lose it.
 JDP_HOST_DEVICE inline float to_float(Float16 element) {
   const uint32_t sign = static_cast<uint32_t>(element.bits & 0x8000) << 16;
   const uint32_t size = element.bits & 0x7fff;
-  // Exponents differ by 112, those of infinity and NaN by 112 more.
+  // Rebias the exponent by 112, and that of infinity and NaN by 112 more.
   const uint32_t special = size >= 0x7c00 ? 112u << 23 : 0;
-  // A subnormal has the next exponent, and no leading one: that is taken off again.
+  // A subnormal uses the next exponent and has no implicit leading one, which is subtracted again.
   const uint32_t subnormal = size < 0x400 ? ~0u : 0;
   const uint32_t bits = (size << 13) + (112u << 23) + special + (subnormal & 1u << 23);
   const float value = float_of(bits) - float_of(subnormal & 113u << 23);
   return float_of(sign | bits_of(value));
 }
 
-// `yes` if `condition`, else `no`. Both are computed: compilers make no vectors of a loop that may
-// jump over an addition of floats.
+// Returns `yes` if `condition`, else `no`. Both are computed: compilers do not vectorize a loop
+// that may skip a float addition.
 JDP_HOST_DEVICE inline uint32_t select(bool condition, uint32_t yes, uint32_t no) {
   const uint32_t mask = 0u - static_cast<uint32_t>(condition);
   return (yes & mask) | (no & ~mask);
 }
 
-// To the nearest, ties to even; past 65519 infinity.
+// Rounds to nearest, ties to even; values above 65519 become infinity.
 JDP_HOST_DEVICE inline Float16 to_float16(float value) {
   const uint32_t bits = bits_of(value);
   const uint32_t sign = bits >> 16 & 0x8000;
   const uint32_t size = bits & 0x7fffffff;
   // Normal: subtract 112 from the exponent and round off 13 bits.
   const uint32_t normal = (size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13;
-  // Subnormal: adding 0.5 puts multiples of 2^-24 into the last bits, rounded by the addition. A
-  // subnormal float, which some threads take for 0, rounds to 0 anyway.
+  // Subnormal: adding 0.5 moves multiples of 2^-24 into the last bits, and the addition rounds
+  // them. A subnormal float, which some threads treat as 0, rounds to 0 anyway.
   const uint32_t subnormal = bits_of(float_of(size) + 0.5f) - bits_of(0.5f);
   const uint32_t special = select(size > 0x7f800000, 0x7e00, 0x7c00);
   const uint32_t finite = select(size < 0x38800000, subnormal, normal);
@@ -81,11 +83,11 @@ JDP_HOST_DEVICE inline Float16 to_float16(float value) {
 // Signed integers are reduced as unsigned ones, which wrap around in the same way.
 enum class Type : int32_t { kF32, kF64, kBF16, kF16, kU8, kU16, kU32, kU64 };
 
-// Sum: what elements are added up in; sums travel between ranks as such. `scale` is a Scale.
-// Integers wrap around, as XLA's do, and are not scaled.
+// Sum is the accumulation type, and the type in which partial sums travel between ranks. Scale is
+// the type of `scale`. Integers wrap around, as in XLA, and are not scaled.
 template <typename T>
 struct Element {
-  static_assert(std::is_integral<T>::value, "an element is an integer, or one of those below");
+  static_assert(std::is_integral<T>::value, "T must be an integer, or have a specialization below");
   using Sum = typename std::make_unsigned<T>::type;
   using Scale = float;
   JDP_HOST_DEVICE static Sum widen(T element) { return static_cast<Sum>(element); }

@@ -1,4 +1,4 @@
-// Between XLA's words and those of the libraries.
+// Conversions between XLA's FFI types and those of the libraries.
 
 #pragma once
 

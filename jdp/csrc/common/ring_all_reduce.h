@@ -1,11 +1,11 @@
 // The ring all-reduce, written once for the host and for the device.
 //
-// A Link knows how elements reach the next rank and where this rank's own lie: cpu/cpu_link.h goes
-// through memory that threads or processes share, cuda/cuda_link.cuh through peer memory, where one
-// thread block is one Link. This file knows neither.
+// A Link moves elements to the next rank and reads and writes this rank's own. cpu/cpu_link.h uses
+// memory shared by threads or processes; cuda/cuda_link.cuh uses peer memory, with one Link for
+// each thread block. This file depends on neither.
 //
-// 2 (n - 1) messages of an n-th of the vector for each rank, which is the least possible:
-// Patarasuk & Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002.
+// Each rank sends 2 (n - 1) messages of 1/n of the vector, which is optimal: Patarasuk & Yuan 2009,
+// https://doi.org/10.1016/j.jpdc.2008.09.002.
 
 #pragma once
 
@@ -24,8 +24,9 @@ struct Span {
   int64_t size;   // elements; 0 for the last chunks of a vector shorter than the ring
 };
 
-// The chunk that `rank` (any integer, taken modulo `num_ranks`) begins with, of `count` elements
-// from `begin`. `align` divides the begin of every chunk, so that vector loads stay possible.
+// Returns the chunk with which `rank` (any integer, taken modulo `num_ranks`) starts, out of
+// `count` elements from `begin`. Every chunk begins at a multiple of `align`, so that vector loads
+// stay possible.
 JDP_HOST_DEVICE inline Span chunk_span(int rank, int num_ranks, int64_t begin, int64_t count,
                                        int64_t align) {
   const int64_t chunk = (rank % num_ranks + num_ranks) % num_ranks;
@@ -36,20 +37,20 @@ JDP_HOST_DEVICE inline Span chunk_span(int rank, int num_ranks, int64_t begin, i
   return {begin + first, last - first};
 }
 
-// Replaces elements [0, count) of this rank by their sum over ranks, scaled. Every rank gets the
-// same bits: a chunk is summed along one path, in the type of the sum, rounded once where the sum
-// is complete, and from there on only copied.
+// Replaces elements [0, count) of this rank by their scaled sum over ranks. All ranks get the same
+// bits: a chunk is summed along one path, in the accumulation type, rounded once where the sum is
+// complete, and only copied from there.
 //
-// The Link's members take a Span; what one rank sends in its i-th call is what the next one
-// receives in its i-th receiving call:
-//   send         its own elements, as sums
-//   add_send     received sums plus its own, passed on as sums
-//   finish_send  received sums plus its own, scaled and rounded: kept, and passed on as elements
-//   keep_send    received elements: kept, and passed on
-//   keep         received elements: kept
-//   finish       its own, scaled and rounded: kept (there is no other rank)
-// and `capacity()` is the largest Span in elements, a multiple of `align()`. A rank sends before it
-// receives, so a Link must hold one message without a receiver.
+// The Link's members take a Span and are named as in NCCL. The message of a rank's i-th sending
+// call is received by the next rank's i-th receiving call:
+//   send                   sends this rank's elements, widened to sums
+//   recv_reduce_send       adds its own elements to the received sums, and sends the sums
+//   recv_reduce_copy_send  the same, but scales and rounds; copies to the output, and sends
+//   recv_copy_send         copies the received elements to the output, and sends them
+//   recv_copy              copies the received elements to the output
+//   copy_scaled            copies its own elements, scaled and rounded (a single rank)
+// `capacity()` is the largest Span in elements, a multiple of `align()`. A rank sends before it
+// receives, so a Link must buffer at least one message.
 template <typename Link>
 JDP_HOST_DEVICE void ring_all_reduce(Link& link, int64_t count, int rank, int num_ranks) {
   const int64_t round = link.capacity() * num_ranks;
@@ -59,16 +60,16 @@ JDP_HOST_DEVICE void ring_all_reduce(Link& link, int64_t count, int rank, int nu
       return chunk_span(index, num_ranks, begin, size, link.align());
     };
     if (num_ranks == 1) {
-      link.finish(chunk(0));
+      link.copy_scaled(chunk(0));
       continue;
     }
     // Reduce-scatter: the sum of chunk c starts at rank c and is complete at rank c - 1.
     link.send(chunk(rank));
-    for (int step = 1; step < num_ranks - 1; ++step) link.add_send(chunk(rank - step));
-    link.finish_send(chunk(rank + 1));
-    // All-gather: pass the complete chunks on.
-    for (int step = 1; step < num_ranks - 1; ++step) link.keep_send(chunk(rank + 1 - step));
-    link.keep(chunk(rank + 2));
+    for (int step = 1; step < num_ranks - 1; ++step) link.recv_reduce_send(chunk(rank - step));
+    link.recv_reduce_copy_send(chunk(rank + 1));
+    // All-gather: forward the complete chunks.
+    for (int step = 1; step < num_ranks - 1; ++step) link.recv_copy_send(chunk(rank + 1 - step));
+    link.recv_copy(chunk(rank + 2));
   }
 }
 

@@ -1,4 +1,4 @@
-// How a call ended.
+// The result of a call: a code and a message.
 
 #pragma once
 
@@ -13,7 +13,7 @@ enum class Code {
   kResourceExhausted,
   kDeadlineExceeded,
   kAborted,
-  kUnavailable,  // the hardware or the driver cannot do it
+  kUnavailable,  // not supported by the hardware or the driver
 };
 
 struct Status {

@@ -1,4 +1,4 @@
-// A bucket: leaves that are reduced together and lie anywhere in memory.
+// A bucket: leaves that are reduced together. They need not be contiguous in memory.
 
 #pragma once
 
@@ -11,7 +11,6 @@
 
 namespace jdp {
 
-// Types of elements. Signed integers wrap as unsigned ones do, so one type stands for both.
 // Calls `visitor` with a zero element of `type`.
 template <typename Visitor>
 auto visit(Type type, Visitor visitor) {
@@ -53,19 +52,18 @@ class Bucket {
   int64_t count() const { return begins_.back(); }
   const Leaf& leaf(size_t index) const { return leaves_[index]; }
 
-  // Do the leaves of both have the same type and sizes?
+  // Whether both have the same type and the same leaf sizes.
   bool fits(const Bucket& other) const { return type_ == other.type_ && begins_ == other.begins_; }
 
-  // Changes with the type and with every leaf's size (FNV-1a).
+  // Returns a hash of the type and of all leaf sizes (FNV-1a).
   uint64_t fingerprint() const {
     uint64_t hash = 14695981039346656037u ^ static_cast<uint64_t>(type_);
     for (int64_t begin : begins_) hash = (hash ^ static_cast<uint64_t>(begin)) * 1099511628211u;
     return hash;
   }
 
-  // Calls visitor(index, first, size, offset) for each piece of a leaf in elements
-  // [begin, begin + size) of the bucket: `first` counts from the leaf's begin, `offset` from
-  // `begin`.
+  // Calls visitor(index, first, size, offset) for each part of a leaf in elements [begin, begin +
+  // size) of the bucket: `first` is relative to the leaf, `offset` to `begin`.
   template <typename Visitor>
   void pieces(int64_t begin, int64_t size, Visitor visitor) const {
     const auto after = std::upper_bound(begins_.begin(), begins_.end(), begin);
@@ -81,7 +79,7 @@ class Bucket {
  private:
   Type type_;
   std::vector<Leaf> leaves_;
-  std::vector<int64_t> begins_;  // elements ahead of each leaf, and of all
+  std::vector<int64_t> begins_;  // offset of each leaf in elements; the last one is the total
 };
 
 }  // namespace jdp

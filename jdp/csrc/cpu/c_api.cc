@@ -4,8 +4,8 @@
 #include <cstring>
 
 #include "communicator.h"
-#include "meeting.h"
 #include "progress.h"
+#include "rendezvous.h"
 
 namespace {
 
@@ -24,7 +24,7 @@ void jdp_abort(const char* reason) {
 
 int jdp_reset() {
   jdp::clear_abort();
-  jdp::forget_meetings();
+  jdp::forget_rendezvous();
   return jdp::renew_communicators(&last_error) ? 0 : -1;
 }
 
@@ -32,7 +32,7 @@ void jdp_set_progress(void* progress) { jdp::set_progress(static_cast<jdp::Progr
 
 int jdp_segment_create(int32_t num_ranks, uint64_t* nonce) {
   const int fd = jdp::Segment::create(num_ranks, nonce);
-  if (fd < 0) last_error = std::string("no shared memory: ") + std::strerror(errno);
+  if (fd < 0) last_error = std::string("cannot create shared memory: ") + std::strerror(errno);
   return fd;
 }
 

@@ -1,4 +1,4 @@
-// What Python calls, through ctypes.
+// The C interface that Python calls through ctypes.
 
 #pragma once
 
@@ -8,44 +8,43 @@
 
 extern "C" {
 
-// The deadline of every wait of this process, in seconds, > 0. 300 to begin with.
+// The time limit of every wait of this process, in seconds, > 0. The default is 300.
 JDP_EXPORT void jdp_set_timeout_s(double timeout_s);
 JDP_EXPORT double jdp_timeout_s();
 
-// Ends every wait at once, and all later ones, with `reason` in their errors; in this process, and
-// in all that share a communicator with it.
+// Ends all current and later waits with `reason` in their errors, in this process and in all
+// processes that share a communicator with it.
 JDP_EXPORT void jdp_abort(const char* reason);
 
-// Forgets an abort and what failed, and begins anew in all communicators. Every process of a
-// communicator must do so, in any order; the first all-reduce waits for those that have not yet. No
-// all-reduce may be running in this process.
+// Clears an abort and earlier failures, and restarts all communicators. Every process of a
+// communicator must call it, in any order; the first all-reduce waits until all have. No all-reduce
+// may be running in this process.
 //
-// Returns: 0; -1, and `jdp_last_error`, if a communicator cannot be used any more.
+// Returns: 0; -1, and sets `jdp_last_error`, if a communicator cannot be restarted.
 JDP_EXPORT int jdp_reset();
 
-// From now on counts all-reduces in `progress`: [3] int64, see `Progress` in progress.h, which must
-// stay valid as long as the process runs.
+// Counts all later all-reduces in `progress`: [3] int64, see `Progress` in progress.h. The memory
+// must stay valid until the process ends.
 JDP_EXPORT void jdp_set_progress(void* progress);
 
-// Makes memory for the ranks of a communicator, which all processes then attach, this one included.
+// Creates the shared memory of a communicator. All its processes then attach it, this one included.
 //
-// Returns: an open file, which stays open as long as it is attached; -1, and `jdp_last_error`, if
-// there is
-//   no such memory.
+// Returns: a file descriptor, which must stay open while the memory is attached; -1, and sets
+//   `jdp_last_error`, if the memory cannot be created.
 JDP_EXPORT int jdp_segment_create(int32_t num_ranks, uint64_t* nonce);
 
-// Takes the seats of this process's ranks in the memory that process `pid` of this host made.
+// Attaches this process's ranks to the memory that process `pid` of this host created.
 //
 // Args:
-//   communicator: key for calls, not 0. Attaching it again replaces it.
-//   group: of the ranks that reduce among themselves; its ranks are 0 to num_ranks - 1.
+//   communicator: the key that calls use, not 0. Attaching it again replaces it.
+//   group: number of the group of ranks that reduce together; its ranks are 0 to num_ranks - 1.
 //   local_ranks: [num_local] this process's ranks.
-//   nonce: as the maker was told; another one means that `pid` is another process by now.
-// Returns: 0; -1, and `jdp_last_error`.
+//   nonce: from jdp_segment_create; a different one means that `pid` now names another process.
+// Returns: 0; -1, and sets `jdp_last_error`.
 JDP_EXPORT int jdp_communicator_attach(int64_t communicator, int32_t group, int32_t num_ranks,
                                        const int32_t* local_ranks, int32_t num_local, int32_t pid,
                                        int32_t fd, uint64_t nonce);
 
-// Why this thread's last call failed.
+// The error message of this thread's last failed call.
 JDP_EXPORT const char* jdp_last_error();
 }

@@ -10,17 +10,17 @@
 namespace jdp {
 namespace {
 
-// Up to this size it is quicker to read everything from all than to wait twice.
+// Up to this size, reading all data from all ranks is faster than waiting twice.
 constexpr int64_t kOneShotBytes = kSlotBytes / 16;  // 32 KiB
 
-// What this process keeps for one of its ranks.
+// State of one of this process's ranks.
 struct LocalRank {
   std::mutex busy;                        // one call at a time
   std::map<int32_t, uint64_t> num_calls;  // by bucket
 };
 
 struct Communicator {
-  std::shared_ptr<Segment> first;  // knows its newest successor
+  std::shared_ptr<Segment> first;  // holds the address of its latest successor
   std::shared_ptr<Segment> segment;
   std::map<int, LocalRank> ranks;
 };
@@ -63,7 +63,7 @@ class SegmentCall {
   T* result(int rank, uint32_t round) {
     return reinterpret_cast<T*>(slot(rank, round).result);
   }
-  // What a counter shows once `round` is done.
+  // The value of a counter once `round` is done.
   uint32_t after(uint32_t round) const { return static_cast<uint32_t>(base_ + round + 1); }
 
   void sign(uint32_t round);
@@ -86,7 +86,7 @@ Status SegmentCall::direct() {
   constexpr int64_t kSize = sizeof(T);
   one_shot_ = bucket_.count() * kSize <= kOneShotBytes;
   const int64_t width = Slot::kBytes / kSize;
-  // An empty bucket is a round, too: ranks must agree on it.
+  // An empty bucket takes one round, in which the ranks compare their signatures.
   const int64_t num_rounds = std::max<int64_t>(1, (bucket_.count() + width - 1) / width);
   const auto span = [&](int64_t round) {
     return Span{round * width, std::min(width, bucket_.count() - round * width)};
@@ -106,17 +106,18 @@ Span SegmentCall::chunk(int rank, Span span) const {
   return chunk_span(rank, call_.num_ranks, span.begin, span.size, 64 / sizeof(T));
 }
 
-// Why nobody waits before writing into a slot that was last used three rounds ago, in round r:
+// Why a rank may write into a slot without waiting, though it was last used three rounds ago, in
+// round r:
 //
 // `signature` and `data` are written when round r + 3 begins, and read by all ranks when they
-// reduce round r. If ranks gather r, this rank has done so, and has seen then that all have reduced
-// it. Else r is all of its call (one shot, or a ring), and r + 1 is the first round of the next. A
-// rank sends at most two rounds of a call before it sees that all have sent the first, and so have
-// left the call before: these two are r + 1 and r + 2.
+// reduce round r. If round r has a gather stage, this rank has completed it, and saw then that all
+// ranks have reduced r. Otherwise r is the only round of its call (one-shot, or a ring), and r + 1
+// is the first round of the next call. A rank sends at most two rounds of a call, here r + 1 and r
+// + 2, before it sees that all ranks have sent the first, and so have left the previous call.
 //
-// `result` is written by reduce_chunk of round r + 3, once all have sent r + 3, and read by the
-// others when they gather r. A rank that has sent r + 3 has gathered r: in the step before if both
-// are of one call, else before it left the call of r.
+// `result` is written by reduce_chunk of round r + 3, after all ranks have sent r + 3, and read by
+// the others when they gather r. A rank that has sent r + 3 has gathered r: in the previous
+// iteration if both rounds belong to one call, else before it left the call of r.
 void SegmentCall::sign(uint32_t round) {
   slot(call_.rank, round).signature = {bucket_.fingerprint(), bucket_.count(), nth_,
                                        call_.scale,           call_.bucket,    call_.algorithm};
@@ -194,7 +195,7 @@ Status SegmentCall::gather(uint32_t round, Span span) {
 }
 
 Status SegmentCall::ring() {
-  // One empty round tells whether all ranks do the same; then mailboxes do.
+  // One empty round compares the signatures; the mailboxes carry the data.
   sign(0);
   advance_sent(0);
   Status status = wait_for_all(&Seat::sent, after(0));
@@ -218,14 +219,14 @@ Status SegmentCall::check_signatures(uint32_t round) {
     const Signature& theirs = slot(rank, round).signature;
     if (std::memcmp(&mine, &theirs, sizeof mine) == 0) continue;
     const auto text = [](const Signature& it) {
-      return "bucket " + std::to_string(it.bucket) + " for the " + std::to_string(it.nth) +
-             ". time, with " + std::to_string(it.count) + " elements";
+      return "bucket " + std::to_string(it.bucket) + ", call " + std::to_string(it.nth) +
+             ", with " + std::to_string(it.count) + " elements";
     };
-    return segment_.stop(invalid(call_, nth_,
-                                 "ranks disagree: rank " + std::to_string(call_.rank) + " brings " +
-                                     text(mine) + ", rank " + std::to_string(rank) + " " +
-                                     text(theirs) +
-                                     " (type, leaves, scale and algorithm must be equal, too)"));
+    return segment_.stop(
+        invalid(call_, nth_,
+                "ranks disagree: rank " + std::to_string(call_.rank) + " reduces " + text(mine) +
+                    ", rank " + std::to_string(rank) + " " + text(theirs) +
+                    " (type, leaf sizes, scale and algorithm must also be equal)"));
   }
   return {};
 }
@@ -251,7 +252,7 @@ Status SegmentCall::wait_for(Counter& counter, uint32_t target,
                              const std::function<std::vector<int>()>& who) {
   const Stopwatch watch;
   while (!wait_briefly(counter, target)) {
-    if (segment_.is_stopped()) return segment_.why_stopped();
+    if (segment_.is_stopped()) return segment_.stop_reason();
     if (aborted()) return segment_.stop(was_aborted(call_, nth_, abort_reason()));
     std::vector<int> gone;
     const std::vector<int> missing = who();
@@ -279,7 +280,7 @@ std::shared_ptr<Communicator> communicator_in(std::shared_ptr<Segment> first,
   return made;
 }
 
-// Guards the table, not the communicators.
+// Guards the table only, not the communicators in it.
 std::mutex& table_mutex() {
   static std::mutex* mutex = new std::mutex;
   return *mutex;
@@ -309,7 +310,7 @@ Status all_reduce_in_segment(const Call& call, const Bucket& bucket) {
   Segment& segment = *communicator->segment;
   LocalRank& local = communicator->ranks[call.rank];
   const std::lock_guard<std::mutex> lock(local.busy);
-  if (segment.is_stopped()) return segment.why_stopped();
+  if (segment.is_stopped()) return segment.stop_reason();
   SegmentCall segment_call(call, bucket, ++local.num_calls[call.bucket], segment);
   if (call.algorithm == Algorithm::kRing) return segment_call.ring();
   return visit(bucket.type(), [&](auto zero) { return segment_call.direct<decltype(zero)>(); });

@@ -1,4 +1,5 @@
-// A Link between two ranks that share memory, as threads or as processes: a mailbox of a few slots.
+// A Link between two ranks that share memory, as threads or as processes: a mailbox with a few
+// slots.
 
 #pragma once
 
@@ -15,8 +16,8 @@
 
 namespace jdp {
 
-// What one rank sends to the next. Counters go on from call to call: all that was sent has been
-// received when a call ends.
+// Messages from one rank to the next. Counters continue from call to call: when a call ends, all
+// sent messages have been received.
 struct Mailbox {
   static constexpr int kNumSlots = 2;
   static constexpr int64_t kBytes = kSlotBytes / 2;  // 256 KiB
@@ -26,11 +27,11 @@ struct Mailbox {
   alignas(128) std::byte slots[kNumSlots][kBytes];
 };
 
-// Waits for a counter of a peer. Which one counts (previous or next rank) is for the error.
+// Waits for a counter of a neighbour. The error names that neighbour.
 enum class Neighbour { kPrevious, kNext };
 using WaitForNeighbour = std::function<Status(Counter&, uint32_t target, Neighbour)>;
 
-// After a failed wait every call does nothing, and `status()` says why.
+// After a failed wait, all later calls do nothing, and `status()` returns the error.
 template <typename T>
 class CpuLink {
   using E = Element<T>;
@@ -55,7 +56,7 @@ class CpuLink {
     post();
   }
 
-  void add_send(Span span) {
+  void recv_reduce_send(Span span) {
     const Sum* in = static_cast<const Sum*>(message());
     Sum* out = static_cast<Sum*>(free_slot());
     if (!in || !out) return;
@@ -66,7 +67,7 @@ class CpuLink {
     post();
   }
 
-  void finish_send(Span span) {
+  void recv_reduce_copy_send(Span span) {
     const Sum* in = static_cast<const Sum*>(message());
     T* out = static_cast<T*>(free_slot());
     if (!in || !out) return;
@@ -81,7 +82,7 @@ class CpuLink {
     post();
   }
 
-  void keep_send(Span span) {
+  void recv_copy_send(Span span) {
     const T* in = static_cast<const T*>(message());
     T* out = static_cast<T*>(free_slot());
     if (!in || !out) return;
@@ -93,7 +94,7 @@ class CpuLink {
     post();
   }
 
-  void keep(Span span) {
+  void recv_copy(Span span) {
     const T* in = static_cast<const T*>(message());
     if (!in) return;
     pieces(span, [&](const T*, T* result, int64_t size, int64_t offset) {
@@ -102,7 +103,7 @@ class CpuLink {
     take();
   }
 
-  void finish(Span span) {
+  void copy_scaled(Span span) {
     pieces(span, [&](const T* own, T* result, int64_t size, int64_t) {
       for (int64_t i = 0; i < size; ++i) result[i] = E::round(E::widen(own[i]), scale_);
     });
@@ -119,7 +120,7 @@ class CpuLink {
                    });
   }
 
-  // Null after a failure.
+  // Returns null after a failure.
   void* free_slot() {
     const uint32_t sent = out_.sent.value.load(std::memory_order_relaxed);
     return wait(out_.received, sent + 1 - Mailbox::kNumSlots, Neighbour::kNext)
@@ -156,7 +157,7 @@ class CpuLink {
   Status status_;
 };
 
-// This rank's part of a ring all-reduce.
+// Runs this rank's part of a ring all-reduce.
 inline Status ring_through(Mailbox& to_next, Mailbox& from_previous, const Bucket& bucket,
                            double scale, int rank, int num_ranks, const WaitForNeighbour& wait) {
   return visit(bucket.type(), [&](auto zero) {

@@ -1,4 +1,4 @@
-// XLA's side of the CPU all-reduce: buffers and attributes in, a call of the library out.
+// The XLA custom call of the CPU all-reduce: unpacks buffers and attributes, and calls the library.
 
 #include <optional>
 #include <vector>
@@ -10,7 +10,7 @@
 namespace jdp {
 namespace {
 
-// A float widened to double is still the same number.
+// Widening a float to double is exact.
 double scale_of(const ffi::AnyBuffer& scale) {
   return scale.element_type() == ffi::F64 ? *static_cast<const double*>(scale.untyped_data())
                                           : *static_cast<const float*>(scale.untyped_data());
@@ -24,7 +24,7 @@ ffi::Error handle(ffi::RunId run, ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ff
     return ffi::Error::InvalidArgument("jdp: bucket " + std::to_string(bucket) + ": " + what);
   };
   if (leaves.size() == 0 || leaves.size() != results.size()) {
-    return wrong("there must be as many results as leaves, and at least one");
+    return wrong("there must be at least one leaf, and one result for each leaf");
   }
   if (scale.element_type() != ffi::F32 && scale.element_type() != ffi::F64) {
     return wrong("the scale must be f32 or f64");
@@ -37,13 +37,14 @@ ffi::Error handle(ffi::RunId run, ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ff
     const ffi::AnyBuffer out = **results.get<ffi::AnyBuffer>(i);
     if (in.element_type() != dtype || out.element_type() != dtype ||
         in.element_count() != out.element_count()) {
-      return wrong("all leaves and results must have one type, and pairs of them one size");
+      return wrong(
+          "all leaves and results must have one dtype, and each result the size of its leaf");
     }
     places.push_back(
         {in.untyped_data(), out.untyped_data(), static_cast<int64_t>(in.element_count())});
   }
   const std::optional<Type> type = type_of(dtype);
-  if (!type) return wrong("this type of elements is not supported");
+  if (!type) return wrong("this dtype is not supported");
   const Call call{run.run_id,
                   communicator,
                   *group.typed_data(),
@@ -64,7 +65,8 @@ ffi::Error handle(ffi::RunId run, ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ff
 
 extern "C" JDP_EXPORT XLA_FFI_Error* jdp_all_reduce(XLA_FFI_CallFrame* frame);
 
-// Of the headers that this library was built with: a runtime that is older must not load it.
+// The version of the FFI headers that this library was built with. An older runtime must not load
+// it.
 extern "C" JDP_EXPORT int jdp_ffi_api_version();
 
 int jdp_ffi_api_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }

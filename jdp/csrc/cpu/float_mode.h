@@ -1,4 +1,4 @@
-// How this thread rounds, and what it does with subnormal numbers.
+// The rounding mode and the handling of subnormal numbers of this thread.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace jdp {
 
-// While it lives this thread rounds to nearest and keeps subnormal numbers. XLA's threads take them
-// for 0 and make 0 of them; a sum must not depend on which thread adds it up.
+// Makes this thread round to nearest and keep subnormal numbers, for as long as the object exists.
+// XLA's threads flush them to 0, and a sum must not depend on the thread that computes it.
 class DefaultFloatMode {
  public:
   DefaultFloatMode(const DefaultFloatMode&) = delete;

@@ -1,5 +1,5 @@
-// What the schedule fuzzer (tests/csrc/cpu/schedule_fuzz.cc) changes when it compiles the library:
-// the sizes, and where ranks pause. In the library that users get nothing of it remains.
+// Hooks for the schedule fuzzer (tests/csrc/cpu/schedule_fuzz.cc): it compiles the library with
+// other sizes, and with pauses. They compile to nothing in the library that users get.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace jdp {
 
-// All sizes are fractions of this one, so that small slots give many rounds, messages and tiles.
+// All sizes derive from this one, so that small slots give many rounds, messages and tiles.
 #ifdef JDP_FUZZ_SLOT_BYTES
 constexpr int64_t kSlotBytes = JDP_FUZZ_SLOT_BYTES;
 #else
@@ -17,7 +17,8 @@ constexpr int64_t kSlotBytes = 512 * 1024;
 enum class Stage { kPublish, kReduce, kGather, kMessage, kTile };
 
 #ifdef JDP_FUZZ
-// Defined by the fuzzer. Called between any two steps that another rank could come between.
+// Defined by the fuzzer. Called between any two steps that another rank's steps could interleave
+// with.
 void pause_at(Stage stage);
 #else
 inline void pause_at(Stage) {}

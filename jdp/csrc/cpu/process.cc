@@ -17,7 +17,7 @@ struct Stat {
   Found found;
   char state;
   long num_threads;
-  unsigned long long started;  // clock ticks after the host
+  unsigned long long started;  // clock ticks since the host booted
 };
 
 Stat stat_of(int pid) {
@@ -32,7 +32,7 @@ Stat stat_of(int pid) {
     return it;
   }
   text[size] = 0;
-  // The program's name, in parentheses, may hold any other character.
+  // The program's name is in parentheses and may contain any character, so search for the last one.
   const char* rest = std::strrchr(text, ')');
   if (rest && std::sscanf(rest,
                           ") %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d "

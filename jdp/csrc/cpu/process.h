@@ -1,4 +1,4 @@
-// Which process is which, also after its number was given to another one.
+// Identifies a process, even after its pid was reused.
 
 #pragma once
 
@@ -6,18 +6,18 @@
 
 namespace jdp {
 
-// A process of this host: its number, and the lowest bits of when it started. 0 is none.
+// A process of this host: its pid, and the lowest bits of its start time. 0: none.
 using Process = uint64_t;
 
-// This process; 0 if /proc does not tell.
+// Returns this process; 0 if /proc cannot be read.
 Process this_process();
 
 inline int pid_of(Process process) { return static_cast<int>(process >> 40); }
 
-// Has it ended? One that waits for its parent has, too. False if that cannot be seen.
+// Whether the process has ended. A zombie has. False if /proc cannot be read.
 //
-// /proc is asked, not a lock on a file of the process: the kernel releases POSIX locks when
-// anything in the process closes that file, and other locks stay with the children that it forked.
+// Reads /proc instead of testing a file lock: the kernel releases POSIX locks when any code in the
+// process closes the file, and other locks are inherited by forked children.
 bool has_ended(Process process);
 
 }  // namespace jdp

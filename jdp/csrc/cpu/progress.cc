@@ -10,11 +10,11 @@ std::atomic<Progress*> current{&own};
 
 void set_progress(Progress* progress) { current.store(progress, std::memory_order_release); }
 
-Underway::Underway(int32_t bucket) : progress_(current.load(std::memory_order_acquire)) {
+ProgressScope::ProgressScope(int32_t bucket) : progress_(current.load(std::memory_order_acquire)) {
   progress_->bucket.store(bucket, std::memory_order_relaxed);
   progress_->num_entered.fetch_add(1, std::memory_order_relaxed);
 }
 
-Underway::~Underway() { progress_->num_done.fetch_add(1, std::memory_order_relaxed); }
+ProgressScope::~ProgressScope() { progress_->num_done.fetch_add(1, std::memory_order_relaxed); }
 
 }  // namespace jdp

@@ -1,4 +1,4 @@
-// What others see of this process's all-reduces while it runs, or hangs.
+// Counters of this process's all-reduces, which other processes read while it runs or hangs.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace jdp {
 
-// In memory that other processes may read. A rank counts once for each of its all-reduces. Nobody
-// orders anything by these numbers: whoever reads them sees what may be a moment old.
+// Lies in memory that other processes may read. Each rank counts each of its all-reduces once. The
+// counters are relaxed: they synchronize nothing, and a reader may see slightly old values.
 struct Progress {
   std::atomic<int64_t> num_entered;
   std::atomic<int64_t> num_done;
@@ -17,15 +17,17 @@ struct Progress {
 static_assert(sizeof(Progress) == 24 && std::atomic<int64_t>::is_always_lock_free,
               "jdp/worker/progress_board.py reads three plain numbers");
 
-// From now on all-reduces that begin are counted there; in memory of our own before.
+// Counts all-reduces that start from now on in `progress`. Before the first call, they are counted
+// in private memory.
 void set_progress(Progress* progress);
 
-// One rank's all-reduce, from its begin to its end, whatever that is.
-class Underway {
+// Counts one rank's all-reduce: as entered when constructed, as done when destroyed, even after an
+// error.
+class ProgressScope {
  public:
-  explicit Underway(int32_t bucket);
-  Underway(const Underway&) = delete;
-  ~Underway();
+  explicit ProgressScope(int32_t bucket);
+  ProgressScope(const ProgressScope&) = delete;
+  ~ProgressScope();
 
  private:
   Progress* const progress_;

@@ -6,8 +6,8 @@
 namespace jdp {
 namespace {
 
-// A block's sums and results stay in the L1 cache, whatever the number of ranks; local arrays
-// overlap nothing, so compilers make vectors of the loops.
+// The sums and results of a block stay in the L1 cache for any number of ranks. Local arrays alias
+// nothing, so compilers vectorize the loops.
 constexpr int64_t kBlockBytes = 4096;
 
 template <typename T>
@@ -49,7 +49,7 @@ inline __attribute__((always_inline)) void reduce_blocks(const T* const* inputs,
 }
 
 #ifdef __x86_64__
-// Libraries travel, so what the CPU can do is asked when they run, not when they are built.
+// The library may run on another CPU than it was built on, so detect features at run time.
 const bool has_avx2 = __builtin_cpu_supports("avx2");
 
 template <typename T>

@@ -1,4 +1,4 @@
-// The arithmetic: elements of all ranks in, their sum out.
+// The arithmetic: sums the elements of all ranks.
 
 #pragma once
 
@@ -8,8 +8,9 @@
 
 namespace jdp {
 
-// Writes the sum of `num_inputs` (>= 1) vectors, added in their order, scaled and rounded once, to
-// each of `num_outputs` vectors. An output may be an input, but must not overlap one otherwise.
+// Writes the sum of `num_inputs` (>= 1) vectors, added in order, scaled and rounded once, to each
+// of `num_outputs` vectors. An output may be the same vector as an input, but must not partly
+// overlap one.
 template <typename T>
 void reduce(const T* const* inputs, int num_inputs, T* const* outputs, int num_outputs,
             int64_t count, typename Element<T>::Scale scale);

@@ -18,10 +18,10 @@
 namespace jdp {
 namespace {
 
-constexpr uint64_t kLayout = 0x6a647000'00000002;  // "jdp" and the version of what lies where
+constexpr uint64_t kLayout = 0x6a647000'00000002;  // "jdp" and the version of the layout
 constexpr size_t kHeaderBytes = 4096;
 
-enum Stopped : uint32_t { kRunning = 0, kUntold = 1, kTelling = 2, kTold = 3 };
+enum Stopped : uint32_t { kRunning = 0, kNoReason = 1, kWritingReason = 2, kReasonWritten = 3 };
 
 size_t size_for(int num_ranks) { return kHeaderBytes + num_ranks * sizeof(Seat); }
 
@@ -33,12 +33,12 @@ struct Segment::Header {
   uint64_t layout;
   uint64_t nonce;
   int64_t num_ranks;
-  // At byte 64, where anyone who can open the file may write 1 to end every wait.
+  // At byte 64. Any process that can open the file may write 1 here to end every wait.
   alignas(64) std::atomic<uint32_t> stopped;
   Code code;
   char message[1024];
-  // Where the segment is that takes the place of this one; `successor` is its nonce, 0 if there is
-  // none. Whoever holds the lock may die: what it wrote may be half, and is checked by `attach`.
+  // The segment that replaces this one; `successor` is its nonce, 0 if there is none. A process may
+  // die while it holds the lock and leave these fields half written, so `attach` checks them.
   pthread_mutex_t renewal;
   int32_t successor_pid;
   int32_t successor_fd;
@@ -59,8 +59,8 @@ int Segment::create(int num_ranks, uint64_t* nonce) {
     errno = error;
     return -1;
   }
-  static_assert(sizeof(Header) <= kHeaderBytes, "seats begin behind the header");
-  // A new file is all zeros, which is what counters begin with.
+  static_assert(sizeof(Header) <= kHeaderBytes, "seats start after the header");
+  // A new file is all zeros, the initial value of the counters.
   Header* header = static_cast<Header*>(memory);
   header->layout = kLayout;
   header->nonce = *nonce;
@@ -95,28 +95,31 @@ std::shared_ptr<Segment> Segment::attach(int pid, int fd, uint64_t nonce, int nu
   std::shared_ptr<Segment> segment(new Segment(own, memory, size, local_ranks));
   const Header* header = static_cast<Header*>(memory);
   if (header->layout != kLayout || header->nonce != nonce) {
-    return *why = path + " is another segment than was announced", nullptr;
+    return *why = path + " is not the announced segment: its nonce or layout version differs",
+           nullptr;
   }
   const Process me = this_process();
   for (int rank : local_ranks) {
-    const std::string failed = "cannot take the seat of rank " + std::to_string(rank) + ": ";
-    if (rank < 0 || rank >= num_ranks) return *why = failed + "there is none", nullptr;
+    const std::string failed = "cannot attach rank " + std::to_string(rank) + ": ";
+    if (rank < 0 || rank >= num_ranks)
+      return *why = failed + "there are " + std::to_string(num_ranks) + " ranks", nullptr;
     Process owner = 0;
     if (me == 0) return *why = failed + "/proc/self/stat cannot be read", nullptr;
     if (!segment->seat(rank).owner.compare_exchange_strong(owner, me) && owner != me) {
-      return *why = failed + "process " + std::to_string(pid_of(owner)) + " has it", nullptr;
+      return *why = failed + "process " + std::to_string(pid_of(owner)) + " has attached it",
+             nullptr;
     }
   }
   return segment;
 }
 
-// Holds the lock of the first segment, if `ok`.
+// Locks the first segment; `ok` tells whether it holds the lock.
 class Segment::Renewal {
  public:
   explicit Renewal(Header& header) : header_(header) {
     timespec end;
     clock_gettime(CLOCK_REALTIME, &end);
-    end.tv_sec += 10;  // it is held for some system calls
+    end.tv_sec += 10;  // the lock is held only for a few system calls
     const int error = pthread_mutex_timedlock(&header_.renewal, &end);
     if (error == EOWNERDEAD) pthread_mutex_consistent(&header_.renewal);
     ok = error == 0 || error == EOWNERDEAD;
@@ -134,22 +137,22 @@ class Segment::Renewal {
 
 std::shared_ptr<Segment> Segment::renew(Segment& first, Segment& current, std::string* why) {
   current.stop({Code::kAborted,
-                "jdp: another process left this communicator by reset(), which every process of "
-                "it must call after a failure"});
+                "jdp: another process left this communicator with reset(). After a failure, all "
+                "its processes must call reset()"});
   Header& header = first.header();
   const Renewal renewal(header);
-  if (!renewal.ok) return *why = "another process stands still in reset()", nullptr;
+  if (!renewal.ok) return *why = "another process hangs in reset()", nullptr;
   const auto successor = [&] {
     return attach(header.successor_pid, header.successor_fd, header.successor, first.num_ranks(),
                   current.local_ranks_, why);
   };
   if (header.successor != 0 && header.successor != current.header().nonce) {
-    // Its maker may have ended, and what was made may be stopped.
+    // Its creator may have ended, and the segment may be stopped already.
     const auto newest = successor();
     if (newest && !newest->is_stopped()) return newest;
   }
   const int fd = create(first.num_ranks(), &header.successor);
-  if (fd < 0) return *why = last_error("no shared memory"), nullptr;
+  if (fd < 0) return *why = last_error("cannot create shared memory"), nullptr;
   header.successor_pid = getpid();
   header.successor_fd = fd;
   return successor();
@@ -181,10 +184,10 @@ bool Segment::is_gone(int rank) {
 Status Segment::stop(const Status& why) {
   Header& shared = header();
   uint32_t running = kRunning;
-  if (shared.stopped.compare_exchange_strong(running, kTelling)) {
+  if (shared.stopped.compare_exchange_strong(running, kWritingReason)) {
     shared.code = why.code;
     std::snprintf(shared.message, sizeof shared.message, "%s", why.message.c_str());
-    shared.stopped.store(kTold);
+    shared.stopped.store(kReasonWritten);
     for (int rank = 0; rank < num_ranks(); ++rank) {
       Seat& peer = seat(rank);
       for (Counter* counter :
@@ -193,20 +196,20 @@ Status Segment::stop(const Status& why) {
       }
     }
   }
-  return why_stopped();
+  return stop_reason();
 }
 
 bool Segment::is_stopped() const {
   return header().stopped.load(std::memory_order_relaxed) != kRunning;
 }
 
-Status Segment::why_stopped() const {
+Status Segment::stop_reason() const {
   const Header& shared = header();
-  // Whoever tells may have been killed meanwhile.
-  for (int i = 0; i < 100 && shared.stopped.load() == kTelling; ++i) {
+  // The process that writes the reason may have been killed meanwhile.
+  for (int i = 0; i < 100 && shared.stopped.load() == kWritingReason; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  if (shared.stopped.load() == kTold) return {shared.code, shared.message};
+  if (shared.stopped.load() == kReasonWritten) return {shared.code, shared.message};
   return {Code::kAborted, "jdp: another process ended this communicator"};
 }
 

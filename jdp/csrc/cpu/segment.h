@@ -1,7 +1,7 @@
-// Memory that processes of one host share, and what they write into it.
+// The memory that processes of one host share, and its layout.
 //
-// It is an anonymous file (memfd_create), which the other processes open through /proc: it has no
-// name that could be left behind, and ends with the last process that uses it, however that ends.
+// It is an anonymous file (memfd_create), which the other processes open through /proc. It leaves
+// no name behind, and is freed with the last process that uses it, even if that is killed.
 
 #pragma once
 
@@ -16,36 +16,36 @@
 
 namespace jdp {
 
-// What must be the same on all ranks, beside the data.
+// Describes a call; must be equal on all ranks.
 struct Signature {
   uint64_t leaves;  // Bucket::fingerprint
   int64_t count;    // elements
-  uint64_t nth;     // call of this bucket
+  uint64_t nth;     // number of the call of this bucket
   double scale;
   int32_t bucket;
   Algorithm algorithm;
 };
 
-// One rank's part of a round: what it adds to the chunks of the others, and the sum of its own
-// chunk. These are two places, because rounds are cut differently: the last one of a bucket is
-// shorter, so a rank's own chunk is not the same bytes in two rounds.
+// One rank's part of a round: `data` are its elements of the other ranks' chunks, `result` is the
+// sum of its own chunk. They are separate because the last round of a bucket is shorter, so a
+// rank's own chunk is at different bytes in different rounds.
 struct Slot {
   static constexpr int64_t kBytes = kSlotBytes;
 
   Signature signature;
   alignas(128) std::byte data[kBytes];
-  // The chunk of a rank that has others to share with is at most half of a round.
+  // With two ranks or more, a chunk is at most half of a round.
   static_assert(kBytes % 128 == 0, "half of a slot is a multiple of the chunks' alignment");
   alignas(128) std::byte result[kBytes / 2];
 };
 
-// One rank's part of the memory, written by that rank alone. Counters count rounds since the
-// segment was made, modulo 2^32.
+// One rank's part of the memory, written by that rank alone. Counters count the rounds since the
+// segment was created, modulo 2^32.
 struct Seat {
-  static constexpr int kNumSlots = 3;  // communicator.cc says why three are enough
+  static constexpr int kNumSlots = 3;  // three are enough: see communicator.cc
 
   std::atomic<uint64_t> owner;  // Process, see process.h; 0 until its process has attached
-  uint64_t num_rounds;          // `sent` in full; read by its own rank, to find the slot
+  uint64_t num_rounds;          // `sent` as 64 bits; read by this rank alone, to find the slot
   Counter sent;                 // the slot holds this rank's elements
   Counter reduced;              // the slot holds the sum of its chunk
   Mailbox mailbox;              // of the ring, to the next rank
@@ -54,18 +54,20 @@ struct Seat {
 
 class Segment {
  public:
-  // Makes the memory for `num_ranks` ranks; -1 and errno if that is not possible.
+  // Creates the memory for `num_ranks` ranks and returns its file; -1 and errno on failure.
   static int create(int num_ranks, uint64_t* nonce);
 
-  // Opens file `fd` of process `pid` for the ranks of this process. Null, and why.
+  // Opens file `fd` of process `pid` for the ranks of this process. Returns null and sets `why` on
+  // failure.
   static std::shared_ptr<Segment> attach(int pid, int fd, uint64_t nonce, int num_ranks,
                                          const std::vector<int>& local_ranks, std::string* why);
 
-  // The segment that takes the place of `current`, for the same ranks of this process: the newest
-  // one, if another process has made it already, else a new one. Null, and why.
+  // Returns the segment that replaces `current`, for the same ranks of this process: the latest
+  // one, if another process has created it already, else a new one. Returns null and sets `why` on
+  // failure.
   //
-  // `first` is the segment that all processes attached in the beginning: it keeps where the newest
-  // one is. `current` is stopped, so that peers which still use it are told.
+  // `first` is the segment that all processes attached first; it holds the address of the latest
+  // one. `current` is stopped, so that peers that still use it get an error.
   static std::shared_ptr<Segment> renew(Segment& first, Segment& current, std::string* why);
 
   Segment(const Segment&) = delete;
@@ -75,14 +77,14 @@ class Segment {
   Seat& seat(int rank);
   bool is_local(int rank) const;
 
-  // Has the process of this rank ended? False until it has attached.
+  // Whether the process of this rank has ended. False until it has attached.
   bool is_gone(int rank);
 
-  // Ends every wait of every process, for good. Only the first one's reason is told.
+  // Ends every current and later wait of every process. Only the first call's reason is kept.
   Status stop(const Status& why);
   bool is_stopped() const;
-  // What `stop` was told.
-  Status why_stopped() const;
+  // The reason that the first call of `stop` gave.
+  Status stop_reason() const;
 
  private:
   struct Header;

@@ -12,9 +12,9 @@
 namespace jdp {
 namespace {
 
-// Two ranks that compute the same are rarely further apart; a sleep costs half of it.
+// Ranks that compute the same are rarely further apart than this. A sleep costs half as much.
 constexpr std::chrono::microseconds kSpin(100);
-// How long a wait stays blind to aborts, deadlines and dead peers.
+// The longest sleep between two checks for aborts, deadlines and dead peers.
 constexpr long kNapNs = 20'000'000;
 
 // Processes may compile for minutes before they meet.
@@ -34,7 +34,7 @@ void pause() {
 #endif
 }
 
-// Not the private variant: the word may lie in memory that processes share.
+// Not FUTEX_PRIVATE_FLAG: the word may lie in memory that processes share.
 void futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* nap) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, nap, nullptr, 0);
 }
@@ -42,8 +42,8 @@ void futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
 }  // namespace
 
 void advance(Counter& counter, uint32_t value) {
-  // Sequentially consistent, as are the sleeper's steps: either it sees the new value, or it is
-  // counted here.
+  // Sequentially consistent, as in wait_briefly: either the sleeper sees the new value, or this
+  // thread sees the sleeper.
   counter.value.store(value, std::memory_order_seq_cst);
   if (counter.num_sleepers.load(std::memory_order_seq_cst) > 0) wake(counter);
 }
@@ -58,7 +58,7 @@ bool wait_briefly(Counter& counter, uint32_t target) {
       if (reached(counter, target)) return true;
       pause();
     }
-    // Whoever is waited for may need this core.
+    // The rank that this one waits for may need this core.
     sched_yield();
   } while (std::chrono::steady_clock::now() < end);
   counter.num_sleepers.fetch_add(1, std::memory_order_seq_cst);

@@ -1,4 +1,4 @@
-// Waiting: spin shortly, then sleep, never without an end.
+// Waiting: spin briefly, then sleep, with a deadline.
 
 #pragma once
 
@@ -12,8 +12,8 @@
 
 namespace jdp {
 
-// A number that only grows (modulo 2^32) and can be waited for, by threads or by processes that
-// share its memory. A cache line of its own, and the one that is fetched beside it.
+// A number that only grows (modulo 2^32), on which threads, or processes that share its memory, can
+// wait. Occupies two cache lines, because CPUs prefetch them in pairs.
 struct alignas(128) Counter {
   std::atomic<uint32_t> value{0};
   std::atomic<uint32_t> num_sleepers{0};
@@ -23,21 +23,22 @@ inline bool reached(const Counter& counter, uint32_t target) {
   return static_cast<int32_t>(counter.value.load(std::memory_order_acquire) - target) >= 0;
 }
 
-// Everything written before is seen by who finds `value` reached.
+// Sets the counter to `value` and wakes sleepers. A thread that sees `value` reached also sees all
+// earlier writes.
 void advance(Counter& counter, uint32_t value);
 
-// Lets sleepers look around.
+// Wakes sleepers, so that they check for aborts.
 void wake(Counter& counter);
 
-// Waits until `target` is reached, at most some milliseconds: whoever waits longer calls this in a
-// loop and looks in between whether waiting still makes sense. True if reached.
+// Waits until `target` is reached, but for some milliseconds at most, and returns whether it was.
+// Callers loop, and check between calls for aborts and deadlines.
 bool wait_briefly(Counter& counter, uint32_t target);
 
-// The deadline of every wait of this process.
+// The time limit of every wait of this process.
 void set_timeout_s(double timeout_s);
 double timeout_s();
 
-// When a wait began, and whether it has taken too long.
+// Measures a wait against the time limit.
 class Stopwatch {
  public:
   double elapsed_s() const {

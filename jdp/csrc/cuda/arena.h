@@ -1,4 +1,4 @@
-// Which parts of the arena are taken. Knows offsets, not memory.
+// An allocator of regions of the arena. It manages offsets, not memory.
 
 #pragma once
 
@@ -11,29 +11,30 @@ class Arena {
  public:
   explicit Arena(int64_t capacity) : capacity_(capacity) {}
 
-  // The begin of the first gap of `bytes`, a multiple of 256; -1: there is none.
-  int64_t take(int64_t bytes) {
+  // Allocates `bytes` in the first gap that fits. Returns its offset, a multiple of 256; -1: no gap
+  // is large enough.
+  int64_t allocate(int64_t bytes) {
     const int64_t size = rounded(bytes);
     int64_t begin = 0;
-    for (const auto& [taken, taken_size] : taken_) {
-      if (taken - begin >= size) break;
-      begin = taken + taken_size;
+    for (const auto& [offset, size_here] : regions_) {
+      if (offset - begin >= size) break;
+      begin = offset + size_here;
     }
     if (begin + size > capacity_) return -1;
-    taken_[begin] = size;
+    regions_[begin] = size;
     used_ += size;
     return begin;
   }
 
-  void give_back(int64_t begin) {
-    const auto found = taken_.find(begin);
-    if (found == taken_.end()) return;
+  void free(int64_t begin) {
+    const auto found = regions_.find(begin);
+    if (found == regions_.end()) return;
     used_ -= found->second;
-    taken_.erase(found);
+    regions_.erase(found);
   }
 
   void clear() {
-    taken_.clear();
+    regions_.clear();
     used_ = 0;
   }
 
@@ -43,12 +44,12 @@ class Arena {
   int64_t used() const { return used_; }
 
  private:
-  // Something is taken even for a bucket of nothing, so that every begin is another.
+  // An empty bucket takes space too, so that offsets are unique.
   static int64_t rounded(int64_t bytes) { return bytes > 0 ? (bytes + 255) / 256 * 256 : 256; }
 
   int64_t capacity_;
   int64_t used_ = 0;
-  std::map<int64_t, int64_t> taken_;  // begin: size
+  std::map<int64_t, int64_t> regions_;  // offset: size
 };
 
 }  // namespace jdp

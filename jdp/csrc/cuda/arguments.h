@@ -1,4 +1,4 @@
-// What one rank's kernel is told, and what it tells its host.
+// The arguments of one rank's kernel, and its report to the host.
 
 #pragma once
 
@@ -30,7 +30,7 @@ inline int64_t bytes_of(Type type) {
 }
 
 // A leaf. In the vector that is reduced it begins at a multiple of 16 bytes, so that each 16 bytes
-// of messages belong to one leaf; what is left over at its end is sent and not read.
+// of a message belong to one leaf. The padding at its end is sent but not read.
 struct Segment {
   const void* in;
   void* out;      // may be `in`
@@ -38,22 +38,22 @@ struct Segment {
   int32_t begin;  // in the vector, units of 16 bytes
 };
 
-// As many as fit into the 4 KiB of kernel parameters. More leaves are several launches: the table
-// then needs no memory, no copy and no wait.
+// As many as fit into the 4 KiB of kernel parameters. More leaves take several launches. So the
+// table needs no device memory, no copy and no wait.
 constexpr int kMaxSegments = 96;
 
-// In pinned memory of the host, which reads it without a call to CUDA.
+// In pinned host memory, so that the host reads it without a CUDA call.
 struct Report {
   uint32_t outcome;  // an Outcome, written last
-  uint32_t call;     // of this channel since the last reset, from 0
+  uint32_t call;     // number of the call of this channel since the last reset, from 0
   int32_t bucket;
   int32_t rank;
-  int32_t gave_up;      // kAborted: the rank that told this one, -1: this host; otherwise `rank`
-  int32_t peer;         // that `gave_up` gave up on; -1: the host did not wait for one
-  int32_t step;         // of this call: waits that ended well
-  uint32_t why;         // an Outcome: of the rank that gave up
-  int32_t num_vectors;  // of this rank's call
-  Tag sent;             // kMismatched: by `peer`
+  int32_t gave_up;  // kAborted: the rank whose abort reached this one, -1: this host. Else: `rank`
+  int32_t peer;     // the rank that `gave_up` waited for; -1: none, the host aborted
+  int32_t step;     // successful waits of this call
+  uint32_t why;     // an Outcome: why `gave_up` gave up
+  int32_t num_vectors;  // of this rank's bucket
+  Tag sent;             // kMismatched: the tag that `peer` sent
   uint32_t abort;       // written by the host: end every wait
 };
 
@@ -62,10 +62,10 @@ struct Arguments {
   Staging staging[kMaxRanks];  // of each rank, as mapped on this device
   Report* report;
   const void* scale;    // float, or double for kF64; on the device
-  uint64_t timeout_ns;  // 0: wait for ever
+  uint64_t timeout_ns;  // 0: wait forever
   int32_t rank;
   int32_t bucket;
-  int32_t num_channels;  // of this call: blocks of the launch, at most those of the layout
+  int32_t num_channels;  // blocks of this launch, at most layout.num_channels
   Algorithm algorithm;
   int32_t num_vectors;  // of 16 bytes
   int32_t num_segments;

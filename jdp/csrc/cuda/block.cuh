@@ -1,7 +1,8 @@
-// A thread block as the links see it: threads, barriers, flags that other devices read, a clock.
+// The operations of a thread block that the links use: barriers, flags that other devices read, a
+// clock.
 //
-// tests/csrc/cuda/host_block.h has the same members over host threads, so that what is written
-// against them also runs under ThreadSanitizer.
+// tests/csrc/cuda/host_block.h implements the same members with host threads, so that the kernels'
+// source also runs under ThreadSanitizer.
 
 #pragma once
 
@@ -17,7 +18,7 @@ struct CudaBlock {
 
   __device__ void sync() const { __syncthreads(); }
 
-  // A barrier that tells every thread whether any of them said true.
+  // A barrier that returns to every thread whether any thread passed true.
   __device__ bool any(bool said) const { return __syncthreads_or(said); }
 
   __device__ uint32_t load_acquire(const uint32_t* flag) const {
@@ -26,7 +27,7 @@ struct CudaBlock {
     return value;
   }
 
-  // After a barrier this publishes what all threads of the block have written before it.
+  // After a barrier, this publishes the earlier writes of all threads of the block.
   __device__ void store_release(uint32_t* flag, uint32_t value) const {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
   }
@@ -35,7 +36,7 @@ struct CudaBlock {
     return atomicExch(flag, value);
   }
 
-  // The same clock on all multiprocessors, whatever their frequency.
+  // The same clock on all multiprocessors, at any core frequency.
   __device__ uint64_t now_ns() const {
     uint64_t value;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));

@@ -8,20 +8,20 @@ namespace {
 
 thread_local std::string last_text;
 
-int told(const jdp::Status& status) {
+int return_code(const jdp::Status& status) {
   if (status.ok()) return 0;
   last_text = status.message;
   return -1;
 }
 
-// Calls `visit` on a communicator.
+// Calls `visit` with a communicator.
 template <typename Visit>
 int with(int64_t key, int32_t ordinal, Visit visit) {
   const auto communicator = jdp::find(key, ordinal);
-  if (communicator) return told(visit(*communicator));
-  return told({jdp::Code::kFailedPrecondition,
-               "jdp: there is no communicator " + std::to_string(key) + " on device " +
-                   std::to_string(ordinal) + "; jdp_cuda_open makes it"});
+  if (communicator) return return_code(visit(*communicator));
+  return return_code({jdp::Code::kFailedPrecondition,
+                      "jdp: no communicator " + std::to_string(key) + " is open on device " +
+                          std::to_string(ordinal) + "; call jdp_cuda_open first"});
 }
 
 }  // namespace
@@ -36,7 +36,7 @@ int jdp_cuda_num_devices() {
 
 int jdp_cuda_topology() {
   jdp::Topology topology;
-  const int failed = told(jdp::find_topology(&topology));
+  const int failed = return_code(jdp::find_topology(&topology));
   return failed ? failed : static_cast<int>(topology);
 }
 
@@ -45,7 +45,7 @@ int jdp_cuda_open(int64_t communicator, int32_t ordinal, int32_t device, int32_t
   const jdp::Setup setup = {device, rank, num_ranks, static_cast<jdp::Topology>(topology),
                             arena_bytes};
   std::unique_ptr<jdp::Communicator> made;
-  const int failed = told(jdp::Communicator::open(setup, &made));
+  const int failed = return_code(jdp::Communicator::open(setup, &made));
   if (!failed) jdp::enter(communicator, ordinal, std::move(made));
   return failed;
 }

@@ -1,4 +1,4 @@
-// What the blocks of all algorithms have in common: this rank's part of the vector, waiting for
+// The part that the blocks of all algorithms share: this channel's part of the vector, waiting for
 // peers, giving up.
 
 #pragma once
@@ -10,12 +10,12 @@
 
 namespace jdp {
 
-// Whether a counter that wraps around has come to `target`.
+// Whether a counter that wraps around has reached `target`.
 JDP_DEVICE bool reached(uint32_t counter, uint32_t target) {
   return static_cast<int32_t>(counter - target) >= 0;
 }
 
-// Every member is called by all threads of the block, unless it says otherwise.
+// Every member must be called by all threads of the block, unless its comment says one thread.
 template <typename T, typename Block>
 class Channel {
  public:
@@ -28,17 +28,17 @@ class Channel {
         state(own()->channel(index)->state),
         scale(*static_cast<const Scale*>(arguments.scale)),
         span(chunk_span(index, arguments.num_channels, 0, arguments.num_vectors, 1)) {
-    // A rank that was told to stop does not begin. (Its host does not launch after an abort of its
-    // own, whose flag would take a microsecond to read.)
-    const bool told = block.thread() == 0 && block.load_acquire(&own()->rank()->abort);
-    failed_ = block.any(told);
-    if (told) aborted();
+    // A rank that has received an abort does not start. (The host's own abort flag takes a
+    // microsecond to read, and the host does not launch after it.)
+    const bool is_aborted = block.thread() == 0 && block.load_acquire(&own()->rank()->abort);
+    failed_ = block.any(is_aborted);
+    if (is_aborted) aborted();
   }
 
-  // Waits until `missing()`, asked by the first `num_askers` threads with their number, is no
-  // longer a rank but -1; then looks at `received(asker)`: the rank that sent a message and its
-  // tag, nullptr for none. False: some rank stayed missing, a message belongs to another bucket or
-  // call, or there is an abort; then and from then on nothing may be sent or read.
+  // The first `num_askers` threads each poll `missing(asker)` until it returns -1 instead of a
+  // rank. Then each checks `received(asker)`: the rank that sent a message, and its tag or nullptr.
+  // Returns false if a rank stayed missing, a message belongs to another bucket or call, or there
+  // is an abort. From then on nothing may be sent or read.
   template <typename Missing, typename Received>
   JDP_DEVICE bool wait(int num_askers, Missing missing, Received received) {
     if (failed_) return false;
@@ -51,9 +51,9 @@ class Channel {
     return !failed_;
   }
 
-  // To be called last. What was not reduced must not look as if it were: it becomes all ones, NaN
-  // in every type of floating point.
-  JDP_DEVICE void finish() {
+  // Must be called last. After a failure, the output must not look like a result: it is filled with
+  // ones, which is NaN in every floating-point type.
+  JDP_DEVICE void end_call() {
     if (failed_) {
       Vector<T> ones;
       memset(&ones, 0xff, sizeof ones);
@@ -70,7 +70,7 @@ class Channel {
     }
   }
 
-  // From then on nothing may be sent or read.
+  // Whether the call has failed, so that nothing may be sent or read.
   JDP_DEVICE bool failed() const { return failed_; }
 
   struct From {
@@ -78,7 +78,7 @@ class Channel {
     const Tag* tag;
   };
 
-  // Of the messages of this call.
+  // The tag of the messages of this call.
   JDP_DEVICE Tag tag() const { return {arguments.bucket, state.call, arguments.num_vectors}; }
 
   JDP_DEVICE const Staging* own() const { return &arguments.staging[arguments.rank]; }
@@ -88,10 +88,11 @@ class Channel {
   const int index;
   ChannelState state;
   const Scale scale;
-  const Span span;  // of this channel, units of 16 bytes
+  const Span span;  // this channel's part, in units of 16 bytes
 
  private:
-  // By one thread. The clock and the abort flags are slow to read, so one poll in 64 does.
+  // By one thread. The clock and the abort flags are slow to read, so only one poll in 64 reads
+  // them.
   template <typename Missing>
   JDP_DEVICE bool poll(Missing missing) {
     uint64_t begin_ns = 0;
@@ -109,7 +110,7 @@ class Channel {
     }
   }
 
-  // By one thread, which has seen the message announced.
+  // By the thread that saw the message announced.
   JDP_DEVICE bool belongs(From from) {
     if (!from.tag || *from.tag == tag()) return true;
     give_up(Outcome::kMismatched, abort_word(arguments.rank, from.rank, Outcome::kMismatched),
@@ -122,28 +123,28 @@ class Channel {
     const uint32_t by_rank = block.load_acquire(&own()->rank()->abort);
     const uint32_t by_host = block.load_acquire(&arguments.report->abort);
     if (!by_rank && !by_host) return false;
-    const uint32_t told_here = abort_word(-1, -1, Outcome::kAborted);
-    give_up(Outcome::kAborted, by_rank ? by_rank : told_here, Tag());
+    const uint32_t by_this_host = abort_word(-1, -1, Outcome::kAborted);
+    give_up(Outcome::kAborted, by_rank ? by_rank : by_this_host, Tag());
     return true;
   }
 
-  // By one thread. The first failure of a rank is the one that is told; peers stop, too.
+  // By one thread. Reports the first failure of a rank only, and stops its peers.
   JDP_DEVICE void give_up(Outcome outcome, uint32_t word, Tag sent) {
     if (block.exchange(&own()->rank()->reported, 1)) return;
-    const bool told_here = who_gave_up(word) < 0;
+    const bool by_this_host = aborting_rank(word) < 0;
     JDP_NO_UNROLL
     for (int rank = 0; rank < arguments.layout.num_ranks; ++rank) {
       block.store_release(&arguments.staging[rank].rank()->abort,
-                          told_here ? abort_word(arguments.rank, -1, Outcome::kAborted) : word);
+                          by_this_host ? abort_word(arguments.rank, -1, Outcome::kAborted) : word);
     }
     Report* report = arguments.report;
     report->call = state.call;
     report->bucket = arguments.bucket;
     report->rank = arguments.rank;
-    report->gave_up = who_gave_up(word);
-    report->peer = given_up_on(word);
+    report->gave_up = aborting_rank(word);
+    report->peer = awaited_rank(word);
     report->step = step_;
-    report->why = why_given_up(word);
+    report->why = abort_outcome(word);
     report->num_vectors = arguments.num_vectors;
     report->sent = sent;
     block.store_release(&report->outcome, static_cast<uint32_t>(outcome));

@@ -26,7 +26,7 @@ uint64_t this_process() {
   return number;
 }
 
-// Never destroyed: communicators may be given back when the process ends.
+// Never destroyed: communicators may be closed while the process exits.
 Residency& residency() {
   static Residency* const residency = new Residency;
   return *residency;
@@ -51,7 +51,8 @@ Status find_topology(Topology* topology) {
   *topology = Topology::kNvlink;
   for (int one = 0; one < num_devices; ++one) {
     for (int other = 0; other < num_devices; ++other) {
-      // The runtime tells no names of links; but NVLink alone carries atomics from GPU to GPU.
+      // The runtime does not report the kind of a link, but only NVLink supports atomics between
+      // GPUs.
       int atomics = 1;
       if (one != other) {
         JDP_CUDA(
@@ -66,9 +67,10 @@ Status find_topology(Topology* topology) {
 Status Communicator::open(const Setup& setup, std::unique_ptr<Communicator>* communicator) {
   if (setup.num_ranks < 1 || setup.num_ranks > kMaxRanks || setup.rank < 0 ||
       setup.rank >= setup.num_ranks) {
-    return {Code::kInvalidArgument, "jdp: rank " + std::to_string(setup.rank) + " of " +
-                                        std::to_string(setup.num_ranks) + ": there are from 1 to " +
-                                        std::to_string(kMaxRanks) + " ranks, counted from 0"};
+    return {Code::kInvalidArgument,
+            "jdp: rank " + std::to_string(setup.rank) + " of " + std::to_string(setup.num_ranks) +
+                ": num_ranks must be from 1 to " + std::to_string(kMaxRanks) +
+                ", and rank less than num_ranks"};
   }
   JDP_ON_DEVICE(setup.device);
   std::unique_ptr<Communicator> made(new Communicator(setup));
@@ -99,7 +101,7 @@ Status Communicator::allocate() {
   JDP_RETURN_IF_ERROR(load());
   int num_resident;
   JDP_CUDA(count_resident_blocks(&num_resident));
-  JDP_RETURN_IF_ERROR(residency().take(setup_.device, plan_.layout.num_channels, num_resident));
+  JDP_RETURN_IF_ERROR(residency().reserve(setup_.device, plan_.layout.num_channels, num_resident));
   is_resident_ = true;
   JDP_RETURN_IF_ERROR(reserve(setup_.arena_bytes));
   return clear_flags();
@@ -117,9 +119,9 @@ Status Communicator::load() {
 Communicator::~Communicator() {
   const OnDevice on_device(setup_.device);
   if (!on_device.status().ok()) return;  // the driver has ended
-  if (report_) abort();                  // nothing here waits for a rank any longer
+  if (report_) abort();                  // end the waits of this rank's kernels
   if (stream_) cudaStreamSynchronize(stream_);
-  if (is_resident_) residency().give_back(setup_.device, plan_.layout.num_channels);
+  if (is_resident_) residency().release(setup_.device, plan_.layout.num_channels);
   for (void* memory : imported_) cudaIpcCloseMemHandle(memory);
   for (Flight& flight : flights_) cudaEventDestroy(flight.finished);
   if (handed_over_) cudaEventDestroy(handed_over_);
@@ -132,7 +134,7 @@ Communicator::~Communicator() {
 }
 
 Status Communicator::clear_flags() {
-  abort();  // What still waits for a rank must end, also without a deadline.
+  abort();  // Kernels that still wait for a rank must end, even without a deadline.
   JDP_CUDA(cudaStreamSynchronize(stream_));
   JDP_CUDA(cudaMemsetAsync(staging_[setup_.rank].base, 0, flags_bytes(plan_.layout), stream_));
   JDP_CUDA(cudaStreamSynchronize(stream_));
@@ -153,7 +155,7 @@ Status Communicator::blob(Blob* blob) {
   blob->device = setup_.device;
   blob->rank = setup_.rank;
   blob->plan = plan_;
-  // Where the system has no IPC, ranks of one process do without.
+  // On a system without IPC, ranks of one process can still connect.
   if (cudaIpcGetMemHandle(&blob->handle, own) != cudaSuccess) {
     cudaGetLastError();
     blob->handle = {};
@@ -167,13 +169,13 @@ Status Communicator::connect(const Blob* blobs) {
     const Blob& blob = blobs[rank];
     if (blob.version != kBlobVersion || blob.rank != rank) {
       return {Code::kInvalidArgument, "jdp: entry " + std::to_string(rank) +
-                                          " does not come from that rank of this version of jdp"};
+                                          " was not written by that rank with this version of jdp"};
     }
     if (memcmp(&blob.plan, &plan_, sizeof plan_) != 0) {
-      return {Code::kInvalidArgument, "jdp: rank " + std::to_string(rank) + " has the plan (" +
-                                          describe(blob.plan) + "), rank " +
-                                          std::to_string(setup_.rank) + " (" + describe(plan_) +
-                                          "): they would wait for each other"};
+      return {Code::kInvalidArgument,
+              "jdp: rank " + std::to_string(rank) + " has the plan (" + describe(blob.plan) +
+                  "), rank " + std::to_string(setup_.rank) + " (" + describe(plan_) +
+                  "). Ranks with different plans would wait for each other"};
     }
     if (rank != setup_.rank) JDP_RETURN_IF_ERROR(map_peer(blob));
   }
@@ -183,7 +185,7 @@ Status Communicator::connect(const Blob* blobs) {
 Status Communicator::map_peer(const Blob& blob) {
   if (blob.process != this_process()) {
     void* memory;
-    // The handle stands for the whole allocation.
+    // The handle refers to the whole allocation.
     JDP_CUDA(cudaIpcOpenMemHandle(&memory, blob.handle, cudaIpcMemLazyEnablePeerAccess));
     imported_.push_back(memory);
     staging_[blob.rank].base = static_cast<char*>(memory);
@@ -220,8 +222,8 @@ Status Communicator::probe(cudaError_t (*launch)(const Arguments&, uint32_t*, cu
     return {Code::kUnavailable, "jdp: rank " + std::to_string(setup_.rank) + " of " +
                                     std::to_string(setup_.num_ranks) + ": " + what + " " +
                                     std::to_string(num_wrong) +
-                                    " ranks came out wrong, though the driver says that their "
-                                    "memory can be reached (an IOMMU or ACS can be the reason)"};
+                                    " ranks was read back wrong, although the driver reports that "
+                                    "their memory is accessible. Check the IOMMU and ACS settings"};
   }
   return {};
 }
@@ -235,7 +237,7 @@ Arguments Communicator::arguments() const {
   arguments.layout = plan_.layout;
   std::copy(std::begin(staging_), std::end(staging_), arguments.staging);
   arguments.report = report_;
-  // What is not a time, or longer than 30 years, is no deadline.
+  // A limit that is not positive, or longer than 30 years, means no deadline.
   const double limit_s = timeout_s();
   arguments.timeout_ns = limit_s > 0 && limit_s < 1e9 ? static_cast<uint64_t>(limit_s * 1e9) : 0;
   arguments.rank = setup_.rank;
@@ -246,16 +248,18 @@ Status Communicator::failure() const {
   const uint32_t outcome = load_acquire(&report_->outcome);
   if (outcome == static_cast<uint32_t>(Outcome::kNone)) {
     if (!load_acquire(&report_->abort)) return {};
-    return {Code::kAborted, "jdp: rank " + std::to_string(setup_.rank) + " was told to stop"};
+    return {Code::kAborted,
+            "jdp: rank " + std::to_string(setup_.rank) + " was aborted by its host"};
   }
   const std::string where = "bucket " + std::to_string(report_->bucket) + ", call " +
                             std::to_string(report_->call) + ", step " +
                             std::to_string(report_->step);
   const std::string rank = "jdp: rank " + std::to_string(report_->rank);
   if (outcome == static_cast<uint32_t>(Outcome::kLate)) {
-    return {Code::kDeadlineExceeded, rank + ": nothing from rank " + std::to_string(report_->peer) +
-                                         " for " + std::to_string(timeout_s()) + " s in " + where +
-                                         "; is that process alive? Gradients since then are NaN"};
+    return {Code::kDeadlineExceeded,
+            rank + ": received nothing from rank " + std::to_string(report_->peer) + " for " +
+                std::to_string(timeout_s()) + " s in " + where +
+                ". Check whether that process is alive. Gradients since then are NaN"};
   }
   const std::string end = ". Gradients since then are NaN";
   if (outcome == static_cast<uint32_t>(Outcome::kMismatched)) {
@@ -266,38 +270,36 @@ Status Communicator::failure() const {
     const Tag& sent = report_->sent;
     return {Code::kFailedPrecondition,
             rank + " reduces " + named(report_->bucket, report_->call, report_->num_vectors) +
-                ", and rank " + std::to_string(report_->peer) + " sent a part of " +
+                ", and rank " + std::to_string(report_->peer) + " sent part of " +
                 named(sent.bucket, sent.call, sent.num_vectors) +
-                ": they would add up what does not belong together. All ranks must run the same "
-                "steps in the same order" +
-                end};
+                ". All ranks must run the same steps in the same order" + end};
   }
   const std::string other = "rank " + std::to_string(report_->gave_up);
   if (report_->peer < 0) {
     return {Code::kAborted, rank + " stopped in " + where + ": " +
-                                (report_->gave_up < 0 ? "this process" : other) +
-                                " was told to stop" + end};
+                                (report_->gave_up < 0 ? "this process" : other) + " was aborted" +
+                                end};
   }
   const bool is_mismatched = report_->why == static_cast<uint32_t>(Outcome::kMismatched);
   return {is_mismatched ? Code::kFailedPrecondition : Code::kDeadlineExceeded,
           rank + " stopped in " + where + ": " + other +
-              (is_mismatched ? " got what belongs to another bucket from rank "
+              (is_mismatched ? " received a message of another bucket from rank "
                              : " gave up waiting for rank ") +
               std::to_string(report_->peer) + end};
 }
 
 void Communicator::abort() {
   __atomic_store_n(&report_->abort, 1, __ATOMIC_RELEASE);
-  if (devices_) devices_->abort({Code::kAborted, "jdp: this process was told to stop"});
+  if (devices_) devices_->abort({Code::kAborted, "jdp: this process was aborted"});
 }
 
-void Communicator::meet(int32_t ordinal, std::shared_ptr<Rendezvous> devices) {
+void Communicator::join_barrier(int32_t ordinal, std::shared_ptr<DeviceBarrier> devices) {
   ordinal_ = ordinal;
   devices_ = std::move(devices);
-  devices_->enter(ordinal);
+  devices_->add_device(ordinal);
 }
 
-bool Communicator::part() { return !devices_ || devices_->leave(ordinal_); }
+bool Communicator::leave_barrier() { return !devices_ || devices_->remove_device(ordinal_); }
 
 Status Communicator::reset() {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -312,8 +314,7 @@ Status Communicator::reserve(int64_t arena_bytes) {
   if (arena_bytes <= regions_.capacity()) return {};
   JDP_ON_DEVICE(setup_.device);
   if (regions_.used()) {
-    return {Code::kFailedPrecondition,
-            "jdp: the arena can't grow while buckets are started and not done"};
+    return {Code::kFailedPrecondition, "jdp: the arena cannot grow while buckets are in flight"};
   }
   char* larger;
   JDP_RETURN_IF_ERROR(allocate_on_device(&larger, arena_bytes));

@@ -1,4 +1,4 @@
-// Calls to CUDA, with a Status for its errors.
+// CUDA calls that return a Status.
 
 #pragma once
 
@@ -12,12 +12,12 @@ namespace jdp {
 
 inline Status of_cuda(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return {};
-  cudaGetLastError();  // it is told here, not to the next caller
+  cudaGetLastError();  // clears the error, which is reported here
   return {Code::kUnavailable, std::string("jdp: ") + what + ": " + cudaGetErrorString(error)};
 }
 
-// Makes a device current, and then the one that was. Where `status` is an error another device is
-// current, and nothing may be called.
+// Makes a device current, and restores the previous one when destroyed. If `status` is an error,
+// another device is current and no CUDA call may follow.
 class OnDevice {
  public:
   explicit OnDevice(int device) : device_(device), before_(device) {

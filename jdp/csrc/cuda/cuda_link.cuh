@@ -1,7 +1,7 @@
 // The Link of ring_all_reduce.h between two GPUs: one thread block sends and receives one channel.
 //
-// A message lies in one of kNumSlots slots in the next rank's memory. Its sender announces it by
-// the next rank's `head`; the receiver gives the slot back by the sender's `credit`.
+// A message lies in one of kNumSlots slots in the next rank's memory. The sender announces it in
+// the next rank's `head`; the receiver frees the slot in the sender's `credit`.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace jdp {
 
-// Spans are in units of 16 bytes of elements, from the begin of the channel's part.
+// Spans count units of 16 bytes of elements, from the start of the channel's part.
 template <typename T, typename Block>
 class CudaLink {
  public:
@@ -35,7 +35,7 @@ class CudaLink {
     advance(false, true);
   }
 
-  JDP_DEVICE void add_send(Span span) {
+  JDP_DEVICE void recv_reduce_send(Span span) {
     if (!wait(true, true)) return;
     const Message in = receiving(span);
     Message out = sending(span);
@@ -50,7 +50,7 @@ class CudaLink {
     advance(true, true);
   }
 
-  JDP_DEVICE void finish_send(Span span) {
+  JDP_DEVICE void recv_reduce_copy_send(Span span) {
     if (!wait(true, true)) return;
     const Message in = receiving(span);
     Message out = sending(span);
@@ -67,7 +67,7 @@ class CudaLink {
     advance(true, true);
   }
 
-  JDP_DEVICE void keep_send(Span span) {
+  JDP_DEVICE void recv_copy_send(Span span) {
     if (!wait(true, true)) return;
     const Message in = receiving(span);
     Message out = sending(span);
@@ -80,7 +80,7 @@ class CudaLink {
     advance(true, true);
   }
 
-  JDP_DEVICE void keep(Span span) {
+  JDP_DEVICE void recv_copy(Span span) {
     if (!wait(true, false)) return;
     const Message in = receiving(span);
     each(
@@ -91,7 +91,7 @@ class CudaLink {
     advance(true, false);
   }
 
-  JDP_DEVICE void finish(Span span) {
+  JDP_DEVICE void copy_scaled(Span span) {
     each(
         span, [&](const Segment& segment, int32_t v, auto whole) { return own(segment, v, whole); },
         [&](const Segment& segment, int32_t v, auto whole, const Elements& loaded) {
@@ -108,7 +108,7 @@ class CudaLink {
     Sums sums;
   };
 
-  // A message, by the number that a vector has in the whole vector.
+  // A message, indexed by a unit's number in the whole vector.
   struct Message {
     char* slot;
     int32_t first;
@@ -145,7 +145,7 @@ class CudaLink {
     return {slot, static_cast<int32_t>(channel_.span.begin + span.begin)};
   }
 
-  // For a message to receive, for a slot to send in, or for both.
+  // Waits for a message to receive, for a free slot to send, or for both.
   JDP_DEVICE bool wait(bool receive, bool send) {
     const ChannelFlags* flags = channel_.own()->channel(channel_.index);
     const ChannelState& state = channel_.state;
@@ -162,8 +162,8 @@ class CudaLink {
     return channel_.wait(1, missing, received);
   }
 
-  // The barrier makes the message whole before it is announced, and read before its slot is given
-  // back.
+  // The barrier ensures that a message is complete before it is announced, and read before its slot
+  // is freed.
   JDP_DEVICE void advance(bool receive, bool send) {
     channel_.block.sync();
     channel_.state.sent += send;

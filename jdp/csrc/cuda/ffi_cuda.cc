@@ -1,7 +1,8 @@
-// XLA's side of the CUDA all-reduce: buffers and attributes in, calls of a communicator out.
+// The XLA custom calls of the CUDA all-reduce: unpack buffers and attributes, and call a
+// communicator.
 //
-// No handler is compatible with command buffers: inside a CUDA graph the ring could not run beside
-// the step, and would be an unjoined fork of it.
+// No handler is marked as compatible with command buffers: inside a CUDA graph the ring could not
+// run beside the step, and would be an unjoined fork.
 
 #include <string>
 #include <vector>
@@ -13,23 +14,24 @@
 namespace jdp {
 namespace {
 
-// Finds the communicator, and says what is wrong if there is none for this call.
+// Finds the communicator of a call, or returns the reason why there is none.
 Status find_for(int64_t key, int32_t ordinal, int32_t num_ranks, int32_t bucket,
                 std::shared_ptr<Communicator>* communicator) {
   *communicator = find(key, ordinal);
   const std::string here = "jdp: bucket " + std::to_string(bucket) + ": communicator " +
                            std::to_string(key) + " on device " + std::to_string(ordinal);
   if (!*communicator) {
-    return {Code::kFailedPrecondition, here + " was not made in this process"};
+    return {Code::kFailedPrecondition, here + " was not opened in this process"};
   }
   const int there = (*communicator)->plan().layout.num_ranks;
   if (there == num_ranks) return {};
-  return {Code::kFailedPrecondition, here + " is of " + std::to_string(there) +
-                                         " ranks, the program of " + std::to_string(num_ranks)};
+  return {Code::kFailedPrecondition, here + " has " + std::to_string(there) +
+                                         " ranks, but the program has " +
+                                         std::to_string(num_ranks)};
 }
 
-// In every run of a program, before its first kernel: what would fail fails here, where no ring
-// waits yet.
+// XLA calls this in every run of a program, before its first kernel, so that failures occur while
+// no ring waits.
 ffi::Error initialize(int32_t ordinal, ffi::RemainingArgs, ffi::RemainingRets, int32_t bucket,
                       int32_t num_ranks, int64_t key) {
   std::shared_ptr<Communicator> communicator;
@@ -104,7 +106,7 @@ extern "C" JDP_EXPORT XLA_FFI_Error* jdp_ring_initialize(XLA_FFI_CallFrame* fram
 extern "C" JDP_EXPORT XLA_FFI_Error* jdp_ring_start(XLA_FFI_CallFrame* frame);
 extern "C" JDP_EXPORT XLA_FFI_Error* jdp_ring_done(XLA_FFI_CallFrame* frame);
 
-// Of a start, as of a done.
+// Both start and done use it.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jdp_ring_initialize, jdp::initialize,
                               ffi::Ffi::BindInitialize()
                                   .Ctx<ffi::DeviceOrdinal>()

@@ -7,19 +7,20 @@
 namespace jdp {
 namespace {
 
-// The floor, with every rank on one GPU and no credit for its cache: bytes that a rank moves
-// through device memory for S bytes of f32, by steps of S / n.
+// Lower bound with all ranks on one GPU, ignoring its cache: the bytes that a rank moves through
+// device memory for S bytes of f32, in steps of S / n.
 //
-//   ring         send 2, add_send 3 (n - 2 times), finish_send 4, keep_send 3 (n - 2 times), keep 2
+//   ring         send 2, recv_reduce_send 3 (n - 2 times), recv_reduce_copy_send 4, recv_copy_send
+//   3 (n - 2 times), keep 2
 //                (6 n - 4) / n S: 4.0, 5.0, 5.5 S for n = 2, 4, 8
 //   two-shot     push 2 (n - 1), finish n + 1 + (n - 1), keep 2 (n - 1)
-//                (6 n - 4) / n S, too
+//                (6 n - 4) / n S
 //   one-shot     push n, finish n + 1: 2 n + 1 S
 //
-// n = 8, S = 64 MiB: 44 S = 2.95 GB, 687 us at the 4.3 TB/s that an H200 copies at. Between GPUs
-// the floor is the link: 2 (n - 1) / n S out of each, 112 MiB there, 261 us at 450 GB/s.
+// n = 8, S = 64 MiB: 44 S = 2.95 GB, 687 us at the 4.3 TB/s of a copy on an H200. Between GPUs the
+// link is the bound: 2 (n - 1) / n S sent by each GPU, 112 MiB, 261 us at 450 GB/s.
 //
-// One block on a multiprocessor: for two, 64 registers would have to do, and the compiler spills.
+// One block per multiprocessor: two would leave 64 registers per thread, and the compiler spills.
 template <typename T, Algorithm kAlgorithm>
 __global__ __launch_bounds__(kThreadsPerBlock,
                              1) void reduce_kernel(const __grid_constant__ Arguments arguments) {

@@ -1,4 +1,4 @@
-// Launching the kernels. No XLA here.
+// Launches the kernels. Independent of XLA.
 
 #pragma once
 
@@ -10,26 +10,26 @@
 
 namespace jdp {
 
-// Makes the driver load every kernel on the current device now. It would otherwise do so at the
-// first launch, and wait there for a kernel that waits for this one.
+// Makes the driver load every kernel on the current device now. A load at the first launch could
+// wait for a running kernel that waits for this launch.
 cudaError_t load_kernels();
 
-// The most blocks of any kernel that the current device runs at once.
+// Computes how many blocks of any of the kernels the current device runs at once.
 cudaError_t count_resident_blocks(int* num_blocks);
 
-// Reduces one rank's leaves: `arguments.num_channels` blocks on `stream`, after what is there.
+// Reduces one rank's leaves with `arguments.num_channels` blocks on `stream`.
 cudaError_t launch(Type type, const Arguments& arguments, cudaStream_t stream);
 
 // Copies up to kMaxSegments segments from `in` to `out`; their sizes are in bytes.
 cudaError_t launch_copy(const Arguments& arguments, cudaStream_t stream);
 
-// What the functional test of a path writes at `target`, by rank `source`.
+// The pattern that rank `source` writes to `target` in the test of a path.
 JDP_HOST_DEVICE constexpr uint32_t probe_pattern(int source, int target) {
   return 0x6a647000u + static_cast<uint32_t>(source * kMaxRanks + target);
 }
 
 // Writes this rank's pattern to every peer and reads it back; `*num_wrong` (on the device) counts
-// the peers where it was another.
+// the peers that return another pattern.
 cudaError_t launch_probe_write(const Arguments& arguments, uint32_t* num_wrong,
                                cudaStream_t stream);
 

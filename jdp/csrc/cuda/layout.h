@@ -1,4 +1,4 @@
-// Where flags and messages lie in a rank's staging memory, which its peers write.
+// The layout of flags and messages in a rank's staging memory, which its peers write.
 //
 // One channel is one thread block. Peers push: a rank polls and reads its own memory only.
 
@@ -11,13 +11,13 @@
 namespace jdp {
 
 constexpr int kMaxRanks = 16;
-// Ring messages that may be on their way; a power of two, so that numbers may wrap around.
+// The number of ring messages in flight; a power of two, so that counters may wrap around.
 constexpr uint32_t kNumSlots = 4;
 // Exchanges alternate between two sets of slots: see one_two_shot.cuh.
 constexpr uint32_t kNumSets = 2;
 
-// What a channel carries over from one launch to the next. All numbers count messages since the
-// last reset, wrap around, and are compared by the sign of their difference.
+// The state of a channel between launches. All counters count messages since the last reset, wrap
+// around, and are compared by the sign of their difference.
 struct ChannelState {
   uint32_t sent;
   uint32_t received;
@@ -25,8 +25,8 @@ struct ChannelState {
   uint32_t call;  // launches
 };
 
-// What a message belongs to. Stands beside the counter that announces it, and is the same on all
-// ranks: one that differs is of another bucket, whose elements must not be added to these.
+// Identifies the bucket and call of a message. It lies next to the counter that announces the
+// message, and is the same on all ranks. A message with another tag must not be added.
 struct Tag {
   int32_t bucket;
   uint32_t call;  // ChannelState::call
@@ -38,45 +38,46 @@ JDP_HOST_DEVICE inline bool operator==(const Tag& one, const Tag& other) {
          one.num_vectors == other.num_vectors;
 }
 
-// One line of the cache for each writer.
+// One cache line for each writer.
 struct alignas(128) ChannelFlags {
   alignas(128) uint32_t head;    // written by the previous rank: ring messages it has sent
-  Tag tags[kNumSlots];           // written by the previous rank: of each slot's message
-  alignas(128) uint32_t credit;  // written by the next rank: ring messages it has taken
+  Tag tags[kNumSlots];           // written by the previous rank: the tag of each slot's message
+  alignas(128) uint32_t credit;  // written by the next rank: ring messages it has received
   alignas(128) uint32_t exchanged[kMaxRanks];  // [r], written by rank r: exchanges it has sent
-  Tag exchange_tags[kNumSets][kMaxRanks];      // [s][r], written by rank r: of its part in set s
-  alignas(128) ChannelState state;             // this rank's own
+  Tag exchange_tags[kNumSets]
+                   [kMaxRanks];     // [s][r], written by rank r: the tag of its part in set s
+  alignas(128) ChannelState state;  // this rank's own
 };
 
 struct alignas(128) RankFlags {
   uint32_t abort;                          // 0, or an abort_word
-  alignas(128) uint32_t reported;          // this rank's own: a failure stands in the Report
-  alignas(128) uint32_t probe[kMaxRanks];  // [r], written by rank r when the path is tested
+  alignas(128) uint32_t reported;          // this rank's own: the Report holds a failure
+  alignas(128) uint32_t probe[kMaxRanks];  // [r], written by rank r in probe_write
 };
 
 enum class Outcome : uint32_t {
   kNone = 0,
   kLate = 1,        // a rank did not answer in time
-  kAborted = 2,     // another rank gave up, or this one's host said stop
-  kMismatched = 3,  // a rank sent what belongs to another bucket or call
+  kAborted = 2,     // another rank gave up, or the host aborted
+  kMismatched = 3,  // a rank sent a message of another bucket or call
 };
 
-// Who gave up, on whom, and why.
+// Packs the rank that gave up, the rank that it waited for, and the reason.
 JDP_HOST_DEVICE inline uint32_t abort_word(int rank, int peer, Outcome why) {
   return static_cast<uint32_t>(1 + rank) | static_cast<uint32_t>(1 + peer) << 8 |
          static_cast<uint32_t>(why) << 16;
 }
-JDP_HOST_DEVICE inline int who_gave_up(uint32_t word) { return static_cast<int>(word & 255) - 1; }
-JDP_HOST_DEVICE inline int given_up_on(uint32_t word) {
+JDP_HOST_DEVICE inline int aborting_rank(uint32_t word) { return static_cast<int>(word & 255) - 1; }
+JDP_HOST_DEVICE inline int awaited_rank(uint32_t word) {
   return static_cast<int>(word >> 8 & 255) - 1;
 }
-JDP_HOST_DEVICE inline uint32_t why_given_up(uint32_t word) { return word >> 16; }
+JDP_HOST_DEVICE inline uint32_t abort_outcome(uint32_t word) { return word >> 16; }
 
 // The same on all ranks of a reduction.
 struct Layout {
   int32_t num_ranks;
   int32_t num_channels;
-  int64_t slot_bytes;      // of one ring message, a multiple of 32; 0: there are no rings
+  int64_t slot_bytes;      // of one ring message, a multiple of 32; 0: rings are not used
   int64_t exchange_bytes;  // of one rank's part in an exchange, a multiple of 16
 };
 
@@ -92,7 +93,7 @@ JDP_HOST_DEVICE inline int64_t staging_bytes(const Layout& layout) {
   return flags_bytes(layout) + layout.num_channels * channel_bytes(layout);
 }
 
-// One rank's staging memory, as mapped where it is used.
+// One rank's staging memory, as mapped on the device that uses it.
 struct Staging {
   char* base;
 

@@ -1,9 +1,9 @@
-// One-shot and two-shot all-reduce: every rank writes to every other one directly. Sums are in the
-// order of ranks, so a result does not depend on where in the bucket an element stands.
+// One-shot and two-shot all-reduce: every rank writes directly to every other one. Sums are in rank
+// order, so a result does not depend on an element's position in the bucket.
 //
-// An exchange: each rank writes one slot at each peer, then waits for all of its own slots. Two
-// sets of slots need no credit: who sends exchange i + 2 has received i + 1 from every peer, which
-// sent it after it had read exchange i.
+// An exchange: each rank writes one slot of each peer, then waits for all of its own slots. Two
+// sets of slots need no credit: a rank that sends exchange i + 2 has received i + 1 from every
+// peer, which sent it after reading exchange i.
 
 #pragma once
 
@@ -22,7 +22,7 @@ class Exchange {
         rank_(channel.arguments.rank),
         num_ranks_(channel.arguments.layout.num_ranks) {}
 
-  // (n - 1) S bytes sent by each rank; one exchange. Every rank sums everything.
+  // One exchange; each rank sends (n - 1) S bytes. Every rank sums the whole bucket.
   JDP_DEVICE void one_shot() {
     if (channel_.failed()) return;
     const int64_t count = channel_.span.size;
@@ -37,11 +37,11 @@ class Exchange {
             send_to_all(v - span.begin, own);
           });
       if (!pass()) return;
-      finish(span, [](int32_t, const Vector<T>&) {});
+      reduce_copy(span, [](int32_t, const Vector<T>&) {});
     }
   }
 
-  // 2 (n - 1) / n S bytes sent by each rank, as by the ring; two exchanges.
+  // Two exchanges; each rank sends 2 (n - 1) / n S bytes, as in a ring.
   JDP_DEVICE void two_shot() {
     if (channel_.failed()) return;
     const int64_t count = channel_.span.size;
@@ -55,9 +55,9 @@ class Exchange {
       push(chunk);
       if (!pass()) return;
       const Span own = chunk(rank_);
-      finish(own, [&](int32_t v, const Vector<T>& mean) { send_to_all(v - own.begin, mean); });
+      reduce_copy(own, [&](int32_t v, const Vector<T>& mean) { send_to_all(v - own.begin, mean); });
       if (!pass()) return;
-      keep(chunk);
+      recv_copy(chunk);
     }
   }
 
@@ -70,19 +70,19 @@ class Exchange {
     return {channel_.span.begin + begin, size};
   }
 
-  // Where this rank writes at `peer` in the exchange to come.
+  // The slot of `peer` that this rank writes in the next exchange.
   JDP_DEVICE char* sent(int peer) const {
     return channel_.arguments.staging[peer].exchange_slot(layout_, channel_.index,
                                                           channel_.state.exchanged, rank_);
   }
 
-  // What `peer` wrote here in the last exchange.
+  // The slot that `peer` wrote in the last exchange.
   JDP_DEVICE const char* received(int peer) const {
     return channel_.own()->exchange_slot(layout_, channel_.index, channel_.state.exchanged - 1,
                                          peer);
   }
 
-  // Beginning with the next rank, so that not all write to the same peer at once.
+  // Starts with the next rank, so that not all ranks write to the same peer at once.
   JDP_DEVICE int peer_at(int step) const {
     const int peer = rank_ + step;
     return peer < num_ranks_ ? peer : peer - num_ranks_;
@@ -112,7 +112,7 @@ class Exchange {
     }
   }
 
-  // Announces what was written, and waits for the same from every peer.
+  // Announces this rank's slots, and waits for those of every peer.
   JDP_DEVICE bool pass() {
     const Block& block = channel_.block;
     const uint32_t set = channel_.state.exchanged % kNumSets;
@@ -135,13 +135,14 @@ class Exchange {
     return channel_.wait(num_ranks_, missing, received);
   }
 
-  // Sums `span` over ranks, scales, rounds and keeps it, and hands it to `also(vector, mean)`.
+  // Sums `span` over ranks, scales, rounds, copies it to the output, and passes it to `also(vector,
+  // mean)`.
   template <typename Also>
-  JDP_DEVICE void finish(Span span, Also also) {
+  JDP_DEVICE void reduce_copy(Span span, Also also) {
     const auto sum = [&](const Segment& segment, int32_t v, auto whole) {
       SumVector<T> sums;
       for (int first = 0; first < num_ranks_; first += kParts) {
-        // All in flight before the first is added.
+        // Issue all loads before the first addition.
         Vector<T> parts[kParts];
         JDP_UNROLL
         for (int i = 0; i < kParts; ++i) {
@@ -172,9 +173,9 @@ class Exchange {
         });
   }
 
-  // Keeps the chunk that each peer has finished.
+  // Copies the finished chunk of each peer to the output.
   template <typename Chunk>
-  JDP_DEVICE void keep(Chunk chunk) {
+  JDP_DEVICE void recv_copy(Chunk chunk) {
     for (int step = 1; step < num_ranks_; ++step) {
       const int peer = peer_at(step);
       const Span span = chunk(peer);

@@ -22,25 +22,25 @@ const char* name(Topology topology) {
 
 }  // namespace
 
-// What a rank sends to reduce S bytes among n ranks:
+// Bytes that a rank sends to reduce S bytes among n ranks:
 //
 //   one-shot   (n - 1) S
-//   two-shot   2 (n - 1) / n S: an element to its owner, its mean back
-//   ring       2 (n - 1) / n S; of 16 bits 3 (n - 1) / n S, for its partial sums are float32
+//   two-shot   2 (n - 1) / n S: elements to their owner, and their mean back
+//   ring       2 (n - 1) / n S; 3 (n - 1) / n S for 16-bit types, whose partial sums are float32
 //
-// Where every pair of GPUs has NVLink, two-shot so sends no more than a ring at any size, over all
-// links of a GPU at once, and waits twice for others instead of 2 (n - 1) times: a ring is for PCIe
-// alone, where the paths of several pairs share one link and only neighbours should talk. (And for
-// tests of all three, with all ranks on one device.)
+// If every pair of GPUs has NVLink, two-shot sends no more than a ring at any size, uses all links
+// of a GPU at once, and waits twice instead of 2 (n - 1) times. So rings are used only on PCIe,
+// where the paths of several pairs share one link and only neighbours should communicate, and in
+// tests with all ranks on one device.
 //
-// Below which size one-shot is faster comes from published measurements of others (vLLM's and XLA's
-// dispatch tables); none of our own yet.
+// The size below which one-shot is faster comes from published measurements (vLLM's and XLA's
+// dispatch tables). jdp has no measurements of its own yet.
 Plan make_plan(int num_ranks, Topology topology) {
   Plan plan = {};
   plan.topology = static_cast<int64_t>(topology);
   plan.layout.num_ranks = num_ranks;
   plan.layout.num_channels = topology == Topology::kPcie ? 8 : 24;
-  plan.layout.slot_bytes = topology == Topology::kNvlink ? 0 : 256 * kKiB;  // messages of a ring
+  plan.layout.slot_bytes = topology == Topology::kNvlink ? 0 : 256 * kKiB;  // ring messages
   plan.layout.exchange_bytes = topology == Topology::kNvlink ? 64 * kKiB : 32 * kKiB;
   plan.channel_bytes = 8 * kKiB;
   plan.one_shot_bytes = topology == Topology::kPcie ? 32 * kKiB

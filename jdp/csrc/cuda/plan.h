@@ -1,6 +1,6 @@
-// Which algorithm reduces a bucket, and with how many blocks: a function of topology and size,
-// fixed when a communicator is made, never of timing, so that every rank decides the same and a
-// result repeats bit by bit.
+// Chooses the algorithm and the number of blocks for a bucket. The choice depends on topology and
+// size, and is fixed when a communicator is opened. It never depends on timing, so that all ranks
+// choose alike and results are reproducible bit by bit.
 
 #pragma once
 
@@ -23,18 +23,18 @@ struct Plan {
   int64_t one_shot_bytes;  // buckets up to this size
   int64_t two_shot_bytes;  // buckets up to this size, unless they are one-shot; above: ring
                            // INT64_MAX: no ring
-  int64_t channel_bytes;   // another block for each so many bytes, up to layout.num_channels
+  int64_t channel_bytes;   // one more block for each so many bytes, up to layout.num_channels
   int64_t topology;        // a Topology
 };
-static_assert(sizeof(Plan) == 56, "padding would be compared, too");
+static_assert(sizeof(Plan) == 56, "a Plan must have no padding, which would be compared too");
 
 Plan make_plan(int num_ranks, Topology topology);
 
-// `bytes`: of the bucket's elements.
+// `bytes`: size of the bucket's elements.
 Algorithm choose(const Plan& plan, int64_t bytes);
 int num_channels(const Plan& plan, int64_t bytes);
 
-// One line for people.
+// One human-readable line.
 std::string describe(const Plan& plan);
 
 }  // namespace jdp

@@ -1,4 +1,4 @@
-// What one thread block does in one launch.
+// The work of one thread block in one launch.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace jdp {
 
-// Replaces this channel's part of the leaves of one rank by its sum over ranks, scaled.
+// Replaces this channel's part of one rank's leaves by its scaled sum over ranks.
 template <typename T, Algorithm kAlgorithm, typename Block>
 JDP_DEVICE void reduce_channel(const Arguments& arguments, int index, Block block) {
   Channel<T, Block> channel(arguments, index, block);
@@ -21,7 +21,7 @@ JDP_DEVICE void reduce_channel(const Arguments& arguments, int index, Block bloc
   } else {
     Exchange<T, Block>(channel).two_shot();
   }
-  channel.finish();
+  channel.end_call();
 }
 
 }  // namespace jdp

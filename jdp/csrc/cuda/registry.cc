@@ -13,10 +13,10 @@ using Key = std::pair<int64_t, int32_t>;
 struct Registry {
   std::mutex mutex;
   std::map<Key, std::shared_ptr<Communicator>> entries;
-  std::map<int64_t, std::shared_ptr<Rendezvous>> devices;  // of this process, by key
+  std::map<int64_t, std::shared_ptr<DeviceBarrier>> devices;  // of this process, by key
 };
 
-// Never destroyed: at the end of a process CUDA may be gone before its memory is given back.
+// Never destroyed: when a process exits, CUDA may be gone before its memory is freed.
 Registry& registry() {
   static Registry* const registry = new Registry;
   return *registry;
@@ -27,9 +27,9 @@ Registry& registry() {
 void enter(int64_t key, int32_t ordinal, std::shared_ptr<Communicator> communicator) {
   remove(key, ordinal);
   std::lock_guard<std::mutex> lock(registry().mutex);
-  std::shared_ptr<Rendezvous>& devices = registry().devices[key];
-  if (!devices) devices = std::make_shared<Rendezvous>();
-  communicator->meet(ordinal, devices);
+  std::shared_ptr<DeviceBarrier>& devices = registry().devices[key];
+  if (!devices) devices = std::make_shared<DeviceBarrier>();
+  communicator->join_barrier(ordinal, devices);
   registry().entries[{key, ordinal}] = std::move(communicator);
 }
 
@@ -40,7 +40,8 @@ std::shared_ptr<Communicator> find(int64_t key, int32_t ordinal) {
 }
 
 bool remove(int64_t key, int32_t ordinal) {
-  std::shared_ptr<Communicator> last;  // its end waits for the device: not under the lock
+  std::shared_ptr<Communicator>
+      last;  // its destructor waits for the device, so it must run without the lock
   {
     std::lock_guard<std::mutex> lock(registry().mutex);
     const auto found = registry().entries.find({key, ordinal});
@@ -49,14 +50,14 @@ bool remove(int64_t key, int32_t ordinal) {
     registry().entries.erase(found);
   }
   last->abort();
-  // Those that open it again meet anew.
-  if (last->part()) {
+  // Communicators that are opened later with this key get a new barrier.
+  if (last->leave_barrier()) {
     std::lock_guard<std::mutex> lock(registry().mutex);
     registry().devices.erase(key);
   }
   if (!last->is_known_to_peers()) return false;
-  // No message tells when the last kernel of the last peer has ended, in whatever process; so the
-  // memory is kept for as long as the process lives, rather than written to after it is free.
+  // This process cannot know when the last kernel of the last peer has ended, so the memory is kept
+  // until the process ends instead of being written to after it is freed.
   new std::shared_ptr<Communicator>(std::move(last));
   return true;
 }

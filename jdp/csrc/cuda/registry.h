@@ -1,4 +1,4 @@
-// The communicators of this process. A call knows the key of its communicator and its device.
+// The communicators of this process, by key and device.
 
 #pragma once
 
@@ -10,11 +10,11 @@
 
 namespace jdp {
 
-// `ordinal`: XLA's number of the device that a call runs on. Replaces what was there.
+// `ordinal`: XLA's number of the device that a call runs on. Replaces an earlier communicator.
 void enter(int64_t key, int32_t ordinal, std::shared_ptr<Communicator> communicator);
-// None: nullptr.
+// Returns nullptr if there is none.
 std::shared_ptr<Communicator> find(int64_t key, int32_t ordinal);
-// True: its memory stays taken, for peers may still write into it.
+// Returns true if its memory stays allocated because peers may still write into it.
 bool remove(int64_t key, int32_t ordinal);
 void for_each(const std::function<void(Communicator&)>& visit);
 

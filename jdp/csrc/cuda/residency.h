@@ -1,6 +1,6 @@
-// How many blocks of each device are spoken for. Blocks of a ring wait for those of other ranks, so
-// all that may run at the same time must fit on the device at the same time: two communicators that
-// each fill a device would wait for each other.
+// Counts the blocks of each device that are reserved. Blocks of a ring wait for blocks of other
+// ranks, so all blocks that may run concurrently must be resident at the same time: two
+// communicators that each fill a device would wait for each other.
 
 #pragma once
 
@@ -14,29 +14,29 @@ namespace jdp {
 
 class Residency {
  public:
-  // `capacity`: blocks that the device runs at once.
-  Status take(int device, int num_blocks, int capacity) {
+  // `capacity`: the number of blocks that the device runs at once.
+  Status reserve(int device, int num_blocks, int capacity) {
     std::lock_guard<std::mutex> lock(mutex_);
-    int& taken = taken_[device];
-    if (num_blocks > capacity - taken) {
+    int& reserved = reserved_[device];
+    if (num_blocks > capacity - reserved) {
       return {Code::kUnavailable, "jdp: GPU " + std::to_string(device) + " runs " +
                                       std::to_string(capacity) + " blocks at once; " +
-                                      std::to_string(taken) +
-                                      " belong to other communicators of this process, and " +
+                                      std::to_string(reserved) +
+                                      " are reserved by other communicators of this process, and " +
                                       std::to_string(num_blocks) + " more are needed"};
     }
-    taken += num_blocks;
+    reserved += num_blocks;
     return {};
   }
 
-  void give_back(int device, int num_blocks) {
+  void release(int device, int num_blocks) {
     std::lock_guard<std::mutex> lock(mutex_);
-    taken_[device] -= num_blocks;
+    reserved_[device] -= num_blocks;
   }
 
  private:
   std::mutex mutex_;
-  std::map<int, int> taken_;
+  std::map<int, int> reserved_;
 };
 
 }  // namespace jdp

@@ -1,5 +1,5 @@
-// The two calls of a communicator that a step makes. They enqueue, do not allocate, and wait for
-// other devices of this process alone.
+// The two calls that a step makes to a communicator. They enqueue, do not allocate, and wait only
+// for other devices of this process.
 
 #include <algorithm>
 #include <string>
@@ -12,7 +12,7 @@
 namespace jdp {
 namespace {
 
-// Vectors are counted in 31 bits; what is left over keeps sums with a block's stride in range.
+// Vectors are counted in 31 bits; the margin keeps index + stride in range.
 constexpr int64_t kMaxBytes = int64_t{1} << 34;
 
 int64_t bytes_of(Type type, const Leaf& leaf) { return leaf.size * bytes_of(type); }
@@ -25,12 +25,12 @@ int64_t arena_bytes_of(Type type, const std::vector<Leaf>& leaves) {
   return bytes;
 }
 
-bool alike(const std::vector<Leaf>& one, const std::vector<Leaf>& other) {
+bool same_sizes(const std::vector<Leaf>& one, const std::vector<Leaf>& other) {
   return std::equal(one.begin(), one.end(), other.begin(), other.end(),
                     [](const Leaf& a, const Leaf& b) { return a.size == b.size; });
 }
 
-bool same(const std::vector<Leaf>& one, const std::vector<Leaf>& other) {
+bool same_leaves(const std::vector<Leaf>& one, const std::vector<Leaf>& other) {
   return std::equal(
       one.begin(), one.end(), other.begin(), other.end(),
       [](const Leaf& a, const Leaf& b) { return a.data == b.data && a.size == b.size; });
@@ -60,18 +60,18 @@ Status for_each_table(Arguments arguments, const std::vector<Leaf>& from,
 
 }  // namespace
 
-Communicator::Flight* Communicator::find(int bucket) {
+Communicator::Flight* Communicator::find_flight(int bucket) {
   for (Flight& flight : flights_) {
     if (flight.in_flight && flight.bucket == bucket) return &flight;
   }
   return nullptr;
 }
 
-Communicator::Flight* Communicator::take(int bucket) {
-  // Still in flight: the step of that start was given up before its done.
-  Flight* flight = find(bucket);
+Communicator::Flight* Communicator::claim_flight(int bucket) {
+  // Still in flight: the step of that start was abandoned before its done.
+  Flight* flight = find_flight(bucket);
   if (flight) {
-    regions_.give_back(flight->region);
+    regions_.free(flight->region);
     return flight;
   }
   for (Flight& free : flights_) {
@@ -103,7 +103,7 @@ Status Communicator::order(cudaStream_t first, cudaStream_t then) {
 Status Communicator::start(int64_t run, int bucket, Type type, const std::vector<Leaf>& leaves,
                            const void* scale, cudaStream_t stream) {
   const auto all_at = [&](const std::string& where) {
-    return devices_ ? devices_->join(ordinal_, where, timeout_s()) : Status();
+    return devices_ ? devices_->wait(ordinal_, where, timeout_s()) : Status();
   };
   const std::string where = "bucket " + std::to_string(bucket) + " of run " + std::to_string(run);
   if (run != std::exchange(last_run_, run)) JDP_RETURN_IF_ERROR(all_at("the first ring, " + where));
@@ -127,26 +127,28 @@ Status Communicator::enqueue(int bucket, Type type, const std::vector<Leaf>& lea
   const int64_t bytes = arena_bytes_of(type, leaves);
   if (bytes >= kMaxBytes) {
     return {Code::kInvalidArgument, "jdp: bucket " + std::to_string(bucket) + " has " +
-                                        std::to_string(bytes) + " bytes; at most " +
-                                        std::to_string(kMaxBytes) + " can be reduced in one"};
+                                        std::to_string(bytes) + " bytes, more than the limit of " +
+                                        std::to_string(kMaxBytes) +
+                                        ". Lower bucket_bytes, or split the leaf"};
   }
-  Flight* flight = take(bucket);
+  Flight* flight = claim_flight(bucket);
   if (!flight) {
-    return {Code::kResourceExhausted, "jdp: bucket " + std::to_string(bucket) + ": " +
-                                          std::to_string(kMaxFlights) +
-                                          " buckets are started and not done; make buckets larger"};
+    return {Code::kResourceExhausted,
+            "jdp: bucket " + std::to_string(bucket) + ": " + std::to_string(kMaxFlights) +
+                " buckets are in flight, which is the limit. Raise bucket_bytes"};
   }
-  // The last ring of this flight, whose scale is overwritten below; nothing if there was none.
+  // Waits for the last ring of this flight, whose scale is overwritten below. A no-op if there was
+  // none.
   JDP_CUDA(cudaStreamWaitEvent(stream, flight->finished, 0));
   flight->in_flight = false;
-  const int64_t region = regions_.take(bytes);
+  const int64_t region = regions_.allocate(bytes);
   if (region < 0) return no_room(bucket, bytes);
   flight->in_flight = true;
   flight->bucket = bucket;
   flight->type = type;
   flight->region = region;
   flight->leaves = leaves;
-  // The leaves are operands of done and stay as they are until then; the scale is none.
+  // The leaves are operands of done, so XLA keeps them until then. The scale is not, so copy it.
   JDP_CUDA(cudaMemcpyAsync(const_cast<void*>(scale_of(*flight)), scale,
                            type == Type::kF64 ? sizeof(double) : sizeof(float),
                            cudaMemcpyDeviceToDevice, stream));
@@ -157,13 +159,13 @@ Status Communicator::enqueue(int bucket, Type type, const std::vector<Leaf>& lea
 }
 
 Status Communicator::no_room(int bucket, int64_t bytes) const {
-  return {Code::kResourceExhausted,
-          "jdp: bucket " + std::to_string(bucket) + " needs " + std::to_string(bytes) +
-              " bytes of the arena, where " + std::to_string(regions_.used()) + " of " +
-              std::to_string(regions_.capacity()) +
-              " are taken by buckets that are started and not done: reserve at least " +
-              std::to_string(regions_.used() + bytes + 256) +
-              " bytes, the size of all gradients of a step"};
+  return {Code::kResourceExhausted, "jdp: bucket " + std::to_string(bucket) + " needs " +
+                                        std::to_string(bytes) + " bytes of the arena, but " +
+                                        std::to_string(regions_.used()) + " of " +
+                                        std::to_string(regions_.capacity()) +
+                                        " are taken by buckets in flight. Reserve at least " +
+                                        std::to_string(regions_.used() + bytes + 256) +
+                                        " bytes: the size of all gradients of a step"};
 }
 
 Status Communicator::reduce(const Flight& flight, const std::vector<Leaf>& from,
@@ -193,26 +195,27 @@ Status Communicator::finish(int bucket, Type type, const std::vector<Leaf>& from
   std::lock_guard<std::mutex> lock(mutex_);
   JDP_RETURN_IF_ERROR(failure());
   JDP_ON_DEVICE(setup_.device);
-  Flight* flight = find(bucket);
-  if (!flight || flight->type != type || !alike(flight->leaves, from) || !alike(from, to)) {
+  Flight* flight = find_flight(bucket);
+  if (!flight || flight->type != type || !same_sizes(flight->leaves, from) ||
+      !same_sizes(from, to)) {
     return {Code::kFailedPrecondition,
-            "jdp: bucket " + std::to_string(bucket) + " is done without a start of such leaves"};
+            "jdp: bucket " + std::to_string(bucket) + ": done has no start with the same leaves"};
   }
   JDP_CUDA(cudaStreamWaitEvent(stream, flight->finished, 0));
-  if (same(flight->leaves, from)) {
+  if (same_leaves(flight->leaves, from)) {
     JDP_RETURN_IF_ERROR(copy(*flight, to, stream));
-    // What is started next may write where this copy reads.
+    // The next start may write where this copy reads.
     JDP_RETURN_IF_ERROR(order(stream, stream_));
   } else {
-    // XLA copied the leaves for this call, so it was free to write over what `start` saw before
-    // the ring had read it. All ranks run the same program, so all do this.
+    // XLA copied the leaves for this call, so it may have overwritten those of `start` before the
+    // ring read them. All ranks run the same program, so all ranks repeat the reduction.
     ++num_repeated_;
     JDP_RETURN_IF_ERROR(order(stream, stream_));
     JDP_RETURN_IF_ERROR(reduce(*flight, from, to, stream_));
     JDP_CUDA(cudaEventRecord(flight->finished, stream_));
     JDP_CUDA(cudaStreamWaitEvent(stream, flight->finished, 0));
   }
-  regions_.give_back(flight->region);
+  regions_.free(flight->region);
   flight->in_flight = false;
   return {};
 }

@@ -7,7 +7,6 @@ import math
 import os
 import platform
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from jdp.distributed.checks.program import ProgramText, require_program, require
 from jdp.error_codes import with_code
 from jdp.worker import launcher_client
 from jdp.worker.phases import PATIENCE
+from jdp.worker.version import version
 
 _PACKAGE = Path(__file__).parents[2]
 # What only says where a process writes, or how many devices it brings.
@@ -82,15 +82,6 @@ def _facts(mesh: Mesh) -> dict[str, str | None]:
         "mesh": f"{dict(mesh.shape)} over the devices {[d.id for d in mesh.devices.flat]}",
         "XLA_FLAGS": repr(" ".join(sorted(flags))),
     }
-
-
-@functools.cache  # It looks through sys.path, and each commit says it.
-def version() -> str:
-    """Return the version of jdp that is installed."""
-    try:
-        return metadata.version("jdp")
-    except metadata.PackageNotFoundError:  # It runs from its sources.
-        return "not installed"
 
 
 @functools.cache

@@ -19,11 +19,14 @@ host joins a run that is going on, and killed by `stop` and at the end.
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import signal
 import socket
 from typing import Any, NamedTuple
 
+from jdp.launch.host.commit_saver import save_commit
+from jdp.launch.host.coordinator_port import reserve_port
 from jdp.launch.host.leader_connection import Link, start_task
 from jdp.launch.host.local_generation import LocalGeneration
 from jdp.launch.host.standby_pool import Standbys
@@ -62,7 +65,7 @@ class Host:
         self.id = secrets.token_hex(8)
         self.over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._options, self._resources = options, resources
-        self._port = _reserve_port()
+        self._port = reserve_port()
         self._number, self._stepped, self._run_id = -1, False, options.rdzv_id
         self._generation: LocalGeneration | None = None  # the one that has processes here
         self._standbys = Standbys(
@@ -81,12 +84,13 @@ class Host:
             address,
             leads,
             introduce=self._introduce,
-            joined=self._joined,
+            joined=lambda is_running: self._standbys.fill() if is_running else None,
             received=self._receive,
             lost=self._lost_leader,
-            gave_up=self._give_up,
+            gave_up=functools.partial(self._finish, 1),
         )
         self._beats = start_task(self._beat())
+        self._saver: asyncio.Task[None] | None = None
 
     def stop(self, number: int) -> None:
         """End the run at a signal to this launcher; an interrupt after that kills at once."""
@@ -132,10 +136,6 @@ class Host:
             "stepped": self._stepped,
         }
 
-    def _joined(self, is_running: bool) -> None:
-        if is_running:
-            self._standbys.fill()
-
     def _lost_leader(self, why: str) -> None:
         if self.over.done():
             return
@@ -171,8 +171,13 @@ class Host:
                 self._generation.kill_processes()
             case "dump" if self._generation is not None:
                 self._generation.show_stacks(**facts)
+            case "save commit":
+                self._saver = start_task(self._save_commit())
             case "over":
                 self._finish(**facts)
+
+    async def _save_commit(self) -> None:
+        self._link.send("commit saved", **await save_commit(self._resources))
 
     # --- processes ---
 
@@ -184,7 +189,7 @@ class Host:
             self._options,
             self._link.send,
             ended=self._ended,
-            stuck=self._give_up,
+            stuck=functools.partial(self._finish, 1),
             say=self._resources.say,
         )
         for local_id, slot in enumerate(slots):
@@ -229,7 +234,7 @@ class Host:
             code = SAVED if generation.saved else 128 + (self._signal or signal.SIGTERM)
             return self._finish(code, "the leader was lost while the run ended.")
         self._port.close()
-        self._port = _reserve_port()
+        self._port = reserve_port()
         if not self._link.is_joined:
             return self._link.join_again()
         port = self._port.getsockname()[1]
@@ -241,28 +246,14 @@ class Host:
         if self._generation is not None:
             self._generation.stop(number)
 
-    def _give_up(self, why: str) -> None:
-        self._finish(1, why)
-
     def _finish(self, code: int, why: str) -> None:
         if self.over.done():
             return
         if code == 0 and not self._uses_jdp and len(self._resources.gpus) > 1:
             self._resources.say("the script never called jdp.init(): each process ran alone.")
         self._standbys.kill_all()
+        if self._saver is not None:
+            self._saver.cancel()
         if self._generation is not None:
             self._generation.kill_now()
         self.over.set_result(Outcome(code, why))
-
-
-# A port for process 0 of the next generation, in case that is here. Bound, so that no other program
-# gets it meanwhile.
-def _reserve_port() -> socket.socket:
-    if not socket.has_dualstack_ipv6():
-        reserved = socket.socket()
-        reserved.bind(("", 0))
-        return reserved
-    reserved = socket.socket(socket.AF_INET6)
-    reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    reserved.bind(("::", 0))
-    return reserved

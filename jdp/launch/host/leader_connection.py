@@ -19,9 +19,7 @@ class Link:
     """Joins the run, and notices when the leader is lost.
 
     Args:
-      options: of the command line.
-      token: of the run.
-      address: where the leader listens.
+      options, token, address: of the run; where the leader listens.
       leads: whether the leader runs in this process, and cannot be lost alone.
       introduce: returns the facts of `join`, apart from the proof.
       joined: is called when this host has joined, with whether a generation lives.

@@ -37,11 +37,9 @@ class LocalGeneration:
     """The processes of a generation that run on this host.
 
     Args:
-      options: of the command line.
-      send: sends a message to the leader.
+      options, send, say: of the host; `send` sends a message to the leader.
       ended: is called when no process is left.
       stuck: is called with the reason when killed processes do not end.
-      say: prints a line for people who watch the run.
 
     Attributes:
       processes: that were not waited for so far; empty at first.
@@ -128,11 +126,12 @@ class LocalGeneration:
             pid=process.popen.pid,
             returncode=code,
             traceback=process.traceback,
+            step=process.step(),
             last_lines=[] if explains_itself else process.last_lines(),
         )
 
     def _record_step(self, process: Process) -> None:
-        step = process.restored_step + process.slot.read().steps
+        step = process.step()
         self.step = step if self.step is None else min(self.step, step)
 
     # --- what is done to them ---

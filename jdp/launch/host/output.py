@@ -12,11 +12,12 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import IO
 
 from jdp.launch.append_file import AppendFile
-from jdp.launch.host.worker_output import WorkerOutput
+from jdp.launch.host.line_splitter import LineSplitter
 from jdp.launch.options.flag_types import STDERR, STDOUT
 from jdp.launch.options.options import Options
 
@@ -24,17 +25,81 @@ from jdp.launch.options.options import Options
 _READ_BYTES = 2**16
 _MAX_READS = 2**20 // _READ_BYTES + 1
 
-# Cyan, magenta, green, yellow, blue, red.
-_COLOURS = (36, 35, 32, 33, 34, 31)
+# The last lines of each process are kept, and so much of each line.
+TAIL_LINES = 50
+TAIL_LINE_CHARS = 1000
+
+
+class WorkerOutput:
+    """The output of one process. Made by `Logs.add`."""
+
+    def __init__(self, logs: "Logs", process: subprocess.Popen[bytes], local_rank: int) -> None:
+        self.local_rank = local_rank
+        self.prefix = b""
+        self.is_standby = False
+        self.is_revealed = False
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        assert process.stdout is not None and process.stderr is not None
+        self.pipes = {process.stdout: STDOUT, process.stderr: STDERR}
+        self._file = logs.open_file(f"before_init/{socket.gethostname()}_{process.pid}.log")
+        self._splitters = {STDOUT: LineSplitter(), STDERR: LineSplitter()}
+        self._logs = logs
+
+    def assign(self, process_id: int, local_rank: int, generation: int) -> None:
+        """Call the process by its number, and show the output of a standby, from now on."""
+        self._logs.post(lambda: self._assign(process_id, local_rank, generation))
+
+    def reveal(self) -> None:
+        """Show the process on the console from now on, whatever --local-ranks-filter says."""
+        self.is_revealed = True  # not posted: what it writes next may be read before
+
+    def last_lines(self, timeout_s: float = 1.0) -> list[str]:
+        """Return the last lines, at most TAIL_LINES, with all that an ended process has written."""
+        done: Future[list[str]] = Future()
+
+        def collect() -> None:
+            self._logs.drain(self)
+            # A line without an end counts, too.
+            rests = [splitter.rest for splitter in self._splitters.values() if splitter.rest]
+            done.set_result([*self.tail, *map(_text, rests)][-TAIL_LINES:])
+
+        self._logs.post(collect)
+        try:
+            return done.result(timeout_s)
+        except TimeoutError:  # the console is stopped
+            return list(self.tail)
+
+    def receive(self, stream: int, data: bytes) -> None:
+        """Show and write what was read from `stream`; no bytes are its end. In the thread."""
+        for line in self._splitters[stream].split(data):
+            self._file.write(line)
+            if not line.endswith(b"\r"):
+                self.tail.append(_text(line))
+            if not self.is_standby:
+                self._logs.show(self, stream, line)
+
+    def close_file(self) -> None:
+        """Close the file of the log folder."""
+        self._file.close_file()
+
+    def _assign(self, process_id: int, local_rank: int, generation: int) -> None:
+        self._logs.drain(self)
+        self.local_rank, self.is_standby = local_rank, False
+        self.prefix = self._logs.prefix(f"process {process_id}", process_id)
+        before = self._file
+        if before.path is not None:
+            before.close_file()
+            # Not renamed: a run that was resumed may have written to the new file before.
+            self._file = self._logs.open_file(f"generation_{generation}/process_{process_id}.log")
+            self._file.append_contents(before.path)
+        if not self.pipes:
+            self.close_file()
 
 
 class Logs:
     """Reads the processes of this host, shows their lines, and writes their files.
 
-    Args:
-      options: which lines are shown, and where files go.
-      out: console for standard output; None: ours.
-      err: console for standard error; None: ours.
+    `out` and `err` are the consoles; None: those of the launcher.
     """
 
     def __init__(
@@ -61,10 +126,7 @@ class Logs:
     ) -> WorkerOutput:
         """Read a process that `spawn` started, until it closes its pipes.
 
-        Args:
-          process: its `stdout` and `stderr` are ours from now on.
-          local_rank: that it will probably have, used until it is assigned one.
-          standby: show nothing before it is assigned a number.
+        `local_rank` is used until it is assigned one. A standby is not shown before that.
         """
         output = WorkerOutput(self, process, local_rank)
         output.is_standby = standby
@@ -73,11 +135,7 @@ class Logs:
         return output
 
     def finish(self, timeout_s: float = 2.0) -> None:
-        """Show and write what ended processes have left, and end the thread.
-
-        Args:
-          timeout_s: how long to wait for a process that writes, or for a stopped console.
-        """
+        """Show and write the rest of the output, and end the thread within `timeout_s`."""
         self.post(self._finish)
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
@@ -104,9 +162,7 @@ class Logs:
         elif not self._has_named_filter and not self._options.redirects:
             self._has_named_filter = True
             shown = ", ".join(map(str, sorted(self._options.local_ranks_filter or ())))
-            self.say(
-                f"only output of local rank {shown} is shown; --local-ranks-filter all shows all"
-            )
+            self.say(f"only local rank {shown} is shown; --local-ranks-filter all shows all")
 
     def say(self, text: str) -> None:
         """Write a line of the launcher's own to the console. In the thread."""
@@ -119,7 +175,7 @@ class Logs:
         is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         if is_plain or not self._consoles[STDOUT].isatty():
             return f"[{name}] ".encode()
-        return f"\x1b[{_COLOURS[number % len(_COLOURS)]}m[{name}]\x1b[0m ".encode()
+        return f"\x1b[{36 - number % 6}m[{name}]\x1b[0m ".encode()
 
     def open_file(self, name: str) -> AppendFile:
         """Open a file of the log folder, if there is one."""
@@ -178,3 +234,7 @@ class Logs:
             self._consoles[stream].flush()
         except OSError:  # as under `| head`
             self._closed.add(stream)
+
+
+def _text(line: bytes) -> str:
+    return line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2][:TAIL_LINE_CHARS]

@@ -21,17 +21,10 @@ _TRACKER_S = 2.0
 
 
 class Guardian:
-    """Watches over the processes of one launcher; to be started before any of them.
+    """Watches over the processes of one launcher, which are started after it.
 
-    Example:
-      guardian = Guardian()
-      process = spawn(command, environment(**guardian.environment))
-      guardian.add(process.pid)
-      ...
-      kill(process)
-      process.wait()
-      guardian.remove(process.pid)
-      guardian.kill_all()
+    Each is started with the variables of `environment`, and its group is added; the group is
+    removed when the process was killed and waited for.
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ for number in signal.SIGINT, signal.SIGQUIT:
 try:
     os.execvp(sys.argv[2], sys.argv[2:])
 except OSError as error:
-    sys.exit(f"jdp run: {sys.argv[2]} can't be started: {error.strerror}")
+    sys.exit(f"jdp run: {sys.argv[2]} cannot be started: {error.strerror}")
 """
 
 
@@ -39,13 +39,8 @@ def spawn(
     It is killed when the thread that called `spawn` ends, so that must be the main thread. Its
     standard output and error are pipes, which `jdp.launch.host.output` reads.
 
-    Args:
-      command: program and arguments; the program is looked for on the PATH.
-      environment: all of its variables.
-      pass_fds: file descriptors that it keeps, under the same numbers.
-
-    Returns:
-      The process. Its group has its pid as number.
+    The program is looked for on the PATH. It has these variables alone, and keeps `pass_fds` under
+    the same numbers. Its group has its pid as number.
     """
     # A preexec_fn would run Python between fork and exec, where the locks of other threads, such as
     # the one that reads logs, are never released.
@@ -75,12 +70,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 def environment(
     inherited: Mapping[str, str] = os.environ, /, *, num_gpus: int = 0, **own: str
 ) -> dict[str, str]:
-    """Return the variables that each process starts with.
-
-    Args:
-      inherited: variables of the launcher, which are kept.
-      num_gpus: GPUs of this host.
-      **own: variables that replace inherited ones.
+    """Return the variables of each process: defaults, the inherited ones, and its own.
 
     >>> environment({"PYTHONUNBUFFERED": "x"}, JDP_GUARDIAN="7")["PYTHONUNBUFFERED"]
     'x'

@@ -44,13 +44,13 @@ class Standbys:
 
     def take_standby(self) -> Process | None:
         """Return one that waits, or that soon will because others have; None if there is none."""
-        # The cause of the death that it is to replace may have killed it, too.
-        self._processes.sort(key=lambda process: (process.is_dying(), not process.parked))
-        if self._processes and self._processes[0].is_dying():
+        # The cause of the death that it is to replace may have killed or stopped it, too.
+        able = [process for process in self._processes if process.can_run()]
+        chosen = min(able, default=None, key=lambda process: not process.parked)
+        if chosen is None or not (self._one_parked or chosen.parked):
             return None
-        if self._processes and (self._one_parked or self._processes[0].parked):
-            return self._processes.pop(0)
-        return None
+        self._processes.remove(chosen)
+        return chosen
 
     def record_parked(self) -> None:
         """Record that one of them waits in `jdp.init()` now."""

@@ -125,12 +125,25 @@ class Process:
 
     def is_dying(self) -> bool:
         """Whether it has begun to exit: its connections are closed before it can be waited for."""
+        return self._state()[1]
+
+    def can_run(self) -> bool:
+        """Whether it is neither dying nor stopped by a signal."""
+        state, is_dying = self._state()
+        return not is_dying and state not in "Tt"
+
+    # The letter of its state, and whether it has begun to exit.
+    def _state(self) -> tuple[str, bool]:
         try:
             with open(f"/proc/{self.popen.pid}/stat") as file:
-                flags = file.read().rpartition(")")[2].split()[6]
+                state, *facts = file.read().rpartition(")")[2].split()
         except OSError:
-            return True
-        return bool(int(flags) & _EXITING)
+            return "X", True
+        return state, bool(int(facts[5]) & _EXITING)
+
+    def step(self) -> int:
+        """Return the step of the run that it has called last."""
+        return self.restored_step + self.slot.read().steps
 
     def go(self, assignment: Assignment) -> None:
         """Make it a process of a generation."""

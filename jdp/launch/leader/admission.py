@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import resource
 import socket
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from jdp.worker.messages import MAX_LINE_BYTES, protocol
 # A connection that has not proved that it knows the token may send so much, and take so long.
 VISITOR_BYTES = 4096
 VISITOR_S = 10.0
+# Of more connections the oldest one is closed: a host proves itself at once. They may have a
+# quarter of the descriptors that this process may open.
 MAX_VISITORS = 256
 
 
@@ -43,7 +46,10 @@ class Admission:
         admit: Callable[[Channel, dict[str, Any], str], None],
     ) -> None:
         self._listener, self._token, self._judge, self._admit = listener, token, judge, admit
-        self._visitors: set[Channel] = set()
+        self._visitors: dict[Channel, None] = {}  # oldest first
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        is_unlimited = limit == resource.RLIM_INFINITY
+        self._max_visitors = MAX_VISITORS if is_unlimited else min(MAX_VISITORS, limit // 4)
         self._loop = asyncio.get_running_loop()
         listener.setblocking(False)
         self._loop.add_reader(listener, self._accept)
@@ -58,25 +64,28 @@ class Admission:
     def _accept(self) -> None:
         try:
             connection, address = self._listener.accept()
-        except OSError:
-            return
-        if len(self._visitors) == MAX_VISITORS:
-            connection.close()
-            return
+        except OSError:  # no descriptor is left, or the visitor is gone
+            return self._dismiss_oldest()
+        if len(self._visitors) >= self._max_visitors:
+            self._dismiss_oldest()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         nonce = token_auth.make_nonce()
         addresses = connection.getsockname()[0], address[0]
         visitor = Channel(connection, max_line_bytes=VISITOR_BYTES, addresses=addresses)
         visitor.received = functools.partial(self._visited, visitor, nonce)
         visitor.closed = lambda why: self._dismiss(visitor)
-        self._visitors.add(visitor)
+        self._visitors[visitor] = None
         self._loop.call_later(VISITOR_S, self._dismiss, visitor)
         visitor.send("challenge", nonce=nonce, protocol=protocol())
 
     def _dismiss(self, visitor: Channel) -> None:
         if visitor in self._visitors:
-            self._visitors.discard(visitor)
+            del self._visitors[visitor]
             visitor.close_connection()
+
+    def _dismiss_oldest(self) -> None:
+        if self._visitors:
+            self._dismiss(next(iter(self._visitors)))
 
     def _visited(self, visitor: Channel, nonce: str, kind: str, facts: dict[str, Any]) -> None:
         nonces = nonce, str(facts.pop("nonce", ""))
@@ -90,6 +99,6 @@ class Admission:
         if refusal is not None:
             visitor.send("refused", **refusal._asdict())
             return self._dismiss(visitor)
-        self._visitors.discard(visitor)
+        del self._visitors[visitor]
         visitor.max_line_bytes = MAX_LINE_BYTES
         self._admit(visitor, facts, token_auth.proof(self._token, "leader", *nonces))

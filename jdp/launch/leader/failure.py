@@ -18,7 +18,8 @@ class Cause:
       full_text: for people, with the traceback or the last output of the process.
       silent_s: seconds until it was noticed.
       is_of_program: whether a process failed, not a host.
-      raised: whether the script raised, and `full_text` has the traceback.
+      error: the last line of the traceback if the script raised; `full_text` has the whole.
+      step: of the run that the process has called last, if it is known.
       is_sure: whether it cannot be the consequence of another failure.
       grows: whether nothing is wrong, and there is room for more processes.
       noticed: time.monotonic() of it.
@@ -29,7 +30,8 @@ class Cause:
     full_text: str
     silent_s: float = 0.0
     is_of_program: bool = True
-    raised: bool = False
+    error: str = ""
+    step: int | None = None
     is_sure: bool = False
     grows: bool = False
     noticed: float = field(default_factory=time.monotonic)
@@ -42,16 +44,11 @@ def exit_of_process(
     returncode: int,
     traceback: str | None,
     last_lines: list[str],
+    step: int | None = None,
 ) -> Cause:
-    """Return the cause that a process failed by itself.
+    """Return the cause that a process failed by itself, with the `returncode` of Popen.
 
-    Args:
-      process_id: of the process.
-      host: its name.
-      pid: on that host.
-      returncode: as of Popen.
-      traceback: of the error that its script raised, if any.
-      last_lines: of its output, shown if there is no traceback.
+    `last_lines` of its output are shown if there is no traceback of its script.
 
     >>> print(exit_of_process(1, "a", 7, 3, None, ["no such file"]).full_text)
     the cause: process 1 (pid 7 on a) ended with exit code 3 (jdp explain-error JDP301)
@@ -69,7 +66,8 @@ def exit_of_process(
         text,
         exit_code(returncode),
         "\n".join(lines),
-        raised=traceback is not None,
+        error=(traceback or "").rstrip().rpartition("\n")[2],
+        step=step,
         # A process that is killed may be reported after processes that failed because of its
         # death. SIGABRT is not sure: JAX aborts a process that has lost another one.
         is_sure=returncode < 0 and returncode != -signal.SIGABRT,

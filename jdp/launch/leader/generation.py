@@ -32,14 +32,8 @@ State = enum.Enum("State", "RUNNING STOPPING ENDING")
 class Generation:
     """Processes that start together and end together.
 
-    Args:
-      number: 0 for the first.
-      plan: of its parts.
-      options: of the command line.
-      say: prints a line for people who watch the run.
-      events: where its events are written.
-
     Attributes:
+      number: 0 for the first.
       size: number of processes.
       state: see above.
       parts: by host, without parts of which no process is left.
@@ -82,6 +76,12 @@ class Generation:
         return SAVED in self._returncodes.values()
 
     @property
+    def closed_step(self) -> str:
+        """The step that was saved last, in words; "" if no process has reported it."""
+        steps = [facts["step"] for facts in self.told.get("closed", {}).values()]
+        return f"step {max(steps)}" if steps else ""
+
+    @property
     def is_done(self) -> bool:
         """Whether all processes have ended with code 0."""
         return [*self._returncodes.values()] == [0] * self.size
@@ -120,6 +120,7 @@ class Generation:
         returncode: int,
         traceback: str | None,
         last_lines: list[str],
+        step: int | None = None,
     ) -> None:
         """Record how a process ended by itself, which may be a failure."""
         self._returncodes[process_id] = returncode
@@ -128,7 +129,9 @@ class Generation:
         who = {"process_id": process_id, "host": remote.name, "pid": pid, "returncode": returncode}
         self._write("exited", **who)
         if returncode not in (0, SAVED) and self.state is not State.STOPPING:
-            why = failure.exit_of_process(**who, traceback=traceback, last_lines=last_lines)
+            why = failure.exit_of_process(
+                **who, traceback=traceback, last_lines=last_lines, step=step
+            )
             if ended := self._came_to_end():
                 why = failure.after_end(why, min(ended))
             self.fail(why, process_id)

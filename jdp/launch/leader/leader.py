@@ -29,10 +29,12 @@ from jdp.launch.leader import failure, rank_assignment
 from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.failure import Cause
 from jdp.launch.leader.generation import Generation, State
+from jdp.launch.leader.last_commits import LastCommits
 from jdp.launch.leader.membership import Membership
 from jdp.launch.leader.rank_assignment import Gathering, Plan
 from jdp.launch.leader.recovery import Recoveries
 from jdp.launch.leader.remote_host import RemoteHost
+from jdp.launch.leader.restart_budget import RestartBudget
 from jdp.launch.options.options import Options
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.progress_board import ProcessStatus
@@ -58,7 +60,10 @@ class Leader:
         self._number = -1  # of the last generation
         self._run_id = options.rdzv_id
         self._signal: int | None = None
-        self._recoveries = Recoveries(options.max_restarts, say, self._events)
+        self._restored: int | None = None  # step of the last checkpoint that was restored
+        self._last_commits: LastCommits | None = None  # of a run that gives up
+        budget = RestartBudget(options.max_restarts, options.restart_window_s)
+        self._recoveries = Recoveries(budget, say, self._events)
         self._timer: asyncio.TimerHandle | None = None
         self.members = Membership(
             options, token, listener, say, self._events, self._joined, self._receive, self._lost
@@ -68,10 +73,7 @@ class Leader:
     async def finish_run(self, code: int, why: str, timeout_s: float = 5.0) -> None:
         """Report to all hosts how the run ended, wait until they have left, and stop.
 
-        Args:
-          code: exit code, if the run is not over yet.
-          why: for people, in that case.
-          timeout_s: how long to wait.
+        `code` and `why` count if the run is not over yet.
         """
         if not self.members.is_over:
             self._over(code, why)
@@ -117,6 +119,8 @@ class Leader:
                 self._generation.record_exit(remote, **facts)
             case "ended":
                 self._ended(remote, **facts)
+            case "commit saved" if self._last_commits is not None:
+                self._last_commits.record_answer(remote, facts)
             case "stop":
                 self._asked_to_stop(facts["signal"], facts["at_once"])
         self._consider()
@@ -139,6 +143,8 @@ class Leader:
         if not generation.record_told(remote, what=what, **facts):
             return
         # All processes have sent this message now.
+        if what == "restored" and facts["facts"].get("tier") == "checkpoint":
+            self._restored = facts["facts"]["step"]
         self._recoveries.record_told_by_all(what, generation)
         if what == "first_step":
             for each in self.members.remotes:  # also those without processes of this generation
@@ -152,6 +158,8 @@ class Leader:
     def _asked_to_stop(self, number: int, at_once: bool) -> None:
         self._signal = self._signal or number
         generation = self._generation
+        if at_once and self._last_commits is not None:
+            self._over(*self._last_commits.outcome())
         if at_once and generation is not None and generation.state is State.STOPPING:
             generation.kill_processes()
 
@@ -163,13 +171,17 @@ class Leader:
             return
         now = time.monotonic()
         self.members.remove_silent_hosts(now)
+        if self._last_commits is not None:
+            if self._last_commits.are_saved(self.members.remotes):
+                return self._over(*self._last_commits.outcome())
+            return self._wake(now)
         generation = self._generation
         if generation is not None and not generation.parts:
             self._generation = None
             self._decide(generation)
         elif generation is not None and generation.state is State.RUNNING:
             self._look(now, generation)
-        if self._generation is None and not self.members.is_over:
+        if self._generation is None and not self.members.is_ending:
             self._gather(now)
         self._wake(now)
 
@@ -199,18 +211,27 @@ class Leader:
         text = why.text if why is not None else ""
         self._events.write("generation ended", generation=generation.number, cause=text)
         if generation.saved:
-            self._over(SAVED, "it saved and ended; the same command with --resume goes on there.")
+            saved = f"saved {generation.closed_step}".rstrip()
+            self._over(
+                SAVED, f"it {saved} and ended; the same command with --resume goes on there."
+            )
         elif self._signal is not None and not generation.is_finished:
-            self._over(128 + self._signal, "")
+            self._give_up(128 + self._signal, "")
         elif why is None or generation.is_done:
             before = self._recoveries.text
             self._over(0, before and f"{before}. There was no step left to make after that.")
-        elif reason := self._recoveries.reason_to_end(why):
-            self._over(why.code, f"{why.full_text}\n{reason}")
+        elif reason := self._recoveries.reason_to_end(why, generation):
+            self._give_up(why.code, f"{why.full_text}\n{reason}")
         else:
             generation.blame(time.monotonic())
             self._recoveries.record_failure(why, generation)
             self._gathering = Gathering(self._options, is_start=False)
+
+    # Ends the run when its latest commit is on the disk.
+    def _give_up(self, code: int, why: str) -> None:
+        self.members.is_ending = True
+        self._last_commits = LastCommits(code, why, self._restored)
+        self._last_commits.ask(self.members.remotes)
 
     def _over(self, code: int, why: str) -> None:
         self._events.write("over", code=code, why=why)
@@ -220,11 +241,11 @@ class Leader:
 
     def _gather(self, now: float) -> None:
         if self._signal is not None:
-            return self._over(128 + self._signal, "")
+            return self._give_up(128 + self._signal, "")
         if chosen := self._gathering.plan(self.members.remotes, now):
             self._form(chosen)
         elif error := self._gathering.timeout_error(self.members.remotes, now):
-            self._over(1, error)
+            self._give_up(1, error)
 
     def _can_grow(self, now: float, generation: Generation) -> bool:
         next_one = rank_assignment.make(self.members.remotes, self._options.nnodes[0], now) or []

@@ -20,11 +20,7 @@ class Membership:
     """The hosts that have joined, in the order in which they did.
 
     Args:
-      options: of the command line.
-      token: of the run.
-      listener: a listening socket where hosts join, which is closed at the end.
-      say: prints a line for people who watch the run.
-      events: where joins and losses are written.
+      options, token, listener, say, events: of the run. The listening socket is closed at the end.
       joined: is called with a host and the facts of its `join`; returns whether a generation lives.
       received: is called with a host, and kind and facts of its message.
       lost: is called with a host that is gone, and the cause that it would be.
@@ -57,14 +53,14 @@ class Membership:
         self._admission = Admission(listener, token, self._refusal, self._admit)
 
     def remove_silent_hosts(self, now: float) -> None:
-        """Give up the hosts that have been silent for longer than a host that lives can be."""
+        """Remove the hosts that have been silent for longer than a host that lives can be."""
         silence_s = 1.5 * self._options.heartbeat_timeout_s
         for remote in [*self.remotes]:
             if remote.id != self.home and now - remote.heard > silence_s:
                 self._remove(remote, f"silent for {now - remote.heard:.1f} s")
 
     def end_run(self, **outcome: Any) -> None:
-        """Send all hosts how the run ended."""
+        """Report to all hosts how the run ended."""
         self.is_ending = self.is_over = True
         for remote in self.remotes:
             remote.channel.send("over", **outcome)

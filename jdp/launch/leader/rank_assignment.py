@@ -83,10 +83,8 @@ def coordinator(plan: Plan, home: str) -> str:
 class Gathering:
     """The time before a generation, until there are enough hosts for one.
 
-    Args:
-      options: of the command line.
-      is_start: whether there was none before, so that it is worth waiting for more hosts than are
-        needed. Later such hosts make the run grow when they come.
+    Before the first generation (`is_start`) it is worth waiting for more hosts than are needed;
+    later such hosts make the run grow when they come.
     """
 
     def __init__(self, options: Options, is_start: bool) -> None:

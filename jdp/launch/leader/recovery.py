@@ -7,6 +7,7 @@ from typing import Any
 from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.failure import Cause
 from jdp.launch.leader.generation import Generation
+from jdp.launch.leader.restart_budget import RestartBudget
 
 # The messages that all processes send in turn, and the name of the time before each.
 _PARTS = {"joined": "form_s", "restored": "restore_s", "first_step": "step_s"}
@@ -86,18 +87,13 @@ class Outage:
 class Recoveries:
     """Decides whether a run goes on after a failure, and reports how long that took.
 
-    Args:
-      max_restarts: number of failures that are recovered from.
-      say: prints a line for people who watch the run.
-      events: where recoveries are written.
-
     Attributes:
       stepped: whether some generation has finished a step, so that the program works.
     """
 
-    def __init__(self, max_restarts: int, say: Callable[[str], None], events: Events) -> None:
+    def __init__(self, budget: RestartBudget, say: Callable[[str], None], events: Events) -> None:
         self.stepped = False
-        self._num_restarts, self._max_restarts = 0, max_restarts
+        self._budget = budget
         self._outage: Outage | None = None
         self._say, self._events = say, events
 
@@ -106,22 +102,21 @@ class Recoveries:
         """Return the causes of the outage that lasts, in words; "" if there is none."""
         return "" if self._outage is None else self._outage.text
 
-    def reason_to_end(self, why: Cause) -> str:
+    def reason_to_end(self, why: Cause, generation: Generation) -> str:
         """Return the reason why the run does not go on after this failure; "" if it does."""
         if why.grows:
             return ""
-        if self._num_restarts >= self._max_restarts:
-            return f"It is not started again: --max-restarts {self._max_restarts}."
-        if why.is_of_program and not self.stepped:
-            return "It is not started again, since its processes have not finished a step yet."
-        return ""
+        reason = self._budget.reason_to_end(why, _step(why, generation), why.noticed)
+        if not reason and why.is_of_program and not self.stepped:
+            reason = "its processes have not finished a step yet"
+        return reason and f"It is not started again: {reason}."
 
     def record_failure(self, why: Cause, generation: Generation) -> None:
         """Record that the run goes on after this generation, which has ended for this cause."""
         if not why.grows:
-            self._num_restarts += 1
+            self._budget.record_failure(why, _step(why, generation), why.noticed)
         # The output of the process may not be shown otherwise.
-        if why.raised:
+        if why.error:
             self._say(why.full_text)
         if self._outage is None:
             self._outage = Outage(generation.step if generation.stepped else None)
@@ -141,3 +136,8 @@ class Recoveries:
                 f"{done.text}. Generation {generation.number} of {generation.size} processes is "
                 f"{done}."
             )
+
+
+# Of the process that failed, which may have called more steps than the others.
+def _step(why: Cause, generation: Generation) -> int | None:
+    return generation.step if why.step is None else why.step

@@ -48,11 +48,7 @@ class HostSlot:
 
 
 class RemoteHost:
-    """A host that has joined.
-
-    Args:
-      channel: to the host.
-      facts: of its `join`.
+    """A host that has joined, with the facts of its `join`.
 
     Attributes:
       address: of --local-addr.

@@ -92,11 +92,7 @@ class Parser(argparse.ArgumentParser):
     def flag(self, group: Any, names: str, text: str | None, **keywords: Any) -> None:
         """Add a flag, also in torchrun's spelling with underscores, which is not in the help.
 
-        Args:
-          group: in which the help shows it.
-          names: all its spellings; the last one names its value.
-          text: for the help; None: the flag is not in the help.
-          **keywords: of argparse.
+        The last of `names` names its value. If `text` is None the flag is not in the help.
         """
         spellings = names.split()
         dest = dest_of(spellings[-1])
@@ -135,8 +131,11 @@ def _add_processes(parser: Parser) -> None:
 
 def _add_faults(parser: Parser) -> None:
     group = parser.add_argument_group("faults")
-    text = "failures to recover from (default 3); 0: the first one ends the run"
+    text = "failures to recover from within --restart-window-s (default 3); 0: the first one ends "
+    text += "the run"
     parser.flag(group, "--max-restarts", text, type=read_count("restarts", 0), metavar="N")
+    text = "failures longer ago than S seconds (default 600), and at earlier steps, do not count"
+    parser.flag(group, "--restart-window-s", text, type=read_seconds, metavar="S")
     text = "processes on this host that wait to take over, with their imports done (default: as "
     text += "many as run)"
     parser.flag(group, "--standbys", text, type=read_count("standbys", 0), metavar="N")

@@ -28,6 +28,7 @@ class Options(NamedTuple):
     local_addr: str | None = None
     token: str | None = None
     max_restarts: int = 3
+    restart_window_s: float = 600.0
     standbys: int | None = None
     join_timeout_s: float = 600.0
     last_call_timeout_s: float = 5.0

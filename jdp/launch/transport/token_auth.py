@@ -16,11 +16,8 @@ def make_nonce() -> str:
 def proof(token: str, part: str, leader_nonce: str, host_nonce: str) -> str:
     """Return a proof that its sender knows the token.
 
-    Args:
-      token: the secret.
-      part: of the sender, "leader" or "host", so that neither can send back the other's proof.
-      leader_nonce: made by the leader for this connection.
-      host_nonce: made by the host for this connection.
+    It holds the part of the sender, "leader" or "host", so that neither can send back the other's
+    proof, and the nonces that both have made for this connection.
     """
     text = f"jdp {part} {leader_nonce} {host_nonce}"
     return hmac.new(token.encode(), text.encode(errors="replace"), "sha256").hexdigest()

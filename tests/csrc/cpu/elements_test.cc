@@ -1,5 +1,5 @@
-// Every pattern of the half types, and every border between two of them, in threads that take
-// subnormal numbers for 0 and in those that do not.
+// Every bit pattern of the 16-bit types, and every midpoint between two neighbours, in threads that
+// flush subnormal numbers and in threads that do not.
 
 #include <cmath>
 
@@ -9,7 +9,7 @@
 namespace jdp {
 namespace {
 
-// What the patterns mean, by definition. Doubles know no number here that is subnormal.
+// The value of a pattern by definition. None of these values is subnormal as a double.
 double value_of_float16(uint32_t bits) {
   const int exponent = static_cast<int>(bits >> 10 & 31), rest = static_cast<int>(bits & 0x3ff);
   const double size =
@@ -40,7 +40,7 @@ void test_every_float16_becomes_the_float_of_its_value() {
   }
 }
 
-// The floats about the middle between two neighbours, of either sign.
+// Tests the floats around the midpoint between two neighbours, of either sign.
 void test_every_float_becomes_the_nearest_float16_and_ties_the_even_one() {
   for (uint32_t below = 0; below < 0x7c00; ++below) {
     const double low = value_of_float16(below);

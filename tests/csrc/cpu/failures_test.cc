@@ -1,4 +1,4 @@
-// How an all-reduce fails: on all ranks, soon, and with the reason.
+// Failures of an all-reduce: on all ranks, soon, and with the reason.
 
 #include "testing.h"
 
@@ -20,7 +20,7 @@ void test_missing_ranks_are_named_and_late_ones_fail() {
       const Status status = reduce_one(call_of(way, rank, 4, 3, 2));
       CHECK(status.code == Code::kDeadlineExceeded);
       CHECK(contains(status.message, "bucket 3, call 2: rank "));
-      CHECK(contains(status.message, " s for ranks 2, 3, which ended"));
+      CHECK(contains(status.message, " s for ranks 2, 3: ended"));
     });
     CHECK(watch.elapsed_s() >= 0.2 && watch.elapsed_s() < 1.2);
     set_timeout_s(30);
@@ -68,7 +68,8 @@ void test_ranks_that_disagree_all_fail() {
   };
   for (const Way& way : kWays) {
     for (int what = 0; what < 3; ++what) {
-      // Within a process a bucket of another number is another meeting: only the deadline tells.
+      // Within a process, another bucket number is another rendezvous, which only the deadline
+      // ends.
       if (way.communicator == 0 && what == 1) continue;
       make_segment(3);
       const Stopwatch watch;
@@ -97,12 +98,12 @@ void test_types_that_differ_are_a_disagreement() {
   }
 }
 
-void test_a_rank_that_comes_twice_is_an_error() {
+void test_a_rank_that_joins_twice_is_an_error() {
   const Way way = kWays[0];
   on_ranks(range(2), [&](int) {
     const Status status = reduce_one(call_of(way, 1, 3));
     CHECK(status.code == Code::kInvalidArgument);
-    CHECK(contains(status.message, "rank 1 came twice"));
+    CHECK(contains(status.message, "rank 1 joined twice"));
   });
   reset();
 }
@@ -125,6 +126,6 @@ int main() {
   jdp::test_abort_ends_waits_with_its_reason();
   jdp::test_ranks_that_disagree_all_fail();
   jdp::test_types_that_differ_are_a_disagreement();
-  jdp::test_a_rank_that_comes_twice_is_an_error();
+  jdp::test_a_rank_that_joins_twice_is_an_error();
   jdp::test_ranks_and_communicators_that_do_not_exist_are_errors();
 }

@@ -1,4 +1,4 @@
-// Ranks of several processes: the same sums, and what happens when one of them dies.
+// Ranks in several processes: equal sums, and errors when one of the processes dies.
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -41,7 +41,7 @@ pid_t start(const std::function<void()>& body) {
   std::exit(0);
 }
 
-// Opens and closes what each file of this process is, once more.
+// Opens every file of this process again, and closes it.
 void close_again(const std::string& folder) {
   DIR* files = opendir(folder.c_str());
   CHECK(files);
@@ -84,7 +84,7 @@ void test_processes_with_one_and_with_several_ranks_get_the_sum() {
   }
 }
 
-// Rank 2 is killed in the middle of many steps; the others need not wait for the deadline.
+// Rank 2 is killed in the middle of many steps; the others must not wait for the deadline.
 void test_a_killed_process_is_named_at_once() {
   for (const Way& way : {kWays[2], kWays[3]}) {
     const Memory memory = make(3);
@@ -104,7 +104,7 @@ void test_a_killed_process_is_named_at_once() {
       }));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(200));
-    // Not waited for until the others ended: a zombie is dead, too.
+    // waitpid only after the others have ended: a zombie must count as dead.
     kill(children[2], SIGKILL);
     expect_success(children[0]);
     expect_success(children[1]);
@@ -134,7 +134,7 @@ void test_one_process_ends_the_waits_of_all() {
   close(memory.fd);
 }
 
-// A launcher that knows only the file sets the word at byte 64.
+// A launcher that has only the file sets the word at byte 64.
 void test_the_abort_word_ends_waits() {
   const Memory memory = make(2);
   const pid_t child = start([&] {
@@ -151,18 +151,18 @@ void test_the_abort_word_ends_waits() {
   close(memory.fd);
 }
 
-void test_another_segment_than_announced_is_refused() {
+void test_a_segment_that_was_not_announced_is_refused() {
   const Memory memory = make(2);
   expect_success(start([&] {
     std::string why;
     CHECK(!Segment::attach(memory.pid, memory.fd, memory.nonce + 1, 2, {0}, &why));
-    CHECK(contains(why, "another segment than was announced"));
+    CHECK(contains(why, "not the announced segment"));
     CHECK(!Segment::attach(memory.pid, memory.fd, memory.nonce, 3, {0}, &why));
     CHECK(contains(why, "not a segment for 3 ranks"));
     CHECK(!Segment::attach(memory.pid, 1000, memory.nonce, 2, {0}, &why));
     CHECK(contains(why, "cannot open"));
     CHECK(!Segment::attach(memory.pid, memory.fd, memory.nonce, 2, {2}, &why));
-    CHECK(contains(why, "the seat of rank 2"));
+    CHECK(contains(why, "cannot attach rank 2"));
   }));
   close(memory.fd);
 }
@@ -178,7 +178,7 @@ void test_a_seat_is_taken_once() {
   while (segment->seat(1).owner.load() == 0) std::this_thread::yield();
   expect_success(start([&] {
     CHECK(!Segment::attach(memory.pid, memory.fd, memory.nonce, 2, {1}, &why));
-    CHECK(contains(why, "cannot take the seat of rank 1"));
+    CHECK(contains(why, "cannot attach rank 1"));
   }));
   CHECK(!segment->is_gone(1));
   kill(first, SIGKILL);
@@ -186,7 +186,7 @@ void test_a_seat_is_taken_once() {
   CHECK(segment->is_gone(1));
 }
 
-// Anything in a process may open and close all of its files, such as a look at /proc/self/fd.
+// Any code in a process may open and close all of its files, for example by reading /proc/self/fd.
 void test_a_process_that_closes_the_file_again_lives_on() {
   const Memory memory = make(2);
   std::vector<pid_t> children;
@@ -196,7 +196,8 @@ void test_a_process_that_closes_the_file_again_lives_on() {
       for (int step = 0; step < 20; ++step) {
         if (rank == 1) {
           close_again("/proc/self/fd");
-          std::this_thread::sleep_for(std::chrono::milliseconds(30));  // rank 0 looks meanwhile
+          std::this_thread::sleep_for(
+              std::chrono::milliseconds(30));  // rank 0 checks rank 1 meanwhile
         }
         Leaves<float> leaves(rank, {10}, true, 0);
         const Status status = all_reduce(call_of(kWays[2], rank, 2), leaves.bucket());
@@ -210,7 +211,7 @@ void test_a_process_that_closes_the_file_again_lives_on() {
   close(memory.fd);
 }
 
-// What it forked has all of its files and its memory, and lives on.
+// A forked child inherits all files and memory of its parent, and lives on.
 void test_a_killed_process_is_gone_though_its_child_lives() {
   const Memory memory = make(2);
   int ends[2];
@@ -237,7 +238,7 @@ void test_a_killed_process_is_gone_though_its_child_lives() {
   waitpid(first, nullptr, 0);
 }
 
-void test_a_number_that_another_process_has_by_now_is_no_life() {
+void test_a_reused_pid_counts_as_ended() {
   const Process me = this_process();
   CHECK(me != 0 && pid_of(me) == getpid());
   CHECK(!has_ended(me));
@@ -245,7 +246,7 @@ void test_a_number_that_another_process_has_by_now_is_no_life() {
   CHECK(!has_ended(me));
 }
 
-// As long as any thread of a process runs it may come.
+// A process is alive as long as any of its threads runs.
 void test_a_process_whose_first_thread_has_ended_lives_on() {
   const Memory memory = make(2);
   const pid_t child = start([&] {
@@ -280,8 +281,8 @@ void renew() {
   CHECK(is_done);
 }
 
-// Rank 2 comes too late, and all begin anew, in another order and another number of times each.
-void test_after_a_failure_all_begin_anew() {
+// Rank 2 is late, and all ranks restart, in different orders and a different number of times each.
+void test_all_processes_restart_after_a_failure() {
   for (int late : {0, 1, 2}) {
     const Memory memory = make(3);
     std::vector<pid_t> children;
@@ -293,11 +294,11 @@ void test_after_a_failure_all_begin_anew() {
           set_timeout_s(0.3);
           if (rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(500));
           CHECK(!gives_sums(rank));
-          CHECK(!gives_sums(rank));  // for good
+          CHECK(!gives_sums(rank));  // the failure persists
           set_timeout_s(30);
           if (rank == late) std::this_thread::sleep_for(std::chrono::milliseconds(200));
           for (int times = 0; times <= (rank + failures) % 3; ++times) renew();
-          // Whoever is left behind by a peer that began anew once more is told, and follows.
+          // A rank whose peer has restarted once more gets an error, and restarts too.
           while (!gives_sums(rank)) renew();
         }
       }));
@@ -307,8 +308,8 @@ void test_after_a_failure_all_begin_anew() {
   }
 }
 
-// The maker of the newest segment is gone: the others make another one.
-void test_begins_anew_without_the_process_that_made_the_memory() {
+// The creator of the latest segment has ended: the others create another one.
+void test_restart_without_the_creator_of_the_memory() {
   const Memory memory = make(3);
   int ends[2];
   CHECK(pipe(ends) == 0);
@@ -322,7 +323,7 @@ void test_begins_anew_without_the_process_that_made_the_memory() {
       set_timeout_s(0.3);
       Leaves<float> leaves(rank, {10}, true, 0);
       const Status status = all_reduce(call_of(kWays[2], rank, 3), leaves.bucket());
-      CHECK(contains(status.message, "for rank 2, which ended"));
+      CHECK(contains(status.message, "s for rank 2: ended"));
     }));
   }
   expect_success(start([&] {
@@ -334,7 +335,7 @@ void test_begins_anew_without_the_process_that_made_the_memory() {
   close(memory.fd);
 }
 
-void test_who_has_not_begun_anew_is_told() {
+void test_a_process_that_did_not_restart_gets_an_error() {
   const Memory memory = make(2);
   attach(memory, {0});
   expect_success(start([&] {
@@ -345,7 +346,7 @@ void test_who_has_not_begun_anew_is_told() {
   Leaves<float> leaves(0, {10}, true, 0);
   const Status status = all_reduce(call_of(kWays[2], 0, 2), leaves.bucket());
   CHECK(status.code == Code::kAborted);
-  CHECK(contains(status.message, "every process of it must call"));
+  CHECK(contains(status.message, "must call reset()"));
   reset();
 }
 
@@ -358,13 +359,13 @@ int main() {
   jdp::test_a_killed_process_is_named_at_once();
   jdp::test_one_process_ends_the_waits_of_all();
   jdp::test_the_abort_word_ends_waits();
-  jdp::test_another_segment_than_announced_is_refused();
+  jdp::test_a_segment_that_was_not_announced_is_refused();
   jdp::test_a_seat_is_taken_once();
   jdp::test_a_process_that_closes_the_file_again_lives_on();
   jdp::test_a_killed_process_is_gone_though_its_child_lives();
-  jdp::test_a_number_that_another_process_has_by_now_is_no_life();
-  jdp::test_after_a_failure_all_begin_anew();
-  jdp::test_begins_anew_without_the_process_that_made_the_memory();
-  jdp::test_who_has_not_begun_anew_is_told();
+  jdp::test_a_reused_pid_counts_as_ended();
+  jdp::test_all_processes_restart_after_a_failure();
+  jdp::test_restart_without_the_creator_of_the_memory();
+  jdp::test_a_process_that_did_not_restart_gets_an_error();
   jdp::test_a_process_whose_first_thread_has_ended_lives_on();
 }

@@ -1,10 +1,10 @@
-// Random calls on random schedules: every element of every rank is compared with the exact sum.
+// Random calls with random schedules: compares every element of every rank with the exact sum.
 //
 // A scenario is a sequence of calls of one group of ranks, which are threads of this process or
-// spread over several. It follows from its seed alone; when each rank runs also depends on the
-// machine, so that a seed that failed may need some seconds to fail again.
+// spread over several processes. The seed determines the scenario; the schedule also depends on the
+// machine, so a seed that failed may take some seconds to fail again.
 //
-// Args: seconds to run, and the first seed (0: a random one).
+// Args: seconds to run, and the first seed (0: random).
 
 #include <sys/wait.h>
 
@@ -38,11 +38,11 @@ struct Step {
 struct Scenario {
   uint64_t seed;
   int64_t communicator;
-  std::vector<std::vector<int>> processes;  // the ranks of each; one process: threads of this one
+  std::vector<std::vector<int>> processes;  // the ranks of each; a single process is this one
   int num_ranks;
-  uint64_t first_round;  // that the counters begin with
+  uint64_t first_round;  // initial value of the counters
   std::vector<Step> steps;
-  // Some ranks are slow at one stage, all are slow at times.
+  // Some ranks are slow at one stage; all ranks pause now and then.
   Stage slow_stage;
   std::vector<bool> is_slow;
   int slow_us;
@@ -53,7 +53,7 @@ int64_t bytes_of(Type type) {
   return visit(type, [](auto zero) { return static_cast<int64_t>(sizeof zero); });
 }
 
-// Up to nine rounds; mostly none that ends with a slot.
+// Up to nine rounds; the last one mostly does not fill its slot.
 int64_t random_count(Generator& generator, Type type) {
   const int64_t width = kSlotBytes / bytes_of(type);
   if (one_in(generator, 6)) return between(generator, 0, width / 16 + 1);  // one shot
@@ -98,7 +98,7 @@ Scenario random_scenario(uint64_t seed) {
   it.num_ranks = static_cast<int>(one_in(generator, 12) ? 1 : between(generator, 2, 5));
   it.communicator = one_in(generator, 4) ? 0 : 1;
   int64_t num_processes = 1;
-#ifndef __SANITIZE_THREAD__  // sees one process only
+#ifndef __SANITIZE_THREAD__  // ThreadSanitizer sees one process only
   if (it.communicator != 0) num_processes = between(generator, 1, it.num_ranks);
 #endif
   it.processes.resize(num_processes);
@@ -120,7 +120,7 @@ Scenario random_scenario(uint64_t seed) {
 std::string text_of(const Scenario& it) {
   std::string text = "seed " + std::to_string(it.seed) + ": " + std::to_string(it.num_ranks) +
                      " ranks in " + std::to_string(it.processes.size()) + " processes, " +
-                     (it.communicator == 0 ? "meeting" : "segment") + ", first round " +
+                     (it.communicator == 0 ? "in process" : "segment") + ", first round " +
                      std::to_string(it.first_round) + "\n";
   for (size_t i = 0; i < it.steps.size(); ++i) {
     const Step& step = it.steps[i];
@@ -134,7 +134,7 @@ std::string text_of(const Scenario& it) {
   return text;
 }
 
-// Of the rank that this thread runs.
+// The pauses of the rank that this thread runs.
 struct Pauses {
   const Scenario* scenario = nullptr;
   int rank = -1;
@@ -151,7 +151,7 @@ void run_step(const Scenario& it, int rank, size_t index) {
   visit(step.type, [&](auto zero) {
     using T = decltype(zero);
     Leaves<T> leaves(rank, step.counts, step.in_place, step.shift, step.salt);
-    // Of each call a run of its own, as a program that is executed again, and at times of all.
+    // One run for each call, like a program that is executed again; or one run for all calls.
     const int64_t run = it.seed % 2 == 0 ? 1 : static_cast<int64_t>(index);
     const Call call = call_of(way, rank, it.num_ranks, step.bucket, run);
     const Status status = all_reduce(call, leaves.bucket());
@@ -244,7 +244,7 @@ std::string read_to_end(int fd) {
 
 std::atomic<bool> holds_tile_for_ever{false};
 
-// Nobody may return while another thread writes into its memory, nor wait for ever.
+// A rank must not return while another thread writes into its memory, and must not wait forever.
 void test_a_tile_that_is_never_done_ends_the_process_and_names_its_rank() {
   int ends[2];
   CHECK(pipe(ends) == 0);
@@ -271,8 +271,8 @@ void test_a_tile_that_is_never_done_ends_the_process_and_names_its_rank() {
   const std::string held = "held by rank ";
   CHECK(contains(said, held));
   const std::string rank = said.substr(said.find(held) + held.size(), 1);
-  CHECK(contains(said, "s for rank " + rank + ", which"));
-  CHECK(contains(said, "a thread of rank " + rank + " stands still"));
+  CHECK(contains(said, "s for rank " + rank + ":"));
+  CHECK(contains(said, "a thread of rank " + rank + " hangs"));
   close(ends[0]);
 }
 

@@ -1,4 +1,4 @@
-// What an all-reduce gives: the sum over ranks, the same bits on each.
+// Results of an all-reduce: the sum over ranks, with equal bits on all ranks.
 
 #include <chrono>
 #include <cmath>
@@ -60,11 +60,11 @@ template <typename T>
 T smallest(uint8_t times) {
   T element;
   std::memset(&element, 0, sizeof element);
-  std::memcpy(&element, &times, 1);  // the lowest byte comes first
+  std::memcpy(&element, &times, 1);  // little-endian
   return element;
 }
 
-// Random numbers, whose sum depends on the order of additions.
+// Random numbers whose sum depends on the order of additions.
 std::vector<float> random_vector(int rank, int64_t count) {
   std::mt19937 generator(rank);
   std::normal_distribution<float> normal;
@@ -95,7 +95,7 @@ void test_ranks_have_equal_bits_close_to_the_sum_in_double() {
       }
       for (int64_t i = 0; i < kCount; ++i) {
         CHECK(std::fabs(results[0][i] - sums[i] / 3) < 1e-5);
-        // `direct` adds in the order of ranks, whoever does it.
+        // `direct` adds in rank order, on every rank.
         const float exact = in_order[i] * static_cast<float>(1.0 / 3);
         CHECK(way.algorithm == Algorithm::kRing || results[0][i] == exact);
       }
@@ -122,12 +122,12 @@ void test_half_types_add_in_float_and_round_once() {
   }
 }
 
-// In all formats the smallest numbers are multiples of the smallest one, which the bits count.
+// In all formats, the bits of a subnormal number count multiples of the smallest one.
 template <typename T>
 void adds_smallest_numbers(const Way& way) {
   const uint8_t values[] = {3, 5, 4}, sum = 6;  // halved
   on_ranks(range(3), [&](int rank) {
-    for (int64_t count : {1, 37, 20000}) {  // one shot, or not
+    for (int64_t count : {1, 37, 20000}) {  // one-shot, or several rounds
       std::vector<T> elements(count);
       const T expected = smallest<T>(sum);
       for (T& element : elements) element = smallest<T>(values[rank]);
@@ -155,7 +155,7 @@ void test_ranks_may_come_at_any_time() {
     on_ranks(range(4), [&](int rank) {
       std::mt19937 generator(rank);
       for (int step = 0; step < 100; ++step) {
-        // Some beyond the time that a rank spins.
+        // Some pauses exceed the time that a rank spins.
         const int delay_us = generator() % 8 == 0 ? 300 : static_cast<int>(generator() % 20);
         std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
         Leaves<float> leaves(rank, {1, 50, 20000}, step % 2 == 0, 0);
@@ -182,7 +182,7 @@ void test_many_small_steps(int num_steps) {
   }
 }
 
-// Two runs of one program, two groups of ranks: same bucket, different sums.
+// Two runs of one program and two groups of ranks: same bucket number, different sums.
 void test_runs_groups_and_communicators_do_not_mix() {
   for (const Way& way : kWays) {
     make_segment(2, 1, 0);

@@ -1,4 +1,5 @@
-// What the tests share: a check that ends the program, ranks as threads, and buckets of known sums.
+// Shared by the tests: a check that ends the program, ranks as threads, and buckets with known
+// sums.
 
 #pragma once
 
@@ -20,7 +21,7 @@
 
 #include "call.h"
 #include "communicator.h"
-#include "meeting.h"
+#include "rendezvous.h"
 
 #define CHECK(condition)                                                             \
   do {                                                                               \
@@ -32,7 +33,7 @@
 
 namespace jdp {
 
-// Prints what a failing test was about.
+// Prints details of a failing test.
 inline void describe(const std::string& text) { std::fprintf(stderr, "%s\n", text.c_str()); }
 
 inline bool contains(const std::string& text, const std::string& part) {
@@ -43,7 +44,7 @@ inline bool contains(const std::string& text, const std::string& part) {
 
 inline void end_with_parent() { prctl(PR_SET_PDEATHSIG, SIGKILL); }
 
-// Whether the ranks' threads take subnormal numbers for 0, as those of XLA do.
+// Whether the ranks' threads flush subnormal numbers to 0, as XLA's threads do.
 inline bool flushes_subnormals = false;
 
 inline void set_float_mode() {
@@ -70,19 +71,19 @@ inline std::vector<int> range(int end) {
   return ranks;
 }
 
-// The ways that an all-reduce can go.
+// All implementations of the all-reduce.
 struct Way {
   const char* name;
   int64_t communicator;
   Algorithm algorithm;
 };
 
-inline const Way kWays[] = {{"meeting, direct", 0, Algorithm::kDirect},
-                            {"meeting, ring", 0, Algorithm::kRing},
+inline const Way kWays[] = {{"in process, direct", 0, Algorithm::kDirect},
+                            {"in process, ring", 0, Algorithm::kRing},
                             {"segment, direct", 1, Algorithm::kDirect},
                             {"segment, ring", 1, Algorithm::kRing}};
 
-// Makes a communicator for threads of this process, as if they were processes.
+// Creates a communicator for threads of this process, as if they were processes.
 inline void make_segment(int num_ranks, int64_t communicator = 1, int32_t group = 0) {
   uint64_t nonce = 0;
   const int fd = Segment::create(num_ranks, &nonce);
@@ -95,7 +96,7 @@ inline void make_segment(int num_ranks, int64_t communicator = 1, int32_t group 
 
 inline void reset() {
   clear_abort();
-  forget_meetings();
+  forget_rendezvous();
   detach_communicators();
   set_timeout_s(30);
 }
@@ -160,12 +161,12 @@ constexpr Type type_of() {
     return Type::kU64;
 }
 
-// One rank's leaves: each begins `shift` elements after an aligned address, and around each lie
-// elements that nobody may touch.
+// One rank's leaves: each begins `shift` elements after an aligned address, between elements that
+// must stay unchanged.
 template <typename T>
 class Leaves {
  public:
-  // `salt` makes the values of one call other than those of the next.
+  // `salt` makes the values of different calls differ.
   Leaves(int rank, std::vector<int64_t> counts, bool in_place, int shift, int64_t salt = 0)
       : counts_(std::move(counts)), shift_(shift), in_place_(in_place), salt_(salt) {
     int64_t i = salt_;
@@ -186,14 +187,14 @@ class Leaves {
     return Bucket(type_of<T>(), std::move(leaves));
   }
 
-  // Every element of this rank, and those around that nobody may touch.
+  // Checks every element of this rank, and the elements around them that must stay unchanged.
   void check(int num_ranks) const {
     std::string wrong = first_wrong(num_ranks);
     if (!wrong.empty()) describe(wrong);
     CHECK(wrong.empty());
   }
 
-  // Says which element is the first wrong one, and how many are; empty if all are right.
+  // Describes the first wrong element and the number of wrong ones; empty if all are right.
   std::string first_wrong(int num_ranks) const {
     const T untouched = element_of<T>(77);
     int64_t i = salt_, num_wrong = 0, index = 0;

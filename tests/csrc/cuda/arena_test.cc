@@ -1,4 +1,4 @@
-// Takes and gives back at random, against an array that says who has each 256 bytes.
+// Allocates and frees at random, and compares with an array that holds the owner of each 256 bytes.
 
 #include "cuda/arena.h"
 
@@ -37,7 +37,7 @@ int main() {
   for (int step = 1; step < 20000; ++step) {
     if (random() % 2 && !taken.empty()) {
       const size_t i = random() % taken.size();
-      arena.give_back(taken[i].first);
+      arena.free(taken[i].first);
       for (int64_t u = 0; u < taken[i].second; ++u) owner[taken[i].first / kUnit + u] = 0;
       taken.erase(taken.begin() + i);
       continue;
@@ -45,8 +45,9 @@ int main() {
     const int64_t bytes = random() % (12 * kUnit);
     const int64_t units = bytes ? (bytes + kUnit - 1) / kUnit : 1;
     const bool fits = has_gap(owner, units);
-    const int64_t begin = arena.take(bytes);
-    check((begin >= 0) == fits, "room was given that there is not, or refused that there is");
+    const int64_t begin = arena.allocate(bytes);
+    check((begin >= 0) == fits,
+          "an allocation succeeded without a gap, or failed although there was one");
     if (begin < 0) continue;
     check(begin % kUnit == 0, "a region is not aligned");
     for (int64_t u = 0; u < units; ++u) {
@@ -56,5 +57,6 @@ int main() {
     taken.push_back({begin, units});
   }
   arena.clear();
-  check(arena.used() == 0 && arena.take(kUnits * kUnit) == 0, "clear leaves something behind");
+  check(arena.used() == 0 && arena.allocate(kUnits * kUnit) == 0,
+        "clear() leaves a region allocated");
 }

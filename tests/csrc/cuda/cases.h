@@ -1,6 +1,6 @@
-// Cases of an all-reduce on standard input, results on standard output; ring_cases.py is the other
-// end. A case is run by `run`, over host threads (host_model.cc) or virtual ranks on one GPU
-// (virtual_ranks.cu).
+// Reads cases of an all-reduce from standard input and writes results to standard output;
+// ring_cases.py is the other end. `run` runs a case, with host threads (host_model.cc) or with
+// virtual ranks on one GPU (virtual_ranks.cu).
 
 #pragma once
 
@@ -13,24 +13,24 @@
 
 namespace jdp {
 
-// As ring_cases.py packs it.
+// In the layout that ring_cases.py packs.
 struct CaseHeader {
   Layout layout;
   int32_t type;
   int32_t algorithm;
   int32_t num_channels;
-  int32_t num_calls;    // in a row, all from the same leaves; 1 if `in_place`
+  int32_t num_calls;    // in sequence, all from the same leaves; 1 if `in_place`
   int32_t num_threads;  // of a block, on the host
   int32_t num_leaves;
   int32_t in_place;
-  int32_t missing_rank;   // does not take part; -1: none
-  uint32_t first_number;  // that all counters of messages begin with
+  int32_t missing_rank;   // rank that does not take part; -1: none
+  uint32_t first_number;  // initial value of all message counters
   uint32_t seed;          // of random delays; 0: none
   int32_t shift_bytes;    // of each leaf from a multiple of 16
   int32_t timeout_ms;
-  int32_t timeout_rank;  // only this one has a deadline; -1: all
-  int32_t abort_rank;    // whose host says from the beginning that it is to stop; -1: none
-  int32_t odd_rank;      // reduces another bucket than the others; -1: none
+  int32_t timeout_rank;  // the only rank with a deadline; -1: all have one
+  int32_t abort_rank;    // rank whose host has aborted before the first call; -1: none
+  int32_t odd_rank;      // rank that reduces another bucket; -1: none
   int32_t odd_call;      // from this call on
   double scale;
 };
@@ -38,7 +38,7 @@ struct CaseHeader {
 struct Case {
   CaseHeader header;
   std::vector<int64_t> sizes;  // of the leaves, elements
-  // [rank]: its leaves one after the other, each in a place of its own: see `place`.
+  // [rank]: its leaves, each at the offset that `place` returns.
   std::vector<std::vector<char>> in;
 
   Type type() const { return static_cast<Type>(header.type); }
@@ -46,7 +46,7 @@ struct Case {
   int num_ranks() const { return header.layout.num_ranks; }
   int64_t bytes(int leaf) const { return sizes[leaf] * bytes_of(type()); }
 
-  // Leaves begin at multiples of 256 bytes, as XLA's do, and are shifted from there.
+  // Leaves begin at multiples of 256 bytes, as in XLA, plus `shift_bytes`.
   int64_t place(int leaf) const {
     int64_t begin = header.shift_bytes;
     for (int i = 0; i < leaf; ++i) begin += (bytes(i) + 511) / 256 * 256;
@@ -55,7 +55,7 @@ struct Case {
   int64_t room() const { return place(header.num_leaves) + 256; }
 };
 
-// What lies between the leaves.
+// The bytes between the leaves.
 constexpr char kInFill = 0x55;
 constexpr char kOutFill = 0x33;
 
@@ -84,7 +84,7 @@ inline bool read_case(Case* one) {
   return true;
 }
 
-// Ends the program if something was written beside the leaves, where every byte was `fill`.
+// Ends the program if a byte between the leaves is no longer `fill`.
 inline void check_gaps(const Case& one, const std::vector<char>& memory, char fill) {
   int64_t begin = 0;
   for (int leaf = 0; leaf <= one.header.num_leaves; ++leaf) {
@@ -111,12 +111,13 @@ inline void write_result(const Case& one, const Result& result) {
   fflush(stdout);
 }
 
-// The bucket that rank `rank` reduces in call `call`.
+// Returns the bucket that rank `rank` reduces in call `call`.
 inline int32_t bucket_of(const Case& one, int rank, int call) {
   return rank == one.header.odd_rank && call >= one.header.odd_call ? 8 : 7;
 }
 
-// Rank `rank`'s arguments but for `staging`, `report` and `scale`; `bucket` is of the first call.
+// Returns the arguments of `rank` without `staging`, `report` and `scale`; `bucket` is that of the
+// first call.
 inline Arguments arguments_of(const Case& one, int rank, const char* in, char* out) {
   Arguments arguments = {};
   arguments.layout = one.header.layout;
@@ -135,7 +136,7 @@ inline Arguments arguments_of(const Case& one, int rank, const char* in, char* o
   return arguments;
 }
 
-// All counters as if `number` messages had been sent, received and given back.
+// Sets all counters as if `number` messages had been sent, received and freed.
 inline void set_counters(const Layout& layout, Staging staging, uint32_t number) {
   for (int channel = 0; channel < layout.num_channels; ++channel) {
     ChannelFlags* flags = staging.channel(channel);

@@ -1,5 +1,5 @@
-// CudaBlock's members (jdp/csrc/cuda/block.cuh) over host threads: the kernels' own text runs under
-// ThreadSanitizer, where a forgotten barrier or a relaxed flag is a data race.
+// CudaBlock's members (jdp/csrc/cuda/block.cuh) with host threads, so that the kernels' source runs
+// under ThreadSanitizer, which reports a missing barrier or a relaxed flag as a data race.
 
 #pragma once
 
@@ -16,7 +16,7 @@ class Barrier {
  public:
   explicit Barrier(int num_threads) : num_threads_(num_threads) {}
 
-  // Whether any thread said true this time.
+  // Returns whether any thread passed true this time.
   bool arrive(bool said) {
     std::unique_lock<std::mutex> lock(mutex_);
     said_ = said_ || said;
@@ -45,7 +45,7 @@ class Barrier {
 
 struct HostBlock {
   Barrier* barrier;
-  std::minstd_rand* random;  // of this thread, or none
+  std::minstd_rand* random;  // of this thread; nullptr: no delays
   int index;
   int size;
 

@@ -1,4 +1,4 @@
-// Runs cases (see cases.h) over host threads.
+// Runs cases (see cases.h) with host threads.
 
 #include "host_ranks.h"
 

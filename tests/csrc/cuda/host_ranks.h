@@ -1,5 +1,5 @@
-// A case (see cases.h) over host threads: the kernels' own text, `num_threads` of them play a
-// block.
+// Runs a case (see cases.h) with the kernels' source on host threads: `num_threads` threads act as
+// one block.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace jdp {
 
-// Aligned as device memory is; what staging holds at first is not zero but garbage.
+// Memory with the alignment of device memory, filled with garbage instead of zeros.
 class Memory {
  public:
   explicit Memory(int64_t bytes, int fill)
@@ -62,7 +62,7 @@ inline void reduce(Type type, const Arguments& arguments, int channel, const Hos
   }
 }
 
-// One launch of one rank's kernel after the other, on one block.
+// Runs the launches of one rank's kernel in sequence, for one block.
 inline void run_block(const Case& one, Arguments arguments, int channel, HostBlock block) {
   std::minstd_rand random(one.header.seed + 977 * arguments.rank + 31 * channel + block.index);
   if (one.header.seed) block.random = &random;

@@ -1,4 +1,5 @@
-// What the host decides for GPUs: who waits for whom, how many blocks fit, which algorithm.
+// The host's decisions for GPUs: the barrier of the devices, the number of resident blocks, the
+// algorithm.
 
 #include <cstdio>
 #include <cstdlib>
@@ -6,8 +7,8 @@
 #include <thread>
 #include <vector>
 
+#include "cuda/device_barrier.h"
 #include "cuda/plan.h"
-#include "cuda/rendezvous.h"
 #include "cuda/residency.h"
 
 #define CHECK(condition)                                               \
@@ -21,90 +22,92 @@
 namespace jdp {
 namespace {
 
-bool says(const Status& status, const std::string& text) {
+bool contains(const Status& status, const std::string& text) {
   if (status.message.find(text) != std::string::npos) return true;
   fprintf(stderr, "%s\n", status.message.c_str());
   return false;
 }
 
-// Nobody is through round i before all have come to it.
-void all_come_before_any_goes_on(int num_devices) {
-  Rendezvous rendezvous;
-  for (int i = 0; i < num_devices; ++i) rendezvous.enter(i);
+// No device passes round i before all have reached it.
+void all_arrive_before_any_continues(int num_devices) {
+  DeviceBarrier barrier;
+  for (int i = 0; i < num_devices; ++i) barrier.add_device(i);
   std::vector<int> round(num_devices, 0);
   std::vector<std::thread> threads;
   for (int device = 0; device < num_devices; ++device) {
     threads.emplace_back([&, device] {
       for (int i = 1; i <= 200; ++i) {
         round[device] = i;
-        CHECK(rendezvous.join(device, "bucket " + std::to_string(i), 30).ok());
+        CHECK(barrier.wait(device, "bucket " + std::to_string(i), 30).ok());
         for (int other : round) CHECK(other == i);
-        CHECK(rendezvous.join(device, "the end", 30).ok());
+        CHECK(barrier.wait(device, "the end", 30).ok());
       }
     });
   }
   for (std::thread& thread : threads) thread.join();
 }
 
-void one_that_stays_away_is_named_and_the_others_are_told() {
-  Rendezvous rendezvous;
-  for (int i = 0; i < 4; ++i) rendezvous.enter(i);
+void a_missing_device_is_named_to_all_others() {
+  DeviceBarrier barrier;
+  for (int i = 0; i < 4; ++i) barrier.add_device(i);
   Status other;
-  std::thread thread([&] { other = rendezvous.join(1, "bucket 5", 0); });
-  const Status status = rendezvous.join(2, "bucket 5", 0.2);
+  std::thread thread([&] { other = barrier.wait(1, "bucket 5", 0); });
+  const Status status = barrier.wait(2, "bucket 5", 0.2);
   thread.join();
   CHECK(status.code == Code::kDeadlineExceeded);
-  CHECK(says(status, "device 2 waited"));
-  CHECK(says(status, "bucket 5"));
-  CHECK(says(status, "0, 3 of this process"));
-  // The one that came in time, and had no deadline, ends with the same; so does all that follows.
+  CHECK(contains(status, "device 2 waited"));
+  CHECK(contains(status, "bucket 5"));
+  CHECK(contains(status, "0, 3 of this process"));
+  // The device that came in time, without a deadline, gets the same error, and so do all later
+  // calls.
   CHECK(other.message == status.message);
-  CHECK(rendezvous.join(3, "bucket 5", 30).message == status.message);
-  rendezvous.reset();
-  for (int i = 1; i < 4; ++i) rendezvous.leave(i);
-  CHECK(rendezvous.join(0, "bucket 6", 30).ok());
-  CHECK(rendezvous.leave(0));
+  CHECK(barrier.wait(3, "bucket 5", 30).message == status.message);
+  barrier.reset();
+  for (int i = 1; i < 4; ++i) barrier.remove_device(i);
+  CHECK(barrier.wait(0, "bucket 6", 30).ok());
+  CHECK(barrier.remove_device(0));
 }
 
-void another_bucket_is_named_with_both() {
-  Rendezvous rendezvous;
-  rendezvous.enter(0);
-  rendezvous.enter(1);
+void two_buckets_at_one_barrier_are_both_named() {
+  DeviceBarrier barrier;
+  barrier.add_device(0);
+  barrier.add_device(1);
   Status first;
-  std::thread thread([&] { first = rendezvous.join(0, "bucket 5", 30); });
-  // It may come first, or second; either way both are told both.
-  const Status second = rendezvous.join(1, "bucket 6", 30);
+  std::thread thread([&] { first = barrier.wait(0, "bucket 5", 30); });
+  // In either order of arrival, both devices get an error that names both buckets.
+  const Status second = barrier.wait(1, "bucket 6", 30);
   thread.join();
-  CHECK(says(second, "bucket 5"));
-  CHECK(says(second, "bucket 6"));
+  CHECK(contains(second, "bucket 5"));
+  CHECK(contains(second, "bucket 6"));
   CHECK(first.message == second.message);
 }
 
 void an_abort_ends_a_wait_without_a_deadline() {
-  Rendezvous rendezvous;
-  rendezvous.enter(0);
-  rendezvous.enter(1);
-  std::thread thread([&] { rendezvous.abort({Code::kAborted, "enough"}); });
-  CHECK(rendezvous.join(0, "bucket 0", 0).message == "enough");
+  DeviceBarrier barrier;
+  barrier.add_device(0);
+  barrier.add_device(1);
+  std::thread thread([&] { barrier.abort({Code::kAborted, "enough"}); });
+  CHECK(barrier.wait(0, "bucket 0", 0).message == "enough");
   thread.join();
 }
 
-void blocks_of_all_communicators_of_a_device_are_counted() {
+void blocks_of_all_communicators_count() {
   Residency residency;
-  CHECK(residency.take(0, 24, 60).ok());
-  CHECK(residency.take(0, 24, 60).ok());
-  const Status full = residency.take(0, 24, 60);
+  CHECK(residency.reserve(0, 24, 60).ok());
+  CHECK(residency.reserve(0, 24, 60).ok());
+  const Status full = residency.reserve(0, 24, 60);
   CHECK(full.code == Code::kUnavailable);
-  CHECK(says(full, "GPU 0 runs 60 blocks at once; 48 belong"));
-  CHECK(says(full, "24 more"));
-  CHECK(residency.take(1, 24, 60).ok());
-  CHECK(residency.take(0, 12, 60).ok());
-  residency.give_back(0, 24);
-  CHECK(residency.take(0, 24, 60).ok());
-  CHECK(!residency.take(0, 1, 60).ok());
+  CHECK(contains(full, "GPU 0 runs 60 blocks at once; 48 are reserved"));
+  CHECK(contains(full, "24 more"));
+  CHECK(residency.reserve(1, 24, 60).ok());
+  CHECK(residency.reserve(0, 12, 60).ok());
+  residency.release(0, 24);
+  CHECK(residency.reserve(0, 24, 60).ok());
+  CHECK(!residency.reserve(0, 1, 60).ok());
 }
 
-// By each rank in units of S / n: a ring sends sums (twice as wide for 16 bits) while it reduces.
+// Sent by each rank, in units of S / n: while it reduces, a ring sends sums, which are twice as
+// wide for 16-bit types.
 void two_shot_sends_no_more_than_a_ring(int num_ranks) {
   for (int width_of_sum : {1, 2}) {
     const int ring = (num_ranks - 1) * width_of_sum + (num_ranks - 1);
@@ -141,10 +144,10 @@ void rings_are_for_pcie_and_for_tests() {
 }  // namespace jdp
 
 int main() {
-  for (int num_devices : {1, 2, 3, 8}) jdp::all_come_before_any_goes_on(num_devices);
-  jdp::one_that_stays_away_is_named_and_the_others_are_told();
-  jdp::another_bucket_is_named_with_both();
+  for (int num_devices : {1, 2, 3, 8}) jdp::all_arrive_before_any_continues(num_devices);
+  jdp::a_missing_device_is_named_to_all_others();
+  jdp::two_buckets_at_one_barrier_are_both_named();
   jdp::an_abort_ends_a_wait_without_a_deadline();
-  jdp::blocks_of_all_communicators_of_a_device_are_counted();
+  jdp::blocks_of_all_communicators_count();
   jdp::rings_are_for_pcie_and_for_tests();
 }

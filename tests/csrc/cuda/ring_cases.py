@@ -1,9 +1,9 @@
-"""Cases of an all-reduce, for the programs of this folder that run one (see cases.h).
+"""Cases of an all-reduce, for the programs of this folder that run them (see cases.h).
 
     python ring_cases.py [--few] ./virtual_ranks
 
-runs all of them, or a few for the tools that slow a program down, and says how many differ from
-the model.
+runs all cases (with `--few` a selection, for tools that slow a program down) and prints the number
+that equal the model.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class Case:
         return 1 / self.num_ranks
 
     def leaves(self):
-        """[rank][leaf]: the same at every call."""
+        """Return [rank][leaf], the same for every call."""
         random = np.random.default_rng(len(self.sizes) + self.num_ranks)
         dtype = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
         if dtype.kind == "u":
@@ -98,7 +98,7 @@ class Report(NamedTuple):
 
 
 def run(command, cases, timeout_s):
-    """[case][rank]: pairs of a Report and the leaves after the last call."""
+    """Return [case][rank]: pairs of a Report and the leaves after the last call."""
     packed = b"".join(case.pack() for case in cases)
     done = subprocess.run(command, input=packed, capture_output=True, timeout=timeout_s)
     if done.returncode:
@@ -123,7 +123,7 @@ def run(command, cases, timeout_s):
 
 
 def difference(case, result):
-    """What is wrong with the result of a case in which no rank is missing, or None."""
+    """Return the error in the result of a case in which no rank is missing, or None."""
     expected = ring_model.all_reduce(
         case.leaves(),
         case.scale,
@@ -143,7 +143,8 @@ def difference(case, result):
 
 
 def shapes(num_ranks):
-    """Edges: less than a vector, than a chunk, than a message; leaves of no whole vector; none."""
+    """Return sizes at the edges: below a vector, a chunk and a message; partial vectors; empty
+    leaves."""
     return ((1,), (15,), (16,), (17,), PRIMES, (0, 3, 0, 16 * num_ranks, 1, 5))
 
 
@@ -184,7 +185,7 @@ def large_cases(slot_bytes=16384, num_channels=2):
 
 
 def missing_cases(timeout_ms):
-    """Rank 1 stays away. All wait for a time; or one does, and the others for ever."""
+    """Rank 1 is missing. All ranks have a deadline, or only rank 0 has one."""
     for num_ranks, algorithm in itertools.product(RANKS, ALGORITHMS):
         missing = Case(
             num_ranks,
@@ -199,22 +200,22 @@ def missing_cases(timeout_ms):
 
 
 def missing_difference(case, result):
-    """What is wrong with the result of a case in which a rank is missing, or None."""
+    """Return the error in the result of a case in which a rank is missing, or None."""
     present = [report for rank, (report, _) in enumerate(result) if rank != case.missing_rank]
     outcomes = [report.outcome for report in present]
     if not set(outcomes) <= {LATE, ABORTED} or LATE not in outcomes:
         return f"{case}: outcomes {outcomes}"
-    # In a ring only its neighbours wait for the missing rank; the others may blame a neighbour
-    # that waits itself.
+    # In a ring only the neighbours of the missing rank wait for it; the others may report a
+    # neighbour that waits itself.
     if case.algorithm != "ring" and {report.peer for report in present} != {case.missing_rank}:
         return f"{case}: {present}"
     if case.timeout_rank >= 0 and {report.gave_up for report in present} != {case.timeout_rank}:
         return f"{case}: {present}"
-    return _looks_right(case, result)
+    return _keeps_numbers(case, result)
 
 
 def aborted_cases():
-    """Rank 1 stays away, nobody has a deadline, and the last rank's host says stop."""
+    """Rank 1 is missing, no rank has a deadline, and the last rank's host aborts."""
     for num_ranks, algorithm in itertools.product(RANKS[1:], ALGORITHMS):
         yield Case(
             num_ranks,
@@ -227,19 +228,19 @@ def aborted_cases():
 
 
 def aborted_difference(case, result):
-    """What is wrong with the result of a case in which a host says stop, or None."""
+    """Return the error in the result of a case in which a host aborts, or None."""
     for rank, (report, _) in enumerate(result):
-        # The first is told by its host, the others by it.
+        # The first rank was aborted by its host, the others by that rank.
         gave_up = -1 if rank == case.abort_rank else case.abort_rank
         expected = (ABORTED, gave_up, -1)
         told = (report.outcome, report.gave_up, report.peer)
         if rank != case.missing_rank and told != expected:
             return f"{case}: rank {rank} reports {report}"
-    return _looks_right(case, result)
+    return _keeps_numbers(case, result)
 
 
 def mismatched_cases():
-    """One rank reduces another bucket: in the first call, and after one that went well."""
+    """One rank reduces another bucket: in the first call, or after a successful one."""
     for num_ranks, algorithm in itertools.product(RANKS, ALGORITHMS):
         for num_calls, odd_rank in ((1, 0), (3, num_ranks - 1)):
             yield Case(
@@ -253,30 +254,30 @@ def mismatched_cases():
 
 
 def mismatched_difference(case, result):
-    """What is wrong with the result of a case in which a rank has another bucket, or None."""
+    """Return the error in the result of a case in which a rank has another bucket, or None."""
     for rank, (report, _) in enumerate(result):
         if report.outcome not in (MISMATCHED, ABORTED) or report.why != MISMATCHED:
             return f"{case}: rank {rank} reports {report}"
         own, other = (8, 7) if rank == case.odd_rank else (7, 8)
         size = sum(-(-size * 4 // 16) for size in case.sizes)
         seen = (report.bucket, report.num_vectors, report.sent_bucket, report.sent_call)
-        # One that is told of it may not have come to that call.
+        # A rank that was aborted by another may not have reached that call.
         if report.outcome == MISMATCHED and seen != (own, size, other, case.odd_call):
             return f"{case}: rank {rank} reports {report}"
     if MISMATCHED not in [report.outcome for report, _ in result]:
-        return f"{case}: no rank saw it"
-    return _looks_right(case, result)
+        return f"{case}: no rank found the mismatch"
+    return _keeps_numbers(case, result)
 
 
-def _looks_right(case, result):
+def _keeps_numbers(case, result):
     for rank, (_, leaves) in enumerate(result):
         if rank != case.missing_rank and not np.isnan(leaves[0]).all():
-            return f"{case}: rank {rank} keeps numbers that look right"
+            return f"{case}: rank {rank} keeps numbers instead of NaN"
     return None
 
 
 def groups(few):
-    """(cases, what finds fault with a result), for a GPU."""
+    """Return pairs of cases and the function that checks their results, for a GPU."""
     if few:
         some = [case for case in small_cases() if case.num_ranks in (3, 8)]
         missing = list(missing_cases(timeout_ms=500))
@@ -300,7 +301,7 @@ def main():
         try:
             results = run(command, cases, timeout_s=100)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
-            # None of these cases has a result.
+            # None of these cases has a result, so count all as wrong.
             wrong += [str(error)[-2000:]] * len(cases)
         else:
             wrong += filter(None, map(find, cases, results))

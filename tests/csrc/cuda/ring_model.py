@@ -1,4 +1,4 @@
-"""The all-reduce of the CUDA kernels in numpy, bit by bit: what is summed in which order."""
+"""The all-reduce of the CUDA kernels in numpy, bit by bit, with their order of additions."""
 
 import numpy as np
 
@@ -10,10 +10,10 @@ def all_reduce(leaves, scale, *, algorithm, num_channels, slot_bytes):
 
     Args:
       leaves: [rank][leaf], arrays of one dtype.
-      scale: what a sum of floating point is multiplied by before it is rounded.
+      scale: factor of a floating-point sum before it is rounded.
       algorithm: "ring", "one_shot" or "two_shot".
-      num_channels: parts that are reduced one beside the other.
-      slot_bytes: of one message of the ring, which holds sums.
+      num_channels: number of parts of the vector that are reduced in parallel.
+      slot_bytes: size of one message of the ring, which holds sums.
 
     Returns:
       [leaf], the same on every rank.
@@ -37,7 +37,7 @@ def all_reduce(leaves, scale, *, algorithm, num_channels, slot_bytes):
     return _as_leaves(sums.astype(dtype), leaves[0])
 
 
-# Pairs of a slice of vectors and the rank with which its sum begins.
+# Yields pairs of a slice of vectors and the rank with which its sum begins.
 def _chunks(part, num_ranks, algorithm, capacity):
     if algorithm != "ring":
         yield part, 0
@@ -48,7 +48,7 @@ def _chunks(part, num_ranks, algorithm, capacity):
             yield _chunk(rank, num_ranks, begin, size), rank
 
 
-# The `rank`-th of `num_ranks` parts of `size` vectors from `begin`.
+# Returns part `rank` of `num_ranks` parts of `size` vectors from `begin`.
 def _chunk(rank, num_ranks, begin, size):
     width = -(-size // num_ranks)
     return slice(begin + min(rank * width, size), begin + min((rank + 1) * width, size))

@@ -1,8 +1,8 @@
-// Several processes on one GPU, which reach each other by CUDA IPC:
+// Several processes on one GPU, connected by CUDA IPC:
 //
 //     several_processes [num_ranks]
 //
-// The GPU runs one process at a time, so this is slow, and says something about being right only.
+// The GPU runs one process at a time, so this tests correctness, not speed.
 
 #include <sys/prctl.h>
 #include <sys/wait.h>
@@ -37,7 +37,7 @@ void check(cudaError_t error, int rank) {
   check(error == cudaSuccess, cudaGetErrorString(error), rank);
 }
 
-// Bytes from every rank to every rank, through the parent; also the barrier.
+// Sends bytes from every rank to every rank, through the parent. Also serves as the barrier.
 class Exchange {
  public:
   Exchange(int in, int out, int num_ranks) : in_(in), out_(out), num_ranks_(num_ranks) {}
@@ -131,7 +131,7 @@ void run_rank(int rank, int num_ranks, Exchange exchange) {
     check_sums(rank, num_ranks, buffers);
     exchange.barrier();
   }
-  // The last rank stays away: every other one must hear of it in time.
+  // The last rank does not take part: every other rank must get an error in time.
   jdp::set_timeout_s(2);
   if (rank != num_ranks - 1) {
     const Buffers buffers = make_buffers(rank, {1000});
@@ -160,7 +160,7 @@ void run_rank(int rank, int num_ranks, Exchange exchange) {
   exchange.barrier();
 }
 
-// Hands on what ranks write until they have all ended.
+// Forwards the ranks' messages until all ranks have ended.
 int serve(const std::vector<int>& from, const std::vector<int>& to) {
   std::vector<std::vector<char>> messages(from.size());
   for (;;) {
@@ -215,6 +215,6 @@ int main(int argc, char** argv) {
     waitpid(child, &status, 0);
     num_failed += !WIFEXITED(status) || WEXITSTATUS(status) != 0;
   }
-  printf("%d of %d processes did all they should\n", num_ranks - num_failed, num_ranks);
+  printf("%d of %d processes passed\n", num_ranks - num_failed, num_ranks);
   return num_failed != 0;
 }

@@ -50,10 +50,10 @@ Result run(const Case& one) {
     arguments.push_back(arguments_of(one, rank, mine, target));
     arguments[rank].scale = scale;
   }
-  ranks.tell(arguments);
+  ranks.set_arguments(arguments);
   const VirtualKernel kernel = kernel_of(one.type(), one.algorithm());
   if (!ranks.fits(kernel)) {
-    fprintf(stderr, "%d ranks of %d blocks are not on this GPU at once\n", num_ranks,
+    fprintf(stderr, "%d ranks of %d blocks do not fit on this GPU at once\n", num_ranks,
             one.header.num_channels);
     exit(3);
   }
@@ -63,7 +63,7 @@ Result run(const Case& one) {
       for (int rank = 0; rank < num_ranks; ++rank) {
         arguments[rank].bucket = bucket_of(one, rank, call);
       }
-      ranks.tell(arguments);
+      ranks.set_arguments(arguments);
     }
     ranks.launch(kernel, nullptr, one.header.missing_rank, one.header.seed);
   }

@@ -1,5 +1,5 @@
-// Several ranks on one GPU: the kernels' own text, with the blocks of one launch split into ranks.
-// Every block must be on the GPU at once, since they wait for each other.
+// Several ranks on one GPU: runs the kernels' source with the blocks of one launch split into
+// ranks. All blocks must be resident at once, because they wait for each other.
 
 #pragma once
 
@@ -24,7 +24,7 @@
 
 namespace jdp {
 
-// In constant memory, as a kernel's parameters are.
+// In constant memory, like a kernel's parameters.
 __constant__ Arguments rank_arguments[kMaxRanks];
 
 template <typename T, Algorithm kAlgorithm>
@@ -36,7 +36,7 @@ __global__ __launch_bounds__(kThreadsPerBlock, 1) void virtual_kernel(int num_ch
   const Arguments& arguments = rank_arguments[rank];
   const int channel = blockIdx.x % num_channels;
   if (seed) {
-    // Each block begins up to 8 us late, each time by another time.
+    // Delay each block by up to 8 us, differently in each call.
     const uint32_t call = arguments.staging[rank].channel(channel)->state.call;
     const uint32_t mixed = (seed + 2654435761u * (blockIdx.x + 1)) ^ (call * 40503u);
     __nanosleep((mixed >> 7) % 8192);
@@ -66,7 +66,7 @@ class VirtualRanks {
     CHECK_CUDA(cudaMalloc(reinterpret_cast<void**>(&staging_), bytes));
     CHECK_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&reports_), layout.num_ranks * sizeof(Report),
                              cudaHostAllocMapped));
-    // Not zeros, which would hide what is read before it is written.
+    // Not zeros, which would hide a read of uninitialized memory.
     CHECK_CUDA(cudaMemset(staging_, 0xa5, bytes));
     reset(0);
   }
@@ -81,7 +81,7 @@ class VirtualRanks {
     memset(reports_, 0, layout_.num_ranks * sizeof(Report));
     if (abort_rank >= 0) reports_[abort_rank].abort = 1;
     const int64_t bytes = flags_bytes(layout_);
-    void* aligned = aligned_alloc(128, bytes);  // as ChannelFlags must be
+    void* aligned = aligned_alloc(128, bytes);  // the alignment of ChannelFlags
     memset(aligned, 0, bytes);
     set_counters(layout_, {static_cast<char*>(aligned)}, first_number);
     for (int rank = 0; rank < layout_.num_ranks; ++rank) {
@@ -90,8 +90,9 @@ class VirtualRanks {
     free(aligned);
   }
 
-  // What the launches to come are told; fills in what ranks know of each other.
-  void tell(std::vector<Arguments> arguments) {
+  // Sets the arguments of the next launches, and fills in the reports and the staging memory of all
+  // ranks.
+  void set_arguments(std::vector<Arguments> arguments) {
     num_channels_ = arguments[0].num_channels;
     for (int rank = 0; rank < layout_.num_ranks; ++rank) {
       arguments[rank].report = &reports_[rank];
@@ -110,7 +111,7 @@ class VirtualRanks {
     CHECK_CUDA(cudaGetLastError());
   }
 
-  // Whether all blocks are on the GPU at once.
+  // Whether all blocks are resident on the GPU at once.
   bool fits(VirtualKernel kernel) const {
     int num_multiprocessors;
     int here;

@@ -1,5 +1,5 @@
-// What the benchmark of the kernels compares with (benchmarks/gpu/whole_numbers.h) is what the
-// kernels' own text computes over host threads, in every type, and nothing else passes.
+// The expected values of the kernels' benchmark (benchmarks/gpu/whole_numbers.h) equal the result
+// of the kernels' source on host threads, in every type, and wrong results differ from them.
 
 #include "whole_numbers.h"
 
@@ -50,7 +50,7 @@ void require(bool is_so, const char* what, Type type, const WholeNumbers& number
   exit(1);
 }
 
-// What must be told from the right result, by what it does to it.
+// Spoils a right result in several ways, each of which the comparison must detect.
 template <typename T>
 void require_that_mistakes_show(const std::vector<std::vector<char>>& right, Type type,
                                 const WholeNumbers& numbers) {
@@ -70,7 +70,7 @@ void require_that_mistakes_show(const std::vector<std::vector<char>>& right, Typ
     for (int i = 0; i + 16 < kSize; ++i) leaves[last][i] = leaves[last][i + 16];
   });
   require(moved == kSize - 16, "elements that are 16 places away", type, numbers);
-  // In 8 bits some numbers are the same by chance.
+  // In 8 bits some numbers are equal by chance.
   const auto is_told_from = [&](const WholeNumbers& other) {
     return count_wrong<T>(right, other) > 0.9 * numbers.num_ranks * kSize;
   };
@@ -82,7 +82,7 @@ void require_that_mistakes_show(const std::vector<std::vector<char>>& right, Typ
 
 template <typename T>
 void check(Type type) {
-  // Integers grow by a factor of num_ranks in each call, and the bits of a short one end.
+  // Integers grow by a factor of num_ranks in each call, which overflows short types.
   const bool is_float = type <= Type::kF16;
   for (int num_ranks : {2, 4, 8}) {
     for (Algorithm algorithm : {Algorithm::kRing, Algorithm::kOneShot, Algorithm::kTwoShot}) {

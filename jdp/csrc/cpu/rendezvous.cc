@@ -1,4 +1,4 @@
-#include "meeting.h"
+#include "rendezvous.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -16,45 +16,46 @@
 namespace jdp {
 namespace {
 
-// Of each rank, in bytes. Smaller tiles cost claims, larger ones leave ranks idle at the end.
+// Bytes of a tile in one rank's memory. Smaller tiles cost more claims, larger ones leave ranks
+// idle at the end.
 constexpr int64_t kTileBytes = kSlotBytes / 8;  // 64 KiB
 
-// Of 20 ms each, after the deadline.
+// Naps of 20 ms after the deadline.
 #ifdef JDP_FUZZ
 constexpr int kMaxNapsLate = 10;
 #else
 constexpr int kMaxNapsLate = 500;
 #endif
 
-// Guards who has joined which meeting.
+// Guards the membership of all rendezvous.
 std::mutex& registry_mutex() {
   static std::mutex* mutex = new std::mutex;  // outlives threads that still wait at exit
   return *mutex;
 }
 
-// One call of all ranks of a group. Whoever is awake reduces tiles of everybody's leaves, beginning
-// with the rank that comes last: ranks that sleep, or have no core, delay nobody.
-class Meeting {
+// One call of all ranks of a group. Once all have joined, every rank that is awake claims and
+// reduces tiles of all ranks' leaves, so a rank that sleeps or has no core delays no other.
+class Rendezvous {
  public:
-  Meeting(const Call& first, const Bucket& bucket, uint64_t nth)
+  Rendezvous(const Call& first, const Bucket& bucket, uint64_t nth)
       : first_(first),
         nth_(nth),
         num_expected_(first.num_ranks),
         buckets_(first.num_ranks),
-        at_work_(first.num_ranks) {
+        is_reducing_(first.num_ranks) {
     const int64_t element_bytes = visit(bucket.type(), [](auto zero) { return sizeof zero; });
     tile_ = kTileBytes / element_bytes;
     num_tiles_ = (bucket.count() + tile_ - 1) / tile_;
   }
 
-  // True once nobody else is expected. The registry's mutex is held.
+  // Returns true once all expected ranks have joined. The caller holds the registry's mutex.
   bool join(const Call& call, const Bucket& bucket);
 
   // Waits for the others and reduces with them.
   Status reduce_with_others(const Call& call, const Bucket& bucket);
 
  private:
-  std::string misfit(const Call& call, const Bucket& bucket) const;
+  std::string disagreement(const Call& call, const Bucket& bucket) const;
   Status wait_for_ranks(const Call& call);
   Status wait_for_neighbour(const Call& call, Counter& counter, uint32_t target, Neighbour whose);
   Status give_up(const Status& why);
@@ -72,44 +73,44 @@ class Meeting {
   std::vector<const Bucket*> buckets_;  // by rank
   int64_t tile_;                        // elements
   int64_t num_tiles_;
-  std::unique_ptr<Mailbox[]> mailboxes_;  // of the ring, by sender
+  std::unique_ptr<Mailbox[]> mailboxes_;  // of the ring; by sender
 
-  Status status_;   // why there is no result; guarded by the registry's mutex
-  Counter opened_;  // 1: all ranks are here, or it failed
+  Status status_;   // the error, if any; guarded by the registry's mutex
+  Counter opened_;  // 1: all ranks have joined, or it failed
   Counter failed_;  // 1: it failed
   std::atomic<int64_t> next_tile_{0};
   std::atomic<int64_t> num_reduced_{0};
-  std::vector<std::atomic<bool>> at_work_;  // by rank: may hold a tile
-  Counter finished_;                        // 1: all tiles are reduced
+  std::vector<std::atomic<bool>> is_reducing_;  // by rank: it may have claimed a tile
+  Counter finished_;                            // 1: all tiles are reduced
 };
 
-std::string Meeting::misfit(const Call& call, const Bucket& bucket) const {
+std::string Rendezvous::disagreement(const Call& call, const Bucket& bucket) const {
   if (call.num_ranks != first_.num_ranks || call.algorithm != first_.algorithm ||
       std::memcmp(&call.scale, &first_.scale, sizeof call.scale) != 0) {
     const auto text = [](const Call& it) {
       return std::to_string(it.num_ranks) + " ranks and scale " + std::to_string(it.scale);
     };
     return "ranks disagree on the number of ranks, the scale or the algorithm: rank " +
-           std::to_string(first_.rank) + " brings " + text(first_) + ", rank " +
+           std::to_string(first_.rank) + " passed " + text(first_) + ", rank " +
            std::to_string(call.rank) + " " + text(call);
   }
   if (buckets_[call.rank]) {
     return "rank " + std::to_string(call.rank) +
-           " came twice; all-reduces of one program must be chained by their token";
+           " joined twice; the all-reduces of one program must be chained by their token";
   }
   if (!bucket.fits(*buckets_[first_.rank])) {
     return "ranks disagree on the leaves' types or sizes: rank " + std::to_string(first_.rank) +
-           " brings " + std::to_string(buckets_[first_.rank]->count()) + " elements, rank " +
+           " passed " + std::to_string(buckets_[first_.rank]->count()) + " elements, rank " +
            std::to_string(call.rank) + " " + std::to_string(bucket.count());
   }
   return "";
 }
 
-bool Meeting::join(const Call& call, const Bucket& bucket) {
+bool Rendezvous::join(const Call& call, const Bucket& bucket) {
   ++num_joined_;
   num_expected_ = std::max(num_expected_, call.num_ranks);
   if (status_.ok()) {
-    const std::string what = num_joined_ == 1 ? "" : misfit(call, bucket);
+    const std::string what = num_joined_ == 1 ? "" : disagreement(call, bucket);
     if (what.empty()) {
       buckets_[call.rank] = &bucket;
       if (num_joined_ == first_.num_ranks) open();
@@ -122,13 +123,13 @@ bool Meeting::join(const Call& call, const Bucket& bucket) {
   return num_joined_ == num_expected_;
 }
 
-void Meeting::open() {
+void Rendezvous::open() {
   if (first_.algorithm == Algorithm::kRing) mailboxes_.reset(new Mailbox[first_.num_ranks]);
   advance(opened_, 1);
   if (num_tiles_ == 0) advance(finished_, 1);
 }
 
-Status Meeting::give_up(const Status& why) {
+Status Rendezvous::give_up(const Status& why) {
   const std::lock_guard<std::mutex> lock(registry_mutex());
   if (status_.ok()) {
     status_ = why;
@@ -138,12 +139,12 @@ Status Meeting::give_up(const Status& why) {
   return status_;
 }
 
-Status Meeting::failure() {
+Status Rendezvous::failure() {
   const std::lock_guard<std::mutex> lock(registry_mutex());
   return status_;
 }
 
-Status Meeting::wait_for_ranks(const Call& call) {
+Status Rendezvous::wait_for_ranks(const Call& call) {
   const Stopwatch watch;
   while (!wait_briefly(opened_, 1)) {
     if (!aborted() && !watch.expired()) continue;
@@ -158,12 +159,12 @@ Status Meeting::wait_for_ranks(const Call& call) {
     advance(failed_, 1);
     advance(opened_, 1);
   }
-  // Once it is open, only a ring can fail.
+  // Once all ranks have joined, only a ring can fail.
   return reached(failed_, 1) ? failure() : Status{};
 }
 
-Status Meeting::wait_for_neighbour(const Call& call, Counter& counter, uint32_t target,
-                                   Neighbour whose) {
+Status Rendezvous::wait_for_neighbour(const Call& call, Counter& counter, uint32_t target,
+                                      Neighbour whose) {
   const Stopwatch watch;
   const int step = whose == Neighbour::kNext ? 1 : call.num_ranks - 1;
   while (!wait_briefly(counter, target)) {
@@ -178,7 +179,7 @@ Status Meeting::wait_for_neighbour(const Call& call, Counter& counter, uint32_t 
 }
 
 template <typename T>
-void Meeting::reduce_tile(int64_t tile) {
+void Rendezvous::reduce_tile(int64_t tile) {
   const int num_ranks = first_.num_ranks;
   const int64_t begin = tile * tile_;
   std::vector<const T*> inputs(num_ranks);
@@ -196,23 +197,23 @@ void Meeting::reduce_tile(int64_t tile) {
   });
 }
 
-void Meeting::reduce_tiles(int rank) {
-  at_work_[rank].store(true);
+void Rendezvous::reduce_tiles(int rank) {
+  is_reducing_[rank].store(true);
   int64_t num_reduced = 0;
   for (;; ++num_reduced) {
     const int64_t tile = next_tile_.fetch_add(1, std::memory_order_relaxed);
     if (tile >= num_tiles_) break;
     pause_at(Stage::kTile);
-    // A rank that comes here late claims nothing, and so looks at no bucket of ranks that left.
+    // A rank that arrives late claims no tile, and so reads no bucket of a rank that has left.
     visit(buckets_[0]->type(), [&](auto zero) { reduce_tile<decltype(zero)>(tile); });
   }
-  at_work_[rank].store(false);
+  is_reducing_[rank].store(false);
   if (num_reduced == 0) return;
   pause_at(Stage::kTile);
   if (num_reduced_.fetch_add(num_reduced) + num_reduced == num_tiles_) advance(finished_, 1);
 }
 
-Status Meeting::reduce_with_others(const Call& call, const Bucket& bucket) {
+Status Rendezvous::reduce_with_others(const Call& call, const Bucket& bucket) {
   const Status status = wait_for_ranks(call);
   if (!status.ok()) return status;
   if (call.algorithm == Algorithm::kRing) {
@@ -227,24 +228,24 @@ Status Meeting::reduce_with_others(const Call& call, const Bucket& bucket) {
   return {};
 }
 
-// All tiles are claimed, and those that are not done yet are in the hands of threads that write
-// into every rank's memory. No error can be returned before they are done, and then there is a
-// result. A thread that does not end in all this time never will (a debugger holds it, or the
-// memory is gone): then nobody may use this memory again, and the process ends.
-void Meeting::wait_for_tiles(const Call& call) {
+// All tiles are claimed. Threads that have not finished theirs still write into every rank's
+// memory, so no rank may return an error before they have, and then there is a result. A thread
+// that does not finish in all this time never will (a debugger stopped it, or the memory is gone).
+// The memory must not be used again, so the process aborts.
+void Rendezvous::wait_for_tiles(const Call& call) {
   const Stopwatch watch;
   int num_naps_late = 0;
   while (!wait_briefly(finished_, 1)) {
-    // Naps, not seconds: after this process was stopped all of its threads need time again.
+    // Counts naps, not seconds: after a SIGSTOP all threads of the process need time to run again.
     if (!watch.expired() || ++num_naps_late < kMaxNapsLate) continue;
     std::vector<int> holders;
     for (int rank = 0; rank < call.num_ranks; ++rank) {
-      if (at_work_[rank].load()) holders.push_back(rank);
+      if (is_reducing_[rank].load()) holders.push_back(rank);
     }
     const Status status = timed_out(call, nth_, watch.elapsed_s(), holders);
     std::fprintf(stderr,
-                 "%s\njdp: a thread of %s stands still while it writes into the memory of all "
-                 "ranks of this process, which therefore ends.\n",
+                 "%s\njdp: a thread of %s hangs while it writes into the memory of all ranks of "
+                 "this process. Aborting the process.\n",
                  status.message.c_str(), name_ranks(holders).c_str());
     std::abort();
   }
@@ -252,29 +253,29 @@ void Meeting::wait_for_tiles(const Call& call) {
 
 class Registry {
  public:
-  std::shared_ptr<Meeting> join(const Call& call, const Bucket& bucket) {
+  std::shared_ptr<Rendezvous> join(const Call& call, const Bucket& bucket) {
     const std::lock_guard<std::mutex> lock(registry_mutex());
     const Key key{call.run, call.group, call.bucket};
-    std::shared_ptr<Meeting>& place = meetings_[key];
+    std::shared_ptr<Rendezvous>& place = rendezvous_[key];
     if (!place) {
       const uint64_t nth = ++num_calls_[{call.group, call.bucket}];
-      place = std::make_shared<Meeting>(call, bucket, nth);
+      place = std::make_shared<Rendezvous>(call, bucket, nth);
     }
-    const std::shared_ptr<Meeting> meeting = place;
-    if (meeting->join(call, bucket)) meetings_.erase(key);
-    return meeting;
+    const std::shared_ptr<Rendezvous> rendezvous = place;
+    if (rendezvous->join(call, bucket)) rendezvous_.erase(key);
+    return rendezvous;
   }
 
   void forget() {
     const std::lock_guard<std::mutex> lock(registry_mutex());
-    meetings_.clear();
+    rendezvous_.clear();
     num_calls_.clear();
   }
 
  private:
   using Key = std::tuple<int64_t, int32_t, int32_t>;
-  // A failed meeting stays until all its ranks came, so that late ones fail, too.
-  std::map<Key, std::shared_ptr<Meeting>> meetings_;
+  // A failed rendezvous stays until all its ranks have joined, so that late ones fail too.
+  std::map<Key, std::shared_ptr<Rendezvous>> rendezvous_;
   std::map<std::pair<int32_t, int32_t>, uint64_t> num_calls_;  // by group and bucket
 };
 
@@ -289,6 +290,6 @@ Status all_reduce_in_process(const Call& call, const Bucket& bucket) {
   return registry().join(call, bucket)->reduce_with_others(call, bucket);
 }
 
-void forget_meetings() { registry().forget(); }
+void forget_rendezvous() { registry().forget(); }
 
 }  // namespace jdp

@@ -1,9 +1,9 @@
 // A barrier of the host threads that run a program on this process's devices.
 //
 // While a ring waits for a peer, a CUDA call on another thread may load a kernel, which can wait
-// for the ring while it holds a lock of the driver that the peer's launch needs. So no device
-// launches a ring before all have come to it, and none goes on before all have launched theirs.
-// XLA does the same for its own collectives (openxla/xla PR 38932), and not for a foreign call.
+// for the ring while it holds a driver lock that the peer's launch needs. So no device launches a
+// ring before all have reached it, and none continues before all have launched theirs. XLA does the
+// same for its own collectives (openxla/xla PR 38932), but not for a custom call.
 
 #pragma once
 
@@ -18,16 +18,16 @@
 
 namespace jdp {
 
-class Rendezvous {
+class DeviceBarrier {
  public:
-  // From now on all wait for this device, too; nobody may be waiting.
-  void enter(int32_t ordinal) {
+  // Adds a device that all others wait for. No thread may be waiting.
+  void add_device(int32_t ordinal) {
     std::lock_guard<std::mutex> lock(mutex_);
     members_.insert(ordinal);
   }
 
-  // A device that leaves is waited for no longer. True: it was the last.
-  bool leave(int32_t ordinal) {
+  // Removes a device, so that no other waits for it. Returns whether it was the last one.
+  bool remove_device(int32_t ordinal) {
     std::lock_guard<std::mutex> lock(mutex_);
     members_.erase(ordinal);
     arrived_.erase(ordinal);
@@ -35,18 +35,18 @@ class Rendezvous {
     return members_.empty();
   }
 
-  // Returns when all devices have come to `where`; `timeout_s` of 0: waits for ever. An error is
-  // everybody's, until `reset`.
-  Status join(int32_t ordinal, const std::string& where, double timeout_s) {
+  // Returns when all devices have reached `where`. A `timeout_s` of 0 means no limit. All devices
+  // get the first error, until `reset`.
+  Status wait(int32_t ordinal, const std::string& where, double timeout_s) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (!failure_.ok()) return failure_;
     if (arrived_.empty()) {
       where_ = where;
     } else if (where_ != where) {
-      return fail({Code::kFailedPrecondition,
-                   "jdp: device " + std::to_string(ordinal) + " comes to " + where +
-                       " where others of this process come to " + where_ +
-                       ": they would add up what does not belong together"});
+      return fail(
+          {Code::kFailedPrecondition, "jdp: device " + std::to_string(ordinal) + " reached " +
+                                          where + " while other devices of this process reached " +
+                                          where_ + ". All devices must run the same program"});
     }
     arrived_.insert(ordinal);
     if (arrived_.size() >= members_.size()) {
@@ -65,7 +65,7 @@ class Rendezvous {
     return round_ != round ? Status() : failure_;
   }
 
-  // Ends all waits with this error, and those to come. The first one stays.
+  // Ends all current and later waits with this error. The first error is kept.
   void abort(const Status& why) {
     std::lock_guard<std::mutex> lock(mutex_);
     fail(why);
@@ -78,7 +78,7 @@ class Rendezvous {
   }
 
  private:
-  static constexpr double kLongestS = 1e9;  // 30 years; more does not fit into a clock
+  static constexpr double kLongestS = 1e9;  // 30 years; more overflows the clock
 
   void pass() {
     ++round_;
@@ -104,7 +104,7 @@ class Rendezvous {
   std::condition_variable changed_;
   std::set<int32_t> members_;
   std::set<int32_t> arrived_;
-  std::string where_;  // they come to
+  std::string where_;  // the point that `arrived_` have reached
   uint64_t round_ = 0;
   Status failure_;
 };

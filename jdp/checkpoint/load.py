@@ -1,0 +1,150 @@
+"""`load`: a saved state, or a part of it, in a process of any kind."""
+
+import ast
+import functools
+import logging
+import os
+import re
+from collections import defaultdict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdp.checkpoint.directory import Checkpoint, Folder, TornError
+from jdp.checkpoint.fill import fill
+from jdp.checkpoint.saved_leaves import SavedLeaf, disk_names, from_disk, leaves_of
+
+_log = logging.getLogger("jdp")
+
+# One key of a path as JAX writes it: .name, ['key'], [0], [<flat index 0>].
+_KEY = re.compile(r"""\.(\w+)|\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\]]*)\]""")
+
+
+def load(
+    directory: str | os.PathLike[str],
+    step: int | None = None,
+    *,
+    part: str | None = None,
+    like: Any = None,
+) -> Any:
+    """Load a checkpoint, or a part of it, for inference, export or fine-tuning.
+
+    Without `jdp.init`, on any number of devices, and while a run writes to the directory.
+
+    Args:
+      directory: of the checkpoints, as given to `jdp.Checkpointer`.
+      step: of the checkpoint. Default: the latest that is intact.
+      part: path of a part, as `"params"` or `"opt_state[0].mu"`: only that is read. Default: all.
+      like: a tree of the structure of that part. Its leaves give shapes, dtypes and shardings;
+        what is neither array nor number stays. `jax.ShapeDtypeStruct`s will do.
+
+    Returns:
+      The values in the form of `like`. Without it NumPy arrays (and JAX's random keys) in dicts and
+      lists: attributes are keys, and positions 0 to n - 1 a list.
+
+    Raises:
+      FileNotFoundError: if the directory holds no checkpoint.
+      ValueError: if it does not hold this step, or the step not this part, or `like` has other
+        leaves, shapes or dtypes.
+      RuntimeError: if the checkpoint, or each of them, is damaged.
+
+    >>> import tempfile, jax.numpy as jnp, jdp
+    >>> directory = tempfile.mkdtemp()
+    >>> with jdp.Checkpointer(directory) as ckpt:
+    ...     state = ckpt.restore({"params": {"w": jnp.ones(2)}, "n": 0})
+    ...     ckpt.step(state)
+    >>> jdp.load(directory, part="params")
+    {'w': array([1., 1.], dtype=float32)}
+    """
+    folder = Folder(directory)
+    checkpoint, facts = _intact(folder, step)
+    where = f"step {checkpoint.step} of {folder.path}"
+    leaves = leaves_of(facts)
+    paths = [parse(leaf.name) for leaf in leaves]
+    wanted = [key for key, _ in parse(_path(part or ""))]
+    inside = {i: None for i, path in enumerate(paths) if _begins(path, wanted)}
+    if wanted and not inside:
+        parts = sorted({str(path[0][0]) for path in paths if path})
+        raise ValueError(f"{where} has no {part!r}. Its parts are {parts}.")
+    saved = {name: leaf for i, (name, leaf) in enumerate(disk_names(leaves).items()) if i in inside}
+    values = from_disk(saved, functools.partial(folder.read, checkpoint))
+    below = [paths[i][len(wanted) :] for i in inside]
+    if like is None:
+        found = zip(below, map(_as_key, saved.values(), values), strict=True)
+        return _nested({tuple(key for key, _ in path): value for path, value in found})
+    names = ["".join(text for _, text in path) for path in below]
+    renamed = [leaf._replace(name=name) for leaf, name in zip(saved.values(), names, strict=True)]
+    return fill(like, renamed, values, where)[0]
+
+
+def parse(path: str) -> list[tuple[str | int, str]]:
+    """Split a path as JAX writes it into its keys, each with its text.
+
+    >>> parse(".params['w'][0]")
+    [('params', '.params'), ('w', "['w']"), (0, '[0]')]
+    """
+    keys, start = [], 0
+    while start < len(path):
+        match = _KEY.match(path, start)
+        if match is None:  # of a node that writes its keys otherwise
+            return [*keys, (path[start:], path[start:])]
+        keys.append((match[1] if match[2] is None else _literal(match[2]), match[0]))
+        start = match.end()
+    return keys
+
+
+def _begins(path: list[tuple[str | int, str]], wanted: list[str | int]) -> bool:
+    return [key for key, _ in path[: len(wanted)]] == wanted
+
+
+def _literal(text: str) -> str | int:
+    try:
+        key = ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+    return key if isinstance(key, str | int) else text
+
+
+def _path(part: str) -> str:
+    return part if not part or part[0] in ".[" else f".{part}"
+
+
+def _intact(folder: Folder, step: int | None) -> tuple[Checkpoint, dict[str, Any]]:
+    checkpoints = folder.checkpoints()
+    if not checkpoints:
+        raise FileNotFoundError(
+            f"{folder.path} holds no checkpoint. Give the directory that jdp.Checkpointer has."
+        )
+    if step is not None:
+        steps = sorted({found.step for found in checkpoints})
+        checkpoints = [found for found in checkpoints if found.step == step][:1]
+        if not checkpoints:
+            raise ValueError(f"step {step} is not in {folder.path}, which holds {steps}.")
+    torn = []
+    for checkpoint in checkpoints:
+        try:
+            return checkpoint, folder.facts(checkpoint)
+        except TornError as error:
+            torn.append(f"{checkpoint.path}: {error}")
+            _log.warning("jdp: a checkpoint is damaged and is passed over: %s.", torn[-1])
+    raise RuntimeError(f"nothing can be loaded, for a file was changed or lost: {'; '.join(torn)}.")
+
+
+def _as_key(leaf: SavedLeaf, value: np.ndarray) -> Any:
+    if leaf.key is None:
+        return value
+    return jax.random.wrap_key_data(jnp.asarray(value), impl=leaf.key)
+
+
+def _nested(found: dict[tuple[str | int, ...], Any]) -> Any:
+    if () in found:
+        return found[()]
+    below: dict[str | int, dict[tuple[str | int, ...], Any]] = defaultdict(dict)
+    for (key, *rest), value in found.items():
+        below[key][tuple(rest)] = value
+    nested = {key: _nested(inner) for key, inner in below.items()}
+    if nested and [*nested] == [*range(len(nested))]:
+        return [*nested.values()]
+    return nested

@@ -1,0 +1,15 @@
+// All-reduce between threads of one process: each rank joins a rendezvous with its bucket.
+
+#pragma once
+
+#include "call.h"
+
+namespace jdp {
+
+// `all_reduce` where `call.communicator` is 0.
+Status all_reduce_in_process(const Call& call, const Bucket& bucket);
+
+// Discards failed rendezvous and restarts the count of calls at 1. No all-reduce may be running.
+void forget_rendezvous();
+
+}  // namespace jdp

@@ -1,0 +1,67 @@
+"""Decides how many failures a run may have before it is not started again."""
+
+from typing import NamedTuple
+
+from jdp.launch.leader.failure import Cause
+
+
+class _Failure(NamedTuple):
+    at: float
+    step: int | None
+    error: str
+
+
+class RestartBudget:
+    """Counts the failures of a run.
+
+    A failure is forgotten when it is older than the window and the run has come to a later step: a
+    program that fails at one step again and again ends, however long it takes to come there.
+
+    Args:
+      max_restarts: number of failures that a run may have within the window.
+      window_s: seconds.
+
+    >>> from jdp.launch.leader.failure import loss_of_host
+    >>> budget, lost = RestartBudget(1, 600.0), loss_of_host("a", "silent", 5.0)
+    >>> for now, step in (0.0, 10), (700.0, 20):
+    ...     print(budget.reason_to_end(lost, step, now) or "goes on")
+    ...     budget.record_failure(lost, step, now)
+    goes on
+    goes on
+    >>> budget.reason_to_end(lost, step=30, now=800.0)
+    '1 failure within 600 s is as many as --max-restarts 1 allows'
+    """
+
+    def __init__(self, max_restarts: int, window_s: float) -> None:
+        self._max_restarts, self._window_s = max_restarts, window_s
+        self._failures: list[_Failure] = []
+
+    def reason_to_end(self, why: Cause, step: int | None, now: float) -> str:
+        """Return the reason why the run does not go on after this failure; "" if it does.
+
+        Args:
+          why: the cause of the failure.
+          step: of the run at which it happened, if it is known.
+          now: seconds, on a clock that goes on while the run lasts.
+        """
+        self._failures = [each for each in self._failures if not self._is_over(each, step, now)]
+        count = len(self._failures)
+        if count >= self._max_restarts:
+            if not count:
+                return "--max-restarts 0 allows no failure"
+            failures = "failure" if count == 1 else "failures"
+            return (
+                f"{count} {failures} within {self._window_s:g} s is as many as --max-restarts "
+                f"{self._max_restarts} allows"
+            )
+        if why.error and any(each[1:] == (step, why.error) for each in self._failures):
+            return f"the same error was raised at step {step} before, and would be again"
+        return ""
+
+    def record_failure(self, why: Cause, step: int | None, now: float) -> None:
+        """Record that the run goes on after a failure; the arguments are those above."""
+        self._failures.append(_Failure(now, step, why.error))
+
+    def _is_over(self, failure: _Failure, step: int | None, now: float) -> bool:
+        is_past = failure.step is None or step is None or step > failure.step
+        return is_past and now - failure.at > self._window_s

@@ -1,0 +1,76 @@
+"""The author's source files as this process read them, to find edits between lives of a run."""
+
+import hashlib
+import sys
+import sysconfig
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+# Lines of the files that were read, by their paths relative to the folder of the script.
+_lines: dict[str, list[bytes]] = {}
+
+
+def record() -> None:
+    """Read the script and the imported modules below its folder; a second time what is new there.
+
+    Soon after they are imported, so that an edit falls between the two as rarely as possible: a
+    standby imports them long before it trains.
+    """
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if script is None or not Path(script).is_file():  # a notebook
+        return
+    root = Path(script).resolve().parent
+    while (root / "__init__.py").exists():  # of `python -m package.train`
+        root = root.parent
+    for name, module in [*sys.modules.items()]:
+        path = getattr(module, "__dict__", {}).get("__file__")
+        if name == "__main__" or (isinstance(path, str) and _is_authors(name, path, root)):
+            file = Path(path or script).resolve()
+            try:
+                _lines.setdefault(str(file.relative_to(root)), file.read_bytes().splitlines())
+            except (OSError, ValueError):  # removed since, or a link to another folder
+                continue
+
+
+def digests() -> dict[str, list[str]]:
+    """Return for each file `[digest, 4 hexadecimal digits for each line]`."""
+    return {
+        name: [_digest(lines), "".join(map(_line_sum, lines))] for name, lines in _lines.items()
+    }
+
+
+def difference(saved: Mapping[str, Sequence[str]]) -> str | None:
+    """Return the first line in which a file differs from `digests` of another life; None if none.
+
+    Files that one of the two has not imported are not compared.
+    """
+    for name, lines in _lines.items():
+        digest, sums = saved.get(name, (None, ""))
+        if digest is None or digest == _digest(lines):
+            continue
+        old = [sums[i : i + 4] for i in range(0, len(sums), 4)]
+        pairs = zip(old, map(_line_sum, lines), strict=False)
+        first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(old), len(lines)))
+        if first < len(lines):
+            return f"{name}:{first + 1} is now `{lines[first].decode(errors='replace').strip()}`"
+        return f"{name} now ends after line {len(lines)}"
+    return None
+
+
+def _is_authors(name: str, path: str, root: Path) -> bool:
+    installed = (
+        "site-packages" in path
+        or "dist-packages" in path
+        or path.startswith(sysconfig.get_path("stdlib"))
+    )
+    own = name == "jdp" or name.startswith("jdp.")
+    return path.startswith(f"{root}/") and path.endswith(".py") and not installed and not own
+
+
+def _digest(lines: Sequence[bytes]) -> str:
+    return hashlib.sha256(b"\n".join(lines)).hexdigest()[:16]
+
+
+def _line_sum(line: bytes) -> str:
+    return f"{zlib.crc32(line) & 0xFFFF:04x}"
