@@ -39,8 +39,16 @@ GPU_ARCHITECTURES = (80, 90, 100)
 SIGNS_OF_A_GPU = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
 
 
+# More of a compiler's messages says no more: one wrong header repeats them for each file.
+MAX_SHOWN_LINES = 40
+
+
 class BuildError(Exception):
-    """Says in one line why a library was not built."""
+    """The reason why a library was not built, in one line; and the compiler's messages."""
+
+    def __init__(self, reason, messages=""):
+        super().__init__(reason)
+        self.messages = messages
 
 
 class BuildNative(Command):
@@ -67,7 +75,8 @@ class BuildNative(Command):
                 reason.unlink(missing_ok=True)
             except BuildError as error:
                 print(
-                    f"jdp: no {name.upper()} library, JAX's own collectives instead: {error}",
+                    f"{error.messages}jdp: no {name.upper()} library, JAX's own collectives "
+                    f"instead: {error}",
                     file=sys.stderr,
                 )
                 library.unlink(missing_ok=True)
@@ -248,11 +257,15 @@ def link(command, library):
 
 
 def run(command):
-    """Run a compiler; its messages are shown only if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True)
+    """Run a compiler; its first messages are shown if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode:
-        sys.stderr.write(done.stdout + done.stderr)
-        raise BuildError(f"{shlex.join(command[:1])} failed with {done.returncode}, see above")
+        lines = (done.stdout + done.stderr).splitlines()
+        shown = lines[:MAX_SHOWN_LINES]
+        if len(lines) > len(shown):
+            shown.append(f"... and {len(lines) - len(shown)} more lines")
+        reason = f"{shlex.join(command[:1])} failed with {done.returncode}, see its messages"
+        raise BuildError(reason, "".join(f"{line}\n" for line in shown))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ INVARYING_GATHER_HAS_WRONG_GRADIENT = jax.__version_info__ < (0, 11, 0)
 # JAX 0.10 may crash on an array that was donated before, where later versions raise.
 DELETED_ARRAY_CRASHES = jax.__version_info__ < (0, 11, 0)
 
-# For `jax.jit(inline=...)`: into the caller's jaxpr while that is traced. Since JAX 0.12 True means
-# later, which leaves a function to lower.
+# For `jax.jit(inline=...)`: inline while the caller is traced. Since JAX 0.12 True means later,
+# which leaves a function to lower.
 INLINE_EARLY = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 
@@ -30,7 +30,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def joined_processes() -> Any:
-    """Return what JAX knows of the joined processes, None if this JAX has no such private name."""
+    """Return JAX's state of the joined processes, None if this JAX has no such private name."""
     try:
         from jax._src import distributed
 

@@ -69,8 +69,14 @@ def _placed(jaxpr: Any, place: Any, enter: Any, seen: set[Any]) -> Iterator[tupl
                 yield from _placed(body, inside, enter, seen)
 
 
+# Types whose values hold no jaxpr, such as int: most parameters are of one of these.
+_PLAIN: set[type] = set()
+
+
 def _jaxprs_in(values: Any) -> Iterator[Any]:
     for value in values:
+        if type(value) in _PLAIN:
+            continue
         if isinstance(value, (tuple, list)):
             yield from _jaxprs_in(value)
         elif is_jaxpr(value):
@@ -80,6 +86,8 @@ def _jaxprs_in(values: Any) -> Iterator[Any]:
             yield from _jaxprs_in(
                 getattr(value, each.name, None) for each in dataclasses.fields(value)
             )
+        elif not hasattr(value, "jaxpr"):  # which may be None here, and a jaxpr elsewhere
+            _PLAIN.add(type(value))
 
 
 def called_body(eqn: Any) -> Any | None:

@@ -85,7 +85,7 @@ class Session:
     ) -> Any:
         """Return the state to go on from, and set the batches to the position it has."""
         began = time.monotonic()
-        in_flight.begins_anew()
+        in_flight.accept_new_state()
         sources, found = self._find(resume)
         if found is not None:
             require_right = functools.partial(require_unedited, allows_edits=allows_edits)

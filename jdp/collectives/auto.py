@@ -1,4 +1,4 @@
-"""The all-reduce that fits where the ranks are."""
+"""The all-reduce that fits the devices of the ranks."""
 
 import logging
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def auto(
       buckets: lists of leaves, one dtype each; any shapes.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
-      mesh: where the axis lies; None if it is not known, as inside a `shard_map` of one's own.
+      mesh: of the ranks; None if it is not known, as inside a `shard_map` of your own.
 
     Returns:
       The same lists, summed and scaled, in the dtype of each leaf.

@@ -1,4 +1,4 @@
-"""Which gradient leaves are sent together; knows bytes, not ranks."""
+"""Groups of gradient leaves that are reduced together; knows bytes, not ranks."""
 
 import math
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ def plan(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], bucket_bytes: int) 
         larger gets a bucket of its own.
 
     Returns:
-      Buckets in sending order, that in which backpropagation completes them; each the
-      positions of its leaves. Every leaf is in exactly one, and a bucket holds one dtype.
+      Buckets in the order in which backpropagation completes them; each has the positions of its
+      leaves. Every leaf is in exactly one, and a bucket holds one dtype.
 
     Raises:
       ValueError: if `bucket_bytes` is not positive.
@@ -56,12 +56,7 @@ def pack(bucket: Sequence[jax.Array]) -> jax.Array:
 
 
 def unpack(vector: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-    """Invert `pack`: `unpack(pack(bucket), like=bucket)` equals `bucket`.
-
-    Args:
-      vector: `[size]`, size = the sum of the leaves' sizes.
-      like: the leaves whose shapes to restore, in order.
-    """
+    """Invert `pack`: `unpack(pack(bucket), like=bucket)` equals `bucket`."""
     ends = np.cumsum([leaf.size for leaf in like])
     pieces = jnp.split(vector, ends[:-1])
     return [piece.reshape(leaf.shape) for piece, leaf in zip(pieces, like, strict=True)]

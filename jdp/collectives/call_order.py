@@ -1,7 +1,7 @@
-"""What tells the native all-reduces of one program apart, and in which order they run.
+"""The numbers of the native all-reduces of a program, and the order in which they run.
 
-XLA runs what does not depend on each other in another order on each rank, and makes one call of
-two that are equal: each call has a number of its own, and takes a token from the one before.
+XLA may run independent operations in another order on each rank, and merges equal ones. So each
+call has a number of its own, and takes a token from the one before.
 """
 
 import contextlib
@@ -18,61 +18,53 @@ import jax.extend.core
 from jdp.analysis import jaxprs
 from jdp.jax_compat import opened
 
-# Where the token stands among the operands of an all-reduce.
+# The position of the token among the operands of an all-reduce.
 TOKEN = 3
 
 # The calls that start a reduction between GPUs, and wait for it.
 START, DONE = "jdp_ring_start", "jdp_ring_done"
 
-# At most two of XLA's threads for each rank wait for other ranks at once: one for its own
-# collectives. A second chain of these would be the third.
+# XLA gives a rank two threads that may block on other ranks, and its own collectives use one, so
+# only one chain of native calls is safe.
 _MAX_CHAINS = 1
 
-
-PART_OF_ANOTHER = "the step is part of a larger program, of which jdp sees no more than itself."
+PART_OF_ANOTHER = "the step is part of a larger program, and jdp sees only the step."
 
 
 class _Order:
-    """Of the program being traced."""
+    """The order of the calls in the program that is being traced."""
 
     def __init__(self, why_not: str | None, series: str) -> None:
         self.why_not = why_not
         self.series = series
         self.numbers = itertools.count()
         self.token: jax.Array | None = None
-        self.trace: Any = None  # where the token was made, and may be used
-
-
-# JAX keeps what it traced of the author's jitted functions for each value of this, and must not
-# hand the all-reduces of a step to a program where nothing orders them.
-_traced_where = jax.make_user_context("")
-_order: ContextVar[_Order | None] = ContextVar("jdp_order", default=None)
+        self.trace: Any = None  # the trace that made the token, and may use it
 
 
 class _Outside:
-    """The numbers given outside of jdp's programs.
-
-    Attributes:
-      trace: where the last one was given.
-      num_equal: how often one was given there for equal leaves, by what they are.
-    """
+    """The numbers outside of jdp's programs: the last trace, and its calls with equal leaves."""
 
     def __init__(self) -> None:
         self.trace: Any = None
         self.num_equal: Counter[int] = Counter()
 
 
+# JAX caches the trace of an author's jitted function for each value of this. An all-reduce that was
+# traced in a step must not be reused in a program where nothing orders it.
+_traced_where = jax.make_user_context("")
+_order: ContextVar[_Order | None] = ContextVar("jdp_order", default=None)
 _outside = _Outside()
-# Of steps that are part of another program, by the name of their function.
-_num_steps: dict[str, int] = {}
+# Name of a function -> how many of its steps are part of another program.
+_num_steps: Counter[str] = Counter()
 
 
 @contextlib.contextmanager
 def entered(*, why_not: str | None = None, series: str = "") -> Iterator[None]:
-    """Order the all-reduces that are traced inside: those of one program.
+    """Order the all-reduces that are traced inside, which are those of one program.
 
     Args:
-      why_not: in a sentence, why they cannot be told apart after all; see `why_unordered`.
+      why_not: in a sentence, why nothing can order them; see `why_unordered`.
       series: see `next_series`; empty for a program that is not part of another.
     """
     token = _order.set(_Order(why_not, series))
@@ -84,15 +76,12 @@ def entered(*, why_not: str | None = None, series: str = "") -> Iterator[None]:
 
 
 def next_series(name: str) -> str:
-    """Return a name for a step that is part of a larger program, different for each step.
+    """Return a unique name for a step that is part of a larger program, given that of its function.
 
-    The same in every process that makes its steps in the same order.
-
-    Args:
-      name: of the step's function.
+    It is the same in every process that makes its steps in the same order.
     """
-    _num_steps[name] = _num_steps.get(name, -1) + 1
-    return f"step {name} {_num_steps[name]}"
+    _num_steps[name] += 1
+    return f"step {name} {_num_steps[name] - 1}"
 
 
 def why_not() -> str | None:
@@ -107,15 +96,12 @@ def why_not() -> str | None:
 
 
 def why_unordered(jaxpr: Any) -> str | None:
-    """Return in a sentence why the all-reduces of a traced program could meet wrong ones.
+    """Return in a sentence why ranks could match different all-reduces of a program, or None.
 
-    JAX traces a function that is jitted by itself once, whoever calls it: its all-reduces then
-    stand in the program several times, under the same numbers, and outside of its chain.
-
-    Args:
-      jaxpr: of the whole program.
+    JAX traces a function that is jitted by itself once, for all its calls: its all-reduces are then
+    in the program several times, under the same numbers, and outside of its chain.
     """
-    found = _look_through(jaxpr, {})
+    found = _chains(jaxpr, {})
     if found.is_repeated:
         return "a function that reduces is called twice in one program, and JAX traced it once."
     if found.num_chains > _MAX_CHAINS:
@@ -124,13 +110,8 @@ def why_unordered(jaxpr: Any) -> str | None:
 
 
 def require(jaxpr: Any) -> None:
-    """Refuse a program whose all-reduces could meet others than their own.
-
-    Raises:
-      ValueError: saying why.
-    """
-    reason = why_unordered(jaxpr)
-    if reason:
+    """Refuse a program for which `why_unordered` has a reason, by a ValueError."""
+    if reason := why_unordered(jaxpr):
         raise ValueError(
             f"collectives.native cannot reduce in this step: {reason} Ranks could take one "
             "reduction for another. Write all_reduce=jdp.collectives.auto, which leaves such a "
@@ -143,8 +124,8 @@ class _Chains(NamedTuple):
 
     Attributes:
       num_chains: how many wait for no other one.
-      numbers: of all of them.
-      is_repeated: whether one stands there twice.
+      numbers: all of their numbers.
+      is_repeated: whether a number is there twice.
     """
 
     num_chains: int
@@ -152,7 +133,7 @@ class _Chains(NamedTuple):
     is_repeated: bool
 
     def joined(self, other: "_Chains") -> "_Chains":
-        """Return what is found where both stand."""
+        """Return the chains of two bodies of one program."""
         return _Chains(
             self.num_chains + other.num_chains,
             self.numbers | other.numbers,
@@ -160,43 +141,34 @@ class _Chains(NamedTuple):
         )
 
 
-def _look_through(jaxpr: Any, known: dict[int, _Chains]) -> _Chains:
-    """Find all all-reduces of a jaxpr.
-
-    Args:
-      jaxpr: where to look.
-      known: what was found in bodies by their id, so that one called from many places is read once.
-    """
+def _chains(jaxpr: Any, known: dict[int, _Chains]) -> _Chains:
+    """Find the all-reduces of a jaxpr; `known` has those of bodies by id, to read each once."""
     jaxpr = opened(jaxpr)
     if id(jaxpr) in known:
         return known[id(jaxpr)]
     found, given = _Chains(0, frozenset(), False), set()
     for equation in jaxpr.eqns:
         if equation.primitive.name == "jdp_all_reduce":
-            token, waits = id(equation.invars[TOKEN]), id(equation.outvars[0])
+            token, passed_on = id(equation.invars[TOKEN]), id(equation.outvars[0])
             number = frozenset([equation.params["number"]])
             found = found.joined(_Chains(int(token not in given), number, False))
-            given.discard(token)  # A second one that takes it runs beside the first.
-            given.add(waits)
+            given.discard(token)  # A second call that takes it runs beside the first.
+            given.add(passed_on)
             continue
         if equation.params.get("target_name") == START:  # no rank waits in it
             number = frozenset([int(dict(equation.params["attributes"])["bucket"])])
             found = found.joined(_Chains(0, number, False))
         for body in jaxprs.bodies(equation):
-            found = found.joined(_look_through(body, known))
+            found = found.joined(_chains(body, known))
     known[id(jaxpr)] = found
     return found
 
 
 def next_number(bucket: Sequence[jax.Array]) -> int:
-    """Number the next all-reduce of the program, from 0.
+    """Return the number of the next all-reduce of the program, from 0.
 
-    The same in every process and in every run of the same program: the numbers are part of what
-    the compilation cache looks at.
-
-    Args:
-      bucket: what is reduced. Where jdp does not trace the whole program, numbers are made from
-        its shapes.
+    It is the same in every process and every run of the program, since the key of the compilation
+    cache depends on it. Where jdp does not trace the whole program, it is made from the shapes.
     """
     order = _order.get()
     if order is not None:
@@ -211,12 +183,12 @@ def next_number(bucket: Sequence[jax.Array]) -> int:
 
 
 def derived(number: int, by: str) -> int:
-    """Number the all-reduce that a transformation makes of another: its tangent, say."""
+    """Return the number of an all-reduce that a transformation makes of another, as its tangent."""
     return zlib.crc32(f"{number} {by}".encode()) % 2**30 + 2**30
 
 
 def token() -> jax.Array | None:
-    """Return the token of the last all-reduce, None if the next one is the first here."""
+    """Return the token of the last all-reduce; None before the first one of this trace."""
     order = _order.get()
     if order is None or order.trace != jax.extend.core.get_opaque_trace_state():
         return None
@@ -224,7 +196,7 @@ def token() -> jax.Array | None:
 
 
 def passed(token: jax.Array) -> None:
-    """Record the token that the next all-reduce has to take."""
+    """Record the token for the next all-reduce."""
     order = _order.get()
     if order is not None:
         order.token, order.trace = token, jax.extend.core.get_opaque_trace_state()

@@ -30,14 +30,13 @@ def ring(
       buckets: lists of leaves, one dtype each; any shapes. Sums are taken in that dtype.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
-      mesh: not needed: this runs on any devices.
+      mesh: not used: this runs on any devices.
 
     Returns:
       The same lists, summed and scaled, in the dtype of each leaf.
 
     Raises:
-      ValueError: inside `shard_map(check_vma=True)`, whose types cannot say that what
-        neighbours passed on is the same everywhere.
+      ValueError: inside `shard_map(check_vma=True)`, which types results of `ppermute` as varying.
     """
     if axis.is_typed(axis_name):
         raise ValueError(
@@ -50,7 +49,7 @@ def ring(
     for bucket in buckets:
         before, after = split_scale(scale, bucket[0].dtype)
         total = _ring(scaled(pack(bucket), before), axes)
-        # No analysis could tell that what neighbours passed on is now the same everywhere.
+        # The analysis cannot prove that results of `ppermute` are uniform.
         total = mark(total, kind=ALL_REDUCED, path="", axes=axes)
         results.append([scaled(leaf, after) for leaf in unpack(total, like=bucket)])
     return results

@@ -1,4 +1,4 @@
-"""Loads the native libraries, which XLA must not meet if they are newer than itself."""
+"""Loads the native libraries, if XLA is not older than the headers that they were built with."""
 
 import ctypes
 import re
@@ -12,17 +12,13 @@ LIB = Path(__file__).parent.parent / "lib"
 
 
 class Loaded(NamedTuple):
-    """A library, or a sentence that says why it is missing."""
+    """The functions of a library, or the reason why it is missing, in a sentence."""
 
     functions: Any
     why_missing: str | None
 
     def required(self) -> Any:
-        """Return the functions.
-
-        Raises:
-          RuntimeError: if the library is missing.
-        """
+        """Return the functions, or raise a RuntimeError with the reason."""
         if self.functions is None:
             raise RuntimeError(f"{self.why_missing} jdp.collectives.xla needs no library.")
         return self.functions
@@ -38,11 +34,11 @@ def load(
     """Load a library, and register its XLA handlers. No backend is started.
 
     Args:
-      path: where the build leaves it, or the reason why it was not built.
-      signatures: of its functions, by name: type of the result, types of the arguments.
+      path: of the library. If it was not built, the reason is beside it, with suffix ".txt".
+      signatures: name of a function -> type of its result, types of its arguments.
       handlers: name in XLA programs -> stage of a run -> name in the library.
-      platform: that the handlers are for, "cpu" or "CUDA".
-      runtime: version of XLA's FFI in the installed jaxlib, None if that cannot be told.
+      platform: of the handlers, "cpu" or "CUDA".
+      runtime: version of XLA's FFI in the installed jaxlib, None if it is unknown.
     """
     if not path.exists():
         reason = path.with_suffix(".txt")  # what the build wrote
@@ -52,7 +48,7 @@ def load(
         functions = ctypes.CDLL(str(path))
     except OSError as error:
         return Loaded(None, f"{path.name} does not load: {error}.")
-    # XLA would refuse a handler that is newer than itself together with the whole backend.
+    # With a handler that is newer than XLA, the whole backend would not start.
     built_with = divmod(functions.jdp_ffi_api_version(), 1000)
     if runtime is None or built_with[0] != runtime[0] or built_with > runtime:
         return Loaded(

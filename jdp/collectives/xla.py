@@ -14,9 +14,9 @@ from jdp.axis import AxisName
 Scale = float | jax.Array
 
 MiB = 2**20
-# About what the wires of a host of GPUs send in the time that one all-reduce takes to begin.
+# GPUs of a host send about that many bytes in the time that one all-reduce takes to begin.
 _LEAST_COMBINED = 8 * MiB
-# XLA's own, see `xla_gpu_all_reduce_combine_threshold_bytes`.
+# XLA's default of `xla_gpu_all_reduce_combine_threshold_bytes`.
 _MOST_COMBINED = 30 * MiB
 
 
@@ -35,7 +35,7 @@ def xla(
       buckets: lists of leaves, one dtype each; any shapes.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
-      mesh: where the axis lies, for which CPUs and others differ; None: on JAX's default devices.
+      mesh: of the ranks, since CPUs need another program; None: JAX's default devices.
 
     Returns:
       The same lists, summed and scaled, in the dtype of each leaf.
@@ -50,17 +50,11 @@ def xla(
 
 
 def combine_options(num_bytes: int) -> dict[str, int]:
-    """Choose up to how many bytes XLA merges the psums of a step on GPUs.
+    """Return XLA's options for merging the psums of a step on GPUs, given its bytes of gradients.
 
-    What is merged starts when its last gradient is ready, and the last all-reduce is the one that
-    no backward pass hides: a step with few gradients is better off with several small ones. Eight
-    at least, unless they would be so small that beginning them takes most of their time.
-
-    Args:
-      num_bytes: of all gradients of a step, >= 0.
-
-    Returns:
-      Options of XLA's compiler; none where its own choice is left alone.
+    A merged psum starts when its last gradient is ready, and no backward pass hides the last one:
+    a step with few gradients is faster with several small ones. At least eight, unless beginning
+    them would take most of their time; no option if XLA's own choice is better.
 
     >>> combine_options(32 * MiB)
     {'xla_gpu_all_reduce_combine_threshold_bytes': 8388608}
@@ -74,9 +68,9 @@ def combine_options(num_bytes: int) -> dict[str, int]:
 
 
 def split_scale(scale: Scale, dtype: np.dtype) -> tuple[Scale, Scale]:
-    """Return what to multiply by before the sum and what after it.
+    """Return the factors before and after the sum.
 
-    After it costs one rounding; but a sum of float16 may pass 65504 where its mean does not.
+    One after it rounds once; but a sum of float16 may exceed 65504 although its mean does not.
     """
     return (scale, 1.0) if dtype == jnp.float16 else (1.0, scale)
 
@@ -85,8 +79,8 @@ def scaled(x: jax.Array, scale: Scale) -> jax.Array:
     """Multiply by `scale`, and keep the dtype."""
     if isinstance(scale, (int, float)) and scale == 1:
         return x
-    # In at least float32: 1 / 3 in bfloat16 is 0.2 % too large. lax, not jnp: a quarter less to
-    # trace, which counts where there are 10,000 leaves.
+    # In at least float32: 1 / 3 in bfloat16 is 0.2 % too large. lax takes a quarter less time to
+    # trace than jnp, which counts for 10,000 leaves.
     wide = jnp.promote_types(x.dtype, jnp.float32)
     product = lax.mul(lax.convert_element_type(x, wide), lax.convert_element_type(scale, wide))
     return lax.convert_element_type(product, x.dtype)

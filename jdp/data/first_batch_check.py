@@ -64,9 +64,10 @@ def require_agreement(reports: Mapping[int, FirstBatch]) -> None:
     ValueError: process 2 begins with 3 rows per rank ...
     """
     kinds = {process: report[:2] for process, report in reports.items()}
-    if len(set(kinds.values())) == 1:
+    pair = agree.odd_one(kinds)
+    if pair is None:
         return
-    odd, usual = agree.odd_one(kinds)
+    odd, usual = pair
     text = (
         f"process {odd} begins with {reports[odd].rows_per_rank} rows per rank "
         f"({reports[odd].text}), process {usual} with {reports[usual].rows_per_rank} "

@@ -28,12 +28,12 @@ _SLICE_S = 60.0
 
 
 def set_timeout_s(timeout_s: float) -> None:
-    """Set the deadline of every later comparison in this process; 300 to begin with, inf: none."""
+    """Set the deadline of every later comparison in this process; 300 at first, inf: none."""
     this_process.current.timeout_s = timeout_s
 
 
 def timeout_s() -> float:
-    """Return how long this process waits for others of which it hears nothing."""
+    """Return how long this process waits for another process to come to a comparison."""
     return this_process.current.timeout_s
 
 
@@ -45,16 +45,13 @@ def peers(mesh: Mesh) -> tuple[int, ...]:
 
 
 def all_gather(group: tuple[int, ...], value: Any, *, what: str, of: str = "") -> dict[int, Any]:
-    """Return the values that all processes of a group pass to this call.
+    """Return process -> value, for the values that all processes of a group pass to this call.
 
     Args:
-      group: `peers` of a mesh: all of them make the same calls in the same order.
+      group: `peers` of a mesh. They make the same calls in the same order.
       value: what JSON can hold.
-      what: what is compared, the same on all processes.
-      of: of what, for the error if a process does not come; may differ.
-
-    Returns:
-      process -> value.
+      what: the thing that is compared, the same on all processes.
+      of: follows `what` in errors; may differ from process to process.
 
     Raises:
       OtherFailedError: if a process failed (see `propagating_errors`).
@@ -72,7 +69,7 @@ def all_gather(group: tuple[int, ...], value: Any, *, what: str, of: str = "") -
             text = (
                 f"process {process} did not come within {timeout_s():g} s to compare {what}{of} "
                 f"with process {me}: it has ended, hangs, or does something else. Its output may "
-                "say why. All processes of a mesh must make the same calls in the same order."
+                "show why. All processes of a mesh must make the same calls in the same order."
             )
             raise RuntimeError(with_code("JDP207", text))
         answer = json.loads(text)
@@ -80,7 +77,7 @@ def all_gather(group: tuple[int, ...], value: Any, *, what: str, of: str = "") -
             _num_failures[group] += 1
             text = f"process {process} failed {answer['failed']}"
             raise OtherFailedError(with_code("JDP208", text))
-        if answer["what"] != what:  # which all notice
+        if answer["what"] != what:  # Every process finds that, and raises.
             _num_failures[group] += 1
             text = (
                 f"process {process} compares {answer['what']} while process {me} compares {what}"
@@ -88,25 +85,16 @@ def all_gather(group: tuple[int, ...], value: Any, *, what: str, of: str = "") -
             )
             raise RuntimeError(with_code("JDP207", text))
         found[process] = answer["value"]
-    if number:  # All have come here, so that none reads the last one any more.
+    if number:  # All have come to this call, so all have read the values of the call before.
         kv_store.delete(_key(group, number - 1, me))
     return found
 
 
 def offered(group: tuple[int, ...], key: str, value: Any, *, timeout_s: float) -> dict[int, Any]:
-    """Return the values that processes offer under the same key, without those that offer none.
+    """Return process -> value, for the processes that offer a value under the same key in time.
 
-    Unlike `all_gather`, no process has to call it, and nothing raises: it is for explaining a
-    failure that some processes may not have seen.
-
-    Args:
-      group: processes that may call it.
-      key: which tells this call from all others of the run.
-      value: what JSON can hold.
-      timeout_s: how long to wait for all of them together.
-
-    Returns:
-      process -> value.
+    Unlike `all_gather`, no process has to call it, and it never raises: it explains failures that
+    some processes may not have seen.
     """
     me, found = jax.process_index(), {jax.process_index(): value}
     end = time.monotonic() + timeout_s
@@ -117,41 +105,44 @@ def offered(group: tuple[int, ...], key: str, value: Any, *, timeout_s: float) -
             text = kv_store.get(f"jdp/offered/{key}/{process}", timeout_s=left_s)
             if text is not None:
                 found[process] = json.loads(text)
-    except Exception:  # The store may be gone with a process that failed.
+    except Exception:  # The store may have ended with a process that failed.
         pass
     return dict(sorted(found.items()))
 
 
 @contextlib.contextmanager
 def propagating_errors(group: tuple[int, ...], doing: str) -> Iterator[None]:
-    """Let the other processes know of an error inside, so that they do not wait in `all_gather`.
+    """Report an error inside to the other processes, so that they do not wait in `all_gather`.
 
-    There may be calls of `all_gather` inside, and further contexts: an error is told once.
+    There may be calls of `all_gather` inside, and further contexts: an error is reported once.
 
     Args:
       group: processes that call `all_gather` next.
-      doing: what, for instance "while it traced `step`".
+      doing: a clause for their error, for instance "while it traced `step`".
     """
     before = _num_failures[group]
     try:
         yield
     except Exception as error:
-        # What was gathered as a failure inside is known to all.
+        # All processes know of a failure that was gathered inside.
         if len(group) > 1 and _num_failures[group] == before:
             _num_failures[group] += 1
             text = f"{doing}, so no process can go on: {type(error).__name__}: {error}"
-            with contextlib.suppress(Exception):  # The store may be gone with another process.
-                _tell_failure(group, text[:4000])
+            with contextlib.suppress(Exception):  # The store may have ended with its process.
+                _report_failure(group, text[:4000])
         raise
 
 
-def odd_one(values: Mapping[int, Any]) -> tuple[int, int]:
+def odd_one(values: Mapping[int, Any]) -> tuple[int, int] | None:
     """Return a process (or rank) whose value differs from most, and one that has the usual value.
 
-    >>> odd_one({0: "a", 1: "a", 2: "b"})
-    (2, 0)
+    >>> odd_one({0: "a", 1: "a", 2: "b"}), odd_one({0: "a", 1: "a"})
+    ((2, 0), None)
     """
-    usual = Counter(values.values()).most_common(1)[0][0]
+    counts = Counter(values.values())
+    if len(counts) < 2:
+        return None
+    usual = counts.most_common(1)[0][0]
     return (
         next(process for process, value in values.items() if value != usual),
         next(process for process, value in values.items() if value == usual),
@@ -165,7 +156,7 @@ def first_difference(
 
     Args:
       pair: the two processes.
-      group: all that call this, the pair among them.
+      group: all processes that make this call, the pair among them.
       items: this process's lines of text, or a flat array.
     """
     lengths = all_gather(group, len(items), what="lengths")
@@ -182,25 +173,26 @@ def first_difference(
 
 
 def digest(items: Sequence[Any] | np.ndarray) -> str:
-    """Return 16 hexadecimal digits that tell texts, or bits of an array, from others."""
+    """Return 16 hexadecimal digits that differ for different texts, or bits of an array."""
     if isinstance(items, np.ndarray):
         flat = np.ascontiguousarray(items).reshape(-1)
         return hashlib.sha256(flat.view(np.uint8).data).hexdigest()[:16]
     return hashlib.sha256(repr(items).encode()).hexdigest()[:16]
 
 
-def _tell_failure(group: tuple[int, ...], text: str) -> None:
+def _report_failure(group: tuple[int, ...], text: str) -> None:
     number = _put(group, {"failed": text})
-    # The store may end with this process, and they may be on their way.
+    # The store may end with this process while the others are still on their way.
     end = time.monotonic() + _GRACE_S
     for process in group:
         kv_store.get(_key(group, number, process), timeout_s=end - time.monotonic())
 
 
 def _put(group: tuple[int, ...], answer: Any) -> int:
+    text = json.dumps(answer)  # If that raises, this call has used no number.
     number = _num_gathered[group]
     _num_gathered[group] += 1
-    kv_store.put(_key(group, number, jax.process_index()), json.dumps(answer))
+    kv_store.put(_key(group, number, jax.process_index()), text)
     return number
 
 

@@ -1,4 +1,4 @@
-"""What those that start several processes tell each of them: mpiexec, Slurm, Kubernetes, torchrun.
+"""The environment of one of several processes: of mpiexec, Slurm, Kubernetes and torchrun.
 
 `jax.distributed.initialize()` alone would believe a Slurm allocation without srun, in which one
 process waits for others that nobody started, and would give each process one GPU.
@@ -8,21 +8,21 @@ import importlib.util
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# How many processes, and which one, as the starters of MPICH and Intel MPI say it.
+# The variables of mpiexec for MPICH and Intel MPI: number of processes, and of this one.
 _PMI = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{x}" for x in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))
 
 
 class ProcessPlace(NamedTuple):
-    """Which of several processes this is.
+    """The place of this process among several.
 
-    Args:
-      method: by which JAX finds what is None here; "deactivate": nothing is.
+    Attributes:
+      method: JAX's method to find the values that are None here; "deactivate" if there are none.
       num_processes: of all hosts.
       process_id: from 0.
       coordinator: "address:port" at which process 0 listens.
-      local_id: number among the processes of this host.
-      num_local: processes of this host.
+      local_id: number among the processes of this host, from 0.
+      num_local: number of processes of this host.
     """
 
     method: str
@@ -33,14 +33,7 @@ class ProcessPlace(NamedTuple):
     num_local: int = 1
 
     def devices(self, num_gpus: int, environment: Mapping[str, str]) -> list[int]:
-        """Choose this process's GPUs.
-
-        Args:
-          num_gpus: that it sees.
-          environment: its variables.
-
-        Returns:
-          Their numbers; none: all that it sees.
+        """Choose the GPUs of this process among those that it sees; [] for all of them.
 
         >>> ProcessPlace("slurm", local_id=1, num_local=2).devices(8, {})
         [4, 5, 6, 7]
@@ -53,15 +46,9 @@ class ProcessPlace(NamedTuple):
 
 
 def find(environment: Mapping[str, str]) -> ProcessPlace | None:
-    """Find which of several processes this is, from its environment.
+    """Return the place of this process among several, from its environment; None if it is alone.
 
-    WORLD_SIZE=1 says that it is alone, whatever else is there.
-
-    Args:
-      environment: its variables.
-
-    Returns:
-      None for a process that is alone.
+    With WORLD_SIZE=1 it is alone, whatever the other variables.
 
     Raises:
       RuntimeError: if it is one of several and can't find the others.
@@ -81,7 +68,7 @@ def find(environment: Mapping[str, str]) -> ProcessPlace | None:
         needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in needed if name not in environment]
         raise RuntimeError(
-            f"WORLD_SIZE={environment['WORLD_SIZE']} says that this is one of several processes, "
+            f"WORLD_SIZE={environment['WORLD_SIZE']} means that this is one of several processes, "
             f"but it can't find the others without {', '.join(missing)}. Start it with jdp run, or "
             "set WORLD_SIZE=1 if it runs alone."
         )
@@ -111,7 +98,7 @@ def _torchrun(environment: Mapping[str, str]) -> ProcessPlace | None:
 def _open_mpi(environment: Mapping[str, str]) -> ProcessPlace | None:
     if int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) == 1:
         return None
-    # Before version 5, a variable tells where mpiexec runs; since then, only MPI itself can tell.
+    # Before version 5, a variable has the address of mpiexec; since then, only MPI itself knows it.
     if "OMPI_MCA_orte_hnp_uri" in environment:
         return _mpi("ompi", _OPEN_MPI, environment)
     return _mpi("mpi4py", _OPEN_MPI, environment)
@@ -127,7 +114,7 @@ def _mpi(method: str, names: tuple[str, ...], environment: Mapping[str, str]) ->
     size, rank, local_rank, local_size = names
     if method == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
         raise RuntimeError(
-            f"{size}={environment[size]} says that MPI started several processes, but mpi4py, "
+            f"{size}={environment[size]} means that MPI started several processes, but mpi4py, "
             "which is needed to find the first of them, is not installed: pip install mpi4py. Or "
             "start with jdp run --nproc-per-node in place of mpiexec -n, or set WORLD_SIZE=1 if "
             "each process trains alone."
@@ -154,7 +141,7 @@ def _slurm(environment: Mapping[str, str]) -> ProcessPlace | None:
     )
 
 
-# SLURM_STEP_TASKS_PER_NODE is as "4(x2),3": two hosts with 4 tasks, one with 3.
+# SLURM_STEP_TASKS_PER_NODE="4(x2),3" means two hosts with 4 tasks, and one with 3.
 def _tasks_here(environment: Mapping[str, str]) -> int:
     tasks = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
@@ -169,7 +156,7 @@ def _kubernetes(environment: Mapping[str, str]) -> ProcessPlace | None:
         return None
     if importlib.util.find_spec("kubernetes") is None:
         raise RuntimeError(
-            f"JOB_COMPLETION_INDEX={environment['JOB_COMPLETION_INDEX']} says that this is a pod "
+            f"JOB_COMPLETION_INDEX={environment['JOB_COMPLETION_INDEX']} means that this is a pod "
             "of an Indexed Job, but the Python package kubernetes, which JAX needs to find the "
             "other pods, is not installed. Install it, or start with jdp run --nnodes, as in "
             "examples/kubernetes.yaml, or set WORLD_SIZE=1 if each pod trains alone."

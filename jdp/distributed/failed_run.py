@@ -30,12 +30,12 @@ _ON_CPU = {
 
 def is_failed_run(error: Exception) -> bool:
     """Whether XLA raised `error`, for a program that it could not compile or finish."""
-    # Once a program is compiled, JAX raises the status of a run that fails as a ValueError.
+    # JAX raises a ValueError, with XLA's status, if a program fails that was compiled before.
     return isinstance(error, jax.errors.JaxRuntimeError) or bool(_STATUS.match(str(error)))
 
 
 def reason(error: Exception) -> str:
-    """Return why XLA gave up, without its status, the stack, or a full stop at the end.
+    """Return the cause in an error of XLA, without its status, the stack, or a final full stop.
 
     >>> reason(RuntimeError("DEADLINE_EXCEEDED: jdp: rank 1: nothing from rank 0 for 30 s."))
     'rank 1: nothing from rank 0 for 30 s'

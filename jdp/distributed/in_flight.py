@@ -1,16 +1,11 @@
-"""Steps in flight: how many there may be, and what went wrong in those that have run."""
+"""Steps in flight: how many there may be, and the errors of those that have run."""
 
-import functools
 import operator
 from collections import deque
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import jax
-import numpy as np
 
 from jdp.distributed import failed_run, this_process
-from jdp.distributed.checks import arguments, overdue
+from jdp.distributed.checks.overdue import Overdue
+from jdp.distributed.step_call import StepCall
 from jdp.error_codes import with_code
 from jdp.step_spec import StepSpec
 from jdp.worker import progress
@@ -19,69 +14,23 @@ from jdp.worker import progress
 # of its devices; elsewhere a few steps in flight are enough to hide dispatch.
 _MAX = 8
 
-# How long a process whose step failed waits for what the others got.
+# How long a process whose step failed waits until the others report their arguments.
 _EXPLAIN_FAILURE_S = 2.0
-
-
-class RankReports(NamedTuple):
-    """What each rank says of itself, split over the ranks.
-
-    Attributes:
-      differs: whether its process got other arguments than others, `[ranks]` bool; None where that
-        is not compared.
-      weight: what `weight_fn` returned, `[ranks]` float; None without one.
-    """
-
-    differs: jax.Array | None
-    weight: jax.Array | None
-
-
-class StepCall(NamedTuple):
-    """A call of a step that may still be running.
-
-    Attributes:
-      spec: of the step, which tells its calls from those of others.
-      number: of the call.
-      arguments: compares it between processes; None where it is not compared.
-      given: what is compared.
-      check: raises a RuntimeError if something failed while it ran that JAX does not know of.
-      why_invalid: returns what is wrong with the weights of its ranks, given `weight` and
-        `reports.weight`; None if nothing is.
-      reports: what each rank says of itself; None while the call is being made.
-      weight: of the batch, which is ready when the call has run.
-    """
-
-    spec: StepSpec
-    number: int
-    arguments: arguments.Arguments | None
-    given: arguments.Given | None
-    check: Callable[[], None]
-    why_invalid: Callable[[jax.Array, jax.Array], str | None]
-    reports: RankReports | None = None
-    weight: Any = None
-
 
 _calls: deque[StepCall] = deque()
 # The call that is being made: JAX runs a small program on CPU before it returns.
-_made: deque[StepCall] = deque(maxlen=1)
+_being_made: deque[StepCall] = deque(maxlen=1)
+_overdue = Overdue()
 
 
-def begins(call: StepCall) -> None:
-    """Record that a call is being made, until `ends`."""
-    _made.append(call)
+def begin_call(call: StepCall) -> None:
+    """Record that a call is being made, until `end_call`."""
+    _being_made.append(call)
 
 
-def ends() -> None:
-    """Record that the call that began is handed to the devices, or failed."""
-    _made.clear()
-
-
-def make_room() -> None:
-    """Wait until one more call may be in flight, and raise what went wrong in those that have run.
-
-    Before the call, so that the state that goes into it is not donated for nothing.
-    """
-    _drain(_MAX - 1)
+def end_call() -> None:
+    """Record that the call that began was handed to the devices, or failed."""
+    _being_made.clear()
 
 
 def add(call: StepCall) -> None:
@@ -89,35 +38,40 @@ def add(call: StepCall) -> None:
     _calls.append(call)
 
 
+def make_room() -> None:
+    """Wait until one more call may be in flight, and raise the errors of calls that have run.
+
+    Before the call, so that the state that goes into it is not donated for nothing.
+    """
+    _drain(_MAX - 1)
+
+
+def drain() -> None:
+    """Wait for all steps in flight, and raise their errors."""
+    _drain(0)
+
+
 def latest_spec() -> StepSpec | None:
     """Return the step of the latest call in flight; None if there is none."""
     return _calls[-1].spec if _calls else None
 
 
-def drain() -> None:
-    """Wait for all steps in flight, and raise what went wrong in them."""
-    _drain(0)
-
-
 class Unchecked:
-    """The training steps in flight now, which may have gone wrong.
+    """The training steps in flight now, which may turn out to be wrong.
 
-    A step checks itself, and has done so when the state that it returned is there: to write that
+    A step checks itself, and its reports are ready when its state is: a thread that writes the
     state waits for nothing more.
     """
 
     def __init__(self) -> None:
-        self._calls = [call for call in _calls if call.spec.returns_state and _is_checked(call)]
+        self._calls = [call for call in _calls if call.spec.returns_state and call.is_checked()]
 
     def went_wrong(self) -> bool:
-        """Whether one was not the same on all processes, or got what is not a weight.
-
-        Waits for them, in any thread.
-        """
-        return any(_differs(call) or _why_invalid(call) for call in self._calls)
+        """Whether a call differed between processes, or got an invalid weight; in any thread."""
+        return any(call.differs() or call.weight_error() for call in self._calls)
 
     def require_right(self) -> None:
-        """Wait for these steps, and raise what went wrong in them or in one before them."""
+        """Wait for these steps, and raise their errors, or those of steps before them."""
         if self._calls:
             while any(call is self._calls[-1] for call in _calls):
                 _drain(len(_calls) - 1)
@@ -125,22 +79,18 @@ class Unchecked:
 
 
 def require_right_states() -> None:
-    """Raise once more what was wrong with a training step that ran to its end.
-
-    It was not the same on all processes, or got what is not a weight.
-
-    The states that it and later steps returned are wrong, whether or not its error was caught.
+    """Raise the error of a wrong training step again: later states are wrong, caught or not.
 
     Raises:
-      RuntimeError: on every process, until `begins_anew`.
+      RuntimeError: on every process, until `accept_new_state`.
     """
-    if this_process.current.why_wrong is not None:
-        raise RuntimeError(this_process.current.why_wrong)
+    if this_process.current.state_error is not None:
+        raise RuntimeError(this_process.current.state_error)
 
 
-def begins_anew() -> None:
+def accept_new_state() -> None:
     """Record that training goes on with a state that all processes have from one place."""
-    this_process.current.why_wrong = None
+    this_process.current.state_error = None
 
 
 def _drain(num_left: int) -> None:
@@ -149,57 +99,41 @@ def _drain(num_left: int) -> None:
         try:
             call.weight.block_until_ready()
             call.check()
+            text = _error_of(call)
         except RuntimeError as error:
-            raise failed(call, call.spec.donate, error) from error
+            if not call.is_deleted():
+                raise failed(call, call.spec.donate, error) from error
+            text = None  # The author deleted all arrays, so that nothing is left to be wrong.
         _calls.popleft()
-        _require_right(call)
+        if text is not None:
+            if call.spec.returns_state:
+                this_process.current.state_error = text
+            _forget(call.spec)
+            raise RuntimeError(text)
 
 
-def _is_checked(call: StepCall) -> bool:
-    return call.reports is not None and any(report is not None for report in call.reports)
-
-
-def _differs(call: StepCall) -> bool:
-    # Each rank says it of itself, and all of a process got the same.
-    differs = None if call.reports is None else call.reports.differs
-    return differs is not None and bool(np.asarray(differs.addressable_data(0)).any())
-
-
-def _why_invalid(call: StepCall) -> str | None:
-    given = None if call.reports is None else call.reports.weight
-    return None if given is None else call.why_invalid(call.weight, given)
-
-
-def _require_right(call: StepCall) -> None:
-    if _differs(call):
+def _error_of(call: StepCall) -> str | None:
+    """Return the error of a call that ran to its end; None if it was right."""
+    if call.differs():
         assert call.arguments is not None and call.given is not None
-        text = call.arguments.explained(call.given, call.spec.name, call.number)
-    elif why := _why_invalid(call):
+        return call.arguments.explained(call.given, str(call))
+    if why := call.weight_error():
         returned = "it and later calls" if call.spec.returns_state else "it"
-        called = f"call {call.number} of `{call.spec.name}`"
-        text = with_code("JDP212", f"{called}: {why} What {returned} returned is NaN.")
-    else:
-        return
-    if call.spec.returns_state:
-        this_process.current.why_wrong = text
-    # Other steps may go on, or be wrong by themselves: only this one's own calls are reported here.
-    others = [each for each in _calls if each.spec is not call.spec]
-    _calls.clear()
-    _calls.extend(others)
-    raise RuntimeError(text)
+        return with_code("JDP212", f"{call}: {why} What {returned} returned is NaN.")
+    return None
 
 
 def failed(call: StepCall, is_gone: bool, error: Exception) -> RuntimeError:
-    """Return what to raise for a call that failed while it ran; none is in flight any more.
+    """Return the error for a call that failed while it ran, and forget the calls of its step.
 
     Args:
       call: the call.
       is_gone: whether the state that went in was donated.
       error: of JAX.
     """
-    difference = _difference(call, _EXPLAIN_FAILURE_S)
+    difference = call.difference(_EXPLAIN_FAILURE_S)
     cause = f" It was not the same call on all processes: {difference}" if difference else ""
-    _calls.clear()
+    _forget(call.spec)
     gone = "The input state was not donated and is intact."
     if is_gone:
         kept = progress.own.latest_kept
@@ -208,38 +142,28 @@ def failed(call: StepCall, is_gone: bool, error: Exception) -> RuntimeError:
             f"The input state was donated and is gone: go back to {back} with jdp.Checkpointer, or "
             "train with donate=False."
         )
-    called = f"call {call.number} of `{call.spec.name}`"
-    text = f"{called} failed: {failed_run.reason(error)}.{cause} {gone}"
+    text = f"{call} failed: {failed_run.reason(error)}.{cause} {gone}"
     return RuntimeError(with_code("JDP214", text))
 
 
-def _difference(call: StepCall, timeout_s: float) -> str | None:
-    """Return in what a call differed between processes, as a sentence, if that is known."""
-    if call.arguments is None or call.given is None or not (call.given.small or call.given.large):
-        return None
-    return call.arguments.difference(call.given, timeout_s=timeout_s)
-
-
-_overdue = overdue.Overdue()
+def _forget(spec: StepSpec) -> None:
+    """Forget the calls of a step. Those of other steps may go on, or have errors of their own."""
+    others = [call for call in _calls if call.spec is not spec]
+    _calls.clear()
+    _calls.extend(others)
 
 
 # Called from a thread, now and then while no step begins or ends.
 def _num_running() -> int:
-    # All of JAX's arrays have it, though the interface of `jax.Array` does not say so.
+    # All of JAX's arrays have it, though the interface of `jax.Array` does not declare it.
     is_ready = operator.methodcaller("is_ready")
     try:
         running = [call for call in tuple(_calls) if not is_ready(call.weight)]
-    except (AttributeError, RuntimeError):  # the latter of a step that failed, which is none
+    except (AttributeError, RuntimeError):  # RuntimeError: the step failed, so it does not run.
         return 0
-    # The others may have come further, or less far.
-    calls = [*_calls, *_made] if running or _made else []
-    _overdue.look([_unfinished(call) for call in calls])
+    # The other processes may have come further, or less far.
+    _overdue.look([*_calls, *_being_made] if running or _being_made else [])
     return len(running)
-
-
-def _unfinished(call: StepCall) -> overdue.Unfinished:
-    explain = functools.partial(_difference, call, overdue.PATIENCE_S)
-    return overdue.Unfinished(call.spec.name, call.number, explain)
 
 
 progress.own.num_running = _num_running

@@ -1,4 +1,4 @@
-"""How a process finds the others that it trains with."""
+"""A process finds the others of its run, and connects JAX with them."""
 
 import contextlib
 import gc
@@ -6,45 +6,46 @@ import importlib
 import os
 import socket
 import time
+from collections.abc import Iterator
 
 import jax
 
 from jdp.distributed import cluster_env, fail_fast, preemption
 from jdp.worker import progress, source_files
-from jdp.worker.launcher_client import Assignment, Member, current
+from jdp.worker.launcher_client import Assignment, current
 from jdp.worker.local_devices import num_gpus
 
-# How long processes wait for each other to come; JAX's own default. A launcher sees who does not
-# come, says so, and gives up by itself.
+# How long processes wait for each other to come; JAX's own default. Under a launcher, the launcher
+# reports a missing process, and gives up.
 JOIN_TIMEOUT_S = 300
 _LAUNCHED_TIMEOUT_S = 24 * 3600
 
 # Without a launcher only JAX notices that a process is gone, and ends the others after this time;
 # its own default is 100 s.
 HEARTBEAT_TIMEOUT_S = 30
+# A launcher notices it at once. JAX measures this time by the wall clock, and a jump of that clock
+# by more than it would abort every process.
+_LAUNCHED_HEARTBEAT_TIMEOUT_S = 30 * 24 * 3600
+
+_GRPC_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 
 # An address at which no other host could reach this process.
 _LOOPBACK = ("localhost", "127.", "[::1]")
 
 
-def member() -> Member | None:
-    """Return what this process knows of `jdp run`; None without it."""
-    return current()
-
-
 def join() -> None:
     """Find the other processes, if there are any, and connect JAX with them.
 
-    Under `jdp run`, wait until it says which process this is. Else take what the environment says
-    (`cluster_env`); a process that is told nothing is alone. A second call does nothing, and what
-    the author has joined by `jax.distributed.initialize` stays so.
+    Under `jdp run`, wait until the launcher assigns a number to this process. Else read the
+    environment (`cluster_env`); without variables for it, a process is alone. A second call does
+    nothing, nor does the first one after a `jax.distributed.initialize` of the author.
 
     Raises:
       RuntimeError: if the others can't be found, or JAX runs already.
       TimeoutError: if process 0 does not come.
     """
     source_files.record()
-    launched = member()
+    launched = current()
     if launched is not None:
         assignment = launched.park(_prepare)
         if not jax.distributed.is_initialized():
@@ -61,13 +62,13 @@ def join() -> None:
         preemption.let_children_end()
 
 
-# What need not be done when the other processes wait for this one.
+# Work that a standby does before the other processes wait for it.
 def _prepare() -> None:
     # JAX imports it when it lowers its first program: 20 ms.
     with contextlib.suppress(ImportError):
         importlib.import_module("jaxlib.mlir.dialects.mhlo")
-    # A full collection takes 60 ms of the next half second otherwise; now what is here is not
-    # looked at again.
+    # A full collection would take 60 ms of the next half second; after `freeze`, later ones skip
+    # the objects that exist now.
     gc.collect()
     gc.freeze()
 
@@ -81,9 +82,10 @@ def _connect_as(assignment: Assignment) -> None:
             num_processes=assignment.num_processes,
             process_id=assignment.process_id,
             local_device_ids=assignment.gpus or [],
+            heartbeat_timeout_seconds=_LAUNCHED_HEARTBEAT_TIMEOUT_S,
         )
     elif assignment.gpus and len(assignment.gpus) < num_gpus():
-        # As jax.distributed.initialize does it.
+        # As jax.distributed.initialize does.
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, assignment.gpus)))
 
 
@@ -107,7 +109,8 @@ def _initialize(timeout_s: int, **place) -> None:
     if address is not None and place["process_id"] > 0:
         _wait_for(address, timeout_s)
     try:
-        jax.distributed.initialize(initialization_timeout=timeout_s, **place)
+        with _without_grpc_proxy():
+            jax.distributed.initialize(initialization_timeout=timeout_s, **place)
     except RuntimeError as error:
         if "must be called before" in str(error):
             raise RuntimeError(
@@ -116,6 +119,24 @@ def _initialize(timeout_s: int, **place) -> None:
                 "jdp.init() to the top of the program."
             ) from error
         raise
+
+
+@contextlib.contextmanager
+def _without_grpc_proxy() -> Iterator[None]:
+    """Let gRPC connect to process 0 directly, also where http_proxy or https_proxy is set.
+
+    A proxy does not reach the loopback of this host, and seldom another host of the run. gRPC reads
+    `grpc_proxy` first, once for each connection, and takes an empty one for none.
+    """
+    before = {name: os.environ[name] for name in _GRPC_PROXIES if name in os.environ}
+    if before:  # JAX warns of any such variable.
+        os.environ["grpc_proxy"] = ""
+    try:
+        yield
+    finally:
+        if before:
+            del os.environ["grpc_proxy"]
+            os.environ.update(before)
 
 
 # JAX waits a second after a first connection that failed.
@@ -129,6 +150,6 @@ def _wait_for(address: str, timeout_s: float) -> None:
         except OSError:
             time.sleep(min(0.001 + waited_s / 50, 0.1))
     raise TimeoutError(
-        f"process 0 was not there within {timeout_s} s: nobody listens at {address}. Is it "
-        "alive, and can it be reached from this host?"
+        f"process 0 did not come within {timeout_s} s: nothing listens at {address}. Check that it "
+        "runs, and that this host can connect to that address."
     )

@@ -1,4 +1,4 @@
-"""JAX's private state of the joined processes: its store, through which they tell small things."""
+"""The key-value store of the joined processes, which is JAX's own, for small values."""
 
 import contextlib
 from typing import Any
@@ -7,7 +7,7 @@ from jdp import jax_compat
 
 
 def is_open() -> bool:
-    """Whether the processes were joined by `jax.distributed`, and this JAX gives its store."""
+    """Whether `jax.distributed` joined the processes, and this JAX lets jdp use its store."""
     return _client() is not None
 
 
@@ -43,17 +43,17 @@ def keys(prefix: str) -> list[str]:
 
 
 def delete(key: str) -> None:
-    """Delete the value of `key`, or all below a `key` with a last "/", once all read it."""
+    """Delete the value of `key`, or all values below a `key` that ends with "/"."""
     _client().key_value_delete(key)
 
 
 def keep_programs_of_all() -> None:
-    """Let each process keep its programs in JAX's persistent compilation cache, on CPUs.
+    """Make each process write its programs to JAX's persistent compilation cache, on CPUs.
 
-    JAX lets process 0 alone write, and on CPUs looks for programs under another key in each
-    process: all others would compile again in each run, and whenever one takes over.
+    JAX lets process 0 alone write, and on CPUs the key of a program differs from process to
+    process: all others would compile again in each run, and after each replacement.
     """
-    # Nothing else asks for it once the backend runs.
+    # JAX reads it for nothing else once the backend runs.
     with contextlib.suppress(AttributeError):
         jax_compat.joined_processes().process_id = 0
 

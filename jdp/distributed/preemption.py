@@ -1,4 +1,4 @@
-"""SIGTERM, which says that this machine is wanted back: all processes stop after the same step."""
+"""SIGTERM, which announces that the machine is taken away: all processes stop after one step."""
 
 import functools
 import logging
@@ -16,9 +16,9 @@ _log = logging.getLogger("jdp")
 class Preemption:
     """Listens for SIGTERM until `stop_listening`.
 
-    Several processes: JAX listens in each of them (it looks once a second), and they agree on a
-    step that none has begun; asking costs less than a microsecond. One process: a signal handler,
-    which only the main thread can have; in another thread SIGTERM ends the process as ever.
+    With several processes, JAX listens in each of them (it looks once a second), and they agree on
+    a step that none has begun; asking takes less than a microsecond. With one, a signal handler
+    does, which only the main thread can install; in another thread SIGTERM ends the process.
     """
 
     def __init__(self) -> None:
@@ -31,15 +31,11 @@ class Preemption:
             self._agrees = False
         let_children_end()
         if not self._agrees and threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._note)
+            self._before = signal.signal(signal.SIGTERM, self._record)
             self._is_mine = True
 
     def reached(self, step: int) -> bool:
-        """Whether to stop after this step; all processes ask after each step, and get one answer.
-
-        Args:
-          step: number of it, the same on all processes, one more each time.
-        """
+        """Whether to stop after this step, the same on all processes, which ask after each step."""
         return (
             multihost_utils.reached_preemption_sync_point(step)
             if self._agrees
@@ -53,22 +49,22 @@ class Preemption:
             # None: a handler that Python did not install, and cannot install again.
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
 
-    def _note(self, *_: object) -> None:
+    def _record(self, *_: object) -> None:
         self._got_sigterm = True
 
 
 @functools.cache
 def let_children_end() -> None:
-    """Have SIGTERM end what this process forks off from now on, such as a data loader's processes.
+    """Let SIGTERM end the children that this process forks from now on, such as data loaders.
 
-    They inherit a handler, JAX's since the processes are connected or that of `Preemption`, which
-    would keep the signal from ending them. An author's own handler is theirs, too.
+    They inherit a handler by which they would survive it: JAX's, once the processes are connected,
+    or that of `Preemption`. A handler of the author stays in place.
     """
-    os.register_at_fork(after_in_child=_hand_back)
+    os.register_at_fork(after_in_child=_restore_handler)
 
 
-# JAX's handler is not of Python, which knows what stood there before.
-def _hand_back() -> None:
+# JAX's handler is not Python's, which therefore still knows the one before.
+def _restore_handler() -> None:
     handler = signal.getsignal(signal.SIGTERM)
     owner = getattr(handler, "__self__", None)
     if isinstance(owner, Preemption):

@@ -47,7 +47,7 @@ class Program:
         self._first_runs = self.arguments = None
         if mesh.is_multi_process and not is_part:
             self._first_runs = startup.FirstRuns(mesh, spec.name)
-            self.arguments = arguments.Arguments(mesh, spec.axis_name, spec.argument)
+            self.arguments = arguments.Arguments(mesh, spec)
         self._rank_program = RankProgram(
             spec,
             mesh,

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp import pytrees
-from jdp.distributed import mesh
+from jdp.distributed import placement
 from jdp.step_spec import StepSpec
 
 
@@ -21,7 +21,7 @@ def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
       where: the mesh.
       spec: the step that it is for.
     """
-    state = mesh.placed(state, spec.axis_name, where)
+    state = placement.placed(state, spec.axis_name, where)
     if not spec.donate:
         return state
     leaves, treedef = jax.tree.flatten(state)
@@ -81,7 +81,7 @@ def place_rest(name: str, arg: Any, where: Mesh) -> Any:
             return leaf
         if len(leaf.sharding.device_set) == 1 and leaf.committed and where.size > 1:
             if where.is_multi_process:  # where device_put would have all processes compare it
-                return mesh.replicate([leaf], where)[0]
+                return placement.copy_to(leaf, NamedSharding(where, PartitionSpec()))
             return jax.device_put(leaf, NamedSharding(where, PartitionSpec()))
         return leaf
 

@@ -15,7 +15,7 @@ from jdp import axis, jax_compat, pytrees, rank_state
 from jdp.analysis.traced import TraceFindings
 from jdp.collectives import call_order
 from jdp.distributed.checks import checksums
-from jdp.distributed.in_flight import RankReports
+from jdp.distributed.step_call import RankReports
 from jdp.reduction import reported, step_context
 from jdp.reduction.overlap import wait_order
 from jdp.reduction.step_context import Choices

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from jdp import axis, pytrees
 from jdp.analysis.marks import SOURCE, mark
-from jdp.distributed import mesh
+from jdp.distributed import placement
 from jdp.distributed.checks import state as state_check
 from jdp.reduction import optimizer
 from jdp.reduction.optimizer import Replicated
@@ -93,7 +93,7 @@ class TrainState:
         given = {"params": params, "model_state": model_state, **numbers}
         if broadcast:
             given = state_check.agreed(given, broadcast=True)
-        given = mesh.placed(given, tx.axis_name, copy=True)
+        given = placement.placed(given, tx.axis_name, copy=True)
         params = given["params"]
         flags = parameters.trainable_flags(params, trainable)
         state = cls(
@@ -105,7 +105,7 @@ class TrainState:
             tx=tx,
             trainable=flags,
         )
-        return mesh.placed(state, tx.axis_name)
+        return placement.placed(state, tx.axis_name)
 
     def apply_gradients(self, grads: Any, *, synced: bool = False, **extra: Any) -> "TrainState":
         """Reduce the gradients over ranks, let the optimizer step, count the step.
@@ -137,6 +137,11 @@ class TrainState:
         params = _merge(params, self.params, self.trainable)
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state)
 
+    def __repr__(self) -> str:
+        step = "donated" if pytrees.is_deleted(self.step) else self.step
+        trees = [f"{name}={_sizes(getattr(self, name))}" for name in _TREES]
+        return f"TrainState(step={step}, {', '.join(trees)})"
+
     def replace(self, **changes: Any) -> "TrainState":
         """Return a state with some fields changed: EMA, clipped weights, new batch statistics."""
         return dataclasses.replace(self, **changes)
@@ -157,6 +162,15 @@ class TrainState:
 
     def _step_key(self) -> jax.Array:
         return jax.random.fold_in(jax.random.key(self.seed), self.step)
+
+
+# The fields of a state that hold many arrays.
+_TREES = ("params", "opt_state", "model_state")
+
+
+def _sizes(tree: Any) -> str:
+    leaves = jax.tree.leaves(tree)
+    return f"<{len(leaves)} leaves, {sum(map(np.size, leaves)):,} numbers>"
 
 
 def _new_opt_state(tx: Replicated, params: Any) -> Any:

@@ -14,6 +14,7 @@ from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.data.sharding import place_batch
 from jdp.distributed import failed_run, in_flight, mesh
 from jdp.distributed.checks import arguments, known_leaves
+from jdp.distributed.step_call import StepCall
 from jdp.reduction import reported, row_weight
 from jdp.step_spec import StepSpec
 from jdp.training import placing
@@ -67,7 +68,7 @@ class Step:
             if program.arguments is not None:
                 given = program.arguments.of(args, self._unknown(args[0], is_returned))
             call = self._call(program, given)
-            in_flight.begins(call)
+            in_flight.begin_call(call)
             SHIELD.donates(args[0])
             try:
                 returned = program(*args, is_returned=is_returned, given=given)
@@ -79,7 +80,7 @@ class Step:
                     raise
                 raise in_flight.failed(call, pytrees.any_deleted(args[0]), error) from error
             finally:
-                in_flight.ends()
+                in_flight.end_call()
             self._returned[:] = map(weakref.ref, jax.tree.leaves(state))
             in_flight.add(call._replace(reports=reports, weight=weight))
             if progress.own.is_first_step and self.spec.returns_state:
@@ -158,8 +159,8 @@ class Step:
             spec = dataclasses.replace(spec, keywords=keywords)
         return spec, (*bound.args, *(bound.kwargs[name] for name in names))
 
-    def _call(self, program: Program, given: arguments.Given | None) -> in_flight.StepCall:
-        return in_flight.StepCall(
+    def _call(self, program: Program, given: arguments.Given | None) -> StepCall:
+        return StepCall(
             spec=self.spec,
             number=self._num_calls,
             arguments=program.arguments,

@@ -76,7 +76,7 @@ def test_ten_thousand_leaves_fill_whole_buckets():
 
 @pytest.mark.parametrize("bucket_bytes", [0, -1])
 def test_a_bucket_must_have_room(bucket_bytes):
-    with pytest.raises(ValueError, match=f"bucket_bytes must be positive, got {bucket_bytes}"):
+    with pytest.raises(ValueError, match=f"bucket_bytes.* {bucket_bytes}"):
         plan([leaf(1)], bucket_bytes)
 
 

@@ -286,7 +286,7 @@ def test_a_ring_in_a_typed_shard_map_is_refused_with_its_reason(make_mesh):
         in_specs=P("data"),
         out_specs=P(),
     )
-    with pytest.raises(ValueError, match=r"ppermute.*check_vma=False.*all_reduce=jdp"):
+    with pytest.raises(ValueError, match=r"check_vma=False.*all_reduce=jdp"):
         jax.eval_shape(mapped, np.zeros(2, np.float32))
 
 

@@ -1,4 +1,4 @@
-"""How GPUs find each other, with a library that only takes notes: nothing here runs on one."""
+"""How GPUs connect, with a library that only records its calls: nothing here runs on one."""
 
 import ctypes
 import json
@@ -165,9 +165,8 @@ def test_a_communicator_is_opened_and_described_once(notes, caplog):
             mesh, ("data",)
         )
     assert len(notes.named("open")) == 2
-    assert caplog.messages == [
-        "gradients of GPUs are summed by jdp's own code: ranks over NVLink; 3 MiB of each GPU."
-    ]
+    [line] = caplog.messages
+    assert "ranks over NVLink" in line and "3 MiB" in line
 
 
 @pytest.mark.parametrize("ordinal", [None, 2])
@@ -187,14 +186,13 @@ def test_a_stage_that_fails_is_the_reason_and_the_last(stage, ordinal, notes, mo
 
 
 @pytest.mark.parametrize("num_kept", [0, 3])
-def test_memory_that_others_may_still_write_is_kept_and_said_once(num_kept, notes, caplog):
+def test_memory_that_others_may_still_write_is_kept_and_logged_once(num_kept, notes, caplog):
     notes.failing = "probe_read"
     call = notes.jdp_cuda_close
     notes.jdp_cuda_close = lambda key, ordinal: call(key, ordinal) + (ordinal < num_kept)
     assert gpu_communicator.communicator(mesh_of((3,), ("data",)), ("data",)).why_not
     assert [ordinal for _, _, ordinal in notes.named("close")] == [0, 1, 2]
-    said = [f"memory of {num_kept} GPUs stays taken" in line for line in caplog.messages]
-    assert said == [True] * bool(num_kept)
+    assert [f"{num_kept} GPUs" in line for line in caplog.messages] == [True] * bool(num_kept)
 
 
 def test_numbers_that_come_out_wrong_are_the_reason(notes, monkeypatch):
@@ -204,7 +202,7 @@ def test_numbers_that_come_out_wrong_are_the_reason(notes, monkeypatch):
     assert len(notes.named("close")) == 2
 
 
-def test_what_is_only_described_is_compiled_for_and_not_opened(notes):
+def test_a_mesh_that_is_only_described_is_compiled_for_and_not_opened(notes):
     mesh = mesh_of((2,), ("data",))
     for device in mesh.devices.flat:
         device.local_hardware_id = None
@@ -242,7 +240,7 @@ def test_the_arena_grows_when_no_step_is_in_flight(notes, make_mesh):
     made.reserve({0: 2**40})
 
 
-def test_no_memory_for_the_arena_is_said(notes, make_mesh):
+def test_no_memory_for_the_arena_is_an_error(notes, make_mesh):
     made = gpu_communicator.communicator(make_mesh(2), ("data",))
     notes.failing = "reserve"
     with pytest.raises(gpu_communicator.UnavailableError, match=r"^jdp: reserve went wrong\.$"):
@@ -290,14 +288,12 @@ def test_a_wrong_sum_is_found_with_its_numbers(wrong, by, make_mesh, monkeypatch
         return [[small], [jnp.where(here & (jnp.arange(300) < 2), large + wrong, large)]]
 
     why = compare(monkeypatch, make_mesh(2), reduce)
-    assert re.fullmatch(
-        rf"2 of 300 sums of float32 on .*1.* are not those of lax.psum, by up to {by}", why
-    )
+    assert re.fullmatch(rf"2 of 300 .*float32 .*1.* lax.psum.* {by}", why)
 
 
 def test_a_wrong_product_beside_the_sums_is_found(make_mesh, monkeypatch):
     why = compare(monkeypatch, make_mesh(2), lambda buckets: buckets, wrong_product=1)
-    assert why.startswith("262144 of 262144 elements of a matmul beside them on ")
+    assert why.startswith("262144 of 262144 ") and "matmul" in why
 
 
 def test_a_matmul_stands_between_all_starts_and_all_dones(make_mesh, monkeypatch):
@@ -312,7 +308,7 @@ def test_a_reduction_that_fails_is_a_reason(make_mesh, monkeypatch):
         raise RuntimeError("jdp: bucket 0: communicator 5 was not made")
 
     why = compare(monkeypatch, make_mesh(2), reduce)
-    assert why.startswith("the first reduction failed (jdp: bucket 0")
+    assert "(jdp: bucket 0: communicator 5 was not made)" in why
 
 
 # A step on CPU devices that are taken for GPUs: traced, lowered, and never run.
@@ -373,28 +369,28 @@ def test_the_first_use_is_tried_while_a_step_is_traced(as_gpus, make_mesh, monke
     assert found == [""]
 
 
-def test_native_says_why_it_cannot(as_gpus, make_mesh):
+def test_native_raises_the_reason_why_it_cannot_run(as_gpus, make_mesh):
     as_gpus.failing = "probe_read"
-    with pytest.raises(ValueError, match=r"cannot run here: jdp: probe_read went wrong\. Write"):
+    with pytest.raises(ValueError, match=r"jdp: probe_read went wrong\. Write"):
         lowered(make_mesh(2))
 
 
-def test_native_says_when_there_is_no_room(as_gpus, make_mesh, monkeypatch):
+def test_native_raises_when_there_is_no_room(as_gpus, make_mesh, monkeypatch):
     monkeypatch.setattr(self_test, "TRIED", ())
     as_gpus.failing = "reserve"
-    with pytest.raises(ValueError, match="cannot run here: jdp: reserve went wrong"):
+    with pytest.raises(ValueError, match="jdp: reserve went wrong"):
         lowered(make_mesh(2))
 
 
 def test_without_a_mesh_native_asks_for_it(as_gpus, make_mesh):
     fn = lambda x: native([[x]], "data")  # noqa: E731
     mapped = jax.shard_map(fn, mesh=make_mesh(2), in_specs=P("data"), out_specs=P("data"))
-    with pytest.raises(ValueError, match=r"hand over sync_gradients\(\.\.\., mesh=mesh\)"):
+    with pytest.raises(ValueError, match=r"sync_gradients\(\.\.\., mesh=mesh\)"):
         mapped(jnp.ones(2))
 
 
 def test_auto_leaves_gpus_to_xla(as_gpus, make_mesh):
-    assert "not been measured" in native_module.why_not(("data",), make_mesh(2))
+    assert "collectives.native" in native_module.why_not(("data",), make_mesh(2))
     assert as_gpus.calls == []
 
 
@@ -444,7 +440,7 @@ def test_what_fails_in_one_process_is_the_reason_in_all(processes, stage):
 # What acts on all communicators of a process
 
 
-def test_check_raises_what_the_library_says(notes):
+def test_check_raises_the_error_of_the_library(notes):
     gpu_communicator.communicator(mesh_of((2,), ("data",)), ("data",))
     cpu_runtime.check()
     notes.failing, notes.ordinal = "check", 1

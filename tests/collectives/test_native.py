@@ -226,7 +226,7 @@ def test_auto_takes_it_and_says_so_once(caplog, monkeypatch):
 
 
 def refused(mesh, fn, x, **kwargs):
-    with pytest.raises(ValueError, match="collectives.native cannot run here") as caught:
+    with pytest.raises(ValueError, match="collectives.native") as caught:
         jax.jit(jax.shard_map(fn, mesh=mesh, check_vma=False, **kwargs))(x)
     return str(caught.value)
 
@@ -234,11 +234,11 @@ def refused(mesh, fn, x, **kwargs):
 def test_an_axis_left_to_the_compiler_is_a_reason():
     mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
     where = dict(in_specs=P("data"), out_specs=P(), axis_names={"data"})
-    assert "'model' is left to the compiler" in refused(mesh, total, rows(2, 3), **where)
+    assert "'model'" in refused(mesh, total, rows(2, 3), **where)
 
 
 def test_a_vmap_is_a_reason():
-    with pytest.raises(ValueError, match="that of a vmap"):
+    with pytest.raises(ValueError, match="vmap"):
         jax.vmap(total, axis_name="data")(rows(2, 3))
 
 
@@ -288,7 +288,7 @@ def test_two_calls_of_one_jitted_update_are_left_to_xla(caplog, monkeypatch):
     with caplog.at_level(logging.INFO, "jdp"):
         params, lowered = run(3)
     assert cpu_runtime.TARGET not in lowered and "all_reduce" in lowered
-    assert "is called twice in one program" in caplog.text
+    assert "collectives.xla" in caplog.text
     assert_close(params, run(1)[0])
 
 
@@ -338,7 +338,7 @@ def test_native_is_refused_in_a_step_where_nothing_orders_its_calls():
         grads = jax.grad(loss_fn)(s.params, batch)
         return update(update(s, grads), grads), {}
 
-    with pytest.raises(ValueError, match=r"called twice in one program.*collectives\.auto"):
+    with pytest.raises(ValueError, match=r"twice.*collectives\.auto"):
         step(state(sgd(all_reduce=native)), batch())
 
 

@@ -217,7 +217,7 @@ def create(differs):
 
 
 def test_other_initial_values_are_an_error_that_names_the_leaf(processes):
-    with pytest.raises(ProcessError, match=r"\['params'\]\['v'\].*other values on process 1 than"):
+    with pytest.raises(ProcessError, match=r"\['params'\]\['v'\].*process 1 .*JDP203"):
         processes(2).run(create, "differs")
 
 
@@ -303,7 +303,7 @@ def unequal_rows():
 
 
 def test_other_rows_on_one_process_are_an_error_and_not_a_hang(processes):
-    with pytest.raises(ProcessError, match="rows per rank"):
+    with pytest.raises(ProcessError, match="JDP209"):
         processes(2).run(unequal_rows)
 
 

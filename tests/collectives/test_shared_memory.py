@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_reduces_within_and_across_processes(
         assert [found[rank] for rank in range(4)] == groups
 
 
-# One step: the reduction of the default, what was said about it, and the parameters.
+# One step: the parameters, and the log lines about the default reduction.
 
 
 def global_batch(i=0):
@@ -117,7 +118,7 @@ def step_with_auto():
 
 
 @pytest.mark.processes
-def test_on_two_hosts_auto_takes_xla_and_says_why_once():
+def test_on_two_hosts_auto_takes_xla_and_logs_the_reason_once():
     if reason := why_no_namespaces():
         pytest.skip(reason)
     with two_hosts() as within:
@@ -130,7 +131,7 @@ def test_on_two_hosts_auto_takes_xla_and_says_why_once():
     want, _ = jdp.train_step(training.plain_step)(state(), batch())
     for params, told in answers:
         assert_close(params, training.fetched(want.params))
-        assert len(told) == 1 and "is on another host than process" in told[0]
+        assert len(told) == 1 and re.search("process . .*host.* process .", told[0])
 
 
 @needs_library
@@ -196,7 +197,7 @@ def test_a_rank_that_is_missing_ends_the_wait_by_name(what, timeout_s, donate, t
     assert not list(Path("/dev/shm").glob("*jdp*"))
 
 
-# What only one process lacks all must know of, or the others would wait for it.
+# All must learn what one process lacks, or they would wait for it.
 
 
 def auto_where_process_1_has(what):
@@ -247,7 +248,7 @@ def test_an_error_while_memory_is_opened_ends_the_wait_of_all_and_it_can_be_open
         open_memory_that_cannot_be_looked_for
     )
     assert failed == "FileNotFoundError: no /proc/self/ns here" and then is None
-    assert waiting.startswith("OtherFailedError: process 1 failed while it opened memory")
+    assert waiting.startswith("OtherFailedError: process 1 ") and "JDP208" in waiting
     assert failed in waiting and took_s < 10
 
 
@@ -273,5 +274,5 @@ def train_where_process_1_fails_after_memory_was_opened():
 def test_a_trace_that_fails_after_memory_was_opened_ends_the_wait_of_all(processes):
     waiting, failed = processes(2).run(train_where_process_1_fails_after_memory_was_opened)
     assert failed == "KeyError: 'a name that only process 1 lacks'"
-    assert waiting.startswith("OtherFailedError: process 1 failed while it traced `step`")
+    assert waiting.startswith("OtherFailedError: process 1 ") and "`step`" in waiting
     assert failed in waiting

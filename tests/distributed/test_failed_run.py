@@ -47,7 +47,7 @@ def test_the_reason_has_no_status_stack_or_full_stop(text, expected):
 )
 def test_what_cpus_cannot_run_is_named_as_it_is_written(opcode, name):
     reason = failed_run.reason(RuntimeError(no_cpu(opcode)))
-    assert reason.startswith(f"XLA cannot run {name} on CPUs") and "Thunk" not in reason
+    assert name in reason and "Thunk" not in reason
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -69,6 +69,6 @@ def test_a_collective_that_cpus_cannot_run_is_named_before_anything_is_donated(n
     with pytest.raises(RuntimeError) as raised:
         jax.block_until_ready(step(state, jnp.ones(num_ranks * num_ranks)))
     text = str(raised.value)
-    assert text.startswith("call 1 of `step` failed: XLA cannot run jax.lax.ragged_all_to_all on")
-    assert "write jax.lax.all_to_all. The input state was not donated and is intact." in text
+    assert text.startswith("call 1 of `step` ") and "jax.lax.ragged_all_to_all" in text
+    assert "write jax.lax.all_to_all" in text and "JDP214" in text and "donated" in text
     assert float(state) == 3

@@ -30,11 +30,9 @@ def test_names_the_rank_and_the_leaf_of_a_flipped_bit(make_mesh, num_ranks):
     good = {"step": on_mesh(mesh, np.int32(3)), "w": on_mesh(mesh, w)}
     assert jdp.check_replicas(good) == jdp.check_replicas(jax.tree.map(jnp.copy, good))
     bad = good | {"w": planted(mesh, w, flipped(w), {num_ranks - 1})}
-    told = (
-        rf"`\['w'\]` float32\[5, 7\] holds other bits on rank {num_ranks - 1} \(.*\) than on rank 0"
-        rf" \(.*\): 1 of 2 leaves differ, on rank\(s\) \[{num_ranks - 1}\]"
-    )
-    with pytest.raises(RuntimeError, match=told):
+    odd = num_ranks - 1
+    text = rf"`\['w'\]` float32\[5, 7\] .*rank {odd} .*rank 0 .* 1 of 2 .*\[{odd}\].*JDP213"
+    with pytest.raises(RuntimeError, match=text):
         jdp.check_replicas(bad)
 
 
@@ -62,7 +60,7 @@ def test_a_flip_of_any_bit_shows(make_mesh, dtype):
     x = values(jnp.dtype(dtype))
     num_bits = 1 if dtype == "bool" else 8 * x.dtype.itemsize
     for bit in range(num_bits):
-        with pytest.raises(RuntimeError, match="1 of 1 leaves"):
+        with pytest.raises(RuntimeError, match="JDP213"):
             jdp.check_replicas(planted(mesh, x, flipped(x, bit), {1}))
     assert jdp.check_replicas(planted(mesh, x, flipped(flipped(x)), {1}))
 
@@ -73,7 +71,7 @@ def test_64_bits_show(make_mesh):
         for dtype in (np.float64, np.int64):
             x = values(dtype)
             for bit in (0, 31, 32, 63):
-                with pytest.raises(RuntimeError, match="1 of 1 leaves"):
+                with pytest.raises(RuntimeError, match="JDP213"):
                     jdp.check_replicas(planted(mesh, x, flipped(x, bit), {1}))
 
 
@@ -82,7 +80,7 @@ def test_the_payload_of_a_nan_and_the_sign_of_zero_show(make_mesh):
     nans = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)
     for one, other in (nans, np.array([0.0, -0.0], np.float32)):
         x, y = np.full(3, one), np.full(3, other)
-        with pytest.raises(RuntimeError, match="1 of 1 leaves"):
+        with pytest.raises(RuntimeError, match="JDP213"):
             jdp.check_replicas(planted(mesh, x, y, {1}))
         assert jdp.check_replicas(on_mesh(mesh, x)) != jdp.check_replicas(on_mesh(mesh, y))
 
@@ -94,7 +92,7 @@ def test_values_that_change_places_show(make_mesh, dtype):
     crossed = x.copy()
     crossed[[0, 1], [1, 0]] = x[[1, 0], [0, 1]]
     for y in (x[::-1], x[:, ::-1], crossed):
-        with pytest.raises(RuntimeError, match="1 of 1 leaves"):
+        with pytest.raises(RuntimeError, match="JDP213"):
             jdp.check_replicas(planted(mesh, x, y, {1}))
 
 
@@ -102,7 +100,7 @@ def test_keys_show(make_mesh):
     mesh = jdp.init(make_mesh(2))
     x = np.array([3, 4], np.uint32)
     key = jax.random.wrap_key_data(planted(mesh, x, flipped(x), {1}))
-    with pytest.raises(RuntimeError, match=r"key<fry>\[\] .*1 of 1 leaves"):
+    with pytest.raises(RuntimeError, match=r"key<fry>\[\] .*JDP213"):
         jdp.check_replicas(key)
 
 
@@ -146,7 +144,7 @@ def test_parts_are_compared_with_the_same_parts_of_other_ranks():
         for i, device in enumerate(mesh.devices.flat)
     ]
     bad = jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
-    with pytest.raises(RuntimeError, match=r"on rank 2 \(.*\) than on rank 0 .*rank\(s\) \[2\]"):
+    with pytest.raises(RuntimeError, match=r"rank 2 .* rank 0 .* \[2\]"):
         jdp.check_replicas(bad)
 
 
@@ -174,9 +172,9 @@ def test_what_cannot_be_checked_is_refused(make_mesh):
     mesh = jdp.init(make_mesh(2))
     with pytest.raises(ValueError, match="every=0"):
         jdp.check_replicas({}, every=0)
-    with pytest.raises(ValueError, match="split over"):
+    with pytest.raises(ValueError, match="`.*` .*'data'"):
         jdp.check_replicas(on_mesh(mesh, np.ones(4), "data"))
-    with pytest.raises(TypeError, match="between steps"):
+    with pytest.raises(TypeError, match="check_replicas"):
         jax.jit(jdp.check_replicas)(np.ones(4))
 
 
@@ -185,7 +183,7 @@ def drift_on_one_process(ranks):
     x = np.linspace(0, 1, 10, dtype=np.float32)
     whole = {"w": planted(mesh, x, x, ())}
     good = jdp.check_replicas(whole)
-    for _ in range(3):  # more often than what was told is kept
+    for _ in range(3):  # more often than the store keeps values
         assert jdp.check_replicas(whole) == good
     try:
         jdp.check_replicas({"w": planted(mesh, x, flipped(x), ranks)})
@@ -195,12 +193,11 @@ def drift_on_one_process(ranks):
 
 
 @pytest.mark.parametrize("ranks", [{3}, {2, 3}])
-def test_all_processes_are_told_which_rank_of_which_process(make_mesh, processes, ranks):
+def test_all_processes_name_the_rank_and_its_process(make_mesh, processes, ranks):
     (good, first), (other, second) = processes(2).run(drift_on_one_process, ranks)
     jdp.init(make_mesh(1))
     assert good == other == jdp.check_replicas({"w": np.linspace(0, 1, 10, dtype=np.float32)})
     assert first == second
-    assert f"`['w']` float32[10] holds other bits on rank {min(ranks)} (process 1, " in first
-    assert "JDP213" in first
-    assert "than on rank 0 (process 0, " in first
-    assert f": 1 of 1 leaves differ, on rank(s) {[*ranks]}" in first
+    assert "`['w']` float32[10]" in first and f"rank {min(ranks)} (process 1, " in first
+    assert "rank 0 (process 0, " in first
+    assert "1 of 1" in first and str([*ranks]) in first and "JDP213" in first

@@ -1,6 +1,7 @@
 """Processes that are about to run something else than the others do not begin."""
 
 import os
+import re
 import time
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ def test_the_process_that_differs_from_most_is_named_with_what_differs(name):
     facts = {process: dict(FACTS) for process in range(3)}
     startup.require_equal_facts(facts)
     facts[1][name] = "else"
-    with pytest.raises(ValueError, match=f"process 1 .* {name} .*process 0: else, and.*JDP201"):
+    with pytest.raises(ValueError, match=f"process 1 .* {name} .*process 0.* else.*JDP201"):
         startup.require_equal_facts(facts)
 
 
@@ -32,7 +33,7 @@ def test_a_process_without_native_library_may_start():
     startup.require_equal_facts({0: FACTS, 1: FACTS | {"native library": None}})
 
 
-# In processes: what `function` raises, since a test here sees only one text for all of them.
+# The error of `function` in a process, since a test sees only one error of all of them.
 
 
 def refusal(function, *args):
@@ -62,22 +63,22 @@ def start_otherwise(what):
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "text"),
     [
-        ("mesh", "process 1 has another mesh than process 0: {'data': 4} over the devices ["),
-        ("flags", "process 1 has another XLA_FLAGS than process 0: '--xla_other', and '' there"),
+        ("mesh", r"process 1 .* mesh .*process 0.*\{'data': 4\}.*JDP201"),
+        ("flags", r"process 1 .* XLA_FLAGS .*process 0.*'--xla_other'.* ''.*JDP201"),
     ],
 )
-def test_init_refuses_on_every_process(processes, what, told):
+def test_init_refuses_on_every_process(processes, what, text):
     for error in processes(2).run(start_otherwise, what):
-        assert error.startswith(f"ValueError: {told}")
+        assert re.match(f"ValueError: {text}", error)
 
 
 def test_where_a_process_writes_its_dumps_is_its_own_affair(processes):
     assert processes(2).run(start_otherwise, "dumps") == [None, None]
 
 
-# Steps that are others on process 1: what they make of their loss, and what is said of it.
+# Functions of the loss that differ on process 1.
 
 
 def array():
@@ -110,10 +111,10 @@ def longer():
 
 
 DIFFERING = {
-    array: "float32[3, 100], holds 118.0 at [1, 17] on process 1 and 117.0 on process 0",
-    shape: "an array that it captures is float32[4] on process 1 and float32[3] on process 0",
-    key: "captures, uint32[2], holds 1 at [1] on process 1 and 0 on process 0",
-    number: "dense<2.500000e+00> : tensor<f32>  (test_startup.py:",
+    array: r"float32\[3, 100\].* 118\.0 .*\[1, 17\].*process 1 .* 117\.0 .*process 0",
+    shape: r"float32\[4\].*process 1 .*float32\[3\].*process 0",
+    key: r"uint32\[2\].* 1 at \[1\].*process 1 .* 0 .*process 0",
+    number: r"dense<2\.500000e\+00> : tensor<f32>  \(test_startup\.py:",
     length: "tensor<4xf32>",
     longer: "stablehlo.sine",
 }
@@ -137,10 +138,8 @@ def run_differing(differing):
 @pytest.mark.parametrize("differing", DIFFERING, ids=lambda function: function.__name__)
 def test_another_program_is_refused_on_every_process(processes, differing):
     for error, deleted in processes(2).run(run_differing, differing):
-        assert error.startswith(
-            "ValueError: process 1 is about to run another program than process 0:"
-        )
-        assert DIFFERING[differing] in error
+        assert error.startswith("ValueError: process 1 ") and "JDP205" in error
+        assert re.search(DIFFERING[differing], error)
         assert not any(deleted)
 
 
@@ -172,9 +171,9 @@ def run_refused():
     return refusal(step, s, next(iter(jdp.batches(training.batch(), 8, num_steps=1))))
 
 
-def test_what_one_process_is_refused_for_is_told_to_the_others(processes):
+def test_the_refusal_of_one_process_is_an_error_on_the_others(processes):
     waiting, refused = processes(2).run(run_refused)
-    assert refused.startswith("ValueError: `step` is not the same training on every rank")
+    assert refused.startswith("ValueError: `step` ") and "JDP1" in refused
     assert waiting.startswith("OtherFailedError: process 1 ") and "`step`" in waiting
     assert refused in waiting and waiting.endswith("(jdp explain-error JDP208)")
 
@@ -425,8 +424,8 @@ def compare_schedules(mine, other):
 def test_another_schedule_is_refused_on_every_process(processes):
     other = swapped(SCHEDULE, "all-reduce-done(", "custom-call(")
     for error in processes(2).run(compare_schedules, SCHEDULE, other):
-        assert "on process 1 than on process 0" in error and "JDP206" in error
-        assert "jdp_ring_start" in error.split("on process 1, and")[0]
+        assert "process 1" in error and "process 0" in error and "JDP206" in error
+        assert error.index("jdp_ring_start") < error.index("all-reduce-done")
     assert processes(2).run(compare_schedules, SCHEDULE, SCHEDULE) == [None, None]
 
 
@@ -441,7 +440,7 @@ def wait_for_one_that_saves():
         jdp.init()
 
 
-def test_who_may_take_long_is_waited_for(processes):
+def test_a_process_that_saves_is_waited_for(processes):
     assert processes(2).run(wait_for_one_that_saves) == [{0: 0, 1: 1}] * 2
 
 

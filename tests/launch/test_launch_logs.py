@@ -70,6 +70,22 @@ def test_lines_have_their_rank_in_front_and_go_where_they_were_written_to():
     assert sorted(err.splitlines()) == ["[process 2] error0", "[process 3] error1"]
 
 
+GLOO = "[Gloo] Rank 0 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3"
+
+
+def test_lines_of_gloo_are_in_the_files_alone_and_take_nothing_of_the_script_with_them(tmp_path):
+    run = Run("--log-dir", str(tmp_path))
+    writer, output = run.add()
+    output.assign(0, 0, 0)
+    output.last_lines()
+    writer.write(f"{GLOO}\nmine\n{GLOO}[0, 2]\n")
+    assert output.last_lines() == ["mine", f"{GLOO}[0, 2]"]
+    out, _ = run.end()
+    assert out.splitlines() == ["[process 0] mine", f"[process 0] {GLOO}[0, 2]"]
+    [file] = tmp_path.rglob("process_0.log")
+    assert file.read_text().splitlines() == [GLOO, "mine", f"{GLOO}[0, 2]"]
+
+
 def test_lines_of_several_processes_stay_whole():
     run = Run("--local-ranks-filter", "all")
     (a, out_a), (b, out_b) = run.add(0), run.add(1)

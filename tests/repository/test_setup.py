@@ -95,3 +95,13 @@ def test_without_nvcc_that_is_the_reason(setup_py, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(setup_py.BuildError, match="nvcc was not found"):
         setup_py.build_cuda(tmp_path / "lib" / "libjdp_cuda.so")
+
+
+@pytest.mark.parametrize("num_lines", [0, 40, 41, 10_000])
+def test_the_messages_of_a_compiler_that_fails_are_bounded(setup_py, num_lines):
+    program = f"import sys; [print(f'message {{i}}') for i in range({num_lines})]; sys.exit(3)"
+    with pytest.raises(setup_py.BuildError, match="failed with 3") as raised:
+        setup_py.run([sys.executable, "-c", program])
+    lines = raised.value.messages.splitlines()
+    assert lines[:40] == [f"message {i}" for i in range(min(num_lines, 40))]
+    assert [str(num_lines - 40) in line for line in lines[40:]] == [True] * (num_lines > 40)

@@ -325,3 +325,13 @@ def test_gradients_that_are_another_tree_than_params_are_named(wrong, message, t
 def test_a_model_in_place_of_its_params_is_told_what_to_write():
     with pytest.raises(TypeError, match=r'a function.*model\.init\(key, x\)\["params"\]'):
         jdp.TrainState.create(loss_fn, sgd())
+
+
+def test_the_repr_of_a_state_is_one_short_line_also_when_it_was_donated():
+    ranks(2)
+    p = {"w": np.ones((200, 300), np.float32), "b": np.ones(5, np.float32)}
+    s = jdp.TrainState.create(p, sgd())
+    assert "step=0" in repr(s) and "2 leaves, 60,005 numbers" in repr(s)
+    assert len(repr(s)) < 200 and "\n" not in repr(s)
+    jax.tree.map(lambda x: x.delete(), s)
+    assert "2 leaves, 60,005 numbers" in repr(s)

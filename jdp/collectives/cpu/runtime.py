@@ -1,4 +1,4 @@
-"""The native CPU library, and the waits of both libraries: loaded not before they are used."""
+"""The native CPU library, loaded when it is first used, and the deadlines of both libraries."""
 
 import ctypes
 import os
@@ -29,15 +29,13 @@ _SIGNATURES = {
     ),
 }
 
-
-_told_s: deque[float] = deque(maxlen=1)  # the deadline that the author set, if any
+_timeout_of_author_s: deque[float] = deque(maxlen=1)  # empty until `set_timeout_s`
 
 
 def why_missing() -> str | None:
     """Return in a sentence why there is no native library, or None if there is one.
 
-    The library is loaded and its XLA handler is registered by the first call; no backend is
-    started.
+    The first call loads it and registers its XLA handler; no backend is started.
 
     >>> why_missing() is None or why_missing().endswith(".")
     True
@@ -60,18 +58,14 @@ def set_timeout_s(timeout_s: float) -> None:
             f"timeout_s={timeout_s} would end every wait for another rank before it begins. "
             "Write the seconds after which a silent rank counts as missing, such as 30."
         )
-    _told_s.append(timeout_s)
+    _timeout_of_author_s.append(timeout_s)
     _functions().jdp_set_timeout_s(timeout_s)
     gpu_runtime.set_timeout_s(timeout_s)
 
 
 def wait_at_least(seconds: float) -> None:
-    """Raise the deadline of every wait for another rank, unless `set_timeout_s` was called.
-
-    Args:
-      seconds: > 0.
-    """
-    if not _told_s and seconds > timeout_s():
+    """Raise the deadline of every wait for another rank, unless `set_timeout_s` was called."""
+    if not _timeout_of_author_s and seconds > timeout_s():
         _functions().jdp_set_timeout_s(seconds)
         gpu_runtime.set_timeout_s(seconds)
 
@@ -84,11 +78,7 @@ def timeout_s() -> float:
 def abort(reason: str) -> None:
     """End all waits for other ranks, present and future, until `reset`.
 
-    Args:
-      reason: what the errors of the waiting ranks say; those of GPUs say that they were told to.
-
-    Raises:
-      RuntimeError: if there is no native library.
+    The `reason` is the error of the waiting ranks on CPUs.
     """
     _functions().jdp_abort(reason.encode())
     gpu_runtime.abort()
@@ -113,16 +103,15 @@ def reset() -> None:
 
 
 def check() -> None:
-    """Find out whether an all-reduce of GPUs has failed by now; on CPUs its own call fails.
+    """Raise a RuntimeError if an all-reduce of GPUs has failed by now, with the missing rank.
 
-    Raises:
-      RuntimeError: if one has, with the rank that did not come. Gradients since then are NaN.
+    Gradients since then are NaN. On CPUs, the call itself fails.
     """
     gpu_runtime.check()
 
 
 class Segment(NamedTuple):
-    """Where processes of one host find the memory that one of them made; plain numbers to send."""
+    """The memory that one process of a host made for all: numbers by which the others open it."""
 
     pid: int
     file: int
@@ -130,17 +119,13 @@ class Segment(NamedTuple):
 
 
 def create_segment(num_ranks: int) -> Segment:
-    """Make memory that the ranks of several processes of this host reduce through.
+    """Make memory through which `num_ranks` ranks, of several processes of this host, reduce.
 
     It is anonymous, and ends with the last process that uses it. Every process, this one
     included, must `attach` it.
 
-    Args:
-      num_ranks: ranks of the communicator, over all processes, >= 1.
-
     Raises:
-      OSError: if the system gives no such memory.
-      RuntimeError: if there is no native library.
+      OSError: if the system has no such memory.
     """
     functions, nonce = _functions(), ctypes.c_uint64()
     file = functions.jdp_segment_create(num_ranks, ctypes.byref(nonce))
@@ -155,15 +140,14 @@ def attach(
     """Let all-reduces of this process's ranks go through a segment.
 
     Args:
-      communicator: key of the communicator, not 0; the handler's attribute.
-      group: which of the communicator's groups of ranks, each with a segment of its own.
-      num_ranks: as the segment was made for.
+      communicator: key, not 0; the handler's attribute.
+      group: number of a group of ranks of the communicator; each has a segment of its own.
+      num_ranks: as in `create_segment`.
       local_ranks: the ranks of this process, from 0 to num_ranks - 1.
       segment: of any process of this host.
 
     Raises:
-      OSError: if the segment cannot be opened from here, or is another one by now.
-      RuntimeError: if there is no native library.
+      OSError: if the segment cannot be opened from here, or was replaced by another one.
     """
     functions, ranks = _functions(), (ctypes.c_int32 * len(local_ranks))(*local_ranks)
     if functions.jdp_communicator_attach(

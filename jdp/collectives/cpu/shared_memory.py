@@ -17,32 +17,23 @@ from jdp.worker import progress
 
 
 def why_apart(mesh: Mesh | None, axes: tuple[str, ...]) -> str | None:
-    """Return in a sentence why the ranks of `axes` have no memory in common, or None if they have.
+    """Return in a sentence why the ranks along `axes` share no memory, or None if they do.
 
-    The first call for a mesh of several processes of one host attaches that memory: all of them
-    must make it.
-
-    Args:
-      mesh: where the axes lie, None if that is not known.
-      axes: names of the mesh axes that are reduced over.
+    The first call for a mesh of several processes of one host attaches that memory, so all of them
+    must make it. `mesh` is None where it is not known.
     """
     if jax.process_count() == 1:
         return None
     if mesh is None:
         return (
-            f"there are {jax.process_count()} processes, and which of them a shard_map runs on "
-            "cannot be seen from inside: hand over sync_gradients(..., mesh=mesh)."
+            f"there are {jax.process_count()} processes, and code inside a shard_map cannot know "
+            "which of them run it: write sync_gradients(..., mesh=mesh)."
         )
     return _shared(mesh, axes).why_not
 
 
 def communicator(mesh: Mesh | None, axes: tuple[str, ...]) -> int:
-    """Return the key of the shared memory of these ranks; 0 if they are all of this process.
-
-    Args:
-      mesh: where the axes lie, None if that is not known.
-      axes: names of the mesh axes that are reduced over.
-    """
+    """Return the key of the memory that ranks along `axes` share; 0 within one process."""
     if mesh is None or jax.process_count() == 1:
         return 0
     return _shared(mesh, axes).communicator
@@ -69,7 +60,7 @@ NOT_JOINED = "the processes were not joined by jax.distributed.initialize."
 
 def key_of(mesh: Mesh, axes: tuple[str, ...]) -> int:
     """Return the key of the communicator of these ranks, > 0: the same in every process and run."""
-    # It becomes part of the program, which the compilation cache keeps.
+    # It becomes a part of the program, and so of its key in the compilation cache.
     ids = [device.id for device in mesh.devices.flat]
     return 1 + zlib.crc32(repr((ids, mesh.devices.shape, mesh.axis_names, axes)).encode())
 
@@ -83,11 +74,7 @@ def groups(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
 
 
 def why_on_several(peers: tuple[int, ...]) -> str | None:
-    """Return in a sentence which process is on another host, or None.
-
-    Args:
-      peers: all processes that call this.
-    """
+    """Return in a sentence a process that is on another host, or None; all `peers` call this."""
     me, host = jax.process_index(), _host()
     for process, theirs in agree.all_gather(peers, host, what="hosts").items():
         if theirs != host:
@@ -113,13 +100,13 @@ def _attach(key: int, groups: list[list[int]]) -> str | None:
         if theirs:
             return f"process {process} cannot share memory with the others ({theirs})."
     if not math.isinf(progress.own.longest_wait_s):
-        # A process that saves or compiles meanwhile has that long; the watch sees who hangs.
+        # A process may save or compile meanwhile for that long; the watch finds one that hangs.
         cpu_runtime.wait_at_least(progress.own.longest_wait_s)
     return None
 
 
 def _made(num_ranks: int) -> cpu_runtime.Segment | str:
-    """Make memory, or say why there is none: the others must not wait for it."""
+    """Make memory, or return the reason why not: the others must not wait for it."""
     try:
         return cpu_runtime.create_segment(num_ranks)
     except OSError as error:
@@ -127,7 +114,7 @@ def _made(num_ranks: int) -> cpu_runtime.Segment | str:
 
 
 def _why_not_open(key: int, groups: list[list[int]], made: list[list[int] | str]) -> str | None:
-    """Attach what was made for the groups of this process; return why not, or None."""
+    """Attach the segments of the groups of this process; return the reason why not, or None."""
     me = jax.process_index()
     try:
         for number, (group, segment) in enumerate(zip(groups, made, strict=True)):
@@ -141,7 +128,7 @@ def _why_not_open(key: int, groups: list[list[int]], made: list[list[int] | str]
     return None
 
 
-# Processes that see each other in /proc. Another network is another host, also on one machine.
+# Processes on one host see each other in /proc. A network of its own is a host of its own.
 def _host() -> str:
     spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid")]
     return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces])

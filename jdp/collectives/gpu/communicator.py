@@ -1,6 +1,6 @@
-"""GPUs of one host that reduce among themselves: how they find each other, and are tried.
+"""GPUs of one host that reduce among themselves: they connect, and test a first reduction.
 
-Nothing of this has run on GPUs.
+It never ran on GPUs.
 """
 
 import base64
@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,40 +30,24 @@ class UnavailableError(Exception):
 
 @functools.cache
 def communicator(mesh: Mesh, axes: tuple[str, ...]) -> "Communicator":
-    """Return the communicator of these GPUs; the first call opens it, and all processes make it.
+    """Return the communicator of the ranks along `axes` of a mesh of GPUs.
 
-    Where `mesh` is only described, to compile for it, nothing is opened, and what was compiled
-    cannot run.
-
-    Args:
-      mesh: of GPUs.
-      axes: names of the mesh axes that are reduced over.
+    The first call opens it, and all processes make that call. A mesh that is only described, to
+    compile for it, opens nothing, and its programs cannot run.
     """
     made = Communicator(mesh, axes)
     made.open()
     return made
 
 
-class _Local(NamedTuple):
-    """A rank of this process: its place among all, and its device."""
-
-    group: int
-    rank: int
-    device: Any
-
-
 class Communicator:
     """The ranks along some axes of a mesh of GPUs, as this process sees them.
 
-    One key serves all groups of ranks that reduce among themselves: a call finds its rank by the
+    All groups of ranks that reduce among themselves share one key: a call finds its rank by the
     key and its device, which is in one group only.
 
-    Args:
-      mesh: of GPUs.
-      axes: names of the mesh axes that are reduced over.
-
     Attributes:
-      key: of the communicator, in calls.
+      key: the attribute of calls.
       why_not: in a sentence, why it cannot be used; None if it can.
     """
 
@@ -74,20 +58,19 @@ class Communicator:
         self._groups = shared_memory.groups(mesh, axes)
         self._peers = tuple(sorted({device.process_index for device in mesh.devices.flat}))
         me = jax.process_index()
-        self._local = [
-            _Local(group, rank, device)
-            for (group, rank), device in np.ndenumerate(self._groups)
+        # The ranks of this process -> (group, rank). XLA's number of a GPU is CUDA's.
+        self._ends = {
+            End(self.key, device.local_hardware_id): place
+            for place, device in np.ndenumerate(self._groups)
             # A device that is only described has no number.
             if device.process_index == me and device.local_hardware_id is not None
-        ]
-        # XLA's number of a GPU is CUDA's.
-        self._ends = [End(self.key, one.device.local_hardware_id) for one in self._local]
+        }
         self._arena_bytes = 0
         self._bucket_bytes: dict[int, int] = {}  # of the program being traced, by number
 
     def open(self) -> None:
-        """Allocate, connect and try it, or say `why_not`: the same in all processes."""
-        if not self._local:
+        """Allocate, connect and test it, or set `why_not`: the same in all processes."""
+        if not self._ends:
             self.why_not = gpu_runtime.why_missing()
             return
         try:
@@ -95,15 +78,14 @@ class Communicator:
                 cleanup.callback(self._close)
                 self._require_one_host()
                 self._connect()
-                self._try()
+                self._test()
                 cleanup.pop_all()
-                self._tell()
+                self._log()
         except UnavailableError as error:
             self.why_not = str(error)
 
     def _close(self) -> None:
-        # All are closed before anything is said, and none frees what others may still write.
-        num_kept = sum([gpu_runtime.close_end(end) for end in self._ends])
+        num_kept = sum([end.close() for end in self._ends])
         if num_kept:
             _log.warning(
                 f"memory of {num_kept} GPUs stays taken until this process ends: it was opened to "
@@ -111,30 +93,27 @@ class Communicator:
             )
 
     def reserve(self, bucket_bytes: Mapping[int, int]) -> None:
-        """Make room for further buckets of a program; those of number 0 begin one.
+        """Make room for further buckets of a program, given as number -> `room_of` the bucket.
 
-        Before the arena grows, all steps in flight are waited for.
-
-        Args:
-          bucket_bytes: number of a bucket -> `room_of` it.
+        Number 0 begins a program. Before the arena grows, all steps in flight are waited for.
 
         Raises:
-          UnavailableError: if there is not so much memory, in any process.
+          UnavailableError: if a process has not enough memory.
         """
         if 0 in bucket_bytes:
             self._bucket_bytes.clear()
         self._bucket_bytes.update(bucket_bytes)
         wanted = sum(self._bucket_bytes.values())
-        if wanted <= self._arena_bytes or not self._local:
+        if wanted <= self._arena_bytes or not self._ends:
             return
 
         def grow() -> None:
-            # One that failed is no longer in flight either; whoever waits for it is told.
+            # A step that failed is no longer in flight, either. Its caller finds the error.
             for array in jax.live_arrays(self._mesh.devices.flat[0].platform):
                 with contextlib.suppress(RuntimeError, ValueError):
                     array.block_until_ready()
             for end in self._ends:
-                gpu_runtime.reserve(end, wanted)
+                end.call("reserve", wanted)
 
         self._all("made room for its buckets", grow)
         self._arena_bytes = wanted
@@ -152,50 +131,44 @@ class Communicator:
 
         self._all("looked for GPUs", require_gpus)
 
-    # All have done one stage before any begins the next.
+    # All processes have ended a stage before any begins the next.
     def _connect(self) -> None:
         num_ranks = self._groups.shape[1]
         found = self._all(
-            "looked how its GPUs are connected", lambda: gpu_runtime.topology(num_ranks)
+            "looked up how its GPUs are connected", lambda: gpu_runtime.topology(num_ranks)
         )
         topology = min(found.values())
         self._arena_bytes = sum(
             room_of([jax.ShapeDtypeStruct((n,), t)]) for t, n in self_test.TRIED
         )
 
-        def open_end(end: End, one: _Local) -> list[Any]:
-            gpu_runtime.open_end(
-                end,
-                device=one.device.local_hardware_id,
-                rank=one.rank,
-                num_ranks=num_ranks,
-                topology=topology,
-                arena_bytes=self._arena_bytes,
-            )
-            return [one.group, one.rank, base64.b64encode(gpu_runtime.export(end)).decode()]
+        def open_end(end: End) -> list[Any]:
+            group, rank = self._ends[end]
+            end.open(rank, num_ranks, topology, self._arena_bytes)
+            return [group, rank, base64.b64encode(end.export()).decode()]
 
-        told = self._all(
-            "opened memory of its GPUs", lambda: list(map(open_end, self._ends, self._local))
-        )
+        exported = self._all("opened memory of its GPUs", lambda: [*map(open_end, self._ends)])
         blobs = {
             (group, rank): base64.b64decode(blob)
-            for blobs in told.values()
+            for blobs in exported.values()
             for group, rank, blob in blobs
         }
 
-        def connect(end: End, one: _Local) -> None:
-            gpu_runtime.connect(end, [blobs[one.group, rank] for rank in range(num_ranks)])
+        def connect(end: End) -> None:
+            group, _ = self._ends[end]
+            end.connect([blobs[group, rank] for rank in range(num_ranks)])
 
-        self._all("connected its GPUs", lambda: list(map(connect, self._ends, self._local)))
-        self._all("wrote to other GPUs", lambda: list(map(gpu_runtime.probe_write, self._ends)))
-        self._all(
-            "read what other GPUs wrote", lambda: list(map(gpu_runtime.probe_read, self._ends))
-        )
+        self._all("connected its GPUs", lambda: [*map(connect, self._ends)])
+        for doing, probe in (
+            ("wrote to other GPUs", "probe_write"),
+            ("read what other GPUs wrote", "probe_read"),
+        ):
+            self._all(doing, lambda probe=probe: [end.call(probe) for end in self._ends])
 
-    def _try(self) -> None:
+    def _test(self) -> None:
         def require_equal() -> None:
-            # In a thread of its own: in this one JAX is tracing a program, and would trace this
-            # into it.
+            # In a thread of its own, since JAX is tracing a program in this one, and the test
+            # would become a part of it.
             with concurrent.futures.ThreadPoolExecutor(1) as thread:
                 reason = thread.submit(
                     self_test.difference, self._mesh, self._axes, self.key
@@ -205,15 +178,15 @@ class Communicator:
 
         self._all("tried a reduction of GPUs", require_equal)
 
-    def _tell(self) -> None:
-        plan = gpu_runtime.describe(self._ends[0])
-        mib = max(map(gpu_runtime.memory_bytes, self._ends)) / 2**20
+    def _log(self) -> None:
+        plan = next(iter(self._ends)).algorithms()
+        mib = max(end.call("memory_bytes") for end in self._ends) / 2**20
         _log.info(
             f"gradients of GPUs are summed by jdp's own code: {plan}; {mib:.0f} MiB of each GPU."
         )
 
     def _all(self, doing: str, action: Callable[[], Any]) -> dict[int, Any]:
-        """Do something in all processes: what it gave in each, once all have done it."""
+        """Call `action` in all processes, and return process -> its result, once all have ended."""
         value, failure = None, ""
         with agree.propagating_errors(self._peers, f"while it {doing}"):
             try:
@@ -229,7 +202,7 @@ class Communicator:
 
 
 def room_of(bucket: Sequence[Any]) -> int:
-    """Return the bytes that a bucket takes of an arena, as `jdp/csrc/cuda` counts them.
+    """Return the bytes of a bucket in an arena, as `jdp/csrc/cuda` counts them.
 
     >>> room_of([jax.ShapeDtypeStruct((3,), "float32")] * 20)
     512

@@ -1,6 +1,6 @@
 """The native CUDA library: communicators of GPUs, each seen from the ranks of this process.
 
-Built and loaded without a GPU; what runs on one never ran.
+Built and loaded without a GPU; its code for GPUs never ran.
 """
 
 import ctypes
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from jdp.collectives.shared_library import LIB, Loaded, load, runtime_version
 
-# Of every wait for another rank, until `set_timeout_s`: the same as on CPUs.
+# The deadline of every wait for another rank, until `set_timeout_s`: the same as on CPUs.
 TIMEOUT_S = 300.0
 
-PCIE = 0  # of topologies, the one that asks least
+PCIE = 0  # the topology that every GPU has
 
 _PATH = LIB / "libjdp_cuda.so"
 _HANDLERS = {
@@ -44,7 +44,7 @@ _SIGNATURES = {
 
 
 class End(NamedTuple):
-    """A communicator as one GPU of this process has it.
+    """One rank of a communicator, on a GPU of this process.
 
     Attributes:
       communicator: key, the attribute of XLA's calls.
@@ -54,6 +54,47 @@ class End(NamedTuple):
 
     communicator: int
     ordinal: int
+
+    def call(self, function: str, *args: Any) -> int:
+        """Call a function of the library for this rank: see `jdp/csrc/cuda/c_api.h`.
+
+        Raises:
+          RuntimeError: if it fails, with the error of the library.
+        """
+        return _require(getattr(_functions(), f"jdp_cuda_{function}")(*self, *args))
+
+    def open(self, rank: int, num_ranks: int, topology: int, arena_bytes: int) -> None:
+        """Allocate this rank's memory; replaces an end of the same key and device.
+
+        `arena_bytes` is the room for the results of all buckets between their start and their done.
+        """
+        self.call("open", self.ordinal, rank, num_ranks, topology, arena_bytes)
+        _open_ends.append(self)
+
+    def close(self) -> bool:
+        """End its waits, and free its memory; whether other ranks may still write into it.
+
+        In that case the memory stays allocated until the process ends.
+        """
+        if self not in _open_ends:
+            return False
+        _open_ends.remove(self)
+        return bool(self.call("close"))
+
+    def export(self) -> bytes:
+        """Return the bytes by which other ranks, also of other processes, reach its memory."""
+        blob = ctypes.create_string_buffer(_functions().jdp_cuda_blob_bytes())
+        self.call("export", blob)
+        return blob.raw
+
+    def connect(self, blobs: Sequence[bytes]) -> None:
+        """Reach the memory of all ranks, given the `export` of each, in their order."""
+        joined = b"".join(blobs)
+        self.call("import", ctypes.create_string_buffer(joined, len(joined)))
+
+    def algorithms(self) -> str:
+        """Return in a line which algorithm reduces buckets of which size."""
+        return _functions().jdp_cuda_describe(*self).decode()
 
 
 _open_ends: list[End] = []
@@ -76,99 +117,14 @@ def why_no_gpus() -> str | None:
 
 
 def topology(num_ranks: int) -> int:
-    """Return what connects the GPUs: 0 PCIe, 1 NVLink.
+    """Return the connection between GPUs that reduce together: 0 PCIe, 1 NVLink.
 
-    Args:
-      num_ranks: how many GPUs reduce together. A process that sees fewer, as with
-        CUDA_VISIBLE_DEVICES, cannot tell what is between them, and takes it for PCIe.
-
-    Raises:
-      RuntimeError: if the driver does not say.
+    A process that sees fewer than `num_ranks`, as with CUDA_VISIBLE_DEVICES, takes it for PCIe.
     """
     functions = _functions()
     if functions.jdp_cuda_num_devices() < num_ranks:
         return PCIE
     return _require(functions.jdp_cuda_topology())
-
-
-def open_end(
-    end: End, *, device: int, rank: int, num_ranks: int, topology: int, arena_bytes: int
-) -> None:
-    """Allocate one rank's memory; `export`, `connect` and the probes follow.
-
-    Args:
-      end: which; replaces one that was opened before.
-      device: CUDA's number of it.
-      rank: among those that reduce together.
-      num_ranks: how many these are.
-      topology: of all of them, see `topology`.
-      arena_bytes: room for the results of all buckets between their start and their done.
-
-    Raises:
-      RuntimeError: if there is not enough memory, or the GPU cannot run the kernels.
-    """
-    functions = _functions()
-    _require(functions.jdp_cuda_open(*end, device, rank, num_ranks, topology, arena_bytes))
-    _open_ends.append(end)
-
-
-def close_end(end: End) -> bool:
-    """End its waits, and free its memory if no other rank can write there any more.
-
-    Returns:
-      Whether its memory stays taken until the process ends; False if it is not open.
-    """
-    if end not in _open_ends:
-        return False
-    _open_ends.remove(end)
-    return bool(_require(_functions().jdp_cuda_close(*end)))
-
-
-def export(end: End) -> bytes:
-    """Return what the other ranks must know, also those of other processes of the host."""
-    functions = _functions()
-    blob = ctypes.create_string_buffer(functions.jdp_cuda_blob_bytes())
-    _require(functions.jdp_cuda_export(*end, blob))
-    return blob.raw
-
-
-def connect(end: End, blobs: Sequence[bytes]) -> None:
-    """Reach the memory of all ranks.
-
-    Args:
-      end: of one of them.
-      blobs: what they `export`, in their order.
-
-    Raises:
-      RuntimeError: if a GPU cannot reach another, or they would not do the same.
-    """
-    whole = b"".join(blobs)
-    _require(_functions().jdp_cuda_import(*end, ctypes.create_string_buffer(whole, len(whole))))
-
-
-def probe_write(end: End) -> None:
-    """Write to all ranks; `probe_read` follows, once all have."""
-    _require(_functions().jdp_cuda_probe_write(*end))
-
-
-def probe_read(end: End) -> None:
-    """Look for what all ranks have written; RuntimeError if it is something else."""
-    _require(_functions().jdp_cuda_probe_read(*end))
-
-
-def reserve(end: End, arena_bytes: int) -> None:
-    """Make the arena at least so large; RuntimeError if it cannot be, or is in use."""
-    _require(_functions().jdp_cuda_reserve(*end, arena_bytes))
-
-
-def memory_bytes(end: End) -> int:
-    """Return what this rank has taken of its GPU's memory."""
-    return _functions().jdp_cuda_memory_bytes(*end)
-
-
-def describe(end: End) -> str:
-    """Return in a line which algorithm is taken for which size."""
-    return _functions().jdp_cuda_describe(*end).decode()
 
 
 def set_timeout_s(timeout_s: float) -> None:
@@ -180,20 +136,20 @@ def set_timeout_s(timeout_s: float) -> None:
 def check() -> None:
     """Raise a RuntimeError if a reduction of this process's GPUs has failed by now."""
     for end in _open_ends:
-        _require(_functions().jdp_cuda_check(*end))
+        end.call("check")
 
 
 def abort() -> None:
-    """End all waits of this process's GPUs, and of those that they reduce with."""
+    """End all waits of this process's GPUs, and of the GPUs that they reduce with."""
     if _open_ends:
         _functions().jdp_cuda_abort()
 
 
 def reset() -> None:
     """Forget an abort, failed and unfinished reductions. Nothing may run, in any process."""
-    # The second time all kernels have ended that the first one waited for, and write no more.
+    # The first round waits for all kernels, which write no more when the second one clears.
     for end in 2 * _open_ends:
-        _require(_functions().jdp_cuda_reset(*end))
+        end.call("reset")
 
 
 def _require(result: int) -> int:

@@ -1,6 +1,6 @@
 """A reduction of known numbers between GPUs, compared with lax.psum before the first use.
 
-A matmul runs beside it, as in a step: what XLA loads for it must not wait for the reduction.
+A matmul runs beside it, as in a step: XLA must be able to load it while the reduction waits.
 It was compiled and never run.
 """
 
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jdp.collectives.gpu.start_done import pairs
 from jdp.collectives.xla import xla
 
-# What is reduced, as (dtype, size): at least one for each algorithm of jdp/csrc/cuda/plan.cc that
+# The buckets, as (dtype, size): at least one for each algorithm of jdp/csrc/cuda/plan.cc that
 # these GPUs use. Values count up to the modulus, so that all sums are exact.
 TRIED = (("bfloat16", 1001), ("float32", 3), ("float32", 300_001), ("float32", 4_300_001))
 _MODULUS = {"bfloat16": 7, "float32": 251}
@@ -24,16 +24,10 @@ _WIDTH = 512  # of the matmul
 
 
 def difference(mesh: Mesh, axes: tuple[str, ...], key: int) -> str:
-    """Reduce some numbers, and say where lax.psum gives others; "" if nowhere.
-
-    Args:
-      mesh: of GPUs.
-      axes: names of the mesh axes that are reduced over.
-      key: of the communicator.
-    """
+    """Reduce some numbers by a communicator, and describe how lax.psum differs; "" if equal."""
     try:
         compared = jax.block_until_ready(comparison(mesh, axes, key)())
-    except (RuntimeError, ValueError) as error:  # Which of them a failed run is depends on JAX.
+    except (RuntimeError, ValueError) as error:  # JAX raises either for a failed run.
         return f"the first reduction failed ({error})"
     *of_buckets, of_matmul = compared
     for (dtype, size), of_bucket in zip(TRIED, of_buckets, strict=True):
@@ -45,16 +39,10 @@ def difference(mesh: Mesh, axes: tuple[str, ...], key: int) -> str:
 
 
 def comparison(mesh: Mesh, axes: tuple[str, ...], key: int) -> Any:
-    """Return what `difference` runs: a jitted function of nothing.
+    """Return the program of `difference`: a jitted function without arguments.
 
-    Args:
-      mesh: of GPUs.
-      axes: names of the mesh axes that are reduced over.
-      key: of the communicator.
-
-    Returns:
-      A function that gives, for each bucket and the matmul, `[ranks, 2]` float32: how many numbers
-      differ, NaN among them, and by how much.
+    It returns, for each bucket and the matmul, `[ranks, 2]` float32: how many numbers differ, NaN
+    among them, and by how much.
     """
 
     def on_rank() -> list[jax.Array]:

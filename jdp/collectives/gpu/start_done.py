@@ -14,7 +14,7 @@ from jdp.axis import AxisName
 from jdp.collectives import call_order
 from jdp.collectives.xla import Scale
 
-# What a start gives to its done. It holds nothing: it is there to be waited for.
+# A start returns it to its done, which waits for it. It has no value.
 TOKEN = jax.ShapeDtypeStruct((1,), jnp.float32)
 
 
@@ -25,17 +25,17 @@ def split(
     scale: Scale = 1.0,
     mesh: Mesh | None = None,
 ) -> list[list[jax.Array]]:
-    """Sum every leaf over `axis_name` while what stands between start and done computes.
+    """Sum every leaf over `axis_name`, while the operations between start and done compute.
 
     XLA places each start behind the last leaf of its bucket, and all dones behind the last
-    start: what runs there besides, the rest of a backward pass, hides the ring. Nothing is packed.
+    start: the rest of the backward pass runs between them and hides the ring. Nothing is packed.
 
     Args:
       buckets: lists of leaves, one dtype each; any shapes. Sums of bfloat16 and float16 are taken
         in float32.
       axis_name: a name, or a tuple of names, bound by `shard_map`, of GPUs.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
-      mesh: not needed: XLA knows where its GPUs are.
+      mesh: not used: XLA knows its GPUs.
 
     Returns:
       The same lists, summed and scaled, in the dtype of each leaf.
@@ -53,15 +53,13 @@ def pairs(
     communicator: int = 0,
     between: Callable[[list[jax.Array]], list[jax.Array]] = lambda tokens: tokens,
 ) -> list[list[jax.Array]]:
-    """Do what `split` does.
+    """Sum as `split` does.
 
     Args:
-      buckets: as there.
-      axis_name: as there.
-      scale: as there.
+      buckets, axis_name, scale: as of `split`.
       numbers: of the buckets, see `call_order.next_number`.
-      communicator: key under which the GPUs find each other.
-      between: `between(tokens) -> tokens`, what must run after all starts and before all dones.
+      communicator: key by which the GPUs find each other.
+      between: `between(tokens) -> tokens`, which runs after all starts and before all dones.
     """
     names = axis.names(axis_name)
     tokens = [
@@ -88,17 +86,9 @@ def start(
     number: int,
     communicator: int = 0,
 ) -> jax.Array:
-    """Start the ring over one bucket.
+    """Start the ring over one bucket, and return the token that `done` takes.
 
-    Args:
-      bucket: leaves of one dtype. They must stay as they are until `done` has them.
-      axis_name: the ranks.
-      scale: multiplies the sum.
-      number: of this bucket in the program, see `call_order.next_number`.
-      communicator: key under which the GPUs find each other.
-
-    Returns:
-      The token that `done` takes.
+    The leaves must not change before `done`. For `number` see `call_order.next_number`.
     """
     wide = jnp.float64 if bucket[0].dtype == jnp.float64 else jnp.float32
     call = jax.ffi.ffi_call(call_order.START, TOKEN)
@@ -115,16 +105,11 @@ def done(
     number: int,
     communicator: int = 0,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Wait for the ring over one bucket.
+    """Wait for the ring over one bucket, which `start` began with the same arguments.
 
     Args:
-      token: what `start` gave.
-      bucket: what `start` got.
-      axis_name: the ranks.
-      after: the token of the `done` that comes before this one; None for the first.
-      scale: as in `start`.
-      number: as in `start`.
-      communicator: as in `start`.
+      token: the result of `start`.
+      after: the token of the `done` before this one; None for the first.
 
     Returns:
       A token for the next `done`, and the leaves, summed and scaled.
@@ -135,7 +120,7 @@ def done(
     call = jax.ffi.ffi_call(call_order.DONE, shapes, input_output_aliases=aliases)
     after = token if after is None else after
     after, *leaves = call(token, after, *bucket, **_attributes(names, number, communicator))
-    # To the analysis a foreign call is anything of its operands, which differ.
+    # The analysis assumes that the results of a foreign call differ as its operands do.
     leaves = [mark(leaf, kind=ALL_REDUCED, path="", axes=names) for leaf in leaves]
     if not isinstance(scale, (int, float)) or scale != 1:
         is_mean = isinstance(scale, float) and scale == 1.0 / axis.size(axis_name)

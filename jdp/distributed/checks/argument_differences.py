@@ -1,4 +1,4 @@
-"""In which argument a call of a step differs between processes, and why that matters."""
+"""The argument of a step that differs between processes, and why that matters."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 from jdp import pytrees
 from jdp.distributed import agree
 
-PART = " part "  # between the name of a leaf and which of its parts along further axes
+PART = " part "  # between the name of a leaf and the position of its part along further axes
 
 WHY = "Ranks that get other arguments train different models, or wait for each other for ever."
 ADVICE_FOR_STATE = (
@@ -24,10 +24,10 @@ ADVICE = (
 
 
 def first_difference(gathered: Mapping[int, Mapping[str, str]]) -> str | None:
-    """Return which leaf differs first, and on which process; None if none does.
+    """Return the first leaf that differs, and its process, in a sentence; None if all are equal.
 
     Args:
-      gathered: process -> name of a leaf -> what tells its bits.
+      gathered: process -> name of a leaf -> digest of its bits.
 
     >>> first_difference({0: {"key": "a"}, 1: {"key": "a"}, 2: {"key": "b"}})
     '`key` has other values on process 2 than on process 0.'
@@ -37,8 +37,8 @@ def first_difference(gathered: Mapping[int, Mapping[str, str]]) -> str | None:
     for name in dict.fromkeys(name for each in gathered.values() for name in each):
         found = {process: each[name] for process, each in gathered.items() if name in each}
         name, part, _ = name.partition(PART)
-        if len(set(found.values())) > 1:
-            odd, usual = agree.odd_one(found)
+        if pair := agree.odd_one(found):
+            odd, usual = pair
             values = [found[process].partition(" = ")[2] for process in (odd, usual)]
             shown = f": {values[0]} instead of {values[1]}" if all(values) else ""
             return f"`{name}` has other values on process {odd} than on process {usual}{shown}."
@@ -52,7 +52,7 @@ def first_difference(gathered: Mapping[int, Mapping[str, str]]) -> str | None:
 
 
 def described(leaf: Any) -> str:
-    """Describe a leaf: its dtype, shape and digest, and its values where these are few."""
+    """Return dtype, shape and digest of a leaf, and its values if these are few."""
     leaf = pytrees.without_key(leaf)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         leaf = leaf.addressable_data(0)

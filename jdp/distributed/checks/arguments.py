@@ -2,7 +2,8 @@
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,26 +24,28 @@ from jdp.distributed.checks.argument_differences import (
 )
 from jdp.distributed.checks.checksums import is_small
 from jdp.error_codes import with_code
+from jdp.step_spec import StepSpec
 
-# How long a process that has seen a difference waits for what the others say of it.
+# How long a process that has found a difference waits until the others report their arguments.
 _EXPLAIN_S = 20.0
 
-# Calls of steps in this process, so that all processes call the same one by the same name.
-_numbers = itertools.count()
+# Name of a step -> how many steps of that name this process has made, by which all processes name
+# the same call alike.
+_num_steps: Counter[str] = Counter()
 
 
 class Given(NamedTuple):
-    """What one call of a step got from this process, as far as it is compared.
+    """The compared arguments of one call of a step, in this process.
 
     Attributes:
-      number: of the call, among all of this process.
+      call: name of the call, the same on all processes.
       checksums: for the step, one for the state and one for each large argument:
         `[*mesh.devices.shape, 2]` uint32.
       small: name -> leaf of a small argument.
-      large: names of leaves, and their hashes from `hashes.of_leaves`.
+      large: names of leaves, and their hashes from `hashes.folded`.
     """
 
-    number: int
+    call: str
     checksums: tuple[jax.Array, ...]
     small: dict[str, Any]
     large: list[tuple[list[str], list[jax.Array]]]
@@ -53,25 +56,27 @@ class Arguments:
 
     Args:
       mesh: where the step runs.
-      axis_name: its data axes.
-      name_of: position of an argument -> its name.
+      spec: the step.
     """
 
-    def __init__(self, mesh: Mesh, axis_name: tuple[str, ...], name_of: Callable[[int], str]):
+    def __init__(self, mesh: Mesh, spec: StepSpec):
         self._mesh = mesh
-        self._axis_name = axis_name
-        self._name_of = name_of
+        self._spec = spec
+        self._axis_name = spec.axis_name
         self._group = agree.peers(mesh)
-        # Position of an argument -> leaves that were hashed in the last call, and what came out.
+        number = _num_steps[spec.name]
+        _num_steps[spec.name] += 1
+        self._calls = (f"{spec.name}/{number}/{call}" for call in itertools.count())
+        # Position of an argument -> leaves that were hashed in the last call, and their hashes.
         self._last: dict[int, tuple[list[weakref.ref], list[str], Any, jax.Array]] = {}
 
     @property
     def spec(self) -> P:
-        """How a step takes a checksum: split over its data axes."""
+        """The sharding of a checksum in a step: split over its data axes."""
         return P(*(name if name in self._axis_name else None for name in self._mesh.axis_names))
 
     def of(self, args: Sequence[Any], unknown: Sequence[int]) -> Given:
-        """Hash what one call of the step gets; nothing is waited for.
+        """Hash the arguments of one call of the step; nothing is waited for.
 
         Args:
           args: state, batch and further arguments, placed.
@@ -85,11 +90,11 @@ class Arguments:
                 small |= {self._path(i, path): leaf for path, leaf in _named(arg)}
             else:
                 checksums.append(self._hashed(i, arg, large))
-        return Given(next(_numbers), tuple(checksums), small, large)
+        return Given(next(self._calls), tuple(checksums), small, large)
 
     def zeros(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Describe the checksums, for a program that is only to be compiled."""
-        # No array: the mesh may be one that is only described.
+        # Not an array, since the mesh may only be described.
         where = NamedSharding(self._mesh, P(*self._mesh.axis_names))
         shape = (*self._mesh.devices.shape, 2)
         described = jax.ShapeDtypeStruct(shape, np.uint32, sharding=where)
@@ -104,7 +109,7 @@ class Arguments:
         """Compare before a step runs for the first time; all processes of the mesh come here.
 
         Raises:
-          ValueError: on every process, naming the first leaf that differs, and whose it is.
+          ValueError: on every process, naming the first leaf that differs, and the process.
         """
         gathered = agree.all_gather(self._group, self._described(given), what="arguments of a step")
         if difference := first_difference(gathered):
@@ -112,35 +117,35 @@ class Arguments:
             raise ValueError(with_code("JDP204", text))
 
     def difference(self, given: Given, *, timeout_s: float = _EXPLAIN_S) -> str | None:
-        """Name the leaf in which a call differed between processes; None if that is not known."""
+        """Return the leaf that differs between processes, in a sentence; None if it is unknown."""
         if len(self._group) == 1:
             return None
         try:
             mine = self._described(given)
-        except Exception:  # The arrays may be deleted since, or of a step that failed.
+        except Exception:  # The arrays may be deleted by now, or belong to a step that failed.
             mine = {}
-        key = f"arguments/{given.number}"
+        key = f"arguments/{given.call}"
         return first_difference(agree.offered(self._group, key, mine, timeout_s=timeout_s))
 
-    def explained(self, given: Given, step: str, call: int) -> str:
-        """Return that a call differed between processes, and in what."""
+    def explained(self, given: Given, call: str) -> str:
+        """Return the error for a call, named `call`, that differed between processes."""
         difference = self.difference(given)
         advice = ADVICE
         if difference is None:
             difference = (
-                "The state that was handed to it, or a further argument, was another on one "
-                "process than on the others; they did not all say which."
+                "Its state or a further argument differs on one process; not all processes "
+                "reported theirs in time, so the leaf is unknown."
             )
-        elif difference.startswith(f"`{self._name_of(0)}"):
+        elif difference.startswith(f"`{self._spec.argument(0)}"):
             advice = ADVICE_FOR_STATE
         return with_code(
             "JDP211",
-            f"call {call} of `{step}` was not the same on all processes: {difference} {WHY} The "
+            f"{call} was not the same on all processes: {difference} {WHY} The "
             f"states that it and later calls returned are wrong. {advice}",
         )
 
     def _path(self, i: int, path: tuple) -> str:
-        return self._name_of(i) + jax.tree_util.keystr(path)
+        return self._spec.argument(i) + jax.tree_util.keystr(path)
 
     def _hashed(
         self,
@@ -168,7 +173,7 @@ class Arguments:
         hashed, checksum = hashes.folded(
             self._mesh, [x for *_, x in placed], [n for n, *_ in placed]
         )
-        # What may be written into is hashed in each call.
+        # A NumPy array may be written into, and is hashed in each call.
         is_kept = all(isinstance(leaf, jax.Array) for leaf in leaves)
         refs = [weakref.ref(leaf) for leaf in leaves] if is_kept else []
         return refs, [name for _, name, _ in placed], hashed, checksum
@@ -179,7 +184,7 @@ class Arguments:
             split = {
                 name for part in sharding.spec if part is not None for name in axis.names(part)
             }
-            # What is split over the ranks is put together by the step, the same for all of them.
+            # The step gathers a leaf that is split over the ranks, the same for all of them.
             return None if split & set(self._axis_name) else leaf
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             return None
@@ -188,12 +193,12 @@ class Arguments:
         return jax.make_array_from_callback(value.shape, where, lambda index: value[index])
 
     def _described(self, given: Given) -> dict[str, str]:
-        """Describe every leaf of a call: name -> dtype, shape, and what tells its bits."""
+        """Return name -> dtype, shape and digest of every leaf of a call."""
         found = {name: described(leaf) for name, leaf in given.small.items()}
         apart = [i for i, name in enumerate(self._mesh.axis_names) if name not in self._axis_name]
         for names, hashed in given.large:
             for position, values in hashes.parts(hashed):
-                # Processes may hold other parts along further axes.
+                # Processes may hold different parts along further axes.
                 part = "".join(f"{PART}{position[i]}" for i in apart)
                 for name, value in zip(names, values, strict=True):
                     seen, text = found.get(name + part), value.tobytes().hex()

@@ -1,4 +1,4 @@
-"""What a step compares of its arguments between processes, inside of it: a few whole numbers."""
+"""Checksums of the arguments, by which a step compares them between processes while it runs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +9,8 @@ import numpy as np
 
 from jdp.distributed.checks import hashes
 
-# A further argument that is no larger is hashed by the step itself, in each call. A larger one is
-# hashed by a program of its own when it is another object than in the call before.
+# The step itself hashes a further argument of up to this size, in each call. A program of its own
+# hashes a larger one, when it is another object than in the call before.
 _SMALL_SIZE, _SMALL_LEAVES = 1 << 14, 16
 
 _PIECE_BITS = 8  # float32 sums of such numbers are exact on up to 65,536 ranks
@@ -18,13 +18,13 @@ _PIECE_BITS = 8  # float32 sums of such numbers are exact on up to 65,536 ranks
 
 def is_small(arg: Any) -> bool:
     """Whether the step itself hashes an argument."""
-    # By the number of elements, which is the same for a tracer.
+    # By the number of elements, which a tracer has, too.
     leaves = jax.tree.leaves(arg)
     return len(leaves) <= _SMALL_LEAVES and sum(map(np.size, leaves)) <= _SMALL_SIZE
 
 
 def pieces(rest: Sequence[Any], checksums: Sequence[jax.Array]) -> jax.Array:
-    """Hash what a rank of a step got, inside of it: `[4]` float32, small whole numbers.
+    """Hash the arguments of a rank, inside of the step: `[4]` float32, small whole numbers.
 
     Args:
       rest: the further arguments.
@@ -44,8 +44,8 @@ def pieces(rest: Sequence[Any], checksums: Sequence[jax.Array]) -> jax.Array:
 
 
 def differ(mine: jax.Array, sums: jax.Array, num_ranks: int) -> jax.Array:
-    """Whether not all ranks had the same `pieces`, given their sums over ranks: `[1]` bool.
+    """Whether `pieces` differ between ranks, given their sums over ranks: `[1]` bool.
 
-    Of two kinds of ranks, both see it.
+    If there are two kinds of ranks, the result is True on both.
     """
     return jnp.any(sums != mine.astype(sums.dtype) * num_ranks).reshape(1)

@@ -1,4 +1,4 @@
-"""Hashes of arrays on their devices: two words for each leaf, which read it once."""
+"""Hashes of arrays on their devices: two words for each leaf, which is read once."""
 
 import functools
 import math
@@ -17,32 +17,21 @@ from jdp import axis, pytrees
 _ODD = [np.uint32(x) for x in (0x9E3779B1, 0x85EBCA77, 0x85EBCA6B, 0xC2B2AE35, 0x2C1B3C6D)]
 
 
-def of_leaves(where: Mesh, leaves: list[jax.Array]) -> list[jax.Array]:
-    """Hash every device's part of every leaf, without a collective.
-
-    Args:
-      where: the mesh that all leaves lie on.
-      leaves: arrays, replicated or split.
-
-    Returns:
-      For each leaf `[*where.devices.shape, 2]` uint32: each device holds the hash of its own part.
-      Nothing is waited for.
-    """
-    return folded(where, leaves, range(len(leaves)))[0]
-
-
 def folded(
     where: Mesh, leaves: list[jax.Array], numbers: Sequence[int]
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Hash as `of_leaves`, and fold the hashes of a device's parts into one.
+    """Hash every device's part of every leaf, and fold the hashes of a device into one.
+
+    It uses no collective, and waits for nothing.
 
     Args:
-      where: the mesh that all leaves lie on.
-      leaves: arrays, replicated or split.
-      numbers: of each leaf, which tell it from others where the hashes are folded.
+      where: the mesh that all leaves lie on, replicated or split.
+      leaves: arrays.
+      numbers: one for each leaf, by which the folded hashes of equal leaves differ.
 
     Returns:
-      The hashes, and `[*where.devices.shape, 2]` uint32.
+      The hashes, for each leaf `[*where.devices.shape, 2]` uint32: each device holds that of its
+      own part. And one such array for the folded hashes.
     """
     hashed, total = [], zero(where)
     for leaf, number in zip(leaves, numbers, strict=True):
@@ -60,16 +49,8 @@ def zero(where: Mesh) -> jax.Array:
     return jax.make_array_from_callback(zeros.shape, sharding, lambda index: zeros[index])
 
 
-def of_this_process(hashed: Sequence[jax.Array]) -> dict[int, str]:
-    """Fetch hashes of `of_leaves`: position of a device in the mesh -> its hashes in hex."""
-    return {
-        int(np.ravel_multi_index(position, hashed[0].shape[:-1])): values.tobytes().hex()
-        for position, values in parts(hashed)
-    }
-
-
 def parts(hashed: Sequence[jax.Array]) -> list[tuple[tuple[int, ...], np.ndarray]]:
-    """Fetch hashes of `of_leaves` for the devices of this process: where, and `[leaf, 2]`."""
+    """Return, for each device of this process, its position and its hashes `[leaf, 2]`."""
     found: dict[tuple[int, ...], list[np.ndarray]] = {}
     for each in hashed:
         for shard in each.addressable_shards:
@@ -78,8 +59,8 @@ def parts(hashed: Sequence[jax.Array]) -> list[tuple[tuple[int, ...], np.ndarray
     return [(position, np.stack(values)) for position, values in found.items()]
 
 
-# One small program for each kind of leaf: that of a whole model would compile for seconds, and a
-# model has few kinds of leaves.
+# One small program for each kind of leaf, of which a model has few: one program for a whole model
+# would compile for seconds.
 @functools.cache
 def _program(where: Mesh, spec: P) -> Any:
     device = P(*where.axis_names)
@@ -101,7 +82,7 @@ def _program(where: Mesh, spec: P) -> Any:
 
 
 def _offsets(x: jax.Array, spec: P, where: Mesh) -> list[tuple[Any, int]]:
-    """Return, for each dim of this device's part, where it begins and how long the whole is."""
+    """Return, for each dim of this device's part, its offset and the length of the whole array."""
     parts = [*spec, *[None] * (x.ndim - len(spec))]
     split = [() if part is None else axis.names(part) for part in parts]
     num_parts = [math.prod(where.shape[name] for name in names) for names in split]
@@ -114,12 +95,12 @@ def _offsets(x: jax.Array, spec: P, where: Mesh) -> list[tuple[Any, int]]:
 def of_part(x: jax.Array, offsets: list[tuple[Any, int]]) -> tuple[Any, Any]:
     """Sum two hashes of each word and its position in the whole array, modulo 2**32.
 
-    A sum, so that the hashes of parts add up to that of the whole. What is summed is a bijection
-    of the word, so that one word that differs always shows.
+    A sum, so that the hashes of parts add up to that of the whole array. The terms are bijections
+    of the words, so that a single word that differs is always found.
 
     Args:
       x: this device's part of an array.
-      offsets: for each dim, where the part begins and how long the whole is.
+      offsets: for each dim, the offset of the part and the length of the whole array.
     """
     zero = np.uint32(0)
     if not x.size:  # XLA of JAX 0.11.2 crashes on the sum of nothing.

@@ -1,4 +1,4 @@
-"""Leaves of states that all processes are known to have the same: steps returned them."""
+"""Leaves of states that are known to be equal on all processes, since steps returned them."""
 
 import operator
 import weakref
@@ -9,10 +9,10 @@ import jax
 
 Refs = list[weakref.ref]
 
-# Leaves of the last state of each step over several processes. Not by way of the steps: when one of
-# those is collected differs from process to process, and its state may go on in another step.
+# Leaves of the last state of each step over several processes. They are not kept by the steps:
+# processes collect a step at different times, while another step goes on with its state.
 _returned: list[Refs] = []
-# Leaves that are known to be the same on all processes beside those.
+# Further leaves that are known to be equal on all processes.
 _vouched: Refs = []
 
 
@@ -28,11 +28,9 @@ def keep(own: Refs) -> None:
 
 
 def unknown(leaves: Sequence[Any], own: Refs) -> Sequence[int]:
-    """Return the positions of leaves that no step returned and nothing vouched for.
+    """Return the positions of leaves of a state that no step returned and nothing vouched for.
 
-    Args:
-      leaves: of a state.
-      own: the list that was given to `keep` by the step that is called.
+    `own` is the list that the called step handed to `keep`.
     """
     _returned[:] = [refs for refs in _returned if refs is own or _any_alive(refs)]
     if any(are(refs, leaves) for refs in _returned):

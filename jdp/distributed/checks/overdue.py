@@ -3,27 +3,14 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+
+from jdp.distributed.step_call import StepCall
 
 _log = logging.getLogger("jdp")
 
-# After so long without any step that ends, the processes tell each other what they called.
+# After so long without any step that ends, the processes compare their calls.
 PATIENCE_S = 5.0
-
-
-class Unfinished(NamedTuple):
-    """A call that may still be running.
-
-    Attributes:
-      step: name of the step.
-      number: of the call.
-      explain: returns in what the call differed between processes, or None; may wait.
-    """
-
-    step: str
-    number: int
-    explain: Callable[[], str | None]
 
 
 class Overdue:
@@ -35,17 +22,17 @@ class Overdue:
 
     def __init__(self, patience_s: float = PATIENCE_S):
         self._patience_s = patience_s
-        self._oldest: tuple[str, int] | None = None
+        self._oldest: str | None = None
         self._since = 0.0
         self._is_explained = False
 
-    def look(self, calls: Sequence[Unfinished]) -> threading.Thread | None:
+    def look(self, calls: Sequence[StepCall]) -> threading.Thread | None:
         """Look at the calls that have not ended, oldest first; nothing is waited for.
 
         Returns:
-          The thread that explains them, where it is time.
+          The thread that explains them, if they are overdue.
         """
-        oldest = (calls[0].step, calls[0].number) if calls else None
+        oldest = str(calls[0]) if calls else None
         if oldest != self._oldest:
             self._oldest, self._since, self._is_explained = oldest, time.monotonic(), False
         late_s = time.monotonic() - self._since
@@ -57,15 +44,14 @@ class Overdue:
         return thread
 
 
-def _explain(calls: Sequence[Unfinished], late_s: float) -> None:
+def _explain(calls: Sequence[StepCall], late_s: float) -> None:
     for call in calls:
-        if difference := call.explain():
+        if difference := call.difference(PATIENCE_S):
             _log.error(
-                "jdp: no step has ended for %.0f s. A likely cause: call %d of `%s` was not the "
-                "same on all processes, so they may wait for each other: %s",
+                "jdp: no step has ended for %.0f s. A likely cause: %s was not the same on all "
+                "processes, so they may wait for each other: %s",
                 late_s,
-                call.number,
-                call.step,
+                call,
                 difference,
             )
             return

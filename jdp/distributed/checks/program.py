@@ -17,13 +17,13 @@ _SHOWN_CHARACTERS = 400
 
 
 class ProgramText(NamedTuple):
-    """A step to be compared.
+    """The program of a step, as it is compared.
 
     Attributes:
       name: of the author's function.
       lines: of its lowered text.
       constants: the arrays that it captures.
-      source: index of a line -> file and line of the code that it comes from, or "".
+      source: index of a line -> file and line of the author's code, or "".
     """
 
     name: str
@@ -33,19 +33,15 @@ class ProgramText(NamedTuple):
 
     @classmethod
     def of(cls, name: str, traced: Any, lowered: Any) -> "ProgramText":
-        """Describe what `jax.jit(...).trace(...)` and its `.lower()` gave."""
+        """Describe the results of `jax.jit(...).trace(...)` and its `.lower()`."""
         lines = lowered.as_text().splitlines()  # without names of files, which may differ
-        # In the text, too, as far as JAX does not make arguments of them.
+        # The text has only those constants that JAX does not turn into arguments.
         constants = [*_constants(traced.jaxpr, set())]
         return cls(name, lines, constants, lambda index: _source(lowered, lines, index))
 
 
 def require_program(group: tuple[int, ...], program: ProgramText) -> None:
-    """Refuse a step that is another program on another process.
-
-    Args:
-      group: the processes that run it; all of them call this.
-      program: this process's.
+    """Refuse a step whose programs differ between processes; all of `group` make this call.
 
     Raises:
       ValueError: on every process, with the first difference.
@@ -58,9 +54,10 @@ def require_program(group: tuple[int, ...], program: ProgramText) -> None:
         what="the program",
         of=f" of `{program.name}`",
     )
-    if len(set(gathered.values())) == 1:
+    pair = agree.odd_one(gathered)
+    if pair is None:
         return
-    odd, usual = pair = agree.odd_one(gathered)
+    odd, usual = pair
     names = [gathered[process].rpartition(" ")[0] for process in pair]
     if names[0] != names[1]:
         difference = f"it is {names[0]} there, and {names[1]} here."
@@ -82,7 +79,7 @@ def _different_constant(
     gathered = agree.all_gather(group, [*map(_described, constants)], what="constants")
     odd, usual = pair
     if len(gathered[odd]) != len(gathered[usual]) or gathered[odd] == gathered[usual]:
-        return None  # Another number of arrays shows in the lines, too.
+        return None  # If their numbers differ, so do the lines.
     both = enumerate(zip(gathered[odd], gathered[usual], strict=True))
     number = next(i for i, (one, other) in both if one != other)
     shapes = {process: gathered[process][number].rpartition(" ")[0] for process in pair}
@@ -121,7 +118,7 @@ def _different_line(
     )
 
 
-# How MLIR writes places: `#loc7 = loc("train.py":31:4 to :9)`, or made of others.
+# MLIR's text of a place: `#loc7 = loc("train.py":31:4 to :9)`, or `loc(#loc3)`.
 _PLACE = re.compile(r"(#loc\d*) = loc\((.*)\)$")
 _FILE = re.compile(r'"([^"]+)":(\d+)')
 
@@ -135,7 +132,7 @@ def _source(lowered: Any, lines: Sequence[str], index: int) -> str:
             others.append(line)
     if len(others) != len(lines):
         return ""
-    # A constant has no place: that of what first reads it.
+    # A constant has no place of its own: take that of the first line that reads it.
     value = lines[index].partition(" = ")[0].strip()
     reads = re.compile(rf"{re.escape(value)}(?!\w)")
     readers = (i for i in range(index + 1, len(lines)) if value and reads.search(lines[i]))
@@ -154,11 +151,9 @@ def _file(line: str, places: dict[str, str]) -> str:
 
 
 def _constants(jaxpr: Any, seen: set[int]) -> Iterator[np.ndarray]:
-    """Yield the arrays that a jaxpr, or one within it, captures: as constants or as literals.
+    """Yield the arrays, constants or literals, that a jaxpr or one within it captures.
 
-    Args:
-      jaxpr: where to look.
-      seen: jaxprs that were looked into, so that one called from many places is read once.
+    A jaxpr that is called from many places is read once; `seen` has the ids of those read.
     """
     if id(jaxpr) in seen:
         return
@@ -182,21 +177,16 @@ def _numbers(constant: Any) -> np.ndarray:
 
 
 def require_schedule(group: tuple[int, ...], name: str, compiled: str) -> None:
-    """Refuse a step that was compiled to another order of collectives on another process.
+    """Refuse a step whose order of collectives differs between processes, once compiled.
 
-    Args:
-      group: the processes that run it; all of them call this.
-      name: of the author's function.
-      compiled: text of the compiled program, in the order in which it runs.
-
-    Raises:
-      ValueError, RuntimeError: as from `require_program`.
+    `compiled` is the text of the compiled program, in the order in which it runs.
     """
     lines = schedule(compiled)
     gathered = agree.all_gather(group, agree.digest(lines), what="the schedule", of=f" of `{name}`")
-    if len(set(gathered.values())) == 1:
+    pair = agree.odd_one(gathered)
+    if pair is None:
         return
-    odd, usual = pair = agree.odd_one(gathered)
+    odd, usual = pair
     difference = _different_line(group, pair, lines, lambda index: "")
     text = (
         f"XLA has compiled `{name}` to another order of collectives on process {odd} than on "
@@ -212,14 +202,14 @@ _COLLECTIVE = re.compile(
     r"collective-broadcast|send|recv|async)(?:-start|-update|-done)?)\("
 )
 _GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=.*?(?=, \w+=|$)")
-# jdp's own, between GPUs.
+# jdp's own collectives, between GPUs.
 _RING = re.compile(r'(.*?) ?\bcustom-call\(.*custom_call_target="(jdp_\w+)".*backend_config=(.*)')
 
 
 def schedule(compiled: str) -> list[str]:
-    """Return what a compiled program sends and waits for, in the order in which it runs.
+    """Return the collectives of a compiled program, in the order in which it runs them.
 
-    Names of values and computations, which say nothing of it, are left out.
+    Names of values and computations are left out, which may differ in equal programs.
 
     >>> schedule("  %r.3 = f32[8] all-reduce-start(%x), replica_groups={{0,1}}, to_apply=%add.2")
     ['all-reduce-start f32[8] replica_groups={{0,1}}']

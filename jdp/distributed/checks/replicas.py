@@ -11,13 +11,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from jdp import axis, pytrees, rank_state
 from jdp.axis import AxisName
-from jdp.distributed import agree, in_flight, mesh
+from jdp.distributed import agree, in_flight, mesh, placement
 from jdp.distributed.checks import hashes
 from jdp.error_codes import with_code
 
 
 class RanksDifferError(RuntimeError):
-    """Ranks hold other bits of a state than each other."""
+    """Ranks hold different bits of a state."""
 
 
 # (structure of a state, axes, every) -> how often it was to be checked.
@@ -73,7 +73,7 @@ def check_replicas(state: Any, *, every: int = 1, axis_name: AxisName = "data") 
         raise TypeError("check_replicas looks at arrays: call it between steps, not inside one.")
     in_flight.drain()
     where = mesh.mesh_of(jax.tree.leaves(leaves), axes)
-    leaves = jax.tree.leaves(mesh.placed(leaves, axes, where))
+    leaves = jax.tree.leaves(placement.placed(leaves, axes, where))
     paths = [jax.tree_util.keystr(path) for path, _ in named]
     table = _gathered(where, leaves)
     _require_equal(where, axes, paths, leaves, table)
@@ -83,12 +83,8 @@ def check_replicas(state: Any, *, every: int = 1, axis_name: AxisName = "data") 
 def require_equal_copies(state: Any) -> None:
     """Make sure that all devices which hold the same part of an array hold the same bits of it.
 
-    Args:
-      state: any tree, replicated or split over any axes. Leaves that lie on one device alone, or
-        are not arrays, are left out. All processes must make the call.
-
-    Raises:
-      RuntimeError: as from `check_replicas`.
+    As `check_replicas`, for a state that is replicated or split over any axes. Leaves that lie on
+    one device alone are left out.
     """
     in_flight.drain()
     on: dict[Mesh, list[tuple[Any, jax.Array]]] = {}
@@ -105,9 +101,12 @@ def require_equal_copies(state: Any) -> None:
 
 def _gathered(where: Mesh, leaves: list[jax.Array]) -> np.ndarray:
     """Hash every device's part of every leaf: `[device, leaf, 2]` uint32, on all processes."""
-    mine = hashes.of_this_process(hashes.of_leaves(where, leaves))
-    # Mostly one, the same on all devices.
-    rows = list(dict.fromkeys(mine.values()))
+    hashed, _ = hashes.folded(where, leaves, range(len(leaves)))
+    mine = {
+        int(np.ravel_multi_index(position, where.devices.shape)): values.tobytes().hex()
+        for position, values in hashes.parts(hashed)
+    }
+    rows = list(dict.fromkeys(mine.values()))  # mostly one, the same on all devices
     value = rows, {position: rows.index(row) for position, row in mine.items()}
     table = np.zeros((where.size, len(leaves), 2), np.uint32)
     gathered = agree.all_gather(agree.peers(where), value, what="the state's hashes")
@@ -140,8 +139,8 @@ def _require_equal(
     for i, leaf in enumerate(leaves):
         for holders in _holders(where, leaf):
             bits = {position: table[position, i].tobytes() for position in holders}
-            if len(set(bits.values())) > 1:
-                _, usual = agree.odd_one(bits)
+            if pair := agree.odd_one(bits):
+                usual = pair[1]
                 found += [(i, odd, usual) for odd in holders if bits[odd] != bits[usual]]
     if not found:
         return

@@ -1,4 +1,4 @@
-"""Are all processes about to run the same? A difference is found before anything is sent."""
+"""Are all processes about to run the same program? They compare before anything is sent."""
 
 import functools
 import hashlib
@@ -22,7 +22,7 @@ from jdp.worker.phases import PATIENCE
 from jdp.worker.version import version
 
 _PACKAGE = Path(__file__).parents[2]
-# What only says where a process writes, or how many devices it brings.
+# Flags for where a process writes, and for its number of devices.
 _OWN_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
 
 
@@ -31,12 +31,12 @@ def require_start(mesh: Mesh, timeout_s: float | None) -> None:
 
     Args:
       mesh: if it is of one process, there is nothing to compare.
-      timeout_s: deadline of this comparison, in seconds; None: 300. A process may keep the others
-        waiting in later ones while it saves or compiles: without a launcher for six times as long
-        (None: for ever); a launcher's watch knows what all of them do, and says when it is enough.
+      timeout_s: deadline of this comparison, in seconds; None: 300. In later ones, other processes
+        may still save or compile: without a launcher, they have six times as long (None: for ever).
+        Under a launcher there is no deadline, since its watch knows what all of them do.
 
     Raises:
-      ValueError: on every process, naming one that differs and what it has.
+      ValueError: on every process, naming one that differs, and the difference.
       RuntimeError: if a process does not come in time.
     """
     agree.set_timeout_s(300.0 if timeout_s is None else timeout_s)
@@ -48,7 +48,7 @@ def require_start(mesh: Mesh, timeout_s: float | None) -> None:
 
 
 def require_equal_facts(facts: Mapping[int, Mapping[str, str | None]]) -> None:
-    """Compare what processes say of themselves: process -> name of a fact -> fact, or None.
+    """Refuse processes that differ: process -> name of a fact -> fact, or None if unknown.
 
     >>> require_equal_facts({0: {"JAX": "0.12.0"}, 1: {"JAX": "0.11.2"}})
     Traceback (most recent call last):
@@ -56,8 +56,8 @@ def require_equal_facts(facts: Mapping[int, Mapping[str, str | None]]) -> None:
     """
     for name in next(iter(facts.values())):
         known = {process: its.get(name) for process, its in facts.items() if its.get(name)}
-        if len(set(known.values())) > 1:
-            odd, usual = agree.odd_one(known)
+        if pair := agree.odd_one(known):
+            odd, usual = pair
             text = (
                 f"process {odd} has another {name} than process {usual}: {known[odd]}, and "
                 f"{known[usual]} there. The processes would run different programs, and wait for "
@@ -74,7 +74,7 @@ def _facts(mesh: Mesh) -> dict[str, str | None]:
         "JAX": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),
-        # A process without one says so when gradients are to be reduced, and all do without.
+        # A process may lack one: it reports that when gradients are reduced, and all use XLA.
         "native library": _stamp("libjdp_cpu"),
         "CUDA library": _stamp("libjdp_cuda"),
         "kind of device": ", ".join(sorted({d.device_kind for d in jax.local_devices()})),
@@ -92,7 +92,7 @@ def _digest_of_sources() -> str:
     return digest.hexdigest()[:8]
 
 
-# What setup.py has noted of a library that it built.
+# setup.py writes the digest of the sources that it built a library from.
 def _stamp(name: str) -> str | None:
     path = _PACKAGE / "lib" / f"{name}.json"
     return json.loads(path.read_text())["digest"][:8] if path.exists() else None
@@ -110,9 +110,9 @@ class FirstRuns:
         self._mesh = mesh
         self._name = name
         self._group = agree.peers(mesh)
-        self._known: set[Any] = set()  # shapes that need no look at what JAX has traced for them
+        self._known: set[Any] = set()  # shapes whose program was compared
         self._equal: list[Any] = []  # jaxprs
-        self._is_foreseen = True
+        self._is_expected = True
 
     def run(
         self,
@@ -129,30 +129,30 @@ class FirstRuns:
           run: the call of a `jax.jit(...)`.
           trace: its `trace`. JAX then traces, lowers and compiles once for both.
           args: its arguments.
-          is_returned: whether the first one is what the last call returned.
+          is_returned: whether the last call returned the first of them.
           first: compares the arguments themselves; called before a new program runs.
         """
         shapes = _shapes(args[1:] if is_returned else args)
         if shapes in self._known:
-            self._is_foreseen = False
+            self._is_expected = False
             try:
                 return run(*args)
             except _NewTrace:
                 pass
             finally:
-                self._is_foreseen = True
-        # What comes out first may have other shapes than what went in: looked at once more.
+                self._is_expected = True
+        # The state that comes out may have other shapes than the one that went in: compare again.
         if not self._compare(trace, args, first) or not is_returned:
             self._known.add(shapes)
         return run(*args)
 
     def on_trace(self) -> None:
-        """Record that the step is being traced: where that was not foreseen, it starts anew."""
-        if not self._is_foreseen:
+        """Record that the step is being traced. If `run` did not expect that, it compares first."""
+        if not self._is_expected:
             raise _NewTrace
 
     def _compare(self, trace: Callable[..., Any], args: tuple, first: Callable[[], None]) -> bool:
-        """Whether there was something to compare."""
+        """Compare the program for these shapes; whether it is a new one."""
         with agree.propagating_errors(self._group, f"while it traced `{self._name}`"):
             traced = trace(*args)
             if any(traced.jaxpr is jaxpr for jaxpr in self._equal):
@@ -169,7 +169,7 @@ class FirstRuns:
         return True
 
 
-class _NewTrace(Exception):  # noqa: N818 - it is none that anybody sees
+class _NewTrace(Exception):  # noqa: N818 - it never leaves this file
     pass
 
 

@@ -1,4 +1,4 @@
-"""Agreement between processes about what they are about to train."""
+"""Do all processes hold the same state, before they train it?"""
 
 import hashlib
 from typing import Any
@@ -13,14 +13,10 @@ from jdp.pytrees import is_array, is_key, without_key
 
 
 def agreed(tree: Any, *, broadcast: bool = False) -> Any:
-    """Make sure that every process holds the same tree.
+    """Make sure that every process holds the same tree, and return it.
 
-    Args:
-      tree: tree of arrays; leaves that several processes share already are not looked at.
-      broadcast: take the values of process 0 instead of comparing.
-
-    Returns:
-      The tree, that of process 0 with `broadcast`. With one process, `tree` itself.
+    With `broadcast`, it is the tree of process 0. Leaves that several processes share already are
+    not compared.
 
     Raises:
       ValueError: on every process, naming the first leaf that differs, and whose it is.
@@ -31,8 +27,7 @@ def agreed(tree: Any, *, broadcast: bool = False) -> Any:
     local = [i for i, (_, leaf) in enumerate(named) if _is_local(leaf)]
     leaves = [leaf for _, leaf in named]
     shapes = [_described(path, leaf) for path, leaf in named]
-    [pair] = _odd_ones([_digest(repr(shapes).encode())])
-    if pair is not None:
+    if pair := _odd_ones([_digest(repr(shapes).encode())])[0]:
         odd, usual = pair
         text = (
             f"the state has other leaves, shapes or dtypes on process {odd} than on process "
@@ -77,7 +72,7 @@ def _described(path: tuple, leaf: Any) -> str:
     return f"`{jax.tree_util.keystr(path)}` {what}"
 
 
-# Where the leaves of two processes first differ, in words, as far as there is a store to ask in.
+# The first difference of the leaves of two processes, as a clause; "" without a store.
 def _first_difference(pair: tuple[int, int], shapes: list[str]) -> str:
     if not kv_store.is_open():
         return ""
@@ -94,14 +89,14 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-# For each digest a process that has another one than most, and one of those; None if all agree.
+# For each digest, the `odd_one` of all processes.
 def _odd_ones(digests: list[str]) -> list[tuple[int, int] | None]:
     gathered = _all_gather(digests) if digests else {}
     each = [{process: its[n] for process, its in gathered.items()} for n in range(len(digests))]
-    return [agree.odd_one(its) if len({*its.values()}) > 1 else None for its in each]
+    return [agree.odd_one(its) for its in each]
 
 
-# Through the store, where nothing has to be compiled; JAX may have found the processes without one.
+# Through the store, which compiles nothing; without it, JAX may still know the other processes.
 def _all_gather(digests: list[str]) -> dict[int, list[str]]:
     if kv_store.is_open():
         everyone = tuple(range(jax.process_count()))

@@ -5,6 +5,7 @@ without a launcher, and never the launcher's own work. Only that thread touches 
 """
 
 import os
+import re
 import selectors
 import socket
 import subprocess
@@ -28,6 +29,13 @@ _MAX_READS = 2**20 // _READ_BYTES + 1
 # The last lines of each process are kept, and so much of each line.
 TAIL_LINES = 50
 TAIL_LINE_CHARS = 1000
+
+# JAX's CPU collectives write such a line for each rank. Only the files have it, unless the script
+# wrote into the same line.
+_GLOO = re.compile(
+    rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. "
+    rb"Expected number of connected peer ranks is : \d+\s*"
+)
 
 
 class WorkerOutput:
@@ -73,6 +81,8 @@ class WorkerOutput:
         """Show and write what was read from `stream`; no bytes are its end. In the thread."""
         for line in self._splitters[stream].split(data):
             self._file.write(line)
+            if _GLOO.fullmatch(line):
+                continue
             if not line.endswith(b"\r"):
                 self.tail.append(_text(line))
             if not self.is_standby:

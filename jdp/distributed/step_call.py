@@ -1,0 +1,79 @@
+"""A call of a step that may still be running, and the checks that its ranks report."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jdp import pytrees
+from jdp.distributed.checks.arguments import Arguments, Given
+from jdp.step_spec import StepSpec
+
+
+class RankReports(NamedTuple):
+    """One value of each rank, split over the ranks.
+
+    Attributes:
+      differs: whether the arguments differ between ranks, `[ranks]` bool; None if the step does
+        not compare them.
+      weight: the result of `weight_fn`, `[ranks]` float; None without one.
+    """
+
+    differs: jax.Array | None
+    weight: jax.Array | None
+
+
+class StepCall(NamedTuple):
+    """A call of a step that may still be running.
+
+    Attributes:
+      spec: the step.
+      number: which call of the step this is, from 1.
+      arguments: compares the arguments between processes; None if they are not compared.
+      given: the arguments that are compared.
+      check: raises a RuntimeError for a failure during the call that JAX does not report.
+      why_invalid: returns an error for invalid weights of ranks, given `weight` and
+        `reports.weight`; None if they are valid.
+      reports: None while the call is being made.
+      weight: of the batch. It is ready when the call has run.
+    """
+
+    spec: StepSpec
+    number: int
+    arguments: Arguments | None
+    given: Given | None
+    check: Callable[[], None]
+    why_invalid: Callable[[jax.Array, jax.Array], str | None]
+    reports: RankReports | None = None
+    weight: Any = None
+
+    def __str__(self) -> str:
+        return f"call {self.number} of `{self.spec.name}`"
+
+    def is_checked(self) -> bool:
+        """Whether its ranks report anything."""
+        return self.reports is not None and any(report is not None for report in self.reports)
+
+    def differs(self) -> bool:
+        """Whether its arguments differ between processes; wait for it."""
+        # All ranks of a process got the same arguments.
+        differs = None if self.reports is None else self.reports.differs
+        return differs is not None and bool(np.asarray(differs.addressable_data(0)).any())
+
+    def weight_error(self) -> str | None:
+        """Return the error for its weights; None if they are valid. Wait for it."""
+        given = None if self.reports is None else self.reports.weight
+        return None if given is None else self.why_invalid(self.weight, given)
+
+    def is_deleted(self) -> bool:
+        """Whether someone deleted the arrays by which the call is checked."""
+        return any(map(pytrees.is_deleted, (self.weight, *(self.reports or ()))))
+
+    def difference(self, timeout_s: float) -> str | None:
+        """Return the argument that differs between processes, in a sentence; None if unknown."""
+        if self.arguments is None or self.given is None:
+            return None
+        if not (self.given.small or self.given.large):
+            return None
+        return self.arguments.difference(self.given, timeout_s=timeout_s)
