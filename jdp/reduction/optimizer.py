@@ -19,7 +19,8 @@ class Replicated(optax.GradientTransformationExtraArgs):
 
     @property
     def axis_name(self) -> AxisName:
-        """The data axis, which `update` carries: nnx makes a tuple of its fields alone."""
+        """The data axis."""
+        # Not an attribute of its own: JAX and nnx make the tuple anew from its two fields.
         return self.update.axis_name  # type: ignore[attr-defined]
 
 

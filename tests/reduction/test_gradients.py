@@ -342,18 +342,18 @@ def test_the_weight_of_the_step_is_summed_once(make_mesh):
     ],
 )
 def test_what_is_no_float_is_refused_by_path(leaf, name):
-    with pytest.raises(TypeError, match=rf"`grads\['w'\]\[1\]` is {name}, but only floats have"):
+    with pytest.raises(TypeError, match=rf"`grads\['w'\]\[1\]` is {name}"):
         jdp.sync_gradients({"w": [np.ones(1, np.float32), leaf]})
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
 def test_a_gradient_of_8_bits_is_refused_by_its_path(name):
-    with pytest.raises(TypeError, match=rf"`grads\['w'\]` is {name}\[3\], .* fewer than 16 bits"):
+    with pytest.raises(TypeError, match=rf"`grads\['w'\]` is {name}\[3\].*\b16 bits"):
         jdp.sync_gradients({"w": jnp.ones(3, name)})
 
 
 def test_a_complex_gradient_is_refused_with_its_reason():
-    with pytest.raises(TypeError, match=r"`grads\['w'\]` is complex64\[3\], .*conjugate"):
+    with pytest.raises(TypeError, match=r"`grads\['w'\]` is complex64\[3\]"):
         jdp.sync_gradients({"w": np.ones(3, np.complex64)})
 
 
@@ -372,12 +372,12 @@ def test_the_gradient_of_an_integer_parameter_is_refused(make_mesh):
     "weight, found", [(np.ones(3, np.float32), r"float32\[3\]"), (1j, "complex")]
 )
 def test_a_weight_that_is_not_one_number_is_refused(make_mesh, fn, weight, found):
-    with pytest.raises(ValueError, match=f"weight= gave {found}.*one real number"):
+    with pytest.raises(ValueError, match=f"{found}.*JDP126"):
         per_rank(make_mesh(2), lambda x: fn(x, weight=weight), np.ones((2, 3), np.float32))
 
 
 def test_a_bucket_without_room_is_refused(make_mesh):
-    with pytest.raises(ValueError, match="bucket_bytes must be positive, got 0"):
+    with pytest.raises(ValueError, match=r"bucket_bytes .*\b0\b"):
         per_rank(make_mesh(2), lambda x: jdp.sync_gradients(x, bucket_bytes=0), np.ones(2))
 
 
@@ -430,9 +430,7 @@ def test_a_gradient_that_jax_has_summed_is_refused_in_a_typed_shard_map(make_mes
     def fn(w, x):
         return jdp.sync_gradients({"w": jax.grad(loss_fn)(w, x)})
 
-    with pytest.raises(
-        ValueError, match=r"`grads\['w'\]` float32\[2\] was already.*4 times too large"
-    ):
+    with pytest.raises(ValueError, match=r"`grads\['w'\]` float32\[2\] .* 4 .*jdp\.value_and_grad"):
         trapped(make_mesh(4), fn, check_vma=True)
 
 
@@ -440,7 +438,7 @@ def test_a_mean_loss_that_jax_has_averaged_is_refused_in_a_typed_shard_map(make_
     def fn(w, x):
         return jdp.sync_gradients(jax.grad(lambda w: lax.pmean(loss_fn(w, x), "data"))(w))
 
-    with pytest.raises(ValueError, match="was already summed over 'data'"):
+    with pytest.raises(ValueError, match=r"'data'.*jdp\.value_and_grad"):
         trapped(make_mesh(4), fn, check_vma=True)
 
 
@@ -451,7 +449,7 @@ def test_a_gradient_summed_over_one_of_two_axes_is_refused():
     def fn(x):
         return jdp.sync_gradients(lax.psum(x, "fsdp"), axis_name=names)
 
-    with pytest.raises(ValueError, match="was already summed"):
+    with pytest.raises(ValueError, match=r"jdp\.value_and_grad"):
         per_rank(mesh, fn, np.ones(4, np.float32), check_vma=True)
 
 
@@ -486,7 +484,7 @@ def test_a_mean_is_not_averaged_again_in_a_typed_shard_map(make_mesh):
     def fn(x):
         return jdp.sync_gradients(jdp.sync_gradients(x))
 
-    with pytest.raises(ValueError, match=r"`grads` float32\[\] was already summed"):
+    with pytest.raises(ValueError, match=r"`grads` float32\[\].*jdp\.value_and_grad"):
         per_rank(make_mesh(2), fn, np.ones(2, np.float32), check_vma=True)
 
 

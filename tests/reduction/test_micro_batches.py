@@ -353,7 +353,7 @@ def test_a_raw_key_is_refused_where_a_loss_draws_deep_inside():
     fn = jdp.value_and_grad(loss, accumulate=2)
     keys = jax.random.split(jax.random.PRNGKey(0), 3)
     with pytest.raises(
-        TypeError, match=r"argument 3 of the loss is a raw random key, uint32\[3, 2\]"
+        TypeError, match=r"argument 3 of the loss .*uint32\[3, 2\].*jax\.random\.key"
     ):
         fn(jnp.float32(0), np.zeros(4), keys)
 
@@ -491,17 +491,17 @@ def test_accumulates_what_varies_over_a_further_axis():
 
 @pytest.mark.parametrize("k", [0, -1])
 def test_there_is_at_least_one_micro_batch(k):
-    with pytest.raises(ValueError, match=f"accumulate must be at least 1, got {k}"):
+    with pytest.raises(ValueError, match=rf"accumulate .*{k}\b"):
         jdp.value_and_grad(loss_fn, accumulate=k)
 
 
 def test_a_micro_batch_has_at_least_one_row():
-    with pytest.raises(ValueError, match="micro_batch_rows must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"micro_batch_rows .*\b0\b"):
         jdp.value_and_grad(loss_fn, micro_batch_rows=0)
 
 
 def test_the_split_is_said_in_one_way():
-    with pytest.raises(ValueError, match="accumulate=2 and micro_batch_rows=4 both say"):
+    with pytest.raises(ValueError, match="accumulate=2 .*micro_batch_rows=4"):
         jdp.value_and_grad(loss_fn, accumulate=2, micro_batch_rows=4)
 
 
@@ -517,7 +517,7 @@ def test_rows_that_do_not_divide_are_refused_with_their_numbers():
     fn = jdp.value_and_grad(loss_fn, accumulate=5)
     with pytest.raises(ValueError, match=r"accumulate=5, but `batch\['x'\]` has 24 rows on each"):
         fn(training.params(), batch())
-    with pytest.raises(ValueError, match=r"`batch\['n'\]` has no rows"):
+    with pytest.raises(ValueError, match=r"`batch\['n'\]`"):
         fn(training.params(), {"n": 3})
 
 

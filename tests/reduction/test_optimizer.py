@@ -100,7 +100,7 @@ def test_reduce_on_plateau_with_the_mean_value_equals_one_rank():
 def test_a_reduction_inside_another_optimizer_is_refused(wrong):
     ranks(2)
     tx = wrong(jdp.replicated(optax.sgd(0.1)))
-    with pytest.raises(TypeError, match="outermost"):
+    with pytest.raises(TypeError, match=r"jdp\.replicated\(\.\.\.\)"):
         state(tx)
 
     def mine(s, batch):  # built without TrainState
@@ -109,7 +109,7 @@ def test_a_reduction_inside_another_optimizer_is_refused(wrong):
         return {"params": optax.apply_updates(s["params"], updates), "opt_state": opt_state}, {}
 
     s = {"params": training.params(), "opt_state": tx.init(training.params())}
-    with pytest.raises(ValueError, match="inside another optax transformation"):
+    with pytest.raises(ValueError, match=r"jdp\.replicated\(optax\.chain\(\.\.\.\)\)"):
         jdp.train_step(mine)(s, batch())
 
 
@@ -209,7 +209,7 @@ def test_mean_false_gives_the_sum():
 
 
 def test_a_wrong_bucket_size_is_refused_at_once():
-    with pytest.raises(ValueError, match="bucket_bytes must be positive, got 0"):
+    with pytest.raises(ValueError, match=r"bucket_bytes .*\b0\b"):
         jdp.replicated(optax.sgd(0.1), bucket_bytes=0)
 
 

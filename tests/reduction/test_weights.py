@@ -37,7 +37,7 @@ CONSTANTS = [-1, -1.0, np.float32(-0.5), np.nan, np.inf]
 def test_a_constant_that_is_not_a_weight_is_refused_before_anything_runs(num_ranks, weight):
     ranks(num_ranks)
     state = start()
-    with pytest.raises(ValueError, match=rf"weight= gave {weight}.* >= 0"):
+    with pytest.raises(ValueError, match=rf"{weight}.*JDP126"):
         mean_step(lambda batch: weight)(state, np.ones(num_ranks, np.float32))
     assert float(state.params["w"]) == 0.0  # was not donated
 
@@ -45,7 +45,7 @@ def test_a_constant_that_is_not_a_weight_is_refused_before_anything_runs(num_ran
 @pytest.mark.parametrize("weight", CONSTANTS, ids=str)
 @pytest.mark.parametrize("function", [jdp.sync_gradients, jdp.mean_over_ranks])
 def test_a_constant_weight_of_a_function_is_refused(function, weight):
-    with pytest.raises(ValueError, match=rf"weight= gave {weight}.* >= 0"):
+    with pytest.raises(ValueError, match=rf"{weight}.*JDP126"):
         jax.vmap(lambda x: function(x, weight=weight), axis_name="data")(jnp.ones(2))
 
 
@@ -58,7 +58,7 @@ def test_a_weight_of_one_rank_is_an_error_that_names_rank_and_weight(num_ranks, 
     rows[odd] = value
     state, metrics = fit(state, rows)
     assert np.isnan(metrics["loss"]) and np.isnan(state.params["w"])  # not silent before either
-    with pytest.raises(RuntimeError, match=rf"call 2 of `fit`.* gave {value} on rank {odd}\b"):
+    with pytest.raises(RuntimeError, match=rf"call 2 of `fit`.* {value} .*rank {odd}\b.*JDP212"):
         in_flight.drain()
     in_flight.drain()
 
@@ -74,7 +74,7 @@ def test_weights_whose_sum_overflows_give_nan_and_an_error_that_says_so(num_rank
     else:
         metrics = jdp.eval_step(lambda state, batch: {"loss": batch.mean()}, weight=weight)(0, rows)
     assert np.isnan(metrics["loss"])
-    with pytest.raises(RuntimeError, match=r"3e\+38 on rank 0 and 3e\+38 on .* float32 holds"):
+    with pytest.raises(RuntimeError, match=r"3e\+38 .*rank 0 .*3e\+38 .* float32 .*JDP212"):
         in_flight.drain()
 
 
@@ -126,11 +126,11 @@ NO_NUMBERS = {
 def test_what_is_not_one_real_number_is_refused_by_its_kind(num_ranks, found):
     ranks(num_ranks)
     state = start()
-    with pytest.raises(ValueError, match=rf"weight= gave {found}, but .* one real number"):
+    with pytest.raises(ValueError, match=rf"{found}.*JDP126"):
         mean_step(NO_NUMBERS[found])(state, np.ones(num_ranks, np.float32))
     assert float(state.params["w"]) == 0.0  # was not donated
     if found != "None":  # which means the default
-        with pytest.raises(ValueError, match=rf"weight= gave {found}, but .* one real number"):
+        with pytest.raises(ValueError, match=rf"{found}.*JDP126"):
             jdp.mean_over_ranks(1.0, weight=NO_NUMBERS[found](jnp.ones(1)))
 
 
@@ -161,7 +161,7 @@ def test_a_weight_function_that_asks_for_a_value_is_told_of_which_argument():
 def test_without_a_look_at_the_result_it_is_an_error_within_8_calls():
     ranks(2)
     fit, state = mean_step(lambda batch: batch[0]), start()
-    with pytest.raises(RuntimeError, match="gave -2.0 on rank 0 and -3.0 on rank 1"):
+    with pytest.raises(RuntimeError, match="-2.0 .*rank 0 .*-3.0 .*rank 1.*JDP212"):
         for _ in range(9):
             state, _ = fit(state, np.array([-2.0, -3.0], np.float32))
 
@@ -188,7 +188,7 @@ def test_an_evaluation_names_it_too():
     def measure(params, batch):
         return {"mean": batch.mean()}
 
-    with pytest.raises(RuntimeError, match=r"`measure`.* gave -2.0 on rank 1"):
+    with pytest.raises(RuntimeError, match=r"`measure`.* -2.0 .*rank 1.*JDP212"):
         for _ in range(9):
             measure(jnp.zeros(()), np.array([3.0, -2.0], np.float32))
 
@@ -233,7 +233,7 @@ def test_a_negative_weight_in_a_loop_of_ones_own_gives_nan_on_every_rank(make_me
 def test_what_follows_from_a_bad_weight_is_not_saved(tmp_path):
     ranks(2)
     fit = mean_step(lambda batch: batch[0])
-    with pytest.raises(RuntimeError, match="call 4 of `fit`.* gave -2.0 on rank 1"):
+    with pytest.raises(RuntimeError, match="call 4 of `fit`.* -2.0 .*rank 1.*JDP212"):
         with jdp.Checkpointer(tmp_path, save_every=2) as ckpt:
             state = ckpt.restore(start())
             for i in range(20):

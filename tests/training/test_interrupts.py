@@ -108,7 +108,7 @@ def test_an_interrupt_in_the_wait_for_the_first_step_comes_behind_it(monkeypatch
         may_end.set()
 
     step, state = counting(slow), {"n": jnp.zeros(())}
-    monkeypatch.setattr(progress, "is_first_step", lambda: True)
+    monkeypatch.setattr(progress.own, "is_first_step", True)
     threading.Thread(target=press).start()
     with pytest.raises(KeyboardInterrupt):
         state, _ = step(state, BATCH)

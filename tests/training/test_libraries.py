@@ -133,7 +133,7 @@ def test_flax_train_state_with_a_wrapped_optimizer():
     with pytest.raises(ValueError, match=r"params\['kernel'\].*jdp\.replicated"):
         step(make_state(optax.sgd(0.1)), batch())
     inside = optax.chain(optax.clip_by_global_norm(1.0), sgd())
-    with pytest.raises(ValueError, match="inside another optax transformation"):
+    with pytest.raises(ValueError, match=r"jdp\.replicated\(optax\.chain\(\.\.\.\)\)"):
         jdp.train_step(step.__wrapped__)(make_state(inside), batch())
 
 
@@ -250,7 +250,7 @@ def test_nnx_optimizer_with_the_reduction_inside_another_is_refused():
     tx = optax.chain(optax.clip_by_global_norm(1.0), sgd())
     graph, state = nnx_optimizer(tx)
     ranks(2)
-    with pytest.raises(ValueError, match="inside another optax transformation"):
+    with pytest.raises(ValueError, match=r"jdp\.replicated\(optax\.chain\(\.\.\.\)\)"):
         jdp.train_step(nnx_step(graph))(state, batch())
 
 

@@ -84,7 +84,7 @@ def test_a_state_can_be_copied():
 
 
 def test_nothing_to_train_is_refused():
-    with pytest.raises(ValueError, match="none of the 3 leaves of params trains"):
+    with pytest.raises(ValueError, match="3 leaves .*trainable="):
         state(trainable=False)
 
 
@@ -247,7 +247,7 @@ def test_a_batch_of_which_nothing_counts_changes_no_parameter():
 def test_a_weight_for_each_row_is_refused():
     ranks(2)
     step = jdp.train_step(masked_step, weight=lambda batch: batch["mask"])
-    with pytest.raises(ValueError, match=r"weight= gave bool\[12\]"):
+    with pytest.raises(ValueError, match=r"bool\[12\].*JDP126"):
         step(state(), {**batch(), "mask": np.ones(24, bool)})
 
 

@@ -403,7 +403,7 @@ def test_whatever_takes_a_donated_array_names_it(named):
     ranks(2)
     x = jnp.ones((24, 5))
     x.delete()
-    with pytest.raises(ValueError, match=rf"`{named}.*` was donated to an earlier step"):
+    with pytest.raises(ValueError, match=rf"`{named}.*` was donated"):
         DELETED[named](jdp.train_step(plain_step), state(), x)
 
 
@@ -411,7 +411,7 @@ def test_a_state_that_was_donated_is_named():
     ranks(2)
     step, s = jdp.train_step(plain_step), state()
     step(s, batch())
-    with pytest.raises(ValueError, match=r"`state\.step` was donated to an earlier step"):
+    with pytest.raises(ValueError, match=r"`state\.step`.*donate=False"):
         step(s, batch())
 
 
@@ -599,9 +599,9 @@ def test_a_failure_while_a_step_runs_says_which_and_what_became_of_the_state(don
         return new, {"loss": metrics["loss"] + value}
 
     s, _ = step(state(), batch(), False)
-    gone = "was donated and is gone" if donate else "was not donated and is intact"
-    why = f"a callback raised FloatingPointError: no such number at .*. The input state {gone}"
-    with pytest.raises(RuntimeError, match=f"call 2 of `step` failed: {why}"):
+    advice = r".*jdp\.Checkpointer.*donate=False" if donate else "(?!.*Checkpointer)"
+    why = "FloatingPointError: no such number at .*test_step.py:"
+    with pytest.raises(RuntimeError, match=f"call 2 of `step`.*{why}{advice}.*JDP214"):
         s, _ = step(s, batch(), True)
         for _ in range(20):
             s, _ = step(s, batch(), False)
@@ -747,7 +747,7 @@ def test_a_state_that_another_step_donated_is_named():
     first, second = jdp.train_step(plain_step), jdp.train_step(ema)
     s, _ = first(state(model_state=training.params()), batch())
     second(s, batch())
-    with pytest.raises(ValueError, match=r"`state\.step` was donated"):
+    with pytest.raises(ValueError, match=r"`state\.step`.*donate=False"):
         first(s, batch())
 
 
@@ -761,7 +761,7 @@ def test_a_further_argument_that_was_donated_is_named():
     s = state()
     teacher = s.params
     s, _ = step(s, batch(), teacher)
-    with pytest.raises(ValueError, match=r"`teacher\['b'\]` was donated"):
+    with pytest.raises(ValueError, match=r"`teacher\['b'\]`.*donate=False"):
         step(s, batch(), teacher)
 
 
