@@ -70,7 +70,8 @@ def place_rest(name: str, arg: Any, where: Mesh) -> Any:
         if isinstance(leaf, np.ndarray):
             return leaf.copy()  # the caller may write into it while the step runs
         if not isinstance(leaf, jax.Array):
-            if not pytrees.is_array(leaf) and not hasattr(leaf, "__jax_array__"):
+            is_ref = isinstance(leaf, jax.Ref)
+            if not is_ref and not pytrees.is_array(leaf) and not hasattr(leaf, "__jax_array__"):
                 raise TypeError(
                     f"`{name}` holds {leaf!r}, of type {type(leaf).__name__}, but a compiled "
                     "program takes only arrays and numbers. Make it part of the step, with a step "
