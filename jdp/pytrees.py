@@ -156,7 +156,7 @@ def restore(tree: Any) -> Any:
 
 @jax.tree_util.register_static
 class _TakenNode:
-    """What stays behind of a node: its structure."""
+    """The structure of a node whose leaves were taken."""
 
     def __init__(self, treedef: Any):
         self.treedef = treedef

@@ -29,7 +29,7 @@ class PerRank:
     def __repr__(self) -> str:
         return f"per_rank({self.value!r})"
 
-    # What NumPy and JAX ask for where they are given an array.
+    # Attributes that NumPy and JAX read of an array.
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(_no_array("an array function"))
 

@@ -65,11 +65,11 @@ class Bits:
         self.bent = 8 * self.data
         self.by_ranks = 16 * self.data
         self.capped = 32 * self.data
-        # What an operation that ends every claim adds where data goes in.
+        # The bits that an operation adds to data if it invalidates every claim.
         self.mixed = self.unsummed | self.unrepeated | self.single | self.data | self.nonzero
-        # One that gives another number for n times its operand.
+        # The same for an operation whose result changes if its operand is multiplied by n.
         self.imaged = self.mixed & ~self.unrepeated
-        # A value of which nothing is known, but that ranks hold the same.
+        # An unknown value that is the same on all ranks.
         self.anything = self.mixed | self.total | self.divided | self.uneven
         self._products = [
             (self.axes(chosen), math.prod(sizes[name] for name in chosen))

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 
 class Class(NamedTuple):
-    """What is known of one value in a program that every rank runs.
+    """The knowledge about one value in a program that every rank runs.
 
     The number that one rank would compute from the whole batch is the measure of a sum and a mean.
     A *mean* over n ranks has that number. It is idempotent: the mean of it, over the same ranks, is

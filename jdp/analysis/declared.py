@@ -1,4 +1,4 @@
-"""What an author promises of a primitive that JAX does not have."""
+"""Promises of an author about primitives that are not part of JAX."""
 
 import jax.extend.core
 

@@ -12,8 +12,8 @@ from jdp.analysis.lattice import Lattice
 from jdp.analysis.partitioned import first_shift
 from jdp.analysis.records import Record
 
-# What an equation does to the classes of its operands: `(interp, equation, classes) -> class`, or a
-# list with a class for each output.
+# Computes the class of an equation from the classes of its operands, or a list with a class for each
+# output: `(interp, equation, classes) -> class`.
 Rule = Callable[..., Any]
 
 # Zero if all operands are zero. Other operations may give zeros too; nothing depends on those.
@@ -47,7 +47,7 @@ def move(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
 
 
 class Quotient(NamedTuple):
-    """What was divided by numbers: its class, and these."""
+    """A value that was divided by numbers: its class before, and the divisors."""
 
     value: int
     divisors: tuple[float, ...]
@@ -79,27 +79,28 @@ class Interpreter:
         # Axes along which ranks may not all come here, and the control flow that is why.
         self.where = 0
         self._controls: list[tuple[int, str]] = []
-        # Of the body that is walked, and of every body that was, by all that its results depend on.
+        # The record of the current body, and those of all analysed bodies, by everything that their
+        # results depend on.
         self.record = Record(None, {})
         self._known: dict[tuple, Record] = {}
         self._mesh = mesh
         self._expanded: dict[int, Any] = {}
         self.opaque: dict[str, None] = {}
         self.trusts_unknown = trusts_unknown
-        # Arrays that the step has captured, and that are a number of ranks each, or one over it.
+        # Captured arrays whose value is a number of ranks, or one over it.
         self.numbers: dict[Any, float] = {}
-        # How often a constant was divided by a number of ranks; less than 0: multiplied by it.
+        # How often a constant was divided by a number of ranks; negative if it was multiplied.
         self.divisions: dict[Any, int] = {}
         # Values that were divided by numbers, and how many elements were added up: see `averages`.
         self.quotients: dict[Any, Quotient] = {}
         self.sums: dict[Any, tuple[int, ...]] = {}
-        # What ranks gathered: the class of each rank's own, the axes, and along which dim it lies.
+        # Results of gathers: the class of each rank's part, the axes, and the dim of the ranks.
         self.gathered: dict[Any, tuple[int, int, int]] = {}
-        # Axes of several devices that are left to the compiler.
+        # Axes of several devices that the compiler partitions.
         self._automatic = {name for name, size in mesh.shape.items() if size > 1} - manual
 
     def anything(self) -> int:
-        """Return the class of a value of which nothing is known."""
+        """Return the class of an unknown value."""
         return self.lattice.anything | self.everywhere
 
     def number(self, atom: Any) -> float | None:

@@ -132,7 +132,7 @@ class Lattice(Bits):
         if value & self.data and total:
             matched = self.axes_of_size(1 / number, total)
             if matched:
-                # Of sums of what differed, known as such.
+                # Axes along which the value is known to be a sum of values that differed.
                 sums = matched & ~self.at(value, "unsummed") & ~self.at(value, "single")
                 return self.mean(value, matched) | self.over("even", sums)
             return value if abs(number) == 1 else value | self.sums(total, 0, 0)

@@ -16,8 +16,8 @@ _Known = dict[tuple[int, _Flags], _Flags]
 def used_inputs(jaxpr: Any) -> _Flags:
     """Return for each input whether an output or a side effect depends on it.
 
-    What is marked as `WEIGHED` is not used by that. What is handed to a call, a branch or a loop
-    that ignores it is not used, nor what is only read in vain.
+    A `WEIGHED` mark does not use its operand. An input of a call, a branch or a loop that ignores
+    it is not used, and neither is one whose results nothing uses.
     """
     return _needed(jaxpr, (True,) * len(jaxpr.outvars), {})
 

@@ -26,8 +26,8 @@ AVERAGED = "averaged"
 LATE_HERE = "late_here"
 LATE_ELSEWHERE = "late_elsewhere"
 LATE_ON_MORE_RANKS = "late_on_more_ranks"
-# What the analysis cannot read off a reduction: that it was divided by the number of ranks; that a
-# number is this rank's share of all weights, which add up to 1; that its author wants the sum.
+# Facts that the analysis cannot read off a reduction: it was divided by the number of ranks; a
+# number is this rank's share of all weights, which add up to 1; the author wants the sum.
 MEAN = "mean"
 SHARE = "share"
 SUMMED = "summed"
@@ -108,7 +108,7 @@ mlir.register_lowering(
     cacheable=False,
 )
 
-# What stands between the product and the gradient: it moves or casts elements, one for one.
+# Operations between the product and the gradient that move or cast single elements.
 _MOVES = ("stablehlo.transpose", "stablehlo.reshape", "stablehlo.convert")
 
 

@@ -10,7 +10,7 @@ from jdp.analysis.source_lines import source
 
 
 class _Kind(IntEnum):
-    """What a value is made of."""
+    """The data from which a value is computed."""
 
     CONSTANT = 0
     MASK = 1  # the mask and constants, for each row

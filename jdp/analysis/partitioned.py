@@ -1,4 +1,4 @@
-"""What XLA may exchange between devices where a mesh axis is left to it."""
+"""Exchanges between devices that XLA may add along a mesh axis that it partitions."""
 
 from typing import Any
 

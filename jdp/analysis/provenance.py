@@ -13,15 +13,15 @@ from jdp.analysis.way_back import Frame, Node, WayBack, is_source
 
 
 class Origin(NamedTuple):
-    """What makes a value differ from rank to rank.
+    """The reason why a value differs from rank to rank.
 
     Attributes:
-      line: the author's line in which something that differs meets something that was reduced;
-        empty if that happens nowhere.
-      primitive: what that line does, such as "mul".
-      sources: where what differs comes from: positions of inputs of the shard_map, and texts.
+      line: the author's line that combines a varying value with a reduced one; empty if there is
+        none.
+      primitive: the operation of that line, such as "mul".
+      sources: origins of the varying value: positions of inputs of the shard_map, and texts.
       is_reduced: whether anything was reduced on the way.
-      is_of_gradient: whether what it meets comes from a gradient that was reduced.
+      is_of_gradient: whether the reduced value comes from a gradient.
     """
 
     line: str
@@ -31,7 +31,7 @@ class Origin(NamedTuple):
     is_of_gradient: bool = False
 
 
-# What its author calls a source that is not an input.
+# The text for a source that is not an input.
 _SOURCES = {
     "axis_index": "`axis_index` (the number of this rank)",
     "empty": "`jnp.empty` (memory that nobody has written)",

@@ -1,4 +1,4 @@
-"""What was met in each body that an analysis walked through."""
+"""Records of the marks, deadlocks, shifts and unknown primitives in each analysed body."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jdp.analysis.source_lines import source
 
 
 class _Note(NamedTuple):
-    """What was met at an equation: a "mark", "deadlock", "shift", or "unknown" primitive; a "call".
+    """A finding at an equation: a "mark", "deadlock", "shift", "unknown" primitive or a "call".
 
     The facts of a call are the record of its body, those of the others the arguments of `add`.
     """

@@ -167,8 +167,9 @@ def _is_reduced(found: Marked) -> bool:
 
 
 def _is_alone(report: Report, found: Marked) -> bool:
-    # What its author has reduced by hand is a whole tree. Beside local gradients, it is that of a
-    # parameter which multiplies a sum over ranks: of losses that are divided by their number, say.
+    # An author who reduces by hand reduces a whole tree. A single reduced gradient beside local
+    # ones belongs to a parameter that multiplies a sum over ranks, such as losses divided by their
+    # number.
     others = [each for each in report.marks if each.kind == LOCAL]
     return not any(
         each.value.axes & set(each.axes) for each in others if each.source == found.source

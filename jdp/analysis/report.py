@@ -12,7 +12,7 @@ from jdp.analysis.provenance import Provenance
 
 @dataclass(frozen=True)
 class Report:
-    """What is known of one `shard_map`.
+    """The result of the analysis of one `shard_map`.
 
     Attributes:
       outputs: class of each output of its body, before `out_specs` put the ranks' parts together.
@@ -20,9 +20,9 @@ class Report:
         its `out_specs` does not name; empty for others.
       deadlocks: collectives under control flow on which ranks may differ.
       marks: the marks in it.
-      opaque: primitives with a body that could not be opened.
+      opaque: primitives whose body could not be opened.
       unknown: primitives that are on no list, and for each the author's line where it stands.
-      num_inputs: of its body, of which the captured arrays come first.
+      num_inputs: number of inputs of its body; the captured arrays come first.
       refs: position and final class of each input that is a `jax.Ref`.
       back: for some axes, the way back from what differs along them; or from what is "undivided"
         or "duplicated", see `Class`.

@@ -1,4 +1,4 @@
-"""What a step leaves behind that is n times too large, or averaged without the step's weight."""
+"""Refusals of results that are n times too large, or averaged without the weight of the step."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -33,7 +33,7 @@ _UNIFORM = "jdp.mean_over_ranks(loss) < 2"
 
 
 class Proved(NamedTuple):
-    """What is known of a step that was accepted.
+    """Properties of a step that was accepted.
 
     Attributes:
       gradients: paths of the gradients that are the same on every rank before they are reduced, if

@@ -1,4 +1,4 @@
-"""What the leaves of a traced step are called."""
+"""Names of the leaves of a traced step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ WEIGHT = "weight"
 
 @dataclass(frozen=True)
 class Output:
-    """One leaf that leaves a step, described only where it is complained about."""
+    """One output leaf of a step; its texts are built only for errors."""
 
     tree: str  # the tree that it is in, as the author would call it
     keys: tuple[Any, ...]  # its path in that tree
@@ -28,20 +28,20 @@ class Output:
 
     @property
     def type(self) -> str:
-        """What it is, such as float32[3]."""
+        """Its type, such as float32[3]."""
         return f"{self.aval.dtype}{list(self.aval.shape)}"
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class TraceFindings:
-    """What the trace of a step met; it leaves the trace as a node without leaves.
+    """Findings of the trace of a step, returned from the trace as a node without leaves.
 
     Attributes:
       marked: paths of the gradients whose reduction was traced.
-      split: paths of those that are sent as soon as they are ready.
-      weighed: what gives ranks different weights, such as jdp.train_step; empty: nothing does.
-      gradient_bytes: of all gradients that are sent.
+      split: paths of the gradients that are sent as soon as they are ready.
+      weighed: name of the function that weighs ranks, such as jdp.train_step; empty if none does.
+      gradient_bytes: bytes of all gradients that are sent.
     """
 
     marked: frozenset[str]

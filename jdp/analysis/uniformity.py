@@ -132,7 +132,7 @@ def _trace(f: Callable[..., Any], args: tuple, kwargs: dict) -> _TracedFunction:
     named, out_tree = outputs[-1]
 
     def unflatten(classes: list[str]) -> Any:
-        # What is not an array is a constant of the program.
+        # A leaf that is not an array is a constant of the program.
         each = iter(classes)
         found = [next(each) if is_array else "uniform" for _, is_array in named]
         return jax.tree.unflatten(out_tree, found)
@@ -165,13 +165,13 @@ def _is_array(leaf: Any) -> bool:
 
 
 class _Left(NamedTuple):
-    """What is known of a value outside of the shard_maps."""
+    """The knowledge about a value outside of the shard_maps."""
 
     varying: bool = False
     # The shard_map that returned the value as it is, by id, and its position among the outputs.
     origin: int | None = None
     position: int = -1
-    # Of an argument that is handed on as it is.
+    # The name of an argument that the value is.
     name: str = ""
 
     @staticmethod

@@ -34,7 +34,7 @@ class Commit(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What was written with the values."""
+        """The facts that were written with the values."""
         return json.loads(self.text)
 
     @property

@@ -14,7 +14,7 @@ from typing import BinaryIO
 _TIMEOUT_S, _LOST_TIMEOUT_S = 2.0, 120.0
 
 
-# What this process has locked. A child that it forks off shares them, and may outlive it.
+# Locks of this process. A forked child shares them, and may outlive it.
 _files: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
 
 

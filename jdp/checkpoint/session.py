@@ -1,4 +1,4 @@
-"""What a `Checkpointer` does between `restore` and `close`."""
+"""The session of a `Checkpointer`, from `restore` to `close`."""
 
 import contextlib
 import logging

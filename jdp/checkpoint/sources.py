@@ -31,7 +31,7 @@ class Key(NamedTuple):
 
 
 class Sources:
-    """What this process could restore: the commit of its host, or on process 0 a later checkpoint.
+    """States that this process can restore: the commit of its host; on process 0 also checkpoints.
 
     Attributes:
       keys: of these states.

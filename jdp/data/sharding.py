@@ -129,7 +129,7 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What all batches of a loop look like, and where their rows lie."""
+    """Structure and placement of all batches of a loop."""
 
     sharding: NamedSharding
     num_rows: int  # of the global batch

@@ -98,7 +98,7 @@ def scan_layers(
     return carry, ys
 
 
-# What was chosen by platform; None where layers reduce late on more ranks than there are.
+# The choice by platform; None where layers would reduce late only on more ranks.
 _CHOICES = {LATE_HERE: True, LATE_ELSEWHERE: False, LATE_ON_MORE_RANKS: None}
 
 

@@ -26,7 +26,7 @@ def likely_cause(found: StepDifference, program: str, named: str) -> str:
 
 @dataclass(frozen=True)
 class _Evidence:
-    """What a cause is told by.
+    """The evidence for a cause.
 
     Attributes:
       found: all differences.

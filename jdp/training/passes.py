@@ -19,7 +19,7 @@ from jdp.training.rank_program import RankOutputs, RankProgram, SplitInputs, Sta
 
 
 class Inputs(NamedTuple):
-    """What goes into the programs of a step.
+    """The inputs of the programs of a step.
 
     Attributes:
       args: of `RankProgram.mapped`.

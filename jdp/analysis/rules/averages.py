@@ -15,7 +15,7 @@ from jdp.analysis import jaxprs
 from jdp.analysis.interpreter import Interpreter, Quotient
 
 _ADD = frozenset({"add", "add_any"})
-# Of one chain; longer ones begin anew.
+# Divisors that are followed through one chain; a longer chain restarts.
 _MOST_DIVISORS = 8
 
 
@@ -87,7 +87,7 @@ def _copied(eqn: Any) -> tuple[int, ...]:
 def _without_mean(interp: Interpreter, quotient: Quotient, sizes: tuple[int, ...]) -> int | None:
     """Return the class of a quotient but for one division by a number of elements, None if by none.
 
-    What is a sum over the ranks already is divided by their number.
+    A value that is a sum over the ranks already is divided by their number.
     """
     lattice, value = interp.lattice, quotient.value
     is_before_sums = value & lattice.varying and not value & lattice.total

@@ -22,7 +22,9 @@ def _all_reduce(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
             sums.undivided(interp, eqn, interp.lattice.sum_in_groups(x, axes), x, i, axes)
             for i, x in enumerate(ins)
         ]
-    return [_spread(interp, x, axes) for x in ins]  # What is uniform is summed unequally often.
+    return [
+        _spread(interp, x, axes) for x in ins
+    ]  # Groups of different sizes add a uniform value unequally often.
 
 
 def _native(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:

@@ -184,7 +184,7 @@ _JOINED = frozenset(
     "unvmap_any unvmap_max".split()
 )
 
-# What is drawn from the device, its host or its memory.
+# Values that come from the device, its host or its memory.
 _SOURCES = frozenset(
     "box_get box_set create_linear custom_lin empty global_array_to_host_local_array "
     "host_local_array_to_global_array infeed io_callback log_extend log_read new_box new_log "

@@ -107,7 +107,7 @@ def _contract(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _select(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    # What is chosen by the number of a rank is not a rank's own part of anything.
+    # A value selected by the number of a rank is not that rank's own part of anything.
     value = ins[0] & (
         interp.lattice.varying | interp.lattice.over("divided", interp.lattice.varying)
     )

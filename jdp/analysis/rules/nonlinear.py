@@ -62,7 +62,7 @@ def _decompose(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
 
 
 def _logarithm(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    # What was n times as much is added to now, and its exponential may divide.
+    # A factor n becomes a term, and the exponential of the result may divide by it.
     return interp.lattice.without_scale(bend(interp, eqn, ins))
 
 

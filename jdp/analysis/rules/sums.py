@@ -53,6 +53,6 @@ def of_gathered(interp: Interpreter, eqn: Any) -> int | None:
     if gathered is None or gathered[2] not in eqn.params["axes"]:
         return None
     value, axes, _ = gathered
-    # What else was added up may be divided by its number; and nothing is known of weights.
+    # Other terms of the sum may be divided by their number, and the weights are unknown.
     total = all_reduced(interp, eqn, value, 0, axes) | interp.lattice.bent
     return total | interp.lattice.over("uneven", axes & value)

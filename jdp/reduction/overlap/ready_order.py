@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from jdp.analysis import find_shard_maps, jaxprs
 
-# What takes time. All else is done with its operands, as far as the order of gradients goes.
+# Operations that take time. All others count as done with their operands.
 _HEAVY = frozenset(
     "conv_general_dilated custom_linear_solve dot_general ffi_call scan while".split()
 )
