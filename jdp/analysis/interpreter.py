@@ -12,7 +12,7 @@ from jdp.analysis.lattice import Lattice
 from jdp.analysis.partitioned import first_shift
 from jdp.analysis.records import Record
 
-# Computes the class of an equation from the classes of its operands, or a list with a class for each
+# Computes the class of an equation from those of its operands, or a list with a class for each
 # output: `(interp, equation, classes) -> class`.
 Rule = Callable[..., Any]
 

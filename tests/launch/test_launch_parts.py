@@ -182,6 +182,14 @@ def test_an_error_that_is_raised_at_the_same_step_again_ends_the_run():
     assert not budget.reason_to_end(failures.exit_of_process(1, "a", 7, -9, None, []), 50, 1.0)
 
 
+def test_a_run_whose_ranks_differ_is_not_restarted():
+    text = (
+        "Traceback\nRuntimeError: `['w']` holds other bits on rank 1 (jdp explain-error JDP213)\n"
+    )
+    differs = failures.exit_of_process(0, "a", 7, 1, text, [], step=50)
+    assert "restart would hide" in RestartBudget(9, window_s=600.0).reason_to_end(differs, 50, 0.0)
+
+
 def standby(name, parked=True, can_run=True):
     return SimpleNamespace(name=name, parked=parked, can_run=lambda: can_run)
 

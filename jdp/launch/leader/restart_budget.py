@@ -44,6 +44,8 @@ class RestartBudget:
           step: of the run at which it happened, if it is known.
           now: seconds, on a clock that goes on while the run lasts.
         """
+        if "JDP213" in why.error:
+            return "the ranks hold different states, and a restart would hide that"
         self._failures = [each for each in self._failures if not self._is_over(each, step, now)]
         count = len(self._failures)
         if count >= self._max_restarts:

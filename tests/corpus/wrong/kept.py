@@ -88,7 +88,7 @@ def step_counter_that_skips_bad_batches(state, batch):
 NO_MEAN, NO_VARIANCE = np.zeros(3, np.float32), np.ones(3, np.float32)
 
 
-@wrong("varies", "new state['mean']", "new state['var']", make=(
+@wrong("statistics", "new state['mean']", "new state['var']", make=(
     holding(mean=NO_MEAN, var=NO_VARIANCE)
 ))  # fmt: skip
 def running_normalisation_of_inputs(state, batch):

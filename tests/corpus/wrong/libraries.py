@@ -109,7 +109,7 @@ def nnx_optimizer_after_pmean(state, batch):
     return nnx_step(state, batch, reduce=lambda grads: lax.pmean(grads, "data"))
 
 
-@wrong("varies", "new state[0]['mean']", "new state[0]['var']", make=lambda: (
+@wrong("statistics", "new state[0]['mean']", "new state[0]['var']", make=lambda: (
     nnx_state(axis_name=None)
 ))  # fmt: skip
 def nnx_batch_norm_of_own_rows(state, batch):
