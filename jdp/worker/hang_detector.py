@@ -163,9 +163,9 @@ def _slowest(begun: Mapping[int, ProcessStatus]) -> list[int]:
 
 
 # Returns the slowest processes that do not wait; otherwise processes that wait outside the step in
-# which the slowest wait; otherwise those that have entered the fewest all-reduces. Scripts that ended
-# earlier take precedence, since they will never make that step, and then stopped processes at any
-# step: others may wait for steps that they have called but that did not run.
+# which the slowest wait; otherwise those that have entered the fewest all-reduces. Scripts that
+# ended earlier take precedence, since they will never make that step, and then stopped processes at
+# any step: others may wait for steps that they have called but that did not run.
 def _causes(begun: Mapping[int, ProcessStatus], slowest: list[int]) -> list[int]:
     fewest = min(begun[i].steps for i in slowest)
     ended = [i for i, it in begun.items() if it.phase == ENDED]

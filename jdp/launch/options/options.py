@@ -188,7 +188,7 @@ def _read_token(file: Path) -> str:
     return token
 
 
-# Yields (variable, flag) for each flag set in the environment. JDP_ comes last and takes precedence.
+# Yields (variable, flag) for each flag set in the environment. JDP_ comes last and wins.
 def _from_environment(parser: Parser, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for prefix in ("PET_", "JDP_"):
         for action in parser.flags:
