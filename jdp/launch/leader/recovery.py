@@ -138,6 +138,6 @@ class Recoveries:
             )
 
 
-# Of the process that failed, which may have called more steps than the others.
+# Uses the process that failed, which may have called more steps than the others.
 def _step(why: Cause, generation: Generation) -> int | None:
     return generation.step if why.step is None else why.step
