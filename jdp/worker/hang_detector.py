@@ -8,7 +8,7 @@ from jdp.worker.hang_report import hang_report, in_seconds
 from jdp.worker.phases import BETWEEN, BRIEF, PATIENCE, STARTING, STEP, WAITING, waits
 from jdp.worker.progress_board import BEFORE, ENDED, ProcessStatus
 
-# A run is reported after so long without progress, of 600 s that a step may take.
+# A stall is reported after this long without progress, if a step may take 600 s.
 _STALL_S = 30.0
 # Calls of `look` are a second apart at most, unless the process that makes them was stopped.
 _BLIND_S = 5.0
@@ -19,9 +19,9 @@ class Stall(NamedTuple):
 
     Attributes:
       report: for people, in several lines.
-      processes: that the others wait for, most likely cause first.
+      processes: the processes that the others wait for, most likely cause first.
       stalled_s: for how long these have made no progress.
-      is_over: whether they have used all the time that their phases have.
+      is_over: whether all of them have exceeded the limits of their phases.
     """
 
     report: str
@@ -140,7 +140,7 @@ class Watch:
             return status.limit_s
         return self._timeout_of(status) * (1 if status.phase in BRIEF else PATIENCE)
 
-    # As large a part of the limit as a stall is of timeout_s.
+    # The report threshold, scaled from timeout_s to this limit.
     def _patience_s(self, limit_s: float, status: ProcessStatus) -> float:
         timeout_s = self._timeout_of(status)
         if math.isinf(timeout_s):
@@ -148,7 +148,7 @@ class Watch:
         return limit_s * min(_STALL_S, timeout_s / 2) / timeout_s
 
 
-# The processes that have not come to the step of the others.
+# Returns the processes that have not reached the step of the others.
 def _slowest(begun: Mapping[int, ProcessStatus]) -> list[int]:
     running = {i: it.steps for i, it in begun.items() if it.phase != ENDED}
     if not running:
@@ -162,10 +162,10 @@ def _slowest(begun: Mapping[int, ProcessStatus]) -> list[int]:
     return [i for i in slowest if begun[i].phase != WAITING] or slowest
 
 
-# The slowest processes that do not wait; else a process that waits outside of the step in which the
-# slowest wait; else the ones that have entered the fewest all-reduces. A script that has ended
-# before them comes first: it will never make their step. So does a stopped process, wherever it is:
-# others may wait for steps that it has called and that did not run.
+# Returns the slowest processes that do not wait; otherwise processes that wait outside the step in
+# which the slowest wait; otherwise those that have entered the fewest all-reduces. Scripts that
+# ended earlier take precedence, since they will never make that step, and then stopped processes at
+# any step: others may wait for steps that they have called but that did not run.
 def _causes(begun: Mapping[int, ProcessStatus], slowest: list[int]) -> list[int]:
     fewest = min(begun[i].steps for i in slowest)
     ended = [i for i, it in begun.items() if it.phase == ENDED]

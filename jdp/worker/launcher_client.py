@@ -1,6 +1,6 @@
 """The launcher, as a process of `jdp run` sees it.
 
-A script that never calls `jdp.init()` never comes here, and finds RANK and the like in its
+A script that never calls `jdp.init()` does not use this module; it finds RANK and the like in its
 environment, as under torchrun.
 """
 
@@ -32,7 +32,7 @@ class Assignment(NamedTuple):
       local_id: number of this process among those of its host.
       num_local: processes of this generation on this host.
       coordinator: "address:port" where process 0 listens.
-      resumes: whether there is something to go on from.
+      resumes: whether there may be a state to resume from.
       gpus: numbers of the GPUs of this process; None if the host has none.
       run_id: name of the run.
       host_id: number of the host among those of this generation.
@@ -103,7 +103,7 @@ class Member:
         lives.
 
         Args:
-          prepare: called by a standby, which has the time.
+          prepare: called by a standby while it waits.
 
         Returns:
           The assignment; at a second call the same one, without waiting.
@@ -123,8 +123,8 @@ class Member:
             _, facts = decode(line)
             self.assignment = Assignment(**facts)
             os.environ.update(environment(self.assignment))
-            # JAX's exit handler, which waits for the other processes, runs after this one if JAX
-            # was imported before. The launcher should know of the end by then.
+            # JAX's exit handler waits for the other processes. It runs after this one if JAX was
+            # imported before, so the launcher is informed of the end first.
             atexit.register(self.tell_end)
         return self.assignment
 

@@ -92,7 +92,7 @@ def count_step() -> None:
 def _leave_phase(phase: bytes) -> None:
     if own.phases[-1][0] is phase:
         own.phases.pop()
-    else:  # a phase of another thread began later, and goes on
+    else:  # a phase of another thread began later and is still active
         own.phases.remove(next(it for it in reversed(own.phases) if it[0] is phase))
 
 
@@ -112,9 +112,9 @@ _COMPILING = Phase(phases.COMPILING)
 def phase(name: str, *, timeout_s: float | None = None) -> Phase:
     """Name what the process does for a long time, so that it is not taken for a hang.
 
-    While a process evaluates in a loop of its own, downloads, or writes a table, its steps do not
-    get on, and the other processes wait. A phase says so in the reports of a run that hangs, and
-    gives the time that it may take. jdp names its own: compiling, evaluating, saving.
+    While a process evaluates in its own loop, downloads, or writes a table, it makes no steps and
+    the other processes wait. A phase names this work in hang reports and sets its time limit. jdp
+    names its own phases: compiling, evaluating, saving.
 
     Args:
       name: what is done, such as "downloading".
@@ -122,7 +122,7 @@ def phase(name: str, *, timeout_s: float | None = None) -> Phase:
         `math.inf` for no limit. Default: six times that of `jdp.init`.
 
     Returns:
-      A context manager. Other phases may begin in it; when one ends, this one's time begins anew.
+      A context manager. Phases may nest; when an inner one ends, the outer limit restarts.
 
     Raises:
       ValueError: if the name is empty or `timeout_s` is not positive.
@@ -169,10 +169,10 @@ def begin_watching(timeout_s: float | None, process: int = 0, num_processes: int
     own.longest_wait_s = limit_s * phases.PATIENCE
     launcher = launcher_client.current()
     is_alone = launcher is None and num_processes == 1
-    # No other process waits for the author's own code, which may take days.
+    # No other process waits for user code here, which may take days.
     own_limit_s = math.inf if is_alone else 0.0
     own.between = record(phases.BETWEEN, own_limit_s), 0
-    # The whole step is the author's code here, and may be compiled in it.
+    # The entire step is user code here and may include compilation.
     own.between_own = record(phases.BETWEEN, own_limit_s or own.longest_wait_s), 0
     own.unstepped = record(phases.UNSTEPPED, own_limit_s), 0
     own.phases[0] = _STARTING, time.monotonic_ns()
@@ -181,8 +181,8 @@ def begin_watching(timeout_s: float | None, process: int = 0, num_processes: int
     assigned = None if launcher is None else launcher.assignment
     own.slot.claim(assigned.generation if assigned else 0, limit_s)
     own.slot.enter(*own.phases[-1])
-    # Handlers are called last in, first out: in JAX's, which is there by now if there are several
-    # processes, one waits for the others.
+    # Handlers run last in, first out. With several processes, JAX's handler is registered by now,
+    # and a process waits for the others in it.
     atexit.unregister(_end)
     atexit.register(_end)
     _stop_watch()

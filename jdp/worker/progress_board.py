@@ -31,7 +31,7 @@ _RUNNING, _DEBUGGED = 24, 25
 # The default of `jdp.init`.
 _TIMEOUT_S = 600.0
 
-# The phase that the launcher writes for a process, until that comes to `jdp.init()`.
+# The phase that the launcher writes for a process until it reaches `jdp.init()`.
 BEFORE = "before jdp.init()"
 # The last phase of a process that ends by itself.
 ENDED = "the script has ended"
@@ -47,11 +47,11 @@ class ProcessStatus(NamedTuple):
       progress_s: time of its last progress, on the clock of `time.monotonic`.
       phase: such as "compiling".
       since_s: time when the phase began, on the same clock.
-      limit_s: seconds that the phase may go on without progress: inf for no limit, 0 for that of
-        its name.
-      timeout_s: that its script gave to `jdp.init`.
+      limit_s: seconds that the phase may last without progress: inf for no limit, 0 for the
+        default of its name.
+      timeout_s: the timeout passed to `jdp.init`.
       entered: number of all-reduces of the native library that its ranks have entered.
-      done: number of those that they have left.
+      done: number of these all-reduces that they have left.
       bucket: of the last one entered.
       is_running: whether its devices have not finished its last step, if there is no progress.
       state: "stopped" (by a signal), "debugged", "gone" or "".
@@ -182,7 +182,7 @@ class Slot:
 
     def read(self) -> ProcessStatus:
         """Return the status of the process, with its state in the system."""
-        # Memory that was equal twice in a row is not being written now.
+        # Two equal reads in a row mean that no write is in progress.
         seen, again = bytes(self.memory), bytes(self.memory)
         while seen != again:
             seen, again = again, bytes(self.memory)

@@ -13,7 +13,7 @@ from jdp.worker.exit_codes import STALLED
 from jdp.worker.hang_detector import Watch
 from jdp.worker.progress_board import Slot
 
-# File 2, not sys.stderr: a thread that hangs may hold the lock of that.
+# Descriptor 2, not sys.stderr, whose lock a hung thread may hold.
 _STDERR = 2
 _TICK_S = 1.0
 _DEBUGGERS = frozenset(["bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy"])
@@ -40,9 +40,9 @@ class SelfWatch:
     def __init__(
         self, slot: Slot, timeout_s: float, process: int, *, is_launched: bool, is_alone: bool
     ):
-        # A person at a prompt would lose more than the time.
+        # Never end an interactive session: its state would be lost.
         self._ends = not (hasattr(sys, "ps1") or sys.flags.interactive)
-        # pytest has a use of its own for the only timer of faulthandler.
+        # faulthandler has only one timer, and pytest uses it.
         self._has_timer = not is_launched and "PYTEST_CURRENT_TEST" not in os.environ
         self._slot = slot
         self._process = process
@@ -71,7 +71,7 @@ class SelfWatch:
         before_s, num_before, num_reduced = -1.0, 0, 0
         while not self._stopped.wait(self._tick_s):
             where = self._slot.read()
-            # Only a process without progress has to be looked at more closely.
+            # Query the devices and debuggers only if there is no progress.
             is_idle = where.progress_s == before_s
             num = self._num_running() if is_idle else 0
             if num < num_before or where.done != num_reduced:

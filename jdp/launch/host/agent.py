@@ -9,12 +9,13 @@ States, and what ends them:
                 and were waited for (waiting)
   over          the run is over for this host; the message `over` leads here from any state
 
-If the leader is lost, the other hosts go on without this one. So its processes are killed, and when
-they have ended the host is joining again; standbys and commit memory stay. Processes that were
-asked to end may use their time first, since what they save counts; the run is over then.
+If the leader is lost, the other hosts continue without this one. So this host kills its processes
+and joins again once they have ended; it keeps its standbys and commit memory. Processes that were
+asked to end may first use their shutdown timeout, since their checkpoint counts; then the run is
+over.
 
 Standbys are started when every process of a generation has finished its first step, or when the
-host joins a run that is going on, and killed by `stop` and at the end.
+host joins a run in progress, and killed by `stop` and at the end.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ from jdp.launch.options.options import Options
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.launcher_client import Assignment
 
-# Seconds between two beats, of which there are at least five in `heartbeat_timeout_s`.
+# Interval in seconds between beats; `heartbeat_timeout_s` spans at least five.
 BEAT_S = 0.2
 
 
@@ -75,7 +76,7 @@ class Host:
             say=resources.say,
         )
         self._signal: int | None = None
-        self._was_signalled = False  # this launcher, while `_signal` may be of another
+        self._was_signalled = False  # this launcher; `_signal` may come from another host
         self._uses_jdp = False  # whether one of its processes called jdp.init()
         self._changed = asyncio.Event()
         self._link = Link(

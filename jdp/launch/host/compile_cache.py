@@ -23,7 +23,7 @@ def folder(inherited: Mapping[str, str]) -> Path:
 def drop_torn(folder: Path) -> None:
     """Remove what was being written just now, when a process that compiled was killed.
 
-    JAX writes a program in place. Of one that is not whole it warns in each process, compiles it
+    JAX writes a program in place. For a truncated one, each process warns and compiles it
     again, and does not replace it.
     """
     oldest = time.time() - _JUST_NOW_S

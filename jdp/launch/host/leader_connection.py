@@ -47,7 +47,7 @@ class Link:
         self._channel: Channel | None = None
         self._nonces = "", ""  # of the leader, of this host
         self._answer: asyncio.Future[str] | None = None  # "" or why this host may not join now
-        self._lease_s = 0.0  # time.monotonic() when the leader may give this host up
+        self._lease_s = 0.0  # time.monotonic() at which the leader counts as lost
         self._task = start_task(self._join())
 
     def send(self, kind: str, **facts: Any) -> None:
@@ -86,7 +86,7 @@ class Link:
         )
         self._gave_up(with_code("JDP307", text))
 
-    # The reason of a failure, "" if there was none.
+    # Returns the reason for a failure, "" on success.
     async def _try(self) -> str:
         self._answer = asyncio.get_running_loop().create_future()
         timeout_s = self._options.heartbeat_timeout_s
@@ -109,7 +109,7 @@ class Link:
 
     def _receive(self, kind: str, facts: dict[str, Any]) -> None:
         match kind:
-            # Any program may listen there and send these, but not the next ones.
+            # An unauthenticated peer may send the first three kinds, but not the others.
             case "challenge":
                 self._prove(str(facts.get("nonce")), facts.get("protocol"))
             case "welcome":

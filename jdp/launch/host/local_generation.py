@@ -29,7 +29,7 @@ from jdp.worker.progress_board import ProcessStatus
 
 State = enum.Enum("State", "RUNNING STOPPING ENDING")
 
-# Seconds between two looks whether a process still saves.
+# Interval in seconds between checks whether a process is still saving.
 _LOOK_S = 0.2
 
 
@@ -42,7 +42,7 @@ class LocalGeneration:
       stuck: is called with the reason when killed processes do not end.
 
     Attributes:
-      processes: that were not waited for so far; empty at first.
+      processes: those not yet waited for; initially empty.
       step: the last step that all of them called.
       saved: whether a process has saved and ended.
     """
@@ -80,8 +80,8 @@ class LocalGeneration:
     def record_told(self, process: Process, kind: str, facts: dict[str, Any]) -> None:
         """Record a message of a process."""
         if kind == "failed":
-            # It is about to exit. The others need not wait for that; a process that is alone may
-            # clean up first. But if another one is dying, this error may be a consequence of that.
+            # It is about to exit, and the others need not wait for it; a lone process may clean up
+            # first. If another process is dying, this error may be a consequence of that.
             assert process.assignment is not None
             is_alone = process.assignment.num_processes == 1
             if not is_alone and not any(other.is_dying() for other in self.processes):
@@ -94,7 +94,7 @@ class LocalGeneration:
 
     def record_exit(self, process: Process) -> None:
         """Record that a process has ended and was waited for."""
-        # Messages that others have sent before count before this, which may end them.
+        # Read pending messages of the others first, since this exit may end them.
         for other in [*self.processes]:
             other.read()
         self._record_step(process)
@@ -102,7 +102,7 @@ class LocalGeneration:
         code = process.popen.returncode
         if code == SAVED:
             self.saved = True
-            # The others are about to. Whatever they end with now is not a failure.
+            # The others are about to save and end, so no exit code from now on is a failure.
             self.stop(None)
         if self.is_stopping or code in (0, SAVED) or process.died_first:
             self._tell_exit(process, code)
@@ -168,8 +168,8 @@ class LocalGeneration:
         for process in self.processes:
             if process.process_id in process_ids:
                 process.reveal()
-            # The handler is in C: it needs no GIL. A process that has none, since it is before
-            # `jdp.init()` or its interpreter has ended, would die of the signal.
+            # The handler is in C and needs no GIL. The signal would kill a process without one,
+            # before `jdp.init()` or after its interpreter has ended.
             if _handles(process.popen.pid, signal.SIGQUIT):
                 process.signal(signal.SIGQUIT)
 

@@ -1,7 +1,7 @@
 """The output of the processes of this host: shown on the console, written to files.
 
-One thread reads all of it, so that a console that is stopped holds up the processes, as it would
-without a launcher, and never the launcher's own work. Only that thread touches a `WorkerOutput`.
+One thread reads all of it, so that a stopped console blocks the processes, as it would without a
+launcher, but never the launcher itself. Only that thread touches a `WorkerOutput`.
 """
 
 import os
@@ -22,16 +22,16 @@ from jdp.launch.host.line_splitter import LineSplitter
 from jdp.launch.options.flag_types import STDERR, STDOUT
 from jdp.launch.options.options import Options
 
-# A pipe is read in pieces of this size, and its end after so many: Linux lets it hold 1 MiB.
+# Size of a read from a pipe, and the most reads in a drain: a pipe on Linux holds up to 1 MiB.
 _READ_BYTES = 2**16
 _MAX_READS = 2**20 // _READ_BYTES + 1
 
-# The last lines of each process are kept, and so much of each line.
+# Number of last lines kept for each process, and the length each line is cut to.
 TAIL_LINES = 50
 TAIL_LINE_CHARS = 1000
 
-# JAX's CPU collectives write such a line for each rank. Only the files have it, unless the script
-# wrote into the same line.
+# JAX's CPU collectives write such a line for each rank. It goes to the files only, unless the
+# script wrote to the same line.
 _GLOO = re.compile(
     rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. "
     rb"Expected number of connected peer ranks is : \d+\s*"
@@ -59,7 +59,7 @@ class WorkerOutput:
 
     def reveal(self) -> None:
         """Show the process on the console from now on, whatever --local-ranks-filter says."""
-        self.is_revealed = True  # not posted: what it writes next may be read before
+        self.is_revealed = True  # not posted: its next output may be read before a posted call runs
 
     def last_lines(self, timeout_s: float = 1.0) -> list[str]:
         """Return the last lines, at most TAIL_LINES, with all that an ended process has written."""
@@ -67,7 +67,7 @@ class WorkerOutput:
 
         def collect() -> None:
             self._logs.drain(self)
-            # A line without an end counts, too.
+            # Include an unterminated line.
             rests = [splitter.rest for splitter in self._splitters.values() if splitter.rest]
             done.set_result([*self.tail, *map(_text, rests)][-TAIL_LINES:])
 

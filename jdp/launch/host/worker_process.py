@@ -66,16 +66,16 @@ class Process:
 
     Args:
       resources: of this host.
-      local_id: that it will probably have.
+      local_id: its expected local id.
       assignment: None for a standby.
       told: is called with the process, kind and facts of each message.
       died: is called with the process when it has ended and was waited for.
 
     Attributes:
       assignment: None for a standby.
-      parked: whether it waits in `jdp.init()`, or did.
+      parked: whether it has reached `jdp.init()`.
       restored_step: step of the run at which it began.
-      has_ended: whether its script has.
+      has_ended: whether its script has ended.
       traceback: of the error that its script raised.
       died_first: whether it was dying when its generation was killed.
     """
@@ -154,7 +154,7 @@ class Process:
 
     def signal(self, number: int) -> None:
         """Send a signal to it, not to its children: data loaders go on while it saves."""
-        # Popen.send_signal would reap a process that has ended, and its children would be left.
+        # Popen.send_signal would reap a process that has ended and leave its children running.
         signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:

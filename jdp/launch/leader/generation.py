@@ -1,4 +1,4 @@
-"""The generation that lives, as the leader sees it, and the cause for which it ends.
+"""The running generation, as the leader sees it, and the cause of its end.
 
 States, and what ends them:
 
@@ -36,9 +36,9 @@ class Generation:
       number: 0 for the first.
       size: number of processes.
       state: see above.
-      parts: by host, without parts of which no process is left.
+      parts: by host; a part is removed when its last process has ended.
       told: facts by kind of message and by process.
-      cause: the cause for which it ends.
+      cause: why it ends.
       step: the last step that all processes called, as far as hosts know.
     """
 
@@ -157,7 +157,7 @@ class Generation:
     def fail(self, why: Cause, process_id: int | None = None) -> None:
         """Record the cause for which it ends, and the process to blame, if any.
 
-        The first cause counts, unless a later one is sure.
+        The first cause counts, unless it is uncertain and a later one is certain.
         """
         if self.cause is None or (why.is_sure and not self.cause.is_sure):
             self.cause, self._blamed = why, None
@@ -239,8 +239,8 @@ class Generation:
             who = first, part.remote.name, part.statuses[first].pid
             self.fail(failure.stall_of_process(*who, stall.stalled_s, stall.report), first)
 
-    # Fails if a process waits in a step for processes that have ended without that step. Only the
-    # watch limits a step that all have called, and the work of one process at its end.
+    # Fails if a process waits in a step for processes that ended without calling that step. A step
+    # that all have called, and the final work of a single process, are limited by the watch alone.
     def _look_for_early_ends(self, now: float, statuses: dict[int, ProcessStatus]) -> None:
         if self._first_end is None or now - self._first_end < self._grace_s:
             return

@@ -1,21 +1,21 @@
 """Generations over hosts: which hosts take part, and what happens after a failure.
 
-One launcher leads: the one that listens where the hosts meet. Its own processes belong to a `Host`
-as on any other host, so a run on one host is the case of a single `RemoteHost`.
+The launcher that listens at the rendezvous address leads. A `Host` manages its own processes, as on
+any other host, so a run on one host has a single `RemoteHost`.
 `jdp/worker/messages.py` lists the messages between hosts and the leader.
 
 States, and what ends them:
 
-  gathering     no generation lives. Until enough hosts have joined (a generation), or the join
+  gathering     no generation is running. Until enough hosts have joined (a generation), or the join
                 timeout or a signal (over)
   a generation  see `generation.py`. Until no host has processes of it (gathering, or over if
-                the run does not go on)
+                the run does not continue)
   over          the exit code is known. Until the hosts have left
 
-Fencing: a host none of whose beats was answered for `heartbeat_timeout_s` kills its processes, and
-the leader gives a host up when it has been silent for 1.5 times that. So no process of an old
-generation runs beside a new one, whatever the network does. A host whose connection is closed has
-ended, or kills its processes now.
+Fencing: a host kills its processes if no beat is answered for `heartbeat_timeout_s`, and the leader
+declares a host lost after 1.5 times that without a message. So processes of an old generation never
+run alongside a new one, whatever the network does. A host whose connection is closed has exited or
+kills its processes immediately.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from jdp.launch.options.options import Options
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.progress_board import ProcessStatus
 
-# Seconds between two looks for stalls and silent hosts.
+# Interval in seconds between checks for stalls and silent hosts.
 LOOK_S = 0.2
 
 
@@ -56,7 +56,7 @@ class Leader:
         self._options, self._say = options, say
         self._events = Events(options.log_dir and options.log_dir / "events.jsonl", say)
         self._gathering = Gathering(options, is_start=True)
-        self._generation: Generation | None = None  # the one that lives
+        self._generation: Generation | None = None  # the running one
         self._number = -1  # of the last generation
         self._run_id = options.rdzv_id
         self._signal: int | None = None
@@ -81,7 +81,7 @@ class Leader:
             async with asyncio.timeout(timeout_s):
                 await self.members.all_left.wait()
         except TimeoutError:
-            pass  # A host that does not hear of the end loses its leader.
+            pass  # A host that misses the message detects the loss of its leader.
         self.members.close_connections()
         if self._timer is not None:
             self._timer.cancel()
@@ -90,7 +90,7 @@ class Leader:
     # --- hosts and their messages ---
 
     def _joined(self, remote: RemoteHost, facts: dict[str, Any]) -> bool:
-        # A leader that was started again goes on where the hosts are.
+        # A restarted leader continues from the generation of the hosts.
         self._number = max(self._number, remote.generation)
         self._recoveries.stepped = self._recoveries.stepped or facts["stepped"]
         self._run_id = self._run_id or facts["run_id"]
@@ -165,7 +165,7 @@ class Leader:
 
     # --- decisions ---
 
-    # Looks at everything, after each message and when time has passed.
+    # Reevaluates the run after each message and on a timer.
     def _consider(self) -> None:
         if self.members.is_over:
             return

@@ -84,7 +84,7 @@ class Gathering:
     """The time before a generation, until there are enough hosts for one.
 
     Before the first generation (`is_start`) it is worth waiting for more hosts than are needed;
-    later such hosts make the run grow when they come.
+    later hosts of that kind make the run grow when they arrive.
     """
 
     def __init__(self, options: Options, is_start: bool) -> None:

@@ -14,9 +14,9 @@ from jdp.launch.options.flags import WITHOUT_MEANING, Parser, dest_of
 class Options(NamedTuple):
     """Options of `jdp run`; `flags.py` and `jdp run --help` describe each.
 
-    Ranges are (at least, at most). None stands for a value that is found out or made up, for none
-    at all, or for all ranks of `local_ranks_filter`. Streams are STDOUT | STDERR by local rank,
-    where -1 is all others.
+    Ranges are (minimum, maximum). None means that the value is detected, generated or absent; for
+    `local_ranks_filter` it means all ranks. Streams are STDOUT | STDERR by local rank, where -1
+    stands for all other ranks.
     """
 
     command: tuple[str, ...]
@@ -76,7 +76,7 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> O
 
     Args:
       argv: arguments of `jdp run`.
-      environment: variables; PET_ are torchrun's own.
+      environment: variables; the prefix PET_ is torchrun's.
 
     Raises:
       ValueError: if they are wrong.
@@ -188,7 +188,7 @@ def _read_token(file: Path) -> str:
     return token
 
 
-# Pairs of variable and flag, for each flag that the environment sets. JDP_ comes last, and wins.
+# Yields (variable, flag) for each flag set in the environment. JDP_ comes last and wins.
 def _from_environment(parser: Parser, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for prefix in ("PET_", "JDP_"):
         for action in parser.flags:
