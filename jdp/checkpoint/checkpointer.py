@@ -74,7 +74,7 @@ class Checkpointer:
 
     @property
     def steps(self) -> int:
-        """Steps done, counted across all restarts of the run."""
+        """Steps done, counted over all lives of the run."""
         return 0 if self._session is None else self._session.steps
 
     def restore(

@@ -100,7 +100,7 @@ class Sampler(Iterator[np.ndarray]):
         return rows
 
     def indices(self, position: int, count: int) -> np.ndarray:
-        """Return rows [position, position + count) of the stream, without changing `position`.
+        """The rows at [position, position + count) of the stream; changes nothing.
 
         Args:
           position: where to begin, at least 0.
