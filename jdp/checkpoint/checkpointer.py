@@ -1,4 +1,4 @@
-"""`Checkpointer`: what a run goes on from when its processes die."""
+"""`Checkpointer`: keeps the state that a run resumes from when its processes die."""
 
 import os
 from typing import Any
@@ -13,31 +13,32 @@ from jdp.validation import int_at_least
 class Checkpointer:
     """Keeps the state of a run, and where its data stands, outside of its processes.
 
-    In two places. A *commit*, every `commit_every` steps, goes to memory of the host that the
-    launcher owns (none without `jdp run`): what goes on when a process dies begins there. A
-    *checkpoint*, every `save_every` steps, at the end and after SIGTERM, goes to the disk. Both
-    are written in the background, from a copy that is made on the device before the next step may
-    donate the state. A step waits only for the commit or checkpoint before it, if that is still
-    being written: what a crash costs is then never more than was asked for. The copy for commits
-    keeps its memory, once the size of the state, on one device of each host; the copy for a
-    checkpoint takes as much while it is written.
+    There are two tiers. A *commit*, every `commit_every` steps, goes to host memory owned by the
+    launcher (there are no commits without `jdp run`); a run recovers from it when a process dies.
+    A *checkpoint*, every `save_every` steps, at the end and after SIGTERM, goes to disk. Both are
+    written in the background, from a copy made on the device before the next step can donate the
+    state. A step waits only if the previous commit or checkpoint is still being written, so a
+    crash never loses more steps than the intervals allow. The copy for commits permanently
+    occupies memory of the size of the state on one device of each host; the copy for a checkpoint
+    takes as much while it is being written.
 
-    All processes make the same calls. The state may lie on any number of ranks, replicated or
-    split; it is written as a whole, so that it is restored on any other number.
+    All processes must make the same calls. The state may be on any number of ranks, replicated or
+    sharded. It is written unsharded, so it can be restored on any other number of ranks.
 
     After SIGTERM on any process all of them save after the same step, and `step` ends the process
     with exit code 75.
 
     Args:
-      directory: of the checkpoints of this one run, on a disk that process 0 sees; no URL.
-      commit_every: steps from commit to commit, at least 1.
-      save_every: steps from checkpoint to checkpoint, at least 1.
-      keep: how many of the latest checkpoints are kept, at least 1.
-      resume: whether to go on from what `directory` holds. Default: `jdp run --resume`, or
-        without it whether JDP_RESUME is 1. What `jdp run` starts again after a death always goes
-        on.
-      check_replicas: whether `close` makes sure that all ranks hold the same bits of the state,
-        see `jdp.check_replicas`. Each device reads its copy of the state once.
+      directory: directory for the checkpoints of this run only, on a disk that process 0 can
+        access. Not a URL.
+      commit_every: number of steps between commits, at least 1.
+      save_every: number of steps between checkpoints, at least 1.
+      keep: number of latest checkpoints to keep, at least 1.
+      resume: whether to resume from the contents of `directory`. Default: true under
+        `jdp run --resume`, otherwise whether JDP_RESUME is 1. Processes that `jdp run` restarts
+        after a failure always resume.
+      check_replicas: whether `close` checks that the state is bitwise equal on all ranks, see
+        `jdp.check_replicas`. Each device reads its copy of the state once.
 
     Raises:
       ValueError: if a number is out of its range, or `directory` is a URL.
@@ -87,27 +88,27 @@ class Checkpointer:
         """Go on from the latest intact commit or checkpoint, if there is one.
 
         Call it once, after `jdp.init()` and before the loop. A process whose host has no commit
-        gets the state from one that has it.
+        receives the state from a process that has one.
 
         Args:
-          state: the state of step 0: its leaves say which shapes, dtypes and shardings to restore
-            to, so that a step which was compiled for it is not compiled again.
+          state: the state of step 0. Its leaves give the shapes, dtypes and shardings to restore
+            to, so a step compiled for it is not recompiled.
           batches: the run's `jdp.batches(...)`, or anything with an int `position`, which is set.
-          missing: "keep" goes on with another optimizer, an added average or fewer layers: leaves
-            of the same path, shape and dtype are restored, `state` keeps the others, and one line
-            of the log lists them. "error": such a state is refused.
-          allow: "new script" lets `jdp run` recover with a script, or modules in its folder, that
-            were edited since. After `--resume` they always may be. One line of the log names the
+          missing: "keep" allows a different optimizer, an added average or fewer layers: leaves
+            with the same path, shape and dtype are restored, the others keep their value in
+            `state`, and one log line lists them. "error" raises for such a state.
+          allow: "new script" lets `jdp run` recover although the script, or a module in its folder,
+            was edited since. After `--resume` edits are always allowed. One log line names the
             first line that differs.
 
         Returns:
           The restored state, or `state`.
 
         Raises:
-          TypeError: if `batches` have no position, or a leaf is of a type that JAX does not have.
-          ValueError: if what was written is of another model (naming the leaves), or without a
-            position of the data although `batches` are given; if these read other data than the
-            run began with (see `allow` of `jdp.batches`).
+          TypeError: if `batches` has no position, or a leaf has a type that JAX does not support.
+          ValueError: if the saved state is of a different model (naming the leaves), or has no data
+            position although `batches` is given; if `batches` reads different data than the run
+            began with (see `allow` of `jdp.batches`).
           RuntimeError: if `directory` holds an earlier run and this does not resume it, if another
             run writes there, if all checkpoints there are damaged, if the script was edited since
             the run wrote the state that it recovers, or if another process failed.
@@ -150,10 +151,11 @@ class Checkpointer:
 
         Raises:
           SystemExit: with code 75, after SIGTERM, when the state is saved.
-          ValueError: if `state` was donated, or `batches` are given here and not to `restore`.
+          ValueError: if `state` was donated, or `batches` is given here and not to `restore`.
           OSError: if an earlier commit or checkpoint could not be written.
-          RuntimeError: if `restore` was not called; on every process, if a step got other arguments
-            or another state on one of them, or what is not a weight: its state is not written.
+          RuntimeError: if `restore` was not called; on every process, if the arguments or the state
+            of a step differed on one of them, or its weight was invalid. That state is not
+            written.
         """
         self._recorded(state, batches).count_step()
 
@@ -174,13 +176,13 @@ class Checkpointer:
     def close(self) -> None:
         """Save what is not saved yet, wait until it is, and let other runs use the directory.
 
-        Then compare the state of all ranks, unless `check_replicas=False`. At the end of a `with`
-        block `close` is called; if an exception ends the block, nothing is saved or compared.
+        Then compare the state of all ranks, unless `check_replicas=False`. A `with` block calls
+        `close` at its end. If an exception ends the block, nothing is saved or compared.
 
         Raises:
           OSError, RuntimeError: as from `save`.
-          RuntimeError: on every process, if ranks hold other bits of the state than each other.
-            The last step is saved then, as process 0 holds it.
+          RuntimeError: on every process, if the state is not bitwise equal on all ranks. The last
+            step is saved nevertheless, with the values of process 0.
         """
         session = self._session
         if session is None or session.is_over:

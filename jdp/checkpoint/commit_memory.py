@@ -1,9 +1,9 @@
 """The last commit, in memory of the host that outlives the processes that write to it.
 
-The memory is a file without a name that the launcher made. It begins with a page of two records;
-a record says where its commit lies. A commit is written in three steps: the record of the older
-one is struck out, the values are written, the record is written. So whenever the writer dies,
-at least one record is that of a commit that is intact.
+The memory is an anonymous file created by the launcher. Its first page holds two records; each
+record gives the location of a commit. A commit is written in three steps: clear the record of the
+older commit, write the values, write the new record. So whenever the writer dies, at least one
+record describes an intact commit.
 """
 
 import json
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# magic word, which changes with the format; number of the commit, higher in the newer one; where it
-# begins; bytes of its facts; bytes of its values; checksum of all these and the facts.
+# Magic, which changes with the format; commit number, higher in the newer commit; start offset;
+# bytes of its facts; bytes of its values; checksum of these fields and the facts.
 _RECORD = struct.Struct("<16sQQQQI")
 _MAGIC = b"jdp commit 1".ljust(16, b"\0")
 _PAGE_BYTES = 4096
@@ -34,19 +34,19 @@ class Commit(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts that were written with the values."""
+        """Return the facts written with the values."""
         return json.loads(self.text)
 
     @property
     def stop(self) -> int:
-        """Where in the file it ends."""
+        """Return the file offset of its end."""
         return self.start + len(self.text) + self.num_bytes
 
 
 class CommitMemory:
     """Two commits in a file, of which only the older is ever touched.
 
-    One process writes; any may read while none writes. The file is empty at first.
+    One process writes. Any process may read while no write is in progress. The file starts empty.
 
     >>> memory = CommitMemory(os.memfd_create("example"))
     >>> memory.write({"step": 10}, [np.arange(3, dtype=np.uint8)])
@@ -66,7 +66,7 @@ class CommitMemory:
 
     def read(self, commit: Commit) -> np.ndarray:
         """Copy the values of a commit, `[num_bytes]` uint8."""
-        # Aligned as JAX wants memory that it takes on a CPU as it is, for all ranks at once.
+        # Aligned so that JAX on CPU uses this memory without a copy, for all ranks at once.
         room = np.empty(commit.num_bytes + _ALIGNMENT, np.uint8)
         skipped = -room.ctypes.data % _ALIGNMENT
         data = room[skipped : skipped + commit.num_bytes]
@@ -79,10 +79,10 @@ class CommitMemory:
         return data
 
     def write(self, facts: dict[str, Any], parts: Sequence[np.ndarray]) -> None:
-        """Write a commit, its values one part after the other, in place of the older one.
+        """Write a commit, with its values part by part, in place of the older one.
 
         Raises:
-          OSError: if the host has no memory left; the newer commit is still there.
+          OSError: if the host is out of memory; the newer commit is intact.
         """
         commits = [self._commit(slot) for slot in (0, 1)]
         numbers = [0 if commit is None else commit.number for commit in commits]
@@ -101,8 +101,8 @@ class CommitMemory:
         record = _RECORD.pack(*fields, _checksum(fields, text))
         _write(self._file, record, slot * _RECORD.size)
 
-    # Stores into a mapping take half the time of a call. But on a host without memory they are a
-    # SIGBUS, where a call is an error: so all pages are asked for first.
+    # Storing into a mapping takes half the time of a write call. But when the host is out of memory
+    # a store raises SIGBUS, where a call returns an error, so all pages are allocated first.
     def _make_room(self, num_bytes: int) -> None:
         if num_bytes > self._mapped.size:
             os.posix_fallocate(self._file, 0, num_bytes)
@@ -126,8 +126,8 @@ def _checksum(fields: Sequence[Any], text: bytes) -> int:
     return zlib.crc32(text, zlib.crc32(_RECORD.pack(*fields, 0)))
 
 
-# Where `num_bytes` fit beside the commit that must stay: before it, else after it. Commits of one
-# size take turns.
+# Returns an offset where `num_bytes` fit beside the commit that must stay: before it, otherwise
+# after it. Commits of equal size alternate between the two.
 def _room(stays: Commit | None, num_bytes: int) -> int:
     if stays is None or _PAGE_BYTES + num_bytes <= stays.start:
         return _PAGE_BYTES

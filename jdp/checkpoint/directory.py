@@ -1,11 +1,11 @@
 """Checkpoints on disk: one folder each, written by Orbax, with a manifest that shows damage.
 
     directory/lock                 held by the run that writes here
-    directory/1000-1/state/        step 1000 of the run's first life: what Orbax writes
-    directory/1000-1/manifest      what it holds, and the checksum of every file of it
+    directory/1000-1/state/        step 1000 of the run's first life: written by Orbax
+    directory/1000-1/manifest      its contents, and the checksum of each of its files
 
-A checkpoint is written under another name and renamed when all of it, the manifest last, is on the
-disk. What a power cut or a bad disk does to it later, its checksums show.
+A checkpoint is written under a temporary name and renamed once all its files, the manifest last,
+are on disk. Its checksums detect later damage by a power cut or a bad disk.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ _UNFINISHED = ".part"
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint, intact when it was written. One of a later life of the run is later."""
+    """A checkpoint, intact when it was written. Sorts by life of the run, then by step."""
 
-    life: int  # of the run that wrote it: each restore begins the next, from 1 on
+    life: int  # of the run that wrote it: each restore begins a new one, counting from 1
     step: int
     path: Path
 
@@ -51,12 +51,12 @@ class Folder:
         self._lock: Any = None
 
     def lock(self, *, resumes: bool = False) -> None:
-        """Keep other runs out until `unlock`, as `locked` does; remove what a death left over."""
+        """Keep other runs out until `unlock`, as `locked` does; remove unfinished checkpoints."""
         if self._lock is not None:
             return
         self._lock = locked(self.path, resumes=resumes)
         for left_over in self.path.glob(f"*{_UNFINISHED}"):
-            if _NAME.fullmatch(left_over.stem):  # or it is somebody else's
+            if _NAME.fullmatch(left_over.stem):  # otherwise it is not a file of jdp
                 shutil.rmtree(left_over, ignore_errors=True)
 
     def unlock(self) -> None:
@@ -74,7 +74,7 @@ class Folder:
         return sorted(found, reverse=True)
 
     def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Return what was written with a checkpoint.
+        """Return the facts written with a checkpoint.
 
         Raises:
           TornError: if a byte differs from what was written, naming the file.
@@ -99,7 +99,7 @@ class Folder:
         return manifest["facts"]
 
     def read(self, checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Read the arrays of some names."""
+        """Read the arrays with these names."""
         if not names:
             return {}
         import orbax.checkpoint as ocp
@@ -113,10 +113,10 @@ class Folder:
             return orbax.restore(checkpoint.path / "state", args=wanted)
 
     def write(self, life: int, step: int, facts: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Write facts that JSON can hold and arrays that are not empty; return when they are there.
+        """Write JSON-serializable facts and nonempty arrays; return when they are on disk.
 
         Raises:
-          OSError: if they cannot be written; the checkpoints before stay.
+          OSError: if they cannot be written; earlier checkpoints are kept.
         """
         final = self.path / f"{step}-{life}"
         part = final.with_name(final.name + _UNFINISHED)
@@ -133,7 +133,7 @@ class Folder:
     def keep(self, count: int) -> None:
         """Remove all but the latest `count` checkpoints."""
         for checkpoint in self.checkpoints()[count:]:
-            # Renamed first, so that what a death leaves of it does not look like a checkpoint.
+            # Renamed first, so that an interrupted removal does not look like a checkpoint.
             part = checkpoint.path.with_name(checkpoint.path.name + _UNFINISHED)
             with contextlib.suppress(OSError):
                 os.rename(checkpoint.path, part)
@@ -154,12 +154,12 @@ class Folder:
 
 
 def prepare() -> None:
-    """Import what writing needs, so that it is there when it is needed."""
+    """Import Orbax ahead of the first write."""
     import orbax.checkpoint  # noqa: F401
 
 
-# Orbax as one process alone uses it, however many there are: only process 0 comes here, and what
-# it brings are whole arrays of the host.
+# Configures Orbax for a single process, regardless of the number of processes: only process 0 calls
+# this, with unsharded host arrays.
 @contextlib.contextmanager
 def _orbax() -> Iterator[Any]:
     import jax
@@ -177,7 +177,7 @@ def _orbax() -> Iterator[Any]:
 def _write(part: Path, facts: dict[str, Any], arrays: dict[str, Any]) -> None:
     import orbax.checkpoint as ocp
 
-    if arrays:  # Orbax refuses a tree without any
+    if arrays:  # Orbax rejects an empty tree
         with _orbax() as orbax:
             orbax.save(part / "state", args=ocp.args.PyTreeSave(arrays))
     files = [file for file in sorted((part / "state").rglob("*")) if file.is_file()]
@@ -185,7 +185,7 @@ def _write(part: Path, facts: dict[str, Any], arrays: dict[str, Any]) -> None:
     manifest = {"facts": facts, "files": sums}
     with open(part / "manifest", "w") as file:
         json.dump({"sha256": _checksum(manifest), "manifest": manifest}, file, indent=1)
-    # Orbax leaves some of its files and all of its folders to the kernel.
+    # Orbax does not sync some of its files, nor any of its folders.
     for path in [*part.rglob("*"), part]:
         _sync(path)
 

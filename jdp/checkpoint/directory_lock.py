@@ -9,28 +9,28 @@ import weakref
 from pathlib import Path
 from typing import BinaryIO
 
-# A process that was killed a moment ago may not be gone yet; one that died with its host keeps the
-# lock of an NFS server for 90 s.
+# A process that was just killed may still be exiting. An NFS server keeps the lock of a process
+# that died with its host for 90 s.
 _TIMEOUT_S, _LOST_TIMEOUT_S = 2.0, 120.0
 
 
-# Locks of this process. A forked child shares them, and may outlive it.
+# Lock files of this process. A forked child shares them, and may outlive this process.
 _files: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
 
 
 def locked(path: Path, *, resumes: bool) -> BinaryIO:
     """Return the file that keeps other runs out of a directory until it is closed.
 
-    The directory is made. `resumes`: the run that has it may be this one, on a host that is gone.
+    Creates the directory. `resumes`: the lock holder may be this same run, on a host that died.
 
     Raises:
       RuntimeError: if another run writes there.
-      OSError: if this process cannot.
+      OSError: if this process cannot write there.
     """
     with contextlib.ExitStack() as stack:
         try:
             path.mkdir(parents=True, exist_ok=True)
-            # Unbuffered, or what a full disk did not take would be an error of close.
+            # Unbuffered, or a full disk would raise only in close.
             file = stack.enter_context(open(path / "lock", "ab+", buffering=0))
             _lock(file, path, _LOST_TIMEOUT_S if resumes else _TIMEOUT_S)
             file.truncate(0)

@@ -1,4 +1,4 @@
-"""Whether a run recovers with the script that it began with."""
+"""Detects edits to the script between the start of a run and its recovery."""
 
 import logging
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ _log = logging.getLogger("jdp")
 
 
 def facts_of_program() -> dict[str, Any]:
-    """Return what is written with each state of the program of this process."""
+    """Return the facts about the program of this process that are written with each state."""
     source_files.record()
     return {"run": _run()[0], "sources": source_files.digests()}
 
 
 def require_unedited(facts: Mapping[str, Any], *, allows_edits: bool) -> None:
-    """Compare the author's files with those of the process that wrote `facts`, and log an edit.
+    """Compare the user's files with those of the process that wrote `facts`, and log an edit.
 
-    A recovery is refused then. A resumption that the author asked for may well follow an edit.
+    A recovery with edited files raises. A resumption that the user requested may follow an edit.
 
     Raises:
       RuntimeError: if the run recovers, and not `allows_edits`.

@@ -1,4 +1,4 @@
-"""Saved values put in the place of a state's leaves, which are found by their names."""
+"""Replaces the leaves of a state by saved values, matched by name."""
 
 import logging
 from collections import defaultdict
@@ -15,7 +15,7 @@ from jdp.pytrees import is_array, is_key
 
 _log = logging.getLogger("jdp")
 
-# So many leaves of a kind are named in one line.
+# Maximum number of leaves of a kind that one message names.
 _NUM_NAMED = 8
 
 
@@ -27,21 +27,21 @@ def fill(
     *,
     keeps_missing: bool = False,
 ) -> tuple[Any, list[Any]]:
-    """Return a state with saved values, and those of its leaves that are saved.
+    """Return the state with saved values, and its leaves that were restored.
 
-    Types, shardings and leaves that are not arrays stay. A number of Python or a NumPy array of 64
-    bits may have become what JAX computes with; `per_rank` is resized by its rule.
+    Types, shardings and non-array leaves are kept. A Python number or a 64-bit NumPy array also
+    accepts a saved value of JAX's canonical dtype. `per_rank` state is resized by its rule.
 
     Args:
       state: the state.
       saved: leaves that were written.
-      values: of `saved`. Not to be written to afterwards.
+      values: values of `saved`. The caller must not write to them afterwards.
       where: name of the source of `saved`, for errors.
-      keeps_missing: leave out saved leaves that the state does not have, and keep those of the
-        state that are not saved. What was kept and left out is logged.
+      keeps_missing: ignore saved leaves that the state does not have, and keep leaves of the state
+        that were not saved. Both are logged.
 
     Raises:
-      ValueError: if the state is of another model, naming the leaves that differ.
+      ValueError: if the state is of a different model, naming the leaves that differ.
     """
     left = defaultdict(list)
     for old, value in zip(saved, values, strict=True):
@@ -86,7 +86,7 @@ def _listed(title: str, texts: list[str]) -> list[str]:
 
 
 def placed(x: Any, value: np.ndarray) -> Any:
-    """Return a saved value as `x` is: of its type, and where it lies."""
+    """Return a saved value with the type and sharding of `x`."""
     if not isinstance(x, jax.Array):
         if isinstance(x, np.ndarray | jax.ShapeDtypeStruct):
             return np.array(value)
@@ -95,7 +95,7 @@ def placed(x: Any, value: np.ndarray) -> Any:
         data = placed(jax.random.key_data(x), value)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if x.weak_type and not x.shape and x.is_fully_addressable:
-        # Only a Python number gives the type that jnp.asarray(1.0) has.
+        # Only a Python number produces a weakly typed array, as jnp.asarray(1.0) does.
         number = jnp.asarray(value.item())
         return jax.device_put(number, x.sharding) if x.committed else number
     if not x.committed:

@@ -13,13 +13,14 @@ from jdp.checkpoint.saved_leaves import leaves_of, to_disk, unpack
 
 
 def save_last_commit(file: int) -> dict[str, Any]:
-    """Write the latest commit as a checkpoint, unless there is an intact one that is as late.
+    """Write the latest commit as a checkpoint, unless an intact one is at least as recent.
 
     Args:
       file: descriptor of the commit memory.
 
     Returns:
-      `life`, `step` and `directory` of what a resumed run goes on from; empty if there is nothing.
+      `life`, `step` and `directory` of the state a resumed run would restore; empty if
+      there is none.
 
     Raises:
       OSError: if the directory is not on this host, or cannot be written to.

@@ -1,4 +1,4 @@
-"""`load`: a saved state, or a part of it, in a process of any kind."""
+"""`load`: reads a saved state, or a part of it, in any process."""
 
 import ast
 import functools
@@ -31,24 +31,25 @@ def load(
 ) -> Any:
     """Load a checkpoint, or a part of it, for inference, export or fine-tuning.
 
-    Without `jdp.init`, on any number of devices, and while a run writes to the directory.
+    This does not need `jdp.init`, works on any number of devices, and may run while a run writes
+    to the directory.
 
     Args:
-      directory: of the checkpoints, as given to `jdp.Checkpointer`.
-      step: of the checkpoint. Default: the latest that is intact.
-      part: path of a part, as `"params"` or `"opt_state[0].mu"`: only that is read. Default: all.
-      like: a tree of the structure of that part. Its leaves give shapes, dtypes and shardings;
-        what is neither array nor number stays. `jax.ShapeDtypeStruct`s will do.
+      directory: directory of the checkpoints, as given to `jdp.Checkpointer`.
+      step: step of the checkpoint. Default: the latest intact checkpoint.
+      part: path of the part to read, such as `"params"` or `"opt_state[0].mu"`. Default: all.
+      like: a tree with the structure of that part. Its leaves give shapes, dtypes and shardings;
+        leaves other than arrays and numbers are kept. `jax.ShapeDtypeStruct` leaves are allowed.
 
     Returns:
-      The values in the form of `like`. Without it NumPy arrays (and JAX's random keys) in dicts and
-      lists: attributes are keys, and positions 0 to n - 1 a list.
+      The values in the form of `like`. Without it, NumPy arrays (and JAX random keys) in dicts
+      and lists: attributes become dict keys, and positions 0 to n - 1 become a list.
 
     Raises:
       FileNotFoundError: if the directory holds no checkpoint.
-      ValueError: if it does not hold this step, or the step not this part, or `like` has other
-        leaves, shapes or dtypes.
-      RuntimeError: if the checkpoint, or each of them, is damaged.
+      ValueError: if the directory lacks this step, the step lacks this part, or `like` has
+        different leaves, shapes or dtypes.
+      RuntimeError: if the requested checkpoint is damaged, or all of them are.
 
     >>> import tempfile, jax.numpy as jnp, jdp
     >>> directory = tempfile.mkdtemp()
@@ -88,7 +89,7 @@ def parse(path: str) -> list[tuple[str | int, str]]:
     keys, start = [], 0
     while start < len(path):
         match = _KEY.match(path, start)
-        if match is None:  # of a node that writes its keys otherwise
+        if match is None:  # a pytree node with another key syntax
             return [*keys, (path[start:], path[start:])]
         keys.append((match[1] if match[2] is None else _literal(match[2]), match[0]))
         start = match.end()

@@ -1,4 +1,4 @@
-"""Getting the state that is restored to all processes, and into the place of the given one."""
+"""Distributes the restored state to all processes, and fills the given state with it."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from jdp.checkpoint.sources import Latest, Saved, Sources
 from jdp.distributed import agree
 from jdp.distributed.checks import known_leaves
 
-# A state is handed over in parts of this many bytes, so that little of it is there twice.
+# A state is broadcast in chunks of this many bytes, to bound the temporary memory.
 _PART_BYTES = 64 << 20
 
 
@@ -27,10 +27,10 @@ def restored(
     keeps_missing: bool,
     allows_edits: bool,
 ) -> Any:
-    """Return the state that was found, in the place of `state`, and set the position of `batches`.
+    """Return `state` with the values that were found, and set the position of `batches`.
 
     Raises:
-      ValueError: if it is of another model, or without a position although there are batches.
+      ValueError: if it is of a different model, or has no position although `batches` is given.
       RuntimeError: if the run recovers with an edited script, and not `allows_edits`.
     """
     facts, values = _loaded(group, found, sources)
@@ -42,12 +42,12 @@ def restored(
         if batches is not None:
             _set_position(batches, facts, found.where)
     agree.all_gather(group, None, what="whether all restored", of=f" {found.where}")
-    known_leaves.vouch(taken)  # All have them from one place.
+    known_leaves.vouch(taken)  # All processes got them from one source.
     return state
 
 
-# Processes that have the values read them on their own host, and nothing is computed over the
-# processes unless one of them lacks the values.
+# Processes that have the values read them on their own host. No collective runs unless a process
+# lacks the values.
 def _loaded(group: tuple[int, ...], found: Latest, sources: Sources) -> Saved:
     me = jax.process_index()
     facts: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def _set_position(batches: Any, facts: dict[str, Any], where: str) -> None:
         batches.position = facts["position"]
 
 
-# As integers: a sum of floats over the processes would make 0.0 of -0.0.
+# Broadcast as integers, because a float sum over the processes would turn -0.0 into 0.0.
 def _handed_over(values: list[Any], leaves: list[SavedLeaf], *, is_source: bool) -> list[Any]:
     size = packed_bytes(leaves)
     data = np.concatenate(pack(values)) if is_source and size else np.zeros(size, np.uint8)

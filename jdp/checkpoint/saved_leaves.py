@@ -1,4 +1,4 @@
-"""The arrays of a state as they are written: their names, shapes, dtypes and bytes."""
+"""The serialized form of the arrays of a state: names, shapes, dtypes and bytes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,17 +9,17 @@ import numpy as np
 
 from jdp.pytrees import is_array, is_key
 
-# Leaves begin at multiples of this many bytes, as JAX wants memory that it takes without a copy.
+# Leaves start at multiples of this many bytes, the alignment JAX needs to avoid a copy.
 _ALIGNMENT = 64
 
 
 class SavedLeaf(NamedTuple):
-    """One array of a state as it is written: all of it, on no device."""
+    """Description of one array of a state as it is written, unsharded."""
 
     name: str  # its path
     shape: tuple[int, ...]
     dtype: str
-    key: str | None  # random keys: how they are made; shape and dtype are those of their data
+    key: str | None  # PRNG implementation of random keys; shape and dtype are those of their data
 
     def __str__(self) -> str:
         kind = self.dtype if self.key is None else f"key<{self.key}>"
@@ -27,7 +27,7 @@ class SavedLeaf(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the values."""
+        """Return the size of the values in bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * jnp.dtype(self.dtype).itemsize
 
 
@@ -50,12 +50,12 @@ def leaves_of(facts: Mapping[str, Any]) -> list[SavedLeaf]:
 
 
 def disk_names(leaves: Sequence[SavedLeaf]) -> dict[str, SavedLeaf]:
-    """Return leaves by the names that they have on the disk, where empty ones are left out."""
+    """Return leaves by their names on disk. Empty leaves are not written there."""
     return {f"{i}{leaf.name}": leaf for i, leaf in enumerate(leaves)}
 
 
 def to_disk(leaves: Sequence[SavedLeaf], values: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """Return values by their names on the disk, without those that are empty."""
+    """Return nonempty values by their names on disk."""
     named = zip(disk_names(leaves), values, strict=True)
     return {name: x.view(np.uint8) if _is_opaque(x) else x for name, x in named if x.size}
 
@@ -63,7 +63,7 @@ def to_disk(leaves: Sequence[SavedLeaf], values: Sequence[np.ndarray]) -> dict[s
 def from_disk(
     leaves: Mapping[str, SavedLeaf], read: Callable[[list[str]], Mapping[str, np.ndarray]]
 ) -> list[np.ndarray]:
-    """Return the values of leaves, which are given by their names on the disk."""
+    """Return the values of leaves, given by their names on disk."""
     arrays = read([name for name, leaf in leaves.items() if leaf.num_bytes])
     return [
         arrays[name].view(leaf.dtype) if leaf.num_bytes else np.zeros(leaf.shape, leaf.dtype)
@@ -72,7 +72,7 @@ def from_disk(
 
 
 def pack(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the bytes of the values, one after the other, and the padding between them.
+    """Return the bytes of the values in order, with padding between them.
 
     >>> [part.size for part in pack([np.zeros(3, np.float32), np.ones((), np.int64)])]
     [12, 52, 8, 56]
@@ -118,7 +118,7 @@ def _is_known(dtype: np.dtype) -> bool:
     return dtype != jax.dtypes.float0
 
 
-# Orbax does not know some types of few bits, which NumPy keeps in bytes.
+# Whether Orbax does not support the dtype. These are narrow types that NumPy stores in bytes.
 def _is_opaque(x: np.ndarray) -> bool:
     return x.dtype.name in ("int1", "uint1", "uint2", "uint4", "float8_e4m3") or (
         x.dtype.name.startswith("float6_")

@@ -1,4 +1,4 @@
-"""The session of a `Checkpointer`, from `restore` to `close`."""
+"""The work of a `Checkpointer` between `restore` and `close`."""
 
 import contextlib
 import logging
@@ -26,8 +26,8 @@ from jdp.worker.version import version
 
 _log = logging.getLogger("jdp")
 
-# After this many steps what writes to the disk is imported: later than the first, which a run that
-# recovers is waiting for, and long before it is needed.
+# Number of steps after which Orbax is imported: not before the first step, which would delay a
+# recovery, but well before the first checkpoint.
 _PREPARED_AFTER = 3
 
 _NOT_CLOSED = (
@@ -39,8 +39,8 @@ _NOT_CLOSED = (
 class Session:
     """One run of this process: its last state, and when and where that is written.
 
-    `has_data`: it has batches, whose position is written with the state. `steps` are counted over
-    all lives of the run.
+    `has_data`: the run has batches, whose position is written with the state. `steps` counts the
+    steps across all lives of the run.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class Session:
             _require_alone(self)
             self._memory = CommitMemory(self._launcher.commit_file)
         self._identity: dict[str, Any] = {}  # of this life of the run, equal on all processes
-        self._state: Any = None  # after the last step, as the position is
+        self._state: Any = None  # state after the last step; self._data belongs to it
         self._data: dict[str, Any] = {"position": None}
-        self._num_steps = 0  # of this life
+        self._num_steps = 0  # in this life
         self._saved_at = -1  # step of the last checkpoint
-        self._is_unsaved = False  # whether the state that was restored may be on no disk
-        self._is_committed = False  # whether all hosts have a commit of this life or the last
+        self._is_unsaved = False  # whether the restored state may be missing on disk
+        self._is_committed = False  # whether all hosts have a commit of this or the previous life
         self._ends = contextlib.ExitStack()
         self._ends.callback(folder.unlock)
         is_first = self._assigned is not None and self._assigned.local_id == 0
@@ -113,10 +113,10 @@ class Session:
         return state
 
     def _find(self, resume: bool | None) -> tuple[Sources, Latest | None]:
-        """Return what this process and all of them could restore, and begin a life of the run."""
+        """Return the local sources and the latest state of all processes; begin a new life."""
         with agree.propagating_errors(self._group, "while it looked for what to restore"):
             if self._process == 0:
-                # Processes before these have died, or stopped at SIGTERM.
+                # The previous processes died, or stopped at SIGTERM.
                 is_later = self._assigned is not None and self._assigned.generation > 0
                 self._folder.lock(resumes=is_later)
             sources = Sources(self._folder, self._memory)
@@ -134,7 +134,7 @@ class Session:
         return sources, latest(offers, str(self._folder.path))
 
     def record(self, state: Any, batches: Any) -> None:
-        """Record the state after the last step, and what the batches have handed out."""
+        """Record the state after the last step, and the position of the batches."""
         self._state = state
         self._data = _position_of(batches)
 
@@ -159,7 +159,7 @@ class Session:
             self._saves.prepare(directory.prepare)
 
     def save(self, *, can_compare: bool = False) -> bool:
-        """Save the state now, and return whether all processes `can_compare` theirs."""
+        """Save the state now, and return whether all processes passed `can_compare`."""
         doing = f"while it saved step {self.steps} to {self._folder.path}"
         with progress.SAVING:
             with agree.propagating_errors(self._group, doing):
@@ -167,7 +167,7 @@ class Session:
                 in_flight.require_right_states()
                 if self._saved_at != self.steps:
                     self._begin_save()
-                self._saved_at = -1  # if what follows fails, on whichever process
+                self._saved_at = -1  # in case the following fails on any process
                 self._saves.wait()
             mine = [self.steps, can_compare]
             gathered = agree.all_gather(
@@ -177,7 +177,7 @@ class Session:
         return all(each == [self.steps, True] for each in gathered.values())
 
     def save_last(self, *, compares: bool) -> None:
-        """Save what is not saved yet, and then compare the state of all ranks."""
+        """Save the last step unless it is saved, then compare the state of all ranks."""
         if not self._num_steps and not self._is_unsaved:
             return
         can_compare = self.save(can_compare=compares and not pytrees.any_deleted(self._state))
@@ -191,7 +191,7 @@ class Session:
             self._launcher.tell("closed", step=self.steps)
 
     def end_session(self) -> None:
-        """Wait for what is being written, and let other runs use the directory."""
+        """Wait for pending writes, and let other runs use the directory."""
         self.is_over, self._state = True, None
         self._ends.close()
 
@@ -235,7 +235,7 @@ class Session:
 
 
 def _position_of(batches: Any) -> dict[str, Any]:
-    """Return where the data stands, as it is written among the facts."""
+    """Return the data position in the form stored in the facts."""
     if batches is None:
         return {"position": None}
     if hasattr(batches, "get_state"):
@@ -244,7 +244,7 @@ def _position_of(batches: Any) -> dict[str, Any]:
     return {"position": int(batches.position)}
 
 
-# Those that commit, or did: a host has room for the commits of one run.
+# Sessions with commits. A host has room for the commits of one at a time.
 _committing: weakref.WeakSet[Session] = weakref.WeakSet()
 
 

@@ -1,4 +1,4 @@
-"""A copy of a state on its devices, which no step donates, and its values on the host."""
+"""Copies a state on its devices, safe from donation, and fetches its values to the host."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,19 +15,19 @@ from jdp.pytrees import is_array, without_key
 
 
 class _Piece(NamedTuple):
-    leaf: int  # number of the leaf that it is a part of
-    index: Any  # which part; ... for all of it
+    leaf: int  # index of its leaf
+    index: Any  # the part of the leaf; ... is the entire leaf
     values: Any
 
 
 class Snapshot(NamedTuple):
-    """A copy of a state on the devices, which nothing will donate."""
+    """A copy of a state on the devices that is never donated while in use."""
 
     leaves: list[SavedLeaf]
     pieces: list[_Piece]
 
     def fetch(self) -> list[np.ndarray]:
-        """Copy the values to the host; on a CPU they are read where they lie."""
+        """Copy the values to the host; on a CPU they are read in place."""
         for piece in self.pieces:
             if isinstance(piece.values, jax.Array):
                 piece.values.copy_to_host_async()
@@ -43,25 +43,25 @@ class Snapshot(NamedTuple):
 
 
 class Snapshots:
-    """Takes snapshots of the states of one run, one after the other.
+    """Takes successive snapshots of the states of one run.
 
-    A leaf of which a process has a part only is gathered. Of the others each part is copied once,
-    on the device where it lies. `reuse` keeps the memory of a snapshot for the next: mapping new
-    memory takes a CPU four times as long as the copy itself.
+    A leaf that no single process holds completely is gathered. For other leaves each part is copied
+    once, on its device. `reuse` keeps the memory of a snapshot for the next one: on a CPU, mapping
+    new memory takes four times as long as the copy itself.
     """
 
     def __init__(self, *, reuse: bool) -> None:
         self._reuse = reuse
         self._spare: dict[jax.Device, list[jax.Array]] = {}
-        self._kind: Any = None  # of the state that the next two are about
+        self._kind: Any = None  # of the state that _leaves and _apart describe
         self._leaves: list[SavedLeaf] = []
-        self._apart: list[int] = []  # positions of the leaves that are gathered
+        self._apart: list[int] = []  # positions of gathered leaves
 
     def take_snapshot(self, state: Any, *, here: bool = True) -> Snapshot | None:
-        """Copy a state, so that the next step may donate it. Starts the copy, does not wait for it.
+        """Start copying a state, so that the next step may donate it, without waiting for the copy.
 
-        The snapshot before must not be read any more. All processes must take the same snapshots;
-        those that are not `here` only help to gather.
+        The previous snapshot must no longer be in use. All processes must take the same snapshots;
+        processes with `here=False` only take part in gathering.
 
         Raises:
           ValueError: if the state was donated.
@@ -83,7 +83,7 @@ class Snapshots:
         return Snapshot(self._leaves, self._copied(pieces))
 
     def reservation(self, state: Any) -> Callable[[], None]:
-        """Return a call that takes the memory of the first snapshot, which may run in a thread."""
+        """Return a function that allocates the first snapshot and may run in a thread."""
         arrays = [without_key(x) for x in jax.tree.leaves(state) if is_array(x)]
         arrays = [x for x in arrays if _is_on_each_process(x)]
         pieces = [piece for i, x in enumerate(arrays) for piece in _pieces(i, x)]
@@ -120,7 +120,7 @@ class Snapshots:
 
 
 def require_alive(state: Any) -> None:
-    """Refuse a state of which a leaf was donated, with a ValueError that names the first one."""
+    """Raise a ValueError that names the first donated leaf of a state, if there is one."""
     pytrees.require_alive(
         "state",
         state,
@@ -134,8 +134,8 @@ def _kind(x: Any) -> Any:
     return type(x), np.shape(x), getattr(x, "dtype", None)
 
 
-# Whether each process can put an array together from its own devices. All processes find the same:
-# a sharding knows the parts of all devices.
+# Whether each process can assemble an array from its own devices. The result is equal on all
+# processes, because a sharding lists the parts of all devices.
 def _is_on_each_process(x: Any) -> bool:
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return True
@@ -182,5 +182,5 @@ def _copies(spare: list[jax.Array], arrays: list[jax.Array]) -> list[jax.Array]:
     return [jnp.copy(x) for x in arrays]
 
 
-# keep_unused: the spare memory is donated, its values are not read.
+# keep_unused: the spare arrays are donated for their memory; their values are not read.
 _copy = jax.jit(_copies, donate_argnums=0, keep_unused=True)

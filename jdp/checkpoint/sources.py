@@ -1,4 +1,4 @@
-"""Which commits and checkpoints there are, on any process, and which is the latest."""
+"""Finds the commits and checkpoints of all processes, and selects the latest."""
 
 import functools
 import logging
@@ -18,10 +18,10 @@ Saved = tuple[dict[str, Any], list[np.ndarray]]  # facts, values
 
 
 class Key(NamedTuple):
-    """Which state of a run was written; the later one compares greater.
+    """Identifies a written state of a run; a later state compares greater.
 
-    All commits of one life and step are the same, unless two parts of a torn network both began
-    that life: hence the tag.
+    All commits of one life and step are equal, unless both sides of a network partition began
+    that life. The tag tells them apart.
     """
 
     life: int
@@ -31,12 +31,12 @@ class Key(NamedTuple):
 
 
 class Sources:
-    """States that this process can restore: the commit of its host; on process 0 also checkpoints.
+    """The states this process can restore: its host's commit or, on process 0, a later checkpoint.
 
     Attributes:
-      keys: of these states.
-      life: the last life of the run that is known here.
-      torn: which checkpoints are damaged, if all are.
+      keys: keys of these states.
+      life: the last life of the run known to this process.
+      torn: the damaged checkpoints, if all are damaged.
     """
 
     def __init__(self, folder: Folder, memory: CommitMemory | None) -> None:
@@ -55,7 +55,7 @@ class Sources:
     def _find_commit(self, folder: Folder, memory: CommitMemory | None) -> None:
         commit = memory.latest() if memory else None
         facts = commit.facts if commit else {}
-        # Another Checkpointer may have written it: a script may train one model after the other.
+        # Another Checkpointer may have written it, if a script trains several models in turn.
         if memory and commit and facts["directory"] == str(folder.path):
             key = Key(facts["life"], facts["step"], True, facts["tag"])
             self._readers[key] = lambda: (facts, unpack(memory.read(commit), leaves_of(facts)))
@@ -84,7 +84,7 @@ def _read_checkpoint(folder: Folder, checkpoint: Checkpoint, facts: dict[str, An
 
 
 class Latest(NamedTuple):
-    """The state that is restored, as all processes see it."""
+    """The state to restore, equal on all processes."""
 
     key: Key
     source: int  # a process that has it
@@ -93,16 +93,16 @@ class Latest(NamedTuple):
 
     @property
     def tier(self) -> str:
-        """Return what the launcher is told of it."""
+        """Return the name of its tier, as reported to the launcher."""
         return "commit" if self.key.is_commit else "checkpoint"
 
 
 def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
-    """Choose from the keys that all processes offer; None if there are none.
+    """Return the latest state that any process offers; None if there are none.
 
     Raises:
       RuntimeError: if all checkpoints are damaged and there is no commit, or if there is a state
-        and process 0 does not resume.
+        but process 0 does not resume.
 
     >>> offers = {0: {"keys": [], "resumes": True}, 1: {"keys": [[1, 40, True, "a"]]}}
     >>> found = latest(offers, "runs")

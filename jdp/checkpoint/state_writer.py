@@ -1,4 +1,4 @@
-"""Writing states while training goes on, in a thread of its own."""
+"""Writes states in a background thread during training."""
 
 import logging
 from collections.abc import Callable
@@ -21,12 +21,12 @@ Write = Callable[[dict[str, Any], list[np.ndarray]], None]
 
 
 class StateWriter:
-    """A thread that writes one state of a run after the other; its errors come out at later calls.
+    """A thread that writes the states of a run in order; its errors are raised by later calls.
 
-    A state is not written if a step that led to it went wrong. Each process then raises that when
-    it writes the next state or before: here it would be raised on one of them alone. An interpreter
-    that ends waits for the state that is being written. Processes where `is_here` is false only
-    help to gather; `reuse` is that of `Snapshots`.
+    A state is not written if a step that led to it failed a check. Each process raises that error
+    no later than at its next write; raised from the thread, it would reach only one process. The
+    interpreter waits at exit for a state that is being written. Processes where `is_here` is false
+    only take part in gathering; `reuse` is that of `Snapshots`.
 
     >>> written = []
     >>> writer = StateWriter("example", lambda facts, values: written.append((facts, values)),
@@ -41,16 +41,16 @@ class StateWriter:
     def __init__(self, name: str, write: Write, *, is_here: bool, reuse: bool) -> None:
         self._write, self._is_here = write, is_here
         self._snapshots = Snapshots(reuse=reuse)
-        self._steps = in_flight.Unchecked()  # which led to the last state
+        self._steps = in_flight.Unchecked()  # steps that led to the last state
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._job: Future[None] | None = None
 
     def begin_write(self, state: Any, facts: dict[str, Any]) -> None:
-        """Copy a state, which may then be donated, and begin to write it once the last is written.
+        """Wait for the previous write, copy a state so it may be donated, and start writing it.
 
         Raises:
           ValueError: if the state was donated.
-          RuntimeError: if a step that led to the state before went wrong.
+          RuntimeError: if a step that led to the previous state failed a check.
         """
         self.wait()
         self._steps.require_right()
@@ -61,7 +61,7 @@ class StateWriter:
             self._job = self._pool.submit(self._write_taken, facts, taken, self._steps)
 
     def prepare_for(self, state: Any) -> None:
-        """Take the memory of the first copy, in the thread: mapping it may take seconds."""
+        """Allocate the first copy in the thread, because mapping it may take seconds."""
         if self._is_here:
             self._job = self._pool.submit(self._snapshots.reservation(state))
 
@@ -70,7 +70,7 @@ class StateWriter:
         self._pool.submit(action)
 
     def raise_failure(self) -> None:
-        """Raise the error of a state that could not be written; wait for nothing."""
+        """Raise the error of a failed write, without waiting."""
         if self._job is not None and self._job.done():
             self.wait()
 
@@ -81,7 +81,7 @@ class StateWriter:
             job.result()
 
     def end_thread(self) -> None:
-        """Wait, and end the thread; an error that was not raised is logged."""
+        """Wait, and end the thread; log an error that was not raised."""
         try:
             self.wait()
         except Exception as error:
@@ -108,7 +108,7 @@ def commit_writer(memory: CommitMemory | None, *, is_here: bool) -> StateWriter:
 
 
 def checkpoint_writer(folder: Folder, *, keep: int, is_here: bool) -> StateWriter:
-    """Return the writer of checkpoints to a folder, which keeps the last `keep`."""
+    """Return the writer of checkpoints to a folder; it keeps the last `keep`."""
 
     def write(facts: dict[str, Any], values: list[np.ndarray]) -> None:
         folder.write(facts["life"], facts["step"], facts, to_disk(facts["leaves"], values))

@@ -1,4 +1,4 @@
-"""All-reduce algorithms: one signature, each ends with equal bits on every rank.
+"""All-reduce algorithms: one signature, bitwise equal results on every rank.
 
 `all_reduce(buckets, axis_name, *, scale, mesh) -> buckets`: every leaf summed over the ranks of
 `axis_name` and multiplied by `scale`. A bucket is a list of leaves of one dtype; buckets come

@@ -1,7 +1,7 @@
 """The numbers of the native all-reduces of a program, and the order in which they run.
 
 XLA may run independent operations in another order on each rank, and merges equal ones. So each
-call has a number of its own, and takes a token from the one before.
+call has a unique number, and takes a token from the previous call.
 """
 
 import contextlib
@@ -123,9 +123,9 @@ class _Chains(NamedTuple):
     """The all-reduces of a jaxpr and of all bodies in it.
 
     Attributes:
-      num_chains: how many wait for no other one.
+      num_chains: number of all-reduces that do not wait for another one.
       numbers: all of their numbers.
-      is_repeated: whether a number is there twice.
+      is_repeated: whether a number occurs twice.
     """
 
     num_chains: int
@@ -155,7 +155,7 @@ def _chains(jaxpr: Any, known: dict[int, _Chains]) -> _Chains:
             given.discard(token)  # A second call that takes it runs beside the first.
             given.add(passed_on)
             continue
-        if equation.params.get("target_name") == START:  # no rank waits in it
+        if equation.params.get("target_name") == START:  # a start does not block
             number = frozenset([int(dict(equation.params["attributes"])["bucket"])])
             found = found.joined(_Chains(0, number, False))
         for body in jaxprs.bodies(equation):

@@ -39,8 +39,8 @@ def native(
 ) -> list[list[jax.Array]]:
     """Sum every leaf over `axis_name` in compiled code of jdp's own, on CPUs or GPUs of one host.
 
-    The code for GPUs was compiled and never run: before it is used for the first time it is
-    compared with `lax.psum`. It has no derivatives, unlike that for CPUs.
+    The GPU code was compiled but has never been run, so before its first use it is compared with
+    `lax.psum`. It has no derivatives, unlike that for CPUs.
 
     Args:
       buckets: lists of leaves, one dtype each; any shapes. bfloat16 and float16 are added up in
@@ -183,7 +183,7 @@ def reserved(
       ValueError: if the communicator cannot be used, or has no room.
     """
     _require(_why_unable(axes, mesh))
-    assert mesh is not None  # that would have been a reason
+    assert mesh is not None  # None would have raised above
     here = communicator.communicator(mesh, axes)
     _require(here.why_not)
     try:

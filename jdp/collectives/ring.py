@@ -1,4 +1,4 @@
-"""Ring all-reduce in plain JAX: short, and the one to read."""
+"""Ring all-reduce in plain JAX, short and written for readability."""
 
 from collections.abc import Sequence
 

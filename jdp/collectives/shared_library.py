@@ -41,14 +41,14 @@ def load(
       runtime: version of XLA's FFI in the installed jaxlib, None if it is unknown.
     """
     if not path.exists():
-        reason = path.with_suffix(".txt")  # what the build wrote
+        reason = path.with_suffix(".txt")  # written by the build
         why = reason.read_text().strip() if reason.exists() else "install jdp with pip"
         return Loaded(None, f"{path.name} was not built: {why}.")
     try:
         functions = ctypes.CDLL(str(path))
     except OSError as error:
         return Loaded(None, f"{path.name} does not load: {error}.")
-    # With a handler that is newer than XLA, the whole backend would not start.
+    # A handler newer than XLA would prevent the entire backend from starting.
     built_with = divmod(functions.jdp_ffi_api_version(), 1000)
     if runtime is None or built_with[0] != runtime[0] or built_with > runtime:
         return Loaded(

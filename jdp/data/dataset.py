@@ -18,11 +18,11 @@ def reader(dataset: Any, threads: int = 1) -> tuple[int, Read]:
 
     Args:
       dataset: as for `jdp.batches`.
-      threads: how many of them read rows of a dataset that returns one at a time.
+      threads: number of threads that read from a dataset that returns one row at a time.
 
     Returns:
       The number of rows, and a function from row numbers [rows] int to a tree of NumPy arrays with
-      those rows, in that order, in memory that nothing else uses.
+      those rows, in that order, in memory that is not shared.
 
     Raises:
       TypeError: if it cannot be read by row number.
@@ -87,7 +87,7 @@ def _with_mask_field(kind: Any) -> Any:
     return type(kind.__name__, (fields, kind), {"__slots__": ()})
 
 
-# The masks that jdp.batches made and somebody still holds, by identity: arrays have no hash.
+# Live masks made by jdp.batches, by identity because arrays are not hashable.
 _masks: dict[int, weakref.ref] = {}
 
 
@@ -101,8 +101,8 @@ def record_mask(batch: Any) -> None:
 def find_mask(batch: Any) -> Any | None:
     """Find the padding mask of a batch: the leaf, or None.
 
-    It is the last element of a tuple only if `jdp.batches` made it, since that may well be bool
-    labels of the author's; in a dict the key "mask" of bool `[rows]` says enough.
+    It is the last element of a tuple only if `jdp.batches` made it, since it could be the
+    user's bool labels. In a dict, a bool `[rows]` leaf under the key "mask" is sufficient.
     """
     if isinstance(batch, dict):
         mask = batch.get("mask")
@@ -145,7 +145,7 @@ def _array_reader(dataset: Any) -> tuple[int, Read]:
 def _take(name: str, array: Any, rows: np.ndarray) -> np.ndarray:
     if isinstance(array, np.ndarray):
         return array[rows]
-    # h5py takes increasing numbers only, each once; any array-like may use its memory again.
+    # h5py accepts only increasing, unique numbers. Any array-like may reuse its memory.
     increasing, places = np.unique(rows, return_inverse=True)
     found = np.asarray(array[increasing])
     if found.shape[:1] != increasing.shape:
@@ -189,7 +189,7 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, list | Mapping) or jax.tree_util.all_leaves([value])
 
 
-# Each row is copied before the thread reads the next: a dataset may use its memory again.
+# Each row is copied before the thread reads the next, because a dataset may reuse its memory.
 def _stack(rows: np.ndarray, dataset: Any, threads: int) -> Any:
     numbers = rows.tolist()
     first = jax.tree.map(np.array, _row(dataset, numbers[0]))

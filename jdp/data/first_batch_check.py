@@ -1,4 +1,4 @@
-"""Before a loop begins: do all processes bring batches that fit together?"""
+"""Checks before a loop that the batches of all processes are consistent."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ _TEXT_CHARACTERS = 600
 class FirstBatch(NamedTuple):
     """The report of one process about its first batch."""
 
-    digest: str  # equal if all but the number of rows is
+    digest: str  # equal if everything except the number of rows is equal
     rows_per_rank: int
     text: str
 
@@ -28,20 +28,20 @@ def first_batch(
 ) -> tuple[Any, Layout] | None:
     """Take the first host batch and its layout, and compare them over the mesh's processes.
 
-    All processes must come here, in the same order. It fails on all of them or on none, so that
-    none waits in its first step for one that has given up.
+    All processes must call this, in the same order. It fails on all of them or on none, so that no
+    process waits in its first step for one that failed.
 
     Args:
       batches: this process's host batches; the first is taken.
       sharding: that of the batch.
-      facts: what else must be the same, as text.
+      facts: further values that must be equal, as text.
 
     Returns:
       The first batch and its layout, or None if there are no batches, on any process.
 
     Raises:
       ValueError: if the layout is wrong, or the processes' layouts or facts differ.
-      RuntimeError: if another process failed to make its first batch, or does not come here.
+      RuntimeError: if another process failed to make its first batch, or does not make this call.
     """
     assert isinstance(sharding.mesh, Mesh)
     peers, found, report = agree.peers(sharding.mesh), None, _NO_BATCH

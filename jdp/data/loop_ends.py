@@ -1,4 +1,4 @@
-"""How the processes ended their loops over batches, compared."""
+"""Compares how the processes ended their loops over batches."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from jdp.error_codes import with_code
 
 
 class LoopEnd(NamedTuple):
-    """How a process ended its loop; with "on", for which batch it asked after that.
+    """How a process ended its loop; with "on", which batch it requested next.
 
     >>> print(LoopEnd(1, 9, "end"))
     process 1 ended its loop after 9 batches
@@ -29,9 +29,9 @@ class LoopEnd(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Why no process can go on."""
+    """The reason why no process can continue."""
 
-    is_failure: bool  # of one process's loader
+    is_failure: bool  # whether the loader of a process failed
     text: str
 
 

@@ -24,7 +24,7 @@ from jdp.worker import progress
 
 
 class Target(NamedTuple):
-    """Where batches are placed, and how many of them ahead of time."""
+    """The sharding of batches, and the number placed ahead of time."""
 
     axis_name: AxisName
     mesh: Mesh | None
@@ -52,7 +52,7 @@ class Batches:
         self._read, self._sampler, self._run, self._target = read, sampler, run, target
         self._allow = allow
         self._position = 0
-        self._handed_out = False  # something, since the position was set
+        self._handed_out = False  # whether a batch was handed out since the position was set
         self._current: weakref.ref[Generator[Any, None, None]] | None = None
 
     @property
@@ -141,12 +141,12 @@ class Batches:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # The stream follows from these.
+    # These determine the stream.
     def _facts(self) -> dict[str, Any]:
         names = "num_rows", "seed", "shuffle", "order"
         return {name: getattr(self._sampler, name) for name in names}
 
-    # A weak reference only: leaving a `for` loop must be what ends its generator.
+    # A weak reference, so that leaving a `for` loop ends its generator.
     def _loop(self) -> Generator[Any, None, None] | None:
         loop = None if self._current is None else self._current()
         return loop if loop and inspect.getgeneratorstate(loop) != inspect.GEN_CLOSED else None
@@ -168,7 +168,7 @@ class Batches:
 
 def _read(read: Read, sampler: Sampler, run: Run, position: int, mine: np.ndarray) -> Iterator[Any]:
     while count := run.next_rows(position):
-        # The last row that counts is repeated, so that the last ranks may hold nothing else.
+        # The last valid row is repeated as padding; the last ranks may hold only padding.
         batch = read(sampler.rows_at(position + np.minimum(mine, count - 1)))
         yield with_mask(batch, mine < count) if run.has_mask else batch
         position += count
@@ -182,7 +182,7 @@ def place(
 ) -> Generator[Any, None, None]:
     """Place the batches of this process, in a thread, and hand them out as global batches."""
     sharding = target.sharding()
-    # The hang detector sees by the phase that this process waits for data, not for another process.
+    # The phase shows the hang detector that this process waits for data, not for another process.
     with progress.DATA:
         raise_pending()
         begin = first_batch(host_batches, sharding, facts)

@@ -1,4 +1,4 @@
-"""A shuffled order of any number of rows, computed where it is asked for, in constant memory."""
+"""A shuffled order of any number of rows, computed on demand in constant memory."""
 
 import math
 
@@ -12,11 +12,11 @@ _HALF = np.uint64(32)
 
 
 def permuted(positions: np.ndarray, num_rows: int, keys: np.ndarray) -> np.ndarray:
-    """Return the rows that stand at these positions of the order that the keys choose.
+    """Return the rows at these positions of the order determined by the keys.
 
     A Feistel network permutes the cells of a grid, which has the first `num_rows` cells and fewer
-    than sqrt(num_rows) more. Where it leads to one of these, it goes on from there: at last it
-    comes to one of the first, and to each from one position alone.
+    than sqrt(num_rows) more. If the result is one of the extra cells, the network is applied again
+    until it reaches one of the first `num_rows` (cycle walking), so the result is a permutation.
 
     Args:
       positions: [n] int, each at least 0 and less than `num_rows`.

@@ -1,4 +1,4 @@
-"""Making items ahead of time in a background thread, and stopping it."""
+"""Makes items ahead of time in a background thread, and stops the thread."""
 
 import atexit
 import threading
@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# How long the end of a loop waits for the item that the thread is making. A loader that hangs must
-# not hang the program that leaves the loop; its thread then ends after that item, if ever.
+# How long the end of a loop waits for the item in progress. A loader that hangs must not block the
+# program that leaves the loop; its thread then ends after that item, if it ever finishes.
 JOIN_TIMEOUT_S = 5.0
 
 
@@ -23,8 +23,8 @@ def prefetch(items: Iterable[T], depth: int) -> Generator[T, None, None]:
 
     Args:
       items: what to iterate over, in the background thread only.
-      depth: how many items may be ready and not handed out; 0 makes each when it is asked for, in
-        the consumer's thread.
+      depth: maximum number of items ready and not handed out. 0 makes each item on demand in the
+        consumer's thread.
 
     >>> list(prefetch(range(3), depth=2))
     [0, 1, 2]
@@ -32,7 +32,7 @@ def prefetch(items: Iterable[T], depth: int) -> Generator[T, None, None]:
     if depth == 0:
         yield from items
         return
-    # The thread must not know this generator: a thread that waits would keep it alive for ever.
+    # The thread must not reference this generator, or a waiting thread would keep it alive forever.
     producer = _Producer(iter(items), depth)
     producer.start()
     _running.add(producer)
@@ -80,18 +80,18 @@ class _Producer(threading.Thread):
             del ready, error  # else this frame, in the traceback of `error`, holds `error`
 
     def ask_to_end(self) -> bool:
-        """Ask the thread to end after its item, and return whether there is a reason to wait."""
-        if self._is_asked.is_set():  # while the interpreter ends, `threading` may be gone already
+        """Request the thread to end after its item, and return whether to wait for it."""
+        if self._is_asked.is_set():  # at interpreter exit `threading` may already be cleared
             return False
         self._is_asked.set()
         self._free.release()
-        return self is not threading.current_thread()  # the garbage collector runs anywhere
+        return self is not threading.current_thread()  # garbage collection may run in any thread
 
 
 _running: "weakref.WeakSet[_Producer]" = weakref.WeakSet()
 
 
-# A thread that still puts batches on devices while the interpreter shuts down makes it abort.
+# The interpreter aborts if a thread places batches on devices during shutdown.
 @atexit.register
 def _end_all() -> None:
     waiting = [producer for producer in list(_running) if producer.ask_to_end()]

@@ -9,11 +9,11 @@ class Run(NamedTuple):
     """The batches of one run over a stream: where it ends, and how."""
 
     batch_size: int
-    end: int  # in rows of the stream
-    tail: str  # of a run that ends with an epoch: "pad" or "drop"
+    end: int  # position in rows of the stream
+    tail: str  # "pad" or "drop", for a run that ends with an epoch
     endless: bool  # rows after `end` fill the last batch
-    # All batches of a run have a mask, or none: one in some only would be a second trace of the
-    # step, and one that comes and goes with the number of rows would surprise its author.
+    # All batches of a run have a mask, or none: a mask in only some batches would
+    # retrace the step, and a mask that depends on the number of rows would surprise the user.
     has_mask: bool
 
     @classmethod
@@ -59,7 +59,7 @@ class Run(NamedTuple):
 
     @property
     def num_batches(self) -> int:
-        """Batches from position 0 to the end."""
+        """Return the number of batches from position 0 to the end."""
         full, rest = divmod(self.end, self.batch_size)
         return full + (rest > 0 and self.tail != "drop")
 
@@ -73,10 +73,10 @@ class Run(NamedTuple):
         return min(left, self.batch_size)
 
     def padded_size(self, num_ranks: int) -> int:
-        """Count the rows of a batch with those that pad it: all ranks hold equally many.
+        """Count the rows of a batch including padding, which gives all ranks equally many rows.
 
         Raises:
-          ValueError: if there are some that pad, and no mask.
+          ValueError: if padding is needed and there is no mask.
         """
         rows = -(-self.batch_size // num_ranks) * num_ranks
         if rows > self.batch_size and not self.has_mask:

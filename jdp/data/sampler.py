@@ -7,8 +7,8 @@ import numpy as np
 from jdp.data.permutation import NUM_ROUNDS, permuted
 from jdp.validation import int_at_least
 
-# The version of the shuffled order. 1, that of jdp 0.1, holds each epoch in memory. 2 computes each
-# row where it is asked for; up to so many rows the two are equal, since to hold them costs little.
+# The version of the shuffled order. 1, used by jdp 0.1, holds each epoch in memory. 2 computes rows
+# on demand. Up to this many rows the two are equal, since holding them is cheap.
 LATEST_ORDER, _NUM_HELD_ROWS = 2, 2**16
 
 
@@ -16,13 +16,13 @@ class Sampler(Iterator[np.ndarray]):
     """Shuffled row numbers, every row once per epoch, from any position at once.
 
     All epochs, one after the other, are one endless stream of row numbers. Epoch e is a permutation
-    that depends on (seed, e) alone; `position`, the number of rows of the stream that were handed
-    out, is all there is to save. Batch size and number of ranks do not enter the order, so that a
+    that depends only on (seed, e). The only state to save is `position`, the number of rows of the
+    stream that were handed out. Batch size and number of ranks do not enter the order, so that a
     run goes on at the same row with another batch size or on another number of ranks. Batches run
     across the end of an epoch, and each of them is full.
 
     Shuffling takes no time or memory that grows with the number of rows: above 2**16 rows, row
-    numbers are computed by a keyed permutation where they are asked for.
+    numbers are computed on demand by a keyed permutation.
 
     Args:
       num_rows: rows of the dataset, at least 1.
@@ -112,7 +112,7 @@ class Sampler(Iterator[np.ndarray]):
         return self.rows_at(position + np.arange(int_at_least("count", count, least=0)))
 
     def rows_at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the rows at these positions of the stream, [n] int, ascending; changes nothing."""
+        """Return the rows at these positions of the stream, [n] int, ascending."""
         epochs, offsets = np.divmod(positions, self.num_rows)
         if not self.shuffle or not len(positions):
             return offsets.astype(self._dtype)
@@ -127,7 +127,7 @@ class Sampler(Iterator[np.ndarray]):
         known, held = self._held
         is_held = self.order == 1 or self.num_rows <= _NUM_HELD_ROWS
         if epoch != known:
-            # The old order goes first: two of them at once would double the peak.
+            # Free the old order first: holding two at once would double the peak memory.
             self._held = known, held = None, np.empty(0, self._dtype)
             # A spawn key, not the list [seed, epoch]: with seeds above 32 bits two such lists can
             # be the same words, and two runs the same order.

@@ -1,4 +1,4 @@
-"""Where the rows of a batch lie: which are this process's, and putting them on the devices."""
+"""Maps the rows of a batch to processes, and places them on the devices."""
 
 from collections.abc import Collection
 from dataclasses import dataclass

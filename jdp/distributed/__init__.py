@@ -1,1 +1,1 @@
-"""One process among several: how it finds, tells and leaves the others."""
+"""One process among several: joining a run, agreement between processes, and shutdown."""

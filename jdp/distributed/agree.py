@@ -18,12 +18,12 @@ from jdp.distributed.fail_fast import OtherFailedError
 from jdp.error_codes import with_code
 from jdp.worker import progress
 
-# How often a group has gathered values: a key of the store is used once.
+# Number of gathers by each group. It makes each key of the store unique.
 _num_gathered: Counter[tuple[int, ...]] = Counter()
 # How often it has gathered a failure, of this process or another.
 _num_failures: Counter[tuple[int, ...]] = Counter()
 _NUM_BLOCKS, _GRACE_S = 256, 2.0
-# The store takes no endless wait.
+# The store does not accept an infinite timeout.
 _SLICE_S = 60.0
 
 
@@ -33,7 +33,7 @@ def set_timeout_s(timeout_s: float) -> None:
 
 
 def timeout_s() -> float:
-    """Return how long this process waits for another process to come to a comparison."""
+    """Return how long this process waits for another process to reach a comparison."""
     return this_process.current.timeout_s
 
 
@@ -49,7 +49,7 @@ def all_gather(group: tuple[int, ...], value: Any, *, what: str, of: str = "") -
 
     Args:
       group: `peers` of a mesh. They make the same calls in the same order.
-      value: what JSON can hold.
+      value: a JSON-serializable value.
       what: the thing that is compared, the same on all processes.
       of: follows `what` in errors; may differ from process to process.
 
@@ -77,7 +77,7 @@ def all_gather(group: tuple[int, ...], value: Any, *, what: str, of: str = "") -
             _num_failures[group] += 1
             text = f"process {process} failed {answer['failed']}"
             raise OtherFailedError(with_code("JDP208", text))
-        if answer["what"] != what:  # Every process finds that, and raises.
+        if answer["what"] != what:  # Every process detects this, and raises.
             _num_failures[group] += 1
             text = (
                 f"process {process} compares {answer['what']} while process {me} compares {what}"

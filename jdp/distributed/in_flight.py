@@ -34,7 +34,7 @@ def end_call() -> None:
 
 
 def add(call: StepCall) -> None:
-    """Record a call that runs now."""
+    """Record a call that is now running."""
     _calls.append(call)
 
 
@@ -89,7 +89,7 @@ def require_right_states() -> None:
 
 
 def accept_new_state() -> None:
-    """Record that training goes on with a state that all processes have from one place."""
+    """Record that training continues with a state that all processes got from one source."""
     this_process.current.state_error = None
 
 
@@ -161,7 +161,7 @@ def _num_running() -> int:
         running = [call for call in tuple(_calls) if not is_ready(call.weight)]
     except (AttributeError, RuntimeError):  # RuntimeError: the step failed, so it does not run.
         return 0
-    # The other processes may have come further, or less far.
+    # Other processes may be ahead or behind.
     _overdue.look([*_calls, *_being_made] if running or _being_made else [])
     return len(running)
 

@@ -1,4 +1,4 @@
-"""A process finds the others of its run, and connects JAX with them."""
+"""Discovers the other processes of the run, and connects JAX with them."""
 
 import contextlib
 import gc
@@ -15,7 +15,7 @@ from jdp.worker import progress, source_files
 from jdp.worker.launcher_client import Assignment, current
 from jdp.worker.local_devices import num_gpus
 
-# How long processes wait for each other to come; JAX's own default. Under a launcher, the launcher
+# How long processes wait for each other to join; JAX's own default. Under a launcher, the launcher
 # reports a missing process, and gives up.
 JOIN_TIMEOUT_S = 300
 _LAUNCHED_TIMEOUT_S = 24 * 3600
@@ -139,7 +139,7 @@ def _without_grpc_proxy() -> Iterator[None]:
             os.environ.update(before)
 
 
-# JAX waits a second after a first connection that failed.
+# JAX waits a second after its first failed connection attempt.
 def _wait_for(address: str, timeout_s: float) -> None:
     host, _, port = address.rpartition(":")
     start = time.monotonic()

@@ -34,7 +34,7 @@ def _typed(rank: Any, group: Any, scale: Any, *rest: Any, **params: Any) -> list
 
 
 def _lower(context: Any, *args: Any, axes: Any, number: int, **params: int) -> Any:
-    # In place: gradients are not needed any more, and XLA copies leaves that are.
+    # In place: gradients are usually dead after this, and XLA copies leaves that are still used.
     aliases = {i: i - _FIRST_LEAF + 1 for i in range(_FIRST_LEAF - 1, len(args))}
     rule = jax.ffi.ffi_lowering(cpu_runtime.TARGET, operand_output_aliases=aliases)
     return rule(

@@ -1,6 +1,6 @@
 """GPUs of one host that reduce among themselves: they connect, and test a first reduction.
 
-It never ran on GPUs.
+This code has never run on GPUs.
 """
 
 import base64
@@ -98,7 +98,7 @@ class Communicator:
         Number 0 begins a program. Before the arena grows, all steps in flight are waited for.
 
         Raises:
-          UnavailableError: if a process has not enough memory.
+          UnavailableError: if a process is out of memory.
         """
         if 0 in bucket_bytes:
             self._bucket_bytes.clear()
@@ -131,7 +131,7 @@ class Communicator:
 
         self._all("looked for GPUs", require_gpus)
 
-    # All processes have ended a stage before any begins the next.
+    # All processes finish a stage before any of them begins the next.
     def _connect(self) -> None:
         num_ranks = self._groups.shape[1]
         found = self._all(

@@ -14,7 +14,7 @@ from jdp.axis import AxisName
 from jdp.collectives import call_order
 from jdp.collectives.xla import Scale
 
-# A start returns it to its done, which waits for it. It has no value.
+# Token from a start to its done, for ordering only. It has no value.
 TOKEN = jax.ShapeDtypeStruct((1,), jnp.float32)
 
 
@@ -66,11 +66,11 @@ def pairs(
         start(bucket, names, scale=scale, number=i, communicator=communicator)
         for i, bucket in zip(numbers, buckets, strict=True)
     ]
-    # A done that stood right behind its start would hide nothing.
+    # A done directly after its start would not overlap with anything.
     tokens = between(lax.optimization_barrier(tokens))
     results, after = [], None
     for i, token, bucket in zip(numbers, tokens, buckets, strict=True):
-        # In one order on every rank: XLA would turn them round.
+        # The same order on every rank: XLA might reorder them otherwise.
         after, leaves = done(
             token, bucket, names, after=after, scale=scale, number=i, communicator=communicator
         )

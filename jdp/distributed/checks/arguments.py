@@ -76,7 +76,7 @@ class Arguments:
         return P(*(name if name in self._axis_name else None for name in self._mesh.axis_names))
 
     def of(self, args: Sequence[Any], unknown: Sequence[int]) -> Given:
-        """Hash the arguments of one call of the step; nothing is waited for.
+        """Hash the arguments of one call of the step, without waiting.
 
         Args:
           args: state, batch and further arguments, placed.
@@ -106,7 +106,7 @@ class Arguments:
         return hashes.zero(self._mesh)
 
     def require_equal(self, given: Given) -> None:
-        """Compare before a step runs for the first time; all processes of the mesh come here.
+        """Compare before a step first runs; all processes of the mesh must call this.
 
         Raises:
           ValueError: on every process, naming the first leaf that differs, and the process.
@@ -173,7 +173,7 @@ class Arguments:
         hashed, checksum = hashes.folded(
             self._mesh, [x for *_, x in placed], [n for n, *_ in placed]
         )
-        # A NumPy array may be written into, and is hashed in each call.
+        # A NumPy array is mutable, so it is hashed in each call.
         is_kept = all(isinstance(leaf, jax.Array) for leaf in leaves)
         refs = [weakref.ref(leaf) for leaf in leaves] if is_kept else []
         return refs, [name for _, name, _ in placed], hashed, checksum

@@ -22,7 +22,7 @@ def folded(
 ) -> tuple[list[jax.Array], jax.Array]:
     """Hash every device's part of every leaf, and fold the hashes of a device into one.
 
-    It uses no collective, and waits for nothing.
+    Uses no collective, and does not wait.
 
     Args:
       where: the mesh that all leaves lie on, replicated or split.

@@ -27,7 +27,7 @@ class Overdue:
         self._is_explained = False
 
     def look(self, calls: Sequence[StepCall]) -> threading.Thread | None:
-        """Look at the calls that have not ended, oldest first; nothing is waited for.
+        """Check the unfinished calls, given oldest first, without waiting.
 
         Returns:
           The thread that explains them, if they are overdue.
