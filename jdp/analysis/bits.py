@@ -1,4 +1,4 @@
-"""The bits of a class: where each stands, and what it says."""
+"""The positions and meanings of the bits of a class."""
 
 import itertools
 import math

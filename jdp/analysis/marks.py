@@ -13,7 +13,7 @@ from jax.interpreters import ad, batching, mlir
 LOCAL = "local"
 # The kind of mark that a collective puts on its result, see `mark`.
 ALL_REDUCED = "all_reduced"
-# The kind of mark on what a step's weight is made from; the step itself does not use it by that.
+# Marks the inputs of a step's weight; reading them for the weight does not count as a use.
 WEIGHED = "weighed"
 # The kind of mark on gradients that are weighed by something else than their step.
 OWN_WEIGHT = "own_weight"

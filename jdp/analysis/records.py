@@ -134,7 +134,7 @@ class Record:
         return tuple(found.values())
 
     def _found(self, *kinds: str) -> list[tuple[_Note, str]]:
-        """Return what was met, each with its line, once for each line that it is called from."""
+        """Return the findings with their lines, once for each line that calls them."""
         seen: set[tuple[int, str]] = set()
         # The outermost line is that of the shard_map, which says too little.
         bodies = [body for _, body in self.calls_with_notes()]

@@ -75,7 +75,7 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
 
 
 def proved(jaxpr: Any, traced: Traced) -> Proved:
-    """Return what is known of a step of which another program was checked."""
+    """Return the properties of a step of which another program was checked."""
     return _proved(analyse(find_shard_maps(jaxpr)[0]), traced)
 
 

@@ -38,7 +38,7 @@ def as_local(values: Sequence[Any], average: Average) -> list[jax.Array]:
 
 def as_mean(values: Sequence[jax.Array], average: Average) -> list[jax.Array]:
     """Return the means of `values`, and hand their cotangents on to them."""
-    # The means stand beside what they are made of, which has all of the derivative.
+    # The operands carry the derivative; the means beside them have none.
     means = average.means([lax.stop_gradient(x) for x in values])
     return _mean_p.bind(*means, *values, average=average)
 

@@ -38,7 +38,7 @@ class Pass(NamedTuple):
     """A program of a step, and its proof.
 
     Attributes:
-      inputs: what goes into it.
+      inputs: its arguments.
       choices: how it differs from other programs of the step.
       program: the function that was traced, see `RankProgram.mapped`.
       jaxpr: of it.

@@ -1,4 +1,4 @@
-"""Watches this process if no launcher does, and looks for what a launcher cannot see of it."""
+"""Watches this process if no launcher does, and reads states that a launcher cannot see."""
 
 import faulthandler
 import os

@@ -11,37 +11,13 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support import training
 from support.per_rank import assert_equal_bits, per_rank
+from support.ranks_rows import batch, count_rows, masked_loss, whole
 from support.training import assert_close, loss_fn, predict
 
 import jdp
 from jdp.reduction import step_context
 
 both_types = pytest.mark.parametrize("check_vma", [True, False])
-
-
-def batch(num_ranks=None, masked=False, rows=24):
-    """24 rows (of each rank), a third of them masked out; all of the first quarter."""
-    drawn = training.batch(seed=3, num_rows=rows * (num_ranks or 1))
-    if masked:
-        draw = np.random.default_rng(0).uniform
-        drawn["mask"] = (draw(size=len(drawn["x"])) < 0.6) & (np.arange(len(drawn["x"])) >= 6)
-    if num_ranks is None:
-        return drawn
-    return jax.tree.map(lambda x: x.reshape(num_ranks, rows, *x.shape[1:]), drawn)
-
-
-def whole(ranks_rows):
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), ranks_rows)
-
-
-def masked_loss(p, batch):
-    """Not finite where no row counts."""
-    errors = (predict(p, batch["x"]) - batch["y"])[:, 0] ** 2
-    return jnp.sum(jnp.where(batch["mask"], errors, 0)) / jnp.sum(batch["mask"])
-
-
-def count_rows(batch):
-    return batch["mask"].sum()
 
 
 # Accumulation equals one go

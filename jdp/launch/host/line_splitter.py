@@ -1,4 +1,4 @@
-"""Splits what a process writes into lines."""
+"""Splits the output of a process into lines."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""From one generation to the next: whether the run goes on, and the seconds that it took."""
+"""Decides whether a run continues after a failure, and measures how long that takes."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -85,7 +85,7 @@ class Outage:
 
 
 class Recoveries:
-    """Decides whether a run goes on after a failure, and reports how long that took.
+    """Decides whether a run continues after a failure, and reports how long that took.
 
     Attributes:
       stepped: whether some generation has finished a step, so that the program works.
@@ -112,7 +112,7 @@ class Recoveries:
         return reason and f"It is not started again: {reason}."
 
     def record_failure(self, why: Cause, generation: Generation) -> None:
-        """Record that the run goes on after this generation, which has ended for this cause."""
+        """Record that the run continues after this generation, which ended for this cause."""
         if not why.grows:
             self._budget.record_failure(why, _step(why, generation), why.noticed)
         # The output of the process may not be shown otherwise.

@@ -24,10 +24,10 @@ class RestartBudget:
     >>> from jdp.launch.leader.failure import loss_of_host
     >>> budget, lost = RestartBudget(1, 600.0), loss_of_host("a", "silent", 5.0)
     >>> for now, step in (0.0, 10), (700.0, 20):
-    ...     print(budget.reason_to_end(lost, step, now) or "goes on")
+    ...     print(budget.reason_to_end(lost, step, now) or "continues")
     ...     budget.record_failure(lost, step, now)
-    goes on
-    goes on
+    continues
+    continues
     >>> budget.reason_to_end(lost, step=30, now=800.0)
     '1 failure within 600 s is as many as --max-restarts 1 allows'
     """
@@ -42,7 +42,7 @@ class RestartBudget:
         Args:
           why: the cause of the failure.
           step: of the run at which it happened, if it is known.
-          now: seconds, on a clock that goes on while the run lasts.
+          now: seconds on a monotonic clock.
         """
         if "JDP213" in why.error:
             return "the ranks hold different states, and a restart would hide that"
@@ -61,7 +61,7 @@ class RestartBudget:
         return ""
 
     def record_failure(self, why: Cause, step: int | None, now: float) -> None:
-        """Record that the run goes on after a failure; the arguments are those above."""
+        """Record that the run continues after a failure; arguments as for `reason_to_end`."""
         self._failures.append(_Failure(now, step, why.error))
 
     def _is_over(self, failure: _Failure, step: int | None, now: float) -> bool:
