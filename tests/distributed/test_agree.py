@@ -39,6 +39,22 @@ def fail_after_gathering(num_contexts, num_gathered):
     return shown(fail), gathered(jax.process_index())
 
 
+def gather_a_set_in_one_process():
+    value = {1} if jax.process_index() == 1 else 1
+
+    def gather():
+        with agree.propagating_errors(GROUP, "in a test"):
+            return gathered(value)
+
+    return shown(gather), gathered(jax.process_index())
+
+
+def test_a_value_that_json_cannot_hold_leaves_the_later_values_in_step(processes):
+    (waiting, later), (failed, also_later) = processes(2).run(gather_a_set_in_one_process)
+    assert failed.startswith("TypeError") and "JDP208" in waiting
+    assert later == also_later == {0: 0, 1: 1}
+
+
 @pytest.mark.parametrize("num_contexts", [1, 2, 3])
 @pytest.mark.parametrize("num_gathered", [0, 1, 3])
 def test_an_error_is_reported_once_whatever_was_gathered_before_it(

@@ -103,3 +103,9 @@ def test_public_name_is_documented(name):
     if inspect.isroutine(thing):
         parameters = set(inspect.signature(thing).parameters) - {"self"}
         assert len(parameters) < 2 or "Args:" in doc
+
+
+def test_import_jdp_loads_nothing_else():
+    program = "import sys; before = {*sys.modules}; import jdp; print({*sys.modules} - before)"
+    found = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert found.strip() == "{'jdp'}"
