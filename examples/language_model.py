@@ -2,6 +2,7 @@
 
 python examples/language_model.py              # 4 virtual CPU devices
 python examples/language_model.py --ranks 0    # every device of this machine, such as its GPUs
+python examples/language_model.py --stage 3    # with its state split over the ranks
 python examples/language_model.py --resume     # continue where the last run ended
 """
 
@@ -66,17 +67,16 @@ def new_steps(graphdef, accumulate):
         return batch["counted"] & batch["mask"][:, None]
 
     @jdp.train_step
-    def train(states, text):
-        state, ema = states
+    def train(state, text):
         loss, grads = jdp.value_and_grad(loss_fn, accumulate=accumulate)(state.params, text)
         grads = jdp.sync_gradients(grads)  # here, not in apply_gradients, for the norm below
         state = state.apply_gradients(grads, synced=True)
-        ema = optax.incremental_update(state.params, ema, 1 - EMA_DECAY)
-        return (state, ema), {"bits": loss, "norm": optax.tree.norm(grads)}
+        ema = optax.incremental_update(state.params, state.model_state, 1 - EMA_DECAY)
+        return state.replace(model_state=ema), {"bits": loss, "norm": optax.tree.norm(grads)}
 
     @jdp.eval_step(weight=lambda batch: counted(batch).sum())
-    def test(params, batch):
-        found, where = bits(params, batch["text"]), counted(batch)
+    def test(state, batch):
+        found, where = bits(state.model_state, batch["text"]), counted(batch)
         return {"bits": found.mean(where=where), "bytes": jdp.sum_over_ranks(where.sum())}
 
     return train, test
@@ -101,9 +101,9 @@ def windows(text, length):
     }
 
 
-def measure(test, params, rows, batch_size):
+def measure(test, state, rows, batch_size):
     batches = jdp.batches(rows, batch_size, epochs=1, shuffle=False)
-    return jdp.evaluate(test, params, batches)
+    return jdp.evaluate(test, state, batches)
 
 
 def parse_args():
@@ -116,6 +116,7 @@ def parse_args():
     add("--length", type=int, default=128, help="bytes of one row")
     add("--dim", type=int, default=128, help="width of the model, a multiple of 32")
     add("--depth", type=int, default=6, help="blocks of the model")
+    add("--stage", type=int, default=0, choices=range(4), help="of jdp.sharded; 0: jdp.replicated")
     add("--every", type=int, default=100, help="steps between evaluations, and checkpoints")
     add("--checkpoints", default="language_model", help="folder")
     add("--resume", action="store_true", help="continue from the latest checkpoint")
@@ -133,8 +134,8 @@ def main():
 
     schedule = optax.warmup_cosine_decay_schedule(0, 3e-3, args.steps // 10, args.steps)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
-    state = jdp.TrainState.create(params, jdp.replicated(tx))
-    states = state, state.params
+    tx = jdp.sharded(tx, stage=args.stage) if args.stage else jdp.replicated(tx)
+    state = jdp.TrainState.create(params, tx, model_state=params)  # an average of the parameters
 
     train, test = new_steps(graphdef, args.accumulate)
     rows = windows(text, args.length)["text"][:-1]  # without the last, which may not be full
@@ -143,19 +144,19 @@ def main():
     checkpointer = jdp.Checkpointer(args.checkpoints, save_every=args.every, resume=args.resume)
     progress = Progress("step {task.completed}", BarColumn(), "{task.description}")
     with checkpointer, progress:
-        states = checkpointer.restore(states, batches)
+        state = checkpointer.restore(state, batches)
         bar = progress.add_task("", total=args.steps, completed=checkpointer.steps)
         metrics = None
         for batch in batches:
             before = metrics
-            states, metrics = train(states, batch)
-            checkpointer.step(states, batches)
+            state, metrics = train(state, batch)
+            checkpointer.step(state, batches)
             step = checkpointer.steps
             if before is not None:  # one step late, so that the devices do not wait
                 line = "{bits:.3f} bits per byte, gradient norm {norm:.2f}".format(**before)
                 progress.update(bar, completed=step, description=line)
             if step % args.every == 0 or step in (args.steps, args.stop_after):
-                found = measure(test, states[1], test_rows, args.batch_size)
+                found = measure(test, state, test_rows, args.batch_size)
                 line = "{bits:.4f} bits per byte of {bytes:,}".format(**found)
                 print(f"step {step}, held out: {line}")
             if step == args.stop_after:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from jdp.reduction.micro_batches import value_and_grad as value_and_grad
     from jdp.reduction.optimizer import replicated as replicated
     from jdp.reduction.scanned_layers import scan_layers as scan_layers
+    from jdp.reduction.sharded import sharded as sharded
+    from jdp.reduction.sharded_embedding import sharded_embedding as sharded_embedding
     from jdp.training.check_step import check_step as check_step
     from jdp.training.decorators import eval_step as eval_step
     from jdp.training.decorators import train_step as train_step
@@ -54,6 +56,8 @@ _MODULES = {
     "replicated": "reduction.optimizer",
     "rows": "reduction.metrics",
     "scan_layers": "reduction.scanned_layers",
+    "sharded": "reduction.sharded",
+    "sharded_embedding": "reduction.sharded_embedding",
     "shard_batches": "data.batches",
     "sum_over_ranks": "reduction.metrics",
     "sync_gradients": "reduction.gradients",

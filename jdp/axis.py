@@ -96,8 +96,7 @@ def platform(mesh: Mesh | None) -> str:
 def psum(tree: Any, axis_name: AxisName, platform: str) -> Any:
     """Sum every leaf over `axis_name`, as `lax.psum` does.
 
-    XLA's CPU backend aborts the process on an all-reduce of bfloat16 where a further axis of the
-    mesh is left to the compiler. There the sum is taken in float32, and rounded once.
+    Where XLA would abort on bfloat16, the sum is taken in float32, and rounded once.
 
     Args:
       tree: of arrays.
@@ -105,8 +104,7 @@ def psum(tree: Any, axis_name: AxisName, platform: str) -> Any:
       platform: which the program is for.
     """
     axes = names(axis_name)
-    around = jax.sharding.get_abstract_mesh()
-    if set(around.axis_names) == set(around.manual_axes) or platform != "cpu":
+    if not aborts_in_bfloat16(platform):
         return lax.psum(tree, axes)
     leaves, treedef = jax.tree.flatten(tree)
     dtypes = [jnp.result_type(leaf) for leaf in leaves]
@@ -119,6 +117,15 @@ def psum(tree: Any, axis_name: AxisName, platform: str) -> Any:
         for leaf, dtype in zip(lax.psum(wide, axes), dtypes, strict=True)
     ]
     return jax.tree.unflatten(treedef, sums)
+
+
+def aborts_in_bfloat16(platform: str) -> bool:
+    """Whether XLA would abort the process on a reduction of bfloat16 that is traced here.
+
+    Its CPU backend does, where a further axis of the mesh is left to the compiler.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    return platform == "cpu" and set(around.axis_names) != set(around.manual_axes)
 
 
 def varying_axes(x: Any) -> frozenset[str]:

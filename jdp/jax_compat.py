@@ -1,6 +1,6 @@
 """Every difference between JAX versions, and JAX's private names: the only place."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,10 @@ INVARYING_GATHER_HAS_WRONG_GRADIENT = jax.__version_info__ < (0, 11, 0)
 
 # JAX 0.10 may crash on an array that was donated before, where later versions raise.
 DELETED_ARRAY_CRASHES = jax.__version_info__ < (0, 11, 0)
+
+# In JAX 0.10 a reduce-scatter between CPU processes ends the run where one of them is 30 s late,
+# whatever timeout is set; a sum and an all-to-all wait. See github.com/jax-ml/jax/issues/40831.
+CPU_SCATTER_DOES_NOT_WAIT = jax.__version_info__ < (0, 12, 0)
 
 # For `jax.jit(inline=...)`: inline while the caller is traced. Since JAX 0.12 True means later,
 # which leaves a function to lower.
@@ -37,3 +41,24 @@ def joined_processes() -> Any:
         return distributed.global_state
     except (ImportError, AttributeError):
         return None
+
+
+def bind(eqn: Any, operands: Sequence[Any], calls: Sequence[Any] = (), **changes: Any) -> list[Any]:
+    """Run an equation of a jaxpr, with the names and the source line that it has.
+
+    Args:
+      eqn: the equation.
+      operands: one for each of its operands.
+      calls: the equations whose bodies it stands in, outermost first.
+      **changes: parameters that are changed.
+    """
+    from jax._src import source_info_util
+
+    names = source_info_util.current_name_stack()
+    for each in (*calls, eqn):
+        names += each.source_info.name_stack
+    context = source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
+    params = {**eqn.primitive.get_bind_params(eqn.params), **changes}
+    with context, eqn.ctx.manager:
+        outs = eqn.primitive.bind(*operands, **params)
+    return list(outs) if eqn.primitive.multiple_results else [outs]

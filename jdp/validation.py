@@ -26,3 +26,17 @@ def int_at_least(name: str, value: int, *, least: int) -> int:
     if number < least:
         raise ValueError(f"{name} must be at least {least}, not {number}.")
     return number
+
+
+def allows(allow: str | None, change: str) -> bool:
+    """Whether `allow=` permits a change since a run began, such as "new data".
+
+    Raises:
+      ValueError: if it names anything else.
+
+    >>> allows("new data", "new data"), allows(None, "new script")
+    (True, False)
+    """
+    if allow not in (None, change):
+        raise ValueError(f'allow={allow!r}: write allow="{change}", or leave it out.')
+    return allow is not None

@@ -113,7 +113,7 @@ class Training:
         for shard in found.addressable_shards:
             exact.require(
                 shard.data,
-                expected,
+                expected[shard.index],
                 contestant=self._label,
                 rank=mesh.index(shard.device),
                 round_number=self._round,

@@ -14,9 +14,9 @@ from jdp.analysis.source_lines import source
 
 
 def find_shard_maps(jaxpr: Any) -> list[Any]:
-    """Return the outermost shard_map equations of a traced program, in order, also inside of jit.
+    """Return the outermost shard_map equations of a traced program, also inside jit, in order.
 
-    One that is called in several places is one equation.
+    A shard_map that is called in several places is returned once.
     """
     equations = jaxprs.equations(jaxpr, mapped=False)
     return [eqn for eqn in equations if eqn.primitive.name == "shard_map"]
@@ -25,14 +25,18 @@ def find_shard_maps(jaxpr: Any) -> list[Any]:
 def analyse(
     eqn: Any, *, trusts_unknown: bool = False, numbers: Mapping[Any, float] | None = None
 ) -> Report:
-    """Find out which values may differ from rank to rank in the body of a shard_map.
+    """Compute which values may differ from rank to rank in the body of a shard_map.
 
-    The inputs are what the `in_specs` say: an axis that splits an input makes it vary.
+    The `in_specs` decide which inputs vary: an input varies along the axes that split it.
 
     Args:
       eqn: a shard_map equation, see `find_shard_maps`.
-      trusts_unknown: take primitives that are on no list for pure.
-      numbers: values of operands of the shard_map that are known, see `jaxprs.captured_numbers`.
+      trusts_unknown: whether to treat unknown primitives as pure.
+      numbers: values of those operands of the shard_map that are known scalars, by variable. See
+        `jaxprs.captured_numbers`.
+
+    Returns:
+      The classes of the outputs, with the deadlocks and marks that were found.
     """
     manual = jaxprs.manual_axes(eqn)
     interp = Interpreter(RULES, UNKNOWN, eqn.params["mesh"], manual, trusts_unknown=trusts_unknown)
@@ -81,7 +85,7 @@ def _sources(eqn: Any, outputs: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _maker(variable: Any, makers: dict[Any, Any]) -> str:
-    # Casts and copies are often not the author's: the line that computed the value is.
+    # JAX often adds casts and copies itself, so return the line that computed the value.
     while (eqn := None if jaxprs.is_literal(variable) else makers.get(variable)) is not None:
         rule = RULES.get(eqn.primitive.name)
         if rule not in (move, cast) and eqn.primitive.name != "jdp_mark":

@@ -13,32 +13,34 @@ _KINDS = (
 
 
 class Bits:
-    """Classes as integers whose join is `|`: a bit that is set says the worse.
+    """Classes encoded as integers. `|` joins two classes: a set bit is the weaker claim.
 
-    There are eleven bits for each axis, and six for the value as a whole:
+    There are eleven bits for each axis, and six for the value as a whole. Here n is the number of
+    ranks along the axis, and the one-rank value is the one that a single rank would compute from
+    the whole batch:
 
     - varying: ranks along the axis may hold different values;
-    - unsummed: it is not certain to be a scaled sum over the axis;
-    - unrepeated: it is not certain to be a sum of what was the same along the axis;
-    - single: it may be what one rank would have, and, where it varies, a rank's own part of that:
-      the mean over ranks would be what one rank has;
-    - total: it may be n times that; where it varies, it has met something that is;
-    - divided: it may be that divided by n, so that the sum over ranks would be a mean;
-    - even: it may depend on a mean over ranks that count alike: a sum that was divided by n;
-    - uneven: it may depend on what ranks exchanged in another way, such as a weighted mean;
-    - averaging: a constant that was divided by n, or by a number of elements that is n, too;
-    - undivided: it may depend on a total that no number has scaled since. The claim of a sum ends
-      with the first operation that is not linear, and this does not;
-    - duplicated: it may depend so on a sum of what was the same along the axis;
-    - data: the value depends on data, it is not a constant of the program;
-    - nonzero: it may be something else than zero. Two bits: a constant that is 1 or -1 has one;
-    - bent: it may be a root, power or logarithm of a sum over ranks, a sum of its elements, or one
-      over groups of ranks. Not n but another number then undoes that the same was summed;
+    - unsummed: it may be something else than a scaled sum over the axis;
+    - unrepeated: it may be something else than a sum of values that were equal along the axis;
+    - single: it may be the one-rank value or, where it varies, the rank's own part of that, so that
+      the mean over the ranks is the one-rank value;
+    - total: it may be n times the one-rank value or, where it varies, computed from such a value;
+    - divided: it may be the one-rank value divided by n, so that the sum over the ranks is a mean;
+    - even: it may depend on a mean in which all ranks count the same: a sum that was divided by n;
+    - uneven: it may depend on another exchange between ranks, such as a weighted mean;
+    - averaging: it is a constant that was divided by n, or by a number of elements that equals n;
+    - undivided: it may depend on a total that no number has scaled since. This bit stays set after
+      an operation that is not linear, which ends the claim of being a sum;
+    - duplicated: it may depend in this way on a sum of values that were equal along the axis;
+    - data: the value depends on data and is not a constant of the program;
+    - nonzero: it may differ from zero. This takes two bits: the constants 1 and -1 have only one;
+    - bent: it may be a root, power or logarithm of a sum over ranks, a sum of the elements of such
+      a sum, or a sum over groups of ranks. Then a factor other than 1/n corrects a repeated sum;
     - by_ranks: it may have been multiplied by a number of ranks;
-    - capped: it may be a constant in place of what else was computed.
+    - capped: it may be a constant that replaces the computed value, as in `max(x, 1)`.
 
     Args:
-      sizes: of all axes of the mesh, by name.
+      sizes: number of ranks along each axis of the mesh, by name.
 
     >>> bits = Bits({"data": 4, "model": 2})
     >>> bits.names(bits.axes(["model"]) | bits.over("total", 1))
@@ -59,15 +61,15 @@ class Bits:
         self.averaging = self.over("averaging", self.varying)
         self.scale = self.over("undivided", self.varying) | self.over("duplicated", self.varying)
         self.data = 1 << len(_KINDS) * k
-        # One, or minus one, has the first of these bits alone.
+        # The constants 1 and -1 have only the first of these two bits.
         self.nonzero = 6 * self.data
         self.other = 4 * self.data
         self.bent = 8 * self.data
         self.by_ranks = 16 * self.data
         self.capped = 32 * self.data
-        # The bits that an operation adds to data if it invalidates every claim.
+        # The bits that an operation adds to a value of data if it invalidates every claim.
         self.mixed = self.unsummed | self.unrepeated | self.single | self.data | self.nonzero
-        # The same for an operation whose result changes if its operand is multiplied by n.
+        # The same where a sum that was n times too large stays a wrong number.
         self.imaged = self.mixed & ~self.unrepeated
         # An unknown value that is the same on all ranks.
         self.anything = self.mixed | self.total | self.divided | self.uneven
@@ -78,7 +80,7 @@ class Bits:
         ]
 
     def axes(self, names: Iterable[Any]) -> int:
-        """Return the varying bits of axes; names that are not axes of the mesh have none."""
+        """Return the varying bits of axes. A name that is not an axis of the mesh adds none."""
         bits = 0
         for name in names:
             bits |= self._bit.get(name, 0)
@@ -89,15 +91,25 @@ class Bits:
         return frozenset(name for name, bit in self._bit.items() if value & bit)
 
     def over(self, kind: str, axes: int) -> int:
-        """Return the bits of one kind, such as "divided", of axes given by their varying bits."""
+        """Return the bits of one kind for some axes.
+
+        Args:
+          kind: a name from the list above, such as "divided".
+          axes: the axes, as their varying bits.
+        """
         return axes << self._shift[kind]
 
     def at(self, value: int, kind: str) -> int:
-        """Return the bits of one kind, in the places of the varying bits."""
+        """Return the axes for which the bits of one kind are set, as varying bits.
+
+        Args:
+          value: a class.
+          kind: a name from the list above, such as "divided".
+        """
         return value >> self._shift[kind] & self.varying
 
     def sums(self, single: int, total: int, divided: int) -> int:
-        """Return the bits of three sets of axes."""
+        """Return the bits of three kinds together, each for the axes given as varying bits."""
         return (
             self.over("single", single) | self.over("total", total) | self.over("divided", divided)
         )
@@ -107,7 +119,7 @@ class Bits:
         return not value & (self.data | self.varying)
 
     def is_data(self, value: int) -> bool:
-        """Whether a value depends on data, and may be something else than zero."""
+        """Whether a value depends on data and may differ from zero."""
         return bool(value & self.data and value & self.nonzero)
 
     def decode(self, value: int) -> Class:
@@ -129,8 +141,15 @@ class Bits:
         )
 
     def axes_of_size(self, size: float, among: int) -> int:
-        """Return axes that have together as many ranks as `size`: all of `among`, or some of it."""
-        # 1 / 3 in bfloat16 is 0.2 % too large. Sums over one rank are means as they stand.
+        """Return the axes that together have `size` ranks.
+
+        These are all of `among` if they fit, else the axes of all its subsets that fit.
+
+        Args:
+          size: a number of ranks, accurate to 0.4 %.
+          among: the axes to choose from, as varying bits.
+        """
+        # In bfloat16, 1 / 3 is 0.2 % too large. A sum over one rank is already a mean.
         found = 0
         for axes, product in self._products:
             if not axes & ~among and (product > 1 or size == 1):

@@ -1,4 +1,4 @@
-"""Which values of a step differ from rank to rank, where that comes in, and what to write."""
+"""Refusals of values that differ from rank to rank: which they are, why, and what to write."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -9,39 +9,69 @@ import jax
 from jdp.analysis import Node, Origin, Provenance, Report, shown
 from jdp.analysis.decisions import decision, without_skipped
 from jdp.analysis.explanation import since, why
-from jdp.analysis.marks import SHARED
+from jdp.analysis.findings import Marked
+from jdp.analysis.marks import PART, SHARED
 from jdp.analysis.traced import Output, Traced
 from jdp.error_codes import with_code
 
-# Leaves that are made on the way to the new parameters, not from them.
+# Leaves that are computed on the way to the new parameters, not from these.
 _ON_THE_WAY = re.compile(r"opt|moment|trace|velocity")
 
 
 def refusals(report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a text for everything in a step that may differ from rank to rank, and must not."""
+    """Yield a text for each group of values that may differ from rank to rank and must not.
+
+    Args:
+      report: the analysis of the step's shard_map.
+      traced: the step, with the names of its inputs and outputs.
+    """
     yield from _layers(report, traced)
-    yield from _outputs(report, traced)
+    outputs = [*_outputs(report, traced)]
+    yield from outputs or _parts(report, traced)
     yield from _refs(report, traced)
 
 
 def input_names(report: Report, traced: Traced) -> list[str]:
-    """Return the names of the inputs of a step: captured arrays stand before the arguments."""
+    """Return the names of the inputs of a step: first the captured arrays, then the arguments.
+
+    Args:
+      report: the analysis of the step's shard_map.
+      traced: the step.
+    """
     return ["a captured array"] * (report.num_inputs - len(traced.inputs)) + list(traced.inputs)
 
 
 def _layers(report: Report, traced: Traced) -> Iterator[str]:
+    for found, sources in _differing(report, traced, SHARED):
+        yield with_code(
+            "JDP105",
+            f"`params{found.path}` of jdp.scan_layers at {found.source} may differ from rank "
+            f"to rank{sources}; the gradient that comes back would be the mean of all. Hand "
+            "over as params what every rank has the same, and the rest as xs=.",
+        )
+
+
+def _parts(report: Report, traced: Traced) -> Iterator[str]:
+    """Yield a text for each value that is put together from parts of ranks that may not match."""
+    for found, sources in _differing(report, traced, PART):
+        yield with_code(
+            "JDP114",
+            f"the update of an optimizer in jdp.sharded, at {found.source or 'jdp'}, puts together "
+            "what the ranks have computed in parts, and a part may differ from what another rank "
+            f"would compute{sources}. Each rank would then put its own rows into its part of the "
+            f"state. {_STATE}",
+        )
+
+
+def _differing(report: Report, traced: Traced, kind: str) -> Iterator[tuple[Marked, str]]:
+    """Yield the marks of a kind on values that may differ, each with the reason as a clause."""
     for found in report.marks:
         axes = found.value.axes & set(found.axes)
-        if found.kind == SHARED and axes:
+        if found.kind == kind and axes:
             back = report.back(axes)
             node = back.of_mark(found.eqn)
-            sources = "" if node is None else since(back.origin(node), input_names(report, traced))
-            yield with_code(
-                "JDP105",
-                f"`params{found.path}` of jdp.scan_layers at {found.source} may differ from rank "
-                f"to rank{sources}; the gradient that comes back would be the mean of all. Hand "
-                "over as params what every rank has the same, and the rest as xs=.",
-            )
+            known = input_names(report, traced)
+            yield found, "" if node is None else since(back.origin(node), known)
 
 
 def _outputs(report: Report, traced: Traced) -> Iterator[str]:
@@ -95,7 +125,7 @@ def _advice(output: Output) -> str:
     return _STATISTICS if _MODEL_STATE.search(output.path) else _STATE
 
 
-# The states of Flax linen and nnx, and of Equinox, which JAX opens by numbers alone.
+# The states of Flax linen and nnx, and those of Equinox, whose paths in JAX are numbers.
 _MODEL_STATE = re.compile(
     r"model_state|batch_stats|running_|moving_|(\['|\.)(mean|var)('\]|\.|$)|<flat index"
 )
@@ -149,7 +179,7 @@ def _refs(report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _without_consequences(back: Provenance, leaves: Mapping[int, str]) -> dict[int, Node]:
-    """Return the leaves, given by position and path, that differ not only because others do."""
+    """Return the leaves, by position, that differ for another reason than that others differ."""
     nodes = {i: back.of_output(i) for i in leaves}
     causes = [nodes[i] for i, path in leaves.items() if not _ON_THE_WAY.search(path)]
     left = {i: node for i, node in nodes.items() if not back.is_consequence(node, causes)}

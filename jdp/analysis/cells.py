@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Cell:
-    """The contents of a Ref: the join of all ever written, where ranks could skip it, too."""
+    """The contents of a Ref: the join of all values ever written, also where ranks may skip it."""
 
     __slots__ = ("value",)
 
@@ -13,5 +13,5 @@ class Cell:
 
 
 def value_of(value: int | Cell) -> int:
-    """Return the class of a value, or of what a Ref holds."""
+    """Return the class of a value, or of the contents of a Ref."""
     return value.value if isinstance(value, Cell) else value

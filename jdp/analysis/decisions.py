@@ -10,10 +10,15 @@ from jdp.analysis.way_back import Node
 
 
 def decision(back: Provenance, node: Node) -> Node | None:
-    """Return the decision that makes a value differ, None if more than a decision does.
+    """Return the decision that makes a value differ, None if there are other causes.
 
-    It is the nearest truth value such that the value would be the same on every rank if that were,
-    as far back as it is one; None if it is an input, such as a mask, or if it is counted.
+    The decision is a boolean, and the value would be the same on every rank if the boolean were. If
+    that boolean depends on one other boolean alone, the farthest back is returned. None if the
+    boolean is an input, such as a mask, or if it is counted.
+
+    Args:
+      back: the way back along the axes on which the value differs.
+      node: the value.
     """
     found, seen = None, set()
     while node.key() not in seen:
@@ -38,6 +43,12 @@ _COUNTS = frozenset({"cumsum", "dot_general", "reduce_sum"})
 def without_skipped(
     back: Provenance, nodes: Mapping[int, Node], deadlocks: Iterable[Deadlock]
 ) -> dict[int, Node]:
-    """Return the values, by position, that differ not only because ranks skip a collective."""
+    """Return the values that differ for another reason than a collective that ranks skip.
+
+    Args:
+      back: the way back along the axes on which the values differ.
+      nodes: the values, by position among the outputs.
+      deadlocks: the collectives that ranks may skip.
+    """
     skipping = [node for each in deadlocks if (node := back.of_predicate(each.eqn))]
     return {i: node for i, node in nodes.items() if not back.is_consequence(node, skipping)}

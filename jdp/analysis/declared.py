@@ -1,4 +1,4 @@
-"""Promises of an author about primitives that are not part of JAX."""
+"""Promises of users about primitives that are not part of JAX."""
 
 import jax.extend.core
 
@@ -10,17 +10,18 @@ _declared: set[str] = set()
 def declare_pure(primitive: jax.extend.core.Primitive) -> None:
     """Promise that a primitive gives equal results for equal operands on every rank.
 
-    jdp knows the primitives of JAX and of some libraries. The results of any other may come from
-    anywhere, such as the device's number or a hidden state, so that jdp assumes that they differ
-    from rank to rank. A primitive with a jaxpr among its parameters is looked into and needs no
-    promise.
+    jdp knows the primitives of JAX and of some libraries. Any other primitive may use a source that
+    differs between ranks, such as the device's number or a hidden state, so jdp assumes that its
+    results differ from rank to rank. jdp analyses a primitive with a jaxpr among its parameters, so
+    that one needs no promise.
 
     Args:
-      primitive: yours or a library's, as it is bound. All primitives of its name are meant.
+      primitive: the object that your code or a library binds. The promise holds for all primitives
+        with its name.
 
     Raises:
       TypeError: if it is not a primitive.
-      ValueError: if jdp knows the primitive of this name by itself.
+      ValueError: if jdp has a rule for a primitive of this name.
 
     >>> from jax.extend.core import Primitive
     >>> double_p = Primitive("double")

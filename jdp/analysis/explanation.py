@@ -1,10 +1,10 @@
-"""Where a difference between ranks comes in, in words."""
+"""Explain in words where a difference between ranks comes from."""
 
 from collections.abc import Sequence
 
 from jdp.analysis.provenance import Origin
 
-# How something that differs meets what is the same on every rank.
+# The verb for the operation that combines a differing value {0} with an equal one {1}.
 _VERBS = {
     "add": "adds {} to {}",
     "add_any": "adds {} to {}",
@@ -18,12 +18,22 @@ _COMBINES = "combines {1} with {0}"
 
 
 def since(origin: Origin, inputs: Sequence[str]) -> str:
-    """Return `why` for one value, as a clause behind a comma."""
+    """Return `why` for one value, as a clause that follows a comma.
+
+    Args:
+      origin: the reason why the value differs.
+      inputs: names of the inputs of the shard_map, in order.
+    """
     return f", since {why([origin], inputs)}"
 
 
 def why(origins: Sequence[Origin], inputs: Sequence[str]) -> str:
-    """Return a clause that says where values come to differ that differ for one reason."""
+    """Return a clause that explains why values differ that share one reason.
+
+    Args:
+      origins: the reason of each value, at least one.
+      inputs: names of the inputs of the shard_map, in order.
+    """
     origin = origins[0]
     sources = _named(origin.sources, inputs)
     if origin.line:
@@ -35,7 +45,7 @@ def why(origins: Sequence[Origin], inputs: Sequence[str]) -> str:
 
 
 def _named(sources: Sequence[int | str], inputs: Sequence[str]) -> str:
-    # At most three inputs, and what else there is.
+    # At most three inputs and two other sources.
     rows = sorted({f"`{inputs[each]}`" for each in sources if isinstance(each, int)})
     if len(rows) > 3:
         rows = [*rows[:3], f"{len(rows) - 3} more"]

@@ -10,16 +10,16 @@ from jdp.analysis.classes import Class
 
 @dataclass(frozen=True)
 class Deadlock:
-    """A collective that some ranks may skip while the others wait for them.
+    """A collective that some ranks may skip while other ranks wait for them.
 
     Attributes:
-      primitive: its name.
+      primitive: name of the primitive.
       axes: names of the mesh axes along which it communicates.
-      control: what it stands under, "cond" or "while".
+      control: the control flow around it, "cond" or "while".
       source: the author's line, such as "train.py:41"; empty if no line is the author's.
-      under: mesh axes along which ranks may not come to it.
+      under: mesh axes along which ranks may skip it.
       eqn: the equation.
-      is_compilers: whether XLA would put the collective in, to split `primitive` over `axes`.
+      is_compilers: whether XLA would add the collective, to split `primitive` over `axes`.
     """
 
     primitive: str
@@ -37,10 +37,10 @@ class Marked:
 
     Attributes:
       kind, path, axes: as given to `mark`.
-      value: class of the marked value. Where a function is called in several places, or a loop has
+      value: class of the marked value. If a function is called in several places, or a loop has
         several rounds, `reduced` holds the axes that were reduced in any of them.
-      under: mesh axes along which ranks may not all come here.
-      source: the author's line, as for `Deadlock`.
+      under: mesh axes along which ranks may skip the mark.
+      source: the author's line, as in `Deadlock`.
       eqn: the equation.
     """
 

@@ -1,4 +1,4 @@
-"""Carry a value forward with each variable of a jaxpr, through calls, branches and loops."""
+"""Compute a fact for each variable of a jaxpr, through calls, branches and loops."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,11 +7,11 @@ from jdp.analysis import jaxprs
 
 
 class Forward:
-    """One pass over a jaxpr. A call hands its operands to its body; other bodies get their join.
+    """One pass over a jaxpr. A call's body gets its operands; other bodies get the join of theirs.
 
     Args:
-      join: returns the value that stands for several; for none of them, that of a constant.
-      visit: `(eqn, operands, place) -> outputs`, or None for what the bodies of `eqn` make of them.
+      join: returns the value that stands for several; for none, that of a constant.
+      visit: `(eqn, operands, place) -> outputs`, or None to compute them from the bodies of `eqn`.
       enter: `(place, eqn) -> place` of the bodies of an equation, as for `placed_equations`.
     """
 
@@ -22,11 +22,17 @@ class Forward:
         enter: Callable[[Any, Any], Any] = lambda place, eqn: place,
     ):
         self._join, self._visit, self._enter = join, visit, enter
-        # The results of bodies that were passed, so that nested calls cost no 2^depth.
+        # The results of analysed bodies: without them nested calls would take 2^depth passes.
         self._known: dict[Any, list[Any]] = {}
 
     def outputs(self, jaxpr: Any, ins: Sequence[Any], place: Any = None) -> list[Any]:
-        """Return the values of a jaxpr's outputs for those of its inputs."""
+        """Return the values of a jaxpr's outputs.
+
+        Args:
+          jaxpr: the program, or a body.
+          ins: values of its inputs, in order.
+          place: where its equations stand, handed to `visit`.
+        """
         key = id(jaxpr), place, *ins
         if key not in self._known:
             env = dict(zip(jaxpr.invars, ins, strict=True))
@@ -49,6 +55,6 @@ class Forward:
         if eqn.primitive.name in jaxprs.CALLS and (body := jaxprs.called_body(eqn)) is not None:
             return self.outputs(body, operands, inside)
         value = self._join(operands)
-        for body in list(jaxprs.bodies(eqn)) * 2:  # what a loop carries comes back
+        for body in list(jaxprs.bodies(eqn)) * 2:  # twice: a loop's results return as inputs
             value = self._join([value, *self.outputs(body, [value] * len(body.invars), inside)])
         return [value] * len(eqn.outvars)

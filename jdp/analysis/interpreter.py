@@ -1,4 +1,4 @@
-"""Interpret a jaxpr: the class of every value, and what is met on the way."""
+"""Interpret a jaxpr: compute the class of every value, and record marks and deadlocks."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,17 +12,23 @@ from jdp.analysis.lattice import Lattice
 from jdp.analysis.partitioned import first_shift
 from jdp.analysis.records import Record
 
-# Computes the class of an equation from those of its operands, or a list with a class for each
-# output: `(interp, equation, classes) -> class`.
+# Computes the class of an equation's result, or a list with a class for each output, from the
+# analysis, the equation and the classes of its operands: `(interp, eqn, ins) -> class`.
 Rule = Callable[..., Any]
 
-# Zero if all operands are zero. Other operations may give zeros too; nothing depends on those.
+# Zero if all operands are zero. Nothing depends on whether other operations return zeros.
 ZERO_OF_ZEROS = frozenset("cumsum reduce_sum".split())
 
 
-# These rules are written out in the interpreter itself, which meets them most often.
+# The innermost loop of the interpreter repeats these rules, which it meets most often.
 def mix(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
-    """Join the operands: they may differ, so may the result. It is not a scaled sum any more."""
+    """Join the operands. The result differs where one of them does, and is not a scaled sum.
+
+    Args:
+      interp: the analysis.
+      eqn: the equation.
+      ins: the class of each operand.
+    """
     value = 0
     for operand in ins:
         value |= operand
@@ -32,7 +38,7 @@ def mix(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
 
 
 def image(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
-    """Join the operands, as mix does. A sum n times too large becomes another wrong number."""
+    """Join the operands, as mix does, but a sum that is n times too large stays a wrong number."""
     (value,) = ins
     if value & interp.lattice.data:
         return value | interp.lattice.imaged
@@ -42,7 +48,7 @@ def image(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
 
 
 def move(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
-    """Return the first operand's elements, each scaled by a constant at most."""
+    """Return the class of the first operand: its elements, each at most scaled by a constant."""
     return ins[0]
 
 
@@ -57,11 +63,11 @@ class Interpreter:
     """The state of one analysis.
 
     Args:
-      rules: for each primitive, by name.
-      unknown: the rule for all others.
-      mesh: of the shard_map that is analysed.
+      rules: the rule of each primitive, by name.
+      unknown: the rule of all other primitives.
+      mesh: the mesh of the analysed shard_map.
       manual: names of its manual axes: those along which ranks run their own code.
-      trusts_unknown: take primitives that are on no list for pure.
+      trusts_unknown: whether to treat unknown primitives as pure.
     """
 
     def __init__(
@@ -76,11 +82,11 @@ class Interpreter:
         self._rules, self._unknown = rules, unknown
         self.lattice = Lattice(dict(mesh.shape))
         self.everywhere = self.lattice.axes(manual)
-        # Axes along which ranks may not all come here, and the control flow that is why.
+        # Axes along which ranks may skip the current body, and the control flow that causes it.
         self.where = 0
         self._controls: list[tuple[int, str]] = []
-        # The record of the current body, and those of all analysed bodies, by everything that their
-        # results depend on.
+        # The record of the current body, and those of all analysed bodies. The key of a body holds
+        # everything that its results depend on.
         self.record = Record(None, {})
         self._known: dict[tuple, Record] = {}
         self._mesh = mesh
@@ -91,12 +97,12 @@ class Interpreter:
         self.numbers: dict[Any, float] = {}
         # How often a constant was divided by a number of ranks; negative if it was multiplied.
         self.divisions: dict[Any, int] = {}
-        # Values that were divided by numbers, and how many elements were added up: see `averages`.
+        # Values that were divided by numbers, and the sizes that sums added up: see `averages`.
         self.quotients: dict[Any, Quotient] = {}
         self.sums: dict[Any, tuple[int, ...]] = {}
-        # Results of gathers: the class of each rank's part, the axes, and the dim of the ranks.
+        # Results of gathers: the class of a rank's part, the axes, and the dim that counts ranks.
         self.gathered: dict[Any, tuple[int, int, int]] = {}
-        # Axes of several devices that the compiler partitions.
+        # Axes of more than one device that the compiler partitions.
         self._automatic = {name for name, size in mesh.shape.items() if size > 1} - manual
 
     def anything(self) -> int:
@@ -104,14 +110,14 @@ class Interpreter:
         return self.lattice.anything | self.everywhere
 
     def number(self, atom: Any) -> float | None:
-        """Return the number that a literal or a captured array is, None if its value is unknown."""
+        """Return the value of a literal or of a captured array, None if it is unknown."""
         return jaxprs.number(atom) if type(atom) is Literal else self.numbers.get(atom)
 
     def body(self, jaxpr: Any, ins: Sequence[Any], eqn: Any) -> list[Any]:
-        """Return the classes of a jaxpr's outputs for those of its inputs. It is a body of `eqn`.
+        """Return the classes of the outputs of `jaxpr`, a body of `eqn`, for classes of its inputs.
 
-        A body is walked once for all inputs that are alike: nested functions that are called twice
-        each would else be walked 2^depth times.
+        A body is analysed once for equal classes of inputs. Otherwise nested functions that are
+        called twice each would be analysed 2^depth times.
         """
         key = (id(jaxpr), self.where, self.everywhere, *self._controls, *_alike(ins))
         record = self._known.get(key)
@@ -139,7 +145,7 @@ class Interpreter:
         return Cell(self.anything()) if jaxprs.is_ref(variable) else self.lattice.nonzero
 
     def _equations(self, eqns: Sequence[Any], env: dict[Any, Any]) -> None:
-        # The innermost loop: names are local and the commonest rules written out, for speed.
+        # The innermost loop: for speed, names are local and the most frequent rules are repeated.
         rule_of, unknown, imaged = self._rules.get, self._unknown, self.lattice.imaged
         data, nonzero, mixed = self.lattice.data, self.lattice.nonzero, self.lattice.mixed
         for eqn in eqns:
@@ -172,7 +178,13 @@ class Interpreter:
                 env[variable] = value
 
     def under(self, varying: int, control: str, jaxpr: Any, ins: list[Any], eqn: Any) -> list[Any]:
-        """Walk a body that ranks along the `varying` axes may not all run."""
+        """Return the classes of the outputs of a body that some ranks may skip.
+
+        Args:
+          varying: the axes along which ranks may skip it, as their varying bits.
+          control: the control flow that runs it, "cond" or "while".
+          jaxpr, ins, eqn: as for `body`.
+        """
         outside = self.where
         self.where |= varying
         if varying and self._automatic:
@@ -188,7 +200,7 @@ class Interpreter:
 
     @contextlib.contextmanager
     def manual_too(self, names: frozenset[str]) -> Iterator[None]:
-        """Walk where further axes are manual."""
+        """Analyse, inside a with block, a body in which further axes are manual."""
         outside = self.everywhere, self._automatic
         self.everywhere |= self.lattice.axes(names)
         self._automatic = self._automatic - names
@@ -196,21 +208,21 @@ class Interpreter:
         self.everywhere, self._automatic = outside
 
     def expanded(self, eqn: Any) -> Any | None:
-        """Return what a high-level primitive does, traced once, None if it cannot be traced."""
+        """Return the traced body of a high-level primitive, None if it cannot be traced."""
         if id(eqn) not in self._expanded:
             manual = self.lattice.names(self.everywhere)
             self._expanded[id(eqn)] = jaxprs.expanded(eqn, self._mesh, manual)
         return self._expanded[id(eqn)]
 
     def record_deadlock(self, eqn: Any, absent: int, axes: int) -> None:
-        """Record a collective over `axes` to which ranks along the `absent` axes may not come."""
+        """Record the collective `eqn` over `axes` that ranks along the `absent` axes may skip."""
         control = next(name for varying, name in reversed(self._controls) if varying & absent)
         self.record.add("deadlock", eqn, axes, absent, control)
 
 
 def _alike(ins: Sequence[Any]) -> Iterator[Any]:
     for i, value in enumerate(ins):
-        if isinstance(value, Cell):  # which of the others it is the same Ref as, and what it holds
+        if isinstance(value, Cell):  # the first input with this Ref, and its contents
             first = next(j for j in range(i + 1) if ins[j] is value)
             yield first, value.value
         else:
@@ -219,7 +231,7 @@ def _alike(ins: Sequence[Any]) -> Iterator[Any]:
 
 def _literal(atom: Any, nonzero: int) -> int:
     number = jaxprs.number(atom)
-    if number is None:  # several, or a complex one
+    if number is None:  # several numbers, or a complex one
         return nonzero
     if number in (1, -1):
         return nonzero & -nonzero

@@ -1,4 +1,4 @@
-"""Parameters of JAX's primitives."""
+"""Read the parameters of JAX's primitives."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jdp.jax_compat import opened, scan_counts
 
-# Primitives that run a body once on their operands, and the parameters that hold one.
+# Primitives that run one body once on their operands, and the parameters that hold the body.
 CALLS = frozenset(
     "call closed_call compute_on composite custom_jvp_call custom_partitioning custom_vjp_call "
     "custom_vmap_call eval_jaxpr jit linear_call remat2 remat_opt xla_metadata_call".split()
@@ -31,11 +31,11 @@ def bodies(eqn: Any) -> Iterator[Any]:
 
 
 def equations(jaxpr: Any, *, mapped: bool = True) -> Iterator[Any]:
-    """Yield the equations of a jaxpr and of all bodies in it, in order, those of each body once.
+    """Yield the equations of a jaxpr and of all bodies in it, in order, each body once.
 
     Args:
-      jaxpr: where to begin.
-      mapped: whether to go into the bodies of shard_maps, too.
+      jaxpr: the program to read.
+      mapped: whether to enter the bodies of shard_maps.
     """
 
     def enter(place: bool, eqn: Any) -> bool | None:
@@ -50,9 +50,9 @@ def placed_equations(
     """Yield what `equations` yields, each with its place; a body comes once for each of its places.
 
     Args:
-      jaxpr: where to begin.
-      place: of the equations of `jaxpr` itself.
-      enter: returns the place of the bodies of an equation from its own; None leaves them out.
+      jaxpr: the program to read.
+      place: the place of the equations of `jaxpr` itself.
+      enter: returns the place of an equation's bodies from the equation's own; None skips them.
     """
     return _placed(opened(jaxpr), place, enter, set())
 
@@ -69,7 +69,7 @@ def _placed(jaxpr: Any, place: Any, enter: Any, seen: set[Any]) -> Iterator[tupl
                 yield from _placed(body, inside, enter, seen)
 
 
-# Types whose values hold no jaxpr, such as int: most parameters are of one of these.
+# Types whose values hold no jaxpr, such as int. Most parameters have one of these types.
 _PLAIN: set[type] = set()
 
 
@@ -82,23 +82,34 @@ def _jaxprs_in(values: Any) -> Iterator[Any]:
         elif is_jaxpr(value):
             yield opened(value)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            # How a Pallas kernel chooses its blocks.
+            # The dataclass with which a Pallas kernel chooses its blocks.
             yield from _jaxprs_in(
                 getattr(value, each.name, None) for each in dataclasses.fields(value)
             )
-        elif not hasattr(value, "jaxpr"):  # which may be None here, and a jaxpr elsewhere
+        elif not hasattr(value, "jaxpr"):  # the attribute may be None here, and a jaxpr elsewhere
             _PLAIN.add(type(value))
 
 
-def called_body(eqn: Any) -> Any | None:
-    """Return the one body of a call, None if it does not take the operands and give the results."""
+def called(eqn: Any) -> Any | None:
+    """Return the program of a call, with its constants, None as for `called_body`."""
     for name in _CALLED:
-        body = eqn.params.get(name)
-        if body is not None and is_jaxpr(body):
-            body = opened(body)
+        program = eqn.params.get(name)
+        if program is not None and is_jaxpr(program):
+            body = opened(program)
             fits = len(body.invars) == len(eqn.invars) and len(body.outvars) == len(eqn.outvars)
-            return body if fits else None
+            return program if fits else None
     return None
+
+
+def called_body(eqn: Any) -> Any | None:
+    """Return the body of a call, None if its inputs and outputs are not those of the call."""
+    program = called(eqn)
+    return None if program is None else opened(program)
+
+
+def constants(program: Any) -> list[tuple[Any, Any]]:
+    """Return the variables of a program's constants, each with its value."""
+    return list(zip(opened(program).constvars, getattr(program, "consts", ()), strict=True))
 
 
 def is_literal(atom: Any) -> bool:
@@ -107,7 +118,7 @@ def is_literal(atom: Any) -> bool:
 
 
 def number(atom: Any) -> float | None:
-    """Return the number that stands in a program as it is, None if it is none or a variable."""
+    """Return the number that a literal holds, None for a variable or for several numbers."""
     if type(atom) is not Literal or getattr(atom.val, "shape", ()):
         return None
     try:
@@ -117,10 +128,10 @@ def number(atom: Any) -> float | None:
 
 
 def captured_numbers(jaxpr: Any) -> dict[Any, float]:
-    """Return the scalars that a traced program has captured as arrays, by the variable of each."""
+    """Return the scalars that a traced program has captured as arrays, by variable."""
     found = {}
-    for variable, value in zip(opened(jaxpr).constvars, getattr(jaxpr, "consts", ()), strict=True):
-        # An array of several processes has no value here.
+    for variable, value in constants(jaxpr):
+        # This process cannot read an array that other processes hold parts of.
         if not variable.aval.shape and getattr(value, "is_fully_addressable", True):
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # traced, or deleted
                 found[variable] = float(value)
@@ -128,28 +139,28 @@ def captured_numbers(jaxpr: Any) -> dict[Any, float]:
 
 
 def is_transposed(eqn: Any) -> bool:
-    """Whether an equation computes a cotangent, as far as JAX's names of its traces say so."""
+    """Whether an equation computes a cotangent, judged by the names of JAX's traces."""
     return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def is_ref(variable: Any) -> bool:
-    """Whether a variable is a `jax.Ref`: its type wraps that of what it holds."""
+    """Whether a variable is a `jax.Ref`: its type wraps the type of its contents."""
     return hasattr(variable.aval, "inner_aval")
 
 
 def acts(eqn: Any) -> bool:
-    """Whether an equation does something besides giving results and naming axes."""
+    """Whether an equation has an effect other than naming an axis."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def while_parts(eqn: Any) -> tuple[Any, Any, int, int]:
-    """Return a while loop's condition, body, and how many constants each of them takes."""
+    """Return a while loop's condition, its body, and the number of constants of each of them."""
     p = eqn.params
     return opened(p["cond_jaxpr"]), opened(p["body_jaxpr"]), p["cond_nconsts"], p["body_nconsts"]
 
 
 def scan_parts(eqn: Any) -> tuple[Any, int, int]:
-    """Return a scan's body and the numbers of its constants and of its carried values."""
+    """Return a scan's body, the number of its constants and the number of its carried values."""
     return opened(eqn.params["jaxpr"]), *scan_counts(eqn.params)
 
 
@@ -159,24 +170,24 @@ def branches(eqn: Any) -> list[Any]:
 
 
 def solver_parts(eqn: Any) -> tuple[tuple[Any, int], tuple[Any, int], int]:
-    """Return body and position of the constants of `solve` and of `matvec`, and of the rhs."""
+    """Return `solve` and `matvec`, each with the position of its constants, and that of the rhs."""
     jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
     before_solve = lengths.matvec + lengths.vecmat
     return (opened(jaxprs.solve), before_solve), (opened(jaxprs.matvec), 0), sum(lengths)
 
 
 def mapped_body(eqn: Any) -> Any:
-    """Return what a shard_map runs on every rank."""
+    """Return the body of a shard_map, which every rank runs."""
     return opened(eqn.params["jaxpr"])
 
 
 def manual_axes(eqn: Any) -> frozenset[str]:
-    """Name the axes that a shard_map makes manual."""
+    """Return the names of the axes that a shard_map makes manual."""
     return frozenset(eqn.params["newly_manual_axes"])
 
 
 def spec_axes(spec: PartitionSpec) -> set[Any]:
-    """Name the axes along which arrays with this spec differ, partial sums included."""
+    """Return the names of the axes along which arrays with this spec differ, also partial sums."""
     found = set(spec.unreduced)
     for entry in spec.partitions:
         found.update(entry if isinstance(entry, tuple) else (entry,))
@@ -184,19 +195,19 @@ def spec_axes(spec: PartitionSpec) -> set[Any]:
 
 
 def collective_axes(eqn: Any) -> tuple[Any, ...]:
-    """Name the axes of a collective: a name, a tuple, or positions of dims among them."""
+    """Return the axes of a collective: names of mesh axes, or positions of dims under a vmap."""
     axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
     return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
 
 
 def groups(eqn: Any) -> Sequence[Sequence[int]] | None:
-    """Return the groups of ranks of a collective, None if all take part in one."""
+    """Return the groups of ranks of a collective, None if all ranks form one group."""
     found = eqn.params.get("axis_index_groups")
     return found if found is not None and len(found) > 1 else None
 
 
 def named_axes(eqn: Any) -> set[str]:
-    """Collect every string in the parameters of an equation that may be the name of an axis."""
+    """Return every string in the parameters of an equation that may be the name of an axis."""
     return _strings_in(value for key, value in eqn.params.items() if key != "name")
 
 
@@ -213,12 +224,12 @@ def _strings_in(values: Any) -> set[str]:
 
 
 def hides_a_function(eqn: Any) -> bool:
-    """Whether an equation holds a Python function, where a jaxpr could stand."""
+    """Whether an equation holds a Python function in place of a jaxpr."""
     return any(callable(value) and not isinstance(value, type) for value in eqn.params.values())
 
 
 def expanded(eqn: Any, mesh: Any, manual: frozenset[str]) -> Any | None:
-    """Trace what a high-level primitive (JAX 0.11 and later) does, None if it cannot be traced."""
+    """Return the body of a high-level primitive, traced on `mesh` with `manual` axes, or None."""
     primitive = eqn.params.get("_prim")
     try:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in primitive.in_avals_flat]
@@ -227,12 +238,12 @@ def expanded(eqn: Any, mesh: Any, manual: frozenset[str]) -> Any | None:
             args = jax.tree.unflatten(primitive.in_tree, flat)
             return jax.tree.leaves(primitive.expand(*args))
 
-        # Inside of a shard_map, so that the axes are bound that it may name.
+        # Trace inside a shard_map, so that the axes are bound that the body may name.
         spec = PartitionSpec()
         mapped = jax.shard_map(
             expand, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=manual, check_vma=False
         )
         (mapped_eqn,) = opened(jax.make_jaxpr(mapped)(*shapes)).eqns
-    except Exception:  # Whatever a primitive of somebody else's does: it stays closed.
+    except Exception:  # A foreign primitive may raise anything.
         return None
     return mapped_body(mapped_eqn)

@@ -1,7 +1,7 @@
-"""Primitives of Pallas kernels, by whether they reach beyond the operands of their rank."""
+"""Primitives of Pallas kernels, divided into those that stay on one rank and those that do not."""
 
-# Operations of a kernel on its own device: Refs and bodies are joined. The author promises that the
-# kernel reads only memory that it has written, and that it orders its writes.
+# Operations of a kernel on its own device: Refs and bodies are joined. jdp assumes that the kernel
+# reads only memory that it has written, and that it orders its writes.
 JOINED = frozenset(
     """
     all_reduce_ffs all_reduce_population_count async_copy_scales_to_tmem async_copy_smem_to_tmem
@@ -25,7 +25,7 @@ JOINED = frozenset(
     """.split()
 )
 
-# Memory that other devices or programs write, hidden states, and kernels that cannot be opened.
+# Memory that other devices or programs write, hidden states, and kernels that jdp cannot open.
 SOURCES = frozenset(
     """
     atomic_cas atomic_rmw get_barrier_semaphore get_global mosaic_gpu_p multimem_load_reduce

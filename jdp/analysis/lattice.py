@@ -1,19 +1,24 @@
-"""The lattice of classes: what each kind of operation makes of them."""
+"""The lattice of classes: how each kind of operation changes them."""
 
 import functools
 from collections.abc import Mapping
 
 from jdp.analysis.bits import Bits
 
-# Operations that an interpreter asks for most, on a few classes again and again.
+# Operations that an interpreter calls most often, and with few different classes.
 _REMEMBERED = "add all_reduce contract decode divisions product quotient scale_by_number".split()
 
 
 class Lattice(Bits):
     """Operations on classes.
 
-    A constant has none of the bits of sums: chosen by a uniform predicate, or where a loop starts,
-    it may stand beside a sum without ending a claim. `decode` claims a sum only of data.
+    The methods take classes encoded as integers (`value`, `a`, `b`, see `Bits`) and sets of axes as
+    their varying bits (`axes`).
+
+    A constant has none of the bits of sums, so that it can be joined with a sum without ending a
+    claim: where a uniform predicate chooses between the two, or where a loop starts with the
+      constant.
+    `decode` claims only of data that it is a sum.
 
     >>> lattice = Lattice({"data": 4})
     >>> rows = lattice.mixed | lattice.axes(["data"])
@@ -30,15 +35,15 @@ class Lattice(Bits):
             setattr(self, name, functools.cache(getattr(self, name)))
 
     def rescaled(self, value: int, axes: int) -> int:
-        """Return `value`, divided along `axes`."""
+        """Return the class of `value` after it was divided by the number of ranks along `axes`."""
         return value & ~(self.over("undivided", axes) | self.over("duplicated", axes))
 
     def without_scale(self, value: int) -> int:
-        """Return the class of truth, a sign or a position: n times as much gives the same."""
+        """Return the class of a boolean, a sign or a position, which a factor n does not change."""
         return value & ~self.scale
 
     def _met(self, a: int, b: int) -> int:
-        """Return the bits of means that a product or ratio has: of two it is not a mean itself.
+        """Return the bits of means of a product or ratio. Of two means it is not itself a mean:
 
         `pmean(w * x) / pmean(w)` is a weighted mean.
         """
@@ -46,11 +51,11 @@ class Lattice(Bits):
         return met | self.over("uneven", self.at(a, "even") & self.at(b, "even"))
 
     def mix(self, value: int) -> int:
-        """Return the class of a result of which nothing is known but the join of its operands."""
+        """Return the class of a result whose operands have the join `value`, without any claim."""
         return value | (self.mixed if value & self.data else self.nonzero)
 
     def invert(self, value: int) -> int:
-        """Return the class of one over a power of `value`."""
+        """Return the class of 1 over a power of `value`."""
         divided = self.over("divided", self.at(value, "total"))
         return self.without_scale(value) & ~self.capped | self.bent | divided
 
@@ -62,23 +67,24 @@ class Lattice(Bits):
             return value
         if not value & self.data:
             if not differed:
-                # n times a constant; or the constant itself, if that was divided by n before, as
-                # the transpose of pmean does.
+                # n times a constant. If the constant was divided by n before, as in the transpose
+                # of pmean, the sum is the constant itself.
                 undone = self.at(value, "divided") & axes
                 value &= ~self.over("divided", undone)
                 return value | self.nonzero | self.over("divided", axes & ~undone)
-            # A constant that a varying predicate chose is a sum over these axes alone.
+            # A constant that a varying predicate chose is a sum only over the axes of the
+            # predicate.
             value |= self.mixed
         single, total, divided = (each & axes for each in self._parts(value))
         shares = divided & ~single & ~total
         met = (divided | total) & ~shares
         value = self.rescaled(value, divided) & ~self.sums(axes, axes, axes)
         value |= self.sums(shares | met, axes & ~shares, 0)
-        # It may be weighed by that mean, or be a sum of sums.
+        # The operand may be weighted by that mean, or be a sum itself.
         value |= self.over("uneven", self.at(value, "even") & differed | total & ~differed)
         repeats = axes & ~differed & ~divided
         if repeats:
-            value &= ~self.bent  # what was done to its operand
+            value &= ~self.bent  # that bit was about the operand
         value = value & ~self.over("unrepeated", repeats) | self.over("unrepeated", differed)
         return value & ~self.over("unsummed", differed)
 
@@ -91,14 +97,14 @@ class Lattice(Bits):
         return value & ~self.over("unrepeated", same)
 
     def mean(self, value: int, axes: int) -> int:
-        """Return the class of a mean over `axes`: what `value`, a sum over them, is divided to."""
+        """Return the class of the mean over `axes` that is `value`, a sum, divided by n."""
         value = self.rescaled(value, axes)
         axes &= ~value
         value &= ~self.sums(0, axes, axes)
         return value | self.sums(axes, 0, 0) | self.over("unrepeated", axes)
 
     def agree(self, value: int, axes: int) -> int:
-        """Return the class of what ranks along `axes` exchange until they all hold the same."""
+        """Return the class of `value` after an exchange made it equal on all ranks along `axes`."""
         differed = value & axes
         if differed:
             value = value & ~differed | self.data | self.sums(0, axes, axes)
@@ -106,8 +112,8 @@ class Lattice(Bits):
         return self.mix(value)
 
     def scale_by(self, value: int, by: int) -> int:
-        """Return the class of `value * by`, for a `by` that is a constant."""
-        if not by & (self.other | self.divided | self.averaging):  # one
+        """Return the class of `value * by`, where the class `by` is that of a constant."""
+        if not by & (self.other | self.divided | self.averaging):  # by is 1
             return value | by & self.varying
         if value & self.nonzero and not value & self.data:
             return self.mix(value | by)
@@ -119,7 +125,7 @@ class Lattice(Bits):
         return value | self.unrepeated * bool(divided or value & self.bent)
 
     def scale_by_number(self, value: int, number: float) -> int:
-        """Return the class of `value * number`: a mean, if that divides a sum by n."""
+        """Return the class of `value * number`, which is a mean if this divides a sum by n."""
         if not value & self.nonzero or not number:
             return value & self.varying
         if value & self.bent and abs(number) != 1:
@@ -141,7 +147,7 @@ class Lattice(Bits):
         return value | self.over("divided", self.axes_of_size(1 / number, self.varying))
 
     def divisions(self, divisor: float) -> int:
-        """Return how often a number divides by one of ranks: 1, 0, or -1 if it multiplies by it."""
+        """Return 1 if `divisor` is a number of ranks, -1 if it is 1 over such a number, else 0."""
         if divisor and self.axes_of_size(divisor, self.varying):
             return 1
         return -1 if divisor and self.axes_of_size(1 / divisor, self.varying) else 0
@@ -153,12 +159,12 @@ class Lattice(Bits):
                 return a | b
             if not term & self.data:
                 return self.mix(a | b)
-        # n times too large is the sum too, if one of its terms is.
+        # The result is an n times too large sum if either term is.
         value = (a | b) & ~self.unrepeated | a & b & self.unrepeated
         return value | self.unrepeated * bool(value & self.bent)
 
     def product(self, a: int, b: int) -> int:
-        """Return the class of `a * b`."""
+        """Return the class of the elementwise product `a * b`."""
         if not (a & self.nonzero and b & self.nonzero):
             return (a | b) & self.varying
         if not a & self.data:
@@ -176,11 +182,11 @@ class Lattice(Bits):
         return value | self._met(a, b) | self.over("uneven", total_a & total_b)
 
     def _scaled_by(self, value: int, factor: int) -> int:
-        """Return `value` as a factor leaves it that may be one over a sum."""
+        """Return the class of `value` after a product with `factor`, which may be 1 over a sum."""
         return value if factor & self.capped else self.rescaled(value, self.at(factor, "divided"))
 
     def quotient(self, a: int, b: int) -> int:
-        """Return the class of `a / b`."""
+        """Return the class of the elementwise quotient `a / b`."""
         b = self.without_scale(b) & ~self.capped
         if a & self.nonzero and not a & self.data:
             value = self.mix(a | b)
@@ -197,7 +203,7 @@ class Lattice(Bits):
         return value | self.unrepeated * bool(is_lost) | self._met(a, b)
 
     def _over_constant(self, value: int, by: int) -> int:
-        """Return the class of `value / by`. An array of ones may be the number of one rank."""
+        """Return the class of `value / by` for a constant. A 1 may be the number of ranks."""
         quotient = self.scale_by(value, by)
         if by & self.other:
             return quotient
@@ -205,10 +211,10 @@ class Lattice(Bits):
         return self.rescaled(quotient, ranks) | self.sums(self.at(value, "total") & ranks, 0, 0)
 
     def contract(self, a: int, b: int) -> int:
-        """Return the class of sums of products."""
+        """Return the class of a contraction of `a` and `b`: sums of products."""
         if not (a & b & self.nonzero):
             return (a | b) & self.varying
-        if not a & b & self.data:  # what a constant array holds is not known
+        if not a & b & self.data:  # the elements of a constant array are unknown
             return self.without_scale(self.mix(a | b))
         scaled = self._scaled_by(a, b) | self._scaled_by(b, a)
         value = self.mix(scaled) | self.over("uneven", self.at(a, "total") & self.at(b, "total"))

@@ -1,4 +1,4 @@
-"""Which inputs of a jaxpr matter."""
+"""Which inputs of a jaxpr its outputs and side effects depend on."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from jax.extend.core import Literal
 from jdp.analysis import jaxprs
 from jdp.analysis.marks import WEIGHED
 
-# One for each output or input of a jaxpr: whether it is wanted, or needed.
+# A flag for each output of a jaxpr (whether it is wanted) or each input (whether it is needed).
 _Flags = tuple[bool, ...]
 _Known = dict[tuple[int, _Flags], _Flags]
 
@@ -16,8 +16,8 @@ _Known = dict[tuple[int, _Flags], _Flags]
 def used_inputs(jaxpr: Any) -> _Flags:
     """Return for each input whether an output or a side effect depends on it.
 
-    A `WEIGHED` mark does not use its operand. An input of a call, a branch or a loop that ignores
-    it is not used, and neither is one whose results nothing uses.
+    A `WEIGHED` mark does not count as a use of its operand. An input is not used if the call,
+    branch or loop that takes it ignores it, or if nothing uses the results.
     """
     return _needed(jaxpr, (True,) * len(jaxpr.outvars), {})
 
@@ -92,6 +92,7 @@ _RULES = {
     "jdp_mark": _mark,
     **dict.fromkeys(jaxprs.CALLS, _call),
     "cond": _cond,
+    "jdp_tied": lambda eqn, wanted, known: wanted,
     "scan": _scan,
     "shard_map": _shard_map,
     "while": _while,

@@ -1,4 +1,4 @@
-"""Texts for what goes wrong in a loop of the author's own."""
+"""Refusals of mistakes in a training loop that the user wrote with shard_map."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,14 +20,14 @@ def refusals(
     paths: dict[int, str],
     inputs: Sequence[str],
 ) -> Iterator[str]:
-    """Yield a text for everything that goes wrong in a shard_map over the axes `names`.
+    """Yield a text for each mistake in a shard_map over the axes `names`.
 
     Args:
-      eqn: the shard_map.
-      report: of `eqn`.
-      names: of the axes that form the data axis.
-      paths: names of its outputs in the function around it, by position.
-      inputs: names of its inputs there.
+      eqn: the shard_map equation.
+      report: the analysis of `eqn`.
+      names: names of the mesh axes that form the data axis.
+      paths: names of its outputs in the enclosing function, by position.
+      inputs: names of its inputs in the enclosing function, in order.
     """
     yield from deadlocks.refusals(report, inputs, f"jax.lax.pmean(loss, {spelled(names)}) < 2")
     yield from reductions.refusals(eqn, report, names)
@@ -95,7 +95,7 @@ def _torn_refs(eqn: Any, report: Report, names: tuple[str, ...]) -> Iterator[str
 
 
 def unknown_primitives(report: Report) -> Iterator[str]:
-    """Return a text for every primitive whose results the analysis does not trust."""
+    """Yield a text for every primitive without a rule, whose results are assumed to differ."""
     for name, line in report.unknown:
         at = f" at {line}" if line else ""
         yield with_code(

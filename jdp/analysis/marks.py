@@ -1,4 +1,4 @@
-"""Marks: identity operations that the uniformity analysis finds again in a traced program."""
+"""Marks: identity operations that the uniformity analysis looks for in a traced program."""
 
 from typing import Any
 
@@ -9,60 +9,65 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 
-# The kind of mark on a gradient on its way to being reduced.
+# The kind of mark on a gradient that is about to be reduced.
 LOCAL = "local"
 # The kind of mark that a collective puts on its result, see `mark`.
 ALL_REDUCED = "all_reduced"
-# Marks the inputs of a step's weight; reading them for the weight does not count as a use.
+# Marks the inputs of a step's weight. Reading an input for the weight does not count as a use.
 WEIGHED = "weighed"
-# The kind of mark on gradients that are weighed by something else than their step.
+# The kind of mark on gradients that have a weight other than that of their step.
 OWN_WEIGHT = "own_weight"
-# Those of `jdp.scan_layers`: what must be the same on every rank; and a gradient that is a mean
-# over ranks, of which a mean may be taken again.
+# Marks of `jdp.scan_layers`: a value that must be the same on every rank, and a gradient that is
+# a mean over ranks and may be averaged again.
 SHARED = "shared"
 AVERAGED = "averaged"
-# On the parameters of `jdp.scan_layers`: the platform chose that it reduces late, or that it does
-# not; and it would reduce late on more ranks than one.
+# Marks on the parameters of `jdp.scan_layers`: on this platform it reduces in the backward loop;
+# on this platform it does not; it would do so on more than one rank.
 LATE_HERE = "late_here"
 LATE_ELSEWHERE = "late_elsewhere"
 LATE_ON_MORE_RANKS = "late_on_more_ranks"
-# Facts that the analysis cannot read off a reduction: it was divided by the number of ranks; a
-# number is this rank's share of all weights, which add up to 1; the author wants the sum.
+# Facts that a program does not show: a reduction was divided by the number of ranks; a number is
+# this rank's share of the weights of all ranks, which add up to 1; the user wants the sum.
 MEAN = "mean"
 SHARE = "share"
 SUMMED = "summed"
-# A sum over a loop's rounds of what each round divided by their number already.
+# A sum over the rounds of a loop, of terms that each round has divided by the number of rounds.
 ROUNDS = "rounds"
-# A gradient that is handed on as reduced already.
+# A gradient that the user has declared as reduced.
 SYNCED = "synced"
-# Where what differs from rank to rank is called by a name, its path.
+# A rank's part of a value that is equal on all ranks; a value that must be equal on all ranks
+# because their parts of it are put together; and the value that was put together.
+SHARD = "shard"
+PART = "part"
+WHOLE = "whole"
+# A value that differs from rank to rank. Its path is the name for it in errors.
 SOURCE = "source"
 
-# The scope of a sum over ranks that jdp transposes: JAX keeps the name where it transposes it, and
-# the analysis tells it from a collective of the author's.
+# The name scope of jdp's weighted sum over ranks. JAX keeps the name in the transposed sum, which
+# the analysis thereby distinguishes from a user's collective.
 WEIGHTED_SUM = "jdp_weighted_sum"
-# The name of a jitted function: one micro-batch with its gradient.
+# The name of the jitted function that computes one micro-batch and its gradient.
 MICRO_BATCH = "jdp_micro_batch"
 
 
 def mark(x: jax.Array, *, kind: str, path: str, axes: tuple[str, ...]) -> jax.Array:
-    """Return `x` unchanged, and leave a mark in the traced program.
+    """Return `x` unchanged, with a mark in the traced program.
 
-    The mark survives grad, vmap, jvp, scan, jit and rematerialization: it is an operation of its
-    own, which no policy of `jax.checkpoint` saves by name and no lowering emits (on CPU a local
-    gradient may leave a barrier, see `_unfolded`). Cotangents pass it by unmarked, and forward-mode
-    tangents, too, unless it is `"all_reduced"`. Under a `vmap` that binds one of `axes`, that axis
-    leaves the mark: what stands there happens among the rows of an array, not among ranks.
+    The mark survives grad, vmap, jvp, scan, jit and rematerialization. It is an operation that no
+    policy of `jax.checkpoint` saves by name and that no lowering emits (on CPU a local gradient may
+    get an optimization barrier, see `_unfolded`). Cotangents are not marked, and tangents only if
+    the kind is `"all_reduced"`. Under a `vmap` that binds one of `axes`, the mark loses that axis:
+    the operation then runs over the rows of an array, not over ranks.
 
     Args:
       x: array of any shape and dtype.
-      kind: of the mark. `"local"`: a gradient on its way to being reduced. The analysis reports
-        such a mark and keeps the class of `x`. `"all_reduced"` is for
-        collectives that are not one primitive of JAX, and believed: what stands here is the sum
-        over `axes`, equal bits on every rank of them. Of some other kinds it is believed what they
-        say of the scale of a value, never that ranks hold the same.
+      kind: of the mark. For `"local"`, a gradient that is about to be reduced, the analysis reports
+        the mark and keeps the class of `x`. `"all_reduced"` is for collectives that are not a
+        single primitive of JAX: the analysis trusts that the value is the sum over `axes` with
+        equal bits on every rank. It also trusts what some other kinds state about the scale of a
+        value, but never that all ranks hold the same value.
       path: the leaf's name as its author would write it.
-      axes: names of the mesh axes that the mark is about.
+      axes: names of the mesh axes to which the mark applies.
 
     Returns:
       `x`.
@@ -81,7 +86,7 @@ _mark_p = jax.extend.core.Primitive("jdp_mark")
 
 def _jvp(primals: tuple, tangents: tuple, **note: Any) -> tuple[Any, Any]:
     (slope,) = tangents
-    # The tangent of a sum over ranks is one, too.
+    # The tangent of a sum over ranks is also a sum over ranks.
     if note["kind"] == ALL_REDUCED and type(slope) is not ad.Zero:
         slope = _mark_p.bind(slope, **note)
     return _mark_p.bind(*primals, **note), slope
@@ -99,7 +104,7 @@ _mark_p.def_abstract_eval(lambda x, **note: x)
 ad.primitive_jvps[_mark_p] = _jvp
 ad.primitive_transposes[_mark_p] = lambda cotangent, x, **note: [cotangent]
 batching.fancy_primitive_batchers[_mark_p] = _batch
-# Every mark is another one: JAX's cache of lowerings would emit a function for each.
+# Every mark is different, so JAX's cache of lowerings would emit a function for each.
 mlir.register_lowering(_mark_p, lambda context, x, **note: [x], cacheable=False)
 mlir.register_lowering(
     _mark_p,
@@ -108,16 +113,16 @@ mlir.register_lowering(
     cacheable=False,
 )
 
-# Operations between the product and the gradient that move or cast single elements.
+# Operations that may stand between product and gradient, and move or cast single elements.
 _MOVES = ("stablehlo.transpose", "stablehlo.reshape", "stablehlo.convert")
 
 
 def _unfolded(x: Any) -> Any:
     """Keep XLA from folding the transpose of a weight's gradient into the product before it.
 
-    JAX differentiates `x @ w` to the transpose of a product, and XLA's CPU backend is slower where
-    the product writes the transpose (a transformer's step takes 6 to 15 % longer). In a step of
-    plain jit the all-reduce keeps the two apart, and here a barrier.
+    JAX turns the gradient of `x @ w` into a transposed product, and XLA's CPU backend is slower if
+    the product writes the transpose (a transformer's step takes 6 to 15 % longer). In a jitted step
+    without jdp, the all-reduce separates the two. Here a barrier does.
     """
     moves = []
     product = x
@@ -136,8 +141,8 @@ def _unfolded(x: Any) -> Any:
 
 
 def _sums_over_dims(op: Any) -> bool:
-    # Over rows and positions, say. Where only rows are summed over, a product that writes the
-    # transpose is as fast, and writing it a second time took a fifth longer.
+    # For example over rows and positions. If the product sums over rows only, it can write the
+    # transpose at full speed, and a separate transpose took a fifth longer.
     if op.name != "stablehlo.dot_general":
         return False
     dims = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])

@@ -1,33 +1,104 @@
-"""Means over this rank's rows that count, in a step that weighs no rank."""
+"""The padding mask of a batch: what a step must read it for, and what the ranks must weigh."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any
 
 from jdp.analysis import jaxprs
+from jdp.analysis.forward import Forward
+from jdp.analysis.liveness import used_inputs
+from jdp.analysis.report import Report
 from jdp.analysis.rules import collectives
 from jdp.analysis.source_lines import source
+from jdp.analysis.traced import WEIGHT, Traced
+from jdp.analysis.wording import shown
+from jdp.error_codes import with_code
 
 
 class _Kind(IntEnum):
     """The data from which a value is computed."""
 
     CONSTANT = 0
-    MASK = 1  # the mask and constants, for each row
-    COUNT = 2  # the same, summed
+    MASK = 1  # the mask and constants, a value for each row
+    COUNT = 2  # sums of such values
     OTHER = 3
 
 
 _SUMS = frozenset(("reduce_sum", "dot_general"))
 
 
-def local_means(body: Any, mask: int) -> list[str]:
-    """Return the author's lines that divide by the number of this rank's rows that count.
-
-    None if that number, or the mask, is reduced over the ranks: then the author weighs by hand.
+def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
+    """Yield an error for a step that averages over rows and does not read the mask.
 
     Args:
-      body: what a shard_map runs on every rank.
+      step: its `shard_map`.
+      report: of its analysis.
+      traced: the step as it was traced.
+    """
+    averages = any(out.kind in ("state", "metric") and out.tree != WEIGHT for out in traced.outputs)
+    if traced.mask is None or not averages:  # jdp.evaluate takes the padding out of rows
+        return
+    if not used_inputs(jaxprs.mapped_body(step))[_place(report, traced)]:
+        yield with_code(
+            "JDP109",
+            f"`{traced.inputs[traced.mask]}` says which rows are padding, and the step does not "
+            "read it, or only for its weight=: repeated rows would count. Weigh the loss with it, "
+            '`(losses * batch["mask"]).sum() / batch["mask"].sum()`, and write '
+            '`weight=lambda batch: batch["mask"].sum()` in the decorator; or leave the last batch '
+            'out: jdp.batches(..., tail="drop").',
+        )
+
+
+def warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
+    """Yield a warning for a step that averages means of ranks which the mask does not weigh.
+
+    Args:
+      step: its `shard_map`.
+      report: of its analysis.
+      traced: the step as it was traced.
+    """
+    if traced.mask is None:
+        return
+    body, place = jaxprs.mapped_body(step), _place(report, traced)
+    weighs = traced.spec.weight_fn is not None
+    if weighs and _weight_reads(body, place, traced):
+        return
+    if lines := local_means(body, place):
+        mask = traced.inputs[traced.mask]
+        how = "as if all had equally many: in a padded batch"
+        if weighs:
+            how = "by a weight= that does not depend on that mask: with padding"
+        yield with_code(
+            "JDP129",
+            f"the mean at {shown([line or 'a line of a library' for line in lines])} is that of "
+            f"the rows of one rank that count (`{mask}`), and ranks are then averaged {how} "
+            "the result depends on the number of ranks, and is NaN where one has only padding. "
+            f"Write `weight=lambda {traced.spec.argument(1)}: {mask}.sum()` in the decorator.",
+        )
+
+
+def _place(report: Report, traced: Traced) -> int:
+    """Return the position of the mask among the inputs of what every rank runs."""
+    assert traced.mask is not None
+    return report.num_inputs - len(traced.inputs) + traced.mask
+
+
+def _weight_reads(body: Any, place: int, traced: Traced) -> bool:
+    """Whether the weight of the step may depend on an input, by any path."""
+    pass_over = Forward(any, lambda eqn, operands, _: None)
+    depends = pass_over.outputs(body, [i == place for i in range(len(body.invars))])
+    return any(
+        found for out, found in zip(traced.outputs, depends, strict=True) if out.tree == WEIGHT
+    )
+
+
+def local_means(body: Any, mask: int) -> list[str]:
+    """Return the author's lines that divide by the number of this rank's unpadded rows.
+
+    Empty if that number, or the mask, is reduced over the ranks: the user then weights by hand.
+
+    Args:
+      body: the body of a shard_map.
       mask: position of the padding mask among its inputs.
     """
     walk, inputs = _Walk(), [_Kind.OTHER] * len(body.invars)
@@ -42,7 +113,7 @@ class _Walk:
         self.is_weighed = False
 
     def follow(self, jaxpr: Any, inputs: Sequence[_Kind]) -> list[_Kind]:
-        """Return the kinds of the outputs of a jaxpr, for those of its inputs."""
+        """Return the kinds of a jaxpr's outputs, for the kinds of its inputs."""
         kinds = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def kind_of(atom: Any) -> _Kind:

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 
 from jdp.analysis import jaxprs
 
-# XLA's partitioner sends the edges of a split dim to the neighbours: a collective-permute, which is
-# one operation of all devices. Its other collectives stay among devices that share a data rank.
+# XLA's partitioner sends the edges of a split dim to the neighbours with a collective-permute, in
+# which all devices take part. Its other collectives stay among devices that share a data rank.
 _SHIFTS = frozenset(
     "concatenate conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum "
     "dynamic_update_slice pad reduce_window reduce_window_max reduce_window_min reduce_window_sum "
@@ -16,15 +16,15 @@ _SHIFTS = frozenset(
 )
 
 
-# XLA's CPU backend widens what these add up or compare. Where an axis is left to the compiler it
-# fails to, and aborts the process.
+# XLA's CPU backend widens the operands of these reductions to float32. If an axis is left to the
+# compiler, the widening fails and the process aborts.
 _REDUCTIONS = "psum", "pmax", "pmin", "reduce_scatter", "unreduced_"
 
 
 def bfloat16_reductions(eqn: Any) -> list[Any]:
     """Return the reductions of bfloat16 in an outermost shard_map that leaves axes to the compiler.
 
-    A nested shard_map that leaves no axis to it is not looked into.
+    The body of a nested shard_map that leaves no axis to the compiler is skipped.
     """
     every = frozenset(eqn.params["mesh"].axis_names)
 
@@ -48,14 +48,15 @@ def _is_bfloat16(eqn: Any) -> bool:
 def first_shift(jaxpr: Any, around: Any, num_axes: int) -> Any | None:
     """Return an equation that may become a collective-permute, where its operands are split.
 
-    Over one axis arrays are split along one dim or another, and to change that is an all-to-all.
-    Over several axes the same parts may lie on other devices, and any two arrays that meet, or
-    leave by different branches, may have to be put in the same order: by a collective-permute.
+    With one partitioned axis, an array is split along one dim or another, and a change of the dim
+    is an all-to-all. With several axes, two arrays may have the same parts on different devices.
+    Where the arrays meet, or are the results of different branches, XLA may reorder the parts with
+    a collective-permute.
 
     Args:
       jaxpr: the body of a branch or of a loop.
-      around: the equation that it is a body of.
-      num_axes: how many axes of several devices XLA may split arrays over, at least 1.
+      around: the equation that holds this body.
+      num_axes: number of mesh axes of several devices that XLA partitions, at least 1.
     """
     inside = jaxprs.equations(jaxpr, mapped=False)
     if num_axes == 1:

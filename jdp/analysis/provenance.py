@@ -1,4 +1,4 @@
-"""Where a value that differs from rank to rank comes from. Asked only when something is refused."""
+"""Find where a value that differs from rank to rank comes from. Used only for refusals."""
 
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -19,9 +19,9 @@ class Origin(NamedTuple):
       line: the author's line that combines a varying value with a reduced one; empty if there is
         none.
       primitive: the operation of that line, such as "mul".
-      sources: origins of the varying value: positions of inputs of the shard_map, and texts.
-      is_reduced: whether anything was reduced on the way.
-      is_of_gradient: whether the reduced value comes from a gradient.
+      sources: origins of the varying value: positions of inputs of the shard_map, and descriptions.
+      is_reduced: whether any value on the way was reduced.
+      is_of_gradient: whether the reduced value depends on a gradient.
     """
 
     line: str
@@ -31,7 +31,7 @@ class Origin(NamedTuple):
     is_of_gradient: bool = False
 
 
-# The text for a source that is not an input.
+# Descriptions of sources that are not inputs.
 _SOURCES = {
     "axis_index": "`axis_index` (the number of this rank)",
     "empty": "`jnp.empty` (memory that nobody has written)",
@@ -43,14 +43,17 @@ _SOURCES = {
 }
 
 _SUMS = frozenset({"jdp_all_reduce", "psum", "psum_invariant"})
-_ADDING = {*_SUMS, "jdp_mark", "psum_start", "reduce_scatter", "reduce_sum", "unreduced_psum"}
+_ADDING = frozenset(
+    {*_SUMS, "jdp_mark", "jdp_reduce_scatter", "psum_start", "reduce_scatter", "reduce_sum"}
+    | {"unreduced_psum"}
+)
 
 
 class Provenance(WayBack):
-    """Answers to what its author asks of a value that was refused."""
+    """Answers to questions about a refused value: its origin, and its reductions."""
 
     def of_output(self, i: int) -> Node:
-        """Return what an output of the shard_map is, casts and copies aside."""
+        """Return the value that an output of the shard_map is a cast or copy of, or the output."""
         return self._computed(Node(self.top, self.body.outvars[i]))
 
     def of_input(self, i: int) -> Node:
@@ -58,12 +61,12 @@ class Provenance(WayBack):
         return Node(self.top, self.body.invars[i])
 
     def of_mark(self, eqn: Any) -> Node | None:
-        """Return what was marked."""
+        """Return the operand of a mark."""
         frame = self.frame_of("mark", eqn)
         return None if frame is None else Node(frame, eqn.invars[0])
 
     def of_predicate(self, eqn: Any) -> Node | None:
-        """Return the predicate that keeps some ranks from a collective."""
+        """Return the predicate that lets some ranks skip a collective."""
         frame = self.frame_of("deadlock", eqn)
         while frame is not None and frame.eqn is not None:
             for node in self.predicates(frame.around, frame.eqn):
@@ -73,7 +76,7 @@ class Provenance(WayBack):
         return None
 
     def origin(self, node: Node) -> Origin:
-        """Find where what differs came in: the nearest place where it met something reduced."""
+        """Return why a value differs: the nearest operation that combines it with a reduced one."""
         is_reduced = any(map(self._is_collective, self.back([node], everything=True)))
         sources: dict[int | str, None] = {}
         for each in self.back([node]):
@@ -93,17 +96,17 @@ class Provenance(WayBack):
         return Origin("", "", tuple(sources), is_reduced)
 
     def reduction(self, node: Node) -> str:
-        """Return the author's line of the nearest reduction of a value that is reduced."""
+        """Return the author's line of the nearest reduction before a reduced value."""
         lines = (self.line(each.frame, eqn) for each, eqn in self._reductions(node))
         return next(filter(None, lines), "")
 
     def nearest_line(self, node: Node) -> str:
-        """Return the author's line of the nearest equation on the way back to what differs."""
+        """Return the author's line of the nearest equation that makes a value differ."""
         lines = (self.line(each.frame, self.maker(each)) for each in self.back([node]))
         return next(filter(None, lines), "")
 
     def repetition(self, node: Node) -> tuple[Any, str] | None:
-        """Return the nearest sum over ranks of what was the same on every rank, and its line."""
+        """Return the nearest sum over ranks of a value that all of them share, and its line."""
         sums = self.sums(node, _SUMS, everything=True)
         return next(((eqn, line) for eqn, line, _ in sums), None)
 
@@ -112,12 +115,18 @@ class Provenance(WayBack):
     ) -> Iterator[tuple[Any, str, Node]]:
         """Yield the sums over ranks that leave a value undivided, the nearest first.
 
-        Each with the author's line and its operand.
+        Args:
+          node: the value.
+          names: names of the primitives that count as sums.
+          everything: whether to search also before values that do not differ.
+
+        Yields:
+          The equation, the author's line and the operand of each sum.
         """
         for each in self.back([node], everything=everything):
             eqn = self.maker(each)
             if eqn is not None and eqn.primitive.name in names:
-                # Before its operands jdp's own has a rank, its group and the scale.
+                # The first operands of jdp's own sums are a rank, its group and the scale.
                 i = eqn.outvars.index(each.variable) - len(eqn.outvars)
                 operand = Node(each.frame, eqn.invars[i])
                 if not self.differs(operand):
@@ -129,7 +138,7 @@ class Provenance(WayBack):
         while waiting:
             each = waiting.pop()
             if each.key() in seen or not self.differs(each) or not _is_inexact(each.variable):
-                continue  # what was decided by a gradient is not one
+                continue  # a boolean or an integer is not a gradient
             seen.add(each.key())
             eqn = self.maker(each)
             if eqn is not None and jaxprs.is_transposed(eqn):
@@ -138,7 +147,7 @@ class Provenance(WayBack):
         return False
 
     def is_consequence(self, node: Node, causes: Iterable[Node]) -> bool:
-        """Whether a value differs only because some other ones do."""
+        """Whether a value differs only because the values `causes` differ."""
         keys = {cause.key() for cause in causes} - {node.key()}
         met = False
         for each in self.back([node], until=keys):

@@ -14,7 +14,8 @@ from jdp.analysis.source_lines import source
 class _Note(NamedTuple):
     """A finding at an equation: a "mark", "deadlock", "shift", "unknown" primitive or a "call".
 
-    The facts of a call are the record of its body, those of the others the arguments of `add`.
+    The facts of a call are the record of its body. The facts of the others are those given to
+    `add`.
     """
 
     kind: str
@@ -23,9 +24,13 @@ class _Note(NamedTuple):
 
 
 class Record:
-    """One body with the class of every variable, walked for one set of input classes.
+    """A body with the class of every variable, analysed for one set of input classes.
 
-    Calls that are alike share it.
+    Calls with equal input classes share a record.
+
+    Args:
+      jaxpr: the body.
+      env: the class of each variable, which the interpreter fills in.
     """
 
     __slots__ = ("_bodies", "_cells", "_notes", "_outs", "env", "has_notes", "jaxpr")
@@ -34,25 +39,31 @@ class Record:
         self.jaxpr = jaxpr
         self.env = env
         self.has_notes = False
-        # In the order of the program. What comes again overwrites what was there: the last round
-        # of a loop is the one that counts. The first is kept beside it, for what is certain of it.
+        # In the order of the program. A later note overwrites an earlier one at the same equation,
+        # because only the last round of a loop counts. The first round is kept too, for the marks
+        # in it.
         self._notes: dict[Any, _Note] = {}
-        # As they were walked last, by the ids of an equation and of its jaxpr.
+        # The last analysed bodies, by the ids of an equation and of its jaxpr.
         self._bodies: dict[int, dict[int, Record]] = {}
         self._outs: list[Any] = []
         self._cells: list[int | None] = []
 
     def add(self, kind: str, eqn: Any, *facts: Any) -> None:
-        """Record a mark and its class and the axes along which ranks may not come to it; a deadlock
-        with its axes, those along which ranks may skip it, and their control flow; an unknown
-        primitive; or a control flow with a shift in it, the axes that XLA splits it over, and what
-        the control flow is called.
+        """Record a finding at an equation.
+
+        Args:
+          kind: "mark", "deadlock", "shift" or "unknown".
+          eqn: the equation; for a shift, the control flow around it.
+          *facts: of a mark its class and the axes along which ranks may skip it; of a deadlock its
+            axes, the axes along which ranks may skip it, and their control flow; of a shift its
+            equation, the names of the axes that XLA splits it over, and the control flow; of an
+            unknown primitive none. Axes are varying bits, and a control flow is "cond" or "while".
         """
         self._notes[kind, id(eqn)] = _Note(kind, eqn, facts)
         self.has_notes = True
 
     def add_call(self, eqn: Any, jaxpr: Any, body: Record) -> None:
-        """Record that `jaxpr`, a body of `eqn`, is `body`."""
+        """Record that `body` is the analysis of `jaxpr`, a body of `eqn`."""
         key = id(eqn), id(jaxpr)
         before = self._notes.get(key)
         if before is not None and before.facts != (body,):
@@ -62,24 +73,29 @@ class Record:
         self.has_notes |= body.has_notes
 
     def calls(self, eqn: Any) -> list[Record]:
-        """Return the bodies of an equation."""
+        """Return the records of an equation's bodies."""
         return list(self._bodies.get(id(eqn), {}).values())
 
     def child(self, eqn: Any, jaxpr: Any) -> Record:
-        """Return one body of an equation."""
+        """Return the record of `jaxpr`, a body of `eqn`."""
         return self._bodies[id(eqn)][id(jaxpr)]
 
     def has(self, kind: str, eqn: Any) -> bool:
-        """Whether something of this kind was met at an equation."""
+        """Whether there is a finding of this kind at an equation."""
         return (kind, id(eqn)) in self._notes
 
     def calls_with_notes(self) -> list[tuple[Any, Record]]:
-        """Return the equations with bodies in which something was met, and these."""
+        """Return the equations whose bodies hold findings, each with the record of its body."""
         calls = [(note.eqn, *note.facts) for note in self._notes.values() if note.kind == "call"]
         return [(eqn, body) for eqn, body in calls if body.has_notes]
 
     def end(self, ins: Sequence[Any], outs: list[Any]) -> None:
-        """Record what comes out, and what the Refs that went in hold now."""
+        """Record the results, and the final contents of the Refs among the inputs.
+
+        Args:
+          ins: classes of the inputs, with a `Cell` for each Ref.
+          outs: classes of the outputs.
+        """
         self._cells = [x.value if isinstance(x, Cell) else None for x in ins]
         self._outs = outs
         for i, out in enumerate(outs):
@@ -87,7 +103,7 @@ class Record:
                 self._outs[i] = next((j for j, x in enumerate(ins) if x is out), None), out.value
 
     def results(self, ins: Sequence[Any]) -> list[Any]:
-        """Return what comes out of a call with inputs like those that were recorded."""
+        """Return the results of a call whose inputs equal the recorded ones."""
         for value, after in zip(ins, self._cells, strict=True):
             if isinstance(value, Cell) and after is not None:
                 value.value = after
@@ -98,7 +114,7 @@ class Record:
         return Cell(value) if position is None else ins[position]
 
     def deadlocks(self, lattice: Lattice) -> tuple[Deadlock, ...]:
-        """Return the deadlocks in all that was called from here."""
+        """Return the deadlocks in all bodies below this one."""
         found = {}
         for note, line in self._found("deadlock", "shift"):
             if note.kind == "shift":
@@ -107,21 +123,23 @@ class Record:
             else:
                 axes, absent, control = note.facts
                 name = note.eqn.primitive.name
-                name = "all_reduce" if name.startswith("jdp_") else name.removesuffix("_invariant")
+                is_mark = name == "jdp_mark"
+                name = "all_reduce" if is_mark else name.removesuffix("_invariant")
+                name = name.removeprefix("jdp_")
                 names = tuple(sorted(lattice.names(axes)))
                 each = Deadlock(name, names, control, line, lattice.names(absent), note.eqn)
             found[id(note.eqn)] = each
         return tuple(found.values())
 
     def unknown(self) -> tuple[tuple[str, str], ...]:
-        """Return the primitives that are on no list, each with a line where it stands."""
+        """Return the primitives without a rule, each with a line on which it stands."""
         found: dict[str, str] = {}
         for note, line in self._found("unknown"):
             found.setdefault(note.eqn.primitive.name, line)
         return tuple(found.items())
 
     def marks(self, lattice: Lattice) -> tuple[Marked, ...]:
-        """Return the marks, one for each equation, wherever it was called."""
+        """Return the marks in all bodies below this one, one for each equation."""
         found: dict[int, Marked] = {}
         for note, line in self._found("mark"):
             value, under = lattice.decode(note.facts[0]), lattice.names(note.facts[1])
@@ -134,9 +152,9 @@ class Record:
         return tuple(found.values())
 
     def _found(self, *kinds: str) -> list[tuple[_Note, str]]:
-        """Return the findings with their lines, once for each line that calls them."""
+        """Return the findings with their lines, each once for every line that calls it."""
         seen: set[tuple[int, str]] = set()
-        # The outermost line is that of the shard_map, which says too little.
+        # Skip the line of the shard_map around everything: it is not specific enough.
         bodies = [body for _, body in self.calls_with_notes()]
         found = [each for body in bodies for each in body._below("", seen)]
         return [(note, line) for note, line in found if note.kind in kinds]
@@ -146,8 +164,8 @@ class Record:
             return
         seen.add((id(self), around))
         for note in self._notes.values():
-            # JAX cuts tracebacks where it traces a body: without a line of the author's in that,
-            # the equation around it has one.
+            # JAX cuts tracebacks where it traces a body. If no line in the traceback is the
+            # author's, use the line of the equation around the body.
             if note.kind != "call":
                 line = source(note.facts[0]) if note.kind == "shift" else ""
                 yield note, line or source(note.eqn) or around

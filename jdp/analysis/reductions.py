@@ -1,4 +1,4 @@
-"""Gradients that were reduced before jdp reduces them, not divided by the ranks, or not weighed."""
+"""Refusals of gradients with a wrong scale: already reduced, not divided, or not weighted."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -15,7 +15,13 @@ from jdp.error_codes import with_code
 
 
 def refusals(eqn: Any, report: Report, names: Collection[str]) -> Iterator[str]:
-    """Yield a text for each line to which gradients come that have a wrong scale along `names`."""
+    """Yield a text for each line that gets gradients with a wrong scale along `names`.
+
+    Args:
+      eqn: the shard_map equation.
+      report: the analysis of `eqn`.
+      names: names of the mesh axes that form the data axis.
+    """
     grouped: dict[tuple[str, str], list[str]] = {}
     for found in report.marks:
         if reason := _reason(eqn, report, found, names):
@@ -25,7 +31,12 @@ def refusals(eqn: Any, report: Report, names: Collection[str]) -> Iterator[str]:
 
 
 def unweighted(report: Report, names: Collection[str]) -> Iterator[str]:
-    """Yield a text for each line to which gradients come without the weight of the ranks."""
+    """Yield a text for each line that gets gradients which were averaged without the weights.
+
+    Args:
+      report: the analysis of a shard_map.
+      names: names of the mesh axes that form the data axis.
+    """
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for found in report.marks:
         axes = found.value.even & (frozenset(found.axes) | frozenset(names))
@@ -53,7 +64,7 @@ def unweighted(report: Report, names: Collection[str]) -> Iterator[str]:
 
 
 def means(report: Report) -> dict[str, list[str]]:
-    """Return the gradients of which all that come to one line are means already, by that line."""
+    """Return, by line, the paths of gradients where all gradients of the line are already means."""
     by_line: dict[str, list[Marked]] = {}
     for found in report.marks:
         if found.kind == LOCAL:
@@ -62,13 +73,19 @@ def means(report: Report) -> dict[str, list[str]]:
         line: [found.path for found in marks]
         for line, marks in by_line.items()
         if all(_is_reduced(found) for found in marks)
-        # A parameter that multiplies a mean is most often a number: nothing to speak of is sent.
+        # A parameter that multiplies a mean is mostly a scalar, which costs little to send.
         and any(found.eqn.outvars[0].aval.size > 1 for found in marks)
     }
 
 
 def times(eqn: Any, axes: Collection[str], collective: Any = None) -> str:
-    """Return how many times too large a sum over some axes of a shard_map is, or over groups."""
+    """Return how many times too large a sum over some axes is, as a text.
+
+    Args:
+      eqn: the shard_map equation.
+      axes: names of the axes that are summed over.
+      collective: the equation of the sum, if it may be over groups of ranks.
+    """
     groups = None if collective is None else jaxprs.groups(collective)
     num_ranks = math.prod(eqn.params["mesh"].shape[name] for name in axes)
     num_ranks = num_ranks if groups is None else len(groups[0])
@@ -76,7 +93,14 @@ def times(eqn: Any, axes: Collection[str], collective: Any = None) -> str:
 
 
 def repetition(eqn: Any, back: Provenance, node: Node | None, axes: Collection[str]) -> str:
-    """Return how many times too large a sum repeated along `axes` is, and its line."""
+    """Return a clause that says how many times too large a repeated sum is, and on which line.
+
+    Args:
+      eqn: the shard_map equation.
+      back: the way back along `axes`.
+      node: the value that depends on the sum, or None if it was not found.
+      axes: names of the axes of the sum.
+    """
     found = None if node is None else back.repetition(node)
     collective, line = (None, "") if found is None else found
     return (
@@ -147,9 +171,9 @@ def _local_sum(line: str, too_large: str) -> str:
 
 
 def _undivided(report: Report, found: Marked, axes: Collection[str]) -> str:
-    """Return the line of the nearest sum of gradients that a gradient may be too large by.
+    """Return the line of the nearest sum of gradients that may make a gradient too large.
 
-    Other sums, such as counts and statistics of all rows, have a scale that nobody can tell.
+    Sums of other values, such as counts and statistics, may have any scale.
     """
     if not axes:
         return ""
@@ -167,9 +191,8 @@ def _is_reduced(found: Marked) -> bool:
 
 
 def _is_alone(report: Report, found: Marked) -> bool:
-    # An author who reduces by hand reduces a whole tree. A single reduced gradient beside local
-    # ones belongs to a parameter that multiplies a sum over ranks, such as losses divided by their
-    # number.
+    # A user who reduces by hand reduces a whole tree. If a single gradient is reduced and others
+    # are not, its parameter multiplies a sum over ranks, such as losses divided by their number.
     others = [each for each in report.marks if each.kind == LOCAL]
     return not any(
         each.value.axes & set(each.axes) for each in others if each.source == found.source

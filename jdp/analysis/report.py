@@ -1,4 +1,4 @@
-"""What an analysis found."""
+"""The result of an analysis."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Report:
     """The result of the analysis of one `shard_map`.
 
     Attributes:
-      outputs: class of each output of its body, before `out_specs` put the ranks' parts together.
-      output_sources: the author's line that computed an output which varies along an axis that
-        its `out_specs` does not name; empty for others.
+      outputs: class of each output of its body, before `out_specs` combines the ranks' parts.
+      output_sources: the author's line that computed an output, for outputs that vary along an axis
+        which `out_specs` does not name; empty for the others.
       deadlocks: collectives under control flow on which ranks may differ.
-      marks: the marks in it.
-      opaque: primitives whose body could not be opened.
-      unknown: primitives that are on no list, and for each the author's line where it stands.
+      marks: the marks in its body.
+      opaque: primitives whose body jdp could not open.
+      unknown: primitives without a rule, each with the author's line on which it stands.
       num_inputs: number of inputs of its body; the captured arrays come first.
       refs: position and final class of each input that is a `jax.Ref`.
-      back: for some axes, the way back from what differs along them; or from what is "undivided"
-        or "duplicated", see `Class`.
+      back: returns the way back for some axes: from the values that vary along them, or that are
+        "undivided" or "duplicated", see `Class`.
     """
 
     outputs: tuple[Class, ...]

@@ -1,4 +1,4 @@
-"""Refusals of results that are n times too large, or averaged without the weight of the step."""
+"""Refusals of values that are n times too large or averaged without the weight of the step."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,17 +11,27 @@ from jdp.error_codes import with_code
 
 
 def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a text for gradients and states that have a wrong scale."""
+    """Yield a text for gradients and states that have a wrong scale.
+
+    Args:
+      step: the equation of the step's shard_map.
+      report: the analysis of `step`.
+      traced: the step, with the names of its inputs and outputs.
+    """
     yield from reductions.refusals(step, report, traced.spec.axis_name)
     if _has_weight(traced):
         yield from reductions.unweighted(report, traced.spec.axis_name)
     if not any(found.value.repeated for found in report.marks):
-        # A gradient that is too large makes a state that is.
+        # If a gradient is too large, the state is too, and one text suffices.
         yield from _repeated(step, report, traced, _states(traced))
 
 
 def warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a text for metrics and states that most often have another scale than is meant."""
+    """Yield a text for metrics and states whose scale is probably not intended.
+
+    Args:
+      step, report, traced: as for `refusals`.
+    """
     yield from _repeated(step, report, traced, _metrics(traced))
     yield from _duplicated(step, report, traced)
     if _has_weight(traced):
@@ -29,7 +39,7 @@ def warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _has_weight(traced: Traced) -> bool:
-    # jdp.value_and_grad weighs its micro-batches alone.
+    # jdp.value_and_grad weights only its micro-batches.
     return "jdp.train_step" in traced.found.weighed
 
 
@@ -38,7 +48,7 @@ def _states(traced: Traced) -> dict[int, Output]:
 
 
 def _metrics(traced: Traced) -> dict[int, Output]:
-    """Return the metrics by the position of what the author returned, not of its average."""
+    """Return the metrics by the positions of their own values, before they are averaged."""
     own = (i for i, output in enumerate(traced.outputs) if output.kind == "own")
     reported = [
         (i, each)

@@ -1,4 +1,4 @@
-"""The line of the author's program that an equation comes from."""
+"""Find the line of the user's program that an equation comes from."""
 
 import functools
 import sysconfig
@@ -9,27 +9,27 @@ from typing import Any
 
 _JDP = Path(__file__).parents[1]
 _STANDARD = Path(sysconfig.get_paths()["stdlib"])
-# Libraries whose lines say nothing to an author even if nothing else is left.
+# Libraries whose lines are never named, because they do not help a user.
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "equinox")
 
 
 def source(eqn: Any) -> str:
-    """Name the innermost line that is the author's, such as "train.py:41".
+    """Return the innermost line of the author's, such as "train.py:41", empty if there is none.
 
-    Files of installed packages, of Python's own library and of jdp are not an author's; a program
-    that is itself installed is named where no other line is found. Empty if there is none at all.
+    Files of installed packages, of Python's standard library and of jdp are not the author's. A
+    line of an installed program is returned only if there is no other.
     """
     found = eqn.source_info.traceback
     return "" if found is None else _line(found)
 
 
 def line_of(error: BaseException) -> str:
-    """Name the innermost line of the author's that an error comes from, as `source` does."""
+    """Return the innermost line of the author's that raised an error, as `source` does."""
     frames = traceback.extract_tb(error.__traceback__)
     return _innermost((frame.filename, frame.lineno or 0) for frame in reversed(frames))
 
 
-# Reading the frames is slow, and all leaves of a tree come from one place: equal tracebacks.
+# Reading frames is slow, and all leaves of a tree have equal tracebacks.
 @functools.lru_cache(maxsize=1024)
 def _line(found: Any) -> str:
     return _innermost((frame.file_name, frame.line_num) for frame in found.frames)

@@ -24,9 +24,8 @@ from jdp.analysis import (
     transposed,
     unknown_primitives,
 )
-from jdp.analysis.liveness import used_inputs
 from jdp.analysis.marks import AVERAGED, LOCAL, SHARED
-from jdp.analysis.traced import WEIGHT, Traced
+from jdp.analysis.traced import Traced
 from jdp.error_codes import with_code
 
 _UNIFORM = "jdp.mean_over_ranks(loss) < 2"
@@ -36,8 +35,8 @@ class Proved(NamedTuple):
     """Properties of a step that was accepted.
 
     Attributes:
-      gradients: paths of the gradients that are the same on every rank before they are reduced, if
-        `scan_layers` has averaged any: traced again, the step need not send them. Else None.
+      gradients: paths of the gradients that are equal on all ranks before they are reduced, which
+        the step need not send when it is traced again. None if `scan_layers` averages no gradient.
       own_metrics: for each output of kind "own", whether it is the same on every rank.
     """
 
@@ -46,9 +45,9 @@ class Proved(NamedTuple):
 
 
 def check(jaxpr: Any, traced: Traced) -> Proved:
-    """Raise ValueError for a step after which ranks could hold different states, or wait for ever.
+    """Raise ValueError if the ranks could end the step with different states, or deadlock in it.
 
-    The step's `shard_map` is the first in `jaxpr`.
+    The step is the first `shard_map` in `jaxpr`. `traced` names its inputs and outputs.
     """
     step = find_shard_maps(jaxpr)[0]
     numbers = jaxprs.captured_numbers(jaxpr)
@@ -66,7 +65,7 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
         *_unused(report),
         *_means(report, traced),
         *scales.warnings(step, report, traced),
-        *_local_means(step, report, traced),
+        *padding.warnings(step, report, traced),
     ):
         if warning not in traced.spec.warned:
             traced.spec.warned.add(warning)
@@ -75,7 +74,7 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
 
 
 def proved(jaxpr: Any, traced: Traced) -> Proved:
-    """Return the properties of a step of which another program was checked."""
+    """Return the properties of the first shard_map in `jaxpr`, a step that was already checked."""
     return _proved(analyse(find_shard_maps(jaxpr)[0]), traced)
 
 
@@ -96,13 +95,13 @@ def _problems(step: Any, report: Report, traced: Traced) -> list[str]:
         *scales.refusals(step, report, traced),
         *_hidden_reductions(report, traced),
         *causes.refusals(report, traced),
-        *_unread_mask(step, report, traced),
+        *padding.refusals(step, report, traced),
         *_wrong_gather(step, traced),
         *transposed.refusals(step, report, traced),
         *_forward_mode(step, report),
         *_aborting_reductions(step, traced),
     ]
-    return list(dict.fromkeys(problems))  # Many leaves may pass one line.
+    return list(dict.fromkeys(problems))  # one line may reduce many leaves
 
 
 def _uniform_gradients(report: Report) -> frozenset[str] | None:
@@ -114,8 +113,8 @@ def _uniform_gradients(report: Report) -> frozenset[str] | None:
 
 
 def _hidden_reductions(report: Report, traced: Traced) -> Iterator[str]:
-    # Reductions that were traced and thrown away are not part of the program; those inside a
-    # primitive whose body cannot be opened are, and could happen twice.
+    # A traced reduction whose result is unused is not part of the program. A reduction inside a
+    # primitive that jdp cannot open is part of it, and could happen twice.
     hidden = sorted(
         traced.found.marked - {each.path for each in report.marks if each.kind == LOCAL}
     )
@@ -124,39 +123,6 @@ def _hidden_reductions(report: Report, traced: Traced) -> Iterator[str]:
             "JDP108",
             f"{shown(_quoted(sorted(report.opaque)))} hides from the analysis how the gradients "
             f"of {shown(_quoted(hidden))} are reduced. Call apply_gradients outside of it.",
-        )
-
-
-def _unread_mask(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    averages = any(out.kind in ("state", "metric") and out.tree != WEIGHT for out in traced.outputs)
-    if traced.mask is None or not averages:  # jdp.evaluate takes the padding out of rows
-        return
-    if not used_inputs(jaxprs.mapped_body(step))[
-        report.num_inputs - len(traced.inputs) + traced.mask
-    ]:
-        yield with_code(
-            "JDP109",
-            f"`{traced.inputs[traced.mask]}` says which rows are padding, and the step does not "
-            "read it, or only for its weight=: repeated rows would count. Weigh the loss with it, "
-            '`(losses * batch["mask"]).sum() / batch["mask"].sum()`, and write '
-            '`weight=lambda batch: batch["mask"].sum()` in the decorator; or leave the last batch '
-            'out: jdp.batches(..., tail="drop").',
-        )
-
-
-def _local_means(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    if traced.mask is None or traced.found.weighed:
-        return
-    mask = traced.inputs[traced.mask]
-    place = report.num_inputs - len(traced.inputs) + traced.mask
-    if lines := padding.local_means(jaxprs.mapped_body(step), place):
-        yield with_code(
-            "JDP129",
-            f"the mean at {shown([line or 'a line of a library' for line in lines])} is that of "
-            f"the rows of one rank that count (`{mask}`), and ranks are then averaged as if all "
-            "had equally many: in a padded batch the result depends on the number of ranks, and "
-            f"is NaN where one has only padding. Write `weight=lambda "
-            f"{traced.spec.argument(1)}: {mask}.sum()` in the decorator.",
         )
 
 
@@ -175,7 +141,7 @@ def _primitives(step: Any) -> set[str]:
 
 
 def _forward_mode(step: Any, report: Report) -> Iterator[str]:
-    # JAX says so when it lowers the program, and names no layers.
+    # JAX refuses this too, but only in the lowering and without naming a layer.
     layers = dict.fromkeys(found.source for found in report.marks if found.kind == SHARED)
     if layers and "custom_lin" in _primitives(step):
         where = ", ".join(filter(None, layers))
@@ -218,8 +184,8 @@ def _aborting_reductions(step: Any, traced: Traced) -> Iterator[str]:
 
 
 def _unused(report: Report) -> Iterator[str]:
-    # Each of several losses may have its own parameters (a GAN, branches): a leaf, known by its
-    # path and shape, is used by any of them that depends on it.
+    # Each of several losses may have its own parameters (a GAN, branches). A leaf, identified by
+    # its path and shape, is used if any of the losses depends on it.
     local = [found for found in report.marks if found.kind == LOCAL]
     leaves = [(found.path, found.eqn.outvars[0].aval.shape) for found in local]
     zero = [found.value.zero for found in local]
@@ -236,7 +202,7 @@ def _unused(report: Report) -> Iterator[str]:
 def _means(report: Report, traced: Traced) -> Iterator[str]:
     if any(found.kind == AVERAGED for found in report.marks):
         return
-    # A mean of jdp's own counts ranks by their weight; the author's may not.
+    # A mean of jdp's own weights the ranks. A mean of the user's may not.
     mend = (
         "Hand over the local gradient, which jdp weighs."
         if traced.found.weighed

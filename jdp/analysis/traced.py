@@ -8,18 +8,18 @@ import jax
 
 from jdp.step_spec import StepSpec
 
-# A step's own output, the weight of the global batch.
+# The weight of the global batch, an output that jdp adds to a step.
 WEIGHT = "weight"
 
 
 @dataclass(frozen=True)
 class Output:
-    """One output leaf of a step; its texts are built only for errors."""
+    """One output leaf of a step. Its texts are built only for errors."""
 
-    tree: str  # the tree that it is in, as the author would call it
-    keys: tuple[Any, ...]  # its path in that tree
+    tree: str  # name of its tree, as the author would write it
+    keys: tuple[Any, ...]  # path in that tree
     kind: str  # "state", "metric", "rows", or "own": a metric before it is averaged
-    aval: Any  # its shape and dtype, over all ranks
+    aval: Any  # shape and dtype, over all ranks
 
     @property
     def path(self) -> str:
@@ -28,7 +28,7 @@ class Output:
 
     @property
     def type(self) -> str:
-        """Its type, such as float32[3]."""
+        """The leaf's dtype and shape, such as float32[3]."""
         return f"{self.aval.dtype}{list(self.aval.shape)}"
 
 
@@ -42,25 +42,31 @@ class TraceFindings:
       split: paths of the gradients that are sent as soon as they are ready.
       weighed: name of the function that weighs ranks, such as jdp.train_step; empty if none does.
       gradient_bytes: bytes of all gradients that are sent.
+      gathers: a text for each array that a sharded optimizer's update gathers whole on every rank.
+      owned: a text for each kind of matrix that such an update computes on one rank each.
+      group_bytes: bytes of the parameters that are gathered together before use; 0 if none are.
     """
 
     marked: frozenset[str]
     split: frozenset[str]
     weighed: frozenset[str]
     gradient_bytes: int
+    gathers: tuple[str, ...] = ()
+    owned: tuple[str, ...] = ()
+    group_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A step as it was traced.
+    """A traced step.
 
     Attributes:
-      spec: the step.
-      platform: which it is compiled for.
+      spec: the step's function and options.
+      platform: the platform that it is compiled for, such as "cpu".
       inputs: paths of the leaves of its arguments, in order.
       mask: position among `inputs` of the padding mask of the batch, or None.
-      outputs: the leaves that leave it, in order.
-      found: what the trace met.
+      outputs: its output leaves, in order.
+      found: the findings of the trace.
     """
 
     spec: StepSpec

@@ -1,4 +1,4 @@
-"""Collectives of a traced program that JAX made by transposing those of a loss."""
+"""Find collectives that JAX made by transposing those of a loss."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -13,12 +13,17 @@ from jdp.analysis.traced import Traced
 from jdp.analysis.wording import shown
 from jdp.error_codes import with_code
 
-# No cotangent goes through a maximum, and these do not communicate.
-_HARMLESS = frozenset("axis_index jdp_mark pmax pmin unreduced_pmax unreduced_pmin".split())
+# A maximum has no cotangent, a mark does not communicate, and `jdp.sharded_embedding` weights the
+# cotangents that it adds up.
+_HARMLESS = frozenset(
+    "axis_index jdp_add_rows jdp_mark jdp_take_rows pmax pmin unreduced_pmax unreduced_pmin".split()
+)
 _COLLECTIVES = frozenset(collectives.RULES) - _HARMLESS
 _TRANSPOSE_OF = {
     "all_gather": "psum_scatter",
+    "jdp_all_gather": "psum_scatter",
     "jdp_all_reduce": "collectives.native",
+    "jdp_reduce_scatter": "all_gather",
     "psum_invariant": "psum",
     "reduce_scatter": "all_gather",
 }
@@ -28,8 +33,9 @@ class _Differentiated(NamedTuple):
     """A collective that adds up cotangents.
 
     Attributes:
-      name: of the author's collective, of which it is the transpose; `MICRO_BATCH` where a sum of
-        jdp's weighs the ranks as a micro-batch does, and is transposed from outside of it.
+      name: name of the author's collective, before the transposition; `MICRO_BATCH` if it is jdp's
+        sum in a micro-batch, which weights the ranks, and was transposed from outside the
+        micro-batch.
       source: the author's line; empty if no line is the author's.
     """
 
@@ -38,7 +44,13 @@ class _Differentiated(NamedTuple):
 
 
 def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a text for every transposed collective that adds up unweighted cotangents."""
+    """Yield a text for every transposed collective that adds up unweighted cotangents.
+
+    Args:
+      step: the equation of the step's shard_map.
+      report: the analysis of `step`.
+      traced: the step, with the names of its inputs and outputs.
+    """
     axes = frozenset(traced.spec.axis_name)
     if any(found.kind == OWN_WEIGHT for found in report.marks):
         for found in _find_before(step.params["jaxpr"], axes, OWN_WEIGHT):
@@ -76,7 +88,7 @@ def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _find(jaxpr: Any, axes: frozenset[str]) -> list[_Differentiated]:
-    """Return the transposed collectives over one of `axes` that do not weigh the ranks."""
+    """Return the transposed collectives over one of `axes` that do not weight the ranks."""
     found: dict[_Differentiated, None] = {}
     for eqn, around in jaxprs.placed_equations(jaxpr, _Place(), _Place.within):
         here = around.within(eqn)
@@ -111,11 +123,11 @@ def _join(causes: Sequence[tuple[_Differentiated, ...]]) -> tuple[_Differentiate
 
 
 class _Place(NamedTuple):
-    """Where an equation stands.
+    """The context of an equation.
 
     Attributes:
-      is_transposed: whether JAX made it by transposing another.
-      is_ours: whether it belongs to a sum that weighs the ranks.
+      is_transposed: whether JAX made it by transposing another equation.
+      is_ours: whether it belongs to jdp's sum that weights the ranks.
       in_micro_batch: whether it is in a micro-batch that was transposed as a whole.
       line: the author's line.
     """
@@ -126,8 +138,8 @@ class _Place(NamedTuple):
     line: str = ""
 
     def within(self, eqn: Any) -> "_Place":
-        # The name stack of an equation says that it was transposed, and also which part of that
-        # is the forward pass that `jax.checkpoint` computes again.
+        # The name stack of an equation shows whether it was transposed, and whether it belongs to
+        # the part of the forward pass that `jax.checkpoint` computes again.
         stack = eqn.source_info.name_stack.stack
         names = {part.name for part in stack if type(part).__name__ == "Scope"}
         transforms = {part.name for part in stack if type(part).__name__ == "Transform"}

@@ -1,4 +1,4 @@
-"""The analysis of a whole function, for an author's own loop."""
+"""The analysis of a whole function, for a training loop that the user wrote."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -22,24 +22,24 @@ def uniformity(
 ) -> Any:
     """Return which outputs of a function are the same on every rank, and refuse what goes wrong.
 
-    Nothing runs: `f` is traced, and every `shard_map` or `pmap` over `axis_name` in it is gone
-    through once. Compilers for GPUs have an analysis of this name, for threads in place of ranks.
+    Nothing runs: `f` is traced, and every `shard_map` or `pmap` over `axis_name` in it is analysed
+    once. Compilers for GPUs have an analysis of this name for threads, here it is for ranks.
 
     Args:
       f: a function, jitted or not, that contains the `shard_map` or `pmap`.
-      *args: its arguments. A `jax.ShapeDtypeStruct` will do for an array; what is not an array goes
-        to `f` as it is.
+      *args: its arguments. A `jax.ShapeDtypeStruct` can replace an array. A value that is not an
+        array is passed to `f` unchanged.
       axis_name: the data axis: a name, or a tuple of names.
       **kwargs: its keyword arguments.
 
     Returns:
-      A tree like f's outputs, of "uniform" and "varying", as ranks leave them: what `out_specs`
-      put together from the parts of all ranks is "varying".
+      A tree like f's outputs, with "uniform" or "varying" for each array, as f returns it: an array
+      that `out_specs` combines from the parts of all ranks is "varying".
 
     Raises:
-      ValueError: if ranks could wait for each other for ever; if an output may differ from rank
-        to rank although its `out_specs` say that it does not; if a gradient that jdp is to
-        reduce was reduced before; or if there is no `shard_map` over the axis.
+      ValueError: if ranks could deadlock; if an output may differ from rank to rank although its
+        `out_specs` declare it equal; if a gradient that jdp is about to reduce was already reduced;
+        or if there is no `shard_map` over the axis.
 
     >>> import jax, jax.numpy as jnp
     >>> from jax.sharding import AxisType, PartitionSpec as P
@@ -73,7 +73,7 @@ def uniformity(
     left = Forward(_Left.join, visit).outputs(traced.jaxpr, ins)
     problems = []
     for key, eqn in over_axis.items():
-        # An output that leaves in several places is called by the first.
+        # An output that is returned in several places has the path of the first.
         leaves = reversed(list(zip(left, traced.paths, strict=True)))
         paths = {value.position: path for value, path in leaves if value.origin == key}
         inputs = names_of_inputs.get(key) or _numbered(eqn)
@@ -83,7 +83,7 @@ def uniformity(
             if found != [*refusals(eqn, trusted, names, paths, inputs)]:
                 found += unknown_primitives(reports[key])
         problems += found
-    problems = list(dict.fromkeys(problems))  # One line may reduce several leaves.
+    problems = list(dict.fromkeys(problems))  # one line may reduce several leaves
     if problems:
         raise ValueError(f"`{called}` goes wrong on several ranks:\n{bulleted(problems)}")
     return traced.unflatten(["varying" if value.varying else "uniform" for value in left])
@@ -148,7 +148,7 @@ def _argument_names(f: Callable[..., Any], num: int) -> list[str]:
             for name, parameter in inspect.signature(f).parameters.items()
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         ]
-    except (TypeError, ValueError):  # of what has no signature
+    except (TypeError, ValueError):  # f has no signature
         parameters = []
     return [*parameters[:num], *(f"argument {i}" for i in range(len(parameters), num))]
 
@@ -165,13 +165,13 @@ def _is_array(leaf: Any) -> bool:
 
 
 class _Left(NamedTuple):
-    """The knowledge about a value outside of the shard_maps."""
+    """The facts about a value outside of the shard_maps."""
 
     varying: bool = False
-    # The shard_map that returned the value as it is, by id, and its position among the outputs.
+    # The id of the shard_map that returned the value unchanged, and the position of the output.
     origin: int | None = None
     position: int = -1
-    # The name of an argument that the value is.
+    # The name of the argument, if the value is one.
     name: str = ""
 
     @staticmethod

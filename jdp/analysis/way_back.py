@@ -1,4 +1,4 @@
-"""From a value back to what it was computed from, through calls, branches and loops."""
+"""From a value back to the values it was computed from, through calls, branches and loops."""
 
 from __future__ import annotations
 
@@ -14,35 +14,38 @@ from jdp.analysis.source_lines import source
 
 
 class Frame(NamedTuple):
-    """A body that is being looked at, and which equation of which other body calls it."""
+    """A body during a search, with the equation that calls it and the frame of that equation."""
 
     record: Record
     eqn: Any
     around: Frame | None
 
     def key(self) -> tuple[int, ...]:
-        """Return what tells this call of the body from its other calls."""
+        """Return a key that differs between two calls of one body."""
         around = () if self.around is None else self.around.key()
         return *around, id(self.record), id(self.eqn)
 
 
 class Node(NamedTuple):
-    """A variable of a body; a body that is called twice has it twice."""
+    """A variable in one call of its body."""
 
     frame: Frame
     variable: Any
 
     def key(self) -> tuple[Any, ...]:
-        """Return what tells it from every other node."""
+        """Return a key that differs between any two nodes."""
         return self.variable, *self.frame.key()
 
     def shared_key(self) -> tuple[Any, ...]:
-        """Return what is the same for every call of the body with equal classes."""
+        """Return a key that all calls of the body with equal classes share."""
         return self.variable, id(self.frame.record)
 
 
 class WayBack:
-    """The way back through a shard_map, `eqn`, whose bodies were walked, along what has `bits`."""
+    """The way back through the `body` of a shard_map `eqn`, which the record `root` calls.
+
+    A value differs if it has one of `bits`, see `Bits`.
+    """
 
     def __init__(self, body: Any, root: Record, eqn: Any, bits: int):
         self.body = body
@@ -58,13 +61,20 @@ class WayBack:
         only_same: bool = False,
         until: Iterable[tuple[Any, ...]] = (),
     ) -> Iterator[Node]:
-        """Yield values that these were computed from, the nearest first: those that differ."""
+        """Yield the differing values among `nodes` and all before them, the nearest first.
+
+        Args:
+          nodes: where to start.
+          everything: also yield values that do not differ.
+          only_same: leave out values that differ; needs `everything`.
+          until: keys of nodes at which to stop.
+        """
         seen, waiting = set(), deque(nodes)
         while waiting:
             node = waiting.popleft()
             if jaxprs.is_literal(node.variable):
                 continue
-            # Functions that call each other twice each have 2^depth calls.
+            # Functions that each call the next one twice have 2^depth calls.
             key = node.key() if len(seen) < _MANY_NODES else node.shared_key()
             if key in seen:
                 continue
@@ -77,7 +87,7 @@ class WayBack:
                 waiting += self.before(node)
 
     def before(self, node: Node) -> Iterator[Node]:
-        """Yield what a value was computed from, in whatever body that is."""
+        """Yield the values that a value was computed from, in any body."""
         frame, variable = node
         if jaxprs.is_literal(variable):
             return
@@ -92,7 +102,7 @@ class WayBack:
             yield from (Node(frame, atom) for atom in eqn.invars)
 
     def varying_before(self, node: Node) -> Iterator[Node]:
-        """Yield what differs among what a value was computed from."""
+        """Yield the differing values that a value was computed from."""
         return (each for each in self.before(node) if self.differs(each))
 
     def differs(self, node: Node) -> bool:
@@ -116,7 +126,7 @@ class WayBack:
         return eqn
 
     def predicates(self, frame: Frame | None, eqn: Any) -> Iterator[Node]:
-        """Yield what decides whether and how often the bodies of an equation run."""
+        """Yield the values that decide how often the bodies of `eqn`, in `frame`, run."""
         if frame is None:
             return
         if eqn.primitive.name == "cond":
@@ -126,7 +136,7 @@ class WayBack:
             yield Node(Frame(frame.record.child(eqn, cond), eqn, frame), cond.outvars[0])
 
     def frame_of(self, kind: str, eqn: Any) -> Frame | None:
-        """Return a body in which something of this kind was met at an equation."""
+        """Return a body with a finding of this kind at an equation, see `Record.add`."""
         waiting, seen = [self.top], set()
         while waiting:
             frame = waiting.pop()
@@ -140,7 +150,7 @@ class WayBack:
         return None
 
     def line(self, frame: Frame | None, eqn: Any) -> str:
-        """Return the author's line of an equation, or of the nearest one around it."""
+        """Return the author's line of an equation in `frame`, or of the nearest one around it."""
         line = "" if eqn is None else source(eqn)
         while not line and frame is not None and frame.eqn is not None:
             line, frame = source(frame.eqn), frame.around
@@ -159,7 +169,7 @@ class WayBack:
                 yield from self.predicates(frame.around, frame.eqn)
 
     def _last_round(self, frame: Frame) -> Frame:
-        """Return the body of the loop that `frame`, its body or its condition, belongs to."""
+        """Return the frame of a loop's body, given that of its body or its condition."""
         if frame.eqn.primitive.name != "while":
             return frame
         assert frame.around is not None
@@ -186,7 +196,7 @@ class WayBack:
             yield Node(Frame(body, eqn, frame), body.jaxpr.outvars[i])
 
     def _written(self, node: Node) -> Iterator[Node]:
-        """Yield what is written into a Ref where it is known by this name, and below."""
+        """Yield the values that are written into a Ref in this body and in bodies that it calls."""
         frame, ref = node
         for eqn in frame.record.jaxpr.eqns:
             if ref not in [atom for atom in eqn.invars if not jaxprs.is_literal(atom)]:
@@ -202,14 +212,14 @@ class WayBack:
                             yield from self._written(Node(inner, variable))
 
 
-# Beyond as many, calls of a body with equal classes are taken for one.
+# Beyond this number of nodes, calls of a body with equal classes are treated as one.
 _MANY_NODES = 10_000
 
 _KNOWN = frozenset({"cond", "scan", "shard_map", "while", "call_hi_primitive", *jaxprs.CALLS})
 
 
 def is_source(eqn: Any) -> bool:
-    """Whether an equation gives a name to what differs."""
+    """Whether an equation is a mark that names a differing value."""
     return eqn.primitive.name == "jdp_mark" and eqn.params["kind"] == SOURCE
 
 
@@ -218,7 +228,7 @@ def _fits(eqn: Any, body: Any) -> bool:
 
 
 def _positions(eqn: Any, body: Any, i: int) -> Iterator[tuple[int | None, int | None]]:
-    """Yield which operand of `eqn` the i-th input of its body is, and which output of the body."""
+    """Yield the operand of `eqn` that is the body's i-th input, and the output that replaces it."""
     name = eqn.primitive.name
     if name == "cond":
         yield i + 1, None
@@ -236,5 +246,5 @@ def _positions(eqn: Any, body: Any, i: int) -> Iterator[tuple[int | None, int | 
         yield i, i - num_constants if is_carry else None
     elif _fits(eqn, body):
         yield i, None
-    else:  # nobody knows which
+    else:  # unknown: any operand
         yield from ((operand, None) for operand in range(len(eqn.invars)))

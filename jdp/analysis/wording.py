@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 def shown(names: Iterable[str]) -> str:
-    """List at most five different names, and count the others.
+    """Return a list of at most five different names, with a count of the others.
 
     >>> shown(["`a`", "`b`", "`a`"]), shown(["`w`"] + [f"`v{i}`" for i in range(6)])
     ('`a`, `b`', '`w`, `v0`, `v1`, `v2`, `v3` and 2 more')
@@ -15,7 +15,7 @@ def shown(names: Iterable[str]) -> str:
 
 
 def bulleted(problems: Sequence[str]) -> str:
-    """Write at most eight problems, a line for each, and count the others."""
+    """Return a list of at most eight problems, one on each line, with a count of the others."""
     lines = [f"- {problem}" for problem in problems[:8]]
     if len(problems) > 8:
         lines.append(f"- and {len(problems) - 8} more")
@@ -23,6 +23,6 @@ def bulleted(problems: Sequence[str]) -> str:
 
 
 def spelled(names: Collection[str]) -> str:
-    """Write axes as they stand in a program: a name, or a tuple of names."""
+    """Return axes as a program spells them: a name, or a tuple of names."""
     ordered: Iterable[str] = names if isinstance(names, tuple) else sorted(names)
     return repr(next(iter(ordered)) if len(names) == 1 else tuple(ordered))

@@ -4,10 +4,11 @@ import os
 from typing import Any
 
 from jdp.checkpoint.directory import Folder
+from jdp.checkpoint.restore import require_position
 from jdp.checkpoint.saved_leaves import describe
 from jdp.checkpoint.session import Session
 from jdp.checkpoint.snapshot import require_alive
-from jdp.validation import int_at_least
+from jdp.validation import allows, int_at_least
 
 
 class Checkpointer:
@@ -23,14 +24,15 @@ class Checkpointer:
     takes as much while it is being written.
 
     All processes must make the same calls. The state may be on any number of ranks, replicated or
-    sharded. It is written unsharded, so it can be restored on any other number of ranks.
+    sharded, and can be restored on any other number, in any placement. If it is split over
+    processes, each writes its own part; the next host keeps a copy of each part of a commit.
 
     After SIGTERM on any process all of them save after the same step, and `step` ends the process
     with exit code 75.
 
     Args:
       directory: directory for the checkpoints of this run only, on a disk that process 0 can
-        access. Not a URL.
+        access; all processes, if the state is split over them. Not a URL.
       commit_every: number of steps between commits, at least 1.
       save_every: number of steps between checkpoints, at least 1.
       keep: number of latest checkpoints to keep, at least 1.
@@ -93,7 +95,8 @@ class Checkpointer:
         Args:
           state: the state of step 0. Its leaves give the shapes, dtypes and shardings to restore
             to, so a step compiled for it is not recompiled.
-          batches: the run's `jdp.batches(...)`, or anything with an int `position`, which is set.
+          batches: the run's `jdp.batches(...)`; `jdp.shard_batches(loader)` of a loader that saves
+            its own state; or anything with an int `position`, which is set.
           missing: "keep" allows a different optimizer, an added average or fewer layers: leaves
             with the same path, shape and dtype are restored, the others keep their value in
             `state`, and one log line lists them. "error" raises for such a state.
@@ -112,20 +115,15 @@ class Checkpointer:
           RuntimeError: if `directory` holds an earlier run and this does not resume it, if another
             run writes there, if all checkpoints there are damaged, if the script was edited since
             the run wrote the state that it recovers, or if another process failed.
-          OSError: if `directory` cannot be written to.
+          OSError: if `directory` cannot be written to; if the state is split over processes, and
+            one of them sees another directory than process 0.
         """
         if self._session is not None:
             raise RuntimeError("restore was called already: call it once, before the loop.")
-        if batches is not None and not hasattr(batches, "position"):
-            raise TypeError(
-                f"batches= is a {type(batches).__name__}, which has no `position`: after a restart "
-                "rows would count twice or never. Give jdp.batches(...), or an object with an int "
-                "`position`: how many rows it has handed out. After it is set, it goes on there."
-            )
+        require_position(batches)
         if missing not in ("error", "keep"):
             raise ValueError(f'missing={missing!r} is neither "error" nor "keep".')
-        if allow not in (None, "new script"):
-            raise ValueError(f'allow={allow!r}: write "new script", or leave it out.')
+        allows_edits = allows(allow, "new script")
         describe(state)
         session = Session(self._folder, has_data=batches is not None, **self._counts)
         try:
@@ -134,7 +132,7 @@ class Checkpointer:
                 batches,
                 self._resume,
                 keeps_missing=missing == "keep",
-                allows_edits=allow is not None,
+                allows_edits=allows_edits,
             )
         except BaseException:
             session.end_session()

@@ -11,7 +11,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,13 +22,15 @@ _RECORD = struct.Struct("<16sQQQQI")
 _MAGIC = b"jdp commit 1".ljust(16, b"\0")
 _PAGE_BYTES = 4096
 _ALIGNMENT = 64
+# The file is sparse: memory is taken only where something is written.
+_AREA_BYTES = 1 << 42
 
 
 class Commit(NamedTuple):
     """An intact commit."""
 
     number: int
-    start: int  # in the file
+    start: int  # in the area
     text: bytes  # its facts
     num_bytes: int  # of its values
 
@@ -39,14 +41,15 @@ class Commit(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Return the file offset of its end."""
+        """Return the offset of its end in the area."""
         return self.start + len(self.text) + self.num_bytes
 
 
 class CommitMemory:
-    """Two commits in a file, of which only the older is ever touched.
+    """Two commits in an area of a file, of which only the older is ever touched.
 
-    One process writes. Any process may read while no write is in progress. The file starts empty.
+    One process writes to an area. Any process may read while no write is in progress. The file
+    starts empty. Processes of a host that write parts of a state have an area each.
 
     >>> memory = CommitMemory(os.memfd_create("example"))
     >>> memory.write({"step": 10}, [np.arange(3, dtype=np.uint8)])
@@ -55,22 +58,44 @@ class CommitMemory:
     ({'step': 10}, array([0, 1, 2], dtype=uint8))
     """
 
-    def __init__(self, file: int) -> None:
-        self._file = file
+    def __init__(self, file: int, area: int = 0) -> None:
+        self._file, self._base = file, area * _AREA_BYTES
         self._mapped = np.empty(0, np.uint8)
 
-    def latest(self) -> Commit | None:
-        """Return the latest intact commit; None if there is none."""
-        intact = [commit for slot in (0, 1) if (commit := self._commit(slot))]
-        return max(intact, default=None, key=lambda commit: commit.number)
+    def areas(self) -> "list[CommitMemory]":
+        """Return all areas of the file."""
+        num_areas = -(-os.fstat(self._file).st_size // _AREA_BYTES)
+        return [CommitMemory(self._file, area) for area in range(num_areas)]
 
-    def read(self, commit: Commit) -> np.ndarray:
-        """Copy the values of a commit, `[num_bytes]` uint8."""
+    def intact(self) -> list[Commit]:
+        """Return the intact commits."""
+        return [commit for slot in (0, 1) if (commit := self._commit(slot))]
+
+    def latest(self, accepts: Callable[[dict[str, Any]], bool] | None = None) -> Commit | None:
+        """Return the latest intact commit with such facts; None if there is none."""
+        found = [each for each in self.intact() if accepts is None or accepts(each.facts)]
+        return max(found, default=None, key=lambda commit: commit.number)
+
+    def forget(self, accepts: Callable[[dict[str, Any]], bool]) -> None:
+        """Clear the records of commits with such facts, which the next write then replaces."""
+        for slot in (0, 1):
+            found = self._commit(slot)
+            if found is not None and accepts(found.facts):
+                _write(self._file, bytes(_RECORD.size), self._base + slot * _RECORD.size)
+
+    def free_areas(self, num_areas: int) -> None:
+        """Free the memory of all areas behind the first `num_areas`."""
+        if os.fstat(self._file).st_size > num_areas * _AREA_BYTES:
+            os.ftruncate(self._file, num_areas * _AREA_BYTES)
+
+    def read(self, commit: Commit, first: int = 0, num_bytes: int | None = None) -> np.ndarray:
+        """Copy values of a commit, `[num_bytes]` uint8, from the byte `first`; default: all."""
+        num_bytes = commit.num_bytes - first if num_bytes is None else num_bytes
         # Aligned so that JAX on CPU uses this memory without a copy, for all ranks at once.
-        room = np.empty(commit.num_bytes + _ALIGNMENT, np.uint8)
+        room = np.empty(num_bytes + _ALIGNMENT, np.uint8)
         skipped = -room.ctypes.data % _ALIGNMENT
-        data = room[skipped : skipped + commit.num_bytes]
-        start, done = commit.start + len(commit.text), 0
+        data = room[skipped : skipped + num_bytes]
+        start, done = self._base + commit.start + len(commit.text) + first, 0
         while done < data.size:
             count = os.preadv(self._file, [data[done:].data], start + done)
             if not count:
@@ -91,32 +116,33 @@ class CommitMemory:
         num_bytes = sum(part.size for part in parts)
         start = _room(commits[1 - slot], len(text) + num_bytes)
         self._make_room(start + len(text) + num_bytes)
-        _write(self._file, bytes(_RECORD.size), slot * _RECORD.size)
-        _write(self._file, text, start)
+        _write(self._file, bytes(_RECORD.size), self._base + slot * _RECORD.size)
+        _write(self._file, text, self._base + start)
         at = start + len(text)
         for part in parts:
             np.copyto(self._mapped[at : at + part.size], part)
             at += part.size
         fields = _MAGIC, max(numbers) + 1, start, len(text), num_bytes
         record = _RECORD.pack(*fields, _checksum(fields, text))
-        _write(self._file, record, slot * _RECORD.size)
+        _write(self._file, record, self._base + slot * _RECORD.size)
 
     # Storing into a mapping takes half the time of a write call. But when the host is out of memory
     # a store raises SIGBUS, where a call returns an error, so all pages are allocated first.
     def _make_room(self, num_bytes: int) -> None:
         if num_bytes > self._mapped.size:
-            os.posix_fallocate(self._file, 0, num_bytes)
-            self._mapped = np.frombuffer(mmap.mmap(self._file, num_bytes), np.uint8)
+            os.posix_fallocate(self._file, self._base, num_bytes)
+            mapped = mmap.mmap(self._file, num_bytes, offset=self._base)
+            self._mapped = np.frombuffer(mapped, np.uint8)
 
     def _commit(self, slot: int) -> Commit | None:
-        record = os.pread(self._file, _RECORD.size, slot * _RECORD.size)
+        record = os.pread(self._file, _RECORD.size, self._base + slot * _RECORD.size)
         if len(record) < _RECORD.size:
             return None
         *fields, checksum = _RECORD.unpack(record)
         magic, number, start, text_bytes, num_bytes = fields
         if magic != _MAGIC:
             return None
-        text = os.pread(self._file, text_bytes, start)
+        text = os.pread(self._file, text_bytes, self._base + start)
         if checksum != _checksum(fields, text):
             return None
         return Commit(number, start, text, num_bytes)

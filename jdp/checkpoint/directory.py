@@ -2,6 +2,7 @@
 
     directory/lock                 held by the run that writes here
     directory/1000-1/state/        step 1000 of the run's first life: written by Orbax
+    directory/1000-1/state-2/      what process 2 wrote, if the state was split over processes
     directory/1000-1/manifest      its contents, and the checksum of each of its files
 
 A checkpoint is written under a temporary name and renamed once all its files, the manifest last,
@@ -14,16 +15,18 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jdp.checkpoint import orbax_files
 from jdp.checkpoint.directory_lock import locked
 
 _NAME = re.compile(r"(\d+)-(\d+)")
-_UNFINISHED = ".part"
+_NAME_OF_PART = re.compile(r"\d+-\d+(\.\d+)?")
+_UNFINISHED, _GATHERING = ".part", ".gathering"
 
 
 class Checkpoint(NamedTuple):
@@ -50,13 +53,13 @@ class Folder:
         self.path = Path(path).expanduser().absolute()
         self._lock: Any = None
 
-    def lock(self, *, resumes: bool = False) -> None:
+    def lock(self, *, resumes: bool = False, timeout_s: float | None = None) -> None:
         """Keep other runs out until `unlock`, as `locked` does; remove unfinished checkpoints."""
         if self._lock is not None:
             return
-        self._lock = locked(self.path, resumes=resumes)
+        self._lock = locked(self.path, resumes=resumes, timeout_s=timeout_s)
         for left_over in self.path.glob(f"*{_UNFINISHED}"):
-            if _NAME.fullmatch(left_over.stem):  # otherwise it is not a file of jdp
+            if _NAME_OF_PART.fullmatch(left_over.stem):  # otherwise it is not a file of jdp
                 shutil.rmtree(left_over, ignore_errors=True)
 
     def unlock(self) -> None:
@@ -65,6 +68,13 @@ class Folder:
             self._lock.close()
             self._lock = None
 
+    def owner(self) -> str:
+        """Return who holds the lock; equal where another process sees the same directory."""
+        try:
+            return (self.path / "lock").read_text()
+        except OSError:
+            return ""
+
     def checkpoints(self) -> list[Checkpoint]:
         """Return the checkpoints, latest first, damaged or not."""
         if not self.path.is_dir():
@@ -72,6 +82,10 @@ class Folder:
         names = [(_NAME.fullmatch(path.name), path) for path in self.path.iterdir()]
         found = [Checkpoint(int(m[2]), int(m[1]), path) for m, path in names if m]
         return sorted(found, reverse=True)
+
+    def checkpoint(self, life: int, step: int) -> Checkpoint:
+        """Return a checkpoint, which may be on another host only."""
+        return Checkpoint(life, step, self.path / f"{step}-{life}")
 
     def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Return the facts written with a checkpoint.
@@ -100,17 +114,7 @@ class Folder:
 
     def read(self, checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Read the arrays with these names."""
-        if not names:
-            return {}
-        import orbax.checkpoint as ocp
-
-        wanted = ocp.args.PyTreeRestore(
-            item=dict.fromkeys(names, 0),
-            restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names},
-            partial_restore=True,
-        )
-        with _orbax() as orbax:
-            return orbax.restore(checkpoint.path / "state", args=wanted)
+        return orbax_files.read(checkpoint.path / "state", names) if names else {}
 
     def write(self, life: int, step: int, facts: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Write JSON-serializable facts and nonempty arrays; return when they are on disk.
@@ -118,28 +122,78 @@ class Folder:
         Raises:
           OSError: if they cannot be written; earlier checkpoints are kept.
         """
-        final = self.path / f"{step}-{life}"
-        part = final.with_name(final.name + _UNFINISHED)
+        part = self.part(life, step)
         try:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir()
-            _write(part, facts, arrays)
-            os.rename(part, final)
-            _sync(self.path)
+            self.begin(part)
+            if arrays:  # Orbax rejects an empty tree
+                orbax_files.write(part / "state", arrays)
+            self.finish(part, life, step, facts, sealed(part / "state"))
         except Exception as error:
-            shutil.rmtree(part, ignore_errors=True)
-            raise self._failure(step, arrays, error) from error
+            self.discard(part)
+            raise self.failure(step, arrays, error) from error
+
+    def part(self, life: int, step: int, *, attempt: int | None = None) -> Path:
+        """Return where a checkpoint is while it is written, perhaps in the n-th attempt."""
+        name = f"{step}-{life}" if attempt is None else f"{step}-{life}.{attempt}"
+        return self.path / f"{name}{_UNFINISHED}"
+
+    def begin(self, part: Path) -> None:
+        """Make an empty folder for a checkpoint that is to be written."""
+        self.discard(part)
+        part.mkdir()
+
+    def gathering(self, life: int, step: int, tag: str) -> Path:
+        """Return where hosts gather the parts of a commit that is to be a checkpoint."""
+        return self.path / f"{step}-{life}-{tag}{_GATHERING}"
+
+    def finish(
+        self,
+        part: Path,
+        life: int,
+        step: int,
+        facts: dict[str, Any],
+        sums: dict[str, list[Any]],
+    ) -> None:
+        """Make a checkpoint of what was written, given what `sealed` returned."""
+        manifest = {"facts": facts, "files": sums}
+        with open(part / "manifest", "w") as file:
+            json.dump({"sha256": _checksum(manifest), "manifest": manifest}, file, indent=1)
+        _sync(part / "manifest")
+        _sync(part)
+        os.rename(part, self.checkpoint(life, step).path)
+        _sync(self.path)
+
+    def discard(self, part: Path) -> None:
+        """Remove what was written of a checkpoint."""
+        shutil.rmtree(part, ignore_errors=True)
 
     def keep(self, count: int) -> None:
-        """Remove all but the latest `count` checkpoints."""
+        """Remove all but the latest `count` checkpoints, and what was not gathered completely."""
+        self.discard_gathering()
         for checkpoint in self.checkpoints()[count:]:
-            # Renamed first, so that an interrupted removal does not look like a checkpoint.
-            part = checkpoint.path.with_name(checkpoint.path.name + _UNFINISHED)
-            with contextlib.suppress(OSError):
-                os.rename(checkpoint.path, part)
-                shutil.rmtree(part)
+            self.remove(checkpoint)
 
-    def _failure(self, step: int, arrays: dict[str, Any], error: Exception) -> OSError:
+    def remove(self, checkpoint: Checkpoint) -> None:
+        """Remove a checkpoint, if it is there and can be removed."""
+        # Renamed first, so that an interrupted removal does not look like a checkpoint.
+        part = checkpoint.path.with_name(checkpoint.path.name + _UNFINISHED)
+        with contextlib.suppress(OSError):
+            os.rename(checkpoint.path, part)
+            shutil.rmtree(part)
+
+    def discard_gathering(self, up_to: tuple[int, int] | None = None) -> None:
+        """Remove commits that were not gathered completely, since there is a later checkpoint.
+
+        Args:
+          up_to: life and step of that checkpoint; commits after it are kept. None removes all.
+        """
+        for left_over in self.path.glob(f"*{_GATHERING}"):
+            step, life, *_ = left_over.name.split("-")
+            if up_to is None or (int(life), int(step)) <= up_to:
+                self.discard(left_over)
+
+    def failure(self, step: int, arrays: dict[str, Any], error: Exception) -> OSError:
+        """Return the error for a checkpoint that could not be written."""
         needed = sum(array.nbytes for array in arrays.values())
         try:
             free = f"{shutil.disk_usage(self.path).free} bytes are free there"
@@ -153,41 +207,18 @@ class Folder:
         )
 
 
-def prepare() -> None:
-    """Import Orbax ahead of the first write."""
-    import orbax.checkpoint  # noqa: F401
-
-
-# Configures Orbax for a single process, regardless of the number of processes: only process 0 calls
-# this, with unsharded host arrays.
-@contextlib.contextmanager
-def _orbax() -> Iterator[Any]:
-    import jax
-    import orbax.checkpoint as ocp
-
-    me = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=me, active_processes={me}, barrier_sync_key_prefix="jdp"
-    )
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
-    with ocp.Checkpointer(handler, multiprocessing_options=alone) as orbax:
-        yield orbax
-
-
-def _write(part: Path, facts: dict[str, Any], arrays: dict[str, Any]) -> None:
-    import orbax.checkpoint as ocp
-
-    if arrays:  # Orbax rejects an empty tree
-        with _orbax() as orbax:
-            orbax.save(part / "state", args=ocp.args.PyTreeSave(arrays))
-    files = [file for file in sorted((part / "state").rglob("*")) if file.is_file()]
-    sums = {str(f.relative_to(part)): [f.stat().st_size, _file_checksum(f)] for f in files}
-    manifest = {"facts": facts, "files": sums}
-    with open(part / "manifest", "w") as file:
-        json.dump({"sha256": _checksum(manifest), "manifest": manifest}, file, indent=1)
+def sealed(state: Path) -> dict[str, list[Any]]:
+    """Bring a folder of a checkpoint to the disk; return size and checksum of each file."""
+    if not state.exists():
+        return {}
+    files = [file for file in sorted(state.rglob("*")) if file.is_file()]
     # Orbax does not sync some of its files, nor any of its folders.
-    for path in [*part.rglob("*"), part]:
+    for path in [*state.rglob("*"), state]:
         _sync(path)
+    return {
+        str(file.relative_to(state.parent)): [file.stat().st_size, _file_checksum(file)]
+        for file in files
+    }
 
 
 def _checksum(manifest: Any) -> str:

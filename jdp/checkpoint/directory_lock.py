@@ -1,6 +1,7 @@
 """The lock that keeps two runs from writing to one directory."""
 
 import contextlib
+import datetime
 import fcntl
 import os
 import socket
@@ -18,10 +19,11 @@ _TIMEOUT_S, _LOST_TIMEOUT_S = 2.0, 120.0
 _files: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
 
 
-def locked(path: Path, *, resumes: bool) -> BinaryIO:
+def locked(path: Path, *, resumes: bool, timeout_s: float | None = None) -> BinaryIO:
     """Return the file that keeps other runs out of a directory until it is closed.
 
     Creates the directory. `resumes`: the lock holder may be this same run, on a host that died.
+    `timeout_s`: how long to wait for it, if not as long as that takes.
 
     Raises:
       RuntimeError: if another run writes there.
@@ -32,9 +34,13 @@ def locked(path: Path, *, resumes: bool) -> BinaryIO:
             path.mkdir(parents=True, exist_ok=True)
             # Unbuffered, or a full disk would raise only in close.
             file = stack.enter_context(open(path / "lock", "ab+", buffering=0))
-            _lock(file, path, _LOST_TIMEOUT_S if resumes else _TIMEOUT_S)
+            default_s = _LOST_TIMEOUT_S if resumes else _TIMEOUT_S
+            _lock(file, path, default_s if timeout_s is None else timeout_s)
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            now = datetime.datetime.now(datetime.UTC)
+            owner = f"process {os.getpid()} on {socket.gethostname()} since {now:%F %T.%f} UTC"
+            file.write(f"{owner}\n".encode())
+            os.fsync(file)  # processes of other hosts read it
         except OSError as error:
             raise OSError(
                 f"checkpoints cannot be written to {path}: {error}. Give Checkpointer a directory "

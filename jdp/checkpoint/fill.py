@@ -11,6 +11,7 @@ import numpy as np
 
 from jdp import rank_state
 from jdp.checkpoint.saved_leaves import SavedLeaf, describe
+from jdp.checkpoint.shards import SplitValue
 from jdp.pytrees import is_array, is_key
 
 _log = logging.getLogger("jdp")
@@ -18,14 +19,20 @@ _log = logging.getLogger("jdp")
 # Maximum number of leaves of a kind that one message names.
 _NUM_NAMED = 8
 
+_INSTEAD = (
+    "Build the one that was saved, or give Checkpointer a new directory to begin anew. "
+    'ckpt.restore(..., missing="keep") takes the leaves of the same name, shape and dtype.'
+)
+
 
 def fill(
     state: Any,
     saved: Sequence[SavedLeaf],
-    values: Sequence[np.ndarray],
+    values: Sequence[np.ndarray | SplitValue],
     where: str,
     *,
     keeps_missing: bool = False,
+    instead: str = _INSTEAD,
 ) -> tuple[Any, list[Any]]:
     """Return the state with saved values, and its leaves that were restored.
 
@@ -37,6 +44,7 @@ def fill(
       saved: leaves that were written.
       values: values of `saved`. The caller must not write to them afterwards.
       where: name of the source of `saved`, for errors.
+      instead: what to write where the leaves differ.
       keeps_missing: ignore saved leaves that the state does not have, and keep leaves of the state
         that were not saved. Both are logged.
 
@@ -52,31 +60,33 @@ def fill(
     changed, missing = [], []
     for i, new in zip(positions, describe(state), strict=True):
         if not left[new.name]:
-            missing.append(f"`{new.name}` {new}")
+            missing.append(f"{_shown(new.name)} {new}")
             continue
         old, value = left[new.name].pop(0)
         if (owner := owners[i]) is not None:
-            value = rank_state.resized(owner, leaves[i], value, new.name, where)
+            value = rank_state.resized(owner, leaves[i], value[...], new.name, where)
             old = old._replace(shape=value.shape)
         if not _fits(old, new):
-            changed.append(f"`{new.name}` is {old} there and {new} in the given state")
+            changed.append(f"{_shown(new.name)} is {old} there and {new} in the given state")
         found[i] = value
-    unused = [f"`{old.name}` {old}" for pairs in left.values() for old, _ in pairs]
+    unused = [f"{_shown(old.name)} {old}" for pairs in left.values() for old, _ in pairs]
     differences = _listed("", changed) + _listed("only there: ", unused)
     differences += _listed("only in the given state: ", missing)
     if changed or (differences and not (keeps_missing and found)):
         raise ValueError(
             f"{where} does not have the leaves of the given state: {'; '.join(differences)}. That "
-            "is another model or optimizer, and its values would mean something else. Build the "
-            "one that was saved, or give Checkpointer a new directory to begin anew. "
-            'ckpt.restore(..., missing="keep") takes the leaves of the same name, shape and dtype.'
+            f"is another model or optimizer, and its values would mean something else. {instead}"
         )
     if differences and jax.process_index() == 0:
         text = "jdp: took %d leaves from %s; %s."
         _log.warning(text, len(found), where, "; ".join(differences))
     for i, value in found.items():
-        leaves[i] = placed(leaves[i], value)
+        leaves[i] = _placed_split(leaves[i], value)
     return treedef.unflatten(leaves), [leaves[i] for i in found]
+
+
+def _shown(name: str) -> str:
+    return f"`{name}`" if name else "the only leaf"
 
 
 def _listed(title: str, texts: list[str]) -> list[str]:
@@ -85,8 +95,19 @@ def _listed(title: str, texts: list[str]) -> list[str]:
     return [title + ", ".join(texts)] if texts else []
 
 
-def placed(x: Any, value: np.ndarray) -> Any:
-    """Return a saved value with the type and sharding of `x`."""
+# All processes take part in fetching a leaf, also those that need nothing of it.
+def _placed_split(x: Any, value: np.ndarray | SplitValue) -> Any:
+    if not isinstance(value, SplitValue):
+        return placed(x, value)
+    value.fetch()
+    is_placed = isinstance(x, jax.Array) and x.committed and (is_key(x) or not x.weak_type)
+    new = placed(x, value if is_placed else value[...])
+    value.release()
+    return new
+
+
+def placed(x: Any, value: Any) -> Any:
+    """Return a saved value, an array or a `SplitValue`, with the type and sharding of `x`."""
     if not isinstance(x, jax.Array):
         if isinstance(x, np.ndarray | jax.ShapeDtypeStruct):
             return np.array(value)

@@ -7,9 +7,15 @@ import json
 import sys
 from typing import Any
 
-from jdp.checkpoint.commit_memory import CommitMemory
+from jdp.checkpoint import gathered_commit, split_commit
+from jdp.checkpoint.commit_memory import Commit, CommitMemory
 from jdp.checkpoint.directory import Folder, TornError
-from jdp.checkpoint.saved_leaves import leaves_of, to_disk, unpack
+from jdp.checkpoint.saved_leaves import is_split, leaves_of, to_disk, unpack
+
+Candidate = Commit | list[split_commit.CommitPart]
+
+# Hosts write their parts one after the other.
+_GATHERING_TIMEOUT_S = 600.0
 
 
 def save_last_commit(file: int) -> dict[str, Any]:
@@ -27,23 +33,49 @@ def save_last_commit(file: int) -> dict[str, Any]:
       RuntimeError: if another run writes there.
     """
     memory = CommitMemory(file)
-    commit = memory.latest()
-    if commit is None:
+    records = split_commit.records(memory)
+    whole = memory.latest(lambda facts: not is_split(facts))
+    candidates = ([whole] if whole else []) + gathered_commit.commits(records)
+    if not candidates:
         return {}
-    facts = commit.facts
-    life, step, folder = facts["life"], facts["step"], Folder(facts["directory"])
+    folder = Folder(_facts_of(candidates[0])["directory"])
     if not folder.path.is_dir():
         raise FileNotFoundError(f"{folder.path} is not on this host")
-    folder.lock(resumes=True)  # the same command on another host may write there, too
+    # The same command on another host may write there, too.
+    folder.lock(resumes=True, timeout_s=_GATHERING_TIMEOUT_S if records else None)
     try:
-        latest = _latest_intact(folder, (life, step))
-        if latest is None:
-            leaves = leaves_of(facts)
-            folder.write(life, step, facts, to_disk(leaves, unpack(memory.read(commit), leaves)))
-            latest = life, step
+        missing = []
+        for candidate in sorted(candidates, key=_number, reverse=True):
+            life, step = _latest_intact(folder, _number(candidate)) or (0, 0)
+            if not life:
+                life, step = _number(candidate)
+                if num_missing := _save(folder, memory, candidate):
+                    missing.append(f"{num_missing} parts of step {step}")
+                    continue
+            return {"life": life, "step": step, "directory": str(folder.path)}
     finally:
         folder.unlock()
-    return {"life": latest[0], "step": latest[1], "directory": str(folder.path)}
+    return {"error": f"{' and '.join(missing)} are on other hosts, or were not written"}
+
+
+# Returns how many parts are missing.
+def _save(folder: Folder, memory: CommitMemory, candidate: Candidate) -> int:
+    if isinstance(candidate, list):
+        return gathered_commit.add(folder, candidate)
+    facts = candidate.facts
+    leaves = leaves_of(facts)
+    values = to_disk(leaves, unpack(memory.read(candidate), leaves))
+    folder.write(facts["life"], facts["step"], facts, values)
+    return 0
+
+
+def _facts_of(candidate: Candidate) -> dict[str, Any]:
+    return candidate[0].facts if isinstance(candidate, list) else candidate.facts
+
+
+def _number(candidate: Candidate) -> tuple[int, int]:
+    facts = _facts_of(candidate)
+    return facts["life"], facts["step"]
 
 
 # Life and step of the latest intact checkpoint, unless it is older than `least`.

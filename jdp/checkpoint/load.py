@@ -6,17 +6,27 @@ import logging
 import os
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdp.checkpoint import split_disk
 from jdp.checkpoint.directory import Checkpoint, Folder, TornError
 from jdp.checkpoint.fill import fill
-from jdp.checkpoint.saved_leaves import SavedLeaf, disk_names, from_disk, leaves_of
+from jdp.checkpoint.restore_split import split_values
+from jdp.checkpoint.saved_leaves import SavedLeaf, disk_names, from_disk, is_split, leaves_of
+from jdp.checkpoint.shards import SplitValue
+from jdp.validation import int_at_least
 
 _log = logging.getLogger("jdp")
+
+_INSTEAD = (
+    "Give like= the leaves that were saved, for instance another part=, or leave it out to get all "
+    "as NumPy arrays."
+)
 
 # One key of a path as JAX writes it: .name, ['key'], [0], [<flat index 0>].
 _KEY = re.compile(r"""\.(\w+)|\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\]]*)\]""")
@@ -60,6 +70,9 @@ def load(
     {'w': array([1., 1.], dtype=float32)}
     """
     folder = Folder(directory)
+    if not isinstance(part, str | None):
+        raise TypeError(f"part must be a path such as 'params', not {part!r}.")
+    step = None if step is None else int_at_least("step", step, least=0)
     checkpoint, facts = _intact(folder, step)
     where = f"step {checkpoint.step} of {folder.path}"
     leaves = leaves_of(facts)
@@ -70,14 +83,29 @@ def load(
         parts = sorted({str(path[0][0]) for path in paths if path})
         raise ValueError(f"{where} has no {part!r}. Its parts are {parts}.")
     saved = {name: leaf for i, (name, leaf) in enumerate(disk_names(leaves).items()) if i in inside}
-    values = from_disk(saved, functools.partial(folder.read, checkpoint))
+    values = _values(folder, checkpoint, facts, saved, like)
     below = [paths[i][len(wanted) :] for i in inside]
     if like is None:
         found = zip(below, map(_as_key, saved.values(), values), strict=True)
         return _nested({tuple(key for key, _ in path): value for path, value in found})
     names = ["".join(text for _, text in path) for path in below]
     renamed = [leaf._replace(name=name) for leaf, name in zip(saved.values(), names, strict=True)]
-    return fill(like, renamed, values, where)[0]
+    return fill(like, renamed, values, f"{part or 'the state'} in {where}", instead=_INSTEAD)[0]
+
+
+# Of a state that was written in parts each leaf is read when it is placed.
+def _values(
+    folder: Folder,
+    checkpoint: Checkpoint,
+    facts: dict[str, Any],
+    saved: dict[str, SavedLeaf],
+    like: Any,
+) -> Sequence[np.ndarray | SplitValue]:
+    if not is_split(facts):
+        return from_disk(saved, functools.partial(folder.read, checkpoint))
+    readable = split_disk.CheckpointReader(folder, checkpoint, facts)
+    split = dict(zip(disk_names(leaves_of(facts)), split_values(facts, readable), strict=True))
+    return [split[name] if like is not None else split[name][...] for name in saved]
 
 
 def parse(path: str) -> list[tuple[str | int, str]]:
@@ -133,7 +161,7 @@ def _intact(folder: Folder, step: int | None) -> tuple[Checkpoint, dict[str, Any
     raise RuntimeError(f"nothing can be loaded, for a file was changed or lost: {'; '.join(torn)}.")
 
 
-def _as_key(leaf: SavedLeaf, value: np.ndarray) -> Any:
+def _as_key(leaf: SavedLeaf, value: Any) -> Any:
     if leaf.key is None:
         return value
     return jax.random.wrap_key_data(jnp.asarray(value), impl=leaf.key)

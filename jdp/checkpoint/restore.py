@@ -1,26 +1,27 @@
-"""Distributes the restored state to all processes, and fills the given state with it."""
+"""Distributes the restored state to all processes, and sets the given state and data to it."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
+from jdp.checkpoint.broadcast import broadcast
 from jdp.checkpoint.edits import require_unedited
 from jdp.checkpoint.fill import fill
-from jdp.checkpoint.saved_leaves import SavedLeaf, leaves_of, pack, packed_bytes, unpack
+from jdp.checkpoint.find import Found
+from jdp.checkpoint.restore_split import split_values
+from jdp.checkpoint.saved_leaves import leaves_of, pack, packed_bytes, unpack
+from jdp.checkpoint.shards import SplitValue
 from jdp.checkpoint.sources import Latest, Saved, Sources
+from jdp.checkpoint.state_writer import KEY_OF_LOADER, state_of_data
 from jdp.distributed import agree
 from jdp.distributed.checks import known_leaves
-
-# A state is broadcast in chunks of this many bytes, to bound the temporary memory.
-_PART_BYTES = 64 << 20
 
 
 def restored(
     group: tuple[int, ...],
-    found: Latest,
-    sources: Sources,
+    everything: Found,
     state: Any,
     batches: Any,
     *,
@@ -29,18 +30,34 @@ def restored(
 ) -> Any:
     """Return `state` with the values that were found, and set the position of `batches`.
 
+    Args:
+      group: all processes.
+      everything: what they found, with a latest state.
+      state: a state of the same leaves.
+      batches: as for `Checkpointer.restore`.
+      keeps_missing: as for `fill`.
+      allows_edits: as for `require_unedited`.
+
     Raises:
       ValueError: if it is of a different model, or has no position although `batches` is given.
       RuntimeError: if the run recovers with an edited script, and not `allows_edits`.
     """
-    facts, values = _loaded(group, found, sources)
+    sources, found = everything.sources, everything.latest
+    assert found is not None
+    values: Sequence[np.ndarray | SplitValue]
+    if found.is_split:
+        facts = _facts(group, found, sources)
+        readable = sources.readable(found.key, facts, sees_directory=everything.sees_directory)
+        values = split_values(facts, readable, state, group)
+    else:
+        facts, values = _loaded(group, found, sources)
     with agree.propagating_errors(group, f"while it restored {found.where}"):
         require_unedited(facts, allows_edits=allows_edits)
         state, taken = fill(
             state, leaves_of(facts), values, found.where, keeps_missing=keeps_missing
         )
         if batches is not None:
-            _set_position(batches, facts, found.where)
+            set_position(batches, facts, found.where)
     agree.all_gather(group, None, what="whether all restored", of=f" {found.where}")
     known_leaves.vouch(taken)  # All processes got them from one source.
     return state
@@ -48,6 +65,12 @@ def restored(
 
 # Processes that have the values read them on their own host. No collective runs unless a process
 # lacks the values.
+def _facts(group: tuple[int, ...], found: Latest, sources: Sources) -> dict[str, Any]:
+    mine = sources.facts(found.key) if jax.process_index() == found.source else None
+    what = "what to restore"
+    return agree.all_gather(group, mine, what=what, of=f" from {found.where}")[found.source]
+
+
 def _loaded(group: tuple[int, ...], found: Latest, sources: Sources) -> Saved:
     me = jax.process_index()
     facts: dict[str, Any] = {}
@@ -64,28 +87,71 @@ def _loaded(group: tuple[int, ...], found: Latest, sources: Sources) -> Saved:
             of=f" from {found.where}",
         )
         facts = gathered[found.source]
-        values = _handed_over(values, leaves_of(facts), is_source=is_source)
+        leaves = leaves_of(facts)
+        data = np.concatenate([np.zeros(0, np.uint8), *pack(values)]) if is_source else None
+        values = unpack(broadcast(data, packed_bytes(leaves)), leaves)
     return facts, values
 
 
-def _set_position(batches: Any, facts: dict[str, Any], where: str) -> None:
+def require_position(batches: Any) -> None:
+    """Refuse batches of which no position is known.
+
+    Raises:
+      TypeError: naming what to give.
+    """
+    if batches is None or hasattr(batches, "position"):
+        return
+    instead = "Give jdp.batches(...), or an object with an int `position`: how many rows it has "
+    instead += "handed out. After it is set, it goes on there."
+    if hasattr(batches, "__next__") or hasattr(batches, "__iter__"):
+        instead += (
+            " jdp.shard_batches reads a loader ahead: of a loader that saves its own state (an "
+            "iterator of grain, a StatefulDataLoader), give batches = jdp.shard_batches(loader) "
+            "to restore, to the loop and to step."
+        )
+    raise TypeError(
+        f"batches= is a {type(batches).__name__}, which has no `position`: after a restart "
+        f"rows would count twice or never. {instead}"
+    )
+
+
+def set_position(batches: Any, facts: Mapping[str, Any], where: str) -> None:
+    """Set batches to the position in the facts.
+
+    Raises:
+      ValueError: if there is none, or one of other data or of other processes.
+    """
     if facts["position"] is None:
         raise ValueError(
             f"{where} was written without batches, so it is not known where the data stood. Write "
             "state = ckpt.restore(state), and set batches.position yourself."
         )
-    if hasattr(batches, "set_state"):  # jdp 0.1 wrote the position alone
-        batches.set_state(facts.get("data", {"position": facts["position"]}))
-    else:
+    # jdp 0.1 wrote the position alone
+    data = facts.get("data", {"position": facts["position"]})
+    own = state_of_data(batches)
+    is_loader = own is not None and KEY_OF_LOADER in own
+    if is_loader != ("loaders" in data):
+        has, given = ("jdp.shard_batches", "others")[:: 1 if "loaders" in data else -1]
+        raise ValueError(
+            f"{where} was written with batches of {has}, and those given are of {given}: the "
+            "position of one means nothing to the other. Give the batches that the run began with."
+        )
+    if own is None:
         batches.position = facts["position"]
+    elif is_loader:
+        batches.set_state(_of_this_process(data, where))
+    else:
+        batches.set_state(data)
 
 
-# Broadcast as integers, because a float sum over the processes would turn -0.0 into 0.0.
-def _handed_over(values: list[Any], leaves: list[SavedLeaf], *, is_source: bool) -> list[Any]:
-    size = packed_bytes(leaves)
-    data = np.concatenate(pack(values)) if is_source and size else np.zeros(size, np.uint8)
-    for start in range(0, size, _PART_BYTES):
-        part = data[start : start + _PART_BYTES]
-        words = multihost_utils.broadcast_one_to_all(part.view(np.uint32), is_source)
-        part[:] = words.view(np.uint8)
-    return unpack(data, leaves)
+def _of_this_process(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    loaders = data["loaders"]
+    if len(loaders) != jax.process_count():
+        raise ValueError(
+            f"{where} was written by {len(loaders)} processes, and there are "
+            f"{jax.process_count()}: each has saved the state of a loader with rows of its own, "
+            f"which cannot be divided otherwise. Resume with {len(loaders)} processes; or write "
+            "jdp.batches(dataset, ...), which resumes on any number. A run without batches= in "
+            "restore and step begins with its data anew."
+        )
+    return {"position": data["position"], KEY_OF_LOADER: loaders[jax.process_index()]}

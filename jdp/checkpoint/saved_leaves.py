@@ -1,6 +1,6 @@
 """The serialized form of the arrays of a state: names, shapes, dtypes and bytes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,6 +49,11 @@ def leaves_of(facts: Mapping[str, Any]) -> list[SavedLeaf]:
     return [SavedLeaf(name, tuple(shape), *rest) for name, shape, *rest in facts["leaves"]]
 
 
+def is_split(facts: Mapping[str, Any]) -> bool:
+    """Whether leaves of the state beside these facts were written in parts (`shards.py`)."""
+    return "parts" in facts
+
+
 def disk_names(leaves: Sequence[SavedLeaf]) -> dict[str, SavedLeaf]:
     """Return leaves by their names on disk. Empty leaves are not written there."""
     return {f"{i}{leaf.name}": leaf for i, leaf in enumerate(leaves)}
@@ -56,7 +61,12 @@ def disk_names(leaves: Sequence[SavedLeaf]) -> dict[str, SavedLeaf]:
 
 def to_disk(leaves: Sequence[SavedLeaf], values: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
     """Return nonempty values by their names on disk."""
-    named = zip(disk_names(leaves), values, strict=True)
+    return to_disk_named(disk_names(leaves), values)
+
+
+def to_disk_named(names: Iterable[str], values: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """Return nonempty values by these names."""
+    named = zip(names, values, strict=True)
     return {name: x.view(np.uint8) if _is_opaque(x) else x for name, x in named if x.size}
 
 
@@ -90,13 +100,18 @@ def unpack(data: np.ndarray, leaves: Sequence[SavedLeaf]) -> list[np.ndarray]:
     for leaf in leaves:
         part = data[start : start + leaf.num_bytes]
         values.append(part.view(jnp.dtype(leaf.dtype)).reshape(leaf.shape))
-        start += leaf.num_bytes + -leaf.num_bytes % _ALIGNMENT
+        start += padded_bytes(leaf)
     return values
 
 
 def packed_bytes(leaves: Sequence[SavedLeaf]) -> int:
     """Return the number of bytes of `pack`."""
-    return sum(leaf.num_bytes + -leaf.num_bytes % _ALIGNMENT for leaf in leaves)
+    return sum(map(padded_bytes, leaves))
+
+
+def padded_bytes(leaf: SavedLeaf) -> int:
+    """Return the number of bytes of a leaf in `pack`, with the padding behind it."""
+    return leaf.num_bytes + -leaf.num_bytes % _ALIGNMENT
 
 
 def _leaf(name: str, x: Any) -> SavedLeaf:

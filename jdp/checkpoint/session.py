@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import secrets
 import time
 import weakref
 from typing import Any
@@ -11,13 +10,20 @@ from typing import Any
 import jax
 
 from jdp import pytrees
-from jdp.checkpoint import directory
+from jdp.checkpoint import directory, orbax_files, part_files
 from jdp.checkpoint.commit_memory import CommitMemory
 from jdp.checkpoint.edits import facts_of_program
+from jdp.checkpoint.find import Found, all_processes, find
+from jdp.checkpoint.one_session import require_alone
 from jdp.checkpoint.restore import restored
-from jdp.checkpoint.sources import Latest, Sources, latest
-from jdp.checkpoint.state_writer import checkpoint_writer, commit_writer
-from jdp.distributed import agree, in_flight, kv_store
+from jdp.checkpoint.snapshot import is_split
+from jdp.checkpoint.state_writer import (
+    checkpoint_writer,
+    commit_writer,
+    of_all_processes,
+    position_of,
+)
+from jdp.distributed import agree, in_flight
 from jdp.distributed.checks.replicas import RanksDifferError, require_equal_copies
 from jdp.distributed.preemption import Preemption
 from jdp.worker import launcher_client, progress
@@ -54,24 +60,28 @@ class Session:
     ) -> None:
         self.steps, self.has_data, self.is_over = 0, has_data, False
         self._folder, self._commit_every, self._save_every = folder, commit_every, save_every
-        self._group, self._process = _all_processes(), jax.process_index()
+        self._group, self._process = all_processes(), jax.process_index()
         self._launcher = launcher_client.current()
         self._assigned = None if self._launcher is None else self._launcher.assignment
         self._memory: CommitMemory | None = None
+        self._own_memory: CommitMemory | None = None  # the area that this process writes to
         if self._launcher and self._assigned:
-            _require_alone(self)
+            require_alone(self)
             self._memory = CommitMemory(self._launcher.commit_file)
+            self._own_memory = CommitMemory(self._launcher.commit_file, self._assigned.local_id)
         self._identity: dict[str, Any] = {}  # of this life of the run, equal on all processes
         self._state: Any = None  # state after the last step; self._data belongs to it
         self._data: dict[str, Any] = {"position": None}
         self._num_steps = 0  # in this life
+        self._splits = False  # whether the state is written in parts, by all processes
         self._saved_at = -1  # step of the last checkpoint
         self._is_unsaved = False  # whether the restored state may be missing on disk
         self._is_committed = False  # whether all hosts have a commit of this or the previous life
         self._ends = contextlib.ExitStack()
         self._ends.callback(folder.unlock)
+        num_local = self._assigned.num_local if self._assigned else 0
         is_first = self._assigned is not None and self._assigned.local_id == 0
-        self._commits = commit_writer(self._memory, is_here=is_first)
+        self._commits = commit_writer(self._own_memory, is_here=is_first, num_local=num_local)
         self._saves = checkpoint_writer(folder, keep=keep, is_here=self._process == 0)
 
     def restore(
@@ -86,12 +96,13 @@ class Session:
         """Return the state to go on from, and set the batches to the position it has."""
         began = time.monotonic()
         in_flight.accept_new_state()
-        sources, found = self._find(resume)
+        self._splits = is_split(state)
+        everything = self._find(resume)
+        found = everything.latest
         if found is not None:
             state = restored(
                 self._group,
-                found,
-                sources,
+                everything,
                 state,
                 batches,
                 keeps_missing=keeps_missing,
@@ -100,9 +111,11 @@ class Session:
             self.steps = found.key.step
             if found.key.is_commit:
                 self._is_unsaved, self._is_committed = True, not found.lacking
+            if self._own_memory:
+                everything.sources.forget_later(found.key, self._own_memory)
         self.record(state, batches)
         if self._memory:
-            self._commits.prepare_for(state)
+            self._commits.prepare_for(state, everything.hosts)
         self._preemption = Preemption()
         self._ends.callback(self._preemption.stop_listening)
         self._ends.callback(self._saves.end_thread)
@@ -112,31 +125,31 @@ class Session:
             self._launcher.tell("restored", step=self.steps, tier=tier, s=seconds)
         return state
 
-    def _find(self, resume: bool | None) -> tuple[Sources, Latest | None]:
-        """Return the local sources and the latest state of all processes; begin a new life."""
-        with agree.propagating_errors(self._group, "while it looked for what to restore"):
-            if self._process == 0:
-                # The previous processes died, or stopped at SIGTERM.
-                is_later = self._assigned is not None and self._assigned.generation > 0
-                self._folder.lock(resumes=is_later)
-            sources = Sources(self._folder, self._memory)
-        mine = {"keys": sources.keys, "life": sources.life, "torn": sources.torn}
-        mine |= {"tag": secrets.token_hex(4), "resumes": self._resumes(resume)}
-        offers = agree.all_gather(self._group, mine, what="what there is to restore")
+    def _find(self, resume: bool | None) -> Found:
+        """Return what all processes found, and begin a new life."""
+        found = find(
+            self._group,
+            self._folder,
+            self._memory,
+            resumes=self._resumes(resume),
+            is_later=self._assigned is not None and self._assigned.generation > 0,
+            host=self._assigned.host_id if self._assigned else 0,
+            splits=self._splits,
+        )
         self._identity = {
             "directory": str(self._folder.path),
-            "life": 1 + max(each["life"] for each in offers.values()),
-            "tag": offers[0]["tag"],
+            "life": found.life,
+            "tag": found.tag,
             "jdp": version(),
             "jax": jax.__version__,
             **facts_of_program(),
         }
-        return sources, latest(offers, str(self._folder.path))
+        return found
 
     def record(self, state: Any, batches: Any) -> None:
         """Record the state after the last step, and the position of the batches."""
         self._state = state
-        self._data = _position_of(batches)
+        self._data = position_of(batches)
 
     def count_step(self) -> None:
         """Count the step that led to the state, and commit or save it if it is time."""
@@ -155,8 +168,8 @@ class Session:
         if self._memory and (self.steps % self._commit_every == 0 or not self._is_committed):
             self._commits.begin_write(self._state, self._facts())
             self._is_committed = True
-        if self._num_steps == _PREPARED_AFTER and self._process == 0:
-            self._saves.prepare(directory.prepare)
+        if self._num_steps == _PREPARED_AFTER and (self._process == 0 or self._splits):
+            self._saves.prepare(part_files.prepare if self._splits else orbax_files.prepare)
 
     def save(self, *, can_compare: bool = False) -> bool:
         """Save the state now, and return whether all processes passed `can_compare`."""
@@ -215,7 +228,8 @@ class Session:
         raise SystemExit(SAVED)
 
     def _facts(self) -> dict[str, Any]:
-        return {**self._identity, "step": self.steps, **self._data}
+        data = of_all_processes(self._group, self._data)
+        return {**self._identity, "step": self.steps, **data}
 
     def _resumes(self, resume: bool | None) -> bool:
         if self._assigned is not None and self._assigned.resumes:
@@ -232,36 +246,3 @@ class Session:
                     f"{error} Step {self.steps} is saved in {self._folder.path} as process 0 "
                     "holds it, and earlier checkpoints may be of ranks that differed already."
                 ) from None
-
-
-def _position_of(batches: Any) -> dict[str, Any]:
-    """Return the data position in the form stored in the facts."""
-    if batches is None:
-        return {"position": None}
-    if hasattr(batches, "get_state"):
-        state = batches.get_state()
-        return {"position": state["position"], "data": state}
-    return {"position": int(batches.position)}
-
-
-# Sessions with commits. A host has room for the commits of one at a time.
-_committing: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-def _require_alone(session: Session) -> None:
-    if not all(other.is_over for other in _committing):
-        raise RuntimeError(
-            "another Checkpointer is at work in this process, and the launcher keeps the commits "
-            "of one. Keep all states in one tree, ckpt.restore((state, other)), or close() the "
-            "other one first."
-        )
-    _committing.add(session)
-
-
-def _all_processes() -> tuple[int, ...]:
-    if jax.process_count() > 1 and not kv_store.is_open():
-        raise RuntimeError(
-            f"there are {jax.process_count()} processes, and this JAX gives no store in which they "
-            "could agree on what to restore. Use a version of JAX that jdp was tested with."
-        )
-    return tuple(range(jax.process_count()))

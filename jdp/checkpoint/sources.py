@@ -2,15 +2,19 @@
 
 import functools
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jdp.checkpoint.commit_memory import CommitMemory
+from jdp.checkpoint import split_commit, split_disk
+from jdp.checkpoint.commit_memory import Commit, CommitMemory
 from jdp.checkpoint.directory import Checkpoint, Folder, TornError
-from jdp.checkpoint.saved_leaves import disk_names, from_disk, leaves_of, unpack
+from jdp.checkpoint.restore_split import Readable
+from jdp.checkpoint.saved_leaves import disk_names, from_disk, is_split, leaves_of, unpack
+from jdp.checkpoint.split_commit import CommitPart
 
 _log = logging.getLogger("jdp")
 
@@ -31,41 +35,82 @@ class Key(NamedTuple):
 
 
 class Sources:
-    """The states this process can restore: its host's commit or, on process 0, a later checkpoint.
+    """The states this process can restore: its host's commits or, on process 0, a later checkpoint.
 
     Attributes:
-      keys: keys of these states.
+      keys: keys of these states, without commits of which the host may have only parts.
+      records: what the processes of this host wrote of commits in parts.
+      is_split: whether the checkpoint was written in parts.
       life: the last life of the run known to this process.
       torn: the damaged checkpoints, if all are damaged.
     """
 
     def __init__(self, folder: Folder, memory: CommitMemory | None) -> None:
-        self._readers: dict[Key, Callable[[], Saved]] = {}
+        self._folder, self._memory = folder, memory
+        self._found: dict[Key, tuple[dict[str, Any], Callable[[], list[np.ndarray]]]] = {}
+        self._commit: Commit | None = None
+        self.records: dict[Key, list[CommitPart]] = defaultdict(list)
         self.torn: list[str] = []
-        self._find_commit(folder, memory)
-        self.life = max((key.life for key in self._readers), default=0)
+        self.is_split = False
+        if memory:
+            self._find_commits(memory)
+        self.life = max((key.life for key in [*self._found, *self.records]), default=0)
         if jax.process_index() == 0:
             self._find_checkpoint(folder)
-        self.keys = [*self._readers]
+        self.keys = [*self._found]
+
+    def offer(self) -> dict[str, Any]:
+        """Return what `latest` needs to know of this process, as JSON."""
+        split = [[key, split_commit.coverage(found)] for key, found in self.records.items()]
+        offer = {"keys": self.keys, "split": split, "is_split": self.is_split}
+        return {**offer, "life": self.life, "torn": self.torn}
 
     def read(self, key: Key) -> Saved:
         """Read one of these states."""
-        return self._readers[key]()
+        facts, read = self._found[key]
+        return facts, read()
 
-    def _find_commit(self, folder: Folder, memory: CommitMemory | None) -> None:
-        commit = memory.latest() if memory else None
+    def facts(self, key: Key) -> dict[str, Any] | None:
+        """Return the facts of a state; None if this process has none of it."""
+        if key in self.records:
+            return self.records[key][0].facts
+        return self._found[key][0] if key in self._found else None
+
+    def readable(self, key: Key, facts: dict[str, Any], *, sees_directory: bool) -> Readable:
+        """Return what this process can read of a state, piece by piece."""
+        if not key.is_commit:
+            checkpoint = self._folder.checkpoint(key.life, key.step)
+            return split_disk.CheckpointReader(
+                self._folder, checkpoint, facts, is_here=sees_directory
+            )
+        if key in self._found and self._memory and self._commit:
+            return split_commit.CommitReader([CommitPart(self._memory, self._commit, facts)])
+        return split_commit.CommitReader(self.records.get(key, []))
+
+    def forget_later(self, key: Key, own: CommitMemory) -> None:
+        """Clear commits with missing parts from this process's area; the next ones replace them."""
+        own.forget(lambda facts: is_split(facts) and _key_of(facts) > key)
+
+    def _find_commits(self, memory: CommitMemory) -> None:
+        directory = str(self._folder.path)
+        for record in split_commit.records(memory):
+            # Another Checkpointer may have written it, if a script trains several models in turn.
+            if record.facts["directory"] == directory:
+                self.records[_key_of(record.facts)].append(record)
+        commit = memory.latest(lambda facts: not is_split(facts))
         facts = commit.facts if commit else {}
-        # Another Checkpointer may have written it, if a script trains several models in turn.
-        if memory and commit and facts["directory"] == str(folder.path):
-            key = Key(facts["life"], facts["step"], True, facts["tag"])
-            self._readers[key] = lambda: (facts, unpack(memory.read(commit), leaves_of(facts)))
+        if commit and facts["directory"] == directory:
+            self._commit = commit
+            read = functools.partial(_read_commit, memory, commit, facts)
+            self._found[_key_of(facts)] = facts, read
 
     def _find_checkpoint(self, folder: Folder) -> None:
         torn = []
+        whole = [key for key, each in self.records.items() if split_commit.is_whole(each)]
         for checkpoint in folder.checkpoints():
             self.life = max(self.life, checkpoint.life)
             key = Key(checkpoint.life, checkpoint.step)
-            if any(key < commit for commit in self._readers):
+            if any(key < commit for commit in [*self._found, *whole]):
                 return
             try:
                 facts = folder.facts(checkpoint)
@@ -73,14 +118,24 @@ class Sources:
                 torn.append(f"{checkpoint.path}: {error}")
                 _log.warning("jdp: a checkpoint is damaged and is passed over: %s.", torn[-1])
                 continue
-            self._readers[key] = functools.partial(_read_checkpoint, folder, checkpoint, facts)
+            self._found[key] = facts, functools.partial(_read_checkpoint, folder, checkpoint, facts)
+            self.is_split = is_split(facts)
             return
         self.torn = torn
 
 
-def _read_checkpoint(folder: Folder, checkpoint: Checkpoint, facts: dict[str, Any]) -> Saved:
-    read = functools.partial(folder.read, checkpoint)
-    return facts, from_disk(disk_names(leaves_of(facts)), read)
+def _key_of(facts: dict[str, Any]) -> Key:
+    return Key(facts["life"], facts["step"], True, facts["tag"])
+
+
+def _read_commit(memory: CommitMemory, commit: Commit, facts: dict[str, Any]) -> list[np.ndarray]:
+    return unpack(memory.read(commit), leaves_of(facts))
+
+
+def _read_checkpoint(
+    folder: Folder, checkpoint: Checkpoint, facts: dict[str, Any]
+) -> list[np.ndarray]:
+    return from_disk(disk_names(leaves_of(facts)), functools.partial(folder.read, checkpoint))
 
 
 class Latest(NamedTuple):
@@ -90,6 +145,7 @@ class Latest(NamedTuple):
     source: int  # a process that has it
     lacking: list[int]  # processes that do not
     where: str
+    is_split: bool = False  # whether it was written in parts, or is to be restored in parts
 
     @property
     def tier(self) -> str:
@@ -110,6 +166,10 @@ def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
     (40, 1, [0], 'the commit of step 40')
     """
     keys = {process: [Key(*key) for key in each["keys"]] for process, each in offers.items()}
+    num_missing = _num_missing(offers)
+    split = {key for key, num in num_missing.items() if not num}
+    for process, each in offers.items():
+        keys[process] += split.intersection(_split_keys(each))
     key = max((key for each in keys.values() for key in each), default=None)
     if key is None:
         if torn := offers[0].get("torn"):
@@ -126,9 +186,38 @@ def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
             "--resume, JDP_RESUME=1 or Checkpointer(..., resume=True). To begin anew: another "
             "directory, or this one emptied."
         )
+    _warn_of_lost(num_missing, key)
     having = [process for process, each in keys.items() if key in each]
     lacking = [process for process in keys if process not in having]
     where = f"step {key.step} of {directory}"
     if key.is_commit:
         where = f"the commit of step {key.step}"
-    return Latest(key, having[0], lacking, where)
+    is_split = key in split or any(each.get("splits") for each in offers.values())
+    is_split |= not key.is_commit and offers[0].get("is_split", False)
+    return Latest(key, having[0], [*keys] if key in split else lacking, where, is_split)
+
+
+def _split_keys(offer: dict[str, Any]) -> list[Key]:
+    return [Key(*key) for key, _ in offer.get("split", ())]
+
+
+# The commits in parts: how many each of all hosts together lack.
+def _num_missing(offers: dict[int, dict[str, Any]]) -> dict[Key, int]:
+    found: dict[Key, list[split_commit.Coverage]] = defaultdict(list)
+    for offer in offers.values():
+        for key, coverage in offer.get("split", ()):
+            found[Key(*key)].append(split_commit.Coverage(*coverage))
+    return {key: split_commit.num_missing(each) for key, each in found.items()}
+
+
+# In the log of process 0, a commit that would have been taken if no host had been lost.
+def _warn_of_lost(num_missing: dict[Key, int], key: Key) -> None:
+    lost = max((each for each, num in num_missing.items() if num), default=key)
+    if lost > key and not key.is_commit and jax.process_index() == 0:
+        _log.warning(
+            "jdp: the commit of step %d lacks %d of its parts, which were on hosts that are gone "
+            "or were not written in time. This goes on from step %d, which is on the disk.",
+            lost.step,
+            num_missing[lost],
+            key.step,
+        )

@@ -1,5 +1,6 @@
-"""Writes states in a background thread during training."""
+"""Writes states, with the position of the data, in a background thread during training."""
 
+import itertools
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -7,17 +8,21 @@ from typing import Any
 
 import numpy as np
 
+from jdp.checkpoint import shared_checkpoint, split_commit
 from jdp.checkpoint.commit_memory import CommitMemory
 from jdp.checkpoint.directory import Folder
-from jdp.checkpoint.saved_leaves import pack, to_disk
+from jdp.checkpoint.saved_leaves import is_split, pack, to_disk
 from jdp.checkpoint.snapshot import Snapshot, Snapshots
-from jdp.distributed import in_flight
+from jdp.distributed import agree, in_flight
 from jdp.worker import progress
 
 _log = logging.getLogger("jdp")
 
 # (facts, the values of the arrays of a state)
 Write = Callable[[dict[str, Any], list[np.ndarray]], None]
+
+# The key of the state of a loader in the position of one process.
+KEY_OF_LOADER = "loader"
 
 
 class StateWriter:
@@ -26,7 +31,8 @@ class StateWriter:
     A state is not written if a step that led to it failed a check. Each process raises that error
     no later than at its next write; raised from the thread, it would reach only one process. The
     interpreter waits at exit for a state that is being written. Processes where `is_here` is false
-    only take part in gathering; `reuse` is that of `Snapshots`.
+    only take part in gathering, and write their parts of split leaves; `reuse` is that of
+    `Snapshots`.
 
     >>> written = []
     >>> writer = StateWriter("example", lambda facts, values: written.append((facts, values)),
@@ -57,13 +63,16 @@ class StateWriter:
         taken = self._snapshots.take_snapshot(state, here=self._is_here)
         self._steps = in_flight.Unchecked()
         if taken is not None:
-            facts = {**facts, "leaves": taken.leaves}
+            facts = {**facts, "leaves": taken.leaves, **taken.split}
             self._job = self._pool.submit(self._write_taken, facts, taken, self._steps)
 
-    def prepare_for(self, state: Any) -> None:
-        """Allocate the first copy in the thread, because mapping it may take seconds."""
-        if self._is_here:
-            self._job = self._pool.submit(self._snapshots.reservation(state))
+    def prepare_for(self, state: Any, hosts: tuple[int, ...]) -> None:
+        """Allocate the first copy in the thread, because mapping it may take seconds.
+
+        `hosts`: of each process; the parts of a split state are kept by the next host, too.
+        """
+        self._snapshots.hosts = hosts
+        self._job = self._pool.submit(self._snapshots.reservation(state, here=self._is_here))
 
     def prepare(self, action: Callable[[], None]) -> None:
         """Run an action in the thread, before the next state is written."""
@@ -96,12 +105,18 @@ class StateWriter:
             self._write(facts, values)
 
 
-def commit_writer(memory: CommitMemory | None, *, is_here: bool) -> StateWriter:
-    """Return the writer of the commits of this host."""
+def commit_writer(memory: CommitMemory | None, *, is_here: bool, num_local: int) -> StateWriter:
+    """Return the writer of the commits of this host, which has `num_local` processes."""
 
     def write(facts: dict[str, Any], values: list[np.ndarray]) -> None:
         assert memory is not None
         memory.write(facts, pack(values))
+        num_areas = 1
+        if is_split(facts):
+            split_commit.wait_for_all(facts)
+            num_areas = num_local
+        if is_here:
+            memory.free_areas(num_areas)  # of an earlier life with more processes
         progress.own.latest_kept = f"step {facts['step']} (a commit in this host's memory)"
 
     return StateWriter("jdp commit", write, is_here=is_here, reuse=True)
@@ -109,10 +124,47 @@ def commit_writer(memory: CommitMemory | None, *, is_here: bool) -> StateWriter:
 
 def checkpoint_writer(folder: Folder, *, keep: int, is_here: bool) -> StateWriter:
     """Return the writer of checkpoints to a folder; it keeps the last `keep`."""
+    number = itertools.count()
 
     def write(facts: dict[str, Any], values: list[np.ndarray]) -> None:
-        folder.write(facts["life"], facts["step"], facts, to_disk(facts["leaves"], values))
+        if is_split(facts):
+            shared_checkpoint.write(folder, facts, values, next(number))
+        else:
+            folder.write(facts["life"], facts["step"], facts, to_disk(facts["leaves"], values))
         progress.own.latest_kept = f"step {facts['step']} ({folder.path})"
-        folder.keep(keep)
+        if is_here:
+            folder.keep(keep)
 
     return StateWriter("jdp save", write, is_here=is_here, reuse=False)
+
+
+def position_of(batches: Any) -> dict[str, Any]:
+    """Return the position of the data of this process, in the form of the facts."""
+    if batches is None:
+        return {"position": None}
+    state = state_of_data(batches)
+    if state is None:
+        return {"position": int(batches.position)}
+    return {"position": state["position"], "data": state}
+
+
+def of_all_processes(group: tuple[int, ...], position: dict[str, Any]) -> dict[str, Any]:
+    """Return a position with the states of the loaders of all processes, which all call this."""
+    data = position.get("data", {})
+    if KEY_OF_LOADER not in data:
+        return position
+    mine = data[KEY_OF_LOADER]
+    gathered = agree.all_gather(group, mine, what="the states of their loaders")
+    loaders = [gathered[process] for process in group]
+    return {**position, "data": {"position": data["position"], "loaders": loaders}}
+
+
+def state_of_data(batches: Any) -> dict[str, Any] | None:
+    """Return the state of batches; None if they have a position alone.
+
+    A class of the user's may have a `get_state` for something else.
+    """
+    if not (hasattr(batches, "get_state") and hasattr(batches, "set_state")):
+        return None
+    state = batches.get_state()
+    return state if isinstance(state, dict) and "position" in state else None

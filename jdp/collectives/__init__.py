@@ -1,8 +1,8 @@
 """All-reduce algorithms: one signature, bitwise equal results on every rank.
 
-`all_reduce(buckets, axis_name, *, scale, mesh) -> buckets`: every leaf summed over the ranks of
-`axis_name` and multiplied by `scale`. A bucket is a list of leaves of one dtype; buckets come
-in the order in which backpropagation finishes them.
+`all_reduce(buckets, axis_name, *, scale, mesh) -> buckets` sums every leaf over the ranks of
+`axis_name` and multiplies it by `scale`. A bucket is a list of leaves of one dtype. Buckets are in
+the order in which backpropagation finishes them.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from jdp.collectives.xla import xla
 
 AllReduce = Callable[..., list]
 
-# jdp's own: they lose no digit of a float32 sum, and give one rank its own leaves back.
+# jdp's own algorithms: no float32 sum loses a digit, and one rank gets its own leaves back.
 ALGORITHMS: tuple[AllReduce, ...] = (auto, native, ring, split, xla)
 
 __all__ = [

@@ -25,14 +25,14 @@ def auto(
 ) -> list[list[jax.Array]]:
     """Sum every leaf over `axis_name`: `native` in steps on CPUs of one host, else `xla`.
 
-    The choice depends on the program, devices and hosts alone, never on timing, and is logged
+    The choice depends only on the program, the devices and the hosts, never on timing. It is logged
     once, to the logger "jdp" at level INFO.
 
     Args:
       buckets: lists of leaves, one dtype each; any shapes.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
-      mesh: of the ranks; None if it is not known, as inside a `shard_map` of your own.
+      mesh: the mesh of the ranks; None if it is not known, as inside a `shard_map` of your own.
 
     Returns:
       The same lists, summed and scaled, in the dtype of each leaf.

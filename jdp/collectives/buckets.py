@@ -1,4 +1,4 @@
-"""Groups of gradient leaves that are reduced together; knows bytes, not ranks."""
+"""Groups of gradient leaves that are reduced together, planned by their bytes."""
 
 import math
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ def plan(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], bucket_bytes: int) 
 
     Args:
       leaves: gradient leaves, or anything with `shape` and `dtype`.
-      bucket_bytes: capacity of one bucket in bytes, > 0. A leaf is never split: one that is
-        larger gets a bucket of its own.
+      bucket_bytes: capacity of one bucket in bytes, > 0. A leaf is never split: a larger leaf gets
+        a bucket of its own.
 
     Returns:
-      Buckets in the order in which backpropagation completes them; each has the positions of its
-      leaves. Every leaf is in exactly one, and a bucket holds one dtype.
+      Buckets in the order in which backpropagation completes them, each with the positions of its
+      leaves. Every leaf is in exactly one bucket, and a bucket holds one dtype.
 
     Raises:
       ValueError: if `bucket_bytes` is not positive.
@@ -46,17 +46,17 @@ def plan(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], bucket_bytes: int) 
             buckets.append(bucket)
         bucket.append(i)
         filling[dtype] = bucket, used + num_bytes
-    # With several dtypes a bucket that was begun early may be the last to be complete.
+    # With several dtypes, the bucket that was started first may be the last to be complete.
     return sorted(buckets, key=lambda bucket: bucket[-1], reverse=True)
 
 
 def pack(bucket: Sequence[jax.Array]) -> jax.Array:
-    """Lay the leaves of one bucket end to end in one vector."""
+    """Concatenate the leaves of one bucket, which share a dtype, into one vector."""
     return jnp.concatenate([leaf.ravel() for leaf in bucket])
 
 
 def unpack(vector: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-    """Invert `pack`: `unpack(pack(bucket), like=bucket)` equals `bucket`."""
+    """Split a vector into leaves with the shapes of `like`: `unpack(pack(b), b)` equals b."""
     ends = np.cumsum([leaf.size for leaf in like])
     pieces = jnp.split(vector, ends[:-1])
     return [piece.reshape(leaf.shape) for piece, leaf in zip(pieces, like, strict=True)]

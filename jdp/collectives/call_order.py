@@ -1,7 +1,7 @@
-"""The numbers of the native all-reduces of a program, and the order in which they run.
+"""The numbers of the native calls of a program, and the order in which they run.
 
-XLA may run independent operations in another order on each rank, and merges equal ones. So each
-call has a unique number, and takes a token from the previous call.
+XLA may run independent operations in a different order on each rank, and merges equal operations.
+So each call has a unique number, and takes a token from the previous call.
 """
 
 import contextlib
@@ -18,10 +18,11 @@ import jax.extend.core
 from jdp.analysis import jaxprs
 from jdp.jax_compat import opened
 
-# The position of the token among the operands of an all-reduce.
+# The calls of the CPU library, and the position of the token among their operands.
+NATIVE = frozenset({"jdp_all_gather", "jdp_all_reduce", "jdp_reduce_scatter"})
 TOKEN = 3
 
-# The calls that start a reduction between GPUs, and wait for it.
+# The calls between GPUs that start a reduction, and that wait for it.
 START, DONE = "jdp_ring_start", "jdp_ring_done"
 
 # XLA gives a rank two threads that may block on other ranks, and its own collectives use one, so
@@ -34,58 +35,63 @@ PART_OF_ANOTHER = "the step is part of a larger program, and jdp sees only the s
 class _Order:
     """The order of the calls in the program that is being traced."""
 
-    def __init__(self, why_not: str | None, series: str) -> None:
+    def __init__(self, why_not: str | None, series: str, beside_xla: bool) -> None:
         self.why_not = why_not
         self.series = series
+        self.beside_xla = beside_xla
         self.numbers = itertools.count()
         self.token: jax.Array | None = None
-        self.trace: Any = None  # the trace that made the token, and may use it
+        self.trace: Any = None  # the trace that made the token; no other may use it
 
 
 class _Outside:
-    """The numbers outside of jdp's programs: the last trace, and its calls with equal leaves."""
+    """The state for calls outside of jdp's steps: the last trace, and its calls by leaf types."""
 
     def __init__(self) -> None:
         self.trace: Any = None
         self.num_equal: Counter[int] = Counter()
 
 
-# JAX caches the trace of an author's jitted function for each value of this. An all-reduce that was
-# traced in a step must not be reused in a program where nothing orders it.
+# JAX caches the trace of a user's jitted function for each value of this. It must not reuse an
+# all-reduce that was traced in a step in a program that does not order its all-reduces.
 _traced_where = jax.make_user_context("")
 _order: ContextVar[_Order | None] = ContextVar("jdp_order", default=None)
 _outside = _Outside()
-# Name of a function -> how many of its steps are part of another program.
+# Name of a function -> the number of its steps that are part of another program.
 _num_steps: Counter[str] = Counter()
 
 
 @contextlib.contextmanager
-def entered(*, why_not: str | None = None, series: str = "") -> Iterator[None]:
-    """Order the all-reduces that are traced inside, which are those of one program.
+def entered(
+    *, why_not: str | None = None, series: str = "", beside_xla: bool = False
+) -> Iterator[None]:
+    """Order the native calls that are traced in the with block, all of one program.
 
     Args:
-      why_not: in a sentence, why nothing can order them; see `why_unordered`.
-      series: see `next_series`; empty for a program that is not part of another.
+      why_not: a sentence that says why nothing can order them, see `why_unordered`; else None.
+      series: a unique name, see `next_series`; empty for a program that is not part of another.
+      beside_xla: the result of `is_beside_xla` for these calls.
     """
-    token = _order.set(_Order(why_not, series))
+    token = _order.set(_Order(why_not, series, beside_xla))
+    where = "step beside XLA" if beside_xla else "step"
     try:
-        with _traced_where("step" if why_not is None else "unordered step"):
+        with _traced_where(where if why_not is None else "unordered step"):
             yield
     finally:
         _order.reset(token)
 
 
 def next_series(name: str) -> str:
-    """Return a unique name for a step that is part of a larger program, given that of its function.
+    """Return a unique name for a step of the function `name` that is part of a larger program.
 
-    It is the same in every process that makes its steps in the same order.
+    It is the same in every process that creates its steps in the same order.
     """
     _num_steps[name] += 1
     return f"step {name} {_num_steps[name] - 1}"
 
 
 def why_not() -> str | None:
-    """Return in a sentence why nothing orders the all-reduces of this program, or None."""
+    """Return a sentence that says why nothing orders the all-reduces of this program, or None."""
     order = _order.get()
     if order is None:
         return (
@@ -95,11 +101,20 @@ def why_not() -> str | None:
     return order.why_not
 
 
-def why_unordered(jaxpr: Any) -> str | None:
-    """Return in a sentence why ranks could match different all-reduces of a program, or None.
+def is_beside_xla() -> bool:
+    """Whether collectives of XLA may run at the same time as the native calls of this program.
 
-    JAX traces a function that is jitted by itself once, for all its calls: its all-reduces are then
-    in the program several times, under the same numbers, and outside of its chain.
+    See `beside_xla.runs_beside`. Outside of a step jdp does not know, and returns False.
+    """
+    order = _order.get()
+    return order is not None and order.beside_xla
+
+
+def why_unordered(jaxpr: Any) -> str | None:
+    """Return a sentence that says why ranks could match different all-reduces, or None.
+
+    JAX traces a user's jitted function once for all its calls. The program then has its all-reduces
+    several times, with the same numbers, and not ordered by jdp's token.
     """
     found = _chains(jaxpr, {})
     if found.is_repeated:
@@ -110,7 +125,7 @@ def why_unordered(jaxpr: Any) -> str | None:
 
 
 def require(jaxpr: Any) -> None:
-    """Refuse a program for which `why_unordered` has a reason, by a ValueError."""
+    """Raise a ValueError if `why_unordered` has a reason against a program."""
     if reason := why_unordered(jaxpr):
         raise ValueError(
             f"collectives.native cannot reduce in this step: {reason} Ranks could take one "
@@ -120,12 +135,12 @@ def require(jaxpr: Any) -> None:
 
 
 class _Chains(NamedTuple):
-    """The all-reduces of a jaxpr and of all bodies in it.
+    """The all-reduces of a jaxpr and of the bodies in it.
 
     Attributes:
-      num_chains: number of all-reduces that do not wait for another one.
-      numbers: all of their numbers.
-      is_repeated: whether a number occurs twice.
+      num_chains: number of all-reduces that do not wait for another all-reduce.
+      numbers: the numbers of all of them.
+      is_repeated: whether two of them share a number.
     """
 
     num_chains: int
@@ -142,17 +157,17 @@ class _Chains(NamedTuple):
 
 
 def _chains(jaxpr: Any, known: dict[int, _Chains]) -> _Chains:
-    """Find the all-reduces of a jaxpr; `known` has those of bodies by id, to read each once."""
+    """Return the all-reduces of a jaxpr. `known` has those of bodies, by id, to read each once."""
     jaxpr = opened(jaxpr)
     if id(jaxpr) in known:
         return known[id(jaxpr)]
     found, given = _Chains(0, frozenset(), False), set()
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "jdp_all_reduce":
+        if equation.primitive.name in NATIVE:
             token, passed_on = id(equation.invars[TOKEN]), id(equation.outvars[0])
             number = frozenset([equation.params["number"]])
             found = found.joined(_Chains(int(token not in given), number, False))
-            given.discard(token)  # A second call that takes it runs beside the first.
+            given.discard(token)  # a second call with this token may run beside the first
             given.add(passed_on)
             continue
         if equation.params.get("target_name") == START:  # a start does not block
@@ -165,10 +180,11 @@ def _chains(jaxpr: Any, known: dict[int, _Chains]) -> _Chains:
 
 
 def next_number(bucket: Sequence[jax.Array]) -> int:
-    """Return the number of the next all-reduce of the program, from 0.
+    """Return the number of the next all-reduce of the program, >= 0.
 
     It is the same in every process and every run of the program, since the key of the compilation
-    cache depends on it. Where jdp does not trace the whole program, it is made from the shapes.
+    cache depends on it. It counts from 0, or is computed from the shapes of `bucket` if jdp does
+    not trace the whole program.
     """
     order = _order.get()
     if order is not None:
@@ -183,12 +199,17 @@ def next_number(bucket: Sequence[jax.Array]) -> int:
 
 
 def derived(number: int, by: str) -> int:
-    """Return the number of an all-reduce that a transformation makes of another, as its tangent."""
+    """Return the number of an all-reduce that JAX derives from another.
+
+    Args:
+      number: the number of the other all-reduce.
+      by: name of the transformation, such as the tangent's.
+    """
     return zlib.crc32(f"{number} {by}".encode()) % 2**30 + 2**30
 
 
 def token() -> jax.Array | None:
-    """Return the token of the last all-reduce; None before the first one of this trace."""
+    """Return the token of the last all-reduce, None before the first one of this trace."""
     order = _order.get()
     if order is None or order.trace != jax.extend.core.get_opaque_trace_state():
         return None
@@ -196,7 +217,7 @@ def token() -> jax.Array | None:
 
 
 def passed(token: jax.Array) -> None:
-    """Record the token for the next all-reduce."""
+    """Record the token of an all-reduce, for the next one."""
     order = _order.get()
     if order is not None:
         order.token, order.trace = token, jax.extend.core.get_opaque_trace_state()

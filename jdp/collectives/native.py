@@ -5,8 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.sharding import Mesh
 
 from jdp import axis
@@ -14,17 +12,13 @@ from jdp.axis import AxisName
 from jdp.collectives import call_order
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.collectives.cpu import shared_memory
+from jdp.collectives.cpu.calls import SUMMED_DTYPES, Calls
 from jdp.collectives.cpu.primitive import all_reduce_p
 from jdp.collectives.gpu import communicator
 from jdp.collectives.gpu.start_done import pairs, split
-from jdp.collectives.xla import Scale, scaled, xla
+from jdp.collectives.xla import Scale, xla
 
-_SUMMED_DTYPES = frozenset(
-    "float32 float64 bfloat16 float16 int8 int16 int32 int64 uint8 uint16 uint32 uint64".split()
-)
-
-# MLIR compares each leaf of a call with each other, which takes 1.5 s for 10,000.
-_MAX_LEAVES = 512
+_ALGORITHMS = ("direct", "ring")
 
 _platform = axis.platform
 
@@ -39,18 +33,18 @@ def native(
 ) -> list[list[jax.Array]]:
     """Sum every leaf over `axis_name` in compiled code of jdp's own, on CPUs or GPUs of one host.
 
-    The GPU code was compiled but has never been run, so before its first use it is compared with
-    `lax.psum`. It has no derivatives, unlike that for CPUs.
+    The GPU code was compiled but has never been run, so before the first use its results are
+    compared with those of `lax.psum`. Unlike the CPU code, it has no derivatives.
 
     Args:
       buckets: lists of leaves, one dtype each; any shapes. bfloat16 and float16 are added up in
-        float32 and rounded once. XLA sums dtypes that this code does not support.
+        float32 and rounded once. XLA sums the dtypes that this code does not support.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
-      mesh: of the ranks; needed for several processes, or GPUs. To compile for a mesh, its devices
-        need not exist.
-      algorithm: "direct": a rank that is free sums a part of a bucket from all ranks; "ring":
-        chunks go round. Between GPUs the size of a bucket decides.
+      mesh: the mesh of the ranks, needed for several processes or GPUs. To compile for a mesh, its
+        devices need not exist.
+      algorithm: "direct": each free rank sums a part of a bucket from all ranks; "ring": chunks
+        move around a ring. Between GPUs the size of a bucket selects the algorithm.
 
     Returns:
       The same lists, summed and scaled, in the dtype of each leaf; equal bits on every rank.
@@ -58,46 +52,45 @@ def native(
     Raises:
       ValueError: if it cannot run here, with the reason; `collectives.auto` uses XLA instead.
     """
-    axes = axis.in_mesh_order(axis_name)  # one communicator, whatever the order of the names
+    axes = axis.in_mesh_order(axis_name)  # one communicator for any order of the names
     _require(_why_unable(axes, mesh))
     if _platform(mesh) == "gpu":
         return _on_gpus(buckets, axes, scale, mesh)
-    options = dict(
-        axes=axes,
-        num_ranks=axis.size(axes),
-        algorithm=("direct", "ring").index(algorithm),
-        communicator=shared_memory.communicator(mesh, axes),
-    )
-    rank, group = lax.axis_index(axes), _group(axes)
-    token = call_order.token()
-    token = np.zeros(1, np.float32) if token is None else token
+    calls = Calls(axes, mesh)
     results = []
     for bucket in buckets:
-        dtype = bucket[0].dtype
-        if dtype.name not in _SUMMED_DTYPES:
+        if bucket[0].dtype.name in SUMMED_DTYPES:
+            kind = _ALGORITHMS.index(algorithm)
+            results.append(calls.summed(all_reduce_p, bucket, scale, algorithm=kind))
+        else:
             results += xla([bucket], axes, scale=scale)
-            continue
-        # A number is part of the one rounding; integers are scaled as XLA's sums are.
-        is_fused = isinstance(scale, (int, float)) and jnp.issubdtype(dtype, jnp.floating)
-        fused = np.asarray(scale if is_fused else 1, "float64" if dtype == "float64" else "float32")
-        sums: list[jax.Array] = []
-        for first in range(0, len(bucket), _MAX_LEAVES):
-            part = bucket[first : first + _MAX_LEAVES]
-            number = call_order.next_number(part)
-            token, *leaves = all_reduce_p.bind(
-                rank, group, fused, token, *part, number=number, **options
-            )
-            sums += leaves
-        results.append(sums if is_fused else [scaled(leaf, scale) for leaf in sums])
-    if isinstance(token, jax.Array):
-        call_order.passed(token)
+    calls.end()
     return results
 
 
-def why_not(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
-    """Return in a sentence why `auto` does not choose `native` in the code being traced, or None.
+def require_cpu(axes: tuple[str, ...], mesh: Mesh | None) -> None:
+    """Raise a ValueError with the reason if native calls cannot run here on CPUs.
 
-    It depends on devices and hosts alone, so that it is the same in every process.
+    Args:
+      axes: names of the axes of the ranks.
+      mesh: the mesh of the ranks; None if it is not known.
+    """
+    platform = _platform(mesh)
+    _require(
+        _why_unable(axes, mesh)
+        if platform == "cpu"
+        else f"the ranks are on {platform!r}, and reduce-scatter and all-gather are for CPUs."
+    )
+
+
+def why_not(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
+    """Return a sentence that says why `auto` does not choose `native` in the traced code, or None.
+
+    It depends only on devices and hosts, so it is the same in every process.
+
+    Args:
+      axes: names of the axes of the ranks.
+      mesh: the mesh of the ranks; None if it is not known.
     """
     if _platform(mesh) == "gpu":
         return (
@@ -108,11 +101,11 @@ def why_not(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
 
 
 def starts_when_ready(all_reduce: Any, mesh: Mesh | None) -> bool:
-    """Whether an algorithm starts a bucket once it is complete, so that their order counts.
+    """Whether an algorithm starts each bucket when it is complete, so that their order matters.
 
     Args:
       all_reduce: the algorithm.
-      mesh: of the ranks, None if it is not known.
+      mesh: the mesh of the ranks, None if it is not known.
     """
     return all_reduce is split or (all_reduce is native and _platform(mesh) == "gpu")
 
@@ -141,7 +134,7 @@ def _why_unable(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
             "that are split over it before a call of foreign code."
         )
     if platform == "cpu":
-        # Processes first: one of them may have no library, and all must come to one answer.
+        # Ask the processes first: one may have no library, and all must get the same answer.
         return shared_memory.why_apart(mesh, axes) or cpu_runtime.why_missing()
     if mesh is None:
         return (
@@ -156,7 +149,7 @@ def _on_gpus(
 ) -> list[list[jax.Array]]:
     # Integers are scaled as XLA's sums are.
     ours = [
-        bucket[0].dtype.name in _SUMMED_DTYPES and jnp.issubdtype(bucket[0].dtype, jnp.floating)
+        bucket[0].dtype.name in SUMMED_DTYPES and jnp.issubdtype(bucket[0].dtype, jnp.floating)
         for bucket in buckets
     ]
     sent = [bucket for bucket, is_ours in zip(buckets, ours, strict=True) if is_ours]
@@ -175,12 +168,16 @@ def reserved(
     axes: tuple[str, ...],
     mesh: Mesh | None,
 ) -> int:
-    """Return the key of the communicator of these GPUs, with room for further buckets.
+    """Return the key of the communicator of these GPUs, with memory for further buckets.
 
-    The buckets have the `numbers` of `call_order.next_number`.
+    Args:
+      buckets: lists of leaves, one dtype each.
+      numbers: numbers of the buckets, see `call_order.next_number`.
+      axes: names of the axes of the ranks.
+      mesh: the mesh of the ranks.
 
     Raises:
-      ValueError: if the communicator cannot be used, or has no room.
+      ValueError: if the communicator cannot be used, or has no memory.
     """
     _require(_why_unable(axes, mesh))
     assert mesh is not None  # None would have raised above
@@ -191,10 +188,3 @@ def reserved(
     except communicator.UnavailableError as error:
         _require(str(error))
     return here.key
-
-
-def _group(axes: tuple[str, ...]) -> jax.Array:
-    # Ranks that differ along another axis are in another reduction.
-    around = jax.sharding.get_abstract_mesh()
-    others = tuple(n for n in around.axis_names if n in around.manual_axes and n not in axes)
-    return lax.axis_index(others) if others else jnp.int32(0)

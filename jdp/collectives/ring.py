@@ -23,14 +23,14 @@ def ring(
 ) -> list[list[jax.Array]]:
     """Sum every leaf over `axis_name` by passing chunks of each bucket around a ring.
 
-    2(n - 1) steps; a rank sends 2 (n - 1) / n of the bucket's bytes, which is the least
-    possible (Patarasuk & Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002).
+    It takes 2(n - 1) steps. A rank sends 2(n - 1)/n of the bucket's bytes, the least possible
+    number (Patarasuk & Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002).
 
     Args:
       buckets: lists of leaves, one dtype each; any shapes. Sums are taken in that dtype.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
-      mesh: not used: this runs on any devices.
+      mesh: unused, since this runs on any devices.
 
     Returns:
       The same lists, summed and scaled, in the dtype of each leaf.
@@ -56,18 +56,18 @@ def ring(
 
 
 def _ring(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
-    # chunk: one rank's n-th of the vector, zero-padded to a multiple of n.
+    # A chunk is an n-th of one rank's vector, which is zero-padded to a multiple of n.
     n, rank = lax.axis_size(axis_name), lax.axis_index(axis_name)
     to_next = [(i, (i + 1) % n) for i in range(n)]
     chunks = jnp.pad(x, (0, -x.size % n)).reshape(n, -(-x.size // n))
 
-    # Reduce-scatter: afterwards rank r holds the finished chunk r + 1.
+    # Reduce-scatter: afterwards rank r holds the complete sum of chunk r + 1.
     for step in range(n - 1):
         received = lax.ppermute(chunks[(rank - step) % n], axis_name, to_next)
         chunks = chunks.at[(rank - step - 1) % n].add(received)
 
-    # All-gather: pass the finished chunks on. A chunk is summed once and then only copied,
-    # which is why all ranks end with equal bits.
+    # All-gather: send the complete chunks around. A chunk is summed once and then only copied, so
+    # all ranks end with equal bits.
     for step in range(n - 1):
         received = lax.ppermute(chunks[(rank - step + 1) % n], axis_name, to_next)
         chunks = chunks.at[(rank - step) % n].set(received)

@@ -1,4 +1,4 @@
-"""Loads the native libraries, if XLA is not older than the headers that they were built with."""
+"""Load the native libraries, unless XLA is older than the headers that they were built with."""
 
 import ctypes
 import re
@@ -12,7 +12,7 @@ LIB = Path(__file__).parent.parent / "lib"
 
 
 class Loaded(NamedTuple):
-    """The functions of a library, or the reason why it is missing, in a sentence."""
+    """The functions of a library, or a sentence that says why it is missing."""
 
     functions: Any
     why_missing: str | None
@@ -31,14 +31,14 @@ def load(
     platform: str,
     runtime: tuple[int, int] | None,
 ) -> Loaded:
-    """Load a library, and register its XLA handlers. No backend is started.
+    """Load a library, and register its XLA handlers. This does not start a backend.
 
     Args:
-      path: of the library. If it was not built, the reason is beside it, with suffix ".txt".
+      path: path of the library. If it was not built, a file beside it with suffix ".txt" says why.
       signatures: name of a function -> type of its result, types of its arguments.
       handlers: name in XLA programs -> stage of a run -> name in the library.
-      platform: of the handlers, "cpu" or "CUDA".
-      runtime: version of XLA's FFI in the installed jaxlib, None if it is unknown.
+      platform: platform of the handlers, "cpu" or "CUDA".
+      runtime: version of XLA's FFI in the installed jaxlib, (major, minor); None if it is unknown.
     """
     if not path.exists():
         reason = path.with_suffix(".txt")  # written by the build
@@ -66,7 +66,7 @@ def load(
 
 
 def runtime_version() -> tuple[int, int] | None:
-    """Return the (major, minor) version of XLA's FFI of jaxlib, read from its headers."""
+    """Return the (major, minor) version of XLA's FFI in jaxlib's headers, None if unknown."""
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
     if not header.exists():
         return None

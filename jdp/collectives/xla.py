@@ -14,7 +14,7 @@ from jdp.axis import AxisName
 Scale = float | jax.Array
 
 MiB = 2**20
-# GPUs of a host send about that many bytes in the time that one all-reduce takes to begin.
+# GPUs of a host send about this many bytes in the time that an all-reduce takes to start.
 _LEAST_COMBINED = 8 * MiB
 # XLA's default of `xla_gpu_all_reduce_combine_threshold_bytes`.
 _MOST_COMBINED = 30 * MiB
@@ -29,13 +29,13 @@ def xla(
 ) -> list[list[jax.Array]]:
     """Sum every leaf over `axis_name` with `lax.psum`, one call for each bucket.
 
-    The reference that the other algorithms are tested against. XLA may merge the calls.
+    It is the reference in the tests of the other algorithms. XLA may merge the calls.
 
     Args:
       buckets: lists of leaves, one dtype each; any shapes.
       axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
-      mesh: of the ranks, since CPUs need another program; None: JAX's default devices.
+      mesh: the mesh of the ranks, since CPUs need another program; None: JAX's default devices.
 
     Returns:
       The same lists, summed and scaled, in the dtype of each leaf.
@@ -52,9 +52,10 @@ def xla(
 def combine_options(num_bytes: int) -> dict[str, int]:
     """Return XLA's options for merging the psums of a step on GPUs, given its bytes of gradients.
 
-    A merged psum starts when its last gradient is ready, and no backward pass hides the last one:
-    a step with few gradients is faster with several small ones. At least eight, unless beginning
-    them would take most of their time; no option if XLA's own choice is better.
+    A merged psum starts when its last gradient is ready, and the backward pass cannot hide the last
+    psum, so a step with few gradients is faster with several small psums. The options allow at
+    least eight, unless most of their time would be spent on starting them. Empty if XLA's default
+    is better.
 
     >>> combine_options(32 * MiB)
     {'xla_gpu_all_reduce_combine_threshold_bytes': 8388608}
@@ -67,20 +68,46 @@ def combine_options(num_bytes: int) -> dict[str, int]:
     return {"xla_gpu_all_reduce_combine_threshold_bytes": threshold}
 
 
-def split_scale(scale: Scale, dtype: np.dtype) -> tuple[Scale, Scale]:
-    """Return the factors before and after the sum.
+def group_options(group_bytes: int, num_ranks: int) -> dict[str, int]:
+    """Return XLA's options for gathers and reduce-scatters in groups, on GPUs.
 
-    One after it rounds once; but a sum of float16 may exceed 65504 although its mean does not.
+    XLA would merge neighbouring groups, and so gather both before either is used. A matmul could
+    not hide the gather, and more memory would be in use at once.
+
+    Args:
+      group_bytes: bytes of a group of whole arrays; 0 if there are no groups.
+      num_ranks: number of ranks that each hold a part of the group.
+
+    >>> group_options(32 * MiB, 8)["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 4 * MiB
+    True
+    """
+    if not group_bytes:
+        return {}
+    return {
+        "xla_gpu_all_gather_combine_threshold_bytes": group_bytes,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": max(1, group_bytes // num_ranks),
+    }
+
+
+def split_scale(scale: Scale, dtype: np.dtype) -> tuple[Scale, Scale]:
+    """Return the factors by which to multiply before and after the sum.
+
+    With a factor only after the sum there is one rounding. But a sum of float16 may exceed 65504
+    although its mean does not.
+
+    Args:
+      scale: a number, or `[]` float.
+      dtype: dtype of the leaf.
     """
     return (scale, 1.0) if dtype == jnp.float16 else (1.0, scale)
 
 
 def scaled(x: jax.Array, scale: Scale) -> jax.Array:
-    """Multiply by `scale`, and keep the dtype."""
+    """Return `x`, of any shape, multiplied by the `[]` factor `scale` and in the dtype of `x`."""
     if isinstance(scale, (int, float)) and scale == 1:
         return x
-    # In at least float32: 1 / 3 in bfloat16 is 0.2 % too large. lax takes a quarter less time to
-    # trace than jnp, which counts for 10,000 leaves.
+    # In at least float32, since 1 / 3 in bfloat16 is 0.2 % too large. Tracing takes a quarter less
+    # time with lax than with jnp, which matters for 10,000 leaves.
     wide = jnp.promote_types(x.dtype, jnp.float32)
     product = lax.mul(lax.convert_element_type(x, wide), lax.convert_element_type(scale, wide))
     return lax.convert_element_type(product, x.dtype)

@@ -1,1 +1,1 @@
-"""Rows of a dataset on their way to the devices."""
+"""Read the rows of a dataset, and place them on the devices in batches."""

@@ -1,19 +1,18 @@
-"""From a dataset or a loader to batches on the devices: what users call."""
+"""The functions that turn a dataset or a loader into batches on the devices."""
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jdp.axis import AxisName
 from jdp.data.dataset import reader
-from jdp.data.loops import Batches, Target, place
+from jdp.data.loader_batches import LoaderBatches
+from jdp.data.loops import Batches, Target
 from jdp.data.run import Run
 from jdp.data.sampler import Sampler
 from jdp.data.sharding import num_blocks
-from jdp.validation import int_at_least
+from jdp.validation import allows, int_at_least
 
 
 def batches(
@@ -36,56 +35,58 @@ def batches(
     """Read a dataset in batches that lie split over all ranks.
 
     Every row comes once per epoch, in the order of `Sampler`, which does not depend on the number
-    of ranks. With `num_steps` all batches are full and run across the ends of epochs. With `epochs`
-    only the very last batch of the run may be short: it is padded with rows that do not count, and
-    a mask in every batch says which do. All batches of a run have the same leaves and shapes.
+    of ranks. With `num_steps` all batches are full and continue across the ends of epochs. With
+    `epochs` only the last batch of the run may be short: it is padded with extra rows, and a mask
+    in every batch marks the rows that count. All batches of a run have the same leaves and shapes.
 
-    Where batches have a mask they have the same rows on any number of ranks: what does not divide
-    is padded to a multiple of the ranks. 12 rows on 5 ranks are 15, of which the last 3, all of
-    rank 4, do not count. Without a mask that is an error.
+    Batches with a mask have the same rows on any number of ranks, padded to a multiple of that
+    number. 12 rows on 5 ranks become 15, of which the last 3, all on rank 4, do not count. Without
+    a mask, such a batch is an error.
 
-    The mask, [rows] bool, True for a row that counts, is the key "mask" of a dict, the last
-    element of a tuple (of a named tuple a field `mask`), and makes any other batch x the tuple
-    (x, mask). Write
-    `@jdp.train_step(weight=lambda batch: batch["mask"].sum())` to leave the padding out: gradients
-    are then those of the rows that count, also where a rank has none.
+    The mask is [rows] bool, True for a row that counts. It is the key "mask" of a dict, the last
+    element of a tuple, or a field `mask` of a named tuple; any other batch x becomes (x, mask).
+    Write `@jdp.train_step(weight=lambda batch: batch["mask"].sum())` to leave the padding out.
+    Gradients are then those of the rows that count, even if a rank has none.
 
     Args:
       dataset: an array with rows as its first dim; a dict, mapping, tuple or registered dataclass
         of such arrays, equally long (NumPy, memory-mapped, JAX, h5py, columns of pandas, or any
-        other that takes an array of increasing row numbers); a DataFrame, as the dict of its
-        columns; or anything with `__len__` and `__getitem__` that returns one row, a tree of
-        numbers and arrays of equal shapes. Rows are read in a background thread, and copied: their
-        memory may be used again. Transform them in `__getitem__`.
-      batch_size: rows of one batch over all ranks, of all processes, at least 1; without a mask a
-        multiple of the number of ranks. Each process reads its own rows only.
+        other type that takes an array of increasing row numbers); a DataFrame, as the dict of its
+        columns; or an object with `__len__` and with a `__getitem__` that returns one row, a tree
+        of numbers and arrays of equal shapes. Rows are read in a background thread, and copied, so
+        a dataset may reuse their memory. Transform rows in `__getitem__`.
+      batch_size: rows of one batch over all ranks of all processes, at least 1; without a mask a
+        multiple of the number of ranks. Each process reads only its own rows.
       num_steps: number of batches, at least 1. Give this or `epochs`.
-      epochs: how often every row comes, at least 1.
-      seed: of the order, non-negative; the same on all processes.
+      epochs: number of passes over all rows, at least 1.
+      seed: seed of the order, non-negative; the same on all processes.
       shuffle: False keeps the dataset's own order.
-      tail: what becomes of a short last batch of a run by `epochs`. "pad": it is padded, and every
-        batch has a mask, whether or not the last is short. "drop": it is left out.
-      mask: True: every batch has a mask, so that any `batch_size` does on any number of ranks.
+      tail: how a run by `epochs` treats a short last batch. "pad": it is padded, and every batch
+        has a mask, even if the last batch is full. "drop": it is left out.
+      mask: True: every batch has a mask, and any `batch_size` works on any number of ranks.
         Default: only in a run by `epochs` with `tail="pad"`.
-      position: where to begin, in rows of the whole run: a saved `Batches.position`.
+      position: where to begin, in rows since the start of the run: a saved `Batches.position`.
       axis_name: the mesh axis or axes that split the batch.
-      mesh: default: that of `jdp.init`, looked up when a loop begins.
+      mesh: default: the mesh of `jdp.init`, looked up when a loop begins.
       prefetch: number of batches to place ahead; 0 reads in the caller's thread.
-      read_threads: how many threads call the `__getitem__` that returns one row, at least 1. More
-        than 1 is for reading that waits (disk, network) or decodes outside of the GIL, and for a
-        `__getitem__` that several threads may call at once. The order stays the same.
-      allow: "new data" lets a run go on with another number of rows, `seed` or `shuffle` than it
-        began with, from the same position of the new stream. Default: that is an error.
+      read_threads: number of threads that call the `__getitem__` that returns one row, at least 1.
+        More than 1 helps if reading waits (disk, network) or decodes outside of the GIL. The order
+        stays the same. The default is 1, since jdp cannot see whether `__getitem__` is thread-safe:
+        one that fills a shared buffer, or moves the position of an open file, would return wrong
+        rows without an error.
+      allow: "new data" lets a run continue with another number of rows, `seed` or `shuffle` than it
+        began with, from the same position of the new stream. By default that is an error.
 
     Returns:
       The batches, trees of `jax.Array`, for a `for` loop. See `Batches`.
 
     Raises:
       ValueError: if not exactly one of `num_steps` and `epochs` is given, a number is out of its
-        range, arrays have different numbers of rows, or batches without a mask do not divide by
-        the number of ranks (here if `mesh` is given, else when a loop begins).
-      TypeError: if the dataset is none of the above.
+        range, arrays have different numbers of rows, or the number of ranks does not divide batches
+        without a mask (raised here if `mesh` is given, else when a loop begins).
+      TypeError: if the dataset has another type.
 
+    >>> import jax, numpy as np
     >>> mesh = Mesh(jax.devices()[:1], "data")
     >>> data = {"x": np.arange(5)}
     >>> for batch in batches(data, 3, epochs=1, shuffle=False, mesh=mesh):
@@ -97,11 +98,9 @@ def batches(
     sampler = Sampler(num_rows, batch_size, seed=seed, shuffle=shuffle)
     run = Run.planned(num_rows, sampler.batch_size, num_steps, epochs, tail, mask)
     target = Target(axis_name, mesh, int_at_least("prefetch", prefetch, least=0))
-    if allow not in (None, "new data"):
-        raise ValueError(f'allow={allow!r}: write "new data", or leave it out.')
     if mesh is not None:
         run.padded_size(num_blocks(target.sharding()))
-    result = Batches(read, sampler, run, target, allow)
+    result = Batches(read, sampler, run, target, allows_new_data=allows(allow, "new data"))
     result.position = position
     return result
 
@@ -112,43 +111,43 @@ def shard_batches(
     axis_name: AxisName = "data",
     mesh: Mesh | None = None,
     prefetch: int = 2,
-) -> Generator[Any, None, None]:
+) -> LoaderBatches:
     """Place the batches of any loader, each process its own part of the global batch.
 
-    For what reads and shuffles by itself: a PyTorch DataLoader, grain, a generator. The loader must
-    know which rows are this process's, and give every process equally many batches; where one ends
-    or leaves its loop after another number, all are told. The first batches of all processes are
-    compared, once; every later one must look like the first. Values are copied, so that the loader
-    may use its memory again.
+    Use it for loaders that read and shuffle by themselves: a PyTorch DataLoader, grain, a
+    generator. The loader must select this process's rows, and return equally many batches on every
+    process. If one process ends or leaves its loop after another number, all processes get an
+    error. The first batches of all processes are compared once, and every later batch with the
+    first. Values are copied, so that the loader may reuse its memory.
 
     Args:
-      loader: this process's host batches: trees of arrays, or of what converts to NumPy (a tensor
-        in the host's memory), with equal first dims. The rows are split over the process's ranks.
+      loader: this process's host batches: trees of arrays, or of values that convert to NumPy (a
+        tensor in the host's memory), with equal first dims. The rows are split over the process's
+        ranks.
       axis_name: the mesh axis or axes that split the batch.
-      mesh: default: that of `jdp.init`, looked up when the loop begins.
-      prefetch: number of batches to place ahead; 0 asks the loader in the caller's thread.
+      mesh: default: the mesh of `jdp.init`, looked up when the loop begins.
+      prefetch: number of batches to place ahead; 0 calls the loader in the caller's thread.
 
     Returns:
-      An iterator over the global batches, once through; call again for the next epoch. Leaving the
-      loop, or `close`, ends the background thread; batches that it has read ahead are lost.
+      An iterator over the global batches, for one pass. Call again for the next epoch. `close`, or
+      the end of the loop, ends the background thread, and batches that it has read ahead are lost.
+      If the loader has a state (`get_state` and `set_state` of its iterator, as in grain, or
+      `state_dict` and `load_state_dict`, as in PyTorch's StatefulDataLoader), `jdp.Checkpointer`
+      takes the iterator as `batches` and saves the state of each process after the last batch that
+      the loop got. The run then continues at that batch, on the same number of processes.
 
     Raises:
-      TypeError, ValueError: in the loop, before the batch is placed: a leaf is not of numbers or is
-        a scalar; rows differ between leaves or processes, or do not divide by the process's ranks;
-        a later batch differs from the first; processes hand out different numbers of batches.
-      RuntimeError: the loader of another process raised an error, or does not get on.
+      TypeError, ValueError: in the loop, before the batch is placed: if a leaf is a scalar or does
+        not hold numbers; if numbers of rows differ between leaves or processes, or the process's
+        ranks do not divide them; if a later batch differs from the first; if processes return
+        different numbers of batches.
+      RuntimeError: if the loader of another process raised an error, or hangs.
 
+    >>> import jax, numpy as np
     >>> loader = ({"x": np.full(2, i)} for i in range(2))
     >>> placed = shard_batches(loader, mesh=Mesh(jax.devices()[:1], "data"))
     >>> [batch["x"].tolist() for batch in placed]
     [[0, 0], [1, 1]]
     """
     target = Target(axis_name, mesh, int_at_least("prefetch", prefetch, least=0))
-    return place(_copies(loader), target)
-
-
-# JAX may use the memory of a NumPy array as a CPU device's, without a copy and whatever `may_alias`
-# says, and a loader that fills the same buffer for each batch would change those read ahead.
-def _copies(loader: Iterable[Any]) -> Iterator[Any]:
-    for batch in loader:
-        yield jax.tree.map(lambda leaf: np.array(np.asarray(leaf), order="C"), batch)
+    return LoaderBatches(loader, target)

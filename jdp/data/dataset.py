@@ -1,8 +1,7 @@
-"""Reading rows of a dataset by number, and marking the rows that count."""
+"""Read rows of a dataset by number, and mark the rows that count."""
 
 import collections
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,22 +9,30 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdp.data import host_arrays
+from jdp.data.reading_threads import in_threads
+
 Read = Callable[[np.ndarray], Any]
+
+_HAS_MASK = (
+    "the dataset {}, which jdp.batches() needs for its own mask of padding. Rename the {} in the "
+    'dataset, or do without padding: tail="drop", without mask=True.'
+)
 
 
 def reader(dataset: Any, threads: int = 1) -> tuple[int, Read]:
-    """Find how many rows a dataset has and how to read some of them.
+    """Return the number of rows of a dataset, and a function that reads some of them.
 
     Args:
       dataset: as for `jdp.batches`.
-      threads: number of threads that read from a dataset that returns one row at a time.
+      threads: number of threads that read from a dataset that returns one row at a time, >= 1.
 
     Returns:
       The number of rows, and a function from row numbers [rows] int to a tree of NumPy arrays with
-      those rows, in that order, in memory that is not shared.
+      those rows, in that order, in memory of their own.
 
     Raises:
-      TypeError: if it cannot be read by row number.
+      TypeError: if the dataset cannot be read by row number.
       ValueError: if an array is a scalar, or arrays have different first dims.
 
     >>> num_rows, read = reader([{"x": 10, "y": [0, 1]}, {"x": 11, "y": [2, 3]}])
@@ -36,7 +43,7 @@ def reader(dataset: Any, threads: int = 1) -> tuple[int, Read]:
         return _array_reader(dataset)
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         return len(dataset), lambda rows: _stack(rows, dataset, threads)
-    if not jax.tree_util.all_leaves([dataset]):  # such as a registered dataclass
+    if not jax.tree_util.all_leaves([dataset]):  # a pytree, such as a registered dataclass
         return _array_reader(dataset)
     raise TypeError(
         f"a dataset of type {type(dataset).__name__} cannot be read by row number. Give an array, "
@@ -57,33 +64,26 @@ def with_mask(batch: Any, mask: np.ndarray) -> Any:
     if isinstance(batch, dict):
         if others := [key for key in batch if not isinstance(key, str)]:
             raise TypeError(
-                f'the dataset has the keys {others}, and the key of its mask is "mask": JAX sorts '
-                "the keys of a dict, and cannot compare them. Rename them to strings, or do "
-                'without padding: tail="drop", without mask=True.'
+                f'the dataset has the keys {others}, and its mask the key "mask": JAX sorts the '
+                "keys of a dict, and cannot compare them. Rename them to strings, or do without "
+                'padding: tail="drop", without mask=True.'
             )
         if "mask" in batch:
-            raise ValueError(
-                'the dataset has a key "mask", which jdp.batches() needs for its own mask of '
-                'padding. Rename the key in the dataset, or do without padding: tail="drop", '
-                "without mask=True."
-            )
+            raise ValueError(_HAS_MASK.format('has a key "mask"', "key"))
         return {**batch, "mask": mask}
     if not isinstance(batch, tuple):
         return batch, mask
-    is_named = hasattr(batch, "_fields")
-    return _with_mask_field(type(batch))(*batch, mask) if is_named else (*batch, mask)
+    if not hasattr(batch, "_fields"):
+        return *batch, mask
+    return _with_mask_field(type(batch))(*batch, mask)
 
 
 @functools.cache
 def _with_mask_field(kind: Any) -> Any:
     """Return a subclass of a named tuple that has one more field, `mask`."""
     if "mask" in kind._fields:
-        raise ValueError(
-            f"the dataset, a {kind.__name__}, has a field `mask`, which jdp.batches() needs for "
-            'its own mask of padding. Rename the field, or do without padding: tail="drop", '
-            "without mask=True."
-        )
-    fields = collections.namedtuple(kind.__name__, (*kind._fields, "mask"))
+        raise ValueError(_HAS_MASK.format(f"is a {kind.__name__} with a field `mask`", "field"))
+    fields = collections.namedtuple(kind.__name__, (*kind._fields, "mask"), rename=True)
     return type(kind.__name__, (fields, kind), {"__slots__": ()})
 
 
@@ -117,11 +117,12 @@ def find_mask(batch: Any) -> Any | None:
 
 
 def _array_reader(dataset: Any) -> tuple[int, Read]:
-    dataset = jax.tree.map(_as_arrays, dataset, is_leaf=_is_leaf)
-    found, treedef = jax.tree_util.tree_flatten_with_path(dataset, is_leaf=_is_leaf)
+    parts, outer = host_arrays.flattened(dataset, "the dataset", _is_leaf)
+    dataset = outer.unflatten([_columns(part, _name(path)) for path, part in parts])
+    found, treedef = host_arrays.flattened(dataset, "the dataset", _is_leaf)
     arrays: list[tuple[str, Any]] = []
     for path, leaf in found:
-        name = jax.tree_util.keystr(path) or "the dataset"
+        name = _name(path)
         if not _is_array(leaf):
             raise TypeError(
                 f"{name} is of type {type(leaf).__name__}, but a dict or tuple holds one array per "
@@ -142,15 +143,23 @@ def _array_reader(dataset: Any) -> tuple[int, Read]:
     return num_rows, lambda rows: treedef.unflatten([_take(*each, rows) for each in arrays])
 
 
-def _take(name: str, array: Any, rows: np.ndarray) -> np.ndarray:
-    if isinstance(array, np.ndarray):
-        return array[rows]
-    # h5py accepts only increasing, unique numbers. Any array-like may reuse its memory.
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path) or "the dataset"
+
+
+def _take(name: str, values: Any, rows: np.ndarray) -> np.ndarray:
+    if isinstance(values, np.ndarray):
+        return values[rows]
+    # h5py accepts only increasing, unique numbers. Any array type may reuse its memory.
     increasing, places = np.unique(rows, return_inverse=True)
-    found = np.asarray(array[increasing])
+    try:
+        found = host_arrays.array(values[increasing], name)
+    except Exception as error:
+        error.add_note(f"jdp: while rows {increasing.tolist()} of {name} were read.")
+        raise
     if found.shape[:1] != increasing.shape:
         raise ValueError(
-            f"{name} of type {type(array).__name__} returned an array of the shape "
+            f"{name} of type {type(values).__name__} returned an array of the shape "
             f"{list(found.shape)} for {len(increasing)} row numbers, so that rows would not belong "
             "together. array[numbers] must return those rows, [len(numbers), ...]: wrap it in an "
             "object with __len__ and __getitem__ for one row, or convert it with np.asarray."
@@ -158,21 +167,18 @@ def _take(name: str, array: Any, rows: np.ndarray) -> np.ndarray:
     return found[places]
 
 
-# Columns of pandas are read by position: their [rows] takes labels. The rows of a jax.Array are
-# gathered in the host's memory: one by one from a device would wait for it.
-def _as_arrays(leaf: Any) -> Any:
+# Columns of pandas are read by position, since their [rows] takes labels, and whole, since the
+# dtype of a part depends on whether it has missing values. Rows of a jax.Array are gathered in the
+# host's memory, since each read from a device would wait for it.
+def _columns(leaf: Any, name: str) -> Any:
     if isinstance(leaf, jax.Array | np.ndarray):
-        return np.asarray(leaf)
-    if _is_table(leaf):
-        if leaf.ndim == 1:
-            return leaf.to_numpy()
+        return host_arrays.array(leaf, name)
+    if _is_table(leaf) and leaf.ndim == 2:
         if not leaf.columns.is_unique:
             twice = list(leaf.columns[leaf.columns.duplicated()])
             raise ValueError(f"columns of a table have the same name: {twice}. Rename them.")
-        leaf = {name: leaf[name] for name in leaf.columns}
-    if isinstance(leaf, Mapping):
-        return jax.tree.map(_as_arrays, dict(leaf), is_leaf=_is_leaf)
-    return leaf
+        return {column: leaf[column].to_numpy() for column in leaf.columns}
+    return leaf.to_numpy() if hasattr(leaf, "to_numpy") else leaf
 
 
 def _is_table(value: Any) -> bool:
@@ -192,74 +198,54 @@ def _is_leaf(value: Any) -> bool:
 # Each row is copied before the thread reads the next, because a dataset may reuse its memory.
 def _stack(rows: np.ndarray, dataset: Any, threads: int) -> Any:
     numbers = rows.tolist()
-    first = jax.tree.map(np.array, _row(dataset, numbers[0]))
-    found, treedef = jax.tree_util.tree_flatten_with_path(first)
-    stacked = [np.empty((len(rows), *array.shape), array.dtype) for _, array in found]
-    columns = [
-        (values, array.shape, array.dtype, jax.tree_util.keystr(path))
-        for values, (path, array) in zip(stacked, found, strict=True)
-    ]
-    others: dict[tuple[int, int], np.ndarray] = {}  # (leaf, place) -> of another dtype
+    first, treedef = _row(dataset, numbers[0])
+    first = [(name, values.copy()) for name, values in first]
+    columns = [np.empty((len(rows), *values.shape), values.dtype) for _, values in first]
+    others: dict[tuple[int, int], np.ndarray] = {}  # (leaf, place) -> value of another dtype
 
     def read(place: int) -> None:
-        row = _row(dataset, numbers[place]) if place else first
-        leaves, other = jax.tree.flatten(row)
+        row, other = _row(dataset, numbers[place]) if place else (first, treedef)
         if other != treedef:
             raise ValueError(
                 f"row {numbers[place]} has the leaves {other}, but row {numbers[0]} has {treedef}: "
                 "rows are stacked leaf by leaf. Return the same keys for every row in __getitem__."
             )
-        for i, (values, shape, dtype, name) in enumerate(columns):
-            array = np.asarray(leaves[i])
-            if array.shape != shape:
+        for i, ((name, values), column) in enumerate(zip(row, columns, strict=True)):
+            if values.shape != column.shape[1:]:
                 raise ValueError(
-                    f"row {numbers[place]}{name} has the shape {list(array.shape)}, but row "
-                    f"{numbers[0]} has {list(shape)}: rows are stacked into one array, so their "
+                    f"{name} has the shape {list(values.shape)}, but row {numbers[0]} has "
+                    f"{list(column.shape[1:])}: rows are stacked into one array, so their "
                     "shapes must be equal. Pad or crop them in __getitem__. (jdp takes a list as a "
                     "list of rows; give columns as a tuple or dict.)"
                 )
-            if array.dtype == dtype:
-                values[place] = array
+            if values.dtype == column.dtype:
+                column[place] = values
             else:
-                others[i, place] = array.copy()
+                others[i, place] = values.copy()
 
-    _in_threads(read, range(len(rows)), threads)
+    in_threads(read, range(len(rows)), threads)
     for i in {i for i, _ in others}:
-        late = {place: array for (leaf, place), array in others.items() if leaf == i}
-        stacked[i] = stacked[i].astype(np.result_type(stacked[i], *late.values()))
-        for place, array in late.items():
-            stacked[i][place] = array
-    return treedef.unflatten(stacked)
+        late = {place: values for (leaf, place), values in others.items() if leaf == i}
+        columns[i] = columns[i].astype(np.result_type(columns[i], *late.values()))
+        columns[i][[*late]] = [*late.values()]
+    return treedef.unflatten(columns)
 
 
-def _row(dataset: Any, number: int) -> Any:
+def _row(dataset: Any, number: int) -> tuple[list[tuple[str, np.ndarray]], Any]:
+    """Return a row as `(names and values of its leaves, treedef)`."""
     try:
-        return dataset[number]
+        row = dataset[number]
+    except StopIteration as error:  # it would end the loop silently
+        text = f"row {number} of {len(dataset)} rows of the dataset raised StopIteration."
+        raise RuntimeError(text) from error
     except Exception as error:
         error.add_note(f"jdp: while row {number} of the dataset was read.")
         raise
-
-
-# The threads last for one batch: beside the reading for which an author asks for them, their start
-# costs little, and nothing is left to end. As daemons they never keep a program from its end.
-def _in_threads(fn: Callable[[int], None], numbers: range, num_threads: int) -> None:
-    errors: dict[int, BaseException] = {}
-
-    def call(start: int) -> None:
-        for number in numbers[start::num_threads]:
-            try:
-                fn(number)
-            except BaseException as error:
-                errors[number] = error
-            if errors:
-                return
-
-    starts = range(1, min(num_threads, len(numbers)))
-    threads = [threading.Thread(target=call, args=(start,), daemon=True) for start in starts]
-    for thread in threads:
-        thread.start()
-    call(0)
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[min(errors)]
+    found, treedef = host_arrays.flattened(row, f"row {number}")
+    leaves = []
+    for path, leaf in found:
+        name = f"row {number}{jax.tree_util.keystr(path)}"
+        values = host_arrays.array(leaf, name)
+        host_arrays.require_numbers(values.dtype, name, leaf)
+        leaves.append((name, values))
+    return leaves, treedef

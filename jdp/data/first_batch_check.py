@@ -1,9 +1,7 @@
-"""Checks before a loop that the batches of all processes are consistent."""
+"""Check before a loop that the batches of all processes are consistent."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
-
-from jax.sharding import Mesh, NamedSharding
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from jdp.data.sharding import Layout
 from jdp.distributed import agree
@@ -23,36 +21,21 @@ class FirstBatch(NamedTuple):
 _NO_BATCH = FirstBatch("", 0, "no batches")
 
 
-def first_batch(
-    batches: Iterator[Any], sharding: NamedSharding, facts: str = ""
-) -> tuple[Any, Layout] | None:
-    """Take the first host batch and its layout, and compare them over the mesh's processes.
-
-    All processes must call this, in the same order. It fails on all of them or on none, so that no
-    process waits in its first step for one that failed.
+def require_equal_layouts(peers: tuple[int, ...], layout: Layout | None, facts: str) -> None:
+    """Compare the layouts of the first batches of all processes.
 
     Args:
-      batches: this process's host batches; the first is taken.
-      sharding: that of the batch.
-      facts: further values that must be equal, as text.
-
-    Returns:
-      The first batch and its layout, or None if there are no batches, on any process.
+      peers: the processes, which all call this.
+      layout: layout of this process's first batch, None if it has no batch.
+      facts: a text of further values that must be equal.
 
     Raises:
-      ValueError: if the layout is wrong, or the processes' layouts or facts differ.
-      RuntimeError: if another process failed to make its first batch, or does not make this call.
+      ValueError: if the processes' layouts or facts differ.
+      RuntimeError: if another process failed to make its first batch, or does not call this.
     """
-    assert isinstance(sharding.mesh, Mesh)
-    peers, found, report = agree.peers(sharding.mesh), None, _NO_BATCH
-    with agree.propagating_errors(peers, "while it made its first batch"):
-        for batch in batches:
-            found = batch, Layout.of(batch, sharding)
-            report = _report(found[1], facts)
-            break
+    report = _NO_BATCH if layout is None else _report(layout, facts)
     gathered = agree.all_gather(peers, report, what="first batches")
     require_agreement({process: FirstBatch(*each) for process, each in gathered.items()})
-    return found
 
 
 def require_agreement(reports: Mapping[int, FirstBatch]) -> None:

@@ -1,4 +1,4 @@
-"""Compares how the processes ended their loops over batches."""
+"""Compare how the processes ended their loops over batches."""
 
 from typing import NamedTuple
 
@@ -6,14 +6,14 @@ from jdp.error_codes import with_code
 
 
 class LoopEnd(NamedTuple):
-    """How a process ended its loop; with "on", which batch it requested next.
+    """How a process ended its loop. If it is "on", it requested that batch instead.
 
     >>> print(LoopEnd(1, 9, "end"))
     process 1 ended its loop after 9 batches
     """
 
     process: int
-    num_batches: int  # handed out
+    num_batches: int  # number of batches that the loop got
     how: str  # "end", "left", "error" or "on"
     text: str = ""
 
@@ -36,7 +36,9 @@ class Problem(NamedTuple):
 
 
 def problem_of(first: LoopEnd, mine: LoopEnd) -> Problem | None:
-    """Compare the first end of a loop with the loop of another process.
+    """Return the problem of a loop that ended in `first`, for the process with the end `mine`.
+
+    None if both got equally many batches, or if `mine` may still get as many.
 
     >>> print(problem_of(LoopEnd(0, 9, "end"), LoopEnd(1, 10, "on")).text)  # doctest: +ELLIPSIS
     process 0 ended its loop after 9 batches, but process 1 went on to batch 10: each step ...

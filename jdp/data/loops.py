@@ -1,4 +1,4 @@
-"""Loops over batches: read, split and placed on the devices ahead of time."""
+"""Loops over batches that are read, split and placed on the devices ahead of time."""
 
 import inspect
 import weakref
@@ -11,13 +11,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jdp.axis import AxisName
+from jdp.data import current_loop
 from jdp.data.dataset import Read, record_mask, with_mask
-from jdp.data.first_batch_check import first_batch
+from jdp.data.first_batch_check import require_equal_layouts
+from jdp.data.host_arrays import RowError
 from jdp.data.prefetch import prefetch
 from jdp.data.run import Run
 from jdp.data.sampler import Sampler
-from jdp.data.sharding import batch_sharding, num_blocks, process_rows
-from jdp.data.uneven_loops import hand_out_equally, raise_pending
+from jdp.data.sharding import Layout, batch_sharding, num_blocks, process_rows
+from jdp.data.uneven_loops import hand_out_equally
+from jdp.distributed import agree
 from jdp.distributed.mesh import current_mesh
 from jdp.validation import int_at_least
 from jdp.worker import progress
@@ -31,7 +34,7 @@ class Target(NamedTuple):
     prefetch: int
 
     def sharding(self) -> NamedSharding:
-        """Return the sharding of the batches, over the mesh of `init` if none was given."""
+        """Return the sharding of the batches, over the mesh of `init` if no other was given."""
         mesh = current_mesh() if self.mesh is None else self.mesh
         return batch_sharding(mesh, self.axis_name)
 
@@ -39,28 +42,35 @@ class Target(NamedTuple):
 class Batches:
     """The batches of one run, from `position` to its end.
 
-    A `for` loop goes on at `position`: after a `break` the next loop continues with the next batch.
-    Once the end was reached another loop is an error, unless `position` is set: to 0 for the same
-    batches again. Only one loop runs at a time; a new one ends the one before.
+    A `for` loop starts at `position`: after a `break` the next loop continues with the next batch.
+    After the end of the run, another loop is an error unless `position` is set: to 0 for the same
+    batches again. Only one loop runs at a time, and a new one ends the previous one.
 
-    `close`, also by `with`, ends a loop and its background thread.
+    `close`, or the end of a `with` block, ends a loop and its background thread.
+
+    Args:
+      read: reads rows of the dataset, given their numbers, [rows] int.
+      sampler: the order of the rows.
+      run: the batches of the run.
+      target: where to place the batches.
+      allows_new_data: whether `set_state` accepts the state of another stream.
     """
 
     def __init__(
-        self, read: Read, sampler: Sampler, run: Run, target: Target, allow: str | None
+        self, read: Read, sampler: Sampler, run: Run, target: Target, *, allows_new_data: bool
     ) -> None:
         self._read, self._sampler, self._run, self._target = read, sampler, run, target
-        self._allow = allow
+        self._allows_new_data = allows_new_data
         self._position = 0
         self._handed_out = False  # whether a batch was handed out since the position was set
         self._current: weakref.ref[Generator[Any, None, None]] | None = None
 
     @property
     def position(self) -> int:
-        """Rows that were handed out since the run began; those read ahead do not count.
+        """The number of rows that loops got since the run began, without rows that were read ahead.
 
         Set it, outside a loop, to continue there, also with another batch size or on another number
-        of ranks. To save where a run stands, save `get_state()` after the step that used the batch.
+        of ranks. To save it, save `get_state()` after the step that used the batch.
         """
         return self._position
 
@@ -75,9 +85,9 @@ class Batches:
         self._handed_out = False
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position and the facts of the stream that it counts in, as JSON can hold them.
+        """Return the position and the facts that determine the stream of rows, for JSON.
 
-        `jdp.Checkpointer` saves it with the state of a run.
+        `jdp.Checkpointer` saves this with the state of a run.
         """
         return {"position": self._position} | self._facts()
 
@@ -85,18 +95,22 @@ class Batches:
         """Continue where `get_state` was called, in the same order of the rows.
 
         Args:
-          state: from `get_state`; or `{"position": rows}` of a run that began with jdp 0.1.
+          state: a result of `get_state`; or `{"position": rows}` of a run that began with jdp 0.1.
 
         Raises:
           ValueError: if the stream has another number of rows, `seed` or `shuffle`, without
-            `allow="new data"`.
-          RuntimeError: if a loop runs over these batches.
+            `allow="new data"`; or if the state is not that of batches.
+          RuntimeError: if a loop over these batches is running.
         """
+        if not isinstance(state, Mapping) or "position" not in state:
+            raise ValueError(
+                f"{state!r:.200} has no `position`: it is not from get_state of jdp.batches(...)."
+            )
         saved = {"order": 1} | dict(state)
         position, order = saved.pop("position"), saved.pop("order")
         facts = self._facts()
         other = {name: value for name, value in saved.items() if facts.get(name) != value}
-        if other and self._allow is None:
+        if other and not self._allows_new_data:
             differences = "; ".join(f"{k} was {v}, is {facts.get(k)}" for k, v in other.items())
             raise ValueError(
                 f"the batches are not those that the run began with: {differences}. From position "
@@ -110,11 +124,11 @@ class Batches:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next row, from 0 on."""
+        """The epoch of the next row, from 0."""
         return self._position // self._sampler.num_rows
 
     def __len__(self) -> int:
-        """The number of batches of the whole run, wherever the position is."""
+        """The number of batches of the whole run, for any position."""
         return self._run.num_batches
 
     def __iter__(self) -> Iterator[Any]:
@@ -130,7 +144,7 @@ class Batches:
         return loop
 
     def close(self) -> None:
-        """End the loop over these batches, if there is one, and its thread; the position stays."""
+        """End the running loop over these batches and its thread. The position stays."""
         loop = self._loop()
         if loop is not None:
             loop.close()
@@ -141,12 +155,12 @@ class Batches:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # These determine the stream.
+    # The values that determine the stream of rows.
     def _facts(self) -> dict[str, Any]:
         names = "num_rows", "seed", "shuffle", "order"
         return {name: getattr(self._sampler, name) for name in names}
 
-    # A weak reference, so that leaving a `for` loop ends its generator.
+    # A weak reference, so that a `for` loop's generator ends with the loop.
     def _loop(self) -> Generator[Any, None, None] | None:
         loop = None if self._current is None else self._current()
         return loop if loop and inspect.getgeneratorstate(loop) != inspect.GEN_CLOSED else None
@@ -155,7 +169,7 @@ class Batches:
         sharding = self._target.sharding()
         size = self._run.padded_size(num_blocks(sharding))
         mine = process_rows(sharding, size)
-        host_batches = _read(self._read, self._sampler, self._run, self._position, mine)
+        host_batches = _HostBatches(self._read, self._sampler, self._run, self._position, mine)
         facts = f"{self._sampler}, {self._run}, position={self._position}"
         with closing(place(host_batches, self._target, facts)) as placed:
             for batch in placed:
@@ -166,12 +180,40 @@ class Batches:
                 yield batch
 
 
-def _read(read: Read, sampler: Sampler, run: Run, position: int, mine: np.ndarray) -> Iterator[Any]:
-    while count := run.next_rows(position):
-        # The last valid row is repeated as padding; the last ranks may hold only padding.
-        batch = read(sampler.rows_at(position + np.minimum(mine, count - 1)))
-        yield with_mask(batch, mine < count) if run.has_mask else batch
-        position += count
+_NUM_NAMED = 16
+
+
+class _HostBatches(Iterator[Any]):
+    """The host batches of this process, from a position of the run.
+
+    `mine` is [rows] int, this process's rows within a batch, and `rows` is [rows] int, the
+    dataset's rows in the last batch that was read.
+    """
+
+    def __init__(
+        self, read: Read, sampler: Sampler, run: Run, position: int, mine: np.ndarray
+    ) -> None:
+        self.rows = np.empty(0, int)
+        self._read, self._sampler, self._run, self._mine = read, sampler, run, mine
+        self._position = position
+
+    def __next__(self) -> Any:
+        count = self._run.next_rows(self._position)
+        if not count:
+            raise StopIteration
+        # Repeat the last valid row as padding. The last ranks may have nothing but padding.
+        places = np.minimum(self._mine, count - 1)
+        self.rows = self._sampler.rows_at(self._position + places)
+        batch = self._read(self.rows)
+        self._position += count
+        return with_mask(batch, self._mine < count) if self._run.has_mask else batch
+
+    def note_of(self, error: Exception) -> str:
+        """Return a sentence that names the dataset's rows in an error of the last batch."""
+        if isinstance(error, RowError):
+            return f"jdp: that is row {self.rows[error.row]} of the dataset."
+        rows = ", ".join(map(str, self.rows[:_NUM_NAMED])) + ", ..." * (len(self.rows) > _NUM_NAMED)
+        return f"jdp: in the batch of the rows {rows} of the dataset."
 
 
 _END = object()
@@ -180,16 +222,27 @@ _END = object()
 def place(
     host_batches: Iterator[Any], target: Target, facts: str = ""
 ) -> Generator[Any, None, None]:
-    """Place the batches of this process, in a thread, and hand them out as global batches."""
+    """Place the batches of this process in a thread, and yield them as global batches.
+
+    Args:
+      host_batches: this process's batches, trees of NumPy arrays.
+      target: where to place the batches.
+      facts: a text that must be equal on all processes.
+    """
     sharding = target.sharding()
+    assert isinstance(sharding.mesh, Mesh)
     # The phase shows the hang detector that this process waits for data, not for another process.
     with progress.DATA:
-        raise_pending()
-        begin = first_batch(host_batches, sharding, facts)
-    if begin is None:
+        current_loop.current.raise_pending()
+        peers = agree.peers(sharding.mesh)
+        with agree.propagating_errors(peers, "while it made its first batch"):
+            first = next(host_batches, _END)
+            layout = None if first is _END else Layout.of(first, sharding)
+        require_equal_layouts(peers, layout, facts)
+    if layout is None:
         return
-    first, layout = begin
-    placed = prefetch(map(layout.place, chain([first], host_batches)), target.prefetch)
+    placed = prefetch(_placed(layout, first, host_batches), target.prefetch)
+    del first  # the thread holds it
     with closing(hand_out_equally(placed, sharding)) as batches:
         while True:
             with progress.DATA:
@@ -197,3 +250,13 @@ def place(
             if batch is _END:
                 return
             yield batch
+
+
+def _placed(layout: Layout, first: Any, host_batches: Iterator[Any]) -> Iterator[Any]:
+    for batch in chain([first], host_batches):
+        try:
+            yield layout.place(batch)
+        except (TypeError, ValueError) as error:
+            if isinstance(host_batches, _HostBatches):
+                error.add_note(host_batches.note_of(error))
+            raise

@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 
-# Six rounds look random to `tests/data/test_permutation.py` for 1,000 rows, four do not.
+# Six rounds pass the randomness tests of `tests/data/test_permutation.py` for 1,000 rows, four
+# fail.
 NUM_ROUNDS = 8
 
 _ODD, _OTHER_ODD = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
@@ -46,7 +47,7 @@ def _shuffled_cells(cells: np.ndarray, height: int, width: int, keys: np.ndarray
     return moved * sizes[1] + other
 
 
-# moved + hash(other), modulo a size of at most 2**32; products wrap around at 64 bits.
+# Return moved + hash(other), modulo a size of at most 2**32. Products wrap around at 64 bits.
 def _moved(moved: np.ndarray, other: np.ndarray, key: np.uint64, size: np.uint64) -> np.ndarray:
     values = other ^ key
     values *= _ODD

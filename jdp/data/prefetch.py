@@ -1,29 +1,29 @@
-"""Makes items ahead of time in a background thread, and stops the thread."""
+"""Compute items ahead of time in a background thread, and stop the thread."""
 
-import atexit
+import sys
 import threading
-import time
-import weakref
+import traceback
 from collections.abc import Generator, Iterable, Iterator
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from jdp.data import current_loop
+
 T = TypeVar("T")
 
-# How long the end of a loop waits for the item in progress. A loader that hangs must not block the
-# program that leaves the loop; its thread then ends after that item, if it ever finishes.
-JOIN_TIMEOUT_S = 5.0
+_NUM_FRAMES = 4
 
 
 def prefetch(items: Iterable[T], depth: int) -> Generator[T, None, None]:
-    """Iterate over `items`, made at most `depth` ahead of the one that was last handed out.
+    """Iterate over `items`, computing at most `depth` of them ahead of the consumer.
 
-    An exception of `items` reaches the consumer after the items before it, with its own traceback.
-    The thread ends with the items, or when the generator is closed or dropped or the program ends.
+    An exception in `items` reaches the consumer after the items before it, with its own traceback.
+    The thread ends with the items, when the generator is closed or deleted, or with the program.
 
     Args:
-      items: what to iterate over, in the background thread only.
-      depth: maximum number of items ready and not handed out. 0 makes each item on demand in the
+      items: an iterable, used only in the background thread.
+      depth: maximum number of computed items that the consumer has not got. 0 computes each item
+        on demand in the consumer's thread.
         consumer's thread.
 
     >>> list(prefetch(range(3), depth=2))
@@ -32,15 +32,15 @@ def prefetch(items: Iterable[T], depth: int) -> Generator[T, None, None]:
     if depth == 0:
         yield from items
         return
-    # The thread must not reference this generator, or a waiting thread would keep it alive forever.
+    # The thread must not reference this generator, or it would keep it alive forever.
     producer = _Producer(iter(items), depth)
     producer.start()
-    _running.add(producer)
+    loops = current_loop.current  # at interpreter exit the module may already be cleared
+    loops.add_reader(producer)
     try:
         yield from producer
     finally:
-        if producer.ask_to_end():
-            producer.join(JOIN_TIMEOUT_S)
+        loops.end_reader(producer)
 
 
 class _Producer(threading.Thread):
@@ -53,8 +53,8 @@ class _Producer(threading.Thread):
 
     def run(self) -> None:
         try:
-            # The slot comes before the item, so that no more than `depth` exist at any time: each
-            # may be a batch in device memory.
+            # Take a slot before computing the item, so that at most `depth` items exist at any
+            # time: each may be a batch in device memory.
             while self._free.acquire() and not self._is_asked.is_set():
                 self._ready.put((next(self._items), None))
         except StopIteration:
@@ -67,7 +67,11 @@ class _Producer(threading.Thread):
         return self
 
     def __next__(self) -> Any:
-        ready = self._ready.get()
+        try:
+            ready = self._ready.get()
+        except KeyboardInterrupt as error:
+            error.add_note(f"jdp: while it waited for the loader, which was here:\n{self._place()}")
+            raise
         if ready is None:
             raise StopIteration
         self._free.release()
@@ -77,24 +81,17 @@ class _Producer(threading.Thread):
         try:
             raise error
         finally:
-            del ready, error  # else this frame, in the traceback of `error`, holds `error`
+            del ready, error  # this frame is in the traceback of `error` and would hold it
+
+    def _place(self) -> str:
+        frame = sys._current_frames().get(self.ident or 0)
+        stack = traceback.extract_stack(frame)[-_NUM_FRAMES:] if frame else []
+        return "".join(traceback.format_list(stack)).rstrip()
 
     def ask_to_end(self) -> bool:
-        """Request the thread to end after its item, and return whether to wait for it."""
+        """Request the thread to end after its item, and return whether a caller should wait."""
         if self._is_asked.is_set():  # at interpreter exit `threading` may already be cleared
             return False
         self._is_asked.set()
         self._free.release()
         return self is not threading.current_thread()  # garbage collection may run in any thread
-
-
-_running: "weakref.WeakSet[_Producer]" = weakref.WeakSet()
-
-
-# The interpreter aborts if a thread places batches on devices during shutdown.
-@atexit.register
-def _end_all() -> None:
-    waiting = [producer for producer in list(_running) if producer.ask_to_end()]
-    end = time.monotonic() + JOIN_TIMEOUT_S
-    for producer in waiting:
-        producer.join(max(0.0, end - time.monotonic()))

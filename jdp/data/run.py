@@ -1,4 +1,4 @@
-"""The batches of a run: how many rows each has, and where the last one ends."""
+"""The batches of a run: the number of rows of each, and where the last one ends."""
 
 from typing import NamedTuple
 
@@ -6,14 +6,14 @@ from jdp.validation import int_at_least
 
 
 class Run(NamedTuple):
-    """The batches of one run over a stream: where it ends, and how."""
+    """The batches of one run over a stream of rows."""
 
     batch_size: int
-    end: int  # position in rows of the stream
+    end: int  # position in the stream, in rows
     tail: str  # "pad" or "drop", for a run that ends with an epoch
     endless: bool  # rows after `end` fill the last batch
-    # All batches of a run have a mask, or none: a mask in only some batches would
-    # retrace the step, and a mask that depends on the number of rows would surprise the user.
+    # All batches of a run have a mask, or none has. If only some had one, the step would be traced
+    # again, and if it depended on the number of rows, users would be surprised.
     has_mask: bool
 
     @classmethod
@@ -26,11 +26,19 @@ class Run(NamedTuple):
         tail: str,
         mask: bool | None = None,
     ) -> "Run":
-        """Plan a run of `num_steps` full batches, or of all rows `epochs` times.
+        """Plan a run of `num_steps` full batches, or of `epochs` passes over all rows.
+
+        Args:
+          num_rows: rows of the dataset, >= 1.
+          batch_size: rows of a global batch, >= 1.
+          num_steps: number of batches, >= 1, or None.
+          epochs: number of passes, >= 1, or None.
+          tail: "pad" or "drop", for a short last batch.
+          mask: as for `jdp.batches`.
 
         Raises:
-          ValueError: if not exactly one of the two is given, no batch is left, or `mask` is False
-            where a batch may be short.
+          ValueError: if not exactly one of the two is given, the run has no batch, or `mask` is
+            False although a batch may be short.
         """
         if tail not in ("pad", "drop"):
             raise ValueError(f'tail={tail!r}: write "pad" or "drop".')
@@ -64,7 +72,7 @@ class Run(NamedTuple):
         return full + (rest > 0 and self.tail != "drop")
 
     def next_rows(self, position: int) -> int:
-        """Count the rows that are not padding in the batch at `position`; 0 after the end."""
+        """Return the number of rows without padding in the batch at `position`; 0 after the end."""
         left = max(self.end - position, 0)
         if self.endless and left:
             return self.batch_size
@@ -73,10 +81,10 @@ class Run(NamedTuple):
         return min(left, self.batch_size)
 
     def padded_size(self, num_ranks: int) -> int:
-        """Count the rows of a batch including padding, which gives all ranks equally many rows.
+        """Return the number of rows of a batch with padding, a multiple of the number of ranks.
 
         Raises:
-          ValueError: if padding is needed and there is no mask.
+          ValueError: if the batch needs padding and has no mask.
         """
         rows = -(-self.batch_size // num_ranks) * num_ranks
         if rows > self.batch_size and not self.has_mask:

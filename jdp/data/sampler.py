@@ -8,35 +8,35 @@ from jdp.data.permutation import NUM_ROUNDS, permuted
 from jdp.validation import int_at_least
 
 # The version of the shuffled order. 1, used by jdp 0.1, holds each epoch in memory. 2 computes rows
-# on demand. Up to this many rows the two are equal, since holding them is cheap.
+# on demand. Up to this many rows the two are equal, since an epoch of that size is cheap to hold.
 LATEST_ORDER, _NUM_HELD_ROWS = 2, 2**16
 
 
 class Sampler(Iterator[np.ndarray]):
     """Shuffled row numbers, every row once per epoch, from any position at once.
 
-    All epochs, one after the other, are one endless stream of row numbers. Epoch e is a permutation
-    that depends only on (seed, e). The only state to save is `position`, the number of rows of the
-    stream that were handed out. Batch size and number of ranks do not enter the order, so that a
-    run goes on at the same row with another batch size or on another number of ranks. Batches run
-    across the end of an epoch, and each of them is full.
+    All epochs together are one endless stream of row numbers. Epoch e is a permutation that depends
+    only on (seed, e). The only state to save is `position`, the number of rows of the stream that
+    were returned. The order does not depend on the batch size or the number of ranks, so a run can
+    continue at the same row with other ones. Batches continue across the end of an epoch, and all
+    are full.
 
-    Shuffling takes no time or memory that grows with the number of rows: above 2**16 rows, row
-    numbers are computed on demand by a keyed permutation.
+    The cost of shuffling does not grow with the number of rows: above 2**16 rows, row numbers are
+    computed on demand by a keyed permutation.
 
     Args:
       num_rows: rows of the dataset, at least 1.
       batch_size: rows of one global batch, over all ranks, at least 1. May exceed `num_rows`.
       seed: non-negative integer of any size.
-      shuffle: False hands the rows out in their own order in each epoch.
-      position: rows of the stream that were handed out before.
-      share: `(i, k)` for the i-th of k equal blocks of each batch. The blocks 0 to k - 1 in order
+      shuffle: False keeps the rows in their own order in each epoch.
+      position: number of rows of the stream that were returned before, at least 0.
+      share: `(i, k)` for the i-th of k equal blocks of each batch, i from 0. The k blocks together
         are the global batch, which is the same for every k.
-      order: version of the shuffled order. 1 is that of jdp 0.1, for a run that began with it: it
-        holds an epoch in memory, 4 bytes per row. The two are the same up to 2**16 rows.
+      order: version of the shuffled order. 1 is that of jdp 0.1, for a run that began with it. It
+        holds an epoch in memory, 4 bytes per row. Both are the same up to 2**16 rows.
 
     Raises:
-      ValueError: if a number is out of its range, or `batch_size` does not divide into k blocks.
+      ValueError: if a number is out of its range, or k does not divide `batch_size`.
 
     >>> sampler = Sampler(num_rows=5, batch_size=4, shuffle=False)
     >>> next(sampler).tolist(), next(sampler).tolist()
@@ -79,7 +79,7 @@ class Sampler(Iterator[np.ndarray]):
         rows = batch_size // num_blocks
         self._share = slice(block * rows, (block + 1) * rows)
         self._dtype = np.dtype(np.int32 if num_rows <= 2**31 else np.int64)
-        # The epoch of the last rows, and its order or, for many rows, the keys of its order.
+        # An epoch and its order or, for many rows, the keys of its order.
         self._held: tuple[int | None, np.ndarray] = (None, np.empty(0, self._dtype))
 
     def __repr__(self) -> str:
@@ -94,7 +94,7 @@ class Sampler(Iterator[np.ndarray]):
         return self.position // self.num_rows
 
     def __next__(self) -> np.ndarray:
-        """Return this share of the next batch's rows, and move `position` past the whole batch."""
+        """Return this share of the next batch's rows, and move `position` by the whole batch."""
         rows = self.indices(self.position, self.batch_size)[self._share]
         self.position += self.batch_size
         return rows
@@ -127,10 +127,10 @@ class Sampler(Iterator[np.ndarray]):
         known, held = self._held
         is_held = self.order == 1 or self.num_rows <= _NUM_HELD_ROWS
         if epoch != known:
-            # Free the old order first: holding two at once would double the peak memory.
+            # Free the old order first: two at once would double the peak memory.
             self._held = known, held = None, np.empty(0, self._dtype)
-            # A spawn key, not the list [seed, epoch]: with seeds above 32 bits two such lists can
-            # be the same words, and two runs the same order.
+            # Use a spawn key, not the list [seed, epoch]: with seeds above 32 bits two such lists
+            # can consist of the same words, and two runs would have the same order.
             entropy = np.random.SeedSequence(self.seed, spawn_key=(epoch,))
             if is_held:
                 held = np.arange(self.num_rows, dtype=self._dtype)

@@ -1,4 +1,4 @@
-"""Maps the rows of a batch to processes, and places them on the devices."""
+"""Map the rows of a batch to processes, and place them on the devices."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -10,11 +10,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp import axis
 from jdp.axis import AxisName
+from jdp.data import host_arrays
 from jdp.distributed.mesh import num_ranks, require_axes
 
 
 def batch_sharding(mesh: Mesh, axis_name: AxisName) -> NamedSharding:
-    """Split the first dim over `axis_name`: rank r has the r-th block of rows.
+    """Return a sharding that splits the first dim: rank r has the r-th block of rows.
+
+    Args:
+      mesh: the mesh.
+      axis_name: name, or tuple of names, of the axes that split the rows.
 
     Raises:
       ValueError: if the mesh has no such axis.
@@ -25,7 +30,7 @@ def batch_sharding(mesh: Mesh, axis_name: AxisName) -> NamedSharding:
 
 
 def num_blocks(sharding: NamedSharding) -> int:
-    """Count the blocks of rows, one for each rank."""
+    """Return the number of blocks of rows, one for each rank."""
     return sharding.num_devices // sharding.shard_shape((sharding.num_devices,))[0]
 
 
@@ -34,8 +39,15 @@ def process_rows(
 ) -> np.ndarray:
     """Return the rows of a global batch on the devices of one process, by default of this one.
 
-    [rows] int, ascending, each once (ranks along further mesh axes share rows). The sharding says
-    it: neither the order of processes in a mesh nor the ids of devices do.
+    The sharding determines them, not the order of processes in a mesh or the ids of devices.
+
+    Args:
+      sharding: the sharding of the batch.
+      num_rows: rows of the global batch, a multiple of the number of ranks.
+      devices: the devices; by default this process's.
+
+    Returns:
+      [rows] int, ascending and unique (ranks along further mesh axes share rows).
 
     >>> mesh = Mesh(jax.devices()[:2], "data")
     >>> process_rows(batch_sharding(mesh, "data"), 6, devices=mesh.devices[1:]).tolist()
@@ -54,14 +66,20 @@ def process_rows(
 
 
 def place_batch(batch: Any, where: Mesh, axis_name: tuple[str, ...]) -> Any:
-    """Split a global batch over the ranks of a mesh; leaves that lie there already stay.
+    """Split a global batch over the ranks of a mesh. Leaves that are already there stay.
+
+    Args:
+      batch: a pytree of arrays with equal first dims.
+      where: the mesh of the ranks.
+      axis_name: names of the axes that split the rows.
 
     Raises:
-      ValueError: if a leaf is a scalar, leaves have different first dims, these do not divide
+      ValueError: if a leaf is a scalar, leaves have different first dims, the number of ranks does
+        not divide these, or an array belongs to one of several processes.
         by the ranks, or the array is of one process among several.
       TypeError: if a leaf does not hold numbers.
     """
-    named, treedef = jax.tree_util.tree_flatten_with_path(batch)
+    named, treedef = host_arrays.flattened(batch, "`batch`")
     ranks = num_ranks(where, axis_name)
     sharding = NamedSharding(where, PartitionSpec(axis_name))
     rows = np.shape(named[0][1])[:1] if named else ()
@@ -82,12 +100,12 @@ def _place_rows(path: tuple, leaf: Any, sharding: NamedSharding) -> Any:
             "train together, and jdp cannot know which rows of the global batch it holds. Make "
             "batches with jdp.batches(dataset, ...) or jdp.shard_batches(loader)."
         )
-    # A copy first: JAX may use a NumPy array's memory as a CPU device's, and the caller may fill
-    # it with the next batch while this one is still read.
+    # Copy first: JAX may use a NumPy array's memory for a CPU device, and the caller may fill it
+    # with the next batch while this one is still in use.
     if not isinstance(leaf, jax.Array):
-        leaf = _native(np.array(leaf))
-        _require_numbers(Leaf(_name(path), leaf.shape, leaf.dtype))
-        _require_fits(_name(path), leaf)
+        leaf = host_arrays.native(np.array(host_arrays.array(leaf, _name(path))))
+        host_arrays.require_numbers(leaf.dtype, str(Leaf(_name(path), leaf.shape, leaf.dtype)))
+        host_arrays.require_fits(leaf, _name(path))
     return jax.device_put(leaf, sharding)
 
 
@@ -120,7 +138,7 @@ class Leaf(NamedTuple):
     """One leaf of a process's host batch."""
 
     name: str
-    shape: tuple[int, ...]  # with this process's rows
+    shape: tuple[int, ...]  # of this process's rows
     dtype: np.dtype
 
     def __str__(self) -> str:
@@ -129,26 +147,30 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Structure and placement of all batches of a loop."""
+    """The structure and placement of all batches of a loop."""
 
     sharding: NamedSharding
     num_rows: int  # of the global batch
-    rows: np.ndarray  # [rows] int, those of this process
+    rows: np.ndarray  # [rows] int, the rows of this process
     treedef: Any
     leaves: tuple[Leaf, ...]
 
     @classmethod
     def of(cls, batch: Any, sharding: NamedSharding) -> "Layout":
-        """Take the layout from this process's host batch, a tree of arrays with equal first dims.
+        """Return the layout of this process's host batch.
+
+        Args:
+          batch: a tree of arrays with equal first dims: this process's rows.
+          sharding: the sharding of the global batch.
 
         Raises:
-          TypeError: if a leaf is not of numbers.
-          ValueError: if a leaf is a scalar, first dims differ, or they do not divide by the number
-            of ranks on this process's devices.
+          TypeError: if a leaf does not hold numbers.
+          ValueError: if a leaf is a scalar, first dims differ, or the number of ranks on this
+            process's devices does not divide them.
         """
         leaves, _, treedef = _leaves(batch)
         for leaf in leaves:
-            _require_numbers(leaf)
+            host_arrays.require_numbers(leaf.dtype, str(leaf))
             if not leaf.shape or leaf.shape[0] != leaves[0].shape[0]:
                 first = leaves[0]
                 raise ValueError(_differs(leaf.name, leaf.shape, first.name, first.shape))
@@ -165,10 +187,10 @@ class Layout:
         return cls(sharding, total, process_rows(sharding, total), treedef, tuple(leaves))
 
     def place(self, batch: Any) -> Any:
-        """Put this process's host batch on its devices, as its part of the global batch.
+        """Place this process's host batch on its devices, as its part of the global batch.
 
         Raises:
-          ValueError: if the batch does not look like the one that the layout was taken from.
+          ValueError: if the batch differs from the one that the layout was taken from.
         """
         leaves, arrays, treedef = _leaves(batch)
         if treedef != self.treedef:
@@ -177,7 +199,7 @@ class Layout:
                 "the step was traced for the first. Give every batch the same keys."
             )
         for leaf, array, first in zip(leaves, arrays, self.leaves, strict=True):
-            _require_fits(leaf.name, array)
+            host_arrays.require_fits(array, leaf.name)
             if leaf != first:
                 raise ValueError(
                     f"a later batch has {leaf}, but the first one had {first}: the step was traced "
@@ -197,8 +219,8 @@ class Layout:
 
 
 def _leaves(batch: Any) -> tuple[list[Leaf], list[np.ndarray], Any]:
-    found, treedef = jax.tree_util.tree_flatten_with_path(batch)
-    arrays = [_native(np.asarray(leaf)) for _, leaf in found]
+    found, treedef = host_arrays.flattened(batch, "`batch`")
+    arrays = [host_arrays.native(host_arrays.array(leaf, _name(path))) for path, leaf in found]
     leaves = [
         Leaf(_name(path), array.shape, array.dtype)
         for (path, _), array in zip(found, arrays, strict=True)
@@ -206,42 +228,8 @@ def _leaves(batch: Any) -> tuple[list[Leaf], list[np.ndarray], Any]:
     return leaves, arrays, treedef
 
 
-# JAX takes no numbers whose bytes are in another order than the machine's, as of some file formats.
-def _native(array: np.ndarray) -> np.ndarray:
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
-
-
 def _name(path: tuple) -> str:
     return f"`batch{jax.tree_util.keystr(path)}`"
-
-
-def _require_numbers(leaf: Leaf) -> None:
-    if leaf.dtype.names is not None:
-        raise TypeError(
-            f"{leaf} has the fields {list(leaf.dtype.names)}, and a device holds arrays of one "
-            'number per element. Give a dict of the fields, {"name": array["name"], ...}.'
-        )
-    if leaf.dtype.kind in "OSUMm":
-        raise TypeError(
-            f"{leaf} cannot be put on a device, which holds numbers. Leave it out of the batch, or "
-            "turn it into numbers in the dataset."
-        )
-
-
-def _require_fits(name: str, array: np.ndarray) -> None:
-    held = jax.dtypes.canonicalize_dtype(array.dtype) if array.dtype.kind in "iu" else array.dtype
-    if held == array.dtype or not array.size:
-        return
-    least, most = np.iinfo(held).min, np.iinfo(held).max
-    if array.min() >= least and array.max() <= most:
-        return
-    place = np.unravel_index(np.argmax((array < least) | (array > most)), array.shape)
-    value = array[place]
-    raise ValueError(
-        f"{name} {array.dtype}{list(array.shape)} holds {value} in row {place[0]}, which would "
-        f"become {value.astype(held)}: without 64 bits JAX holds {held}, from {least} to {most}. "
-        'Call jax.config.update("jax_enable_x64", True) first, or make the numbers smaller.'
-    )
 
 
 def _differs(name: str, shape: tuple[int, ...], first: str, first_shape: tuple[int, ...]) -> str:

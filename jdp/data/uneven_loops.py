@@ -1,9 +1,7 @@
-"""While a loop runs: do all processes hand out equally many batches?"""
+"""Check during a loop that all processes get equally many batches."""
 
-import atexit
 import contextlib
 import json
-import os
 import sys
 import threading
 from collections import Counter
@@ -14,19 +12,22 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jdp.collectives.cpu import runtime as cpu_runtime
+from jdp.data import current_loop
 from jdp.data.loop_ends import LoopEnd, Problem, problem_of
-from jdp.distributed import agree, kv_store
-from jdp.distributed.fail_fast import OtherFailedError, leave_if_failed
+from jdp.distributed import agree, kv_store, this_process
+from jdp.distributed.fail_fast import UNCAUGHT, OtherFailedError
 from jdp.error_codes import with_code
-from jdp.worker import progress
 
-# Once it is known that the loops differ, a process has this long to come for its next batch, where
-# the error is raised: then its waits for other ranks are ended, and if that does not help, itself.
+# When the loops are known to differ, a process has this long to request its next batch, where the
+# error is raised. Then its waits for other ranks are aborted, and last the process exits.
 GRACE_S, LAST_GRACE_S = 1.0, 3.0
 
-# A thread inside of the store's client when the interpreter shuts down aborts the process, so it
-# looks up this often whether it should stop.
+# A thread in the store's client aborts the process at interpreter shutdown, so it checks this often
+# whether to stop.
 _POLL_S = 0.5
+
+# How long a process that has left its loop has to report the exception that ended the loop.
+_UNCAUGHT_S = 0.3
 
 _TEXT_CHARACTERS = 600
 
@@ -34,16 +35,20 @@ _TEXT_CHARACTERS = 600
 def hand_out_equally(
     batches: Generator[Any, None, None], sharding: NamedSharding
 ) -> Generator[Any, None, None]:
-    """Hand out this process's batches, and find a process that hands out more of them, or fewer.
+    """Yield this process's batches, and find a process that gets more or fewer of them.
 
-    All processes come here in the same order. They exchange nothing until one ends its loop.
+    All processes call this in the same order. They exchange nothing until one ends its loop.
+
+    Args:
+      batches: this process's batches.
+      sharding: the sharding of the batches, whose mesh has the processes.
 
     Raises:
-      ValueError: where the next batch is asked for, on every process, if one has ended or left its
-        loop after another number of batches; stderr has it at once. A process that does not come
-        there, since it waits in a step that the others do not run, is freed by `runtime.abort`, or
-        ends with exit code 1 if its step reduces by psum. A process that has left its loop gets
-        the error in its next loop, or when the program ends. The run cannot go on.
+      ValueError: on every process, when it requests its next batch, if one has ended or left its
+        loop after another number of batches. stderr has the error at once. If a process waits in a
+        step that the others do not run, `runtime.abort` ends the wait; if that step reduces by
+        psum, the process exits with code 1. A process that has left its loop gets the error in its
+        next loop, or when the program ends. The run cannot continue.
       RuntimeError: likewise if `batches` raises on another process; or if a process does not end
         its loop for `agree.timeout_s()` after this one.
     """
@@ -62,30 +67,28 @@ def hand_out_equally(
 
 
 class _Loop:
-    """One loop of this process, and what is known of the other processes' loops.
+    """One loop of this process, and the known facts about the other processes' loops.
 
-    In the store, below a name that all processes give this loop: "first", the first `LoopEnd`; a
-    note of each process whose loop ended equally; "verdict", once there are all notes or a problem.
+    All processes give a loop the same name, and share these entries below it in the store: "first",
+    the first `LoopEnd`; a note of each process whose loop ended equally; and "verdict", once all
+    notes are there or a problem is found.
     """
 
     def __init__(self, peers: tuple[int, ...]) -> None:
-        if not _num_loops:
-            # Later than JAX does, so that it comes before JAX shuts its store.
-            atexit.register(_stop_all)
         group = "-".join(map(str, peers))
         _num_loops[group] += 1
         self._prefix = f"jdp/lockstep/{group}/{_num_loops[group]}"
         self._peers, self._me = peers, jax.process_index()
         self._lock = threading.Lock()
         self._runner = threading.get_ident()
-        self._num_batches = 0  # handed out
-        self._mine: LoopEnd | None = None  # how the loop ended here, or that it goes too far
+        self._num_batches = 0  # number of batches that the loop got
+        self._mine: LoopEnd | None = None  # how the loop ended here, or requested too many
         self._first: LoopEnd | None = None
         self._is_compared = False
         self._problem: Problem | None = None
         self._settled, self._raised, self._stop = (threading.Event() for _ in range(3))
         self._thread = threading.Thread(target=self._watch, name="jdp-lockstep", daemon=True)
-        _running.add(self)
+        current_loop.current.add_compared(self)
         self._thread.start()
 
     def next(self, batches: Iterator[Any]) -> tuple[Any] | None:
@@ -110,19 +113,19 @@ class _Loop:
         raise AssertionError(f"{self._mine}, and no process had ended")
 
     def end(self, how: str, text: str = "") -> None:
-        """Report to the others, without waiting for them, that this process hands out no more."""
+        """Report, without waiting for the others, how this loop ended: see `LoopEnd`."""
         with self._lock:
             if self._mine is not None:
                 return
             self._mine = mine = LoopEnd(self._me, self._num_batches, how, text)
         if how == "error":
-            self._raised.set()  # the error itself
+            self._raised.set()  # this process raises the error itself
         if self._first is None and kv_store.offer(f"{self._prefix}/first", json.dumps(mine)):
             self._first = mine
         self._compare()
 
     def stop(self) -> None:
-        """End the loop, for the program ends, and learn how the others end theirs."""
+        """End the loop because the program ends, and wait for the ends of the other processes."""
         try:
             if kv_store.is_open():
                 self.end("left")
@@ -132,7 +135,7 @@ class _Loop:
             self._thread.join()
 
     def raise_problem(self) -> None:
-        """Raise the problem, if there is one and it was not raised yet."""
+        """Raise the problem of the loop if it has one that was not raised before."""
         if self._problem is not None and not self._raised.is_set():
             self._raised.set()
             with self._propagating_errors():
@@ -140,11 +143,12 @@ class _Loop:
                     self._problem.text
                 )
 
-    # A process that has left the loop may wait for this one, to begin its next loop.
+    # A process that has left the loop may wait for this one at the start of its next loop.
     def _propagating_errors(self) -> contextlib.AbstractContextManager[None]:
         return agree.propagating_errors(self._peers, "in a loop over batches")
 
-    # Once both are known: the first end, and the end of this process, or that it went too far.
+    # Called when the first end is known, and when this loop has ended or requested too many
+    # batches.
     def _compare(self) -> None:
         with self._lock:
             if self._is_compared or self._first is None:
@@ -158,7 +162,7 @@ class _Loop:
             kv_store.put(f"{self._prefix}/notes/{self._me}", "")
             if self._missing():
                 return
-            kv_store.delete(f"{self._prefix}/")  # The last process sees all notes.
+            kv_store.delete(f"{self._prefix}/")  # the last process sees all notes
         kv_store.offer(f"{self._prefix}.verdict", json.dumps(problem))
 
     def _missing(self) -> list[int]:
@@ -179,7 +183,7 @@ class _Loop:
 
     def _watch(self) -> None:
         try:
-            # The one that ended first knows, and "first" may be gone by the time that it looks.
+            # The process that ended first knows "first", which may be deleted before it reads it.
             first = self._wait_for(f"{self._prefix}/first", unless=lambda: self._first is not None)
             if first is not None:
                 with self._lock:
@@ -187,66 +191,62 @@ class _Loop:
             self._compare()
             if problem := self._wait_for(f"{self._prefix}.verdict"):
                 self._problem = Problem(*problem)
-        except Exception as error:  # of the store, which is gone, and the run with it
+                # An uncaught exception leaves a loop a moment before it is reported.
+                if not self._problem.is_failure and (uncaught := self._uncaught(_UNCAUGHT_S)):
+                    self._problem = Problem(True, uncaught)
+        except OtherFailedError as error:
+            self._problem = Problem(True, str(error))
+        except Exception as error:  # the store is closed, and the run cannot continue
             text = f"the loops of the processes cannot be compared any more: {error!r}"
             self._problem = Problem(True, text)
         if self._problem is None:
-            _running.discard(self)
+            current_loop.current.compared.discard(self)
+        elif self._mine is None or self._mine.how != "error":  # its own error is more specific
+            this_process.current.why_over = self._problem.text
         self._settled.set()
-        if self._problem is not None:
+        if self._problem is not None and not this_process.current.is_interrupted:
             self._get_out(self._problem.text)
 
     def _wait_for(self, key: str, unless: Callable[[], bool] = lambda: False) -> Any:
         text = None
         while text is None and not unless() and not self._stop.is_set():
             text = kv_store.get(key, timeout_s=_POLL_S)
+            if text is None and (uncaught := self._uncaught(0.0)):
+                raise OtherFailedError(uncaught)
         return None if text is None else json.loads(text)
 
-    # This process may wait in a step that the others do not run.
+    # Return a text if an uncaught exception ends another process.
+    def _uncaught(self, timeout_s: float) -> str | None:
+        text = kv_store.get(UNCAUGHT, timeout_s=timeout_s)
+        process, how = json.loads(text or '[-1, ""]')
+        if process not in self._peers or process == self._me:
+            return None
+        return with_code("JDP208", f"process {process} {how}, so no process can go on")
+
+    # End this process's wait in a step that the others do not run.
     def _get_out(self, problem: str) -> None:
-        # At once: where the process ends that holds the store, JAX ends this one.
+        # Print first: if the process that holds the store exits, JAX ends this one.
         print(f"jdp: {problem}", file=sys.stderr, flush=True)
-        self._stop.wait(GRACE_S)  # the steps before that one may end
+        self._stop.wait(GRACE_S)  # earlier steps may end
         place = self._place()
         if cpu_runtime.why_missing() is None:
             cpu_runtime.abort(problem)
         if self._first is None or self._num_batches <= self._first.num_batches:
             return
         was_raised = self._raised.wait(LAST_GRACE_S)
-        # Another process's abort may have got it out before its place was looked at.
+        # Another process's abort may have ended the wait before `place` was read.
         has_left = self._mine is not None and self._mine.how == "left"
         is_out = was_raised or has_left or self._stop.is_set()
         if not is_out and self._place() == place:
-            print(f"jdp: process {self._me} still waits, and ends.", file=sys.stderr, flush=True)
-            _exit()
+            text = f"jdp: process {self._me} still waits, and ends: {problem}"
+            print(text, file=sys.stderr, flush=True)
+            current_loop.leave()
 
-    # Where the thread that runs the loop is: the same a second later where it waits.
+    # The position of the thread that runs the loop. It is the same a second later if the thread
+    # waits.
     def _place(self) -> Any:
         frame = sys._current_frames().get(self._runner)
         return frame and (id(frame), frame.f_lasti)
 
 
-def raise_pending() -> None:
-    """Raise the problem of a loop that this process had left before it was found."""
-    for loop in list(_running):
-        loop.raise_problem()
-
-
 _num_loops: Counter[str] = Counter()
-_running: set[_Loop] = set()
-
-
-def _stop_all() -> None:
-    leave_if_failed()
-    progress.record_end()
-    for loop in list(_running):
-        loop.stop()
-    if _running:  # those with a problem
-        with contextlib.suppress(ValueError, RuntimeError):
-            raise_pending()
-        _exit()  # In its own handler JAX would wait minutes for the other processes.
-
-
-def _exit() -> None:
-    sys.stdout.flush()
-    os._exit(1)

@@ -1,4 +1,4 @@
-"""Values of all processes, gathered through the store, and where they differ."""
+"""Gather values of all processes through the store, and find where they differ."""
 
 import contextlib
 import hashlib
@@ -13,14 +13,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jdp.distributed import kv_store, this_process
+from jdp.distributed import call_log, kv_store, this_process
+from jdp.distributed.call_log import Call
 from jdp.distributed.fail_fast import OtherFailedError
 from jdp.error_codes import with_code
 from jdp.worker import progress
 
-# Number of gathers by each group. It makes each key of the store unique.
+# Number of gathers of each group, which makes the keys in the store unique.
 _num_gathered: Counter[tuple[int, ...]] = Counter()
-# How often it has gathered a failure, of this process or another.
+# Number of gathers of each group that found a failure, of this process or another.
 _num_failures: Counter[tuple[int, ...]] = Counter()
 _NUM_BLOCKS, _GRACE_S = 256, 2.0
 # The store does not accept an infinite timeout.
@@ -28,17 +29,17 @@ _SLICE_S = 60.0
 
 
 def set_timeout_s(timeout_s: float) -> None:
-    """Set the deadline of every later comparison in this process; 300 at first, inf: none."""
+    """Set the deadline of later comparisons, in seconds; 300 if never called, inf for none."""
     this_process.current.timeout_s = timeout_s
 
 
 def timeout_s() -> float:
-    """Return how long this process waits for another process to reach a comparison."""
+    """Return how long this process waits for another process in a comparison, in seconds."""
     return this_process.current.timeout_s
 
 
 def peers(mesh: Mesh) -> tuple[int, ...]:
-    """Return the processes that have devices in `mesh`; only this one if there is no store."""
+    """Return the processes that have devices in `mesh`, or only this one if the store is closed."""
     if not kv_store.is_open():
         return (jax.process_index(),)
     return tuple(sorted({device.process_index for device in mesh.devices.flat}))
@@ -48,19 +49,19 @@ def all_gather(group: tuple[int, ...], value: Any, *, what: str, of: str = "") -
     """Return process -> value, for the values that all processes of a group pass to this call.
 
     Args:
-      group: `peers` of a mesh. They make the same calls in the same order.
+      group: `peers` of a mesh, which make the same calls in the same order.
       value: a JSON-serializable value.
-      what: the thing that is compared, the same on all processes.
-      of: follows `what` in errors; may differ from process to process.
+      what: a name for the values, the same on all processes.
+      of: text that follows `what` in errors; may differ between processes.
 
     Raises:
       OtherFailedError: if a process failed (see `propagating_errors`).
-      RuntimeError: if a process does not come in time, or compares something else.
+      RuntimeError: if a process does not call this in time, or compares something else.
     """
     me = jax.process_index()
     if group == (me,):
         return {me: value}
-    number = _put(group, {"value": value, "what": what})
+    number = _put(group, {"value": value, "what": what}, f"{what}{of}")
     end, found = time.monotonic() + timeout_s(), {}
     for process in group:
         with progress.WAITING:
@@ -77,7 +78,7 @@ def all_gather(group: tuple[int, ...], value: Any, *, what: str, of: str = "") -
             _num_failures[group] += 1
             text = f"process {process} failed {answer['failed']}"
             raise OtherFailedError(with_code("JDP208", text))
-        if answer["what"] != what:  # Every process detects this, and raises.
+        if answer["what"] != what:  # every process detects this and raises
             _num_failures[group] += 1
             text = (
                 f"process {process} compares {answer['what']} while process {me} compares {what}"
@@ -85,7 +86,7 @@ def all_gather(group: tuple[int, ...], value: Any, *, what: str, of: str = "") -
             )
             raise RuntimeError(with_code("JDP207", text))
         found[process] = answer["value"]
-    if number:  # All have come to this call, so all have read the values of the call before.
+    if number:  # all processes are here, so all have read the previous values
         kv_store.delete(_key(group, number - 1, me))
     return found
 
@@ -93,8 +94,14 @@ def all_gather(group: tuple[int, ...], value: Any, *, what: str, of: str = "") -
 def offered(group: tuple[int, ...], key: str, value: Any, *, timeout_s: float) -> dict[int, Any]:
     """Return process -> value, for the processes that offer a value under the same key in time.
 
-    Unlike `all_gather`, no process has to call it, and it never raises: it explains failures that
+    Unlike `all_gather`, processes need not call it, and it never raises. It explains failures that
     some processes may not have seen.
+
+    Args:
+      group: processes that may offer a value.
+      key: name of the value, unique in the run.
+      value: this process's value, JSON-serializable.
+      timeout_s: seconds to wait for the other processes, >= 0.
     """
     me, found = jax.process_index(), {jax.process_index(): value}
     end = time.monotonic() + timeout_s
@@ -105,36 +112,38 @@ def offered(group: tuple[int, ...], key: str, value: Any, *, timeout_s: float) -
             text = kv_store.get(f"jdp/offered/{key}/{process}", timeout_s=left_s)
             if text is not None:
                 found[process] = json.loads(text)
-    except Exception:  # The store may have ended with a process that failed.
+    except Exception:  # the store may have ended with a failed process
         pass
     return dict(sorted(found.items()))
 
 
 @contextlib.contextmanager
 def propagating_errors(group: tuple[int, ...], doing: str) -> Iterator[None]:
-    """Report an error inside to the other processes, so that they do not wait in `all_gather`.
+    """Report an error in the with block to the other processes, so that they stop waiting.
 
-    There may be calls of `all_gather` inside, and further contexts: an error is reported once.
+    The block may call `all_gather`, and may contain further contexts. An error is reported once.
 
     Args:
-      group: processes that call `all_gather` next.
-      doing: a clause for their error, for instance "while it traced `step`".
+      group: processes whose next call is `all_gather`.
+      doing: a clause for their error, for example "while it traced `step`".
     """
     before = _num_failures[group]
     try:
         yield
     except Exception as error:
-        # All processes know of a failure that was gathered inside.
+        # If the failure was gathered in the block, all processes know of it.
         if len(group) > 1 and _num_failures[group] == before:
             _num_failures[group] += 1
             text = f"{doing}, so no process can go on: {type(error).__name__}: {error}"
-            with contextlib.suppress(Exception):  # The store may have ended with its process.
+            with contextlib.suppress(Exception):  # the store may have ended with its process
                 _report_failure(group, text[:4000])
         raise
 
 
 def odd_one(values: Mapping[int, Any]) -> tuple[int, int] | None:
-    """Return a process (or rank) whose value differs from most, and one that has the usual value.
+    """Return a process (or rank) with an unusual value, and one with the most common value.
+
+    None if all values are equal.
 
     >>> odd_one({0: "a", 1: "a", 2: "b"}), odd_one({0: "a", 1: "a"})
     ((2, 0), None)
@@ -152,11 +161,13 @@ def odd_one(values: Mapping[int, Any]) -> tuple[int, int] | None:
 def first_difference(
     pair: tuple[int, int], group: tuple[int, ...], items: Sequence[Any] | np.ndarray
 ) -> int:
-    """Return the first item in which two processes differ: the shorter's length if none.
+    """Return the index of the first item that differs between two processes.
+
+    If one process has only further items, it is the number of items of the other process.
 
     Args:
       pair: the two processes.
-      group: all processes that make this call, the pair among them.
+      group: all processes that call this, including the pair.
       items: this process's lines of text, or a flat array.
     """
     lengths = all_gather(group, len(items), what="lengths")
@@ -173,7 +184,7 @@ def first_difference(
 
 
 def digest(items: Sequence[Any] | np.ndarray) -> str:
-    """Return 16 hexadecimal digits that differ for different texts, or bits of an array."""
+    """Return 16 hexadecimal digits that identify a sequence of items, or the bits of an array."""
     if isinstance(items, np.ndarray):
         flat = np.ascontiguousarray(items).reshape(-1)
         return hashlib.sha256(flat.view(np.uint8).data).hexdigest()[:16]
@@ -181,27 +192,32 @@ def digest(items: Sequence[Any] | np.ndarray) -> str:
 
 
 def _report_failure(group: tuple[int, ...], text: str) -> None:
-    number = _put(group, {"failed": text})
-    # The store may end with this process while the others are still on their way.
+    number = _put(group, {"failed": text}, "failures")
+    # The store may end with this process, so wait until the others have read the report.
     end = time.monotonic() + _GRACE_S
     for process in group:
         kv_store.get(_key(group, number, process), timeout_s=end - time.monotonic())
 
 
-def _put(group: tuple[int, ...], answer: Any) -> int:
-    text = json.dumps(answer)  # If that raises, this call has used no number.
+def _put(group: tuple[int, ...], answer: dict[str, Any], what: str) -> int:
+    text = json.dumps(answer)  # if this raises, the call has used no number
     number = _num_gathered[group]
     _num_gathered[group] += 1
+    call_log.of(group).record(Call(f"the comparison of {what}"))
     kv_store.put(_key(group, number, jax.process_index()), text)
     return number
 
 
 def _get(key: str, end: float) -> str | None:
-    while True:
-        left_s = end - time.monotonic()
-        text = kv_store.get(key, timeout_s=min(left_s, _SLICE_S))
-        if text is not None or left_s <= _SLICE_S:
-            return text
+    call_log.num_waiting += 1
+    try:
+        while True:
+            left_s = end - time.monotonic()
+            text = kv_store.get(key, timeout_s=min(left_s, _SLICE_S))
+            if text is not None or left_s <= _SLICE_S:
+                return text
+    finally:
+        call_log.num_waiting -= 1
 
 
 def _key(group: tuple[int, ...], number: int, process: int) -> str:

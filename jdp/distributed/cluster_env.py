@@ -1,14 +1,15 @@
-"""The environment of one of several processes: of mpiexec, Slurm, Kubernetes and torchrun.
+"""Find the place of this process in the environment of mpiexec, Slurm, Kubernetes or torchrun.
 
-`jax.distributed.initialize()` alone would believe a Slurm allocation without srun, in which one
-process waits for others that nobody started, and would give each process one GPU.
+`jax.distributed.initialize()` alone would use a Slurm allocation without srun, in which one process
+waits for others that were not started, and would assign one GPU to each process.
 """
 
 import importlib.util
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# The variables of mpiexec for MPICH and Intel MPI: number of processes, and of this one.
+# Variables of mpiexec for MPICH and Intel MPI: number of processes, number of this one, its number
+# on this host, and number of processes on this host.
 _PMI = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{x}" for x in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))
 
@@ -17,9 +18,9 @@ class ProcessPlace(NamedTuple):
     """The place of this process among several.
 
     Attributes:
-      method: JAX's method to find the values that are None here; "deactivate" if there are none.
-      num_processes: of all hosts.
-      process_id: from 0.
+      method: JAX's method to find the values that are None here; "deactivate" if none are None.
+      num_processes: number of processes of all hosts.
+      process_id: number of this process, from 0.
       coordinator: "address:port" at which process 0 listens.
       local_id: number among the processes of this host, from 0.
       num_local: number of processes of this host.
@@ -33,7 +34,11 @@ class ProcessPlace(NamedTuple):
     num_local: int = 1
 
     def devices(self, num_gpus: int, environment: Mapping[str, str]) -> list[int]:
-        """Choose the GPUs of this process among those that it sees; [] for all of them.
+        """Return the numbers of this process's GPUs among those that it sees, [] for all of them.
+
+        Args:
+          num_gpus: number of GPUs that the process sees.
+          environment: environment variables.
 
         >>> ProcessPlace("slurm", local_id=1, num_local=2).devices(8, {})
         [4, 5, 6, 7]
@@ -46,12 +51,12 @@ class ProcessPlace(NamedTuple):
 
 
 def find(environment: Mapping[str, str]) -> ProcessPlace | None:
-    """Return the place of this process among several, from its environment; None if it is alone.
+    """Return the place of this process among several, or None if it is alone.
 
-    With WORLD_SIZE=1 it is alone, whatever the other variables.
+    With WORLD_SIZE=1 it is alone, whatever the other variables are.
 
     Raises:
-      RuntimeError: if it is one of several and can't find the others.
+      RuntimeError: if it is one of several processes and cannot find the others.
 
     >>> find({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}) is None  # an allocation, without srun
     True
@@ -94,11 +99,12 @@ def _torchrun(environment: Mapping[str, str]) -> ProcessPlace | None:
     )
 
 
-# Before Slurm: mpiexec inside a Slurm job starts its own daemons by srun.
+# Check this before Slurm: inside a Slurm job, mpiexec starts its own daemons with srun.
 def _open_mpi(environment: Mapping[str, str]) -> ProcessPlace | None:
     if int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) == 1:
         return None
-    # Before version 5, a variable has the address of mpiexec; since then, only MPI itself knows it.
+    # Before version 5, a variable holds the address of mpiexec. Since then, only MPI itself knows
+    # it.
     if "OMPI_MCA_orte_hnp_uri" in environment:
         return _mpi("ompi", _OPEN_MPI, environment)
     return _mpi("mpi4py", _OPEN_MPI, environment)
@@ -128,7 +134,7 @@ def _mpi(method: str, names: tuple[str, ...], environment: Mapping[str, str]) ->
     )
 
 
-# SLURM_NTASKS, which JAX reads, is set in an allocation without srun, too.
+# SLURM_NTASKS, which JAX reads, is also set in an allocation without srun.
 def _slurm(environment: Mapping[str, str]) -> ProcessPlace | None:
     if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) == 1 or "SLURM_PROCID" not in environment:
         return None
@@ -150,7 +156,7 @@ def _tasks_here(environment: Mapping[str, str]) -> int:
     return tasks[min(int(environment.get("SLURM_NODEID", 0)), len(tasks) - 1)]
 
 
-# A pod knows its number and not how many there are; JAX asks Kubernetes.
+# A pod knows its own number but not the number of pods, for which JAX asks Kubernetes.
 def _kubernetes(environment: Mapping[str, str]) -> ProcessPlace | None:
     if not {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= set(environment):
         return None

@@ -1,7 +1,9 @@
-"""How a process leaves the others that it trains with when it fails: at once."""
+"""End a process that fails at once, without waiting for the processes that it trains with."""
 
 import atexit
+import contextlib
 import inspect
+import json
 import os
 import sys
 import threading
@@ -12,16 +14,26 @@ from typing import Any, NoReturn
 
 import jax
 
-from jdp.distributed import this_process
+from jdp.distributed import kv_store, this_process
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.launcher_client import current
+from jdp.worker.own_progress import own
 
-# The end of a traceback explains most. A message to the launcher holds that many of any characters.
+# The end of a traceback explains most. A message to the launcher can hold this many characters.
 MAX_TRACEBACK_CHARS = 80_000
 
-# A process that fails reports that to the others, waits up to 2 s until they have come to read it,
-# and prints its traceback. JAX would end it in the middle of that if process 0 left before.
+# The key under which an uncaught exception is reported to the other processes' loops over batches.
+UNCAUGHT = "jdp/uncaught"
+_TEXT_CHARACTERS = 600
+
+# A failing process reports to the others, waits up to 2 s until they have read the report, and
+# prints its traceback. If process 0 exited before, JAX would end this process during that time.
 _GRACE_S = 3.0
+# Process 0 holds the store. If it exits first, JAX ends the others before they have printed where
+# Ctrl-C interrupted them.
+_INTERRUPT_GRACE_S = 1.0
+# How long a failure may take to report; then the traceback is shown all the same.
+_REPORT_S = 2.0
 
 
 class OtherFailedError(RuntimeError):
@@ -29,18 +41,18 @@ class OtherFailedError(RuntimeError):
 
 
 def fail_fast() -> None:
-    """Make this process end at once when nobody catches an exception or `sys.exit`.
+    """Make this process exit at once after an uncaught exception or `sys.exit`.
 
-    JAX would let it wait for the others at its exit, for minutes, while they wait for it in a
-    collective. Under a launcher, it reports its traceback, and the launcher ends the others. A
-    second call does nothing.
+    At exit, JAX would wait minutes for the other processes, while they wait for this one in a
+    collective. Under a launcher, this process reports its traceback, and the launcher ends the
+    others. A second call does nothing.
     """
     if this_process.current.excepthook is not None:
         return
     this_process.current.excepthook = sys.excepthook
     sys.excepthook = _show_and_leave
     sys.exit = _exit
-    # Runs before the handlers that wait for other processes, or report a normal end.
+    # This runs before the handlers that wait for other processes or report a normal end.
     atexit.register(leave_if_failed)
 
 
@@ -48,21 +60,58 @@ def _show_and_leave(
     kind: type[BaseException], error: BaseException, where: TracebackType | None
 ) -> None:
     assert this_process.current.excepthook is not None
+    # Count the error as progress, so that a launcher reports the error and not a hang.
+    own.slot.write_progress()
+    _report_uncaught(error)
     this_process.current.excepthook(kind, error, where)
     _leave_by(kind, error, where)
 
 
 def _leave_by(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
     text = "".join(traceback.format_exception(kind, error, where))
-    if isinstance(error, OtherFailedError):
-        time.sleep(_GRACE_S)  # A launcher ends this process when it hears of the one that failed.
-    _leave(130 if issubclass(kind, KeyboardInterrupt) else 1, text)
+    why, is_interrupted = this_process.current.why_over, isinstance(error, KeyboardInterrupt)
+    if why is not None and why not in text and not is_interrupted:
+        text += f"jdp: {why}\n"
+        print(f"jdp: {why}", file=sys.stderr, flush=True)
+    if isinstance(error, OtherFailedError) or (why is not None and not is_interrupted):
+        time.sleep(_GRACE_S)  # a launcher ends this process once it knows of the failed one
+    if is_interrupted and current() is None and jax.distributed.is_initialized():
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(_INTERRUPT_GRACE_S if jax.process_index() == 0 else 0.0)
+    _leave(130 if is_interrupted else 1, text)
+
+
+def _report_uncaught(error: BaseException) -> None:
+    """Report an exception to the loops of other processes, unless such a loop caused it."""
+    this_process.current.is_interrupted = isinstance(error, KeyboardInterrupt)
+    if this_process.current.why_over is not None or isinstance(error, OtherFailedError):
+        return
+    how = "was interrupted (Ctrl-C)"
+    if not this_process.current.is_interrupted:
+        how = f"failed with {type(error).__name__}: {error}"[:_TEXT_CHARACTERS]
+    if kv_store.is_open():
+        text = json.dumps([jax.process_index(), how])
+        kv_store.ends_within(_REPORT_S, lambda: kv_store.offer(UNCAUGHT, text))
+
+
+def end_process(error: Exception) -> None:
+    """End this process because of an error found in a thread, while the main thread waits.
+
+    The traceback shows the main thread, which is in compiled code and cannot raise. An interactive
+    session is not ended, since its state would be lost.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    place = "".join(traceback.format_stack(frame))
+    text = f"Traceback (most recent call last):\n{place}{type(error).__name__}: {error}\n"
+    print(text, file=sys.stderr, end="", flush=True)
+    if not (hasattr(sys, "ps1") or sys.flags.interactive):
+        _leave(1, text)
 
 
 def leave_if_failed() -> None:
-    """End this process if nobody caught an exception; for exit handlers that wait for others."""
-    # Another hook may have replaced ours later. Python records an exception before it calls any
-    # hook. At a prompt, that exception may be long past.
+    """End this process if an exception was not caught. Call this in exit handlers that wait."""
+    # Another hook may have replaced this module's. Python records an exception before it calls any
+    # hook. At a prompt, the recorded exception may be old.
     is_ours = this_process.current.excepthook is not None
     is_replaced = is_ours and sys.excepthook is not _show_and_leave
     is_prompt = hasattr(sys, "ps1") or sys.flags.interactive
@@ -71,9 +120,9 @@ def leave_if_failed() -> None:
         _leave_by(type(error), error, error.__traceback__)
 
 
-# Python calls no hook for a SystemExit that nobody catches, but deletes it once the interpreter has
-# read its code, when no frame is running: one that is caught is deleted in a frame. In a thread, it
-# ends the thread alone.
+# Python calls no hook for an uncaught SystemExit, but deletes it after reading its code, when no
+# frame is running. A caught one is deleted while a frame is running. In another thread, an uncaught
+# one ends only that thread.
 class _Exit(SystemExit):
     def __del__(self) -> None:
         frame = inspect.currentframe()
@@ -97,6 +146,6 @@ def _leave(code: int, why: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError, AttributeError):  # closed, or none
+        except (OSError, ValueError, AttributeError):  # the stream is closed or None
             pass
     os._exit(code)

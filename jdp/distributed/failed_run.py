@@ -1,4 +1,4 @@
-"""Why the run of a compiled program failed, in a clause for a person."""
+"""Explain in a clause why the run of a compiled program failed."""
 
 import re
 
@@ -11,7 +11,7 @@ _STATUS = re.compile(
 _NO_CPU = re.compile(r"HLO opcode `([\w-]+)` is not supported by XLA:CPU")
 _RAISED = re.compile(r'File "([^"]+)", line (\d+), in ')
 
-# XLA's name of a collective -> JAX's, and what to write on CPUs.
+# XLA's name of a collective -> JAX's name, and the alternative on CPUs.
 _ON_CPU = {
     "ragged-all-to-all": (
         "jax.lax.ragged_all_to_all",
@@ -29,13 +29,13 @@ _ON_CPU = {
 
 
 def is_failed_run(error: Exception) -> bool:
-    """Whether XLA raised `error`, for a program that it could not compile or finish."""
-    # JAX raises a ValueError, with XLA's status, if a program fails that was compiled before.
+    """Whether XLA raised `error`, because it could not compile or finish a program."""
+    # JAX raises a ValueError with XLA's status if a program fails that was compiled ahead of time.
     return isinstance(error, jax.errors.JaxRuntimeError) or bool(_STATUS.match(str(error)))
 
 
 def reason(error: Exception) -> str:
-    """Return the cause in an error of XLA, without its status, the stack, or a final full stop.
+    """Return the cause in an error of XLA, without its status, the stack and the final full stop.
 
     >>> reason(RuntimeError("DEADLINE_EXCEEDED: jdp: rank 1: nothing from rank 0 for 30 s."))
     'rank 1: nothing from rank 0 for 30 s'

@@ -1,47 +1,56 @@
-"""Steps in flight: how many there may be, and the errors of those that have run."""
+"""Steps in flight: limit their number, and raise the errors of those that have run."""
 
+import atexit
 import operator
+import time
 from collections import deque
+from typing import Any
 
-from jdp.distributed import failed_run, this_process
+from jdp.distributed import call_log, failed_run, this_process
+from jdp.distributed.checks import different_calls
 from jdp.distributed.checks.overdue import Overdue
 from jdp.distributed.step_call import StepCall
 from jdp.error_codes import with_code
 from jdp.step_spec import StepSpec
 from jdp.worker import progress
 
-# XLA's CPU client before JAX 0.11 hangs for good with more than about 30 undrained steps on all
-# of its devices; elsewhere a few steps in flight are enough to hide dispatch.
+# XLA's CPU client before JAX 0.11 hangs forever with more than about 30 pending steps on all of its
+# devices. On other backends a few steps in flight are enough to hide dispatch.
 _MAX = 8
 
-# How long a process whose step failed waits until the others report their arguments.
+# How long a process whose step failed waits for the arguments of the others.
 _EXPLAIN_FAILURE_S = 2.0
 
+# Python aborts the process if a step calls back during interpreter shutdown. How long to wait.
+_END_S = 10.0
+
 _calls: deque[StepCall] = deque()
-# The call that is being made: JAX runs a small program on CPU before it returns.
+# Weights of the latest calls that were forgotten because another call of their step failed.
+_forgotten: deque[Any] = deque(maxlen=4 * _MAX)
+# The call that is being dispatched. JAX runs a small program on CPU before the dispatch returns.
 _being_made: deque[StepCall] = deque(maxlen=1)
 _overdue = Overdue()
 
 
 def begin_call(call: StepCall) -> None:
-    """Record that a call is being made, until `end_call`."""
+    """Record that a call is being dispatched, until `end_call`."""
     _being_made.append(call)
 
 
 def end_call() -> None:
-    """Record that the call that began was handed to the devices, or failed."""
+    """Record that the call of `begin_call` was dispatched to the devices, or failed."""
     _being_made.clear()
 
 
 def add(call: StepCall) -> None:
-    """Record a call that is now running."""
+    """Record that a call is running."""
     _calls.append(call)
 
 
 def make_room() -> None:
     """Wait until one more call may be in flight, and raise the errors of calls that have run.
 
-    Before the call, so that the state that goes into it is not donated for nothing.
+    This comes before the dispatch, so that an error is raised before the state is donated.
     """
     _drain(_MAX - 1)
 
@@ -57,21 +66,21 @@ def latest_spec() -> StepSpec | None:
 
 
 class Unchecked:
-    """The training steps in flight now, which may turn out to be wrong.
+    """The training steps that are in flight now, and not yet known to be right.
 
-    A step checks itself, and its reports are ready when its state is: a thread that writes the
-    state waits for nothing more.
+    A step checks itself, and its reports are ready when its state is, so a thread that writes the
+    state does not wait longer for them.
     """
 
     def __init__(self) -> None:
         self._calls = [call for call in _calls if call.spec.returns_state and call.is_checked()]
 
     def went_wrong(self) -> bool:
-        """Whether a call differed between processes, or got an invalid weight; in any thread."""
+        """Whether a call differed between processes or got an invalid weight; in any thread."""
         return any(call.differs() or call.weight_error() for call in self._calls)
 
     def require_right(self) -> None:
-        """Wait for these steps, and raise their errors, or those of steps before them."""
+        """Wait for these steps, and raise their errors or those of earlier steps."""
         if self._calls:
             while any(call is self._calls[-1] for call in _calls):
                 _drain(len(_calls) - 1)
@@ -79,7 +88,7 @@ class Unchecked:
 
 
 def require_right_states() -> None:
-    """Raise the error of a wrong training step again: later states are wrong, caught or not.
+    """Raise the error of a wrong training step again, because all later states are wrong too.
 
     Raises:
       RuntimeError: on every process, until `accept_new_state`.
@@ -95,7 +104,7 @@ def accept_new_state() -> None:
 
 def _drain(num_left: int) -> None:
     while len(_calls) > num_left:
-        call = _calls[0]  # stays there while it is waited for, see `_num_running`
+        call = _calls[0]  # keep it there while waiting for it, see `_num_running`
         try:
             call.weight.block_until_ready()
             call.check()
@@ -103,7 +112,7 @@ def _drain(num_left: int) -> None:
         except RuntimeError as error:
             if not call.is_deleted():
                 raise failed(call, call.spec.donate, error) from error
-            text = None  # The author deleted all arrays, so that nothing is left to be wrong.
+            text = None  # the author deleted all arrays, so none can be wrong
         _calls.popleft()
         if text is not None:
             if call.spec.returns_state:
@@ -113,7 +122,7 @@ def _drain(num_left: int) -> None:
 
 
 def _error_of(call: StepCall) -> str | None:
-    """Return the error of a call that ran to its end; None if it was right."""
+    """Return the error of a call that ran to its end, None if it was right."""
     if call.differs():
         assert call.arguments is not None and call.given is not None
         return call.arguments.explained(call.given, str(call))
@@ -124,12 +133,12 @@ def _error_of(call: StepCall) -> str | None:
 
 
 def failed(call: StepCall, is_gone: bool, error: Exception) -> RuntimeError:
-    """Return the error for a call that failed while it ran, and forget the calls of its step.
+    """Return the error for a call that failed while it ran, and remove its step's other calls.
 
     Args:
       call: the call.
-      is_gone: whether the state that went in was donated.
-      error: of JAX.
+      is_gone: whether its input state was donated.
+      error: the error that JAX raised.
     """
     difference = call.difference(_EXPLAIN_FAILURE_S)
     cause = f" It was not the same call on all processes: {difference}" if difference else ""
@@ -142,26 +151,47 @@ def failed(call: StepCall, is_gone: bool, error: Exception) -> RuntimeError:
             f"The input state was donated and is gone: go back to {back} with jdp.Checkpointer, or "
             "train with donate=False."
         )
-    text = f"{call} failed: {failed_run.reason(error)}.{cause} {gone}"
+    # If loops over batches differ, this failure is a consequence.
+    reason = this_process.current.why_over or failed_run.reason(error)
+    text = f"{call} failed: {reason}.{cause} {gone}"
     return RuntimeError(with_code("JDP214", text))
 
 
 def _forget(spec: StepSpec) -> None:
-    """Forget the calls of a step. Those of other steps may go on, or have errors of their own."""
+    """Remove the calls of a step. Those of other steps may continue, or have their own errors."""
     others = [call for call in _calls if call.spec is not spec]
+    _forgotten.extend(call.weight for call in _calls if call.spec is spec)
     _calls.clear()
     _calls.extend(others)
 
 
-# Called from a thread, now and then while no step begins or ends.
-def _num_running() -> int:
-    # All of JAX's arrays have it, though the interface of `jax.Array` does not declare it.
-    is_ready = operator.methodcaller("is_ready")
+@atexit.register
+def _wait_at_end() -> None:
+    end = time.monotonic() + _END_S
+    for weight in [*_forgotten, *(call.weight for call in _calls)]:
+        while not _has_run(weight) and time.monotonic() < end:
+            time.sleep(0.005)
+
+
+def _has_run(weight: Any) -> bool:
     try:
-        running = [call for call in tuple(_calls) if not is_ready(call.weight)]
-    except (AttributeError, RuntimeError):  # RuntimeError: the step failed, so it does not run.
+        return _is_ready(weight)
+    except (AttributeError, RuntimeError):
+        return True  # the step failed, or the author deleted its arrays
+
+
+# All of JAX's arrays have this method, though the interface of `jax.Array` does not declare it.
+_is_ready = operator.methodcaller("is_ready")
+
+
+# A thread calls this periodically while no step starts or ends.
+def _num_running() -> int:
+    try:
+        running = [call for call in tuple(_calls) if not _is_ready(call.weight)]
+    except (AttributeError, RuntimeError):  # RuntimeError: the step failed, so it is not running
         return 0
-    # Other processes may be ahead or behind.
+    different_calls.current.look(bool(running or _being_made or call_log.num_waiting))
+    # Call this even if no step runs here, because other processes may be ahead or behind.
     _overdue.look([*_calls, *_being_made] if running or _being_made else [])
     return len(running)
 

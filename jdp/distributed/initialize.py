@@ -1,4 +1,4 @@
-"""Discovers the other processes of the run, and connects JAX with them."""
+"""Discover the other processes of the run, and connect JAX with them."""
 
 import contextlib
 import gc
@@ -16,15 +16,15 @@ from jdp.worker.launcher_client import Assignment, current
 from jdp.worker.local_devices import num_gpus
 
 # How long processes wait for each other to join; JAX's own default. Under a launcher, the launcher
-# reports a missing process, and gives up.
+# reports a missing process and stops the run.
 JOIN_TIMEOUT_S = 300
 _LAUNCHED_TIMEOUT_S = 24 * 3600
 
-# Without a launcher only JAX notices that a process is gone, and ends the others after this time;
-# its own default is 100 s.
+# Without a launcher, only JAX notices that a process is gone. It ends the others after this time;
+# JAX's own default is 100 s.
 HEARTBEAT_TIMEOUT_S = 30
-# A launcher notices it at once. JAX measures this time by the wall clock, and a jump of that clock
-# by more than it would abort every process.
+# A launcher notices it at once. JAX measures this time with the wall clock, and if that clock
+# jumped by more, JAX would abort every process.
 _LAUNCHED_HEARTBEAT_TIMEOUT_S = 30 * 24 * 3600
 
 _GRPC_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
@@ -36,13 +36,13 @@ _LOOPBACK = ("localhost", "127.", "[::1]")
 def join() -> None:
     """Find the other processes, if there are any, and connect JAX with them.
 
-    Under `jdp run`, wait until the launcher assigns a number to this process. Else read the
-    environment (`cluster_env`); without variables for it, a process is alone. A second call does
-    nothing, nor does the first one after a `jax.distributed.initialize` of the author.
+    Under `jdp run`, wait until the launcher assigns a number to this process. Otherwise read the
+    environment (`cluster_env`). Without variables for it, this process is alone. A second call does
+    nothing, and neither does a call after the user's own `jax.distributed.initialize`.
 
     Raises:
-      RuntimeError: if the others can't be found, or JAX runs already.
-      TimeoutError: if process 0 does not come.
+      RuntimeError: if the others cannot be found, or JAX is already running.
+      TimeoutError: if process 0 does not join in time.
     """
     source_files.record()
     launched = current()
@@ -62,13 +62,13 @@ def join() -> None:
         preemption.let_children_end()
 
 
-# Work that a standby does before the other processes wait for it.
+# Work that a standby process does before other processes wait for it.
 def _prepare() -> None:
-    # JAX imports it when it lowers its first program: 20 ms.
+    # JAX imports this module when it lowers its first program, which takes 20 ms.
     with contextlib.suppress(ImportError):
         importlib.import_module("jaxlib.mlir.dialects.mhlo")
-    # A full collection would take 60 ms of the next half second; after `freeze`, later ones skip
-    # the objects that exist now.
+    # A full collection would take 60 ms in the next half second. After `freeze`, later collections
+    # skip the objects that exist now.
     gc.collect()
     gc.freeze()
 
@@ -85,7 +85,7 @@ def _connect_as(assignment: Assignment) -> None:
             heartbeat_timeout_seconds=_LAUNCHED_HEARTBEAT_TIMEOUT_S,
         )
     elif assignment.gpus and len(assignment.gpus) < num_gpus():
-        # As jax.distributed.initialize does.
+        # jax.distributed.initialize does the same.
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, assignment.gpus)))
 
 
@@ -123,13 +123,13 @@ def _initialize(timeout_s: int, **place) -> None:
 
 @contextlib.contextmanager
 def _without_grpc_proxy() -> Iterator[None]:
-    """Let gRPC connect to process 0 directly, also where http_proxy or https_proxy is set.
+    """Let gRPC connect to process 0 directly, even if http_proxy or https_proxy is set.
 
-    A proxy does not reach the loopback of this host, and seldom another host of the run. gRPC reads
-    `grpc_proxy` first, once for each connection, and takes an empty one for none.
+    A proxy does not reach the loopback interface of this host, and rarely another host of the run.
+    gRPC reads `grpc_proxy` first, once for each connection. If it is empty, gRPC uses no proxy.
     """
     before = {name: os.environ[name] for name in _GRPC_PROXIES if name in os.environ}
-    if before:  # JAX warns of any such variable.
+    if before:  # JAX warns about any such variable
         os.environ["grpc_proxy"] = ""
     try:
         yield
@@ -139,7 +139,7 @@ def _without_grpc_proxy() -> Iterator[None]:
             os.environ.update(before)
 
 
-# JAX waits a second after its first failed connection attempt.
+# Wait for process 0: JAX pauses for a second after its first failed connection attempt.
 def _wait_for(address: str, timeout_s: float) -> None:
     host, _, port = address.rpartition(":")
     start = time.monotonic()

@@ -25,32 +25,33 @@ def init(
 ) -> Mesh:
     """Make the mesh that jdp trains on, and remember it.
 
-    In a run of several processes, `init` finds the others, and the mesh spans the devices of all:
-    under `jdp run`, mpiexec, Slurm's srun or Kubernetes, by torchrun's variables, or after a
-    `jax.distributed.initialize()` of your own. It must then come before anything that makes an
-    array. Under `jdp run`, standby processes also run the lines before `init`, and wait in it.
-    Calling `init` again replaces the mesh; states that already lie on another mesh stay there.
+    With several processes, `init` finds the others, and the mesh spans the devices of all of them:
+    under `jdp run`, mpiexec, Slurm's srun or Kubernetes, with torchrun's variables, or after your
+    own `jax.distributed.initialize()`. It must then precede anything that creates an array. Under
+    `jdp run`, standby processes also run the lines before `init`, and wait in it. A second call
+    replaces the mesh. States that are already on another mesh stay there.
 
     Args:
-      mesh: a mesh of your own, with any further axes; jdp touches only `axis_name`.
+      mesh: a mesh of your own, with any further axes; jdp uses only `axis_name`.
       axis_name: name of the data axis, or a tuple of names of axes of `mesh` that form it.
-      cpu_ranks: train on this many virtual CPU devices, >= 1. Must come before anything
-        asks JAX for a device.
-      devices: the devices of the mesh, in rank order. Default: all of all processes.
-      timeout_s: seconds, > 0, after which a run that makes no step is ended with exit code 124;
+      cpu_ranks: train on this many virtual CPU devices, >= 1. Must precede anything that asks JAX
+        for a device.
+      devices: the devices of the mesh, in rank order. Default: all devices of all processes.
+      timeout_s: seconds, > 0, after which a run that completes no step is ended with exit code 124;
         after 30 s it reports where each process is. Compiling, evaluating, saving and the time
         before the first step may take six times as long; see `jdp.phase`. `jdp run --timeout-s`
-        takes precedence. None: no limit. A program that makes no step and takes no batch of
-        `jdp.batches`, such as plain inference, has no limit either. A process without others is
-        ended only in a step, or while it waits for `jdp.batches`, and never at a prompt.
+        takes precedence. None: no limit. There is also no limit for a program that makes no step
+        and takes no batch of `jdp.batches`, such as plain inference. A process that trains alone is
+        ended only in a step or while it waits for `jdp.batches`, and never at a prompt.
 
     Returns:
       The mesh. Rank r is its r-th device along `axis_name`.
 
     Raises:
       ValueError: if `mesh` has no such axis, `cpu_ranks` comes too late, or `timeout_s` is not
-        positive; on every process, if one has other versions, devices, XLA_FLAGS or another mesh.
-      RuntimeError: if the other processes can't be found, or JAX runs already.
+        positive; on every process, if a process has other versions, devices, XLA_FLAGS or another
+        mesh.
+      RuntimeError: if the other processes cannot be found, or JAX is already running.
 
     >>> import jdp
     >>> mesh = jdp.init(cpu_ranks=4)
@@ -103,11 +104,15 @@ def current_mesh() -> Mesh:
 
 
 def mesh_of(leaves: Sequence[Any], axis_name: AxisName) -> Mesh:
-    """Return the mesh of the leaves of a state, else that of `init`; it has the axis `axis_name`.
+    """Return the mesh of a state's leaves, or else that of `init`, with the axis `axis_name`.
+
+    Args:
+      leaves: the leaves of a state.
+      axis_name: name of the data axis, or a tuple of names.
 
     Raises:
       ValueError: if the mesh of `init` has no such axis.
-      RuntimeError: if no leaf lies on a mesh with that axis and `init` was not called.
+      RuntimeError: if no leaf is on a mesh with that axis and `init` was not called.
     """
     wanted = axis.names(axis_name)
     for leaf in leaves:
@@ -121,7 +126,7 @@ def mesh_of(leaves: Sequence[Any], axis_name: AxisName) -> Mesh:
 
 
 def num_ranks(mesh: Mesh, axis_name: AxisName) -> int:
-    """Count the ranks of `mesh` along `axis_name`."""
+    """Return the number of ranks of `mesh` along `axis_name`, a name or a tuple of names."""
     return math.prod(mesh.shape[name] for name in axis.names(axis_name))
 
 
@@ -132,7 +137,7 @@ def _cpu_devices(num: int) -> list[jax.Device]:
         jax.config.update("jax_num_cpu_devices", num)
         jax.config.update("jax_platforms", "cpu")
     except RuntimeError:
-        pass  # A backend runs already. It may have enough devices.
+        pass  # a backend is already running, and may have enough devices
     found = [device for device in jax.devices("cpu") if device.process_index == jax.process_index()]
     if len(found) < num:
         raise ValueError(
@@ -144,10 +149,14 @@ def _cpu_devices(num: int) -> list[jax.Device]:
 
 
 def require_axes(mesh: Mesh, wanted: tuple[str, ...]) -> None:
-    """Refuse a mesh without the axes `wanted`.
+    """Raise an error for a mesh without the axes `wanted`.
+
+    Args:
+      mesh: the mesh.
+      wanted: names of the axes.
 
     Raises:
-      ValueError: naming the axes that it has.
+      ValueError: naming the axes of the mesh.
     """
     missing = [name for name in wanted if name not in mesh.axis_names]
     if missing:

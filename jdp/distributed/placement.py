@@ -1,4 +1,4 @@
-"""Copying a state onto the mesh."""
+"""Copy a state onto the mesh."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,22 +15,33 @@ from jdp.distributed.mesh import mesh_of, num_ranks
 from jdp.pytrees import is_array, is_key
 
 
-def placed(tree: Any, axis_name: AxisName, mesh: Mesh | None = None, *, copy: bool = False) -> Any:
-    """Copy a state onto the mesh, the same on every rank; `per_rank` is split over the ranks.
+def placed(
+    tree: Any,
+    axis_name: AxisName,
+    mesh: Mesh | None = None,
+    *,
+    copy: bool = False,
+    partition: Sequence[PartitionSpec | None] | None = None,
+    may_be_split: bool = False,
+) -> Any:
+    """Copy a state onto the mesh, equal on every rank; `per_rank` state is split over the ranks.
 
-    Leaves that lie there already, perhaps split over further axes, stay as they are. A copy shares
-    no buffer with the original, which donating the copy leaves intact.
+    Leaves that are already there, perhaps split over further axes, stay unchanged. A copy shares no
+    buffer with the original, so donating the copy leaves the original intact.
 
     Args:
-      tree: tree of arrays and numbers; other leaves stay as they are.
-      axis_name: the data axis.
-      mesh: Default: the mesh of the leaves, else that of `init`; without either the tree is
-        returned as it is.
-      copy: copy also the leaves that lie there already.
+      tree: tree of arrays and numbers; other leaves stay unchanged.
+      axis_name: name of the data axis, or a tuple of names.
+      mesh: default: the mesh of the leaves, else that of `init`. Without either the tree is
+        returned unchanged.
+      copy: whether to copy also the leaves that are already there.
+      partition: for each leaf its split into shards over the ranks, None if it is not split. By
+        default no leaf is.
+      may_be_split: whether other leaves may stay split over `axis_name`.
 
     Raises:
-      ValueError: if a leaf is split over `axis_name`, or lies on another mesh; if one of `per_rank`
-        does not divide by the number of ranks.
+      ValueError: if a leaf is split over `axis_name`, or is on another mesh; or if the number of
+        ranks does not divide a `per_rank` leaf.
     """
     named, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [leaf for _, leaf in named]
@@ -40,11 +51,22 @@ def placed(tree: Any, axis_name: AxisName, mesh: Mesh | None = None, *, copy: bo
         except RuntimeError:
             return tree
     flags = rank_state.flags(tree)
-    found = [_target(*one, flag, mesh, axis_name) for one, flag in zip(named, flags, strict=True)]
+    specs = partition if partition is not None else [None] * len(leaves)
+    found = [
+        _shard_target(leaf, spec, mesh, axis_name)
+        if spec is not None and not flag
+        else _target(path, leaf, flag, mesh, axis_name, may_be_split)
+        for (path, leaf), flag, spec in zip(named, flags, specs, strict=True)
+    ]
     targets = {i: target for i, target in enumerate(found) if target is not None}
+    if not may_be_split:
+        for i in targets:
+            _require_same_mesh(*named[i], mesh)
     if targets and not NamedSharding(mesh, PartitionSpec()).is_fully_addressable:
-        # Only over a mesh of several processes: one that trains alone must not wait for others.
-        compared = [leaf if i in targets else None for i, leaf in enumerate(leaves)]
+        # Only over a mesh of several processes: a process that trains alone must not wait for
+        # others.
+        is_new = [i in targets and not _is_on(leaf, mesh) for i, leaf in enumerate(leaves)]
+        compared = [leaf if new else None for leaf, new in zip(leaves, is_new, strict=True)]
         state_check.agreed(treedef.unflatten(compared))
     copies = _copies([leaves[i] for i in targets], [*targets.values()])
     for i, leaf in zip(targets, copies, strict=True):
@@ -58,32 +80,65 @@ def placed(tree: Any, axis_name: AxisName, mesh: Mesh | None = None, *, copy: bo
 
 
 def copy_to(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """Copy an array that all processes of a mesh hold to their devices; nothing is compared."""
+    """Copy an array that all processes of a mesh hold to their devices, without comparing values.
+
+    Args:
+      leaf: an array or number, with equal values on all processes.
+      sharding: the sharding of the copy, over any devices.
+    """
     if is_key(leaf):
         data = copy_to(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
-    # A copy of a NumPy array, since JAX may use its memory as that of a device.
+    # Copy a NumPy array, since JAX may use its memory for a device.
     value = np.asarray(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
 def _copies(leaves: list[Any], targets: Sequence[NamedSharding]) -> list[jax.Array]:
     if not all(target.is_fully_addressable for target in targets):
-        # device_put would compare the values over all processes, leaf by leaf.
+        # device_put would compare the values of all processes, leaf by leaf.
         return list(map(copy_to, leaves, targets))
-    # Numbers become arrays of a strong type: a weak one would change at the first step, and
-    # the step would compile twice. A copy first, since device_put may use the caller's own memory,
-    # also a NumPy array's, whatever its may_alias.
+    # Numbers become arrays of a strong type. A weak type would change at the first step, and the
+    # step would compile twice. Copy first: device_put may use the caller's memory, also that of a
+    # NumPy array, whatever its may_alias is.
     strong = [jnp.copy(x) if isinstance(x, jax.Array) else np.array(x) for x in leaves]
     return jax.device_put(strong, list(targets))
 
 
-def _target(
-    path: tuple, leaf: Any, is_own: bool, mesh: Mesh, axis_name: AxisName
+def _is_on(leaf: Any, mesh: Mesh) -> bool:
+    sharding = getattr(leaf, "sharding", None)
+    return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+
+
+def _shard_target(
+    leaf: Any, spec: PartitionSpec, mesh: Mesh, axis_name: AxisName
 ) -> NamedSharding | None:
-    """Return the sharding to copy a leaf to; None if it stays as it is."""
+    """Return the sharding that splits a leaf into shards, None if it already is."""
+    if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) or not is_array(leaf):
+        return None
+    # Along further axes it stays split as it was.
+    old = tuple(leaf.sharding.spec) if _is_on(leaf, mesh) else ()
+    parts = [_without(part, set(axis.names(axis_name))) for part in old]
+    if spec:
+        parts += [None] * (len(spec) - len(parts))
+        own, further = axis.names(spec[-1]), parts[len(spec) - 1]
+        parts[len(spec) - 1] = (*(axis.names(further) if further else ()), *own)
+    target = NamedSharding(mesh, PartitionSpec(*parts))
+    is_there = _is_on(leaf, mesh) and leaf.sharding.is_equivalent_to(target, leaf.ndim)
+    return None if is_there else target
+
+
+def _without(part: Any, names: set[str]) -> Any:
+    left = tuple(name for name in axis.names(part) if name not in names) if part else ()
+    return left or None
+
+
+def _target(
+    path: tuple, leaf: Any, is_own: bool, mesh: Mesh, axis_name: AxisName, may_be_split: bool
+) -> NamedSharding | None:
+    """Return the sharding to copy a leaf to, None if it stays unchanged."""
     if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) or not is_array(leaf):
         return None
     name, names = jax.tree_util.keystr(path), axis.names(axis_name)
@@ -94,26 +149,30 @@ def _target(
         spec = sharding.spec if sharding is not None and sharding.mesh == mesh else ()
         if spec and spec[0] is not None and axis.names(spec[0]) == names:
             return None
-        # Over further axes it stays split as it was.
+        # Along further axes it stays split as it was.
         return NamedSharding(mesh, PartitionSpec(names, *spec[1:]))
-    if sharding is not None:
-        _require_whole(name, leaf, sharding, mesh, axis_name)
+    if sharding is not None and not may_be_split:
+        _require_whole(name, leaf, sharding, axis_name)
     is_here = sharding is not None and sharding.mesh == mesh
     return None if is_here else NamedSharding(mesh, PartitionSpec())
 
 
-def _require_whole(
-    name: str, leaf: Any, sharding: NamedSharding, mesh: Mesh, axis_name: AxisName
-) -> None:
+def _require_whole(name: str, leaf: Any, sharding: NamedSharding, axis_name: AxisName) -> None:
     split = {name for part in sharding.spec if part is not None for name in axis.names(part)}
     if split & set(axis.names(axis_name)):
         raise ValueError(
             f"`{name}` {leaf.dtype}{list(leaf.shape)} is split over {axis_name!r}, but every rank "
             "needs the whole state. Place it with jax.sharding.PartitionSpec() on that axis."
         )
+
+
+def _require_same_mesh(path: tuple, leaf: Any, mesh: Mesh) -> None:
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return
     if sharding.mesh != mesh and sharding.mesh.size > 1:
         raise ValueError(
-            f"`{name}` lies on a mesh of {sharding.mesh.size} devices "
+            f"`{jax.tree_util.keystr(path)}` lies on a mesh of {sharding.mesh.size} devices "
             f"{dict(sharding.mesh.shape)}, the rest of the state on one of {mesh.size} "
             f"{dict(mesh.shape)}. Move it with jax.device_put first, or create the state after "
             "jdp.init()."

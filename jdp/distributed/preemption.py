@@ -16,9 +16,10 @@ _log = logging.getLogger("jdp")
 class Preemption:
     """Listens for SIGTERM until `stop_listening`.
 
-    With several processes, JAX listens in each of them (it looks once a second), and they agree on
-    a step that none has begun; asking takes less than a microsecond. With one, a signal handler
-    does, which only the main thread can install; in another thread SIGTERM ends the process.
+    With several processes, JAX listens in each of them (it checks once a second), and they agree on
+    a step that none has started. A check takes less than a microsecond. With one process, a signal
+    handler listens. Only the main thread can install it; in another thread, SIGTERM ends the
+    process.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class Preemption:
             self._is_mine = True
 
     def reached(self, step: int) -> bool:
-        """Whether to stop after this step, the same on all processes, which ask after each step."""
+        """Whether to stop after this step: the same on all processes, which ask after each step."""
         return (
             multihost_utils.reached_preemption_sync_point(step)
             if self._agrees
@@ -43,7 +44,7 @@ class Preemption:
         )
 
     def stop_listening(self) -> None:
-        """Put back the handler of SIGTERM that was there before."""
+        """Restore the previous handler of SIGTERM."""
         if self._is_mine and threading.current_thread() is threading.main_thread():
             self._is_mine = False
             # None: a handler that Python did not install, and cannot install again.
@@ -57,13 +58,13 @@ class Preemption:
 def let_children_end() -> None:
     """Let SIGTERM end the children that this process forks from now on, such as data loaders.
 
-    They inherit a handler by which they would survive it: JAX's, once the processes are connected,
-    or that of `Preemption`. A handler of the author stays in place.
+    They inherit a handler that would let them survive it: JAX's handler, once the processes are
+    connected, or that of `Preemption`. A handler of the user's stays in place.
     """
     os.register_at_fork(after_in_child=_restore_handler)
 
 
-# JAX's handler is not Python's, which therefore still knows the one before.
+# JAX's handler is not a Python handler, so Python still knows the previous one.
 def _restore_handler() -> None:
     handler = signal.getsignal(signal.SIGTERM)
     owner = getattr(handler, "__self__", None)

@@ -17,7 +17,7 @@ class RankReports(NamedTuple):
     Attributes:
       differs: whether the arguments differ between ranks, `[ranks]` bool; None if the step does
         not compare them.
-      weight: the result of `weight_fn`, `[ranks]` float; None without one.
+      weight: the result of `weight_fn`, `[ranks]` float; None without a `weight_fn`.
     """
 
     differs: jax.Array | None
@@ -29,14 +29,14 @@ class StepCall(NamedTuple):
 
     Attributes:
       spec: the step.
-      number: which call of the step this is, from 1.
+      number: number of the call among those of the step, from 1.
       arguments: compares the arguments between processes; None if they are not compared.
       given: the arguments that are compared.
       check: raises a RuntimeError for a failure during the call that JAX does not report.
       why_invalid: returns an error for invalid weights of ranks, given `weight` and
         `reports.weight`; None if they are valid.
-      reports: None while the call is being made.
-      weight: of the batch. It is ready when the call has run.
+      reports: the reports of the ranks; None while the call is being dispatched.
+      weight: the weight of the batch, `[]` float. It is ready when the call has run.
     """
 
     spec: StepSpec
@@ -56,22 +56,22 @@ class StepCall(NamedTuple):
         return self.reports is not None and any(report is not None for report in self.reports)
 
     def differs(self) -> bool:
-        """Whether its arguments differ between processes; wait for it."""
+        """Wait for the call, and return whether its arguments differ between processes."""
         # All ranks of a process got the same arguments.
         differs = None if self.reports is None else self.reports.differs
         return differs is not None and bool(np.asarray(differs.addressable_data(0)).any())
 
     def weight_error(self) -> str | None:
-        """Return the error for its weights; None if they are valid. Wait for it."""
+        """Wait for the call, and return the error for its weights, None if they are valid."""
         given = None if self.reports is None else self.reports.weight
         return None if given is None else self.why_invalid(self.weight, given)
 
     def is_deleted(self) -> bool:
-        """Whether someone deleted the arrays by which the call is checked."""
+        """Whether the arrays that are needed to check the call were deleted."""
         return any(map(pytrees.is_deleted, (self.weight, *(self.reports or ()))))
 
     def difference(self, timeout_s: float) -> str | None:
-        """Return the argument that differs between processes, in a sentence; None if unknown."""
+        """Return a sentence about the argument that differs between processes, None if unknown."""
         if self.arguments is None or self.given is None:
             return None
         if not (self.given.small or self.given.large):

@@ -7,15 +7,17 @@ from jax.sharding import Mesh
 
 
 class ThisProcess:
-    """The state that `jdp.init` sets up; `current` is the only one.
+    """The state that `jdp.init` sets up. `current` is the only instance.
 
     Attributes:
-      mesh: that of the last `jdp.init`; None before it.
-      timeout_s: how long this process waits for others in comparisons, in seconds; inf: for ever.
+      mesh: the mesh of the last `jdp.init`; None before it.
+      timeout_s: how long this process waits for others in comparisons, in seconds; inf: no limit.
       excepthook: the `sys.excepthook` that `fail_fast` replaced; None before.
-      state_error: the error of a training step that ran to its end and was wrong, so that later
-        states are wrong, too; None if there is none.
-      has_reported_failure: whether the launcher knows that this process fails.
+      state_error: the error of a training step that ran to its end and was wrong, which makes later
+        states wrong too; None if there is none.
+      why_over: why no process can continue, as found by a loop over batches; None if they can.
+      is_interrupted: whether an interrupt (Ctrl-C) ends this process.
+      has_reported_failure: whether this process has reported its failure to the launcher.
     """
 
     def __init__(self) -> None:
@@ -23,6 +25,8 @@ class ThisProcess:
         self.timeout_s = 300.0
         self.excepthook: Callable[..., Any] | None = None
         self.state_error: str | None = None
+        self.why_over: str | None = None
+        self.is_interrupted = False
         self.has_reported_failure = False
 
 

@@ -33,6 +33,7 @@ def run(options: Options) -> int:
     try:
         address, listener = _rendezvous(options)
         resources = HostResources(options)
+        resources.orphans.start_adopting()
     except (OSError, ValueError) as error:
         _say(str(error))
         return 2

@@ -1,5 +1,6 @@
 """The loop over the micro-batches of a rank: how rows and keys are split, and sums are added up."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax import lax
 from jdp import axis, pytrees
 from jdp.analysis import jaxprs
 from jdp.analysis.marks import ROUNDS, mark
-from jdp.reduction import row_weight, step_context
+from jdp.reduction import row_weight
 
 
 def num_rows(batch: Any, dim: int = 0) -> int:
@@ -82,10 +83,10 @@ def _first(looped: Any) -> Any:
 
 
 def accumulated(part: Callable[[Any], Any], looped: Any, last: Any, *, is_scaled: bool) -> Any:
-    """Average `part(micro_batch) -> (weight, means, rows)` by weight, and join the rows.
+    """Average `part(micro_batch) -> (weights, means, rows)` by weight, and join the rows.
 
     Args:
-      part: of a micro-batch, jitted.
+      part: of a micro-batch, jitted; `means` is a tuple of trees, each with its weight.
       looped: micro-batches, stacked.
       last: one more, None if there is none.
       is_scaled: whether the weights sum to 1.
@@ -99,23 +100,31 @@ def accumulated(part: Callable[[Any], Any], looped: Any, last: Any, *, is_scaled
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))  # bfloat16 loses digits
 
     def add(sums: Any, micro_batch: Any) -> tuple[Any, list[jax.Array]]:
-        weight, means, rows = part(micro_batch)
+        weights, means, rows = part(micro_batch)
 
-        def plus(s: jax.Array, x: jax.Array) -> jax.Array:
-            return s + step_context.weighed(x, weight).astype(s.dtype)
+        def plus(weight: jax.Array, s: jax.Array, x: jax.Array) -> jax.Array:
+            return s + row_weight.weighed(x, weight).astype(s.dtype)
 
-        return (sums[0] + weight, jax.tree.map(plus, sums[1], means)), rows
+        totals = tuple(total + weight for total, weight in zip(sums[0], weights, strict=True))
+        added = (
+            jax.tree.map(functools.partial(plus, weight), old, new)
+            for weight, old, new in zip(weights, sums[1], means, strict=True)
+        )
+        return (totals, tuple(added)), rows
 
-    nothing = jnp.zeros((), float), jax.tree.map(zeros, like)
+    nothing = tuple(jnp.zeros((), float) for _ in like), jax.tree.map(zeros, like)
     one_more, _ = jax.eval_shape(add, nothing, first)
     sums, rows = lax.scan(add, axis.as_typed_like(nothing, one_more), looped)
     sums, last_rows = (sums, None) if last is None else add(sums, last)
-    total, sums = sums
+    totals, sums = sums
     if is_scaled:
         sums = jax.tree.map(lambda s: mark(s, kind=ROUNDS, path="", axes=()), sums)
     else:
-        divisor = row_weight.divisor(total)
-        sums = jax.tree.map(lambda s: s / divisor, sums)
+        divisors = [row_weight.divisor(total) for total in totals]
+        sums = tuple(
+            jax.tree.map(lambda s, divisor=divisor: s / divisor, tree)
+            for tree, divisor in zip(sums, divisors, strict=True)
+        )
     means = jax.tree.map(lambda s, x: s.astype(x.dtype), sums, like)
     joined = [stacked.reshape(-1, *stacked.shape[2:]) for stacked in rows]
     if last_rows is not None:

@@ -62,9 +62,14 @@ def batch_norm_statistics(
     count = jnp.broadcast_to(weight, (*x.shape[:-1], 1)).sum()
     total, count = sum_over_ranks(((weight * x).sum(dims), count), axis_name=axis_name)
     divisor = row_weight.divisor(count)
-    mean = total / divisor
-    squares = (weight * (x - mean) ** 2).sum(dims)
-    return mean, sum_over_ranks(squares, axis_name=axis_name) / divisor
+    # Where the mean is large beside the deviation, this sum is off by some of its last digits. The
+    # deviations from it make up for that.
+    shift = lax.stop_gradient(total / divisor)
+    deviations = weight * (x - shift)
+    sums = deviations.sum(dims), (deviations * (x - shift)).sum(dims)
+    moved, squares = sum_over_ranks(sums, axis_name=axis_name)
+    moved = moved / divisor
+    return shift + moved, jnp.maximum(squares / divisor - moved**2, 0)
 
 
 def _weights(x: jax.Array, mask: Any, found: str) -> jax.Array:

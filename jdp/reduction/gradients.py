@@ -12,7 +12,13 @@ from jdp import axis, collectives
 from jdp.analysis.marks import ALL_REDUCED, MEAN, OWN_WEIGHT, SUMMED, mark
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce, buckets
-from jdp.reduction import row_weight, step_context, weighted_sum
+from jdp.reduction import (
+    gradient_checks,
+    mixed_precision,
+    row_weight,
+    step_context,
+    weighted_sum,
+)
 
 # No effect on `collectives.xla` on CPU, where XLA merges psums whatever their size. For GPUs a
 # first guess, to be measured there: nothing hides the bucket that is sent last.
@@ -28,6 +34,7 @@ def sync_gradients(
     bucket_bytes: int = BUCKET_BYTES,
     mean: bool = True,
     mesh: Mesh | None = None,
+    reduce_dtype: Any = None,
 ) -> Any:
     """Average a tree of gradients over ranks, in buckets, last leaf first.
 
@@ -47,6 +54,8 @@ def sync_gradients(
       mean: divide by the number of ranks, or by the sum of weights; False gives sum(w * g).
       mesh: where the axis lies: in a `shard_map` of your own that runs on several processes, so
         that `collectives.auto` may see which of them share a host. A step of jdp's knows it.
+      reduce_dtype: gradients are sent in this float dtype, such as `jnp.bfloat16`, and come back in
+        their own. Default: their own.
 
     Returns:
       A tree like `grads`, equal bits on every rank. Where no axis is bound there is one rank.
@@ -66,17 +75,46 @@ def sync_gradients(
     """
     named, treedef = jax.tree_util.tree_flatten_with_path(grads)
     paths = [jax.tree_util.keystr(path) for path, _ in named]
-    leaves = [_require_float(path, leaf) for path, (_, leaf) in zip(paths, named, strict=True)]
+    leaves = reduced(
+        paths,
+        [leaf for _, leaf in named],
+        weight=weight,
+        axis_name=axis_name,
+        all_reduce=all_reduce,
+        bucket_bytes=bucket_bytes,
+        mean=mean,
+        mesh=mesh,
+        reduce_dtype=mixed_precision.float_dtype("reduce_dtype", reduce_dtype),
+    )
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def reduced(
+    paths: Sequence[str],
+    leaves: Sequence[Any],
+    *,
+    weight: jax.Array | None = None,
+    axis_name: AxisName,
+    all_reduce: AllReduce,
+    bucket_bytes: int,
+    mean: bool,
+    mesh: Mesh | None = None,
+    reduce_dtype: Any = None,
+) -> list[jax.Array]:
+    """Return the means of gradients that are called by their paths; see `sync_gradients`."""
+    leaves = [require_float(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
     bound, step = axis.is_bound(axis_name), step_context.current(axis_name)
     if bound and step is None:  # a step of jdp's is never typed, and to ask takes a while
-        _require_local(paths, leaves, axis_name)
+        gradient_checks.require_local(paths, leaves, axis_name)
     if weight is not None:
         weight = row_weight.valid(weight)
-    else:
+    if weight is not None or not mean:
+        gradient_checks.require_unreduced(paths, leaves)
+    if weight is None:
         weight = step_context.default_weight(axis_name, "jdp.sync_gradients")
     to_send = _to_send(paths, step, weight, mean)
     leaves = _marked(paths, leaves, step, weight, axis_name)
-    weights, scale = _factors(weight, axis_name, mean=mean)
+    weights, scale = weighted_sum.factors(weight, axis_name, mean=mean)
     for i in to_send:  # Divided before the sum, or float16 would overflow.
         leaves[i] = weights.term(leaves[i])
     axes = axis.in_mesh_order(axis_name)
@@ -90,23 +128,28 @@ def sync_gradients(
         mesh = mesh if mesh is not None or around is None else around.mesh
         if step is not None and collectives.starts_when_ready(all_reduce, mesh):
             to_send = _as_ready(paths, to_send, step)
-        plan = buckets.plan([leaves[i] for i in to_send], bucket_bytes)
+        sent = {i: leaves[i] for i in to_send}
+        if reduce_dtype is not None:
+            sent = {i: mixed_precision.cast(leaf, reduce_dtype) for i, leaf in sent.items()}
+        plan = buckets.plan([sent[i] for i in to_send], bucket_bytes)
         plan = [[to_send[i] for i in bucket] for bucket in plan]
-        planned = [[leaves[i] for i in bucket] for bucket in plan]
+        planned = [[sent[i] for i in bucket] for bucket in plan]
         with weights.named():
             reduced = all_reduce(planned, axes, scale=scale, mesh=mesh)
         for bucket, values in zip(plan, reduced, strict=True):
             for i, value in zip(bucket, values, strict=True):
+                if reduce_dtype is not None:
+                    value = mixed_precision.cast(value, leaves[i].dtype)
                 leaves[i] = weights.total(value)
         if step is not None:
-            step.reductions.append(_reduction(all_reduce, [leaves[i] for i in to_send]))
+            step.reductions.append(reduction(all_reduce, [*sent.values()]))
     if bound:
         leaves = _marked_total(leaves, weight, axes, mean=mean)
-    return jax.tree.unflatten(treedef, leaves)
+    return leaves
 
 
 def _marked(
-    paths: list[str],
+    paths: Sequence[str],
     leaves: list[jax.Array],
     step: step_context.Scope | None,
     weight: jax.Array | None,
@@ -124,17 +167,9 @@ def _marked(
     return leaves
 
 
-def _factors(
-    weight: jax.Array | None, axis_name: AxisName, *, mean: bool
-) -> tuple[weighted_sum.Weighting, float]:
-    """Return what multiplies the gradients before they are summed, and what their sums."""
-    if weight is not None:
-        return weighted_sum.weighting(weight, axis_name, mean=mean), 1.0
-    scale = 1.0 / axis.size(axis_name) if mean else 1.0
-    return weighted_sum.Weighting(None), scale
-
-
-def _as_ready(paths: list[str], to_send: Sequence[int], step: step_context.Scope) -> Sequence[int]:
+def _as_ready(
+    paths: Sequence[str], to_send: Sequence[int], step: step_context.Scope
+) -> Sequence[int]:
     """Order gradients so that `buckets.plan`, which takes the last first, sends what is ready."""
     step.split.update(paths)
     ready = step.choices.ready
@@ -143,7 +178,8 @@ def _as_ready(paths: list[str], to_send: Sequence[int], step: step_context.Scope
     return sorted(to_send, key=lambda i: -ready.get(paths[i], 0))
 
 
-def _reduction(all_reduce: AllReduce, leaves: Sequence[jax.Array]) -> step_context.Reduction:
+def reduction(all_reduce: AllReduce, leaves: Sequence[jax.Array]) -> step_context.Reduction:
+    """Return how gradients were reduced in the trace that runs now."""
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     return step_context.Reduction(all_reduce, jax.extend.core.get_opaque_trace_state(), num_bytes)
 
@@ -160,7 +196,7 @@ def _marked_total(
 
 
 def _to_send(
-    paths: list[str], step: step_context.Scope | None, weight: jax.Array | None, mean: bool
+    paths: Sequence[str], step: step_context.Scope | None, weight: jax.Array | None, mean: bool
 ) -> Sequence[int]:
     """Return the positions of the gradients that `scan_layers` has not averaged."""
     if step is None or step.choices.uniform is None:
@@ -175,7 +211,12 @@ def _to_send(
     return [i for i, path in enumerate(paths) if not mean or path not in uniform]
 
 
-def _require_float(path: str, leaf: Any) -> jax.Array:
+def require_float(path: str, leaf: Any) -> jax.Array:
+    """Return a gradient as an array, and refuse what cannot be averaged.
+
+    Raises:
+      TypeError: if it is not a real float of at least 16 bits.
+    """
     dtype = leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
     if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16:
         return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
@@ -196,16 +237,3 @@ def _require_float(path: str, leaf: Any) -> jax.Array:
         f"{found}, but only floats have gradients that can be averaged. Differentiate with respect "
         "to float leaves only; TrainState leaves integer parameters as they are."
     )
-
-
-def _require_local(paths: list[str], leaves: list[jax.Array], axis_name: AxisName) -> None:
-    if not axis.is_typed(axis_name):
-        return
-    for path, leaf in zip(paths, leaves, strict=True):
-        if not set(axis.names(axis_name)) <= axis.varying_axes(leaf):
-            raise ValueError(
-                f"the gradient `grads{path}` {leaf.dtype}{list(leaf.shape)} was already summed "
-                f"over {axis_name!r} by JAX, as shard_map(check_vma=True) does for parameters that "
-                f"do not vary. Averaged now it would be {axis.size(axis_name)} times too large. "
-                "Write jdp.value_and_grad(loss_fn)(params, batch), which keeps it local."
-            )

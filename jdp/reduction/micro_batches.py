@@ -10,9 +10,16 @@ import jax.numpy as jnp
 from jdp import axis, pytrees
 from jdp.analysis.marks import MICRO_BATCH
 from jdp.axis import AxisName
-from jdp.reduction import step_context
+from jdp.reduction import (
+    integer_parameters,
+    mixed_precision,
+    row_weight,
+    shard_gradients,
+    step_context,
+)
 from jdp.reduction.accumulation import accumulated, num_rows, require_typed_keys, split
 from jdp.reduction.reported import take_rows
+from jdp.reduction.shard_gradients import LeafGradients
 
 # The share of a micro-batch in the loss of the step is known only after the last one.
 _OWN_WEIGHT = (
@@ -28,6 +35,7 @@ def value_and_grad(
     micro_batch_rows: int | None = None,
     has_aux: bool = False,
     weight: Callable[[Any], Any] | None = None,
+    allow_int: bool = False,
     axis_name: AxisName = "data",
 ) -> Callable[..., tuple[Any, Any]]:
     """Make a function that gives the loss and this rank's gradient, in k micro-batches.
@@ -38,6 +46,11 @@ def value_and_grad(
 
     `accumulate` says k. `micro_batch_rows` says what fits into memory, and k follows from the rows
     of a rank: a run that goes on with fewer ranks takes more micro-batches, and not more memory.
+
+    With `jdp.sharded(stage=2)` and `stage=3` it scatters a gradient as soon as it is complete, and
+    adds up parts over micro-batches: the gradient of a split leaf is the mean over ranks already,
+    of which `apply_gradients` needs this rank's part alone. At stage 3 it gathers each parameter
+    where the loss uses it, and again on the way back, so that a step never holds all of them.
 
     Also the helper for a `shard_map` of your own with check_vma=True: it keeps loss and gradient
     local, where plain `jax.value_and_grad` lets JAX sum the gradient. `mean_over_ranks` and
@@ -55,6 +68,8 @@ def value_and_grad(
       weight: `weight(batch)`, how much a micro-batch counts. Default: that of the step
         (`train_step(weight=...)`), else its rows. Where it is not the step's, a mean or sum over
         ranks inside the loss cannot be differentiated.
+      allow_int: let parameters be integers, too, with gradients of zeros in the dtype float0, as
+        `jax.value_and_grad` does.
       axis_name: the data axis.
 
     Returns:
@@ -64,8 +79,8 @@ def value_and_grad(
     Raises:
       ValueError: if the rows do not divide by `accumulate`; if a leaf of the batch has other rows
         than the first; if both `accumulate` and `micro_batch_rows` are given.
-      TypeError: if `aux` holds a leaf of which no mean is defined, or the loss draws from a raw
-        `jax.random.PRNGKey` of `rest`.
+      TypeError: if `aux` holds a leaf of which no mean is defined; a parameter is not a float,
+        without `allow_int`; or the loss draws from a raw `jax.random.PRNGKey` of `rest`.
 
     >>> import jax.numpy as jnp
     >>> loss_fn = lambda w, x: jnp.mean((w * x) ** 2)
@@ -74,16 +89,24 @@ def value_and_grad(
     (70.0, 70.0)
     """
     _require_choice(accumulate, micro_batch_rows)
+    if allow_int:
+        options: Any = {"has_aux": has_aux, "weight": weight, "axis_name": axis_name}
+        options |= {"accumulate": accumulate, "micro_batch_rows": micro_batch_rows}
+        return integer_parameters.left_out(loss_fn, functools.partial(value_and_grad, **options))
 
     @functools.wraps(loss_fn)
     def local(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
-        differentiate = local_value_and_grad(loss_fn, has_aux, axis_name)
         k = _num_micro_batches(batch, accumulate, micro_batch_rows)
-        if k == 1:
-            return differentiate(params, batch, *rest)
         step = step_context.current(axis_name)
         weight_fn = weight if weight is not None or step is None else step.weight_fn
         is_own = step is not None and weight is not None and weight is not step.weight_fn
+        derivative = shard_gradients.of(params, axis_name, is_sent=k == 1 or not is_own)
+        if derivative is None:
+            # Here, not in the jitted part: only here it shows whether the values are typed.
+            derivative = _WholeGradients(params, local_value_and_grad(loss_fn, has_aux, axis_name))
+        if k == 1:
+            value, grads = derivative.differentiate(loss_fn, has_aux, batch, rest)
+            return value, derivative.whole(grads)
         why_no_gradient = _OWN_WEIGHT if is_own else ""
         looped, last, join = split(batch, rest, k, is_whole=step_context.platform() == "cpu")
         rows_of_loop = num_rows(looped[0], dim=1)
@@ -96,18 +119,24 @@ def value_and_grad(
             batch, keys = micro_batch
             options = {"nested": True, "why_no_gradient": why_no_gradient}
             with step_context.entered(axis_name, batch, weight_fn, **options) as micro:
-                value, grads = differentiate(params, batch, *join(keys))
+                value, grads = derivative.differentiate(loss_fn, has_aux, batch, join(keys))
             means, rows = take_rows(value)
             means = _require_means(means)
             # `full`, but for a last one that is smaller.
             count = jnp.asarray(full * num_rows(batch) / rows_of_loop, float)
-            return count if micro.weight is None else micro.weight, (means, grads), rows
+            own = count if micro.weight is None else micro.weight
+            if not grads.means:
+                return (own,), ((means, grads.local),), rows
+            # What is a mean over all ranks already counts by the weight of all of them.
+            of_all = own if micro.weight is None else row_weight.total_weight(own, axis_name)
+            return (own, of_all), ((means, grads.local), grads.means), rows
 
         part.__name__ = part.__qualname__ = MICRO_BATCH
         part = jax.jit(part)  # One trace for all its uses: shapes, keys, the scan, the last one.
         require_typed_keys(part, looped, rest)
-        (means, grads), rows = accumulated(part, looped, last, is_scaled=is_scaled)
-        return pytrees.put_nodes(means, rows), grads
+        ((means, grads), *reduced), rows = accumulated(part, looped, last, is_scaled=is_scaled)
+        whole = derivative.whole(LeafGradients(grads, *reduced))
+        return pytrees.put_nodes(means, rows), whole
 
     return local
 
@@ -135,6 +164,31 @@ def local_value_and_grad(
         return jax.value_and_grad(varying_loss, has_aux=has_aux)(params, *rest)
 
     return fn
+
+
+class _WholeGradients:
+    """The derivative of losses with respect to whole parameters, as `ShardGradients` has it.
+
+    Args:
+      params: tree of parameters.
+      value_and_grad: of the loss.
+    """
+
+    def __init__(self, params: Any, value_and_grad: Callable[..., tuple[Any, Any]]):
+        self._params = params
+        self._seen = mixed_precision.for_loss(params)
+        self._value_and_grad = value_and_grad
+
+    def differentiate(
+        self, loss_fn: Callable[..., Any], has_aux: bool, batch: Any, rest: tuple
+    ) -> tuple[Any, LeafGradients]:
+        value, grads = self._value_and_grad(self._seen, batch, *rest)
+        if self._seen is not self._params:
+            grads = mixed_precision.like_masters(grads, self._params)
+        return value, LeafGradients(grads)
+
+    def whole(self, grads: LeafGradients) -> Any:
+        return grads.local
 
 
 def _require_choice(accumulate: int | None, micro_batch_rows: int | None) -> None:

@@ -5,13 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jdp import axis, collectives
 from jdp.analysis.marks import SYNCED, mark
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce, buckets
-from jdp.reduction import gradients
+from jdp.reduction import gradients, mixed_precision, unsplit_state
 
 
 class Replicated(optax.GradientTransformationExtraArgs):
@@ -23,6 +24,11 @@ class Replicated(optax.GradientTransformationExtraArgs):
         # Not an attribute of its own: JAX and nnx make the tuple anew from its two fields.
         return self.update.axis_name  # type: ignore[attr-defined]
 
+    @property
+    def reduce_dtype(self) -> np.dtype | None:
+        """In which gradients are sent; None: their own."""
+        return self.update.reduce_dtype  # type: ignore[attr-defined]
+
 
 def replicated(
     tx: optax.GradientTransformation,
@@ -31,6 +37,7 @@ def replicated(
     all_reduce: AllReduce = collectives.auto,
     bucket_bytes: int = gradients.BUCKET_BYTES,
     mean: bool = True,
+    reduce_dtype: Any = None,
 ) -> Replicated:
     """Wrap an optimizer so that it sees the mean gradient of all ranks: reduce, then `tx`.
 
@@ -45,6 +52,8 @@ def replicated(
       all_reduce: the algorithm, from `jdp.collectives`.
       bucket_bytes: capacity of one bucket in bytes, > 0.
       mean: average over ranks, or over weights; False gives the sum.
+      reduce_dtype: gradients are sent over the ranks in this float dtype, such as `jnp.bfloat16`,
+        and come back in their own. Default: their own.
 
     Returns:
       An optax transformation. `update(..., synced=True)` takes gradients that are means
@@ -52,7 +61,8 @@ def replicated(
 
     Raises:
       TypeError: if `tx` is not an optax transformation.
-      ValueError: from `update`, if a gradient's shape is not its parameter's, or another optax
+      ValueError: if `reduce_dtype` is not a real float of at least 16 bits;
+        from `update`, if a gradient's shape is not its parameter's, or another optax
         transformation stands around this one.
 
     >>> import optax, jax.numpy as jnp
@@ -63,7 +73,8 @@ def replicated(
     Array([-0.5,  0.5], dtype=float32)
     """
     axis.names(axis_name)
-    buckets.plan([], bucket_bytes)  # Both complain here, not at the first step.
+    buckets.plan([], bucket_bytes)  # These complain here, not at the first step.
+    reduce_dtype = mixed_precision.float_dtype("reduce_dtype", reduce_dtype)
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
             f"jdp.replicated got a {type(tx).__name__}, which is not an optax transformation: it "
@@ -74,22 +85,27 @@ def replicated(
     def update(
         updates: Any, state: Any, params: Any = None, *, synced: bool = False, **extra: Any
     ) -> tuple[Any, Any]:
-        _require_outermost_call(sys._getframe(1).f_globals.get("__name__", ""))
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        _require_outermost_call(caller)
+        if (sharding := getattr(update, "sharding", None)) is not None:
+            unsplit_state.log(sharding, axis_name, caller, state, params)
         if not synced:
             if params is not None:
-                _require_shapes(updates, params)
+                require_shapes(updates, params)
             updates = gradients.sync_gradients(
                 updates,
                 axis_name=axis_name,
                 all_reduce=all_reduce,
                 bucket_bytes=bucket_bytes,
                 mean=mean,
+                reduce_dtype=reduce_dtype,
             )
         else:
             updates = _marked_as_synced(updates, axis.names(axis_name))
         return wrapped.update(updates, state, params, **extra)
 
     setattr(update, "axis_name", axis_name)  # noqa: B010 - types know no attributes of functions
+    setattr(update, "reduce_dtype", reduce_dtype)  # noqa: B010
     return Replicated(wrapped.init, update)
 
 
@@ -128,7 +144,12 @@ def _require_outermost_call(caller: str) -> None:
         )
 
 
-def _require_shapes(grads: Any, params: Any) -> None:
+def require_shapes(grads: Any, params: Any) -> None:
+    """Refuse gradients whose shapes are not those of their parameters.
+
+    Raises:
+      ValueError: naming the gradient.
+    """
     grad_leaves, grad_tree = jax.tree_util.tree_flatten_with_path(grads)
     param_leaves, param_tree = jax.tree.flatten(params)
     if grad_tree != param_tree:

@@ -11,7 +11,7 @@ from jax import lax
 
 from jdp import axis, collectives, pytrees
 from jdp.axis import AxisName
-from jdp.reduction import step_context
+from jdp.reduction import row_weight, step_context
 from jdp.reduction.metrics import is_rows
 
 
@@ -121,7 +121,7 @@ def _reduced(
     terms = wide[0] if is_single else jnp.stack(wide) if wide else jnp.zeros(0, widest)
     is_weighed = step is not None and step.weight is not None
     if step is not None and step.weight is not None:
-        terms = step_context.weighed(terms, step_context.share_of(step.weight, axis_name))
+        terms = row_weight.weighed(terms, step_context.share_of(step.weight, axis_name))
     if summed is not None:
         terms = jnp.concatenate([terms, summed.astype(terms.dtype)])
     total = _summed(terms, axis_name, step)

@@ -5,8 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jdp import pytrees
+from jdp import axis, pytrees
+from jdp.axis import AxisName
 from jdp.error_codes import with_code
 
 
@@ -49,6 +51,25 @@ def valid(given: Any) -> jax.Array:
     """
     weight = number(given)
     return jnp.where((weight >= 0) & (weight < jnp.inf), weight, jnp.nan)
+
+
+def total_weight(weight: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Sum a weight over the ranks: `[]` float."""
+    # float64 where JAX has it: float32 shares would cost float64 gradients their last digits.
+    weight = jnp.asarray(weight, float)
+    return lax.psum(weight, axis.names(axis_name)) if axis.is_bound(axis_name) else weight
+
+
+def weighed(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Multiply by a weight, in at least float32; a weight of 0 gives 0, even for NaN."""
+    # For each leaf of a model, and lax takes a fifth of the time to trace that jnp does.
+    dtype = jnp.promote_types(jnp.promote_types(x.dtype, jnp.float32), weight.dtype)
+    if weight.ndim:  # under vmap
+        weight = jnp.broadcast_to(weight, x.shape)
+    wide = lax.convert_element_type(x, dtype)
+    factor = lax.convert_element_type(weight, dtype)
+    product = lax.mul(wide, factor if weight.ndim else lax.broadcast(factor, x.shape))
+    return lax.select(lax.eq(weight, 0.0), lax.full_like(product, 0), product)
 
 
 def divisor(total: jax.Array) -> jax.Array:

@@ -1,7 +1,6 @@
 """`scan_layers`: `lax.scan` over stacked layers, with their gradients reduced on the way back."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -13,7 +12,7 @@ from jdp.analysis import jaxprs
 from jdp.analysis.marks import LATE_ELSEWHERE, LATE_HERE, LATE_ON_MORE_RANKS, SHARED, mark
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce
-from jdp.reduction import step_context
+from jdp.reduction import sharded_layers, step_context, whole_layers
 from jdp.reduction.overlap.layer_hooks import Hooks, floats_of, is_float
 
 # Whether the layers of another scan are being traced, which reduces what is in them.
@@ -39,6 +38,10 @@ def scan_layers(
     it computes its own. In a `train_step`, `sync_gradients` sees that it is a mean and does not
     send it again; in a `shard_map` of your own it does, which is right, only wasteful.
 
+    Parameters that live as shards, under `jdp.sharded(stage=3)`, are gathered layer by layer, each
+    while the one before it is computed. Layers are then computed again on the way back. At stage 2
+    they are whole, and the gradient of each is split while the next one is computed.
+
     Args:
       f: `f(carry, layer) -> (carry, y)`; with `xs` `f(carry, (layer, x)) -> (carry, y)`. It may
         close over traced values, which have their gradients; `jax.checkpoint(f)` works.
@@ -50,13 +53,15 @@ def scan_layers(
       unroll: as in `lax.scan`.
       axis_name: the data axis.
       all_reduce: the algorithm, from `jdp.collectives`.
-      late: reduce in the backward loop. Default: on GPUs, as a CPU has nothing to hide it behind.
+      late: reduce in the backward loop. Default: on GPUs, as a CPU has nothing to hide it behind,
+        and everywhere at stages 2 and 3. False also gathers shards, and splits gradients, at once.
 
     Returns:
       `(carry, ys)`. Where it reduces, the gradient of `params` is the mean over ranks (weighted
       as the step is), that of everything else this rank's own, and only reverse mode is
-      defined. It is plain `lax.scan` in micro-batches (`jdp.value_and_grad(accumulate=)`), in
-      the layers of another `scan_layers`, in `shard_map(check_vma=True)`, and on one rank.
+      defined. It is plain `lax.scan` in micro-batches (`jdp.value_and_grad(accumulate=)`), but
+      at stages 2 and 3; in the layers of another `scan_layers`; in `shard_map(check_vma=True)`;
+      and on one rank.
 
     Raises:
       ValueError: from `train_step`, if `params` may differ from rank to rank.
@@ -65,6 +70,15 @@ def scan_layers(
     >>> jdp.scan_layers(lambda x, w: (w * x, x), jnp.float32(1), jnp.array([2.0, 3.0, 4.0]))
     (Array(24., dtype=float32), Array([1., 2., 6.], dtype=float32))
     """
+    axes = axis.in_mesh_order(axis_name)
+    step = step_context.innermost()
+    if late is not False and not _is_inside.get() and step is not None and step.shards:
+        parts = sharded_layers.split_parts(params, axes)
+        if any(parts):
+            is_kept = all(part is None or part.is_kept for part in parts)
+            scan = whole_layers.scan if is_kept else sharded_layers.scan
+            options: Any = {"axes": axes, "reverse": reverse, "unroll": unroll}
+            return scan(_inner(f), init, params, xs, parts, **options)
     num_layers = max((x.shape[0] if x.ndim else 1 for x in floats_of(params)), default=0)
     is_late, note = _is_late(late, axis_name) if num_layers else (False, "")
     if note:  # in the program: JAX may have traced the caller for another step
@@ -72,9 +86,7 @@ def scan_layers(
     if not is_late:
         stacked = params if xs is None else (params, xs)
         return lax.scan(f, init, stacked, reverse=reverse, unroll=unroll)
-    axes = axis.in_mesh_order(axis_name)
     params = _shared(params, axes)
-    step = step_context.innermost()
     if (
         step is not None and step.choices.late
     ):  # for the proof alone, and perhaps on another platform
@@ -89,8 +101,7 @@ def scan_layers(
         floats, carry, slot, tokens = hooks.begin(floats, carry, slot)
         left = iter(floats)
         layer = treedef.unflatten([next(left) if leaf is None else leaf for leaf in others])
-        with _inside():
-            carry, y = f(carry, layer if xs is None else (layer, x))
+        carry, y = _inner(f)(carry, layer if xs is None else (layer, x))
         return hooks.end(carry, slot, tokens), y
 
     x: Any = (floats, others, xs)
@@ -130,13 +141,17 @@ def _is_late(late: bool | None, axis_name: AxisName) -> tuple[bool, str]:
     return is_late, "" if step is None else note
 
 
-@contextlib.contextmanager
-def _inside() -> Iterator[None]:
-    token = _is_inside.set(True)
-    try:
-        yield
-    finally:
-        _is_inside.reset(token)
+def _inner(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function of a layer, in which another `scan_layers` reduces nothing."""
+
+    def layer(*args: Any) -> Any:
+        token = _is_inside.set(True)
+        try:
+            return f(*args)
+        finally:
+            _is_inside.reset(token)
+
+    return layer
 
 
 # So that the analysis refuses what is not a parameter, of which a mean would be the wrong gradient.

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh
 
 from jdp import axis
@@ -31,12 +31,14 @@ class Choices(NamedTuple):
       late: in a program that is traced only to prove the step for another platform or for more
         ranks, whether `scan_layers` reduces late where its caller leaves that to the platform;
         None in a program that runs.
+      beside_xla: whether collectives of XLA may run beside its native calls.
     """
 
     why_xla: str | None = None
     uniform: frozenset[str] | None = None
     ready: dict[str, int] | None = None
     late: bool | None = None
+    beside_xla: bool = False
 
 
 PLAIN = Choices()  # of a function that is traced by itself
@@ -68,9 +70,17 @@ class Scope:
         where it can.
       weighed: names of the functions of jdp that gave ranks different weights.
       choices: how this program differs from others of the step.
+      trace: JAX's trace in which the step begins.
       split: paths of the gradients that go through `collectives.split`.
       marked: paths of the gradients that were marked for reduction in this trace.
       reductions: how gradients were reduced in this trace, one after the other.
+      gathers: what the update of a sharded optimizer gathers whole, a text each.
+      owned: which matrices that update computes on one rank each, a text for each kind.
+      shards: id of a whole array -> itself and this rank's shard of it, see `known_shards`.
+      groups: bytes of parameters that are gathered together, see `gathered_in_time`.
+      loss_dtypes: id of a parameter -> itself, the dtype in which a loss sees it, and its
+        optimizer, see `mixed_precision`.
+      cast: the optimizers whose parameters a loss saw so.
     """
 
     axis_name: tuple[str, ...]
@@ -83,10 +93,17 @@ class Scope:
     is_part: bool = False
     why_no_gradient: str = ""
     choices: Choices = PLAIN
+    trace: Any = None
     weighed: set[str] = field(default_factory=set)
     split: set[str] = field(default_factory=set)
     marked: set[str] = field(default_factory=set)
     reductions: list[Reduction] = field(default_factory=list)
+    gathers: list[str] = field(default_factory=list)
+    owned: list[str] = field(default_factory=list)
+    shards: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    groups: set[int] = field(default_factory=set)
+    loss_dtypes: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)
+    cast: set[Any] = field(default_factory=set)
 
     def found(self) -> TraceFindings:
         """Return what the trace found, once it has ended."""
@@ -95,6 +112,9 @@ class Scope:
             split=frozenset(self.split),
             weighed=frozenset(self.weighed),
             gradient_bytes=sum(reduction.num_bytes for reduction in self.reductions),
+            gathers=tuple(self.gathers),
+            owned=tuple(self.owned),
+            group_bytes=max(self.groups, default=0),
         )
 
 
@@ -162,28 +182,9 @@ def share_of(weight: jax.Array, axis_name: AxisName) -> jax.Array:
     if scope is not None and weight is scope.weight and scope.total is not None:
         total = scope.total  # Summed once, at the start of the step.
     else:
-        total = total_weight(weight, axis_name)
+        total = row_weight.total_weight(weight, axis_name)
     share = jnp.asarray(weight, float) / row_weight.divisor(total)
     return mark(share, kind=SHARE, path="", axes=axis.names(axis_name))
-
-
-def total_weight(weight: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Sum a weight over the ranks: `[]` float."""
-    # float64 where JAX has it: float32 shares would cost float64 gradients their last digits.
-    weight = jnp.asarray(weight, float)
-    return lax.psum(weight, axis.names(axis_name)) if axis.is_bound(axis_name) else weight
-
-
-def weighed(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Multiply by a weight, in at least float32; a weight of 0 gives 0, even for NaN."""
-    # For each leaf of a model, and lax takes a fifth of the time to trace that jnp does.
-    dtype = jnp.promote_types(jnp.promote_types(x.dtype, jnp.float32), weight.dtype)
-    if weight.ndim:  # under vmap
-        weight = jnp.broadcast_to(weight, x.shape)
-    wide = lax.convert_element_type(x, dtype)
-    factor = lax.convert_element_type(weight, dtype)
-    product = lax.mul(wide, factor if weight.ndim else lax.broadcast(factor, x.shape))
-    return lax.select(lax.eq(weight, 0.0), lax.full_like(product, 0), product)
 
 
 @contextlib.contextmanager
@@ -220,11 +221,17 @@ def entered(
         weight_fn=weight_fn,
         weight=weight,
         raw_weight=raw_weight,
-        total=None if weight is None or nested else total_weight(weight, axis_name),
-        mesh=mesh,
+        total=None if weight is None or nested else row_weight.total_weight(weight, axis_name),
+        mesh=around.mesh if mesh is None and around is not None and around.shards else mesh,
         is_part=nested,
         why_no_gradient=why_no_gradient,
         choices=choices,
+        trace=jax.extend.core.get_opaque_trace_state(),
+        marked=around.marked if around is not None and around.shards else set(),
+        shards={} if around is None else around.shards,
+        groups=set() if around is None else around.groups,
+        loss_dtypes={} if around is None else around.loss_dtypes,
+        cast=set() if around is None else around.cast,
     )
     if weight is not None:
         (scope if around is None else around).weighed.add(

@@ -20,7 +20,7 @@ from jdp import axis
 from jdp.analysis.marks import WEIGHTED_SUM
 from jdp.axis import AxisName
 from jdp.reduction import row_weight, step_context
-from jdp.reduction.step_context import weighed
+from jdp.reduction.row_weight import weighed
 
 
 class Weighting(NamedTuple):
@@ -94,6 +94,21 @@ def weighting(weight: jax.Array | None, axis_name: AxisName, *, mean: bool) -> W
         return plain._replace(forward=weight)
     total = summed(weight, axis_name, plain)
     return plain._replace(forward=weight / row_weight.divisor(total))
+
+
+def factors(
+    weight: jax.Array | None, axis_name: AxisName, *, mean: bool
+) -> tuple[Weighting, float]:
+    """Return how gradients are weighed before they are summed, and what multiplies their sums.
+
+    Args:
+      weight: `[]`, of this rank; None where every rank counts the same.
+      axis_name: the ranks.
+      mean: divide by the number of ranks, or by the sum of weights.
+    """
+    if weight is not None:
+        return weighting(weight, axis_name, mean=mean), 1.0
+    return Weighting(None), 1.0 / axis.size(axis_name) if mean else 1.0
 
 
 def summed(x: Any, axis_name: AxisName, weights: Weighting) -> Any:

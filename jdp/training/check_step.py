@@ -10,11 +10,23 @@ from jdp import pytrees
 from jdp.distributed import mesh
 from jdp.training.likely_causes import likely_cause
 from jdp.training.step import Step
-from jdp.training.step_differences import StepDifference, beyond, compare, digits_of
+from jdp.training.step_differences import (
+    StepDifference,
+    beyond,
+    compare,
+    digits_of,
+    digits_of_wire,
+)
 
 
 def check_step(
-    step: Step, state: Any, batch: Any, *rest: Any, tolerance: float = 1e-5, num_steps: int = 2
+    step: Step,
+    state: Any,
+    batch: Any,
+    *rest: Any,
+    tolerance: float = 1e-5,
+    num_steps: int = 2,
+    **keywords: Any,
 ) -> StepDifference:
     """Run steps on one rank with the whole batch, and on all ranks, and compare what comes out.
 
@@ -30,8 +42,11 @@ def check_step(
       batch: a global batch.
       *rest: further arguments of the step.
       tolerance: largest difference after one step, relative to 1 + the largest value of the leaf,
-        > 0; k times as much after k steps, and what the digits of a leaf of 16 bits explain.
+        > 0; k times as much after k steps, and what the digits of a leaf of 16 bits explain, or
+        those of `gather_dtype` and `reduce_dtype`.
       num_steps: how many steps, all with this batch, at least 1.
+      **keywords: arguments that the step takes by keyword. One of the name `tolerance` or
+        `num_steps` goes by position, or into a `functools.partial`.
 
     Returns:
       The differences after the last step, which are also printed.
@@ -58,7 +73,8 @@ def check_step(
             f"check_step got {getattr(step, '__name__', step)!r}, which is not decorated with "
             "jdp.train_step: it compares the states that train steps return."
         )
-    for name, tree in (("state", state), ("batch", batch), ("rest", rest)):
+    given = {"state": state, "batch": batch, "rest": rest, **keywords}
+    for name, tree in given.items():
         pytrees.require_alive(name, tree, "Give what no step has donated, or a copy made before.")
     ranks = mesh.mesh_of(jax.tree.leaves(state), step.spec.axis_name)
     if jax.process_count() > 1:
@@ -75,22 +91,27 @@ def check_step(
     if num_steps < 1:
         raise ValueError(f"num_steps={num_steps} would compare nothing: write at least 1.")
     step = step.without_donation()
-    start, batch, rest = _on_host((pytrees.hold(state), batch, rest))
+    start, batch, rest, keywords = _on_host((pytrees.hold(state), batch, rest, keywords))
     states = [_on(start, _first_rank(ranks, step.spec.axis_name)), _on(start, ranks)]
-    found = StepDifference([], None, num_ranks)
+    findings = step.findings(_on(start, ranks), batch, *rest, **keywords)
+    found, wire = StepDifference([], None, num_ranks), digits_of_wire(state)
     for number in range(1, num_steps + 1):
-        states, reported = zip(*(step(each, batch, *rest) for each in states), strict=True)
+        results = [step(each, batch, *rest, **keywords) for each in states]
+        states, reported = zip(*results, strict=True)
         one, many = map(pytrees.hold, states)
         limits: dict[str, Any] = {"tolerance": tolerance, "num_steps": number}
+        digits = max(digits_of(one), wire)
         found = StepDifference(
-            leaves=compare("state", start, one, many, **limits),
+            leaves=compare("state", start, one, many, digits_of_change=wire, **limits),
             cause=None,
             num_ranks=num_ranks,
-            metrics=compare("metrics", None, *reported, digits=digits_of(one), **limits),
+            metrics=compare("metrics", None, *reported, digits=digits, **limits),
             num_steps=number,
+            gathers=findings.gathers,
+            owned=findings.owned,
         )
         if beyond(found.leaves) or beyond(found.metrics):
-            lowered = step.lower(_on(start, ranks), batch, *rest)
+            lowered = step.lower(_on(start, ranks), batch, *rest, **keywords)
             named = str(lowered.as_text(debug_info=True))
             found = replace(found, cause=likely_cause(found, str(lowered.as_text()), named))
             break

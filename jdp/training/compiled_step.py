@@ -1,7 +1,8 @@
 """`Program`: one step on one mesh, probed and built for each set of shapes, then run."""
 
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,8 +11,9 @@ from jax.sharding import Mesh, NamedSharding
 from jdp import axis, pytrees
 from jdp.analysis.step_refusals import Proved
 from jdp.collectives import call_order
-from jdp.collectives.xla import combine_options
+from jdp.collectives.xla import combine_options, group_options
 from jdp.distributed.checks import arguments, startup
+from jdp.distributed.mesh import num_ranks
 from jdp.error_codes import with_code
 from jdp.reduction import reported, weighted_sum
 from jdp.reduction.step_context import Choices
@@ -19,6 +21,8 @@ from jdp.step_spec import StepSpec
 from jdp.training import passes
 from jdp.training.rank_program import RankOutputs, RankProgram
 from jdp.worker import progress
+
+_log = logging.getLogger("jdp")
 
 # Inside a step the transpose of a weighted mean is made for the gradient of a loss, which the step
 # weighs once more when it reduces it. Around the step nothing does.
@@ -61,6 +65,7 @@ class Program:
         # While a step is called or traced: its arguments as the caller gave them, not tracers.
         self._args: tuple = ()
         self._is_compiling = False
+        self._has_logged = False
 
     def __call__(
         self, *args: Any, is_returned: bool = False, given: arguments.Given | None = None
@@ -115,7 +120,9 @@ class Program:
         self._is_tuned = True
         # The same function as in `_jitted`, so that JAX traces it once.
         *_, found = self._jitted.trace(*args).out_info
-        self._jitted = self._new_jit(combine_options(found.gradient_bytes))
+        options = combine_options(found.gradient_bytes)
+        options |= group_options(found.group_bytes, num_ranks(self.mesh, self.spec.axis_name))
+        self._jitted = self._new_jit(options)
 
     def _new_jit(self, compiler_options: dict[str, int] | None = None) -> Any:
         donated = 0 if self.spec.donate else ()
@@ -133,11 +140,22 @@ class Program:
             # caches a program that was refused.
             probed = passes.probe(self._rank_program, self._choices, args, self._args[1])
             built = passes.build(self._rank_program, probed)
+            self._log_gathers(built.traced.found.gathers)
             leaving = built.program(*built.inputs.args)
             return self._returned(args[0], leaving, built.proved)
 
         on_mesh.__name__ = on_mesh.__qualname__ = self.spec.name
         return on_mesh
+
+    def _log_gathers(self, gathers: Sequence[str]) -> None:
+        if gathers and not self._has_logged:
+            self._has_logged = True
+            _log.info(
+                "the update of `%s` gathers whole arrays on every rank, since its optimizer reads "
+                "them whole: %s. It is exact.",
+                self.spec.name,
+                "; ".join(gathers),
+            )
 
     def _returned(self, old: Any, leaving: RankOutputs, proved: Proved) -> tuple:
         """Put together what the ranks returned: `(state, metrics, weight, reports, found)`."""

@@ -1,6 +1,6 @@
 """Metrics over a whole set of rows, exact on any number of ranks."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jdp.training.step import Step
 from jdp.worker import progress
 
 
-def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any) -> Any:
+def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any, **keywords: Any) -> Any:
     """Run an `eval_step` over all batches, and join what it reports.
 
     Every row counts once: not the mean of batch means, and the rows that pad the last batch
@@ -28,6 +28,8 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any) -> Any:
       batches: `jdp.batches(dataset, batch_size, epochs=1, shuffle=False)`, which is
         gone through from its first row on, or any iterable of global batches.
       *rest: its further arguments.
+      **keywords: those that it takes by keyword. One of the name `step` or `batches` goes by
+        position, or into a `functools.partial`.
 
     Returns:
       The metrics of the step, as numpy: floats averaged by weight over all batches (in float64,
@@ -36,7 +38,7 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any) -> Any:
 
     Raises:
       ValueError: if there are no batches.
-      TypeError: if `step` is no `eval_step`.
+      TypeError: if `step` is no `eval_step`, or takes other arguments.
 
     >>> import numpy as np, jdp
     >>> mesh = jdp.init(cpu_ranks=2)
@@ -58,14 +60,14 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any) -> Any:
     if isinstance(batches, Batches):
         batches.position = 0
     with progress.EVALUATING:
-        return _evaluate(step, state, batches, rest)
+        return _evaluate(lambda batch: step.run(state, batch, *rest, **keywords), batches)
 
 
-def _evaluate(step: Step, state: Any, batches: Iterable[Any], rest: tuple) -> Any:
+def _evaluate(run: Callable[[Any], Any], batches: Iterable[Any]) -> Any:
     fetched: list[tuple[Any, float]] = []
     waiting: Any = None  # One batch behind, so that the devices never wait for us.
     for batch in batches:
-        _, reported, weight = step.run(state, batch, *rest)
+        _, reported, weight = run(batch)
         if waiting is not None:
             fetched.append(_fetch(*waiting))
         waiting = reported, weight, find_mask(batch)

@@ -10,12 +10,14 @@ from jdp.analysis import step_refusals
 from jdp.analysis.step_refusals import Proved
 from jdp.analysis.traced import WEIGHT, Output, Traced
 from jdp.collectives import call_order
+from jdp.collectives.beside_xla import runs_beside
 from jdp.data.dataset import find_mask
 from jdp.reduction.overlap.ready_order import order_of_gradients
 from jdp.reduction.scanned_layers import late_choices
 from jdp.reduction.step_context import Choices
 from jdp.step_spec import StepSpec
 from jdp.training.rank_program import RankOutputs, RankProgram, SplitInputs, StateLayout, parted
+from jdp.training.shard_layout import OWN
 
 
 class Inputs(NamedTuple):
@@ -24,12 +26,14 @@ class Inputs(NamedTuple):
     Attributes:
       args: of `RankProgram.mapped`.
       layout: of the state.
+      shard_axes: names of the mesh axes that shards of the state are split over.
       names: of the leaves of `args`, in order.
       mask: position among `names` of the padding mask of the batch, or None.
     """
 
     args: tuple
     layout: StateLayout
+    shard_axes: tuple[str, ...]
     names: list[str]
     mask: int | None
 
@@ -66,14 +70,16 @@ def probe(rank_program: RankProgram, choices: Choices, args: tuple, batch: Any) 
     Raises:
       ValueError: if one of these programs is not the same training on every rank.
     """
-    inputs = _inputs(rank_program.spec, args, batch)
+    inputs = _inputs(rank_program, args, batch)
     program, jaxpr, traced = _traced(rank_program, choices, inputs)
     proved = _prove(rank_program, inputs, jaxpr, traced)
     return Pass(inputs, choices, program, jaxpr, traced, proved)
 
 
 def build(rank_program: RankProgram, probed: Pass) -> Pass:
-    """Return the program that runs: that of the probe, unless another one sends less or in order.
+    """Return the program that runs: that of the probe, unless another one does better.
+
+    Another one may send less, or in order, or keep XLA's collectives and native calls apart.
 
     Args:
       rank_program: makes the programs of the step.
@@ -85,14 +91,19 @@ def build(rank_program: RankProgram, probed: Pass) -> Pass:
     uniform, jaxpr = probed.proved.gradients, probed.jaxpr
     is_ordered = bool(probed.traced.found.split)
     unordered = call_order.why_unordered(jaxpr)
-    if uniform is None and not is_ordered and not unordered:
+    beside_xla = not unordered and runs_beside(jaxpr)
+    if uniform is None and not is_ordered and not unordered and not beside_xla:
         return probed
     choices = Choices(
         why_xla=probed.choices.why_xla or unordered,
         uniform=uniform,
         ready=order_of_gradients(jaxpr) if is_ordered else None,
+        beside_xla=beside_xla,
     )
     program, jaxpr, traced = _traced(rank_program, choices, probed.inputs)
+    if not beside_xla and runs_beside(jaxpr):  # what it leaves out had kept some calls in order
+        choices = choices._replace(beside_xla=True)
+        program, jaxpr, traced = _traced(rank_program, choices, probed.inputs)
     again = step_refusals.proved if None in late_choices(jaxpr) else step_refusals.check
     proved = again(jaxpr, traced)
     call_order.require(jaxpr)
@@ -111,28 +122,32 @@ def _prove(rank_program: RankProgram, inputs: Inputs, jaxpr: Any, traced: Traced
     for late in (True,) if choices == {None} else (False, True):  # in this order everywhere,
         if late not in jaxprs:  # for the same text
             other = Choices(why_xla=call_order.PART_OF_ANOTHER, late=late)
-            program = rank_program.mapped(inputs.layout, len(inputs.args), other)
+            program = _mapped(rank_program, inputs, other)
             jaxprs[late] = program.trace(*inputs.args).jaxpr
         proved[late] = step_refusals.check(jaxprs[late], traced)
     return proved[here] if here in proved else step_refusals.proved(jaxpr, traced)
 
 
-def _inputs(spec: StepSpec, args: tuple, batch: Any) -> Inputs:
+def _inputs(rank_program: RankProgram, args: tuple, batch: Any) -> Inputs:
+    spec = rank_program.spec
     state, traced_batch, *rest = args
-    uniform, own, layout = parted(state)
-    names, own_names = layout.parted(spec.paths(0, state))
+    (uniform, *parts), layout, shard_axes = parted(state, rank_program.mesh)
+    names, *names_of_parts = layout.parted(spec.paths(0, state))
     mask = find_mask(batch)
     masks = [len(names) + i for i, leaf in enumerate(jax.tree.leaves(batch)) if leaf is mask]
-    names += [*spec.paths(1, traced_batch), *own_names]
+    names += [*spec.paths(1, traced_batch), *itertools.chain.from_iterable(names_of_parts)]
     names += itertools.chain.from_iterable(spec.paths(i, arg) for i, arg in enumerate(rest, 2))
-    return Inputs(
-        (uniform, SplitInputs(traced_batch, own), *rest), layout, names, masks[0] if masks else None
-    )
+    given = (uniform, SplitInputs(traced_batch, parts), *rest)
+    return Inputs(given, layout, shard_axes, names, masks[0] if masks else None)
+
+
+def _mapped(rank_program: RankProgram, inputs: Inputs, choices: Choices) -> Any:
+    return rank_program.mapped(inputs.layout, inputs.shard_axes, len(inputs.args), choices)
 
 
 def _traced(rank_program: RankProgram, choices: Choices, inputs: Inputs) -> tuple[Any, Any, Traced]:
     """Trace one program of a step, in a jit of its own: a jaxpr before the outer trace ends."""
-    program = rank_program.mapped(inputs.layout, len(inputs.args), choices)
+    program = _mapped(rank_program, inputs, choices)
     traced = program.trace(*inputs.args)
     described = Traced(
         spec=rank_program.spec,
@@ -149,17 +164,17 @@ def _outputs(spec: StepSpec, leaving: RankOutputs) -> list[Output]:
     same, split = leaving
     layout = same.layout
     states = [
-        Output(f"new {spec.argument(0)}", path, "rows" if is_own else "state", leaf)
-        for (path, leaf), is_own in zip(_named(leaving.state()), layout.is_own, strict=True)
+        Output(f"new {spec.argument(0)}", path, "rows" if group == OWN else "state", leaf)
+        for (path, leaf), group in zip(_named(leaving.state()), layout.groups, strict=True)
     ]
-    uniform, own = layout.parted(states)
+    uniform, *parts = layout.parted(states)
     return [
         *uniform,
         *_described("metrics", "metric", same.metrics),
         Output(WEIGHT, (), "metric", same.weight),
         *_described("metrics", "own", same.own_metrics),
         *_described("rows", "rows", (split.rows, split.reports)),
-        *own,
+        *itertools.chain.from_iterable(parts),
     ]
 
 

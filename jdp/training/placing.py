@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdp import pytrees
 from jdp.distributed import placement
 from jdp.step_spec import StepSpec
+from jdp.training import shard_layout
 
 
 def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
@@ -21,7 +22,13 @@ def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
       where: the mesh.
       spec: the step that it is for.
     """
-    state = placement.placed(state, spec.axis_name, where)
+    state = placement.placed(
+        state,
+        spec.axis_name,
+        where,
+        partition=shard_layout.partition(state, where),
+        may_be_split=not spec.returns_state,  # JAX gathers what an `eval_step` reads
+    )
     if not spec.donate:
         return state
     leaves, treedef = jax.tree.flatten(state)

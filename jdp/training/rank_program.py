@@ -16,11 +16,11 @@ from jdp.analysis.traced import TraceFindings
 from jdp.collectives import call_order
 from jdp.distributed.checks import checksums
 from jdp.distributed.step_call import RankReports
-from jdp.reduction import reported, step_context
+from jdp.reduction import read_in_time, reported, step_context
 from jdp.reduction.overlap import wait_order
 from jdp.reduction.step_context import Choices
 from jdp.step_spec import StepSpec
-from jdp.training import unknown_value
+from jdp.training import shard_layout, state_shards, unknown_value
 
 
 @jax.tree_util.register_static
@@ -30,22 +30,22 @@ class StateLayout:
 
     Attributes:
       treedef: of the state, as `pytrees.hold` returns it.
-      is_own: for each array whether it is split over the ranks.
+      groups: for each array how it is split over the ranks, see `shard_layout`.
     """
 
     treedef: Any
-    is_own: tuple[bool, ...]
+    groups: tuple[int, ...]
 
-    def joined(self, uniform: Sequence[Any], own: Sequence[Any]) -> Any:
-        """Return the state that `parted` took apart."""
-        same, split = iter(uniform), iter(own)
-        return self.treedef.unflatten([next(split if flag else same) for flag in self.is_own])
+    def joined(self, lists: Sequence[Sequence[Any]]) -> Any:
+        """Return the state whose leaves `parted` sorted into lists."""
+        left = [iter(leaves) for leaves in lists]
+        return self.treedef.unflatten([next(left[group]) for group in self.groups])
 
-    def parted(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Split a list with one entry for each array: `(for uniform arrays, for split arrays)`."""
-        lists: tuple[list[Any], list[Any]] = [], []
-        for leaf, is_own in zip(leaves, self.is_own, strict=True):
-            lists[is_own].append(leaf)
+    def parted(self, leaves: Sequence[Any]) -> list[list[Any]]:
+        """Sort a list with one entry for each array into one list for each group."""
+        lists: list[list[Any]] = [[] for _ in range(shard_layout.NUM_GROUPS)]
+        for leaf, group in zip(leaves, self.groups, strict=True):
+            lists[group].append(leaf)
         return lists
 
 
@@ -53,13 +53,13 @@ class SplitInputs(NamedTuple):
     """The arguments that are split over the ranks; JAX names them so in its errors."""
 
     batch: Any
-    own: list[Any]  # arrays of `per_rank`
+    state: list[list[Any]]  # arrays of `per_rank`, and shards by the dim that is split
 
 
 class UniformOutputs(NamedTuple):
     """Outputs of a step that are the same on every rank, as the analysis proves."""
 
-    state: list[jax.Array]  # without arrays of `per_rank`
+    state: list[jax.Array]  # without arrays that are split over the ranks
     metrics: Any  # averaged, and without their rows
     weight: jax.Array  # of the global batch
     own_metrics: list[jax.Array]  # float scalars of this rank, before they were averaged
@@ -72,7 +72,7 @@ class SplitOutputs(NamedTuple):
 
     rows: list[jax.Array]
     reports: RankReports
-    own: list[jax.Array]  # arrays of `per_rank`
+    state: list[list[jax.Array]]  # arrays of `per_rank`, and shards by the dim that is split
 
 
 class RankOutputs(NamedTuple):
@@ -83,11 +83,11 @@ class RankOutputs(NamedTuple):
 
     def state(self) -> Any:
         """Return the new state, as `pytrees.hold` returns it."""
-        return self.same.layout.joined(self.same.state, self.split.own)
+        return self.same.layout.joined([self.same.state, *self.split.state])
 
 
-def parted(state: Any) -> tuple[list[Any], list[Any], StateLayout]:
-    """Return `(arrays that are the same on every rank, arrays of per_rank, layout)` of a state.
+def parted(state: Any, mesh: Mesh) -> tuple[list[list[Any]], StateLayout, tuple[str, ...]]:
+    """Return the arrays of a state by group, its layout, and the axes that shards are split over.
 
     Raises:
       ValueError: if an array of `per_rank` has no first dim.
@@ -96,8 +96,9 @@ def parted(state: Any) -> tuple[list[Any], list[Any], StateLayout]:
     rank_state.require_dims(pytrees.restore(state))
     held = pytrees.hold(state)
     leaves, treedef = jax.tree.flatten(held)
-    layout = StateLayout(treedef, tuple(rank_state.flags(held)))
-    return *layout.parted(leaves), layout
+    groups, axes = shard_layout.groups(held, mesh)
+    layout = StateLayout(treedef, tuple(groups))
+    return layout.parted(leaves), layout, axes
 
 
 @dataclass(frozen=True)
@@ -117,19 +118,24 @@ class RankProgram:
     checksum_spec: P | None
     series: str
 
-    def mapped(self, layout: StateLayout, num_args: int, choices: Choices) -> Any:
+    def mapped(
+        self, layout: StateLayout, shard_axes: tuple[str, ...], num_args: int, choices: Choices
+    ) -> Any:
         """Return the program over the mesh.
 
         It is `(uniform arrays of the state, SplitInputs, *rest) -> RankOutputs`.
 
         Args:
           layout: of the state.
+          shard_axes: names of the mesh axes that shards of the state are split over.
           num_args: how many arguments there are.
           choices: how it differs from other programs of the step.
         """
-        on_rank = functools.partial(self._on_rank, layout, choices)
+        on_rank = functools.partial(self._on_rank, layout, shard_axes, choices)
         axis_name = self.spec.axis_name
-        specs = [P(), P(axis_name), *(P() for _ in range(num_args - 2))]
+        rows: Any = P(axis_name)
+        parts: Any = [*shard_layout.specs(axis_name, shard_axes or axis_name)]
+        specs: list[Any] = [P(), SplitInputs(rows, parts), *(P() for _ in range(num_args - 2))]
         if self.checksum_spec is not None:
             specs[-1] = self.checksum_spec
         return jax.jit(
@@ -137,7 +143,7 @@ class RankProgram:
                 wait_order.update_between(on_rank) if choices.ready else on_rank,
                 mesh=self.mesh,
                 in_specs=tuple(specs),
-                out_specs=RankOutputs(P(), P(axis_name)),
+                out_specs=RankOutputs(P(), SplitOutputs(rows, rows, parts)),
                 axis_names=set(axis_name),
                 check_vma=False,  # The analysis proves what JAX's types get wrong here.
             ),
@@ -147,6 +153,7 @@ class RankProgram:
     def _on_rank(
         self,
         layout: StateLayout,
+        shard_axes: tuple[str, ...],
         choices: Choices,
         state: list[jax.Array],
         split: SplitInputs,
@@ -156,16 +163,24 @@ class RankProgram:
         given: Any = ()
         if self.checksum_spec is not None:
             rest, given = rest[:-1], rest[-1]
-        held = layout.joined(state, split.own)
         entered = step_context.entered(
             spec.axis_name, split.batch, spec.weight_fn, mesh=self.mesh, choices=choices
         )
-        order = call_order.entered(why_not=choices.why_xla, series=self.series)
-        with self._explaining(layout, held), order, entered as scope:
+        order = call_order.entered(
+            why_not=choices.why_xla, series=self.series, beside_xla=choices.beside_xla
+        )
+        with self._explaining(layout, [state, *split.state]), order, entered as scope:
+            wholes = state_shards.whole(split.state, shard_axes)
+            held = layout.joined([state, *wholes])
             positional, named = spec.by_keyword(rest)
             given_state = pytrees.restore(held)
+            state_shards.claim(given_state)
             tree = jax.tree.structure(given_state)  # which the author's function may change
-            returned = spec.fn(given_state, split.batch, *positional, **named)
+            call = functools.partial(self._call, split.batch, positional, named)
+            if spec.returns_state:
+                returned = call(given_state)
+            else:
+                returned = read_in_time.call(call, given_state, split.batch)
             new_state, metrics = self._pair(returned, tree)
             metrics, rows = reported.take_rows(metrics)
             reported.require_numbers(metrics)
@@ -175,23 +190,29 @@ class RankProgram:
             differs = None
             if pieces is not None and sums is not None:
                 differs = checksums.differ(pieces, sums, axis.size(spec.axis_name))
+            new_groups, new_layout, _ = parted(jax.tree.map(_strong, new_state), self.mesh)
+            uniform, *parts = state_shards.parts(new_groups, shard_axes)
             weight = scope.total
             if weight is None:
                 weight = jnp.float32((scope.num_rows or 0) * axis.size(spec.axis_name))
         raw_weight = None if scope.raw_weight is None else scope.raw_weight.reshape(1)
         reports = RankReports(differs, raw_weight)
-        uniform, own, new_layout = parted(jax.tree.map(_strong, new_state))
         same = UniformOutputs(uniform, metrics, weight, own_metrics, new_layout, scope.found())
-        return RankOutputs(same, SplitOutputs(rows, reports, own))
+        return RankOutputs(same, SplitOutputs(rows, reports, parts))
+
+    def _call(self, batch: Any, positional: Sequence[Any], named: Any, state: Any) -> Any:
+        return self.spec.fn(state, batch, *positional, **named)
 
     @contextlib.contextmanager
-    def _explaining(self, layout: StateLayout, state: Any) -> Iterator[None]:
+    def _explaining(self, layout: StateLayout, lists: Sequence[Sequence[Any]]) -> Iterator[None]:
         """Raise an error of jdp's where the author's functions ask for a value of an argument."""
         try:
             yield
         except TypeError as error:
-            paths, own = layout.parted(self.spec.paths(0, state))
-            named = {"state": paths, "split.own": own}
+            held = layout.joined(lists)
+            paths, *parts = layout.parted(self.spec.paths(0, held))
+            named = {"state": paths, "wholes": self.spec.paths(0, pytrees.restore(held))}
+            named |= {f"split.state[{i}]": names for i, names in enumerate(parts)}
             text = unknown_value.explained(error, self.spec, named)
             if text is None:
                 raise

@@ -8,15 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
 
 from jdp import axis, pytrees
 from jdp.analysis.marks import SOURCE, mark
-from jdp.distributed import placement
 from jdp.distributed.checks import state as state_check
-from jdp.reduction import optimizer
+from jdp.reduction import mixed_precision, optimizer, sharded_update
 from jdp.reduction.optimizer import Replicated
-from jdp.training import parameters
+from jdp.reduction.sharded import Sharded, sharding_of
+from jdp.training import moment_digits, new_state, parameters, state_shards
 from jdp.validation import int_at_least
 
 
@@ -31,7 +30,7 @@ class TrainState:
       opt_state: state of `tx`, of the parameters that train.
       model_state: what the model carries beside parameters, such as batch statistics.
       seed: `[]` uint32, what `key` and `shared_key` are made from.
-      tx: the optimizer, `jdp.replicated(...)`. Not a leaf.
+      tx: the optimizer, `jdp.replicated(...)` or `jdp.sharded(...)`. Not a leaf.
       trainable: for each leaf of `params` whether it trains. Not a leaf.
     """
 
@@ -58,8 +57,8 @@ class TrainState:
 
         Args:
           params: tree of arrays. Leaves that are not inexact (integers) never train;
-            differentiate with `jax.value_and_grad(loss_fn, allow_int=True)` if there are any.
-          tx: the optimizer, `jdp.replicated(...)` outermost.
+            differentiate with `jdp.value_and_grad(loss_fn, allow_int=True)` if there are any.
+          tx: the optimizer, `jdp.replicated(...)` or `jdp.sharded(...)` outermost.
           model_state: tree of arrays that the step carries along, or None. What differs from rank
             to rank is in a `jdp.per_rank(...)`.
           trainable: which parameters train: a tree of bools like `params` or a prefix of it, or
@@ -75,7 +74,8 @@ class TrainState:
         Raises:
           TypeError: if `tx` is not wrapped.
           ValueError: if processes give different values (naming the leaf), if nothing trains, if
-            `params` and `model_state` lie on different meshes, or if a leaf was donated.
+            `params` and `model_state` lie on different meshes, if a leaf was donated, or has fewer
+            bits than `gather_dtype`, or if an average of the optimizer has too few bits to move.
 
         >>> import jax.numpy as jnp, optax, jdp
         >>> state = jdp.TrainState.create({"w": jnp.ones(2)}, jdp.replicated(optax.sgd(0.5)))
@@ -90,23 +90,25 @@ class TrainState:
                 name, tree, "Give a copy that was made before: jax.tree.map(jnp.copy, ...)."
             )
         parameters.require_no_numbers_of_modules(params)
+        if (sharding := sharding_of(tx)) is not None:
+            mixed_precision.require_masters(params, sharding.gather_dtype)
         numbers = {"step": np.int32(0), "seed": np.uint32(seed)}
         given = {"params": params, "model_state": model_state, **numbers}
         if broadcast:
             given = state_check.agreed(given, broadcast=True)
-        given = placement.placed(given, tx.axis_name, copy=True)
-        params = given["params"]
-        flags = parameters.trainable_flags(params, trainable)
-        state = cls(
-            step=jnp.asarray(given["step"]),
-            params=params,
-            opt_state=_new_opt_state(tx, _select(params, flags)),
-            model_state=given["model_state"],
-            seed=jnp.asarray(given["seed"]),
-            tx=tx,
+        fields: dict[str, Any] = {**given, "opt_state": None, "tx": tx, "trainable": ()}
+        state = new_state.placed(cls(**fields), copy=True)
+        flags = parameters.trainable_flags(state.params, trainable)
+        trained = _select(state.params, flags)
+        opt_state = new_state.optimizer_state(tx, trained)
+        moment_digits.require_digits(tx, opt_state, trained)
+        state = state.replace(
+            step=jnp.asarray(state.step),
+            opt_state=opt_state,
+            seed=jnp.asarray(state.seed),
             trainable=flags,
         )
-        return placement.placed(state, tx.axis_name)
+        return new_state.placed(state, copy=False)
 
     def apply_gradients(self, grads: Any, *, synced: bool = False, **extra: Any) -> "TrainState":
         """Reduce the gradients over ranks, let the optimizer step, count the step.
@@ -127,16 +129,18 @@ class TrainState:
         if jax.tree.structure(grads) != jax.tree.structure(params):
             grads = _select(grads, self.trainable)
         try:
-            updates, opt_state = self.tx.update(
-                grads, self.opt_state, params, synced=synced, **extra
+            update = sharded_update.updated if isinstance(self.tx, Sharded) else _updated
+            params, opt_state = update(
+                self.tx, grads, self.opt_state, params, synced=synced, **extra
             )
-            params = optax.apply_updates(params, updates)
         except (TypeError, ValueError) as error:
             if jax.tree.structure(grads) == jax.tree.structure(params):
                 raise
             raise ValueError(_other_tree(grads, params)) from error
         params = _merge(params, self.params, self.trainable)
-        return self.replace(step=self.step + 1, params=params, opt_state=opt_state)
+        new = self.replace(step=self.step + 1, params=params, opt_state=opt_state)
+        state_shards.claim(new)
+        return new
 
     def __repr__(self) -> str:
         step = "donated" if pytrees.is_deleted(self.step) else self.step
@@ -169,26 +173,16 @@ class TrainState:
 _TREES = ("params", "opt_state", "model_state")
 
 
+def _updated(
+    tx: Replicated, grads: Any, opt_state: Any, params: Any, **options: Any
+) -> tuple[Any, Any]:
+    updates, opt_state = tx.update(grads, opt_state, params, **options)
+    return optax.apply_updates(params, updates), opt_state
+
+
 def _sizes(tree: Any) -> str:
     leaves = jax.tree.leaves(tree)
     return f"<{len(leaves)} leaves, {sum(map(np.size, leaves)):,} numbers>"
-
-
-def _new_opt_state(tx: Replicated, params: Any) -> Any:
-    where = {_sharding(x) for x in jax.tree.leaves(params)}
-    if len(where) == 1 and isinstance(everywhere := where.pop(), NamedSharding):
-        if everywhere.is_fully_replicated:
-            # One program for all leaves, where optax makes one for each shape: when processes are
-            # replaced, this is waited for.
-            try:
-                return jax.jit(tx.init, out_shardings=everywhere)(params)
-            except Exception:
-                pass  # It can't be traced, or fails; then what follows says how.
-    return tx.init(params)
-
-
-def _sharding(x: Any) -> Any:
-    return None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
 
 
 def _select(tree: Any, flags: tuple[bool, ...]) -> Any:

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jdp import jax_compat, pytrees
+from jdp.analysis.traced import TraceFindings
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.data.sharding import place_batch
 from jdp.distributed import failed_run, in_flight, mesh
@@ -95,6 +96,12 @@ class Step:
         """Trace, prove and lower the step for these arguments: arrays or `ShapeDtypeStruct`s."""
         program, args, *_ = self._prepare(args, kwargs)
         return program.trace(*args).lower()
+
+    def findings(self, *args: Any, **kwargs: Any) -> TraceFindings:
+        """Return what the trace of the step for these arguments finds."""
+        program, args, *_ = self._prepare(args, kwargs)
+        *_, found = program.trace(*args).out_info
+        return found
 
     def _prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Program, tuple, bool, bool]:
         """Return `(program, placed arguments, is_traced, is_returned)`.

@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdp.reduction.sharded import Sharded
+from jdp.training.state import TrainState
+
 
 @dataclass(frozen=True)
 class LeafDifference:
@@ -39,6 +42,8 @@ class StepDifference:
       num_ranks: of all ranks.
       metrics: leaves of the metrics, the worst first.
       num_steps: after how many steps this is.
+      gathers: what the update of an optimizer in `jdp.sharded` gathers whole, a text each.
+      owned: which matrices that update computes on one rank each, a text for each kind.
     """
 
     leaves: list[LeafDifference]
@@ -46,6 +51,8 @@ class StepDifference:
     num_ranks: int
     metrics: list[LeafDifference] = field(default_factory=list)
     num_steps: int = 1
+    gathers: tuple[str, ...] = ()
+    owned: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         shown = [*self.leaves[:5], *self.metrics[:5]]
@@ -61,6 +68,8 @@ class StepDifference:
         for kind, leaves in (("leaves", self.leaves), ("metrics", self.metrics)):
             if len(leaves) > 5:
                 lines.append(f"... and {len(leaves) - 5} {kind} that are closer")
+        lines += [f"gathered whole on every rank: {text}" for text in self.gathers]
+        lines += [f"matrices computed by one rank each: {text}" for text in self.owned]
         return "\n".join(lines)
 
 
@@ -73,6 +82,7 @@ def compare(
     *,
     num_steps: int = 1,
     digits: float = 0.0,
+    digits_of_change: float = 0.0,
 ) -> list[LeafDifference]:
     """Compare two trees leaf by leaf, on every device.
 
@@ -83,7 +93,8 @@ def compare(
       many: the tree of n ranks.
       tolerance: see `check_step`.
       num_steps: how many steps led here.
-      digits: from `digits_of` the state that metrics come from.
+      digits: relative rounding of the state that metrics come from.
+      digits_of_change: relative rounding of what the steps computed, see `digits_of_wire`.
 
     Returns:
       The differences, the worst first.
@@ -100,7 +111,8 @@ def compare(
             # The leaf may have few digits. That is not a reason for ranks to differ.
             eps = 2 * max(digits, float(jnp.finfo(leaf.dtype).eps))
             by_digits = eps * (1 + largest) if start is None else num_steps * eps * largest
-            allowed = max(allowed, by_digits)
+            by_change = 2 * num_steps * digits_of_change * _largest(np.abs(a - old))
+            allowed = max(allowed, by_digits, by_change)
         apart = [_apart(a[index], part) for index, part in copies]
         worst = int(np.argmax(apart)) if apart else 0
         index, part = copies[worst]
@@ -123,6 +135,19 @@ def digits_of(state: Any) -> float:
     dtypes = {jnp.result_type(leaf) for leaf in jax.tree.leaves(state)}
     infos = [jnp.finfo(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
     return max((float(info.eps) for info in infos if info.bits == 16), default=0.0)
+
+
+def digits_of_wire(state: Any) -> float:
+    """Return the relative rounding of what optimizers gather and reduce; 0 if it is their own."""
+
+    def is_train_state(node: Any) -> bool:
+        return isinstance(node, TrainState)
+
+    nodes = jax.tree.leaves(state, is_leaf=is_train_state)
+    found = [node.tx for node in nodes if is_train_state(node)]
+    dtypes = [tx.reduce_dtype for tx in found]
+    dtypes += [tx.sharding.gather_dtype for tx in found if isinstance(tx, Sharded)]
+    return max((float(jnp.finfo(dtype).eps) for dtype in dtypes if dtype is not None), default=0.0)
 
 
 def _copies(leaf: jax.Array) -> list[tuple[Any, np.ndarray]]:

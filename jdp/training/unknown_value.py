@@ -7,9 +7,10 @@ from jdp.analysis import line_of
 from jdp.error_codes import with_code
 from jdp.step_spec import StepSpec
 
-# JAX names the arguments of the function that it traces, which is jdp's.
+# JAX names the arguments of the function that it traces, which is one of jdp's.
 _ASKED = re.compile(
-    r"the function _on_rank at .* depends on the values? of the arguments? (.*)\.$", re.MULTILINE
+    r"the function (?:_on_rank|reading) at .* depends on the values? of the arguments? (.*)\.$",
+    re.MULTILINE,
 )
 _SEPARATORS = re.compile(r", and |, | and ")
 

@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jdp.worker.messages import MAX_LINE_BYTES, decode, encode, protocol
+from jdp.worker import source_digest
+from jdp.worker.messages import MAX_LINE_BYTES, decode, encode
 
 VARIABLE = "JDP_LAUNCHER"
 
@@ -153,7 +154,11 @@ def invitation(**where: int) -> dict[str, str]:
       **where: `socket`, `board` and `commit`, descriptors that the process inherits, and its `slot`
         on the board.
     """
-    return {VARIABLE: json.dumps({**where, "protocol": protocol()})}
+    build = {
+        "protocol": source_digest.of_bytes(source_digest.PROTOCOL),
+        "package": str(source_digest.PACKAGE),
+    }
+    return {VARIABLE: json.dumps({**where, **build})}
 
 
 @functools.cache
@@ -169,7 +174,7 @@ def current() -> Member | None:
     fds = json.loads(description)
     if not _is_socket(fds["socket"]):
         return None  # inherited from a process of the run, without the descriptors
-    if fds.get("protocol") != protocol():
+    if not source_digest.is_build_of(fds.get("protocol"), fds.get("package")):
         raise RuntimeError(
             f"{sys.executable} has a different build of jdp than `jdp run`, so the two cannot talk "
             "to each other. Start both from one environment: python -m jdp run ..."

@@ -25,7 +25,7 @@ From a host to the leader:
   commit saved  step, ...          its latest commit is in the checkpoint directory, or an error
   beat    at, statuses             its time, and the statuses of its processes
 From the leader to a host:
-  challenge  nonce, protocol       asks for a proof that the host knows the token
+  challenge  nonce, protocol, code  asks for a proof that the host knows the token
   welcome    proof, is_running     the host has joined; the leader's proof; a generation lives
   refused    why, is_final         the host may not join, for now or at all
   go         first, slots, ...     start your part of a generation
@@ -38,25 +38,11 @@ From the leader to a host:
   over       code, why             the run is over
 """
 
-import functools
-import hashlib
 import json
-from pathlib import Path
 from typing import Any
 
 # No message is longer: output and tracebacks of processes are cut below this.
 MAX_LINE_BYTES = 1 << 20
-
-
-@functools.cache
-def protocol() -> str:
-    """Return a digest of the sources, which must be the same at both ends."""
-    digest = hashlib.sha256()
-    package = Path(__file__).parents[1]
-    for room in ("worker", "launch"):
-        for path in sorted((package / room).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:8]
 
 
 def encode(kind: str, facts: dict[str, Any]) -> bytes:

@@ -210,4 +210,7 @@ def test_micro_batches_that_weigh_leave_ranks_alike():
         return state.apply_gradients(pmean(grads), synced=True), {}
 
     jdp.init(devices=jax.devices()[:2])
-    jdp.train_step(step).lower(*corpus.training(batch=corpus.masked_rows()))
+    with pytest.warns(UserWarning) as caught:
+        jdp.train_step(step).lower(*corpus.training(batch=corpus.masked_rows()))
+    (message,) = {str(each.message) for each in caught}
+    assert "JDP129" in message

@@ -278,7 +278,7 @@ def test_tells_a_line_once_and_counts_the_leaves_that_it_leaves_out():
     with pytest.raises(ValueError) as caught:
         jdp.train_step(step).lower({f"p{i}": jnp.zeros(()) for i in range(9)}, corpus.rows())
     (_, told) = str(caught.value).split("\n- ")
-    assert "`new state['p4']` and 4 more (computed at test_wrong_programs.py:" in told
+    assert re.match(r".*`new state\['p4'\]` and 4 more .*test_wrong_programs\.py:\d", told)
 
 
 # Unused parameters
@@ -494,7 +494,7 @@ def test_names_rows_and_not_what_is_handed_on_beside_them():
 
     with pytest.raises(ValueError) as caught:
         step.lower({"a": 1.0}, corpus.rows())
-    assert "depends on `batch['x']` (this rank's rows), and" in str(caught.value)
+    assert set(re.findall(r"`(batch.*?)`", str(caught.value))) == {"batch['x']"}
 
 
 @pytest.mark.parametrize(

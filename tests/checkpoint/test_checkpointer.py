@@ -148,9 +148,10 @@ def test_a_run_that_began_with_numbers_and_arrays_of_64_bits_goes_on(make_mesh, 
 
 def test_several_states_keys_and_leaves_that_are_no_arrays_are_restored(make_mesh, tmp_path):
     jdp.init(make_mesh(2))
+    tx = jdp.replicated(optax.sgd(0.1, momentum=0.9))
 
     def states(value):
-        one = jdp.TrainState.create({"w": jnp.full(3, value, jnp.bfloat16)}, TX, seed=value)
+        one = jdp.TrainState.create({"w": jnp.full(3, value, jnp.bfloat16)}, tx, seed=value)
         return one, {"key": jax.random.key(value), "f": jnp.tanh, "n": value, "rate": value / 4}
 
     with jdp.Checkpointer(tmp_path) as ckpt:

@@ -303,3 +303,11 @@ def test_two_runs_of_one_process_are_kept_apart(folder, monkeypatch):
     other = Folder(folder.path)
     other.lock()
     other.unlock()
+
+
+def test_a_gathering_of_a_later_commit_outlives_one_that_is_complete(folder):
+    kept, done = folder.gathering(1, 20, "b"), folder.gathering(1, 10, "a")
+    for each in (kept, done):
+        each.mkdir(parents=True)
+    folder.discard_gathering(up_to=(1, 10))
+    assert kept.is_dir() and not done.exists()

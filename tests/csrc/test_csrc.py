@@ -64,7 +64,9 @@ def require_sanitizers(flags, folder):
     ],
 )
 def test_the_c_plus_plus_tests_pass(mode, tmp_path):
-    assert {"sums_test", "processes_test"} <= {path.stem for path in TESTS}
+    assert {"sums_test", "shards_test", "processes_test", "own_threads_test"} <= {
+        path.stem for path in TESTS
+    }
     flags, num_steps = MODES[mode]
     require_sanitizers(flags, tmp_path)
     objects = compile_all([*LIBRARY, *TESTS], flags, tmp_path)

@@ -350,6 +350,14 @@ def test_a_run_does_not_go_on_with_another_stream(other, named, one_rank):
     assert changed.position == 8
 
 
+@pytest.mark.parametrize("state", [{}, None, {"next_index": 2}])
+def test_a_state_of_something_else_is_refused(state, one_rank):
+    batches = jdp.batches(np.arange(8), 4, num_steps=4)
+    with pytest.raises(ValueError, match="no `position`"):
+        batches.set_state(state)
+    assert batches.position == 0
+
+
 def test_the_state_cannot_be_set_inside_a_loop(one_rank):
     loop = batches(DATA, 4, num_steps=3, mesh=one_rank)
     for _ in loop:

@@ -14,12 +14,14 @@ from support.threads import wait_until
 
 import jdp
 from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.data import uneven_loops
+from jdp.data import current_loop, uneven_loops
 from jdp.data.loop_ends import LoopEnd, problem_of
-from jdp.distributed import agree, in_flight, kv_store
+from jdp.distributed import agree, in_flight, kv_store, this_process
 
 # Far below the deadlines of all-reduces (300 s) and of gloo.
 TIMEOUT_S = 20.0
+# In which a program starts, ends inside of a loop, and tells the others.
+PROGRAM_TIMEOUT_S = 60.0
 
 
 # --- What is compared
@@ -71,7 +73,8 @@ def raised_by(fn):
     else:
         found = None
     wait_until(lambda: not threads())
-    uneven_loops._running.clear()
+    current_loop.current.compared.clear()
+    this_process.current.why_over = None
     in_flight._calls.clear()
     if cpu_runtime.why_missing() is None:
         cpu_runtime.reset()
@@ -283,19 +286,20 @@ jax.distributed.initialize(address, 2, index)
 import jdp, numpy as np
 
 jdp.init()
-loop = jdp.shard_batches(np.full(2, i) for i in range(9))
+loop = jdp.shard_batches(np.full(2, i) for i in range(10))
 for _ in range(num_batches):
     next(loop)
+exec(sys.argv[4])
 print("done")
 """
 
 
-def end_in_a_loop(*num_batches):
-    """(exit code, stdout, stderr) of two processes that end inside of a loop."""
+def end_in_a_loop(*num_batches, how=("", "")):
+    """(exit code, stdout, stderr) of two processes that end inside of a loop, each by its `how`."""
     address = f"127.0.0.1:{free_port()}"
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", ENDS, str(index), address, str(number)],
+            [sys.executable, "-c", ENDS, str(index), address, str(number), how[index]],
             env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -304,7 +308,7 @@ def end_in_a_loop(*num_batches):
         for index, number in enumerate(num_batches)
     ]
     try:
-        outputs = [process.communicate(timeout=TIMEOUT_S) for process in started]
+        outputs = [process.communicate(timeout=PROGRAM_TIMEOUT_S) for process in started]
     finally:
         for process in started:
             process.kill()
@@ -324,3 +328,20 @@ def test_a_program_that_ends_inside_of_a_loop_on_one_process_fails_on_both():
     assert code == 1 and other_code != 0  # JAX ends the second where the first holds its store
     pattern = "jdp: process [01] .* [35] batches.*process [01] .*JDP210"
     assert re.search(pattern, err) and re.search(pattern, other_err)
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize(
+    "how, code, last, cause",
+    [
+        ("import signal; signal.raise_signal(2)", 130, "KeyboardInterrupt", "interrupted .Ctrl-C"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero", "ZeroDivisionError: division"),
+    ],
+)
+def test_the_last_line_is_the_true_cause_on_every_process(how, code, last, cause):
+    ends = "for batch in loop: pass", f"for batch in loop:\n  {how}"
+    (other_code, _, other_err), (own_code, _, err) = end_in_a_loop(1, 3, how=ends)
+    assert (own_code, err.splitlines()[-1]) == (code, last)
+    assert other_code == 1
+    assert re.search(f"OtherFailedError: process 1 .*{cause}.*JDP208", other_err.splitlines()[-1])
+    assert "itertools" not in err + other_err

@@ -1,5 +1,8 @@
 """Errors of steps that are still running when the next one is called."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +57,36 @@ def test_a_call_whose_arrays_were_deleted_by_hand_is_no_error():
         call.weight.delete()
     in_flight.drain()
     assert not in_flight._calls
+
+
+# Its callbacks still run when the script ends: Python aborts a process in which one returns then.
+CALLS_BACK = """
+import time
+import jax, jax.numpy as jnp
+import jdp
+jdp.init(cpu_ranks=2)
+
+def failing(x):
+    time.sleep(0.3)
+    raise ValueError("no such file")
+
+@jdp.train_step(donate=False)
+def step(state, batch):
+    value = jax.pure_callback(failing, jax.ShapeDtypeStruct((), jnp.float32), batch[0])
+    return state + jdp.mean_over_ranks(value), {}
+
+try:
+    for _ in range(20):
+        step(jnp.float32(0), jnp.ones(2))
+except RuntimeError as error:
+    assert "JDP214" in str(error) and "no such file" in str(error)
+"""
+
+
+def test_a_process_whose_steps_failed_waits_for_the_others_of_them_at_its_end():
+    command = [sys.executable, "-c", CALLS_BACK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("num_calls", [1, 20])

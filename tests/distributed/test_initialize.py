@@ -218,7 +218,40 @@ def test_a_failure_in_one_process_ends_jdp_run_with_the_cause_last(after, why, t
     assert code == 1, errors
     assert [1, 2, 4] in found((code, out, errors))  # the other may not have come so far
     cause = errors[errors.index("jdp run: the cause: process 1") :]
-    assert "ended with exit code 1" in cause and f"  {why}\n" in cause
+    assert "1 (jdp explain-error JDP301)" in cause and f"  {why}\n" in cause
+
+
+# Process 0 holds the store, and does not answer any more.
+STOPS = """
+import os, pathlib, signal
+from jdp.distributed import kv_store
+kv_store.put(f"pid {me}", str(os.getpid()))
+pid = kv_store.get(f"pid {1 - me}", timeout_s=60.0)
+if me == 0:
+    time.sleep(1.0)  # process 1 has its answer
+    os.kill(os.getpid(), signal.SIGSTOP)
+stat = pathlib.Path("/proc", pid, "stat")
+while stat.read_text().rpartition(")")[2].split()[0] != "T":
+    time.sleep(0.01)
+raise ValueError("no luck")
+"""
+
+
+@several
+def test_a_traceback_is_shown_though_process_0_has_stopped():
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
+    inherited |= {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "2"}
+    command = program(before="initialize.HEARTBEAT_TIMEOUT_S = 600", after=STOPS)
+    started = [spawn.spawn(command, inherited | own) for own in torchrun(2, free_port())]
+    try:
+        _, errors = started[1].communicate(timeout=DEADLINE_S)
+        assert started[1].returncode == 1 and b"ValueError: no luck" in errors, errors
+    finally:
+        for process in started:
+            spawn.kill(process)
+            process.wait()
+            process.stdout.close()
+            process.stderr.close()
 
 
 # Process 1 has the batch, and takes no step with it; process 0 never asks for another one.

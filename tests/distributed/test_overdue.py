@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from jdp.distributed import fail_fast
 from jdp.distributed.checks.overdue import Overdue
 from jdp.distributed.step_call import StepCall
 
@@ -13,7 +14,11 @@ def calls(*numbers, asked):
         asked.append(given.small)
         return DIFFERENCES[given.small]
 
-    spec, compares = SimpleNamespace(name="step"), SimpleNamespace(difference=difference)
+    def explained(given, call):
+        return f"{call}: {DIFFERENCES[given.small]}"
+
+    spec = SimpleNamespace(name="step")
+    compares = SimpleNamespace(difference=difference, explained=explained)
     given = {n: SimpleNamespace(small=n, large=[]) for n in numbers}
     return [StepCall(spec, n, compares, given[n], None, None) for n in numbers]
 
@@ -21,16 +26,17 @@ def calls(*numbers, asked):
 DIFFERENCES = {1: None, 2: "`key`.", 3: None, 4: None}
 
 
-def test_calls_that_do_not_end_are_explained_once(caplog):
-    asked, overdue = [], Overdue(patience_s=0.0)
+def test_calls_that_do_not_end_are_explained_once(monkeypatch):
+    asked, overdue, ended_by = [], Overdue(patience_s=0.0), []
+    monkeypatch.setattr(fail_fast, "end_process", ended_by.append)
     overdue.look([])
     for _ in range(3):
         wait_for(overdue.look(calls(1, 2, 3, asked=asked)))
     assert asked == [1, 2]
     wait_for(overdue.look(calls(3, 4, asked=asked)))
     assert asked == [1, 2, 3, 4]
-    [record] = caplog.records
-    assert "call 2 of `step`" in record.getMessage() and "`key`." in record.getMessage()
+    [error] = ended_by
+    assert "call 2 of `step`" in str(error) and "`key`." in str(error)
 
 
 def test_calls_that_end_in_time_are_not_compared():
@@ -71,9 +77,9 @@ jdp.check_replicas(state)
 @pytest.mark.xdist_group("processes")
 def test_a_key_that_differs_under_a_cond_is_named_when_the_ranks_wait_for_each_other(jdp_run):
     run = jdp_run(
-        *("--nproc-per-node=2", "--max-restarts=0", "--timeout-s=6"),
+        *("--nproc-per-node=2", "--max-restarts=0"),
         **{"script": SCRIPT, "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"},
     )
-    assert run.wait() != 0
+    assert run.wait() == 1
     line = next(line for line in run.output.splitlines() if "call 4 of `step`" in line)
-    assert "`key`" in line and "process 1" in line and "process 0: " in line
+    assert "`key`" in line and "process 1" in line and "process 0: " in line and "JDP211" in line

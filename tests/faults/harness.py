@@ -17,7 +17,7 @@ from victim import Fault
 VICTIM = (Path(__file__).parent / "victim.py").read_text()
 
 # Steps that do not end in this time are a hang; and as many seconds until --shutdown-timeout-s.
-TIMEOUT_S = 2.0
+TIMEOUT_S = 3.0
 
 # 60 epochs.
 NUM_STEPS = 384

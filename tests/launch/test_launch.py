@@ -4,8 +4,11 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
+from support.launcher import free_port
+from support.namespaces import two_hosts, why_no_namespaces
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -104,6 +107,7 @@ def test_a_stopped_standby_is_not_chosen(jdp_run):
     os.kill(pids[0], signal.SIGKILL)
     replaced = run.pids(1, 2)
     assert other in replaced and stopped not in replaced
+    assert stopped not in run.standbys(1, 2)
     assert run.finish() == 0
 
 
@@ -483,6 +487,53 @@ def test_nothing_that_a_process_started_outlives_it(jdp_run):
     assert run.finish() == 0
 
 
+# In a session of its own, and without the variable by which the guardian finds what is left.
+DETACHES = """
+import subprocess
+def detach(*command):
+    return subprocess.Popen(["setsid", "--fork", *command], env={}, stdout=subprocess.DEVNULL)
+if a.process_id == 0:
+    detach("sleep", "4321.5").wait()
+    detach("true").wait()
+"""
+
+
+def pids_of(*command):
+    return [
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if path.read_bytes() == b"\0".join(word.encode() for word in command) + b"\0"
+    ]
+
+
+def test_a_helper_that_left_its_group_session_and_environment_ends_with_the_run(jdp_run):
+    run = jdp_run("--nproc-per-node=2", after=DETACHES)
+    pids = run.pids(0, 2)
+    run.until_true(lambda: pids_of("sleep", "4321.5"), "helper")
+    os.kill(pids[1], signal.SIGKILL)
+    run.pids(1, 2)
+    tasks = Path(f"/proc/{run.process.pid}/task")
+
+    def states():
+        children = " ".join(path.read_text() for path in tasks.glob("*/children")).split()
+        return [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][1] for pid in children]
+
+    run.until_true(lambda: "Z" not in states(), "end of the helper that has ended")
+    assert run.finish() == 0
+    assert not pids_of("sleep", "4321.5")
+
+
+def test_a_launcher_that_has_other_children_leaves_their_helpers_alone(jdp_run):
+    start = "(setsid --fork sleep 4321.25 >/dev/null 2>&1); sleep 4321.75 >/dev/null 2>&1 & "
+    run = jdp_run(within=("sh", "-c", start + 'exec "$@"', "sh"))
+    try:
+        assert run.finish() == 0
+        assert pids_of("sleep", "4321.75") and pids_of("sleep", "4321.25")
+    finally:
+        for pid in pids_of("sleep", "4321.75") + pids_of("sleep", "4321.25"):
+            os.kill(pid, signal.SIGKILL)
+
+
 HANGS = """
 from jdp.worker import progress
 progress.begin_watching(1.0, a.process_id, a.num_processes)
@@ -637,6 +688,8 @@ with jdp.phase("loading"):
 for _ in range(80):
     jax.jit(lambda x: x + 1)(jnp.zeros(4)).block_until_ready()
     time.sleep(0.1)
+# All leave together: process 0 holds JAX's store, and JAX aborts the others if it goes first.
+jax.distributed.shutdown()
 os._exit(0)  # a busy machine takes long to end
 """
 
@@ -691,6 +744,34 @@ def test_a_run_that_gives_up_saves_its_latest_commit_and_prints_the_step(jdp_run
     again.deadline_s = 120.0
     assert again.wait() == 0
     assert "resumed 7" in again.output
+
+
+@pytest.mark.xdist_group("processes")
+def test_hosts_that_give_up_save_the_latest_commit_of_all_of_them(jdp_run):
+    if reason := why_no_namespaces():
+        pytest.skip(reason)
+    script = GIVES_UP.replace("100_000", "20")
+    flags = "--nnodes=2", f"--rdzv-endpoint=10.83.0.1:{free_port()}", "--max-restarts=0"
+    with two_hosts() as hosts:
+        for act, code, last in (RAISES, 1, "goes on from step 7, in "), ("act = print", 0, ""):
+            runs = [
+                jdp_run(
+                    *(*flags, f"--node-rank={rank}", *["--resume"] * (act != RAISES)),
+                    within=hosts[rank],
+                    **{"script": act + script, "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"},
+                    JDP_TOKEN="a secret",
+                )
+                for rank in (0, 1)
+            ]
+            for run in runs:
+                run.deadline_s = 180.0
+                assert run.wait() == code, run.output
+                assert not last or last in run.output.splitlines()[-1], run.output
+            if act == RAISES:
+                saved = [path.name for path in (runs[0].folder / "checkpoints").glob("7-*")]
+                assert len(saved) == 1
+            else:
+                assert "resumed 7" in runs[0].output and "resumed 7" in runs[1].output
 
 
 @pytest.mark.xdist_group("processes")

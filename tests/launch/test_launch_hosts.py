@@ -9,7 +9,8 @@ import threading
 import pytest
 from support import launcher
 
-from jdp.worker.messages import encode, protocol
+from jdp.worker import source_digest
+from jdp.worker.messages import encode
 
 TOKEN = {"JDP_TOKEN": "a secret"}
 
@@ -135,7 +136,7 @@ def test_a_fixed_number_of_hosts_waits_for_a_lost_one(hosts):
 
 
 def test_too_few_hosts_are_an_error_that_names_who_is_there(hosts):
-    leader = hosts("--nnodes=2", "--join-timeout-s=0.5").add(0)
+    leader = hosts("--nnodes=2", "--join-timeout-s=3").add(0)
     assert leader.wait() == 1
     assert f"({socket.gethostname()})" in leader.output and "JDP306" in leader.output
 
@@ -298,7 +299,12 @@ def test_who_does_not_know_the_token_is_no_leader(hosts):
         host = run.add(1)
         connection, _ = listener.accept()
         with connection:
-            connection.sendall(encode("challenge", {"nonce": "1", "protocol": protocol()}))
+            connection.sendall(
+                encode(
+                    "challenge",
+                    {"nonce": "1", "protocol": source_digest.of_bytes(source_digest.PROTOCOL)},
+                )
+            )
             assert b"a secret" not in connection.recv(9999)
             connection.sendall(b'{"kind": "welcome", "proof": "1", "is_running": true}\n')
             assert host.wait() == 1

@@ -32,6 +32,7 @@ from jdp.launch.leader.restart_budget import RestartBudget
 from jdp.launch.options.options import parse
 from jdp.launch.transport import token_auth
 from jdp.launch.transport.connection import Channel
+from jdp.worker import source_digest
 from jdp.worker.exit_codes import exit_code, in_words
 from jdp.worker.launcher_client import VARIABLE, Assignment, Member, invitation
 from jdp.worker.messages import MAX_LINE_BYTES, decode, encode
@@ -191,7 +192,14 @@ def test_a_run_whose_ranks_differ_is_not_restarted():
 
 
 def standby(name, parked=True, can_run=True):
-    return SimpleNamespace(name=name, parked=parked, can_run=lambda: can_run)
+    killed = []
+    return SimpleNamespace(
+        name=name,
+        parked=parked,
+        can_run=lambda: can_run,
+        kill=lambda: killed.append(True),
+        killed=killed,
+    )
 
 
 # Those that are taken, one after the other.
@@ -209,6 +217,22 @@ def test_the_standbys_that_wait_are_taken_first_and_those_that_cannot_run_never(
     assert taken(dies, starts, waits) == ["w", "s"]
     assert taken(dies) == []
     assert taken(starts) == []  # perhaps it never waits
+
+
+def test_a_standby_that_cannot_run_is_replaced_when_standbys_are_filled_up():
+    stopped, waits, new = standby("s"), standby("w"), standby("n")
+    coming = iter([stopped, waits, new])
+    each = Standbys(2, lambda _: next(coming), ready=lambda: None, say=pytest.fail)
+    each.fill()
+    stopped.can_run = lambda: False
+    each.fill()
+    assert stopped.killed and not waits.killed
+    assert stopped in each  # until it was waited for
+    assert new not in each  # which needs the place of that one
+    each.record_exit(stopped)
+    assert stopped not in each and new in each
+    each.record_parked()
+    assert [each.take_standby().name for _ in range(2)] == ["w", "n"]
 
 
 def test_gpus_are_shared_evenly_or_not_at_all():
@@ -332,12 +356,16 @@ def silent():
         yield silent.getsockname()
 
 
+CODE = source_digest.of_code(source_digest.PROTOCOL)
+
+
 # What a leader of another jdp may say, and what anybody else may.
 @pytest.mark.parametrize(
     ("greeting", "why"),
     [
         (b'{"kind": "challenge", "nonce": "1"}\n', "JDP308"),
         (b'{"kind": "challenge", "nonce": 1, "protocol": "?", "more": 2}\n', "JDP308"),
+        (encode("challenge", {"nonce": "1", "protocol": "?", "code": CODE}), "JDP307"),
         (b'{"kind": "welcome"}\n', "JDP309"),
         (b'{"kind": "refused", "more": 1}\n', "let this host join"),
         (b'{"kind": "beat"}\n', "JDP307"),

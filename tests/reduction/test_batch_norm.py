@@ -37,6 +37,24 @@ def test_statistics_are_those_of_the_concatenated_batch(mesh, dims):
         np.testing.assert_allclose(own[0], want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("mean, std", [(-1e6, 0.1), (1e4, 0.1), (1e8, 100)])
+def test_digits_are_kept_where_the_mean_is_large(mesh, mean, std):
+    draw = np.random.default_rng(0)
+    x = draw.normal(mean, std, size=(mesh.size, 4099, FEATURES)).astype(np.float32)
+    mask = draw.uniform(size=x.shape[:2]) < 0.6
+    got = per_rank(mesh, lambda rows: jdp.batch_norm_statistics(*rows), (x, mask))
+    assert_equal_bits(got)
+    want = counted(x, mask)
+    assert np.all(np.abs(got[0][0] - want[0]) <= np.spacing(np.float32(abs(mean))))
+    np.testing.assert_allclose(got[1][0], want[1], rtol=1e-5)
+
+
+def test_equal_values_have_no_variance(mesh):
+    x = np.full((mesh.size, 1021, FEATURES), np.float32(1e7 / 3))
+    mean, var = per_rank(mesh, jdp.batch_norm_statistics, x)
+    assert np.all(mean == x[0, 0]) and np.all((var >= 0) & (var < 1e-6))
+
+
 def test_without_a_mask_every_row_counts(make_mesh):
     x = np.nan_to_num(drawn(3)[0])
     got = per_rank(make_mesh(3), jdp.batch_norm_statistics, x)

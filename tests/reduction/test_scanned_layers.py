@@ -394,7 +394,7 @@ def test_a_sum_over_ranks_is_not_a_mean_of_them(make_mesh):
         grads["out"] = lax.psum(grads["out"], "data")
         return state.apply_gradients(grads), {}
 
-    with pytest.raises(ValueError, match=r"gradient of `\['out'\]` was reduced before"):
+    with pytest.raises(ValueError, match=r"`\['out'\]`.*JDP121"):
         step(state_of(make_mesh(2), parameters()), rows())
 
 
@@ -415,7 +415,7 @@ def test_a_weight_that_the_layers_did_not_know_is_refused(make_mesh):
         grads = jax.grad(functools.partial(counted, late))(state.params, batch)
         return state, jdp.sync_gradients(grads, weight=batch["count"].sum())
 
-    with pytest.raises(ValueError, match=r"sync_gradients\(weight=.*train_step\(weight="):
+    with pytest.raises(ValueError, match=r"sync_gradients\(weight=\).*JDP124"):
         step(state_of(make_mesh(2), parameters()), rows())
 
 
@@ -424,7 +424,7 @@ def test_params_that_differ_from_rank_to_rank_are_refused(make_mesh):
         masked = jax.tree.map(lambda w: w * batch["x"].mean(), params["layers"])
         return squares(scan, {**params, "layers": masked}, batch["x"]).mean()
 
-    with pytest.raises(ValueError, match=r"`params\['b'\]` of jdp.scan_layers .* as xs="):
+    with pytest.raises(ValueError, match=r"`params\['b'\]`.*JDP105"):
         trained(make_mesh(2), loss_fn, parameters(), rows())
 
 
@@ -433,7 +433,7 @@ def test_layers_that_some_ranks_skip_are_refused(make_mesh):
         mean = lambda params: squares(scan, params, batch["x"]).mean()  # noqa: E731
         return lax.cond(batch["x"].sum() > 0, mean, lambda params: 0.0, params)
 
-    with pytest.raises(ValueError, match=r"waiting for ever"):
+    with pytest.raises(ValueError, match="JDP103"):
         trained(make_mesh(2), loss_fn, parameters(), rows())
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -99,6 +100,13 @@ def test_language_model_goes_on_with_the_same_bits_after_an_interruption(tmp_pat
     assert position == resumed_position == 60 * 64
     jax.tree.map(np.testing.assert_array_equal, resumed_arrays, arrays)
 
+    # Begun at stage 3, and continued at stage 1: the same training, but for the order of sums.
+    split = (*small, "--checkpoints=split")
+    run("language_model.py", *split, "--stage=3", "--stop-after=25", folder=tmp_path)
+    resumed = run("language_model.py", *split, "--stage=1", "--resume", folder=tmp_path)
+    found = float(re.search(r"step 60, held out: ([\d.]+)", resumed)[1])
+    assert abs(found - bits[0]) < 0.01
+
 
 def latest_checkpoint(path):
     """Return the position and the arrays of the latest checkpoint in a folder."""
@@ -112,7 +120,9 @@ def test_language_model_counts_every_held_out_byte_once(mesh):
     text = np.frombuffer(b"a text of a prime number of bytes: 43, not 42", np.uint8)[:43]
     model = example.Decoder(8, 32, 1, nnx.Rngs(0))
     _, test = example.new_steps(*nnx.split(model)[:1], accumulate=1)
-    found = example.measure(test, nnx.split(model)[1], example.windows(text, 8), 24)
+    params = nnx.split(model)[1]
+    state = jdp.TrainState.create(params, jdp.replicated(optax.sgd(0.1)), model_state=params)
+    found = example.measure(test, state, example.windows(text, 8), 24)
 
     bits = []
     for begin in range(0, 43, 8):
@@ -125,6 +135,16 @@ def test_language_model_counts_every_held_out_byte_once(mesh):
 
 def test_gan_covers_all_modes(tmp_path):
     assert "modes covered: 8 of 8" in run("gan.py", folder=tmp_path)
+
+
+def test_recommendation_has_equal_losses_and_a_quarter_of_the_state_on_four_ranks(tmp_path):
+    output = run("recommendation.py", "--users=8000", "--steps=30", folder=tmp_path)
+    lines = re.findall(r"ranks: (\d), loss: (\S+) -> (\S+), each holds (\S+) bytes", output)
+    (n, *losses, held), (_, *losses_of_one, held_by_one) = lines
+    assert losses == losses_of_one and float(losses[1]) < 0.6 < float(losses[0])
+    held, held_by_one = (int(each.replace(",", "")) for each in (held, held_by_one))
+    assert n == "4" and held_by_one / 4 <= held < held_by_one / 4 + 100  # and a few scalars
+    assert float(re.search(r"difference of a loss: (\S+)", output)[1]) <= 1e-5
 
 
 @pytest.mark.parametrize(("flags", "num_ranks"), [((), 4), (("--ranks=0",), 3)])

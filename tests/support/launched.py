@@ -18,7 +18,7 @@ from jdp.worker.messages import decode, encode
 from jdp.worker.progress_board import Board
 from support.processes import end_with, environment, free_port
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 class Launcher:
@@ -59,6 +59,8 @@ class Launcher:
                 process_id=i,
                 num_processes=num,
                 local_id=hosts[:i].count(host),
+                num_local=hosts.count(host),
+                host_id=host,
                 coordinator=f"127.0.0.1:{port}",
                 **assignment,
             )

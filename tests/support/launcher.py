@@ -15,6 +15,8 @@ from pathlib import Path
 from jdp.launch.host import spawn
 
 DEADLINE_S = 30.0
+# A script of a test's own imports JAX in each process, which takes long on a busy machine.
+WITH_JAX_S = 120.0
 
 MARK = "JDP_TEST_MARK"
 
@@ -81,6 +83,8 @@ class Launcher:
         **environment: str,
     ):
         self.folder = folder
+        if script != SCRIPT:
+            self.deadline_s = max(self.deadline_s, WITH_JAX_S)
         self.mark = secrets.token_hex(8)
         self._logs = folder / f"logs_{self.mark}"
         self._output = folder / f"output_{self.mark}"

@@ -38,6 +38,37 @@ def two_hosts():
             shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def several_hosts(num_hosts):
+    """As `two_hosts`, for more hosts, which a switch connects: addresses 10.83.0.1 and so on."""
+    names = [f"jdp-{os.getpid()}-{i}" for i in range(num_hosts)]
+    folders, switch = [Path("/etc/netns", name) for name in names], f"jdp-{os.getpid()}-s"
+
+    def ip(*args):
+        subprocess.run(["ip", *args], check=True, capture_output=True, text=True)
+
+    try:
+        ip("netns", "add", switch)
+        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", switch, "link", "set", "bridge", "up")
+        for i, (name, folder) in enumerate(zip(names, folders, strict=True)):
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(f"10.83.0.{i + 1} {socket.gethostname()}\n")
+            ip("-n", name, "link", "add", "wire", "type", "veth", "peer", "name", f"wire{i}")
+            ip("-n", name, "link", "set", f"wire{i}", "netns", switch)
+            ip("-n", switch, "link", "set", f"wire{i}", "master", "bridge", "up")
+            ip("-n", name, "addr", "add", f"10.83.0.{i + 1}/24", "dev", "wire")
+            ip("-n", name, "link", "set", "wire", "up")
+        yield [("ip", "netns", "exec", name) for name in names]
+    finally:
+        for name in [*names, switch]:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def why_no_namespaces():
     if os.geteuid() != 0:
         return "network namespaces need root"

@@ -29,6 +29,9 @@ DEVICES_PER_PROCESS = 2
 
 START_TIMEOUT_S = 60.0
 
+# More than a run makes of those calls that all processes have to make.
+CALLS_OF_A_RUN = 1_000_000
+
 # Once one process has failed, the others get this long: they may be waiting for it for ever.
 GRACE_S = 3.0
 
@@ -70,6 +73,7 @@ class Processes:
         self._start_timeout_s = start_timeout_s
         self._within = within or [()] * num_processes
         self._children = []
+        self._num_runs = 0
 
     def run(self, function, *args, timeout_s=60.0):
         """Call `function(*args)` in all processes at once and return the list of results.
@@ -91,8 +95,9 @@ class Processes:
         call = pickle.dumps((function.__module__, name, args))
         if not self._children:
             self._start()
+        self._num_runs += 1
         for child in self._children:
-            child.pipe.send((timeout_s, call))
+            child.pipe.send((timeout_s, call, self._num_runs))
         return self._answers(timeout_s)
 
     @property
@@ -209,9 +214,10 @@ def serve(fd, parent_pid, index, address, num_processes, timeout_s):
     answer(pipe, timeout_s, lambda: alone or join(address, num_processes, index, timeout_s))
     while True:
         try:
-            timeout_s, call = pipe.recv()
+            timeout_s, call, run = pipe.recv()
         except EOFError:
             return
+        align_calls(run)
         answer(pipe, timeout_s, lambda call=call: evaluate(call))
 
 
@@ -232,6 +238,14 @@ def join(address, num_processes, index, timeout_s=START_TIMEOUT_S):
         initialization_timeout=int(timeout_s),
     )
     jax.devices()  # exchanges the topology, which takes all processes
+
+
+def align_calls(run):
+    """Number the calls of a run alike in all processes, whatever those of earlier runs left out."""
+    call_log = sys.modules.get("jdp.distributed.call_log")
+    for log in call_log.logs.values() if call_log else ():
+        log._latest.clear()
+        log.num_calls = run * CALLS_OF_A_RUN
 
 
 def evaluate(call):

@@ -94,7 +94,7 @@ def test_evaluation_counts_every_row_once(n, batch_size):
 def test_a_step_that_does_not_read_the_mask_is_refused():
     ranks(5)
     (batch,) = jdp.batches(ROWS, 12, num_steps=1, mask=True)
-    with pytest.raises(ValueError, match="says which rows are padding, and the step does not"):
+    with pytest.raises(ValueError, match=r"`batch\['mask'\]`.*JDP109"):
         jdp.train_step(training.plain_step)(state(), batch)
 
 

@@ -25,6 +25,32 @@ def test_a_right_step_passes_and_changes_nothing(capsys):
     assert "state." in out and "metrics['loss']" in out
 
 
+def test_arguments_by_keyword_are_passed_on():
+    ranks(3)
+    seen = []
+
+    def fit(state, batch, power, *, scale, summed=0.0):
+        seen.append((power.shape, scale.shape, summed))
+        mean = jax.grad(loss_fn)(state.params, batch)
+        total = jax.grad(lambda p: jnp.sum((predict(p, batch["x"]) - batch["y"]) ** 2))
+        part = jax.tree.map(lambda a, b: scale**power * a + summed * b, mean, total(state.params))
+        return state.apply_gradients(part), {}
+
+    step, power, scale = jdp.train_step(fit), jnp.float32(2), jnp.float32(0.5)
+    assert (
+        jdp.check_step(step, state(), batch(num_rows=24), power, scale=scale, num_steps=1).cause
+        is None
+    )
+    assert set(seen) == {((), (), 0.0)}
+    with pytest.raises(ValueError, match="3 ranks than on one"):
+        jdp.check_step(step, state(), batch(num_rows=24), power, scale=scale, summed=jnp.float32(1))
+    with pytest.raises(TypeError, match="'scale'"):
+        jdp.check_step(step, state(), batch(num_rows=24), power)
+    scale.delete()
+    with pytest.raises(ValueError, match="`scale` was donated"):
+        jdp.check_step(step, state(), batch(num_rows=24), power, scale=scale)
+
+
 def test_one_rank_is_refused_since_any_step_would_pass():
     ranks(1)
     with pytest.raises(ValueError, match=r"has 1 rank.*cpu_ranks=4"):

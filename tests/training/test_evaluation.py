@@ -28,6 +28,24 @@ def test_counts_every_row_once_on_any_number_of_ranks(n, batch_size):
     np.testing.assert_array_equal(found["x"], 2 * ROWS["x"])
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_arguments_by_keyword_are_passed_on(n):
+    ranks(n)
+
+    @jdp.eval_step(weight=lambda batch: batch["mask"].sum())
+    def step(scale, batch, power, /, *, offset, factor=1.0):
+        x = batch["x"] * scale**power * factor + offset
+        return {"mean": (x * batch["mask"]).sum() / batch["mask"].sum(), "x": jdp.rows(x)}
+
+    batches = jdp.batches(ROWS, 10, epochs=1, shuffle=False)
+    found = jdp.evaluate(step, jnp.float32(2), batches, 2, offset=3)
+    assert found["mean"] == 4 * ROWS["x"].mean() + 3
+    found = jdp.evaluate(step, jnp.float32(2), batches, 2, offset=jnp.ones(()), factor=2.0)
+    np.testing.assert_array_equal(found["x"], 8 * ROWS["x"] + 1)
+    with pytest.raises(TypeError, match="'offset'"):
+        jdp.evaluate(step, jnp.float32(2), batches, 2)
+
+
 def test_the_same_batches_serve_again():
     ranks(2)
     batches = jdp.batches(ROWS, 8, epochs=1, shuffle=False)

@@ -1,4 +1,4 @@
-"""How each kind of primitive changes what is known of its operands."""
+"""The rule of each primitive: the class of its results for the classes of its operands."""
 
 from jdp.analysis.interpreter import Rule
 from jdp.analysis.rules import collectives, control_flow, local, nonlinear, refs
@@ -10,5 +10,5 @@ RULES: dict[str, Rule] = {
     **control_flow.RULES,
     **refs.RULES,
 }
-# For primitives that have no rule.
+# The rule of primitives without a rule of their own.
 UNKNOWN = control_flow.unknown

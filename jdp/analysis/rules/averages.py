@@ -1,8 +1,8 @@
-"""Means over elements of a rank's own: to divide by their number is not to divide by the ranks'.
+"""Distinguish means over a rank's own elements from divisions by the number of ranks.
 
-The number of rows of a rank may be that of the ranks. In `jnp.mean` a sum stands before the
-division, and in its gradient, the other way round, the copies of what was divided. A division
-without either divides by the number of ranks, if it has that size.
+A rank may have as many rows as there are ranks. In `jnp.mean` a sum precedes the division, and in
+its gradient the divided value is copied to as many elements. A division by a number of that size,
+without the sum or the copies, divides by the number of ranks.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from jdp.analysis import jaxprs
 from jdp.analysis.interpreter import Interpreter, Quotient
 
 _ADD = frozenset({"add", "add_any"})
-# Divisors that are followed through one chain; a longer chain restarts.
+# The number of divisors that are remembered for one value. A longer chain starts again.
 _MOST_DIVISORS = 8
 
 
 def record_sum(interp: Interpreter, eqn: Any) -> None:
-    """Record how many elements a rank has added up. A gradient is not the mean of its terms."""
+    """Record the sizes of the dims that a rank has summed over, unless it is a gradient's sum."""
     (atom,), (total,) = eqn.invars, eqn.outvars
     sizes = tuple(atom.aval.shape[i] for i in eqn.params["axes"])
     if math.prod(sizes) == 1 and not jaxprs.is_literal(atom) and atom in interp.quotients:
@@ -30,7 +30,7 @@ def record_sum(interp: Interpreter, eqn: Any) -> None:
 
 
 def record_rounds(interp: Interpreter, eqn: Any) -> None:
-    """Record how many terms a scan adds up, as over micro-batches, unless it is a gradient's."""
+    """Record the number of terms that a scan adds up, as over micro-batches; not in a gradient."""
     if eqn.params["reverse"]:
         return
     body, num_constants, num_carry = jaxprs.scan_parts(eqn)
@@ -42,13 +42,21 @@ def record_rounds(interp: Interpreter, eqn: Any) -> None:
 
 
 def divided(interp: Interpreter, eqn: Any, dividend: Any, value: int, divisor: float) -> int:
-    """Return the class of `value` over a number: of a mean, if it is a sum of as many elements."""
+    """Return the class of a quotient: that of a mean, if a sum is divided by its number of terms.
+
+    Args:
+      interp: the analysis.
+      eqn: the division.
+      dividend: its first operand, a variable or a literal.
+      value: class of the dividend.
+      divisor: not 0.
+    """
     is_literal = jaxprs.is_literal(dividend)
     if interp.lattice.is_constant(value):
         times = 0 if is_literal else interp.divisions.get(dividend, 0)
         more = interp.lattice.divisions(divisor)
         interp.divisions[eqn.outvars[0]] = times = times + more
-        if more and not times:  # it was multiplied by as many, or summed over them
+        if more and not times:  # a product or a sum undoes it
             return value & ~interp.lattice.over("divided", interp.lattice.varying)
     before = None if is_literal else interp.quotients.get(dividend)
     if before is None or len(before.divisors) == _MOST_DIVISORS:
@@ -60,7 +68,7 @@ def divided(interp: Interpreter, eqn: Any, dividend: Any, value: int, divisor: f
 
 
 def spread(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Return the class of copies, of the gradient of a mean if there are as many as divided it."""
+    """Return the class of copies: of a mean's gradient, if their number is the divisor."""
     (value, *_), (atom, *_), (copies,) = ins, eqn.invars, eqn.outvars
     if jaxprs.is_literal(atom):
         return value
@@ -78,16 +86,16 @@ def spread(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _copied(eqn: Any) -> tuple[int, ...]:
-    """Return the dims along which a broadcast copies."""
+    """Return the sizes of the dims along which a broadcast copies."""
     before, after = eqn.invars[0].aval.shape, eqn.params["shape"]
     kept = dict(zip(eqn.params["broadcast_dimensions"], before, strict=True))
     return tuple(size for i, size in enumerate(after) if size != kept.get(i, 1))
 
 
 def _without_mean(interp: Interpreter, quotient: Quotient, sizes: tuple[int, ...]) -> int | None:
-    """Return the class of a quotient but for one division by a number of elements, None if by none.
+    """Return the class of a quotient without its division by a number of elements, None if by none.
 
-    A value that is a sum over the ranks already is divided by their number.
+    If the value is already a sum over the ranks, the division is by the number of ranks.
     """
     lattice, value = interp.lattice, quotient.value
     is_before_sums = value & lattice.varying and not value & lattice.total
@@ -106,7 +114,7 @@ def _without_mean(interp: Interpreter, quotient: Quotient, sizes: tuple[int, ...
     ]
     if not matches:
         return None
-    _, mean = max(matches)  # over all of them, where another number divides besides
+    _, mean = max(matches)  # the largest number of elements
     for i, divisor in enumerate(quotient.divisors):
         if i != mean:
             value = lattice.scale_by_number(value, 1 / divisor)

@@ -6,7 +6,7 @@ from typing import Any
 
 from jdp.analysis import jaxprs
 from jdp.analysis.interpreter import Interpreter
-from jdp.analysis.marks import ALL_REDUCED, AVERAGED, MEAN, SHARE, SUMMED
+from jdp.analysis.marks import ALL_REDUCED, AVERAGED, MEAN, SHARD, SHARE, SUMMED
 from jdp.analysis.rules import sums
 
 
@@ -24,19 +24,40 @@ def _all_reduce(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
         ]
     return [
         _spread(interp, x, axes) for x in ins
-    ]  # Groups of different sizes add a uniform value unequally often.
+    ]  # In groups of different sizes the sums of a uniform value differ.
 
 
 def _native(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     axes = _meet(interp, eqn)
-    token, *leaves = ins[3:]  # before them the rank, its group and the scale
-    scale = jaxprs.number(eqn.invars[2])
+    token, *leaves = ins[3:]  # the first three are the rank, its group and the scale
     totals = [sums.all_reduced(interp, eqn, x, i, axes) for i, x in enumerate(leaves, 4)]
+    return [interp.lattice.agree(token, axes), *_native_scaled(interp, eqn, ins[2], totals)]
+
+
+def _native_scatter(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
+    axes = _meet(interp, eqn)
+    token, *leaves = ins[3:]
+    totals = [
+        sums.undivided(interp, eqn, _spread(interp, x, axes), x, i, axes)
+        for i, x in enumerate(leaves, 4)
+    ]
+    return [interp.lattice.agree(token, axes), *_native_scaled(interp, eqn, ins[2], totals)]
+
+
+def _native_scaled(interp: Interpreter, eqn: Any, by: int, totals: list[int]) -> list[int]:
+    """Return the classes of sums that a native call multiplies by its scale, of the class `by`."""
+    scale = jaxprs.number(eqn.invars[2])
     if scale is None:
-        totals = [interp.lattice.scale_by(x, ins[2]) for x in totals]
-    elif scale != 1:
-        totals = [interp.lattice.scale_by_number(x, scale) for x in totals]
-    return [interp.lattice.agree(token, axes), *totals]
+        return [interp.lattice.scale_by(x, by) for x in totals]
+    return totals if scale == 1 else [interp.lattice.scale_by_number(x, scale) for x in totals]
+
+
+def _native_gather(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
+    axes = _meet(interp, eqn)
+    token, *leaves = ins[3:]
+    for out, value, dim in zip(eqn.outvars[1:], leaves, eqn.params["dims"], strict=True):
+        interp.gathered[out] = value, axes, dim
+    return [interp.lattice.agree(x, axes) for x in (token, *leaves)]
 
 
 def _agree(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
@@ -70,7 +91,7 @@ def _rank(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _mark(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Return the class of what was marked. Some kinds say more than the program shows."""
+    """Return the class of a marked value. Some kinds state facts that the program does not show."""
     (value,), kind, lattice = ins, eqn.params["kind"], interp.lattice
     interp.record.add("mark", eqn, value, interp.where)
     if kind == ALL_REDUCED:
@@ -78,6 +99,8 @@ def _mark(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     axes = lattice.axes(eqn.params["axes"])
     if kind in (AVERAGED, MEAN):
         return lattice.mean(value, axes)
+    if kind == SHARD:  # all ranks together hold one value
+        return lattice.mix(value & ~axes)
     if kind == SHARE:
         value = lattice.rescaled(value | lattice.mixed, axes) & ~lattice.sums(axes, axes, 0)
         return value | lattice.sums(0, 0, axes) | lattice.over("uneven", axes)
@@ -87,11 +110,16 @@ def _mark(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     return value
 
 
-def _meet(interp: Interpreter, eqn: Any, *, in_groups: bool = True) -> int:
-    """Return the axes of a collective, and record it where not all ranks that it needs may come.
+def _own_slice(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
+    """Return the class of the whole value, of which each rank takes its own part."""
+    return interp.lattice.mix(ins[0])
 
-    A collective in groups needs the ranks along its axes alone; one from rank to rank is a
-    single operation of all devices.
+
+def _meet(interp: Interpreter, eqn: Any, *, in_groups: bool = True) -> int:
+    """Return the axes of a collective, and record it if a rank that it needs may skip it.
+
+    A collective in groups needs only the ranks along its axes. One that sends from rank to rank is
+    a single operation of all devices.
     """
     axes = interp.lattice.axes(jaxprs.collective_axes(eqn))
     absent = interp.where & axes if in_groups else interp.where
@@ -126,13 +154,18 @@ RULES = {
         _agree,
     ),
     **dict.fromkeys(
-        _with_start("all_to_all ragged_all_to_all"),
+        [*_with_start("all_to_all ragged_all_to_all"), "jdp_take_rows"],
         _exchange,
     ),
-    **dict.fromkeys(_with_start("reduce_scatter unreduced_reduce_scatter"), _scatter_sum),
+    **dict.fromkeys(
+        [*_with_start("reduce_scatter unreduced_reduce_scatter"), "jdp_add_rows"], _scatter_sum
+    ),
     **dict.fromkeys(_with_start("ppermute psend precv"), _pass_on),
     "axis_index": _rank,
+    "jdp_all_gather": _native_gather,
     "jdp_all_reduce": _native,
     "jdp_mark": _mark,
+    "jdp_own_slice": _own_slice,
+    "jdp_reduce_scatter": _native_scatter,
     "pbroadcast_dynamic": _agree_on_source,
 }

@@ -1,4 +1,4 @@
-"""Rules for primitives with bodies: control flow, calls, and what has no rule of its own."""
+"""Rules for primitives with bodies (control flow, calls) and for unknown primitives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _cond(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
     outs = []
     for values, origins in zip(zip(*rows, strict=True), zip(*passed_on, strict=True), strict=True):
         value = values[0]
-        # Whatever the index is: every branch gives the same operand.
+        # If every branch returns the same operand, the index does not matter.
         if origins[0] is None or len(set(origins)) > 1:
             value = index
             for each in values:
@@ -34,7 +34,7 @@ def _cond(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
 
 
 def _passed_on(body: Any) -> list[int | None]:
-    """Return for each output the position of the input that it is, None if it is none."""
+    """Return, for each output, the position of the input that it equals, None if it is computed."""
 
     def visit(eqn: Any, operands: list[Any], _: Any) -> list[None] | None:
         return None if eqn.primitive.name in jaxprs.CALLS else [None] * len(eqn.outvars)
@@ -47,7 +47,7 @@ def _while(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
     for_cond, for_body = ins[:num_cond], ins[num_cond : num_cond + num_body]
     carry = ins[num_cond + num_body :]
     untouched = [origin == num_body + i for i, origin in enumerate(_passed_on(body))]
-    goes_on = 0  # Along which axes ranks may leave the loop at different times.
+    goes_on = 0  # axes along which ranks may leave the loop at different times
     before = None
     while before != (before := [goes_on, *map(value_of, [*for_cond, *for_body, *carry])]):
         (predicate,) = interp.under(goes_on, "while", cond, for_cond + carry, eqn)
@@ -79,7 +79,7 @@ def _solve(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
     num_rhs = len(ins) - at_rhs
     rhs = ins[at_rhs:]
     outs = interp.body(solve, ins[at_solve : at_solve + len(solve.invars) - num_rhs] + rhs, eqn)
-    # Nothing runs it here; it is walked for the collectives in it.
+    # The solver does not run matvec here. It is analysed for the collectives in it.
     constants = ins[at_matvec : at_matvec + len(matvec.invars) - num_rhs]
     interp.body(matvec, constants + outs[:num_rhs], eqn)
     return outs
@@ -118,23 +118,23 @@ def _closed(interp: Interpreter, eqn: Any, ins: list[Any]) -> int:
 
 
 def _name(eqn: Any) -> str:
-    # The primitive that carries all high-level ones is named by what it carries.
+    # One primitive carries all high-level primitives. Use the name of the one that it carries.
     if "_prim" in eqn.params:
         return type(eqn.params["_prim"]).__name__
     return eqn.primitive.name
 
 
 def unknown(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
-    """Look through bodies; where there are none, anything may come out."""
+    """Analyse the bodies of a primitive without a rule; without bodies, its results may differ."""
     if any(True for _ in jaxprs.bodies(eqn)) or interp.trusts_unknown:
         return joined(interp, eqn, ins)
     interp.record.add("unknown", eqn)
-    joined(interp, eqn, ins)  # for what it notes
+    joined(interp, eqn, ins)  # records deadlocks and opaque primitives
     return _source(interp, eqn, ins)
 
 
 def _source(interp: Interpreter, eqn: Any, ins: list[Any]) -> int:
-    """Return anything, and write it into all Refs."""
+    """Return the class of an unknown value, and join it into all Refs."""
     for value in ins:
         if isinstance(value, Cell):
             value.value |= interp.anything()
@@ -142,15 +142,15 @@ def _source(interp: Interpreter, eqn: Any, ins: list[Any]) -> int:
 
 
 def _copy_by_dma(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
-    # The device to which a Pallas kernel copies comes last, None for its own.
+    # The last parameter is the device to which a Pallas kernel copies, None for its own.
     *_, device = eqn.params["tree"].unflatten(list(range(len(ins))))
     return joined(interp, eqn, ins) if device is None else _source(interp, eqn, ins)
 
 
 def joined(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
-    """Join all operands, all bodies walked with that join, and all axes that are named.
+    """Return the join of all operands, of the results of all bodies, and of all named axes.
 
-    Everything may also be written into every Ref among the operands.
+    Each body is analysed with this join as its inputs. It is also written into every Ref.
     """
     lattice = interp.lattice
     axes = lattice.axes(jaxprs.named_axes(eqn)) & interp.everywhere
@@ -176,7 +176,7 @@ def joined(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
     return value
 
 
-# Those of JAX, equinox, lineax and jax_triton that have bodies, take Refs or hide a function.
+# Primitives of JAX, equinox, lineax and jax_triton that have bodies, take Refs or hide a function.
 _JOINED = frozenset(
     "announce_jaxpr custom_jvp_call_jaxpr linear_solve maybe_set noinline nonbatchable pin "
     "nondifferentiable_backward nontraceable reduce reduce_window run_state scatter "
@@ -184,7 +184,7 @@ _JOINED = frozenset(
     "unvmap_any unvmap_max".split()
 )
 
-# Values that come from the device, its host or its memory.
+# Primitives that read the device, its host or its memory.
 _SOURCES = frozenset(
     "box_get box_set create_linear custom_lin empty global_array_to_host_local_array "
     "host_local_array_to_global_array infeed io_callback log_extend log_read new_box new_log "

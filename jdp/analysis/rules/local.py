@@ -1,4 +1,4 @@
-"""Rules for what a rank computes by itself."""
+"""Rules for primitives that a rank computes without the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jdp.analysis.rules import averages, nonlinear, sums
 
 
 def cast(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Return what move does, but for truth: whether a sum is 0 is the same for n times as much."""
+    """Return the operand's class, as move does. A cast to bool or integers has no scale."""
     (value,) = ins
     if jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact):
         return value
@@ -43,10 +43,10 @@ def _multiply(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _is_seed(interp: Interpreter, eqn: Any, factor: Any, value: int) -> bool:
-    """Whether the 1 that multiplies a value is the cotangent that a backward pass begins with.
+    """Whether the 1 that multiplies a value is the cotangent with which a backward pass begins.
 
-    On one rank it would be a division by the number of ranks: what stands beside it then was
-    computed in the same pass.
+    On a mesh of one rank, a product with 1 may also be a division by the number of ranks. In that
+    case the other factor was computed in the same backward pass.
     """
     lattice = interp.lattice
     if not value & lattice.data or lattice.scale_by_number(value, 1.0) == value:
@@ -65,12 +65,12 @@ def _sum(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _weigh(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    # The second factor multiplies cotangents alone.
+    # The second factor multiplies only cotangents.
     return interp.lattice.product(ins[0], ins[1]) if eqn.params["has"][0] else ins[0]
 
 
 def _mean(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
-    # Means, and what they are made of.
+    # The first half of the operands are the means, the second half their summands.
     return ins[: len(ins) // 2]
 
 
@@ -82,7 +82,7 @@ def _divide(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _put_together(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Join parts that stand beside each other: several sums are one, of more numbers."""
+    """Return the class of concatenated parts: several sums form one sum of more numbers."""
     value = 0
     for operand in ins:
         value |= operand
@@ -90,7 +90,7 @@ def _put_together(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _cut_out(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Return some elements of the first operand, chosen by the others."""
+    """Return the class of some elements of the first operand, which the others choose."""
     value = ins[0]
     for index in ins[1:]:
         value |= index & interp.lattice.varying
@@ -107,7 +107,7 @@ def _contract(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _select(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    # A value selected by the number of a rank is not that rank's own part of anything.
+    # A value that the rank's number selects is not this rank's part of a one-rank value.
     value = ins[0] & (
         interp.lattice.varying | interp.lattice.over("divided", interp.lattice.varying)
     )
@@ -126,18 +126,18 @@ def _sort(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
 
 
 def _foreign(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    # That a call without side effects depends on its operands alone is its author's promise.
+    # The author of a foreign call promises that without side effects it depends on operands alone.
     return interp.anything() if eqn.params["has_side_effect"] else mix(interp, eqn, ins)
 
 
 def _exported(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    # A program for several devices may communicate; one for one device cannot.
+    # An exported program for several devices may communicate. One for a single device cannot.
     program = eqn.params["exported"]
     effects = (*program.ordered_effects, *program.unordered_effects)
     return interp.anything() if effects or program.nr_devices > 1 else mix(interp, eqn, ins)
 
 
-# empty2 is a zero that stands for what the branch not taken would have kept for the gradient.
+# empty2 is a zero that replaces a residual of the branch that was not taken.
 _MIX = """
     _copysign after_all atan2 bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense
     bcoo_sort_indices bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose
@@ -161,15 +161,15 @@ _MIX = """
     threefry4x32 to_edtype todense tridiagonal unpack_dtype zeros_like zeta
 """
 
-# Functions of one operand for which n times as much gives another result, which no constant makes
-# right but a division by n where it is linear.
+# Functions of one operand whose result changes if the operand is n times too large. Only a
+# division by n, where they are linear, corrects the result.
 _IMAGE = """
     abs acos acosh asin asinh atan atanh conj cos cosh cummax cummin digamma erf erf_inv erfc exp
     exp2 expm1 imag lgamma logistic real reduce_max reduce_min sin sinh tan tanh
 """
 
-# Elements of the first operand, moved, cast or negated; the casts of JAX's own types of varying
-# values change nothing on a rank, and a collective that was started is done.
+# These move, cast or negate elements of the first operand. JAX's casts between types of varying
+# values change nothing on a rank, and a `done` returns what its collective started with.
 _MOVE = """
     accum_grad_in_ref add_dependency all_gather_done all_gather_reduced_done all_to_all_done
     assert_consumed_value consume copy copy_p expand_dims
@@ -183,7 +183,9 @@ RULES = {
     **dict.fromkeys(_MIX.split(), mix),
     **dict.fromkeys(_IMAGE.split(), image),
     **dict.fromkeys(_MOVE.split(), move),
-    **dict.fromkeys("device_put jdp_local jdp_together optimization_barrier".split(), _move_each),
+    **dict.fromkeys(
+        "device_put jdp_local jdp_tied jdp_together optimization_barrier".split(), _move_each
+    ),
     **dict.fromkeys("add add_any sub".split(), _add),
     **dict.fromkeys("concatenate pad stack".split(), _put_together),
     **dict.fromkeys("dynamic_slice gather".split(), _cut_out),

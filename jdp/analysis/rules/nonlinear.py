@@ -1,4 +1,4 @@
-"""Rules for functions under which n times too large does not stay n times too large."""
+"""Rules for functions whose results are not n times too large if their operands are."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from jdp.analysis.interpreter import Interpreter, image, mix
 
 
 def bend(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Do as image does, where another constant than 1 / n may make the number right again."""
+    """Join the operands, as image does, if a constant other than 1 / n may correct the result."""
     value = image(interp, eqn, ins)
     return value | interp.lattice.bent if value & interp.lattice.data else value
 
 
 def _larger(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    # max(x, 0) is n times as large for n x. With another number it may be 1 if any rank has one.
+    # max(n x, 0) is n max(x, 0). With another bound it may be 1 if any rank has a 1.
     for i, atom in enumerate(eqn.invars):
         if jaxprs.number(atom) == 0:
             return image(interp, eqn, [ins[1 - i]])
@@ -30,7 +30,7 @@ def _bound(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
     if not constants:
         return value
     if not all(x & lattice.other for x in constants):
-        # It may be 1 if any rank has one.
+        # The result may be 1 if any rank has a 1.
         value &= ~lattice.over("duplicated", lattice.varying)
     return value | lattice.capped
 
@@ -49,7 +49,7 @@ def _power(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _solve(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    """Return what a matrix, or its diagonals, makes of the last operand: it is divided by them."""
+    """Return the class of a linear system's solution: the right-hand side over the matrix."""
     lattice, (*matrix, vector) = interp.lattice, ins
     ratio = lattice.quotient(vector, functools.reduce(operator.or_, matrix))
     return lattice.without_scale(mix(interp, eqn, ins)) | ratio & lattice.scale
@@ -62,7 +62,7 @@ def _decompose(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
 
 
 def _logarithm(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    # A factor n becomes a term, and the exponential of the result may divide by it.
+    # A factor n becomes an added term, and the exponential of the result may divide by it.
     return interp.lattice.without_scale(bend(interp, eqn, ins))
 
 
@@ -75,17 +75,17 @@ def _largest(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     return [value, interp.lattice.without_scale(value)]
 
 
-# Those that another constant makes right: for a sum of elements, n times their number.
+# Another constant than 1 / n corrects these: for a sum of elements, 1 over n times their number.
 _BEND = "cbrt cumsum reduce_window_sum sqrt square"
 
-# Truth, signs and positions, which are the same for n times as much.
+# Booleans, signs and positions, which a factor n does not change.
 _DECIDE = """
     and argmax argmin eq eq_to ge gt is_finite le le_to lt lt_to ne not or reduce_and reduce_or
     reduce_xor sign xor
 """
 
-# Decompositions into orthogonal bases, which n times as much does not change, and the position of
-# the result that it does.
+# Decompositions into orthogonal bases, which a factor n does not change, and the position of the
+# one result that it does change.
 _SCALED = {"eig": 0, "eigh": 1, "qr": 1, "svd": 0}
 
 RULES = {

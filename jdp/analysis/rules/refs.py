@@ -1,4 +1,4 @@
-"""Rules for `jax.Ref`: one cell for each, shared by everything that may reach it."""
+"""Rules for `jax.Ref`: all variables of one Ref share a cell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jdp.analysis.interpreter import Interpreter
 
 
 def _cell(interp: Interpreter, ref: int | Cell) -> Cell:
-    # A Ref that a primitive without a rule has made has no cell. It may hold anything.
+    # A Ref from a primitive without a rule has no cell and may hold anything.
     return ref if isinstance(ref, Cell) else Cell(interp.anything())
 
 

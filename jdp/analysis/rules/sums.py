@@ -1,4 +1,4 @@
-"""Sums over ranks, and what they leave undivided."""
+"""Compute the classes of sums over ranks, and whether they stay undivided."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from jdp.analysis.interpreter import Interpreter
 
 
 def all_reduced(interp: Interpreter, eqn: Any, value: int, position: int, axes: int) -> int:
-    """Return the class of the sum over `axes` of the operand `value`."""
+    """Return the class of the sum over `axes` of one operand of a collective.
+
+    Args:
+      interp: the analysis.
+      eqn: the collective.
+      value: class of the operand.
+      position: position of the operand in `eqn.invars`.
+      axes: the axes of the sum, as their varying bits.
+    """
     atom = eqn.invars[position]
     if interp.lattice.is_constant(value):
         times = 0 if jaxprs.is_literal(atom) else interp.divisions.get(atom, 0)
@@ -24,9 +32,14 @@ def all_reduced(interp: Interpreter, eqn: Any, value: int, position: int, axes: 
 def undivided(
     interp: Interpreter, eqn: Any, total: int, value: int, position: int, axes: int
 ) -> int:
-    """Return the class of `total`, a sum of the operand `value`, with what it leaves undivided.
+    """Return the class of a sum over `axes`, with the bits "undivided" and "duplicated".
 
-    Sums of integers are counts, and those of cotangents that every rank has the same are JAX's.
+    Sums of integers are counts. JAX itself sums cotangents that are equal on every rank. Neither
+    gets the bits.
+
+    Args:
+      interp, eqn, value, position, axes: as for `all_reduced`.
+      total: class of the sum without these bits.
     """
     lattice = interp.lattice
     is_inexact = jnp.issubdtype(eqn.invars[position].aval.dtype, jnp.inexact)
@@ -41,18 +54,18 @@ def undivided(
 
 
 def record_gathered(interp: Interpreter, eqn: Any, value: int, axes: int) -> None:
-    """Record what all ranks along `axes` were asked for, and along which dim it lies."""
+    """Record the result of a gather: the class of each rank's part, the axes, and their dim."""
     if "all_gather_dimension" in eqn.params:
         interp.gathered[eqn.outvars[0]] = value, axes, eqn.params["all_gather_dimension"]
 
 
 def of_gathered(interp: Interpreter, eqn: Any) -> int | None:
-    """Return the class of a sum over what all ranks had, None for a sum of something else."""
+    """Return the class of a sum over the gathered parts of all ranks, None for any other sum."""
     (atom,) = eqn.invars
     gathered = None if jaxprs.is_literal(atom) else interp.gathered.get(atom)
     if gathered is None or gathered[2] not in eqn.params["axes"]:
         return None
     value, axes, _ = gathered
-    # Other terms of the sum may be divided by their number, and the weights are unknown.
+    # Other terms may be divided by the number of terms, and the weights are unknown.
     total = all_reduced(interp, eqn, value, 0, axes) | interp.lattice.bent
     return total | interp.lattice.over("uneven", axes & value)

@@ -14,6 +14,7 @@ from jax.interpreters import ad, batching, mlir
 from jdp import axis
 from jdp.collectives import call_order
 from jdp.collectives.cpu import runtime as cpu_runtime
+from jdp.collectives.cpu.lowering import lowered
 from jdp.collectives.xla import scaled
 
 # (rank, group, scale, token, *leaves) -> (token, *leaves)
@@ -27,24 +28,17 @@ def _run(*args: Any, **params: Any) -> Any:
     return jax.jit(functools.partial(all_reduce_p.bind, **params))(*args)
 
 
-# JAX types the results as uniform, so that a typed shard_map may return them as P().
+# JAX types the results as uniform, so a typed shard_map may return them as P().
 @all_reduce_p.def_abstract_eval
 def _typed(rank: Any, group: Any, scale: Any, *rest: Any, **params: Any) -> list[Any]:
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in rest]
 
 
-def _lower(context: Any, *args: Any, axes: Any, number: int, **params: int) -> Any:
-    # In place: gradients are usually dead after this, and XLA copies leaves that are still used.
-    aliases = {i: i - _FIRST_LEAF + 1 for i in range(_FIRST_LEAF - 1, len(args))}
-    rule = jax.ffi.ffi_lowering(cpu_runtime.TARGET, operand_output_aliases=aliases)
-    return rule(
-        context,
-        *args,
-        num_ranks=np.int32(params["num_ranks"]),
-        bucket=np.int32(number),
-        algorithm=np.int32(params["algorithm"]),
-        communicator=np.int64(params["communicator"]),
-    )
+def _lower(context: Any, *args: Any, axes: Any, algorithm: int, **params: Any) -> Any:
+    # In place: gradients are usually not used later, and XLA copies leaves that are.
+    places = range(call_order.TOKEN, len(args))
+    kind = np.int32(algorithm)
+    return lowered(cpu_runtime.TARGET, context, args, in_place=places, algorithm=kind, **params)
 
 
 def _jvp(primals: tuple, tangents: tuple, *, number: int, **params: Any) -> tuple[Any, Any]:
@@ -60,8 +54,8 @@ def _transpose(
     cotangents: Sequence[Any], rank: Any, group: Any, scale: Any, token: Any, *leaves: Any,
     axes: tuple[str, ...], number: int, **params: Any,
 ) -> list[Any]:  # fmt: skip
-    # As for psum: the loss of each rank depends on the sum, so that their cotangents add up,
-    # except where a typed shard_map has the same cotangent everywhere.
+    # As for psum: the loss of each rank depends on the sum, so the cotangents add up. In a typed
+    # shard_map they do not, where all ranks have the same cotangent.
     given = [ad.instantiate_zeros(ct) for ct in cotangents[1:]]
     if axis.is_typed(axes):
         given = [axis.as_varying(scaled(ct, scale), axes) for ct in given]
@@ -75,8 +69,8 @@ def _transpose(
     return [None] * _FIRST_LEAF + given
 
 
-# Rows of an array and ranks are added up independently, unless a vmap gives its rows the name of an
-# axis, which then means them.
+# A batch dim and the ranks are added up independently, unless vmap gives its rows the name of an
+# axis. Then the call sums over these rows.
 def _batch(
     axis_data: Any, args: Sequence[Any], dims: Sequence[Any], *, axes: Any, **params: Any
 ) -> tuple[Any, Any]:

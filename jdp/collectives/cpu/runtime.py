@@ -1,4 +1,4 @@
-"""The native CPU library, loaded when it is first used, and the deadlines of both libraries."""
+"""The native CPU library, loaded on first use, and the deadlines of both libraries."""
 
 import ctypes
 import os
@@ -14,6 +14,8 @@ from jdp.collectives.shared_library import runtime_version as _runtime_version
 from jdp.worker import progress
 
 TARGET = "jdp_all_reduce"
+REDUCE_SCATTER, ALL_GATHER = "jdp_reduce_scatter", "jdp_all_gather"
+_TARGETS = TARGET, REDUCE_SCATTER, ALL_GATHER
 _PATH = LIB / "libjdp_cpu.so"
 _SIGNATURES = {
     "jdp_set_timeout_s": (None, c_double),
@@ -29,13 +31,13 @@ _SIGNATURES = {
     ),
 }
 
-_timeout_of_author_s: deque[float] = deque(maxlen=1)  # empty until `set_timeout_s`
+_timeout_of_author_s: deque[float] = deque(maxlen=1)  # empty until `set_timeout_s` is called
 
 
 def why_missing() -> str | None:
-    """Return in a sentence why there is no native library, or None if there is one.
+    """Return a sentence that says why there is no native library, or None if there is one.
 
-    The first call loads it and registers its XLA handler; no backend is started.
+    The first call loads the library and registers its XLA handlers. It does not start a backend.
 
     >>> why_missing() is None or why_missing().endswith(".")
     True
@@ -64,7 +66,7 @@ def set_timeout_s(timeout_s: float) -> None:
 
 
 def wait_at_least(seconds: float) -> None:
-    """Raise the deadline of every wait for another rank, unless `set_timeout_s` was called."""
+    """Raise the deadline of every wait for another rank, unless the user called `set_timeout_s`."""
     if not _timeout_of_author_s and seconds > timeout_s():
         _functions().jdp_set_timeout_s(seconds)
         gpu_runtime.set_timeout_s(seconds)
@@ -78,22 +80,22 @@ def timeout_s() -> float:
 def abort(reason: str) -> None:
     """End all waits for other ranks, present and future, until `reset`.
 
-    The `reason` is the error of the waiting ranks on CPUs.
+    The waiting ranks on CPUs raise an error with `reason`.
     """
     _functions().jdp_abort(reason.encode())
     gpu_runtime.abort()
 
 
 def reset() -> None:
-    """Forget an abort and failed all-reduces, so that the next ones start afresh.
+    """Forget an abort and failed all-reduces, so that new ones can start.
 
-    After a failed all-reduce every process that took part must call it, once its own calls have
-    ended. The order does not matter, nor does an extra call: the next all-reduce waits, up to its
-    deadline, for the processes that have not called it yet. Compiled steps stay valid. For GPUs all
-    processes must call it before the next all-reduce of any of them.
+    After a failed all-reduce, every process that took part must call it once its own calls have
+    ended. The order does not matter, and extra calls do no harm: the next all-reduce waits, up to
+    its deadline, for the processes that have not called it yet. Compiled steps stay valid. With
+    GPUs, all processes must call it before the next all-reduce of any process.
 
     Raises:
-      OSError: if there is no memory for a new start.
+      OSError: if there is no memory for a new segment.
       RuntimeError: if there is no native library.
     """
     functions = _functions()
@@ -103,7 +105,7 @@ def reset() -> None:
 
 
 def check() -> None:
-    """Raise a RuntimeError if an all-reduce of GPUs has failed by now, with the missing rank.
+    """Raise a RuntimeError that names the missing rank if an all-reduce between GPUs has failed.
 
     Gradients since then are NaN. On CPUs, the call itself fails.
     """
@@ -111,7 +113,7 @@ def check() -> None:
 
 
 class Segment(NamedTuple):
-    """The memory that one process of a host made for all: numbers by which the others open it."""
+    """Memory that one process of a host created for all of them, as numbers that open it."""
 
     pid: int
     file: int
@@ -119,13 +121,13 @@ class Segment(NamedTuple):
 
 
 def create_segment(num_ranks: int) -> Segment:
-    """Make memory through which `num_ranks` ranks, of several processes of this host, reduce.
+    """Create memory through which `num_ranks` ranks, of several processes of this host, reduce.
 
-    It is anonymous, and ends with the last process that uses it. Every process, this one
+    The memory is anonymous, and freed with the last process that uses it. Every process, this one
     included, must `attach` it.
 
     Raises:
-      OSError: if the system has no such memory.
+      OSError: if the system cannot provide such memory.
     """
     functions, nonce = _functions(), ctypes.c_uint64()
     file = functions.jdp_segment_create(num_ranks, ctypes.byref(nonce))
@@ -137,17 +139,17 @@ def create_segment(num_ranks: int) -> Segment:
 def attach(
     communicator: int, group: int, num_ranks: int, local_ranks: Sequence[int], segment: Segment
 ) -> None:
-    """Let all-reduces of this process's ranks go through a segment.
+    """Attach a segment, which the all-reduces of this process's ranks then use.
 
     Args:
-      communicator: key, not 0; the handler's attribute.
-      group: number of a group of ranks of the communicator; each has a segment of its own.
-      num_ranks: as in `create_segment`.
+      communicator: key of the communicator, not 0, and an attribute of its calls.
+      group: number of a group of ranks of the communicator. Each group has its own segment.
+      num_ranks: number of ranks of the group, as in `create_segment`.
       local_ranks: the ranks of this process, from 0 to num_ranks - 1.
-      segment: of any process of this host.
+      segment: the segment, created by any process of this host.
 
     Raises:
-      OSError: if the segment cannot be opened from here, or was replaced by another one.
+      OSError: if this process cannot open the segment, or another segment has replaced it.
     """
     functions, ranks = _functions(), (ctypes.c_int32 * len(local_ranks))(*local_ranks)
     if functions.jdp_communicator_attach(
@@ -156,9 +158,22 @@ def attach(
         raise OSError(functions.jdp_last_error().decode())
 
 
+def target(name: str, *, beside_xla: bool) -> str:
+    """Return the XLA target of a call.
+
+    Args:
+      name: name of the call.
+      beside_xla: whether XLA's own collectives may run at the same time. The call then blocks one
+        of jdp's threads and none of XLA's, which takes some microseconds longer.
+    """
+    return f"{name}_start" if beside_xla else name
+
+
 @cache
 def _loaded() -> Loaded:
-    loaded = load(_PATH, _SIGNATURES, {TARGET: {"execute": TARGET}}, "cpu", _runtime_version())
+    names = [target(name, beside_xla=flag) for name in _TARGETS for flag in (False, True)]
+    handlers = {name: {"execute": name} for name in names}
+    loaded = load(_PATH, _SIGNATURES, handlers, "cpu", _runtime_version())
     if loaded.functions is not None:
         loaded.functions.jdp_set_progress(progress.native_numbers())
     return loaded

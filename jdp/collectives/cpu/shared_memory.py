@@ -17,10 +17,14 @@ from jdp.worker import progress
 
 
 def why_apart(mesh: Mesh | None, axes: tuple[str, ...]) -> str | None:
-    """Return in a sentence why the ranks along `axes` share no memory, or None if they do.
+    """Return a sentence that says why the ranks along `axes` share no memory, or None if they do.
 
     The first call for a mesh of several processes of one host attaches that memory, so all of them
-    must make it. `mesh` is None where it is not known.
+    must make it.
+
+    Args:
+      mesh: the mesh of the ranks; None if it is not known.
+      axes: names of the axes of the ranks.
     """
     if jax.process_count() == 1:
         return None
@@ -33,7 +37,12 @@ def why_apart(mesh: Mesh | None, axes: tuple[str, ...]) -> str | None:
 
 
 def communicator(mesh: Mesh | None, axes: tuple[str, ...]) -> int:
-    """Return the key of the memory that ranks along `axes` share; 0 within one process."""
+    """Return the key of the memory that ranks along `axes` share, 0 within one process.
+
+    Args:
+      mesh: the mesh of the ranks; None if it is not known.
+      axes: names of the axes of the ranks.
+    """
     if mesh is None or jax.process_count() == 1:
         return 0
     return _shared(mesh, axes).communicator
@@ -59,14 +68,17 @@ NOT_JOINED = "the processes were not joined by jax.distributed.initialize."
 
 
 def key_of(mesh: Mesh, axes: tuple[str, ...]) -> int:
-    """Return the key of the communicator of these ranks, > 0: the same in every process and run."""
-    # It becomes a part of the program, and so of its key in the compilation cache.
+    """Return the key of the communicator of the ranks along `axes`, > 0.
+
+    It is the same in every process and run, because it is part of the program and therefore of the
+    key in the compilation cache.
+    """
     ids = [device.id for device in mesh.devices.flat]
     return 1 + zlib.crc32(repr((ids, mesh.devices.shape, mesh.axis_names, axes)).encode())
 
 
 def groups(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
-    """Return the devices that reduce among themselves: `[group][rank]`, each device once."""
+    """Return the devices along `axes` that reduce together, `[group][rank]`, each device once."""
     names = list(mesh.axis_names)
     others = [i for i, name in enumerate(names) if name not in axes]
     devices = np.transpose(mesh.devices, others + [names.index(name) for name in axes])
@@ -74,7 +86,7 @@ def groups(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
 
 
 def why_on_several(peers: tuple[int, ...]) -> str | None:
-    """Return in a sentence a process that is on another host, or None; all `peers` call this."""
+    """Return a sentence that names a process on another host, or None. All `peers` call this."""
     me, host = jax.process_index(), _host()
     for process, theirs in agree.all_gather(peers, host, what="hosts").items():
         if theirs != host:
@@ -100,13 +112,13 @@ def _attach(key: int, groups: list[list[int]]) -> str | None:
         if theirs:
             return f"process {process} cannot share memory with the others ({theirs})."
     if not math.isinf(progress.own.longest_wait_s):
-        # A process may save or compile meanwhile for that long; the watch finds one that hangs.
+        # A process may save or compile for that long. The hang detector finds one that hangs.
         cpu_runtime.wait_at_least(progress.own.longest_wait_s)
     return None
 
 
 def _made(num_ranks: int) -> cpu_runtime.Segment | str:
-    """Make memory, or return the reason why not: the others must not wait for it."""
+    """Create memory, or return the reason why not: the other processes must not wait for it."""
     try:
         return cpu_runtime.create_segment(num_ranks)
     except OSError as error:
@@ -114,7 +126,7 @@ def _made(num_ranks: int) -> cpu_runtime.Segment | str:
 
 
 def _why_not_open(key: int, groups: list[list[int]], made: list[list[int] | str]) -> str | None:
-    """Attach the segments of the groups of this process; return the reason why not, or None."""
+    """Attach the segments of this process's groups, and return why it cannot, or None."""
     me = jax.process_index()
     try:
         for number, (group, segment) in enumerate(zip(groups, made, strict=True)):
@@ -128,7 +140,7 @@ def _why_not_open(key: int, groups: list[list[int]], made: list[list[int] | str]
     return None
 
 
-# Processes on one host see each other in /proc. A network of its own is a host of its own.
+# Processes on one host see each other in /proc. A network namespace counts as a host.
 def _host() -> str:
     spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid")]
     return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces])

@@ -1,4 +1,4 @@
-"""GPUs of one host that reduce among themselves: they connect, and test a first reduction.
+"""GPUs of one host that reduce together: connect them, and test a first reduction.
 
 This code has never run on GPUs.
 """
@@ -25,15 +25,15 @@ _log = logging.getLogger("jdp")
 
 
 class UnavailableError(Exception):
-    """These GPUs cannot reduce among themselves; the message is the same on all processes."""
+    """These GPUs cannot reduce together. The message is the same on all processes."""
 
 
 @functools.cache
 def communicator(mesh: Mesh, axes: tuple[str, ...]) -> "Communicator":
     """Return the communicator of the ranks along `axes` of a mesh of GPUs.
 
-    The first call opens it, and all processes make that call. A mesh that is only described, to
-    compile for it, opens nothing, and its programs cannot run.
+    All processes make the first call, which opens it. A mesh that only describes GPUs, to compile
+    for them, opens nothing, and its programs cannot run.
     """
     made = Communicator(mesh, axes)
     made.open()
@@ -43,12 +43,16 @@ def communicator(mesh: Mesh, axes: tuple[str, ...]) -> "Communicator":
 class Communicator:
     """The ranks along some axes of a mesh of GPUs, as this process sees them.
 
-    All groups of ranks that reduce among themselves share one key: a call finds its rank by the
-    key and its device, which is in one group only.
+    All groups of ranks share one key. A call finds its rank by the key and its device, which is in
+    one group only.
+
+    Args:
+      mesh: the mesh of the ranks.
+      axes: names of the axes of the ranks.
 
     Attributes:
-      key: the attribute of calls.
-      why_not: in a sentence, why it cannot be used; None if it can.
+      key: the attribute that identifies it in calls.
+      why_not: a sentence that says why it cannot be used; None if it can.
     """
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]):
@@ -58,7 +62,7 @@ class Communicator:
         self._groups = shared_memory.groups(mesh, axes)
         self._peers = tuple(sorted({device.process_index for device in mesh.devices.flat}))
         me = jax.process_index()
-        # The ranks of this process -> (group, rank). XLA's number of a GPU is CUDA's.
+        # The ranks of this process -> (group, rank). XLA and CUDA number the GPUs equally.
         self._ends = {
             End(self.key, device.local_hardware_id): place
             for place, device in np.ndenumerate(self._groups)
@@ -66,10 +70,10 @@ class Communicator:
             if device.process_index == me and device.local_hardware_id is not None
         }
         self._arena_bytes = 0
-        self._bucket_bytes: dict[int, int] = {}  # of the program being traced, by number
+        self._bucket_bytes: dict[int, int] = {}  # buckets of the program being traced, by number
 
     def open(self) -> None:
-        """Allocate, connect and test it, or set `why_not`: the same in all processes."""
+        """Allocate, connect and test, or set `why_not`; the result is the same in all processes."""
         if not self._ends:
             self.why_not = gpu_runtime.why_missing()
             return
@@ -93,9 +97,9 @@ class Communicator:
             )
 
     def reserve(self, bucket_bytes: Mapping[int, int]) -> None:
-        """Make room for further buckets of a program, given as number -> `room_of` the bucket.
+        """Reserve memory for further buckets of a program, given as number -> `room_of` the bucket.
 
-        Number 0 begins a program. Before the arena grows, all steps in flight are waited for.
+        Number 0 starts a new program. Before the arena grows, this waits for all steps in flight.
 
         Raises:
           UnavailableError: if a process is out of memory.
@@ -108,7 +112,7 @@ class Communicator:
             return
 
         def grow() -> None:
-            # A step that failed is no longer in flight, either. Its caller finds the error.
+            # A failed step is not in flight. The code that uses its results gets the error.
             for array in jax.live_arrays(self._mesh.devices.flat[0].platform):
                 with contextlib.suppress(RuntimeError, ValueError):
                     array.block_until_ready()
@@ -131,7 +135,7 @@ class Communicator:
 
         self._all("looked for GPUs", require_gpus)
 
-    # All processes finish a stage before any of them begins the next.
+    # All processes finish a stage before any of them starts the next stage.
     def _connect(self) -> None:
         num_ranks = self._groups.shape[1]
         found = self._all(
@@ -167,8 +171,8 @@ class Communicator:
 
     def _test(self) -> None:
         def require_equal() -> None:
-            # In a thread of its own, since JAX is tracing a program in this one, and the test
-            # would become a part of it.
+            # In another thread, because JAX is tracing a program in this one, and the test would
+            # become a part of it.
             with concurrent.futures.ThreadPoolExecutor(1) as thread:
                 reason = thread.submit(
                     self_test.difference, self._mesh, self._axes, self.key
@@ -186,7 +190,7 @@ class Communicator:
         )
 
     def _all(self, doing: str, action: Callable[[], Any]) -> dict[int, Any]:
-        """Call `action` in all processes, and return process -> its result, once all have ended."""
+        """Call `action` in all processes, and return process -> result, once all have ended."""
         value, failure = None, ""
         with agree.propagating_errors(self._peers, f"while it {doing}"):
             try:
@@ -202,7 +206,7 @@ class Communicator:
 
 
 def room_of(bucket: Sequence[Any]) -> int:
-    """Return the bytes of a bucket in an arena, as `jdp/csrc/cuda` counts them.
+    """Return the bytes that a bucket needs in an arena, as `jdp/csrc/cuda` counts them.
 
     >>> room_of([jax.ShapeDtypeStruct((3,), "float32")] * 20)
     512

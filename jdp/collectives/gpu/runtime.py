@@ -1,6 +1,6 @@
-"""The native CUDA library: communicators of GPUs, each seen from the ranks of this process.
+"""The native CUDA library: communicators of GPUs, as the ranks of this process see them.
 
-Built and loaded without a GPU; its code for GPUs never ran.
+It was built and loaded without a GPU. Its GPU code has never run.
 """
 
 import ctypes
@@ -47,7 +47,7 @@ class End(NamedTuple):
     """One rank of a communicator, on a GPU of this process.
 
     Attributes:
-      communicator: key, the attribute of XLA's calls.
+      communicator: key of the communicator, an attribute of XLA's calls.
       ordinal: XLA's number of the device, by which a call finds its rank. On GPUs that is CUDA's
         number among the devices that this process sees: `jax.Device.local_hardware_id`.
     """
@@ -56,7 +56,7 @@ class End(NamedTuple):
     ordinal: int
 
     def call(self, function: str, *args: Any) -> int:
-        """Call a function of the library for this rank: see `jdp/csrc/cuda/c_api.h`.
+        """Call a function of the library for this rank, see `jdp/csrc/cuda/c_api.h`.
 
         Raises:
           RuntimeError: if it fails, with the error of the library.
@@ -64,17 +64,21 @@ class End(NamedTuple):
         return _require(getattr(_functions(), f"jdp_cuda_{function}")(*self, *args))
 
     def open(self, rank: int, num_ranks: int, topology: int, arena_bytes: int) -> None:
-        """Allocate this rank's memory; replaces an end of the same key and device.
+        """Allocate this rank's memory, and replace an end with the same key and device.
 
-        `arena_bytes` is the room for the results of all buckets between their start and their done.
+        Args:
+          rank: this rank's number, from 0 to num_ranks - 1.
+          num_ranks: number of ranks of the group.
+          topology: result of `topology`.
+          arena_bytes: bytes for the results of all buckets between their start and their done.
         """
         self.call("open", self.ordinal, rank, num_ranks, topology, arena_bytes)
         _open_ends.append(self)
 
     def close(self) -> bool:
-        """End its waits, and free its memory; whether other ranks may still write into it.
+        """End its waits, free its memory, and return whether other ranks may still write into it.
 
-        In that case the memory stays allocated until the process ends.
+        If so, the memory stays allocated until the process ends.
         """
         if self not in _open_ends:
             return False
@@ -82,18 +86,18 @@ class End(NamedTuple):
         return bool(self.call("close"))
 
     def export(self) -> bytes:
-        """Return the bytes by which other ranks, also of other processes, reach its memory."""
+        """Return the bytes with which other ranks, also of other processes, open its memory."""
         blob = ctypes.create_string_buffer(_functions().jdp_cuda_blob_bytes())
         self.call("export", blob)
         return blob.raw
 
     def connect(self, blobs: Sequence[bytes]) -> None:
-        """Reach the memory of all ranks, given the `export` of each, in their order."""
+        """Open the memory of all ranks, given the `export` of each, in the order of the ranks."""
         joined = b"".join(blobs)
         self.call("import", ctypes.create_string_buffer(joined, len(joined)))
 
     def algorithms(self) -> str:
-        """Return in a line which algorithm reduces buckets of which size."""
+        """Return a line that lists the algorithm for each range of bucket sizes."""
         return _functions().jdp_cuda_describe(*self).decode()
 
 
@@ -101,15 +105,15 @@ _open_ends: list[End] = []
 
 
 def why_missing() -> str | None:
-    """Return in a sentence why there is no CUDA library, or None if there is one.
+    """Return a sentence that says why there is no CUDA library, or None if there is one.
 
-    The first call loads it and registers its handlers, for which no GPU is needed.
+    The first call loads the library and registers its handlers, which does not need a GPU.
     """
     return _loaded().why_missing
 
 
 def why_no_gpus() -> str | None:
-    """Return in a sentence why this process sees no GPU, or None if it does."""
+    """Return a sentence that says why this process sees no GPU, or None if it does."""
     num_devices = _functions().jdp_cuda_num_devices()
     if num_devices < 0:
         return f"there are no GPUs that CUDA could use: {_last_error()}."
@@ -119,7 +123,7 @@ def why_no_gpus() -> str | None:
 def topology(num_ranks: int) -> int:
     """Return the connection between GPUs that reduce together: 0 PCIe, 1 NVLink.
 
-    A process that sees fewer than `num_ranks`, as with CUDA_VISIBLE_DEVICES, takes it for PCIe.
+    A process that sees fewer than `num_ranks` GPUs, as with CUDA_VISIBLE_DEVICES, returns 0.
     """
     functions = _functions()
     if functions.jdp_cuda_num_devices() < num_ranks:
@@ -140,14 +144,14 @@ def check() -> None:
 
 
 def abort() -> None:
-    """End all waits of this process's GPUs, and of the GPUs that they reduce with."""
+    """End all waits of this process's GPUs, and of the GPUs that reduce with them."""
     if _open_ends:
         _functions().jdp_cuda_abort()
 
 
 def reset() -> None:
-    """Forget an abort, failed and unfinished reductions. Nothing may run, in any process."""
-    # The first round waits for all kernels, which write no more when the second one clears.
+    """Forget an abort, and failed and unfinished reductions. Nothing may run in any process."""
+    # The first round waits for all kernels, so that none writes after the second round clears.
     for end in 2 * _open_ends:
         end.call("reset")
 

@@ -1,7 +1,7 @@
 """A reduction of known numbers between GPUs, compared with lax.psum before the first use.
 
-A matmul runs beside it, as in a step: XLA must be able to load it while the reduction waits.
-It was compiled and never run.
+A matmul runs at the same time, as in a step: XLA must be able to load it while the reduction
+waits. This test was compiled and never run.
 """
 
 from typing import Any
@@ -16,18 +16,24 @@ from jax.sharding import PartitionSpec as P
 from jdp.collectives.gpu.start_done import pairs
 from jdp.collectives.xla import xla
 
-# The buckets, as (dtype, size): at least one for each algorithm of jdp/csrc/cuda/plan.cc that
+# The buckets, as (dtype, size), with at least one for each algorithm of jdp/csrc/cuda/plan.cc that
 # these GPUs use. Values count up to the modulus, so that all sums are exact.
 TRIED = (("bfloat16", 1001), ("float32", 3), ("float32", 300_001), ("float32", 4_300_001))
 _MODULUS = {"bfloat16": 7, "float32": 251}
-_WIDTH = 512  # of the matmul
+_WIDTH = 512  # rows and columns of the matmul
 
 
 def difference(mesh: Mesh, axes: tuple[str, ...], key: int) -> str:
-    """Reduce some numbers by a communicator, and describe how lax.psum differs; "" if equal."""
+    """Reduce some numbers, and return how the results differ from lax.psum's, "" if they do not.
+
+    Args:
+      mesh: the mesh of the ranks.
+      axes: names of the axes of the ranks.
+      key: key of the communicator.
+    """
     try:
         compared = jax.block_until_ready(comparison(mesh, axes, key)())
-    except (RuntimeError, ValueError) as error:  # JAX raises either for a failed run.
+    except (RuntimeError, ValueError) as error:  # JAX raises either for a failed run
         return f"the first reduction failed ({error})"
     *of_buckets, of_matmul = compared
     for (dtype, size), of_bucket in zip(TRIED, of_buckets, strict=True):
@@ -41,8 +47,9 @@ def difference(mesh: Mesh, axes: tuple[str, ...], key: int) -> str:
 def comparison(mesh: Mesh, axes: tuple[str, ...], key: int) -> Any:
     """Return the program of `difference`: a jitted function without arguments.
 
-    It returns, for each bucket and the matmul, `[ranks, 2]` float32: how many numbers differ, NaN
-    among them, and by how much.
+    It returns an array `[ranks, 2]` float32 for each bucket and for the matmul: the number of
+    values that differ, where NaN always differs, and the largest difference. The arguments are
+    those of `difference`.
     """
 
     def on_rank() -> list[jax.Array]:
@@ -52,7 +59,7 @@ def comparison(mesh: Mesh, axes: tuple[str, ...], key: int) -> Any:
         products = []
 
         def between(tokens: list[jax.Array]) -> list[jax.Array]:
-            # Whole numbers below 8 and sums below 2^24: exact on every unit that multiplies.
+            # Integers below 8 with sums below 2^24 are exact on every unit that multiplies.
             a = jnp.tile(jnp.arange(8, dtype=jnp.float32), (_WIDTH, _WIDTH // 8))
             a, tokens = lax.optimization_barrier((a, tokens))
             product, tokens = lax.optimization_barrier((a.T @ a, tokens))

@@ -1,4 +1,4 @@
-"""The ring between GPUs: a call that starts it and a call that waits for it, as XLA sees them."""
+"""The ring between GPUs, as two calls of XLA: one starts it, and one waits for it."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,7 +14,7 @@ from jdp.axis import AxisName
 from jdp.collectives import call_order
 from jdp.collectives.xla import Scale
 
-# Token from a start to its done, for ordering only. It has no value.
+# The token from a start to its done. It only orders the calls and has no value.
 TOKEN = jax.ShapeDtypeStruct((1,), jnp.float32)
 
 
@@ -27,15 +27,15 @@ def split(
 ) -> list[list[jax.Array]]:
     """Sum every leaf over `axis_name`, while the operations between start and done compute.
 
-    XLA places each start behind the last leaf of its bucket, and all dones behind the last
-    start: the rest of the backward pass runs between them and hides the ring. Nothing is packed.
+    XLA places each start after the last leaf of its bucket, and all dones after the last start. The
+    rest of the backward pass runs between them and hides the ring. The leaves are not packed.
 
     Args:
       buckets: lists of leaves, one dtype each; any shapes. Sums of bfloat16 and float16 are taken
         in float32.
       axis_name: a name, or a tuple of names, bound by `shard_map`, of GPUs.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
-      mesh: not used: XLA knows its GPUs.
+      mesh: unused, since XLA knows its GPUs.
 
     Returns:
       The same lists, summed and scaled, in the dtype of each leaf.
@@ -56,9 +56,9 @@ def pairs(
     """Sum as `split` does.
 
     Args:
-      buckets, axis_name, scale: as of `split`.
-      numbers: of the buckets, see `call_order.next_number`.
-      communicator: key by which the GPUs find each other.
+      buckets, axis_name, scale: as for `split`.
+      numbers: numbers of the buckets, see `call_order.next_number`.
+      communicator: key of the communicator of the GPUs.
       between: `between(tokens) -> tokens`, which runs after all starts and before all dones.
     """
     names = axis.names(axis_name)
@@ -66,11 +66,11 @@ def pairs(
         start(bucket, names, scale=scale, number=i, communicator=communicator)
         for i, bucket in zip(numbers, buckets, strict=True)
     ]
-    # A done directly after its start would not overlap with anything.
+    # A done directly after its start would overlap with nothing.
     tokens = between(lax.optimization_barrier(tokens))
     results, after = [], None
     for i, token, bucket in zip(numbers, tokens, buckets, strict=True):
-        # The same order on every rank: XLA might reorder them otherwise.
+        # Keep the same order on every rank, because XLA might reorder them.
         after, leaves = done(
             token, bucket, names, after=after, scale=scale, number=i, communicator=communicator
         )
@@ -88,7 +88,14 @@ def start(
 ) -> jax.Array:
     """Start the ring over one bucket, and return the token that `done` takes.
 
-    The leaves must not change before `done`. For `number` see `call_order.next_number`.
+    The leaves must not change before `done`.
+
+    Args:
+      bucket: leaves of one dtype, of any shapes.
+      axis_name: as for `split`.
+      scale: multiplies the sum; a number, or `[]` float, the same on every rank.
+      number: number of the bucket, see `call_order.next_number`.
+      communicator: key of the communicator of the GPUs.
     """
     wide = jnp.float64 if bucket[0].dtype == jnp.float64 else jnp.float32
     call = jax.ffi.ffi_call(call_order.START, TOKEN)
@@ -105,11 +112,12 @@ def done(
     number: int,
     communicator: int = 0,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Wait for the ring over one bucket, which `start` began with the same arguments.
+    """Wait for the ring over one bucket that `start` began.
 
     Args:
       token: the result of `start`.
-      after: the token of the `done` before this one; None for the first.
+      after: the token of the previous `done`; None for the first.
+      bucket, axis_name, scale, number, communicator: as for `start`.
 
     Returns:
       A token for the next `done`, and the leaves, summed and scaled.

@@ -1,5 +1,5 @@
-// Element types: the type that each is accumulated in, and rounding a sum back to an element. For
-// host and device.
+// Element types: the type in which each is accumulated, and the rounding of a sum to an element.
+// For host and device.
 
 #pragma once
 
@@ -51,7 +51,7 @@ JDP_HOST_DEVICE inline float to_float(Float16 element) {
   const uint32_t size = element.bits & 0x7fff;
   // Rebias the exponent by 112, and that of infinity and NaN by 112 more.
   const uint32_t special = size >= 0x7c00 ? 112u << 23 : 0;
-  // A subnormal uses the next exponent and has no implicit leading one, which is subtracted again.
+  // A subnormal uses the next exponent and has no implicit leading one, so subtract that again.
   const uint32_t subnormal = size < 0x400 ? ~0u : 0;
   const uint32_t bits = (size << 13) + (112u << 23) + special + (subnormal & 1u << 23);
   const float value = float_of(bits) - float_of(subnormal & 113u << 23);

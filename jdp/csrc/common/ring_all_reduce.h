@@ -38,8 +38,8 @@ JDP_HOST_DEVICE inline Span chunk_span(int rank, int num_ranks, int64_t begin, i
 }
 
 // Replaces elements [0, count) of this rank by their scaled sum over ranks. All ranks get the same
-// bits: a chunk is summed along one path, in the accumulation type, rounded once where the sum is
-// complete, and only copied from there.
+// bits: each chunk is summed along one path, in the accumulation type, and rounded once when its
+// sum is complete. Afterwards it is only copied.
 //
 // The Link's members take a Span and are named as in NCCL. The message of a rank's i-th sending
 // call is received by the next rank's i-th receiving call:

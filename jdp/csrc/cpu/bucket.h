@@ -1,4 +1,4 @@
-// A bucket: leaves that are reduced together. They need not be contiguous in memory.
+// A bucket: leaves that one call reduces or gathers. They need not be contiguous in memory.
 
 #pragma once
 
@@ -34,11 +34,47 @@ auto visit(Type type, Visitor visitor) {
   }
 }
 
+// In a reduce-scatter `in` is the whole leaf and `out` a slice of it, in an all-gather the reverse.
+// A whole leaf has rows, and each row has one run of elements for each rank:
+// [num_rows][num_ranks][run]. A rank's slice holds its runs: [num_rows][run].
 struct Leaf {
   const void* in;
-  void* out;      // may be `in`
-  int64_t count;  // elements
+  void* out;        // may be `in` in an all-reduce
+  int64_t count;    // elements of the whole leaf
+  int64_t run = 0;  // elements of a slice in one row; 0 in an all-reduce
 };
+
+// Calls visitor(rank, at, offset, size) for each run in elements [begin, begin + size) of a whole
+// leaf. The run is elements [at, at + size) of the rank's slice, and `offset` is relative to
+// `begin`.
+template <typename Visitor>
+void runs_of_whole(int64_t run, int num_ranks, int64_t begin, int64_t size, Visitor visitor) {
+  int64_t row = begin / run / num_ranks;
+  int rank = static_cast<int>(begin / run % num_ranks);
+  int64_t first = begin % run;
+  for (int64_t done = 0; done < size; first = 0) {
+    const int64_t length = std::min(size - done, run - first);
+    visitor(rank, row * run + first, done, length);
+    done += length;
+    if (++rank == num_ranks) {
+      rank = 0;
+      ++row;
+    }
+  }
+}
+
+// Calls visitor(row, first, offset, size) for each run in elements [begin, begin + size) of a
+// slice. It is elements [first, first + size) of the run in `row`; `offset` is relative to `begin`.
+template <typename Visitor>
+void runs_of_slice(int64_t run, int64_t begin, int64_t size, Visitor visitor) {
+  int64_t row = begin / run;
+  int64_t first = begin % run;
+  for (int64_t done = 0; done < size; first = 0, ++row) {
+    const int64_t length = std::min(size - done, run - first);
+    visitor(row, first, done, length);
+    done += length;
+  }
+}
 
 class Bucket {
  public:
@@ -52,25 +88,34 @@ class Bucket {
   int64_t count() const { return begins_.back(); }
   const Leaf& leaf(size_t index) const { return leaves_[index]; }
 
-  // Whether both have the same type and the same leaf sizes.
-  bool fits(const Bucket& other) const { return type_ == other.type_ && begins_ == other.begins_; }
+  // Whether both have the same type, the same leaf sizes and the same slices.
+  bool fits(const Bucket& other) const {
+    return type_ == other.type_ && begins_ == other.begins_ &&
+           std::equal(leaves_.begin(), leaves_.end(), other.leaves_.begin(),
+                      [](const Leaf& one, const Leaf& two) { return one.run == two.run; });
+  }
 
-  // Returns a hash of the type and of all leaf sizes (FNV-1a).
+  // Returns a hash of the type, of all leaf sizes and of all slices (FNV-1a).
   uint64_t fingerprint() const {
     uint64_t hash = 14695981039346656037u ^ static_cast<uint64_t>(type_);
-    for (int64_t begin : begins_) hash = (hash ^ static_cast<uint64_t>(begin)) * 1099511628211u;
+    const auto add = [&](int64_t number) {
+      hash = (hash ^ static_cast<uint64_t>(number)) * 1099511628211u;
+    };
+    for (int64_t begin : begins_) add(begin);
+    for (const Leaf& leaf : leaves_) add(leaf.run);
     return hash;
   }
 
   // Calls visitor(index, first, size, offset) for each part of a leaf in elements [begin, begin +
-  // size) of the bucket: `first` is relative to the leaf, `offset` to `begin`.
+  // size) of the bucket: `first` is relative to the leaf, `offset` to `begin`. With `num_slices`,
+  // the elements are those of one rank's slices, concatenated.
   template <typename Visitor>
-  void pieces(int64_t begin, int64_t size, Visitor visitor) const {
-    const auto after = std::upper_bound(begins_.begin(), begins_.end(), begin);
+  void pieces(int64_t begin, int64_t size, Visitor visitor, int num_slices = 1) const {
+    const auto after = std::upper_bound(begins_.begin(), begins_.end(), begin * num_slices);
     int64_t done = 0;
     for (size_t leaf = after - begins_.begin() - 1; done < size; ++leaf) {
-      const int64_t first = begin + done - begins_[leaf];
-      const int64_t length = std::min(size - done, leaves_[leaf].count - first);
+      const int64_t first = begin + done - begins_[leaf] / num_slices;
+      const int64_t length = std::min(size - done, leaves_[leaf].count / num_slices - first);
       if (length > 0) visitor(leaf, first, length, done);
       done += length;
     }

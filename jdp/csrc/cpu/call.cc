@@ -21,7 +21,7 @@ Status timed_out(const Call& call, uint64_t nth, double waited_s, const std::vec
   return {Code::kDeadlineExceeded,
           prefix(call, nth) + rank_of(call) + " waited " + seconds + " for " + name_ranks(missing) +
               ": ended, hanging, or running a different program. All ranks must make the same "
-              "all-reduces in the same order. Look for the first error of these ranks."};
+              "calls in the same order. Look for the first error of these ranks."};
 }
 
 Status peer_gone(const Call& call, uint64_t nth, const std::vector<int>& gone) {

@@ -1,4 +1,4 @@
-// One rank's call of the all-reduce: its rank, its bucket and its group.
+// One rank's call of a collective: its rank, its bucket and its group.
 
 #pragma once
 
@@ -12,22 +12,29 @@
 
 namespace jdp {
 
+// The result of a call: the sum of the leaves of all ranks; this rank's slice of that sum; or the
+// whole leaves, of which each rank has a slice.
+enum class Operation : int32_t { kAllReduce = 0, kReduceScatter = 1, kAllGather = 2 };
+
+// The algorithm of an all-reduce. The other two operations are always direct.
 enum class Algorithm : int32_t { kDirect = 0, kRing = 1 };
 
 struct Call {
   int64_t run;           // identifies one execution of a program in this process
   int64_t communicator;  // 0: all ranks are threads of this process
   int32_t group;         // number of the group of ranks that reduce together
-  int32_t bucket;        // number of the call site
+  int32_t bucket;        // number of the call in the program
   int32_t rank;          // within the group
   int32_t num_ranks;     // of the group
   Algorithm algorithm;
-  double scale;  // floats only; a float32 scale is represented exactly
+  double scale;  // of a sum of floats; a float32 scale is represented exactly
+  Operation operation = Operation::kAllReduce;
 };
 
-// Sums `bucket` over the ranks that make the same call, then scales and rounds once. Returns when
-// no other rank accesses this rank's memory any more.
-Status all_reduce(const Call& call, const Bucket& bucket);
+// Runs `call.operation` on `bucket` with the ranks that make the same call. A sum adds the ranks in
+// order, is scaled, and is rounded once, so a reduce-scatter returns the bits of a direct
+// all-reduce. Returns when the other ranks no longer access this rank's memory.
+Status collective(const Call& call, const Bucket& bucket);
 
 // Errors that both implementations share. `nth` counts the calls of this bucket from 1.
 Status timed_out(const Call& call, uint64_t nth, double waited_s, const std::vector<int>& missing);

@@ -1,4 +1,4 @@
-// The rounding mode and the handling of subnormal numbers of this thread.
+// The rounding mode and the handling of subnormal numbers of a thread.
 
 #pragma once
 
@@ -10,27 +10,37 @@
 
 namespace jdp {
 
+#ifdef __SSE2__
+using FloatMode = unsigned;
+inline FloatMode float_mode() { return _mm_getcsr(); }
+inline void set_float_mode(FloatMode mode) { _mm_setcsr(mode); }
+constexpr FloatMode kDefaultFloatMode = 0x1f80;
+#else
+using FloatMode = std::fenv_t;
+inline FloatMode float_mode() {
+  std::fenv_t mode;
+  std::fegetenv(&mode);
+  return mode;
+}
+inline void set_float_mode(const FloatMode& mode) { std::fesetenv(&mode); }
+#endif
+
 // Makes this thread round to nearest and keep subnormal numbers, for as long as the object exists.
 // XLA's threads flush them to 0, and a sum must not depend on the thread that computes it.
 class DefaultFloatMode {
  public:
-  DefaultFloatMode(const DefaultFloatMode&) = delete;
-#ifdef __SSE2__
-  DefaultFloatMode() : before_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
-  ~DefaultFloatMode() { _mm_setcsr(before_); }
-
- private:
-  const unsigned before_;
-#else
   DefaultFloatMode() {
-    std::fegetenv(&before_);
+#ifdef __SSE2__
+    set_float_mode(kDefaultFloatMode);
+#else
     std::fesetenv(FE_DFL_ENV);
+#endif
   }
-  ~DefaultFloatMode() { std::fesetenv(&before_); }
+  DefaultFloatMode(const DefaultFloatMode&) = delete;
+  ~DefaultFloatMode() { set_float_mode(before_); }
 
  private:
-  std::fenv_t before_;
-#endif
+  const FloatMode before_ = float_mode();
 };
 
 }  // namespace jdp

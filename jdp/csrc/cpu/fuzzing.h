@@ -7,7 +7,7 @@
 
 namespace jdp {
 
-// All sizes derive from this one, so that small slots give many rounds, messages and tiles.
+// All sizes derive from this one, so that small slots cause many rounds, messages and tiles.
 #ifdef JDP_FUZZ_SLOT_BYTES
 constexpr int64_t kSlotBytes = JDP_FUZZ_SLOT_BYTES;
 #else

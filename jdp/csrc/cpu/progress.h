@@ -7,7 +7,7 @@
 
 namespace jdp {
 
-// Lies in memory that other processes may read. Each rank counts each of its all-reduces once. The
+// Is in memory that other processes may read. Each rank counts each of its all-reduces once. The
 // counters are relaxed: they synchronize nothing, and a reader may see slightly old values.
 struct Progress {
   std::atomic<int64_t> num_entered;

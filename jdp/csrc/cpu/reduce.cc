@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "bucket.h"
+
 namespace jdp {
 namespace {
 
@@ -10,11 +12,12 @@ namespace {
 // nothing, so compilers vectorize the loops.
 constexpr int64_t kBlockBytes = 4096;
 
-template <typename T>
+// Calls store(begin, results, size) for each block.
+template <typename T, typename Store>
 inline __attribute__((always_inline)) void reduce_blocks(const T* const* inputs, int num_inputs,
-                                                         T* const* outputs, int num_outputs,
                                                          int64_t count,
-                                                         typename Element<T>::Scale scale) {
+                                                         typename Element<T>::Scale scale,
+                                                         const Store& store) {
   using E = Element<T>;
   using Sum = typename E::Sum;
   constexpr int64_t kBlock = kBlockBytes / sizeof(Sum);
@@ -42,9 +45,7 @@ inline __attribute__((always_inline)) void reduce_blocks(const T* const* inputs,
         results[i] = E::round(static_cast<Sum>(sums[i] + E::widen(last[i])), scale);
       }
     }
-    for (int rank = 0; rank < num_outputs; ++rank) {
-      std::memcpy(outputs[rank] + begin, results, size * sizeof(T));
-    }
+    store(begin, results, size);
   }
 }
 
@@ -52,27 +53,52 @@ inline __attribute__((always_inline)) void reduce_blocks(const T* const* inputs,
 // The library may run on another CPU than it was built on, so detect features at run time.
 const bool has_avx2 = __builtin_cpu_supports("avx2");
 
-template <typename T>
+template <typename T, typename Store>
 __attribute__((target("avx2"))) void reduce_avx2(const T* const* inputs, int num_inputs,
-                                                 T* const* outputs, int num_outputs, int64_t count,
-                                                 typename Element<T>::Scale scale) {
-  reduce_blocks(inputs, num_inputs, outputs, num_outputs, count, scale);
+                                                 int64_t count, typename Element<T>::Scale scale,
+                                                 const Store& store) {
+  reduce_blocks(inputs, num_inputs, count, scale, store);
 }
 #endif
+
+template <typename T, typename Store>
+void reduce_and_store(const T* const* inputs, int num_inputs, int64_t count,
+                      typename Element<T>::Scale scale, const Store& store) {
+#ifdef __x86_64__
+  if (has_avx2) return reduce_avx2(inputs, num_inputs, count, scale, store);
+#endif
+  reduce_blocks(inputs, num_inputs, count, scale, store);
+}
 
 }  // namespace
 
 template <typename T>
 void reduce(const T* const* inputs, int num_inputs, T* const* outputs, int num_outputs,
             int64_t count, typename Element<T>::Scale scale) {
-#ifdef __x86_64__
-  if (has_avx2) return reduce_avx2(inputs, num_inputs, outputs, num_outputs, count, scale);
-#endif
-  reduce_blocks(inputs, num_inputs, outputs, num_outputs, count, scale);
+  reduce_and_store<T>(inputs, num_inputs, count, scale,
+                      [&](int64_t begin, const T* results, int64_t size) {
+                        for (int i = 0; i < num_outputs; ++i) {
+                          std::memcpy(outputs[i] + begin, results, size * sizeof(T));
+                        }
+                      });
 }
 
-#define JDP_INSTANTIATE(T) \
-  template void reduce<T>(const T* const*, int, T* const*, int, int64_t, Element<T>::Scale);
+template <typename T>
+void reduce_to_slices(const T* const* inputs, int num_inputs, T* const* slices, int64_t run,
+                      int64_t begin, int64_t count, typename Element<T>::Scale scale) {
+  reduce_and_store<T>(
+      inputs, num_inputs, count, scale, [&](int64_t offset, const T* results, int64_t size) {
+        runs_of_whole(run, num_inputs, begin + offset, size,
+                      [&](int rank, int64_t at, int64_t done, int64_t length) {
+                        std::memcpy(slices[rank] + at, results + done, length * sizeof(T));
+                      });
+      });
+}
+
+#define JDP_INSTANTIATE(T)                                                                      \
+  template void reduce<T>(const T* const*, int, T* const*, int, int64_t, Element<T>::Scale);    \
+  template void reduce_to_slices<T>(const T* const*, int, T* const*, int64_t, int64_t, int64_t, \
+                                    Element<T>::Scale);
 JDP_INSTANTIATE(float)
 JDP_INSTANTIATE(double)
 JDP_INSTANTIATE(BFloat16)

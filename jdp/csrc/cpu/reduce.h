@@ -15,4 +15,10 @@ template <typename T>
 void reduce(const T* const* inputs, int num_inputs, T* const* outputs, int num_outputs,
             int64_t count, typename Element<T>::Scale scale);
 
+// The same for elements [begin, begin + count) of a whole leaf with `num_inputs` slices of these
+// runs (see Leaf). Writes each sum to its slice.
+template <typename T>
+void reduce_to_slices(const T* const* inputs, int num_inputs, T* const* slices, int64_t run,
+                      int64_t begin, int64_t count, typename Element<T>::Scale scale);
+
 }  // namespace jdp

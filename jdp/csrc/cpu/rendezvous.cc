@@ -11,13 +11,13 @@
 #include <utility>
 
 #include "cpu_link.h"
-#include "reduce.h"
+#include "tiles.h"
 
 namespace jdp {
 namespace {
 
-// Bytes of a tile in one rank's memory. Smaller tiles cost more claims, larger ones leave ranks
-// idle at the end.
+// Bytes of a tile in one rank's memory. With smaller tiles ranks claim more often. With larger ones
+// ranks wait longer at the end.
 constexpr int64_t kTileBytes = kSlotBytes / 8;  // 64 KiB
 
 // Naps of 20 ms after the deadline.
@@ -33,8 +33,8 @@ std::mutex& registry_mutex() {
   return *mutex;
 }
 
-// One call of all ranks of a group. Once all have joined, every rank that is awake claims and
-// reduces tiles of all ranks' leaves, so a rank that sleeps or has no core delays no other.
+// One call of all ranks of a group. Once all have joined, every running rank claims and computes
+// tiles of all ranks' leaves, so a rank that sleeps or has no core delays no other.
 class Rendezvous {
  public:
   Rendezvous(const Call& first, const Bucket& bucket, uint64_t nth)
@@ -42,7 +42,7 @@ class Rendezvous {
         nth_(nth),
         num_expected_(first.num_ranks),
         buckets_(first.num_ranks),
-        is_reducing_(first.num_ranks) {
+        is_working_(first.num_ranks) {
     const int64_t element_bytes = visit(bucket.type(), [](auto zero) { return sizeof zero; });
     tile_ = kTileBytes / element_bytes;
     num_tiles_ = (bucket.count() + tile_ - 1) / tile_;
@@ -51,8 +51,8 @@ class Rendezvous {
   // Returns true once all expected ranks have joined. The caller holds the registry's mutex.
   bool join(const Call& call, const Bucket& bucket);
 
-  // Waits for the others and reduces with them.
-  Status reduce_with_others(const Call& call, const Bucket& bucket);
+  // Waits for the other ranks, and computes tiles.
+  Status take_part(const Call& call, const Bucket& bucket);
 
  private:
   std::string disagreement(const Call& call, const Bucket& bucket) const;
@@ -61,10 +61,8 @@ class Rendezvous {
   Status give_up(const Status& why);
   Status failure();
   void open();
-  void reduce_tiles(int rank);
+  void do_tiles(int rank);
   void wait_for_tiles(const Call& call);
-  template <typename T>
-  void reduce_tile(int64_t tile);
 
   const Call first_;
   const uint64_t nth_;
@@ -76,31 +74,34 @@ class Rendezvous {
   std::unique_ptr<Mailbox[]> mailboxes_;  // of the ring; by sender
 
   Status status_;   // the error, if any; guarded by the registry's mutex
-  Counter opened_;  // 1: all ranks have joined, or it failed
-  Counter failed_;  // 1: it failed
+  Counter opened_;  // 1: all ranks have joined, or the call failed
+  Counter failed_;  // 1: the call failed
   std::atomic<int64_t> next_tile_{0};
-  std::atomic<int64_t> num_reduced_{0};
-  std::vector<std::atomic<bool>> is_reducing_;  // by rank: it may have claimed a tile
-  Counter finished_;                            // 1: all tiles are reduced
+  std::atomic<int64_t> num_done_{0};
+  std::vector<std::atomic<bool>> is_working_;  // by rank: may be computing a tile
+  Counter finished_;                           // 1: all tiles are done
 };
 
 std::string Rendezvous::disagreement(const Call& call, const Bucket& bucket) const {
   if (call.num_ranks != first_.num_ranks || call.algorithm != first_.algorithm ||
+      call.operation != first_.operation ||
       std::memcmp(&call.scale, &first_.scale, sizeof call.scale) != 0) {
     const auto text = [](const Call& it) {
       return std::to_string(it.num_ranks) + " ranks and scale " + std::to_string(it.scale);
     };
-    return "ranks disagree on the number of ranks, the scale or the algorithm: rank " +
+    return "ranks disagree on the operation, the number of ranks, the scale or the algorithm: "
+           "rank " +
            std::to_string(first_.rank) + " passed " + text(first_) + ", rank " +
            std::to_string(call.rank) + " " + text(call);
   }
   if (buckets_[call.rank]) {
     return "rank " + std::to_string(call.rank) +
-           " joined twice; the all-reduces of one program must be chained by their token";
+           " joined twice; the calls of one program must be chained by their token";
   }
   if (!bucket.fits(*buckets_[first_.rank])) {
-    return "ranks disagree on the leaves' types or sizes: rank " + std::to_string(first_.rank) +
-           " passed " + std::to_string(buckets_[first_.rank]->count()) + " elements, rank " +
+    return "ranks disagree on the leaves' types, sizes or slices: rank " +
+           std::to_string(first_.rank) + " passed " +
+           std::to_string(buckets_[first_.rank]->count()) + " elements, rank " +
            std::to_string(call.rank) + " " + std::to_string(bucket.count());
   }
   return "";
@@ -178,42 +179,25 @@ Status Rendezvous::wait_for_neighbour(const Call& call, Counter& counter, uint32
   return {};
 }
 
-template <typename T>
-void Rendezvous::reduce_tile(int64_t tile) {
-  const int num_ranks = first_.num_ranks;
-  const int64_t begin = tile * tile_;
-  std::vector<const T*> inputs(num_ranks);
-  std::vector<T*> outputs(num_ranks);
-  const Bucket& any = *buckets_[0];
-  const int64_t size = std::min(tile_, any.count() - begin);
-  any.pieces(begin, size, [&](size_t index, int64_t first, int64_t length, int64_t) {
-    for (int rank = 0; rank < num_ranks; ++rank) {
-      const Leaf& leaf = buckets_[rank]->leaf(index);
-      inputs[rank] = static_cast<const T*>(leaf.in) + first;
-      outputs[rank] = static_cast<T*>(leaf.out) + first;
-    }
-    reduce<T>(inputs.data(), num_ranks, outputs.data(), num_ranks, length,
-              static_cast<typename Element<T>::Scale>(first_.scale));
-  });
-}
-
-void Rendezvous::reduce_tiles(int rank) {
-  is_reducing_[rank].store(true);
-  int64_t num_reduced = 0;
-  for (;; ++num_reduced) {
+void Rendezvous::do_tiles(int rank) {
+  is_working_[rank].store(true);
+  int64_t num_done = 0;
+  for (;; ++num_done) {
     const int64_t tile = next_tile_.fetch_add(1, std::memory_order_relaxed);
     if (tile >= num_tiles_) break;
     pause_at(Stage::kTile);
-    // A rank that arrives late claims no tile, and so reads no bucket of a rank that has left.
-    visit(buckets_[0]->type(), [&](auto zero) { reduce_tile<decltype(zero)>(tile); });
+    // A rank that arrives late claims no tile, so it does not read the bucket of a rank that has
+    // left.
+    const int64_t begin = tile * tile_;
+    do_tile(first_, buckets_, begin, std::min(tile_, buckets_[0]->count() - begin));
   }
-  is_reducing_[rank].store(false);
-  if (num_reduced == 0) return;
+  is_working_[rank].store(false);
+  if (num_done == 0) return;
   pause_at(Stage::kTile);
-  if (num_reduced_.fetch_add(num_reduced) + num_reduced == num_tiles_) advance(finished_, 1);
+  if (num_done_.fetch_add(num_done) + num_done == num_tiles_) advance(finished_, 1);
 }
 
-Status Rendezvous::reduce_with_others(const Call& call, const Bucket& bucket) {
+Status Rendezvous::take_part(const Call& call, const Bucket& bucket) {
   const Status status = wait_for_ranks(call);
   if (!status.ok()) return status;
   if (call.algorithm == Algorithm::kRing) {
@@ -223,15 +207,15 @@ Status Rendezvous::reduce_with_others(const Call& call, const Bucket& bucket) {
                           return wait_for_neighbour(call, counter, target, whose);
                         });
   }
-  reduce_tiles(call.rank);
+  do_tiles(call.rank);
   wait_for_tiles(call);
   return {};
 }
 
-// All tiles are claimed. Threads that have not finished theirs still write into every rank's
-// memory, so no rank may return an error before they have, and then there is a result. A thread
-// that does not finish in all this time never will (a debugger stopped it, or the memory is gone).
-// The memory must not be used again, so the process aborts.
+// All tiles are claimed. Threads that are still computing tiles write into every rank's memory, so
+// a rank must not return an error before they finish, and then there is a result. A thread that
+// does not finish within this time never will (a debugger stopped it, or the memory is unmapped).
+// The memory cannot be used again, so the process aborts.
 void Rendezvous::wait_for_tiles(const Call& call) {
   const Stopwatch watch;
   int num_naps_late = 0;
@@ -240,7 +224,7 @@ void Rendezvous::wait_for_tiles(const Call& call) {
     if (!watch.expired() || ++num_naps_late < kMaxNapsLate) continue;
     std::vector<int> holders;
     for (int rank = 0; rank < call.num_ranks; ++rank) {
-      if (is_reducing_[rank].load()) holders.push_back(rank);
+      if (is_working_[rank].load()) holders.push_back(rank);
     }
     const Status status = timed_out(call, nth_, watch.elapsed_s(), holders);
     std::fprintf(stderr,
@@ -286,8 +270,8 @@ Registry& registry() {
 
 }  // namespace
 
-Status all_reduce_in_process(const Call& call, const Bucket& bucket) {
-  return registry().join(call, bucket)->reduce_with_others(call, bucket);
+Status collective_in_process(const Call& call, const Bucket& bucket) {
+  return registry().join(call, bucket)->take_part(call, bucket);
 }
 
 void forget_rendezvous() { registry().forget(); }

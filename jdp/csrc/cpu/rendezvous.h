@@ -1,4 +1,4 @@
-// All-reduce between threads of one process: each rank joins a rendezvous with its bucket.
+// Collectives between threads of one process: each rank joins a rendezvous with its bucket.
 
 #pragma once
 
@@ -6,10 +6,10 @@
 
 namespace jdp {
 
-// `all_reduce` where `call.communicator` is 0.
-Status all_reduce_in_process(const Call& call, const Bucket& bucket);
+// Runs `collective` if `call.communicator` is 0.
+Status collective_in_process(const Call& call, const Bucket& bucket);
 
-// Discards failed rendezvous and restarts the count of calls at 1. No all-reduce may be running.
+// Discards failed rendezvous and restarts the count of calls at 1. No call may be running.
 void forget_rendezvous();
 
 }  // namespace jdp

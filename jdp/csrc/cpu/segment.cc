@@ -18,7 +18,7 @@
 namespace jdp {
 namespace {
 
-constexpr uint64_t kLayout = 0x6a647000'00000002;  // "jdp" and the version of the layout
+constexpr uint64_t kLayout = 0x6a647000'00000003;  // "jdp" and the version of the layout
 constexpr size_t kHeaderBytes = 4096;
 
 enum Stopped : uint32_t { kRunning = 0, kNoReason = 1, kWritingReason = 2, kReasonWritten = 3 };
@@ -113,7 +113,7 @@ std::shared_ptr<Segment> Segment::attach(int pid, int fd, uint64_t nonce, int nu
   return segment;
 }
 
-// Locks the first segment; `ok` tells whether it holds the lock.
+// Locks the first segment. `ok` is true if it holds the lock.
 class Segment::Renewal {
  public:
   explicit Renewal(Header& header) : header_(header) {
@@ -205,7 +205,7 @@ bool Segment::is_stopped() const {
 
 Status Segment::stop_reason() const {
   const Header& shared = header();
-  // The process that writes the reason may have been killed meanwhile.
+  // The process that was writing the reason may have been killed.
   for (int i = 0; i < 100 && shared.stopped.load() == kWritingReason; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

@@ -1,7 +1,7 @@
 // The memory that processes of one host share, and its layout.
 //
-// It is an anonymous file (memfd_create), which the other processes open through /proc. It leaves
-// no name behind, and is freed with the last process that uses it, even if that is killed.
+// It is an anonymous file (memfd_create), which the other processes open through /proc. It has no
+// name that could remain, and is freed with the last process that uses it, even if that is killed.
 
 #pragma once
 
@@ -22,13 +22,15 @@ struct Signature {
   int64_t count;    // elements
   uint64_t nth;     // number of the call of this bucket
   double scale;
-  int32_t bucket;
+  int64_t bucket;
   Algorithm algorithm;
+  Operation operation;
 };
+static_assert(sizeof(Signature) == 48, "signatures are compared byte by byte: no padding");
 
-// One rank's part of a round: `data` are its elements of the other ranks' chunks, `result` is the
-// sum of its own chunk. They are separate because the last round of a bucket is shorter, so a
-// rank's own chunk is at different bytes in different rounds.
+// One rank's part of a round. `data` holds its elements, which other ranks read, and `result` the
+// sum of its own chunk in an all-reduce. They are separate because the last round of a bucket is
+// shorter, so a rank's own chunk is at different bytes in different rounds.
 struct Slot {
   static constexpr int64_t kBytes = kSlotBytes;
 
@@ -42,12 +44,12 @@ struct Slot {
 // One rank's part of the memory, written by that rank alone. Counters count the rounds since the
 // segment was created, modulo 2^32.
 struct Seat {
-  static constexpr int kNumSlots = 3;  // three are enough: see communicator.cc
+  static constexpr int kNumSlots = 3;  // three are enough: see segment_call.cc
 
   std::atomic<uint64_t> owner;  // Process, see process.h; 0 until its process has attached
   uint64_t num_rounds;          // `sent` as 64 bits; read by this rank alone, to find the slot
   Counter sent;                 // the slot holds this rank's elements
-  Counter reduced;              // the slot holds the sum of its chunk
+  Counter reduced;              // it has read all slots, and written `result`
   Mailbox mailbox;              // of the ring, to the next rank
   Slot slots[kNumSlots];
 };

@@ -12,12 +12,12 @@
 namespace jdp {
 namespace {
 
-// Ranks that compute the same are rarely further apart than this. A sleep costs half as much.
+// Ranks with equal work rarely differ by more than this. A sleep costs half as much.
 constexpr std::chrono::microseconds kSpin(100);
 // The longest sleep between two checks for aborts, deadlines and dead peers.
 constexpr long kNapNs = 20'000'000;
 
-// Processes may compile for minutes before they meet.
+// Processes may compile for minutes before they start to communicate.
 std::atomic<double> timeout{300.0};
 std::atomic<bool> is_aborted{false};
 std::mutex reason_mutex;

@@ -1,5 +1,5 @@
-// The part that the blocks of all algorithms share: this channel's part of the vector, waiting for
-// peers, giving up.
+// The part that the blocks of all algorithms share: this channel's part of the vector, waits for
+// peers, and the end of a call that fails.
 
 #pragma once
 

@@ -118,7 +118,7 @@ Status Communicator::load() {
 
 Communicator::~Communicator() {
   const OnDevice on_device(setup_.device);
-  if (!on_device.status().ok()) return;  // the driver has ended
+  if (!on_device.status().ok()) return;  // the driver has shut down
   if (report_) abort();                  // end the waits of this rank's kernels
   if (stream_) cudaStreamSynchronize(stream_);
   if (is_resident_) residency().release(setup_.device, plan_.layout.num_channels);
@@ -134,7 +134,7 @@ Communicator::~Communicator() {
 }
 
 Status Communicator::clear_flags() {
-  abort();  // Kernels that still wait for a rank must end, even without a deadline.
+  abort();  // end kernels that still wait for a rank, even without a deadline
   JDP_CUDA(cudaStreamSynchronize(stream_));
   JDP_CUDA(cudaMemsetAsync(staging_[setup_.rank].base, 0, flags_bytes(plan_.layout), stream_));
   JDP_CUDA(cudaStreamSynchronize(stream_));

@@ -80,8 +80,8 @@ class Communicator {
                 cudaStream_t stream);
   // Loads the kernels on this device, unless they are loaded.
   Status load();
-  // Reports that this device's run has failed for another reason, so that the other devices do not
-  // wait for it.
+  // Reports that this device's run has failed for another reason, so that the other devices stop
+  // waiting for it.
   void give_up(const Status& why);
 
   // Returns the failure of an earlier call, if it is known: a rank that did not answer, or an

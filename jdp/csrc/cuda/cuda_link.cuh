@@ -1,7 +1,7 @@
 // The Link of ring_all_reduce.h between two GPUs: one thread block sends and receives one channel.
 //
-// A message lies in one of kNumSlots slots in the next rank's memory. The sender announces it in
-// the next rank's `head`; the receiver frees the slot in the sender's `credit`.
+// A message is in one of kNumSlots slots in the next rank's memory. The sender announces it in the
+// next rank's `head`. The receiver frees the slot in the sender's `credit`.
 
 #pragma once
 

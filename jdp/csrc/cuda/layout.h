@@ -25,7 +25,7 @@ struct ChannelState {
   uint32_t call;  // launches
 };
 
-// Identifies the bucket and call of a message. It lies next to the counter that announces the
+// Identifies the bucket and call of a message. It is stored next to the counter that announces the
 // message, and is the same on all ranks. A message with another tag must not be added.
 struct Tag {
   int32_t bucket;

@@ -1,6 +1,6 @@
 // Chooses the algorithm and the number of blocks for a bucket. The choice depends on topology and
-// size, and is fixed when a communicator is opened. It never depends on timing, so that all ranks
-// choose alike and results are reproducible bit by bit.
+// size, and is fixed when a communicator is opened. It never depends on timing, so all ranks make
+// the same choice, and results are bitwise reproducible.
 
 #pragma once
 
@@ -23,7 +23,7 @@ struct Plan {
   int64_t one_shot_bytes;  // buckets up to this size
   int64_t two_shot_bytes;  // buckets up to this size, unless they are one-shot; above: ring
                            // INT64_MAX: no ring
-  int64_t channel_bytes;   // one more block for each so many bytes, up to layout.num_channels
+  int64_t channel_bytes;   // bytes for each further block, up to layout.num_channels
   int64_t topology;        // a Topology
 };
 static_assert(sizeof(Plan) == 56, "a Plan must have no padding, which would be compared too");

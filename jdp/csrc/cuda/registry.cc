@@ -16,7 +16,7 @@ struct Registry {
   std::map<int64_t, std::shared_ptr<DeviceBarrier>> devices;  // of this process, by key
 };
 
-// Never destroyed: when a process exits, CUDA may be gone before its memory is freed.
+// Never destroyed: when a process exits, CUDA may shut down before this memory is freed.
 Registry& registry() {
   static Registry* const registry = new Registry;
   return *registry;

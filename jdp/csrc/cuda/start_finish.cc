@@ -68,7 +68,7 @@ Communicator::Flight* Communicator::find_flight(int bucket) {
 }
 
 Communicator::Flight* Communicator::claim_flight(int bucket) {
-  // Still in flight: the step of that start was abandoned before its done.
+  // If it is still in flight, the step of its start was abandoned before its done.
   Flight* flight = find_flight(bucket);
   if (flight) {
     regions_.free(flight->region);

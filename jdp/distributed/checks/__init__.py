@@ -1,1 +1,1 @@
-"""Do all processes run the same program with the same arguments and state?"""
+"""Check that all processes run the same program with the same arguments and state."""

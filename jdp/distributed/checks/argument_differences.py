@@ -1,4 +1,4 @@
-"""The argument of a step that differs between processes, and why that matters."""
+"""Find the argument of a step that differs between processes, and say why that matters."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 from jdp import pytrees
 from jdp.distributed import agree
 
-PART = " part "  # between the name of a leaf and the position of its part along further axes
+PART = " part "  # separates a leaf's name from its part's position along further axes
 
 WHY = "Ranks that get other arguments train different models, or wait for each other for ever."
 ADVICE_FOR_STATE = (
@@ -24,7 +24,7 @@ ADVICE = (
 
 
 def first_difference(gathered: Mapping[int, Mapping[str, str]]) -> str | None:
-    """Return the first leaf that differs, and its process, in a sentence; None if all are equal.
+    """Return a sentence that names the first leaf that differs and its process, None if none does.
 
     Args:
       gathered: process -> name of a leaf -> digest of its bits.
@@ -43,7 +43,7 @@ def first_difference(gathered: Mapping[int, Mapping[str, str]]) -> str | None:
             shown = f": {values[0]} instead of {values[1]}" if all(values) else ""
             return f"`{name}` has other values on process {odd} than on process {usual}{shown}."
         lacking = next((process for process in gathered if process not in found), None)
-        if lacking is not None and not part:  # Not every process holds every part.
+        if lacking is not None and not part:  # a process need not hold every part
             return (
                 f"`{name}` was replaced between steps on process {next(iter(found))}, and not on "
                 f"process {lacking}."
@@ -52,7 +52,7 @@ def first_difference(gathered: Mapping[int, Mapping[str, str]]) -> str | None:
 
 
 def described(leaf: Any) -> str:
-    """Return dtype, shape and digest of a leaf, and its values if these are few."""
+    """Return dtype, shape and digest of a leaf, and its values if there are at most four."""
     leaf = pytrees.without_key(leaf)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         leaf = leaf.addressable_data(0)

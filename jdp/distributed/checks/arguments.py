@@ -1,4 +1,4 @@
-"""Do all processes call a step with the same further arguments, and with the same state?"""
+"""Check that all processes call a step with the same further arguments and the same state."""
 
 import itertools
 import weakref
@@ -26,11 +26,11 @@ from jdp.distributed.checks.checksums import is_small
 from jdp.error_codes import with_code
 from jdp.step_spec import StepSpec
 
-# How long a process that has found a difference waits until the others report their arguments.
+# How long a process that has found a difference waits for the arguments of the others.
 _EXPLAIN_S = 20.0
 
-# Name of a step -> how many steps of that name this process has made, by which all processes name
-# the same call alike.
+# Name of a step -> number of steps of that name in this process. All processes thereby use the same
+# name for the same call.
 _num_steps: Counter[str] = Counter()
 
 
@@ -39,9 +39,9 @@ class Given(NamedTuple):
 
     Attributes:
       call: name of the call, the same on all processes.
-      checksums: for the step, one for the state and one for each large argument:
+      checksums: inputs of the step: one for the state and one for each large argument,
         `[*mesh.devices.shape, 2]` uint32.
-      small: name -> leaf of a small argument.
+      small: name -> leaf, for the leaves of small arguments.
       large: names of leaves, and their hashes from `hashes.folded`.
     """
 
@@ -55,7 +55,7 @@ class Arguments:
     """Compares the arguments of one step between the processes of its mesh.
 
     Args:
-      mesh: where the step runs.
+      mesh: the mesh of the step.
       spec: the step.
     """
 
@@ -67,7 +67,7 @@ class Arguments:
         number = _num_steps[spec.name]
         _num_steps[spec.name] += 1
         self._calls = (f"{spec.name}/{number}/{call}" for call in itertools.count())
-        # Position of an argument -> leaves that were hashed in the last call, and their hashes.
+        # Position of an argument -> its leaves in the last call, with their names and hashes.
         self._last: dict[int, tuple[list[weakref.ref], list[str], Any, jax.Array]] = {}
 
     @property
@@ -79,8 +79,8 @@ class Arguments:
         """Hash the arguments of one call of the step, without waiting.
 
         Args:
-          args: state, batch and further arguments, placed.
-          unknown: positions of the leaves of the state that have to be compared.
+          args: state, batch and further arguments, on the mesh.
+          unknown: positions of the leaves of the state that must be compared.
         """
         small: dict[str, Any] = {}
         large: list[tuple[list[str], list[jax.Array]]] = []
@@ -93,8 +93,8 @@ class Arguments:
         return Given(next(self._calls), tuple(checksums), small, large)
 
     def zeros(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Describe the checksums, for a program that is only to be compiled."""
-        # Not an array, since the mesh may only be described.
+        """Return the shapes of the checksums, to compile a program that will not run."""
+        # A shape, not an array, since the mesh may only describe devices.
         where = NamedSharding(self._mesh, P(*self._mesh.axis_names))
         shape = (*self._mesh.devices.shape, 2)
         described = jax.ShapeDtypeStruct(shape, np.uint32, sharding=where)
@@ -102,11 +102,11 @@ class Arguments:
 
     @property
     def zero(self) -> jax.Array:
-        """The checksum of nothing."""
+        """The checksum of no leaves."""
         return hashes.zero(self._mesh)
 
     def require_equal(self, given: Given) -> None:
-        """Compare before a step first runs; all processes of the mesh must call this.
+        """Compare the arguments before a step first runs. All processes of the mesh must call this.
 
         Raises:
           ValueError: on every process, naming the first leaf that differs, and the process.
@@ -117,18 +117,28 @@ class Arguments:
             raise ValueError(with_code("JDP204", text))
 
     def difference(self, given: Given, *, timeout_s: float = _EXPLAIN_S) -> str | None:
-        """Return the leaf that differs between processes, in a sentence; None if it is unknown."""
+        """Return a sentence about the leaf that differs between processes, None if it is unknown.
+
+        Args:
+          given: the arguments of the call.
+          timeout_s: seconds to wait for the arguments of the other processes.
+        """
         if len(self._group) == 1:
             return None
         try:
             mine = self._described(given)
-        except Exception:  # The arrays may be deleted by now, or belong to a step that failed.
+        except Exception:  # the arrays may be deleted, or come from a failed step
             mine = {}
         key = f"arguments/{given.call}"
         return first_difference(agree.offered(self._group, key, mine, timeout_s=timeout_s))
 
     def explained(self, given: Given, call: str) -> str:
-        """Return the error for a call, named `call`, that differed between processes."""
+        """Return the error for the call `call`, whose arguments differed between processes.
+
+        Args:
+          given: the arguments of the call.
+          call: the call, such as "call 3 of `step`".
+        """
         difference = self.difference(given)
         advice = ADVICE
         if difference is None:
@@ -173,7 +183,7 @@ class Arguments:
         hashed, checksum = hashes.folded(
             self._mesh, [x for *_, x in placed], [n for n, *_ in placed]
         )
-        # A NumPy array is mutable, so it is hashed in each call.
+        # A NumPy array is mutable, so hash it in each call.
         is_kept = all(isinstance(leaf, jax.Array) for leaf in leaves)
         refs = [weakref.ref(leaf) for leaf in leaves] if is_kept else []
         return refs, [name for _, name, _ in placed], hashed, checksum
@@ -184,7 +194,7 @@ class Arguments:
             split = {
                 name for part in sharding.spec if part is not None for name in axis.names(part)
             }
-            # The step gathers a leaf that is split over the ranks, the same for all of them.
+            # The step gathers a leaf that is split over the ranks, so all ranks use the same one.
             return None if split & set(self._axis_name) else leaf
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             return None

@@ -1,4 +1,4 @@
-"""Checksums of the arguments, by which a step compares them between processes while it runs."""
+"""Checksums with which a step compares its arguments between processes while it runs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +9,8 @@ import numpy as np
 
 from jdp.distributed.checks import hashes
 
-# The step itself hashes a further argument of up to this size, in each call. A program of its own
-# hashes a larger one, when it is another object than in the call before.
+# The step itself hashes a further argument of up to this many elements and leaves, in each call. A
+# separate program hashes a larger argument if it is not the same object as in the previous call.
 _SMALL_SIZE, _SMALL_LEAVES = 1 << 14, 16
 
 _PIECE_BITS = 8  # float32 sums of such numbers are exact on up to 65,536 ranks
@@ -18,17 +18,17 @@ _PIECE_BITS = 8  # float32 sums of such numbers are exact on up to 65,536 ranks
 
 def is_small(arg: Any) -> bool:
     """Whether the step itself hashes an argument."""
-    # By the number of elements, which a tracer has, too.
+    # Count elements, because a tracer has no bytes.
     leaves = jax.tree.leaves(arg)
     return len(leaves) <= _SMALL_LEAVES and sum(map(np.size, leaves)) <= _SMALL_SIZE
 
 
 def pieces(rest: Sequence[Any], checksums: Sequence[jax.Array]) -> jax.Array:
-    """Hash the arguments of a rank, inside of the step: `[4]` float32, small whole numbers.
+    """Hash the arguments of a rank inside the step: `[4]` float32, small integers.
 
     Args:
-      rest: the further arguments.
-      checksums: from `Arguments.of`, this rank's.
+      rest: the further arguments of the step.
+      checksums: this rank's checksums from `Arguments.of`.
     """
     total = jnp.uint32(0)
     for i, checksum in enumerate(checksums):
@@ -44,8 +44,13 @@ def pieces(rest: Sequence[Any], checksums: Sequence[jax.Array]) -> jax.Array:
 
 
 def differ(mine: jax.Array, sums: jax.Array, num_ranks: int) -> jax.Array:
-    """Whether `pieces` differ between ranks, given their sums over ranks: `[1]` bool.
+    """Return whether `pieces` differ between ranks, given their sums over ranks: `[1]` bool.
 
-    If there are two kinds of ranks, the result is True on both.
+    If only two different values exist, the result is True on the ranks of both.
+
+    Args:
+      mine: `pieces` of this rank, `[4]` float32.
+      sums: the sums of `pieces` over the ranks, `[4]` float32.
+      num_ranks: number of ranks.
     """
     return jnp.any(sums != mine.astype(sums.dtype) * num_ranks).reshape(1)

@@ -1,4 +1,4 @@
-"""Hashes of arrays on their devices: two words for each leaf, which is read once."""
+"""Hash arrays on their devices: two words for each leaf, which is read once."""
 
 import functools
 import math
@@ -20,18 +20,18 @@ _ODD = [np.uint32(x) for x in (0x9E3779B1, 0x85EBCA77, 0x85EBCA6B, 0xC2B2AE35, 0
 def folded(
     where: Mesh, leaves: list[jax.Array], numbers: Sequence[int]
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Hash every device's part of every leaf, and fold the hashes of a device into one.
+    """Hash every device's part of every leaf, and combine the hashes of a device into one.
 
-    Uses no collective, and does not wait.
+    It uses no collective, and does not wait.
 
     Args:
-      where: the mesh that all leaves lie on, replicated or split.
-      leaves: arrays.
-      numbers: one for each leaf, by which the folded hashes of equal leaves differ.
+      where: the mesh of all leaves, which are replicated or split over it.
+      leaves: arrays of any dtypes and shapes.
+      numbers: an int >= 0 for each leaf, so that equal leaves contribute differently.
 
     Returns:
-      The hashes, for each leaf `[*where.devices.shape, 2]` uint32: each device holds that of its
-      own part. And one such array for the folded hashes.
+      A list with the hashes of each leaf, `[*where.devices.shape, 2]` uint32, of which each device
+      holds the hash of its own part; and one such array of the combined hashes.
     """
     hashed, total = [], zero(where)
     for leaf, number in zip(leaves, numbers, strict=True):
@@ -43,14 +43,14 @@ def folded(
 
 @functools.cache
 def zero(where: Mesh) -> jax.Array:
-    """Return the fold of no hashes: `[*where.devices.shape, 2]` uint32."""
+    """Return the combination of no hashes: `[*where.devices.shape, 2]` uint32."""
     zeros = np.zeros((*where.devices.shape, 2), np.uint32)
     sharding = NamedSharding(where, P(*where.axis_names))
     return jax.make_array_from_callback(zeros.shape, sharding, lambda index: zeros[index])
 
 
 def parts(hashed: Sequence[jax.Array]) -> list[tuple[tuple[int, ...], np.ndarray]]:
-    """Return, for each device of this process, its position and its hashes `[leaf, 2]`."""
+    """Return, for each device of this process, its position in the mesh and hashes `[leaf, 2]`."""
     found: dict[tuple[int, ...], list[np.ndarray]] = {}
     for each in hashed:
         for shard in each.addressable_shards:
@@ -59,8 +59,8 @@ def parts(hashed: Sequence[jax.Array]) -> list[tuple[tuple[int, ...], np.ndarray
     return [(position, np.stack(values)) for position, values in found.items()]
 
 
-# One small program for each kind of leaf, of which a model has few: one program for a whole model
-# would compile for seconds.
+# One small program for each type of leaf, since a model has few types. One program for a whole
+# model would compile for seconds.
 @functools.cache
 def _program(where: Mesh, spec: P) -> Any:
     device = P(*where.axis_names)
@@ -69,7 +69,7 @@ def _program(where: Mesh, spec: P) -> Any:
         hashed = jnp.stack(of_part(leaf, _offsets(leaf, spec, where))).reshape(total.shape)
         return hashed, total + hashed * factor
 
-    # A collective could meet those of a step in flight.
+    # No collective: it could deadlock with those of a step in flight.
     return jax.jit(
         jax.shard_map(
             on_device,
@@ -93,17 +93,17 @@ def _offsets(x: jax.Array, spec: P, where: Mesh) -> list[tuple[Any, int]]:
 
 
 def of_part(x: jax.Array, offsets: list[tuple[Any, int]]) -> tuple[Any, Any]:
-    """Sum two hashes of each word and its position in the whole array, modulo 2**32.
+    """Return two hashes of an array's part: sums over its words and their positions, modulo 2**32.
 
-    A sum, so that the hashes of parts add up to that of the whole array. The terms are bijections
-    of the words, so that a single word that differs is always found.
+    As sums, the hashes of the parts add up to that of the whole array. Each term is a bijection of
+    its word, so a difference in a single word always changes the hash.
 
     Args:
-      x: this device's part of an array.
+      x: this device's part of an array, of any dtype and shape.
       offsets: for each dim, the offset of the part and the length of the whole array.
     """
     zero = np.uint32(0)
-    if not x.size:  # XLA of JAX 0.11.2 crashes on the sum of nothing.
+    if not x.size:  # XLA of JAX 0.11.2 crashes on an empty sum
         return zero, zero
     words = words_of(x)
     offsets = offsets + [(0, size) for size in words.shape[x.ndim :]]
@@ -116,7 +116,7 @@ def of_part(x: jax.Array, offsets: list[tuple[Any, int]]) -> tuple[Any, Any]:
     mixed = (mixed ^ (mixed >> 13)) * _ODD[3]
     mixed = mixed ^ (mixed >> 16)
     other = (mixed ^ (mixed >> 15)) * _ODD[4]
-    # XLA's CPU backend sums a pair many times faster than it sums one array after the other.
+    # XLA's CPU backend sums a pair many times faster than two arrays one after the other.
     return lax.reduce(
         (mixed, other),
         (zero, zero),
@@ -126,7 +126,7 @@ def of_part(x: jax.Array, offsets: list[tuple[Any, int]]) -> tuple[Any, Any]:
 
 
 def words_of(x: jax.Array) -> jax.Array:
-    """Return the bits of an array as uint32, in further dims where there are more of them."""
+    """Return the bits of an array as uint32, with a further dim for larger elements."""
     x = pytrees.without_key(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], -1)

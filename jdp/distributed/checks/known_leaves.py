@@ -1,4 +1,4 @@
-"""Leaves of states that are known to be equal on all processes, since steps returned them."""
+"""Leaves of states that are known to be equal on all processes, because steps returned them."""
 
 import operator
 import weakref
@@ -9,28 +9,30 @@ import jax
 
 Refs = list[weakref.ref]
 
-# Leaves of the last state of each step over several processes. They are not kept by the steps:
-# processes collect a step at different times, while another step goes on with its state.
+# Leaves of the last state of each step over several processes. The steps do not own the lists,
+# since processes delete a step at different times, while another step continues with its state.
 _returned: list[Refs] = []
 # Further leaves that are known to be equal on all processes.
 _vouched: Refs = []
 
 
 def vouch(leaves: Iterable[Any]) -> None:
-    """Record that these leaves are the same on all processes; replaces those recorded before."""
+    """Record that these leaves are equal on all processes, in place of those recorded before."""
     _vouched[:] = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
 
 
 def keep(own: Refs) -> None:
-    """Record the list of the leaves of a step's last state, which the step goes on to change."""
+    """Record a step's own list of its last state's leaves, which the step keeps up to date."""
     if not any(refs is own for refs in _returned):
         _returned.append(own)
 
 
 def unknown(leaves: Sequence[Any], own: Refs) -> Sequence[int]:
-    """Return the positions of leaves of a state that no step returned and nothing vouched for.
+    """Return the positions of leaves that are not known to be equal on all processes.
 
-    `own` is the list that the called step handed to `keep`.
+    Args:
+      leaves: the leaves of a state.
+      own: the list that the called step passed to `keep`.
     """
     _returned[:] = [refs for refs in _returned if refs is own or _any_alive(refs)]
     if any(are(refs, leaves) for refs in _returned):
@@ -40,8 +42,8 @@ def unknown(leaves: Sequence[Any], own: Refs) -> Sequence[int]:
 
 
 def are(refs: Refs, leaves: Sequence[Any]) -> bool:
-    """Whether these are references to these leaves, in this order."""
-    # In every call, for every leaf, so without a line of Python for each.
+    """Whether `refs` are references to `leaves`, in this order."""
+    # This runs in every call for every leaf, so avoid a Python loop.
     return len(leaves) == len(refs) and all(map(operator.is_, map(operator.call, refs), leaves))
 
 

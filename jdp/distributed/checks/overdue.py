@@ -1,23 +1,21 @@
-"""Calls of steps that do not end: did all processes make them with the same arguments?"""
+"""Check whether all processes made the calls of steps that do not end with equal arguments."""
 
-import logging
 import threading
 import time
 from collections.abc import Sequence
 
+from jdp.distributed import fail_fast
 from jdp.distributed.step_call import StepCall
 
-_log = logging.getLogger("jdp")
-
-# After so long without any step that ends, the processes compare their calls.
+# After this many seconds without any step that ends, the processes compare their calls.
 PATIENCE_S = 5.0
 
 
 class Overdue:
-    """Looks now and then at the calls in flight, and logs a difference if none of them ends.
+    """Check the calls in flight periodically, and end this process if an overdue one differs.
 
     Args:
-      patience_s: seconds until they are compared, once.
+      patience_s: seconds until the processes compare the calls, once.
     """
 
     def __init__(self, patience_s: float = PATIENCE_S):
@@ -27,10 +25,10 @@ class Overdue:
         self._is_explained = False
 
     def look(self, calls: Sequence[StepCall]) -> threading.Thread | None:
-        """Check the unfinished calls, given oldest first, without waiting.
+        """Check the unfinished calls, ordered from the oldest, without waiting.
 
         Returns:
-          The thread that explains them, if they are overdue.
+          The thread that compares and explains them, if they are overdue.
         """
         oldest = str(calls[0]) if calls else None
         if oldest != self._oldest:
@@ -39,19 +37,14 @@ class Overdue:
         if not calls or late_s < self._patience_s or self._is_explained:
             return None
         self._is_explained = True
-        thread = threading.Thread(target=_explain, args=(calls, late_s), daemon=True)
+        thread = threading.Thread(target=_explain, args=(calls,), daemon=True)
         thread.start()
         return thread
 
 
-def _explain(calls: Sequence[StepCall], late_s: float) -> None:
+def _explain(calls: Sequence[StepCall]) -> None:
     for call in calls:
-        if difference := call.difference(PATIENCE_S):
-            _log.error(
-                "jdp: no step has ended for %.0f s. A likely cause: %s was not the same on all "
-                "processes, so they may wait for each other: %s",
-                late_s,
-                call,
-                difference,
-            )
-            return
+        if call.difference(PATIENCE_S):
+            assert call.arguments is not None and call.given is not None
+            text = call.arguments.explained(call.given, str(call))
+            return fail_fast.end_process(RuntimeError(text))

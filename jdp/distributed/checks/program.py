@@ -1,4 +1,4 @@
-"""Is a step the same program on all processes, and if not, where does it first differ?"""
+"""Check that a step is the same program on all processes, and find the first difference."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +17,11 @@ _SHOWN_CHARACTERS = 400
 
 
 class ProgramText(NamedTuple):
-    """The program of a step, as it is compared.
+    """The program of a step in the form that is compared.
 
     Attributes:
-      name: of the author's function.
-      lines: of its lowered text.
+      name: name of the author's function.
+      lines: lines of its lowered text.
       constants: the arrays that it captures.
       source: index of a line -> file and line of the author's code, or "".
     """
@@ -33,19 +33,29 @@ class ProgramText(NamedTuple):
 
     @classmethod
     def of(cls, name: str, traced: Any, lowered: Any) -> "ProgramText":
-        """Describe the results of `jax.jit(...).trace(...)` and its `.lower()`."""
-        lines = lowered.as_text().splitlines()  # without names of files, which may differ
-        # The text has only those constants that JAX does not turn into arguments.
+        """Return the text of a traced and lowered step.
+
+        Args:
+          name: name of the author's function.
+          traced: result of `jax.jit(...).trace(...)`.
+          lowered: result of `traced.lower()`.
+        """
+        lines = lowered.as_text().splitlines()  # without file names, which may differ
+        # The text has only the constants that JAX does not turn into arguments.
         constants = [*_constants(traced.jaxpr, set())]
         return cls(name, lines, constants, lambda index: _source(lowered, lines, index))
 
 
 def require_program(group: tuple[int, ...], program: ProgramText) -> None:
-    """Refuse a step whose programs differ between processes; all of `group` make this call.
+    """Raise an error if the programs of a step differ between processes. All of `group` call this.
+
+    Args:
+      group: `agree.peers` of the mesh.
+      program: the program of this process.
 
     Raises:
       ValueError: on every process, with the first difference.
-      RuntimeError: if a process failed before it came here, or does not come in time.
+      RuntimeError: if a process failed before this call, or does not make it in time.
     """
     shown = [program.lines, *map(_described, program.constants)]
     gathered = agree.all_gather(
@@ -79,7 +89,7 @@ def _different_constant(
     gathered = agree.all_gather(group, [*map(_described, constants)], what="constants")
     odd, usual = pair
     if len(gathered[odd]) != len(gathered[usual]) or gathered[odd] == gathered[usual]:
-        return None  # If their numbers differ, so do the lines.
+        return None  # if the numbers of constants differ, so do the lines
     both = enumerate(zip(gathered[odd], gathered[usual], strict=True))
     number = next(i for i, (one, other) in both if one != other)
     shapes = {process: gathered[process][number].rpartition(" ")[0] for process in pair}
@@ -118,7 +128,7 @@ def _different_line(
     )
 
 
-# MLIR's text of a place: `#loc7 = loc("train.py":31:4 to :9)`, or `loc(#loc3)`.
+# MLIR's text of a location: `#loc7 = loc("train.py":31:4 to :9)`, or `loc(#loc3)`.
 _PLACE = re.compile(r"(#loc\d*) = loc\((.*)\)$")
 _FILE = re.compile(r'"([^"]+)":(\d+)')
 
@@ -132,7 +142,7 @@ def _source(lowered: Any, lines: Sequence[str], index: int) -> str:
             others.append(line)
     if len(others) != len(lines):
         return ""
-    # A constant has no place of its own: take that of the first line that reads it.
+    # A constant has no location of its own. Use that of the first line that reads it.
     value = lines[index].partition(" = ")[0].strip()
     reads = re.compile(rf"{re.escape(value)}(?!\w)")
     readers = (i for i in range(index + 1, len(lines)) if value and reads.search(lines[i]))
@@ -151,9 +161,9 @@ def _file(line: str, places: dict[str, str]) -> str:
 
 
 def _constants(jaxpr: Any, seen: set[int]) -> Iterator[np.ndarray]:
-    """Yield the arrays, constants or literals, that a jaxpr or one within it captures.
+    """Yield the arrays (constants or literals) that a jaxpr or one within it captures.
 
-    A jaxpr that is called from many places is read once; `seen` has the ids of those read.
+    A jaxpr that is called from several places is read once. `seen` holds the ids of those read.
     """
     if id(jaxpr) in seen:
         return
@@ -177,9 +187,12 @@ def _numbers(constant: Any) -> np.ndarray:
 
 
 def require_schedule(group: tuple[int, ...], name: str, compiled: str) -> None:
-    """Refuse a step whose order of collectives differs between processes, once compiled.
+    """Raise ValueError if the order of a compiled step's collectives differs between processes.
 
-    `compiled` is the text of the compiled program, in the order in which it runs.
+    Args:
+      group: `agree.peers` of the mesh, which all call this.
+      name: name of the author's function.
+      compiled: text of the compiled program, in the order in which it runs.
     """
     lines = schedule(compiled)
     gathered = agree.all_gather(group, agree.digest(lines), what="the schedule", of=f" of `{name}`")
@@ -202,14 +215,14 @@ _COLLECTIVE = re.compile(
     r"collective-broadcast|send|recv|async)(?:-start|-update|-done)?)\("
 )
 _GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=.*?(?=, \w+=|$)")
-# jdp's own collectives, between GPUs.
+# jdp's own collectives between GPUs.
 _RING = re.compile(r'(.*?) ?\bcustom-call\(.*custom_call_target="(jdp_\w+)".*backend_config=(.*)')
 
 
 def schedule(compiled: str) -> list[str]:
     """Return the collectives of a compiled program, in the order in which it runs them.
 
-    Names of values and computations are left out, which may differ in equal programs.
+    Names of values and computations, which may differ in equal programs, are left out.
 
     >>> schedule("  %r.3 = f32[8] all-reduce-start(%x), replica_groups={{0,1}}, to_apply=%add.2")
     ['all-reduce-start f32[8] replica_groups={{0,1}}']

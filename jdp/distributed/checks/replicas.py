@@ -1,4 +1,4 @@
-"""`check_replicas`: do all ranks still hold the same bits?"""
+"""`check_replicas`: check that all ranks hold the same bits."""
 
 import hashlib
 from collections import Counter
@@ -20,34 +20,35 @@ class RanksDifferError(RuntimeError):
     """Ranks hold different bits of a state."""
 
 
-# (structure of a state, axes, every) -> how often it was to be checked.
+# (structure of a state, axes, every) -> number of calls.
 _num_calls: Counter[Any] = Counter()
 
 
 def check_replicas(state: Any, *, every: int = 1, axis_name: AxisName = "data") -> str | None:
     """Make sure that every rank holds the same bits of the state, and give their hash.
 
-    jdp proves that a step leaves equal states; what it cannot see are callbacks that are not
-    pure, kernels that round differently from device to device, and memory that fails. Ranks then
+    jdp proves that a step leaves equal states. It cannot see callbacks that are not pure, kernels
+    that round differently from device to device, and faulty memory. The states of the ranks then
     drift apart, which averaged metrics do not show.
 
-    Every rank hashes its own copy, which reads it once, and only hashes are compared. The call
-    waits for the steps that make the state. All processes must make it.
+    Every rank hashes its own copy, reading it once, and only hashes are compared. If an array is
+    split over the ranks, as `jdp.sharded` does, each part is compared with its copies. The call
+    waits for the steps that compute the state. All processes must make it.
 
     Args:
-      state: any tree; leaves that are not arrays are left out.
-      every: of the calls with this number, for trees of this structure, look at the first and at
-        each `every`-th after it, >= 1; the calls between do nothing.
+      state: any tree; leaves that are not arrays are ignored.
+      every: of the calls for trees of this structure, check the first and every `every`-th after
+        it, >= 1. The other calls do nothing.
       axis_name: the data axis of the mesh: a name, or a tuple of names.
 
     Returns:
-      16 hexadecimal digits, the same for equal bits on any number of ranks, so that runs can be
+      16 hexadecimal digits, the same for equal bits on any number of ranks, with which runs can be
       compared; None from a call that does nothing.
 
     Raises:
-      RuntimeError: on every process, naming the rank that differs from most and the first leaf,
-        or a process that does not come.
-      ValueError: if `every` is not positive, or a leaf is split over `axis_name` or was donated.
+      RuntimeError: on every process, naming the rank that differs from most and the first leaf, or
+        a process that does not make the call.
+      ValueError: if `every` is not positive, or a leaf was donated.
 
     >>> import jax.numpy as jnp, jdp
     >>> mesh = jdp.init(cpu_ranks=2)
@@ -73,7 +74,7 @@ def check_replicas(state: Any, *, every: int = 1, axis_name: AxisName = "data") 
         raise TypeError("check_replicas looks at arrays: call it between steps, not inside one.")
     in_flight.drain()
     where = mesh.mesh_of(jax.tree.leaves(leaves), axes)
-    leaves = jax.tree.leaves(placement.placed(leaves, axes, where))
+    leaves = jax.tree.leaves(placement.placed(leaves, axes, where, may_be_split=True))
     paths = [jax.tree_util.keystr(path) for path, _ in named]
     table = _gathered(where, leaves)
     _require_equal(where, axes, paths, leaves, table)
@@ -81,10 +82,10 @@ def check_replicas(state: Any, *, every: int = 1, axis_name: AxisName = "data") 
 
 
 def require_equal_copies(state: Any) -> None:
-    """Make sure that all devices which hold the same part of an array hold the same bits of it.
+    """Raise an error unless all devices that hold the same part of an array hold the same bits.
 
-    As `check_replicas`, for a state that is replicated or split over any axes. Leaves that lie on
-    one device alone are left out.
+    This is `check_replicas` for a state that is replicated or split over any axes. Leaves that are
+    on one device are ignored.
     """
     in_flight.drain()
     on: dict[Mesh, list[tuple[Any, jax.Array]]] = {}
@@ -100,13 +101,13 @@ def require_equal_copies(state: Any) -> None:
 
 
 def _gathered(where: Mesh, leaves: list[jax.Array]) -> np.ndarray:
-    """Hash every device's part of every leaf: `[device, leaf, 2]` uint32, on all processes."""
+    """Return the hashes of every device's part of every leaf: `[device, leaf, 2]` uint32."""
     hashed, _ = hashes.folded(where, leaves, range(len(leaves)))
     mine = {
         int(np.ravel_multi_index(position, where.devices.shape)): values.tobytes().hex()
         for position, values in hashes.parts(hashed)
     }
-    rows = list(dict.fromkeys(mine.values()))  # mostly one, the same on all devices
+    rows = list(dict.fromkeys(mine.values()))  # usually one row, equal on all devices
     value = rows, {position: rows.index(row) for position, row in mine.items()}
     table = np.zeros((where.size, len(leaves), 2), np.uint32)
     gathered = agree.all_gather(agree.peers(where), value, what="the state's hashes")
@@ -118,7 +119,7 @@ def _gathered(where: Mesh, leaves: list[jax.Array]) -> np.ndarray:
 
 
 def _holders(where: Mesh, leaf: jax.Array) -> list[list[int]]:
-    """Return the positions in the mesh of the devices that hold the same part, part by part."""
+    """Return, for each part of a leaf, the positions in the mesh of the devices that hold it."""
     if leaf.sharding.is_fully_replicated:
         return [[*range(where.size)]]
     parts: dict[str, list[int]] = {}
@@ -135,7 +136,7 @@ def _require_equal(
     leaves: list[jax.Array],
     table: np.ndarray,
 ) -> None:
-    found: list[tuple[int, int, int]] = []  # (leaf, device that differs, one that does not)
+    found: list[tuple[int, int, int]] = []  # (leaf, a device that differs, a device that does not)
     for i, leaf in enumerate(leaves):
         for holders in _holders(where, leaf):
             bits = {position: table[position, i].tobytes() for position in holders}

@@ -1,54 +1,59 @@
-"""Are all processes about to run the same program? They compare before anything is sent."""
+"""Compare programs and environments of all processes before anything is sent."""
 
 import functools
-import hashlib
 import json
 import math
 import os
 import platform
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import jaxlib
 from jax.sharding import Mesh
 
-from jdp.distributed import agree
+from jdp.distributed import agree, call_log
+from jdp.distributed.call_log import Call
+from jdp.distributed.checks import different_calls
 from jdp.distributed.checks.program import ProgramText, require_program, require_schedule
 from jdp.error_codes import with_code
-from jdp.worker import launcher_client
+from jdp.worker import launcher_client, source_digest
 from jdp.worker.phases import PATIENCE
 from jdp.worker.version import version
 
-_PACKAGE = Path(__file__).parents[2]
-# Flags for where a process writes, and for its number of devices.
+# Flags that may differ: where a process writes, and its number of devices.
 _OWN_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
 
 
 def require_start(mesh: Mesh, timeout_s: float | None) -> None:
-    """Refuse to start if the processes of `mesh` differ in versions, devices or the mesh itself.
+    """Raise an error if the processes of `mesh` differ in versions, devices or the mesh itself.
 
     Args:
-      mesh: if it is of one process, there is nothing to compare.
-      timeout_s: deadline of this comparison, in seconds; None: 300. In later ones, other processes
-        may still save or compile: without a launcher, they have six times as long (None: for ever).
-        Under a launcher there is no deadline, since its watch knows what all of them do.
+      mesh: the mesh. With one process, there is nothing to compare.
+      timeout_s: deadline of this comparison, in seconds; None: 300. In later comparisons other
+        processes may be saving or compiling: without a launcher the deadline is six times as long
+        (None: none). Under a launcher there is none, since the launcher detects hangs.
 
     Raises:
-      ValueError: on every process, naming one that differs, and the difference.
-      RuntimeError: if a process does not come in time.
+      ValueError: on every process, naming a process that differs, and the difference.
+      RuntimeError: if a process does not call this in time.
     """
     agree.set_timeout_s(300.0 if timeout_s is None else timeout_s)
     group = agree.peers(mesh)
     if len(group) > 1:
-        require_equal_facts(agree.all_gather(group, _facts(mesh), what="versions in jdp.init"))
+        facts = agree.all_gather(group, _facts(mesh), what="versions in jdp.init")
+        if len({its["jdp"] for its in facts.values()}) > 1:  # perhaps only in comments
+            build = f"{version()} (code {source_digest.of_code()})"
+            builds = agree.all_gather(group, build, what="builds of jdp")
+            facts = {process: its | {"jdp": builds[process]} for process, its in facts.items()}
+        require_equal_facts(facts)
+        different_calls.current.watch_end()
     is_watched = launcher_client.current() is not None
     agree.set_timeout_s(math.inf if is_watched or timeout_s is None else PATIENCE * timeout_s)
 
 
 def require_equal_facts(facts: Mapping[int, Mapping[str, str | None]]) -> None:
-    """Refuse processes that differ: process -> name of a fact -> fact, or None if unknown.
+    """Raise ValueError if processes differ, given process -> name of a fact -> fact or None.
 
     >>> require_equal_facts({0: {"JAX": "0.12.0"}, 1: {"JAX": "0.11.2"}})
     Traceback (most recent call last):
@@ -70,11 +75,11 @@ def require_equal_facts(facts: Mapping[int, Mapping[str, str | None]]) -> None:
 def _facts(mesh: Mesh) -> dict[str, str | None]:
     flags = [x for x in os.environ.get("XLA_FLAGS", "").split() if not x.startswith(_OWN_FLAGS)]
     return {
-        "jdp": f"{version()} (sources {_digest_of_sources()})",
+        "jdp": f"{version()} (sources {source_digest.of_bytes()})",
         "JAX": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),
-        # A process may lack one: it reports that when gradients are reduced, and all use XLA.
+        # A process may lack one. It reports that when gradients are reduced, and all use XLA.
         "native library": _stamp("libjdp_cpu"),
         "CUDA library": _stamp("libjdp_cuda"),
         "kind of device": ", ".join(sorted({d.device_kind for d in jax.local_devices()})),
@@ -84,34 +89,27 @@ def _facts(mesh: Mesh) -> dict[str, str | None]:
     }
 
 
-@functools.cache
-def _digest_of_sources() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        digest.update(str(path.relative_to(_PACKAGE)).encode() + path.read_bytes())
-    return digest.hexdigest()[:8]
-
-
-# setup.py writes the digest of the sources that it built a library from.
+# setup.py records the digest of the sources from which it built a library.
 def _stamp(name: str) -> str | None:
-    path = _PACKAGE / "lib" / f"{name}.json"
+    path = source_digest.PACKAGE / "lib" / f"{name}.json"
     return json.loads(path.read_text())["digest"][:8] if path.exists() else None
 
 
 class FirstRuns:
-    """Compares a step between the processes of its mesh before each new trace runs.
+    """Compare a step between the processes of its mesh before each new trace runs.
 
     Args:
-      mesh: where it runs.
-      name: of the author's function.
+      mesh: the mesh of the step.
+      name: name of the author's function.
     """
 
     def __init__(self, mesh: Mesh, name: str):
         self._mesh = mesh
         self._name = name
         self._group = agree.peers(mesh)
-        self._known: set[Any] = set()  # shapes whose program was compared
-        self._equal: list[Any] = []  # jaxprs
+        self._log, self._num_calls = call_log.of(self._group), 0
+        self._known: set[Any] = set()  # shapes whose programs were compared
+        self._equal: list[Any] = []  # jaxprs that all processes share
         self._is_expected = True
 
     def run(
@@ -123,16 +121,20 @@ class FirstRuns:
         is_returned: bool,
         first: Callable[[], None],
     ) -> Any:
-        """Return `run(*args)`, once all processes have the same program for these shapes.
+        """Return `run(*args)`, after all processes agreed on the program for these shapes.
 
         Args:
-          run: the call of a `jax.jit(...)`.
+          run: a `jax.jit(...)`.
           trace: its `trace`. JAX then traces, lowers and compiles once for both.
-          args: its arguments.
-          is_returned: whether the last call returned the first of them.
+          args: its arguments, of which the first is the state.
+          is_returned: whether the last call returned the state.
           first: compares the arguments themselves; called before a new program runs.
         """
         shapes = _shapes(args[1:] if is_returned else args)
+        self._num_calls += 1
+        what = f"call {self._num_calls} of `{self._name}`"
+        shown = functools.partial(_shown, shapes, is_returned=is_returned)
+        call = self._log.record(Call(what, self._name, shown))
         if shapes in self._known:
             self._is_expected = False
             try:
@@ -141,18 +143,23 @@ class FirstRuns:
                 pass
             finally:
                 self._is_expected = True
-        # The state that comes out may have other shapes than the one that went in: compare again.
-        if not self._compare(trace, args, first) or not is_returned:
+        # The returned state may have other shapes than the input state. Then compare again.
+        try:
+            is_new = self._compare(trace, args, first)
+        except Exception:
+            call.was_refused = True
+            raise
+        if not is_new or not is_returned:
             self._known.add(shapes)
         return run(*args)
 
     def on_trace(self) -> None:
-        """Record that the step is being traced. If `run` did not expect that, it compares first."""
+        """Record that the step is being traced. If `run` did not expect this, it compares first."""
         if not self._is_expected:
             raise _NewTrace
 
     def _compare(self, trace: Callable[..., Any], args: tuple, first: Callable[[], None]) -> bool:
-        """Compare the program for these shapes; whether it is a new one."""
+        """Compare the program for these shapes, and return whether it is a new one."""
         with agree.propagating_errors(self._group, f"while it traced `{self._name}`"):
             traced = trace(*args)
             if any(traced.jaxpr is jaxpr for jaxpr in self._equal):
@@ -169,10 +176,22 @@ class FirstRuns:
         return True
 
 
-class _NewTrace(Exception):  # noqa: N818 - it never leaves this file
+class _NewTrace(Exception):  # noqa: N818 - only this file catches it
     pass
 
 
 def _shapes(args: tuple) -> Any:
     leaves, tree = jax.tree.flatten(args)
     return tree, tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves)
+
+
+# The shapes of batch and further arguments: args begin with the state and end with the checksums.
+def _shown(shapes: Any, *, is_returned: bool) -> dict[str, str]:
+    tree, leaves = shapes
+    args = jax.tree.unflatten(tree, [aval for aval, _ in leaves])[0 if is_returned else 1 : -1]
+    found = {}
+    for i, arg in enumerate(args):
+        for path, aval in jax.tree_util.tree_leaves_with_path(arg):
+            name = "batch" if i == 0 else f"argument {i + 2}"
+            found[name + jax.tree_util.keystr(path)] = aval.str_short()
+    return found

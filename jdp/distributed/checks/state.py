@@ -1,4 +1,4 @@
-"""Do all processes hold the same state, before they train it?"""
+"""Check that all processes hold the same state before they train it."""
 
 import hashlib
 from typing import Any
@@ -13,13 +13,14 @@ from jdp.pytrees import is_array, is_key, without_key
 
 
 def agreed(tree: Any, *, broadcast: bool = False) -> Any:
-    """Make sure that every process holds the same tree, and return it.
+    """Return the tree, after checking that every process holds the same one.
 
-    With `broadcast`, it is the tree of process 0. Leaves that several processes share already are
-    not compared.
+    Args:
+      tree: any tree of arrays and numbers. Leaves that several processes share are not compared.
+      broadcast: return the tree of process 0 instead, without comparing values.
 
     Raises:
-      ValueError: on every process, naming the first leaf that differs, and whose it is.
+      ValueError: on every process, naming the first leaf that differs, and its process.
     """
     if jax.process_count() == 1:
         return tree
@@ -72,7 +73,7 @@ def _described(path: tuple, leaf: Any) -> str:
     return f"`{jax.tree_util.keystr(path)}` {what}"
 
 
-# The first difference of the leaves of two processes, as a clause; "" without a store.
+# Return the first difference between two processes' leaves as a clause; "" without a store.
 def _first_difference(pair: tuple[int, int], shapes: list[str]) -> str:
     if not kv_store.is_open():
         return ""
@@ -89,14 +90,14 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-# For each digest, the `odd_one` of all processes.
+# Return, for each digest, the `odd_one` of all processes.
 def _odd_ones(digests: list[str]) -> list[tuple[int, int] | None]:
     gathered = _all_gather(digests) if digests else {}
     each = [{process: its[n] for process, its in gathered.items()} for n in range(len(digests))]
     return [agree.odd_one(its) for its in each]
 
 
-# Through the store, which compiles nothing; without it, JAX may still know the other processes.
+# Use the store, which compiles nothing. Without it, JAX may still know the other processes.
 def _all_gather(digests: list[str]) -> dict[int, list[str]]:
     if kv_store.is_open():
         everyone = tuple(range(jax.process_count()))

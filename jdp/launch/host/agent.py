@@ -13,9 +13,6 @@ If the leader is lost, the other hosts continue without this one. So this host k
 and joins again once they have ended; it keeps its standbys and commit memory. Processes that were
 asked to end may first use their shutdown timeout, since their checkpoint counts; then the run is
 over.
-
-Standbys are started when every process of a generation has finished its first step, or when the
-host joins a run in progress, and killed by `stop` and at the end.
 """
 
 import asyncio
@@ -27,7 +24,7 @@ import socket
 from typing import Any, NamedTuple
 
 from jdp.launch.host.commit_saver import save_commit
-from jdp.launch.host.coordinator_port import reserve_port
+from jdp.launch.host.coordinator_port import CoordinatorPort
 from jdp.launch.host.leader_connection import Link, start_task
 from jdp.launch.host.local_generation import LocalGeneration
 from jdp.launch.host.standby_pool import Standbys
@@ -66,7 +63,7 @@ class Host:
         self.id = secrets.token_hex(8)
         self.over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._options, self._resources = options, resources
-        self._port = reserve_port()
+        self._port = CoordinatorPort()
         self._number, self._stepped, self._run_id = -1, False, options.rdzv_id
         self._generation: LocalGeneration | None = None  # the one that has processes here
         self._standbys = Standbys(
@@ -120,7 +117,7 @@ class Host:
                     await self._changed.wait()
         self._beats.cancel()
         self._link.leave()
-        self._port.close()
+        self._port.release()
 
     # --- the leader ---
 
@@ -129,7 +126,7 @@ class Host:
             "id": self.id,
             "name": socket.gethostname(),
             "address": self._options.local_addr,
-            "port": self._port.getsockname()[1],
+            "port": self._port.number,
             "num_processes": self._options.nproc_per_node,
             "host_id": self._options.node_rank,
             "run_id": self._run_id,
@@ -155,6 +152,7 @@ class Host:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(min(BEAT_S, self._options.heartbeat_timeout_s / 5))
+            self._resources.orphans.reap()
             self._link.beat(statuses=self._generation.statuses() if self._generation else {})
 
     def _receive(self, kind: str, facts: dict[str, Any]) -> None:
@@ -184,7 +182,7 @@ class Host:
 
     def _go(self, first: int, slots: list[int], **common: Any) -> None:
         if first == 0:
-            self._port.close()  # process 0 listens there now
+            self._port.release()  # process 0 listens there now
         self._number, self._run_id = common["generation"], common["run_id"]
         self._generation = LocalGeneration(
             self._options,
@@ -193,17 +191,10 @@ class Host:
             stuck=functools.partial(self._finish, 1),
             say=self._resources.say,
         )
-        for local_id, slot in enumerate(slots):
-            assignment = Assignment(
-                process_id=first + local_id,
-                local_id=local_id,
-                num_local=len(slots),
-                gpus=self._resources.gpus[slot],
-                **common,
-            )
+        for assignment in self._resources.assignments(first, slots, **common):
             process = self._standbys.take_standby()
             if process is None:
-                process = self._start(local_id, assignment)
+                process = self._start(assignment.local_id, assignment)
             else:
                 process.go(assignment)
             self._generation.processes.append(process)
@@ -234,11 +225,9 @@ class Host:
         if not self._link.is_joined and (generation.saved or self._signal is not None):
             code = SAVED if generation.saved else 128 + (self._signal or signal.SIGTERM)
             return self._finish(code, "the leader was lost while the run ended.")
-        self._port.close()
-        self._port = reserve_port()
+        port = self._port.renew()
         if not self._link.is_joined:
             return self._link.join_again()
-        port = self._port.getsockname()[1]
         self._link.send("ended", generation=self._number, port=port, step=generation.step)
 
     def _stop(self, number: int | None) -> None:

@@ -3,8 +3,29 @@
 import socket
 
 
-def reserve_port() -> socket.socket:
-    """Return a socket that is bound to a port, so that no other program gets it meanwhile."""
+class CoordinatorPort:
+    """A port that is reserved, so that no other program gets it meanwhile."""
+
+    def __init__(self) -> None:
+        self._socket = _bound()
+
+    @property
+    def number(self) -> int:
+        """The number of the port."""
+        return self._socket.getsockname()[1]
+
+    def release(self) -> None:
+        """Let process 0 listen there."""
+        self._socket.close()
+
+    def renew(self) -> int:
+        """Reserve another one, and return its number."""
+        self._socket.close()
+        self._socket = _bound()
+        return self.number
+
+
+def _bound() -> socket.socket:
     if not socket.has_dualstack_ipv6():
         reserved = socket.socket()
         reserved.bind(("", 0))

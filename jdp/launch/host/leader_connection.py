@@ -10,7 +10,7 @@ from jdp.error_codes import with_code
 from jdp.launch.options.options import Options
 from jdp.launch.transport import token_auth
 from jdp.launch.transport.connection import Channel
-from jdp.worker.messages import protocol
+from jdp.worker import source_digest
 
 RETRY_S = 0.5
 
@@ -111,7 +111,7 @@ class Link:
         match kind:
             # An unauthenticated peer may send the first three kinds, but not the others.
             case "challenge":
-                self._prove(str(facts.get("nonce")), facts.get("protocol"))
+                self._prove(str(facts.get("nonce")), facts.get("protocol"), facts.get("code"))
             case "welcome":
                 self._enter(facts.get("proof"), bool(facts.get("is_running")))
             case "refused":
@@ -121,9 +121,10 @@ class Link:
             case _ if self.is_joined:
                 self._received(kind, facts)
 
-    def _prove(self, nonce: str, its_protocol: object) -> None:
+    def _prove(self, nonce: str, its_bytes: object, its_code: object) -> None:
         assert self._channel is not None
-        if its_protocol != protocol():
+        rooms = source_digest.PROTOCOL
+        if its_bytes != source_digest.of_bytes(rooms) and its_code != source_digest.of_code(rooms):
             return self._end(
                 with_code(
                     "JDP308",

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 # A variable by which the guardian finds processes that left their process group.
@@ -25,9 +26,17 @@ class Guardian:
 
     Each is started with the variables of `environment`, and its group is added; the group is
     removed when the process was killed and waited for.
+
+    Args:
+      added, removed: are called with the pid of each child of the launcher, the guardian included.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        added: Callable[[int], None] = lambda pid: None,
+        removed: Callable[[int], None] = lambda pid: None,
+    ) -> None:
+        self._added, self._removed = added, removed
         mark = secrets.token_hex(16)
         # A launcher may run in a process of another launcher, whose mark it hands on.
         marks = filter(None, [os.environ.get(MARK), mark])
@@ -42,13 +51,16 @@ class Guardian:
             cwd="/",
             start_new_session=True,  # Ctrl-C and a closed terminal are for the launcher
         )
+        added(self._process.pid)
 
     def add(self, group: int) -> None:
         """Kill this process group when the launcher is gone."""
+        self._added(group)
         self._tell(f"+{group}\n")
 
     def remove(self, group: int) -> None:
         """Forget a group whose leader was waited for: its number may soon be another's."""
+        self._removed(group)
         self._tell(f"-{group}\n")
 
     def kill_all(self, timeout_s: float = 5.0) -> None:

@@ -9,6 +9,9 @@ from jdp.worker.exit_codes import in_words
 class Standbys:
     """The standbys of this host.
 
+    They are started when every process of a generation has finished its first step, or when the
+    host joins a run in progress, and killed by `stop` and at the end.
+
     Args:
       number: of standbys to keep.
       start: starts one, given the local id that it will probably have.
@@ -25,20 +28,26 @@ class Standbys:
     ) -> None:
         self._number, self._start, self._ready, self._say = number, start, ready, say
         self._processes: list[Process] = []
+        self._dropped: list[Process] = []  # killed, and not waited for yet
         self._wanted = 0  # now
         self._one_parked = False
         self._gave_up = False
 
     def __contains__(self, process: Process) -> bool:
-        return process in self._processes
+        return process in self._processes or process in self._dropped
 
     def __bool__(self) -> bool:
-        return bool(self._processes)
+        return bool(self._processes or self._dropped)
 
     def fill(self) -> None:
-        """Start the missing standbys."""
+        """Start the missing standbys, also in the place of those that are stopped or dying."""
+        for process in [each for each in self._processes if not each.can_run()]:
+            self._processes.remove(process)
+            self._dropped.append(process)
+            process.kill()
         self._wanted = 0 if self._gave_up else self._number
-        while len(self._processes) < self._wanted:
+        # A dropped one keeps its slot of the board until it was waited for.
+        while len(self._processes) + len(self._dropped) < self._wanted:
             self._processes.append(self._start(len(self._processes)))
         self._say_ready()
 
@@ -59,6 +68,11 @@ class Standbys:
 
     def record_exit(self, process: Process) -> None:
         """Forget one that has ended, and report it if it was needed."""
+        if process in self._dropped:
+            self._dropped.remove(process)
+            if self._wanted:
+                self.fill()
+            return
         self._processes.remove(process)
         if not self._wanted:
             return

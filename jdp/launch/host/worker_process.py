@@ -4,11 +4,12 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from jdp.launch.host import compile_cache, spawn
+from jdp.launch.host.orphans import Orphans
 from jdp.launch.host.output import Logs
 from jdp.launch.host.reaper import Guardian
 from jdp.launch.options.options import Options
@@ -30,19 +31,40 @@ class HostResources:
 
     Attributes:
       gpus: of each slot.
+      orphans: of the processes that have ended.
       commit_file: descriptor of the commit memory. The launcher owns it, so that a commit outlives
         the process that wrote it.
     """
 
     def __init__(self, options: Options) -> None:
         self.gpus = gpus_of_slots(num_gpus(), options.nproc_per_node[1])
-        self.guardian = Guardian()
+        self.orphans = Orphans()
+        self.guardian = Guardian(self.orphans.add_own, self.orphans.remove_own)
         self.logs = Logs(options)
         self.command = options.argv()
         self.variables = spawn.environment(num_gpus=num_gpus(), **self.guardian.environment)
         self.board = Board.create(options.nproc_per_node[1] + options.num_standbys)
         self.free_slots = [*range(self.board.num_slots)]
         self.commit_file = os.memfd_create("jdp-commit")
+
+    def assignments(self, first: int, slots: Sequence[int], **common: Any) -> list[Assignment]:
+        """Return those of the processes of this host in a generation.
+
+        Args:
+          first: number of the first process.
+          slots: of the processes.
+          **common: facts that are the same for all of them.
+        """
+        return [
+            Assignment(
+                process_id=first + local_id,
+                local_id=local_id,
+                num_local=len(slots),
+                gpus=self.gpus[slot],
+                **common,
+            )
+            for local_id, slot in enumerate(slots)
+        ]
 
     def say(self, text: str) -> None:
         """Print a line for people who watch the run, without waiting for the console."""
@@ -57,6 +79,8 @@ class HostResources:
         try:
             self.guardian.kill_all()
         finally:
+            self.orphans.kill_all()
+            self.orphans.stop_adopting()
             self.logs.finish()
             os.close(self.commit_file)
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from jdp.error_codes import with_code
 from jdp.launch.transport import token_auth
 from jdp.launch.transport.connection import Channel
-from jdp.worker.messages import MAX_LINE_BYTES, protocol
+from jdp.worker import source_digest
+from jdp.worker.messages import MAX_LINE_BYTES
 
 # A connection that has not proved that it knows the token may send so much, and take so long.
 VISITOR_BYTES = 4096
@@ -36,6 +37,7 @@ class Admission:
       judge: returns the reason to refuse a host, given the facts of its `join`, or None.
       admit: is called with the channel of an admitted host, the facts of its `join` and the
         leader's proof, and sends `welcome` with that.
+      code: digest of this build without comments; None if no other host can come.
     """
 
     def __init__(
@@ -44,8 +46,10 @@ class Admission:
         token: str,
         judge: Callable[[dict[str, Any]], Refusal | None],
         admit: Callable[[Channel, dict[str, Any], str], None],
+        code: str | None = None,
     ) -> None:
         self._listener, self._token, self._judge, self._admit = listener, token, judge, admit
+        self._code = code
         self._visitors: dict[Channel, None] = {}  # oldest first
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         is_unlimited = limit == resource.RLIM_INFINITY
@@ -76,7 +80,8 @@ class Admission:
         visitor.closed = lambda why: self._dismiss(visitor)
         self._visitors[visitor] = None
         self._loop.call_later(VISITOR_S, self._dismiss, visitor)
-        visitor.send("challenge", nonce=nonce, protocol=protocol())
+        protocol = source_digest.of_bytes(source_digest.PROTOCOL)
+        visitor.send("challenge", nonce=nonce, protocol=protocol, code=self._code)
 
     def _dismiss(self, visitor: Channel) -> None:
         if visitor in self._visitors:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jdp.launch.leader import failure
+from jdp.launch.leader import early_ends, failure
 from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.failure import Cause
 from jdp.launch.leader.rank_assignment import Part, Plan, size
@@ -23,8 +23,6 @@ from jdp.launch.leader.remote_host import RemoteHost
 from jdp.launch.options.options import Options
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.hang_detector import Stall, Watch
-from jdp.worker.phases import BETWEEN, waits
-from jdp.worker.progress_board import ProcessStatus
 
 State = enum.Enum("State", "RUNNING STOPPING ENDING")
 
@@ -136,10 +134,12 @@ class Generation:
                 why = failure.after_end(why, min(ended))
             self.fail(why, process_id)
 
-    def record_statuses(self, remote: RemoteHost, statuses: dict[int, ProcessStatus]) -> None:
-        """Record the statuses of the processes of a host."""
+    def record_statuses(
+        self, remote: RemoteHost, statuses: dict[str, list], ahead_s: float
+    ) -> None:
+        """Record the statuses of the processes of a host, whose clock is `ahead_s` behind."""
         if remote in self.parts:
-            self.parts[remote].statuses = statuses
+            self.parts[remote].record_statuses(statuses, ahead_s)
 
     def record_left(self, remote: RemoteHost, step: int | None) -> None:
         """Record that a host has no processes of it left, and their last common step."""
@@ -152,7 +152,11 @@ class Generation:
         stall = self._watch.look(now, statuses)
         if stall is not None:
             self._report_stall(stall)
-        self._look_for_early_ends(now, statuses)
+        is_due = self._first_end is not None and now - self._first_end >= self._grace_s
+        if is_due and (
+            why := early_ends.find(now, self._grace_s, statuses, self._steps_of_ended())
+        ):
+            self.fail(why)
 
     def fail(self, why: Cause, process_id: int | None = None) -> None:
         """Record the cause for which it ends, and the process to blame, if any.
@@ -224,6 +228,11 @@ class Generation:
         exited = {i for i, code in self._returncodes.items() if code == 0}
         return exited | self.told.get("ended", {}).keys()
 
+    # The number of steps that each of them has called; -1 if it did not send that.
+    def _steps_of_ended(self) -> dict[int, int]:
+        told = self.told.get("ended", {})
+        return {i: told.get(i, {}).get("steps", -1) for i in self._came_to_end()}
+
     def _report_stall(self, stall: Stall) -> None:
         self._say(stall.report)
         self._send("dump", process_ids=stall.processes)
@@ -238,20 +247,3 @@ class Generation:
             part = self._part_of(first)
             who = first, part.remote.name, part.statuses[first].pid
             self.fail(failure.stall_of_process(*who, stall.stalled_s, stall.report), first)
-
-    # Fails if a process waits in a step for processes that ended without calling that step. A step
-    # that all have called, and the final work of a single process, are limited by the watch alone.
-    def _look_for_early_ends(self, now: float, statuses: dict[int, ProcessStatus]) -> None:
-        if self._first_end is None or now - self._first_end < self._grace_s:
-            return
-        ended = self._came_to_end()
-        for i, status in statuses.items():
-            if i in ended or not waits(status) or now - status.progress_s < self._grace_s:
-                continue
-            called = status.steps + (status.phase != BETWEEN)
-            if missing := [other for other in ended if self._steps_of(other) < called]:
-                return self.fail(failure.early_end(min(missing), i, self._grace_s))
-
-    # The number of steps that an ended process has called; -1 if it did not send that.
-    def _steps_of(self, process_id: int) -> int:
-        return self.told.get("ended", {}).get(process_id, {}).get("steps", -1)

@@ -37,7 +37,6 @@ from jdp.launch.leader.remote_host import RemoteHost
 from jdp.launch.leader.restart_budget import RestartBudget
 from jdp.launch.options.options import Options
 from jdp.worker.exit_codes import SAVED
-from jdp.worker.progress_board import ProcessStatus
 
 # Interval in seconds between checks for stalls and silent hosts.
 LOOK_S = 0.2
@@ -77,12 +76,7 @@ class Leader:
         """
         if not self.members.is_over:
             self._over(code, why)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.members.all_left.wait()
-        except TimeoutError:
-            pass  # A host that misses the message detects the loss of its leader.
-        self.members.close_connections()
+        await self.members.end_connections(timeout_s)
         if self._timer is not None:
             self._timer.cancel()
         self._events.close_file()
@@ -128,9 +122,7 @@ class Leader:
     def _heard(self, remote: RemoteHost, at: float, statuses: dict[str, list]) -> None:
         remote.channel.send("beat", at=at)
         if self._generation is not None:
-            ahead_s = remote.heard - at
-            moved = {int(i): ProcessStatus(*each).moved(ahead_s) for i, each in statuses.items()}
-            self._generation.record_statuses(remote, moved)
+            self._generation.record_statuses(remote, statuses, remote.heard - at)
 
     def _ready(self, remote: RemoteHost, generation: int) -> None:
         if generation == remote.generation and not remote.is_ready:
@@ -189,8 +181,7 @@ class Leader:
     def _wake(self, now: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        free_at = [slot.free_at for remote in self.members.remotes for slot in remote.slots]
-        soonest = min([now + LOOK_S, *(at for at in free_at if at > now)])
+        soonest = min([now + LOOK_S, *self.members.free_after(now)])
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(soonest - now, self._consider)
 
@@ -201,7 +192,7 @@ class Leader:
             generation.stop(self._signal)
         elif generation.cause is not None:
             generation.kill_processes()
-        elif generation.may_grow and self._can_grow(now, generation):
+        elif generation.may_grow and self.members.could_form_more(now, generation.size):
             generation.fail(failure.growth())
             generation.kill_processes()
 
@@ -246,11 +237,6 @@ class Leader:
             self._form(chosen)
         elif error := self._gathering.timeout_error(self.members.remotes, now):
             self._give_up(1, error)
-
-    def _can_grow(self, now: float, generation: Generation) -> bool:
-        next_one = rank_assignment.make(self.members.remotes, self._options.nnodes[0], now) or []
-        is_quick = all(part.remote.is_ready for part in next_one)
-        return is_quick and rank_assignment.size(next_one) > generation.size
 
     def _form(self, chosen: Plan) -> None:
         self._number += 1

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jdp.launch.leader import failure
+from jdp.launch.leader import failure, rank_assignment
 from jdp.launch.leader.admission import Admission, Refusal
 from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.failure import Cause
 from jdp.launch.leader.remote_host import RemoteHost
 from jdp.launch.options.options import Options
 from jdp.launch.transport.connection import Channel
+from jdp.worker import source_digest
 
 
 class Membership:
@@ -30,7 +31,6 @@ class Membership:
       home: id of the leader's own host, once it is known.
       is_ending: whether the run ends, so that no host may join.
       is_over: whether it has ended, so that hosts leave.
-      all_left: set when only the leader's own host is left.
     """
 
     def __init__(
@@ -47,10 +47,22 @@ class Membership:
         self.remotes: list[RemoteHost] = []
         self.home = ""
         self.is_ending = self.is_over = False
-        self.all_left = asyncio.Event()
+        self._all_left = asyncio.Event()
         self._options, self._say, self._events = options, say, events
         self._joined, self._received, self._lost = joined, received, lost
-        self._admission = Admission(listener, token, self._refusal, self._admit)
+        code = source_digest.of_code(source_digest.PROTOCOL) if options.nnodes[1] > 1 else None
+        self._admission = Admission(listener, token, self._refusal, self._admit, code)
+
+    def could_form_more(self, now: float, num_processes: int) -> bool:
+        """Whether a generation with more processes than that could be formed at once."""
+        plan = rank_assignment.make(self.remotes, self._options.nnodes[0], now) or []
+        is_quick = all(part.remote.is_ready for part in plan)
+        return is_quick and rank_assignment.size(plan) > num_processes
+
+    def free_after(self, now: float) -> list[float]:
+        """Return the times after `now` at which slots of hosts have rested."""
+        free_at = (slot.free_at for remote in self.remotes for slot in remote.slots)
+        return [at for at in free_at if at > now]
 
     def remove_silent_hosts(self, now: float) -> None:
         """Remove the hosts that have been silent for longer than a host that lives can be."""
@@ -66,8 +78,13 @@ class Membership:
             remote.channel.send("over", **outcome)
         self._check_all_left()
 
-    def close_connections(self) -> None:
-        """Stop listening, and close the connections to all hosts."""
+    async def end_connections(self, timeout_s: float) -> None:
+        """Wait until the other hosts have left, then stop listening, and close all connections."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._all_left.wait()
+        except TimeoutError:
+            pass  # A host that misses the message detects the loss of its leader.
         self._admission.stop_listening()
         for remote in self.remotes:
             remote.channel.close_connection()
@@ -115,4 +132,4 @@ class Membership:
 
     def _check_all_left(self) -> None:
         if {remote.id for remote in self.remotes} <= {self.home}:
-            self.all_left.set()
+            self._all_left.set()

@@ -30,6 +30,12 @@ class Part:
         """The numbers of its processes."""
         return range(self.first, self.first + len(self.slots))
 
+    def record_statuses(self, statuses: dict[str, list], ahead_s: float) -> None:
+        """Record the statuses of its processes; the leader's clock is `ahead_s` ahead."""
+        self.statuses = {
+            int(i): ProcessStatus(*each).moved(ahead_s) for i, each in statuses.items()
+        }
+
 
 # In the order of their processes.
 Plan = list[Part]

@@ -1,21 +1,20 @@
 """Identities around scanned layers whose backward passes reduce gradients one layer late."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import axis
 from jdp.analysis.marks import AVERAGED, mark
 from jdp.collectives import AllReduce, buckets, call_order
 from jdp.collectives.gpu.start_done import TOKEN, done, start
 from jdp.collectives.native import native, reserved, starts_when_ready
 from jdp.collectives.xla import scaled, split_scale
 from jdp.reduction import step_context, weighted_sum
-from jdp.reduction.overlap.together import together
+from jdp.reduction.overlap.identities import hooked, together
 
 
 def is_float(leaf: Any) -> bool:
@@ -64,11 +63,8 @@ class Hooks:
         self._plan = buckets.plan(self._slot, sys.maxsize)
         step = step_context.current(axes)
         weight, self._mesh = (None, None) if step is None else (step.weight, step.mesh)
-        self._weights = weighted_sum.Weighting(None)
-        if weight is not None:
-            self._weights = weighted_sum.weighting(weight, axes, mean=True)
+        self._weights, self._scale = weighted_sum.factors(weight, axes, mean=True)
         self._share = self._weights.forward
-        self._scale = 1.0 if weight is not None else 1.0 / axis.size(axes)
         # A ring between GPUs starts before a layer's matmuls and is waited for behind them; any
         # other algorithm is placed by XLA. The last layer's has a call of its own.
         self._numbers: list[int] = []
@@ -141,7 +137,7 @@ class Hooks:
             one, two = len(floats), len(floats) + len(moving)
             given = together([*floats, *moving, *slot])
             floats, moving, slot = given[:one], given[one:two], given[two:]
-        hook = _hooked(same, backward)
+        hook = hooked(same, backward)
         floats, moving, slot, tokens = hook(floats, moving, slot, self._share, self._witness)
         return floats, with_floats(carry, moving) if numbers else carry, slot, tokens
 
@@ -161,7 +157,7 @@ class Hooks:
             started, moving = lax.optimization_barrier((started, moving))
             return moving, slot, started, None
 
-        hook = _hooked(same, backward)
+        hook = hooked(same, backward)
         moving = floats_of(carry)
         given = together([*moving, *slot])
         moving, slot = given[: len(moving)], given[len(moving) :]
@@ -221,35 +217,3 @@ class Hooks:
             for i, leaf in zip(bucket, leaves, strict=True)
         }
         return [by_position[i] for i in range(len(self._slot))]
-
-
-def _hooked(same: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `same(*args, share, witness)` with a backward pass of its own.
-
-    The hooks act together or not at all. Where derivatives are nested, one of them may be of the
-    carry alone: its backward pass is a plain one, `is_ours=False`, and leaves them to that in
-    which the parameters, and with them the witness that came from `enter`, are differentiated.
-    """
-    hook = jax.custom_vjp(same)
-
-    def forward(*args: Any) -> tuple[Any, tuple]:
-        values = jax.tree.map(lambda arg: arg.value, args)
-        if args[-1].perturbed:
-            return same(*values), (values[-2],)  # None of JAX's residuals is a bool: a tuple
-        return hook(*values), (values[-2], None)
-
-    def pull_back(residuals: tuple, cotangents: Any) -> tuple:
-        share, is_ours = residuals[0], len(residuals) == 1
-        cotangents = jax.tree.map(_instantiated, cotangents, is_leaf=_is_zero)
-        return *backward(share, cotangents, is_ours), jnp.float32(0)
-
-    hook.defvjp(forward, pull_back, symbolic_zeros=True)
-    return hook
-
-
-def _is_zero(cotangent: Any) -> bool:
-    return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
-
-
-def _instantiated(cotangent: Any) -> Any:
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if _is_zero(cotangent) else cotangent

@@ -19,8 +19,8 @@ import jdp
 
 # What the message holds: its code and, where several have that code, what it says to write.
 KINDS = {
-    "varies": ("JDP101", "state.apply_gradients(grads)` with an optimizer in jdp.replicated"),
-    "decision": ("JDP101", "jdp.mean_over_ranks(loss) in place of"),
+    "varies": ("JDP101", "state.apply_gradients(grads)"),
+    "decision": ("JDP101", "grads = jdp.sync_gradients(grads)"),
     "drawn": ("JDP101", "state.shared_key"),
     "statistics": ("JDP101", "jdp.mean_over_ranks(stats)"),
     "key": ("JDP101", "state.key is"),

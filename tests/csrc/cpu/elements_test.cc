@@ -86,7 +86,7 @@ void test_a_call_leaves_the_thread_as_it_was() {
       const unsigned before = _mm_getcsr();
       float value = 1;
       const Bucket bucket(Type::kF32, {{&value, &value, 1}});
-      CHECK(all_reduce(call_of(kWays[0], rank, 1), bucket).ok());
+      CHECK(collective(call_of(kWays[0], rank, 1), bucket).ok());
       CHECK(_mm_getcsr() == before && (before & 0x8040) == (flushes ? 0x8040 : 0));
     });
   }

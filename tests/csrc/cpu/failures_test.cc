@@ -7,7 +7,7 @@ namespace {
 
 Status reduce_one(const Call& call, int64_t count = 1000) {
   std::vector<float> values(count);
-  return all_reduce(call, Bucket(Type::kF32, {{values.data(), values.data(), count}}));
+  return collective(call, Bucket(Type::kF32, {{values.data(), values.data(), count}}));
 }
 
 void test_missing_ranks_are_named_and_late_ones_fail() {
@@ -92,7 +92,7 @@ void test_types_that_differ_are_a_disagreement() {
       std::vector<float> values(8);
       const Type type = rank == 0 ? Type::kF32 : Type::kU32;
       const Bucket bucket(type, {{values.data(), values.data(), 8}});
-      CHECK(all_reduce(call_of(way, rank, 2), bucket).code == Code::kInvalidArgument);
+      CHECK(collective(call_of(way, rank, 2), bucket).code == Code::kInvalidArgument);
     });
     reset();
   }

@@ -41,6 +41,27 @@ pid_t start(const std::function<void()>& body) {
   std::exit(0);
 }
 
+// Marks that processes give each other, so that no test depends on how fast they run.
+class Marks {
+ public:
+  Marks() { CHECK(pipe(ends_) == 0); }
+  ~Marks() {
+    close(ends_[0]);
+    close(ends_[1]);
+  }
+  void give(int count = 1) const {
+    for (int i = 0; i < count; ++i) CHECK(write(ends_[1], "x", 1) == 1);
+  }
+  // Waits for so many marks, and uses them up.
+  void take(int count = 1) const {
+    char mark;
+    for (int i = 0; i < count; ++i) CHECK(read(ends_[0], &mark, 1) == 1);
+  }
+
+ private:
+  int ends_[2];
+};
+
 // Opens every file of this process again, and closes it.
 void close_again(const std::string& folder) {
   DIR* files = opendir(folder.c_str());
@@ -73,7 +94,7 @@ void test_processes_with_one_and_with_several_ranks_get_the_sum() {
           for (int step = 0; step < 12; ++step) {
             const Way way = kWays[2 + step % 2];
             Leaves<float> leaves(rank, {1, 300, 40001 * (step % 4)}, step % 3 == 0, step % 2);
-            CHECK(all_reduce(call_of(way, rank, num_ranks, step % 5), leaves.bucket()).ok());
+            CHECK(collective(call_of(way, rank, num_ranks, step % 5), leaves.bucket()).ok());
             leaves.check(num_ranks);
           }
         });
@@ -88,22 +109,23 @@ void test_processes_with_one_and_with_several_ranks_get_the_sum() {
 void test_a_killed_process_is_named_at_once() {
   for (const Way& way : {kWays[2], kWays[3]}) {
     const Memory memory = make(3);
+    const Marks has_summed;
     std::vector<pid_t> children;
     for (int rank : range(3)) {
       children.push_back(start([&] {
         attach(memory, {rank});
-        const Stopwatch watch;
+        set_timeout_s(1000);  // longer than the test may take
         Status status;
-        while (status.ok()) {
-          CHECK(watch.elapsed_s() < 20);
+        for (int step = 0; status.ok(); ++step) {
           Leaves<float> leaves(rank, {5000}, true, 0);
-          status = all_reduce(call_of(way, rank, 3), leaves.bucket());
+          status = collective(call_of(way, rank, 3), leaves.bucket());
+          if (step == 0) has_summed.give();
         }
         CHECK(status.code == Code::kDeadlineExceeded);
         CHECK(contains(status.message, "for rank 2, whose process has ended"));
       }));
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    has_summed.take(3);
     // waitpid only after the others have ended: a zombie must count as dead.
     kill(children[2], SIGKILL);
     expect_success(children[0]);
@@ -120,7 +142,7 @@ void test_one_process_ends_the_waits_of_all() {
     children.push_back(start([&] {
       attach(memory, {rank});
       Leaves<float> leaves(rank, {10}, true, 0);
-      const Status status = all_reduce(call_of(kWays[2], rank, 3), leaves.bucket());
+      const Status status = collective(call_of(kWays[2], rank, 3), leaves.bucket());
       CHECK(status.code == Code::kAborted);
       CHECK(contains(status.message, "rank 2 gives up"));
     }));
@@ -140,7 +162,7 @@ void test_the_abort_word_ends_waits() {
   const pid_t child = start([&] {
     attach(memory, {0});
     Leaves<float> leaves(0, {10}, true, 0);
-    const Status status = all_reduce(call_of(kWays[2], 0, 2), leaves.bucket());
+    const Status status = collective(call_of(kWays[2], 0, 2), leaves.bucket());
     CHECK(status.code == Code::kAborted);
     CHECK(contains(status.message, "another process ended this communicator"));
   });
@@ -200,7 +222,7 @@ void test_a_process_that_closes_the_file_again_lives_on() {
               std::chrono::milliseconds(30));  // rank 0 checks rank 1 meanwhile
         }
         Leaves<float> leaves(rank, {10}, true, 0);
-        const Status status = all_reduce(call_of(kWays[2], rank, 2), leaves.bucket());
+        const Status status = collective(call_of(kWays[2], rank, 2), leaves.bucket());
         if (!status.ok()) describe(status.message);
         CHECK(status.ok());
         leaves.check(2);
@@ -231,8 +253,7 @@ void test_a_killed_process_is_gone_though_its_child_lives() {
   auto segment = Segment::attach(memory.pid, memory.fd, memory.nonce, 2, {0}, &why);
   CHECK(segment && !segment->is_gone(1));
   kill(first, SIGKILL);
-  const Stopwatch watch;
-  while (!segment->is_gone(1)) CHECK(watch.elapsed_s() < 5);
+  while (!segment->is_gone(1)) std::this_thread::yield();
   CHECK(kill(grandchild, 0) == 0);
   kill(grandchild, SIGKILL);
   waitpid(first, nullptr, 0);
@@ -249,10 +270,11 @@ void test_a_reused_pid_counts_as_ended() {
 // A process is alive as long as any of its threads runs.
 void test_a_process_whose_first_thread_has_ended_lives_on() {
   const Memory memory = make(2);
+  static const Marks was_looked_at;  // pthread_exit destroys what is on the stack
   const pid_t child = start([&] {
     attach(memory, {1});
     std::thread([] {
-      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      was_looked_at.take();
       _exit(0);
     }).detach();
     pthread_exit(nullptr);
@@ -262,14 +284,14 @@ void test_a_process_whose_first_thread_has_ended_lives_on() {
   while (segment->seat(1).owner.load() == 0) std::this_thread::yield();
   std::this_thread::sleep_for(std::chrono::milliseconds(100));
   CHECK(!segment->is_gone(1));
-  const Stopwatch watch;
-  while (!segment->is_gone(1)) CHECK(watch.elapsed_s() < 5);
+  was_looked_at.give();
+  while (!segment->is_gone(1)) std::this_thread::yield();
   waitpid(child, nullptr, 0);
 }
 
 bool gives_sums(int rank) {
   Leaves<float> leaves(rank, {300, 400001}, true, 0);
-  const Status status = all_reduce(call_of(kWays[2], rank, 3), leaves.bucket());
+  const Status status = collective(call_of(kWays[2], rank, 3), leaves.bucket());
   if (status.ok()) leaves.check(3);
   return status.ok();
 }
@@ -285,6 +307,7 @@ void renew() {
 void test_all_processes_restart_after_a_failure() {
   for (int late : {0, 1, 2}) {
     const Memory memory = make(3);
+    const Marks has_failed;
     std::vector<pid_t> children;
     for (int rank : range(3)) {
       children.push_back(start([&] {
@@ -292,8 +315,9 @@ void test_all_processes_restart_after_a_failure() {
         for (int failures = 0; failures < 3; ++failures) {
           CHECK(gives_sums(rank) && gives_sums(rank));
           set_timeout_s(0.3);
-          if (rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(500));
+          if (rank == 2) has_failed.take(2);
           CHECK(!gives_sums(rank));
+          if (rank != 2) has_failed.give();
           CHECK(!gives_sums(rank));  // the failure persists
           set_timeout_s(30);
           if (rank == late) std::this_thread::sleep_for(std::chrono::milliseconds(200));
@@ -311,18 +335,18 @@ void test_all_processes_restart_after_a_failure() {
 // The creator of the latest segment has ended: the others create another one.
 void test_restart_without_the_creator_of_the_memory() {
   const Memory memory = make(3);
-  int ends[2];
-  CHECK(pipe(ends) == 0);
+  const Marks is_over, has_renewed[2];
   std::vector<pid_t> children;
   for (int rank : {0, 1}) {
     children.push_back(start([&] {
       attach(memory, {rank});
-      char go;
-      CHECK(read(ends[0], &go, 1) == 1);
+      is_over.take();
       renew();
-      set_timeout_s(0.3);
+      has_renewed[rank].give();
+      has_renewed[1 - rank].take();
+      set_timeout_s(2);
       Leaves<float> leaves(rank, {10}, true, 0);
-      const Status status = all_reduce(call_of(kWays[2], rank, 3), leaves.bucket());
+      const Status status = collective(call_of(kWays[2], rank, 3), leaves.bucket());
       CHECK(contains(status.message, "s for rank 2: ended"));
     }));
   }
@@ -330,7 +354,7 @@ void test_restart_without_the_creator_of_the_memory() {
     attach(memory, {2});
     renew();
   }));
-  CHECK(write(ends[1], "go", 2) == 2);
+  is_over.give(2);
   for (pid_t child : children) expect_success(child);
   close(memory.fd);
 }
@@ -344,7 +368,7 @@ void test_a_process_that_did_not_restart_gets_an_error() {
     renew();
   }));
   Leaves<float> leaves(0, {10}, true, 0);
-  const Status status = all_reduce(call_of(kWays[2], 0, 2), leaves.bucket());
+  const Status status = collective(call_of(kWays[2], 0, 2), leaves.bucket());
   CHECK(status.code == Code::kAborted);
   CHECK(contains(status.message, "must call reset()"));
   reset();

@@ -27,7 +27,9 @@ bool one_in(Generator& generator, int64_t n) { return between(generator, 1, n) =
 
 struct Step {
   Type type;
-  std::vector<int64_t> counts;  // elements of each leaf
+  Operation operation;
+  std::vector<int64_t> counts;  // elements of each leaf, in an all-reduce
+  std::vector<Cut> cuts;        // of each leaf, in the other operations
   bool in_place;
   int shift;
   Algorithm algorithm;
@@ -73,13 +75,28 @@ std::vector<int64_t> random_split(Generator& generator, int64_t count) {
   return counts;
 }
 
-Step random_step(Generator& generator, int64_t index) {
+// Cuts `count` elements of a slice: along the first dim, or into short runs.
+Cut random_cut(Generator& generator, int64_t count) {
+  if (count == 0 || one_in(generator, 2)) return {1, count};
+  const int64_t run =
+      between(generator, 1, std::min<int64_t>(count, one_in(generator, 2) ? 9 : 999));
+  return {count / run, run};
+}
+
+Step random_step(Generator& generator, int64_t index, int num_ranks) {
   Step step;
   step.type = static_cast<Type>(between(generator, 0, 7));
-  step.counts = random_split(generator, random_count(generator, step.type));
+  step.operation = static_cast<Operation>(between(generator, 0, 2));
+  const int64_t count = random_count(generator, step.type);
+  step.counts = random_split(generator, count);
+  const int64_t of_slices = one_in(generator, 3) ? count : count / num_ranks;
+  for (int64_t slice : random_split(generator, of_slices)) {
+    step.cuts.push_back(random_cut(generator, slice));
+  }
   step.in_place = one_in(generator, 2);
   step.shift = static_cast<int>(between(generator, 0, 3));
-  step.algorithm = one_in(generator, 4) ? Algorithm::kRing : Algorithm::kDirect;
+  const bool is_ring = step.operation == Operation::kAllReduce && one_in(generator, 4);
+  step.algorithm = is_ring ? Algorithm::kRing : Algorithm::kDirect;
   step.bucket = static_cast<int32_t>(between(generator, 0, 2));
   step.salt = 5 * index + 1;
   return step;
@@ -109,7 +126,7 @@ Scenario random_scenario(uint64_t seed) {
   }
   it.first_round = random_first_round(generator);
   for (int64_t left = between(generator, 1, 12); left > 0; --left) {
-    it.steps.push_back(random_step(generator, left));
+    it.steps.push_back(random_step(generator, left, it.num_ranks));
   }
   it.slow_stage = static_cast<Stage>(between(generator, 0, 4));
   it.slow_us = static_cast<int>(between(generator, 0, 3) * 100);
@@ -125,10 +142,17 @@ std::string text_of(const Scenario& it) {
   for (size_t i = 0; i < it.steps.size(); ++i) {
     const Step& step = it.steps[i];
     text += "  step " + std::to_string(i) + ": " +
-            (step.algorithm == Algorithm::kRing ? "ring" : "direct") + ", bucket " +
+            (step.algorithm == Algorithm::kRing ? "ring" : "direct") + ", operation " +
+            std::to_string(static_cast<int>(step.operation)) + ", bucket " +
             std::to_string(step.bucket) + ", " + std::to_string(bytes_of(step.type)) +
             " bytes an element (type " + std::to_string(static_cast<int>(step.type)) + "), leaves";
-    for (int64_t count : step.counts) text += " " + std::to_string(count);
+    if (step.operation == Operation::kAllReduce) {
+      for (int64_t count : step.counts) text += " " + std::to_string(count);
+    } else {
+      for (const Cut& cut : step.cuts) {
+        text += " " + std::to_string(cut.num_rows) + "x" + std::to_string(cut.run);
+      }
+    }
     text += "\n";
   }
   return text;
@@ -145,17 +169,27 @@ thread_local Pauses pauses;
 
 void sleep_us(int64_t us) { std::this_thread::sleep_for(std::chrono::microseconds(us)); }
 
+// Returns what is wrong with the result; "" if nothing.
+template <typename Kind>
+std::string run_call(const Call& call, Kind&& leaves) {
+  const Status status = collective(call, leaves.bucket());
+  return status.ok() ? leaves.first_wrong(call.num_ranks) : status.message;
+}
+
 void run_step(const Scenario& it, int rank, size_t index) {
   const Step& step = it.steps[index];
   const Way way{"", it.communicator, step.algorithm};
   visit(step.type, [&](auto zero) {
     using T = decltype(zero);
-    Leaves<T> leaves(rank, step.counts, step.in_place, step.shift, step.salt);
     // One run for each call, like a program that is executed again; or one run for all calls.
     const int64_t run = it.seed % 2 == 0 ? 1 : static_cast<int64_t>(index);
-    const Call call = call_of(way, rank, it.num_ranks, step.bucket, run);
-    const Status status = all_reduce(call, leaves.bucket());
-    const std::string wrong = status.ok() ? leaves.first_wrong(it.num_ranks) : status.message;
+    Call call = call_of(way, rank, it.num_ranks, step.bucket, run);
+    call.operation = step.operation;
+    const std::string wrong =
+        step.operation == Operation::kAllReduce
+            ? run_call(call, Leaves<T>(rank, step.counts, step.in_place, step.shift, step.salt))
+            : run_call(call, Shards<T>(step.operation, rank, it.num_ranks, step.cuts, step.shift,
+                                       step.salt));
     if (wrong.empty()) return;
     describe("rank " + std::to_string(rank) + ", step " + std::to_string(index) + ": " + wrong +
              "\n" + text_of(it));
@@ -253,12 +287,12 @@ void test_a_tile_that_is_never_done_ends_the_process_and_names_its_rank() {
     end_with_parent();
     dup2(ends[1], STDERR_FILENO);
     close(ends[0]);
-    set_timeout_s(0.1);
+    set_timeout_s(1.0);  // in which all three ranks arrive, also on a busy machine
     holds_tile_for_ever = true;
     on_ranks(range(3), [&](int rank) {
       std::vector<float> values(1);
       pauses.rank = rank;
-      (void)all_reduce(call_of(kWays[0], rank, 3),
+      (void)collective(call_of(kWays[0], rank, 3),
                        Bucket(Type::kF32, {{values.data(), values.data(), 1}}));
     });
     _exit(0);

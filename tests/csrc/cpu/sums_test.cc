@@ -14,7 +14,7 @@ void gives_sums(const Way& way, int num_ranks, const std::vector<int64_t>& count
                 int shift) {
   on_ranks(range(num_ranks), [&](int rank) {
     Leaves<T> leaves(rank, counts, in_place, shift);
-    const Status status = all_reduce(call_of(way, rank, num_ranks), leaves.bucket());
+    const Status status = collective(call_of(way, rank, num_ranks), leaves.bucket());
     if (!status.ok()) describe(status.message);
     CHECK(status.ok());
     leaves.check(num_ranks);
@@ -82,7 +82,7 @@ void test_ranks_have_equal_bits_close_to_the_sum_in_double() {
       on_ranks(range(num_ranks), [&](int rank) {
         results[rank] = random_vector(rank, kCount);
         const Bucket bucket(Type::kF32, {{results[rank].data(), results[rank].data(), kCount}});
-        CHECK(all_reduce(call_of(way, rank, num_ranks, 3, 1, 0, 1.0 / 3), bucket).ok());
+        CHECK(collective(call_of(way, rank, num_ranks, 3, 1, 0, 1.0 / 3), bucket).ok());
       });
       std::vector<double> sums(kCount);
       std::vector<float> in_order(kCount);
@@ -115,7 +115,7 @@ void test_half_types_add_in_float_and_round_once() {
     on_ranks(range(3), [&](int rank) {
       BFloat16 element = to_bfloat16(values[rank]);
       const Bucket bucket(Type::kBF16, {{&element, &element, 1}});
-      CHECK(all_reduce(call_of(way, rank, 3, 3, 1, 0, 1.0), bucket).ok());
+      CHECK(collective(call_of(way, rank, 3, 3, 1, 0, 1.0), bucket).ok());
       CHECK(to_float(element) == 258);
     });
     reset();
@@ -132,7 +132,7 @@ void adds_smallest_numbers(const Way& way) {
       const T expected = smallest<T>(sum);
       for (T& element : elements) element = smallest<T>(values[rank]);
       const Bucket bucket(type_of<T>(), {{elements.data(), elements.data(), count}});
-      CHECK(all_reduce(call_of(way, rank, 3), bucket).ok());
+      CHECK(collective(call_of(way, rank, 3), bucket).ok());
       for (const T& element : elements) CHECK(std::memcmp(&element, &expected, sizeof(T)) == 0);
     }
   });
@@ -159,7 +159,7 @@ void test_ranks_may_come_at_any_time() {
         const int delay_us = generator() % 8 == 0 ? 300 : static_cast<int>(generator() % 20);
         std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
         Leaves<float> leaves(rank, {1, 50, 20000}, step % 2 == 0, 0);
-        CHECK(all_reduce(call_of(way, rank, 4, step % 3), leaves.bucket()).ok());
+        CHECK(collective(call_of(way, rank, 4, step % 3), leaves.bucket()).ok());
         leaves.check(4);
       }
     });
@@ -174,7 +174,7 @@ void test_many_small_steps(int num_steps) {
       for (int step = 0; step < num_steps; ++step) {
         float value = static_cast<float>(step + rank);
         const Bucket bucket(Type::kF32, {{&value, &value, 1}});
-        CHECK(all_reduce(call_of(way, rank, 2, step % 2), bucket).ok());
+        CHECK(collective(call_of(way, rank, 2, step % 2), bucket).ok());
         CHECK(value == static_cast<float>(step) + 0.5f);
       }
     });
@@ -197,7 +197,7 @@ void test_runs_groups_and_communicators_do_not_mix() {
         float value = static_cast<float>(step + 10 * group + 100 * which);
         const float expected = value;
         const Bucket bucket(Type::kF32, {{&value, &value, 1}});
-        CHECK(all_reduce(call_of(own, rank, 2, 3, 1 + which, group), bucket).ok());
+        CHECK(collective(call_of(own, rank, 2, 3, 1 + which, group), bucket).ok());
         CHECK(value == expected);
       }
     });

@@ -11,6 +11,7 @@
 #include <xmmintrin.h>
 #endif
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -104,6 +105,12 @@ inline void reset() {
 inline Call call_of(const Way& way, int rank, int num_ranks, int32_t bucket = 3, int64_t run = 1,
                     int32_t group = 0, double scale = 0.5) {
   return {run, way.communicator, group, bucket, rank, num_ranks, way.algorithm, scale};
+}
+
+inline Call call_of(Operation operation, const Way& way, int rank, int num_ranks) {
+  Call call = call_of(way, rank, num_ranks);
+  call.operation = operation;
+  return call;
 }
 
 template <typename T>
@@ -219,6 +226,92 @@ class Leaves {
   int shift_;
   bool in_place_;
   int64_t salt_;
+  std::vector<std::vector<T>> ins_, outs_;
+};
+
+// How a leaf is cut: the whole is [num_rows][num_ranks][run], a slice [num_rows][run].
+struct Cut {
+  int64_t num_rows;
+  int64_t run;
+};
+
+// One rank's leaves of a reduce-scatter or an all-gather; otherwise like `Leaves`.
+template <typename T>
+class Shards {
+ public:
+  Shards(Operation operation, int rank, int num_ranks, std::vector<Cut> cuts, int shift,
+         int64_t salt = 0)
+      : is_gathered_(operation == Operation::kAllGather),
+        rank_(rank),
+        num_ranks_(num_ranks),
+        cuts_(std::move(cuts)),
+        shift_(shift),
+        salt_(salt) {
+    const T untouched = element_of<T>(77);
+    int64_t first = salt_;
+    for (const Cut& cut : cuts_) {
+      const int64_t slice = cut.num_rows * cut.run, whole = slice * num_ranks;
+      const int64_t count = is_gathered_ ? slice : whole;
+      std::vector<T> in(count + shift + 1, untouched);
+      for (int64_t i = 0; i < count; ++i) {
+        in[shift + i] = element_of<T>(value_at(rank, first + i));
+      }
+      first += count;
+      ins_.push_back(std::move(in));
+      outs_.emplace_back((is_gathered_ ? whole : slice) + shift + 1, untouched);
+    }
+  }
+
+  Bucket bucket() {
+    const int64_t unit = is_gathered_ ? sizeof(T) : 1;
+    std::vector<Leaf> leaves;
+    for (size_t i = 0; i < cuts_.size(); ++i) {
+      const Cut& cut = cuts_[i];
+      leaves.push_back({ins_[i].data() + shift_, outs_[i].data() + shift_,
+                        cut.num_rows * cut.run * num_ranks_ * unit,
+                        std::max<int64_t>(cut.run, 1) * unit});
+    }
+    return Bucket(is_gathered_ ? Type::kU8 : type_of<T>(), std::move(leaves));
+  }
+
+  // As of `Leaves`.
+  std::string first_wrong(int num_ranks) const {
+    CHECK(num_ranks == num_ranks_);
+    const T untouched = element_of<T>(77);
+    int64_t first = salt_, num_wrong = 0;
+    std::string text;
+    for (size_t leaf = 0; leaf < cuts_.size(); ++leaf) {
+      const int64_t end = static_cast<int64_t>(outs_[leaf].size()) - 1;
+      for (int64_t k = 0; k <= end; ++k) {
+        const bool outside = k < shift_ || k == end;
+        const T expected = outside ? untouched : expected_in(cuts_[leaf], first, k - shift_);
+        if (std::memcmp(&outs_[leaf][k], &expected, sizeof(T)) == 0) continue;
+        if (++num_wrong == 1) {
+          text = "leaf " + std::to_string(leaf) + ", element " + std::to_string(k - shift_);
+        }
+      }
+      first += cuts_[leaf].num_rows * cuts_[leaf].run * (is_gathered_ ? 1 : num_ranks_);
+    }
+    return num_wrong == 0 ? "" : std::to_string(num_wrong) + " wrong elements, first " + text;
+  }
+
+ private:
+  // Element i of the result, of a leaf whose inputs begin with the value `first`.
+  T expected_in(const Cut& cut, int64_t first, int64_t i) const {
+    if (!is_gathered_) {
+      const int64_t row = i / cut.run, place = row * num_ranks_ + rank_;
+      return expected_at<T>(num_ranks_, first + place * cut.run + i % cut.run);
+    }
+    const int64_t row = i / cut.run / num_ranks_, owner = i / cut.run % num_ranks_;
+    const int64_t of_owner = first + row * cut.run + i % cut.run;
+    return element_of<T>(value_at(static_cast<int>(owner), of_owner));
+  }
+
+  const bool is_gathered_;
+  const int rank_, num_ranks_;
+  const std::vector<Cut> cuts_;
+  const int shift_;
+  const int64_t salt_;
   std::vector<std::vector<T>> ins_, outs_;
 };
 

@@ -1,12 +1,44 @@
-"""An identity that `vmap` applies to all of its operands or to none."""
+"""Identities that hooks are made of: with a backward pass of their own, or mapped together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
+
+
+def hooked(same: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `same(*args, share, witness)` with a backward pass of its own.
+
+    The hooks act together or not at all. Where derivatives are nested, one of them may be of the
+    carry alone: its backward pass is a plain one, `is_ours=False`, and leaves them to that in
+    which the parameters, and with them the witness that came from `enter`, are differentiated.
+    """
+    hook = jax.custom_vjp(same)
+
+    def forward(*args: Any) -> tuple[Any, tuple]:
+        values = jax.tree.map(lambda arg: arg.value, args)
+        if args[-1].perturbed:
+            return same(*values), (values[-2],)  # None of JAX's residuals is a bool: a tuple
+        return hook(*values), (values[-2], None)
+
+    def pull_back(residuals: tuple, cotangents: Any) -> tuple:
+        share, is_ours = residuals[0], len(residuals) == 1
+        cotangents = jax.tree.map(_instantiated, cotangents, is_leaf=_is_zero)
+        return *backward(share, cotangents, is_ours), jnp.float32(0)
+
+    hook.defvjp(forward, pull_back, symbolic_zeros=True)
+    return hook
+
+
+def _is_zero(cotangent: Any) -> bool:
+    return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+
+
+def _instantiated(cotangent: Any) -> Any:
+    return jnp.zeros(cotangent.shape, cotangent.dtype) if _is_zero(cotangent) else cotangent
 
 
 def together(values: Sequence[Any]) -> list[jax.Array]:

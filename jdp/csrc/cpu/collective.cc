@@ -6,7 +6,7 @@
 
 namespace jdp {
 
-Status all_reduce(const Call& call, const Bucket& bucket) {
+Status collective(const Call& call, const Bucket& bucket) {
   if (call.rank < 0 || call.rank >= call.num_ranks) {
     return {Code::kInvalidArgument,
             "jdp: bucket " + std::to_string(call.bucket) + ": rank " + std::to_string(call.rank) +
@@ -14,8 +14,8 @@ Status all_reduce(const Call& call, const Bucket& bucket) {
   }
   const ProgressScope progress(call.bucket);
   const DefaultFloatMode float_mode;
-  return call.communicator == 0 ? all_reduce_in_process(call, bucket)
-                                : all_reduce_in_segment(call, bucket);
+  return call.communicator == 0 ? collective_in_process(call, bucket)
+                                : collective_in_segment(call, bucket);
 }
 
 }  // namespace jdp

@@ -1,0 +1,184 @@
+"""The parts of leaves that are split over processes: which process writes which, and of what."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdp.checkpoint.saved_leaves import SavedLeaf, disk_names, leaves_of
+
+Box = tuple[tuple[int, int], ...]  # start and stop in each dim
+
+
+class LeafPart(NamedTuple):
+    """A part of a leaf, as one process writes it."""
+
+    leaf: int  # its position among the arrays of the state
+    box: Box
+    writer: int  # the process that writes it; of a leaf that is not split: 0
+
+
+def parts_of(leaf: int, x: jax.Array) -> list[LeafPart]:
+    """Return the parts of an array that is split, equal on all processes.
+
+    The first process that holds a part writes it.
+    """
+    writers: dict[Box, int] = {}
+    for device, index in x.sharding.devices_indices_map(x.shape).items():
+        box = box_of(index, x.shape)
+        writers[box] = min(writers.get(box, device.process_index), device.process_index)
+    return [LeafPart(leaf, box, writer) for box, writer in sorted(writers.items())]
+
+
+def box_of(index: Any, shape: Sequence[int]) -> Box:
+    """Return an index of an array as a box.
+
+    >>> box_of((slice(None), slice(4, 8)), (3, 8))
+    ((0, 3), (4, 8))
+    """
+    bounds = (each.indices(size) for each, size in zip(index, shape, strict=True))
+    return tuple((start, stop) for start, stop, _ in bounds)
+
+
+def common(one: Box, other: Box) -> Box | None:
+    """Return the box that two boxes share; None if they share nothing.
+
+    >>> common(((0, 4),), ((3, 8),)), common(((0, 4),), ((4, 8),))
+    (((3, 4),), None)
+    """
+    pairs = zip(one, other, strict=True)
+    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in pairs)
+    return box if all(start < stop for start, stop in box) else None
+
+
+def ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return numbers as ranges.
+
+    >>> ranges([0, 1, 2, 5])
+    [(0, 3), (5, 6)]
+    """
+    found: list[tuple[int, int]] = []
+    for n in sorted(numbers):
+        if found and found[-1][1] == n:
+            found[-1] = found[-1][0], n + 1
+        else:
+            found.append((n, n + 1))
+    return found
+
+
+def split_facts(
+    parts: Sequence[LeafPart], held: Sequence[int], *, has_whole: bool
+) -> dict[str, Any]:
+    """Return what is written beside parts of a state.
+
+    Args:
+      parts: all parts, of all processes.
+      held: positions of those that this process writes.
+      has_whole: whether it also writes the leaves that are not split.
+    """
+    return {"parts": list(parts), "held": list(held), "has_whole": has_whole}
+
+
+def of_all_processes(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return facts without those about the process that wrote them."""
+    return {key: value for key, value in facts.items() if key not in ("held", "has_whole")}
+
+
+def pieces(facts: Mapping[str, Any]) -> list[LeafPart]:
+    """Return the parts of all leaves: those of the split leaves first, then the other leaves."""
+    split = [
+        LeafPart(leaf, tuple((start, stop) for start, stop in box), writer)
+        for leaf, box, writer in facts.get("parts", ())
+    ]
+    apart, writers = {part.leaf for part in split}, facts.get("whole_in", {})
+    leaves = [(i, x) for i, x in enumerate(leaves_of(facts)) if i not in apart]
+    return [*split, *(LeafPart(i, _whole(x.shape), writers.get(str(i), 0)) for i, x in leaves)]
+
+
+def names(facts: Mapping[str, Any]) -> list[str]:
+    """Return the name on disk of each piece."""
+    whole, num_split = [*disk_names(leaves_of(facts))], len(facts.get("parts", ()))
+    found = []
+    for n, (leaf, box, _) in enumerate(pieces(facts)):
+        start = ",".join(str(start) for start, _ in box)
+        found.append(f"{whole[leaf]}@{start}" if n < num_split else whole[leaf])
+    return found
+
+
+def described(facts: Mapping[str, Any]) -> list[SavedLeaf]:
+    """Return the description of each piece."""
+    leaves = leaves_of(facts)
+    return [leaves[leaf]._replace(shape=tuple(_sizes(box))) for leaf, box, _ in pieces(facts)]
+
+
+def stored(facts: Mapping[str, Any]) -> list[int]:
+    """Return the pieces whose values were written beside these facts, in order."""
+    num_split, num = len(facts.get("parts", ())), len(pieces(facts))
+    whole = range(num_split, num) if facts.get("has_whole", True) else ()
+    return [*whole, *facts.get("held", ())]
+
+
+# Reads pieces by their numbers.
+Read = Callable[[Sequence[int]], Mapping[int, np.ndarray]]
+
+
+class SplitValue:
+    """A saved leaf whose parts are fetched when it is placed, so that the host holds one leaf.
+
+    Args:
+      leaf: its description.
+      parts: its parts, by their numbers.
+      fetch: returns those of these parts that this process needs.
+    """
+
+    def __init__(self, leaf: SavedLeaf, parts: Mapping[int, LeafPart], fetch: Read) -> None:
+        self.shape, self.dtype = leaf.shape, jnp.dtype(leaf.dtype)
+        self._parts, self._fetch = parts, fetch
+        self._values: Mapping[int, np.ndarray] | None = None
+        self._assembled: dict[Box, np.ndarray] = {}
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """Return a part of the leaf, which is assembled once."""
+        if index is ...:
+            index = (slice(None),) * len(self.shape)
+        box = box_of(index, self.shape)
+        if box not in self._assembled:
+            self._assembled[box] = self._assemble(box)
+        return self._assembled[box]
+
+    def fetch(self) -> None:
+        """Fetch the parts, in which all processes take part."""
+        if self._values is None:
+            self._values = self._fetch([*self._parts])
+
+    def release(self) -> None:
+        """Drop what was fetched."""
+        self._values, self._assembled = {}, {}
+
+    def _assemble(self, box: Box) -> np.ndarray:
+        self.fetch()
+        assert self._values is not None
+        found = np.empty(_sizes(box), self.dtype)
+        for n, values in self._values.items():
+            source = self._parts[n].box
+            if source == box:
+                return values
+            if (shared := common(source, box)) is not None:
+                found[_inside(shared, box)] = values[_inside(shared, source)]
+        return found
+
+
+def _whole(shape: Sequence[int]) -> Box:
+    return tuple((0, size) for size in shape)
+
+
+def _sizes(box: Box) -> list[int]:
+    return [stop - start for start, stop in box]
+
+
+# A box as an index of an array that is itself a box.
+def _inside(box: Box, outer: Box) -> tuple[slice, ...]:
+    pairs = zip(box, outer, strict=True)
+    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in pairs)

@@ -1,0 +1,136 @@
+"""The JAX primitives of reduce-scatter and all-gather in compiled code, mutual transposes."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad, batching, mlir
+
+from jdp import axis
+from jdp.collectives import call_order
+from jdp.collectives.cpu import runtime as cpu_runtime
+from jdp.collectives.cpu.lowering import lowered
+from jdp.collectives.xla import scaled
+
+# (rank, group, scale, token, *leaves) -> (token, *leaves), with the parameters
+#   dims: for each leaf the dim along which it is split,
+#   axes, num_ranks, number, communicator, beside_xla: as for the all-reduce.
+# In a typed shard_map the results of both vary, as those of `lax.all_gather` do. The scale of an
+# all-gather is 1.
+reduce_scatter_p = jax.extend.core.Primitive(cpu_runtime.REDUCE_SCATTER)
+all_gather_p = jax.extend.core.Primitive(cpu_runtime.ALL_GATHER)
+_NUM_BEFORE = call_order.TOKEN + 1
+_ONE = np.float32(1)
+
+
+def _resized(x: Any, dim: int, num_ranks: int, *, is_gathered: bool) -> Any:
+    size = x.shape[dim] * num_ranks if is_gathered else x.shape[dim] // num_ranks
+    return x.update(shape=(*x.shape[:dim], size, *x.shape[dim + 1 :]))
+
+
+def _typed(
+    is_gathered: bool, rank: Any, group: Any, scale: Any, token: Any, *leaves: Any,
+    dims: tuple[int, ...], num_ranks: int, **params: Any,
+) -> list[Any]:  # fmt: skip
+    resized = [
+        _resized(x, dim, num_ranks, is_gathered=is_gathered)
+        for x, dim in zip(leaves, dims, strict=True)
+    ]
+    return [jax.core.ShapedArray(token.shape, token.dtype), *resized]
+
+
+def _lower(
+    name: str, context: Any, *args: Any, axes: Any, dims: tuple[int, ...], **params: Any
+) -> Any:
+    # Not in place: leaves and results have different sizes.
+    places = (call_order.TOKEN,)
+    return lowered(name, context, args, in_place=places, dims=np.array(dims, np.int64), **params)
+
+
+def _jvp(
+    primitive: Any, primals: tuple, tangents: tuple, *, number: int, **params: Any
+) -> tuple[Any, Any]:
+    rank, group, scale, _, *_ = primals
+    token, *results = primitive.bind(*primals, number=number, **params)
+    slopes = [ad.instantiate_zeros(slope) for slope in tangents[_NUM_BEFORE:]]
+    slopes = axis.as_varying(slopes, params["axes"])
+    number = call_order.derived(number, "tangent")
+    _, *slopes = primitive.bind(rank, group, scale, token, *slopes, number=number, **params)
+    return [token, *results], [ad.Zero(jax.typeof(token).to_tangent_aval()), *slopes]
+
+
+def _transpose(
+    other: Any, cotangents: Sequence[Any], rank: Any, group: Any, scale: Any, token: Any,
+    *leaves: Any, number: int, **params: Any,
+) -> list[Any]:  # fmt: skip
+    given = axis.as_varying([ad.instantiate_zeros(ct) for ct in cotangents[1:]], params["axes"])
+    number = call_order.derived(number, "cotangent")
+    _, *given = other.bind(rank, group, _ONE, token, *given, number=number, **params)
+    asked = map(ad.is_undefined_primal, leaves)
+    own = [
+        scaled(ct, scale) if is_asked else None for ct, is_asked in zip(given, asked, strict=True)
+    ]
+    return [None] * _NUM_BEFORE + own
+
+
+def _batch(
+    primitive: Any, of_rows: Callable, axis_data: Any, args: Sequence[Any], places: Sequence[Any],
+    *, axes: tuple[str, ...], dims: tuple[int, ...], num_ranks: int, **params: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    before, leaves = args[:_NUM_BEFORE], args[_NUM_BEFORE:]
+    leaves = [
+        x if place is None else jnp.moveaxis(x, place, 0)
+        for x, place in zip(leaves, places[_NUM_BEFORE:], strict=True)
+    ]
+    is_batched = [place is not None for place in places[_NUM_BEFORE:]]
+    if axis_data.name in axes:  # vmap gives its rows the name of the axis
+        if axes != (axis_data.name,):
+            raise NotImplementedError(
+                f"{primitive.name} over {axes}, of which a vmap has taken the name "
+                f"{axis_data.name!r}. Give the axis of the vmap a name of its own."
+            )
+        rows = [
+            x if flag else jnp.broadcast_to(x, (num_ranks, *x.shape))
+            for x, flag in zip(leaves, is_batched, strict=True)
+        ]
+        results = [of_rows(x, dim, args[2]) for x, dim in zip(rows, dims, strict=True)]
+        return [before[-1], *results], [places[_NUM_BEFORE - 1], *[0] * len(results)]
+    dims = tuple(dim + flag for dim, flag in zip(dims, is_batched, strict=True))
+    out = primitive.bind(*before, *leaves, axes=axes, dims=dims, num_ranks=num_ranks, **params)
+    return out, [places[_NUM_BEFORE - 1], *(0 if flag else None for flag in is_batched)]
+
+
+def _scatter_rows(rows: jax.Array, dim: int, scale: Any) -> jax.Array:
+    """Return what each row keeps of the sum of all rows: `[n, ...]`, `dim` split by n."""
+    is_float = jnp.issubdtype(rows.dtype, jnp.floating)
+    wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32)) if is_float else rows
+    total = wide.sum(0, dtype=wide.dtype)
+    total = (total * scale if is_float else total).astype(rows.dtype)
+    return jnp.stack(jnp.split(total, len(rows), axis=dim))
+
+
+def _gather_rows(rows: jax.Array, dim: int, scale: Any) -> jax.Array:
+    """Return the concatenated rows `[n, ...]`, once for each row."""
+    return jnp.broadcast_to(whole := jnp.concatenate([*rows], axis=dim), (len(rows), *whole.shape))
+
+
+def _register(primitive: Any, transpose: Any, of_rows: Callable[..., jax.Array]) -> None:
+    def run(*args: Any, **params: Any) -> Any:
+        return jax.jit(functools.partial(primitive.bind, **params))(*args)
+
+    primitive.multiple_results = True
+    primitive.def_impl(run)
+    primitive.def_abstract_eval(functools.partial(_typed, primitive is all_gather_p))
+    ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
+    ad.primitive_transposes[primitive] = functools.partial(_transpose, transpose)
+    batching.fancy_primitive_batchers[primitive] = functools.partial(_batch, primitive, of_rows)
+    lower = functools.partial(_lower, primitive.name)
+    mlir.register_lowering(primitive, lower, platform="cpu", cacheable=False)
+
+
+_register(reduce_scatter_p, all_gather_p, _scatter_rows)
+_register(all_gather_p, reduce_scatter_p, _gather_rows)

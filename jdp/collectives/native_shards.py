@@ -1,0 +1,81 @@
+"""Reduce-scatter and all-gather by `jdp/csrc/cpu`, between CPU devices of one host."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jdp import axis
+from jdp.axis import AxisName
+from jdp.collectives import xla_shards
+from jdp.collectives.cpu.calls import SUMMED_DTYPES, Calls
+from jdp.collectives.cpu.shard_primitives import all_gather_p, reduce_scatter_p
+from jdp.collectives.native import require_cpu
+from jdp.collectives.xla import Scale
+
+# Dtypes of whole bytes. XLA may pack several elements of other dtypes into one byte.
+_COPIED_DTYPES = SUMMED_DTYPES | {"bool", "complex64", "complex128"}
+
+
+def reduce_scatter(
+    buckets: Sequence[Sequence[jax.Array]],
+    dims: Sequence[Sequence[int]],
+    axis_name: AxisName,
+    *,
+    scale: Scale = 1.0,
+    mesh: Mesh | None = None,
+) -> list[list[jax.Array]]:
+    """Sum every leaf over `axis_name`, and keep this rank's slice, as `shards.reduce_scatter` does.
+
+    Each element is summed as in `collectives.native`: in the order of the ranks, in at least
+    float32, scaled and rounded once. So a slice has the same bits as that slice of the all-reduce.
+
+    Args:
+      buckets, dims, axis_name, scale, mesh: as for `shards.reduce_scatter`.
+
+    Raises:
+      ValueError: if it cannot run here, with the reason; `shards.reduce_scatter` then uses XLA.
+    """
+    axes = axis.names(axis_name)
+    require_cpu(axes, mesh)
+    calls = Calls(axes, mesh)
+    results = []
+    for bucket, own_dims in zip(buckets, dims, strict=True):
+        leaves = axis.as_varying(list(bucket), axes)
+        if bucket[0].dtype.name not in SUMMED_DTYPES:
+            results += xla_shards.reduce_scatter([leaves], [own_dims], axes, scale=scale)
+        else:
+            results.append(calls.summed(reduce_scatter_p, leaves, scale, dims=tuple(own_dims)))
+    calls.end()
+    return results
+
+
+def all_gather(
+    buckets: Sequence[Sequence[jax.Array]],
+    dims: Sequence[Sequence[int]],
+    axis_name: AxisName,
+    *,
+    mesh: Mesh | None = None,
+) -> list[list[jax.Array]]:
+    """Join the slices of all ranks of `axis_name`, as `shards.all_gather` does.
+
+    Args:
+      buckets, dims, axis_name, mesh: as for `shards.all_gather`.
+
+    Raises:
+      ValueError: if it cannot run here, with the reason; `shards.all_gather` then uses XLA.
+    """
+    axes = axis.names(axis_name)
+    require_cpu(axes, mesh)
+    calls = Calls(axes, mesh)
+    results = []
+    for bucket, own_dims in zip(buckets, dims, strict=True):
+        leaves = axis.as_varying(list(bucket), axes)
+        if any(leaf.dtype.name not in _COPIED_DTYPES for leaf in bucket):
+            results += xla_shards.all_gather([leaves], [own_dims], axes)
+        else:
+            one = np.float32(1)
+            results.append(calls.results(all_gather_p, leaves, one, dims=tuple(own_dims)))
+    calls.end()
+    return results

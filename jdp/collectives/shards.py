@@ -1,0 +1,102 @@
+"""Reduce-scatter and all-gather, the halves of an all-reduce, natively or with XLA."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import Mesh
+
+from jdp import axis
+from jdp.axis import AxisName
+from jdp.collectives import call_order, native_shards, xla_shards
+from jdp.collectives.native import why_not
+from jdp.collectives.xla import Scale
+
+
+def reduce_scatter(
+    buckets: Sequence[Sequence[jax.Array]],
+    dims: Sequence[Sequence[int]],
+    axis_name: AxisName,
+    *,
+    scale: Scale = 1.0,
+    mesh: Mesh | None = None,
+) -> list[list[jax.Array]]:
+    """Sum every leaf over `axis_name`, and keep this rank's slice.
+
+    In steps on CPUs of one host a slice has the same bits as that slice of `collectives.auto`,
+    which is native in the same cases. It is linear; `all_gather` is its transpose.
+
+    Args:
+      buckets: lists of leaves, one dtype each; any shapes.
+      dims: for each leaf the dim that is split. The number of ranks divides its size. Ranks keep
+        the slices in the order of `lax.axis_index(axis_name)`.
+      axis_name: a name, or a tuple of names, bound by `shard_map`.
+      scale: multiplies the sum; a number, or `[]` float, the same on every rank.
+      mesh: the mesh of the ranks; None if it is not known, as inside a `shard_map` of your own.
+
+    Returns:
+      The same lists of slices, summed and scaled, in the dtype of each leaf.
+
+    Raises:
+      ValueError: if a leaf has no dim, or the number of ranks does not divide its size.
+    """
+    names = axis.names(axis_name)
+    _require_dims(buckets, dims, lax.axis_size(names))
+    return _chosen(names, mesh).reduce_scatter(buckets, dims, names, scale=scale, mesh=mesh)
+
+
+def all_gather(
+    buckets: Sequence[Sequence[jax.Array]],
+    dims: Sequence[Sequence[int]],
+    axis_name: AxisName,
+    *,
+    mesh: Mesh | None = None,
+) -> list[list[jax.Array]]:
+    """Join the slices of all ranks of `axis_name`, leaf by leaf.
+
+    It is linear; `reduce_scatter` is its transpose.
+
+    Args:
+      buckets: lists of this rank's slices; any dtypes and shapes.
+      dims: for each leaf the dim along which the slices are joined, in the order of
+        `lax.axis_index(axis_name)`.
+      axis_name: a name, or a tuple of names, bound by `shard_map`.
+      mesh: the mesh of the ranks; None if it is not known, as inside a `shard_map` of your own.
+
+    Returns:
+      The same lists, with whole arrays.
+
+    Raises:
+      ValueError: if a leaf has no dim.
+    """
+    names = axis.names(axis_name)
+    _require_dims(buckets, dims, 1)
+    return _chosen(names, mesh).all_gather(buckets, dims, names, mesh=mesh)
+
+
+def _chosen(names: tuple[str, ...], mesh: Mesh | None) -> Any:
+    # The same choice as in `auto`, so that both return the same bits. Beside collectives of XLA's
+    # also XLA's: native ones on jdp's threads crashed in loops over micro-batches.
+    if call_order.why_not() or call_order.is_beside_xla() or why_not(names, mesh):
+        return xla_shards
+    return native_shards
+
+
+def _require_dims(
+    buckets: Sequence[Sequence[jax.Array]], dims: Sequence[Sequence[int]], num_ranks: int
+) -> None:
+    """Raise a ValueError unless every leaf has a dim whose size the number of ranks divides."""
+    if [len(bucket) for bucket in buckets] != [len(own) for own in dims]:
+        raise ValueError(
+            f"dims must have one number for each leaf, but {[len(own) for own in dims]} were given "
+            f"for buckets of {[len(bucket) for bucket in buckets]} leaves."
+        )
+    for bucket, own_dims in zip(buckets, dims, strict=True):
+        for leaf, dim in zip(bucket, own_dims, strict=True):
+            if not 0 <= dim < leaf.ndim or leaf.shape[dim] % num_ranks:
+                raise ValueError(
+                    f"a leaf of shape {leaf.shape} cannot be cut along dim {dim} into {num_ranks} "
+                    "equal slices. Choose a dim whose size divides by the number of ranks, or "
+                    "all-reduce that leaf."
+                )

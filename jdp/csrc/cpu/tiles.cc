@@ -1,0 +1,77 @@
+#include "tiles.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "reduce.h"
+
+namespace jdp {
+namespace {
+
+// A gathered block stays in the L1 cache while it is copied to all ranks.
+constexpr int64_t kBlockBytes = 4096;
+
+using Buckets = std::vector<const Bucket*>;
+
+template <typename T>
+void sum_tile(const Call& call, const Buckets& buckets, int64_t begin, int64_t size) {
+  const int num_ranks = call.num_ranks;
+  const auto scale = static_cast<typename Element<T>::Scale>(call.scale);
+  const bool is_scattered = call.operation == Operation::kReduceScatter;
+  std::vector<const T*> inputs(num_ranks);
+  std::vector<T*> outputs(num_ranks);
+  buckets[0]->pieces(begin, size, [&](size_t index, int64_t first, int64_t length, int64_t) {
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      const Leaf& leaf = buckets[rank]->leaf(index);
+      inputs[rank] = static_cast<const T*>(leaf.in) + first;
+      outputs[rank] = static_cast<T*>(leaf.out) + (is_scattered ? 0 : first);
+    }
+    if (is_scattered) {
+      reduce_to_slices<T>(inputs.data(), num_ranks, outputs.data(), buckets[0]->leaf(index).run,
+                          first, length, scale);
+    } else {
+      reduce<T>(inputs.data(), num_ranks, outputs.data(), num_ranks, length, scale);
+    }
+  });
+}
+
+// Returns `size` bytes of a whole leaf, from `begin`: in place, if they are part of one run, else
+// gathered in `block`.
+const std::byte* gathered(const Buckets& buckets, size_t index, int64_t begin, int64_t size,
+                          std::byte* block) {
+  const int num_ranks = static_cast<int>(buckets.size());
+  const std::byte* result = block;
+  runs_of_whole(buckets[0]->leaf(index).run, num_ranks, begin, size,
+                [&](int rank, int64_t at, int64_t offset, int64_t length) {
+                  const auto* slice = static_cast<const std::byte*>(buckets[rank]->leaf(index).in);
+                  if (length == size) {
+                    result = slice + at;
+                  } else {
+                    std::memcpy(block + offset, slice + at, length);
+                  }
+                });
+  return result;
+}
+
+void gather_tile(const Buckets& buckets, int64_t begin, int64_t size) {
+  alignas(64) std::byte block[kBlockBytes];
+  buckets[0]->pieces(begin, size, [&](size_t index, int64_t first, int64_t length, int64_t) {
+    for (int64_t done = 0; done < length; done += kBlockBytes) {
+      const int64_t part = std::min(kBlockBytes, length - done);
+      const std::byte* from = gathered(buckets, index, first + done, part, block);
+      for (const Bucket* bucket : buckets) {
+        std::memcpy(static_cast<std::byte*>(bucket->leaf(index).out) + first + done, from, part);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void do_tile(const Call& call, const Buckets& buckets, int64_t begin, int64_t size) {
+  if (call.operation == Operation::kAllGather) return gather_tile(buckets, begin, size);
+  visit(buckets[0]->type(),
+        [&](auto zero) { sum_tile<decltype(zero)>(call, buckets, begin, size); });
+}
+
+}  // namespace jdp

@@ -1,0 +1,166 @@
+"""Convert leaves of rows and batches to NumPy arrays whose numbers a device can hold."""
+
+import dataclasses
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+
+class RowError(ValueError):
+    """An error about one row of a batch.
+
+    Args:
+      text: the error.
+      row: position of the row among the rows of this process.
+    """
+
+    def __init__(self, text: str, row: int) -> None:
+        super().__init__(text)
+        self.row = row
+
+
+def flattened(
+    tree: Any, name: str, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[tuple[tuple, Any]], Any]:
+    """Return the leaves with their paths, and the treedef. Each mapping is opened as a dict.
+
+    Args:
+      tree: any pytree.
+      name: name of the tree, for errors.
+      is_leaf: as for `jax.tree.map`, except that a mapping is never a leaf.
+
+    Raises:
+      TypeError: if a dict has keys that cannot be sorted.
+
+    >>> import types
+    >>> flattened(types.MappingProxyType({"x": 1}), "row 0")[1]
+    PyTreeDef({'x': *})
+    """
+    try:
+        found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf)
+        if any(isinstance(leaf, Mapping) for _, leaf in found):
+            return flattened(opened(tree), name, is_leaf)
+    except ValueError as error:
+        raise TypeError(
+            f"{name} is or has a dict whose keys cannot be sorted, as JAX does: {error} Give it "
+            "keys of one type, best strings."
+        ) from error
+    return found, treedef
+
+
+def opened(tree: Any) -> Any:
+    """Return a tree with a dict in place of each other mapping, which JAX would treat as a leaf."""
+
+    def of(leaf: Any) -> Any:
+        return opened(dict(leaf)) if isinstance(leaf, Mapping) else leaf
+
+    return jax.tree.map(of, tree)
+
+
+def array(leaf: Any, name: str) -> np.ndarray:
+    """Convert a leaf to NumPy, without a copy if it is already an array.
+
+    Args:
+      leaf: an array, a tensor in the host's memory, or a number; any shape.
+      name: name of the leaf, for errors.
+
+    Raises:
+      TypeError: if it does not convert, or a value in it is not a number.
+
+    >>> array(np.ma.masked_equal([1, 2], 2), "`batch['x']`")
+    Traceback (most recent call last):
+    TypeError: `batch['x']` is a masked array, 1 of whose values are masked ...
+    """
+    if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
+        raise TypeError(
+            f"{name} is a masked array, {np.ma.count_masked(leaf)} of whose values are masked out: "
+            "they would count like the others. Give x.filled(0), and ~np.ma.getmaskarray(x) as a "
+            "leaf of its own."
+        )
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise TypeError(
+            f"{name} holds random keys, which NumPy cannot hold. Give jax.random.key_data(keys), "
+            "and in the step jax.random.wrap_key_data(data)."
+        )
+    try:
+        return np.asarray(leaf)
+    except Exception as error:
+        raise TypeError(
+            f"{name}, of type {type(leaf).__name__}, does not convert to NumPy: {error} Convert it "
+            "in the dataset or the loader."
+        ) from error
+
+
+def native(values: np.ndarray) -> np.ndarray:
+    """Return the array in the machine's byte order, the only one that JAX accepts."""
+    dtype = values.dtype
+    return values if dtype.isnative else values.astype(dtype.newbyteorder("="))
+
+
+def require_numbers(dtype: np.dtype, name: str, example: Any = None) -> None:
+    """Raise TypeError for a dtype that a device cannot hold.
+
+    Args:
+      dtype: the dtype.
+      name: name of the leaf, for errors.
+      example: a value of the leaf, for errors.
+
+    Raises:
+      TypeError: if the dtype is not numeric, or has fields.
+    """
+    if dtype.names is not None:
+        raise TypeError(
+            f"{name} has the fields {list(dtype.names)}, and a device holds arrays of one number "
+            'per element. Give a dict of the fields, {"name": array["name"], ...}.'
+        )
+    if dtype.kind not in "OSUMm":
+        return
+    what = ""
+    if example is not None:
+        what = f", {textwrap.shorten(repr(example), 60)} of type {type(example).__name__},"
+    if dtype.kind == "O" and dataclasses.is_dataclass(example):
+        raise TypeError(
+            f"{name}{what} is a dataclass that JAX does not open. Decorate its class with "
+            "@jax.tree_util.register_dataclass, or give a dict of its arrays."
+        )
+    raise TypeError(
+        f"{name}{what} cannot be put on a device, which holds numbers. Leave it out of the batch, "
+        "or turn it into numbers in the dataset."
+    )
+
+
+def require_fits(values: np.ndarray, name: str) -> None:
+    """Raise RowError for numbers that a device without 64-bit types would change.
+
+    Args:
+      values: an array of any shape, with rows as its first dim.
+      name: name of the leaf, for errors.
+    Raises:
+      RowError: if an integer is out of range, or a finite float would become infinite.
+    """
+    held = jax.dtypes.canonicalize_dtype(values.dtype) if values.dtype.kind in "iufc" else None
+    if held is None or held == values.dtype or not values.size:
+        return
+    if values.dtype.kind in "iu":
+        least, most = np.iinfo(held).min, np.iinfo(held).max
+        if values.min() >= least and values.max() <= most:
+            return
+        wrong = (values < least) | (values > most)
+    else:
+        least, most = np.finfo(held).min, np.finfo(held).max
+        with np.errstate(over="ignore"):
+            wrong = np.isfinite(values) & ~np.isfinite(values.astype(held))
+        if not wrong.any():
+            return
+    place = np.unravel_index(np.argmax(wrong), values.shape)
+    with np.errstate(over="ignore"):
+        value, becomes = values[place], values[place].astype(held)
+    raise RowError(
+        f"{name} {values.dtype}{list(values.shape)} holds {value} in row {place[0]}, which would "
+        f"become {becomes}: without 64 bits JAX holds {held}, from {least} to {most}. "
+        'Call jax.config.update("jax_enable_x64", True) first, or make the numbers smaller.',
+        int(place[0]),
+    )

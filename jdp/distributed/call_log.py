@@ -1,0 +1,103 @@
+"""The last calls of this process that all processes must make in the same order."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+# A process may be ahead of the others by the steps in flight and a few comparisons.
+NUM_KEPT = 32
+
+
+class Call:
+    """A call of a step, or a comparison between the processes.
+
+    Args:
+      what: description, such as "call 3 of `step`".
+      name: name of the step; "" for a comparison.
+      shapes: returns path -> dtype and shape, for the arrays that the step was called with.
+
+    Attributes:
+      was_refused: whether all processes raised an error instead of making the call.
+    """
+
+    __slots__ = ("name", "shapes", "was_refused", "what")
+
+    def __init__(
+        self, what: str, name: str = "", shapes: Callable[[], Mapping[str, str]] = dict
+    ) -> None:
+        self.what, self.name, self.shapes = what, name, shapes
+        self.was_refused = False
+
+
+class Described(NamedTuple):
+    """A call as other processes read it from the store.
+
+    Attributes:
+      what: description, such as "call 3 of `step`".
+      name: name of the step; "" for a comparison.
+      name: of the step; "" for a comparison.
+      shapes: path -> dtype and shape.
+    """
+
+    what: str
+    name: str
+    shapes: dict[str, str]
+
+
+class CallLog:
+    """The calls of one group of processes.
+
+    Attributes:
+      num_calls: number of calls so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._latest: deque[tuple[int, Call]] = deque(maxlen=NUM_KEPT)
+
+    def record(self, call: Call) -> Call:
+        """Record a call that starts, and return it."""
+        # Store the number with the call, because another thread may read between these two lines.
+        self._latest.append((self.num_calls + 1, call))
+        self.num_calls += 1
+        return call
+
+    def latest(self) -> dict[int, Described | None]:
+        """Return number -> call, for the last calls; None for a call that was refused."""
+        return {
+            number: None if call.was_refused else Described(call.what, call.name, {**call.shapes()})
+            for number, call in self._latest.copy()
+        }
+
+
+# Number of threads of this process that wait for another process in a comparison.
+num_waiting = 0
+# One log for each group of processes of this run.
+logs: dict[tuple[int, ...], CallLog] = {}
+
+
+def of(group: tuple[int, ...]) -> CallLog:
+    """Return the log of a group of processes."""
+    return logs.setdefault(group, CallLog())
+
+
+def first_difference(
+    mine: Mapping[int, Described | None], theirs: Mapping[int, Described | None]
+) -> tuple[int, Any, Any] | None:
+    """Return the number of the first call that two processes make differently, and both calls.
+
+    None if there is none. Two comparisons count as equal here: `all_gather` compares them itself.
+
+    Args:
+      mine: `CallLog.latest` of this process.
+      theirs: that of the other process.
+
+    >>> step, other = Described("call 2 of `f`", "f", {}), Described("call 1 of `g`", "g", {})
+    >>> first_difference({1: step, 2: step}, {1: step, 2: other, 3: step})[0]
+    2
+    """
+    for number in sorted(mine.keys() & theirs.keys()):
+        one, other = mine[number], theirs[number]
+        if one and other and (one.name, one.shapes) != (other.name, other.shapes):
+            return number, one, other
+    return None

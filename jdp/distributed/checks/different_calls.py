@@ -1,0 +1,161 @@
+"""Check, when no call ends, whether the processes wait for each other in different calls.
+
+If no call of a process has ended for `PATIENCE_S`, or the process ends, it puts its last calls into
+the store. While process 0 of a group waits, it compares the calls of all processes with its own.
+The other processes compare theirs with those of process 0. Calls that end in time are only recorded
+(`call_log.py`).
+"""
+
+import atexit
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Mapping
+
+import jax
+
+from jdp.distributed import call_log, fail_fast, kv_store
+from jdp.distributed.call_log import Described
+from jdp.error_codes import with_code
+
+PATIENCE_S = 3.0
+_POLL_S = 0.5
+_END_S = 2.0
+_NUM_SHOWN = 3  # number of shapes in an error
+
+_WHY = (
+    "Their ranks wait for each other, or add up different sums. All processes of a mesh must make "
+    "the same calls in the same order, with arrays of the same shapes: look for a call below "
+    "`if jax.process_index() == 0`, or below a condition on what one process alone has read."
+)
+
+
+class DifferentCalls:
+    """End this process if its calls differ from those of another process, and no call ends.
+
+    Args:
+      patience_s: seconds without a new call until the processes compare their calls.
+    """
+
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        self._patience_s = patience_s
+        self._num_calls, self._since, self._is_waiting = 0, 0.0, False
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._ends = threading.Event()
+        self._publisher: threading.Thread | None = None
+
+    def watch_end(self) -> None:
+        """Publish this process's calls when it exits. Call this once the processes are joined."""
+        # Register after JAX's handler, so that this one runs first, while the store is open.
+        atexit.unregister(self._end)
+        atexit.register(self._end)
+        if self._publisher is None:  # Python starts no thread while the interpreter ends.
+            self._publisher = threading.Thread(target=self._publish_at_end, daemon=True)
+            self._publisher.start()
+
+    def look(self, is_waiting: bool) -> None:
+        """Start a comparison, without waiting for it, if the calls have not moved for long.
+
+        Args:
+          is_waiting: whether a call of this process has not ended. If not, the process does
+            something else, such as saving a file, and waits for no other process.
+        """
+        now, num_calls = time.monotonic(), _num_calls()
+        self._is_waiting = is_waiting
+        if num_calls != self._num_calls:
+            self._num_calls, self._since = num_calls, now
+        if not is_waiting or now - self._since < self._patience_s or self._stop.is_set():
+            return
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._compare, args=(num_calls,), daemon=True)
+            self._thread.start()
+
+    # A thread in the store's client aborts a process that exits, so wait for the thread.
+    def _end(self) -> None:
+        fail_fast.leave_if_failed()
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_END_S)
+            if self._thread.is_alive():
+                return  # It waits for the store, as this thread would.
+        if self._publisher is not None:
+            self._ends.set()
+            self._publisher.join(_END_S)  # Not longer: the store may not answer.
+
+    def _publish_at_end(self) -> None:
+        self._ends.wait()
+        _publish()
+
+    def _compare(self, num_calls: int) -> None:
+        _publish()
+        with contextlib.suppress(Exception):  # the store may have ended with its process
+            while _num_calls() == num_calls and self._is_waiting:
+                for group, log in [*call_log.logs.items()]:
+                    if text := _difference(group, log.latest()):
+                        self._stop.set()  # at a prompt the process continues; one report suffices
+                        fail_fast.end_process(RuntimeError(text))
+                        return
+                if self._stop.wait(_POLL_S):
+                    return
+
+
+current = DifferentCalls()
+
+
+def _num_calls() -> int:
+    return sum(log.num_calls for log in [*call_log.logs.values()])
+
+
+def _publish() -> None:
+    with contextlib.suppress(Exception):
+        for group, log in [*call_log.logs.items()]:
+            kv_store.replace(_key(group, jax.process_index()), json.dumps(log.latest()))
+
+
+def _difference(group: tuple[int, ...], mine: Mapping[int, Described | None]) -> str | None:
+    me, first = jax.process_index(), group[0]
+    for process in group[1:] if me == first else [first]:
+        text = kv_store.get_now(_key(group, process))
+        if text is None:
+            continue
+        theirs = {int(i): each and Described(*each) for i, each in json.loads(text).items()}
+        calls = {me: mine, process: theirs}
+        one, other = sorted(calls)
+        if found := call_log.first_difference(calls[one], calls[other]):
+            return described(one, other, *found)
+    return None
+
+
+def described(one: int, other: int, number: int, mine: Described, theirs: Described) -> str:
+    """Return the error for two processes in different calls, the same on both processes.
+
+    Args:
+      one: a process.
+      other: the other process.
+      number: number of the call, from 1.
+      mine: that call of process `one`.
+      theirs: that call of process `other`.
+    """
+    paths = [
+        path
+        for path in dict.fromkeys([*mine.shapes, *theirs.shapes])
+        if mine.name != theirs.name or mine.shapes.get(path) != theirs.shapes.get(path)
+    ]
+    text = (
+        f"processes {one} and {other} make different calls: call {number} of those that need all "
+        f"processes is {_shown(mine, paths)} on process {one}, and {_shown(theirs, paths)} on "
+        f"process {other}. {_WHY}"
+    )
+    return with_code("JDP211", text)
+
+
+def _shown(call: Described, paths: list[str]) -> str:
+    found = [f"{path} {call.shapes[path]}" for path in paths if path in call.shapes]
+    more = ", ..." if len(found) > _NUM_SHOWN else ""
+    return f"{call.what} ({', '.join(found[:_NUM_SHOWN])}{more})" if found else call.what
+
+
+def _key(group: tuple[int, ...], process: int) -> str:
+    return f"jdp/calls/{'-'.join(map(str, group))}/{process}"

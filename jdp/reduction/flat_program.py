@@ -1,0 +1,132 @@
+"""A traced program as one list of operations: jitted functions opened, dead operations left out."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jdp import jax_compat
+from jdp.analysis import jaxprs
+from jdp.analysis.marks import MICRO_BATCH
+
+# Calls that change nothing about how their body runs or is differentiated.
+_OPENED = frozenset("jit closed_call".split())
+
+
+class FlatValue:
+    """An input, a constant, or the result of an operation.
+
+    Args:
+      aval: its type.
+      constant: its value, None unless it is a constant.
+    """
+
+    __slots__ = ("aval", "constant")
+
+    def __init__(self, aval: Any, constant: Any = None):
+        self.aval = aval
+        self.constant = constant
+
+    def num_bytes(self) -> int:
+        """Return its size in bytes, 0 for what is not an array."""
+        dtype = getattr(self.aval, "dtype", None)
+        return 0 if dtype is None else self.aval.size * dtype.itemsize
+
+
+class FlatOperation(NamedTuple):
+    """An equation, the values that it reads and makes, and the calls around it, outermost first."""
+
+    eqn: Any
+    ins: tuple[FlatValue, ...]
+    outs: tuple[FlatValue, ...]
+    calls: tuple[Any, ...]
+
+    def run(self, operands: Sequence[Any]) -> list[Any]:
+        """Compute the results."""
+        return jax_compat.bind(self.eqn, operands, self.calls)
+
+
+class FlatProgram(NamedTuple):
+    """A program without calls: its operations in order, its inputs, outputs and constants."""
+
+    operations: list[FlatOperation]
+    ins: list[FlatValue]
+    outs: list[FlatValue]
+    constants: list[FlatValue]
+
+
+def opened_call(eqn: Any) -> Any | None:
+    """Return the program of a call that changes nothing about it, None for other equations."""
+    if eqn.primitive.name not in _OPENED or eqn.params.get("name") == MICRO_BATCH:
+        return None
+    return jaxprs.called(eqn)
+
+
+def flatten(
+    program: Any,
+    called: Callable[[Any], Any | None] = opened_call,
+    calls: tuple[Any, ...] = (),
+) -> FlatProgram:
+    """Return the operations that the outputs of a program depend on, or that have effects.
+
+    Args:
+      program: a jaxpr, with its constants.
+      called: returns the program that an equation is opened into, None where it stays as it is.
+      calls: the equations that the program is a body of, outermost first.
+    """
+    ins = [FlatValue(variable.aval) for variable in jaxprs.opened(program).invars]
+    flat = FlatProgram([], ins, [], [])
+    flat.outs.extend(_append(program, ins, calls, flat, called))
+    needed = {*flat.outs}
+    live = []
+    for operation in reversed(flat.operations):
+        if jaxprs.acts(operation.eqn) or not needed.isdisjoint(operation.outs):
+            needed.update(operation.ins)
+            live.append(operation)
+    return flat._replace(operations=live[::-1])
+
+
+def zeros_of(program: FlatProgram) -> set[FlatValue]:
+    """Return the values of a program that are certain to be zero, such as missing gradients."""
+    found = {each for each in program.constants if _is_zero(each.constant)}
+    for operation in program.operations:
+        if operation.eqn.primitive.name == "broadcast_in_dim" and found.issuperset(operation.ins):
+            found.update(operation.outs)
+    return found
+
+
+def _is_zero(constant: Any) -> bool:
+    is_number = not isinstance(constant, jax.Array) and np.ndim(constant) == 0
+    return is_number and not bool(constant)
+
+
+def _append(
+    program: Any,
+    ins: Sequence[FlatValue],
+    calls: tuple[Any, ...],
+    flat: FlatProgram,
+    called: Callable[[Any], Any | None],
+) -> list[FlatValue]:
+    body = jaxprs.opened(program)
+    env = dict(zip(body.invars, ins, strict=True))
+
+    def constant(aval: Any, value: Any) -> FlatValue:
+        flat.constants.append(FlatValue(aval, value))
+        return flat.constants[-1]
+
+    def read(atom: Any) -> FlatValue:
+        return constant(atom.aval, atom.val) if jaxprs.is_literal(atom) else env[atom]
+
+    for variable, value in jaxprs.constants(program):
+        env[variable] = constant(variable.aval, value)
+    for eqn in body.eqns:
+        operands = tuple(map(read, eqn.invars))
+        inner = called(eqn)
+        if inner is not None:
+            outs = _append(inner, operands, (*calls, eqn), flat, called)
+        else:
+            outs = [FlatValue(variable.aval) for variable in eqn.outvars]
+            flat.operations.append(FlatOperation(eqn, operands, tuple(outs), calls))
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in body.outvars]

@@ -1,0 +1,143 @@
+"""Whole arrays inside a step, and the shards of this rank that they were gathered from.
+
+State that lives as shards is gathered before the author's function runs, which then sees whole
+arrays. The scope of the step remembers the shard of each. Code of jdp that can work on shards looks
+them up; XLA drops a gather whose result nothing uses. A whole array that was computed by the
+author has no known shard: this rank's slice of it is one.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jdp import axis
+from jdp.analysis.marks import SHARD, WHOLE, mark
+from jdp.collectives import buckets, shards, xla_shards
+from jdp.reduction import mixed_precision, parts, step_context
+
+
+class Shard(NamedTuple):
+    """This rank's part of an array.
+
+    Attributes:
+      value: the slice `[..., size / n, ...]`.
+      dim: the dim that is split over the ranks.
+      axes: names of the mesh axes that it is split over.
+      is_mean: whether it is the mean of a gradient over all ranks already.
+      owner: of a parameter whose gradient is split, from stage 2 on: its optimizer, `jdp.sharded`.
+      trains: whether that optimizer updates it.
+      is_kept: whether the whole array is there throughout the step, so that nothing gathers it.
+      gather_dtype: in which the whole array is gathered; None: in its own.
+      reduce_dtype: in which its gradient is sent; None: in its own.
+    """
+
+    value: jax.Array
+    dim: int
+    axes: tuple[str, ...]
+    is_mean: bool = False
+    owner: Any = None
+    trains: bool = True
+    is_kept: bool = False
+    gather_dtype: Any = None
+    reduce_dtype: Any = None
+
+
+def gathered(
+    found: Sequence[Shard], bucket_bytes: int = 4 * buckets.MiB, *, is_read: bool
+) -> list[jax.Array]:
+    """Return the whole arrays, in buckets; the step remembers the shard of each.
+
+    Args:
+      found: shards of this rank, all over the same axes.
+      bucket_bytes: capacity of one bucket of shards in bytes, > 0.
+      is_read: whether the step is sure to read the whole arrays. If not, XLA gathers those that
+        are read and drops the others; jdp's own code, which is faster, would gather all.
+    """
+    if not found:
+        return []
+    axes = found[0].axes
+    sent = [mixed_precision.cast(part.value, part.gather_dtype) for part in found]
+    plan = buckets.plan(sent, bucket_bytes)
+    checked = [parts.checked(value, axes) for value in sent]
+    values = [[checked[i] for i in bucket] for bucket in plan]
+    dims = [[found[i].dim for i in bucket] for bucket in plan]
+    scope = step_context.innermost()
+    mesh = None if scope is None else scope.mesh
+    wholes: dict[int, jax.Array] = {}
+    gather = shards.all_gather if is_read else xla_shards.all_gather
+    for bucket, joined in zip(plan, gather(values, dims, axes, mesh=mesh), strict=True):
+        wholes |= dict(zip(bucket, joined, strict=True))
+    return [remember(wholes[i], part) for i, part in enumerate(found)]
+
+
+def remember(whole: jax.Array, part: Shard) -> jax.Array:
+    """Return a whole array whose shard on this rank is `part`, and remember that."""
+    whole = mark(whole, kind=WHOLE, path="", axes=part.axes)
+    scope = step_context.innermost()
+    if scope is not None:
+        scope.shards[id(whole)] = whole, part  # The array is kept, so that its id stays its own.
+    return whole
+
+
+@contextlib.contextmanager
+def forgotten_after() -> Iterator[None]:
+    """Forget at the end of the `with` which arrays were remembered in it.
+
+    They may be those of a trace that ends with it.
+    """
+    scope = step_context.innermost()
+    before = {} if scope is None else dict(scope.shards)
+    try:
+        yield
+    finally:
+        if scope is not None:
+            scope.shards.clear()
+            scope.shards.update(before)
+
+
+def claim(params: Any, flags: Sequence[bool], owner: Any) -> None:
+    """Record the optimizer of parameters whose gradients are split over the ranks.
+
+    Those that do not live as shards have a slice of the whole array as their shard.
+
+    Args:
+      params: tree of whole arrays.
+      flags: for each whether it trains.
+      owner: the optimizer.
+    """
+    scope = step_context.innermost()
+    if scope is None:
+        return
+    mixed_precision.claim(params, owner)
+    axes = axis.in_mesh_order(owner.sharding.axes or owner.axis_name)
+    is_here = step_context.current(owner.axis_name) is not None
+    for leaf, flag in zip(jax.tree.leaves(params), flags, strict=True):
+        part = known(leaf)
+        dim = owner.sharding.dim(leaf, axis.size(axes)) if is_here else None
+        if part is None and owner.sharding.stage < 3 and dim is not None:
+            part = Shard(parts.own_slice(leaf, dim, axes), dim, axes)
+        if part is not None:
+            owned = {"owner": owner, "trains": flag, "is_kept": owner.sharding.keeps_params}
+            scope.shards[id(leaf)] = leaf, part._replace(**owned)
+
+
+def known(whole: Any) -> Shard | None:
+    """Return the shard of this rank that belongs to an array, None if there is none."""
+    scope = step_context.innermost()
+    found = None if scope is None else scope.shards.get(id(whole))
+    return None if found is None else found[1]
+
+
+def own(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+    """Return this rank's slice along `dim` of an array that is the same on every rank."""
+    found = known(whole)
+    if found is not None and found.dim == dim and found.axes == axes:
+        return found.value
+    return parts.own_slice(whole, dim, axes)
+
+
+def entering(value: jax.Array, dim: int, axes: tuple[str, ...]) -> Shard:
+    """Return the shard of a leaf of the state, marked for the proof."""
+    return Shard(mark(value, kind=SHARD, path="", axes=axes), dim, axes)

@@ -1,0 +1,148 @@
+"""In which dtype a loss sees parameters, and in which one gradients are sent.
+
+The parameters of a state, the masters, keep their dtype: a step reads, updates and returns them in
+it. `jdp.value_and_grad` alone hands a loss narrower ones, and returns gradients in the dtype of the
+masters, as the transpose of the cast has them. Source: Micikevicius et al. 2018, Mixed precision
+training, https://arxiv.org/abs/1710.03740.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jdp.reduction import step_context
+
+
+def float_dtype(option: str, given: Any) -> np.dtype | None:
+    """Return the dtype that an option names, None if it names none.
+
+    Args:
+      option: its name, for the error.
+      given: a dtype of at least 16 bits, or its name, or None.
+
+    Raises:
+      ValueError: if it is not a real float of at least 16 bits that this JAX computes with.
+
+    >>> float_dtype("gather_dtype", "bfloat16")
+    dtype(bfloat16)
+    """
+    if given is None:
+        return None
+    dtype = jnp.dtype(given)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        why = "which holds no fractions: parameters and gradients would be cut to whole numbers"
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            why = "which is complex, and parameters and gradients are real"
+    elif jnp.finfo(dtype).bits < 16:
+        why = (
+            f"which has {jnp.finfo(dtype).bits} bits: without a scale for each array most "
+            "gradients and many parameters would become 0. Cast to it in the loss, by scales of "
+            "your own"
+        )
+    elif jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        why = "which JAX makes float32 of unless jax_enable_x64 is set"
+    else:
+        return dtype
+    raise ValueError(f"{option}={dtype.name}, {why}. Write {option}=jnp.bfloat16, or leave it out.")
+
+
+def narrower(leaf: Any, dtype: np.dtype | None) -> np.dtype | None:
+    """Return the dtype if a leaf is a float of more bits, None if it stays as it is."""
+    own = jnp.result_type(leaf)
+    if dtype is None or not jnp.issubdtype(own, jnp.floating):
+        return None
+    return dtype if jnp.finfo(own).bits > jnp.finfo(dtype).bits else None
+
+
+def require_masters(params: Any, gather_dtype: np.dtype | None) -> None:
+    """Refuse parameters that have fewer bits than they are gathered in.
+
+    Raises:
+      ValueError: naming the first one.
+    """
+    if gather_dtype is None:
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            continue
+        bits, more = jnp.finfo(dtype).bits, jnp.finfo(gather_dtype).bits
+        if bits < more:
+            raise ValueError(
+                f"`params{jax.tree_util.keystr(path)}` is {dtype}{list(jnp.shape(leaf))}, of "
+                f"{bits} bits, and gather_dtype={gather_dtype.name} has {more}: the gather would "
+                f"send {more // bits} times the bytes, and no digit more. Give float32 parameters, "
+                "which the optimizer updates without loss, and gather_dtype=jnp.bfloat16; or leave "
+                "gather_dtype out."
+            )
+
+
+def claim(params: Any, owner: Any) -> None:
+    """Record in the step that losses see some parameters in the dtype of their optimizer.
+
+    Args:
+      params: tree of whole arrays, as the author's function sees them.
+      owner: the optimizer, `jdp.sharded`.
+    """
+    scope = step_context.innermost()
+    if scope is None:
+        return
+    for leaf in jax.tree.leaves(params):
+        dtype = narrower(leaf, owner.sharding.gather_dtype)
+        if dtype is not None:  # The array is kept, so that its id stays its own.
+            scope.loss_dtypes[id(leaf)] = leaf, dtype, owner
+
+
+def loss_dtypes(leaves: Sequence[Any]) -> list[np.dtype | None]:
+    """Return for each parameter the dtype to cast it to for a loss, None where it stays.
+
+    Recorded, so that `require_cast` knows of it.
+    """
+    scope = step_context.innermost()
+    if scope is None or not scope.loss_dtypes:
+        return [None] * len(leaves)
+    found = [scope.loss_dtypes.get(id(leaf)) for leaf in leaves]
+    scope.cast.update(entry[2] for entry in found if entry is not None)
+    return [None if entry is None else entry[1] for entry in found]
+
+
+def for_loss(params: Any) -> Any:
+    """Return a tree of parameters as a loss sees them."""
+    leaves, tree = jax.tree.flatten(params)
+    dtypes = loss_dtypes(leaves)
+    return tree.unflatten(map(cast, leaves, dtypes)) if any(dtypes) else params
+
+
+def like_masters(grads: Any, params: Any) -> Any:
+    """Return gradients with respect to `for_loss(params)` in the dtypes of the parameters."""
+    return jax.tree.map(lambda g, p: cast(g, jnp.result_type(p)), grads, params)
+
+
+def require_cast(owner: Any) -> None:
+    """Refuse an update by gradients of a step in which no loss saw parameters in `gather_dtype`.
+
+    Raises:
+      ValueError: if there are none.
+    """
+    scope = step_context.innermost()
+    if scope is None or owner in scope.cast:
+        return
+    if all(entry[2] != owner for entry in scope.loss_dtypes.values()):
+        return
+    dtype = owner.sharding.gather_dtype.name
+    raise ValueError(
+        f"gather_dtype={dtype} has no effect in this step: jdp.value_and_grad alone hands a loss "
+        f"{dtype} parameters, and none was called with state.params of the step. Write loss, grads "
+        "= jdp.value_and_grad(loss_fn)(state.params, batch), in the step itself and not in a "
+        "jax.jit, lax.scan or lax.cond of it. To keep jax.value_and_grad leave gather_dtype out, "
+        f"and cast in the loss: jax.tree.map(lambda p: p.astype(jnp.{dtype}), params)."
+    )
+
+
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return an array in a dtype; None: in its own."""
+    return x if dtype is None or x.dtype == dtype else lax.convert_element_type(x, dtype)

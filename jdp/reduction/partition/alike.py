@@ -1,0 +1,205 @@
+"""Parts of a program that compute the same with other values, such as each matrix of an optimizer.
+
+A part begins with a product of matrices and ends with one: all that lies on a way from one product
+to another. Two parts do not depend on each other, or there would be a way between their products.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jdp.analysis import jaxprs
+from jdp.reduction.flat_program import FlatOperation, FlatProgram, FlatValue
+from jdp.reduction.partition.costs import multiplies_matrices
+from jdp.reduction.partition.keys import equation_key, number_key, type_key
+
+
+class Subprogram(NamedTuple):
+    """Operations that are run together, what they read, and what others read of their results."""
+
+    operations: list[FlatOperation]
+    ins: list[FlatValue]
+    outs: list[FlatValue]
+
+
+class AlikeParts(NamedTuple):
+    """Parts that differ in what they read alone."""
+
+    parts: list[Subprogram]
+
+    def operations(self) -> list[FlatOperation]:
+        """Return the operations of all parts, in order."""
+        return [each for part in self.parts for each in part.operations]
+
+    @property
+    def ins(self) -> list[FlatValue]:
+        """What they read together."""
+        return [value for part in self.parts for value in part.ins]
+
+    @property
+    def outs(self) -> list[FlatValue]:
+        """What others read of their results."""
+        return [value for part in self.parts for value in part.outs]
+
+
+def with_alike_parts(
+    program: FlatProgram, closed: Collection[FlatValue]
+) -> list[FlatOperation | AlikeParts]:
+    """Return the operations of a program in order, with those of alike parts put together.
+
+    Args:
+      program: the program.
+      closed: results of operations that stay by themselves.
+    """
+    alike: dict[Any, list[Subprogram]] = defaultdict(list)
+    uses = Counter(value for operation in program.operations for value in operation.ins)
+    uses.update(program.outs)
+    numbers = {c: number_key(c.constant) for c in program.constants}
+    maker = {out: operation for operation in program.operations for out in operation.outs}
+    for connected in _connected(program, closed):
+        operations = _with_operands(connected, maker, uses, numbers, closed)
+        key, part = _keyed(operations, uses, numbers)
+        alike[key].append(part)
+    if not alike:
+        return [*program.operations]
+    return _in_order(program.operations, [AlikeParts(parts) for parts in alike.values()])
+
+
+def _connected(program: FlatProgram, closed: Collection[FlatValue]) -> list[list[FlatOperation]]:
+    """Return the operations that lie between products of matrices, those of each part in order."""
+    operations = program.operations
+    chosen = _between_products(operations)
+    maker = {out: i for i in chosen for out in operations[i].outs}
+    first = {i: i for i in chosen}
+
+    def root(i: int) -> int:
+        while first[i] != i:
+            first[i] = i = first[first[i]]
+        return i
+
+    for i in chosen:
+        for value in operations[i].ins:
+            if value in maker:
+                first[root(i)] = root(maker[value])
+    found: dict[int, list[FlatOperation]] = defaultdict(list)
+    for i in chosen:
+        found[root(i)].append(operations[i])
+    return [each for each in found.values() if not any(_stays(op, closed) for op in each)]
+
+
+def _between_products(operations: Sequence[FlatOperation]) -> list[int]:
+    is_product = [multiplies_matrices(operation.eqn) for operation in operations]
+    after: set[FlatValue] = set()
+    before: set[FlatValue] = set()
+    is_after = []
+    for operation, product in zip(operations, is_product, strict=True):
+        is_after.append(product or not after.isdisjoint(operation.ins))
+        if is_after[-1]:
+            after.update(operation.outs)
+    chosen = []
+    for i in range(len(operations) - 1, -1, -1):
+        if is_product[i] or not before.isdisjoint(operations[i].outs):
+            before.update(operations[i].ins)
+            if is_after[i]:
+                chosen.append(i)
+    return chosen[::-1]
+
+
+def _with_operands(
+    operations: list[FlatOperation],
+    maker: Mapping[FlatValue, FlatOperation],
+    uses: Counter[FlatValue],
+    numbers: Collection[FlatValue],
+    closed: Collection[FlatValue],
+) -> list[FlatOperation]:
+    """Return a part with what makes one operand of another, or of constants, such as `x.T` of `x`.
+
+    So a matrix is not sent twice.
+    """
+    made = {out for operation in operations for out in operation.outs}
+    inside = Counter(value for operation in operations for value in operation.ins)
+    ins = dict.fromkeys(value for value in inside if value not in made)
+    pending = [*ins]
+    found = []
+    while pending:
+        operation = maker.get(pending.pop())
+        if operation is None or operation.outs[0] in made or _stays(operation, closed):
+            continue
+        is_read_outside = any(uses[out] > inside[out] for out in operation.outs)
+        if is_read_outside or not all(v in ins or v in numbers for v in operation.ins):
+            continue
+        made.update(operation.outs)
+        inside.update(operation.ins)
+        found.append(operation)
+        pending.extend(ins)
+    return [*found[::-1], *operations]
+
+
+def _stays(operation: FlatOperation, closed: Collection[FlatValue]) -> bool:
+    return jaxprs.acts(operation.eqn) or any(out in closed for out in operation.outs)
+
+
+def _keyed(
+    operations: list[FlatOperation], uses: Counter[FlatValue], numbers: dict[FlatValue, Any]
+) -> tuple[Any, Subprogram]:
+    """Return a part, and what it is equal in to those that compute the same."""
+    made: dict[FlatValue, int] = {}
+    read: dict[FlatValue, Any] = {}
+    key: list[Any] = []
+    for operation in operations:
+        places: list[Any] = []
+        for value in operation.ins:
+            if value in made:
+                places.append(made[value])
+                continue
+            place = read.setdefault(value, len(read))
+            places.append((place, type_key(value.aval), numbers.get(value)))
+        key.append((equation_key(operation.eqn), tuple(places)))
+        for out in operation.outs:
+            made[out] = len(made)
+    inside = Counter(value for operation in operations for value in operation.ins)
+    outs = [value for value in made if uses[value] > inside[value]]
+    key.append(tuple(made[value] for value in outs))
+    return tuple(key), Subprogram(operations, [*read], outs)
+
+
+def _in_order(
+    operations: Sequence[FlatOperation], groups: Sequence[AlikeParts]
+) -> list[FlatOperation | AlikeParts]:
+    """Return operations and groups such that each comes after what it reads (Kahn 1962)."""
+    inside = {id(op) for group in groups for op in group.operations()}
+    items = [op for op in operations if id(op) not in inside]
+    items = [*groups, *items]
+    place = {id(op): i for i, op in enumerate(operations)}
+    rank = [
+        place[id(item.parts[0].operations[0] if isinstance(item, AlikeParts) else item)]
+        for item in items
+    ]
+    maker = {out: i for i, item in enumerate(items) for out in item.outs}
+    waits_for = [{maker[value] for value in item.ins if value in maker} for item in items]
+    acting = [
+        i
+        for i, item in enumerate(items)
+        if isinstance(item, FlatOperation) and jaxprs.acts(item.eqn)
+    ]
+    for before, after in zip(acting, acting[1:], strict=False):
+        waits_for[after].add(before)
+    readers: dict[int, list[int]] = defaultdict(list)
+    for i, makers in enumerate(waits_for):
+        for each in makers:
+            readers[each].append(i)
+    missing = Counter({i: len(makers) for i, makers in enumerate(waits_for)})
+    ready = [(rank[i], i) for i in range(len(items)) if not missing[i]]
+    heapq.heapify(ready)
+    found = []
+    while ready:
+        _, i = heapq.heappop(ready)
+        found.append(items[i])
+        for reader in readers[i]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                heapq.heappush(ready, (rank[reader], reader))
+    return found

@@ -1,0 +1,80 @@
+"""Parts of values that every rank has the same: one slice on each rank.
+
+The proof sees a slice at the position of a rank as a value that differs from rank to rank. Here the
+slice is an operation of its own, of the class of what it is cut from, and what the ranks put
+together is marked where it must be such a part.
+"""
+
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jdp.analysis.marks import MEAN, PART, SHARD, WHOLE, mark
+
+
+def own_slice(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+    """Return this rank's slice along `dim` of an array that is the same on every rank.
+
+    Args:
+      whole: the array; the number of ranks divides its size along `dim`.
+      dim: which dim is cut.
+      axes: names of the mesh axes of the ranks.
+    """
+    return _own_slice_p.bind(whole, dim=dim, axes=tuple(axes), size=lax.axis_size(axes))
+
+
+def part_of_whole(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Return what is this rank's part of a value by the way it was made."""
+    return mark(part, kind=SHARD, path="", axes=tuple(axes))
+
+
+def checked(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Return this rank's part of a value; a step is refused if it may not be a part of one."""
+    return mark(part, kind=PART, path="", axes=tuple(axes))
+
+
+def joined(whole: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Return the value that was gathered from checked parts."""
+    return mark(whole, kind=WHOLE, path="", axes=tuple(axes))
+
+
+def combined(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Return the sum over ranks of sums over checked parts: the sum of the whole value once."""
+    return mark(total, kind=MEAN, path="", axes=tuple(axes))
+
+
+# A primitive of its own: the position of the slice depends on the rank, and the proof would take
+# the slice of what every rank has the same for a value that differs.
+_own_slice_p = Primitive("jdp_own_slice")
+
+
+def _slice(x: jax.Array, *, dim: int, axes: tuple[str, ...], size: int) -> jax.Array:
+    length = x.shape[dim] // size
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * length, length, dim)
+
+
+@_own_slice_p.def_abstract_eval
+def _sliced_type(x: Any, *, dim: int, axes: tuple[str, ...], size: int) -> Any:
+    shape = (*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
+    return jax.core.ShapedArray(shape, x.dtype)
+
+
+def _batch(args: tuple, dims: tuple, *, dim: int, **params: Any) -> tuple[Any, int]:
+    (x,), (batched,) = args, dims
+    moved = dim + 1 if batched <= dim else dim
+    return _own_slice_p.bind(x, dim=moved, **params), batched
+
+
+def _transpose(cotangent: Any, x: Any, *, dim: int, axes: tuple[str, ...], size: int) -> list[Any]:
+    # A rank's cotangent is that of its own loss, and their mean is that of the step. The slices of
+    # all ranks together are the value once, while each rank has the whole of it: the mean is 1 / n
+    # of what they hold together.
+    return [lax.all_gather(cotangent, axes, axis=dim, tiled=True) / size]
+
+
+ad.deflinear2(_own_slice_p, _transpose)
+batching.primitive_batchers[_own_slice_p] = _batch
+mlir.register_lowering(_own_slice_p, mlir.lower_fun(_slice, multiple_results=False))

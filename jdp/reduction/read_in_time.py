@@ -1,0 +1,58 @@
+"""Call a function that reads a state of which parts live as shards, and gather each where read."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jdp.reduction import flat_program, gathered_in_time, gradients, known_shards
+from jdp.reduction.known_shards import Shard
+
+
+def call(function: Callable[[Any], Any], state: Any, batch: Any) -> Any:
+    """Return `function(state)`, with two groups of gathered arrays at any time.
+
+    Args:
+      function: changes nothing but what it returns.
+      state: tree of whole arrays, some of which the step remembers the shard of.
+      batch: what else `function` reads: the first gather waits for it.
+    """
+    leaves, tree = jax.tree.flatten(state)
+    found = {i: known_shards.known(leaf) for i, leaf in enumerate(leaves)}
+    shards = {i: part for i, part in found.items() if part is not None and not part.is_kept}
+    if not shards:
+        return function(state)
+    wholes = {i: leaves[i] for i in shards}
+    own = {i: part.value for i, part in shards.items()}
+    others: list[Any] = []  # leaves of the result that are not arrays
+    trees: list[Any] = []
+
+    # JAX names this function and its argument where Python asks for a value: see `unknown_value`.
+    def reading(wholes: dict[int, jax.Array], own: dict[int, jax.Array]) -> list[Any]:
+        given = [*leaves]
+        for i, part in shards.items():
+            part = part._replace(value=own[i], owner=None)
+            given[i] = known_shards.remember(wholes[i], part)
+        result, result_tree = jax.tree.flatten(function(tree.unflatten(given)))
+        trees.append(result_tree)
+        others.extend(None if isinstance(leaf, jax.Array) else (leaf,) for leaf in result)
+        return [leaf for leaf in result if isinstance(leaf, jax.Array)]
+
+    with known_shards.forgotten_after():
+        flat = flat_program.flatten(jax.make_jaxpr(reading)(wholes, own))
+        evaluation = gathered_in_time.Evaluation(
+            flat,
+            [*wholes.values(), *own.values()],
+            shards=dict(enumerate(shards.values())),
+            whole=[],
+            capacity=_capacity(list(shards.values())),
+            after=gathered_in_time.first_floats(batch),
+        )
+        arrays = iter(evaluation.run([], lambda chosen, values: values))
+    return trees[0].unflatten([next(arrays) if it is None else it[0] for it in others])
+
+
+def _capacity(found: list[Shard]) -> int:
+    """Return the bytes of a group: what the optimizers were given, or the default of all."""
+    sizes = [part.owner.sharding.bucket_bytes for part in found if part.owner is not None]
+    return min(sizes, default=gradients.BUCKET_BYTES)

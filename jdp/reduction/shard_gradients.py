@@ -1,0 +1,224 @@
+"""Gradients that are split over the ranks: sent when ready, of parameters gathered where used."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+from jax import lax
+
+from jdp import axis
+from jdp.analysis.marks import LOCAL, mark
+from jdp.axis import AxisName
+from jdp.reduction import (
+    flat_program,
+    gradients,
+    known_shards,
+    mixed_precision,
+    scattered_gradients,
+    step_context,
+)
+from jdp.reduction.flat_program import FlatProgram
+from jdp.reduction.gathered_in_time import Evaluation, first_floats
+from jdp.reduction.known_shards import Shard
+
+
+class LeafGradients(NamedTuple):
+    """The gradients of a tree of parameters.
+
+    Attributes:
+      local: this rank's own gradients; for `ShardGradients` a list of leaves, None for those in
+        `means`.
+      means: position of a leaf -> this rank's shard of the mean over all ranks.
+    """
+
+    local: Any
+    means: Mapping[int, jax.Array] = MappingProxyType({})
+
+
+class _TracedLoss(NamedTuple):
+    """A loss with its gradients as one program.
+
+    Its inputs are the leaves of the parameters, and the shards of those that are sent. Its outputs
+    are the arrays of the value, then the gradients of all inputs.
+    """
+
+    program: FlatProgram
+    num_arrays: int
+    value: Callable[[Sequence[Any]], Any]
+
+
+def of(params: Any, axis_name: AxisName, *, is_sent: bool) -> "ShardGradients | None":
+    """Return what differentiates with respect to some parameters, None where JAX does.
+
+    It does where no gradient is split, and no parameter gathered where it is used.
+
+    Args:
+      params: tree of parameters.
+      axis_name: the data axis of the caller.
+      is_sent: whether gradients may be averaged over the ranks where they are computed.
+    """
+    step = step_context.current(axis_name)
+    if step is None:
+        return None
+    shards: dict[int, Shard] = {}
+    for i, leaf in enumerate(jax.tree.leaves(params)):
+        shard = known_shards.known(leaf)
+        if shard is not None and shard.owner is not None:
+            shards[i] = shard
+    # Under a vmap of the author's, gradients are those of single rows, which are not averaged.
+    is_here = step.trace == jax.extend.core.get_opaque_trace_state()
+    found = ShardGradients(params, shards, is_sent=is_sent and is_here) if shards else None
+    return found if found is not None and found.does_anything else None
+
+
+class ShardGradients:
+    """The derivative of losses with respect to parameters of which some have an owner.
+
+    Args:
+      params: tree of parameters.
+      shards: position of a leaf that has an owner -> its shard.
+      is_sent: see `of`.
+    """
+
+    def __init__(self, params: Any, shards: dict[int, Shard], *, is_sent: bool):
+        named, self._tree = jax.tree_util.tree_flatten_with_path(params)
+        self._paths = [jax.tree_util.keystr(path) for path, _ in named]
+        leaves = [leaf for _, leaf in named]
+        self._dtypes = [jnp.result_type(leaf) for leaf in leaves]
+        dtypes = mixed_precision.loss_dtypes(leaves)
+        self._leaves = list(map(mixed_precision.cast, leaves, dtypes))
+        self._shards = {
+            i: shard._replace(gather_dtype=dtypes[i], reduce_dtype=shard.owner.reduce_dtype)
+            for i, shard in shards.items()
+        }
+        self._in_time = {i: shard for i, shard in self._shards.items() if not shard.is_kept}
+        self._sent = [
+            i
+            for i, shard in shards.items()
+            if is_sent and shard.trains and shard.owner.sharding.mean
+        ]
+        self._bucket_bytes = min(s.owner.sharding.bucket_bytes for s in shards.values())
+        self._keep_gathered()
+
+    def _keep_gathered(self) -> None:
+        """Gather now what stays gathered and is not seen in the dtype of the state."""
+        kept = {
+            i: shard._replace(owner=None)
+            for i, shard in self._shards.items()
+            if i not in self._in_time and shard.gather_dtype is not None
+        }
+        wholes = known_shards.gathered([*kept.values()], self._bucket_bytes, is_read=False)
+        for i, whole in zip(kept, wholes, strict=True):
+            self._leaves[i] = whole
+
+    @property
+    def does_anything(self) -> bool:
+        """Whether it does anything that `jax.value_and_grad` does not."""
+        return bool(self._in_time or self._sent)
+
+    def differentiate(
+        self, loss_fn: Callable[..., Any], has_aux: bool, batch: Any, rest: tuple
+    ) -> tuple[Any, LeafGradients]:
+        """Return the value of `loss_fn(params, batch, *rest)`, and the gradients."""
+        num_leaves = len(self._leaves)
+        own_shards = [self._shards[i].value for i in self._sent]
+        with known_shards.forgotten_after():
+            program, first, restored = self._traced(loss_fn, has_aux, batch, rest)
+            # Not whether the loss reads a parameter: a rule of the author's may make its gradient.
+            zeros = flat_program.zeros_of(program)
+            has_gradient = [value not in zeros for value in program.outs[first:]]
+            evaluation = Evaluation(
+                program,
+                [*self._leaves, *own_shards],
+                shards=self._in_time,
+                whole=[i for i in range(num_leaves) if i not in self._shards],
+                capacity=self._bucket_bytes,
+                after=first_floats(batch),
+            )
+            outs = evaluation.run(
+                [first + i for i in self._sent if has_gradient[i]],
+                lambda chosen, grads: self._scattered([i - first for i in chosen], grads),
+            )
+        means = {}
+        for place, i in enumerate(self._sent, num_leaves):
+            parts = [outs[first + input_] for input_ in (i, place) if has_gradient[input_]]
+            means[i] = sum(parts[1:], parts[0]) if parts else self._nothing(i)
+        local = [
+            None if i in means else mixed_precision.cast(outs[first + i], dtype)
+            for i, dtype in enumerate(self._dtypes)
+        ]
+        return restored(outs[:first]), LeafGradients(local, means)
+
+    def _traced(
+        self, loss_fn: Callable[..., Any], has_aux: bool, batch: Any, rest: tuple
+    ) -> _TracedLoss:
+        others: list[Any] = []  # leaves of the value that are not arrays
+        trees: list[Any] = []
+
+        def loss(leaves: list[Any], shards: list[Any]) -> Any:
+            leaves = list(leaves)
+            for i, value in zip(self._sent, shards, strict=True):
+                # Without an owner: what is differentiated inside of the loss is this rank's.
+                own = self._shards[i]._replace(value=value, owner=None)
+                leaves[i] = known_shards.remember(leaves[i], own)
+            return loss_fn(self._tree.unflatten(leaves), batch, *rest)
+
+        def program(leaves: list[Any], shards: list[Any]) -> Any:
+            differentiate = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)
+            value, grads = differentiate(leaves, shards)
+            found, tree = jax.tree.flatten(value)
+            trees.append(tree)
+            others.extend(None if isinstance(leaf, jax.Array) else (leaf,) for leaf in found)
+            return [leaf for leaf in found if isinstance(leaf, jax.Array)], grads
+
+        own_shards = [self._shards[i].value for i in self._sent]
+        flat = flat_program.flatten(jax.make_jaxpr(program)(self._leaves, own_shards))
+
+        def restored(arrays: Sequence[Any]) -> Any:
+            left = iter(arrays)
+            leaves = [next(left) if other is None else other[0] for other in others]
+            return trees[0].unflatten(leaves)
+
+        return _TracedLoss(flat, others.count(None), restored)
+
+    def _nothing(self, i: int) -> jax.Array:
+        """Return the gradient of a parameter that the loss does not read, marked for the proof."""
+        shard = self._shards[i]
+        # Of the shape of the whole: another loss may have a gradient of that path and shape.
+        zeros = jnp.zeros(self._leaves[i].shape, shard.value.dtype)
+        axes = axis.in_mesh_order(shard.owner.axis_name)
+        zeros = mark(zeros, kind=LOCAL, path=self._paths[i], axes=axes)
+        return lax.slice_in_dim(zeros, 0, shard.value.shape[shard.dim], axis=shard.dim)
+
+    def _scattered(self, chosen: Sequence[int], grads: Sequence[Any]) -> list[jax.Array]:
+        """Return this rank's shards of the means of some gradients."""
+        found: dict[int, jax.Array] = {}
+        owners = {id(self._shards[i].owner): self._shards[i].owner for i in chosen}
+        for owner in owners.values():
+            places = [k for k, i in enumerate(chosen) if self._shards[i].owner is owner]
+            paths = [self._paths[chosen[k]] for k in places]
+            leaves = [
+                mixed_precision.cast(
+                    gradients.require_float(path, grads[k]), self._dtypes[chosen[k]]
+                )
+                for path, k in zip(paths, places, strict=True)
+            ]
+            dims = [self._shards[chosen[k]].dim for k in places]
+            parts = scattered_gradients.scattered(paths, leaves, dims, owner)
+            found |= dict(zip(places, parts, strict=True))
+        return [found[k] for k in range(len(chosen))]
+
+    def whole(self, grads: LeafGradients) -> Any:
+        """Return the tree of gradients: means are whole arrays that know their shard."""
+        parts = []
+        for i, value in grads.means.items():
+            axes = axis.in_mesh_order(self._shards[i].owner.axis_name)
+            value = scattered_gradients.proved(value, axes, mean=True)
+            options: dict[str, Any] = {"is_mean": True, "owner": None, "gather_dtype": None}
+            parts.append(self._shards[i]._replace(value=value, **options))
+        wholes = known_shards.gathered(parts, self._bucket_bytes, is_read=False)
+        found = dict(zip(grads.means, wholes, strict=True))
+        return self._tree.unflatten([found.get(i, leaf) for i, leaf in enumerate(grads.local)])

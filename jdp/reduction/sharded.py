@@ -1,0 +1,189 @@
+"""`sharded`: optimizers whose state, gradients and parameters are split over the ranks."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jdp import axis, collectives
+from jdp.axis import AxisName
+from jdp.collectives import AllReduce
+from jdp.reduction import gradients, mixed_precision
+from jdp.reduction.optimizer import Replicated, replicated
+
+# Smaller leaves stay whole: what they take is less than the start of one more transfer costs.
+MIN_SIZE = 2**12
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What `sharded` splits over which ranks.
+
+    Attributes:
+      stage: 1: optimizer state. 2: gradients, too. 3: parameters, too.
+      min_size: smaller leaves, in numbers, stay whole.
+      axes: the mesh axes that the parts are split over; None: all axes of the optimizer.
+      all_reduce: the algorithm for gradients that stay whole.
+      bucket_bytes: capacity of one bucket in bytes.
+      mean: average gradients; False adds them up.
+      keep_gathered: at stage 3 gather parameters once for each step, and keep them.
+      gather_dtype: at stage 3, in which a loss sees parameters; None: their own.
+    """
+
+    stage: int
+    min_size: int
+    axes: tuple[str, ...] | None
+    all_reduce: AllReduce
+    bucket_bytes: int
+    mean: bool
+    keep_gathered: bool = False
+    gather_dtype: np.dtype | None = None
+
+    @property
+    def keeps_params(self) -> bool:
+        """Whether all whole parameters are there throughout a step."""
+        return self.stage < 3 or self.keep_gathered
+
+    def dim(self, leaf: Any, num_shards: int) -> int | None:
+        """Return the dim along which a leaf is split over some ranks, None if it stays whole.
+
+        It is the largest one that divides, since that of stacked layers is a small one; the
+        first of several that are equal.
+        """
+        shape = np.shape(leaf)
+        if num_shards == 1 or np.prod(shape) < self.min_size:
+            return None
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            return None
+        dims = [i for i, size in enumerate(shape) if size and size % num_shards == 0]
+        return max(dims, key=lambda i: (shape[i], -i), default=None)
+
+
+class Sharded(Replicated):
+    """What `sharded` returns: an optax transformation that knows what is split over its axis."""
+
+    @property
+    def sharding(self) -> Sharding:
+        """What is split, and over which ranks."""
+        return self.update.sharding  # type: ignore[attr-defined]
+
+    @property
+    def wrapped(self) -> optax.GradientTransformationExtraArgs:
+        """The optimizer itself, which sees mean gradients."""
+        return self.update.wrapped  # type: ignore[attr-defined]
+
+
+def sharded(
+    tx: optax.GradientTransformation,
+    *,
+    stage: int = 1,
+    min_size: int = MIN_SIZE,
+    over: AxisName | None = None,
+    axis_name: AxisName = "data",
+    all_reduce: AllReduce = collectives.auto,
+    bucket_bytes: int = gradients.BUCKET_BYTES,
+    mean: bool = True,
+    keep_gathered: bool = False,
+    gather_dtype: Any = None,
+    reduce_dtype: Any = None,
+) -> Sharded:
+    """Wrap an optimizer as `jdp.replicated` does, and split its state over the ranks (ZeRO).
+
+    The model, the loss, the step and the loop stay as they are. Each rank updates its part of the
+    parameters, exactly as one device would: what an optimizer computes across elements (global
+    norms, trust ratios, factored means) it computes over all parts. Between steps every array has
+    its logical shape, and a `NamedSharding` over the data axis.
+
+    Stage 1 splits the optimizer state. Stage 2 also splits gradients while `jdp.value_and_grad`
+    computes them and adds them up over micro-batches; stage 1 splits them behind that. Stage 3 also
+    splits the parameters, which are gathered for each step: with `jdp.value_and_grad` each where it
+    is used, with `jax.value_and_grad` all at once. A leaf is split along its largest dim that the
+    number of ranks divides; where none does, or below `min_size`, it stays whole.
+
+    What lies in a `jdp.TrainState` is split. In a step with another state, or in a `shard_map` of
+    your own, the transformation does what `jdp.replicated(tx)` does.
+
+    Args:
+      tx: the optimizer, with everything that belongs to it.
+      stage: 1, 2 or 3.
+      min_size: leaves with fewer numbers stay whole, >= 1.
+      over: the mesh axis, or axes, to split over, of those in `axis_name`; over the others the
+        parts are replicated. Default: all of `axis_name`.
+      axis_name: the data axis: a name, or a tuple of names.
+      all_reduce: the algorithm for leaves that stay whole, from `jdp.collectives`.
+      bucket_bytes: capacity of one bucket in bytes, > 0.
+      mean: average over ranks, or over weights; False gives the sum.
+      keep_gathered: at stage 3 gather the parameters once for each step, and keep them until it
+        ends. Sends less, above all with micro-batches, and needs memory for all parameters.
+      gather_dtype: at stage 3, `jdp.value_and_grad` hands the loss float parameters of more bits in
+        this dtype, such as `jnp.bfloat16`, and gathers them in it. Everything else in the step sees
+        parameters, and gradients, in the dtype that they have in the state. Default: that dtype.
+      reduce_dtype: gradients are sent over the ranks in this float dtype, and come back in their
+        own. Default: their own, which is that of the parameters in the state.
+
+    Returns:
+      An optax transformation for `TrainState.create`.
+
+    Raises:
+      TypeError: if `tx` is not an optax transformation.
+      ValueError: if `stage` is not 1, 2 or 3, `min_size` is below 1, `over` is not among
+        `axis_name`, a dtype is not a real float of at least 16 bits, or `gather_dtype` is given at
+        another stage than 3.
+
+    Source: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054.
+
+    >>> import jax.numpy as jnp, optax, jdp
+    >>> mesh = jdp.init(cpu_ranks=2)
+    >>> tx = jdp.sharded(optax.adam(0.1), stage=1, min_size=1)
+    >>> state = jdp.TrainState.create({"w": jnp.ones((4, 3))}, tx)
+    >>> state.params["w"].sharding.spec, state.opt_state[0].mu["w"].sharding.spec
+    (P(), P('data',))
+    """
+    if stage not in (1, 2, 3):
+        raise ValueError(
+            f"stage must be 1 (optimizer state), 2 (and gradients) or 3 (and parameters), got "
+            f"{stage!r}. To keep the whole state on every rank write jdp.replicated(tx)."
+        )
+    if min_size < 1:
+        raise ValueError(f"min_size must be at least 1 number, got {min_size}.")
+    if keep_gathered and stage != 3:
+        raise ValueError(
+            f"keep_gathered=True is for stage=3, which gathers parameters, got stage={stage}: "
+            "stages 1 and 2 keep all parameters on every rank. Leave it out, or write stage=3."
+        )
+    gather_dtype = mixed_precision.float_dtype("gather_dtype", gather_dtype)
+    if gather_dtype is not None and stage != 3:
+        raise ValueError(_not_gathered(gather_dtype, stage))
+    names = axis.names(axis_name)
+    axes = None if over is None else axis.names(over)
+    if axes is not None and not set(axes) <= set(names):
+        raise ValueError(
+            f"over={over!r} is not among the axes {names} that gradients are reduced over. Write "
+            f"over={names[-1]!r}, or name all data axes in axis_name=."
+        )
+    options: dict[str, Any] = {"axis_name": axis_name, "all_reduce": all_reduce}
+    options |= {"bucket_bytes": bucket_bytes, "mean": mean}
+    base = replicated(tx, **options, reduce_dtype=reduce_dtype)
+    options |= {"keep_gathered": keep_gathered, "gather_dtype": gather_dtype}
+    del options["axis_name"]
+    sharding = Sharding(stage, min_size, axes, **options)
+    setattr(base.update, "sharding", sharding)  # noqa: B010 - as in `replicated`
+    setattr(base.update, "wrapped", optax.with_extra_args_support(tx))  # noqa: B010
+    return Sharded(base.init, base.update)
+
+
+def _not_gathered(dtype: np.dtype, stage: int) -> str:
+    return (
+        f"gather_dtype={dtype.name} is for stage=3, whose parameters live as parts that are "
+        f"gathered for the loss, got stage={stage}: stages 1 and 2 keep all parameters on every "
+        "rank, and what they gather are the new parameters themselves, which would lose their last "
+        "digits in every step. Cast in the loss, jax.tree.map(lambda p: p.astype(jnp."
+        f"{dtype.name}), params), or write stage=3, with keep_gathered=True to gather once a step."
+    )
+
+
+def sharding_of(tx: Any) -> Sharding | None:
+    """Return what an optimizer splits over the ranks, None if it splits nothing."""
+    return tx.sharding if isinstance(tx, Sharded) else None

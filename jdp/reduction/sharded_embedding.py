@@ -1,0 +1,197 @@
+"""`sharded_embedding`: rows of a table whose parameters are split over the ranks."""
+
+import logging
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jdp import axis
+from jdp.analysis.marks import MEAN, SHARD, WEIGHTED_SUM, mark
+from jdp.collectives import split_rows
+from jdp.collectives.xla import scaled, split_scale
+from jdp.reduction import (
+    known_shards,
+    mixed_precision,
+    shared_values,
+    step_context,
+    weighted_sum,
+)
+from jdp.reduction.known_shards import Shard
+from jdp.reduction.step_context import Scope
+from jdp.reduction.weighted_sum import Weighting
+
+_log = logging.getLogger("jdp")
+_logged: set[str] = set()
+
+OutOfRange = Literal["nan", "zero", "clip"]
+_CHOICES = ("nan", "zero", "clip")
+
+
+def sharded_embedding(table: Any, ids: Any, *, out_of_range: OutOfRange = "nan") -> jax.Array:
+    """Return `table[ids]`; a table that is split over the ranks is never gathered.
+
+    Inside a step of a state with `jdp.sharded(tx, stage=3)`, `table` is a parameter. Each rank
+    sends the numbers of the rows that it needs, each once, to the ranks that own them, and gets
+    these rows; the gradient takes the way back and arrives at the owner as the mean over the ranks.
+    Any ids are right: those of a batch may all be rows of one rank. Every rank must make the call.
+
+    A table that no rank has a part of (outside of a step, on one rank, at other stages, or where
+    no dim divides by the ranks) is indexed as it is. A step on several ranks logs that once, to
+    the logger "jdp". Differentiate with `jdp.value_and_grad`, which hands the loss parts; inside
+    plain `jax.value_and_grad`, or after `table.astype(...)`, the table is a whole array.
+
+    Args:
+      table: `[rows, ...]`, any float dtype; rows, or else another dim, divide by the ranks.
+      ids: any integer dtype and shape; each rank its own.
+      out_of_range: what ids below 0, or not below `rows`, give. "nan": a row of NaN, which makes
+        the loss NaN. "zero": a row of zeros, say for padding. Both have no gradient. "clip": the
+        first or the last row. `table[ids]` of JAX counts negative ids from the end, clips the
+        others, and drops the gradient of those.
+
+    Returns:
+      `[*ids.shape, ...]`, in the dtype of the table.
+
+    Raises:
+      TypeError: if `ids` are not integers, or `table` has no dtype for NaN and they shall give it.
+      ValueError: if `out_of_range` is another word, `table` has no dims, or there is no row to
+        clip to.
+
+    >>> import jax.numpy as jnp
+    >>> table = jnp.arange(6.0).reshape(3, 2)
+    >>> sharded_embedding(table, jnp.array([2, 0, -1]), out_of_range="zero")
+    Array([[4., 5.],
+           [0., 1.],
+           [0., 0.]], dtype=float32)
+    """
+    if not isinstance(table, jax.Array) and hasattr(table, "__jax_array__"):  # an nnx.Param
+        table = table.__jax_array__()
+    ids = _integers(ids)
+    num_rows = _require_table(table, ids, out_of_range)
+    shape = (*ids.shape, *jnp.shape(table)[1:])
+    dtype = jnp.result_type(table)
+    fill = jnp.full(shape, jnp.nan if out_of_range == "nan" else 0, dtype)
+    if not num_rows or not ids.size:
+        return fill
+    inside = jnp.clip(ids, 0, num_rows - 1)
+    # Of a table that the loss sees in fewer bits the rows of the state, so that their gradients
+    # are added up in its dtype.
+    rows = mixed_precision.cast(_rows(table, inside.astype(_index_dtype(num_rows))), dtype)
+    if out_of_range == "clip":
+        return rows
+    return jnp.where(
+        (ids == inside).reshape(*ids.shape, *[1] * (len(shape) - ids.ndim)), rows, fill
+    )
+
+
+def _integers(ids: Any) -> jax.Array:
+    found = jnp.asarray(ids)
+    if not jnp.issubdtype(found.dtype, jnp.integer):
+        raise TypeError(
+            f"ids must be integers, got {found.dtype}{list(found.shape)}: they number the rows of "
+            "the table. Write ids.astype(jnp.int32)."
+        )
+    # In a smaller type the number of rows may not fit.
+    return found if found.dtype.itemsize >= 4 else found.astype(jnp.int32)
+
+
+def _index_dtype(num_rows: int) -> Any:
+    return jnp.int32 if num_rows <= np.iinfo(np.int32).max else jnp.int64
+
+
+def _require_table(table: Any, ids: jax.Array, out_of_range: str) -> int:
+    """Return the number of rows, after a look at the arguments."""
+    if out_of_range not in _CHOICES:
+        raise ValueError(f"out_of_range must be one of {_CHOICES}, got {out_of_range!r}.")
+    shape, dtype = jnp.shape(table), jnp.result_type(table)
+    if not shape:
+        raise ValueError(f"table must have rows, [rows, ...], got {dtype}[] without dims.")
+    if out_of_range == "nan" and not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(
+            f"the table is {dtype}{list(shape)}, which has no NaN for ids out of range. Write "
+            'out_of_range="zero" or out_of_range="clip".'
+        )
+    if out_of_range == "clip" and not shape[0] and ids.size:
+        raise ValueError(
+            f'the table is {dtype}{list(shape)} without rows, and out_of_range="clip" gives each '
+            f"of {ids.size} ids the nearest row. Give a table with rows."
+        )
+    return shape[0]
+
+
+def _rows(table: Any, ids: jax.Array) -> jax.Array:
+    """Return rows; every id is one of the table."""
+    scope, part = step_context.innermost(), known_shards.known(table)
+    if scope is None or part is None or part.is_kept:
+        if scope is not None and lax.axis_size(scope.axis_name) > 1:
+            _log_whole(table, scope)
+        return jnp.asarray(table).at[ids].get(mode="promise_in_bounds")
+    weighting, scale = _weighting(part, scope)
+    average = _TableMeans(scope.axis_name, part.axes, scale, step_context.platform())
+    (own,) = shared_values.as_local([part.value], average)
+    return weighting.total(split_rows.take_rows(own, ids, part.dim, part.axes))
+
+
+def _weighting(part: Shard, scope: Scope) -> tuple[Weighting, float]:
+    """Return the factors of cotangents before they are summed, and the one of the sum."""
+    weight = step_context.default_weight(scope.axis_name, "jdp.sharded_embedding")
+    weights, scale = weighted_sum.factors(weight, scope.axis_name, mean=True)
+    before, after = split_scale(scale, part.value.dtype)
+    if before == 1:
+        return weights, float(after)
+    return Weighting(None, is_adjoint=True, after=jnp.float32(before)), float(after)
+
+
+class _TableMeans(NamedTuple):
+    """Makes the mean over all ranks of what `add_rows` summed over those that split the table.
+
+    Attributes:
+      axes: of the step.
+      over: the axes, of these, that the table is split over.
+      scale: multiplies the sum.
+      platform: which the program is for.
+    """
+
+    axes: tuple[str, ...]
+    over: tuple[str, ...]
+    scale: float
+    platform: str
+
+    def means(self, values: list[jax.Array]) -> list[jax.Array]:
+        others = tuple(name for name in self.axes if name not in self.over)
+        if others:
+            with jax.named_scope(WEIGHTED_SUM):  # The terms are weighed.
+                values = axis.psum(values, others, self.platform)
+        parts = [scaled(part, self.scale) for part in values]
+        parts = [mark(part, kind=SHARD, path="", axes=self.axes) for part in parts]
+        return [mark(part, kind=MEAN, path="", axes=self.axes) for part in parts]
+
+    means_of_slopes = means
+
+
+def _log_whole(table: Any, scope: Scope) -> None:
+    """Log once for each shape that a table is looked up as a whole."""
+    shape, dtype, n = jnp.shape(table), jnp.result_type(table), lax.axis_size(scope.axis_name)
+    name = f"{dtype}{list(shape)}"
+    if name in _logged:
+        return
+    _logged.add(name)
+    _log.log(
+        # Without any shard the author has not asked for a split table.
+        logging.WARNING if scope.shards else logging.INFO,
+        f"jdp.sharded_embedding looks up the table {name} as a whole: each of {n} ranks holds all "
+        f"{int(np.prod(shape)) * dtype.itemsize:,} bytes of it in the step. {_advice(shape, n)}",
+    )
+
+
+def _advice(shape: tuple[int, ...], n: int) -> str:
+    if not any(size and size % n == 0 for size in shape):
+        more = -(-shape[0] // n) * n
+        return f"No dim divides by {n}. Give it {more} rows in place of {shape[0]}."
+    return (
+        "Write jdp.sharded(tx, stage=3), with a min_size that the table exceeds, and "
+        "jdp.value_and_grad. Look rows up in the parameter itself: the result of an operation such "
+        "as astype, and an argument of a jax.jit or jax.checkpoint inside the step, are whole."
+    )

@@ -1,0 +1,238 @@
+"""The update of a sharded optimizer: each rank computes its part of the new state."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jdp import axis
+from jdp.analysis.marks import SYNCED, mark
+from jdp.reduction import (
+    gradient_checks,
+    gradients,
+    known_shards,
+    mixed_precision,
+    scattered_gradients,
+    step_context,
+    whole_gradients,
+)
+from jdp.reduction.known_shards import Shard
+from jdp.reduction.optimizer import Replicated, require_shapes
+from jdp.reduction.partition import Gather, Owned, Piece, partitioned
+from jdp.reduction.sharded import Sharded, Sharding
+
+
+def updated(
+    tx: Replicated, grads: Any, opt_state: Any, params: Any, *, synced: bool, **extra: Any
+) -> tuple[Any, Any]:
+    """Return the parameters and the optimizer state after one step of the optimizer.
+
+    Args:
+      tx: the optimizer.
+      grads: tree like `params`, or what the optimizer takes in its place: this rank's gradient,
+        or with `synced` the mean of all ranks.
+      opt_state: of the optimizer.
+      params: the parameters that train.
+      synced: whether `grads` are means over ranks already.
+      **extra: handed to the optimizer.
+    """
+    mixed_precision.require_cast(tx)
+    axes = _shard_axes(tx)
+    if axes is None:
+        updates, opt_state = tx.update(grads, opt_state, params, synced=synced, **extra)
+        return optax.apply_updates(params, updates), opt_state
+    assert isinstance(tx, Sharded)
+    if not synced:
+        require_shapes(grads, params)
+    update = _Update(tx, axes, jax.tree.structure(grads))
+    return update.run(update.gradients(grads, synced), opt_state, params, extra)
+
+
+def _shard_axes(tx: Replicated) -> tuple[str, ...] | None:
+    """Return the axes that the state of the step being traced is split over, None if it is not."""
+    if not isinstance(tx, Sharded) or not axis.is_bound(tx.axis_name):
+        return None
+    if step_context.current(tx.axis_name) is None:
+        return None
+    axes = axis.in_mesh_order(tx.sharding.axes or tx.axis_name)
+    return axes if lax.axis_size(axes) > 1 else None
+
+
+class _Update:
+    """One update of a sharded optimizer on this rank.
+
+    Args:
+      tx: the optimizer.
+      axes: names of the mesh axes that the state is split over.
+      grad_tree: the structure of the gradients, that of the parameters for most optimizers.
+    """
+
+    def __init__(self, tx: Sharded, axes: tuple[str, ...], grad_tree: Any):
+        self._tx = tx
+        self._axes = axes
+        self._num_shards = lax.axis_size(axes)
+        self._grad_tree = grad_tree
+
+    def _dims(self, leaves: Sequence[Any]) -> list[int | None]:
+        sharding: Sharding = self._tx.sharding
+        return [sharding.dim(leaf, self._num_shards) for leaf in leaves]
+
+    def gradients(self, grads: Any, synced: bool) -> list[Piece]:
+        """Return this rank's part of the mean of each gradient."""
+        named = jax.tree_util.tree_leaves_with_path(grads)
+        paths = [jax.tree_util.keystr(path) for path, _ in named]
+        leaves = [leaf for _, leaf in named]
+        if not synced and not self._tx.sharding.mean:
+            gradient_checks.require_unreduced(paths, leaves)
+        pieces: dict[int, Piece] = {}
+        to_reduce = []
+        to_scatter: dict[int, int] = {}
+        for i, (leaf, dim) in enumerate(zip(leaves, self._dims(leaves), strict=True)):
+            found = known_shards.known(leaf)
+            if synced:
+                leaves[i] = self._marked(leaf, SYNCED, paths[i])
+            is_part = found is not None and (found.dim, found.axes) == (dim, self._axes)
+            if found is not None and found.is_mean and is_part:
+                pieces[i] = Piece(found.value, dim)
+            elif dim is None:
+                to_reduce.append(i)
+            elif synced:
+                pieces[i] = Piece(known_shards.own(leaves[i], dim, self._axes), dim)
+            else:
+                to_scatter[i] = dim
+        if self._tx.sharding.stage == 3 and self._tx.sharding.mean and not synced:
+            whole_gradients.log([leaves[i] for i in to_scatter])
+        pieces |= self._scattered(paths, leaves, to_scatter)
+        pieces |= self._reduced(paths, leaves, to_reduce, synced)
+        return [pieces[i] for i in range(len(leaves))]
+
+    def _scattered(
+        self, paths: Sequence[str], leaves: Sequence[Any], dims: dict[int, int]
+    ) -> dict[int, Piece]:
+        """Return this rank's parts of the means of gradients, by their position."""
+        if not dims:
+            return {}
+        chosen = [gradients.require_float(paths[i], leaves[i]) for i in dims]
+        parts = scattered_gradients.scattered(
+            [paths[i] for i in dims], chosen, [*dims.values()], self._tx
+        )
+        found = zip(dims.items(), parts, strict=True)
+        return {i: Piece(part, dim) for (i, dim), part in found}
+
+    def _reduced(
+        self, paths: Sequence[str], leaves: Sequence[Any], chosen: Sequence[int], synced: bool
+    ) -> dict[int, Piece]:
+        """Return the means of gradients that stay whole."""
+        sharding = self._tx.sharding
+        whole = [leaves[i] for i in chosen]
+        if whole and not synced:
+            whole = gradients.reduced(
+                [paths[i] for i in chosen],
+                whole,
+                axis_name=self._tx.axis_name,
+                all_reduce=sharding.all_reduce,
+                bucket_bytes=sharding.bucket_bytes,
+                mean=sharding.mean,
+                reduce_dtype=self._tx.reduce_dtype,
+            )
+        return {i: Piece(jnp.asarray(leaf), None) for i, leaf in zip(chosen, whole, strict=True)}
+
+    def _marked(self, leaf: Any, kind: str, path: str) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        return mark(leaf, kind=kind, path=path, axes=axis.names(self._tx.axis_name))
+
+    def run(
+        self, pieces: Sequence[Piece], opt_state: Any, params: Any, extra: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """Return the new parameters and optimizer state, whole arrays that know their shards."""
+        given = [_Arrays(tree) for tree in (opt_state, params, extra)]
+        returned: list[_Arrays] = []
+
+        def update(*flat: jax.Array) -> list[jax.Array]:
+            left = iter(flat)
+            grads = self._grad_tree.unflatten([next(left) for _ in pieces])
+            state, params, options = (
+                each.tree([next(left) for _ in each.arrays]) for each in given
+            )
+            updates, new_state = self._tx.wrapped.update(grads, state, params, **options)
+            new_params = optax.apply_updates(params, updates)
+            returned[:] = [_Arrays(new_params), _Arrays(new_state)]
+            return [x for each in returned for x in each.arrays]
+
+        state, old, options = (each.arrays for each in given)
+        args = [
+            *pieces,
+            *self._pieces(state),
+            *self._pieces(old),
+            *(Piece(x, None) for x in options),
+        ]
+        results, gathers, owned = partitioned(update, args, self._axes, self._dims)
+        _report(gathers, owned)
+        num_params = len(returned[0].arrays)
+        # At stage 3 the new parameters live as parts, as the optimizer state always does.
+        is_read = self._tx.sharding.stage < 3
+        new_params = self._whole(results[:num_params], is_read=is_read)
+        new_state = self._whole(results[num_params:], is_read=False)
+        return returned[0].tree(new_params), returned[1].tree(new_state)
+
+    def _pieces(self, leaves: Sequence[jax.Array]) -> list[Piece]:
+        return [
+            Piece(leaf, None)
+            if dim is None
+            else Piece(known_shards.own(leaf, dim, self._axes), dim)
+            for leaf, dim in zip(leaves, self._dims(leaves), strict=True)
+        ]
+
+    def _whole(self, pieces: Sequence[Piece], *, is_read: bool) -> list[jax.Array]:
+        parts = {
+            i: Shard(piece.value, piece.dim, self._axes)
+            for i, piece in enumerate(pieces)
+            if piece.dim is not None
+        }
+        bucket_bytes = self._tx.sharding.bucket_bytes
+        wholes = known_shards.gathered([*parts.values()], bucket_bytes, is_read=is_read)
+        found = dict(zip(parts, wholes, strict=True))
+        return [found.get(i, piece.value) for i, piece in enumerate(pieces)]
+
+
+class _Arrays:
+    """The arrays of a tree, whose other leaves stay as they are.
+
+    Args:
+      tree: any tree.
+    """
+
+    def __init__(self, tree: Any):
+        self._leaves, self._structure = jax.tree.flatten(tree)
+        self._places = [i for i, x in enumerate(self._leaves) if isinstance(x, jax.Array)]
+        self.arrays: list[jax.Array] = [self._leaves[i] for i in self._places]
+
+    def tree(self, arrays: Sequence[Any]) -> Any:
+        """Return the tree with other arrays in the place of its own."""
+        leaves = list(self._leaves)
+        for i, x in zip(self._places, arrays, strict=True):
+            leaves[i] = x
+        return self._structure.unflatten(leaves)
+
+
+def _report(gathers: Sequence[Gather], owned: Sequence[Owned]) -> None:
+    """Record in the step what the update gathers whole, and what one rank each computes."""
+    step = step_context.innermost()
+    if step is None:
+        return
+    for gather, num in Counter(gathers).items():
+        where = f" at {gather.line}" if gather.line else ""
+        step.gathers.append(
+            f"{num} x {list(gather.shape)} for `{gather.primitive}`{where}, "
+            f"{num * gather.num_bytes / 1e6:.3g} MB"
+        )
+    for each in owned:
+        where = f" at {each.line}" if each.line else ""
+        step.owned.append(
+            f"{each.count} x {list(each.shape)}{where}, {each.count_of_rank} on each rank"
+        )

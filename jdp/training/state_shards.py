@@ -1,0 +1,50 @@
+"""Shards of a state at both ends of a step: gathered where it begins, and found where it ends."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jdp.reduction import known_shards
+from jdp.training import shard_layout
+
+
+def whole(lists: Sequence[Sequence[Any]], axes: tuple[str, ...]) -> list[list[Any]]:
+    """Return the arrays of a state as the author's function sees them.
+
+    Args:
+      lists: of `per_rank`, then this rank's shards by the dim that is split.
+      axes: names of the mesh axes that shards are split over.
+    """
+    own, *by_dim = lists
+    parts = [
+        known_shards.entering(value, dim, axes)
+        for dim, values in enumerate(by_dim)
+        for value in values
+    ]
+    left = iter(known_shards.gathered(parts, is_read=False))
+    return [[*own], *([next(left) for _ in values] for values in by_dim)]
+
+
+def claim(state: Any) -> None:
+    """Record for parameters whose gradients are split which optimizer updates them.
+
+    Args:
+      state: any tree, as the author's function sees it.
+    """
+    for node in shard_layout.with_split_gradients(state):
+        known_shards.claim(node.params, node.trainable, node.tx)
+
+
+def parts(lists: Sequence[Sequence[jax.Array]], axes: tuple[str, ...]) -> list[list[jax.Array]]:
+    """Return the arrays of a new state as they leave the step, shards for those that are split.
+
+    Args:
+      lists: uniform arrays, those of `per_rank`, then whole arrays by the dim that is split.
+      axes: names of the mesh axes that shards are split over.
+    """
+    uniform, own, *by_dim = lists
+    shards = [
+        [known_shards.own(leaf, dim, axes) for leaf in leaves] for dim, leaves in enumerate(by_dim)
+    ]
+    return [[*uniform], [*own], *shards]

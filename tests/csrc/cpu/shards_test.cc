@@ -1,0 +1,129 @@
+// Results of reduce-scatters and all-gathers: every element of every rank.
+
+#include <random>
+
+#include "testing.h"
+
+namespace jdp {
+namespace {
+
+const Way kDirectWays[] = {kWays[0], kWays[2]};
+const Operation kOperations[] = {Operation::kReduceScatter, Operation::kAllGather};
+
+template <typename T>
+void gives_slices_and_wholes(const Way& way, int num_ranks, const std::vector<Cut>& cuts,
+                             int shift) {
+  for (Operation operation : kOperations) {
+    on_ranks(range(num_ranks), [&](int rank) {
+      Shards<T> shards(operation, rank, num_ranks, cuts, shift);
+      const Status status = collective(call_of(operation, way, rank, num_ranks), shards.bucket());
+      const std::string wrong = status.ok() ? shards.first_wrong(num_ranks) : status.message;
+      if (!wrong.empty()) describe(wrong);
+      CHECK(wrong.empty());
+    });
+  }
+}
+
+void test_gives_slices_and_wholes_of_all_types_and_cuts() {
+  const std::vector<std::vector<Cut>> buckets = {
+      {{1, 0}},   {{0, 5}},   {{1, 1}},
+      {{1, 17}},  {{13, 1}},  {{7, 3}},
+      {{1, 997}}, {{61, 65}}, {{1, 3}, {0, 1}, {5, 1}, {43, 3}, {1, 0}, {1, 4099}, {2, 1030}}};
+  for (const Way& way : kDirectWays) {
+    for (int num_ranks : {1, 2, 3, 8}) {
+      make_segment(num_ranks);
+      for (size_t i = 0; i < buckets.size(); ++i) {
+        const int shift = static_cast<int>(i % 4);
+        gives_slices_and_wholes<float>(way, num_ranks, buckets[i], shift);
+        gives_slices_and_wholes<double>(way, num_ranks, buckets[i], shift);
+        gives_slices_and_wholes<BFloat16>(way, num_ranks, buckets[i], shift);
+        gives_slices_and_wholes<Float16>(way, num_ranks, buckets[i], shift);
+        gives_slices_and_wholes<uint8_t>(way, num_ranks, buckets[i], shift);
+        gives_slices_and_wholes<uint16_t>(way, num_ranks, buckets[i], shift);
+        gives_slices_and_wholes<uint32_t>(way, num_ranks, buckets[i], shift);
+        gives_slices_and_wholes<uint64_t>(way, num_ranks, buckets[i], shift);
+      }
+      reset();
+    }
+  }
+}
+
+void test_gives_slices_and_wholes_of_many_tiles_and_rounds() {
+  for (const Way& way : kDirectWays) {
+    for (int num_ranks : {2, 3}) {
+      make_segment(num_ranks);
+      gives_slices_and_wholes<float>(way, num_ranks, {{1, (1 << 19) + 3}}, 1);
+      gives_slices_and_wholes<float>(way, num_ranks, {{1009, 509}, {40009, 3}}, 0);
+      gives_slices_and_wholes<BFloat16>(way, num_ranks, {{100, 1}, {3, (1 << 17) + 3}, {1, 7}}, 3);
+      reset();
+    }
+  }
+}
+
+std::vector<float> random_vector(int rank, int64_t count) {
+  std::mt19937 generator(rank);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(count);
+  for (float& value : values) value = normal(generator);
+  return values;
+}
+
+void test_a_slice_has_the_bits_of_the_all_reduce() {
+  constexpr int64_t kRows = 37, kRun = 29;
+  for (int num_ranks : {2, 3, 8}) {
+    const int64_t count = kRows * kRun * num_ranks;
+    for (const Way& way : kDirectWays) {
+      make_segment(num_ranks);
+      on_ranks(range(num_ranks), [&](int rank) {
+        const std::vector<float> values = random_vector(rank, count);
+        std::vector<float> sums(count), slice(kRows * kRun);
+        Call call = call_of(way, rank, num_ranks, 3, 1, 0, 1.0 / 3);
+        CHECK(collective(call, Bucket(Type::kF32, {{values.data(), sums.data(), count}})).ok());
+        call.operation = Operation::kReduceScatter;
+        call.bucket = 4;
+        CHECK(collective(call, Bucket(Type::kF32, {{values.data(), slice.data(), count, kRun}}))
+                  .ok());
+        for (int64_t row = 0; row < kRows; ++row) {
+          const float* own = sums.data() + (row * num_ranks + rank) * kRun;
+          CHECK(std::memcmp(slice.data() + row * kRun, own, kRun * sizeof(float)) == 0);
+        }
+      });
+      reset();
+    }
+  }
+}
+
+void test_ranks_that_disagree_on_the_operation_or_the_cut_get_an_error() {
+  const Operation of_ranks[][2] = {{Operation::kAllReduce, Operation::kReduceScatter},
+                                   {Operation::kReduceScatter, Operation::kAllGather},
+                                   {Operation::kReduceScatter, Operation::kReduceScatter}};
+  for (const Way& way : kDirectWays) {
+    for (const auto& operations : of_ranks) {
+      make_segment(2);
+      on_ranks(range(2), [&](int rank) {
+        std::vector<float> in(12), out(12);
+        // If the operations are equal, the cuts differ.
+        const int64_t run = operations[0] == operations[1] ? 3 + 3 * rank : 3;
+        const Status status = collective(call_of(operations[rank], way, rank, 2),
+                                         Bucket(Type::kF32, {{in.data(), out.data(), 12, run}}));
+        CHECK(status.code == Code::kInvalidArgument);
+        CHECK(contains(status.message, "ranks disagree"));
+      });
+      reset();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace jdp
+
+int main() {
+  jdp::end_with_parent();
+  for (bool flushes : {true, false}) {
+    jdp::flushes_subnormals = flushes;
+    jdp::test_gives_slices_and_wholes_of_all_types_and_cuts();
+  }
+  jdp::test_gives_slices_and_wholes_of_many_tiles_and_rounds();
+  jdp::test_a_slice_has_the_bits_of_the_all_reduce();
+  jdp::test_ranks_that_disagree_on_the_operation_or_the_cut_get_an_error();
+}
