@@ -6,11 +6,19 @@ for one operation at a time, the pool has a thread for the rank that the others 
 rank may wait in a native call and in a collective of XLA's, all threads may wait, and the program
 deadlocks: 8 ranks on 2 cores did in the first step. In such a program the native calls wait on
 jdp's own threads.
+
+A loop returns to XLA while a call in it waits on such a thread. XLA then starts its collectives
+behind the loop, as if those in the loop had run, and ranks take one for another: sums were wrong
+without an error. Such a program must be left to XLA.
+
+XLA forgets that order by itself in a program that was written to the compilation cache and loaded
+from it: JAX 0.10.2 and 0.12 then took a sum in a loop for one outside of it, on 8 ranks in most
+runs, which ended with a signal or with wrong numbers. Such a program must not be cached.
 """
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from jdp.analysis import jaxprs
 from jdp.analysis.rules.collectives import RULES
@@ -19,6 +27,9 @@ from jdp.collectives import call_order
 # jdp exchanges rows of a table with XLA's collectives.
 _ROWS = {"jdp_take_rows", "jdp_add_rows"}
 _XLA = frozenset(name for name in RULES if not name.startswith("jdp_")) - {"axis_index"} | _ROWS
+
+# Operations that XLA runs as programs of their own. It inlines other bodies.
+_CONTROL_FLOW = {"cond", "scan", "while"}
 
 # A body is analysed once for each of its calls, up to this number of calls.
 _MAX_BODIES = 10_000
@@ -29,34 +40,87 @@ def runs_beside(jaxpr: Any) -> bool:
 
     True if that cannot be excluded.
     """
-    body = jaxprs.opened(jaxpr)
-    found = _Waits()
-    if not found.of(body) >= {True, False}:
-        return False
-    found.follow(body, [0] * len(body.invars))
-    return found.num_bodies > _MAX_BODIES or found.any_pair()
+    found = _Waits(jaxpr)
+    return found.is_unknown or any(_pairs(found.native, found.xla))
+
+
+def why_not(jaxpr: Any) -> str | None:
+    """Return a sentence that says why a program must not make native calls, or None.
+
+    XLA orders its collectives by when they start. A loop, or a branch, that makes native calls on
+    jdp's threads has started long before the collectives in it have run.
+    """
+    found = _Waits(jaxpr)
+    if found.native and (
+        found.is_unknown or any(a.is_left_before(b) for a, b in _pairs(found.native, found.xla))
+    ):
+        return (
+            "a loop or branch makes native calls and runs collectives of XLA's, while another "
+            "collective of XLA's may run beside it, and nothing orders these two."
+        )
+    return None
+
+
+def loses_order(jaxpr: Any) -> bool:
+    """Whether XLA would not order the collectives of a program that is loaded from a cache.
+
+    True if that cannot be excluded.
+    """
+    found = _Waits(jaxpr)
+    return found.is_unknown or any(a.is_left_before(b) for a, b in _pairs(found.xla, found.xla))
+
+
+class _Wait(NamedTuple):
+    """An operation that waits for other ranks.
+
+    Attributes:
+      bit: its own.
+      before: bits of the operations that it depends on.
+      within: numbers of the loops and branches around it in which XLA runs collectives.
+    """
+
+    bit: int
+    before: int
+    within: frozenset[int]
+
+    def is_left_before(self, other: "_Wait") -> bool:
+        """Whether `other` is outside of a loop or branch in which this operation is."""
+        return not self.within <= other.within
+
+
+def _pairs(ones: list[_Wait], others: list[_Wait]) -> Iterator[tuple[_Wait, _Wait]]:
+    """Yield one of each list, where neither depends on the other."""
+    for one in ones:
+        for other in others:
+            if not one.before & other.bit and not other.before & one.bit:
+                yield one, other
 
 
 class _Waits:
     """The operations of a program that wait for other ranks, with one bit for each.
 
     The value of a variable is the union of the bits of all operations that it depends on.
+
+    Attributes:
+      native, xla: the operations.
     """
 
-    def __init__(self) -> None:
-        self.num_bodies = 0
+    def __init__(self, jaxpr: Any) -> None:
+        self.native: list[_Wait] = []
+        self.xla: list[_Wait] = []
+        self._num_bodies = 0
         self._bits = (1 << i for i in itertools.count())
-        self._native: dict[int, int] = {}  # bit -> bits of the operations that it depends on
-        self._xla: dict[int, int] = {}
         self._kinds: dict[int, frozenset[bool]] = {}
+        self._num_within = itertools.count()
+        self._within: frozenset[int] = frozenset()
+        body = jaxprs.opened(jaxpr)
+        if False in self.of(body):
+            self.follow(body, [0] * len(body.invars))
 
-    def any_pair(self) -> bool:
-        """Whether there are a native and an XLA operation of which neither depends on the other."""
-        return any(
-            not before & native and not earlier & xla
-            for xla, before in self._xla.items()
-            for native, earlier in self._native.items()
-        )
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the program was too large to find all of its operations."""
+        return self._num_bodies > _MAX_BODIES
 
     def of(self, jaxpr: Any) -> frozenset[bool]:
         """Return the kinds of operations in a jaxpr: True for native ones, False for XLA's."""
@@ -68,8 +132,8 @@ class _Waits:
 
     def follow(self, jaxpr: Any, ins: Sequence[int]) -> list[int]:
         """Record the operations of a jaxpr, and return the bits of its outputs for `ins`."""
-        self.num_bodies += 1
-        if self.num_bodies > _MAX_BODIES:
+        self._num_bodies += 1
+        if self._num_bodies > _MAX_BODIES:
             return [0] * len(jaxpr.outvars)
         env = dict(zip(jaxpr.invars, ins, strict=True))
 
@@ -85,10 +149,21 @@ class _Waits:
         name, before = eqn.primitive.name, _union(ins)
         if name in call_order.NATIVE or name in _XLA:
             bit = next(self._bits)
-            (self._native if name in call_order.NATIVE else self._xla)[bit] = before
+            found = self.native if name in call_order.NATIVE else self.xla
+            found.append(_Wait(bit, before, self._within))
             return [before | bit] * len(eqn.outvars)
-        if not any(map(self.of, jaxprs.bodies(eqn))):
+        kinds = frozenset().union(*map(self.of, jaxprs.bodies(eqn)))
+        if not kinds:
             return [before] * len(eqn.outvars)
+        around = self._within
+        if name in _CONTROL_FLOW and False in kinds:
+            self._within |= {next(self._num_within)}
+        outs = self._outs_of_bodies(eqn, ins)
+        self._within = around
+        return outs
+
+    def _outs_of_bodies(self, eqn: Any, ins: list[int]) -> list[int]:
+        name = eqn.primitive.name
         if name == "cond":
             branches = [self.follow(branch, ins[1:]) for branch in jaxprs.branches(eqn)]
             return [ins[0] | _common(outs) for outs in zip(*branches, strict=True)]

@@ -124,9 +124,9 @@ def why_unordered(jaxpr: Any) -> str | None:
     return None
 
 
-def require(jaxpr: Any) -> None:
-    """Raise a ValueError if `why_unordered` has a reason against a program."""
-    if reason := why_unordered(jaxpr):
+def require(reason: str | None) -> None:
+    """Raise a ValueError if there is a reason against the native calls of a program."""
+    if reason:
         raise ValueError(
             f"collectives.native cannot reduce in this step: {reason} Ranks could take one "
             "reduction for another. Write all_reduce=jdp.collectives.auto, which leaves such a "

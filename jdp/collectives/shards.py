@@ -76,9 +76,8 @@ def all_gather(
 
 
 def _chosen(names: tuple[str, ...], mesh: Mesh | None) -> Any:
-    # The same choice as in `auto`, so that both return the same bits. Beside collectives of XLA's
-    # also XLA's: native ones on jdp's threads crashed in loops over micro-batches.
-    if call_order.why_not() or call_order.is_beside_xla() or why_not(names, mesh):
+    # The same choice as in `auto`, so that both return the same bits.
+    if call_order.why_not() or why_not(names, mesh):
         return xla_shards
     return native_shards
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jdp import axis, pytrees
 from jdp.analysis.step_refusals import Proved
-from jdp.collectives import call_order
+from jdp.collectives import beside_xla, call_order
 from jdp.collectives.xla import combine_options, group_options
 from jdp.distributed.checks import arguments, startup
 from jdp.distributed.mesh import num_ranks
@@ -18,7 +18,7 @@ from jdp.error_codes import with_code
 from jdp.reduction import reported, weighted_sum
 from jdp.reduction.step_context import Choices
 from jdp.step_spec import StepSpec
-from jdp.training import passes
+from jdp.training import passes, uncached
 from jdp.training.rank_program import RankOutputs, RankProgram
 from jdp.worker import progress
 
@@ -64,7 +64,7 @@ class Program:
         self._is_tuned = is_part or axis.platform(mesh) != "gpu"
         # While a step is called or traced: its arguments as the caller gave them, not tracers.
         self._args: tuple = ()
-        self._is_compiling = False
+        self._is_compiling = self._is_uncached = False
         self._has_logged = False
 
     def __call__(
@@ -111,6 +111,9 @@ class Program:
 
     def _end_call(self) -> None:
         self._args = ()
+        if self._is_uncached:
+            self._is_uncached = False
+            uncached.end()
         if self._is_compiling:
             self._is_compiling = False
             progress.compiling_ends()
@@ -142,10 +145,28 @@ class Program:
             built = passes.build(self._rank_program, probed)
             self._log_gathers(built.traced.found.gathers)
             leaving = built.program(*built.inputs.args)
+            if self._loses_order(built.jaxpr):
+                leaving = self._uncached(leaving)
             return self._returned(args[0], leaving, built.proved)
 
         on_mesh.__name__ = on_mesh.__qualname__ = self.spec.name
         return on_mesh
+
+    def _loses_order(self, jaxpr: Any) -> bool:
+        if self.mesh.size == 1 or axis.platform(self.mesh) != "cpu":
+            return False
+        # XLA itself may add collectives where the mesh has other axes.
+        is_known = num_ranks(self.mesh, self.spec.axis_name) == self.mesh.size
+        return not is_known or beside_xla.loses_order(jaxpr)
+
+    def _uncached(self, leaving: RankOutputs) -> RankOutputs:
+        """Compile the program that is being traced without JAX's cache."""
+        if not self._is_uncached:
+            self._is_uncached = True
+            uncached.begin()
+        # The cache may have it from an older version of jdp, which had not this operation.
+        same = leaving.same._replace(weight=jax.lax.optimization_barrier(leaving.same.weight))
+        return leaving._replace(same=same)
 
     def _log_gathers(self, gathers: Sequence[str]) -> None:
         if gathers and not self._has_logged:

@@ -9,8 +9,7 @@ from jdp import axis
 from jdp.analysis import step_refusals
 from jdp.analysis.step_refusals import Proved
 from jdp.analysis.traced import WEIGHT, Output, Traced
-from jdp.collectives import call_order
-from jdp.collectives.beside_xla import runs_beside
+from jdp.collectives import beside_xla, call_order
 from jdp.data.dataset import find_mask
 from jdp.reduction.overlap.ready_order import order_of_gradients
 from jdp.reduction.scanned_layers import late_choices
@@ -90,24 +89,34 @@ def build(rank_program: RankProgram, probed: Pass) -> Pass:
     """
     uniform, jaxpr = probed.proved.gradients, probed.jaxpr
     is_ordered = bool(probed.traced.found.split)
-    unordered = call_order.why_unordered(jaxpr)
-    beside_xla = not unordered and runs_beside(jaxpr)
-    if uniform is None and not is_ordered and not unordered and not beside_xla:
+    choices = _choose(probed.choices, jaxpr)
+    if uniform is None and not is_ordered and choices == probed.choices:
         return probed
-    choices = Choices(
-        why_xla=probed.choices.why_xla or unordered,
-        uniform=uniform,
-        ready=order_of_gradients(jaxpr) if is_ordered else None,
-        beside_xla=beside_xla,
+    choices = choices._replace(
+        uniform=uniform, ready=order_of_gradients(jaxpr) if is_ordered else None
     )
     program, jaxpr, traced = _traced(rank_program, choices, probed.inputs)
-    if not beside_xla and runs_beside(jaxpr):  # what it leaves out had kept some calls in order
-        choices = choices._replace(beside_xla=True)
+    chosen = _choose(choices, jaxpr)
+    if chosen != choices:  # what it leaves out had kept some calls in order
+        choices = chosen
         program, jaxpr, traced = _traced(rank_program, choices, probed.inputs)
     again = step_refusals.proved if None in late_choices(jaxpr) else step_refusals.check
     proved = again(jaxpr, traced)
-    call_order.require(jaxpr)
+    call_order.require(_why_xla(jaxpr))
     return Pass(probed.inputs, choices, program, jaxpr, traced, proved)
+
+
+def _choose(choices: Choices, jaxpr: Any) -> Choices:
+    """Return the choices, and how the native calls of the program that they gave must run."""
+    why_xla = choices.why_xla or _why_xla(jaxpr)
+    return choices._replace(
+        why_xla=why_xla,
+        beside_xla=not why_xla and (choices.beside_xla or beside_xla.runs_beside(jaxpr)),
+    )
+
+
+def _why_xla(jaxpr: Any) -> str | None:
+    return call_order.why_unordered(jaxpr) or beside_xla.why_not(jaxpr)
 
 
 def _prove(rank_program: RankProgram, inputs: Inputs, jaxpr: Any, traced: Traced) -> Proved:

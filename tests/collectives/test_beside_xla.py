@@ -15,7 +15,7 @@ from support.training import assert_close, batch, fetched, loss_fn, plain_step, 
 
 import jdp
 from jdp.collectives import native, native_shards, shards, xla_shards
-from jdp.collectives.beside_xla import runs_beside
+from jdp.collectives.beside_xla import loses_order, runs_beside, why_not
 from jdp.collectives.cpu import runtime as cpu_runtime
 
 pytestmark = pytest.mark.skipif(
@@ -77,6 +77,37 @@ NO_PAIRS = {
 }  # fmt: skip
 
 
+def turns(body):
+    return lambda x: lax.scan(lambda c, _: (body(c), None), x, length=3)[0]
+
+
+def both(x):
+    return largest(total(x))
+
+
+# XLA may start what stands beside a loop before the loop has run.
+UNORDERED = {
+    "beside a loop": lambda x: (turns(both)(x), largest(x)),
+    "beside a loop in a loop": lambda x: (turns(turns(both))(x), largest(x)),
+    "in a loop, beside a loop within": turns(lambda x: turns(both)(x) + largest(x)),
+    "beside a branch": lambda x: (
+        lax.cond(lax.axis_index("data") >= 0, both, lambda x: x, x), largest(x)
+    ),
+    "in two loops": lambda x: (turns(both)(x), turns(largest)(x)),
+    "in a loop of two that need each other's last turn": lambda x: lax.while_loop(
+        lambda c: largest(c[1]).sum() > 0, lambda c: (turns(both)(c[0]), c[1] - 1), (x, x)
+    ),
+}  # fmt: skip
+ORDERED = {
+    "before a loop": lambda x: turns(both)(largest(x)),
+    "after a loop": lambda x: largest(turns(both)(x)),
+    "in the loop": turns(lambda x: total(x) + largest(x)),
+    "beside a loop without collectives of XLA": lambda x: (turns(total)(x), largest(x)),
+    "beside a function that is called": lambda x: (jax.jit(both)(x), largest(x)),
+    "in the other branch": lambda x: lax.cond(lax.axis_index("data") >= 0, both, largest, x),
+}  # fmt: skip
+
+
 def traced(make_mesh, fn):
     mapped = jax.shard_map(fn, mesh=make_mesh(2), in_specs=P(), out_specs=P(), check_vma=False)
     return jax.make_jaxpr(mapped)(np.ones(4, np.float32))
@@ -90,6 +121,47 @@ def test_a_pair_that_does_not_depend_on_each_other_is_found(make_mesh, name):
 @pytest.mark.parametrize("name", NO_PAIRS)
 def test_what_depends_on_each_other_is_no_pair(make_mesh, name):
     assert not runs_beside(traced(make_mesh, NO_PAIRS[name]))
+
+
+@pytest.mark.parametrize("name", UNORDERED)
+def test_native_calls_are_refused_in_a_loop_that_xla_does_not_wait_for(make_mesh, name):
+    assert "nothing orders" in why_not(traced(make_mesh, UNORDERED[name]))
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_native_calls_may_run_in_a_loop_that_xla_waits_for(make_mesh, name):
+    assert why_not(traced(make_mesh, ORDERED[name])) is None
+
+
+def with_xla_alone(monkeypatch, fn):
+    monkeypatch.setitem(globals(), "total", lambda x: lax.psum(x, "data"))
+    return fn
+
+
+@pytest.mark.parametrize("name", UNORDERED)
+def test_a_sum_beside_a_loop_of_sums_loses_its_place_in_a_cached_program(
+    make_mesh, monkeypatch, name
+):
+    assert loses_order(traced(make_mesh, with_xla_alone(monkeypatch, UNORDERED[name])))
+
+
+@pytest.mark.parametrize("name", [n for n in ORDERED if "without" not in n])
+def test_a_sum_before_or_after_a_loop_of_sums_keeps_its_place(make_mesh, monkeypatch, name):
+    assert not loses_order(traced(make_mesh, with_xla_alone(monkeypatch, ORDERED[name])))
+
+
+def mixed(s, batch):
+    def turn(c, i):
+        return largest(total(c + i)), None
+
+    c, _ = lax.scan(turn, batch["x"].sum(), jnp.arange(3.0))
+    grads = jax.grad(loss_fn)(s.params, batch)
+    return s.apply_gradients(grads), {"c": c, "beside": largest(batch["x"].max())}
+
+
+def test_a_step_that_asks_for_native_calls_in_such_a_loop_is_refused():
+    with pytest.raises(ValueError, match="nothing orders these two"):
+        lowered(mixed)
 
 
 def lowered(step_fn, tx=None, **options):
@@ -211,6 +283,69 @@ def test_8_ranks_that_may_all_wait_twice_at_once_finish_their_steps():
         timeout=200,
     )
     assert child.returncode == 0, child.stderr[-2000:]
+
+
+# The sum of the loss and of all rows does not depend on the sums of the loop, nor they on it.
+CACHED = """
+import jax, jax.numpy as jnp, numpy as np, optax
+from jax import lax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+import jdp
+
+jdp.init()
+rows = np.arange(48 * 24, dtype="f").reshape(48, 24) % 7
+
+
+def whole(state, batch):
+    loss = jdp.value_and_grad(lambda p, b: (b @ p).mean(), accumulate=2)
+    value, grads = loss(state.params, batch)
+    return state.apply_gradients(grads), {"value": value}
+
+
+def in_parts(state, batch):
+    return whole(state, batch)
+
+
+def alone(state, batch):
+    grads = jax.grad(lambda p: (batch @ p).mean())(state.params)
+    return state.apply_gradients(grads), {}
+
+
+def trained(fn, tx, **options):
+    step = jdp.train_step(fn, **options)
+    state = jdp.TrainState.create(np.ones((24, 48), "f"), tx)
+    for _ in range(20):
+        state, _ = step(state, rows)
+    return jax.device_get(state.params)
+
+
+def weight(batch):
+    return batch.sum() + 1.0
+
+
+sgd = optax.sgd(0.5)
+want = trained(whole, jdp.replicated(sgd), weight=weight)
+got = trained(in_parts, jdp.sharded(sgd, stage=2, min_size=1), weight=weight)
+np.testing.assert_allclose(got, want, rtol=1e-5)
+trained(alone, jdp.replicated(sgd))
+"""
+
+
+def test_a_step_whose_order_a_cache_would_lose_is_not_cached_and_others_are(tmp_path):
+    for _ in range(3):
+        child = subprocess.run(
+            [sys.executable, "-c", CACHED],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert child.returncode == 0, child.stderr[-2000:]
+    steps = {path.name.split("-")[0] for path in tmp_path.glob("*-cache")}
+    assert "jit_alone" in steps and "jit_in_parts" not in steps
 
 
 def train_with_a_pair():

@@ -123,7 +123,6 @@ CASES = [
     (accumulated, 2, summed, None),
     (in_uneven_parts, 3, make_state, None),
     (weighed, 3, make_state, count),
-    # Ends the process in one run of four, with a signal, for a reason not found yet.
     (weighed, 8, plain_sgd, count),
     (weighed_by_another_weight, 2, make_state, None),
     (layered, 2, layered_state, None),
