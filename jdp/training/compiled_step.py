@@ -48,6 +48,7 @@ class Program:
     def __init__(self, spec: StepSpec, mesh: Mesh, *, is_part: bool = False):
         self.mesh = mesh
         self.spec = spec
+        self._is_part = is_part
         self._first_runs = self.arguments = None
         if mesh.is_multi_process and not is_part:
             self._first_runs = startup.FirstRuns(mesh, spec.name)
@@ -88,7 +89,7 @@ class Program:
                 self._run, self._traced, args, is_returned=is_returned, first=first
             )
         finally:
-            self._end_call()
+            self._end_call(has_compiled=not self._is_part)
 
     def trace(self, *args: Any) -> Any:
         """Trace for the shapes of `args` and prove that every rank ends with the same state."""
@@ -97,7 +98,7 @@ class Program:
         try:
             return self._traced(*args, *given)
         finally:
-            self._end_call()
+            self._end_call(has_compiled=False)
 
     def _run(self, *args: Any) -> Any:
         if not self._is_tuned:
@@ -109,11 +110,12 @@ class Program:
             self._tune(args)
         return self._jitted.trace(*args)
 
-    def _end_call(self) -> None:
+    def _end_call(self, *, has_compiled: bool) -> None:
         self._args = ()
         if self._is_uncached:
             self._is_uncached = False
-            uncached.end()
+            if has_compiled:  # else the caller compiles it, at any time
+                uncached.end()
         if self._is_compiling:
             self._is_compiling = False
             progress.compiling_ends()
