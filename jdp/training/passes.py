@@ -91,6 +91,7 @@ def build(rank_program: RankProgram, probed: Pass) -> Pass:
     is_ordered = bool(probed.traced.found.split)
     choices = _choose(probed.choices, jaxpr)
     if uniform is None and not is_ordered and choices == probed.choices:
+        call_order.require(_why_xla(jaxpr))
         return probed
     choices = choices._replace(
         uniform=uniform, ready=order_of_gradients(jaxpr) if is_ordered else None

@@ -9,25 +9,37 @@ import jax
 _OPTION = "jax_persistent_cache_min_compile_time_secs"
 _NEVER = float("inf")
 
-_lock = threading.Lock()
-_num_held = 0
-_before: Any = None
+
+class _Cache:
+    """Whether JAX writes what it compiles, for all threads of the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_held = 0
+        self._before: Any = None
+
+    def hold(self) -> None:
+        with self._lock:
+            if not self._num_held:
+                self._before = getattr(jax.config, _OPTION)
+                jax.config.update(_OPTION, _NEVER)
+            self._num_held += 1
+
+    def let_go(self) -> None:
+        with self._lock:
+            self._num_held -= 1
+            if not self._num_held:
+                jax.config.update(_OPTION, self._before)
+
+
+_cache = _Cache()
 
 
 def begin() -> None:
     """Keep JAX from writing what it compiles, in any thread, until `end` is called as often."""
-    global _num_held, _before
-    with _lock:
-        if not _num_held:
-            _before = getattr(jax.config, _OPTION)
-            jax.config.update(_OPTION, _NEVER)
-        _num_held += 1
+    _cache.hold()
 
 
 def end() -> None:
     """Let JAX write again what it compiles, once no thread needs the opposite."""
-    global _num_held
-    with _lock:
-        _num_held -= 1
-        if not _num_held:
-            jax.config.update(_OPTION, _before)
+    _cache.let_go()

@@ -45,7 +45,7 @@ MUTATIONS = {
     ),
     "a native call may block a thread that a collective of XLA's needs": (
         "jdp/collectives/beside_xla.py",
-        "return found.num_bodies > _MAX_BODIES or found.any_pair()",
+        "return found.is_unknown or any(_pairs(found.native, found.xla))",
         "return False",
         "tests/collectives/test_beside_xla.py",
     ),
