@@ -65,7 +65,7 @@ class Program:
         self._is_tuned = is_part or axis.platform(mesh) != "gpu"
         # While a step is called or traced: its arguments as the caller gave them, not tracers.
         self._args: tuple = ()
-        self._is_compiling = self._is_uncached = False
+        self._is_compiling = self._is_uncached = self._holds_cache = False
         self._has_logged = False
 
     def __call__(
@@ -79,7 +79,7 @@ class Program:
           given: on a mesh of several processes, the checksums of `args` to compare, from
             `arguments.of`.
         """
-        self._args = args
+        self._begin_call(args)
         try:
             if self._first_runs is None or self.arguments is None or given is None:
                 return self._run(*args)
@@ -91,14 +91,19 @@ class Program:
         finally:
             self._end_call(has_compiled=not self._is_part)
 
-    def trace(self, *args: Any) -> Any:
-        """Trace for the shapes of `args` and prove that every rank ends with the same state."""
-        self._args = args
+    def trace(self, *args: Any, is_compiled: bool = False) -> Any:
+        """Trace for the shapes of `args` and prove that every rank ends with the same state.
+
+        Args:
+          *args: of the step.
+          is_compiled: whether the caller compiles the result.
+        """
+        self._begin_call(args)
         given = () if self.arguments is None else (self.arguments.zeros(args),)
         try:
             return self._traced(*args, *given)
         finally:
-            self._end_call(has_compiled=False)
+            self._end_call(has_compiled=not is_compiled)
 
     def _run(self, *args: Any) -> Any:
         if not self._is_tuned:
@@ -110,10 +115,21 @@ class Program:
             self._tune(args)
         return self._jitted.trace(*args)
 
+    def _begin_call(self, args: tuple) -> None:
+        self._args = args
+        if self._is_uncached:  # found in an earlier trace, which JAX may use again
+            self._hold_cache()
+
+    def _hold_cache(self) -> None:
+        self._is_uncached = True
+        if not self._holds_cache:
+            self._holds_cache = True
+            uncached.begin()
+
     def _end_call(self, *, has_compiled: bool) -> None:
         self._args = ()
-        if self._is_uncached:
-            self._is_uncached = False
+        if self._holds_cache:
+            self._holds_cache = False
             if has_compiled:  # else the caller compiles it, at any time
                 uncached.end()
         if self._is_compiling:
@@ -163,9 +179,7 @@ class Program:
 
     def _uncached(self, leaving: RankOutputs) -> RankOutputs:
         """Compile the program that is being traced without JAX's cache."""
-        if not self._is_uncached:
-            self._is_uncached = True
-            uncached.begin()
+        self._hold_cache()
         # The cache may have it from an older version of jdp, which had not this operation.
         same = leaving.same._replace(weight=jax.lax.optimization_barrier(leaving.same.weight))
         return leaving._replace(same=same)

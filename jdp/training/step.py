@@ -95,7 +95,7 @@ class Step:
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Trace, prove and lower the step for these arguments: arrays or `ShapeDtypeStruct`s."""
         program, args, *_ = self._prepare(args, kwargs)
-        return program.trace(*args).lower()
+        return program.trace(*args, is_compiled=True).lower()
 
     def findings(self, *args: Any, **kwargs: Any) -> TraceFindings:
         """Return what the trace of the step for these arguments finds."""

@@ -317,6 +317,7 @@ def alone(state, batch):
 def trained(fn, tx, **options):
     step = jdp.train_step(fn, **options)
     state = jdp.TrainState.create(np.ones((24, 48), "f"), tx)
+    step.findings(state, rows)  # a trace that JAX uses again
     for _ in range(20):
         state, _ = step(state, rows)
     return jax.device_get(state.params)
