@@ -20,6 +20,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from jax.interpreters import partial_eval
+
 from jdp.analysis import jaxprs
 from jdp.analysis.rules.collectives import RULES
 from jdp.collectives import call_order
@@ -113,7 +115,7 @@ class _Waits:
         self._kinds: dict[int, frozenset[bool]] = {}
         self._num_within = itertools.count()
         self._within: frozenset[int] = frozenset()
-        body = jaxprs.opened(jaxpr)
+        body = _without_unread(jaxpr)
         if False in self.of(body):
             self.follow(body, [0] * len(body.invars))
 
@@ -182,6 +184,15 @@ class _Waits:
         for body in bodies:
             self.follow(body, [0] * len(body.invars))
         return [0] * len(eqn.outvars)
+
+
+def _without_unread(jaxpr: Any) -> Any:
+    """Return a jaxpr without operations whose results nobody reads, as JAX hands it to XLA.
+
+    A step gathers all shards of the state, and reads few of them.
+    """
+    body = jaxprs.opened(jaxpr)
+    return partial_eval.dce_jaxpr(body, [True] * len(body.outvars))[0]
 
 
 def _union(masks: Sequence[int]) -> int:

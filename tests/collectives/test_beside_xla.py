@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -71,6 +72,10 @@ NO_PAIRS = {
     "in a loop": lambda x: lax.scan(lambda c, _: (largest(total(c)), None), x, length=3)[0],
     "after a loop": lambda x: largest(lax.scan(lambda c, _: (total(c), None), x, length=3)[0]),
     "number of a rank": lambda x: (total(x), lax.axis_index("data")),
+    "a collective whose result nobody reads": lambda x: (largest(x), total(x))[1],
+    "a loop whose collective nobody reads": lambda x: lax.scan(
+        lambda c, _: (total(c), largest(c)), x, length=3
+    )[0],
     "cut, measured and joined": lambda x: (
         lambda part: joined(part / lax.psum(part @ part, "data"))
     )(cut(x)),
@@ -185,6 +190,12 @@ def test_a_step_without_a_pair_has_the_calls_of_before():
     text = lowered(plain_step)
     assert text.count(f"@{cpu_runtime.TARGET}(") == 2 and STARTED not in text
     assert STARTED not in lowered(clipped)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_sharded_step_whose_gathered_state_nobody_reads_has_no_pair(stage):
+    text = lowered(plain_step, jdp.sharded(optax.adam(0.1), stage=stage, min_size=1))
+    assert f"@{cpu_runtime.REDUCE_SCATTER}(" in text and "_start(" not in text
 
 
 def test_the_native_calls_of_a_step_with_a_pair_wait_on_threads_of_their_own():
