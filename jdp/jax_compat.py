@@ -1,9 +1,10 @@
 """Every difference between JAX versions, and JAX's private names: the only place."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.interpreters import partial_eval
 
 # JAX 0.10 transposes `all_gather(to="invarying")` wrongly inside shard_map(check_vma=False).
 INVARYING_GATHER_HAS_WRONG_GRADIENT = jax.__version_info__ < (0, 11, 0)
@@ -23,6 +24,20 @@ INLINE_EARLY = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 def opened(jaxpr: Any) -> Any:
     """Return the jaxpr without its constants: up to JAX 0.10 those are a wrapper around it."""
     return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def set_dead_code_rule(
+    primitive: Any, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
+) -> None:
+    """Set what JAX does with an equation of a primitive of which some results are not read.
+
+    Args:
+      primitive: of the equation.
+      rule: `(whether each result is read, equation) -> (whether each operand is still needed, the
+        equation in its place or None)`.
+    """
+    # Since JAX 0.11 a rule also gets, second, which operands are there.
+    partial_eval.dce_rules[primitive] = lambda *args: rule(args[0], args[-1])
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:

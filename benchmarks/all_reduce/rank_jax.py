@@ -14,7 +14,7 @@ import jdp
 from benchmarks.all_reduce import loops
 from benchmarks.harness import exact, models, team
 from benchmarks.harness.oracle import Oracle, Training
-from benchmarks.step import contestants
+from benchmarks.step import contestants, sharded_contestants
 
 
 def functions() -> dict:
@@ -50,11 +50,17 @@ def functions() -> dict:
         for name, all_reduce in ALL_REDUCES.items():
             made[name] = training_of(name, all_reduce, mesh, problem, num_steps, oracles)
 
+    def prepare_sharded(model: str, optimizer: str) -> None:
+        made.clear()
+        for label in sharded_contestants.LABELS:
+            made[label] = sharded_contestants.training(label, model, optimizer, mesh)
+
     return {
         "about": lambda: f"jax {jax.__version__}",
         "prepare": prepare,
         "run": run,
         "prepare_step": lambda *args: prepare_step(*args[:-1], num_steps=args[-1]),
+        "prepare_sharded": prepare_sharded,
         "run_step": run,
     }
 

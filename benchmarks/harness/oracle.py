@@ -17,23 +17,22 @@ TOLERANCE = 1e-4
 
 
 class Expected(NamedTuple):
-    """The expected result of a run of steps: the loss, and the leaves of parameters and
-    momentum."""
+    """The expected result of a run of steps: the loss, the parameters and the optimizer's state."""
 
     loss: np.ndarray
     leaves: list[np.ndarray]
 
 
 class Oracle:
-    """Plain SGD on the whole batch, on one device, run by run.
+    """Plain training on the whole batch, on one device, run by run.
 
     Attributes:
       num_steps: number of steps of one run.
       runs: expected results of consecutive runs; after the last, training restarts.
     """
 
-    def __init__(self, problem: Problem, *, num_steps: int, num_runs: int):
-        """Train on one device.
+    def __init__(self, problem: Problem, *, num_steps: int, num_runs: int, tx: Any = models.TX):
+        """Train on one device, with the optimizer `tx`.
 
         Raises:
           ValueError: if a run moves no parameter, so that every check would pass.
@@ -42,12 +41,12 @@ class Oracle:
         device = jax.local_devices()[0]
         batch = jax.device_put(problem.batch, device)
         params = jax.device_put(jax.tree.map(np.array, problem.params), device)
-        opt_state = models.TX.init(params)
+        opt_state = tx.init(params)
 
         @jax.jit
         def step(params: Any, opt_state: Any, batch: Any) -> Any:
             loss, grads = jax.value_and_grad(problem.loss_fn)(params, batch)
-            updates, opt_state = models.TX.update(grads, opt_state, params)
+            updates, opt_state = tx.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state, loss
 
         for _ in range(num_runs):
@@ -96,7 +95,7 @@ class Training:
         return self.state, self._metrics
 
     def check(self) -> None:
-        """Compare the loss, the parameters and the momentum on every rank of this process.
+        """Compare the loss, the parameters and the optimizer's state on this process's ranks.
 
         Raises:
           exact.WrongResultError: if an element is wrong.

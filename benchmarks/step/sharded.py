@@ -1,40 +1,44 @@
 """jdp.sharded at each stage beside jdp.replicated, and beside plain jit with NamedSharding.
 
     python -m benchmarks.step.sharded             in 12 minutes on 2 cores
-    python -m benchmarks.step.sharded --quick     one short process, to see that it works
+    python -m benchmarks.step.sharded --quick     one short run, to see that it works
 
-Each process gives one ratio of every row, and the table shows their median and range. Prints its
-table and writes it to benchmarks/results/, that of a quick run to out/benchmarks/.
+Every setup is measured several times, in processes of its own, and the table shows the median and
+the range of their ratios. Prints its table and writes it to benchmarks/results/, that of a quick
+run to out/benchmarks/.
 """
 
 import argparse
-import functools
 import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jdp
-from benchmarks.harness import exact, models, report, timing
-from benchmarks.harness.models import Problem
-from benchmarks.harness.oracle import Oracle, Training
+from benchmarks.all_reduce import peers
+from benchmarks.harness import exact, report, rounds, timing
 from benchmarks.harness.report import Section
-from benchmarks.step.contestants import State
+from benchmarks.harness.timing import Clock
+from benchmarks.step import sharded_contestants
+from benchmarks.step.sharded_contestants import (
+    LABELS,
+    NUM_STEPS,
+    OPTIMIZERS,
+    PEER,
+    REPLICATED,
+    ROWS,
+    STAGES,
+)
 
-NUM_PROCESSES, BUDGET_S = 4, 6.0
+NUM_REPEATS, BUDGET_S = 3, 14.0
 GOALS = {1: 1.0, 2: 1.0, 3: 1.1}
-PEER = "jit + NamedSharding"
-MIN_SIZE = 4096
-# Rows in a batch of all ranks.
-ROWS = {"mlp": 64, "transformer": 8}
+RANKS = {"2": 2, "4": 4}
+TWO_PROCESSES = "2 processes"
 
 
 def main() -> None:
@@ -45,7 +49,7 @@ def main() -> None:
     command = [sys.executable, "-m", "benchmarks.step.sharded", "--one", *sys.argv[1:]]
     found = [
         json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-        for _ in range(1 if options.quick else NUM_PROCESSES)
+        for _ in range(1 if options.quick else NUM_REPEATS)
     ]
     section = _section([_row(runs) for runs in zip(*found, strict=True)])
     print(f"{section.title}\n\n{report.table(section)}")
@@ -53,100 +57,62 @@ def main() -> None:
     print("wrote", report.write(folder, "sharded", report.hardware(), [section]))
 
 
-def measure(options: argparse.Namespace) -> Any:
-    """Measure each setup in this process, and yield the result of `timing.compare` for each."""
-    jdp.init(cpu_ranks=4)
-    for model, ranks in itertools.product(options.model, options.ranks):
-        mesh = jdp.init(devices=jax.devices()[:ranks])
-        problem = _problem(model)
-        oracle = Oracle(problem, num_steps=1, num_runs=4)
-        for stage, rival in itertools.product(options.stage, ("replicated", PEER)):
-            if rival == PEER and stage != 3:
-                continue
-            clocks = [
-                exact.checked(_training(label, problem, mesh, oracle), timing.until_ready)
-                for label in (f"stage {stage}", rival)
-            ]
-            compare = functools.partial(timing.compare, *clocks, warm_up=2)
-            found = compare(budget_s=0.2 if options.quick else BUDGET_S)
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the times and the ratio of each stage and rival, of all setups that were asked for."""
+    jdp.init(cpu_ranks=max(RANKS.values()))
+    budget_s = 0.2 if options.quick else BUDGET_S
+    for ranks, model, optimizer in itertools.product(
+        options.ranks, options.model, options.optimizer
+    ):
+        measured = _in_processes if ranks == TWO_PROCESSES else _in_one_process
+        found = measured(ranks, model, optimizer, budget_s)
+        for label, rival in (*((stage, REPLICATED) for stage in STAGES), ("stage 3", PEER)):
             yield {
                 "model": model,
+                "optimizer": optimizer,
                 "ranks": ranks,
-                "stage": stage,
+                "stage": STAGES[label],
                 "rival": rival,
-                **found._asdict(),
+                "first_s": float(np.median(found[label])),
+                "second_s": float(np.median(found[rival])),
+                "ratio": float(np.median(found[label] / found[rival])),
+                "num_rounds": len(found[label]),
             }
 
 
-def _problem(model: str) -> Problem:
-    if model == "mlp":
-        return models.mlp(width=512, num_layers=4, num_rows=ROWS[model])
-    return models.transformer(dim=128, num_layers=4, num_rows=ROWS[model], length=32)
+def _in_one_process(
+    ranks: str, model: str, optimizer: str, budget_s: float
+) -> Mapping[str, np.ndarray]:
+    mesh = jdp.init(devices=jax.devices()[: RANKS[ranks]])
+
+    def clock(label: str) -> Clock:
+        made = sharded_contestants.training(label, model, optimizer, mesh)
+        timed = exact.checked(made, timing.until_ready)
+        return lambda: timed() / NUM_STEPS
+
+    return rounds.alternate({x: clock(x) for x in LABELS}, budget_s=budget_s, warm_up=2)
 
 
-def _training(label: str, problem: Problem, mesh: Mesh, oracle: Oracle) -> Training:
-    batch = jax.device_put(problem.batch, NamedSharding(mesh, P("data")))
-    if label == PEER:
-        step, start = _peer(problem, mesh)
-        return Training(label, step, start, batch, oracle)
-    tx = _optimizer(label)
-
-    @jdp.train_step
-    def step(state: Any, batch: Any) -> Any:
-        loss, grads = jdp.value_and_grad(problem.loss_fn)(state.params, batch)
-        return state.apply_gradients(grads), {"loss": loss}
-
-    def start() -> Any:
-        return jdp.TrainState.create(jax.tree.map(np.array, problem.params), tx)
-
-    return Training(label, step, start, batch, oracle)
-
-
-@functools.cache
-def _optimizer(label: str) -> Any:
-    if label == "replicated":
-        return jdp.replicated(models.TX)
-    return jdp.sharded(models.TX, stage=int(label.split()[1]), min_size=MIN_SIZE)
-
-
-def _peer(problem: Problem, mesh: Mesh) -> tuple[Any, Any]:
-    """Return the step that XLA partitions: every large leaf split, as Flax's guide has it."""
-
-    def sharding(leaf: Any) -> NamedSharding:
-        shape = jnp.shape(leaf)
-        dims = [i for i, size in enumerate(shape) if size % mesh.size == 0]
-        if not dims or np.prod(shape) < MIN_SIZE:
-            return NamedSharding(mesh, P())
-        dim = max(dims, key=lambda i: (shape[i], -i))
-        return NamedSharding(mesh, P(*[None] * dim, "data"))
-
-    def start() -> State:
-        params = jax.tree.map(np.array, problem.params)
-        state = State(params, models.TX.init(params))
-        return jax.device_put(state, jax.tree.map(sharding, state))
-
-    def step(state: State, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(problem.loss_fn)(state.params, batch)
-        updates, opt_state = models.TX.update(grads, state.opt_state, state.params)
-        return State(optax.apply_updates(state.params, updates), opt_state), {"loss": loss}
-
-    places = jax.tree.map(sharding, start())
-    return jax.jit(step, donate_argnums=0, out_shardings=(places, None)), start
+def _in_processes(_: str, model: str, optimizer: str, budget_s: float) -> Mapping[str, np.ndarray]:
+    with peers.jax_team(2, 1) as team:
+        team.ask("prepare_sharded", model, optimizer)
+        clocks = {label: team.slowest("run_step", label, NUM_STEPS) for label in LABELS}
+        return rounds.alternate(clocks, budget_s=budget_s, warm_up=2)
 
 
 def _row(runs: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     ratios = [run["ratio"] for run in runs]
     ratio, first = float(np.median(ratios)), runs[0]
-    goal = GOALS[first["stage"]] if first["rival"] == "replicated" else None
+    goal = GOALS[first["stage"]] if first["rival"] == REPLICATED else None
     return {
         "section": "sharded",
-        **{name: first[name] for name in ("model", "ranks", "stage", "rival")},
+        **{name: first[name] for name in ("model", "optimizer", "ranks", "stage", "rival")},
         "jdp_ms": float(np.median([run["first_s"] for run in runs])) * 1e3,
         "rival_ms": float(np.median([run["second_s"] for run in runs])) * 1e3,
         "ratio": ratio,
         "low": min(ratios),
         "high": max(ratios),
-        "processes": len(runs),
+        "repeats": len(runs),
         "rounds": sum(run["num_rounds"] for run in runs),
         "goal": "" if goal is None else f"{goal:.2f}",
         "met": "" if goal is None else "yes" if ratio <= goal else "no",
@@ -157,13 +123,17 @@ def _section(rows: list[dict[str, Any]]) -> Section:
     return Section(
         "`jdp.sharded` beside `jdp.replicated`, and beside jit with NamedSharding",
         "An MLP of 4 layers of 512, and a transformer of 4 layers of 128 over 32 bytes a row; "
-        f"{ROWS['mlp']} and {ROWS['transformer']} rows in a batch of all ranks, SGD with momentum. "
-        "The time of the stage over the rival's: below 1, the stage is faster. Each process gives "
-        "the median of its rounds of two runs each, in alternating order; the table has the "
-        f"median, least and most of the processes. {exact.CHECKED}",
+        f"{ROWS['mlp']} and {ROWS['transformer']} rows in a batch of all ranks. SGD with momentum "
+        "updates a parameter with 2 numbers of state and gradient, Adam with 3. The time of the "
+        "stage over the rival's: below 1, the stage is faster. A round has two runs of "
+        f"{NUM_STEPS} steps of each, in both orders; each repeat, in processes of its own, gives "
+        "the median of its rounds, and the table the median, least and most of the repeats. Loss, "
+        "parameters and state of the optimizer after each run are those of the same training on "
+        f"one device, to 1e-4 of the largest element. {exact.CHECKED}",
         rows,
         {
             "model": "{model}",
+            "optimizer": "{optimizer}",
             "ranks": "{ranks}",
             "stage": "{stage}",
             "rival": "{rival}",
@@ -171,7 +141,7 @@ def _section(rows: list[dict[str, Any]]) -> Section:
             "rival, ms": "{rival_ms:.2f}",
             "stage / rival": "{ratio:.3f}",
             "least to most": "{low:.3f} to {high:.3f}",
-            "processes": "{processes}",
+            "repeats": "{repeats}",
             "rounds": "{rounds}",
             "goal": "{goal}",
             "met": "{met}",
@@ -183,10 +153,11 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    ranks = [*RANKS, TWO_PROCESSES]
     parser.add_argument("--quick", action="store_true", help="tiny, not for results")
     parser.add_argument("--model", nargs="*", choices=list(ROWS), default=list(ROWS))
-    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
-    parser.add_argument("--stage", type=int, nargs="*", choices=list(GOALS), default=list(GOALS))
+    parser.add_argument("--optimizer", nargs="*", choices=list(OPTIMIZERS), default=[*OPTIMIZERS])
+    parser.add_argument("--ranks", nargs="*", choices=ranks, default=ranks)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

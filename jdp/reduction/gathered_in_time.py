@@ -120,9 +120,7 @@ class Evaluation:
         if (scope := step_context.innermost()) is not None:
             scope.groups.add(self._capacity)
         later = [part._replace(value=x) for part, x in zip(parts, values, strict=True)]
-        # Where the author uses the loss alone, say, XLA drops the way back with its gathers. Native
-        # calls would stay: each is in the order of all calls of the step.
-        wholes = known_shards.gathered(later, self._capacity, is_read=False)
+        wholes = known_shards.gathered(later, self._capacity)
         self._gathered.update(zip(members, wholes, strict=True))
 
     def _keep(self, operation: FlatOperation, *, is_user: bool) -> None:

@@ -14,7 +14,7 @@ import jax
 
 from jdp import axis
 from jdp.analysis.marks import SHARD, WHOLE, mark
-from jdp.collectives import buckets, shards, xla_shards
+from jdp.collectives import buckets, shards
 from jdp.reduction import mixed_precision, parts, step_context
 
 
@@ -44,16 +44,14 @@ class Shard(NamedTuple):
     reduce_dtype: Any = None
 
 
-def gathered(
-    found: Sequence[Shard], bucket_bytes: int = 4 * buckets.MiB, *, is_read: bool
-) -> list[jax.Array]:
+def gathered(found: Sequence[Shard], bucket_bytes: int = 4 * buckets.MiB) -> list[jax.Array]:
     """Return the whole arrays, in buckets; the step remembers the shard of each.
+
+    Those that the step does not read are not gathered.
 
     Args:
       found: shards of this rank, all over the same axes.
       bucket_bytes: capacity of one bucket of shards in bytes, > 0.
-      is_read: whether the step is sure to read the whole arrays. If not, XLA gathers those that
-        are read and drops the others; jdp's own code, which is faster, would gather all.
     """
     if not found:
         return []
@@ -66,8 +64,7 @@ def gathered(
     scope = step_context.innermost()
     mesh = None if scope is None else scope.mesh
     wholes: dict[int, jax.Array] = {}
-    gather = shards.all_gather if is_read else xla_shards.all_gather
-    for bucket, joined in zip(plan, gather(values, dims, axes, mesh=mesh), strict=True):
+    for bucket, joined in zip(plan, shards.all_gather(values, dims, axes, mesh=mesh), strict=True):
         wholes |= dict(zip(bucket, joined, strict=True))
     return [remember(wholes[i], part) for i, part in enumerate(found)]
 

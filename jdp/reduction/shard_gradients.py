@@ -110,7 +110,7 @@ class ShardGradients:
             for i, shard in self._shards.items()
             if i not in self._in_time and shard.gather_dtype is not None
         }
-        wholes = known_shards.gathered([*kept.values()], self._bucket_bytes, is_read=False)
+        wholes = known_shards.gathered([*kept.values()], self._bucket_bytes)
         for i, whole in zip(kept, wholes, strict=True):
             self._leaves[i] = whole
 
@@ -219,6 +219,6 @@ class ShardGradients:
             value = scattered_gradients.proved(value, axes, mean=True)
             options: dict[str, Any] = {"is_mean": True, "owner": None, "gather_dtype": None}
             parts.append(self._shards[i]._replace(value=value, **options))
-        wholes = known_shards.gathered(parts, self._bucket_bytes, is_read=False)
+        wholes = known_shards.gathered(parts, self._bucket_bytes)
         found = dict(zip(grads.means, wholes, strict=True))
         return self._tree.unflatten([found.get(i, leaf) for i, leaf in enumerate(grads.local)])

@@ -174,10 +174,8 @@ class _Update:
         results, gathers, owned = partitioned(update, args, self._axes, self._dims)
         _report(gathers, owned)
         num_params = len(returned[0].arrays)
-        # At stage 3 the new parameters live as parts, as the optimizer state always does.
-        is_read = self._tx.sharding.stage < 3
-        new_params = self._whole(results[:num_params], is_read=is_read)
-        new_state = self._whole(results[num_params:], is_read=False)
+        new_params = self._whole(results[:num_params])
+        new_state = self._whole(results[num_params:])
         return returned[0].tree(new_params), returned[1].tree(new_state)
 
     def _pieces(self, leaves: Sequence[jax.Array]) -> list[Piece]:
@@ -188,14 +186,14 @@ class _Update:
             for leaf, dim in zip(leaves, self._dims(leaves), strict=True)
         ]
 
-    def _whole(self, pieces: Sequence[Piece], *, is_read: bool) -> list[jax.Array]:
+    def _whole(self, pieces: Sequence[Piece]) -> list[jax.Array]:
         parts = {
             i: Shard(piece.value, piece.dim, self._axes)
             for i, piece in enumerate(pieces)
             if piece.dim is not None
         }
         bucket_bytes = self._tx.sharding.bucket_bytes
-        wholes = known_shards.gathered([*parts.values()], bucket_bytes, is_read=is_read)
+        wholes = known_shards.gathered([*parts.values()], bucket_bytes)
         found = dict(zip(parts, wholes, strict=True))
         return [found.get(i, piece.value) for i, piece in enumerate(pieces)]
 

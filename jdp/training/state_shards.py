@@ -22,7 +22,7 @@ def whole(lists: Sequence[Sequence[Any]], axes: tuple[str, ...]) -> list[list[An
         for dim, values in enumerate(by_dim)
         for value in values
     ]
-    left = iter(known_shards.gathered(parts, is_read=False))
+    left = iter(known_shards.gathered(parts))
     return [[*own], *([next(left) for _ in values] for values in by_dim)]
 
 

@@ -181,7 +181,7 @@ def test_the_program_never_holds_the_whole_table():
         table = known_shards.known(state.params["table"])
         loss, grads = jdp.value_and_grad(loss_fn)(state.params, batch)
         moved = table.value - 0.1 * known_shards.known(grads["table"]).value
-        (moved,) = known_shards.gathered([table._replace(value=moved)], is_read=True)
+        (moved,) = known_shards.gathered([table._replace(value=moved)])
         return state.replace(params={**state.params, "table": moved}), {"loss": loss}
 
     training.ranks(8)

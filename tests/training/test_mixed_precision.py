@@ -71,7 +71,7 @@ def sent(step, state, rows):
     """The dtypes of what is gathered, and of what is scattered, in the lowered program."""
     text = step.lower(state, rows).as_text()
     gathered = re.findall(r"stablehlo.all_gather.* : \(tensor<[\dx]+x(\w+)>\)", text)
-    scattered = re.findall(r"jdp_reduce_scatter_start.* -> .*tensor<[\dx]+x(\w+)>\)", text)
+    scattered = re.findall(r"jdp_reduce_scatter.* -> .*tensor<[\dx]+x(\w+)>\)", text)
     by_xla = r"stablehlo.reduce_scatter.*?\}\) : \(tensor<[\dx]+x(\w+)>\)"
     return gathered, scattered + re.findall(by_xla, text, re.S)
 

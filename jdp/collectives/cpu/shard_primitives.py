@@ -13,6 +13,7 @@ from jax.interpreters import ad, batching, mlir
 from jdp import axis
 from jdp.collectives import call_order
 from jdp.collectives.cpu import runtime as cpu_runtime
+from jdp.collectives.cpu import unread
 from jdp.collectives.cpu.lowering import lowered
 from jdp.collectives.xla import scaled
 
@@ -128,6 +129,7 @@ def _register(primitive: Any, transpose: Any, of_rows: Callable[..., jax.Array])
     ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
     ad.primitive_transposes[primitive] = functools.partial(_transpose, transpose)
     batching.fancy_primitive_batchers[primitive] = functools.partial(_batch, primitive, of_rows)
+    unread.drop(primitive, of_leaves=["dims"])
     lower = functools.partial(_lower, primitive.name)
     mlir.register_lowering(primitive, lower, platform="cpu", cacheable=False)
 
