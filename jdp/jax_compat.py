@@ -36,8 +36,12 @@ def set_dead_code_rule(
       rule: `(whether each result is read, equation) -> (whether each operand is still needed, the
         equation in its place or None)`.
     """
-    # Since JAX 0.11 a rule also gets, second, which operands are there.
-    partial_eval.dce_rules[primitive] = lambda *args: rule(args[0], args[-1])
+
+    def with_all_arguments(*args: Any) -> Any:
+        # JAX 0.10 has two; later versions have which operands are there between them.
+        return rule(args[0], args[-1])
+
+    partial_eval.dce_rules[primitive] = with_all_arguments
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:

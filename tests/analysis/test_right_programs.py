@@ -9,6 +9,8 @@ from support.training import assert_close, fetched
 
 import jdp
 
+pytestmark = pytest.mark.all_sets
+
 
 def name_of(program):
     return program.name

@@ -15,6 +15,8 @@ from jax import lax
 import jdp
 from jdp.analysis import step_refusals
 
+pytestmark = pytest.mark.all_sets
+
 WRONG_HERE = [program for program in WRONG if program.exists()]
 RIGHT_HERE = [program for program in RIGHT if program.exists()]
 
