@@ -440,5 +440,5 @@ def test_late_false_scans_whole_layers(make_mesh):
     scan = functools.partial(jdp.scan_layers, late=False)
     measure = jdp.eval_step(lambda state, batch: {"loss": mean_loss(scan, state.params, batch)})
     text = measure.lower(state_of(make_mesh(2), parameters()), rows()).compile().as_text()
-    gathers = [line for line in text.splitlines() if " all-gather(" in line]
-    assert len(gathers) == 2 and not any("while/body" in line for line in gathers)
+    gathers = [line for line in text.splitlines() if re.search(r"all.gather(_start)?[(\"]", line)]
+    assert gathers and not any("while/body" in line for line in gathers)

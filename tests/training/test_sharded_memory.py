@@ -14,6 +14,10 @@ DIM, NUM_RANKS = 256, 8
 LAYER = 4 * DIM * DIM  # bytes; a group of parameters holds one layer
 
 
+# Copies of all parameters that a rank holds between steps, with Adam.
+HELD = {1: lambda n: 1 + 2 / n, 2: lambda n: 1 + 2 / n, 3: lambda n: 3 / n}
+
+
 def mlp(x, w):
     return jnp.tanh(x @ w)
 
@@ -81,6 +85,46 @@ def test_checkpoint_of_the_author_stays_in_force():
     assert kept > 72 and again < kept / 2
 
 
+def held_and_temporary(tx, num_ranks):
+    """Bytes of a rank, in copies of all parameters: 12 layers, 4 micro-batches, Adam."""
+    ranks(num_ranks)
+
+    def loss_fn(params, x):
+        for p in params:
+            x = mlp(x, p)
+        return jnp.square(x).mean()
+
+    @jdp.train_step
+    def step(state, x):
+        loss, grads = jdp.value_and_grad(loss_fn, accumulate=4)(state.params, x)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    state = jdp.TrainState.create(equal_layers(12), tx)
+    rows = np.zeros((32 * num_ranks, DIM), np.float32)
+    memory = step.lower(state, rows).compile().memory_analysis()
+    return np.array([memory.argument_size_in_bytes, memory.temp_size_in_bytes]) / (12 * LAYER)
+
+
+# Beside activations: sums of gradients, gradients on their way, and gathered parameters.
+GROUP = 1 / 12
+TEMPORARY = {
+    1: lambda n: 1,
+    2: lambda n: (1 + GROUP) / n,
+    3: lambda n: (1 + GROUP) / n + 2 * GROUP,
+}
+
+
+@pytest.mark.parametrize("stage, num_ranks", [(1, 2), (2, 2), (2, 8), (3, 4), (3, 8)])
+def test_with_micro_batches_a_rank_needs_what_the_guide_says(stage, num_ranks):
+    held, whole = held_and_temporary(jdp.replicated(optax.adam(0.1)), num_ranks)
+    rows = held - 3
+    split = jdp.sharded(optax.adam(0.1), stage=stage, min_size=1, bucket_bytes=LAYER)
+    found = sum(held_and_temporary(split, num_ranks))
+    activations = whole - 1
+    expected = HELD[stage](num_ranks) + rows + TEMPORARY[stage](num_ranks) + activations
+    assert found == pytest.approx(expected, rel=0.02)
+
+
 def block(x, p):
     """A layer of a transformer, for rows that are the positions of one text each rank."""
     q, k, v = jnp.split(x @ p["qkv"], 3, axis=-1)
@@ -99,10 +143,6 @@ def test_a_transformer_takes_the_memory_of_two_groups():
     # 48 layers' sizes in all. The largest leaf has three, and a group holds at least one leaf.
     assert temporary(layers, block) < 15
     assert temporary(layers, block, keep_gathered=True) > 45
-
-
-# Copies of all parameters that a rank holds between steps, with Adam.
-HELD = {1: lambda n: 1 + 2 / n, 2: lambda n: 1 + 2 / n, 3: lambda n: 3 / n}
 
 
 def stacked_transformer():
