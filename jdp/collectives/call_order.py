@@ -5,18 +5,18 @@ So each call has a unique number, and takes a token from the previous call.
 """
 
 import contextlib
+import functools
 import itertools
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.extend.core
-
-from jdp.analysis import jaxprs
-from jdp.jax_compat import opened
+import jax.numpy as jnp
+import numpy as np
 
 # The calls of the CPU library, and the position of the token among their operands.
 NATIVE = frozenset({"jdp_all_gather", "jdp_all_reduce", "jdp_reduce_scatter"})
@@ -24,10 +24,6 @@ TOKEN = 3
 
 # The calls between GPUs that start a reduction, and that wait for it.
 START, DONE = "jdp_ring_start", "jdp_ring_done"
-
-# XLA gives a rank two threads that may block on other ranks, and its own collectives use one, so
-# only one chain of native calls is safe.
-_MAX_CHAINS = 1
 
 PART_OF_ANOTHER = "the step is part of a larger program, and jdp sees only the step."
 
@@ -68,7 +64,7 @@ def entered(
     """Order the native calls that are traced in the with block, all of one program.
 
     Args:
-      why_not: a sentence that says why nothing can order them, see `why_unordered`; else None.
+      why_not: a sentence that says why nothing can order them, see `call_chains`; else None.
       series: a unique name, see `next_series`; empty for a program that is not part of another.
       beside_xla: the result of `is_beside_xla` for these calls.
     """
@@ -110,20 +106,6 @@ def is_beside_xla() -> bool:
     return order is not None and order.beside_xla
 
 
-def why_unordered(jaxpr: Any) -> str | None:
-    """Return a sentence that says why ranks could match different all-reduces, or None.
-
-    JAX traces a user's jitted function once for all its calls. The program then has its all-reduces
-    several times, with the same numbers, and not ordered by jdp's token.
-    """
-    found = _chains(jaxpr, {})
-    if found.is_repeated:
-        return "a function that reduces is called twice in one program, and JAX traced it once."
-    if found.num_chains > _MAX_CHAINS:
-        return f"{found.num_chains} functions within the program reduce, and nothing orders them."
-    return None
-
-
 def require(reason: str | None) -> None:
     """Raise a ValueError if there is a reason against the native calls of a program."""
     if reason:
@@ -132,51 +114,6 @@ def require(reason: str | None) -> None:
             "reduction for another. Write all_reduce=jdp.collectives.auto, which leaves such a "
             "step to XLA, or call apply_gradients in the step itself."
         )
-
-
-class _Chains(NamedTuple):
-    """The all-reduces of a jaxpr and of the bodies in it.
-
-    Attributes:
-      num_chains: number of all-reduces that do not wait for another all-reduce.
-      numbers: the numbers of all of them.
-      is_repeated: whether two of them share a number.
-    """
-
-    num_chains: int
-    numbers: frozenset[int]
-    is_repeated: bool
-
-    def joined(self, other: "_Chains") -> "_Chains":
-        """Return the chains of two bodies of one program."""
-        return _Chains(
-            self.num_chains + other.num_chains,
-            self.numbers | other.numbers,
-            self.is_repeated or other.is_repeated or bool(self.numbers & other.numbers),
-        )
-
-
-def _chains(jaxpr: Any, known: dict[int, _Chains]) -> _Chains:
-    """Return the all-reduces of a jaxpr. `known` has those of bodies, by id, to read each once."""
-    jaxpr = opened(jaxpr)
-    if id(jaxpr) in known:
-        return known[id(jaxpr)]
-    found, given = _Chains(0, frozenset(), False), set()
-    for equation in jaxpr.eqns:
-        if equation.primitive.name in NATIVE:
-            token, passed_on = id(equation.invars[TOKEN]), id(equation.outvars[0])
-            number = frozenset([equation.params["number"]])
-            found = found.joined(_Chains(int(token not in given), number, False))
-            given.discard(token)  # a second call with this token may run beside the first
-            given.add(passed_on)
-            continue
-        if equation.params.get("target_name") == START:  # a start does not block
-            number = frozenset([int(dict(equation.params["attributes"])["bucket"])])
-            found = found.joined(_Chains(0, number, False))
-        for body in jaxprs.bodies(equation):
-            found = found.joined(_chains(body, known))
-    known[id(jaxpr)] = found
-    return found
 
 
 def next_number(bucket: Sequence[jax.Array]) -> int:
@@ -214,6 +151,45 @@ def token() -> jax.Array | None:
     if order is None or order.trace != jax.extend.core.get_opaque_trace_state():
         return None
     return order.token
+
+
+def first_token() -> jax.Array | None:
+    """Return the token of the last all-reduce for a loop, a new one if there is none.
+
+    None where nothing orders the all-reduces of the program.
+    """
+    order = _order.get()
+    if order is None or order.why_not is not None:
+        return None
+    last = token()
+    return jnp.zeros(1, np.float32) if last is None else last
+
+
+def threaded(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    """Return `(token, *args) -> (token, result)` of a function with native calls, for a loop.
+
+    The first of them follows the call with that token, and the token that comes back is that of
+    the last one. A token of None is passed on.
+
+    Args:
+      fn: `(*args) -> result`.
+    """
+
+    @functools.wraps(fn)
+    def in_order(given: jax.Array | None, *args: Any) -> tuple[Any, Any]:
+        order = _order.get()
+        if order is None or given is None:
+            return given, fn(*args)
+        before = order.token, order.trace
+        passed(given)
+        try:
+            result = fn(*args)
+            last = token()
+            return given if last is None else last, result
+        finally:
+            order.token, order.trace = before
+
+    return in_order
 
 
 def passed(token: jax.Array) -> None:

@@ -54,8 +54,14 @@ def _split_key(key: jax.Array, k: int) -> jax.Array:
     return parts.reshape(k, *key.shape)
 
 
-def require_typed_keys(part: Callable[[Any], Any], looped: Any, rest: tuple) -> None:
+def require_typed_keys(
+    part: Callable[[Any, Any], Any], token: Any, looped: Any, rest: tuple
+) -> None:
     """Refuse raw random keys, which cannot be told from data and so are not split.
+
+    Args:
+      part, token, looped: as for `accumulated`.
+      rest: the arguments of the loss behind the batch.
 
     Raises:
       TypeError: naming the first one.
@@ -65,7 +71,7 @@ def require_typed_keys(part: Callable[[Any], Any], looped: Any, rest: tuple) -> 
     uints = [(path, leaf) for path, leaf in arrays if jnp.result_type(leaf) == jnp.uint32]
     if not uints:
         return
-    eqns = jaxprs.equations(jax.make_jaxpr(part)(_first(looped)))
+    eqns = jaxprs.equations(jax.make_jaxpr(part)(token, _first(looped)))
     shapes = [eqn.params["impl"].key_shape for eqn in eqns if eqn.primitive.name == "random_wrap"]
     for (position, *path), leaf in uints:
         if jnp.shape(leaf)[-1:] in shapes:
@@ -82,25 +88,30 @@ def _first(looped: Any) -> Any:
     return jax.tree.map(lambda x: x[0], looped)
 
 
-def accumulated(part: Callable[[Any], Any], looped: Any, last: Any, *, is_scaled: bool) -> Any:
-    """Average `part(micro_batch) -> (weights, means, rows)` by weight, and join the rows.
+def accumulated(
+    part: Callable[[Any, Any], Any], token: Any, looped: Any, last: Any, *, is_scaled: bool
+) -> Any:
+    """Average `part(token, micro_batch)` by weight, and join the rows; return the token, too.
 
     Args:
-      part: of a micro-batch, jitted; `means` is a tuple of trees, each with its weight.
+      part: returns `(token, (weights, means, rows))` of a micro-batch, jitted; `means` is a tuple
+        of trees, each with its weight.
+      token: of the last native call before, see `call_order.threaded`.
       looped: micro-batches, stacked.
       last: one more, None if there is none.
       is_scaled: whether the weights sum to 1.
     """
     first = _first(looped)
-    _, like, _ = jax.eval_shape(part, first)
+    _, (_, like, _) = jax.eval_shape(part, token, first)
     if last is not None:
-        _require_equal_shapes(jax.eval_shape(part, last)[1], like)
+        _require_equal_shapes(jax.eval_shape(part, token, last)[1][1], like)
 
     def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))  # bfloat16 loses digits
 
-    def add(sums: Any, micro_batch: Any) -> tuple[Any, list[jax.Array]]:
-        weights, means, rows = part(micro_batch)
+    def add(carry: Any, micro_batch: Any) -> tuple[Any, list[jax.Array]]:
+        token, sums = carry
+        token, (weights, means, rows) = part(token, micro_batch)
 
         def plus(weight: jax.Array, s: jax.Array, x: jax.Array) -> jax.Array:
             return s + row_weight.weighed(x, weight).astype(s.dtype)
@@ -110,13 +121,13 @@ def accumulated(part: Callable[[Any], Any], looped: Any, last: Any, *, is_scaled
             jax.tree.map(functools.partial(plus, weight), old, new)
             for weight, old, new in zip(weights, sums[1], means, strict=True)
         )
-        return (totals, tuple(added)), rows
+        return (token, (totals, tuple(added))), rows
 
-    nothing = tuple(jnp.zeros((), float) for _ in like), jax.tree.map(zeros, like)
+    nothing = token, (tuple(jnp.zeros((), float) for _ in like), jax.tree.map(zeros, like))
     one_more, _ = jax.eval_shape(add, nothing, first)
-    sums, rows = lax.scan(add, axis.as_typed_like(nothing, one_more), looped)
-    sums, last_rows = (sums, None) if last is None else add(sums, last)
-    totals, sums = sums
+    carry, rows = lax.scan(add, axis.as_typed_like(nothing, one_more), looped)
+    carry, last_rows = (carry, None) if last is None else add(carry, last)
+    token, (totals, sums) = carry
     if is_scaled:
         sums = jax.tree.map(lambda s: mark(s, kind=ROUNDS, path="", axes=()), sums)
     else:
@@ -129,7 +140,7 @@ def accumulated(part: Callable[[Any], Any], looped: Any, last: Any, *, is_scaled
     joined = [stacked.reshape(-1, *stacked.shape[2:]) for stacked in rows]
     if last_rows is not None:
         joined = [jnp.concatenate(parts) for parts in zip(joined, last_rows, strict=True)]
-    return means, joined
+    return token, means, joined
 
 
 def _require_equal_shapes(last: Any, others: Any) -> None:

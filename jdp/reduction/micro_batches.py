@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jdp import axis, pytrees
 from jdp.analysis.marks import MICRO_BATCH
 from jdp.axis import AxisName
+from jdp.collectives import call_order
 from jdp.reduction import (
     integer_parameters,
     mixed_precision,
@@ -132,9 +133,15 @@ def value_and_grad(
             return (own, of_all), ((means, grads.local), grads.means), rows
 
         part.__name__ = part.__qualname__ = MICRO_BATCH
-        part = jax.jit(part)  # One trace for all its uses: shapes, keys, the scan, the last one.
-        require_typed_keys(part, looped, rest)
-        ((means, grads), *reduced), rows = accumulated(part, looped, last, is_scaled=is_scaled)
+        # One trace for all its uses: shapes, keys, the scan, the last one.
+        part = jax.jit(call_order.threaded(part))
+        token = call_order.first_token() if derivative.sends else None
+        require_typed_keys(part, token, looped, rest)
+        token, ((means, grads), *reduced), rows = accumulated(
+            part, token, looped, last, is_scaled=is_scaled
+        )
+        if token is not None:
+            call_order.passed(token)
         whole = derivative.whole(LeafGradients(grads, *reduced))
         return pytrees.put_nodes(means, rows), whole
 
@@ -173,6 +180,8 @@ class _WholeGradients:
       params: tree of parameters.
       value_and_grad: of the loss.
     """
+
+    sends = False
 
     def __init__(self, params: Any, value_and_grad: Callable[..., tuple[Any, Any]]):
         self._params = params

@@ -81,7 +81,12 @@ class ShardGradients:
       params: tree of parameters.
       shards: position of a leaf that has an owner -> its shard.
       is_sent: see `of`.
+
+    Attributes:
+      sends: whether it sends anything over the ranks while it differentiates.
     """
+
+    sends = True
 
     def __init__(self, params: Any, shards: dict[int, Shard], *, is_sent: bool):
         named, self._tree = jax.tree_util.tree_flatten_with_path(params)

@@ -9,7 +9,7 @@ from jdp import axis
 from jdp.analysis import step_refusals
 from jdp.analysis.step_refusals import Proved
 from jdp.analysis.traced import WEIGHT, Output, Traced
-from jdp.collectives import beside_xla, call_order
+from jdp.collectives import beside_xla, call_chains, call_order
 from jdp.data.dataset import find_mask
 from jdp.reduction.overlap.ready_order import order_of_gradients
 from jdp.reduction.scanned_layers import late_choices
@@ -117,7 +117,7 @@ def _choose(choices: Choices, jaxpr: Any) -> Choices:
 
 
 def _why_xla(jaxpr: Any) -> str | None:
-    return call_order.why_unordered(jaxpr) or beside_xla.why_not(jaxpr)
+    return call_chains.why_unordered(jaxpr) or beside_xla.why_not(jaxpr)
 
 
 def _prove(rank_program: RankProgram, inputs: Inputs, jaxpr: Any, traced: Traced) -> Proved:

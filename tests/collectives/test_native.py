@@ -17,7 +17,7 @@ from support.per_rank import assert_equal_bits, per_rank
 from support.training import assert_close, batch, loss_fn, plain_step, ranks, sgd, state
 
 import jdp
-from jdp.collectives import call_order, native, xla
+from jdp.collectives import call_chains, native, xla
 from jdp.collectives.cpu import runtime as cpu_runtime
 
 pytestmark = pytest.mark.skipif(
@@ -366,9 +366,9 @@ def test_a_body_that_is_called_twice_at_each_depth_is_looked_through_once(make_m
         jax.jit(reduce), mesh=make_mesh(2), in_specs=P("data"), out_specs=P("data"), check_vma=False
     )
     jaxpr = jax.jit(mapped).trace(jnp.ones(4)).jaxpr
-    looked_at, bodies = [], call_order.jaxprs.bodies
+    looked_at, bodies = [], call_chains.jaxprs.bodies
     monkeypatch.setattr(
-        call_order.jaxprs, "bodies", lambda x: [looked_at.append(x), *bodies(x)][1:]
+        call_chains.jaxprs, "bodies", lambda x: [looked_at.append(x), *bodies(x)][1:]
     )
-    assert "called twice" in call_order.why_unordered(jaxpr)
+    assert "called twice" in call_chains.why_unordered(jaxpr)
     assert depth < len(looked_at) == len(set(map(id, looked_at)))
