@@ -96,7 +96,7 @@ class Evaluation:
             if not self._shards:
                 # No gather waits for what is sent, and XLA would send all of it together, last.
                 grads = tied.after(grads, self._sent)
-                self._sent = []
+                self._sent_before, self._sent = self._sent, []
             results = send(chosen, grads)
             sent.update(zip(chosen, results, strict=True))
             self._sent.extend(results)
@@ -124,11 +124,31 @@ class Evaluation:
         self._gathered.update(zip(members, wholes, strict=True))
 
     def _keep(self, operation: FlatOperation, *, is_user: bool) -> None:
-        results = operation.run([self._read(value) for value in operation.ins])
+        operands = [self._read(value) for value in operation.ins]
+        if not self._shards and self._sent_before:
+            operands = self._after_sent(operands)
+        results = operation.run(operands)
         self._values.update(zip(operation.outs, results, strict=True))
         if is_user:
             arrays = [x for x in results if jnp.issubdtype(x.dtype, jnp.floating)]
             self._used_last = arrays[:1] or self._used_last
+
+    def _after_sent(self, operands: list[Any]) -> list[Any]:
+        """Return operands that are not there before the group before the last one was sent.
+
+        So no more than two groups of whole gradients are there at any time.
+        """
+        floats = [
+            (x.size, i)
+            for i, x in enumerate(operands)
+            if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+        ]
+        if not floats:
+            return operands
+        _, smallest = min(floats)
+        (waits,) = tied.after([operands[smallest]], self._sent_before)
+        self._sent_before = []
+        return [waits if i == smallest else x for i, x in enumerate(operands)]
 
     def _read(self, value: FlatValue) -> Any:
         if value in self._gathered:
