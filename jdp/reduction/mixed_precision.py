@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jdp import pytrees
 from jdp.reduction import step_context
 
 
@@ -25,14 +26,15 @@ def float_dtype(option: str, given: Any) -> np.dtype | None:
       given: a dtype of at least 16 bits, or its name, or None.
 
     Raises:
-      ValueError: if it is not a real float of at least 16 bits that this JAX computes with.
+      ValueError: if it is not a dtype, or not a real float of at least 16 bits that this JAX
+        computes with.
 
     >>> float_dtype("gather_dtype", "bfloat16")
     dtype(bfloat16)
     """
     if given is None:
         return None
-    dtype = jnp.dtype(given)
+    dtype = _dtype(option, given)
     if not jnp.issubdtype(dtype, jnp.floating):
         why = "which holds no fractions: parameters and gradients would be cut to whole numbers"
         if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -48,6 +50,18 @@ def float_dtype(option: str, given: Any) -> np.dtype | None:
     else:
         return dtype
     raise ValueError(f"{option}={dtype.name}, {why}. Write {option}=jnp.bfloat16, or leave it out.")
+
+
+def _dtype(option: str, given: Any) -> np.dtype:
+    try:
+        if pytrees.is_array(given):
+            raise TypeError
+        return jnp.dtype(given)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{option}={given!r} is not a dtype that NumPy and JAX know. Write {option}="
+            f'jnp.bfloat16 or {option}="bfloat16", or leave it out.'
+        ) from None
 
 
 def narrower(leaf: Any, dtype: np.dtype | None) -> np.dtype | None:

@@ -60,7 +60,7 @@ def replicated(
       already and hands them straight to `tx`.
 
     Raises:
-      TypeError: if `tx` is not an optax transformation.
+      TypeError: if `tx` is not an optax transformation, or `bucket_bytes` is not an integer.
       ValueError: if `reduce_dtype` is not a real float of at least 16 bits;
         from `update`, if a gradient's shape is not its parameter's, or another optax
         transformation stands around this one.
