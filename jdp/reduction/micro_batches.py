@@ -96,7 +96,6 @@ def value_and_grad(
         options |= {"accumulate": accumulate, "micro_batch_rows": micro_batch_rows}
         return integer_parameters.left_out(loss_fn, functools.partial(value_and_grad, **options))
 
-    @functools.wraps(loss_fn)
     def local(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
         k = _num_micro_batches(batch, accumulate, micro_batch_rows)
         step = step_context.current(axis_name)
@@ -140,7 +139,12 @@ def value_and_grad(
         whole = derivative.whole(LeafGradients(grads, *reduced))
         return pytrees.put_nodes(means, rows), whole
 
-    return local
+    @functools.wraps(loss_fn)
+    def named(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
+        with mixed_precision.named_loss(params):
+            return local(params, batch, *rest)
+
+    return named
 
 
 def local_value_and_grad(

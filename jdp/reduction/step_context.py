@@ -80,7 +80,7 @@ class Scope:
       groups: bytes of parameters that are gathered together, see `gathered_in_time`.
       loss_dtypes: id of a parameter -> itself, the dtype in which a loss sees it, and its
         optimizer, see `mixed_precision`.
-      cast: the optimizers whose parameters a loss saw so.
+      updated: the dtypes in which losses see parameters that the step updates.
     """
 
     axis_name: tuple[str, ...]
@@ -103,7 +103,7 @@ class Scope:
     shards: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     groups: set[int] = field(default_factory=set)
     loss_dtypes: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)
-    cast: set[Any] = field(default_factory=set)
+    updated: set[str] = field(default_factory=set)
 
     def found(self) -> TraceFindings:
         """Return what the trace found, once it has ended."""
@@ -114,6 +114,7 @@ class Scope:
             gradient_bytes=sum(reduction.num_bytes for reduction in self.reductions),
             gathers=tuple(self.gathers),
             owned=tuple(self.owned),
+            gather_dtype=" and ".join(sorted(self.updated)),
             group_bytes=max(self.groups, default=0),
         )
 
@@ -231,7 +232,7 @@ def entered(
         shards={} if around is None else around.shards,
         groups=set() if around is None else around.groups,
         loss_dtypes={} if around is None else around.loss_dtypes,
-        cast=set() if around is None else around.cast,
+        updated=set() if around is None else around.updated,
     )
     if weight is not None:
         (scope if around is None else around).weighed.add(
