@@ -115,7 +115,7 @@ class Walk:
             same = [_chosen(ins[1:] if name == "select_n" else ins)]
         else:
             same = ins if name in _SAME and len(ins) == 1 else [UNKNOWN] * len(eqn.outvars)
-        return _computed(eqn, ins, same)
+        return [*_computed(eqn, ins, same)]
 
     def _product(self, eqn: Any, one: KnownValue, other: KnownValue) -> KnownValue:
         """Return what is known of a product, and record it as a decay if it is one."""
