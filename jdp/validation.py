@@ -3,6 +3,29 @@
 import operator
 
 
+def integer(name: str, value: int) -> int:
+    """Return `value`, which is an int or an integer of NumPy or JAX, as an int.
+
+    Raises:
+      TypeError: if it is not an integer. A bool is not: True would count as 1.
+
+    >>> integer("stage", True)
+    Traceback (most recent call last):
+    TypeError: stage must be an integer, not True.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        if str(getattr(value, "dtype", "")).startswith("key<"):
+            raise TypeError(
+                f"{name} must be an integer, not a random key. Write {name}=0, or "
+                f"{name}=int(jax.random.bits(key)) to derive it from the key."
+            ) from None
+        raise TypeError(f"{name} must be an integer, not {value!r}.") from None
+
+
 def int_at_least(name: str, value: int, *, least: int) -> int:
     """Return `value` as an int.
 
@@ -14,15 +37,7 @@ def int_at_least(name: str, value: int, *, least: int) -> int:
     Traceback (most recent call last):
     ValueError: num_steps must be at least 1, not 0.
     """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        if str(getattr(value, "dtype", "")).startswith("key<"):
-            raise TypeError(
-                f"{name} must be an integer, not a random key. Write {name}=0, or "
-                f"{name}=int(jax.random.bits(key)) to derive it from the key."
-            ) from None
-        raise TypeError(f"{name} must be an integer, not {value!r}.") from None
+    number = integer(name, value)
     if number < least:
         raise ValueError(f"{name} must be at least {least}, not {number}.")
     return number

@@ -35,6 +35,9 @@ SUMMED = "summed"
 ROUNDS = "rounds"
 # A gradient that the user has declared as reduced.
 SYNCED = "synced"
+# A gradient that goes into the update of parameters which losses see in fewer bits. Its result is
+# not used.
+OF_MASTERS = "of_masters"
 # A rank's part of a value that is equal on all ranks; a value that must be equal on all ranks
 # because their parts of it are put together; and the value that was put together.
 SHARD = "shard"
@@ -46,6 +49,8 @@ SOURCE = "source"
 # The name scope of jdp's weighted sum over ranks. JAX keeps the name in the transposed sum, which
 # the analysis thereby distinguishes from a user's collective.
 WEIGHTED_SUM = "jdp_weighted_sum"
+# The name scope of `jdp.value_and_grad` where it hands the loss parameters in fewer bits.
+NARROW_LOSS = "jdp_narrow_loss"
 # The name of the jitted function that computes one micro-batch and its gradient.
 MICRO_BATCH = "jdp_micro_batch"
 

@@ -44,6 +44,8 @@ class TraceFindings:
       gradient_bytes: bytes of all gradients that are sent.
       gathers: a text for each array that a sharded optimizer's update gathers whole on every rank.
       owned: a text for each kind of matrix that such an update computes on one rank each.
+      gather_dtype: in which losses see parameters that an optimizer updates in more bits; empty if
+        the step updates none.
       group_bytes: bytes of the parameters that are gathered together before use; 0 if none are.
     """
 
@@ -53,6 +55,7 @@ class TraceFindings:
     gradient_bytes: int
     gathers: tuple[str, ...] = ()
     owned: tuple[str, ...] = ()
+    gather_dtype: str = ""
     group_bytes: int = 0
 
 

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdp.validation import int_at_least
+
 MiB = 2**20
 
 
@@ -27,14 +29,14 @@ def plan(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], bucket_bytes: int) 
       leaves. Every leaf is in exactly one bucket, and a bucket holds one dtype.
 
     Raises:
-      ValueError: if `bucket_bytes` is not positive.
+      TypeError: if `bucket_bytes` is not an integer.
+      ValueError: if it is not positive.
 
     >>> w, b = jax.ShapeDtypeStruct((4, 2), "float32"), jax.ShapeDtypeStruct((2,), "float32")
     >>> plan([w, b], bucket_bytes=32), plan([w, b], bucket_bytes=64)
     ([[1], [0]], [[1, 0]])
     """
-    if bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}.")
+    bucket_bytes = int_at_least("bucket_bytes", bucket_bytes, least=1)
     buckets: list[list[int]] = []
     filling: dict[np.dtype, tuple[list[int], int]] = {}  # dtype -> (bucket, its bytes)
     for i in reversed(range(len(leaves))):

@@ -12,6 +12,7 @@ from jdp import axis
 from jdp.axis import AxisName
 from jdp.distributed import initialize, kv_store, this_process
 from jdp.distributed.checks import startup
+from jdp.validation import int_at_least
 from jdp.worker import progress
 
 
@@ -131,8 +132,7 @@ def num_ranks(mesh: Mesh, axis_name: AxisName) -> int:
 
 
 def _cpu_devices(num: int) -> list[jax.Device]:
-    if num < 1:
-        raise ValueError(f"cpu_ranks must be at least 1, got {num}.")
+    num = int_at_least("cpu_ranks", num, least=1)
     try:
         jax.config.update("jax_num_cpu_devices", num)
         jax.config.update("jax_platforms", "cpu")

@@ -65,7 +65,7 @@ def sync_gradients(
         only another axis is bound; if `axis_name` is a part of the axes of a step with a weight,
         and `weight` is not given.
       TypeError: if a leaf is not a real float of at least 16 bits: an integer, float0, complex or
-        float8 gradient.
+        float8 gradient; if `bucket_bytes` is not an integer.
 
     >>> import jax, jax.numpy as jnp, jdp
     >>> local = {"w": jnp.array([[1.0, 2.0], [3.0, 6.0]])}        # a row for each of two ranks
@@ -73,6 +73,7 @@ def sync_gradients(
     Array([[2., 4.],
            [2., 4.]], dtype=float32)
     """
+    buckets.plan([], bucket_bytes)  # It complains here, also where no axis is bound.
     named, treedef = jax.tree_util.tree_flatten_with_path(grads)
     paths = [jax.tree_util.keystr(path) for path, _ in named]
     leaves = reduced(

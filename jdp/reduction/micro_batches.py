@@ -21,6 +21,7 @@ from jdp.reduction import (
 from jdp.reduction.accumulation import accumulated, num_rows, require_typed_keys, split
 from jdp.reduction.reported import take_rows
 from jdp.reduction.shard_gradients import LeafGradients
+from jdp.validation import int_at_least
 
 # The share of a micro-batch in the loss of the step is known only after the last one.
 _OWN_WEIGHT = (
@@ -81,7 +82,8 @@ def value_and_grad(
       ValueError: if the rows do not divide by `accumulate`; if a leaf of the batch has other rows
         than the first; if both `accumulate` and `micro_batch_rows` are given.
       TypeError: if `aux` holds a leaf of which no mean is defined; a parameter is not a float,
-        without `allow_int`; or the loss draws from a raw `jax.random.PRNGKey` of `rest`.
+        without `allow_int`; the loss draws from a raw `jax.random.PRNGKey` of `rest`; or a number
+        of micro-batches or rows is not an integer.
 
     >>> import jax.numpy as jnp
     >>> loss_fn = lambda w, x: jnp.mean((w * x) ** 2)
@@ -95,7 +97,6 @@ def value_and_grad(
         options |= {"accumulate": accumulate, "micro_batch_rows": micro_batch_rows}
         return integer_parameters.left_out(loss_fn, functools.partial(value_and_grad, **options))
 
-    @functools.wraps(loss_fn)
     def local(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
         k = _num_micro_batches(batch, accumulate, micro_batch_rows)
         step = step_context.current(axis_name)
@@ -145,7 +146,12 @@ def value_and_grad(
         whole = derivative.whole(LeafGradients(grads, *reduced))
         return pytrees.put_nodes(means, rows), whole
 
-    return local
+    @functools.wraps(loss_fn)
+    def named(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
+        with mixed_precision.named_loss(params):
+            return local(params, batch, *rest)
+
+    return named
 
 
 def local_value_and_grad(
@@ -207,8 +213,8 @@ def _require_choice(accumulate: int | None, micro_batch_rows: int | None) -> Non
             "rows are split: give the number of micro-batches, or how many rows fit into one."
         )
     for name, number in (("accumulate", accumulate), ("micro_batch_rows", micro_batch_rows)):
-        if number is not None and number < 1:
-            raise ValueError(f"{name} must be at least 1, got {number}.")
+        if number is not None:
+            int_at_least(name, number, least=1)
 
 
 def _num_micro_batches(batch: Any, accumulate: int | None, micro_batch_rows: int | None) -> int:

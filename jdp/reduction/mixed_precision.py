@@ -6,6 +6,7 @@ masters, as the transpose of the cast has them. Source: Micikevicius et al. 2018
 training, https://arxiv.org/abs/1710.03740.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jdp import pytrees
+from jdp.analysis.marks import NARROW_LOSS, OF_MASTERS, mark
 from jdp.reduction import step_context
 
 
@@ -25,14 +28,15 @@ def float_dtype(option: str, given: Any) -> np.dtype | None:
       given: a dtype of at least 16 bits, or its name, or None.
 
     Raises:
-      ValueError: if it is not a real float of at least 16 bits that this JAX computes with.
+      ValueError: if it is not a dtype, or not a real float of at least 16 bits that this JAX
+        computes with.
 
     >>> float_dtype("gather_dtype", "bfloat16")
     dtype(bfloat16)
     """
     if given is None:
         return None
-    dtype = jnp.dtype(given)
+    dtype = _dtype(option, given)
     if not jnp.issubdtype(dtype, jnp.floating):
         why = "which holds no fractions: parameters and gradients would be cut to whole numbers"
         if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -48,6 +52,18 @@ def float_dtype(option: str, given: Any) -> np.dtype | None:
     else:
         return dtype
     raise ValueError(f"{option}={dtype.name}, {why}. Write {option}=jnp.bfloat16, or leave it out.")
+
+
+def _dtype(option: str, given: Any) -> np.dtype:
+    try:
+        if pytrees.is_array(given):
+            raise TypeError
+        return jnp.dtype(given)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{option}={given!r} is not a dtype that NumPy and JAX know. Write {option}="
+            f'jnp.bfloat16 or {option}="bfloat16", or leave it out.'
+        ) from None
 
 
 def narrower(leaf: Any, dtype: np.dtype | None) -> np.dtype | None:
@@ -98,15 +114,11 @@ def claim(params: Any, owner: Any) -> None:
 
 
 def loss_dtypes(leaves: Sequence[Any]) -> list[np.dtype | None]:
-    """Return for each parameter the dtype to cast it to for a loss, None where it stays.
-
-    Recorded, so that `require_cast` knows of it.
-    """
+    """Return for each parameter the dtype to cast it to for a loss, None where it stays."""
     scope = step_context.innermost()
     if scope is None or not scope.loss_dtypes:
         return [None] * len(leaves)
     found = [scope.loss_dtypes.get(id(leaf)) for leaf in leaves]
-    scope.cast.update(entry[2] for entry in found if entry is not None)
     return [None if entry is None else entry[1] for entry in found]
 
 
@@ -122,25 +134,30 @@ def like_masters(grads: Any, params: Any) -> Any:
     return jax.tree.map(lambda g, p: cast(g, jnp.result_type(p)), grads, params)
 
 
-def require_cast(owner: Any) -> None:
-    """Refuse an update by gradients of a step in which no loss saw parameters in `gather_dtype`.
+def named_loss(params: Any) -> contextlib.AbstractContextManager:
+    """Name what is traced in the `with` as a loss that sees narrow parameters, if it does."""
+    scope = step_context.innermost()
+    seen = {} if scope is None else scope.loss_dtypes
+    is_narrow = any(id(leaf) in seen for leaf in jax.tree.leaves(params)) if seen else False
+    return jax.named_scope(NARROW_LOSS) if is_narrow else contextlib.nullcontext()
 
-    Raises:
-      ValueError: if there are none.
+
+def mark_gradients(grads: Any, owner: Any) -> None:
+    """Mark gradients for `wide_losses` if they update parameters which losses see in fewer bits.
+
+    Args:
+      grads: tree of gradients, as `apply_gradients` gets them.
+      owner: the optimizer.
     """
     scope = step_context.innermost()
-    if scope is None or owner in scope.cast:
+    if scope is None or all(entry[2] != owner for entry in scope.loss_dtypes.values()):
         return
-    if all(entry[2] != owner for entry in scope.loss_dtypes.values()):
-        return
-    dtype = owner.sharding.gather_dtype.name
-    raise ValueError(
-        f"gather_dtype={dtype} has no effect in this step: jdp.value_and_grad alone hands a loss "
-        f"{dtype} parameters, and none was called with state.params of the step. Write loss, grads "
-        "= jdp.value_and_grad(loss_fn)(state.params, batch), in the step itself and not in a "
-        "jax.jit, lax.scan or lax.cond of it. To keep jax.value_and_grad leave gather_dtype out, "
-        f"and cast in the loss: jax.tree.map(lambda p: p.astype(jnp.{dtype}), params)."
-    )
+    dtype = owner.sharding.gather_dtype
+    scope.updated.add(dtype.name)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        # The result is dropped: a known shard belongs to the gradient itself.
+        if isinstance(leaf, jax.Array) and narrower(leaf, dtype) is not None:
+            mark(leaf, kind=OF_MASTERS, path=jax.tree_util.keystr(path), axes=())
 
 
 def cast(x: jax.Array, dtype: Any) -> jax.Array:

@@ -60,7 +60,7 @@ def replicated(
       already and hands them straight to `tx`.
 
     Raises:
-      TypeError: if `tx` is not an optax transformation.
+      TypeError: if `tx` is not an optax transformation, or `bucket_bytes` is not an integer.
       ValueError: if `reduce_dtype` is not a real float of at least 16 bits;
         from `update`, if a gradient's shape is not its parameter's, or another optax
         transformation stands around this one.
@@ -116,6 +116,21 @@ def _marked_as_synced(grads: Any, axes: tuple[str, ...]) -> Any:
         return mark(leaf, kind=SYNCED, path=jax.tree_util.keystr(path), axes=axes)
 
     return jax.tree_util.tree_map_with_path(noted, grads)
+
+
+def reduce_dtype_of(state: Any) -> np.dtype | None:
+    """Return the dtype in which all optimizers of a state have gradients sent, None if none is.
+
+    Args:
+      state: any tree. An optimizer is the `tx` of a node of it.
+    """
+
+    def has_optimizer(node: Any) -> bool:
+        return isinstance(getattr(node, "tx", None), Replicated)
+
+    nodes = filter(has_optimizer, jax.tree.leaves(state, is_leaf=has_optimizer))
+    found: set[np.dtype | None] = {node.tx.reduce_dtype for node in nodes}
+    return found.pop() if len(found) == 1 else None
 
 
 def require_outermost(tx: Any) -> None:

@@ -36,7 +36,8 @@ def scan_layers(
     The gradient that `lax.scan` gives is whole only after its backward loop, too late to hide its
     reduction. Here each iteration of that loop reduces the gradient of the layer before, while
     it computes its own. In a `train_step`, `sync_gradients` sees that it is a mean and does not
-    send it again; in a `shard_map` of your own it does, which is right, only wasteful.
+    send it again; in a `shard_map` of your own it does, which is right, only wasteful. It is sent
+    in the `reduce_dtype` of the optimizers in the state of the step, if they have the same.
 
     Parameters that live as shards, under `jdp.sharded(stage=3)`, are gathered layer by layer, each
     while the one before it is computed. Layers are then computed again on the way back. At stage 2

@@ -12,6 +12,7 @@ from jdp.axis import AxisName
 from jdp.collectives import AllReduce
 from jdp.reduction import gradients, mixed_precision
 from jdp.reduction.optimizer import Replicated, replicated
+from jdp.validation import int_at_least, integer
 
 # Smaller leaves stay whole: what they take is less than the start of one more transfer costs.
 MIN_SIZE = 2**12
@@ -127,7 +128,7 @@ def sharded(
       An optax transformation for `TrainState.create`.
 
     Raises:
-      TypeError: if `tx` is not an optax transformation.
+      TypeError: if `tx` is not an optax transformation, or a number is not an integer.
       ValueError: if `stage` is not 1, 2 or 3, `min_size` is below 1, `over` is not among
         `axis_name`, a dtype is not a real float of at least 16 bits, or `gather_dtype` is given at
         another stage than 3.
@@ -141,13 +142,13 @@ def sharded(
     >>> state.params["w"].sharding.spec, state.opt_state[0].mu["w"].sharding.spec
     (P(), P('data',))
     """
+    stage = integer("stage", stage)
     if stage not in (1, 2, 3):
         raise ValueError(
             f"stage must be 1 (optimizer state), 2 (and gradients) or 3 (and parameters), got "
             f"{stage!r}. To keep the whole state on every rank write jdp.replicated(tx)."
         )
-    if min_size < 1:
-        raise ValueError(f"min_size must be at least 1 number, got {min_size}.")
+    min_size = int_at_least("min_size", min_size, least=1)
     if keep_gathered and stage != 3:
         raise ValueError(
             f"keep_gathered=True is for stage=3, which gathers parameters, got stage={stage}: "

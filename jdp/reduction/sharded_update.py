@@ -40,7 +40,7 @@ def updated(
       synced: whether `grads` are means over ranks already.
       **extra: handed to the optimizer.
     """
-    mixed_precision.require_cast(tx)
+    mixed_precision.mark_gradients(grads, tx)
     axes = _shard_axes(tx)
     if axes is None:
         updates, opt_state = tx.update(grads, opt_state, params, synced=synced, **extra)

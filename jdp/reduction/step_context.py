@@ -80,7 +80,8 @@ class Scope:
       groups: bytes of parameters that are gathered together, see `gathered_in_time`.
       loss_dtypes: id of a parameter -> itself, the dtype in which a loss sees it, and its
         optimizer, see `mixed_precision`.
-      cast: the optimizers whose parameters a loss saw so.
+      reduce_dtype: in which the optimizers of the state have gradients sent; None: in their own.
+      updated: the dtypes in which losses see parameters that the step updates.
     """
 
     axis_name: tuple[str, ...]
@@ -103,7 +104,8 @@ class Scope:
     shards: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     groups: set[int] = field(default_factory=set)
     loss_dtypes: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)
-    cast: set[Any] = field(default_factory=set)
+    reduce_dtype: Any = None
+    updated: set[str] = field(default_factory=set)
 
     def found(self) -> TraceFindings:
         """Return what the trace found, once it has ended."""
@@ -114,6 +116,7 @@ class Scope:
             gradient_bytes=sum(reduction.num_bytes for reduction in self.reductions),
             gathers=tuple(self.gathers),
             owned=tuple(self.owned),
+            gather_dtype=" and ".join(sorted(self.updated)),
             group_bytes=max(self.groups, default=0),
         )
 
@@ -121,8 +124,8 @@ class Scope:
 _scope: ContextVar[Scope | None] = ContextVar("jdp_scope", default=None)
 
 # JAX keeps what it traced of the author's jitted functions for every value of this. One that was
-# traced with the weight of one trace would hand it to another, and `scan_layers` that reduces late
-# to a program in which it does not.
+# traced with the weight of one trace would hand it to another, and `scan_layers` that reduces late,
+# in some dtype, to a program in which it does not.
 _trace = jax.make_user_context(0)
 _numbers_of_traces = itertools.count(1)
 
@@ -197,6 +200,7 @@ def entered(
     why_no_gradient: str = "",
     mesh: Mesh | None = None,
     choices: Choices = PLAIN,
+    reduce_dtype: Any = None,
 ) -> Iterator[Scope]:
     """Trace the body of the `with` as a step over `axis_name` on this rank's `batch`.
 
@@ -205,9 +209,7 @@ def entered(
       batch: this rank's rows.
       weight_fn: weighs a batch, None where every row counts the same.
       nested: `batch` is a micro-batch; its weight is summed over ranks only where it is used.
-      why_no_gradient: see `Scope`.
-      mesh: see `Scope`.
-      choices: see `Scope`.
+      why_no_gradient, mesh, choices, reduce_dtype: see `Scope`.
     """
     leaves = jax.tree.leaves(batch)
     # Marked, so that a mask which only the weight reads can be told from one that the loss reads.
@@ -231,7 +233,8 @@ def entered(
         shards={} if around is None else around.shards,
         groups=set() if around is None else around.groups,
         loss_dtypes={} if around is None else around.loss_dtypes,
-        cast=set() if around is None else around.cast,
+        reduce_dtype=reduce_dtype,
+        updated=set() if around is None else around.updated,
     )
     if weight is not None:
         (scope if around is None else around).weighed.add(
@@ -239,7 +242,7 @@ def entered(
         )
     token = _scope.set(scope)
     try:
-        is_plain = weight is None and choices.late is None
+        is_plain = weight is None and choices.late is None and reduce_dtype is None
         with contextlib.nullcontext() if is_plain else _trace(next(_numbers_of_traces)):
             yield scope
     finally:

@@ -17,6 +17,7 @@ from jdp.training.step_differences import (
     digits_of,
     digits_of_wire,
 )
+from jdp.validation import int_at_least
 
 
 def check_step(
@@ -55,6 +56,7 @@ def check_step(
       ValueError: if a leaf or a metric is further apart than `tolerance`; names the worst and the
         likely cause. Also if several processes share the mesh, it has one rank, or an argument was
         donated.
+      TypeError: if `num_steps` is not an integer.
 
     >>> import jax, jax.numpy as jnp, optax, jdp
     >>> mesh = jdp.init(cpu_ranks=2)
@@ -88,8 +90,7 @@ def check_step(
             "check_step compares all ranks with one, and this mesh has 1 rank: any step would "
             "pass. Make ranks of virtual devices: jdp.init(cpu_ranks=4)."
         )
-    if num_steps < 1:
-        raise ValueError(f"num_steps={num_steps} would compare nothing: write at least 1.")
+    num_steps = int_at_least("num_steps", num_steps, least=1)
     step = step.without_donation()
     start, batch, rest, keywords = _on_host((pytrees.hold(state), batch, rest, keywords))
     states = [_on(start, _first_rank(ranks, step.spec.axis_name)), _on(start, ranks)]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jdp import axis
-from jdp.analysis import step_refusals
+from jdp.analysis import step_refusals, wide_losses
 from jdp.analysis.step_refusals import Proved
 from jdp.analysis.traced import WEIGHT, Output, Traced
 from jdp.collectives import beside_xla, call_chains, call_order
@@ -67,11 +67,13 @@ def probe(rank_program: RankProgram, choices: Choices, args: tuple, batch: Any) 
       batch: the one among them, as it is outside of the trace.
 
     Raises:
-      ValueError: if one of these programs is not the same training on every rank.
+      ValueError: if one of these programs is not the same training on every rank, or a loss did
+        not see parameters in the dtype that they are gathered in.
     """
     inputs = _inputs(rank_program, args, batch)
     program, jaxpr, traced = _traced(rank_program, choices, inputs)
     proved = _prove(rank_program, inputs, jaxpr, traced)
+    wide_losses.require_narrow(jaxpr, traced)
     return Pass(inputs, choices, program, jaxpr, traced, proved)
 
 

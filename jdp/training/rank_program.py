@@ -16,7 +16,7 @@ from jdp.analysis.traced import TraceFindings
 from jdp.collectives import call_order
 from jdp.distributed.checks import checksums
 from jdp.distributed.step_call import RankReports
-from jdp.reduction import read_in_time, reported, step_context
+from jdp.reduction import optimizer, read_in_time, reported, step_context
 from jdp.reduction.overlap import wait_order
 from jdp.reduction.step_context import Choices
 from jdp.step_spec import StepSpec
@@ -163,9 +163,10 @@ class RankProgram:
         given: Any = ()
         if self.checksum_spec is not None:
             rest, given = rest[:-1], rest[-1]
-        entered = step_context.entered(
-            spec.axis_name, split.batch, spec.weight_fn, mesh=self.mesh, choices=choices
-        )
+        options: Any = {"mesh": self.mesh, "choices": choices}
+        in_parts = pytrees.restore(layout.joined([state, *split.state]))
+        options["reduce_dtype"] = optimizer.reduce_dtype_of(in_parts)
+        entered = step_context.entered(spec.axis_name, split.batch, spec.weight_fn, **options)
         order = call_order.entered(
             why_not=choices.why_xla, series=self.series, beside_xla=choices.beside_xla
         )

@@ -360,7 +360,7 @@ def test_what_is_wrong_from_the_second_step_on_is_found():
     assert jdp.check_step(jdp.train_step(step), state(), batch(), num_steps=1).num_steps == 1
     with pytest.raises(ValueError, match=" 2 steps"):
         jdp.check_step(jdp.train_step(step), state(), batch())
-    with pytest.raises(ValueError, match="num_steps=0"):
+    with pytest.raises(ValueError, match="num_steps .*1.*0"):
         jdp.check_step(jdp.train_step(step), state(), batch(), num_steps=0)
 
 

@@ -279,6 +279,61 @@ def test_a_gradient_is_weighed_before_and_scaled_so_that_its_dtype_holds_it(loss
     assert moved(8, [16384] * 8, jnp.float16) == 16384  # of which float16 has no sum
 
 
+def of_late_layers(p, x, **options):
+    """The gradient of layer i is the mean of column i of the rows."""
+
+    def layer(total, given):
+        w, column = given
+        return total + jnp.sum(w * column.mean()), None
+
+    scan = functools.partial(jdp.scan_layers, late=True, **options)
+    return scan(layer, jnp.float32(0), p["layers"], x.T)[0]
+
+
+# One function for all tests: JAX must not hand what it traced for one dtype to the other.
+late_gradients = jax.jit(jax.grad(of_late_layers), static_argnames=("reverse", "unroll"))
+
+
+@pytest.mark.parametrize("sent_as", [None, BF16], ids=str)
+@pytest.mark.parametrize(
+    "n, stage, options",
+    [(2, 0, {}), (3, 0, {"reverse": True}), (8, 1, {"unroll": 3}), (3, 2, {}), (1, 1, {})],
+    ids=str,
+)
+def test_layers_that_are_reduced_late_are_sent_in_reduce_dtype(n, stage, options, sent_as):
+    # bfloat16 holds the integers of column 0, and not those of the others, which are odd.
+    x = 2 * np.random.default_rng(4).integers(128, 255, (n, 3)).astype("f") + 1
+    x[:, 0] = 2.0 ** np.arange(n)
+    made = jdp.replicated(optax.sgd(1.0), reduce_dtype=sent_as)
+    if stage:
+        made = jdp.sharded(optax.sgd(1.0), stage=stage, min_size=1, reduce_dtype=sent_as)
+    state = state_of(n, made, {"layers": np.zeros((3, DIM), "f")})
+
+    def program(state, x):
+        return state.apply_gradients(late_gradients(state.params, x, **options)), {}
+
+    new, _ = jdp.train_step(program)(state, x)
+    rounded = (lambda g: g) if n == 1 or sent_as is None else lambda g: wide(g.astype(BF16))
+    # XLA's sum comes back in bfloat16, and is divided then.
+    want = rounded(rounded(rounded(x).sum(0)) * np.float32(1 / n))
+    found = jax.device_get(new.params["layers"])
+    np.testing.assert_array_equal(-found, np.broadcast_to(want[:, None], found.shape))
+
+
+def test_late_layers_of_optimizers_that_send_in_several_dtypes_are_sent_in_their_own():
+    x = np.asarray([[257.0], [1.0]], "f")
+    made = [jdp.replicated(optax.sgd(1.0), reduce_dtype=dtype) for dtype in (None, BF16)]
+    given = {"layers": np.zeros((1, DIM), "f")}
+    states = [state_of(2, each, given) for each in made]
+
+    def program(states, x):
+        new = [s.apply_gradients(jax.grad(of_late_layers)(s.params, x)) for s in states]
+        return new, {}
+
+    for new in jdp.train_step(program)(states, x)[0]:
+        assert (jax.device_get(new.params["layers"]) == -129).all()
+
+
 def test_rows_of_a_split_table_are_seen_narrow_and_their_gradients_added_wide():
     given = {"table": np.full((DIM, 4), 1 + 2.0**-12, "f")}
     rows = np.zeros((600, 1), np.int32)  # all of them the first row: 600 has 10 digits

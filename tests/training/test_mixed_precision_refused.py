@@ -11,6 +11,7 @@ from support.mixed_precision import (
     F32,
     RATE,
     batch,
+    cast,
     differentiated,
     loss_fn,
     params,
@@ -101,13 +102,89 @@ def in_a_jit(state, rows):
     return jax.jit(differentiated)(state, rows)
 
 
+def beside_another(state, rows, value_and_grad=jax.value_and_grad):
+    """The sum of the gradients of two losses, of which one sees float32."""
+    loss, grads = jdp.value_and_grad(loss_fn)(state.params, rows)
+    more = value_and_grad(loss_fn)(state.params, rows)[1]
+    return state.apply_gradients(jax.tree.map(jnp.add, grads, more)), {"loss": loss}
+
+
+def beside_one_in_a_jit(state, rows):
+    return beside_another(state, rows, lambda fn: jax.jit(jax.value_and_grad(fn)))
+
+
+def beside_rows_of_their_own(state, rows):
+    def add(total, row):
+        row = jax.tree.map(lambda x: x[None], row)
+        return jax.tree.map(jnp.add, total, jax.grad(loss_fn)(state.params, row)), None
+
+    grads = jdp.value_and_grad(loss_fn)(state.params, rows)[1]
+    return state.apply_gradients(lax.scan(add, grads, rows)[0]), {}
+
+
+def beside_a_linear_one(state, rows):
+    """A gradient that does not depend on the parameters."""
+    grads = jdp.value_and_grad(loss_fn)(state.params, rows)[1]
+    more = jax.grad(lambda p: (rows["x"] @ p["w"]).mean())(state.params)
+    return state.apply_gradients(jax.tree.map(jnp.add, grads, more)), {}
+
+
+WIDE = [
+    by_jax,
+    of_a_copy,
+    in_a_jit,
+    beside_another,
+    beside_one_in_a_jit,
+    beside_rows_of_their_own,
+    beside_a_linear_one,
+]
+
+
 @pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("program", [by_jax, of_a_copy, in_a_jit], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("program", WIDE, ids=lambda fn: fn.__name__)
 def test_a_step_whose_loss_does_not_see_narrow_parameters_is_refused(program, n):
     state = state_of(n, tx(gather_dtype=BF16))
     with pytest.raises(ValueError, match="gather_dtype=bfloat16 has no effect"):
         jdp.train_step(program)(state, batch(n))
     jdp.train_step(program)(state_of(n, tx()), batch(n))
+
+
+def cast_by_hand(state, rows):
+    """A second loss that casts, twice: JAX adds up the gradients of both casts."""
+
+    def second(p, rows):
+        return loss_fn(cast(p), rows) + loss_fn(cast(p), rows)
+
+    grads = jdp.value_and_grad(loss_fn)(state.params, rows)[1]
+    more = jax.grad(second)(state.params, rows)
+    return state.apply_gradients(jax.tree.map(jnp.add, grads, more)), {}
+
+
+def by_hand(state, rows):
+    """What reads float32 parameters, and is not the gradient of a loss of rows."""
+    grads = jdp.value_and_grad(loss_fn, accumulate=2)(state.params, rows)[1]
+    decay = jax.grad(lambda p: jnp.square(p["w"]).sum() * 0.5)(state.params)
+    count = (jdp.sum_over_ranks(rows["y"] * 0 + 1) / rows["y"].size).mean()
+    grads = {k: jnp.clip(g, -4, 4) + 0.5 * state.params[k] for k, g in grads.items()}
+    grads["w"] = grads["w"] * count + decay["w"] + state.params["w"] * count
+    mean = jax.tree.map(lambda p: p / 2 + p / 2, state.params)
+    new = state.apply_gradients(grads)
+    before = loss_fn(state.params, rows)
+    return new.replace(model_state=mean), {"before": before, "after": loss_fn(new.params, rows)}
+
+
+def of_what_it_adds(state, rows):
+    """Rows that were changed by the gradient of another loss."""
+    more = jax.grad(lambda x: loss_fn(state.params, {**rows, "x": x}))(rows["x"])
+    rows = {**rows, "x": rows["x"] + jnp.sign(more)}
+    return differentiated(state, rows)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("program", [cast_by_hand, by_hand, of_what_it_adds])
+def test_a_step_that_reads_float32_parameters_without_such_a_gradient_is_accepted(program, n):
+    state = state_of(n, tx(gather_dtype=BF16)).replace(model_state=params())
+    jdp.train_step(program).lower(state, batch(n))
 
 
 @pytest.mark.parametrize(
@@ -120,6 +197,10 @@ def test_a_step_whose_loss_does_not_see_narrow_parameters_is_refused(program, n)
         ({"gather_dtype": "float64"}, "jax_enable_x64"),
         ({"reduce_dtype": jnp.float8_e5m2}, "reduce_dtype=float8_e5m2"),
         ({"reduce_dtype": np.int32}, "reduce_dtype=int32"),
+        ({"gather_dtype": "bf16"}, "gather_dtype='bf16' .*jnp.bfloat16 or .*\"bfloat16\""),
+        ({"reduce_dtype": "bf16"}, "reduce_dtype='bf16' .*jnp.bfloat16 or .*\"bfloat16\""),
+        ({"reduce_dtype": 16}, "reduce_dtype=16 is not a dtype"),
+        ({"gather_dtype": np.ones(2, "f")}, r"gather_dtype=array\(\[1., 1.\], .* is not a dtype"),
         ({"gather_dtype": BF16, "stage": 1}, "got stage=1"),
         ({"gather_dtype": BF16, "stage": 2}, "got stage=2"),
     ],

@@ -20,8 +20,31 @@ def adamw(**options):
     return optax.adamw(1e-3, **options)
 
 
-def injected(learning_rate=1e-3):
-    return optax.inject_hyperparams(optax.adamw)(learning_rate)
+def injected(optimizer=optax.adamw, **options):
+    return optax.inject_hyperparams(optimizer)(learning_rate=1e-3, **options)
+
+
+def of_nothing_but(update, init=jnp.zeros_like):
+    """A transformation whose state is one tree, `mean`."""
+
+    def updated(grads, state, params=None):
+        return grads, {"mean": jax.tree.map(update, grads, state["mean"])}
+
+    return optax.GradientTransformation(lambda p: {"mean": jax.tree.map(init, p)}, updated)
+
+
+def stepwise(decay):
+    return of_nothing_but(lambda g, mean: mean + (1 - decay) * (g - mean))
+
+
+def pulled_to_an_anchor():
+    """The parameters at the start, which no update changes."""
+
+    def update(grads, state, params):
+        pulled = jax.tree.map(lambda g, p, a: g + 0.1 * p - 0.9999 * a, grads, params, state)
+        return pulled, state
+
+    return optax.GradientTransformation(lambda p: jax.tree.map(jnp.copy, p), update)
 
 
 def matrices(tree):
@@ -38,6 +61,11 @@ REFUSED = {
     "masked": (optax.masked(adamw(), matrices), "inner_state[0].nu['w']", "0.999"),
     "if finite": (optax.apply_if_finite(adamw(), 3), "inner_state[0].nu", "0.999"),
     "injected, which rounds it": (injected(), "nu['b']", "the decay 1"),
+    "injected for a mean": (injected(optax.adam, b1=0.9999, b2=0.9), "mu['b']", "the decay 1"),
+    "injected yogi": (injected(optax.yogi), "nu['b']", "the decay 1"),
+    "yogi": (optax.yogi(0.1), "nu['b']", "0.999"),
+    "by steps to the new value": (stepwise(0.999), "['mean']['b']", "0.999"),
+    "sm3": (optax.sm3(0.1), "mu['b'][0]", "256 steps"),
     "adafactor, later": (optax.adafactor(1e-3, min_dim_size_to_factor=4), "v_row['w']", "0.9993"),
     "adagrad": (optax.adagrad(1e-3), "sum_of_squares['b']", "256 steps"),
     "beside one that needs the loss": (
@@ -77,7 +105,16 @@ ACCEPTED = {
     "momentum": (optax.sgd(0.1, momentum=0.99), BF16),
     "momentum in float16": (optax.sgd(0.1, momentum=0.99), F16),
     "lion": (optax.lion(1e-3), BF16),
-    "sm3, which multiplies by 1": (optax.sm3(0.1), BF16),
+    "yogi with a decay that bfloat16 has": (optax.yogi(0.1, b2=0.99), BF16),
+    "injected, a decay that bfloat16 has": (injected(b2=0.99), BF16),
+    "a factor of 1, injected": (optax.inject_hyperparams(optax.scale)(1.0), BF16),
+    "by steps to the new value": (stepwise(0.99), BF16),
+    "squares that are not a sum": (of_nothing_but(lambda g, mean: g + 0.9 * (mean - g * g)), BF16),
+    "an anchor": (pulled_to_an_anchor(), BF16),
+    "an anchor in MultiSteps": (
+        optax.MultiSteps(pulled_to_an_anchor(), 4).gradient_transformation(),
+        BF16,
+    ),
     "an optimizer that wants more arguments": (optax.contrib.momo(1e-3), BF16),
     "a schedule": (optax.adamw(optax.cosine_decay_schedule(0.1, 20), b2=0.95), BF16),
 }
@@ -100,6 +137,14 @@ def test_the_average_of_optax_falls_exactly_where_it_is_accepted(b2, moves):
     assert (later[0].nu["w"] < first[0].nu["w"]).all() == moves
 
 
-def test_a_state_that_is_only_described_is_refused_too():
+@pytest.mark.parametrize("tx", [adamw(), injected()], ids=["adamw", "injected"])
+def test_a_state_that_is_only_described_is_refused_too(tx):
     with pytest.raises(ValueError, match="JDP130"):
-        jax.eval_shape(lambda p: jdp.TrainState.create(p, jdp.replicated(adamw())), params())
+        jax.eval_shape(lambda p: jdp.TrainState.create(p, jdp.replicated(tx)), params())
+
+
+def test_a_decay_that_comes_closer_to_one_is_not_answered_with_another_decay():
+    tx = optax.adafactor(1e-3, min_dim_size_to_factor=4)
+    with pytest.raises(ValueError, match="after 10,000 steps.*JDP130") as raised:
+        jdp.TrainState.create(params(), jdp.replicated(tx))
+    assert "b2" not in str(raised.value)

@@ -14,6 +14,7 @@ from jdp.axis import AxisName
 from jdp.distributed import agree, in_flight, mesh, placement
 from jdp.distributed.checks import hashes
 from jdp.error_codes import with_code
+from jdp.validation import int_at_least
 
 
 class RanksDifferError(RuntimeError):
@@ -48,15 +49,15 @@ def check_replicas(state: Any, *, every: int = 1, axis_name: AxisName = "data") 
     Raises:
       RuntimeError: on every process, naming the rank that differs from most and the first leaf, or
         a process that does not make the call.
-      ValueError: if `every` is not positive, or a leaf was donated.
+      TypeError: if `every` is not an integer.
+      ValueError: if it is not positive, or a leaf was donated.
 
     >>> import jax.numpy as jnp, jdp
     >>> mesh = jdp.init(cpu_ranks=2)
     >>> [jdp.check_replicas({"w": jnp.arange(3.0)}, every=2) for _ in range(3)]
     ['e8570daa370b0cbe', None, 'e8570daa370b0cbe']
     """
-    if every < 1:
-        raise ValueError(f"every={every} would never check: write every=1 for each call.")
+    every = int_at_least("every", every, least=1)
     axes = axis.names(axis_name)
     key = jax.tree.structure(state), axes, every
     _num_calls[key] += 1

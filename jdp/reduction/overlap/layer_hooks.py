@@ -13,7 +13,7 @@ from jdp.collectives import AllReduce, buckets, call_order
 from jdp.collectives.gpu.start_done import TOKEN, done, start
 from jdp.collectives.native import native, reserved, starts_when_ready
 from jdp.collectives.xla import scaled, split_scale
-from jdp.reduction import step_context, weighted_sum
+from jdp.reduction import mixed_precision, step_context, weighted_sum
 from jdp.reduction.overlap.identities import hooked, together
 
 
@@ -58,10 +58,14 @@ class Hooks:
         self._axes = axes
         self._all_reduce = all_reduce
         self._reverse = reverse
-        self._slot: list[Any] = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in floats]
+        self._dtypes = [x.dtype for x in floats]
+        step = step_context.current(axes)
+        sent = None if step is None else step.reduce_dtype
+        self._slot: list[Any] = [
+            jax.ShapeDtypeStruct(x.shape[1:], x.dtype if sent is None else sent) for x in floats
+        ]
         # A bucket for each dtype: they are complete all at once.
         self._plan = buckets.plan(self._slot, sys.maxsize)
-        step = step_context.current(axes)
         weight, self._mesh = (None, None) if step is None else (step.weight, step.mesh)
         self._weights, self._scale = weighted_sum.factors(weight, axes, mean=True)
         self._share = self._weights.forward
@@ -84,7 +88,7 @@ class Hooks:
         def same(floats: list, _: Any) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
             # Nothing reads the slot on the way forward. A layer has the shape of its gradient, also
             # where vmap gives each model one: a constant would be one slot for all of them.
-            slot = [lax.stop_gradient(x[0]) for x in floats]
+            slot = self._sent([lax.stop_gradient(x[0]) for x in floats])
             return floats, slot, jnp.float32(0)
 
         def backward(share: Any, cotangents: tuple[list, list, Any]) -> tuple[list, Any]:
@@ -129,7 +133,7 @@ class Hooks:
                 weights = self._weighted_by(share)
                 gradient = [weights.term(x) for x in gradient]
                 means = [weights.total(x) for x in means]
-            return means, moving, gradient, nothing
+            return means, moving, self._sent(gradient), nothing
 
         numbers = self._numbers
         moving = floats_of(carry) if numbers else []
@@ -210,10 +214,16 @@ class Hooks:
             reduced.append(leaves)
         return self._unplanned(reduced)
 
+    def _sent(self, gradient: list[jax.Array]) -> list[jax.Array]:
+        """Return the gradient of a layer in the dtypes in which it is sent."""
+        pairs = zip(gradient, self._slot, strict=True)
+        return [mixed_precision.cast(x, like.dtype) for x, like in pairs]
+
     def _unplanned(self, reduced: list[list[jax.Array]]) -> list[jax.Array]:
+        """Return what was reduced in buckets, in the order and the dtypes of the parameters."""
         by_position = {
             i: leaf
             for bucket, leaves in zip(self._plan, reduced, strict=True)
             for i, leaf in zip(bucket, leaves, strict=True)
         }
-        return [by_position[i] for i in range(len(self._slot))]
+        return [mixed_precision.cast(by_position[i], dtype) for i, dtype in enumerate(self._dtypes)]
