@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdp.collectives import native_rows
 from jdp.reduction import gather_schedule, known_shards, step_context, tied
 from jdp.reduction.derived_values import find_derived, sources_of
 from jdp.reduction.flat_program import FlatOperation, FlatProgram, FlatValue
@@ -126,7 +127,12 @@ class Evaluation:
         self._gathered.update(zip(members, wholes, strict=True))
 
     def _keep(self, operation: FlatOperation, *, is_user: bool) -> None:
-        results = operation.run([self._read(value) for value in operation.ins])
+        operands = [self._read(value) for value in operation.ins]
+        scope = step_context.innermost()
+        mesh = None if scope is None else scope.mesh
+        results = native_rows.exchanged(operation.eqn, operands, operation.calls, mesh)
+        if results is None:
+            results = operation.run(operands)
         self._values.update(zip(operation.outs, results, strict=True))
         if is_user:
             arrays = [x for x in results if jnp.issubdtype(x.dtype, jnp.floating)]
