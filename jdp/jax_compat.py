@@ -1,6 +1,7 @@
 """Every difference between JAX versions, and JAX's private names: the only place."""
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -71,13 +72,24 @@ def bind(eqn: Any, operands: Sequence[Any], calls: Sequence[Any] = (), **changes
       calls: the equations whose bodies it stands in, outermost first.
       **changes: parameters that are changed.
     """
+    params = {**eqn.primitive.get_bind_params(eqn.params), **changes}
+    with placed(eqn, calls):
+        outs = eqn.primitive.bind(*operands, **params)
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+@contextlib.contextmanager
+def placed(eqn: Any, calls: Sequence[Any] = ()) -> Iterator[None]:
+    """Give what is traced in the with block the names and the source line of an equation.
+
+    Args:
+      eqn, calls: as for `bind`.
+    """
     from jax._src import source_info_util
 
     names = source_info_util.current_name_stack()
     for each in (*calls, eqn):
         names += each.source_info.name_stack
     context = source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
-    params = {**eqn.primitive.get_bind_params(eqn.params), **changes}
     with context, eqn.ctx.manager:
-        outs = eqn.primitive.bind(*operands, **params)
-    return list(outs) if eqn.primitive.multiple_results else [outs]
+        yield

@@ -125,7 +125,7 @@ class Record:
                 name = note.eqn.primitive.name
                 is_mark = name == "jdp_mark"
                 name = "all_reduce" if is_mark else name.removesuffix("_invariant")
-                name = name.removeprefix("jdp_")
+                name = name.removeprefix("jdp_").removesuffix("_native")
                 names = tuple(sorted(lattice.names(axes)))
                 each = Deadlock(name, names, control, line, lattice.names(absent), note.eqn)
             found[id(note.eqn)] = each

@@ -16,13 +16,15 @@ from jdp.error_codes import with_code
 # A maximum has no cotangent, a mark does not communicate, and `jdp.sharded_embedding` weights the
 # cotangents that it adds up.
 _HARMLESS = frozenset(
-    "axis_index jdp_add_rows jdp_mark jdp_take_rows pmax pmin unreduced_pmax unreduced_pmin".split()
+    "axis_index jdp_add_rows jdp_add_rows_native jdp_mark jdp_take_rows jdp_take_rows_native pmax "
+    "pmin unreduced_pmax unreduced_pmin".split()
 )
 _COLLECTIVES = frozenset(collectives.RULES) - _HARMLESS
 _TRANSPOSE_OF = {
     "all_gather": "psum_scatter",
     "jdp_all_gather": "psum_scatter",
     "jdp_all_reduce": "collectives.native",
+    "jdp_all_to_all": "all_to_all",
     "jdp_reduce_scatter": "all_gather",
     "psum_invariant": "psum",
     "reduce_scatter": "all_gather",

@@ -26,7 +26,7 @@ from jdp.analysis import jaxprs
 from jdp.analysis.rules.collectives import RULES
 from jdp.collectives import call_order
 
-# jdp exchanges rows of a table with XLA's collectives.
+# Lookups that are not native exchange rows of a table with XLA's collectives.
 _ROWS = {"jdp_take_rows", "jdp_add_rows"}
 _XLA = frozenset(name for name in RULES if not name.startswith("jdp_")) - {"axis_index"} | _ROWS
 

@@ -19,7 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 # The calls of the CPU library, and the position of the token among their operands.
-NATIVE = frozenset({"jdp_all_gather", "jdp_all_reduce", "jdp_reduce_scatter"})
+NATIVE = frozenset(
+    "jdp_add_rows_native jdp_all_gather jdp_all_reduce jdp_all_to_all jdp_reduce_scatter "
+    "jdp_take_rows_native".split()
+)
 TOKEN = 3
 
 # The calls between GPUs that start a reduction, and that wait for it.
@@ -38,6 +41,7 @@ class _Order:
         self.numbers = itertools.count()
         self.token: jax.Array | None = None
         self.trace: Any = None  # the trace that made the token; no other may use it
+        self.trace_of_step = jax.extend.core.get_opaque_trace_state()
 
 
 class _Outside:
@@ -104,6 +108,12 @@ def is_beside_xla() -> bool:
     """
     order = _order.get()
     return order is not None and order.beside_xla
+
+
+def is_in_step() -> bool:
+    """Whether a call that is traced now is one of a step, and in no function or loop within it."""
+    order = _order.get()
+    return order is not None and order.trace_of_step == jax.extend.core.get_opaque_trace_state()
 
 
 def require(reason: str | None) -> None:

@@ -79,7 +79,7 @@ def require_cpu(axes: tuple[str, ...], mesh: Mesh | None) -> None:
     _require(
         _why_unable(axes, mesh)
         if platform == "cpu"
-        else f"the ranks are on {platform!r}, and reduce-scatter and all-gather are for CPUs."
+        else f"the ranks are on {platform!r}, and the other native collectives are for CPUs."
     )
 
 

@@ -1,6 +1,7 @@
-"""Reduce-scatter and all-gather by `jdp/csrc/cpu`, between CPU devices of one host."""
+"""Reduce-scatter, all-gather and all-to-all by `jdp/csrc/cpu`, between CPU devices of one host."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,12 +11,12 @@ from jdp import axis
 from jdp.axis import AxisName
 from jdp.collectives import xla_shards
 from jdp.collectives.cpu.calls import SUMMED_DTYPES, Calls
-from jdp.collectives.cpu.shard_primitives import all_gather_p, reduce_scatter_p
+from jdp.collectives.cpu.shard_primitives import all_gather_p, all_to_all_p, reduce_scatter_p
 from jdp.collectives.native import require_cpu
 from jdp.collectives.xla import Scale
 
 # Dtypes of whole bytes. XLA may pack several elements of other dtypes into one byte.
-_COPIED_DTYPES = SUMMED_DTYPES | {"bool", "complex64", "complex128"}
+COPIED_DTYPES = SUMMED_DTYPES | {"bool", "complex64", "complex128"}
 
 
 def reduce_scatter(
@@ -66,16 +67,45 @@ def all_gather(
     Raises:
       ValueError: if it cannot run here, with the reason; `shards.all_gather` then uses XLA.
     """
+    return _copied(all_gather_p, xla_shards.all_gather, buckets, dims, axis_name, mesh)
+
+
+def all_to_all(
+    buckets: Sequence[Sequence[jax.Array]],
+    dims: Sequence[Sequence[tuple[int, int]]],
+    axis_name: AxisName,
+    *,
+    mesh: Mesh | None = None,
+) -> list[list[jax.Array]]:
+    """Send every rank of `axis_name` its slice of each leaf, as `shards.all_to_all` does.
+
+    Args:
+      buckets, dims, axis_name, mesh: as for `shards.all_to_all`.
+
+    Raises:
+      ValueError: if it cannot run here, with the reason; `shards.all_to_all` then uses XLA.
+    """
+    return _copied(all_to_all_p, xla_shards.all_to_all, buckets, dims, axis_name, mesh)
+
+
+def _copied(
+    primitive: Any,
+    by_xla: Callable[..., list],
+    buckets: Sequence[Sequence[jax.Array]],
+    dims: Sequence[Sequence[Any]],
+    axis_name: AxisName,
+    mesh: Mesh | None,
+) -> list[list[jax.Array]]:
     axes = axis.names(axis_name)
     require_cpu(axes, mesh)
     calls = Calls(axes, mesh)
     results = []
     for bucket, own_dims in zip(buckets, dims, strict=True):
         leaves = axis.as_varying(list(bucket), axes)
-        if any(leaf.dtype.name not in _COPIED_DTYPES for leaf in bucket):
-            results += xla_shards.all_gather([leaves], [own_dims], axes)
+        if any(leaf.dtype.name not in COPIED_DTYPES for leaf in bucket):
+            results += by_xla([leaves], [own_dims], axes)
         else:
             one = np.float32(1)
-            results.append(calls.results(all_gather_p, leaves, one, dims=tuple(own_dims)))
+            results.append(calls.results(primitive, leaves, one, dims=tuple(own_dims)))
     calls.end()
     return results

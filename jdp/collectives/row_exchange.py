@@ -5,57 +5,97 @@ number once, and receives the rows. To add, it sends the rows too. This happens 
 size: one round if all ranks own about equally many of the needed rows, up to n rounds if one rank
 owns all of them. No row is ever dropped. If another dim is split, every rank gets all row numbers,
 and each sends its part of the rows back in one round.
+
+In a round with s rows for each of n ranks, a rank sends n s numbers and n s rows, in two calls; to
+add, in one. One call before the first round finds the number of rounds if it may be more than one.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+# What orders the calls of an exchange: each takes that of the one before. None orders XLA's.
+Token = Any
+
+
+class Collectives(Protocol):
+    """The calls that an exchange makes, each with a name that no other call of the exchange has."""
+
+    num_ranks: int
+
+    def gathered(self, token: Token, x: jax.Array, name: str) -> tuple[Token, jax.Array]:
+        """Return the arrays of all ranks, joined along dim 0."""
+        ...
+
+    def sent(
+        self, token: Token, leaves: Sequence[jax.Array], split: int, joined: int, name: str
+    ) -> tuple[Token, list[jax.Array]]:
+        """Return the slices that arrive, as `shards.all_to_all` does."""
+        ...
+
+
+class XlaCollectives(NamedTuple):
+    """XLA's collectives over the ranks of `axes`."""
+
+    axes: tuple[str, ...]
+    num_ranks: int
+
+    def gathered(self, token: Token, x: jax.Array, name: str) -> tuple[Token, jax.Array]:
+        """Return what `Collectives` says."""
+        return token, lax.all_gather(x, self.axes, tiled=True)
+
+    def sent(
+        self, token: Token, leaves: Sequence[jax.Array], split: int, joined: int, name: str
+    ) -> tuple[Token, list[jax.Array]]:
+        """Return what `Collectives` says."""
+        return token, [lax.all_to_all(x, self.axes, split, joined, tiled=True) for x in leaves]
+
 
 def take(
-    part: jax.Array, ids: jax.Array, *, dim: int, axes: tuple[str, ...], num_ranks: int
-) -> jax.Array:
-    """Return rows of the table, as `split_rows.take_rows` does.
+    calls: Collectives, token: Token, part: jax.Array, ids: jax.Array, *, dim: int
+) -> tuple[Token, jax.Array]:
+    """Return a token and rows of the table, as `split_rows.take_rows` does.
 
     Args:
-      part, ids, dim, axes: as for `split_rows.take_rows`.
-      num_ranks: number of ranks along `axes`.
+      calls: the collectives.
+      token: of the call before.
+      part, ids, dim: as for `split_rows.take_rows`.
     """
     flat = ids.reshape(-1)
     if dim == 0:
-        rows = _take_from_rows(part, flat, axes, num_ranks)
+        token, rows = _take_from_rows(calls, token, part, flat)
     else:
-        everyones = lax.all_gather(flat, axes, tiled=True)
+        token, everyones = calls.gathered(token, flat, "ids")
         found = part.at[everyones].get(mode="promise_in_bounds")
-        rows = lax.all_to_all(found, axes, 0, dim, tiled=True)
-    return rows.reshape(*ids.shape, *rows.shape[1:])
+        token, [rows] = calls.sent(token, [found], 0, dim, "rows")
+    return token, rows.reshape(*ids.shape, *rows.shape[1:])
 
 
 def add(
+    calls: Collectives,
+    token: Token,
     rows: jax.Array,
     ids: jax.Array,
     *,
     num_rows: int,
     dim: int,
-    axes: tuple[str, ...],
-    num_ranks: int,
-) -> jax.Array:
-    """Return this rank's part of the sum of the rows of all ranks, as `split_rows.add_rows` does.
+) -> tuple[Token, jax.Array]:
+    """Return a token and this rank's part of a sum of rows, as `split_rows.add_rows` does.
 
     Args:
-      rows, ids, num_rows, dim, axes: as for `split_rows.add_rows`.
-      num_ranks: number of ranks along `axes`.
+      calls, token: as for `take`.
+      rows, ids, num_rows, dim: as for `split_rows.add_rows`.
     """
     flat, rows = ids.reshape(-1), rows.reshape(ids.size, *rows.shape[ids.ndim :])
     if dim == 0:
-        return _add_to_rows(rows, flat, num_rows // num_ranks, axes, num_ranks)
-    everyones = lax.all_gather(flat, axes, tiled=True)
-    parts = lax.all_to_all(rows, axes, dim, 0, tiled=True)
+        return _add_to_rows(calls, token, rows, flat, num_rows // calls.num_ranks)
+    token, everyones = calls.gathered(token, flat, "ids")
+    token, [parts] = calls.sent(token, [rows], dim, 0, "rows")
     total = jnp.zeros((num_rows, *parts.shape[1:]), rows.dtype)
-    return total.at[everyones].add(parts, mode="promise_in_bounds")
+    return token, total.at[everyones].add(parts, mode="promise_in_bounds")
 
 
 def round_size(num_ids: int, rows_per_rank: int, num_ranks: int) -> int:
@@ -110,8 +150,10 @@ class _Route(NamedTuple):
         return jnp.where(index < self.start[1:, None], index, len(self.wanted)), rows
 
 
-def _route(ids: jax.Array, rows_per_rank: int, num_ranks: int, axes: tuple[str, ...]) -> _Route:
-    (num_ids,) = ids.shape
+def _route(
+    calls: Collectives, token: Token, ids: jax.Array, rows_per_rank: int
+) -> tuple[Token, _Route]:
+    (num_ids,), num_ranks = ids.shape, calls.num_ranks
     order = jnp.argsort(ids)
     in_order = ids[order]
     is_first = jnp.concatenate([jnp.ones(1, bool), in_order[1:] != in_order[:-1]])
@@ -123,42 +165,51 @@ def _route(ids: jax.Array, rows_per_rank: int, num_ranks: int, axes: tuple[str, 
     size = round_size(num_ids, rows_per_rank, num_ranks)
     num_rounds: Any = 1
     if size < min(num_ids, rows_per_rank):
-        num_rounds = lax.pmax(-(-jnp.max(jnp.diff(start)) // size), axes)
-    return _Route(wanted, start, place, ids // rows_per_rank, num_rounds, size)
+        own = -(-jnp.max(jnp.diff(start)) // size)
+        token, everyones_rounds = calls.gathered(token, own[None], "rounds")
+        num_rounds = jnp.max(everyones_rounds)
+    return token, _Route(wanted, start, place, ids // rows_per_rank, num_rounds, size)
 
 
-def _rounds(route: _Route, body: Callable[[Any, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+_Turn = tuple[Token, jax.Array]
+
+
+def _rounds(route: _Route, body: Callable[[Any, _Turn], _Turn], start: _Turn) -> _Turn:
     if isinstance(route.num_rounds, int):
-        return body(0, x)
-    return lax.fori_loop(0, route.num_rounds, body, x)
+        return body(0, start)
+    return lax.fori_loop(0, route.num_rounds, body, start)
 
 
-def _take_from_rows(part: jax.Array, ids: jax.Array, axes: tuple[str, ...], n: int) -> jax.Array:
-    route = _route(ids, len(part), n, axes)
+def _take_from_rows(calls: Collectives, token: Token, part: jax.Array, ids: jax.Array) -> _Turn:
+    token, route = _route(calls, token, ids, len(part))
     offset = route.place - route.start[route.owner]
     slot = route.owner * route.size + offset % route.size
 
-    def one_round(i: Any, found: jax.Array) -> jax.Array:
+    def one_round(i: Any, turn: _Turn) -> _Turn:
+        token, found = turn
         _, asked = route.asked(i, len(part))
-        to_find = lax.all_to_all(asked, axes, 0, 0)
+        token, [to_find] = calls.sent(token, [asked], 0, 0, "ids")
         rows = part.at[to_find].get(mode="fill", fill_value=0)
-        rows = lax.all_to_all(rows, axes, 0, 0).reshape(-1, *part.shape[1:])
+        token, [rows] = calls.sent(token, [rows], 0, 0, "rows")
         is_here = (offset // route.size == i).reshape(-1, *[1] * (part.ndim - 1))
-        return jnp.where(is_here, rows[slot], found)
+        return token, jnp.where(is_here, rows.reshape(-1, *part.shape[1:])[slot], found)
 
-    return _rounds(route, one_round, jnp.zeros((len(ids), *part.shape[1:]), part.dtype))
+    nothing = jnp.zeros((len(ids), *part.shape[1:]), part.dtype)
+    return _rounds(route, one_round, (token, nothing))
 
 
 def _add_to_rows(
-    rows: jax.Array, ids: jax.Array, per_rank: int, axes: tuple[str, ...], n: int
-) -> jax.Array:
-    route = _route(ids, per_rank, n, axes)
+    calls: Collectives, token: Token, rows: jax.Array, ids: jax.Array, per_rank: int
+) -> _Turn:
+    token, route = _route(calls, token, ids, per_rank)
     sums = jnp.zeros_like(rows).at[route.place].add(rows)
 
-    def one_round(i: Any, total: jax.Array) -> jax.Array:
+    def one_round(i: Any, turn: _Turn) -> _Turn:
+        token, total = turn
         index, asked = route.asked(i, per_rank)
         to_add = sums.at[index].get(mode="fill", fill_value=0)
-        where, received = (lax.all_to_all(x, axes, 0, 0) for x in (asked, to_add))
-        return total.at[where].add(received, mode="drop")
+        token, [where, received] = calls.sent(token, [asked, to_add], 0, 0, "rows")
+        return token, total.at[where].add(received, mode="drop")
 
-    return _rounds(route, one_round, jnp.zeros((per_rank, *rows.shape[1:]), rows.dtype))
+    nothing = jnp.zeros((per_rank, *rows.shape[1:]), rows.dtype)
+    return _rounds(route, one_round, (token, nothing))

@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather, the halves of an all-reduce, natively or with XLA."""
+"""Reduce-scatter, all-gather and all-to-all, natively or with XLA."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -75,11 +75,51 @@ def all_gather(
     return _chosen(names, mesh).all_gather(buckets, dims, names, mesh=mesh)
 
 
+def all_to_all(
+    buckets: Sequence[Sequence[jax.Array]],
+    dims: Sequence[Sequence[tuple[int, int]]],
+    axis_name: AxisName,
+    *,
+    mesh: Mesh | None = None,
+) -> list[list[jax.Array]]:
+    """Send every rank of `axis_name` its slice of each leaf, and join the slices that arrive.
+
+    A leaf gets the value of `lax.all_to_all(leaf, axis_name, split, joined, tiled=True)`. It is
+    linear; the same with each pair of dims swapped is its transpose.
+
+    Args:
+      buckets: lists of leaves; any dtypes and shapes.
+      dims: for each leaf the dim that is split, whose size the number of ranks divides, and the dim
+        along which the slices are joined, both in the order of `lax.axis_index(axis_name)`.
+      axis_name: a name, or a tuple of names, bound by `shard_map`.
+      mesh: the mesh of the ranks; None if it is not known, as inside a `shard_map` of your own.
+
+    Returns:
+      The same lists, with what arrived.
+
+    Raises:
+      ValueError: if a leaf has no such dims, or the number of ranks does not divide the size.
+    """
+    names = axis.names(axis_name)
+    _require_dims(buckets, [[split for split, _ in own] for own in dims], lax.axis_size(names))
+    _require_dims(buckets, [[joined for _, joined in own] for own in dims], 1)
+    return _chosen(names, mesh).all_to_all(buckets, dims, names, mesh=mesh)
+
+
+def is_native(names: tuple[str, ...], mesh: Mesh | None) -> bool:
+    """Whether the calls of this module are native where they are traced.
+
+    The choice is that of `auto`, so that both return the same bits.
+
+    Args:
+      names: of the axes of the ranks.
+      mesh: the mesh of the ranks; None if it is not known.
+    """
+    return not (call_order.why_not() or why_not(names, mesh))
+
+
 def _chosen(names: tuple[str, ...], mesh: Mesh | None) -> Any:
-    # The same choice as in `auto`, so that both return the same bits.
-    if call_order.why_not() or why_not(names, mesh):
-        return xla_shards
-    return native_shards
+    return native_shards if is_native(names, mesh) else xla_shards
 
 
 def _require_dims(

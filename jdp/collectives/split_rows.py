@@ -1,6 +1,7 @@
 """Lookup in a table that is split over ranks, and its transpose, as primitives."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ def take_rows(part: jax.Array, ids: jax.Array, dim: int, axes: tuple[str, ...]) 
     Returns:
       `[*ids.shape, ...]`, whole rows.
     """
-    return _take_p.bind(part, ids, dim=dim, axes=axes, num_ranks=lax.axis_size(axes))
+    return take_p.bind(part, ids, dim=dim, axes=axes, num_ranks=lax.axis_size(axes))
 
 
 def add_rows(
@@ -48,29 +49,31 @@ def add_rows(
       axes: names of the mesh axes that split it, bound by `shard_map`.
     """
     split: dict[str, Any] = {"dim": dim, "axes": axes, "num_ranks": lax.axis_size(axes)}
-    return _add_p.bind(rows, ids, num_rows=num_rows, **split)
+    return add_p.bind(rows, ids, num_rows=num_rows, **split)
 
 
 # These are primitives because JAX cannot transpose a loop with collectives. Under `vmap` the ids
 # of a whole batch are one lookup, where JAX would batch the loop.
-_take_p = jax.extend.core.Primitive("jdp_take_rows")
-_add_p = jax.extend.core.Primitive("jdp_add_rows")
+take_p = jax.extend.core.Primitive("jdp_take_rows")
+add_p = jax.extend.core.Primitive("jdp_add_rows")
 
 
 def _resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-@_take_p.def_abstract_eval
-def _taken_type(part: Any, ids: Any, *, dim: int, axes: tuple[str, ...], num_ranks: int) -> Any:
+@take_p.def_abstract_eval
+def taken_type(part: Any, ids: Any, *, dim: int, axes: tuple[str, ...], num_ranks: int) -> Any:
+    """Return the type of the rows of a lookup."""
     whole = _resized(part.shape, dim, part.shape[dim] * num_ranks)
     return jax.core.ShapedArray((*ids.shape, *whole[1:]), part.dtype)
 
 
-@_add_p.def_abstract_eval
-def _added_type(
+@add_p.def_abstract_eval
+def added_type(
     rows: Any, ids: Any, *, num_rows: int, dim: int, axes: tuple[str, ...], num_ranks: int
 ) -> Any:
+    """Return the type of this rank's part of a sum of rows."""
     whole = (num_rows, *rows.shape[ids.ndim :])
     return jax.core.ShapedArray(_resized(whole, dim, whole[dim] // num_ranks), rows.dtype)
 
@@ -87,7 +90,7 @@ def _take_transpose(cotangent: Any, part: Any, ids: Any, *, dim: int, **split: A
     if type(cotangent) is ad.Zero:
         return [ad.Zero(aval), None]
     num_rows = aval.shape[0] * (split["num_ranks"] if dim == 0 else 1)
-    return [_add_p.bind(cotangent, ids, num_rows=num_rows, dim=dim, **split), None]
+    return [add_p.bind(cotangent, ids, num_rows=num_rows, dim=dim, **split), None]
 
 
 def _add_transpose(cotangent: Any, rows: Any, ids: Any, **params: Any) -> list[Any]:
@@ -96,7 +99,7 @@ def _add_transpose(cotangent: Any, rows: Any, ids: Any, **params: Any) -> list[A
 
 def _batch(primitive: Any, args: tuple, dims: tuple, *, dim: int, **params: Any) -> tuple[Any, Any]:
     (x, ids), (x_dim, ids_dim) = args, dims
-    is_take = primitive is _take_p
+    is_take = primitive is take_p
     if ids_dim is None:  # the batch dim becomes the first dim of the rows
         x = jnp.moveaxis(x, x_dim, 1 if is_take else ids.ndim)
         out = primitive.bind(x, ids, dim=dim + (dim > 0), **params)
@@ -109,11 +112,19 @@ def _batch(primitive: Any, args: tuple, dims: tuple, *, dim: int, **params: Any)
     return jnp.stack(outs), 0
 
 
-for _primitive, _run, _transpose in (
-    (_take_p, row_exchange.take, _take_transpose),
-    (_add_p, row_exchange.add, _add_transpose),
+def _run(
+    exchange: Callable, x: Any, ids: Any, *, axes: tuple[str, ...], num_ranks: int, **params: Any
+) -> jax.Array:
+    calls = row_exchange.XlaCollectives(axes, num_ranks)
+    return exchange(calls, None, x, ids, **params)[1]
+
+
+for _primitive, _exchange, _transpose in (
+    (take_p, row_exchange.take, _take_transpose),
+    (add_p, row_exchange.add, _add_transpose),
 ):
     ad.primitive_jvps[_primitive] = functools.partial(_jvp, _primitive)
     ad.primitive_transposes[_primitive] = _transpose
     batching.primitive_batchers[_primitive] = functools.partial(_batch, _primitive)
-    mlir.register_lowering(_primitive, mlir.lower_fun(_run, multiple_results=False))
+    _by_xla = functools.partial(_run, _exchange)
+    mlir.register_lowering(_primitive, mlir.lower_fun(_by_xla, multiple_results=False))

@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather by XLA's collectives."""
+"""Reduce-scatter, all-gather and all-to-all by XLA's collectives."""
 
 import functools
 from collections.abc import Sequence
@@ -66,6 +66,30 @@ def all_gather(
     ]
 
 
+def all_to_all(
+    buckets: Sequence[Sequence[jax.Array]],
+    dims: Sequence[Sequence[tuple[int, int]]],
+    axis_name: AxisName,
+    *,
+    mesh: Mesh | None = None,
+) -> list[list[jax.Array]]:
+    """Send every rank of `axis_name` its slice of each leaf, as `shards.all_to_all` does.
+
+    Args:
+      buckets, dims, axis_name, mesh: as for `shards.all_to_all`.
+    """
+    names = axis.names(axis_name)
+    return [
+        [
+            _sent(leaf, split, joined, names)
+            for leaf, (split, joined) in zip(
+                axis.as_varying(list(bucket), names), own_dims, strict=True
+            )
+        ]
+        for bucket, own_dims in zip(buckets, dims, strict=True)
+    ]
+
+
 # StableHLO refuses to split or to join arrays without elements.
 def _scattered(leaf: jax.Array, dim: int, names: tuple[str, ...], aborts: bool) -> jax.Array:
     if leaf.size == 0:
@@ -106,6 +130,13 @@ def _gathered(part: jax.Array, dim: int, names: tuple[str, ...]) -> jax.Array:
     if part.size == 0:
         return lax.concatenate([part] * lax.axis_size(names), dim)
     return lax.all_gather(part, names, axis=dim, tiled=True)
+
+
+def _sent(leaf: jax.Array, split: int, joined: int, names: tuple[str, ...]) -> jax.Array:
+    if leaf.size == 0:
+        part = lax.slice_in_dim(leaf, 0, leaf.shape[split] // lax.axis_size(names), axis=split)
+        return lax.concatenate([part] * lax.axis_size(names), joined)
+    return lax.all_to_all(leaf, names, split, joined, tiled=True)
 
 
 def _is_short(part: jax.Array) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdp.collectives import native_rows
 from jdp.reduction import gather_schedule, known_shards, step_context, tied
 from jdp.reduction.derived_values import find_derived, sources_of
 from jdp.reduction.flat_program import FlatOperation, FlatProgram, FlatValue
@@ -127,7 +128,11 @@ class Evaluation:
         operands = [self._read(value) for value in operation.ins]
         if not self._shards and self._sent_before:
             operands = self._after_sent(operands)
-        results = operation.run(operands)
+        scope = step_context.innermost()
+        mesh = None if scope is None else scope.mesh
+        results = native_rows.exchanged(operation.eqn, operands, operation.calls, mesh)
+        if results is None:
+            results = operation.run(operands)
         self._values.update(zip(operation.outs, results, strict=True))
         if is_user:
             arrays = [x for x in results if jnp.issubdtype(x.dtype, jnp.floating)]

@@ -34,6 +34,10 @@ def cut(x):
     return native_shards.reduce_scatter([[x]], [[0]], "data")[0][0]
 
 
+def sent(x):
+    return native_shards.all_to_all([[x]], [[(0, 0)]], "data")[0][0]
+
+
 def joined(x):
     return native_shards.all_gather([[x]], [[0]], "data")[0][0]
 
@@ -61,6 +65,7 @@ PAIRS = {
         lax.while_loop(lambda c: c.sum() < 0, total, x)
     ),
     "a slice": lambda x: (cut(x), lax.psum(x, "data")),
+    "what was sent": lambda x: (sent(x), largest(x)),
     "a whole": lambda x: (joined(x), xla_shards.all_gather([[x]], [[0]], "data")[0][0]),
 }  # fmt: skip
 NO_PAIRS = {
@@ -207,23 +212,27 @@ def test_slices_and_wholes_are_native_in_a_step_and_in_the_chain_of_its_calls():
     def step(s, batch):
         grads = jax.grad(loss_fn)(s.params, batch)
         x = batch["x"][:2].ravel()
-        parts = shards.reduce_scatter([[x]], [[0]], "data")
+        exchanged = shards.all_to_all([[x]], [[(0, 0)]], "data")
+        parts = shards.reduce_scatter(exchanged, [[0]], "data")
         wholes = shards.all_gather(parts, [[0]], "data")
         return s.apply_gradients(grads), {"x": wholes[0][0].sum()}
 
     text = lowered(step)
-    for name in (cpu_runtime.REDUCE_SCATTER, cpu_runtime.ALL_GATHER, cpu_runtime.TARGET):
+    for name in cpu_runtime.TARGETS:
         assert f"@{name}(" in text
-    assert "stablehlo.all_gather" not in text and "stablehlo.reduce_scatter" not in text
+    for name in ("all_gather", "reduce_scatter", "all_to_all"):
+        assert f"stablehlo.{name}" not in text
 
 
 def test_outside_of_a_step_slices_and_wholes_are_left_to_xla(make_mesh):
     def fn(x):
-        return shards.all_gather(shards.reduce_scatter([[x]], [[0]], "data"), [[0]], "data")
+        exchanged = shards.all_to_all([[x]], [[(0, 0)]], "data")
+        return shards.all_gather(shards.reduce_scatter(exchanged, [[0]], "data"), [[0]], "data")
 
     mapped = jax.shard_map(fn, mesh=make_mesh(2), in_specs=P(), out_specs=P(), check_vma=False)
     text = jax.jit(mapped).lower(np.ones(4, np.float32)).as_text()
-    assert "jdp_" not in text and "reduce_scatter" in text and "all_gather" in text
+    assert "jdp_" not in text
+    assert all(name in text for name in ("reduce_scatter", "all_gather", "all_to_all"))
 
 
 def test_a_function_that_cuts_and_is_called_twice_is_left_to_xla():

@@ -14,6 +14,8 @@ from support import training
 from support.training import assert_close, fetched
 
 import jdp
+from jdp.collectives import native_rows
+from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.reduction import known_shards, sharded_embedding
 
 NUM_ROWS = 24  # of a batch; divides by 1, 2, 3 and 8
@@ -267,6 +269,76 @@ def test_a_table_over_two_processes(processes, shape):
     for theirs in found:
         np.testing.assert_allclose(theirs[0], table, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(theirs[1], loss, rtol=1e-5)
+
+
+# Ids whose rows are exchanged in one round, and in several: all of one owner, each once.
+ROUNDS = {"one round": (8 * 41, 1), "several rounds": (8 * 1447, 3)}
+MANY = 24 * 60  # ids of a batch
+
+
+def loss_of_rows(params, batch):
+    found = jdp.sharded_embedding(params["table"], batch["ids"])
+    return jnp.mean((found - batch["y"]) ** 2)
+
+
+def trained_by_rows(num_rows, kind, n, num_columns=5):
+    """Return what each rank of this process holds after three steps, and the program."""
+    draw = np.random.default_rng(kind)
+    table = draw.integers(-8, 9, (num_rows, num_columns)).astype(np.float32)
+    state = jdp.TrainState.create(
+        {"table": table}, jdp.sharded(optax.sgd(0.5), stage=3, min_size=40)
+    )
+    step = new_step(loss_of_rows)
+    batches = []
+    for _ in range(3):
+        few = draw.permutation(num_rows // n) if kind == 3 else np.arange(num_rows)
+        ids = few[:MANY] if kind == 3 else draw.integers(0, num_rows, MANY)
+        y = draw.integers(-8, 9, (len(ids), num_columns))
+        batches.append({"ids": ids.astype(np.int32), "y": y.astype(np.float32)})
+    me, num_processes = jax.process_index(), jax.process_count()
+    text = ""
+    for batch in jdp.shard_batches(
+        jax.tree.map(lambda x: np.split(x, num_processes)[me], each) for each in batches
+    ):
+        text = text or step.lower(state, batch).as_text()
+        state, _ = step(state, batch)
+    return [np.asarray(x.data) for x in state.params["table"].addressable_shards], text
+
+
+needs_library = pytest.mark.skipif(
+    cpu_runtime.why_missing() is not None, reason=f"{cpu_runtime.why_missing()}"
+)
+
+
+@needs_library
+@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_native_lookups_give_every_rank_the_bits_of_xla(monkeypatch, rounds, n):
+    training.ranks(n)
+    num_rows, kind = ROUNDS[rounds]
+    mine, text = trained_by_rows(num_rows, kind, n)
+    assert f"@{cpu_runtime.ALL_TO_ALL}" in text and "stablehlo.all_to_all" not in text
+    assert "stablehlo.while" in text or rounds == "one round"
+    monkeypatch.setattr(native_rows, "exchanged", lambda *args: None)
+    by_xla, text = trained_by_rows(num_rows, kind, n)
+    assert cpu_runtime.ALL_TO_ALL not in text and "stablehlo.all_to_all" in text
+    assert [x.tobytes() for x in mine] == [x.tobytes() for x in by_xla]
+
+
+def rows_over_processes(num_rows, kind, num_columns):
+    jdp.init(devices=sorted(jax.devices(), key=lambda d: (d.process_index, d.id))[:4])
+    parts, text = trained_by_rows(num_rows, kind, 4, num_columns)
+    return parts, cpu_runtime.ALL_TO_ALL in text
+
+
+@needs_library
+@pytest.mark.parametrize("rounds, num_columns", [("one round", 5), ("several rounds", 307)])
+def test_native_lookups_over_two_processes_give_the_bits_of_one(processes, rounds, num_columns):
+    want, _ = rows_over_processes(*ROUNDS[rounds], num_columns)
+    found = processes(2).run(rows_over_processes, *ROUNDS[rounds], num_columns)
+    assert all(is_native for _, is_native in found)
+    got = [part.tobytes() for parts, _ in found for part in parts]
+    assert got == [part.tobytes() for part in want]
 
 
 def test_a_table_that_does_not_train_is_looked_up():

@@ -60,6 +60,24 @@ def _native_gather(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     return [interp.lattice.agree(x, axes) for x in (token, *leaves)]
 
 
+def _native_exchange(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
+    axes = _meet(interp, eqn)
+    token, *leaves = ins[3:]
+    return [interp.lattice.agree(token, axes), *(_spread(interp, x, axes) for x in leaves)]
+
+
+def _native_scatter_rows(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
+    axes = _meet(interp, eqn)
+    token, rows, ids = ins[3:]
+    total = sums.undivided(interp, eqn, _spread(interp, rows | ids, axes), rows, 4, axes)
+    return [interp.lattice.agree(token, axes), total]
+
+
+def _native_take(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
+    axes = _meet(interp, eqn)
+    return [interp.lattice.agree(ins[3], axes), _spread(interp, _join(ins[4:]), axes)]
+
+
 def _agree(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     axes = _meet(interp, eqn)
     if jaxprs.groups(eqn) is not None:
@@ -162,10 +180,13 @@ RULES = {
     ),
     **dict.fromkeys(_with_start("ppermute psend precv"), _pass_on),
     "axis_index": _rank,
+    "jdp_add_rows_native": _native_scatter_rows,
     "jdp_all_gather": _native_gather,
     "jdp_all_reduce": _native,
+    "jdp_all_to_all": _native_exchange,
     "jdp_mark": _mark,
     "jdp_own_slice": _own_slice,
     "jdp_reduce_scatter": _native_scatter,
+    "jdp_take_rows_native": _native_take,
     "pbroadcast_dynamic": _agree_on_source,
 }

@@ -15,7 +15,8 @@ from jdp.worker import progress
 
 TARGET = "jdp_all_reduce"
 REDUCE_SCATTER, ALL_GATHER = "jdp_reduce_scatter", "jdp_all_gather"
-_TARGETS = TARGET, REDUCE_SCATTER, ALL_GATHER
+ALL_TO_ALL = "jdp_all_to_all"
+TARGETS = TARGET, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL
 _PATH = LIB / "libjdp_cpu.so"
 _SIGNATURES = {
     "jdp_set_timeout_s": (None, c_double),
@@ -171,7 +172,7 @@ def target(name: str, *, beside_xla: bool) -> str:
 
 @cache
 def _loaded() -> Loaded:
-    names = [target(name, beside_xla=flag) for name in _TARGETS for flag in (False, True)]
+    names = [target(name, beside_xla=flag) for name in TARGETS for flag in (False, True)]
     handlers = {name: {"execute": name} for name in names}
     loaded = load(_PATH, _SIGNATURES, handlers, "cpu", _runtime_version())
     if loaded.functions is not None:

@@ -1,4 +1,7 @@
-"""The JAX primitives of reduce-scatter and all-gather in compiled code, mutual transposes."""
+"""The JAX primitives of reduce-scatter, all-gather and all-to-all in compiled code.
+
+The first two are mutual transposes. That of an all-to-all has the dims of each leaf swapped.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,38 +21,48 @@ from jdp.collectives.cpu.lowering import lowered
 from jdp.collectives.xla import scaled
 
 # (rank, group, scale, token, *leaves) -> (token, *leaves), with the parameters
-#   dims: for each leaf the dim along which it is split,
+#   dims: for each leaf the dim along which it is split; of an all-to-all a pair of it and of the
+#     dim along which the slices that arrive are joined,
 #   axes, num_ranks, number, communicator, beside_xla: as for the all-reduce.
-# In a typed shard_map the results of both vary, as those of `lax.all_gather` do. The scale of an
-# all-gather is 1.
+# In a typed shard_map the results vary, as those of `lax.all_gather` do. The scale of an all-gather
+# and of an all-to-all is 1.
 reduce_scatter_p = jax.extend.core.Primitive(cpu_runtime.REDUCE_SCATTER)
 all_gather_p = jax.extend.core.Primitive(cpu_runtime.ALL_GATHER)
+all_to_all_p = jax.extend.core.Primitive(cpu_runtime.ALL_TO_ALL)
 _NUM_BEFORE = call_order.TOKEN + 1
 _ONE = np.float32(1)
 
 
-def _resized(x: Any, dim: int, num_ranks: int, *, is_gathered: bool) -> Any:
-    size = x.shape[dim] * num_ranks if is_gathered else x.shape[dim] // num_ranks
-    return x.update(shape=(*x.shape[:dim], size, *x.shape[dim + 1 :]))
+def _split_and_joined(primitive: Any, dim: Any) -> tuple[int | None, int | None]:
+    """Return the dims that get smaller and larger by the number of ranks."""
+    if primitive is all_to_all_p:
+        return dim
+    return (None, dim) if primitive is all_gather_p else (dim, None)
 
 
 def _typed(
-    is_gathered: bool, rank: Any, group: Any, scale: Any, token: Any, *leaves: Any,
-    dims: tuple[int, ...], num_ranks: int, **params: Any,
+    primitive: Any, rank: Any, group: Any, scale: Any, token: Any, *leaves: Any,
+    dims: tuple[Any, ...], num_ranks: int, **params: Any,
 ) -> list[Any]:  # fmt: skip
-    resized = [
-        _resized(x, dim, num_ranks, is_gathered=is_gathered)
-        for x, dim in zip(leaves, dims, strict=True)
-    ]
+    resized = []
+    for x, dim in zip(leaves, dims, strict=True):
+        shape = list(x.shape)
+        split, joined = _split_and_joined(primitive, dim)
+        if split is not None:
+            shape[split] //= num_ranks
+        if joined is not None:
+            shape[joined] *= num_ranks
+        resized.append(x.update(shape=tuple(shape)))
     return [jax.core.ShapedArray(token.shape, token.dtype), *resized]
 
 
 def _lower(
-    name: str, context: Any, *args: Any, axes: Any, dims: tuple[int, ...], **params: Any
+    name: str, context: Any, *args: Any, axes: Any, dims: tuple[Any, ...], **params: Any
 ) -> Any:
     # Not in place: leaves and results have different sizes.
     places = (call_order.TOKEN,)
-    return lowered(name, context, args, in_place=places, dims=np.array(dims, np.int64), **params)
+    flat = np.array(dims, np.int64).reshape(-1)
+    return lowered(name, context, args, in_place=places, dims=flat, **params)
 
 
 def _jvp(
@@ -66,11 +79,13 @@ def _jvp(
 
 def _transpose(
     other: Any, cotangents: Sequence[Any], rank: Any, group: Any, scale: Any, token: Any,
-    *leaves: Any, number: int, **params: Any,
+    *leaves: Any, number: int, dims: tuple[Any, ...], **params: Any,
 ) -> list[Any]:  # fmt: skip
+    if other is all_to_all_p:
+        dims = tuple((joined, split) for split, joined in dims)
     given = axis.as_varying([ad.instantiate_zeros(ct) for ct in cotangents[1:]], params["axes"])
     number = call_order.derived(number, "cotangent")
-    _, *given = other.bind(rank, group, _ONE, token, *given, number=number, **params)
+    _, *given = other.bind(rank, group, _ONE, token, *given, number=number, dims=dims, **params)
     asked = map(ad.is_undefined_primal, leaves)
     own = [
         scaled(ct, scale) if is_asked else None for ct, is_asked in zip(given, asked, strict=True)
@@ -80,7 +95,7 @@ def _transpose(
 
 def _batch(
     primitive: Any, of_rows: Callable, axis_data: Any, args: Sequence[Any], places: Sequence[Any],
-    *, axes: tuple[str, ...], dims: tuple[int, ...], num_ranks: int, **params: Any,
+    *, axes: tuple[str, ...], dims: tuple[Any, ...], num_ranks: int, **params: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     before, leaves = args[:_NUM_BEFORE], args[_NUM_BEFORE:]
     leaves = [
@@ -100,7 +115,10 @@ def _batch(
         ]
         results = [of_rows(x, dim, args[2]) for x, dim in zip(rows, dims, strict=True)]
         return [before[-1], *results], [places[_NUM_BEFORE - 1], *[0] * len(results)]
-    dims = tuple(dim + flag for dim, flag in zip(dims, is_batched, strict=True))
+    dims = tuple(
+        jax.tree.map(lambda i, flag=flag: i + flag, dim)
+        for dim, flag in zip(dims, is_batched, strict=True)
+    )
     out = primitive.bind(*before, *leaves, axes=axes, dims=dims, num_ranks=num_ranks, **params)
     return out, [places[_NUM_BEFORE - 1], *(0 if flag else None for flag in is_batched)]
 
@@ -119,13 +137,20 @@ def _gather_rows(rows: jax.Array, dim: int, scale: Any) -> jax.Array:
     return jnp.broadcast_to(whole := jnp.concatenate([*rows], axis=dim), (len(rows), *whole.shape))
 
 
+def _exchange_rows(rows: jax.Array, dims: tuple[int, int], scale: Any) -> jax.Array:
+    """Return what arrives at each row: `[n, ...]`, joined from the slices of all rows."""
+    split, joined = dims
+    slices = [jnp.split(row, len(rows), axis=split) for row in rows]
+    return jnp.stack([jnp.concatenate(each, axis=joined) for each in zip(*slices, strict=True)])
+
+
 def _register(primitive: Any, transpose: Any, of_rows: Callable[..., jax.Array]) -> None:
     def run(*args: Any, **params: Any) -> Any:
         return jax.jit(functools.partial(primitive.bind, **params))(*args)
 
     primitive.multiple_results = True
     primitive.def_impl(run)
-    primitive.def_abstract_eval(functools.partial(_typed, primitive is all_gather_p))
+    primitive.def_abstract_eval(functools.partial(_typed, primitive))
     ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
     ad.primitive_transposes[primitive] = functools.partial(_transpose, transpose)
     batching.fancy_primitive_batchers[primitive] = functools.partial(_batch, primitive, of_rows)
@@ -136,3 +161,4 @@ def _register(primitive: Any, transpose: Any, of_rows: Callable[..., jax.Array])
 
 _register(reduce_scatter_p, all_gather_p, _scatter_rows)
 _register(all_gather_p, reduce_scatter_p, _gather_rows)
+_register(all_to_all_p, all_to_all_p, _exchange_rows)

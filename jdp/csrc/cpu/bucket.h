@@ -1,9 +1,11 @@
-// A bucket: leaves that one call reduces or gathers. They need not be contiguous in memory.
+// A bucket: leaves that one call reduces, gathers or exchanges. They need not be contiguous in
+// memory.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -37,11 +39,15 @@ auto visit(Type type, Visitor visitor) {
 // In a reduce-scatter `in` is the whole leaf and `out` a slice of it, in an all-gather the reverse.
 // A whole leaf has rows, and each row has one run of elements for each rank:
 // [num_rows][num_ranks][run]. A rank's slice holds its runs: [num_rows][run].
+//
+// In an all-to-all both are whole leaves: the slices of `in` go to one rank each, and those of
+// `out` come from one rank each. A slice has its elements in the same order in both, in other runs.
 struct Leaf {
   const void* in;
-  void* out;        // may be `in` in an all-reduce
-  int64_t count;    // elements of the whole leaf
-  int64_t run = 0;  // elements of a slice in one row; 0 in an all-reduce
+  void* out;            // may be `in` in an all-reduce
+  int64_t count;        // elements of the whole leaf
+  int64_t run = 0;      // elements of a slice in one row; 0 in an all-reduce
+  int64_t out_run = 0;  // the same of `out`; 0 but in an all-to-all
 };
 
 // Calls visitor(rank, at, offset, size) for each run in elements [begin, begin + size) of a whole
@@ -76,6 +82,15 @@ void runs_of_slice(int64_t run, int64_t begin, int64_t size, Visitor visitor) {
   }
 }
 
+// Copies elements [begin, begin + size) of the slice of `rank` in the whole leaf `whole`.
+template <typename T>
+void copy_from_slice(const T* whole, int64_t run, int rank, int num_ranks, int64_t begin,
+                     int64_t size, T* to) {
+  runs_of_slice(run, begin, size, [&](int64_t row, int64_t first, int64_t done, int64_t length) {
+    std::memcpy(to + done, whole + (row * num_ranks + rank) * run + first, length * sizeof(T));
+  });
+}
+
 class Bucket {
  public:
   Bucket(Type type, std::vector<Leaf> leaves) : type_(type), leaves_(std::move(leaves)) {
@@ -92,7 +107,9 @@ class Bucket {
   bool fits(const Bucket& other) const {
     return type_ == other.type_ && begins_ == other.begins_ &&
            std::equal(leaves_.begin(), leaves_.end(), other.leaves_.begin(),
-                      [](const Leaf& one, const Leaf& two) { return one.run == two.run; });
+                      [](const Leaf& one, const Leaf& two) {
+                        return one.run == two.run && one.out_run == two.out_run;
+                      });
   }
 
   // Returns a hash of the type, of all leaf sizes and of all slices (FNV-1a).
@@ -102,7 +119,10 @@ class Bucket {
       hash = (hash ^ static_cast<uint64_t>(number)) * 1099511628211u;
     };
     for (int64_t begin : begins_) add(begin);
-    for (const Leaf& leaf : leaves_) add(leaf.run);
+    for (const Leaf& leaf : leaves_) {
+      add(leaf.run);
+      add(leaf.out_run);
+    }
     return hash;
   }
 

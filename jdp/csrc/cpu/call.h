@@ -12,11 +12,16 @@
 
 namespace jdp {
 
-// The result of a call: the sum of the leaves of all ranks; this rank's slice of that sum; or the
-// whole leaves, of which each rank has a slice.
-enum class Operation : int32_t { kAllReduce = 0, kReduceScatter = 1, kAllGather = 2 };
+// The result of a call: the sum of the leaves of all ranks; this rank's slice of that sum; the
+// whole leaves, of which each rank has a slice; or this rank's slices of the leaves of all ranks.
+enum class Operation : int32_t {
+  kAllReduce = 0,
+  kReduceScatter = 1,
+  kAllGather = 2,
+  kAllToAll = 3
+};
 
-// The algorithm of an all-reduce. The other two operations are always direct.
+// The algorithm of an all-reduce. The other operations are always direct.
 enum class Algorithm : int32_t { kDirect = 0, kRing = 1 };
 
 struct Call {

@@ -14,12 +14,20 @@ namespace jdp {
 namespace {
 
 // The attribute that differs between the operations: the Algorithm of an all-reduce; for the others
-// the dim along which each leaf is split.
+// the dim along which each leaf is split, in an all-to-all followed by the one along which the
+// slices that arrive are joined.
 using Dims = ffi::Span<const int64_t>;
 template <Operation operation>
 using Own = std::conditional_t<operation == Operation::kAllReduce, int32_t, Dims>;
 
 constexpr bool is_cut(Operation operation) { return operation != Operation::kAllReduce; }
+
+// Whether an operation copies the bytes of any dtype.
+constexpr bool is_copied(Operation operation) {
+  return operation == Operation::kAllGather || operation == Operation::kAllToAll;
+}
+
+constexpr size_t num_dims(Operation operation) { return operation == Operation::kAllToAll ? 2 : 1; }
 
 // A call with everything that it needs after XLA's frame is destroyed.
 struct Task {
@@ -41,25 +49,29 @@ double scale_of(const ffi::AnyBuffer& scale) {
                                           : *static_cast<const float*>(scale.untyped_data());
 }
 
-// Returns why `slice` is not a slice of `whole` along `dim`; "" if it is one.
-const char* why_not_slice(const ffi::AnyBuffer& whole, const ffi::AnyBuffer& slice, int64_t dim,
-                          int64_t num_ranks) {
-  const auto dims = whole.dimensions(), own = slice.dimensions();
-  if (dim < 0 || dim >= static_cast<int64_t>(own.size()) || dims.size() != own.size()) {
+// Returns why `out` is not `in` with dim `split` divided by the number of ranks, and dim `joined`
+// multiplied by it; "" if it is. A negative dim stays as it is.
+const char* why_not_slices(const ffi::AnyBuffer& in, const ffi::AnyBuffer& out, int64_t split,
+                           int64_t joined, int64_t num_ranks) {
+  const auto dims = in.dimensions(), outs = out.dimensions();
+  const int64_t size = static_cast<int64_t>(dims.size());
+  if (std::max(split, joined) < 0 || std::max(split, joined) >= size ||
+      dims.size() != outs.size()) {
     return "each leaf must have the dim along which it is cut";
   }
-  for (size_t i = 0; i < own.size(); ++i) {
-    if (dims[i] != own[i] * (static_cast<int64_t>(i) == dim ? num_ranks : 1)) {
+  for (int64_t i = 0; i < size; ++i) {
+    const int64_t own = i == split ? num_ranks : 1, theirs = i == joined ? num_ranks : 1;
+    if (dims[i] % own != 0 || dims[i] / own * theirs != outs[i]) {
       return "each rank must have an equal slice of each leaf";
     }
   }
   return "";
 }
 
-// Elements of a slice in one row of the whole; 1 if it has none.
-int64_t run_of(const ffi::AnyBuffer& slice, int64_t dim) {
-  int64_t run = 1;
-  for (size_t i = dim; i < slice.dimensions().size(); ++i) run *= slice.dimensions()[i];
+// Elements of a slice in one row of the whole, which is cut along `dim`; 1 if it has none.
+int64_t run_of(const ffi::AnyBuffer& whole, int64_t dim, int64_t num_ranks) {
+  int64_t run = whole.dimensions()[dim] / num_ranks;
+  for (size_t i = dim + 1; i < whole.dimensions().size(); ++i) run *= whole.dimensions()[i];
   return std::max<int64_t>(run, 1);
 }
 
@@ -67,14 +79,22 @@ Leaf leaf_of(const ffi::AnyBuffer& in, const ffi::AnyBuffer& out) {
   return {in.untyped_data(), out.untyped_data(), static_cast<int64_t>(in.element_count())};
 }
 
-// As above, for a leaf that is split along `dim`. An all-gather copies the bytes of any dtype.
-Leaf cut_leaf_of(const ffi::AnyBuffer& in, const ffi::AnyBuffer& out, int64_t dim,
-                 Operation operation) {
+// As above, for a leaf that is cut along `dims`. Returns null and sets `why` if it is not.
+std::optional<Leaf> cut_leaf_of(const ffi::AnyBuffer& in, const ffi::AnyBuffer& out,
+                                const int64_t* dims, int64_t num_ranks, Operation operation,
+                                const char** why) {
   const bool is_gathered = operation == Operation::kAllGather;
-  const ffi::AnyBuffer &whole = is_gathered ? out : in, &slice = is_gathered ? in : out;
-  const int64_t unit = is_gathered ? static_cast<int64_t>(ByteWidth(in.element_type())) : 1;
-  return {in.untyped_data(), out.untyped_data(), static_cast<int64_t>(whole.element_count()) * unit,
-          run_of(slice, dim) * unit};
+  const bool is_exchanged = operation == Operation::kAllToAll;
+  const int64_t joined = is_exchanged ? dims[1] : is_gathered ? dims[0] : -1;
+  *why = why_not_slices(in, out, is_gathered ? -1 : dims[0], joined, num_ranks);
+  if (**why) return std::nullopt;
+  const ffi::AnyBuffer& whole = is_gathered ? out : in;
+  const int64_t unit =
+      is_copied(operation) ? static_cast<int64_t>(ByteWidth(in.element_type())) : 1;
+  return Leaf{in.untyped_data(), out.untyped_data(),
+              static_cast<int64_t>(whole.element_count()) * unit,
+              run_of(whole, dims[0], num_ranks) * unit,
+              is_exchanged ? run_of(out, joined, num_ranks) * unit : 0};
 }
 
 template <Operation operation>
@@ -96,14 +116,16 @@ ffi::ErrorOr<Task> unpacked(ffi::RunId run, ffi::BufferR0<ffi::S32> rank,
   }
   Algorithm algorithm = Algorithm::kDirect;
   if constexpr (is_cut(operation)) {
-    if (own.size() != leaves.size()) return wrong("there must be one dim for each leaf");
+    if (own.size() != leaves.size() * num_dims(operation)) {
+      return wrong("there must be the same number of dims for each leaf");
+    }
   } else {
     algorithm = static_cast<Algorithm>(own);
   }
   const Call call{run.run_id, communicator, *group.typed_data(), bucket,   *rank.typed_data(),
                   num_ranks,  algorithm,    scale_of(scale),     operation};
   const ffi::DataType dtype = leaves.get<ffi::AnyBuffer>(0)->element_type();
-  const std::optional<Type> type = operation == Operation::kAllGather ? Type::kU8 : type_of(dtype);
+  const std::optional<Type> type = is_copied(operation) ? Type::kU8 : type_of(dtype);
   if (!type) return wrong("this dtype is not supported");
   std::vector<Leaf> places;
   places.reserve(leaves.size());
@@ -111,15 +133,15 @@ ffi::ErrorOr<Task> unpacked(ffi::RunId run, ffi::BufferR0<ffi::S32> rank,
     const ffi::AnyBuffer in = *leaves.get<ffi::AnyBuffer>(i);
     const ffi::AnyBuffer out = **results.get<ffi::AnyBuffer>(i);
     if (in.element_type() != out.element_type() ||
-        (operation != Operation::kAllGather && in.element_type() != dtype)) {
+        (!is_copied(operation) && in.element_type() != dtype)) {
       return wrong("all leaves that are summed, and each leaf and its result, must have one dtype");
     }
     if constexpr (is_cut(operation)) {
-      const bool is_gathered = operation == Operation::kAllGather;
-      const char* why =
-          why_not_slice(is_gathered ? out : in, is_gathered ? in : out, own[i], num_ranks);
-      if (*why) return wrong(why);
-      places.push_back(cut_leaf_of(in, out, own[i], operation));
+      const char* why = "";
+      const int64_t* dims = own.begin() + i * num_dims(operation);
+      const std::optional<Leaf> leaf = cut_leaf_of(in, out, dims, num_ranks, operation, &why);
+      if (!leaf) return wrong(why);
+      places.push_back(*leaf);
     } else {
       if (in.element_count() != out.element_count()) {
         return wrong("each result must have the size of its leaf");
@@ -165,9 +187,11 @@ ffi::Future start(ffi::RunId run, ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ff
 constexpr auto& all_reduce = handle<Operation::kAllReduce>;
 constexpr auto& reduce_scatter = handle<Operation::kReduceScatter>;
 constexpr auto& all_gather = handle<Operation::kAllGather>;
+constexpr auto& all_to_all = handle<Operation::kAllToAll>;
 constexpr auto& start_all_reduce = start<Operation::kAllReduce>;
 constexpr auto& start_reduce_scatter = start<Operation::kReduceScatter>;
 constexpr auto& start_all_gather = start<Operation::kAllGather>;
+constexpr auto& start_all_to_all = start<Operation::kAllToAll>;
 
 }  // namespace
 }  // namespace jdp
@@ -201,3 +225,5 @@ JDP_HANDLER(jdp_reduce_scatter, jdp::reduce_scatter, jdp::Dims, "dims");
 JDP_HANDLER(jdp_reduce_scatter_start, jdp::start_reduce_scatter, jdp::Dims, "dims");
 JDP_HANDLER(jdp_all_gather, jdp::all_gather, jdp::Dims, "dims");
 JDP_HANDLER(jdp_all_gather_start, jdp::start_all_gather, jdp::Dims, "dims");
+JDP_HANDLER(jdp_all_to_all, jdp::all_to_all, jdp::Dims, "dims");
+JDP_HANDLER(jdp_all_to_all_start, jdp::start_all_to_all, jdp::Dims, "dims");

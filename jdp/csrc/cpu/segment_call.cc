@@ -213,6 +213,8 @@ Status SegmentCall::run() {
       return reduce_scatter();
     case Operation::kAllGather:
       return all_gather();
+    case Operation::kAllToAll:
+      return all_to_all();
     default:
       if (call_.algorithm == Algorithm::kRing) return ring();
       return visit(bucket_.type(), [&](auto zero) { return all_reduce<decltype(zero)>(); });

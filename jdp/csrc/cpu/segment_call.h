@@ -6,9 +6,9 @@
 
 namespace jdp {
 
-// A bucket is reduced or gathered in rounds of one slot. In each round a rank copies its elements
-// into its slot, waits until all ranks have done so, and reads the slots of all ranks. See
-// segment_call.cc for the all-reduce and segment_shards.cc for the other two operations. Rounds
+// A bucket is reduced, gathered or exchanged in rounds of one slot. In each round a rank copies its
+// elements into its slot, waits until all ranks have done so, and reads the slots of all ranks. See
+// segment_call.cc for the all-reduce and segment_shards.cc for the other operations. Rounds
 // overlap: a rank copies the elements of the next round before it waits for this one.
 class SegmentCall {
  public:
@@ -41,7 +41,8 @@ class SegmentCall {
 
   Status ring();
 
-  // Reduce-scatter and all-gather. A Span counts elements of one rank's slices, concatenated.
+  // Reduce-scatter, all-gather and all-to-all. A Span counts elements of one rank's slices,
+  // concatenated.
   Status reduce_scatter();
   template <typename T>
   Status reduce_scatter();
@@ -52,6 +53,11 @@ class SegmentCall {
   Status all_gather();
   void publish_slices(uint32_t round, Span span);
   void gather_wholes(uint32_t round, Span span);
+  Status all_to_all();
+  void read_slices(uint32_t round, Span span, int64_t width);
+  void keep_slice(const Leaf& leaf, int64_t begin, int64_t size);
+  template <typename Publish, typename Read>
+  Status in_chunks(int64_t element_bytes, Publish publish, Read read);
   template <typename Publish, typename Read>
   Status in_rounds(int64_t width, Publish publish, Read read);
 

@@ -1,8 +1,8 @@
-// Reduce-scatter and all-gather through a segment.
+// Reduce-scatter, all-gather and all-to-all through a segment.
 //
 // A rank writes the elements that others read into its slots: n - 1 slices of S / n bytes in a
-// reduce-scatter, one slice in an all-gather. It reads as many from the others' slots. An
-// all-reduce copies as much in each of its halves.
+// reduce-scatter or an all-to-all, one slice in an all-gather. It reads as many from the others'
+// slots. An all-reduce copies as much in each of its halves.
 
 #include <algorithm>
 #include <cstring>
@@ -48,18 +48,25 @@ Status SegmentCall::reduce_scatter() {
   return visit(bucket_.type(), [&](auto zero) { return reduce_scatter<decltype(zero)>(); });
 }
 
-// A slot holds a chunk of `width` elements for each rank: this rank's summands of that rank's
-// slices.
-template <typename T>
-Status SegmentCall::reduce_scatter() {
-  constexpr int64_t kAlign = 64 / sizeof(T);
-  const int64_t width = Slot::kBytes / 64 / call_.num_ranks * kAlign;
+// Calls publish(round, span, width) and read(round, span, width) for rounds in which a slot holds a
+// chunk of `width` elements for each rank: this rank's elements of that rank's slices.
+template <typename Publish, typename Read>
+Status SegmentCall::in_chunks(int64_t element_bytes, Publish publish, Read read) {
+  const int64_t width = Slot::kBytes / 64 / call_.num_ranks * (64 / element_bytes);
   if (width == 0) {
     return invalid(call_, nth_, "at most " + std::to_string(Slot::kBytes / 64) + " ranks");
   }
   return in_rounds(
-      width, [&](uint32_t round, Span span) { publish_wholes<T>(round, span, width); },
-      [&](uint32_t round, Span span) { reduce_slices<T>(round, span, width); });
+      width, [&](uint32_t round, Span span) { publish(round, span, width); },
+      [&](uint32_t round, Span span) { read(round, span, width); });
+}
+
+template <typename T>
+Status SegmentCall::reduce_scatter() {
+  return in_chunks(
+      sizeof(T),
+      [&](uint32_t round, Span span, int64_t width) { publish_wholes<T>(round, span, width); },
+      [&](uint32_t round, Span span, int64_t width) { reduce_slices<T>(round, span, width); });
 }
 
 template <typename T>
@@ -67,13 +74,14 @@ void SegmentCall::publish_wholes(uint32_t round, Span span, int64_t width) {
   T* const to = data<T>(call_.rank, round);
   const auto copy = [&](size_t index, int64_t first, int64_t size, int64_t at) {
     const Leaf& leaf = bucket_.leaf(index);
-    const bool is_one_run = leaf.run * call_.num_ranks == leaf.count;
+    // It reads its own elements in place; to add them up, only if they are in one run.
+    const bool is_kept =
+        call_.operation == Operation::kAllToAll || leaf.run * call_.num_ranks == leaf.count;
     runs_of_slice(
         leaf.run, first, size, [&](int64_t row, int64_t begin, int64_t done, int64_t length) {
           const T* from = static_cast<const T*>(leaf.in) + row * call_.num_ranks * leaf.run + begin;
           for (int rank = 0; rank < call_.num_ranks; ++rank, from += leaf.run) {
-            // Read its own elements in place, unless they are in short runs.
-            if (rank == call_.rank && is_one_run) continue;
+            if (rank == call_.rank && is_kept) continue;
             std::memcpy(to + rank * width + at + done, from, length * sizeof(T));
           }
         });
@@ -130,6 +138,45 @@ void SegmentCall::gather_wholes(uint32_t round, Span span) {
         });
   };
   bucket_.pieces(span.begin, span.size, copy, call_.num_ranks);
+}
+
+// An element is a byte.
+Status SegmentCall::all_to_all() {
+  return in_chunks(
+      1,
+      [&](uint32_t round, Span span, int64_t width) {
+        publish_wholes<std::byte>(round, span, width);
+      },
+      [&](uint32_t round, Span span, int64_t width) { read_slices(round, span, width); });
+}
+
+void SegmentCall::read_slices(uint32_t round, Span span, int64_t width) {
+  const auto copy = [&](size_t index, int64_t first, int64_t size, int64_t at) {
+    const Leaf& leaf = bucket_.leaf(index);
+    keep_slice(leaf, first, size);
+    runs_of_slice(
+        leaf.out_run, first, size, [&](int64_t row, int64_t begin, int64_t done, int64_t length) {
+          std::byte* to =
+              static_cast<std::byte*>(leaf.out) + row * call_.num_ranks * leaf.out_run + begin;
+          for (int rank = 0; rank < call_.num_ranks; ++rank, to += leaf.out_run) {
+            if (rank == call_.rank) continue;
+            std::memcpy(to, data<std::byte>(rank, round) + call_.rank * width + at + done, length);
+          }
+        });
+  };
+  bucket_.pieces(span.begin, span.size, copy, call_.num_ranks);
+}
+
+// Copies elements [begin, begin + size) of the slice that this rank sends to itself.
+void SegmentCall::keep_slice(const Leaf& leaf, int64_t begin, int64_t size) {
+  const int rank = call_.rank;
+  runs_of_slice(leaf.out_run, begin, size,
+                [&](int64_t row, int64_t first, int64_t done, int64_t length) {
+                  copy_from_slice(static_cast<const std::byte*>(leaf.in), leaf.run, rank,
+                                  call_.num_ranks, begin + done, length,
+                                  static_cast<std::byte*>(leaf.out) +
+                                      (row * call_.num_ranks + rank) * leaf.out_run + first);
+                });
 }
 
 }  // namespace jdp

@@ -66,10 +66,28 @@ void gather_tile(const Buckets& buckets, int64_t begin, int64_t size) {
   });
 }
 
+// Each output has runs of all ranks: the tile is read from all inputs.
+void exchange_tile(const Buckets& buckets, int64_t begin, int64_t size) {
+  const int num_ranks = static_cast<int>(buckets.size());
+  buckets[0]->pieces(begin, size, [&](size_t index, int64_t first, int64_t length, int64_t) {
+    const Leaf& any = buckets[0]->leaf(index);
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      auto* const to = static_cast<std::byte*>(buckets[rank]->leaf(index).out) + first;
+      runs_of_whole(any.out_run, num_ranks, first, length,
+                    [&](int from, int64_t at, int64_t offset, int64_t part) {
+                      const auto* whole =
+                          static_cast<const std::byte*>(buckets[from]->leaf(index).in);
+                      copy_from_slice(whole, any.run, rank, num_ranks, at, part, to + offset);
+                    });
+    }
+  });
+}
+
 }  // namespace
 
 void do_tile(const Call& call, const Buckets& buckets, int64_t begin, int64_t size) {
   if (call.operation == Operation::kAllGather) return gather_tile(buckets, begin, size);
+  if (call.operation == Operation::kAllToAll) return exchange_tile(buckets, begin, size);
   visit(buckets[0]->type(),
         [&](auto zero) { sum_tile<decltype(zero)>(call, buckets, begin, size); });
 }

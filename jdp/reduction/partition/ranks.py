@@ -10,7 +10,8 @@ import jax
 from jax import lax
 
 from jdp.analysis.source_lines import source
-from jdp.reduction import parts
+from jdp.collectives import call_order, shards, xla_shards
+from jdp.reduction import parts, step_context
 from jdp.reduction.flat_program import FlatProgram, FlatValue
 from jdp.reduction.partition.rank_data import bound_to_whole
 
@@ -141,5 +142,9 @@ class Ranks:
     def exchange(self, x: jax.Array, dim: int, other: int) -> jax.Array:
         """Return this rank's slice along `other` from the ranks' slices along `dim`."""
         x = parts.checked(x, self.axes)
-        x = lax.all_to_all(x, self.axes, split_axis=other, concat_axis=dim, tiled=True)
+        scope = step_context.innermost()
+        mesh = None if scope is None else scope.mesh
+        # In a loop, and where costs are estimated, no token of the step would order native calls.
+        of = shards if call_order.is_in_step() else xla_shards
+        [[x]] = of.all_to_all([[x]], [[(other, dim)]], self.axes, mesh=mesh)
         return parts.part_of_whole(x, self.axes)

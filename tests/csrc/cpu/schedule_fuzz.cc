@@ -75,18 +75,31 @@ std::vector<int64_t> random_split(Generator& generator, int64_t count) {
   return counts;
 }
 
-// Cuts `count` elements of a slice: along the first dim, or into short runs.
+int64_t random_divisor(Generator& generator, int64_t count) {
+  std::vector<int64_t> divisors;
+  for (int64_t low = 1; low * low <= count; ++low) {
+    if (count % low == 0) divisors.insert(divisors.end(), {low, count / low});
+  }
+  return divisors[between(generator, 0, static_cast<int64_t>(divisors.size()) - 1)];
+}
+
+// Cuts `count` elements of a slice: along the first dim, or into short runs. What arrives in an
+// all-to-all is cut in the same way or in another one.
 Cut random_cut(Generator& generator, int64_t count) {
-  if (count == 0 || one_in(generator, 2)) return {1, count};
+  if (count == 0) return {1, 0};
   const int64_t run =
-      between(generator, 1, std::min<int64_t>(count, one_in(generator, 2) ? 9 : 999));
-  return {count / run, run};
+      one_in(generator, 2)
+          ? count
+          : between(generator, 1, std::min<int64_t>(count, one_in(generator, 2) ? 9 : 999));
+  const int64_t num_rows = count / run;
+  const int64_t out_run = one_in(generator, 3) ? 0 : random_divisor(generator, num_rows * run);
+  return {num_rows, run, out_run};
 }
 
 Step random_step(Generator& generator, int64_t index, int num_ranks) {
   Step step;
   step.type = static_cast<Type>(between(generator, 0, 7));
-  step.operation = static_cast<Operation>(between(generator, 0, 2));
+  step.operation = static_cast<Operation>(between(generator, 0, 3));
   const int64_t count = random_count(generator, step.type);
   step.counts = random_split(generator, count);
   const int64_t of_slices = one_in(generator, 3) ? count : count / num_ranks;
@@ -150,7 +163,8 @@ std::string text_of(const Scenario& it) {
       for (int64_t count : step.counts) text += " " + std::to_string(count);
     } else {
       for (const Cut& cut : step.cuts) {
-        text += " " + std::to_string(cut.num_rows) + "x" + std::to_string(cut.run);
+        text += " " + std::to_string(cut.num_rows) + "x" + std::to_string(cut.run) + ">" +
+                std::to_string(cut.out_run);
       }
     }
     text += "\n";

@@ -1,4 +1,4 @@
-// Results of reduce-scatters and all-gathers: every element of every rank.
+// Results of reduce-scatters, all-gathers and all-to-alls: every element of every rank.
 
 #include <random>
 
@@ -8,7 +8,8 @@ namespace jdp {
 namespace {
 
 const Way kDirectWays[] = {kWays[0], kWays[2]};
-const Operation kOperations[] = {Operation::kReduceScatter, Operation::kAllGather};
+const Operation kOperations[] = {Operation::kReduceScatter, Operation::kAllGather,
+                                 Operation::kAllToAll};
 
 template <typename T>
 void gives_slices_and_wholes(const Way& way, int num_ranks, const std::vector<Cut>& cuts,
@@ -26,9 +27,16 @@ void gives_slices_and_wholes(const Way& way, int num_ranks, const std::vector<Cu
 
 void test_gives_slices_and_wholes_of_all_types_and_cuts() {
   const std::vector<std::vector<Cut>> buckets = {
-      {{1, 0}},   {{0, 5}},   {{1, 1}},
-      {{1, 17}},  {{13, 1}},  {{7, 3}},
-      {{1, 997}}, {{61, 65}}, {{1, 3}, {0, 1}, {5, 1}, {43, 3}, {1, 0}, {1, 4099}, {2, 1030}}};
+      {{1, 0}},
+      {{0, 5}},
+      {{1, 1}},
+      {{1, 17}},
+      {{13, 1}},
+      {{7, 3}},
+      {{1, 997}},
+      {{61, 65}},
+      {{1, 3}, {0, 1}, {5, 1}, {43, 3}, {1, 0}, {1, 4099}, {2, 1030}},
+      {{7, 30, 6}, {7, 30, 210}, {2, 1030, 5}, {97, 1, 97}, {1, 97, 1}}};
   for (const Way& way : kDirectWays) {
     for (int num_ranks : {1, 2, 3, 8}) {
       make_segment(num_ranks);
@@ -53,8 +61,10 @@ void test_gives_slices_and_wholes_of_many_tiles_and_rounds() {
     for (int num_ranks : {2, 3}) {
       make_segment(num_ranks);
       gives_slices_and_wholes<float>(way, num_ranks, {{1, (1 << 19) + 3}}, 1);
-      gives_slices_and_wholes<float>(way, num_ranks, {{1009, 509}, {40009, 3}}, 0);
-      gives_slices_and_wholes<BFloat16>(way, num_ranks, {{100, 1}, {3, (1 << 17) + 3}, {1, 7}}, 3);
+      gives_slices_and_wholes<float>(way, num_ranks,
+                                     {{1009, 509}, {40009, 3}, {509, 1009, 509 * 1009}}, 0);
+      gives_slices_and_wholes<BFloat16>(
+          way, num_ranks, {{100, 1}, {3, (1 << 17) + 3}, {1, 7}, {8, 1 << 13, 1 << 7}}, 3);
       reset();
     }
   }
@@ -96,16 +106,21 @@ void test_a_slice_has_the_bits_of_the_all_reduce() {
 void test_ranks_that_disagree_on_the_operation_or_the_cut_get_an_error() {
   const Operation of_ranks[][2] = {{Operation::kAllReduce, Operation::kReduceScatter},
                                    {Operation::kReduceScatter, Operation::kAllGather},
-                                   {Operation::kReduceScatter, Operation::kReduceScatter}};
+                                   {Operation::kAllGather, Operation::kAllToAll},
+                                   {Operation::kReduceScatter, Operation::kReduceScatter},
+                                   {Operation::kAllToAll, Operation::kAllToAll}};
   for (const Way& way : kDirectWays) {
     for (const auto& operations : of_ranks) {
       make_segment(2);
       on_ranks(range(2), [&](int rank) {
         std::vector<float> in(12), out(12);
-        // If the operations are equal, the cuts differ.
-        const int64_t run = operations[0] == operations[1] ? 3 + 3 * rank : 3;
-        const Status status = collective(call_of(operations[rank], way, rank, 2),
-                                         Bucket(Type::kF32, {{in.data(), out.data(), 12, run}}));
+        // If the operations are equal, the cuts differ, of the result alone in an all-to-all.
+        const int64_t other = operations[0] == operations[1] ? 3 + 3 * rank : 3;
+        const bool is_exchanged = operations[rank] == Operation::kAllToAll;
+        const Leaf leaf{in.data(), out.data(), 12, is_exchanged ? 3 : other,
+                        is_exchanged ? other : 0};
+        const Status status =
+            collective(call_of(operations[rank], way, rank, 2), Bucket(Type::kU8, {leaf}));
         CHECK(status.code == Code::kInvalidArgument);
         CHECK(contains(status.message, "ranks disagree"));
       });

@@ -229,19 +229,21 @@ class Leaves {
   std::vector<std::vector<T>> ins_, outs_;
 };
 
-// How a leaf is cut: the whole is [num_rows][num_ranks][run], a slice [num_rows][run].
+// How a leaf is cut: the whole is [num_rows][num_ranks][run], a slice [num_rows][run]. The result
+// of an all-to-all has runs of `out_run` elements, which divides a slice; 0: of `run`.
 struct Cut {
   int64_t num_rows;
   int64_t run;
+  int64_t out_run = 0;
 };
 
-// One rank's leaves of a reduce-scatter or an all-gather; otherwise like `Leaves`.
+// One rank's leaves of an operation with slices; otherwise like `Leaves`.
 template <typename T>
 class Shards {
  public:
   Shards(Operation operation, int rank, int num_ranks, std::vector<Cut> cuts, int shift,
          int64_t salt = 0)
-      : is_gathered_(operation == Operation::kAllGather),
+      : operation_(operation),
         rank_(rank),
         num_ranks_(num_ranks),
         cuts_(std::move(cuts)),
@@ -251,27 +253,30 @@ class Shards {
     int64_t first = salt_;
     for (const Cut& cut : cuts_) {
       const int64_t slice = cut.num_rows * cut.run, whole = slice * num_ranks;
-      const int64_t count = is_gathered_ ? slice : whole;
+      const int64_t count = operation == Operation::kAllGather ? slice : whole;
       std::vector<T> in(count + shift + 1, untouched);
       for (int64_t i = 0; i < count; ++i) {
         in[shift + i] = element_of<T>(value_at(rank, first + i));
       }
       first += count;
       ins_.push_back(std::move(in));
-      outs_.emplace_back((is_gathered_ ? whole : slice) + shift + 1, untouched);
+      outs_.emplace_back((operation == Operation::kReduceScatter ? slice : whole) + shift + 1,
+                         untouched);
     }
   }
 
   Bucket bucket() {
-    const int64_t unit = is_gathered_ ? sizeof(T) : 1;
+    const bool is_copied = operation_ != Operation::kReduceScatter;
+    const int64_t unit = is_copied ? sizeof(T) : 1;
     std::vector<Leaf> leaves;
     for (size_t i = 0; i < cuts_.size(); ++i) {
       const Cut& cut = cuts_[i];
       leaves.push_back({ins_[i].data() + shift_, outs_[i].data() + shift_,
                         cut.num_rows * cut.run * num_ranks_ * unit,
-                        std::max<int64_t>(cut.run, 1) * unit});
+                        std::max<int64_t>(cut.run, 1) * unit,
+                        operation_ == Operation::kAllToAll ? out_run(cut) * unit : 0});
     }
-    return Bucket(is_gathered_ ? Type::kU8 : type_of<T>(), std::move(leaves));
+    return Bucket(is_copied ? Type::kU8 : type_of<T>(), std::move(leaves));
   }
 
   // As of `Leaves`.
@@ -290,7 +295,8 @@ class Shards {
           text = "leaf " + std::to_string(leaf) + ", element " + std::to_string(k - shift_);
         }
       }
-      first += cuts_[leaf].num_rows * cuts_[leaf].run * (is_gathered_ ? 1 : num_ranks_);
+      first += cuts_[leaf].num_rows * cuts_[leaf].run *
+               (operation_ == Operation::kAllGather ? 1 : num_ranks_);
     }
     return num_wrong == 0 ? "" : std::to_string(num_wrong) + " wrong elements, first " + text;
   }
@@ -298,16 +304,25 @@ class Shards {
  private:
   // Element i of the result, of a leaf whose inputs begin with the value `first`.
   T expected_in(const Cut& cut, int64_t first, int64_t i) const {
-    if (!is_gathered_) {
+    if (operation_ == Operation::kReduceScatter) {
       const int64_t row = i / cut.run, place = row * num_ranks_ + rank_;
       return expected_at<T>(num_ranks_, first + place * cut.run + i % cut.run);
     }
-    const int64_t row = i / cut.run / num_ranks_, owner = i / cut.run % num_ranks_;
-    const int64_t of_owner = first + row * cut.run + i % cut.run;
-    return element_of<T>(value_at(static_cast<int>(owner), of_owner));
+    const bool is_exchanged = operation_ == Operation::kAllToAll;
+    const int64_t run = is_exchanged ? out_run(cut) : cut.run;
+    const int64_t row = i / run / num_ranks_, owner = i / run % num_ranks_;
+    int64_t of_owner = row * run + i % run;
+    if (is_exchanged) {
+      of_owner = (of_owner / cut.run * num_ranks_ + rank_) * cut.run + of_owner % cut.run;
+    }
+    return element_of<T>(value_at(static_cast<int>(owner), first + of_owner));
   }
 
-  const bool is_gathered_;
+  static int64_t out_run(const Cut& cut) {
+    return std::max<int64_t>(cut.out_run == 0 ? cut.run : cut.out_run, 1);
+  }
+
+  const Operation operation_;
   const int rank_, num_ranks_;
   const std::vector<Cut> cuts_;
   const int shift_;
