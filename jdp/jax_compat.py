@@ -80,7 +80,7 @@ def bind(eqn: Any, operands: Sequence[Any], calls: Sequence[Any] = (), **changes
 
 @contextlib.contextmanager
 def placed(eqn: Any, calls: Sequence[Any] = ()) -> Iterator[None]:
-    """Give what is traced in the with block the names and the source line of an equation.
+    """Set the names and the source line of what is traced in the with block to an equation's.
 
     Args:
       eqn, calls: as for `bind`.

@@ -73,7 +73,7 @@ _SAME = frozenset(
 _CHOOSING = frozenset("max min select_n".split())
 
 
-class Walk:
+class DecayWalk:
     """A pass over the program of an update.
 
     Attributes:

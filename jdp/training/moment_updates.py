@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdp import pytrees
-from jdp.training.known_values import UNKNOWN, Decay, KnownValue, Walk
+from jdp.training.known_values import UNKNOWN, Decay, DecayWalk, KnownValue
 
 # A schedule of decays has come to its end by then.
 MANY_STEPS = 10_000
@@ -53,7 +53,7 @@ def changes(tx: Any, opt_state: Any, params: Any) -> dict[int, Change]:
         return {}
     others = [UNKNOWN] * len(jax.tree.leaves(params))
     known = [_entering(i, leaf) for i, leaf in enumerate(_with_numbers(leaves, tx, params))]
-    walk = Walk()
+    walk = DecayWalk()
     new = walk.results(program, [*others, *known, *others])
     return {i: _change(i, value, walk.decays.get(i, set())) for i, value in enumerate(new)}
 
@@ -85,7 +85,7 @@ def _with_numbers(leaves: Sequence[Any], tx: Any, params: Any) -> list[Any]:
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return list(leaves)
     program = jax.make_jaxpr(tx.init)(params)
-    first = Walk().results(program, [UNKNOWN] * len(jax.tree.leaves(params)))
+    first = DecayWalk().results(program, [UNKNOWN] * len(jax.tree.leaves(params)))
     pairs = zip(leaves, first, strict=True)
     return [
         leaf if value.number is None else np.asarray(value.number, leaf.dtype)

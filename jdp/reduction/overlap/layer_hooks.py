@@ -13,7 +13,7 @@ from jdp.collectives import AllReduce, buckets, call_order
 from jdp.collectives.gpu.start_done import TOKEN, done, start
 from jdp.collectives.native import native, reserved, starts_when_ready
 from jdp.collectives.xla import scaled, split_scale
-from jdp.reduction import mixed_precision, step_context, weighted_sum
+from jdp.reduction import step_context, weighted_sum
 from jdp.reduction.overlap.identities import hooked, together
 
 
@@ -217,7 +217,7 @@ class Hooks:
     def _sent(self, gradient: list[jax.Array]) -> list[jax.Array]:
         """Return the gradient of a layer in the dtypes in which it is sent."""
         pairs = zip(gradient, self._slot, strict=True)
-        return [mixed_precision.cast(x, like.dtype) for x, like in pairs]
+        return [x.astype(like.dtype) for x, like in pairs]
 
     def _unplanned(self, reduced: list[list[jax.Array]]) -> list[jax.Array]:
         """Return what was reduced in buckets, in the order and the dtypes of the parameters."""
@@ -226,4 +226,4 @@ class Hooks:
             for bucket, leaves in zip(self._plan, reduced, strict=True)
             for i, leaf in zip(bucket, leaves, strict=True)
         }
-        return [mixed_precision.cast(by_position[i], dtype) for i, dtype in enumerate(self._dtypes)]
+        return [by_position[i].astype(dtype) for i, dtype in enumerate(self._dtypes)]
