@@ -63,33 +63,43 @@ def joined_processes() -> Any:
         return None
 
 
-def bind(eqn: Any, operands: Sequence[Any], calls: Sequence[Any] = (), **changes: Any) -> list[Any]:
+def bind(
+    eqn: Any,
+    operands: Sequence[Any],
+    calls: Sequence[Any] = (),
+    *,
+    at_caller: bool = False,
+    **changes: Any,
+) -> list[Any]:
     """Run an equation of a jaxpr, with the names and the source line that it has.
 
     Args:
       eqn: the equation.
       operands: one for each of its operands.
       calls: the equations whose bodies it stands in, outermost first.
+      at_caller: whether to give it the line of the caller. JAX leaves out of the line of an
+        equation what is outside of the function that was traced.
       **changes: parameters that are changed.
     """
     params = {**eqn.primitive.get_bind_params(eqn.params), **changes}
-    with placed(eqn, calls):
+    with placed(eqn, calls, at_caller):
         outs = eqn.primitive.bind(*operands, **params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
 @contextlib.contextmanager
-def placed(eqn: Any, calls: Sequence[Any] = ()) -> Iterator[None]:
+def placed(eqn: Any, calls: Sequence[Any] = (), at_caller: bool = False) -> Iterator[None]:
     """Set the names and the source line of what is traced in the with block to an equation's.
 
     Args:
-      eqn, calls: as for `bind`.
+      eqn, calls, at_caller: as for `bind`.
     """
     from jax._src import source_info_util
 
     names = source_info_util.current_name_stack()
     for each in (*calls, eqn):
         names += each.source_info.name_stack
-    context = source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
+    line = None if at_caller else eqn.source_info.traceback
+    context = source_info_util.user_context(line, name_stack=names)
     with context, eqn.ctx.manager:
         yield

@@ -374,6 +374,19 @@ def test_refuses_steps_whose_ranks_would_drift_apart(program, stage):
         jdp.train_step(program)(make_state(stage), batch())
 
 
+def test_the_line_of_the_update_is_named_where_leaves_stay_whole():
+    ranks(2)
+    state = jdp.TrainState.create({"b": np.ones(3, "f")}, jdp.sharded(optax.sgd(0.1), stage=3))
+
+    def step(state, rows):
+        grads = jax.grad(lambda p: jnp.sum(p["b"]) * rows["x"].mean())(state.params)
+        return state.apply_gradients(grads, synced=True), {}
+
+    line = step.__code__.co_firstlineno + 2
+    with pytest.raises(ValueError, match=rf"test_sharded\.py:{line}\b.*JDP101"):
+        jdp.train_step(step)(state, batch())
+
+
 def test_refuses_options_that_have_no_meaning():
     for options in ({"stage": 4}, {"stage": 0}, {"min_size": 0}, {"over": "model"}):
         with pytest.raises(ValueError):

@@ -11,7 +11,7 @@ import jax
 from jax import lax
 
 from jdp import jax_compat
-from jdp.analysis import jaxprs
+from jdp.analysis import jaxprs, source_lines
 from jdp.reduction import flat_program
 from jdp.reduction.flat_program import FlatOperation, FlatValue
 from jdp.reduction.partition import control_flow, owners
@@ -173,7 +173,7 @@ class Partitioner:
         if all(value.dim is None for value in ins):
             return self._whole(eqn, ins)
         if name == "optimization_barrier":
-            outs = jax_compat.bind(eqn, [value.at(value.dim) for value in ins])
+            outs = _bound(eqn, [value.at(value.dim) for value in ins])
             return self._results(eqn, outs, [value.dim for value in ins])
         if name in control_flow.RULES:
             return control_flow.RULES[name](self, eqn, ins)
@@ -200,7 +200,7 @@ class Partitioner:
         return [self._held(variable.aval, combine([part], plan.partial, self.ranks)[0], None)]
 
     def _whole(self, eqn: Any, ins: list[Value]) -> list[Value]:
-        outs = jax_compat.bind(eqn, [value.at(None) for value in ins])
+        outs = _bound(eqn, [value.at(None) for value in ins])
         return self._results(eqn, outs, [None] * len(outs))
 
     def _results(self, eqn: Any, outs: Sequence[Any], dims: Sequence[Dim]) -> list[Value]:
@@ -212,6 +212,11 @@ class Partitioner:
         return Computed(
             self.ranks, aval, x if is_same else lax.convert_element_type(x, aval.dtype), dim
         )
+
+
+def _bound(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Run an equation, with its line if that is the author's: else with that of the update."""
+    return jax_compat.bind(eqn, operands, at_caller=not source_lines.source(eqn))
 
 
 def _opened_call(eqn: Any) -> Any | None:
