@@ -174,7 +174,9 @@ def loss(p, over, params, rows, noise):
 
 def _tangent(params):
     """Return tangents that vary over the axes that `params` vary over, as `linearize` demands."""
-    return jax.tree.map(lambda x: (0.3 * _waves(x)).astype(x.dtype) + 0 * x, params)
+    return jax.tree.map(
+        lambda x: (0.3 * _waves(x)).astype(x.dtype) + 0 * lax.stop_gradient(x), params
+    )
 
 
 def _waves(x):
