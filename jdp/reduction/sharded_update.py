@@ -11,6 +11,7 @@ from jax import lax
 
 from jdp import axis
 from jdp.analysis.marks import SYNCED, mark
+from jdp.collectives import call_order, shards
 from jdp.reduction import (
     gradient_checks,
     gradients,
@@ -18,6 +19,7 @@ from jdp.reduction import (
     mixed_precision,
     scattered_gradients,
     step_context,
+    tied,
     whole_gradients,
 )
 from jdp.reduction.known_shards import Shard
@@ -165,16 +167,18 @@ class _Update:
             return [x for each in returned for x in each.arrays]
 
         state, old, options = (each.arrays for each in given)
+        is_in_place = self._is_in_place()
         args = [
             *pieces,
             *self._pieces(state),
-            *self._pieces(old),
+            *(self._waiting(self._pieces(old)) if is_in_place else self._pieces(old)),
             *(Piece(x, None) for x in options),
         ]
         results, gathers, owned = partitioned(update, args, self._axes, self._dims)
         _report(gathers, owned)
         num_params = len(returned[0].arrays)
-        new_params = self._whole(results[:num_params])
+        overwrite = given[1].like(returned[0]) if is_in_place else ()
+        new_params = self._whole(results[:num_params], overwrite)
         new_state = self._whole(results[num_params:])
         return returned[0].tree(new_params), returned[1].tree(new_state)
 
@@ -186,14 +190,35 @@ class _Update:
             for leaf, dim in zip(leaves, self._dims(leaves), strict=True)
         ]
 
-    def _whole(self, pieces: Sequence[Piece]) -> list[jax.Array]:
+    def _is_in_place(self) -> bool:
+        """Whether new parameters take the memory of the old ones, of which each rank has all."""
+        step = step_context.current(self._tx.axis_name)
+        is_chosen = step is not None and step.choices.in_place and self._tx.sharding.stage < 3
+        return is_chosen and shards.is_native(self._axes, step.mesh)
+
+    def _waiting(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return parts of old parameters, not before the last gradient was sent.
+
+        Until then the backward pass may need them, and XLA would copy what the new ones overwrite.
+        """
+        token = call_order.token()
+        chosen = [i for i, piece in enumerate(pieces) if piece.dim is not None]
+        values = [pieces[i].value for i in chosen]
+        waiting = values if token is None else tied.after(values, [token])
+        found = dict(zip(chosen, waiting, strict=True))
+        return [Piece(found.get(i, x.value), x.dim) for i, x in enumerate(pieces)]
+
+    def _whole(
+        self, pieces: Sequence[Piece], overwrite: Sequence[jax.Array | None] = ()
+    ) -> list[jax.Array]:
         parts = {
             i: Shard(piece.value, piece.dim, self._axes)
             for i, piece in enumerate(pieces)
             if piece.dim is not None
         }
         bucket_bytes = self._tx.sharding.bucket_bytes
-        wholes = known_shards.gathered([*parts.values()], bucket_bytes)
+        places = [overwrite[i] for i in parts] if overwrite else ()
+        wholes = known_shards.gathered([*parts.values()], bucket_bytes, places)
         found = dict(zip(parts, wholes, strict=True))
         return [found.get(i, piece.value) for i, piece in enumerate(pieces)]
 
@@ -209,6 +234,15 @@ class _Arrays:
         self._leaves, self._structure = jax.tree.flatten(tree)
         self._places = [i for i, x in enumerate(self._leaves) if isinstance(x, jax.Array)]
         self.arrays: list[jax.Array] = [self._leaves[i] for i in self._places]
+
+    def like(self, other: "_Arrays") -> list[jax.Array | None]:
+        """Return for each array of another tree the one in its place here, if it is like it."""
+        here = dict(zip(self._places, self.arrays, strict=True))
+        found = [here.get(i) for i in other._places]
+        return [
+            x if x is not None and (x.shape, x.dtype) == (new.shape, new.dtype) else None
+            for x, new in zip(found, other.arrays, strict=True)
+        ]
 
     def tree(self, arrays: Sequence[Any]) -> Any:
         """Return the tree with other arrays in the place of its own."""

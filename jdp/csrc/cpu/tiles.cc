@@ -35,22 +35,38 @@ void sum_tile(const Call& call, const Buckets& buckets, int64_t begin, int64_t s
   });
 }
 
-// Returns `size` bytes of a whole leaf, from `begin`: in place, if they are part of one run, else
-// gathered in `block`.
+// Returns `size` bytes of a whole leaf, from `begin`: where they are, if they are part of one run,
+// else gathered in `block`.
 const std::byte* gathered(const Buckets& buckets, size_t index, int64_t begin, int64_t size,
                           std::byte* block) {
   const int num_ranks = static_cast<int>(buckets.size());
   const std::byte* result = block;
   runs_of_whole(buckets[0]->leaf(index).run, num_ranks, begin, size,
                 [&](int rank, int64_t at, int64_t offset, int64_t length) {
-                  const auto* slice = static_cast<const std::byte*>(buckets[rank]->leaf(index).in);
+                  const Leaf& leaf = buckets[rank]->leaf(index);
+                  const std::byte* from = static_cast<const std::byte*>(leaf.in) +
+                                          (leaf.is_in_place() ? begin + offset : at);
                   if (length == size) {
-                    result = slice + at;
+                    result = from;
                   } else {
-                    std::memcpy(block + offset, slice + at, length);
+                    std::memcpy(block + offset, from, length);
                   }
                 });
   return result;
+}
+
+// Copies `size` bytes of a whole leaf, from `begin`, to a rank; in place, all but its own slice.
+void copy_whole(const std::byte* from, const Leaf& leaf, int rank, int num_ranks, int64_t begin,
+                int64_t size) {
+  auto* const to = static_cast<std::byte*>(leaf.out) + begin;
+  if (!leaf.is_in_place()) {
+    std::memcpy(to, from, size);
+    return;
+  }
+  runs_of_whole(leaf.run, num_ranks, begin, size,
+                [&](int owner, int64_t, int64_t offset, int64_t length) {
+                  if (owner != rank) std::memcpy(to + offset, from + offset, length);
+                });
 }
 
 void gather_tile(const Buckets& buckets, int64_t begin, int64_t size) {
@@ -59,8 +75,9 @@ void gather_tile(const Buckets& buckets, int64_t begin, int64_t size) {
     for (int64_t done = 0; done < length; done += kBlockBytes) {
       const int64_t part = std::min(kBlockBytes, length - done);
       const std::byte* from = gathered(buckets, index, first + done, part, block);
-      for (const Bucket* bucket : buckets) {
-        std::memcpy(static_cast<std::byte*>(bucket->leaf(index).out) + first + done, from, part);
+      const int num_ranks = static_cast<int>(buckets.size());
+      for (int rank = 0; rank < num_ranks; ++rank) {
+        copy_whole(from, buckets[rank]->leaf(index), rank, num_ranks, first + done, part);
       }
     }
   });
