@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jdp import axis
+from jdp import axis, jax_compat
 from jdp.analysis.marks import SYNCED, mark
 from jdp.collectives import call_order, shards
 from jdp.reduction import (
@@ -193,8 +193,9 @@ class _Update:
     def _is_in_place(self) -> bool:
         """Whether new parameters take the memory of the old ones, of which each rank has all."""
         step = step_context.current(self._tx.axis_name)
-        is_chosen = step is not None and step.choices.in_place and self._tx.sharding.stage < 3
-        return is_chosen and shards.is_native(self._axes, step.mesh)
+        if step is None or not step.choices.in_place or self._tx.sharding.stage == 3:
+            return False
+        return not jax_compat.CPU_COPIES_SLICES and shards.is_native(self._axes, step.mesh)
 
     def _waiting(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Return parts of old parameters, not before the last gradient was sent.

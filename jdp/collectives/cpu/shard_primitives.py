@@ -73,10 +73,11 @@ def _lower(
 
 def _put_into_wholes(
     context: Any, args: Sequence[Any], dims: tuple[int, ...], overwrites: tuple[bool, ...]
-) -> tuple[Any, Sequence[Any]]:
+) -> tuple[Any, tuple[Any, ...]]:
     """Return the operands of a call in which some leaves are slices of the arrays they overwrite.
 
-    XLA fuses the update of the slice with what computes the leaf.
+    XLA fuses what computes the leaf with what writes it into the array. The barrier keeps that
+    apart from a copy that XLA puts in front of each call, and later removes.
     """
 
     def operands(*args: jax.Array) -> list[jax.Array]:
@@ -88,11 +89,13 @@ def _put_into_wholes(
         ]
         return [*args[:_NUM_BEFORE], *lax.optimization_barrier(put)]
 
-    types = jax.eval_shape(operands, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in context.avals_in))
+    types = jax.eval_shape(
+        operands, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in context.avals_in)
+    )
     types = [jax.core.ShapedArray(x.shape, x.dtype) for x in types]
     within = context.replace(primitive=None, avals_out=types)
     args = mlir.lower_fun(operands, multiple_results=True)(within, *args)
-    return context.replace(avals_in=types), args
+    return context.replace(avals_in=types), tuple(args)
 
 
 def _jvp(

@@ -52,7 +52,8 @@ struct Leaf {
   int64_t run = 0;      // elements of a slice in one row; 0 in an all-reduce
   int64_t out_run = 0;  // the same of `out`; 0 but in an all-to-all
 
-  bool is_in_place() const { return in == out; }
+  // Whether an all-gather is in place.
+  bool is_in_place() const { return run > 0 && count > 0 && in == out; }
 };
 
 // Calls visitor(rank, at, offset, size) for each run in elements [begin, begin + size) of a whole
@@ -108,13 +109,13 @@ class Bucket {
   int64_t count() const { return begins_.back(); }
   const Leaf& leaf(size_t index) const { return leaves_[index]; }
 
-  // Whether both have the same type, the same leaf sizes and the same slices. Each rank may have
-  // other leaves in place.
+  // Whether both have the same type, leaf sizes and slices, and gather the same leaves in place.
   bool fits(const Bucket& other) const {
     return type_ == other.type_ && begins_ == other.begins_ &&
            std::equal(leaves_.begin(), leaves_.end(), other.leaves_.begin(),
                       [](const Leaf& one, const Leaf& two) {
-                        return one.run == two.run && one.out_run == two.out_run;
+                        return one.run == two.run && one.out_run == two.out_run &&
+                               one.is_in_place() == two.is_in_place();
                       });
   }
 

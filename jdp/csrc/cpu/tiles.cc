@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "prefetch.h"
 #include "reduce.h"
 
 namespace jdp {
@@ -36,36 +37,37 @@ void sum_tile(const Call& call, const Buckets& buckets, int64_t begin, int64_t s
 }
 
 // Returns `size` bytes of a whole leaf, from `begin`: where they are, if they are part of one run,
-// else gathered in `block`.
+// else gathered in `block`. The leaf is not in place.
 const std::byte* gathered(const Buckets& buckets, size_t index, int64_t begin, int64_t size,
                           std::byte* block) {
   const int num_ranks = static_cast<int>(buckets.size());
   const std::byte* result = block;
   runs_of_whole(buckets[0]->leaf(index).run, num_ranks, begin, size,
                 [&](int rank, int64_t at, int64_t offset, int64_t length) {
-                  const Leaf& leaf = buckets[rank]->leaf(index);
-                  const std::byte* from = static_cast<const std::byte*>(leaf.in) +
-                                          (leaf.is_in_place() ? begin + offset : at);
+                  const auto* slice = static_cast<const std::byte*>(buckets[rank]->leaf(index).in);
                   if (length == size) {
-                    result = from;
+                    result = slice + at;
                   } else {
-                    std::memcpy(block + offset, from, length);
+                    std::memcpy(block + offset, slice + at, length);
                   }
                 });
   return result;
 }
 
-// Copies `size` bytes of a whole leaf, from `begin`, to a rank; in place, all but its own slice.
-void copy_whole(const std::byte* from, const Leaf& leaf, int rank, int num_ranks, int64_t begin,
-                int64_t size) {
-  auto* const to = static_cast<std::byte*>(leaf.out) + begin;
-  if (!leaf.is_in_place()) {
-    std::memcpy(to, from, size);
-    return;
-  }
-  runs_of_whole(leaf.run, num_ranks, begin, size,
+// Copies `size` bytes of a whole leaf that is in place, from `begin`, to the ranks that do not own
+// them.
+void gather_in_place(const Buckets& buckets, size_t index, int64_t begin, int64_t size) {
+  const int num_ranks = static_cast<int>(buckets.size());
+  runs_of_whole(buckets[0]->leaf(index).run, num_ranks, begin, size,
                 [&](int owner, int64_t, int64_t offset, int64_t length) {
-                  if (owner != rank) std::memcpy(to + offset, from + offset, length);
+                  const auto* whole = static_cast<const std::byte*>(buckets[owner]->leaf(index).in);
+                  const std::byte* const from = whole + begin + offset;
+                  for (int rank = 0; rank < num_ranks; ++rank) {
+                    if (rank == owner) continue;
+                    auto* to = static_cast<std::byte*>(buckets[rank]->leaf(index).out);
+                    std::memcpy(to + begin + offset, from, length);
+                    prefetch_to_write(to + begin + offset + length, length);
+                  }
                 });
 }
 
@@ -74,10 +76,13 @@ void gather_tile(const Buckets& buckets, int64_t begin, int64_t size) {
   buckets[0]->pieces(begin, size, [&](size_t index, int64_t first, int64_t length, int64_t) {
     for (int64_t done = 0; done < length; done += kBlockBytes) {
       const int64_t part = std::min(kBlockBytes, length - done);
+      if (buckets[0]->leaf(index).is_in_place()) {
+        gather_in_place(buckets, index, first + done, part);
+        continue;
+      }
       const std::byte* from = gathered(buckets, index, first + done, part, block);
-      const int num_ranks = static_cast<int>(buckets.size());
-      for (int rank = 0; rank < num_ranks; ++rank) {
-        copy_whole(from, buckets[rank]->leaf(index), rank, num_ranks, first + done, part);
+      for (const Bucket* bucket : buckets) {
+        std::memcpy(static_cast<std::byte*>(bucket->leaf(index).out) + first + done, from, part);
       }
     }
   });
