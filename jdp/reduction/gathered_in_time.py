@@ -62,9 +62,9 @@ class Evaluation:
         groups = gather_schedule.groups(self._uses, capacity)
         self._members = {group.start: group.members for group in groups}
         self._gathered: dict[FlatValue, jax.Array] = {}
-        # Of derived values: what they are, and the gathered arrays that they were computed from.
+        # Derived values, each with the gathered arrays that it was computed from.
         self._computed: dict[FlatValue, tuple[Any, list[jax.Array]]] = {}
-        # What was computed last with a parameter, and what the next gather waits for.
+        # The last results that a parameter was used for, and the arrays that a gather waits for.
         self._used_last = [] if after is None else [after]
         self._ties = self._used_last
         # Gradients that were sent since the last gather began, and in the group before.
@@ -95,7 +95,7 @@ class Evaluation:
                 return
             grads = [self._values[outs[i]] for i in chosen]
             if not self._shards:
-                # No gather waits for what is sent, and XLA would send all of it together, last.
+                # No gather waits for sent gradients, and XLA would send all of it together, last.
                 grads = tied.after(grads, self._sent)
                 self._sent_before, self._sent = self._sent, []
             results = send(chosen, grads)

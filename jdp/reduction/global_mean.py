@@ -90,7 +90,7 @@ class _Loss(NamedTuple):
 
 
 def _typed(loss_fn: Callable[..., Any], axis_name: AxisName, params: Any, rest: tuple) -> jax.Array:
-    """Compute the mean where JAX's types decide what it sums; with a first derivative alone."""
+    """Compute the mean in a typed `shard_map`, where only a first derivative is defined."""
 
     @jax.custom_vjp
     def value(p: Any) -> jax.Array:

@@ -129,7 +129,7 @@ def value_and_grad(
             own = count if micro.weight is None else micro.weight
             if not grads.means:
                 return (own,), ((means, grads.local),), rows
-            # What is a mean over all ranks already counts by the weight of all of them.
+            # A mean over all ranks counts by the weight of all of them.
             of_all = own if micro.weight is None else row_weight.total_weight(own, axis_name)
             return (own, of_all), ((means, grads.local), grads.means), rows
 
@@ -242,7 +242,7 @@ def _num_micro_batches(batch: Any, accumulate: int | None, micro_batch_rows: int
 
 
 def _require_means(value: Any) -> Any:
-    """Refuse what has no mean over micro-batches in a loss and its aux."""
+    """Refuse a loss or aux that has no mean over micro-batches."""
 
     def visit(path: Any, leaf: Any) -> jax.Array:
         dtype = jnp.result_type(leaf)

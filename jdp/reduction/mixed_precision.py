@@ -135,7 +135,7 @@ def like_masters(grads: Any, params: Any) -> Any:
 
 
 def named_loss(params: Any) -> contextlib.AbstractContextManager:
-    """Name what is traced in the `with` as a loss that sees narrow parameters, if it does."""
+    """Mark operations traced in the `with` as of a loss, if that sees narrow parameters."""
     scope = step_context.innermost()
     seen = {} if scope is None else scope.loss_dtypes
     is_narrow = any(id(leaf) in seen for leaf in jax.tree.leaves(params)) if seen else False

@@ -16,7 +16,7 @@ from jdp.reduction import gradients, mixed_precision, unsplit_state
 
 
 class Replicated(optax.GradientTransformationExtraArgs):
-    """What `replicated` returns: an optax transformation that knows its axis."""
+    """The result of `replicated`: an optax transformation that knows its axis."""
 
     @property
     def axis_name(self) -> AxisName:

@@ -27,7 +27,7 @@ def own_slice(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
 
 
 def part_of_whole(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return what is this rank's part of a value by the way it was made."""
+    """Return this rank's part of a value, marked as one because of the way it was made."""
     return mark(part, kind=SHARD, path="", axes=tuple(axes))
 
 

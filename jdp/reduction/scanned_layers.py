@@ -15,7 +15,7 @@ from jdp.collectives import AllReduce
 from jdp.reduction import sharded_layers, step_context, whole_layers
 from jdp.reduction.overlap.layer_hooks import Hooks, floats_of, is_float
 
-# Whether the layers of another scan are being traced, which reduces what is in them.
+# Whether the layers of another scan are being traced, which reduces their gradients.
 _is_inside: ContextVar[bool] = ContextVar("jdp_scan_layers", default=False)
 
 
@@ -125,7 +125,7 @@ def late_choices(jaxpr: Any) -> set[bool | None]:
 
 
 def _is_late(late: bool | None, axis_name: AxisName) -> tuple[bool, str]:
-    """Return whether to reduce late, and the kind of mark for what would choose otherwise."""
+    """Return whether to reduce late, and the kind of mark that records a different choice."""
     step = step_context.innermost()
     if step is None and axis.size(axis_name) == 1:
         return False, ""

@@ -14,13 +14,13 @@ from jdp.reduction import gradients, mixed_precision
 from jdp.reduction.optimizer import Replicated, replicated
 from jdp.validation import int_at_least, integer
 
-# Smaller leaves stay whole: what they take is less than the start of one more transfer costs.
+# Smaller leaves stay whole: splitting one saves less than the start of a transfer costs.
 MIN_SIZE = 2**12
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """What `sharded` splits over which ranks.
+    """The arrays that `sharded` splits, and the ranks.
 
     Attributes:
       stage: 1: optimizer state. 2: gradients, too. 3: parameters, too.
@@ -63,11 +63,11 @@ class Sharding:
 
 
 class Sharded(Replicated):
-    """What `sharded` returns: an optax transformation that knows what is split over its axis."""
+    """The result of `sharded`: an optax transformation that knows its axis and its `Sharding`."""
 
     @property
     def sharding(self) -> Sharding:
-        """What is split, and over which ranks."""
+        """The arrays that are split, and the ranks."""
         return self.update.sharding  # type: ignore[attr-defined]
 
     @property
@@ -186,5 +186,5 @@ def _not_gathered(dtype: np.dtype, stage: int) -> str:
 
 
 def sharding_of(tx: Any) -> Sharding | None:
-    """Return what an optimizer splits over the ranks, None if it splits nothing."""
+    """Return the `Sharding` of an optimizer, None if it splits nothing."""
     return tx.sharding if isinstance(tx, Sharded) else None

@@ -25,7 +25,7 @@ class Average(Protocol):
         ...
 
     def means_of_slopes(self, values: list[jax.Array]) -> list[jax.Array]:
-        """Return the means of tangents, by what JAX can differentiate."""
+        """Return the means of tangents, by operations that JAX can differentiate."""
         ...
 
 

@@ -220,7 +220,7 @@ class Hooks:
         return [x.astype(like.dtype) for x, like in pairs]
 
     def _unplanned(self, reduced: list[list[jax.Array]]) -> list[jax.Array]:
-        """Return what was reduced in buckets, in the order and the dtypes of the parameters."""
+        """Return the reduced gradients of a layer, in the order and dtypes of the parameters."""
         by_position = {
             i: leaf
             for bucket, leaves in zip(self._plan, reduced, strict=True)

@@ -15,7 +15,7 @@ from jdp.reduction.partition.values import Computed
 
 
 class Piece(NamedTuple):
-    """What a rank holds of an array.
+    """This rank's part of an array.
 
     Attributes:
       value: this rank's slice, or the whole array.
@@ -32,8 +32,8 @@ class Partitioned(NamedTuple):
     """The results of a function that ran on slices, and how.
 
     Attributes:
-      pieces: of each result what this rank holds.
-      gathers: what was gathered whole, in order.
+      pieces: this rank's part of each result.
+      gathers: the values that were gathered whole, in order.
       owned: what one rank each computed for the others.
     """
 
@@ -61,7 +61,7 @@ def partitioned(
     Args:
       function: takes the whole arrays, returns some. Arrays that it has captured are whole, and the
         same on all ranks unless it reduces over `axes` itself.
-      args: of each argument what this rank holds.
+      args: this rank's part of each argument.
       axes: names of the mesh axes, bound by `shard_map(check_vma=False)`; unbound, one rank.
       want: for each result the dim along which it is returned, None for the whole; or a function
         that returns them from the shapes of the whole results.
