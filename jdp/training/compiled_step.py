@@ -195,7 +195,7 @@ class Program:
             )
 
     def _returned(self, old: Any, leaving: RankOutputs, proved: Proved) -> tuple:
-        """Put together what the ranks returned: `(state, metrics, weight, reports, found)`."""
+        """Put together the results of the ranks: `(state, metrics, weight, reports, found)`."""
         same, split = leaving
         metrics = reported.with_uniform(same.metrics, same.own_metrics, proved.own_metrics)
         metrics = pytrees.put_nodes(metrics, split.rows)

@@ -1,4 +1,4 @@
-"""What is known of the values in the program of an optimizer's update."""
+"""Find values that are a decay or a sum in the program of an optimizer's update."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class Sum(NamedTuple):
 
 
 class KnownValue(NamedTuple):
-    """What is known of a value of the update.
+    """The facts that are known about a value of the update.
 
     Attributes:
       leaves: positions of leaves of the state; each of its elements is one of one of these, or of
@@ -65,7 +65,7 @@ class KnownValue(NamedTuple):
 UNKNOWN = KnownValue()
 
 
-# Operations whose result is what their one operand is, and those that choose among operands.
+# Operations that keep the facts of their operand, or of one of their operands.
 _SAME = frozenset(
     "broadcast_in_dim convert_element_type copy jdp_mark reduce_max reduce_min reshape "
     "squeeze".split()
@@ -77,14 +77,14 @@ class DecayWalk:
     """A pass over the program of an update.
 
     Attributes:
-      decays: position of a leaf -> what it is multiplied by.
+      decays: position of a leaf -> the value that it is multiplied by.
     """
 
     def __init__(self) -> None:
         self.decays: dict[int, set[Decay]] = {}
 
     def results(self, program: Any, values: Sequence[KnownValue]) -> list[KnownValue]:
-        """Return what is known of a program's results."""
+        """Return the facts about a program's results."""
         body = jaxprs.opened(program)
         env = dict(zip(body.invars, values, strict=True))
         for variable, constant in jaxprs.constants(program):
@@ -118,7 +118,7 @@ class DecayWalk:
         return [*_computed(eqn, ins, same)]
 
     def _product(self, eqn: Any, one: KnownValue, other: KnownValue) -> KnownValue:
-        """Return what is known of a product, and record it as a decay if it is one."""
+        """Return the facts about a product, and record it as a decay if it is one."""
         if one.number is None:
             one, other = other, one
         if one.number is None:
@@ -140,7 +140,7 @@ class DecayWalk:
 
 
 def _added(value: KnownValue, term: KnownValue) -> frozenset[Sum]:
-    """Return the leaves in a sum of two values of which the first may be a leaf."""
+    """Return the leaves in a sum of two values; the first may be a leaf."""
     part = abs(term.factor) if term.is_part else None
     return frozenset(Sum(leaf, part, term.is_rounded) for leaf in value.leaves)
 
@@ -148,7 +148,7 @@ def _added(value: KnownValue, term: KnownValue) -> frozenset[Sum]:
 def _computed(
     eqn: Any, ins: Sequence[KnownValue], same: Sequence[KnownValue]
 ) -> Sequence[KnownValue]:
-    """Return what is known of the results of an operation, with their numbers if it has them."""
+    """Return the facts about the results of an operation, with their numbers if it has them."""
     are_numbers = all(value.number is not None for value in ins) and not jaxprs.acts(eqn)
     if not ins or not are_numbers or any(v.aval.shape != () for v in eqn.outvars):
         return same
@@ -163,7 +163,7 @@ def _computed(
 
 
 def _chosen(values: Sequence[KnownValue]) -> KnownValue:
-    """Return what is known of a value each of whose elements is one of some values."""
+    """Return the facts about a value whose elements each come from one of some values."""
     if not all(value.leaves or value.sums for value in values):
         return UNKNOWN
     leaves = frozenset().union(*(value.leaves for value in values))

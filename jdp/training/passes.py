@@ -45,8 +45,8 @@ class Pass(NamedTuple):
       choices: how it differs from other programs of the step.
       program: the function that was traced, see `RankProgram.mapped`.
       jaxpr: of it.
-      traced: what its leaves are called, and what its trace found.
-      proved: what is known of it.
+      traced: the names of its leaves, and the findings of its trace.
+      proved: the results of its proof.
     """
 
     inputs: Inputs
@@ -100,7 +100,7 @@ def build(rank_program: RankProgram, probed: Pass) -> Pass:
     )
     program, jaxpr, traced = _traced(rank_program, choices, probed.inputs)
     chosen = _choose(choices, jaxpr)
-    if chosen != choices:  # what it leaves out had kept some calls in order
+    if chosen != choices:  # the reductions that it leaves out had kept some calls in order
         choices = chosen
         program, jaxpr, traced = _traced(rank_program, choices, probed.inputs)
     again = step_refusals.proved if None in late_choices(jaxpr) else step_refusals.check

@@ -145,7 +145,7 @@ class RankProgram:
                 in_specs=tuple(specs),
                 out_specs=RankOutputs(P(), SplitOutputs(rows, rows, parts)),
                 axis_names=set(axis_name),
-                check_vma=False,  # The analysis proves what JAX's types get wrong here.
+                check_vma=False,  # JAX's types are wrong here: the analysis proves it.
             ),
             inline=jax_compat.INLINE_EARLY,
         )

@@ -1,4 +1,4 @@
-"""`Step`: a decorated function, and what happens around each call of it."""
+"""`Step`: a decorated function, and the work around each call of it."""
 
 import dataclasses
 import functools
@@ -98,7 +98,7 @@ class Step:
         return program.trace(*args, is_compiled=True).lower()
 
     def findings(self, *args: Any, **kwargs: Any) -> TraceFindings:
-        """Return what the trace of the step for these arguments finds."""
+        """Return the findings of the trace of the step for these arguments."""
         program, args, *_ = self._prepare(args, kwargs)
         *_, found = program.trace(*args).out_info
         return found
@@ -144,7 +144,7 @@ class Step:
         return program, (state, batch, *rest), is_traced, is_returned
 
     def _bound(self, args: tuple, kwargs: dict[str, Any]) -> tuple[StepSpec, tuple]:
-        """Return the arguments in order, those that have to go by keyword last.
+        """Return the arguments in order, keyword-only ones last.
 
         An argument that is left out keeps its default, which is a constant of the program.
         """
