@@ -94,7 +94,7 @@ def _loaded(group: tuple[int, ...], found: Latest, sources: Sources) -> Saved:
 
 
 def require_position(batches: Any) -> None:
-    """Refuse batches of which no position is known.
+    """Refuse batches without a position.
 
     Raises:
       TypeError: naming what to give.

@@ -39,7 +39,7 @@ class Sources:
 
     Attributes:
       keys: keys of these states, without commits of which the host may have only parts.
-      records: what the processes of this host wrote of commits in parts.
+      records: the parts of commits that processes of this host wrote.
       is_split: whether the checkpoint was written in parts.
       life: the last life of the run known to this process.
       torn: the damaged checkpoints, if all are damaged.
@@ -60,7 +60,7 @@ class Sources:
         self.keys = [*self._found]
 
     def offer(self) -> dict[str, Any]:
-        """Return what `latest` needs to know of this process, as JSON."""
+        """Return the facts about this process for `latest`, as JSON."""
         split = [[key, split_commit.coverage(found)] for key, found in self.records.items()]
         offer = {"keys": self.keys, "split": split, "is_split": self.is_split}
         return {**offer, "life": self.life, "torn": self.torn}
@@ -77,7 +77,7 @@ class Sources:
         return self._found[key][0] if key in self._found else None
 
     def readable(self, key: Key, facts: dict[str, Any], *, sees_directory: bool) -> Readable:
-        """Return what this process can read of a state, piece by piece."""
+        """Return the pieces of a state that this process can read."""
         if not key.is_commit:
             checkpoint = self._folder.checkpoint(key.life, key.step)
             return split_disk.CheckpointReader(
