@@ -17,7 +17,7 @@ from contextlib import suppress
 # A variable by which the guardian finds processes that left their process group.
 MARK = "JDP_GUARDIAN"
 
-# Seconds that a resource tracker has to clean up, of which it needs some milliseconds.
+# Seconds that a resource tracker has to clean up; it needs some milliseconds.
 _TRACKER_S = 2.0
 
 

@@ -103,7 +103,7 @@ class Recoveries:
         return "" if self._outage is None else self._outage.text
 
     def reason_to_end(self, why: Cause, generation: Generation) -> str:
-        """Return the reason why the run does not go on after this failure; "" if it does."""
+        """Return the reason to end the run after this failure; "" to continue."""
         if why.grows:
             return ""
         reason = self._budget.reason_to_end(why, _step(why, generation), why.noticed)

@@ -60,7 +60,7 @@ exit codes:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads flags up to the program; what follows is the program's.
+    """Reads flags up to the program; the rest are the program's.
 
     Raises:
       ValueError: for a bad command line, where argparse would end the process.
