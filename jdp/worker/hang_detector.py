@@ -105,7 +105,7 @@ class Watch:
         return Stall(report, causes, stalled_s, is_over)
 
     def left_s(self, now: float, status: ProcessStatus) -> float:
-        """Return for how many seconds a process may still go on without progress."""
+        """Return for how many seconds a process may still be without progress."""
         if status.phase == STARTING:
             return math.inf
         return self._limit_s(status) - (now - max(status.progress_s, self._blind_until_s))
