@@ -138,17 +138,15 @@ class _Loop:
         """Raise the problem of the loop if it has one that was not raised before."""
         if self._problem is not None and not self._raised.is_set():
             self._raised.set()
+            kind = OtherFailedError if self._problem.is_failure else ValueError
             with self._propagating_errors():
-                raise (OtherFailedError if self._problem.is_failure else ValueError)(
-                    self._problem.text
-                )
+                raise kind(self._problem.text)
 
     # A process that has left the loop may wait for this one at the start of its next loop.
     def _propagating_errors(self) -> contextlib.AbstractContextManager[None]:
         return agree.propagating_errors(self._peers, "in a loop over batches")
 
-    # Called when the first end is known, and when this loop has ended or requested too many
-    # batches.
+    # Called when the first end is known, and when this loop has ended or got too many batches.
     def _compare(self) -> None:
         with self._lock:
             if self._is_compared or self._first is None:
@@ -242,8 +240,7 @@ class _Loop:
             print(text, file=sys.stderr, flush=True)
             current_loop.leave()
 
-    # The position of the thread that runs the loop. It is the same a second later if the thread
-    # waits.
+    # The position of the thread that runs the loop, which does not change while that thread waits.
     def _place(self) -> Any:
         frame = sys._current_frames().get(self._runner)
         return frame and (id(frame), frame.f_lasti)

@@ -11,8 +11,8 @@ from jdp import axis
 from jdp.axis import AxisName
 from jdp.reduction import shared_values
 from jdp.reduction.gradients import sync_gradients
+from jdp.reduction.local_gradients import local_value_and_grad
 from jdp.reduction.metrics import mean_over_ranks
-from jdp.reduction.micro_batches import local_value_and_grad
 
 
 def global_mean(

@@ -31,7 +31,7 @@ class Change(NamedTuple):
 def changes(tx: Any, opt_state: Any, params: Any) -> dict[int, Change]:
     """Return the changes of the leaves of an optimizer's state in an update, by position.
 
-    It is traced in float32, where no decay is rounded to 1. What cannot be traced is not known.
+    It is traced in float32, where no decay is rounded to 1. Empty if the update cannot be traced.
 
     Args:
       tx: the optimizer.
