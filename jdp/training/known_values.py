@@ -50,7 +50,7 @@ class KnownValue(NamedTuple):
       is_rounded: see `Decay`.
       is_of_count: see `Decay`.
       factor: a number that it is a multiple of.
-      is_part: whether it is a multiple of squares, or of the difference of a leaf from something.
+      is_multiple: whether it is a multiple of squares, or of a difference of a leaf and a value.
     """
 
     leaves: frozenset[int] = frozenset()
@@ -59,7 +59,7 @@ class KnownValue(NamedTuple):
     is_rounded: bool = False
     is_of_count: bool = False
     factor: float = 1.0
-    is_part: bool = False
+    is_multiple: bool = False
 
 
 UNKNOWN = KnownValue()
@@ -110,7 +110,7 @@ class DecayWalk:
         elif name in ("add", "sub"):
             same = [KnownValue(sums=_added(*ins) | _added(*ins[::-1]))]
         elif name == "square" or (name == "integer_pow" and eqn.params["y"] == 2):
-            same = [KnownValue(is_part=True)]
+            same = [KnownValue(is_multiple=True)]
         elif name in _CHOOSING:
             same = [_chosen(ins[1:] if name == "select_n" else ins)]
         else:
@@ -123,10 +123,10 @@ class DecayWalk:
             one, other = other, one
         if one.number is None:
             is_square = eqn.invars[0] is eqn.invars[1]
-            is_part = is_square or one.is_part or other.is_part
+            is_multiple = is_square or one.is_multiple or other.is_multiple
             is_rounded = one.is_rounded or other.is_rounded
             factor = one.factor * other.factor
-            return KnownValue(is_part=is_part, factor=factor, is_rounded=is_rounded)
+            return KnownValue(is_multiple=is_multiple, factor=factor, is_rounded=is_rounded)
         number = float(one.number)
         decay = Decay(number, one.is_rounded, one.is_of_count)
         for leaf in other.leaves | {each.leaf for each in other.sums}:
@@ -135,13 +135,13 @@ class DecayWalk:
             return other._replace(number=None)
         factor = other.factor * number
         is_rounded = one.is_rounded or other.is_rounded
-        is_part = other.is_part or bool(other.sums)
-        return KnownValue(factor=factor, is_part=is_part, is_rounded=is_rounded)
+        is_multiple = other.is_multiple or bool(other.sums)
+        return KnownValue(factor=factor, is_multiple=is_multiple, is_rounded=is_rounded)
 
 
 def _added(value: KnownValue, term: KnownValue) -> frozenset[Sum]:
     """Return the leaves in a sum of two values; the first may be a leaf."""
-    part = abs(term.factor) if term.is_part else None
+    part = abs(term.factor) if term.is_multiple else None
     return frozenset(Sum(leaf, part, term.is_rounded) for leaf in value.leaves)
 
 
