@@ -119,6 +119,11 @@ class Folder:
     def write(self, life: int, step: int, facts: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Write JSON-serializable facts and nonempty arrays; return when they are on disk.
 
+        Args:
+          life, step: the name of the checkpoint.
+          facts: about the state, see `Session`.
+          arrays: name on disk -> array.
+
         Raises:
           OSError: if they cannot be written; earlier checkpoints are kept.
         """
@@ -154,7 +159,14 @@ class Folder:
         facts: dict[str, Any],
         sums: dict[str, list[Any]],
     ) -> None:
-        """Make a checkpoint of the written folders, given the results of `sealed`."""
+        """Make a checkpoint of the written folders, given the results of `sealed`.
+
+        Args:
+          part: the folder from `part`, in which all arrays are written.
+          life, step: the name of the checkpoint.
+          facts: JSON-serializable.
+          sums: size and checksum of each file.
+        """
         manifest = {"facts": facts, "files": sums}
         with open(part / "manifest", "w") as file:
             json.dump({"sha256": _checksum(manifest), "manifest": manifest}, file, indent=1)

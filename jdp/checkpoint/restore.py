@@ -118,6 +118,11 @@ def require_position(batches: Any) -> None:
 def set_position(batches: Any, facts: Mapping[str, Any], where: str) -> None:
     """Set batches to the position in the facts.
 
+    Args:
+      batches: as for `Checkpointer.restore`.
+      facts: written with a state.
+      where: name of that state, for errors.
+
     Raises:
       ValueError: if there is none, or one of other data or of other processes.
     """

@@ -156,6 +156,10 @@ class Latest(NamedTuple):
 def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
     """Return the latest state that any process offers; None if there are none.
 
+    Args:
+      offers: process -> its `Sources.offer`.
+      directory: of the checkpoints, for errors.
+
     Raises:
       RuntimeError: if all checkpoints are damaged and there is no commit, or if there is a state
         but process 0 does not resume.

@@ -77,6 +77,10 @@ def narrower(leaf: Any, dtype: np.dtype | None) -> np.dtype | None:
 def require_masters(params: Any, gather_dtype: np.dtype | None) -> None:
     """Refuse parameters that have fewer bits than they are gathered in.
 
+    Args:
+      params: tree of arrays.
+      gather_dtype: of the optimizer; None: parameters are gathered as they are.
+
     Raises:
       ValueError: naming the first one.
     """

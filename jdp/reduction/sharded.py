@@ -52,6 +52,10 @@ class Sharding:
 
         It is the largest one that divides, since that of stacked layers is a small one; the
         first of several that are equal.
+
+        Args:
+          leaf: array or `ShapeDtypeStruct`.
+          num_shards: number of ranks that split it.
         """
         shape = np.shape(leaf)
         if num_shards == 1 or np.prod(shape) < self.min_size:

@@ -18,7 +18,12 @@ _logged: set[str] = set()
 
 
 def placed(state: Any, *, copy: bool) -> Any:
-    """Copy a `TrainState` onto the mesh of `jdp.init()`, whole or split as its optimizer says."""
+    """Copy a `TrainState` onto the mesh of `jdp.init()`, whole or split as its optimizer says.
+
+    Args:
+      state: the new state.
+      copy: whether leaves that lie there already are copied, too.
+    """
     axis_name = state.tx.axis_name
     try:
         mesh = mesh_of(jax.tree.leaves(state), axis_name)

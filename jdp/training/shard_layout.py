@@ -57,6 +57,10 @@ def partition(state: Any, mesh: Mesh) -> list[PartitionSpec | None]:
 
     A leaf of a `TrainState` that its optimizer leaves whole is whole, also if another optimizer
     had split it.
+
+    Args:
+      state: a state, or `pytrees.hold` of it.
+      mesh: the mesh of the ranks.
     """
     restored = pytrees.restore(state)
     dims, axes = _dims(restored, mesh)

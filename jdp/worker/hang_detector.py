@@ -105,7 +105,15 @@ class Watch:
         return Stall(report, causes, stalled_s, is_over)
 
     def left_s(self, now: float, status: ProcessStatus) -> float:
-        """Return for how many seconds a process may still be without progress."""
+        """Return for how many seconds a process may still be without progress.
+
+        Args:
+          now: seconds, on the clock of `ProcessStatus`.
+          status: of the process.
+
+        Returns:
+          Seconds, negative if its time is used up; inf before it trains.
+        """
         if status.phase == STARTING:
             return math.inf
         return self._limit_s(status) - (now - max(status.progress_s, self._blind_until_s))

@@ -160,6 +160,10 @@ class Slot:
         """Write a phase that begins now, or began at `since_ns`, and return when it began.
 
         Times are those of `time.monotonic_ns`.
+
+        Args:
+          phase: from `record`.
+          since_ns: when it began; 0: now.
         """
         now = time.monotonic_ns()
         since_ns = since_ns or now
