@@ -167,24 +167,24 @@ def _traced(rank_program: RankProgram, choices: Choices, inputs: Inputs) -> tupl
         inputs=inputs.names,
         mask=inputs.mask,
         outputs=_outputs(rank_program.spec, traced.out_info),
-        found=traced.out_info.same.found,
+        found=traced.out_info.uniform.found,
     )
     return program, traced.jaxpr, described
 
 
 def _outputs(spec: StepSpec, leaving: RankOutputs) -> list[Output]:
-    same, split = leaving
-    layout = same.layout
+    uniform, split = leaving
+    layout = uniform.layout
     states = [
         Output(f"new {spec.argument(0)}", path, "rows" if group == OWN else "state", leaf)
         for (path, leaf), group in zip(_named(leaving.state()), layout.groups, strict=True)
     ]
-    uniform, *parts = layout.parted(states)
+    arrays, *parts = layout.parted(states)
     return [
-        *uniform,
-        *_described("metrics", "metric", same.metrics),
-        Output(WEIGHT, (), "metric", same.weight),
-        *_described("metrics", "own", same.own_metrics),
+        *arrays,
+        *_described("metrics", "metric", uniform.metrics),
+        Output(WEIGHT, (), "metric", uniform.weight),
+        *_described("metrics", "own", uniform.own_metrics),
         *_described("rows", "rows", (split.rows, split.reports)),
         *itertools.chain.from_iterable(parts),
     ]
