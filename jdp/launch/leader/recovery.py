@@ -81,7 +81,7 @@ class Outage:
         parts.append(f"first step {record['step_s']:.3f}{compiled}")
         lost = record["lost_steps"]
         words = "" if lost is None else f", {lost} step{'' if lost == 1 else 's'} lost"
-        return f"whole after {record['whole_s']:.3f} s ({', '.join(parts)}){words}"
+        return f"training again after {record['whole_s']:.3f} s ({', '.join(parts)}){words}"
 
 
 class Recoveries:
