@@ -54,7 +54,7 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
       traced: names of its inputs and outputs, and the step that it is of.
 
     Raises:
-      ValueError: naming each value that may differ, and each collective that may wait for ever.
+      ValueError: naming each value that may differ, and each collective that may wait forever.
     """
     step = find_shard_maps(jaxpr)[0]
     numbers = jaxprs.captured_numbers(jaxpr)

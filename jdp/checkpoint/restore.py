@@ -102,7 +102,7 @@ def require_position(batches: Any) -> None:
     if batches is None or hasattr(batches, "position"):
         return
     instead = "Give jdp.batches(...), or an object with an int `position`: how many rows it has "
-    instead += "handed out. After it is set, it goes on there."
+    instead += "handed out. After it is set, it continues there."
     if hasattr(batches, "__next__") or hasattr(batches, "__iter__"):
         instead += (
             " jdp.shard_batches reads a loader ahead: of a loader that saves its own state (an "

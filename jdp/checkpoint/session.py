@@ -220,7 +220,7 @@ class Session:
         self.end_session()
         if self._process == 0:
             _log.warning(
-                "jdp: SIGTERM: step %d is saved in %s. Run again with %s to go on.",
+                "jdp: SIGTERM: step %d is saved in %s. Run again with %s to continue.",
                 self.steps,
                 self._folder.path,
                 "JDP_RESUME=1" if self._assigned is None else "--resume",

@@ -186,7 +186,7 @@ def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
         return None
     if not offers[0]["resumes"]:
         raise RuntimeError(
-            f"{directory} holds step {key.step} of an earlier run. To go on from there: jdp run "
+            f"{directory} holds step {key.step} of an earlier run. To continue from there: jdp run "
             "--resume, JDP_RESUME=1 or Checkpointer(..., resume=True). To begin anew: another "
             "directory, or this one emptied."
         )
@@ -220,7 +220,7 @@ def _warn_of_lost(num_missing: dict[Key, int], key: Key) -> None:
     if lost > key and not key.is_commit and jax.process_index() == 0:
         _log.warning(
             "jdp: the commit of step %d lacks %d of its parts, which were on hosts that are gone "
-            "or were not written in time. This goes on from step %d, which is on the disk.",
+            "or were not written in time. This continues from step %d, which is on the disk.",
             lost.step,
             num_missing[lost],
             key.step,

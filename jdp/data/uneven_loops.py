@@ -174,7 +174,7 @@ class _Loop:
         if not self._is_settled():
             text = (
                 f"{self._mine}, and {agree.timeout_s():g} s later processes {self._missing()} "
-                "have neither ended theirs nor gone on: they hang, or do something else."
+                "have neither ended theirs nor continued: they hang, or do something else."
             )
             raise RuntimeError(with_code("JDP207", text))
         self.raise_problem()
@@ -219,7 +219,7 @@ class _Loop:
         process, how = json.loads(text or '[-1, ""]')
         if process not in self._peers or process == self._me:
             return None
-        return with_code("JDP208", f"process {process} {how}, so no process can go on")
+        return with_code("JDP208", f"process {process} {how}, so no process can continue")
 
     # End this process's wait in a step that the others do not run.
     def _get_out(self, problem: str) -> None:

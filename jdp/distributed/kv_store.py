@@ -47,7 +47,7 @@ def replace(key: str, value: str) -> None:
 def ends_within(timeout_s: float, write: Callable[[], object]) -> bool:
     """Run a function that writes to the store; return whether it has ended in time.
 
-    For a process that ends: writing waits for process 0 without a deadline, for ever where that is
+    For a process that ends: writing waits for process 0 without a deadline, forever where that is
     stopped. The thread of a function that has not ended is left behind.
     """
 

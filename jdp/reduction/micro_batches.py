@@ -48,7 +48,7 @@ def value_and_grad(
     runs behind it, so that its backward pass can hide the reduction.
 
     `accumulate` says k. `micro_batch_rows` says what fits into memory, and k follows from the rows
-    of a rank: a run that goes on with fewer ranks takes more micro-batches, and not more memory.
+    of a rank: a run that continues with fewer ranks takes more micro-batches, and not more memory.
 
     With `jdp.sharded(stage=2)` and `stage=3` it scatters a gradient as soon as it is complete, and
     adds up parts over micro-batches: the gradient of a split leaf is the mean over ranks already,

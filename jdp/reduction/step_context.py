@@ -123,7 +123,7 @@ class Scope:
 
 _scope: ContextVar[Scope | None] = ContextVar("jdp_scope", default=None)
 
-# JAX keeps what it traced of the author's jitted functions for every value of this. One that was
+# JAX keeps what it traced of the author's jitted functions forevery value of this. One that was
 # traced with the weight of one trace would hand it to another, and `scan_layers` that reduces late,
 # in some dtype, to a program in which it does not.
 _trace = jax.make_user_context(0)

@@ -120,6 +120,6 @@ def require_alive(spec: StepSpec, args: Sequence[Any]) -> None:
         pytrees.require_alive(
             spec.argument(i),
             arg,
-            "Go on with the state that the step returned, give a copy "
+            "Continue with the state that the step returned, give a copy "
             "(jax.tree.map(jnp.copy, ...)), or decorate with donate=False.",
         )

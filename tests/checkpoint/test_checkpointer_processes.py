@@ -317,8 +317,8 @@ OTHERWISE = {
     "nothing": ({"differs": "", "commit_every": 1, "save_every": 3}, (20, 20, 20)),
 }
 DIFFERENCES = {
-    "state": "`state.params['w']` has other values on process 1 than on process 0",
-    "argument": "`scale` has other values on process 1 than on process 0: 2.0 instead of 1.0",
+    "state": r"`state\.params\['w'\]` .*process 1 .*process 0",
+    "argument": r"`scale` .*process 1 .*process 0: 2\.0 .*1\.0",
 }
 
 
@@ -332,7 +332,7 @@ def test_what_differs_between_processes_is_neither_committed_nor_saved(tmp_path)
         assert tuple(kept) == right, name
         if difference := DIFFERENCES.get(case["differs"]):
             assert error.startswith("RuntimeError: call 3 of `train_scaled` ") and "JDP211" in error
-            assert difference in error, name
+            assert re.search(difference, error), name
         else:
             assert not error
 

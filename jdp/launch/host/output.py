@@ -211,7 +211,7 @@ class Logs:
                 try:
                     call()
                 except Exception as error:  # the output must be read all the same
-                    self.say(f"a bug in the launcher's log thread, which goes on: {error!r}")
+                    self.say(f"a bug in the launcher's log thread, which continues: {error!r}")
         self._selector.close()
         self._woken.close()
 

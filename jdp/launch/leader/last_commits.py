@@ -11,7 +11,7 @@ class LastCommits:
     Args:
       code: exit code of the run.
       why: for people.
-      restored: step of the checkpoint from which the last generation went on, if any.
+      restored: step of the checkpoint from which the last generation continued, if any.
     """
 
     def __init__(self, code: int, why: str, restored: int | None) -> None:
@@ -34,7 +34,7 @@ class LastCommits:
     def outcome(self) -> tuple[int, str]:
         """Return the exit code, and a text for people: the reason, and how to continue."""
         saved = [facts for facts in self._answers.values() if "step" in facts]
-        go_on = "The same command with --resume goes on from step"
+        go_on = "The same command with --resume continues from step"
         if saved:
             latest = max(saved, key=lambda facts: (facts["life"], facts["step"]))
             return self._code, self._with(f"{go_on} {latest['step']}, in {latest['directory']}.")

@@ -204,7 +204,7 @@ class Leader:
         if generation.saved:
             saved = f"saved {generation.closed_step}".rstrip()
             self._over(
-                SAVED, f"it {saved} and ended; the same command with --resume goes on there."
+                SAVED, f"it {saved} and ended; the same command with --resume continues there."
             )
         elif self._signal is not None and not generation.is_finished:
             self._give_up(128 + self._signal, "")
