@@ -1,5 +1,6 @@
 """A checkpoint in parts that one process cannot write fails on all, and can be written again."""
 
+import contextlib
 import re
 import time
 
@@ -90,8 +91,9 @@ def comes_late(path):
     def late(state, arrays):
         write(state, arrays)
         while me == 1 and not parts[1].exists() and state.parent == parts[0]:
-            state.mkdir(parents=True, exist_ok=True)  # as TensorStore does
-            (state / "more").touch()
+            with contextlib.suppress(FileNotFoundError):  # removed between the two
+                state.mkdir(parents=True, exist_ok=True)  # as TensorStore does
+                (state / "more").touch()
 
     part_files.write = late
     writer = checkpoint_writer(folder, keep=3, is_here=me == 0)
