@@ -91,9 +91,9 @@ def per_rank(tree: Any, *, resize: Resize | None = None) -> PerRank:
 
     Error feedback, hidden states of truncated backpropagation, replay buffers, states of
     environments. The arrays are split over the ranks on their first dim, as a batch is: rank r has
-    the r-th part, inside a step as `state.model_state["hidden"].value`. A step returns the new
-    part in a `per_rank(...)` again. Nothing is averaged. What the rest of the state takes from it
-    must be reduced first, as what comes from the batch.
+    the r-th part, inside a step as `state.model_state["hidden"].value`. A step returns the new part
+    in a `per_rank(...)` again. Nothing is averaged. A value that the rest of the state takes from
+    it must be reduced first, as what comes from the batch.
 
     Args:
       tree: tree of arrays `[rows, ...]`, the same on every process; the first dim divides by the

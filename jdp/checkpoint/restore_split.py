@@ -35,7 +35,7 @@ def split_values(
 
     Args:
       facts: the same on all processes.
-      readable: what this process can read. What it needs besides comes from the others.
+      readable: the pieces that this process can read. Other processes send the rest.
       state: the state whose placement tells what this process needs; None: it reads what is asked.
       group: all processes, which fetch the same leaves in the same order; (): this one alone.
 

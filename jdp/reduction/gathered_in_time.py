@@ -1,10 +1,9 @@
 """Run a program of parameters that live as shards, and gather each where it is used.
 
-A group of parameters is gathered while the one before it is used, and not earlier: its shards are
-tied to what was computed with the group before that one. Two groups are there at any time. On the
-way back parameters are gathered again, and what was computed from parameters alone is computed
-again, so that neither is kept from the way there. Source: Zhao et al. 2023, PyTorch FSDP,
-https://arxiv.org/abs/2304.11277.
+A group of parameters is gathered while the group before it is used, and not earlier: its shards
+wait for results of the group before that one. So at most two groups are in memory. The backward
+pass gathers parameters again, and recomputes values that depend on parameters alone, so the forward
+pass keeps neither. Source: Zhao et al. 2023, PyTorch FSDP, https://arxiv.org/abs/2304.11277.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -109,7 +109,7 @@ class _Backward:
         new = self._loop.shards.sums(late, self._share) if late else []
         inputs = Operands(operands.closed_over, carry, layer, wholes, x)
         found = self._pulled_back(inputs, cotangent, y)
-        # XLA waits for what is sent where it is used first: not before this layer's matmuls.
+        # XLA waits for a sent array at its first use, which is behind this layer's matmuls.
         new, following, found = lax.optimization_barrier((new, following, found))
         (place,) = tied.after([self._loop.before(i)], found.shards)
         means = _put(means, new, place)

@@ -19,9 +19,9 @@ def local_value_and_grad(
     if step_context.current(axis_name) is not None or not axis.is_typed(axis_name):
         return jax.value_and_grad(loss_fn, has_aux=has_aux)
 
-    # Types decide what JAX sums. The gradient of parameters that do not vary it would sum over
-    # the ranks; that of a loss that does not vary, such as pmean(loss), would be n times smaller
-    # than the same program gives without types.
+    # Types decide which gradients JAX sums. It would sum those of parameters that do not vary over
+    # the ranks. The gradient of a loss that does not vary, such as pmean(loss), would be n times
+    # smaller than without types.
     def varying_loss(params: Any, *rest: Any) -> Any:
         value = loss_fn(params, *rest)
         if not has_aux:

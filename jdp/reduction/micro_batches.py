@@ -43,12 +43,13 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Make a function that gives the loss and this rank's gradient, in k micro-batches.
 
-    Equal to the batch in one go, in a fraction of the memory for activations, reduced once: what
-    DDP calls `no_sync`. On CPUs all micro-batches run in one `lax.scan`; elsewhere the last one
-    runs behind it, so that its backward pass can hide the reduction.
+    The result equals that of the batch in one go, in a fraction of the memory for activations, and
+    is reduced once, as with DDP's `no_sync`. On CPUs all micro-batches run in one `lax.scan`;
+    elsewhere the last one runs behind it, so that its backward pass can hide the reduction.
 
-    `accumulate` says k. `micro_batch_rows` says what fits into memory, and k follows from the rows
-    of a rank: a run that continues with fewer ranks takes more micro-batches, and not more memory.
+    `accumulate` is k. `micro_batch_rows` is the number of rows that fit into memory, and k follows
+    from the rows of a rank: a run that continues with fewer ranks takes more micro-batches, and not
+    more memory.
 
     With `jdp.sharded(stage=2)` and `stage=3` it scatters a gradient as soon as it is complete, and
     adds up parts over micro-batches: the gradient of a split leaf is the mean over ranks already,

@@ -97,9 +97,9 @@ def sharded(
     """Wrap an optimizer as `jdp.replicated` does, and split its state over the ranks (ZeRO).
 
     The model, the loss, the step and the loop stay as they are. Each rank updates its part of the
-    parameters, exactly as one device would: what an optimizer computes across elements (global
-    norms, trust ratios, factored means) it computes over all parts. Between steps every array has
-    its logical shape, and a `NamedSharding` over the data axis.
+    parameters, exactly as one device would: values that an optimizer computes across elements
+    (global norms, trust ratios, factored means) are computed over all parts. Between steps every
+    array has its logical shape, and a `NamedSharding` over the data axis.
 
     Stage 1 splits the optimizer state. Stage 2 also splits gradients while `jdp.value_and_grad`
     computes them and adds them up over micro-batches; stage 1 splits them behind that. Stage 3 also

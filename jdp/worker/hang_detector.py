@@ -33,10 +33,10 @@ class Stall(NamedTuple):
 class Watch:
     """Decides from the status of the processes whether the run hangs.
 
-    The others wait for the processes with the fewest steps, so only the time of these counts:
-    a process that waits for one which still has time to evaluate or save is not at fault. A run is
-    reported when they have used a twentieth of their time (30 s of 600), and again whenever they
-    have made no progress for twice as long; it is over when all of them have used all.
+    The processes with the fewest steps hold up the others, so only their time counts: a process is
+    not at fault while it waits for one that still has time to evaluate or save. A run is reported
+    when they have used a twentieth of their time (30 s of 600), and again whenever they have made
+    no progress for twice as long; it is over when all of them have used all.
 
     Args:
       timeout_s: seconds that a step may take, inf for no limit; None: what each script gave to

@@ -1,8 +1,8 @@
 """A process that outlives the launcher by a moment, to kill the processes of the run.
 
 The death signal of `spawn` ends the launcher's children, but not their children. The guardian holds
-one end of a pipe, which is closed when the launcher ends, in whatever way. It is a program of its
-own, without jdp, so that it is small and starts at once.
+one end of a pipe, which is closed when the launcher ends, however that happens. It is a program of
+its own, without jdp, so that it is small and starts at once.
 """
 
 import os

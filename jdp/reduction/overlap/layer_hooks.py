@@ -182,8 +182,8 @@ class Hooks:
         bucketed = [[slot[i] for i in bucket] for bucket in self._plan]
         return self._unplanned(self._all_reduced(bucketed, self._scale))
 
-    # One sum of one vector, and not the mean: XLA combines the sums of a loop's body, and what it
-    # would slice or scale behind them, it would wait for before the barrier.
+    # Sum one vector, without a scale: XLA combines the sums of a loop's body, and would wait before
+    # the barrier for sums that are sliced or scaled behind it.
     def _summed(self, slot: list[jax.Array]) -> list[jax.Array]:
         vectors = [buckets.pack([slot[i] for i in bucket]) for bucket in self._plan]
         vectors = [scaled(x, split_scale(self._scale, x.dtype)[0]) for x in vectors]

@@ -51,11 +51,11 @@ def partitioned(
     """Run a function of whole arrays on the slices of each rank, with the same result.
 
     The function is traced for whole arrays, and each operation is run on slices if possible:
-    elementwise operations as they are, a reduction over the sliced dim with a collective. What an
-    operation needs whole is gathered once and reported; matrices that are multiplied in the same
-    way are computed by one rank each where that is estimated to be faster. Slices along another dim
-    than needed are exchanged (all-to-all), which is not reported. The method is that of GSPMD (Xu
-    et al. 2021, arXiv:2105.04663) for one sliced dim of each array. Custom derivatives
+    elementwise operations as they are, a reduction over the sliced dim with a collective. An array
+    that an operation needs whole is gathered once and reported. Matrices that are multiplied in the
+    same way are computed by one rank each where that is estimated to be faster. Slices along
+    another dim than needed are exchanged (all-to-all), which is not reported. The method is that of
+    GSPMD (Xu et al. 2021, arXiv:2105.04663) for one sliced dim of each array. Custom derivatives
     (`jax.custom_jvp`) of the function are lost.
 
     Args:
