@@ -9,7 +9,7 @@ from jdp.error_codes import with_code
 
 
 def refusals(report: Report, inputs: Sequence[str], uniform: str) -> Iterator[str]:
-    """Yield a text forevery collective that some ranks may skip.
+    """Yield a text for every collective that some ranks may skip.
 
     Args:
       report: the analysis of the shard_map.

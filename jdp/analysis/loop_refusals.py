@@ -95,7 +95,7 @@ def _torn_refs(eqn: Any, report: Report, names: tuple[str, ...]) -> Iterator[str
 
 
 def unknown_primitives(report: Report) -> Iterator[str]:
-    """Yield a text forevery primitive without a rule, whose results are assumed to differ."""
+    """Yield a text for every primitive without a rule, whose results are assumed to differ."""
     for name, line in report.unknown:
         at = f" at {line}" if line else ""
         yield with_code(

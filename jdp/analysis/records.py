@@ -152,7 +152,7 @@ class Record:
         return tuple(found.values())
 
     def _found(self, *kinds: str) -> list[tuple[_Note, str]]:
-        """Return the findings with their lines, each once forevery line that calls it."""
+        """Return the findings with their lines, each once for every line that calls it."""
         seen: set[tuple[int, str]] = set()
         # Skip the line of the shard_map around everything: it is not specific enough.
         bodies = [body for _, body in self.calls_with_notes()]

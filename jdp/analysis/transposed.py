@@ -46,7 +46,7 @@ class _Differentiated(NamedTuple):
 
 
 def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
-    """Yield a text forevery transposed collective that adds up unweighted cotangents.
+    """Yield a text for every transposed collective that adds up unweighted cotangents.
 
     Args:
       step: the equation of the step's shard_map.

@@ -205,7 +205,7 @@ def _stack(rows: np.ndarray, dataset: Any, threads: int) -> Any:
         if other != treedef:
             raise ValueError(
                 f"row {numbers[place]} has the leaves {other}, but row {numbers[0]} has {treedef}: "
-                "rows are stacked leaf by leaf. Return the same keys forevery row in __getitem__."
+                "rows are stacked leaf by leaf. Return the same keys for every row in __getitem__."
             )
         for i, ((name, values), column) in enumerate(zip(row, columns, strict=True)):
             if values.shape != column.shape[1:]:

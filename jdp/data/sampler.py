@@ -32,7 +32,7 @@ class Sampler(Iterator[np.ndarray]):
       shuffle: False keeps the rows in their own order in each epoch.
       position: number of rows of the stream that were returned before, at least 0.
       share: `(i, k)` for the i-th of k equal blocks of each batch, i from 0. The k blocks together
-        are the global batch, which is the same forevery k.
+        are the global batch, which is the same for every k.
       order: version of the shuffled order. 1 is that of jdp 0.1, for a run that began with it. It
         holds an epoch in memory, 4 bytes per row. Both are the same up to 2**16 rows.
 

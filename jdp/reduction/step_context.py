@@ -123,9 +123,9 @@ class Scope:
 
 _scope: ContextVar[Scope | None] = ContextVar("jdp_scope", default=None)
 
-# JAX keeps what it traced of the author's jitted functions forevery value of this. One that was
-# traced with the weight of one trace would hand it to another, and `scan_layers` that reduces late,
-# in some dtype, to a program in which it does not.
+# JAX keeps its traces of the author's jitted functions apart for each value of this. Otherwise a
+# function could take the weight of one trace into another one, or a `scan_layers` that reduces
+# late, in some dtype, into a program in which it does not.
 _trace = jax.make_user_context(0)
 _numbers_of_traces = itertools.count(1)
 

@@ -43,7 +43,7 @@ def unknown(leaves: Sequence[Any], own: Refs) -> Sequence[int]:
 
 def are(refs: Refs, leaves: Sequence[Any]) -> bool:
     """Whether `refs` are references to `leaves`, in this order."""
-    # This runs in every call forevery leaf, so avoid a Python loop.
+    # This runs in every call for every leaf, so avoid a Python loop.
     return len(leaves) == len(refs) and all(map(operator.is_, map(operator.call, refs), leaves))
 
 

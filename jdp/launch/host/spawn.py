@@ -86,7 +86,7 @@ def environment(
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
     }
     if not num_gpus:
-        # XLA on CPU maps its temporaries anew in each step, which costs a page fault forevery
+        # XLA on CPU maps its temporaries anew in each step, which costs a page fault for every
         # 4 KiB. With huge pages the time of synchronisation in a step of 100 MB fell from 54 to
         # 10 ms.
         defaults["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
