@@ -51,10 +51,10 @@ class Snapshot(NamedTuple):
 class Snapshots:
     """Takes successive snapshots of the states of one run.
 
-    Of a leaf that no single process holds completely, each process copies the parts that it
-    writes; a leaf of `per_rank` is gathered. For other leaves each part is copied once, on its
-    device. `reuse` keeps the memory of a snapshot for the next one: on a CPU, mapping
-    new memory takes four times as long as the copy itself.
+    If no single process holds a leaf completely, each process copies the parts that it writes; a
+    leaf of `per_rank` is gathered. For other leaves each part is copied once, on its device.
+    `reuse` keeps the memory of a snapshot for the next one: on a CPU, mapping new memory takes four
+    times as long as the copy itself.
     """
 
     def __init__(self, *, reuse: bool) -> None:
