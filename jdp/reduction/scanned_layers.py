@@ -15,7 +15,7 @@ from jdp.collectives import AllReduce
 from jdp.reduction import sharded_layers, step_context, whole_layers
 from jdp.reduction.overlap.layer_hooks import Hooks, floats_of, is_float
 
-# Whether the layers of another scan are being traced, which reduces their gradients.
+# Whether the layers of another scan are being traced, which reduces what is in them.
 _is_inside: ContextVar[bool] = ContextVar("jdp_scan_layers", default=False)
 
 

@@ -41,28 +41,28 @@ class CompiledStep:
     Args:
       spec: the step.
       mesh: where it runs.
-      is_nested: whether it is traced into a larger program of the author's; that one is not
+      is_part: whether it is traced into a larger program of the author's; that one is not
         compared between processes.
     """
 
-    def __init__(self, spec: StepSpec, mesh: Mesh, *, is_nested: bool = False):
+    def __init__(self, spec: StepSpec, mesh: Mesh, *, is_part: bool = False):
         self.mesh = mesh
         self.spec = spec
-        self._is_nested = is_nested
+        self._is_part = is_part
         self._first_runs = self.arguments = None
-        if mesh.is_multi_process and not is_nested:
+        if mesh.is_multi_process and not is_part:
             self._first_runs = startup.FirstRuns(mesh, spec.name)
             self.arguments = arguments.Arguments(mesh, spec)
         self._rank_program = RankProgram(
             spec,
             mesh,
             checksum_spec=None if self.arguments is None else self.arguments.spec,
-            series=call_order.next_series(spec.name) if is_nested else "",
+            series=call_order.next_series(spec.name) if is_part else "",
         )
-        self._choices = Choices(why_xla=call_order.PART_OF_ANOTHER if is_nested else None)
+        self._choices = Choices(why_xla=call_order.PART_OF_ANOTHER if is_part else None)
         self._on_mesh = self._new_on_mesh()
         self._jitted = self._new_jit()
-        self._is_tuned = is_nested or axis.platform(mesh) != "gpu"
+        self._is_tuned = is_part or axis.platform(mesh) != "gpu"
         # While a step is called or traced: its arguments as the caller gave them, not tracers.
         self._args: tuple = ()
         self._is_compiling = self._is_uncached = self._holds_cache = False
@@ -89,7 +89,7 @@ class CompiledStep:
                 self._run, self._traced, args, is_returned=is_returned, first=first
             )
         finally:
-            self._end_call(has_compiled=not self._is_nested)
+            self._end_call(has_compiled=not self._is_part)
 
     def trace(self, *args: Any, is_compiled: bool = False) -> Any:
         """Trace for the shapes of `args` and prove that every rank ends with the same state.

@@ -142,7 +142,7 @@ class Step:
         key = where, is_traced, spec.keywords
         compiled = self._compiled_steps.get(key)
         if compiled is None:
-            compiled = self._compiled_steps[key] = CompiledStep(spec, where, is_nested=is_traced)
+            compiled = self._compiled_steps[key] = CompiledStep(spec, where, is_part=is_traced)
         return compiled, (state, batch, *rest), is_traced, is_returned
 
     def _bound(self, args: tuple, kwargs: dict[str, Any]) -> tuple[StepSpec, tuple]:
