@@ -201,7 +201,7 @@ def _scalars(prefix: str, metrics: Mapping[str, Any]) -> Any:
             raise ValueError(f"a metric is named {name!r}, as a field of each line is: rename it.")
         if is_deleted(value):
             raise ValueError(f"metrics[{name!r}] was donated to a step and is gone.")
-        array = value if hasattr(value, "dtype") else np.asarray(value)  # waits for no jax.Array
+        array = value if hasattr(value, "dtype") else np.asarray(value)
         if not any(jax.numpy.issubdtype(array.dtype, kind) for kind in (np.number, np.bool_)):
             raise TypeError(f"metrics[{name!r}] must be a number, got dtype {array.dtype}.")
         if array.size != 1:
@@ -229,9 +229,13 @@ def _in_json(value: Any) -> Any:
 def _handed_to(also: Any) -> Callable[[int, dict[str, Any]], None]:
     if also is None:
         return lambda step, values: None
-    add = getattr(also, "add_scalar", None)
-    if callable(add):
-        return lambda step, values: [add(name, x, step) for name, x in values.items()] and None
+    if callable(add := getattr(also, "add_scalar", None)):
+
+        def add_all(step: int, values: dict[str, Any]) -> None:
+            for name, value in values.items():
+                add(name, value, step)
+
+        return add_all
     if not callable(also):
         raise TypeError(f"also={also!r} is neither a function nor has a method add_scalar.")
     return also

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jdp
 from jdp.distributed import metrics_log
@@ -53,7 +54,7 @@ def test_values_that_json_lacks_are_written_as_text(path):
     assert without_time(lines(path)) == [{"step": 0, "a": "nan", "b": "-inf", "c": "(1+2j)"}]
 
 
-def test_a_call_does_not_wait_for_the_step(path):
+def test_a_call_does_not_wait_for_the_step(path, make_mesh):
     may_end, has_ended = threading.Event(), threading.Event()
 
     def wait(x):
@@ -61,8 +62,12 @@ def test_a_call_does_not_wait_for_the_step(path):
         has_ended.set()
         return x
 
-    shape = jax.ShapeDtypeStruct((), np.float32)
-    slow = jax.jit(lambda x: jax.pure_callback(wait, shape, x))(np.float32(3))
+    def on_each_rank(x):
+        return jax.lax.psum(jax.pure_callback(wait, jax.ShapeDtypeStruct((), x.dtype), x), "data")
+
+    # JAX runs a program of one CPU device before its dispatch returns.
+    specs = {"in_specs": P(), "out_specs": P(), "check_vma": False}
+    slow = jax.jit(jax.shard_map(on_each_rank, mesh=make_mesh(2), **specs))(np.float32(1.5))
     jdp.log({"loss": slow}, 1, file=path)
     assert not has_ended.is_set()
     may_end.set()
