@@ -13,7 +13,7 @@ from jdp.checkpoint.commit_memory import CommitMemory
 from jdp.checkpoint.directory import Folder
 from jdp.checkpoint.saved_leaves import is_split, pack, to_disk
 from jdp.checkpoint.snapshot import Snapshot, Snapshots
-from jdp.distributed import agree, in_flight
+from jdp.distributed import agree, in_flight, metrics_log
 from jdp.worker import progress
 
 _log = logging.getLogger("jdp")
@@ -102,6 +102,7 @@ class StateWriter:
     ) -> None:
         values = taken.fetch()
         if not steps.went_wrong():
+            metrics_log.flush()  # a run that goes on from here does not repeat these steps
             self._write(facts, values)
 
 
