@@ -48,6 +48,13 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
     """Raise ValueError if the ranks could end the step with different states, or deadlock in it.
 
     The step is the first `shard_map` in `jaxpr`. `traced` names its inputs and outputs.
+
+    Args:
+      jaxpr: a program with the step as its first `shard_map`.
+      traced: names of its inputs and outputs, and the step that it is of.
+
+    Raises:
+      ValueError: naming each value that may differ, and each collective that may wait forever.
     """
     step = find_shard_maps(jaxpr)[0]
     numbers = jaxprs.captured_numbers(jaxpr)

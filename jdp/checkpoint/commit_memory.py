@@ -89,7 +89,13 @@ class CommitMemory:
             os.ftruncate(self._file, num_areas * _AREA_BYTES)
 
     def read(self, commit: Commit, first: int = 0, num_bytes: int | None = None) -> np.ndarray:
-        """Copy values of a commit, `[num_bytes]` uint8, from the byte `first`; default: all."""
+        """Copy values of a commit, `[num_bytes]` uint8, from the byte `first`; default: all.
+
+        Args:
+          commit: from `latest` or `intact`.
+          first: byte of the values to begin at, >= 0.
+          num_bytes: how many; None: all that follow.
+        """
         num_bytes = commit.num_bytes - first if num_bytes is None else num_bytes
         # Aligned so that JAX on CPU uses this memory without a copy, for all ranks at once.
         room = np.empty(num_bytes + _ALIGNMENT, np.uint8)
@@ -105,6 +111,10 @@ class CommitMemory:
 
     def write(self, facts: dict[str, Any], parts: Sequence[np.ndarray]) -> None:
         """Write a commit, with its values part by part, in place of the older one.
+
+        Args:
+          facts: JSON-serializable.
+          parts: the values, each `[bytes]` uint8.
 
         Raises:
           OSError: if the host is out of memory; the newer commit is intact.

@@ -1,4 +1,4 @@
-"""All processes tell each other what they could restore, and begin a new life of the run."""
+"""Gather the states that each process could restore, and begin a new life of the run."""
 
 import secrets
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from jdp.distributed import agree, kv_store
 
 
 class Found(NamedTuple):
-    """What the processes of a run found, and how its next life is called."""
+    """The states that the processes of a run found, and the number of its next life."""
 
     sources: Sources  # of this process
     latest: Latest | None  # equal on all processes, as are life and tag
@@ -47,13 +47,13 @@ def find(
     host: int,
     splits: bool,
 ) -> Found:
-    """Return what all processes of `group` found.
+    """Return the states that all processes of `group` found.
 
     Args:
       group: all processes.
       folder: of the checkpoints, which process 0 locks.
       memory: for the commits of this host, if there are any.
-      resumes: whether the run may go on from what it finds.
+      resumes: whether the run may continue from a state that it finds.
       is_later: whether processes of this run have died, or stopped at SIGTERM.
       host: number of the host of this process.
       splits: whether the state of this process is split over processes.

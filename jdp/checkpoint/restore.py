@@ -94,7 +94,7 @@ def _loaded(group: tuple[int, ...], found: Latest, sources: Sources) -> Saved:
 
 
 def require_position(batches: Any) -> None:
-    """Refuse batches of which no position is known.
+    """Refuse batches without a position.
 
     Raises:
       TypeError: naming what to give.
@@ -102,7 +102,7 @@ def require_position(batches: Any) -> None:
     if batches is None or hasattr(batches, "position"):
         return
     instead = "Give jdp.batches(...), or an object with an int `position`: how many rows it has "
-    instead += "handed out. After it is set, it goes on there."
+    instead += "handed out. After it is set, it continues there."
     if hasattr(batches, "__next__") or hasattr(batches, "__iter__"):
         instead += (
             " jdp.shard_batches reads a loader ahead: of a loader that saves its own state (an "
@@ -117,6 +117,11 @@ def require_position(batches: Any) -> None:
 
 def set_position(batches: Any, facts: Mapping[str, Any], where: str) -> None:
     """Set batches to the position in the facts.
+
+    Args:
+      batches: as for `Checkpointer.restore`.
+      facts: written with a state.
+      where: name of that state, for errors.
 
     Raises:
       ValueError: if there is none, or one of other data or of other processes.

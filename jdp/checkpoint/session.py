@@ -93,7 +93,7 @@ class Session:
         keeps_missing: bool,
         allows_edits: bool,
     ) -> Any:
-        """Return the state to go on from, and set the batches to the position it has."""
+        """Return the state to continue from, and set the batches to its position."""
         began = time.monotonic()
         in_flight.accept_new_state()
         self._splits = is_split(state)
@@ -126,7 +126,7 @@ class Session:
         return state
 
     def _find(self, resume: bool | None) -> Found:
-        """Return what all processes found, and begin a new life."""
+        """Return the states that all processes found, and begin a new life."""
         found = find(
             self._group,
             self._folder,
@@ -220,7 +220,7 @@ class Session:
         self.end_session()
         if self._process == 0:
             _log.warning(
-                "jdp: SIGTERM: step %d is saved in %s. Run again with %s to go on.",
+                "jdp: SIGTERM: step %d is saved in %s. Run again with %s to continue.",
                 self.steps,
                 self._folder.path,
                 "JDP_RESUME=1" if self._assigned is None else "--resume",

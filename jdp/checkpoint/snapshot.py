@@ -51,10 +51,10 @@ class Snapshot(NamedTuple):
 class Snapshots:
     """Takes successive snapshots of the states of one run.
 
-    Of a leaf that no single process holds completely, each process copies the parts that it
-    writes; a leaf of `per_rank` is gathered. For other leaves each part is copied once, on its
-    device. `reuse` keeps the memory of a snapshot for the next one: on a CPU, mapping
-    new memory takes four times as long as the copy itself.
+    If no single process holds a leaf completely, each process copies the parts that it writes; a
+    leaf of `per_rank` is gathered. For other leaves each part is copied once, on its device.
+    `reuse` keeps the memory of a snapshot for the next one: on a CPU, mapping new memory takes four
+    times as long as the copy itself.
     """
 
     def __init__(self, *, reuse: bool) -> None:
@@ -156,7 +156,7 @@ def is_split(state: Any) -> bool:
     return bool(_placement(state, [x for x in jax.tree.leaves(state) if is_array(x)])[1])
 
 
-# The positions of leaves that are gathered, and the parts of those that are written in parts.
+# The positions of gathered leaves, and the parts of leaves written in parts.
 def _placement(state: Any, arrays: list[Any]) -> tuple[list[int], list[shards.LeafPart]]:
     apart = [i for i, x in enumerate(arrays) if not _is_on_each_process(x)]
     if not apart:
@@ -165,7 +165,7 @@ def _placement(state: Any, arrays: list[Any]) -> tuple[list[int], list[shards.Le
     is_own = [owner is not None for x, owner in pairs if is_array(x)]
     split = [i for i in apart if not is_own[i]]
     parts = [part for i in split for part in shards.parts_of(i, without_key(arrays[i]))]
-    # Those of one process beside each other, so that they are few ranges.
+    # The rows of one process lie beside each other, so that they are few ranges.
     parts.sort(key=lambda part: (part.writer, part.leaf, part.box))
     return [i for i in apart if is_own[i]], parts
 
@@ -204,7 +204,7 @@ def _form(x: Any) -> Any:
     return x.shape, x.dtype
 
 
-# What this process copies: its parts of the split leaves and, if `here`, all other leaves.
+# The copies of this process: parts of the split leaves and, if `here`, all other leaves.
 def _all_pieces(
     arrays: list[Any], parts: list[shards.LeafPart], *, here: bool
 ) -> list[_DevicePart]:

@@ -39,7 +39,7 @@ class Sources:
 
     Attributes:
       keys: keys of these states, without commits of which the host may have only parts.
-      records: what the processes of this host wrote of commits in parts.
+      records: the parts of commits that processes of this host wrote.
       is_split: whether the checkpoint was written in parts.
       life: the last life of the run known to this process.
       torn: the damaged checkpoints, if all are damaged.
@@ -60,7 +60,7 @@ class Sources:
         self.keys = [*self._found]
 
     def offer(self) -> dict[str, Any]:
-        """Return what `latest` needs to know of this process, as JSON."""
+        """Return the facts about this process for `latest`, as JSON."""
         split = [[key, split_commit.coverage(found)] for key, found in self.records.items()]
         offer = {"keys": self.keys, "split": split, "is_split": self.is_split}
         return {**offer, "life": self.life, "torn": self.torn}
@@ -77,7 +77,7 @@ class Sources:
         return self._found[key][0] if key in self._found else None
 
     def readable(self, key: Key, facts: dict[str, Any], *, sees_directory: bool) -> Readable:
-        """Return what this process can read of a state, piece by piece."""
+        """Return the pieces of a state that this process can read."""
         if not key.is_commit:
             checkpoint = self._folder.checkpoint(key.life, key.step)
             return split_disk.CheckpointReader(
@@ -156,6 +156,10 @@ class Latest(NamedTuple):
 def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
     """Return the latest state that any process offers; None if there are none.
 
+    Args:
+      offers: process -> its `Sources.offer`.
+      directory: of the checkpoints, for errors.
+
     Raises:
       RuntimeError: if all checkpoints are damaged and there is no commit, or if there is a state
         but process 0 does not resume.
@@ -182,7 +186,7 @@ def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
         return None
     if not offers[0]["resumes"]:
         raise RuntimeError(
-            f"{directory} holds step {key.step} of an earlier run. To go on from there: jdp run "
+            f"{directory} holds step {key.step} of an earlier run. To continue from there: jdp run "
             "--resume, JDP_RESUME=1 or Checkpointer(..., resume=True). To begin anew: another "
             "directory, or this one emptied."
         )
@@ -216,7 +220,7 @@ def _warn_of_lost(num_missing: dict[Key, int], key: Key) -> None:
     if lost > key and not key.is_commit and jax.process_index() == 0:
         _log.warning(
             "jdp: the commit of step %d lacks %d of its parts, which were on hosts that are gone "
-            "or were not written in time. This goes on from step %d, which is on the disk.",
+            "or were not written in time. This continues from step %d, which is on the disk.",
             lost.step,
             num_missing[lost],
             key.step,

@@ -47,7 +47,7 @@ class Shard(NamedTuple):
 def gathered(found: Sequence[Shard], bucket_bytes: int = 4 * buckets.MiB) -> list[jax.Array]:
     """Return the whole arrays, in buckets; the step remembers the shard of each.
 
-    Those that the step does not read are not gathered.
+    Arrays that the step does not read are not gathered.
 
     Args:
       found: shards of this rank, all over the same axes.

@@ -16,7 +16,7 @@ from jdp.reduction import gradients, mixed_precision, unsplit_state
 
 
 class Replicated(optax.GradientTransformationExtraArgs):
-    """What `replicated` returns: an optax transformation that knows its axis."""
+    """The result of `replicated`: an optax transformation that knows its axis."""
 
     @property
     def axis_name(self) -> AxisName:
@@ -41,10 +41,10 @@ def replicated(
 ) -> Replicated:
     """Wrap an optimizer so that it sees the mean gradient of all ranks: reduce, then `tx`.
 
-    It stands outermost: what is wrapped (clipping, schedules, `optax.MultiSteps`,
-    `apply_if_finite`, masks) sees mean gradients and counts optimizer steps; what would stand
-    around it would see each rank's own. Works in `train_step`, and in a `shard_map` or
-    `pmap` of your own; where no axis is bound there is one rank.
+    It must be outermost: wrapped transformations (clipping, schedules, `optax.MultiSteps`,
+    `apply_if_finite`, masks) see mean gradients and count optimizer steps; one around it would see
+    each rank's own gradients. Works in `train_step`, and in a `shard_map` or `pmap` of your own;
+    where no axis is bound there is one rank.
 
     Args:
       tx: the optimizer, with everything that belongs to it.

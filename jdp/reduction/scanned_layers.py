@@ -125,7 +125,7 @@ def late_choices(jaxpr: Any) -> set[bool | None]:
 
 
 def _is_late(late: bool | None, axis_name: AxisName) -> tuple[bool, str]:
-    """Return whether to reduce late, and the kind of mark for what would choose otherwise."""
+    """Return whether to reduce late, and the kind of mark that records a different choice."""
     step = step_context.innermost()
     if step is None and axis.size(axis_name) == 1:
         return False, ""

@@ -62,7 +62,7 @@ class Scope:
       weight_fn: gives the weight of a batch, or None where every row counts the same.
       weight: `[]` float, of this rank's rows, NaN where `raw_weight` is not a weight; None
         without `weight_fn`.
-      raw_weight: `[]` float, what `weight_fn` returned.
+      raw_weight: `[]` float, the result of `weight_fn`.
       total: `[]` float, sum of `weight` over ranks; None where it was not taken yet.
       mesh: where the ranks are; None where a micro-batch's scope has only the axis.
       is_part: whether `weight` and `num_rows` are those of a micro-batch.
@@ -108,7 +108,7 @@ class Scope:
     updated: set[str] = field(default_factory=set)
 
     def found(self) -> TraceFindings:
-        """Return what the trace found, once it has ended."""
+        """Return the findings of the trace, once it has ended."""
         return TraceFindings(
             marked=frozenset(self.marked),
             split=frozenset(self.split),
@@ -123,9 +123,9 @@ class Scope:
 
 _scope: ContextVar[Scope | None] = ContextVar("jdp_scope", default=None)
 
-# JAX keeps what it traced of the author's jitted functions for every value of this. One that was
-# traced with the weight of one trace would hand it to another, and `scan_layers` that reduces late,
-# in some dtype, to a program in which it does not.
+# JAX keeps its traces of the author's jitted functions apart for each value of this. Otherwise a
+# function could take the weight of one trace into another one, or a `scan_layers` that reduces
+# late, in some dtype, into a program in which it does not.
 _trace = jax.make_user_context(0)
 _numbers_of_traces = itertools.count(1)
 

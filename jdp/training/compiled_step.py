@@ -1,4 +1,4 @@
-"""`Program`: one step on one mesh, probed and built for each set of shapes, then run."""
+"""`CompiledStep`: one step on one mesh, probed and built for each set of shapes, then run."""
 
 import functools
 import logging
@@ -35,7 +35,7 @@ _NO_GRADIENT = (
 )
 
 
-class Program:
+class CompiledStep:
     """A step over `mesh`, which runs only what `step_refusals` has accepted.
 
     Args:
@@ -180,9 +180,9 @@ class Program:
     def _uncached(self, leaving: RankOutputs) -> RankOutputs:
         """Compile the program that is being traced without JAX's cache."""
         self._hold_cache()
-        # The cache may have it from an older version of jdp, which had not this operation.
-        same = leaving.same._replace(weight=jax.lax.optimization_barrier(leaving.same.weight))
-        return leaving._replace(same=same)
+        # The cache may have the program of an older jdp. This operation makes it another program.
+        weight = jax.lax.optimization_barrier(leaving.uniform.weight)
+        return leaving._replace(uniform=leaving.uniform._replace(weight=weight))
 
     def _log_gathers(self, gathers: Sequence[str]) -> None:
         if gathers and not self._has_logged:
@@ -195,15 +195,15 @@ class Program:
             )
 
     def _returned(self, old: Any, leaving: RankOutputs, proved: Proved) -> tuple:
-        """Put together what the ranks returned: `(state, metrics, weight, reports, found)`."""
-        same, split = leaving
-        metrics = reported.with_uniform(same.metrics, same.own_metrics, proved.own_metrics)
+        """Put together the results of the ranks: `(state, metrics, weight, reports, found)`."""
+        uniform, split = leaving
+        metrics = reported.with_uniform(uniform.metrics, uniform.own_metrics, proved.own_metrics)
         metrics = pytrees.put_nodes(metrics, split.rows)
         state = leaving.state()
-        if same.found.weighed:
+        if uniform.found.weighed:
             why_not = with_code("JDP125", _NO_GRADIENT.format(self.spec.name))
             state, metrics = weighted_sum.without_transpose((state, metrics), why_not)
-        return self._pinned(old, state), metrics, same.weight, split.reports, same.found
+        return self._pinned(old, state), metrics, uniform.weight, split.reports, uniform.found
 
     def _pinned(self, old: Any, new: Any) -> Any:
         # On a mesh with further axes the compiler chooses how the new state is split over them. If

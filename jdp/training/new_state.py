@@ -18,7 +18,12 @@ _logged: set[str] = set()
 
 
 def placed(state: Any, *, copy: bool) -> Any:
-    """Copy a `TrainState` onto the mesh of `jdp.init()`, whole or split as its optimizer says."""
+    """Copy a `TrainState` onto the mesh of `jdp.init()`, whole or split as its optimizer says.
+
+    Args:
+      state: the new state.
+      copy: whether leaves that lie there already are copied, too.
+    """
     axis_name = state.tx.axis_name
     try:
         mesh = mesh_of(jax.tree.leaves(state), axis_name)
@@ -41,13 +46,13 @@ def optimizer_state(tx: Replicated, params: Any) -> Any:
         state = tx.init(params)  # A mistake of the author's is raised here, too, without a trace.
         _log_whole(tx, error)
         return state
-    # One program for all leaves, where optax makes one for each shape: when processes are
-    # replaced, this is waited for. And no leaf that is split exists as a whole.
+    # One program for all leaves: optax alone would run one for each shape, and replaced processes
+    # would start later. No split leaf ever exists as a whole.
     return jax.jit(tx.init, out_shardings=_shardings(tx, like, mesh))(params)
 
 
 def _log_whole(tx: Replicated, error: Exception) -> None:
-    """Log what it costs that the first state of an optimizer is not made by one program."""
+    """Log the cost of a first optimizer state that is not made by one program."""
     is_split = sharding_of(tx) is not None
     cost = "each of its operations is a program of its own, which makes the start slower"
     if is_split:

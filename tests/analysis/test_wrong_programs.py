@@ -14,6 +14,7 @@ from jax import lax
 
 import jdp
 from jdp.analysis import step_refusals
+from jdp.analysis.explanation import NEVER_AVERAGED
 
 pytestmark = pytest.mark.all_sets
 
@@ -375,7 +376,7 @@ def test_a_wrong_scale_is_left_to_check_step(program):
     state, batch = corpus.training()
     step = jdp.train_step(program)
     step.lower(state, batch)
-    with pytest.raises(ValueError, match="computes something else on 4 ranks than on one"):
+    with pytest.raises(ValueError, match=r" 4 ranks .*`.*` .*\de[+-]\d\d"):
         jdp.check_step(step, state, batch)
 
 
@@ -444,8 +445,8 @@ def test_says_which_line_multiplies_the_mean_gradient():
     with pytest.raises(ValueError) as caught:
         step.lower(state, batch)
     first = step.__wrapped__.__code__.co_firstlineno
-    said = f"test_wrong_programs.py:{first + 3} multiplies the mean gradient by `batch['x']`"
-    assert said in str(caught.value) and "never averaged" not in str(caught.value)
+    named = rf"test_wrong_programs\.py:{first + 3} .*`batch\['x'\]`"
+    assert re.search(named, str(caught.value)) and NEVER_AVERAGED not in str(caught.value)
 
 
 def test_tells_of_the_parameters_and_not_of_what_follows_from_them():
@@ -480,7 +481,7 @@ def test_says_never_averaged_only_where_nothing_was():
 
         with pytest.raises(ValueError) as caught:
             jdp.train_step(step).lower({"a": 1.0}, corpus.rows())
-        return "was never averaged" in str(caught.value)
+        return NEVER_AVERAGED in str(caught.value)
 
     assert told(lambda x: x)
     assert not told(lambda x: jdp.mean_over_ranks(x) + x)
@@ -502,10 +503,10 @@ def test_names_rows_and_not_what_is_handed_on_beside_them():
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("plateau_of_the_own_loss", "Of a loss take jdp.mean_over_ranks(loss)"),
-        ("best_loss_so_far", "Of a loss take jdp.mean_over_ranks(loss)"),
-        ("lbfgs_of_the_own_loss", "of a value_fn= jdp.global_mean(value_fn)"),
-        ("lbfgs_of_pmean_of_the_loss", "of a value_fn= jdp.global_mean(value_fn)"),
+        ("plateau_of_the_own_loss", "jdp.mean_over_ranks(loss)"),
+        ("best_loss_so_far", "jdp.mean_over_ranks(loss)"),
+        ("lbfgs_of_the_own_loss", "jdp.global_mean(value_fn)"),
+        ("lbfgs_of_pmean_of_the_loss", "jdp.global_mean(value_fn)"),
     ],
 )
 def test_gives_the_advice_that_the_right_twin_follows(name, advice):
@@ -553,8 +554,8 @@ def test_says_first_what_to_write_where_the_rows_of_all_ranks_divide():
         with pytest.raises(ValueError) as caught:
             step.lower(*corpus.training())
         message = str(caught.value)
-        first = message.index("write jdp.sync_gradients(grads, mean=False) in place of the sum")
-        assert first < message.index("write jdp.sync_gradients(grads) in place of the sum")
+        first = message.index("jdp.sync_gradients(grads, mean=False)")
+        assert first < message.index("jdp.sync_gradients(grads)")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

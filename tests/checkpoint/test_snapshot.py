@@ -181,7 +181,7 @@ def test_a_split_leaf_is_written_as_a_whole(spec):
 def test_a_donated_state_is_refused():
     x = jnp.ones(3)
     jax.jit(lambda x: x + 1, donate_argnums=0)(x)
-    with pytest.raises(ValueError, match=r"`state\['x'\]` was donated"):
+    with pytest.raises(ValueError, match=r"`state\['x'\]` "):
         Snapshots(reuse=False).take_snapshot({"x": x})
 
 

@@ -536,11 +536,11 @@ def in_forward_mode(state, batch):
 
 WRONG_ON_ONE_PLATFORM = {
     "forward mode": (in_forward_mode, "late=False"),
-    "psum": (layers_over_ranks(lax.psum), "reduced before it came"),
+    "psum": (layers_over_ranks(lax.psum), "JDP121"),
     "params that vary": (by_default(form=varying_params), "as xs="),
-    "skipped by some ranks": (by_default(form=skipped_by_some), "waiting for ever"),
+    "skipped by some ranks": (by_default(form=skipped_by_some), "JDP103"),
     # Each program is wrong in its own way.
-    "both": (layers_over_ranks(lax.psum, form=varying_params), "reduced before it came"),
+    "both": (layers_over_ranks(lax.psum, form=varying_params), "JDP121"),
 }
 
 
@@ -611,11 +611,11 @@ def late_in_forward_mode(state, batch):
 
 
 WRONG_IF_LATE = {
-    "sum of a layer": (reducing(of_layers(lax.psum)), "sums over the ranks what every rank has"),
-    "sum as the mean": (reducing(of_all(lax.psum), synced=True), "sums over the ranks what every"),
-    "local as the mean": (reducing(of_layers(lax.pmean), synced=True), "may differ"),
+    "sum of a layer": (reducing(of_layers(lax.psum)), "JDP122"),
+    "sum as the mean": (reducing(of_all(lax.psum), synced=True), "JDP122"),
+    "local as the mean": (reducing(of_layers(lax.pmean), synced=True), "JDP101"),
     "params that vary": (reducing(lambda g: g, form=varying_params), "as xs="),
-    "skipped by some ranks": (reducing(lambda g: g, form=skipped_by_some), "waiting for ever"),
+    "skipped by some ranks": (reducing(lambda g: g, form=skipped_by_some), "JDP103"),
     "forward mode": (late_in_forward_mode, "late=False"),
 }
 RIGHT_IF_LATE = {

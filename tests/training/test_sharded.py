@@ -318,7 +318,7 @@ def test_check_step_and_the_log_name_what_an_optimizer_gathers(caplog):
         found = jdp.check_step(step, state, batch())
     assert any("[1152]" in text for text in found.gathers), found.gathers  # 24 x 48
     assert "[1152]" in str(found)
-    assert len([text for text in caplog.messages if "gathers whole arrays" in text]) == 1
+    assert len([text for text in caplog.messages if "[1152]" in text]) == 1
     assert not jdp.check_step(step, make_state(1), batch()).gathers
 
 
@@ -402,7 +402,7 @@ def test_two_optimizers_over_different_axes_are_refused():
         jdp.TrainState.create(model.params(), jdp.sharded(optax.sgd(0.1), over=over, **options))
         for over in ("inner", "outer")
     )
-    with pytest.raises(ValueError, match="different mesh axes"):
+    with pytest.raises(ValueError, match="'inner'.*'outer'|'outer'.*'inner'"):
         jdp.train_step(lambda s, b: (s, {}), axis_name=("outer", "inner"))(states, batch())
 
 
@@ -415,7 +415,7 @@ def test_refuses_a_state_with_a_leaf_on_another_mesh(stage, name):
     state = make_state(stage, model_state=jdp.per_rank(np.zeros((4, 3), "f")))
     mixed = state.replace(**{name: getattr(other, name)})
     step = jdp.train_step(model.differentiated)
-    with pytest.raises(ValueError, match=rf"`\.{name}.* lies on a mesh of 2 .* on one of 4 "):
+    with pytest.raises(ValueError, match=rf"`\.{name}.* .* 2 devices .* 4 "):
         step(mixed, batch())
     moved = jax.device_put(mixed, jax.tree.map(lambda x: x.sharding, state))
     assert step(moved, batch())[0].step.sharding.mesh == mesh

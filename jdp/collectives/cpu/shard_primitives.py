@@ -124,7 +124,7 @@ def _batch(
 
 
 def _scatter_rows(rows: jax.Array, dim: int, scale: Any) -> jax.Array:
-    """Return what each row keeps of the sum of all rows: `[n, ...]`, `dim` split by n."""
+    """Return the slice of the sum that each row keeps: `[n, ...]`, `dim` split by n."""
     is_float = jnp.issubdtype(rows.dtype, jnp.floating)
     wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32)) if is_float else rows
     total = wide.sum(0, dtype=wide.dtype)
@@ -138,7 +138,7 @@ def _gather_rows(rows: jax.Array, dim: int, scale: Any) -> jax.Array:
 
 
 def _exchange_rows(rows: jax.Array, dims: tuple[int, int], scale: Any) -> jax.Array:
-    """Return what arrives at each row: `[n, ...]`, joined from the slices of all rows."""
+    """Return the received slices of each row, joined: `[n, ...]`."""
     split, joined = dims
     slices = [jnp.split(row, len(rows), axis=split) for row in rows]
     return jnp.stack([jnp.concatenate(each, axis=joined) for each in zip(*slices, strict=True)])
