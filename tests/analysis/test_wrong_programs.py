@@ -413,7 +413,7 @@ NAMED = re.compile(
     r"`(batch|rows)\b[^`]*`|`state\.key`|`(axis_index|io_callback|rng_uniform|jnp\.empty|ppermute|"
     r"pshuffle|all_to_all|reduce_scatter|psum|all_gather|ragged_all_to_all|empty_ref)`|"
     r"a foreign call|is split by a shard_map|(sums|averages) (it )?over the ranks|all_gather\(to=|"
-    r"may hold another value on each after [^:]*:\d+: it depends on"
+    r"jdp\.scan_layers at|may hold another value on each after [^:]*:\d+: it depends on"
 )
 INTERNAL = re.compile(
     r"jdp_\w+|\brest\[|\b(program|sync|verify|native|grad|state)\.py|hidden in it"
