@@ -66,7 +66,7 @@ class Scope:
       total: `[]` float, sum of `weight` over ranks; None where it was not taken yet.
       mesh: where the ranks are; None where a micro-batch's scope has only the axis.
       is_part: whether `weight` and `num_rows` are those of a micro-batch.
-      why_no_gradient: why a sum over ranks that weigh differently has no transpose; empty if it has.
+      why_no_gradient: why a sum over ranks that weigh differently has no transpose, or empty.
       weighed: names of the functions of jdp that gave ranks different weights.
       choices: how this program differs from others of the step.
       trace: JAX's trace in which the step begins.
