@@ -58,6 +58,16 @@ def test_refuses_with_the_right_path(program):
     assert_refused(program)
 
 
+@pytest.mark.parametrize("program", WRONG_HERE[::16], ids=name_of)
+def test_refuses_with_the_right_path_where_the_state_is_split(program, monkeypatch):
+    def split(*before, **options):
+        tx = optax.chain(*before, optax.sgd(0.1, momentum=0.9))
+        return jdp.sharded(tx, stage=3, min_size=1, **options)
+
+    monkeypatch.setattr(corpus, "sgd", split)
+    assert_refused(program)
+
+
 @pytest.mark.parametrize("kind", ["deadlock", "decision"])
 def test_names_one_cause_once(kind):
     causes = {
