@@ -155,7 +155,7 @@ def is_valid(p):
         and (p.model != "integer" or (p.split == "whole" and p.run != "typed" and p.grad == "jax"))
         and (p.model != "integer" or (p.loss not in ("maml", "global_mean")))
         and (p.model != "integer" or p.reduce in ("apply", "sum"))
-        # The gradient of a global mean is reduced, of all rows at once, and its function has no aux.
+        # The gradient of a global mean is reduced, of all rows, and its function has no aux.
         and (p.loss != "global_mean" or (p.reduce == "apply" and p.state == "none"))
         and (p.loss != "global_mean" or p.split == "whole" or p.noise == "none")
         # A tangent of integers is not a number.
