@@ -20,6 +20,5 @@ def of_one_row(args: Sequence[Any], places: Sequence[int | None]) -> list[Any]:
     """
     before = zip(args[: call_order.TOKEN + 1], places, strict=False)
     return [
-        x if place is None else lax.index_in_dim(x, 0, place, keepdims=False)
-        for x, place in before
+        x if place is None else lax.index_in_dim(x, 0, place, keepdims=False) for x, place in before
     ]
