@@ -151,14 +151,21 @@ def _forward_mode(step: Any, report: Report) -> Iterator[str]:
     # JAX refuses this too, but only in the lowering and without naming a layer.
     layers = dict.fromkeys(found.source for found in report.marks if found.kind == SHARED)
     if layers and "custom_lin" in _primitives(step):
-        where = ", ".join(filter(None, layers))
-        yield with_code(
-            "JDP111",
-            "a forward-mode derivative (jax.jvp, jax.jacfwd, jax.hessian) goes through "
-            f"jdp.scan_layers{where and f' at {where}'}, which has none where it reduces in the "
-            "backward loop, as it does on GPUs by default. Write "
-            "jdp.scan_layers(..., late=False).",
-        )
+        yield forward_mode(", ".join(filter(None, layers)))
+
+
+def forward_mode(line: str) -> str:
+    """Return the refusal of a forward-mode derivative through `scan_layers`.
+
+    Args:
+      line: of the author's, empty if it is not known.
+    """
+    return with_code(
+        "JDP111",
+        "a forward-mode derivative (jax.jvp, jax.jacfwd, jax.hessian) goes through "
+        f"jdp.scan_layers{line and f' at {line}'}, which has none where it reduces in the "
+        "backward loop, as it does on GPUs by default. Write jdp.scan_layers(..., late=False).",
+    )
 
 
 def _not_compiled(step: Any, report: Report, traced: Traced) -> Iterator[str]:

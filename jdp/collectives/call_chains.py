@@ -112,6 +112,8 @@ def _of_loop(
 ) -> tuple[_Chains, _Places]:
     """Return the chains of a loop that passes its token from turn to turn, as `_chains` does."""
     alone, made = _chains(body, frozenset(), known)
+    if max(made, default=0) >= num_carry:  # kept for the way back of a derivative, say
+        return alone, frozenset()
     around = entering | {num_constants + i for i in made}
     within, leaving = _chains(body, around, known)
     if leaving != {i - num_constants for i in around} or max(leaving, default=0) >= num_carry:

@@ -66,8 +66,7 @@ class Scope:
       total: `[]` float, sum of `weight` over ranks; None where it was not taken yet.
       mesh: where the ranks are; None where a micro-batch's scope has only the axis.
       is_part: whether `weight` and `num_rows` are those of a micro-batch.
-      why_no_gradient: why a sum over ranks that weigh differently cannot be transposed here; empty
-        where it can.
+      why_no_gradient: why a sum over ranks that weigh differently has no transpose, or empty.
       weighed: names of the functions of jdp that gave ranks different weights.
       choices: how this program differs from others of the step.
       trace: JAX's trace in which the step begins.
@@ -82,6 +81,7 @@ class Scope:
         optimizer, see `mixed_precision`.
       reduce_dtype: in which the optimizers of the state have gradients sent; None: in their own.
       updated: the dtypes in which losses see parameters that the step updates.
+      reverse_only: functions of jdp that were traced without a forward-mode derivative.
     """
 
     axis_name: tuple[str, ...]
@@ -106,6 +106,7 @@ class Scope:
     loss_dtypes: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)
     reduce_dtype: Any = None
     updated: set[str] = field(default_factory=set)
+    reverse_only: set[str] = field(default_factory=set)
 
     def found(self) -> TraceFindings:
         """Return the findings of the trace, once it has ended."""
@@ -235,6 +236,7 @@ def entered(
         loss_dtypes={} if around is None else around.loss_dtypes,
         reduce_dtype=reduce_dtype,
         updated=set() if around is None else around.updated,
+        reverse_only=set() if around is None else around.reverse_only,
     )
     if weight is not None:
         (scope if around is None else around).weighed.add(

@@ -20,7 +20,7 @@ from jdp.reduction import optimizer, read_in_time, reported, step_context
 from jdp.reduction.overlap import wait_order
 from jdp.reduction.step_context import Choices
 from jdp.step_spec import StepSpec
-from jdp.training import shard_layout, state_shards, unknown_value
+from jdp.training import forward_mode, shard_layout, state_shards, unknown_value
 
 
 @jax.tree_util.register_static
@@ -170,7 +170,8 @@ class RankProgram:
         order = call_order.entered(
             why_not=choices.why_xla, series=self.series, beside_xla=choices.beside_xla
         )
-        with self._explaining(layout, [state, *split.state]), order, entered as scope:
+        explained = self._explaining(layout, [state, *split.state])
+        with explained, order, entered as scope, forward_mode.refused(spec.name, scope):
             wholes = state_shards.whole(split.state, shard_axes)
             held = layout.joined([state, *wholes])
             positional, named = spec.by_keyword(rest)

@@ -59,6 +59,16 @@ def test_refuses_with_the_right_path(program):
     assert_refused(program)
 
 
+@pytest.mark.parametrize("program", WRONG_HERE[::16], ids=name_of)
+def test_refuses_with_the_right_path_where_the_state_is_split(program, monkeypatch):
+    def split(*before, **options):
+        tx = optax.chain(*before, optax.sgd(0.1, momentum=0.9))
+        return jdp.sharded(tx, stage=3, min_size=1, **options)
+
+    monkeypatch.setattr(corpus, "sgd", split)
+    assert_refused(program)
+
+
 @pytest.mark.parametrize("kind", ["deadlock", "decision"])
 def test_names_one_cause_once(kind):
     causes = {
@@ -414,7 +424,7 @@ NAMED = re.compile(
     r"`(batch|rows)\b[^`]*`|`state\.key`|`(axis_index|io_callback|rng_uniform|jnp\.empty|ppermute|"
     r"pshuffle|all_to_all|reduce_scatter|psum|all_gather|ragged_all_to_all|empty_ref)`|"
     r"a foreign call|is split by a shard_map|(sums|averages) (it )?over the ranks|all_gather\(to=|"
-    r"may hold another value on each after [^:]*:\d+: it depends on"
+    r"jdp\.scan_layers at|may hold another value on each after [^:]*:\d+: it depends on"
 )
 INTERNAL = re.compile(
     r"jdp_\w+|\brest\[|\b(program|sync|verify|native|grad|state)\.py|hidden in it"

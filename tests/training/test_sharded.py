@@ -161,6 +161,18 @@ def test_leaves_below_min_size_stay_whole():
     assert {path for path, share in held.items() if share < 1} == {"['embedding']", "['w']"}
 
 
+def test_large_leaves_that_do_not_divide_are_logged_once(caplog):
+    with caplog.at_level("WARNING", "jdp"):
+        for n in (2, 3, 3, 1):
+            ranks(n)
+            for stage in (0, 3):
+                jdp.TrainState.create(model.params(), optimizer(stage, min_size=30))
+    said = [text for text in caplog.messages if "divides no dim" in text]
+    for n, text in zip((2, 3), said, strict=True):
+        for part in ("splits 4 of 5", f"{n} ranks, 140 bytes", "`params['odd']` float32[7, 5]"):
+            assert part in text
+
+
 def test_averages_of_the_parameters_are_split_as_they_are():
     ranks(2)
     state, _ = jdp.train_step(averaged)(with_average(3), batch())

@@ -18,6 +18,7 @@ from jdp.collectives import call_order
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.collectives.cpu import unread
 from jdp.collectives.cpu.lowering import lowered
+from jdp.collectives.cpu.operands import of_one_row
 from jdp.collectives.xla import scaled
 
 # (rank, group, scale, token, *leaves) -> (token, *leaves), with the parameters
@@ -97,7 +98,7 @@ def _batch(
     primitive: Any, of_rows: Callable, axis_data: Any, args: Sequence[Any], places: Sequence[Any],
     *, axes: tuple[str, ...], dims: tuple[Any, ...], num_ranks: int, **params: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
-    before, leaves = args[:_NUM_BEFORE], args[_NUM_BEFORE:]
+    before, leaves = of_one_row(args, places), args[_NUM_BEFORE:]
     leaves = [
         x if place is None else jnp.moveaxis(x, place, 0)
         for x, place in zip(leaves, places[_NUM_BEFORE:], strict=True)
@@ -113,14 +114,14 @@ def _batch(
             x if flag else jnp.broadcast_to(x, (num_ranks, *x.shape))
             for x, flag in zip(leaves, is_batched, strict=True)
         ]
-        results = [of_rows(x, dim, args[2]) for x, dim in zip(rows, dims, strict=True)]
-        return [before[-1], *results], [places[_NUM_BEFORE - 1], *[0] * len(results)]
+        results = [of_rows(x, dim, before[2]) for x, dim in zip(rows, dims, strict=True)]
+        return [before[-1], *results], [None, *[0] * len(results)]
     dims = tuple(
         jax.tree.map(lambda i, flag=flag: i + flag, dim)
         for dim, flag in zip(dims, is_batched, strict=True)
     )
     out = primitive.bind(*before, *leaves, axes=axes, dims=dims, num_ranks=num_ranks, **params)
-    return out, [places[_NUM_BEFORE - 1], *(0 if flag else None for flag in is_batched)]
+    return out, [None, *(0 if flag else None for flag in is_batched)]
 
 
 def _scatter_rows(rows: jax.Array, dim: int, scale: Any) -> jax.Array:
