@@ -145,7 +145,7 @@ class RankProgram:
                 in_specs=tuple(specs),
                 out_specs=RankOutputs(P(), SplitOutputs(rows, rows, parts)),
                 axis_names=set(axis_name),
-                check_vma=False,  # JAX's types are wrong here: the analysis proves it.
+                check_vma=False,  # JAX's types refuse right steps; the analysis proves instead.
             ),
             inline=jax_compat.INLINE_EARLY,
         )
