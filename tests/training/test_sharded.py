@@ -285,6 +285,25 @@ def test_parts_over_one_of_two_axes_are_replicated_over_the_other(over, share, a
     assert_close(jax.device_get(state.params), jax.device_get(want.params), 1e-6)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_dim_that_ranks_and_further_devices_do_not_divide_is_split_over_the_ranks(stage):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    jdp.init(mesh)
+
+    @jdp.train_step
+    def step(state, rows):
+        grads = jax.grad(lambda p: jnp.mean(rows["x"][:, :3] @ p["w"]))(state.params)
+        return state.apply_gradients(grads), {}
+
+    w = np.arange(12, dtype="f").reshape(3, 4)
+    params = {"w": jax.device_put(w, NamedSharding(mesh, PartitionSpec(None, "model")))}
+    tx = optimizer(stage, optax.sgd(2.0, momentum=0.5))
+    state, _ = step(jdp.TrainState.create(params, tx), batch())
+    assert set(shares(state.opt_state).values()) == {1 / 4}
+    want = w - 2 * np.broadcast_to(batch()["x"][:, :3].mean(0)[:, None] / 4, w.shape)
+    np.testing.assert_allclose(state.params["w"], want, rtol=1e-6)
+
+
 def test_evaluation_takes_split_parameters():
     ranks(3)
     measure = jdp.eval_step(lambda params, rows: {"loss": loss_fn(params, rows)})
