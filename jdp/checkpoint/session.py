@@ -15,8 +15,8 @@ from jdp.checkpoint.commit_memory import CommitMemory
 from jdp.checkpoint.edits import facts_of_program
 from jdp.checkpoint.find import Found, all_processes, find
 from jdp.checkpoint.one_session import require_alone
+from jdp.checkpoint.pieces import is_split
 from jdp.checkpoint.restore import restored
-from jdp.checkpoint.snapshot import is_split
 from jdp.checkpoint.state_writer import (
     checkpoint_writer,
     commit_writer,
