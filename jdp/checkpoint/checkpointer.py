@@ -103,7 +103,8 @@ class Checkpointer:
             `state`, and one log line lists them. "error" raises for such a state.
           allow: "new script" lets `jdp run` recover although the script, or a module in its folder,
             was edited since. After `--resume` edits are always allowed. One log line names the
-            first line that differs.
+            first line that differs. If a step is traced to another program than before, on the
+            same ranks and shapes, one log line names the first operation that differs.
 
         Returns:
           The restored state, or `state`.
