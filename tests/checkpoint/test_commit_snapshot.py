@@ -133,6 +133,21 @@ def test_commits_outlive_the_donation_of_their_states(mesh, memory):
         assert committed(memory) == expected
 
 
+def test_a_commit_waits_for_a_state_that_is_still_being_computed(memory, make_mesh):
+    def advance(state):
+        return jax.lax.fori_loop(0, 200, lambda i, s: [x + 1 for x in s], state)
+
+    where = NamedSharding(make_mesh(2), PartitionSpec())
+    step = jax.jit(advance, donate_argnums=0)
+    state = jax.device_put([np.zeros(1_000_003, np.float32)], where)
+    snapshots = CommitSnapshots(memory)
+    for n in range(1, 4):
+        state = step(state)
+        commit(memory, snapshots, state)
+        found = np.frombuffer(committed(memory)["[0]"], np.float32)
+        np.testing.assert_array_equal(found, 200 * n)
+
+
 @needs_library
 def test_nothing_is_copied_on_cpu_devices_but_narrow_integers(mesh, memory):
     state, snapshots = mixed_state(NamedSharding(mesh, PartitionSpec())), CommitSnapshots(memory)
