@@ -11,8 +11,8 @@ import numpy as np
 from jdp.checkpoint import native_copy, shards
 from jdp.checkpoint.commit_memory import CommitMemory, Draft
 from jdp.checkpoint.device_copies import DeviceCopies
-from jdp.checkpoint.native_copy import Place, Route
-from jdp.checkpoint.pieces import Finder, Found, Piece, on_devices
+from jdp.checkpoint.native_copy import CopyOut, TargetBox
+from jdp.checkpoint.pieces import Finder, StatePiece, WrittenPieces, on_devices
 from jdp.checkpoint.saved_leaves import SavedLeaf, padded_bytes
 
 
@@ -23,7 +23,9 @@ class CommitSnapshot(NamedTuple):
     split: dict[str, Any]  # facts about its parts; empty if every leaf is whole
     draft: Draft
     copying: list[jax.Array]  # ready when the devices have copied their pieces
-    others: list[tuple[Piece, SavedLeaf, int]]  # copies on devices; what they are of; its offset
+    others: list[
+        tuple[StatePiece, SavedLeaf, int]
+    ]  # copies on devices; what they are of; its offset
 
     def fetch(self) -> Draft:
         """Copy the other pieces, and wait for those that devices copy."""
@@ -38,11 +40,11 @@ class CommitSnapshot(NamedTuple):
         return self.draft
 
 
-class _Layout(NamedTuple):
+class _CommitLayout(NamedTuple):
     leaves: list[SavedLeaf]  # the list of the state that it belongs to
     targets: list[tuple[SavedLeaf, int]]  # of each piece: what it is a part of, and its offset
     num_bytes: int
-    routes: dict[jax.Device, tuple[list[int], Route]]  # positions of the pieces that devices copy
+    routes: dict[jax.Device, tuple[list[int], CopyOut]]  # positions of the pieces that devices copy
     others: list[int]  # positions of the other pieces
 
 
@@ -55,7 +57,7 @@ class CommitSnapshots:
 
     def __init__(self, memory: CommitMemory) -> None:
         self._memory, self._finder, self._copies = memory, Finder(), DeviceCopies(reuse=True)
-        self._layout: _Layout | None = None
+        self._layout: _CommitLayout | None = None
         self._copying: list[jax.Array] = []
 
     def take_snapshot(self, state: Any, *, here: bool = True) -> CommitSnapshot | None:
@@ -124,9 +126,9 @@ def _wait(arrays: Sequence[jax.Array]) -> None:
         raise failed
 
 
-def _layout(found: Found) -> _Layout:
+def _layout(found: WrittenPieces) -> _CommitLayout:
     targets: list[tuple[SavedLeaf, int]] = []
-    places: list[Place | None] = []
+    places: list[TargetBox | None] = []
     size, last, offset = 0, -1, 0
     for piece in found.pieces:
         leaf = _written_leaf(found, piece)
@@ -140,21 +142,21 @@ def _layout(found: Found) -> _Layout:
         chosen = [i for i in positions if places[i] is not None]
         if chosen:
             arrays = [found.pieces[i].values for i in chosen]
-            routes[device] = chosen, Route(arrays, [p for i in chosen if (p := places[i])])
+            routes[device] = chosen, CopyOut(arrays, [p for i in chosen if (p := places[i])])
     others = [i for i, place in enumerate(places) if place is None]
-    return _Layout(found.leaves, targets, size, routes, others)
+    return _CommitLayout(found.leaves, targets, size, routes, others)
 
 
-def _written_leaf(found: Found, piece: Piece) -> SavedLeaf:
+def _written_leaf(found: WrittenPieces, piece: StatePiece) -> SavedLeaf:
     if piece.part is None:
         return found.leaves[piece.leaf]
     return SavedLeaf("", piece.values.shape, str(piece.values.dtype), None)
 
 
-def _place(piece: Piece, leaf: SavedLeaf, offset: int) -> Place | None:
+def _place(piece: StatePiece, leaf: SavedLeaf, offset: int) -> TargetBox | None:
     if not native_copy.takes(piece.values) or not piece.values.size:
         return None
     whole = (slice(None),) * len(leaf.shape)
     index = whole if piece.index is None or piece.index is ... else piece.index
     box = shards.box_of(index, leaf.shape)
-    return Place.of_box(offset, leaf.shape, box, piece.values.dtype.itemsize)
+    return TargetBox.of_box(offset, leaf.shape, box, piece.values.dtype.itemsize)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jdp.checkpoint.pieces import Piece, on_devices
+from jdp.checkpoint.pieces import StatePiece, on_devices
 
 
 class DeviceCopies:
@@ -22,7 +22,7 @@ class DeviceCopies:
         self._reuse = reuse
         self._spare: dict[jax.Device, list[jax.Array]] = {}
 
-    def take(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def take(self, pieces: Sequence[StatePiece]) -> list[StatePiece]:
         """Start copying pieces, so that the next step may donate them, without waiting for it.
 
         The copies before must no longer be in use.
@@ -43,7 +43,7 @@ class DeviceCopies:
                 found[i] = found[i]._replace(values=values)
         return found
 
-    def reservation(self, pieces: Sequence[Piece]) -> Callable[[], None]:
+    def reservation(self, pieces: Sequence[StatePiece]) -> Callable[[], None]:
         """Return a function that allocates the first copies and may run in a thread."""
         kinds = {
             device: [_form(pieces[i].values) for i in positions]

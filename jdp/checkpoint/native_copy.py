@@ -18,7 +18,7 @@ from jdp.collectives.cpu import runtime
 _CALL_BYTES, _CALL_ARRAYS = 64 << 20, 512
 
 
-class Place(NamedTuple):
+class TargetBox(NamedTuple):
     """Where the bytes of an array go: runs of equal length inside of loops, the outermost first."""
 
     offset: int
@@ -26,13 +26,13 @@ class Place(NamedTuple):
     loops: tuple[tuple[int, int], ...]  # count, stride in bytes
 
     @classmethod
-    def of_box(cls, offset: int, shape: Sequence[int], box: Box, itemsize: int) -> "Place":
+    def of_box(cls, offset: int, shape: Sequence[int], box: Box, itemsize: int) -> "TargetBox":
         """Return the place of a box of an array that begins at `offset`.
 
-        >>> Place.of_box(100, (4, 6), ((0, 4), (2, 4)), 4)
-        Place(offset=108, run_bytes=8, loops=((4, 24),))
-        >>> Place.of_box(0, (4, 6), ((2, 4), (0, 6)), 4)
-        Place(offset=48, run_bytes=48, loops=())
+        >>> TargetBox.of_box(100, (4, 6), ((0, 4), (2, 4)), 4)
+        TargetBox(offset=108, run_bytes=8, loops=((4, 24),))
+        >>> TargetBox.of_box(0, (4, 6), ((2, 4), (0, 6)), 4)
+        TargetBox(offset=48, run_bytes=48, loops=())
         """
         strides = [itemsize * int(np.prod(shape[d + 1 :], dtype=np.int64)) for d in range(len(box))]
         sizes = [stop - start for start, stop in box]
@@ -55,10 +55,10 @@ def takes(x: Any) -> bool:
     )
 
 
-class Route:
+class CopyOut:
     """The places of arrays of one device, which are copied again and again."""
 
-    def __init__(self, arrays: Sequence[jax.Array], places: Sequence[Place]) -> None:
+    def __init__(self, arrays: Sequence[jax.Array], places: Sequence[TargetBox]) -> None:
         self._calls: list[tuple[slice, np.ndarray, np.ndarray]] = []
         first, num_bytes = 0, 0
         for i, x in enumerate(arrays):
@@ -80,7 +80,7 @@ class Route:
             groups.append([*arrays[chosen]])
         return _copy_out([each.view(np.uint32) for each in words], groups)
 
-    def _add_call(self, chosen: slice, places: Sequence[Place]) -> None:
+    def _add_call(self, chosen: slice, places: Sequence[TargetBox]) -> None:
         words: list[int] = []
         is_offset: list[bool] = []
         for place in places[chosen]:

@@ -13,7 +13,7 @@ from jdp.checkpoint.saved_leaves import SavedLeaf, describe, padded_bytes
 from jdp.pytrees import is_array, without_key
 
 
-class Piece(NamedTuple):
+class StatePiece(NamedTuple):
     """Values of a part of a leaf."""
 
     leaf: int  # index of its leaf; -1 if the next host keeps it for another process
@@ -22,11 +22,11 @@ class Piece(NamedTuple):
     part: int | None = None  # its number, of a leaf that is written in parts
 
 
-class Found(NamedTuple):
+class WrittenPieces(NamedTuple):
     """The pieces of a state: those of whole leaves first, in the order of the leaves."""
 
     leaves: list[SavedLeaf]  # of all leaves; the same list for states of the same kind
-    pieces: list[Piece]
+    pieces: list[StatePiece]
     split: dict[str, Any]  # facts about its parts; empty if every leaf is whole
 
 
@@ -44,7 +44,7 @@ class Finder:
         self._apart: list[int] = []  # positions of gathered leaves
         self._parts: list[shards.LeafPart] = []  # of the leaves that are written in parts
 
-    def find(self, state: Any, *, here: bool) -> Found | None:
+    def find(self, state: Any, *, here: bool) -> WrittenPieces | None:
         """Return the pieces; None with `here=False`, unless leaves are split.
 
         All processes must find the pieces of the same states; those with `here=False` only take
@@ -65,12 +65,12 @@ class Finder:
         if self._parts:
             if self._keeps_for_others():
                 copies = next_host.copies(arrays, self._parts, self.hosts)
-                pieces += [Piece(-1, None, x, n) for n, x in copies.items()]
+                pieces += [StatePiece(-1, None, x, n) for n, x in copies.items()]
             held = [piece.part for piece in pieces if piece.part is not None]
             split = shards.split_facts(self._parts, held, has_whole=here)
-        return Found(self._leaves, pieces, split)
+        return WrittenPieces(self._leaves, pieces, split)
 
-    def local_pieces(self, state: Any, *, here: bool) -> list[Piece]:
+    def local_pieces(self, state: Any, *, here: bool) -> list[StatePiece]:
         """Return the pieces that are known without communication; gathered leaves are left out."""
         arrays = [*map(without_key, self._described(state))]
         return _all_pieces(arrays, self._parts, here=here, without=self._apart)
@@ -114,7 +114,7 @@ def is_split(state: Any) -> bool:
     return bool(_placement(state, [x for x in jax.tree.leaves(state) if is_array(x)])[1])
 
 
-def on_devices(pieces: Sequence[Piece]) -> Mapping[jax.Device, list[int]]:
+def on_devices(pieces: Sequence[StatePiece]) -> Mapping[jax.Device, list[int]]:
     """Return the positions of the pieces that are on devices, by their device."""
     found: dict[jax.Device, list[int]] = defaultdict(list)
     for i, piece in enumerate(pieces):
@@ -173,7 +173,7 @@ def _all_pieces(
     *,
     here: bool,
     without: Sequence[int] = (),
-) -> list[Piece]:
+) -> list[StatePiece]:
     split = {part.leaf for part in parts}
     left_out = split.union(without)
     whole = [(i, x) for i, x in enumerate(arrays) if i not in left_out] if here else []
@@ -185,15 +185,15 @@ def _all_pieces(
     }
     me = jax.process_index()
     mine = [(n, part) for n, part in enumerate(parts) if part.writer == me]
-    found = [Piece(part.leaf, None, data[part.leaf, part.box], n) for n, part in mine]
+    found = [StatePiece(part.leaf, None, data[part.leaf, part.box], n) for n, part in mine]
     return [*pieces, *found]
 
 
 # The parts on this process's devices that make up array `i`.
-def _pieces(i: int, x: Any) -> list[Piece]:
+def _pieces(i: int, x: Any) -> list[StatePiece]:
     if not isinstance(x, jax.Array):
-        return [Piece(i, ..., x)]
+        return [StatePiece(i, ..., x)]
     if x.is_fully_replicated:
-        return [Piece(i, ..., x.addressable_data(0))]
+        return [StatePiece(i, ..., x.addressable_data(0))]
     found = {str(shard.index): shard for shard in x.addressable_shards}
-    return [Piece(i, shard.index, shard.data) for shard in found.values()]
+    return [StatePiece(i, shard.index, shard.data) for shard in found.values()]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdp.checkpoint.device_copies import DeviceCopies
-from jdp.checkpoint.pieces import Finder, Piece
+from jdp.checkpoint.pieces import Finder, StatePiece
 from jdp.checkpoint.saved_leaves import SavedLeaf
 
 
@@ -15,7 +15,7 @@ class Snapshot(NamedTuple):
     """A copy of a state on the devices that is never donated while in use."""
 
     leaves: list[SavedLeaf]
-    pieces: list[Piece]
+    pieces: list[StatePiece]
     split: dict[str, Any]  # facts about its parts; empty if every leaf is whole
 
     def fetch(self) -> list[np.ndarray]:

@@ -211,7 +211,7 @@ def test_more_arrays_than_a_call_takes_are_copied(memory):
 @needs_library
 def test_a_program_that_copies_holds_no_address():
     def text(target):
-        words = native_copy.Route([x], [native_copy.Place(0, x.nbytes, ())])._calls
+        words = native_copy.CopyOut([x], [native_copy.TargetBox(0, x.nbytes, ())])._calls
         moved = [np.where(is_offset, w + target, w).view(np.uint32) for _, w, is_offset in words]
         return native_copy._copy_out.lower(moved, [[x]]).as_text()
 
