@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jdp.checkpoint.broadcast import broadcast
-from jdp.checkpoint.edits import require_unedited
+from jdp.checkpoint.edits import Edits
 from jdp.checkpoint.fill import fill
 from jdp.checkpoint.find import Found
 from jdp.checkpoint.restore_split import split_values
@@ -26,7 +26,7 @@ def restored(
     batches: Any,
     *,
     keeps_missing: bool,
-    allows_edits: bool,
+    edits: Edits,
 ) -> Any:
     """Return `state` with the values that were found, and set the position of `batches`.
 
@@ -36,11 +36,11 @@ def restored(
       state: a state of the same leaves.
       batches: as for `Checkpointer.restore`.
       keeps_missing: as for `fill`.
-      allows_edits: as for `require_unedited`.
+      edits: gets what was written with the state.
 
     Raises:
       ValueError: if it is of a different model, or has no position although `batches` is given.
-      RuntimeError: if the run recovers with an edited script, and not `allows_edits`.
+      RuntimeError: as from `Edits.continue_from`.
     """
     sources, found = everything.sources, everything.latest
     assert found is not None
@@ -52,7 +52,7 @@ def restored(
     else:
         facts, values = _loaded(group, found, sources)
     with agree.propagating_errors(group, f"while it restored {found.where}"):
-        require_unedited(facts, allows_edits=allows_edits)
+        edits.continue_from(facts)
         state, taken = fill(
             state, leaves_of(facts), values, found.where, keeps_missing=keeps_missing
         )

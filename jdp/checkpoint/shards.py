@@ -110,7 +110,12 @@ def names(facts: Mapping[str, Any]) -> list[str]:
 def described(facts: Mapping[str, Any]) -> list[SavedLeaf]:
     """Return the description of each piece."""
     leaves = leaves_of(facts)
-    return [leaves[leaf]._replace(shape=tuple(_sizes(box))) for leaf, box, _ in pieces(facts)]
+    return [described_part(leaves, piece) for piece in pieces(facts)]
+
+
+def described_part(leaves: Sequence[SavedLeaf], part: LeafPart) -> SavedLeaf:
+    """Return the description of a part, given those of all leaves."""
+    return leaves[part.leaf]._replace(shape=tuple(_sizes(part.box)))
 
 
 def stored(facts: Mapping[str, Any]) -> list[int]:

@@ -9,10 +9,12 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jdp import axis, pytrees
+from jdp.analysis import program_lines
 from jdp.analysis.step_refusals import Proved
 from jdp.collectives import beside_xla, call_order
+from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.collectives.xla import combine_options, group_options
-from jdp.distributed.checks import arguments, startup
+from jdp.distributed.checks import arguments, startup, traced_programs
 from jdp.distributed.mesh import num_ranks
 from jdp.error_codes import with_code
 from jdp.reduction import reported, weighted_sum
@@ -21,6 +23,7 @@ from jdp.step_spec import StepSpec
 from jdp.training import passes, uncached
 from jdp.training.rank_program import RankOutputs, RankProgram
 from jdp.worker import progress
+from jdp.worker.version import version
 
 _log = logging.getLogger("jdp")
 
@@ -160,6 +163,9 @@ class CompiledStep:
             # The proof runs inside of JAX's trace: its error ends the trace, so that JAX never
             # caches a program that was refused.
             probed = passes.probe(self._rank_program, self._choices, args, self._args[1])
+            if self.spec.returns_state:
+                lines = program_lines.lines_of(probed.jaxpr)
+                traced_programs.current.record(self.spec.name, self._facts(args), lines)
             built = passes.build(self._rank_program, probed)
             self._log_gathers(built.traced.found.gathers)
             leaving = built.program(*built.inputs.args)
@@ -169,6 +175,16 @@ class CompiledStep:
 
         on_mesh.__name__ = on_mesh.__qualname__ = self.spec.name
         return on_mesh
+
+    def _facts(self, args: tuple) -> list[Any]:
+        """Return on what the program may depend that is not the author's."""
+        devices = [*self.mesh.devices.flat]
+        return [
+            [jax.__version__, version(), cpu_runtime.why_missing() is None, self._is_part],
+            [devices[0].platform, devices[0].device_kind, dict(self.mesh.shape)],
+            [device.process_index for device in devices],
+            [[str(x.dtype), x.shape] for x in map(jax.typeof, jax.tree.leaves(args))],
+        ]
 
     def _loses_order(self, jaxpr: Any) -> bool:
         if self.mesh.size == 1 or axis.platform(self.mesh) != "cpu":

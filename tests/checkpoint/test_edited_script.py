@@ -58,3 +58,4 @@ def test_a_recovery_of_an_unedited_script_goes_on(jdp_run, tmp_path):
     one = run(jdp_run, "--max-restarts=1")
     assert one.wait() == 0, one.output
     assert "result 50.0 after 3" in one.output and "settings.py" not in one.output
+    assert "another program" not in one.output

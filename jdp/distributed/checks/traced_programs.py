@@ -1,0 +1,62 @@
+"""The programs of training steps that this process has traced, for the runs that continue them."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+# Kept of a process that traces many: of each kind, and kinds.
+_MAX_PROGRAMS, _MAX_KINDS = 8, 32
+
+
+class Lines(Protocol):
+    """The lines of a program, such as `analysis.program_lines.ProgramLines`."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Return how often the program has each line, by a digest of the line."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of all lines."""
+        ...
+
+    def difference(self, saved: Mapping[str, int]) -> str:
+        """Describe the first difference from the `counts` of another program."""
+        ...
+
+
+class TracedPrograms:
+    """Programs by their kind: the name of the step, and all on which its program may depend.
+
+    >>> programs = TracedPrograms()
+    >>> programs.kinds()
+    {}
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, dict[str, Lines]] = {}
+
+    def record(self, name: str, facts: Any, lines: Lines) -> None:
+        """Record a program.
+
+        Args:
+          name: of its step.
+          facts: JSON: on what the program may depend that is not the author's.
+          lines: of the program.
+        """
+        text = json.dumps(facts, sort_keys=True)
+        kind = f"{name} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        programs = self._kinds.setdefault(kind, {})
+        programs[lines.digest] = lines
+        for several, most in ((programs, _MAX_PROGRAMS), (self._kinds, _MAX_KINDS)):
+            if len(several) > most:
+                del several[next(iter(several))]
+
+    def kinds(self) -> dict[str, dict[str, Lines]]:
+        """Return the programs by kind and digest."""
+        return {kind: {**programs} for kind, programs in self._kinds.items()}
+
+
+current = TracedPrograms()
