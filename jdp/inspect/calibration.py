@@ -11,6 +11,7 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 FORMAT = 1
 
@@ -136,16 +137,18 @@ def load(platform: str, path: Path | None = None) -> Calibration | None:
         found = json.loads(path.read_text())
         if found.pop("format") != FORMAT:
             raise ValueError("it has another format")
-        rates = found.pop("rates")
-        found["rates"] = tuple(
-            Rate(**{**rate, "points": tuple((b, s) for b, s in rate["points"])}) for rate in rates
-        )
+        found["rates"] = tuple(map(_read_rate, found["rates"]))
         return Calibration(**found)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"the calibration of this machine, {path}, is not that of this jdp (format {FORMAT}): "
             f"{error}. Predicted times would have no basis. {again}"
         ) from error
+
+
+def _read_rate(found: dict[str, Any]) -> Rate:
+    found["points"] = tuple((num_bytes, seconds) for num_bytes, seconds in found["points"])
+    return Rate(**found)
 
 
 def fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
