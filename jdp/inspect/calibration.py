@@ -5,6 +5,7 @@ fields of `Calibration`. `docs/bench.md` describes them.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -46,12 +47,17 @@ class Rate:
     points: tuple[tuple[int, float], ...]
 
     def seconds(self, num_bytes: float) -> float:
-        """Return the predicted seconds of one call.
+        """Return the predicted seconds of one call: between measured sizes on the line between
+        them, and otherwise by the law.
 
-        >>> rate = Rate("all-reduce", "xla", 2, 1, "float32", 1e-5, 1e9, 0.0, ())
-        >>> rate.seconds(1_000_000)
-        0.00101
+        >>> points = ((1000, 2e-5), (3000, 4e-5))
+        >>> rate = Rate("all-reduce", "xla", 2, 1, "float32", 1e-5, 1e9, 0.5, points)
+        >>> round(rate.seconds(2000), 9), round(rate.seconds(1_000_000), 9)
+        (3e-05, 0.00101)
         """
+        for (low, fast), (high, slow) in itertools.pairwise(self.points):
+            if low <= num_bytes <= high:
+                return fast + (num_bytes - low) / (high - low) * (slow - fast)
         return self.alpha_s + num_bytes / self.bytes_per_s
 
 
