@@ -15,8 +15,8 @@ from jdp.inspect.trial import AUTO, Case, Trial
 
 PEER = "xla"
 _MiB = 2**20
-# Calls in a program: so many that its start is a small part of their time. One by `ppermute` is many
-# operations, which take long to compile.
+# Calls in a program: so many that its start is a small part of their time. One by `ppermute` is
+# many operations, which take long to compile.
 _MAX_CALLS, _MAX_PPERMUTES = 16, 4
 
 

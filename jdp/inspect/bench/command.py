@@ -45,6 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     commands: dict[str, Callable[[str, Sequence[str]], int]] = {
         **dict.fromkeys(OPERATIONS, _collective),
+        "step": _step,
         "--calibrate": _calibrate,
     }
     if what not in commands:
@@ -186,6 +187,12 @@ def _timed(operation: str, names: Sequence[str] | None, options: argparse.Namesp
     if is_first and options.png:
         output.draw(options.png, rows, title)
     return 0
+
+
+def _step(_: str, arguments: Sequence[str]) -> int:
+    from jdp.inspect.bench import step_command
+
+    return step_command.main(arguments)
 
 
 def _calibrate(_: str, arguments: Sequence[str]) -> int:
