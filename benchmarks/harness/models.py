@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdp.inspect.models import Problem as Problem
+from jdp.inspect.models import SmallModel as Problem
 from jdp.inspect.models import attention as attention
 from jdp.inspect.models import mlp as mlp
 from jdp.inspect.models import mlp_loss as mlp_loss

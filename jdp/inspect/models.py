@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-class Problem(NamedTuple):
+class SmallModel(NamedTuple):
     """A model with its data, which every contestant trains."""
 
     name: str
@@ -17,7 +17,7 @@ class Problem(NamedTuple):
     loss_fn: Callable[[Any, Any], jax.Array]  # (params, batch) -> [], the mean over rows
 
 
-def mlp(*, width: int, num_layers: int, num_rows: int, dtype: Any = np.float32) -> Problem:
+def mlp(*, width: int, num_layers: int, num_rows: int, dtype: Any = np.float32) -> SmallModel:
     """Make `num_layers` square layers, and a regression with random targets."""
     random = np.random.default_rng(0)
     params = [
@@ -25,7 +25,7 @@ def mlp(*, width: int, num_layers: int, num_rows: int, dtype: Any = np.float32) 
         for _ in range(num_layers)
     ]
     batch = {name: _normal(random, (num_rows, width), 1, dtype) for name in ("x", "y")}
-    return Problem("mlp", params, batch, mlp_loss)
+    return SmallModel("mlp", params, batch, mlp_loss)
 
 
 def mlp_loss(params: Any, batch: Any) -> jax.Array:
@@ -39,7 +39,7 @@ def mlp_loss(params: Any, batch: Any) -> jax.Array:
 
 def transformer(
     *, dim: int, num_layers: int, num_rows: int, length: int, dtype: Any = np.float32
-) -> Problem:
+) -> SmallModel:
     """Make a decoder over 256 kinds of bytes (pre-norm, heads of 32), and random text."""
     random = np.random.default_rng(0)
     blocks = [
@@ -61,7 +61,7 @@ def transformer(
         "head": _normal(random, (dim, 256), dim, dtype),
     }
     text = random.integers(0, 256, (num_rows, length + 1), dtype=np.int32)
-    return Problem(f"transformer-{num_layers}", params, {"text": text}, transformer_loss)
+    return SmallModel(f"transformer-{num_layers}", params, {"text": text}, transformer_loss)
 
 
 def transformer_loss(params: Any, batch: Any) -> jax.Array:

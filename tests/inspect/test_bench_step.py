@@ -8,7 +8,7 @@ import pytest
 from jdp import collectives
 from jdp.__main__ import main
 from jdp.inspect.bench import step, step_command
-from jdp.inspect.bench.step import Setting
+from jdp.inspect.bench.step import StepSetting
 
 # Whole numbers: every gradient is exact, so states on any number of ranks are equal.
 SCRIPT = """
@@ -46,7 +46,7 @@ def test_a_step_of_a_script_is_timed_and_equals_one_device(tmp_path, capsys):
 
 
 def test_a_built_in_model_is_as_on_one_device_up_to_rounding():
-    setting = Setting(rows=2, num_steps=1, num_rounds=1)
+    setting = StepSetting(rows=2, num_steps=1, num_rounds=1)
     [_, row] = step.measure(step_command.found_model("mlp"), [2], setting)
     assert 0 < row["difference"] < step.TOLERANCE
 
@@ -64,7 +64,7 @@ def test_the_step_without_communication_is_checked_on_every_rank(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     make = step_command.found_model(f"{path}:make")
-    setting = Setting(rows=2, num_steps=1, num_rounds=1)
+    setting = StepSetting(rows=2, num_steps=1, num_rounds=1)
     contestant = step._Contestant(make, 3, setting, all_reduces=False)
     assert contestant.clock() > 0
     # Means of rows 0 and 1, and so on, of x: each rank has its own.

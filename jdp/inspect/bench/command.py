@@ -1,13 +1,12 @@
 """The command `jdp bench`."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+
+from jdp.inspect.bench import flags
 
 OPERATIONS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _DESCRIPTION = """\
 How fast are collectives, steps and recoveries here? Every result that is timed
 is compared with the exact one on every rank; a wrong one ends the command with
@@ -46,6 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     commands: dict[str, Callable[[str, Sequence[str]], int]] = {
         **dict.fromkeys(OPERATIONS, _collective),
         "step": _step,
+        "faults": _faults,
         "--calibrate": _calibrate,
     }
     if what not in commands:
@@ -64,52 +64,6 @@ def main(arguments: Sequence[str]) -> int:
         return 2
 
 
-def read_bytes(text: str) -> int:
-    """Read a number of bytes.
-
-    >>> read_bytes("4K"), read_bytes("64M"), read_bytes("100")
-    (4096, 67108864, 100)
-    """
-    unit = text[-1:].upper() if text[-1:].isalpha() else ""
-    number = text[: len(text) - len(unit)]
-    if unit not in _UNITS or not number.isdigit() or int(number) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, such as 4K or 64M")
-    return int(number) * _UNITS[unit]
-
-
-def read_positive(text: str) -> int:
-    """Read a whole number from 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return int(text)
-
-
-def add_common(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of all commands that use devices of this process."""
-    text = "virtual CPU devices of each process (default on a machine without accelerators: its "
-    text += "cores, at least 2)"
-    parser.add_argument("--cpu-ranks", type=read_positive, metavar="N", help=text)
-    text = "print JSON in place of a table, or write it to FILE (under jdp run)"
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=text)
-    parser.add_argument("--png", metavar="FILE", help="draw a picture (needs matplotlib)")
-
-
-def started(cpu_ranks: int | None) -> Any:
-    """Choose the devices, join the processes, and return the mesh."""
-    import contextlib
-
-    import jax
-
-    from jdp.distributed.mesh import init
-    from jdp.worker.local_devices import num_cpus, num_gpus
-
-    is_chosen = "JAX_NUM_CPU_DEVICES" in os.environ or "XLA_FLAGS" in os.environ
-    if cpu_ranks is not None or not (is_chosen or num_gpus()):
-        with contextlib.suppress(RuntimeError):  # a backend runs already
-            jax.config.update("jax_num_cpu_devices", cpu_ranks or max(2, num_cpus()))
-    return init(timeout_s=None)
-
-
 def _collective(operation: str, arguments: Sequence[str]) -> int:
     from jdp.inspect import trial
 
@@ -123,19 +77,21 @@ def _collective(operation: str, arguments: Sequence[str]) -> int:
         ("-b", "4K", "smallest size: bytes of a rank's array"),
         ("-e", "64M", "largest size"),
     ):
-        parser.add_argument(flag, type=read_bytes, default=read_bytes(default), metavar="BYTES",
-                            help=f"{text} (default {default})")  # fmt: skip
+        size, text = flags.read_bytes(default), f"{text} (default {default})"
+        parser.add_argument(flag, type=flags.read_bytes, default=size, metavar="BYTES", help=text)
     text = "factor between sizes (default 4)"
-    parser.add_argument("-f", type=read_positive, default=4, metavar="N", help=text)
+    parser.add_argument("-f", type=flags.read_positive, default=4, metavar="N", help=text)
     text = "timed rounds, in each of which every algorithm runs twice (default 10)"
-    parser.add_argument("-n", type=read_positive, default=10, metavar="N", help=text)
-    parser.add_argument("-w", type=read_positive, default=1, metavar="N", help="runs before them")
+    parser.add_argument("-n", type=flags.read_positive, default=10, metavar="N", help=text)
+    parser.add_argument(
+        "-w", type=flags.read_positive, default=1, metavar="N", help="runs before them"
+    )
     parser.add_argument("-d", default="float32", metavar="DTYPE", help="default float32")
     text = f"some of {','.join(known)} (default on CPUs: all but auto)"
     parser.add_argument("-a", metavar="NAMES", help=text)
     text = "let results take the memory of inputs, as in a compiled step"
     parser.add_argument("--in-place", action="store_true", help=text)
-    add_common(parser)
+    flags.add_common(parser)
     options = parser.parse_args(arguments)
     names = options.a.split(",") if options.a else None
     if wrong := set(names or ()) - set(known):
@@ -155,7 +111,7 @@ def _timed(operation: str, names: Sequence[str] | None, options: argparse.Namesp
         output.require_matplotlib()
     if options.d in ("float64", "int64", "uint64"):
         jax.config.update("jax_enable_x64", True)
-    mesh = started(options.cpu_ranks)
+    mesh = flags.started(options.cpu_ranks)
     facts, is_first = output.machine(), jax.process_index() == 0
     names = names or collectives.default_algorithms(operation, facts["platform"])
     setting = collectives.Setting(options.d, options.n, options.w, options.in_place)
@@ -195,19 +151,27 @@ def _step(_: str, arguments: Sequence[str]) -> int:
     return step_command.main(arguments)
 
 
+def _faults(_: str, arguments: Sequence[str]) -> int:
+    from jdp.inspect.bench import faults_command
+
+    return faults_command.main(arguments)
+
+
 def _calibrate(_: str, arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="jdp bench --calibrate",
         description=_CALIBRATE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--cpu-ranks", type=read_positive, metavar="N", help="virtual CPU devices")
+    parser.add_argument(
+        "--cpu-ranks", type=flags.read_positive, metavar="N", help="virtual CPU devices"
+    )
     options = parser.parse_args(arguments)
     import jax
 
     from jdp.inspect.bench.calibrate import calibrate
 
-    mesh = started(options.cpu_ranks)
+    mesh = flags.started(options.cpu_ranks)
     is_first = jax.process_index() == 0
     found = calibrate(mesh, print if is_first else lambda text: None)
     if is_first:

@@ -19,7 +19,7 @@ Made = tuple[Any, Any, Any]
 Make = Callable[[int, Any], Made]  # (num_rows, all_reduce) -> (step, state, batch)
 
 
-class Setting(NamedTuple):
+class StepSetting(NamedTuple):
     """How steps are timed.
 
     Attributes:
@@ -33,7 +33,7 @@ class Setting(NamedTuple):
     num_rounds: int
 
 
-def measure(make: Make, numbers: Sequence[int], setting: Setting) -> list[dict[str, Any]]:
+def measure(make: Make, numbers: Sequence[int], setting: StepSetting) -> list[dict[str, Any]]:
     """Time steps on several numbers of ranks, and return a row for each.
 
     Args:
@@ -78,7 +78,7 @@ class _Contestant:
     with these rows.
     """
 
-    def __init__(self, make: Make, num_ranks: int, setting: Setting, *, all_reduces: bool):
+    def __init__(self, make: Make, num_ranks: int, setting: StepSetting, *, all_reduces: bool):
         self._num_steps, self._num_ranks = setting.num_steps, num_ranks
         self._name = f"{num_ranks} ranks" + ("" if all_reduces else " without all-reduce")
         rows = setting.rows * num_ranks
@@ -121,7 +121,7 @@ class _Contestant:
 
 
 def _expected(
-    make: Make, num_rows: int, num_ranks: int, setting: Setting, all_reduces: bool
+    make: Make, num_rows: int, num_ranks: int, setting: StepSetting, all_reduces: bool
 ) -> list[list[np.ndarray]]:
     """Return the leaves of the last state of one device, for all rows or those of each rank."""
     init(devices=jax.devices()[:1], timeout_s=None)

@@ -12,8 +12,8 @@ import jax
 import optax
 
 from jdp.inspect import models
-from jdp.inspect.bench import command, output
-from jdp.inspect.bench.step import Made, Make, Setting, measure
+from jdp.inspect.bench import flags, output
+from jdp.inspect.bench.step import Made, Make, StepSetting, measure
 from jdp.reduction.micro_batches import value_and_grad
 from jdp.reduction.optimizer import replicated
 from jdp.training.decorators import train_step
@@ -48,20 +48,20 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("model", metavar="MODEL")
     text = "numbers of ranks, such as 1,2,4 (default: powers of 2 up to all devices)"
     parser.add_argument("--ranks", metavar="N,...", help=text)
-    parser.add_argument("--rows", type=command.read_positive, help="rows of each rank (default 64)")
+    parser.add_argument("--rows", type=flags.read_positive, help="rows of each rank (default 64)")
     text = "steps of a run (default 5)"
-    parser.add_argument("--steps", type=command.read_positive, default=5, help=text)
+    parser.add_argument("--steps", type=flags.read_positive, default=5, help=text)
     text = "rounds, each with two runs (default 5)"
-    parser.add_argument("--rounds", type=command.read_positive, default=5, help=text)
-    command.add_common(parser)
+    parser.add_argument("--rounds", type=flags.read_positive, default=5, help=text)
+    flags.add_common(parser)
     options = parser.parse_args(arguments)
     if options.png:
         output.require_matplotlib()
     make, setting = (
         found_model(options.model),
-        Setting(options.rows or 64, options.steps, options.rounds),
+        StepSetting(options.rows or 64, options.steps, options.rounds),
     )
-    mesh = command.started(options.cpu_ranks)
+    mesh = flags.started(options.cpu_ranks)
     if jax.process_count() > 1:
         raise ValueError(
             f"there are {jax.process_count()} processes, and `jdp bench step` compares numbers of "
