@@ -107,3 +107,9 @@ def test_a_killed_process_is_replaced_and_the_bits_are_right(tmp_path):
     assert (row["faults"], row["processes"], row["state_bytes"]) == (1, 2, 8192)
     assert 0 < row["ettr"] < 1
     assert row["recovery_s"] == pytest.approx(sum(row[f"{it}_s"] for it in fault_costs.PARTS))
+
+
+def test_a_run_that_does_not_start_is_an_error_with_its_last_output(capsys, monkeypatch):
+    monkeypatch.setattr(faulty_launch, "_PROGRAM", "jdp.inspect.no_such_program")
+    assert main(["bench", "faults", "--state", "8K"]) == 1
+    assert "no_such_program" in capsys.readouterr().err

@@ -30,7 +30,7 @@ def measure(
 
     Raises:
       WrongResultError: if an element of the final state of a process is not exact.
-      RuntimeError: if the run does not recover.
+      FaultyRunError: if the run does not recover.
     """
     with FaultyLaunch(folder / "run", state_bytes, setting) as run:
         faults = _strike(run, setting, say)

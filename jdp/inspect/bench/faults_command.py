@@ -3,6 +3,7 @@
 import argparse
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -12,7 +13,7 @@ from typing import Any
 from jdp.inspect import calibration
 from jdp.inspect.bench import faults, flags
 from jdp.inspect.bench.fault_costs import PARTS
-from jdp.inspect.bench.faulty_launch import FaultSetting
+from jdp.inspect.bench.faulty_launch import FaultSetting, FaultyRunError
 from jdp.worker.local_devices import num_cpus
 from jdp.worker.version import version
 
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--mtbf", type=_seconds, default=60.0, metavar="S", help=text)
     text = "faults in each run (default 5)"
     parser.add_argument("--faults", type=flags.read_positive, default=5, metavar="N", help=text)
-    text = "bytes of the parameters (default 1M,100M; 1G takes 12 GB of memory)"
+    text = "bytes of the parameters (default 1M,100M; 1G needs it several times in memory)"
     parser.add_argument("--state", default="1M,100M", metavar="BYTES,...", help=text)
     text = "processes of the run (default 2)"
     parser.add_argument(
@@ -61,8 +62,17 @@ def main(arguments: Sequence[str]) -> int:
     setting = FaultSetting(
         options.mtbf, options.faults, options.nproc_per_node, options.step_s, seed=options.seed
     )
-    rows = _rows(states, setting, quiet=options.json == "-")
-    _show(rows, options.json)
+    quiet = options.json == "-"
+    try:
+        rows = _rows(states, setting, quiet=quiet)
+    except FaultyRunError as error:
+        print(f"jdp bench faults: {error}", file=sys.stderr)
+        return 1
+    law = _law(rows)
+    if law and not quiet:
+        print(f"restoring: {law['alpha_s']:.3f} s + bytes / {law['bytes_per_s']:.3g}")
+    if options.json:
+        _write_json(rows, law, options.json)
     if options.png:
         _draw(options.png, rows)
     return 0
@@ -85,39 +95,37 @@ def _rows(states: Sequence[int], setting: FaultSetting, *, quiet: bool) -> list[
         say(f"state of {state_bytes} bytes:")
         with tempfile.TemporaryDirectory(prefix="jdp-bench-") as folder:
             rows.append(faults.measure(Path(folder), state_bytes, setting, say))
+        if not quiet:
+            _show(rows[-1])
     return rows
 
 
-def _show(rows: Sequence[dict[str, Any]], json_to: str | None) -> None:
-    law = _law(rows)
-    if json_to != "-":
-        for row in rows:
-            shares = ", ".join(f"{name} {row[name]:.1%}" for name in _SHARES)
-            print(
-                f"\n{row['state_bytes']} bytes, {row['processes']} processes, {row['faults']} "
-                f"faults in {row['wall_s']:.0f} s: {shares}; bits equal"
-            )
-            if row["faults"]:
-                split = ", ".join(f"{name} {row[f'{name}_s']:.3f}" for name in PARTS)
-                print(f"recovery {row['recovery_s']:.3f} s (median): {split}")
-        if law:
-            print(f"\nrestoring: {law['alpha_s']:.3f} s + bytes / {law['bytes_per_s']:.3g}")
-    if json_to:
-        from jdp.inspect.bench import output
+def _show(row: dict[str, Any]) -> None:
+    shares = ", ".join(f"{name} {row[name]:.1%}" for name in _SHARES)
+    print(
+        f"{row['state_bytes']} bytes, {row['processes']} processes, {row['faults']} faults in "
+        f"{row['wall_s']:.0f} s: {shares}; bits equal"
+    )
+    split = ", ".join(f"{name} {row[f'{name}_s']:.3f}" for name in PARTS)
+    print(f"recovery {row['recovery_s']:.3f} s (median): {split}", flush=True)
 
-        facts = {
-            "host": socket.gethostname(),
-            "num_cores": num_cpus(),
-            "load": round(os.getloadavg()[0], 2),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "versions": {"jdp": version()},
-        }
-        output.write_json({**facts, "rows": rows, "restoring": law}, json_to)
+
+def _write_json(rows: Sequence[dict[str, Any]], law: dict[str, float] | None, to: str) -> None:
+    from jdp.inspect.bench import output
+
+    facts = {
+        "host": socket.gethostname(),
+        "num_cores": num_cpus(),
+        "load": round(os.getloadavg()[0], 2),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"jdp": version()},
+    }
+    output.write_json({**facts, "rows": rows, "restoring": law}, to)
 
 
 def _law(rows: Sequence[dict[str, Any]]) -> dict[str, float] | None:
     """Return the law of the time to restore, from states of two sizes or more."""
-    points = [(row["state_bytes"], row["restoring_s"]) for row in rows if row["faults"]]
+    points = [(row["state_bytes"], row["restoring_s"]) for row in rows]
     if len({num_bytes for num_bytes, _ in points}) < 2:
         return None
     alpha, beta, error = calibration.fitted(points)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from jdp.inspect.exact import WrongResultError
 
 _POLL_S = 0.01
+_PROGRAM = "jdp.inspect.bench.faulty_run"
 # No process begins a step that is so many after one that another has finished.
 _MARGIN_STEPS = 5
 
@@ -37,6 +38,10 @@ class FaultSetting(NamedTuple):
     seed: int = 0
 
 
+class FaultyRunError(Exception):
+    """A run that failed, or did not go on in time, with its last output."""
+
+
 class FaultyLaunch:
     """One `jdp run` of `faulty_run`, in a folder of its own, which ends with the context."""
 
@@ -49,7 +54,7 @@ class FaultyLaunch:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "jdp", "run", f"--nproc-per-node={setting.num_processes}"]
             + ["--max-restarts=1000000", f"--log-dir={folder / 'logs'}"]
-            + ["-m", "jdp.inspect.bench.faulty_run", str(folder)],
+            + ["-m", _PROGRAM, str(folder)],
             env={**os.environ, "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"},
             stdin=subprocess.DEVNULL,
             stdout=self._output,
@@ -104,14 +109,14 @@ class FaultyLaunch:
         """Wait until a condition holds, and return its value.
 
         Raises:
-          RuntimeError: if it takes longer, or the run ends before.
+          FaultyRunError: if it takes longer, or the run ends before.
         """
         end = time.monotonic() + deadline_s
         while not (value := is_there()):
             if self.is_over and not is_there():
-                raise RuntimeError(f"the run ended without {what}.\n{self._tail()}")
+                raise FaultyRunError(f"the run ended without {what}.\n{self._tail()}")
             if time.monotonic() > end:
-                raise RuntimeError(f"no {what} within {deadline_s:.0f} s.\n{self._tail()}")
+                raise FaultyRunError(f"no {what} within {deadline_s:.0f} s.\n{self._tail()}")
             time.sleep(_POLL_S)
         return value
 
@@ -126,11 +131,11 @@ class FaultyLaunch:
         """Wait for the end of the run.
 
         Raises:
-          RuntimeError: if it fails, or takes longer.
+          FaultyRunError: if it fails, or takes longer.
         """
         self.until(lambda: self.is_over, "end of the run", deadline_s)
         if self._process.returncode:
-            raise RuntimeError(
+            raise FaultyRunError(
                 f"the run ended with exit code {self._process.returncode}.\n{self._tail()}"
             )
 

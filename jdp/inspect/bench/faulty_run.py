@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,11 +121,13 @@ def main() -> None:
     folder = Path(sys.argv[1])
     plan = TrainingPlan(**json.loads((folder / "run.json").read_text()))
     start, rows = initial(plan), {"x": data()}
-    spent: Counter[str] = Counter()
+    spent: dict[str, float] = defaultdict(float)
     init()
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **_: spent.update({event.rpartition("/")[2]: seconds})
-    )
+
+    def record(event: str, duration_secs: float, **_: Any) -> None:
+        spent[event.rpartition("/")[2]] += duration_secs
+
+    jax.monitoring.register_event_duration_secs_listener(record)
     launcher = current()
     generation = launcher.assignment.generation if launcher and launcher.assignment else 0
     log = StepLog(folder)
