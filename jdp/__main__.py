@@ -8,6 +8,7 @@ usage: jdp COMMAND [arguments]
 
 commands:
   run             run a training program on several processes, and replace those that fail
+  explain         memory, collectives and predicted time of a step, compiled and not run
   explain-error   explain the code of an error, such as JDP101
 
 jdp COMMAND --help prints the help of a command, jdp --version the version."""
@@ -40,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if command == "run":
         return _run(arguments)
+    if command == "explain":
+        from jdp.inspect import explain_command
+
+        return explain_command.main(arguments)
     if command == "explain-error":
         return _explain_error(arguments)
     print(f"jdp: there is no command {command!r}.\n\n{_HELP}", file=sys.stderr)
