@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jdp.data.sampler import Sampler as Sampler
     from jdp.distributed.checks.replicas import check_replicas as check_replicas
     from jdp.distributed.mesh import init as init
+    from jdp.inspect.batch_size import find_batch_size as find_batch_size
     from jdp.inspect.explain import explain as explain
     from jdp.rank_state import per_rank as per_rank
     from jdp.reduction.batch_norm import batch_norm_statistics as batch_norm_statistics
@@ -49,6 +50,7 @@ _MODULES = {
     "eval_step": "training.decorators",
     "evaluate": "training.evaluation",
     "explain": "inspect.explain",
+    "find_batch_size": "inspect.batch_size",
     "global_mean": "reduction.global_mean",
     "init": "distributed.mesh",
     "load": "checkpoint.load",

@@ -1,6 +1,5 @@
 """`explain`: the memory, the collectives and the time of a step, from the compiled program."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +15,6 @@ from jdp.inspect.planned import SentLeaf
 from jdp.inspect.prediction import Likely, predicted
 from jdp.inspect.rates import rates_of
 from jdp.inspect.report import Bucket, StepReport
-from jdp.inspect.targets import TargetDevices
 from jdp.inspect.transfers import SentArrays
 from jdp.training.step import Step
 
@@ -80,7 +78,7 @@ def explain(
         _bucket(transfer, match, simulated.step_s)
         for transfer, match in zip(transfers, matches, strict=True)
     ]
-    memory = memory_of(found.compiled, program, _limit(where))
+    memory = memory_of(found.compiled, program, where.memory_bytes())
     return StepReport(
         step=found.spec.name,
         on=where.name,
@@ -125,8 +123,3 @@ def _name(leaf: SentLeaf, kind: str) -> str:
     if kind not in ("all-reduce", "reduce-scatter") and leaf.path.startswith("grads"):
         return f"the update of {leaf.path.removeprefix('grads')}"
     return leaf.path
-
-
-def _limit(where: TargetDevices) -> int | None:
-    found = re.search(r"device_memory_size: (\d+)", where.description)
-    return int(found[1]) if found else None

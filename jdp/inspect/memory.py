@@ -87,6 +87,13 @@ def memory_of(compiled: Any, program: HloProgram, limit: int | None) -> Memory:
     )
 
 
+def allocated_bytes(compiled: Any) -> int:
+    """Return the memory that XLA allocates for a compiled step on one rank."""
+    found = compiled.memory_analysis()
+    arrays = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    return arrays + found.temp_size_in_bytes + found.generated_code_size_in_bytes
+
+
 def category(name: str) -> str:
     """Return what an argument is for, by its name in the program, such as `args[0].params['w']`."""
     argument, _, path = name.partition("]")

@@ -58,6 +58,11 @@ class TargetDevices:
         """The kind of device, such as `NVIDIA H200 141GB HBM3e`."""
         return self.mesh.devices.flat[0].device_kind
 
+    def memory_bytes(self) -> int | None:
+        """Return the memory of a device, None if it is not known."""
+        found = re.search(r"device_memory_size: (\d+)", self.description)
+        return int(found[1]) if found else None
+
 
 def target(on: str | Mesh, axis_names: tuple[str, ...]) -> TargetDevices:
     """Return the devices of a name such as `8xH200`, as a mesh over the data axis.
