@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 _EPILOG = """\
 The script runs up to its first call of the step, on CPUs and with its own data; that call is
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 def _explained(
     options: argparse.Namespace, script: str, name: str, of_script: Sequence[str]
 ) -> int:
+    from jdp.inspect import comparison
     from jdp.inspect.explain import explain
     from jdp.inspect.first_call import first_call
     from jdp.inspect.targets import MissingPluginError
@@ -52,10 +54,13 @@ def _explained(
         if "never called" not in str(error):
             raise
         return _fail(str(error), 1)
+    chosen: dict[str, Any] = dict(on=options.on, rates=dict(options.rate), **call.keywords)
     try:
-        report = explain(
-            call.step, *call.args, on=options.on, rates=dict(options.rate), **call.keywords
-        )
+        if options.compare:
+            plans = comparison.compare(call.step, call.args, dict(options.compare), **chosen)
+            print(comparison.to_json(plans) if options.json else comparison.table(plans))
+            return 0
+        report = explain(call.step, *call.args, **chosen)
     except (MissingPluginError, ValueError) as error:
         return _fail(str(error), 1)
     print(report.to_json() if options.json else report)
@@ -90,6 +95,14 @@ def _parser() -> argparse.ArgumentParser:
         type=_rate,
         help="a rate that the predicted time assumes, such as matmul_flops=600e12",
     )
+    parser.add_argument(
+        "--compare",
+        metavar="OPTION=VALUES",
+        nargs="+",
+        default=[],
+        type=_choice,
+        help="rank plans by predicted time, such as bucket_bytes=1M,4M stage=0,1,3 (0: replicated)",
+    )
     return parser
 
 
@@ -109,6 +122,18 @@ def _rate(text: str) -> tuple[str, float]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not NAME=VALUE with a number, such as matmul_flops=600e12"
         ) from None
+
+
+def _choice(text: str) -> tuple[str, list[int]]:
+    name, _, values = text.partition("=")
+    found = [re.fullmatch(r"(\d+)([kM]?)", value) for value in values.split(",")]
+    sizes = {"": 1, "k": 2**10, "M": 2**20}
+    numbers = [int(each[1]) * sizes[each[2]] for each in found if each]
+    if not name or len(numbers) != len(found):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not OPTION=VALUES, such as bucket_bytes=1M,4M or stage=0,1,3"
+        )
+    return name, numbers
 
 
 def _fail(text: str, code: int) -> int:
