@@ -19,7 +19,7 @@ from jdp.training.step import Step
 OPTIONS = ("stage", "bucket_bytes")
 
 
-class Plan(NamedTuple):
+class RankedPlan(NamedTuple):
     """A step with some options of its optimizer.
 
     Attributes:
@@ -39,7 +39,7 @@ def compare(
     on: str | Mesh | None = None,
     rates: Mapping[str, float] | None = None,
     **keywords: Any,
-) -> list[Plan]:
+) -> list[RankedPlan]:
     """Explain a step with each combination of options, the shortest predicted time first.
 
     Args:
@@ -71,11 +71,11 @@ def compare(
             lambda node, options=options: _changed(node, options), state, is_leaf=_has_optimizer
         )
         report = explain(step, changed, *others, on=on, rates=rates, **keywords)
-        plans.append(Plan(options, report))
+        plans.append(RankedPlan(options, report))
     return sorted(plans, key=lambda plan: plan.report.time.likely_s)
 
 
-def table(plans: Sequence[Plan]) -> str:
+def table(plans: Sequence[RankedPlan]) -> str:
     """Return a line for each plan."""
     first = plans[0].report
     lines = [
@@ -93,7 +93,7 @@ def table(plans: Sequence[Plan]) -> str:
     return "\n".join(lines)
 
 
-def to_json(plans: Sequence[Plan]) -> str:
+def to_json(plans: Sequence[RankedPlan]) -> str:
     """Return the options and the report of each plan, in their order."""
     values = [{"plan": plan.options, **json.loads(plan.report.to_json())} for plan in plans]
     return json.dumps(values, indent=1)
