@@ -95,10 +95,13 @@ class _PlanWalk:
 
     def run(self, jaxpr: Any, paths: dict[Any, str], *, in_loop: bool) -> dict[Any, str]:
         """Walk a body, and return the name of each of its variables that has one."""
+        before = None
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
+            # JAX makes one sum for each leaf of a bucket, one after the other.
+            is_same, before = before is not None and _is_like(before, eqn), eqn
             if name in _KINDS or name in call_order.NATIVE:
-                self._collective(eqn, name, paths, in_loop)
+                self._collective(eqn, name, paths, in_loop, is_same=is_same)
                 # What was gathered or summed keeps its name.
                 taken = _operands(eqn, name)
                 for atom, out in zip(taken, eqn.outvars[-len(taken) :], strict=False):
@@ -110,7 +113,9 @@ class _PlanWalk:
                 self._names(eqn, name, paths)
         return paths
 
-    def _collective(self, eqn: Any, name: str, paths: dict[Any, str], in_loop: bool) -> None:
+    def _collective(
+        self, eqn: Any, name: str, paths: dict[Any, str], in_loop: bool, *, is_same: bool
+    ) -> None:
         leaves = [
             SentLeaf(_path(atom, paths), _dtype(atom.aval.dtype), int(atom.aval.size))
             for atom in _operands(eqn, name)
@@ -118,6 +123,9 @@ class _PlanWalk:
         if not leaves:
             return
         native = name in call_order.NATIVE
+        if is_same and not native and self.found:
+            self.found[-1].leaves.extend(leaves)
+            return
         kind = _KINDS.get(name) or name.removeprefix("jdp_").replace("_", "-")
         number = eqn.params.get("number", eqn.params.get("bucket")) if native else None
         self.found.append(
@@ -177,6 +185,12 @@ class _PlanWalk:
                 paths[out] = _path(named[0], paths)
         elif name in ("dynamic_slice", "slice", "squeeze") and ".params" in _path(atoms[0], paths):
             paths[out] = _path(atoms[0], paths)
+
+
+def _is_like(one: Any, other: Any) -> bool:
+    """Whether one line of code made two equations of the same collective."""
+    is_collective = one.primitive.name in _KINDS and one.primitive is other.primitive
+    return is_collective and one.source_info.traceback == other.source_info.traceback
 
 
 def _operands(eqn: Any, name: str) -> list[Any]:

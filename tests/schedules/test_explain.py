@@ -49,6 +49,7 @@ def scanned_loss(scan, params, x):
 
 
 def report(on, tx, loss_fn=loss_fn, stacked=False):
+    """The report of a chain of layers, each of which is one bucket of 4 MiB."""
     jdp.init(devices=jax.devices("cpu")[:1])
     shape = jax.ShapeDtypeStruct((DIM, DIM), jnp.float32)
     params = [shape] * NUM_LAYERS
@@ -79,6 +80,15 @@ def test_gradients_between_gpus_are_named_also_where_xla_packs_them(h200s):
     assert any(bucket.hidden_bytes for bucket in large)
     assert found.memory.limit == 151397597184
     assert found.rates["memory_bytes_per_s"].source.startswith("XLA's device description")
+
+
+def test_the_leaves_of_one_bucket_are_not_merged_buckets(h200s):
+    tx = jdp.replicated(
+        optax.sgd(0.1), all_reduce=collectives.xla, bucket_bytes=2 * NUM_LAYERS * LAYER
+    )
+    found = report(h200s, tx)
+    assert {bucket.num_merged for bucket in found.buckets} == {0, 1}
+    assert "merged-buckets" not in {finding.kind for finding in found.findings}
 
 
 def test_matmuls_are_counted_in_fused_kernels_too(h200s):
