@@ -10,6 +10,7 @@ commands:
   run             run a training program on several processes, and replace those that fail
   bench           time collectives, steps and recoveries, with every result checked
   doctor          say whether this machine, or the hosts of a run, can train
+  explain         memory, collectives and predicted time of a step, compiled and not run
   explain-error   explain the code of an error, such as JDP101
 
 jdp COMMAND --help prints the help of a command, jdp --version the version."""
@@ -50,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from jdp.inspect.doctor.command import main as doctor
 
         return doctor(arguments)
+    if command == "explain":
+        from jdp.inspect import explain_command
+
+        return explain_command.main(arguments)
     if command == "explain-error":
         return _explain_error(arguments)
     print(f"jdp: there is no command {command!r}.\n\n{_HELP}", file=sys.stderr)

@@ -29,6 +29,11 @@ class Replicated(optax.GradientTransformationExtraArgs):
         """In which gradients are sent; None: their own."""
         return self.update.reduce_dtype  # type: ignore[attr-defined]
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `replicated`, by name."""
+        return self.update.options  # type: ignore[attr-defined]
+
 
 def replicated(
     tx: optax.GradientTransformation,
@@ -106,6 +111,9 @@ def replicated(
 
     setattr(update, "axis_name", axis_name)  # noqa: B010 - types know no attributes of functions
     setattr(update, "reduce_dtype", reduce_dtype)  # noqa: B010
+    options = dict(tx=tx, axis_name=axis_name, all_reduce=all_reduce, bucket_bytes=bucket_bytes)
+    options |= dict(mean=mean, reduce_dtype=reduce_dtype)
+    setattr(update, "options", options)  # noqa: B010
     return Replicated(wrapped.init, update)
 
 

@@ -94,8 +94,12 @@ class Step:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Trace, prove and lower the step for these arguments: arrays or `ShapeDtypeStruct`s."""
+        return self.trace(*args, **kwargs).lower()
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Trace and prove the step for these arguments: arrays or `ShapeDtypeStruct`s."""
         compiled, args, *_ = self._prepare(args, kwargs)
-        return compiled.trace(*args, is_compiled=True).lower()
+        return compiled.trace(*args, is_compiled=True)
 
     def findings(self, *args: Any, **kwargs: Any) -> TraceFindings:
         """Return the findings of the trace of the step for these arguments."""
@@ -111,7 +115,7 @@ class Step:
         `is_traced`: an argument is a tracer, of a `jit` around this call. `is_returned`: the state
         is what the last call of this step returned.
         """
-        spec, (state, batch, *rest) = self._bound(args, kwargs)
+        spec, (state, batch, *rest) = self.bound(args, kwargs)
         if self._holds_others:
             state = pytrees.hold(state)
         leaves = jax.tree.leaves(state)
@@ -145,7 +149,7 @@ class Step:
             compiled = self._compiled_steps[key] = CompiledStep(spec, where, is_part=is_traced)
         return compiled, (state, batch, *rest), is_traced, is_returned
 
-    def _bound(self, args: tuple, kwargs: dict[str, Any]) -> tuple[StepSpec, tuple]:
+    def bound(self, args: tuple, kwargs: dict[str, Any]) -> tuple[StepSpec, tuple]:
         """Return the arguments in order, keyword-only ones last.
 
         An argument that is left out keeps its default, which is a constant of the program.
