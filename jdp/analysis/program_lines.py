@@ -5,6 +5,7 @@ so they are equal in each process that traces a program, also where the author l
 """
 
 import enum
+import functools
 import hashlib
 import zlib
 from collections import Counter
@@ -123,6 +124,7 @@ def _operand(x: Any) -> str:
     return _described(x.val) if isinstance(x, Literal) else _type(x.aval)
 
 
+@functools.lru_cache(1024)
 def _type(aval: Any) -> str:
     shape = ",".join(map(str, getattr(aval, "shape", ())))
     return f"{getattr(aval, 'dtype', type(aval).__name__)}[{shape}]"
@@ -141,11 +143,11 @@ def _described(value: Any) -> str:
         return f"{complex(x) if np.iscomplexobj(x) else float(x):.6g}"
     flat = x.reshape(-1)[:: 1 + x.size // _MOST_ELEMENTS]
     if not jnp.issubdtype(x.dtype, np.inexact):
-        return f"{_type(value)} ({zlib.crc32(flat.tobytes()):08x})"
+        return f"{_type(jax.typeof(value))} ({zlib.crc32(flat.tobytes()):08x})"
     flat = flat.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
     with np.errstate(all="ignore"):
         digits = np.abs(flat).sum(), (flat * np.linspace(1.0, 2.0, flat.size)).sum()
-    return f"{_type(value)} ({digits[0]:.3e}, {digits[1]:.3e})"
+    return f"{_type(jax.typeof(value))} ({digits[0]:.3e}, {digits[1]:.3e})"
 
 
 def _param(value: Any) -> str:

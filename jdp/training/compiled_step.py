@@ -164,8 +164,8 @@ class CompiledStep:
             # caches a program that was refused.
             probed = passes.probe(self._rank_program, self._choices, args, self._args[1])
             if self.spec.returns_state:
-                lines = program_lines.lines_of(probed.jaxpr)
-                traced_programs.current.record(self.spec.name, self._facts(args), lines)
+                lines_of = functools.partial(program_lines.lines_of, probed.jaxpr)
+                traced_programs.current.record(self.spec.name, self._facts(args), lines_of)
             built = passes.build(self._rank_program, probed)
             self._log_gathers(built.traced.found.gathers)
             leaving = built.program(*built.inputs.args)

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 # Kept of a process that traces many: of each kind, and kinds.
@@ -37,15 +38,27 @@ class TracedPrograms:
 
     def __init__(self) -> None:
         self._kinds: dict[str, dict[str, Lines]] = {}
+        # Programs whose lines nobody has asked for: without a Checkpointer, nobody does.
+        self._traced: deque[tuple[str, Any, Callable[[], Lines]]] = deque(maxlen=_MAX_KINDS)
 
-    def record(self, name: str, facts: Any, lines: Lines) -> None:
+    def record(self, name: str, facts: Any, lines_of: Callable[[], Lines]) -> None:
         """Record a program.
 
         Args:
           name: of its step.
           facts: JSON: on what the program may depend that is not the author's.
-          lines: of the program.
+          lines_of: returns the lines of the program.
         """
+        self._traced.append((name, facts, lines_of))
+
+    def kinds(self) -> dict[str, dict[str, Lines]]:
+        """Return the programs by kind and digest."""
+        while self._traced:
+            name, facts, lines_of = self._traced.popleft()
+            self._add(name, facts, lines_of())
+        return {kind: {**programs} for kind, programs in self._kinds.items()}
+
+    def _add(self, name: str, facts: Any, lines: Lines) -> None:
         text = json.dumps(facts, sort_keys=True)
         kind = f"{name} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
         programs = self._kinds.setdefault(kind, {})
@@ -53,10 +66,6 @@ class TracedPrograms:
         for several, most in ((programs, _MAX_PROGRAMS), (self._kinds, _MAX_KINDS)):
             if len(several) > most:
                 del several[next(iter(several))]
-
-    def kinds(self) -> dict[str, dict[str, Lines]]:
-        """Return the programs by kind and digest."""
-        return {kind: {**programs} for kind, programs in self._kinds.items()}
 
 
 current = TracedPrograms()
