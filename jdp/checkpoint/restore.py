@@ -9,11 +9,11 @@ import numpy as np
 from jdp.checkpoint.broadcast import broadcast
 from jdp.checkpoint.edits import Edits
 from jdp.checkpoint.fill import fill
-from jdp.checkpoint.find import Found
+from jdp.checkpoint.find import Found, Latest
 from jdp.checkpoint.restore_split import split_values
 from jdp.checkpoint.saved_leaves import leaves_of, pack, packed_bytes, unpack
 from jdp.checkpoint.shards import SplitValue
-from jdp.checkpoint.sources import Latest, Saved, Sources
+from jdp.checkpoint.sources import Saved, Sources
 from jdp.checkpoint.state_writer import KEY_OF_LOADER, state_of_data
 from jdp.distributed import agree
 from jdp.distributed.checks import known_leaves
