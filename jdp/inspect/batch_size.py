@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jdp.inspect.compiled import CompiledStep, compile_step
+from jdp.inspect.compiled import StepForDevices, compile_step
 from jdp.inspect.memory import allocated_bytes
 from jdp.inspect.report import of_bytes
 from jdp.training.step import Step
@@ -88,7 +88,7 @@ def find_batch_size(
     """
     args = (batch, *rest)
 
-    def compiled(rows: int) -> CompiledStep:
+    def compiled(rows: int) -> StepForDevices:
         if not isinstance(step, Step):
             return compile_step(step(rows), (state, *args), keywords, on)
         given = jax.tree.map(lambda leaf: _with_rows(leaf, rows), batch)
@@ -180,7 +180,7 @@ def _with_rows(leaf: Any, rows: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((rows, *jnp.shape(leaf)[1:]), dtype)
 
 
-def _limit(first: CompiledStep, limit_bytes: int | None) -> int:
+def _limit(first: StepForDevices, limit_bytes: int | None) -> int:
     if limit_bytes is not None:
         return int_at_least("limit_bytes", limit_bytes, least=1)
     memory = first.where.memory_bytes()

@@ -18,7 +18,7 @@ FORMAT = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Rate:
+class CollectiveLaw:
     """The law t = alpha_s + bytes / bytes_per_s of one collective, fitted to measured times.
 
     Attributes:
@@ -51,7 +51,7 @@ class Rate:
         them, and otherwise by the law.
 
         >>> points = ((1000, 2e-5), (3000, 4e-5))
-        >>> rate = Rate("all-reduce", "xla", 2, 1, "float32", 1e-5, 1e9, 0.5, points)
+        >>> rate = CollectiveLaw("all-reduce", "xla", 2, 1, "float32", 1e-5, 1e9, 0.5, points)
         >>> round(rate.seconds(2000), 9), round(rate.seconds(1_000_000), 9)
         (3e-05, 0.00101)
         """
@@ -95,11 +95,11 @@ class Calibration:
     num_compute_ranks: int
     shared_matmul_flops_per_s: Mapping[str, float]
     shared_memory_bytes_per_s: float
-    rates: tuple[Rate, ...]
+    rates: tuple[CollectiveLaw, ...]
 
     def rate(
         self, operation: str, algorithm: str, num_ranks: int, num_processes: int = 1
-    ) -> Rate | None:
+    ) -> CollectiveLaw | None:
         """Return the law of a collective, or None if it was not measured."""
         wanted = (operation, algorithm, num_ranks, num_processes)
         for rate in self.rates:
@@ -152,9 +152,9 @@ def load(platform: str, path: Path | None = None) -> Calibration | None:
         ) from error
 
 
-def _read_rate(found: dict[str, Any]) -> Rate:
+def _read_rate(found: dict[str, Any]) -> CollectiveLaw:
     found["points"] = tuple((num_bytes, seconds) for num_bytes, seconds in found["points"])
-    return Rate(**found)
+    return CollectiveLaw(**found)
 
 
 def fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:

@@ -14,7 +14,7 @@ from jdp.step_spec import StepSpec
 from jdp.training.step import Step
 
 
-class CompiledStep(NamedTuple):
+class StepForDevices(NamedTuple):
     """A step that was compiled for some devices.
 
     Attributes:
@@ -38,7 +38,7 @@ class CompiledStep(NamedTuple):
 
 def compile_step(
     step: Step, args: tuple, keywords: dict[str, Any], on: str | Mesh | None
-) -> CompiledStep:
+) -> StepForDevices:
     """Compile a step for devices that need not be here.
 
     Args:
@@ -63,7 +63,7 @@ def compile_step(
     traced = step.trace(*shapes[:num_positional], **called)
     names = [path for i, arg in enumerate(shapes) for path in spec.paths(i, arg)]
     compiled = traced.lower().compile()
-    return CompiledStep(
+    return StepForDevices(
         spec=spec,
         where=where,
         num_ranks=meshes.num_ranks(where.mesh, spec.axis_name),

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jdp.inspect.compiled import CompiledStep
+from jdp.inspect.compiled import StepForDevices
 from jdp.inspect.memory import Memory
 from jdp.inspect.report import Bucket
 from jdp.inspect.transfers import SentArrays
@@ -26,7 +26,7 @@ class Facts:
       memory: of one rank.
     """
 
-    step: CompiledStep
+    step: StepForDevices
     transfers: Sequence[SentArrays]
     buckets: Sequence[Bucket]
     memory: Memory

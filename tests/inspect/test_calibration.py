@@ -6,9 +6,11 @@ import json
 import pytest
 
 from jdp.inspect import calibration
-from jdp.inspect.calibration import Calibration, Rate
+from jdp.inspect.calibration import Calibration, CollectiveLaw
 
-RATE = Rate("all-reduce", "direct", 2, 1, "float32", 2e-6, 1e9, 0.25, ((1024, 3e-6), (4096, 6e-6)))
+LAW = CollectiveLaw(
+    "all-reduce", "direct", 2, 1, "float32", 2e-6, 1e9, 0.25, ((1024, 3e-6), (4096, 6e-6))
+)
 FOUND = Calibration(
     host="host0",
     platform="cpu",
@@ -22,7 +24,7 @@ FOUND = Calibration(
     num_compute_ranks=2,
     shared_matmul_flops_per_s={"float32": 6e10},
     shared_memory_bytes_per_s=7e9,
-    rates=(RATE, dataclasses.replace(RATE, num_processes=2)),
+    rates=(LAW, dataclasses.replace(LAW, num_processes=2)),
 )
 
 
@@ -37,7 +39,7 @@ def test_a_saved_calibration_is_read_back_from_the_cache_folder(tmp_path, monkey
 
 
 def test_a_rate_is_found_by_operation_algorithm_ranks_and_processes():
-    assert FOUND.rate("all-reduce", "direct", 2) is RATE
+    assert FOUND.rate("all-reduce", "direct", 2) is LAW
     assert FOUND.rate("all-reduce", "direct", 2, 2) is FOUND.rates[1]
     assert FOUND.rate("all-reduce", "direct", 4) is None
 

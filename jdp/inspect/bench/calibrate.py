@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jdp.distributed import agree
 from jdp.inspect import calibration, known_values
 from jdp.inspect.bench import collectives, compute, output
-from jdp.inspect.calibration import Calibration, Rate
+from jdp.inspect.calibration import Calibration, CollectiveLaw
 
 _BYTES = (2**12, 2**16, 2**20, 2**22, 2**24)
 # As in a compiled step, whose gradients are not read again.
@@ -25,7 +25,7 @@ def calibrate(mesh: Mesh, say: Callable[[str], None]) -> Calibration:
       mesh: all devices. In one process also the first 2, 4, 8, ... of them are measured.
       say: prints a line.
     """
-    rates: dict[tuple, Rate] = {}
+    rates: dict[tuple, CollectiveLaw] = {}
     for part in _meshes(mesh):
         for operation in known_values.OPERATIONS:
             for rate in _rates(part, operation, say):
@@ -62,7 +62,7 @@ def _meshes(mesh: Mesh) -> list[Mesh]:
     ]
 
 
-def _rates(mesh: Mesh, operation: str, say: Callable[[str], None]) -> list[Rate]:
+def _rates(mesh: Mesh, operation: str, say: Callable[[str], None]) -> list[CollectiveLaw]:
     platform = mesh.devices.flat[0].platform
     names = collectives.default_algorithms(operation, platform)
     elements = [num_bytes // 4 // mesh.size * mesh.size for num_bytes in _BYTES]
@@ -74,7 +74,7 @@ def _rates(mesh: Mesh, operation: str, say: Callable[[str], None]) -> list[Rate]
         own = [row for row in rows if row["algorithm"] == name]
         points = tuple((row["bytes"], row["median_s"]) for row in own)
         alpha, beta, error = calibration.fitted(points)
-        rate = Rate(
+        rate = CollectiveLaw(
             operation, name, mesh.size, own[0]["processes"], own[0]["dtype"], alpha, beta, error,
             points,
         )  # fmt: skip
@@ -86,5 +86,5 @@ def _rates(mesh: Mesh, operation: str, say: Callable[[str], None]) -> list[Rate]
     return found
 
 
-def _key(rate: Rate) -> tuple:
+def _key(rate: CollectiveLaw) -> tuple:
     return rate.operation, rate.algorithm, rate.num_ranks, rate.num_processes, rate.dtype
