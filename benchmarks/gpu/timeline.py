@@ -28,7 +28,7 @@ class _Speeds:
     def compute_s(self, flops: Mapping[str, float], num_bytes: float) -> float:
         return max(sum(flops.values()) / FLOPS_PER_S, num_bytes / BYTES_PER_S)
 
-    def transfer_s(self, kind: str, num_bytes: float) -> float:
+    def transfer_s(self, kind: str, algorithm: str, num_bytes: float) -> float:
         if kind != "all-reduce":
             raise ValueError(f"the time of {kind} is unknown.")
         return all_reduce_s(num_bytes)

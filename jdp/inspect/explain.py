@@ -10,6 +10,7 @@ from jdp.inspect.compiled import compile_step
 from jdp.inspect.facts import Facts
 from jdp.inspect.findings import findings_of
 from jdp.inspect.matched import Match
+from jdp.inspect.measured import measured
 from jdp.inspect.memory import memory_of
 from jdp.inspect.planned import SentLeaf
 from jdp.inspect.prediction import Likely, predicted
@@ -17,6 +18,9 @@ from jdp.inspect.rates import rates_of
 from jdp.inspect.report import Bucket, StepReport
 from jdp.inspect.transfers import SentArrays
 from jdp.training.step import Step
+
+# A user who gives one of these wants no measured time of a collective.
+_OF_LINKS = {"link_bytes_per_s", "reduction_start_s"}
 
 
 def explain(
@@ -70,8 +74,11 @@ def explain(
     """
     found = compile_step(step, (state, batch, *rest), keywords, on)
     where, program, num_ranks = found.where, found.program, found.num_ranks
-    assumed = rates_of(where, rates)
-    simulated = timeline.simulate(program, Likely(assumed, num_ranks, where.num_hosts))
+    here = measured(where)
+    chosen = rates_of(where, rates, here.rates)
+    laws = {} if _OF_LINKS & {*(rates or {})} else here.laws
+    speeds = Likely(chosen, num_ranks, where.num_hosts, laws=laws)
+    simulated = timeline.simulate(program, speeds)
     transfers = list(simulated.transfers.values())
     matches = matched.match(program, transfers, found.traced.collectives)
     buckets = [
@@ -85,8 +92,9 @@ def explain(
         num_ranks=num_ranks,
         memory=memory,
         buckets=tuple(buckets),
-        time=predicted(program, simulated, assumed, num_ranks, where.num_hosts),
-        rates=assumed,
+        time=predicted(program, simulated, chosen, num_ranks, where.num_hosts, laws),
+        rates=chosen,
+        laws=tuple(laws.values()),
         findings=tuple(findings_of(Facts(found, transfers, buckets, memory))),
         unknown=tuple(dict.fromkeys(simulated.unknown)),
         spans=tuple(simulated.spans),

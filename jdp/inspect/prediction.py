@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 
 from jdp.inspect import timeline
+from jdp.inspect.calibration import CollectiveLaw
 from jdp.inspect.hlo import HloProgram
+from jdp.inspect.measured import INTERVAL
 from jdp.inspect.rates import Rate
 from jdp.inspect.report import StepTime
 from jdp.inspect.timeline import Timeline
@@ -20,11 +22,20 @@ class Likely:
       num_ranks: number of ranks of a collective.
       num_hosts: number of hosts that they are on.
       which: attribute of a rate: `value`, `low` or `high`.
+      laws: measured times of collectives, by operation and algorithm.
     """
 
     def __init__(
-        self, rates: Mapping[str, Rate], num_ranks: int, num_hosts: int, which: str = "value"
+        self,
+        rates: Mapping[str, Rate],
+        num_ranks: int,
+        num_hosts: int,
+        which: str = "value",
+        laws: Mapping[tuple[str, str], CollectiveLaw] | None = None,
     ):
+        self._laws = laws or {}
+        self._slowness = 1 / dict(zip(("low", "value", "high"), INTERVAL, strict=True))[which]
+
         def rate(name: str) -> float:
             return getattr(rates[name], which)
 
@@ -46,11 +57,13 @@ class Likely:
         matmul_s = wide / self._matmul_f32 + narrow / self._matmul
         return self._start_s + max(matmul_s, num_bytes / self._memory)
 
-    def transfer_s(self, kind: str, num_bytes: float) -> float:
-        """Return the seconds of a collective: its start, and its bytes over the links."""
+    def transfer_s(self, kind: str, algorithm: str, num_bytes: float) -> float:
+        """Return the seconds of a collective: measured, or its start and its bytes over links."""
         n = self._num_ranks
         if n == 1:
             return self._start_s
+        if law := self._laws.get((kind, algorithm)):
+            return self._slowness * law.seconds(num_bytes)
         sent = _SENT.get(kind, 1.0) * num_bytes * (n - 1) / n
         return self._reduction_start_s + sent / self._link
 
@@ -61,6 +74,7 @@ def predicted(
     rates: Mapping[str, Rate],
     num_ranks: int,
     num_hosts: int,
+    laws: Mapping[tuple[str, str], CollectiveLaw] | None = None,
 ) -> StepTime:
     """Return the predicted time of a step with its interval.
 
@@ -70,9 +84,10 @@ def predicted(
       rates: by name.
       num_ranks: number of ranks.
       num_hosts: number of hosts.
+      laws: as for `Likely`.
     """
     low_s, high_s = (
-        timeline.simulate(program, Likely(rates, num_ranks, num_hosts, which)).step_s
+        timeline.simulate(program, Likely(rates, num_ranks, num_hosts, which, laws)).step_s
         for which in ("high", "low")
     )
     return StepTime(

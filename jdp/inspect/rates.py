@@ -68,12 +68,17 @@ UNITS = {
 }
 
 
-def rates_of(target: TargetDevices, given: Mapping[str, float] | None = None) -> dict[str, Rate]:
-    """Return the rates of a target, those that are given in the place of others.
+def rates_of(
+    target: TargetDevices,
+    given: Mapping[str, float] | None = None,
+    measured: Mapping[str, Rate] | None = None,
+) -> dict[str, Rate]:
+    """Return the rates of a target: given ones, then measured ones, then known ones.
 
     Args:
       target: the devices.
       given: rates by name, > 0.
+      measured: rates by name.
 
     Raises:
       ValueError: if there is no such rate, or it is not positive.
@@ -81,6 +86,7 @@ def rates_of(target: TargetDevices, given: Mapping[str, float] | None = None) ->
     known = {"gpu": _gpu, "tpu": _tpu}.get(target.platform, _cpu)(target)
     if target.num_hosts == 1:
         known.pop("host_link_bytes_per_s", None)
+    known |= measured or {}
     for name, value in (given or {}).items():
         if name not in UNITS:
             raise ValueError(f"there is no rate {name!r}. Rates are {', '.join(UNITS)}.")

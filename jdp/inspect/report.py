@@ -4,6 +4,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
+from jdp.inspect.calibration import CollectiveLaw
 from jdp.inspect.memory import Memory
 from jdp.inspect.rates import Rate
 
@@ -113,7 +114,9 @@ class StepReport:
       memory: of one rank.
       buckets: its collectives, in the order in which they begin.
       time: of one step, predicted.
-      rates: that the prediction assumes, by name.
+      rates: that the prediction uses, by name.
+      laws: of collectives that were measured on this host, used in place of `reduction_start_s` and
+        `link_bytes_per_s`.
       findings: what to change.
       unknown: what the prediction could not count, in words.
     """
@@ -126,6 +129,7 @@ class StepReport:
     time: StepTime
     rates: dict[str, Rate]
     findings: tuple[Finding, ...]
+    laws: tuple[CollectiveLaw, ...] = ()
     unknown: tuple[str, ...] = ()
     spans: tuple[tuple[str, float, float, str], ...] = dataclasses.field(default=(), repr=False)
 
@@ -181,6 +185,11 @@ class StepReport:
             f"{of_s(time.high_s)}); computes {of_s(time.computing_s)}, waits for collectives "
             f"{of_s(time.exposed_s)}",
             *(f"  {name} = {rate}" for name, rate in self.rates.items()),
+            *(
+                f"  {law.operation} ({law.algorithm}, {law.num_ranks} ranks): measured here, "
+                f"{of_s(law.alpha_s)} and {law.bytes_per_s:.3g} B/s"
+                for law in self.laws
+            ),
             *(f"  not counted: {text}" for text in self.unknown),
         ]
         return "\n".join(lines)

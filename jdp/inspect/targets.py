@@ -104,7 +104,8 @@ def _mesh(devices: Any, axis_names: tuple[str, ...], num_hosts: int) -> Mesh:
 
 def _cpu_devices(num: int) -> list[Any]:
     try:
-        jax.config.update("jax_num_cpu_devices", num)
+        if jax.config.jax_num_cpu_devices < num:  # the script may need more than this target
+            jax.config.update("jax_num_cpu_devices", num)
     except RuntimeError:
         pass  # a backend runs already, and may have enough devices
     found = [device for device in jax.devices("cpu") if device.process_index == jax.process_index()]

@@ -28,7 +28,7 @@ class Speeds(Protocol):
         """Return the seconds of an operation, given the operations of its matmuls by dtype."""
         ...
 
-    def transfer_s(self, kind: str, num_bytes: float) -> float:
+    def transfer_s(self, kind: str, algorithm: str, num_bytes: float) -> float:
         """Return the seconds of a collective, given the bytes of its whole arrays on one rank."""
         ...
 
@@ -195,7 +195,7 @@ class _Simulation:
             self._done(handle)
 
     def _start(self, handle: str, transfer: SentArrays) -> None:
-        took_s = self._speeds.transfer_s(transfer.kind, transfer.num_bytes)
+        took_s = self._speeds.transfer_s(transfer.kind, transfer.algorithm, transfer.num_bytes)
         begin_s = max(self._free_s, self.now_s)
         self._free_s = begin_s + took_s
         if not transfer.runs:
