@@ -60,8 +60,7 @@ class Scope:
       axis_name: the data axis of the step.
       num_rows: rows of the batch on this rank, None if the batch is empty.
       weight_fn: gives the weight of a batch, or None where every row counts the same.
-      weight: `[]` float, of this rank's rows, NaN where `raw_weight` is not a weight; None
-        without `weight_fn`.
+      weight: `[]` float, of this rank's rows, NaN if it is invalid; None without `weight_fn`.
       raw_weight: `[]` float, the result of `weight_fn`.
       total: `[]` float, sum of `weight` over ranks; None where it was not taken yet.
       mesh: where the ranks are; None where a micro-batch's scope has only the axis.
