@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jdp.checkpoint.pieces import StatePiece, on_devices
+from jdp.checkpoint.single_device import single_device_programs
 
 
 class DeviceCopies:
@@ -36,7 +37,8 @@ class DeviceCopies:
             spare = self._spare.pop(device, [])
             if [*map(_form, spare)] != [*map(_form, arrays)]:
                 spare = []
-            copies = _copy(spare, arrays)
+            with single_device_programs():
+                copies = _copy(spare, arrays)
             if self._reuse:
                 self._spare[device] = copies
             for i, values in zip(positions, copies, strict=True):
@@ -56,7 +58,8 @@ class DeviceCopies:
                     lambda forms=forms: [jnp.zeros(*form) for form in forms],
                     out_shardings=SingleDeviceSharding(device),
                 )
-                self._spare[device] = jax.block_until_ready(zeros())
+                with single_device_programs():
+                    self._spare[device] = jax.block_until_ready(zeros())
 
         return reserve
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdp.checkpoint.shards import Box
+from jdp.checkpoint.single_device import single_device_programs
 from jdp.collectives.cpu import runtime
 
 # Calls of one program run at the same time. MLIR compares each array of a call with every other.
@@ -78,7 +79,8 @@ class CopyOut:
         for chosen, relative, is_offset in self._calls:
             words.append(np.where(is_offset, relative + target.ctypes.data, relative))
             groups.append([*arrays[chosen]])
-        return _copy_out([each.view(np.uint32) for each in words], groups)
+        with single_device_programs():
+            return _copy_out([each.view(np.uint32) for each in words], groups)
 
     def _add_call(self, chosen: slice, places: Sequence[TargetBox]) -> None:
         words: list[int] = []

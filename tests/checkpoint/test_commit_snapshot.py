@@ -114,6 +114,23 @@ def test_shards_of_one_process_are_put_together(spec, memory):
     assert committed(memory) == bits(state)
 
 
+@pytest.mark.parametrize("is_native", [pytest.param(True, marks=needs_library), False])
+def test_a_commit_is_taken_under_the_mesh_of_the_script(make_mesh, memory, monkeypatch, is_native):
+    if not is_native:
+        monkeypatch.setattr(native_copy, "takes", lambda x: False)
+    mesh, snapshots = make_mesh(4), CommitSnapshots(memory)
+    split = jax.device_put(
+        np.arange(16, dtype=np.float32), NamedSharding(mesh, PartitionSpec("data"))
+    )
+    state = {**mixed_state(NamedSharding(mesh, PartitionSpec())), "split": split}
+    expected = bits(state)
+    with jax.set_mesh(mesh), jax.transfer_guard_host_to_device("disallow"):
+        assert bits(state) == expected  # a checkpoint
+        for _ in range(2):
+            commit(memory, snapshots, state)
+            assert committed(memory) == expected
+
+
 def test_commits_outlive_the_donation_of_their_states(mesh, memory):
     @jax.jit
     def pattern(n):
