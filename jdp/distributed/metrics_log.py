@@ -62,39 +62,38 @@ def log(
     if jax.process_index() != 0:
         return
     path = Path(file).expanduser().resolve()
-    with _opening:
-        if path not in _files:
-            _files[path] = MetricsFile(path, step)
-        found = _files[path]
+    with _open.lock:
+        if path not in _open.files:
+            _open.files[path] = MetricsFile(path, step)
+        found = _open.files[path]
     found.put(step, scalars, hand_out)
 
 
 def flush(timeout_s: float = _FLUSH_S) -> None:
     """Wait until all lines of earlier calls are written; at most `timeout_s` for each file."""
-    for each in list(_files.values()):
+    for each in list(_open.files.values()):
         each.flush(timeout_s)
 
 
 def end() -> None:
     """Wait until all lines are written, and close the files; a later `log` opens its file again."""
-    for each in list(_files.values()):
+    for each in list(_open.files.values()):
         each.end_thread()
-    _files.clear()
+    _open.files.clear()
 
 
-_files: dict[Path, MetricsFile] = {}
-_opening = threading.Lock()
+class _OpenFiles:
+    """The files that this process writes."""
+
+    def __init__(self) -> None:
+        self.files: dict[Path, MetricsFile] = {}
+        self.lock = threading.Lock()  # held while one is opened
+
+
+_open = _OpenFiles()
 atexit.register(end)
-
-
 # The threads that write are not in a forked child, which then has files of its own.
-def _forget_in_child() -> None:
-    global _opening
-    _opening = threading.Lock()
-    _files.clear()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_open.__init__)
 
 
 def _by_name(metrics: Mapping[str, Any]) -> dict[str, Any]:
