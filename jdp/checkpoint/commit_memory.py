@@ -179,12 +179,14 @@ class CommitMemory:
     # Storing into a mapping takes half the time of a write call. But when the host is out of memory
     # a store raises SIGBUS, where a call returns an error, so all pages are allocated first.
     def _make_room(self, stop: int) -> None:
-        num_bytes = stop - _VALUES
+        num_bytes, start = stop - _VALUES, self._base + _VALUES
         if num_bytes > self._mapped.size:
-            start = self._base + _VALUES
             os.posix_fallocate(self._file, start, num_bytes)
             mapped = mmap.mmap(self._file, num_bytes, offset=start)
             self._mapped = np.frombuffer(mapped, np.uint8)
+        elif num_bytes and os.fstat(self._file).st_size < start + num_bytes:
+            # The first process of the host has freed the area since.
+            os.posix_fallocate(self._file, start, self._mapped.size)
 
     def _commit(self, slot: int) -> Commit | None:
         record = os.pread(self._file, _RECORD.size, self._base + slot * _RECORD.size)

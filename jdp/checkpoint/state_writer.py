@@ -120,15 +120,20 @@ def commit_writer(memory: CommitMemory | None, *, is_here: bool, num_local: int)
     Without a memory, there is nothing that it may write.
     """
 
+    holds_earlier = is_here
+
     def write(facts: dict[str, Any], draft: Draft) -> None:
+        nonlocal holds_earlier
         assert memory is not None
         memory.finish(draft, facts)
         num_areas = 1
         if is_split(facts):
             split_commit.wait_for_all(facts)
             num_areas = num_local
-        if is_here:
-            memory.free_areas(num_areas)  # of an earlier life with more processes
+        if holds_earlier:
+            # Those of earlier lives, once: other processes may write to theirs by the next time.
+            memory.free_areas(num_areas)
+            holds_earlier = False
         progress.own.latest_kept = f"step {facts['step']} (a commit in this host's memory)"
 
     snapshots = Snapshots() if memory is None else CommitSnapshots(memory)

@@ -96,6 +96,28 @@ def test_many_parts_are_written_one_after_the_other(file):
     np.testing.assert_array_equal(memory.read(memory.latest()), np.concatenate(parts))
 
 
+FREED = """
+import os, numpy as np
+from jdp.checkpoint.commit_memory import CommitMemory
+file = os.memfd_create("test")
+first, second = CommitMemory(file, 0), CommitMemory(file, 1)
+for step in range(4):  # of a state that is split in every other one
+    first.write({"step": step}, [np.full(9000, step, np.uint8)])
+    if step % 2:
+        first.free_areas(1)
+    else:
+        second.write({"step": step}, [np.full(9000, step, np.uint8)])
+        latest = second.latest()
+        assert latest.facts == {"step": step} and (second.read(latest) == step).all()
+"""
+
+
+def test_an_area_that_was_freed_may_be_written_again():
+    command = [sys.executable, "-c", FREED]  # a store into freed memory ends the process
+    cwd = Path(__file__).parents[2]
+    assert subprocess.run(command, env=environment(), cwd=cwd, timeout=60).returncode == 0
+
+
 class Died(BaseException):
     pass
 
