@@ -89,12 +89,15 @@ atexit.register(end)
 
 # The threads that write are not in a forked child, which then has files of its own.
 def _forget_in_child() -> None:
-    global _opening
-    _opening = threading.Lock()
     _files.clear()
+    _opening.release()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(
+    before=_opening.acquire,
+    after_in_parent=_opening.release,
+    after_in_child=_forget_in_child,
+)
 
 
 def _by_name(metrics: Mapping[str, Any]) -> dict[str, Any]:
