@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from jdp.analysis.jaxprs import bodies
 from jdp.analysis.source_lines import source
 from jdp.jax_compat import opened
-from jdp.pytrees import without_key
+from jdp.pytrees import is_deleted, without_key
 
 _ARRAYS = bool, int, np.ndarray, np.generic, jax.Array
 _MOST_ELEMENTS = 1 << 16  # of an array that are read
@@ -135,7 +135,9 @@ def _type(aval: Any) -> str:
 def _described(value: Any) -> str:
     if isinstance(value, (float, complex)):
         return f"{value:.6g}"
-    if isinstance(value, jax.core.Tracer) or not isinstance(value, _ARRAYS):
+    if (
+        isinstance(value, jax.core.Tracer) or not isinstance(value, _ARRAYS) or is_deleted(value)
+    ):  # the script may have donated it since
         return _type(jax.typeof(value))
     x = without_key(value)
     x = np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x)

@@ -144,6 +144,22 @@ def test_other_ranks_or_shapes_are_not_reported(lives):
     assert lives.live(by(new_step(layers=3)), rows=16) == []
 
 
+def test_a_constant_whose_memory_was_given_back_is_described_by_its_type(lives):
+    for _ in range(2):
+        table = jnp.arange(7.0)
+        step = new_step(table=table)
+
+        def advance(number, states, batch, step=step, table=table):
+            if table.is_deleted():  # before the lines of the program are computed
+                return states
+            state, _ = step(states[0], batch)
+            jax.block_until_ready(state)
+            table.delete()
+            return [state, states[1]]
+
+        assert lives.live(advance) == []
+
+
 @pytest.mark.parametrize("name", ["other", "step"])
 def test_two_steps_in_turn_are_not_reported(lives, name):
     for _ in range(3):
