@@ -108,10 +108,10 @@ def _line(eqn: Any) -> str:
     name, params = eqn.primitive.name, sorted(eqn.params.items())
     operands, results = [*map(_operand, eqn.invars)], [_type(x.aval) for x in eqn.outvars]
     if any(True for _ in bodies(eqn)):
-        # The order of what a body captures, and of its results, is that in which it was traced.
+        # A body captures arrays, and returns them, in the order in which it was traced.
         operands, results = sorted(operands), sorted(results)
         params = [(key, value) for key, value in params if not isinstance(value, (tuple, list))]
-    # Parameters of callbacks are texts and functions; those of jdp's primitives, numbers of calls.
+    # Callbacks have texts and functions as parameters, primitives of jdp the numbers of calls.
     if name.startswith("jdp_") or "callback" in name or "debug" in name:
         params = []
     shown = ((key, _param(value)) for key, value in params if key not in _LEFT_OUT)
@@ -130,7 +130,7 @@ def _type(aval: Any) -> str:
     return f"{getattr(aval, 'dtype', type(aval).__name__)}[{shape}]"
 
 
-# The value of a scalar, and digits of an array. What was computed on a device may differ in the
+# The value of a scalar, and digits of an array. Arrays computed on a device may differ in the
 # last bits from run to run, so floats have few digits.
 def _described(value: Any) -> str:
     if isinstance(value, (float, complex)):

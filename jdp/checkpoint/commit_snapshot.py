@@ -23,12 +23,10 @@ class CommitSnapshot(NamedTuple):
     split: dict[str, Any]  # facts about its parts; empty if every leaf is whole
     draft: Draft
     copying: list[jax.Array]  # ready when the devices have copied their pieces
-    others: list[
-        tuple[StatePiece, SavedLeaf, int]
-    ]  # copies on devices; what they are of; its offset
+    others: list[tuple[StatePiece, SavedLeaf, int]]  # copy on a device, its leaf, its offset
 
     def fetch(self) -> Draft:
-        """Copy the other pieces, and wait for those that devices copy."""
+        """Copy the other pieces, and wait until the devices have copied theirs."""
         for piece, _, _ in self.others:
             if isinstance(piece.values, jax.Array):
                 piece.values.copy_to_host_async()
@@ -42,7 +40,7 @@ class CommitSnapshot(NamedTuple):
 
 class _CommitLayout(NamedTuple):
     leaves: list[SavedLeaf]  # the list of the state that it belongs to
-    targets: list[tuple[SavedLeaf, int]]  # of each piece: what it is a part of, and its offset
+    targets: list[tuple[SavedLeaf, int]]  # of each piece: its leaf, and the offset of that
     num_bytes: int
     routes: dict[jax.Device, tuple[list[int], CopyOut]]  # positions of the pieces that devices copy
     others: list[int]  # positions of the other pieces

@@ -26,7 +26,7 @@ def facts_of_script() -> dict[str, Any]:
 
 
 class Edits:
-    """What has changed since the state was written that a run goes on from.
+    """Finds changes of the program since the state was written from which a run continues.
 
     Args:
       allows: whether a recovery may follow an edit of the script.
@@ -38,7 +38,7 @@ class Edits:
         self._programs: _Programs = {}
 
     def continue_from(self, facts: Mapping[str, Any]) -> None:
-        """Compare the user's files with those of the process that wrote `facts`, and log an edit.
+        """Compare the user's files with the digests in `facts`, and log an edit.
 
         A recovery with edited files raises. A resumption that the user requested may follow an
         edit. Programs are compared later, by `compare_programs`.
@@ -64,7 +64,7 @@ class Edits:
         """After the first step, log each program that differs from that which wrote the state.
 
         It may rightly differ, so this is never an error: a step may be made anew for each phase of
-        a run, or capture the number of steps from which the run goes on.
+        a run, or capture the number of steps from which the run continues.
         """
         step, self._step = self._step, None
         if step is None:
@@ -78,8 +78,8 @@ class Edits:
             difference = f": {program.difference(counts)}" if counts else ""
             _warn(
                 "jdp: `%s` is another program than the one that wrote step %d, on the same ranks "
-                "and shapes%s. Training goes on with it. If nobody meant that, look for a flag, an "
-                "environment variable or a file that has changed.",
+                "and shapes%s. Training continues with it. If this is not on purpose, look for a "
+                "flag, an environment variable or a file that has changed.",
                 kind.rpartition(" ")[0],
                 step,
                 difference,

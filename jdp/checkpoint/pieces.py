@@ -23,7 +23,7 @@ class StatePiece(NamedTuple):
 
 
 class WrittenPieces(NamedTuple):
-    """The pieces of a state: those of whole leaves first, in the order of the leaves."""
+    """The pieces of a state: first the pieces of whole leaves, in the order of the leaves."""
 
     leaves: list[SavedLeaf]  # of all leaves; the same list for states of the same kind
     pieces: list[StatePiece]
@@ -129,7 +129,7 @@ def _kind(x: Any) -> Any:
     return type(x), getattr(x, "shape", ()), getattr(x, "dtype", None)
 
 
-# The positions of leaves that are gathered, and the parts of those that are written in parts.
+# The positions of gathered leaves, and the parts of leaves written in parts.
 def _placement(state: Any, arrays: list[Any]) -> tuple[list[int], list[shards.LeafPart]]:
     apart = [i for i, x in enumerate(arrays) if not _is_on_each_process(x)]
     if not apart:
@@ -138,7 +138,7 @@ def _placement(state: Any, arrays: list[Any]) -> tuple[list[int], list[shards.Le
     is_own = [owner is not None for x, owner in pairs if is_array(x)]
     split = [i for i in apart if not is_own[i]]
     parts = [part for i in split for part in shards.parts_of(i, without_key(arrays[i]))]
-    # Those of one process beside each other, so that they are few ranges.
+    # The parts of one process lie beside each other, so that they are few ranges.
     parts.sort(key=lambda part: (part.writer, part.leaf, part.box))
     return [i for i in apart if is_own[i]], parts
 

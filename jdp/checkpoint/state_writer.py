@@ -110,7 +110,7 @@ class StateWriter:
     ) -> None:
         values = taken.fetch()
         if not steps.went_wrong():
-            metrics_log.flush()  # a run that goes on from here does not repeat these steps
+            metrics_log.flush()  # a run that continues from here does not repeat these steps
             self._write(facts, values)
 
 
@@ -131,7 +131,7 @@ def commit_writer(memory: CommitMemory | None, *, is_here: bool, num_local: int)
             split_commit.wait_for_all(facts)
             num_areas = num_local
         if holds_earlier:
-            # Those of earlier lives, once: other processes may write to theirs by the next time.
+            # The areas of earlier lives, once: by the next time, processes may write to their own.
             memory.free_areas(num_areas)
             holds_earlier = False
         progress.own.latest_kept = f"step {facts['step']} (a commit in this host's memory)"

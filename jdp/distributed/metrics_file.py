@@ -49,7 +49,7 @@ class MetricsFile:
     def __init__(self, path: Path, first_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._file, self._written = _opened(path, first_step)
+        self._file, self._last = _opened(path, first_step)
         self._error: BaseException | None = None
         self._lines: queue.Queue[Any] = queue.Queue(_MAX_WAITING)
         self._thread = threading.Thread(target=self._write_lines, name="jdp log", daemon=True)
@@ -60,9 +60,10 @@ class MetricsFile:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        if (step, frozenset(scalars)) in self._written:
+        names = frozenset(scalars)
+        if step <= self._last.get(names, -1):
             return
-        self._written.add((step, frozenset(scalars)))
+        self._last[names] = step
         for value in scalars.values():
             if isinstance(value, jax.Array):
                 value.copy_to_host_async()
@@ -106,7 +107,9 @@ class MetricsFile:
                     f"metrics[{gone[0]!r}] of step {step} was donated before it was written, so "
                     "the line is missing. Give jdp.log a copy: jnp.copy(x)."
                 ) from None
-            return  # the step failed, and its own error is raised by the next call of a step
+            # The step failed, and its own error is raised by the next call of a step.
+            self._last[frozenset(scalars)] = step - 1
+            return
         line = {"step": step, "time": round(at, 3)} | {k: _in_json(v) for k, v in values.items()}
         if not _is_at(self._file, self._path):  # somebody has moved the file away
             self._file.close()
@@ -115,12 +118,12 @@ class MetricsFile:
         hand_out(step, values)
 
 
-# The file, and those of its lines from `first_step` on, as (step, names).
-def _opened(path: Path, first_step: int) -> tuple[io.FileIO, set[tuple[int, frozenset[str]]]]:
+# The file, and the last step that it holds, by the names of the metrics.
+def _opened(path: Path, first_step: int) -> tuple[io.FileIO, dict[frozenset[str], int]]:
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open(path, "ab", buffering=0))
         _open.add(file)
-        found = set()
+        found = {}
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # not /dev/null
             _lock(file, path)
             found = _read(file, path, first_step)
@@ -143,30 +146,33 @@ def _lock(file: io.FileIO, path: Path) -> None:
 
 
 # Drops a line that a killed process did not complete.
-def _read(file: io.FileIO, path: Path, first_step: int) -> set[tuple[int, frozenset[str]]]:
-    found, end = [], 0
+def _read(file: io.FileIO, path: Path, first_step: int) -> dict[frozenset[str], int]:
+    last: dict[frozenset[str], int] = {}
+    begins_at, end = None, 0
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n"):
                 break
             end += len(line)
             try:
-                names = json.loads(line)
-                found.append((int(names["step"]), frozenset(names) - {*OWN_NAMES}))
+                values = json.loads(line)
+                step, names = int(values["step"]), frozenset(values) - {*OWN_NAMES}
             except (ValueError, KeyError, TypeError):
                 raise ValueError(
                     f"line {number} of {path} is not a line of metrics. Write jdp.log(..., "
                     "file=...) with another file."
                 ) from None
-    if found and first_step <= found[0][0] and not _continues():
+            last[names] = max(step, last.get(names, step))
+            begins_at = step if begins_at is None else begins_at
+    if begins_at is not None and first_step <= begins_at and not _continues():
         raise ValueError(
             f"{path} holds the metrics of an earlier run, up to step "
-            f"{max(step for step, _ in found)}, and this run begins at step {first_step}. Move "
+            f"{max(last.values())}, and this run begins at step {first_step}. Move "
             "the file away, write jdp.log(..., file=...) with another one, or continue that "
             "run with --resume or JDP_RESUME=1."
         )
     file.truncate(end)
-    return {each for each in found if each[0] >= first_step}
+    return last
 
 
 def _is_at(file: io.FileIO, path: Path) -> bool:

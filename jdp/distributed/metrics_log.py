@@ -27,15 +27,17 @@ def log(
     """Write the metrics of a step to a file, as one line of JSON, without waiting for the step.
 
     A thread waits for the values. Process 0 writes; on other processes the call checks its
-    arguments. When a run continues after a death or with `--resume`, it repeats some steps: a step
-    that the file holds with the same names is not written again. A file of another run is refused.
+    arguments. When a run continues after a death or with `--resume`, it repeats some steps: nothing
+    is written again up to the last step that the file holds with the same names. So metrics of the
+    same names go in the order of their steps. A run from its beginning does not continue the file
+    of another one: that is an error.
 
     Args:
       metrics: names and scalars: arrays of one element, or numbers. A mapping in it adds its name:
         `{"eval": {"loss": x}}` is written as "eval/loss". NaN and infinities become strings.
       step: number of the step, >= 0. With a Checkpointer call this before `checkpointer.step`, with
-        `checkpointer.steps + 1`: a run goes on behind a state that is saved, so behind that call
-        the line of the step would be missing after SIGTERM.
+        `checkpointer.steps + 1`: after SIGTERM a run continues behind the saved state, and a later
+        call of this step would never be made.
       file: is created if it does not exist; relative to the working directory.
       also: gets what is written, in the thread: a function `also(step, values)`, for example
         `lambda step, values: wandb.log(values, step=step)`, or a writer of TensorBoard, with a

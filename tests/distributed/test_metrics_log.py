@@ -89,6 +89,14 @@ def test_a_repeated_step_is_written_once(path, monkeypatch):
     assert handed == [(step, {"loss": step / 2}) for step in range(1, 7)]
 
 
+def test_steps_of_one_set_of_names_go_up(path):
+    for step, loss in ((3, 0.5), (2, 0.25), (3, 0.125), (4, 1.0)):
+        jdp.log({"loss": loss}, step, file=path)
+    jdp.log({"other": 1.0}, 2, file=path)
+    found = [(line["step"], line.get("loss")) for line in lines(path)]
+    assert found == [(3, 0.5), (4, 1.0), (2, None)]
+
+
 def test_a_line_that_a_killed_process_did_not_complete_is_written_again(path):
     path.write_text('{"step": 1, "time": 1.0, "loss": 1.0}\n{"step": 2, "time": 2.0, "lo')
     jdp.log({"loss": 2.0}, 2, file=path)
