@@ -63,7 +63,7 @@ schedules = if [ -e $(1)/why ]; then cat $(1)/why; else \
 test-schedules: .venv-gpu/ready .venv-tpu/ready  ## compile steps for 8 x H200 and for 8 TPUs
 	$(call schedules,.venv-gpu)
 	if [ -e .venv-tpu/why ]; then cat .venv-tpu/why; else \
-		.venv-tpu/bin/python -m pytest -q tests/schedules/test_tpu.py; fi
+		.venv-tpu/bin/python -m pytest -q tests/schedules/test_tpu.py tests/schedules/test_explained_targets.py; fi
 	if [ -e .venv-oldest/ready ]; then
 		$(MAKE) --no-print-directory .venv-gpu-oldest/ready
 		$(call schedules,.venv-gpu-oldest)

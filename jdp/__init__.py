@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from jdp.data.sampler import Sampler as Sampler
     from jdp.distributed.checks.replicas import check_replicas as check_replicas
     from jdp.distributed.mesh import init as init
+    from jdp.distributed.metrics_log import log as log
+    from jdp.inspect.batch_size import find_batch_size as find_batch_size
+    from jdp.inspect.explain import explain as explain
     from jdp.rank_state import per_rank as per_rank
     from jdp.reduction.batch_norm import batch_norm_statistics as batch_norm_statistics
     from jdp.reduction.global_mean import global_mean as global_mean
@@ -47,9 +50,12 @@ _MODULES = {
     "declare_pure": "analysis",
     "eval_step": "training.decorators",
     "evaluate": "training.evaluation",
+    "explain": "inspect.explain",
+    "find_batch_size": "inspect.batch_size",
     "global_mean": "reduction.global_mean",
     "init": "distributed.mesh",
     "load": "checkpoint.load",
+    "log": "distributed.metrics_log",
     "mean_over_ranks": "reduction.metrics",
     "per_rank": "rank_state",
     "phase": "worker.progress",

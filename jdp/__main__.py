@@ -8,6 +8,9 @@ usage: jdp COMMAND [arguments]
 
 commands:
   run             run a training program on several processes, and replace those that fail
+  bench           time collectives, steps and recoveries, with every result checked
+  doctor          say whether this machine, or the hosts of a run, can train
+  explain         memory, collectives and predicted time of a step, compiled and not run
   explain-error   explain the code of an error, such as JDP101
 
 jdp COMMAND --help prints the help of a command, jdp --version the version."""
@@ -40,6 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if command == "run":
         return _run(arguments)
+    if command == "bench":
+        from jdp.inspect.bench.command import main as bench
+
+        return bench(arguments)
+    if command == "doctor":
+        from jdp.inspect.doctor.command import main as doctor
+
+        return doctor(arguments)
+    if command == "explain":
+        from jdp.inspect import explain_command
+
+        return explain_command.main(arguments)
     if command == "explain-error":
         return _explain_error(arguments)
     print(f"jdp: there is no command {command!r}.\n\n{_HELP}", file=sys.stderr)

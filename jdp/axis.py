@@ -146,6 +146,10 @@ def as_varying(tree: Any, axis_name: AxisName) -> Any:
 
     In a typed `shard_map` the gradient of a value that does not vary is summed over the
     ranks by JAX itself; elsewhere there are no such types and the tree is returned as it is.
+
+    Args:
+      tree: tree of arrays, any shapes.
+      axis_name: the axes that become part of the types.
     """
     if not is_typed(axis_name):
         return tree

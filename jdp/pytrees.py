@@ -65,6 +65,11 @@ def any_deleted(tree: Any) -> bool:
 def require_alive(name: str, tree: Any, advice: str) -> None:
     """Refuse a tree that holds a donated leaf.
 
+    Args:
+      name: of the tree, for the error.
+      tree: any tree.
+      advice: a sentence that ends the error.
+
     Raises:
       ValueError: naming the first one, and then the advice.
 
@@ -194,7 +199,12 @@ def take_nodes(tree: Any, is_taken: Callable[[Any], bool]) -> tuple[Any, list[An
 
 
 def put_nodes(tree: Any, leaves: Sequence[Any]) -> Any:
-    """Invert `take_nodes`."""
+    """Invert `take_nodes`.
+
+    Args:
+      tree: a tree that `take_nodes` returned, or one of the same structure.
+      leaves: the leaves to put back, in the order of `take_nodes`.
+    """
     left = iter(leaves)
 
     def visit(node: Any) -> Any:

@@ -91,9 +91,9 @@ def per_rank(tree: Any, *, resize: Resize | None = None) -> PerRank:
 
     Error feedback, hidden states of truncated backpropagation, replay buffers, states of
     environments. The arrays are split over the ranks on their first dim, as a batch is: rank r has
-    the r-th part, inside a step as `state.model_state["hidden"].value`. A step returns the new
-    part in a `per_rank(...)` again. Nothing is averaged. What the rest of the state takes from it
-    must be reduced first, as what comes from the batch.
+    the r-th part, inside a step as `state.model_state["hidden"].value`. A step returns the new part
+    in a `per_rank(...)` again. Nothing is averaged. A value that the rest of the state takes from
+    it must be reduced first, as what comes from the batch.
 
     Args:
       tree: tree of arrays `[rows, ...]`, the same on every process; the first dim divides by the
@@ -153,6 +153,11 @@ def require_dims(tree: Any) -> None:
 def require_dim(name: str, leaf: Any, num_ranks: int = 1) -> None:
     """Refuse a leaf that cannot be split over the ranks.
 
+    Args:
+      name: path of the leaf, for errors.
+      leaf: of a `per_rank`.
+      num_ranks: number of ranks that it is split over.
+
     Raises:
       ValueError: if it has no first dim, or `num_ranks` does not divide that.
       TypeError: if it is not an array.
@@ -184,6 +189,13 @@ def _reason(shape: tuple[int, ...], num_ranks: int) -> str:
 
 def resized(owner: PerRank, leaf: Any, saved: np.ndarray, name: str, where: str) -> np.ndarray:
     """Bring the saved value of a leaf, of keys their data, to the leaf's shape by its node's rule.
+
+    Args:
+      owner: the node of the leaf, with its rule.
+      leaf: of the state that is restored; its shape and dtype count.
+      saved: the value from a commit or checkpoint.
+      name: path of the leaf, for errors.
+      where: name of the source of `saved`, for errors.
 
     Raises:
       ValueError: if the shape differs and there is no rule, or the rule returns another shape.

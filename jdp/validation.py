@@ -29,6 +29,11 @@ def integer(name: str, value: int) -> int:
 def int_at_least(name: str, value: int, *, least: int) -> int:
     """Return `value` as an int.
 
+    Args:
+      name: of the option, for errors.
+      value: of the option.
+      least: the smallest value that is accepted.
+
     Raises:
       TypeError: if it is not an integer.
       ValueError: if it is less than `least`.
@@ -45,6 +50,10 @@ def int_at_least(name: str, value: int, *, least: int) -> int:
 
 def allows(allow: str | None, change: str) -> bool:
     """Whether `allow=` permits a change since a run began, such as "new data".
+
+    Args:
+      allow: the option, from the user.
+      change: the one change that it may name.
 
     Raises:
       ValueError: if it names anything else.

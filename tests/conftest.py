@@ -1,3 +1,5 @@
+import signal
+
 import jax
 import pytest
 from support import cuda_build
@@ -13,6 +15,9 @@ def pytest_configure(config):
     # The platform is chosen in ../conftest.py, before any backend starts; say so at once if a
     # test run lost it, since every mesh below would fail with an obscure shape error.
     assert jax.config.jax_num_cpu_devices == 8
+    # A shell starts a background job with SIGINT ignored, and children would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook

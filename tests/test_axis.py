@@ -1,5 +1,7 @@
 """Which axis is bound is known, or the program is refused: never one rank by mistake."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,7 +42,7 @@ def test_one_name_may_stand_alone_or_in_a_sequence(axis_name):
 
 @pytest.mark.parametrize("wrong", [None, 0, (), ("data", 0), ("data", "data"), {"data"}])
 def test_what_is_not_some_different_names_is_refused(wrong):
-    with pytest.raises(TypeError, match="must be a name or a tuple of different names, got"):
+    with pytest.raises(TypeError, match=f"axis_name.* {re.escape(repr(wrong))}"):
         axis.names(wrong)
 
 
@@ -83,34 +85,35 @@ def test_pmap_and_vmap_bind_their_axis():
 def test_an_axis_left_to_the_compiler_is_not_bound():
     mesh = grid_mesh(("data", "model"))
     assert seen(mesh, lambda: axis.size("data"), axis_names={"data"}) == 2
-    with pytest.raises(ValueError, match="axis 'data' is not bound here, but 'model' is"):
+    with pytest.raises(ValueError, match="axis 'data' .* 'model' .*axis_name='model' "):
         seen(mesh, lambda: axis.size("data"), axis_names={"model"})
 
 
 @pytest.mark.parametrize("ask", [axis.is_bound, axis.size, axis.rank, axis.is_typed])
 def test_another_axis_of_the_mesh_is_refused(ask):
     mesh = jax.make_mesh((2,), ("batch",), (AxisType.Auto,), devices=jax.devices()[:2])
-    with pytest.raises(ValueError, match=r"'data' is not bound.*Write axis_name='batch'"):
+    with pytest.raises(ValueError, match="'data' .* axis_name='batch' "):
         seen(mesh, lambda: ask("data"))
 
 
 def test_pmap_over_another_axis_is_refused():
     mapped = jax.pmap(lambda x: x * axis.size("data"), "batch", devices=jax.devices()[:2])
-    with pytest.raises(ValueError, match=r"drift apart silently\. Write axis_name='batch'"):
+    with pytest.raises(ValueError, match="'data' .* axis_name='batch' "):
         mapped(np.zeros(2))
 
 
 def test_one_bound_axis_of_two_is_refused():
-    with pytest.raises(ValueError, match=r"'b' is not bound here, but 'a' is.*axis_name='a' if"):
+    with pytest.raises(ValueError, match="'b' .* 'a' .*axis_name='a' "):
         jax.vmap(lambda x: x * axis.size(("a", "b")), axis_name="a")(jnp.ones(2))
     # What was asked for, not the model's axis that is bound beside it.
     mesh = grid_mesh(("replica", "model"))
-    with pytest.raises(ValueError, match=r"'fsdp' is not bound.*axis_name='replica' if"):
+    with pytest.raises(ValueError, match="'fsdp' .*axis_name='replica' "):
         seen(mesh, lambda: axis.size(("replica", "fsdp")))
 
 
 def test_of_several_other_axes_all_are_named():
-    with pytest.raises(ValueError, match=r"'replica', 'fsdp' is.*axis_name=\('replica', 'fsdp'\)"):
+    match = r"'data' .* 'replica', 'fsdp' .*axis_name=\('replica', 'fsdp'\)"
+    with pytest.raises(ValueError, match=match):
         seen(grid_mesh(), lambda: axis.size("data"))
 
 

@@ -154,7 +154,7 @@ def test_gpus_are_the_devices_of_the_driver(tmp_path):
         ("--nnodes 0 x", "--nnodes.*'0'.* 1:4"),
         ("--nnodes 4:1 x", "--nnodes.*'4:1'"),
         ("--nproc-per-node many x", "--nproc-per-node.*'many'"),
-        ("--max-restarts -1 x", "--max-restarts.*'-1'.* 0 or more"),
+        ("--max-restarts -1 x", "--max-restarts.*'-1'.* 0"),
         ("--timeout-s 0 x", "--timeout-s.*'0'.* 30$"),
         ("--timeout-s nan x", "--timeout-s.*'nan'"),
         ("--rdzv-endpoint host:99999 x", "--rdzv-endpoint.*'host:99999'.*address:port"),
@@ -170,7 +170,7 @@ def test_gpus_are_the_devices_of_the_driver(tmp_path):
         ("--nnodes 2 x", "2 hosts.*--rdzv-endpoint FIRST_HOST:29400"),
         ("--nnodes 2 --rdzv-endpoint a x", "--token-file token.*JDP_TOKEN"),
         ("--node-rank 1 x", "--node-rank 1 .*--nnodes 1.* 0 to 0"),
-        ("--token-file /no/such/file x", "/no/such/file.*No such file or directory"),
+        ("--token-file /no/such/file x", "--token-file.*/no/such/file"),
         ("--token-file /dev/null x", "/dev/null.*openssl rand"),
         ("--lr 3 train.py", "--lr.*--help"),
         ("--run-path x", "--run-path"),
@@ -187,7 +187,7 @@ def test_flags_that_mean_nothing_here_are_accepted_with_the_reason(capsys):
     options = parsed("--start_method=spawn --monitor-interval 0.1 --role trainer train.py")
     assert options == Options(("train.py",))
     said = capsys.readouterr().err.splitlines()
-    assert [line.split(" changes nothing here: ")[0] for line in said] == [
+    assert [" ".join(line.split()[:3]) for line in said] == [
         f"jdp run: --{flag}" for flag in ("start-method", "monitor-interval", "role")
     ]
 

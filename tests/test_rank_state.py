@@ -156,7 +156,7 @@ def test_state_of_rows_that_is_not_declared_is_told_of_per_rank():
 
 
 @pytest.mark.parametrize(
-    "value, what", [(np.zeros(3), "3 does not divide by 2"), (np.float32(1), "a scalar has none")]
+    "value, what", [(np.zeros(3), " 3 .* 2 "), (np.float32(1), r"value\[None\]")]
 )
 def test_a_value_that_cannot_be_split_is_refused_by_path(value, what):
     training.ranks(2)
@@ -164,7 +164,7 @@ def test_a_value_that_cannot_be_split_is_refused_by_path(value, what):
     with pytest.raises(ValueError, match=rf"\['own'\]\.value.*{what}"):
         step({"own": jdp.per_rank(value)}, np.zeros(2))
     shrinks = jdp.train_step(lambda state, batch: ({"own": jdp.per_rank(batch.sum())}, {}))
-    with pytest.raises(ValueError, match=r"\['own'\]\.value.*a scalar has none"):
+    with pytest.raises(ValueError, match=r"\['own'\]\.value.*value\[None\]"):
         shrinks({"own": jdp.per_rank(np.zeros(2))}, np.zeros(2))
 
 
@@ -189,7 +189,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_taken_for_an_array_it_says_what_to_write(use):
-    with pytest.raises((TypeError, AttributeError), match=r"per_rank.* is not an array.*\.value"):
+    with pytest.raises((TypeError, AttributeError), match=r"per_rank.*\.value"):
         USES[use](jdp.per_rank(X))
 
 
@@ -219,7 +219,7 @@ def test_every_message_names_it_with_value(others):
 def test_what_is_not_an_array_is_refused_in_it_by_path():
     training.ranks(2)
     step = jdp.train_step(lambda state, batch: (state, {}))
-    with pytest.raises(TypeError, match=r"\['own'\]\.value\['act'\]`.* next to the per_rank"):
+    with pytest.raises(TypeError, match=r"\['own'\]\.value\['act'\]`.*jdp\.per_rank"):
         step({"own": jdp.per_rank({"act": jnp.tanh, "x": X})}, np.zeros(2))
 
 

@@ -120,8 +120,8 @@ def step_cost(*, num_processes: int, budget_s: float, min_rounds: int) -> Sectio
                 "high": max(ratios),
                 "ratios": ratios,
                 "rounds": sum(each["rounds"] for each in found),
-                "moved_mib": 4 * num_bytes / MIB,
-                "floor": 1 + _copy_s(num_bytes) * 2 / (step_s * COMMIT_EVERY),
+                "moved_mib": 2 * num_bytes / MIB,
+                "floor": 1 + _copy_s(num_bytes) / (step_s * COMMIT_EVERY),
                 "goal": GOAL,
                 "met": "yes" if ratio <= GOAL else "no",
             }
@@ -130,13 +130,12 @@ def step_cost(*, num_processes: int, budget_s: float, min_rounds: int) -> Sectio
         "Cost of commits",
         f"{COMMIT_EVERY} steps with one commit over {COMMIT_EVERY} without, on 4 ranks of one "
         "process, Adam, all in one training run. The commit starts in the middle and is complete "
-        "before "
-        "the clock stops. Rounds of two runs each, in alternating order, and their median; of "
-        f"{num_processes} such processes the median, the least and the most. A commit moves four "
-        "times the state's bytes: read and written on the device, read and written on the host. "
-        "The floor is the time of these two copies alone, if they do not overlap with the "
-        "steps. After the last round, training continues from the last commit to the same bits on "
-        "every rank.",
+        "before the clock stops. Rounds of two runs each, in alternating order, and their median; "
+        f"of {num_processes} such processes the median, the least and the most. A commit moves "
+        "twice the state's bytes: the device reads them, and writes them into the memory of "
+        "commits. The floor is the time of this copy alone, if it does not overlap with the steps. "
+        "After the last round, training continues from the last commit to the same bits on every "
+        "rank.",
         rows,
         {
             "model": "{model}",
@@ -222,7 +221,7 @@ class _Training:
         _require_equal(self._state, jax.device_get(live), "the commit, and half a round of steps")
 
 
-# Copies into memory that is already mapped, like both copies of a commit.
+# Copies into memory that is already mapped, like a commit.
 def _copy_s(num_bytes: int) -> float:
     source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
     times = []

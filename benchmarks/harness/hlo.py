@@ -1,24 +1,14 @@
 """Counts the matmuls and collectives of one device in one run of a compiled program."""
 
-import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from jdp.collectives import call_order
 from jdp.collectives.cpu import runtime as cpu_runtime
+from jdp.inspect.hlo import COLLECTIVES, Instruction, dot_flops, num_bytes, parse, times
 
-# A collective is one instruction, or a pair of start and done, of which the start counts.
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-
-_BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "s8": 8, "u8": 8, "s16": 16}
-_BITS |= {"u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64}
-
-_SHAPE = re.compile(r"\b([a-z]+[0-9]*)\[([\d,]*)\]")
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body)=%?([\w.\-]+)")
-_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 @dataclass
@@ -45,16 +35,6 @@ class Counts:
             self.sent_bytes[kind] += times * other.sent_bytes[kind]
 
 
-class Instruction(NamedTuple):
-    name: str
-    shape: str
-    op: str
-    rest: str  # operands and attributes
-
-    def operands(self) -> list[str]:
-        return re.findall(r"%([\w.\-]+)", self.rest.split(")")[0])
-
-
 def count(text: str) -> Counts:
     """Count the operations in `compiled.as_text()`; the body of a loop counts once per iteration.
 
@@ -70,19 +50,6 @@ def count(text: str) -> Counts:
     """
     computations, entry = parse(text)
     return _count(computations, entry, {})
-
-
-def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    computations: dict[str, list[Instruction]] = {}
-    entry = name = ""
-    for line in text.splitlines():
-        if line.endswith("{") and not line.startswith((" ", "HloModule")):
-            name = line.removeprefix("ENTRY ").lstrip("%").split(" ")[0]
-            entry = name if line.startswith("ENTRY") else entry
-            computations[name] = []
-        elif found := _INSTRUCTION.match(line):
-            computations[name].append(Instruction(*found.groups()))
-    return computations, entry
 
 
 def _count(computations: dict, name: str, done: dict[str, Counts]) -> Counts:
@@ -121,39 +88,8 @@ def _count_one(one: Instruction, shapes: dict[str, str]) -> Counts:
     return found
 
 
-def times(one: Instruction) -> int:
-    if one.op != "while":
-        return 1
-    found = _TRIP_COUNT.search(one.rest)
-    if found is None:
-        raise ValueError(f"cannot count the loop {one.name}: its number of iterations is unknown.")
-    return int(found[1])
-
-
 def _require_countable(one: Instruction) -> None:
     target = re.search(r'custom_call_target="([^"]*)"', one.rest)
     hidden = target and re.search("gemm|matmul|conv|dot", target[1], re.IGNORECASE)
     if hidden or one.op in ("conditional", "convolution"):
         raise ValueError(f"{one.op} {target[1] if target else one.name} is not counted here.")
-
-
-def dot_flops(one: Instruction, shapes: dict[str, str]) -> int:
-    lhs = _dims(shapes[one.operands()[0]])[0][1]
-    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)
-    inner = [lhs[int(i)] for i in contracted[1].split(",") if i] if contracted else []
-    return 2 * math.prod(_dims(one.shape)[0][1]) * math.prod(inner)
-
-
-def num_bytes(shape: str) -> int:
-    return sum(math.prod(dims) * _BITS[dtype] // 8 for dtype, dims in _dims(shape))
-
-
-def num_elements(shape: str) -> int:
-    return sum(math.prod(dims) for _, dims in _dims(shape))
-
-
-def _dims(shape: str) -> list[tuple[str, list[int]]]:
-    return [
-        (dtype, [int(dim) for dim in dims.split(",") if dim])
-        for dtype, dims in _SHAPE.findall(shape)
-    ]

@@ -1,13 +1,12 @@
 """Times many contestants in alternating rounds, and compares them with a goal."""
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import timing
-from benchmarks.harness.timing import Clock
+from jdp.inspect.rounds import alternate as alternate
+from jdp.inspect.rounds import interval
 
 
 class Word(str):
@@ -15,41 +14,6 @@ class Word(str):
 
     def __format__(self, spec: str) -> str:
         return str(self)
-
-
-def alternate(
-    clocks: Mapping[str, Clock],
-    *,
-    budget_s: float,
-    min_rounds: int = 5,
-    max_rounds: int = 100,
-    warm_up: int = 1,
-) -> dict[str, np.ndarray]:
-    """Time all contestants side by side, as `timing.compare` does two.
-
-    A round runs all contestants in one order and then in reverse, so that a slow drift affects all
-    equally; every other round begins with the last contestant.
-
-    Args:
-      clocks: the clock of each contestant.
-      budget_s: total seconds, after which no new round begins.
-      min_rounds: minimum number of rounds, even if they exceed the budget.
-      max_rounds: maximum number of rounds.
-      warm_up: runs of each contestant before the first round.
-
-    Returns:
-      For each contestant, `[rounds]` seconds of one run: the mean of its two runs in a round.
-    """
-    for clock in list(clocks.values()) * warm_up:
-        clock()
-    rounds: list[dict[str, float]] = []
-    end = time.perf_counter() + budget_s
-    while len(rounds) < max_rounds and (len(rounds) < min_rounds or time.perf_counter() < end):
-        names = list(clocks) if len(rounds) % 2 == 0 else list(clocks)[::-1]
-        there = {name: clocks[name]() for name in names}
-        back = {name: clocks[name]() for name in names[::-1]}
-        rounds.append({name: (there[name] + back[name]) / 2 for name in names})
-    return {name: np.array([seconds[name] for seconds in rounds]) for name in clocks}
 
 
 def against(
@@ -69,7 +33,7 @@ def against(
         row |= dict.fromkeys(("rival_us", "ratio", "interval", "met"), Word("missing"))
         return row | {"rounds": len(found[jdp])}
     ratios = found[rival] / found[jdp]
-    ratio, (low, high) = float(np.median(ratios)), timing.interval(ratios)
+    ratio, (low, high) = float(np.median(ratios)), interval(ratios)
     met = Word("-") if goal is None else "yes" if ratio >= goal else "no"
     row |= {"rival_us": float(np.median(found[rival])) * 1e6, "ratio": ratio, "met": met}
     return row | {"interval": f"{low:.2f} to {high:.2f}", "rounds": len(ratios)}

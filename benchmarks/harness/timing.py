@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-Clock = Callable[[], float]  # does its work once and returns the seconds that it took
+from jdp.inspect.rounds import Clock as Clock
+from jdp.inspect.rounds import interval as interval
 
 
 class Comparison(NamedTuple):
@@ -74,14 +75,6 @@ def compare(
 def _round(outer: Clock, inner: Clock) -> tuple[float, float]:
     a, b, c, d = outer(), inner(), inner(), outer()
     return (a + d) / 2, (b + c) / 2
-
-
-def interval(values: np.ndarray, *, num_samples: int = 2000) -> tuple[float, float]:
-    """Return the 95 % bootstrap interval of the median (Efron 1979)."""
-    random = np.random.default_rng(0)
-    samples = random.choice(values, (num_samples, len(values)))
-    low, high = np.percentile(np.median(samples, axis=1), [2.5, 97.5])
-    return float(low), float(high)
 
 
 def until_ready(fn: Callable[[], Any]) -> float:

@@ -1,4 +1,4 @@
-"""Refusals of values that differ from rank to rank: which they are, why, and what to write."""
+"""Refuse values that differ from rank to rank, with the cause and what to write instead."""
 
 import re
 from collections.abc import Iterator, Mapping

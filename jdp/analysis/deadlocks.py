@@ -24,7 +24,7 @@ def refusals(report: Report, inputs: Sequence[str], uniform: str) -> Iterator[st
                 "JDP104",
                 f"`{found.primitive}`{at} {under}, and the mesh axis {spelled(found.axes)} is left "
                 "to the compiler: if it splits the operand, XLA exchanges parts between all "
-                "devices there, and ranks that skip it leave the others waiting for ever. Make "
+                "devices there, and ranks that skip it leave the others waiting forever. Make "
                 f"the predicate the same first, `{uniform}`, or compute both cases and write "
                 "jnp.where(predicate, a, b).",
             )
@@ -35,6 +35,6 @@ def refusals(report: Report, inputs: Sequence[str], uniform: str) -> Iterator[st
         yield with_code(
             "JDP103",
             f"`{found.primitive}`{at} over {spelled(found.axes)} {under}{reason}; ranks that skip "
-            "it leave the others waiting for ever. Make the predicate the same first, for instance "
+            "it leave the others waiting forever. Make the predicate the same first, for instance "
             f"`{uniform}`.",
         )

@@ -15,6 +15,8 @@ _VERBS = {
     "sub": "subtracts {} and {} from each other",
 }
 _COMBINES = "combines {1} with {0}"
+# Ends the explanation of a value that nothing has reduced on its way.
+NEVER_AVERAGED = "was never averaged"
 
 
 def since(origin: Origin, inputs: Sequence[str]) -> str:
@@ -40,8 +42,9 @@ def why(origins: Sequence[Origin], inputs: Sequence[str]) -> str:
         same = "the mean gradient" if origin.is_of_gradient else "what all ranks have reduced"
         verb = _VERBS.get(origin.primitive, _COMBINES).format(sources, same)
         return f"{origin.line} {verb}, and the result is not averaged"
-    never = "" if any(each.is_reduced for each in origins) else ", and was never averaged"
-    return f"it depends on {sources}{never}"
+    if any(each.is_reduced for each in origins):
+        return f"it depends on {sources}"
+    return f"it depends on {sources}, and {NEVER_AVERAGED}"
 
 
 def _named(sources: Sequence[int | str], inputs: Sequence[str]) -> str:

@@ -118,6 +118,11 @@ class Interpreter:
 
         A body is analysed once for equal classes of inputs. Otherwise nested functions that are
         called twice each would be analysed 2^depth times.
+
+        Args:
+          jaxpr: the body.
+          ins: classes of its inputs.
+          eqn: the equation that runs it.
         """
         key = (id(jaxpr), self.where, self.everywhere, *self._controls, *_alike(ins))
         record = self._known.get(key)

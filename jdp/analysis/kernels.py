@@ -1,4 +1,4 @@
-"""Primitives of Pallas kernels, divided into those that stay on one rank and those that do not."""
+"""Primitives of Pallas kernels, divided into local ones and ones that send to other ranks."""
 
 # Operations of a kernel on its own device: Refs and bodies are joined. jdp assumes that the kernel
 # reads only memory that it has written, and that it orders its writes.

@@ -43,9 +43,9 @@ class Lattice(Bits):
         return value & ~self.scale
 
     def _met(self, a: int, b: int) -> int:
-        """Return the bits of means of a product or ratio. Of two means it is not itself a mean:
+        """Return the bits of means of a product or ratio.
 
-        `pmean(w * x) / pmean(w)` is a weighted mean.
+        A ratio of two means is not itself a mean: `pmean(w * x) / pmean(w)` is a weighted mean.
         """
         met = self.over("even", self.at(a | b, "even")) | (a | b) & self.uneven
         return met | self.over("uneven", self.at(a, "even") & self.at(b, "even"))

@@ -1,4 +1,4 @@
-"""The padding mask of a batch: what a step must read it for, and what the ranks must weigh."""
+"""Refuse a step that ignores its padding mask, and warn of means that do not weigh by it."""
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
@@ -78,7 +78,7 @@ def warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
 
 
 def _place(report: Report, traced: Traced) -> int:
-    """Return the position of the mask among the inputs of what every rank runs."""
+    """Return the position of the mask among the inputs of the shard_map's body."""
     assert traced.mask is not None
     return report.num_inputs - len(traced.inputs) + traced.mask
 

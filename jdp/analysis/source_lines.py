@@ -23,19 +23,41 @@ def source(eqn: Any) -> str:
     return "" if found is None else _line(found)
 
 
+def is_of_author(eqn: Any) -> bool:
+    """Whether the author's code, or a library that it calls, made an equation, and not jdp."""
+    found = eqn.source_info.traceback
+    return found is not None and not is_of_jdp(frame.file_name for frame in found.frames)
+
+
+def is_of_jdp(files: Iterable[str]) -> bool:
+    """Whether the innermost of some files, JAX's own left out, is one of jdp."""
+    for name in files:
+        path = Path(name)
+        if path.is_relative_to(_JDP):
+            return True
+        if not name.startswith("<frozen") and not {"jax", "jaxlib"} & {*path.parts}:
+            return False
+    return False
+
+
 def line_of(error: BaseException) -> str:
     """Return the innermost line of the author's that raised an error, as `source` does."""
     frames = traceback.extract_tb(error.__traceback__)
-    return _innermost((frame.filename, frame.lineno or 0) for frame in reversed(frames))
+    return innermost((frame.filename, frame.lineno or 0) for frame in reversed(frames))
 
 
 # Reading frames is slow, and all leaves of a tree have equal tracebacks.
 @functools.lru_cache(maxsize=1024)
 def _line(found: Any) -> str:
-    return _innermost((frame.file_name, frame.line_num) for frame in found.frames)
+    return innermost((frame.file_name, frame.line_num) for frame in found.frames)
 
 
-def _innermost(frames: Iterable[tuple[str, int]]) -> str:
+def innermost(frames: Iterable[tuple[str, int]]) -> str:
+    """Return the innermost line of the author's among frames, as `source` does.
+
+    Args:
+      frames: `(name of the file, line)`, innermost first.
+    """
     second_best = ""
     for file_name, number in frames:
         whose = _whose(file_name)

@@ -48,6 +48,13 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
     """Raise ValueError if the ranks could end the step with different states, or deadlock in it.
 
     The step is the first `shard_map` in `jaxpr`. `traced` names its inputs and outputs.
+
+    Args:
+      jaxpr: a program with the step as its first `shard_map`.
+      traced: names of its inputs and outputs, and the step that it is of.
+
+    Raises:
+      ValueError: naming each value that may differ, and each collective that may wait forever.
     """
     step = find_shard_maps(jaxpr)[0]
     numbers = jaxprs.captured_numbers(jaxpr)
@@ -144,14 +151,21 @@ def _forward_mode(step: Any, report: Report) -> Iterator[str]:
     # JAX refuses this too, but only in the lowering and without naming a layer.
     layers = dict.fromkeys(found.source for found in report.marks if found.kind == SHARED)
     if layers and "custom_lin" in _primitives(step):
-        where = ", ".join(filter(None, layers))
-        yield with_code(
-            "JDP111",
-            "a forward-mode derivative (jax.jvp, jax.jacfwd, jax.hessian) goes through "
-            f"jdp.scan_layers{where and f' at {where}'}, which has none where it reduces in the "
-            "backward loop, as it does on GPUs by default. Write "
-            "jdp.scan_layers(..., late=False).",
-        )
+        yield forward_mode(", ".join(filter(None, layers)))
+
+
+def forward_mode(line: str) -> str:
+    """Return the refusal of a forward-mode derivative through `scan_layers`.
+
+    Args:
+      line: of the author's, empty if it is not known.
+    """
+    return with_code(
+        "JDP111",
+        "a forward-mode derivative (jax.jvp, jax.jacfwd, jax.hessian) goes through "
+        f"jdp.scan_layers{line and f' at {line}'}, which has none where it reduces in the "
+        "backward loop, as it does on GPUs by default. Write jdp.scan_layers(..., late=False).",
+    )
 
 
 def _not_compiled(step: Any, report: Report, traced: Traced) -> Iterator[str]:

@@ -13,7 +13,7 @@ from jdp.analysis.wording import shown
 
 
 class _Gradient(NamedTuple):
-    """What is known of a value of a step: whether it is such a gradient.
+    """The facts about a value of a step: whether it is such a gradient.
 
     Attributes:
       of_rows: whether it depends on the rows of the batch, other than by the gradient of a loss

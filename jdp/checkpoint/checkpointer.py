@@ -4,10 +4,10 @@ import os
 from typing import Any
 
 from jdp.checkpoint.directory import Folder
+from jdp.checkpoint.pieces import require_alive
 from jdp.checkpoint.restore import require_position
 from jdp.checkpoint.saved_leaves import describe
 from jdp.checkpoint.session import Session
-from jdp.checkpoint.snapshot import require_alive
 from jdp.validation import allows, int_at_least
 
 
@@ -17,11 +17,12 @@ class Checkpointer:
     There are two tiers. A *commit*, every `commit_every` steps, goes to host memory owned by the
     launcher (there are no commits without `jdp run`); a run recovers from it when a process dies.
     A *checkpoint*, every `save_every` steps, at the end and after SIGTERM, goes to disk. Both are
-    written in the background, from a copy made on the device before the next step can donate the
-    state. A step waits only if the previous commit or checkpoint is still being written, so a
-    crash never loses more steps than the intervals allow. The copy for commits permanently
-    occupies memory of the size of the state on one device of each host; the copy for a checkpoint
-    takes as much while it is being written.
+    written in the background, from values copied before the next step can donate the state. A step
+    waits only if the previous commit or checkpoint is still being written, so a crash never loses
+    more steps than the intervals allow. Commits occupy twice the memory of the state on each host.
+    CPU devices write into it themselves; on other devices, and without jdp's native library, a
+    copy for commits permanently occupies the size of the state on one device of each host. The
+    copy for a checkpoint takes as much while it is being written.
 
     All processes must make the same calls. The state may be on any number of ranks, replicated or
     sharded, and can be restored on any other number, in any placement. If it is split over
@@ -102,7 +103,8 @@ class Checkpointer:
             `state`, and one log line lists them. "error" raises for such a state.
           allow: "new script" lets `jdp run` recover although the script, or a module in its folder,
             was edited since. After `--resume` edits are always allowed. One log line names the
-            first line that differs.
+            first line that differs. If a step is traced to another program than before, on the
+            same ranks and shapes, one log line names the first operation that differs.
 
         Returns:
           The restored state, or `state`.

@@ -1,9 +1,9 @@
 """The last commit, in memory of the host that outlives the processes that write to it.
 
 The memory is an anonymous file created by the launcher. Its first page holds two records; each
-record gives the location of a commit. A commit is written in three steps: clear the record of the
-older commit, write the values, write the new record. So whenever the writer dies, at least one
-record describes an intact commit.
+record describes a commit: its facts, which have a place for each record, and its values. A commit
+is written in three steps: clear the record of the older commit, write the values and the facts,
+write the new record. So whenever the writer dies, at least one record describes an intact commit.
 """
 
 import json
@@ -16,21 +16,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Magic, which changes with the format; commit number, higher in the newer commit; start offset;
-# bytes of its facts; bytes of its values; checksum of these fields and the facts.
+# Magic, which changes with the format; commit number, higher in the newer commit; start offset of
+# its values; bytes of its facts; bytes of its values; checksum of these fields and the facts.
 _RECORD = struct.Struct("<16sQQQQI")
-_MAGIC = b"jdp commit 1".ljust(16, b"\0")
+_MAGIC = b"jdp commit 2".ljust(16, b"\0")
 _PAGE_BYTES = 4096
 _ALIGNMENT = 64
-# The file is sparse: memory is taken only where something is written.
+# The file is sparse: memory is taken only where something is written. In an area are the records,
+# the facts of each commit, and the values.
 _AREA_BYTES = 1 << 42
+_FACTS_BYTES = 1 << 30
+_VALUES = 1 << 32
 
 
 class Commit(NamedTuple):
     """An intact commit."""
 
     number: int
-    start: int  # in the area
+    start: int  # of its values, in the area
     text: bytes  # its facts
     num_bytes: int  # of its values
 
@@ -39,10 +42,14 @@ class Commit(NamedTuple):
         """Return the facts written with the values."""
         return json.loads(self.text)
 
-    @property
-    def stop(self) -> int:
-        """Return the offset of its end in the area."""
-        return self.start + len(self.text) + self.num_bytes
+
+class Draft(NamedTuple):
+    """A commit whose values are being written."""
+
+    slot: int  # of its record
+    number: int
+    start: int  # of its values, in the area
+    values: np.ndarray  # [num_bytes] uint8, the memory itself
 
 
 class CommitMemory:
@@ -89,13 +96,19 @@ class CommitMemory:
             os.ftruncate(self._file, num_areas * _AREA_BYTES)
 
     def read(self, commit: Commit, first: int = 0, num_bytes: int | None = None) -> np.ndarray:
-        """Copy values of a commit, `[num_bytes]` uint8, from the byte `first`; default: all."""
+        """Copy values of a commit, `[num_bytes]` uint8, from the byte `first`; default: all.
+
+        Args:
+          commit: from `latest` or `intact`.
+          first: byte of the values to begin at, >= 0.
+          num_bytes: how many; None: all that follow.
+        """
         num_bytes = commit.num_bytes - first if num_bytes is None else num_bytes
         # Aligned so that JAX on CPU uses this memory without a copy, for all ranks at once.
         room = np.empty(num_bytes + _ALIGNMENT, np.uint8)
         skipped = -room.ctypes.data % _ALIGNMENT
         data = room[skipped : skipped + num_bytes]
-        start, done = self._base + commit.start + len(commit.text) + first, 0
+        start, done = self._base + commit.start + first, 0
         while done < data.size:
             count = os.preadv(self._file, [data[done:].data], start + done)
             if not count:
@@ -106,33 +119,74 @@ class CommitMemory:
     def write(self, facts: dict[str, Any], parts: Sequence[np.ndarray]) -> None:
         """Write a commit, with its values part by part, in place of the older one.
 
+        Args:
+          facts: JSON-serializable.
+          parts: the values, each `[bytes]` uint8.
+
         Raises:
           OSError: if the host is out of memory; the newer commit is intact.
+        """
+        draft, at = self.begin(sum(part.size for part in parts)), 0
+        for part in parts:
+            np.copyto(draft.values[at : at + part.size], part)
+            at += part.size
+        self.finish(draft, facts)
+
+    def begin(self, num_bytes: int) -> Draft:
+        """Return the memory for the values of a commit, in place of the older one.
+
+        Raises:
+          OSError: if the host is out of memory; both commits are intact.
         """
         commits = [self._commit(slot) for slot in (0, 1)]
         numbers = [0 if commit is None else commit.number for commit in commits]
         slot = numbers.index(min(numbers))
-        text = json.dumps(facts).encode()
-        num_bytes = sum(part.size for part in parts)
-        start = _room(commits[1 - slot], len(text) + num_bytes)
-        self._make_room(start + len(text) + num_bytes)
+        start = _room(commits[1 - slot], num_bytes)
+        self._make_room(start + num_bytes)
         _write(self._file, bytes(_RECORD.size), self._base + slot * _RECORD.size)
-        _write(self._file, text, self._base + start)
-        at = start + len(text)
-        for part in parts:
-            np.copyto(self._mapped[at : at + part.size], part)
-            at += part.size
-        fields = _MAGIC, max(numbers) + 1, start, len(text), num_bytes
+        first = start - _VALUES
+        values = self._mapped[first : first + num_bytes]
+        return Draft(slot, max(numbers) + 1, start, values)
+
+    def finish(self, draft: Draft, facts: dict[str, Any]) -> None:
+        """Make a draft, whose values are all written, the latest commit.
+
+        Raises:
+          OSError: if the host is out of memory; the newer commit is intact.
+        """
+        text = json.dumps(facts).encode()
+        assert len(text) <= _FACTS_BYTES, len(text)
+        _write(self._file, text, self._base + _facts_at(draft.slot))
+        fields = _MAGIC, draft.number, draft.start, len(text), draft.values.size
         record = _RECORD.pack(*fields, _checksum(fields, text))
-        _write(self._file, record, self._base + slot * _RECORD.size)
+        _write(self._file, record, self._base + draft.slot * _RECORD.size)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Allocate and map the values of two commits, which takes seconds where they are large.
+
+        Args:
+          num_bytes: of the values of one.
+
+        Raises:
+          OSError: if the host is out of memory.
+        """
+        next_one = Commit(0, _room(self.latest(), num_bytes), b"", num_bytes)
+        last = max(next_one.start, _room(next_one, num_bytes))
+        self._make_room(last + num_bytes)
+        # A page enters the page table when it is first touched. Commits stay as they are.
+        np.max(self._mapped[::_PAGE_BYTES], initial=0)
 
     # Storing into a mapping takes half the time of a write call. But when the host is out of memory
     # a store raises SIGBUS, where a call returns an error, so all pages are allocated first.
-    def _make_room(self, num_bytes: int) -> None:
+    def _make_room(self, stop: int) -> None:
+        num_bytes, start = stop - _VALUES, self._base + _VALUES
         if num_bytes > self._mapped.size:
-            os.posix_fallocate(self._file, self._base, num_bytes)
-            mapped = mmap.mmap(self._file, num_bytes, offset=self._base)
+            os.posix_fallocate(self._file, start, num_bytes)
+            mapped = mmap.mmap(self._file, num_bytes, offset=start)
             self._mapped = np.frombuffer(mapped, np.uint8)
+        elif num_bytes and os.fstat(self._file).st_size < start + num_bytes:
+            # The first process of the host has freed the area since.
+            os.posix_fallocate(self._file, start, self._mapped.size)
 
     def _commit(self, slot: int) -> Commit | None:
         record = os.pread(self._file, _RECORD.size, self._base + slot * _RECORD.size)
@@ -142,7 +196,7 @@ class CommitMemory:
         magic, number, start, text_bytes, num_bytes = fields
         if magic != _MAGIC:
             return None
-        text = os.pread(self._file, text_bytes, self._base + start)
+        text = os.pread(self._file, text_bytes, self._base + _facts_at(slot))
         if checksum != _checksum(fields, text):
             return None
         return Commit(number, start, text, num_bytes)
@@ -152,12 +206,17 @@ def _checksum(fields: Sequence[Any], text: bytes) -> int:
     return zlib.crc32(text, zlib.crc32(_RECORD.pack(*fields, 0)))
 
 
-# Returns an offset where `num_bytes` fit beside the commit that must stay: before it, otherwise
-# after it. Commits of equal size alternate between the two.
+def _facts_at(slot: int) -> int:
+    return _PAGE_BYTES + slot * _FACTS_BYTES
+
+
+# Returns an offset where `num_bytes` fit beside the values that must stay: before them, otherwise
+# after them. Commits of equal size alternate between the two.
 def _room(stays: Commit | None, num_bytes: int) -> int:
-    if stays is None or _PAGE_BYTES + num_bytes <= stays.start:
-        return _PAGE_BYTES
-    return stays.stop + -stays.stop % _PAGE_BYTES
+    if stays is None or _VALUES + num_bytes <= stays.start:
+        return _VALUES
+    stop = stays.start + stays.num_bytes
+    return stop + -stop % _PAGE_BYTES
 
 
 def _write(file: int, data: bytes, start: int) -> None:

@@ -69,7 +69,7 @@ class Folder:
             self._lock = None
 
     def owner(self) -> str:
-        """Return who holds the lock; equal where another process sees the same directory."""
+        """Return the text in the lock, equal in all processes that see the same directory."""
         try:
             return (self.path / "lock").read_text()
         except OSError:
@@ -119,6 +119,11 @@ class Folder:
     def write(self, life: int, step: int, facts: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Write JSON-serializable facts and nonempty arrays; return when they are on disk.
 
+        Args:
+          life, step: the name of the checkpoint.
+          facts: about the state, see `Session`.
+          arrays: name on disk -> array.
+
         Raises:
           OSError: if they cannot be written; earlier checkpoints are kept.
         """
@@ -154,7 +159,14 @@ class Folder:
         facts: dict[str, Any],
         sums: dict[str, list[Any]],
     ) -> None:
-        """Make a checkpoint of what was written, given what `sealed` returned."""
+        """Make a checkpoint of the written folders, given the results of `sealed`.
+
+        Args:
+          part: the folder from `part`, in which all arrays are written.
+          life, step: the name of the checkpoint.
+          facts: JSON-serializable.
+          sums: size and checksum of each file.
+        """
         manifest = {"facts": facts, "files": sums}
         with open(part / "manifest", "w") as file:
             json.dump({"sha256": _checksum(manifest), "manifest": manifest}, file, indent=1)
@@ -164,11 +176,11 @@ class Folder:
         _sync(self.path)
 
     def discard(self, part: Path) -> None:
-        """Remove what was written of a checkpoint."""
+        """Remove an unfinished checkpoint."""
         shutil.rmtree(part, ignore_errors=True)
 
     def keep(self, count: int) -> None:
-        """Remove all but the latest `count` checkpoints, and what was not gathered completely."""
+        """Remove all but the latest `count` checkpoints, and incompletely gathered ones."""
         self.discard_gathering()
         for checkpoint in self.checkpoints()[count:]:
             self.remove(checkpoint)

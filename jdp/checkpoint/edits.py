@@ -1,4 +1,4 @@
-"""Detects edits to the script between the start of a run and its recovery."""
+"""Detects edits to the script, and to the programs of its steps, since a run wrote its state."""
 
 import logging
 from collections.abc import Mapping
@@ -6,38 +6,102 @@ from typing import Any
 
 import jax
 
+from jdp.distributed.checks import traced_programs
 from jdp.worker import launcher_client, source_files
 
 _log = logging.getLogger("jdp")
 
+# Of a program with more different lines than this, only the digest is kept.
+_MAX_LINES = 20_000
+_MAX_PROGRAMS, _MAX_KINDS = 8, 32
 
-def facts_of_program() -> dict[str, Any]:
-    """Return the facts about the program of this process that are written with each state."""
+# kind of a program -> its digest -> how often it has each line
+_Programs = dict[str, dict[str, Mapping[str, int]]]
+
+
+def facts_of_script() -> dict[str, Any]:
+    """Return the facts about the script of this process that are written with each state."""
     source_files.record()
     return {"run": _run()[0], "sources": source_files.digests()}
 
 
-def require_unedited(facts: Mapping[str, Any], *, allows_edits: bool) -> None:
-    """Compare the user's files with those of the process that wrote `facts`, and log an edit.
+class Edits:
+    """Finds changes of the program since the state was written from which a run continues.
 
-    A recovery with edited files raises. A resumption that the user requested may follow an edit.
-
-    Raises:
-      RuntimeError: if the run recovers, and not `allows_edits`.
+    Args:
+      allows: whether a recovery may follow an edit of the script.
     """
-    edit = source_files.difference(facts.get("sources", {}))
-    if edit is None:
-        return
-    run, generation = _run()
-    if generation > 0 and facts["run"] == run and not allows_edits:
-        raise RuntimeError(
-            f"the program was edited since it wrote step {facts['step']}: {edit}. This recovery "
-            "would train on with other code than the run began with. Undo the edit, or begin with "
-            'the new code by jdp run --resume. ckpt.restore(..., allow="new script") lets '
-            "recoveries begin with it, too."
-        )
+
+    def __init__(self, *, allows: bool) -> None:
+        self._allows = allows
+        self._step: int | None = None  # at which the state was written; None if programs are known
+        self._programs: _Programs = {}
+
+    def continue_from(self, facts: Mapping[str, Any]) -> None:
+        """Compare the user's files with the digests in `facts`, and log an edit.
+
+        A recovery with edited files raises. A resumption that the user requested may follow an
+        edit. Programs are compared later, by `compare_programs`.
+
+        Raises:
+          RuntimeError: if the run recovers with edited files, which is not allowed.
+        """
+        self._step, self._programs = facts["step"], dict(facts.get("programs", {}))
+        edit = source_files.difference(facts.get("sources", {}))
+        if edit is None:
+            return
+        run, generation = _run()
+        if generation > 0 and facts["run"] == run and not self._allows:
+            raise RuntimeError(
+                f"the program was edited since it wrote step {facts['step']}: {edit}. This "
+                "recovery would train on with other code than the run began with. Undo the edit, "
+                "or begin with the new code by jdp run --resume. "
+                'ckpt.restore(..., allow="new script") lets recoveries begin with it, too.'
+            )
+        _warn("jdp: the program was edited since it wrote step %d: %s.", facts["step"], edit)
+
+    def compare_programs(self) -> None:
+        """After the first step, log each program that differs from that which wrote the state.
+
+        It may rightly differ, so this is never an error: a step may be made anew for each phase of
+        a run, or capture the number of steps from which the run continues.
+        """
+        step, self._step = self._step, None
+        if step is None:
+            return
+        for kind, programs in traced_programs.current.kinds().items():
+            saved = self._programs.get(kind, {})
+            if not saved or saved.keys() & programs.keys():
+                continue
+            del self._programs[kind]
+            counts, program = [*saved.values()][-1], [*programs.values()][-1]
+            difference = f": {program.difference(counts)}" if counts else ""
+            _warn(
+                "jdp: `%s` is another program than the one that wrote step %d, on the same ranks "
+                "and shapes%s. Training continues with it. If this is not on purpose, look for a "
+                "flag, an environment variable or a file that has changed.",
+                kind.rpartition(" ")[0],
+                step,
+                difference,
+            )
+
+    def facts_of_programs(self) -> _Programs:
+        """Return the programs of the training steps so far, which are written with each state."""
+        found = {**self._programs}
+        for kind, programs in traced_programs.current.kinds().items():
+            mine = {digest: _few(program.counts) for digest, program in programs.items()}
+            others = {key: x for key, x in found.pop(kind, {}).items() if key not in mine}
+            found[kind] = dict([*others.items(), *mine.items()][-_MAX_PROGRAMS:])
+        return dict([*found.items()][-_MAX_KINDS:])
+
+
+def _few(counts: Mapping[str, int]) -> Mapping[str, int]:
+    return counts if len(counts) <= _MAX_LINES else {}
+
+
+def _warn(text: str, *args: Any) -> None:
     if jax.process_index() == 0:
-        _log.warning("jdp: the program was edited since it wrote step %d: %s.", facts["step"], edit)
+        _log.warning(text, *args)
 
 
 def _run() -> tuple[str | None, int]:

@@ -1,19 +1,39 @@
-"""All processes tell each other what they could restore, and begin a new life of the run."""
+"""Gather the states that each process could restore, choose the latest, and begin a new life."""
 
+import logging
 import secrets
+from collections import defaultdict
 from typing import Any, NamedTuple
 
 import jax
 
+from jdp.checkpoint import split_commit
 from jdp.checkpoint.commit_memory import CommitMemory
 from jdp.checkpoint.directory import Folder
 from jdp.checkpoint.shared_checkpoint import require_shared
-from jdp.checkpoint.sources import Latest, Sources, latest
+from jdp.checkpoint.sources import Key, Sources
 from jdp.distributed import agree, kv_store
+
+_log = logging.getLogger("jdp")
+
+
+class Latest(NamedTuple):
+    """The state to restore, equal on all processes."""
+
+    key: Key
+    source: int  # a process that has it
+    lacking: list[int]  # processes that do not
+    where: str
+    is_split: bool = False  # whether it was written in parts, or is to be restored in parts
+
+    @property
+    def tier(self) -> str:
+        """Return the name of its tier, as reported to the launcher."""
+        return "commit" if self.key.is_commit else "checkpoint"
 
 
 class Found(NamedTuple):
-    """What the processes of a run found, and how its next life is called."""
+    """The states that the processes of a run found, and the number of its next life."""
 
     sources: Sources  # of this process
     latest: Latest | None  # equal on all processes, as are life and tag
@@ -47,13 +67,13 @@ def find(
     host: int,
     splits: bool,
 ) -> Found:
-    """Return what all processes of `group` found.
+    """Return the states that all processes of `group` found.
 
     Args:
       group: all processes.
       folder: of the checkpoints, which process 0 locks.
       memory: for the commits of this host, if there are any.
-      resumes: whether the run may go on from what it finds.
+      resumes: whether the run may continue from a state that it finds.
       is_later: whether processes of this run have died, or stopped at SIGTERM.
       host: number of the host of this process.
       splits: whether the state of this process is split over processes.
@@ -79,3 +99,77 @@ def find(
     found = latest(offers, str(folder.path))
     hosts = tuple(offers[process]["host"] for process in group)
     return Found(sources, found, life, offers[0]["tag"], hosts, folder.owner() == owner)
+
+
+def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
+    """Return the latest state that any process offers; None if there are none.
+
+    Args:
+      offers: process -> its `Sources.offer`.
+      directory: of the checkpoints, for errors.
+
+    Raises:
+      RuntimeError: if all checkpoints are damaged and there is no commit, or if there is a state
+        but process 0 does not resume.
+
+    >>> offers = {0: {"keys": [], "resumes": True}, 1: {"keys": [[1, 40, True, "a"]]}}
+    >>> found = latest(offers, "runs")
+    >>> found.key.step, found.source, found.lacking, found.where
+    (40, 1, [0], 'the commit of step 40')
+    """
+    keys = {process: [Key(*key) for key in each["keys"]] for process, each in offers.items()}
+    num_missing = _num_missing(offers)
+    split = {key for key, num in num_missing.items() if not num}
+    for process, each in offers.items():
+        keys[process] += split.intersection(_split_keys(each))
+    key = max((key for each in keys.values() for key in each), default=None)
+    if key is None:
+        if torn := offers[0].get("torn"):
+            raise RuntimeError(
+                f"all {len(torn)} checkpoints are damaged: {'; '.join(torn)}. Inspect them before "
+                "starting over, then move the directory away or give Checkpointer a new one."
+            )
+        if offers[0]["resumes"] and jax.process_index() == 0:
+            _log.warning("jdp: nothing to resume in %s: this begins anew.", directory)
+        return None
+    if not offers[0]["resumes"]:
+        raise RuntimeError(
+            f"{directory} holds step {key.step} of an earlier run. To continue from there: jdp run "
+            "--resume, JDP_RESUME=1 or Checkpointer(..., resume=True). To begin anew: another "
+            "directory, or this one emptied."
+        )
+    _warn_of_lost(num_missing, key)
+    having = [process for process, each in keys.items() if key in each]
+    lacking = [process for process in keys if process not in having]
+    where = f"step {key.step} of {directory}"
+    if key.is_commit:
+        where = f"the commit of step {key.step}"
+    is_split = key in split or any(each.get("splits") for each in offers.values())
+    is_split |= not key.is_commit and offers[0].get("is_split", False)
+    return Latest(key, having[0], [*keys] if key in split else lacking, where, is_split)
+
+
+def _split_keys(offer: dict[str, Any]) -> list[Key]:
+    return [Key(*key) for key, _ in offer.get("split", ())]
+
+
+# The commits in parts: how many each of all hosts together lack.
+def _num_missing(offers: dict[int, dict[str, Any]]) -> dict[Key, int]:
+    found: dict[Key, list[split_commit.Coverage]] = defaultdict(list)
+    for offer in offers.values():
+        for key, coverage in offer.get("split", ()):
+            found[Key(*key)].append(split_commit.Coverage(*coverage))
+    return {key: split_commit.num_missing(each) for key, each in found.items()}
+
+
+# In the log of process 0, a commit that would have been taken if no host had been lost.
+def _warn_of_lost(num_missing: dict[Key, int], key: Key) -> None:
+    lost = max((each for each, num in num_missing.items() if num), default=key)
+    if lost > key and not key.is_commit and jax.process_index() == 0:
+        _log.warning(
+            "jdp: the commit of step %d lacks %d of its parts, which were on hosts that are gone "
+            "or were not written in time. This continues from step %d, which is on the disk.",
+            lost.step,
+            num_missing[lost],
+            key.step,
+        )

@@ -21,7 +21,7 @@ from jdp.checkpoint.split_commit import CommitPart
 def commits(records: Sequence[CommitPart]) -> list[list[CommitPart]]:
     """Return the records of each commit that this host may help to save, the latest first.
 
-    A commit that this host has completely leaves out those that it does not.
+    If this host has whole commits, return only the latest of them.
     """
     found: dict[tuple[int, int, str], list[CommitPart]] = defaultdict(list)
     for each in records:
@@ -52,7 +52,7 @@ def add(folder: Folder, found: Sequence[CommitPart]) -> int:
     return missing
 
 
-# What hosts have written: number of the folder -> its pieces, and the checksums of its files.
+# The folders that hosts have written: number -> pieces, and checksums of the files.
 def _written(gathering: Path) -> dict[int, dict[str, Any]]:
     found = {}
     for path in gathering.glob("*.json"):

@@ -2,7 +2,7 @@
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,28 +25,46 @@ def copies(
       parts: of those that are split.
       hosts: the number of the host of each process.
     """
-    wanted: dict[int, list[int]] = defaultdict(list)
-    for n, part in enumerate(parts):
-        wanted[part.leaf].append(n)
-    meshes: dict[Mesh, list[int]] = defaultdict(list)
-    specs_of: dict[int, PartitionSpec] = {}
-    for leaf in wanted:
-        sharding = arrays[leaf].sharding
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            meshes[sharding.mesh].append(leaf)
-            specs_of[leaf] = sharding.spec
     found: dict[int, jax.Array] = {}
+    for mesh, pairs, leaves in _exchanges(arrays, parts, hosts):
+        specs = tuple(_spec(arrays[leaf]) for leaf in leaves)
+        moved = _mover(mesh, specs, pairs)(*(arrays[leaf] for leaf in leaves))
+        for (leaf, numbers), x in zip(leaves.items(), moved, strict=True):
+            here = {shard.device: shard.data for shard in x.addressable_shards}
+            targets = _targets(arrays[leaf], mesh, pairs)
+            for n in numbers:
+                if (target := targets.get(parts[n][1:])) in here:
+                    found[n] = here[target]
+    return found
+
+
+def kept(
+    arrays: Sequence[jax.Array], parts: Sequence[shards.LeafPart], hosts: tuple[int, ...]
+) -> list[int]:
+    """Return the numbers of the parts that `copies` returns, without communication."""
+    found = set()
+    for mesh, pairs, leaves in _exchanges(arrays, parts, hosts):
+        for leaf, numbers in leaves.items():
+            targets = _targets(arrays[leaf], mesh, pairs)
+            for n in numbers:
+                target = targets.get(parts[n][1:])
+                if target is not None and target.process_index == jax.process_index():
+                    found.add(n)
+    return sorted(found)
+
+
+# Yields a mesh, a round, and the leaves on that mesh with the numbers of their parts.
+def _exchanges(
+    arrays: Sequence[jax.Array], parts: Sequence[shards.LeafPart], hosts: tuple[int, ...]
+) -> Iterator[tuple[Mesh, tuple[tuple[int, int], ...], dict[int, list[int]]]]:
+    meshes: dict[Mesh, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for n, part in enumerate(parts):
+        sharding = arrays[part.leaf].sharding
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            meshes[sharding.mesh][part.leaf].append(n)
     for mesh, leaves in meshes.items():
         for pairs in rounds([hosts[device.process_index] for device in mesh.devices.flat]):
-            specs = tuple(specs_of[leaf] for leaf in leaves)
-            moved = _mover(mesh, specs, pairs)(*(arrays[leaf] for leaf in leaves))
-            for leaf, x in zip(leaves, moved, strict=True):
-                here = {shard.device: shard.data for shard in x.addressable_shards}
-                targets = _targets(arrays[leaf], mesh, pairs)
-                for n in wanted[leaf]:
-                    if (target := targets.get(parts[n][1:])) in here:
-                        found[n] = here[target]
-    return found
+            yield mesh, pairs, leaves
 
 
 def rounds(hosts: Sequence[int]) -> Rounds:
@@ -74,6 +92,11 @@ def rounds(hosts: Sequence[int]) -> Rounds:
         for i, source in enumerate(devices[host]):
             found[i // len(targets)].append((source, targets[i % len(targets)]))
     return tuple(tuple(found[number]) for number in sorted(found))
+
+
+def _spec(x: jax.Array) -> PartitionSpec:
+    assert isinstance(x.sharding, NamedSharding)
+    return x.sharding.spec
 
 
 @functools.lru_cache(maxsize=16)

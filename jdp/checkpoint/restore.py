@@ -7,13 +7,13 @@ import jax
 import numpy as np
 
 from jdp.checkpoint.broadcast import broadcast
-from jdp.checkpoint.edits import require_unedited
+from jdp.checkpoint.edits import Edits
 from jdp.checkpoint.fill import fill
-from jdp.checkpoint.find import Found
+from jdp.checkpoint.find import Found, Latest
 from jdp.checkpoint.restore_split import split_values
 from jdp.checkpoint.saved_leaves import leaves_of, pack, packed_bytes, unpack
 from jdp.checkpoint.shards import SplitValue
-from jdp.checkpoint.sources import Latest, Saved, Sources
+from jdp.checkpoint.sources import Saved, Sources
 from jdp.checkpoint.state_writer import KEY_OF_LOADER, state_of_data
 from jdp.distributed import agree
 from jdp.distributed.checks import known_leaves
@@ -26,7 +26,7 @@ def restored(
     batches: Any,
     *,
     keeps_missing: bool,
-    allows_edits: bool,
+    edits: Edits,
 ) -> Any:
     """Return `state` with the values that were found, and set the position of `batches`.
 
@@ -36,11 +36,11 @@ def restored(
       state: a state of the same leaves.
       batches: as for `Checkpointer.restore`.
       keeps_missing: as for `fill`.
-      allows_edits: as for `require_unedited`.
+      edits: gets what was written with the state.
 
     Raises:
       ValueError: if it is of a different model, or has no position although `batches` is given.
-      RuntimeError: if the run recovers with an edited script, and not `allows_edits`.
+      RuntimeError: as from `Edits.continue_from`.
     """
     sources, found = everything.sources, everything.latest
     assert found is not None
@@ -52,7 +52,7 @@ def restored(
     else:
         facts, values = _loaded(group, found, sources)
     with agree.propagating_errors(group, f"while it restored {found.where}"):
-        require_unedited(facts, allows_edits=allows_edits)
+        edits.continue_from(facts)
         state, taken = fill(
             state, leaves_of(facts), values, found.where, keeps_missing=keeps_missing
         )
@@ -94,7 +94,7 @@ def _loaded(group: tuple[int, ...], found: Latest, sources: Sources) -> Saved:
 
 
 def require_position(batches: Any) -> None:
-    """Refuse batches of which no position is known.
+    """Refuse batches without a position.
 
     Raises:
       TypeError: naming what to give.
@@ -102,7 +102,7 @@ def require_position(batches: Any) -> None:
     if batches is None or hasattr(batches, "position"):
         return
     instead = "Give jdp.batches(...), or an object with an int `position`: how many rows it has "
-    instead += "handed out. After it is set, it goes on there."
+    instead += "handed out. After it is set, it continues there."
     if hasattr(batches, "__next__") or hasattr(batches, "__iter__"):
         instead += (
             " jdp.shard_batches reads a loader ahead: of a loader that saves its own state (an "
@@ -117,6 +117,11 @@ def require_position(batches: Any) -> None:
 
 def set_position(batches: Any, facts: Mapping[str, Any], where: str) -> None:
     """Set batches to the position in the facts.
+
+    Args:
+      batches: as for `Checkpointer.restore`.
+      facts: written with a state.
+      where: name of that state, for errors.
 
     Raises:
       ValueError: if there is none, or one of other data or of other processes.

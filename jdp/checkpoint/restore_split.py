@@ -16,7 +16,7 @@ from jdp.distributed import agree
 
 
 class Readable(Protocol):
-    """What this process can read of a saved state, in the pieces of `shards.pieces`."""
+    """The pieces of a saved state that this process can read, see `shards.pieces`."""
 
     def has(self, n: int) -> bool:
         """Whether a piece can be read."""
@@ -35,7 +35,7 @@ def split_values(
 
     Args:
       facts: the same on all processes.
-      readable: what this process can read. What it needs besides comes from the others.
+      readable: the pieces that this process can read. Other processes send the rest.
       state: the state whose placement tells what this process needs; None: it reads what is asked.
       group: all processes, which fetch the same leaves in the same order; (): this one alone.
 
@@ -53,7 +53,7 @@ def split_values(
 
 
 class _Transfer:
-    """Reads the pieces that this process needs, and hands over those that others cannot read.
+    """Reads the pieces that this process needs, and sends pieces that others cannot read.
 
     Args:
       described: the pieces.
@@ -73,7 +73,7 @@ class _Transfer:
         self._needed, self._sources = needed, sources
 
     def fetch(self, numbers: Sequence[int]) -> dict[int, np.ndarray]:
-        """Return those of some pieces that this process needs."""
+        """Return the pieces that this process needs."""
         me = jax.process_index()
         sent = {n for n in numbers if self._sources.get(n) == me}
         here = [n for n in numbers if n in sent or (n in self._needed and self._readable.has(n))]

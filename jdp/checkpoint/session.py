@@ -12,11 +12,11 @@ import jax
 from jdp import pytrees
 from jdp.checkpoint import directory, orbax_files, part_files
 from jdp.checkpoint.commit_memory import CommitMemory
-from jdp.checkpoint.edits import facts_of_program
+from jdp.checkpoint.edits import Edits, facts_of_script
 from jdp.checkpoint.find import Found, all_processes, find
 from jdp.checkpoint.one_session import require_alone
+from jdp.checkpoint.pieces import is_split
 from jdp.checkpoint.restore import restored
-from jdp.checkpoint.snapshot import is_split
 from jdp.checkpoint.state_writer import (
     checkpoint_writer,
     commit_writer,
@@ -93,8 +93,8 @@ class Session:
         keeps_missing: bool,
         allows_edits: bool,
     ) -> Any:
-        """Return the state to go on from, and set the batches to the position it has."""
-        began = time.monotonic()
+        """Return the state to continue from, and set the batches to its position."""
+        began, self._edits = time.monotonic(), Edits(allows=allows_edits)
         in_flight.accept_new_state()
         self._splits = is_split(state)
         everything = self._find(resume)
@@ -106,7 +106,7 @@ class Session:
                 state,
                 batches,
                 keeps_missing=keeps_missing,
-                allows_edits=allows_edits,
+                edits=self._edits,
             )
             self.steps = found.key.step
             if found.key.is_commit:
@@ -126,7 +126,7 @@ class Session:
         return state
 
     def _find(self, resume: bool | None) -> Found:
-        """Return what all processes found, and begin a new life."""
+        """Return the states that all processes found, and begin a new life."""
         found = find(
             self._group,
             self._folder,
@@ -142,7 +142,7 @@ class Session:
             "tag": found.tag,
             "jdp": version(),
             "jax": jax.__version__,
-            **facts_of_program(),
+            **facts_of_script(),
         }
         return found
 
@@ -156,6 +156,7 @@ class Session:
         self._commits.raise_failure()
         self._saves.raise_failure()
         progress.count_step()
+        self._edits.compare_programs()
         self.steps += 1
         self._num_steps += 1
         if self._num_steps == 1 and self._process == 0:
@@ -220,7 +221,7 @@ class Session:
         self.end_session()
         if self._process == 0:
             _log.warning(
-                "jdp: SIGTERM: step %d is saved in %s. Run again with %s to go on.",
+                "jdp: SIGTERM: step %d is saved in %s. Run again with %s to continue.",
                 self.steps,
                 self._folder.path,
                 "JDP_RESUME=1" if self._assigned is None else "--resume",
@@ -229,7 +230,8 @@ class Session:
 
     def _facts(self) -> dict[str, Any]:
         data = of_all_processes(self._group, self._data)
-        return {**self._identity, "step": self.steps, **data}
+        programs = self._edits.facts_of_programs()
+        return {**self._identity, "step": self.steps, "programs": programs, **data}
 
     def _resumes(self, resume: bool | None) -> bool:
         if self._assigned is not None and self._assigned.resumes:

@@ -71,7 +71,7 @@ def ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
 def split_facts(
     parts: Sequence[LeafPart], held: Sequence[int], *, has_whole: bool
 ) -> dict[str, Any]:
-    """Return what is written beside parts of a state.
+    """Return the facts to write beside parts of a state.
 
     Args:
       parts: all parts, of all processes.
@@ -87,7 +87,7 @@ def of_all_processes(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pieces(facts: Mapping[str, Any]) -> list[LeafPart]:
-    """Return the parts of all leaves: those of the split leaves first, then the other leaves."""
+    """Return the parts of all leaves: first of the split leaves, then of the others."""
     split = [
         LeafPart(leaf, tuple((start, stop) for start, stop in box), writer)
         for leaf, box, writer in facts.get("parts", ())
@@ -110,7 +110,12 @@ def names(facts: Mapping[str, Any]) -> list[str]:
 def described(facts: Mapping[str, Any]) -> list[SavedLeaf]:
     """Return the description of each piece."""
     leaves = leaves_of(facts)
-    return [leaves[leaf]._replace(shape=tuple(_sizes(box))) for leaf, box, _ in pieces(facts)]
+    return [described_part(leaves, piece) for piece in pieces(facts)]
+
+
+def described_part(leaves: Sequence[SavedLeaf], part: LeafPart) -> SavedLeaf:
+    """Return the description of a part, given those of all leaves."""
+    return leaves[part.leaf]._replace(shape=tuple(_sizes(part.box)))
 
 
 def stored(facts: Mapping[str, Any]) -> list[int]:
@@ -154,7 +159,7 @@ class SplitValue:
             self._values = self._fetch([*self._parts])
 
     def release(self) -> None:
-        """Drop what was fetched."""
+        """Drop the fetched parts."""
         self._values, self._assembled = {}, {}
 
     def _assemble(self, box: Box) -> np.ndarray:

@@ -84,9 +84,9 @@ def _finish(
     sums: dict[str, list[Any]],
     failure: OSError | None,
 ) -> OSError | None:
-    """Make a checkpoint of what all have written, or remove it; return why it is not one."""
+    """Make a checkpoint of the parts of all, or remove them; return why it is not one."""
     end = time.monotonic() + agree.timeout_s()
-    # After a failure, too: what others still write could not be removed.
+    # Wait after a failure, too: files that others still write could not be removed.
     for process in range(1, jax.process_count()):
         try:
             sums |= _right(store.get(f"{process}", process, end))["files"]
@@ -118,7 +118,7 @@ def _right(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Store:
-    """What processes tell each other about one checkpoint, through JAX's store."""
+    """Messages of processes about one checkpoint, through JAX's store."""
 
     def __init__(self, run: str, number: int, step: int) -> None:
         self._run, self._number, self._step = run, number, step
@@ -127,7 +127,7 @@ class _Store:
         kv_store.offer(f"{self._run}/{self._number}/{key}", json.dumps(value))
 
     def get(self, key: str, process: int, end: float | None = None) -> Any:
-        """Return what a process has put, or puts before a deadline; default: the usual one."""
+        """Return the message of a process, from before a deadline; default: the usual one."""
         timeout_s = agree.timeout_s()
         end = time.monotonic() + timeout_s if end is None else end
         left_s = end - time.monotonic()

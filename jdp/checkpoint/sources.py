@@ -1,4 +1,4 @@
-"""Finds the commits and checkpoints of all processes, and selects the latest."""
+"""The commits and checkpoints that one process can restore."""
 
 import functools
 import logging
@@ -39,7 +39,7 @@ class Sources:
 
     Attributes:
       keys: keys of these states, without commits of which the host may have only parts.
-      records: what the processes of this host wrote of commits in parts.
+      records: the parts of commits that processes of this host wrote.
       is_split: whether the checkpoint was written in parts.
       life: the last life of the run known to this process.
       torn: the damaged checkpoints, if all are damaged.
@@ -60,7 +60,7 @@ class Sources:
         self.keys = [*self._found]
 
     def offer(self) -> dict[str, Any]:
-        """Return what `latest` needs to know of this process, as JSON."""
+        """Return the facts about this process for `latest`, as JSON."""
         split = [[key, split_commit.coverage(found)] for key, found in self.records.items()]
         offer = {"keys": self.keys, "split": split, "is_split": self.is_split}
         return {**offer, "life": self.life, "torn": self.torn}
@@ -77,7 +77,7 @@ class Sources:
         return self._found[key][0] if key in self._found else None
 
     def readable(self, key: Key, facts: dict[str, Any], *, sees_directory: bool) -> Readable:
-        """Return what this process can read of a state, piece by piece."""
+        """Return the pieces of a state that this process can read."""
         if not key.is_commit:
             checkpoint = self._folder.checkpoint(key.life, key.step)
             return split_disk.CheckpointReader(
@@ -136,88 +136,3 @@ def _read_checkpoint(
     folder: Folder, checkpoint: Checkpoint, facts: dict[str, Any]
 ) -> list[np.ndarray]:
     return from_disk(disk_names(leaves_of(facts)), functools.partial(folder.read, checkpoint))
-
-
-class Latest(NamedTuple):
-    """The state to restore, equal on all processes."""
-
-    key: Key
-    source: int  # a process that has it
-    lacking: list[int]  # processes that do not
-    where: str
-    is_split: bool = False  # whether it was written in parts, or is to be restored in parts
-
-    @property
-    def tier(self) -> str:
-        """Return the name of its tier, as reported to the launcher."""
-        return "commit" if self.key.is_commit else "checkpoint"
-
-
-def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:
-    """Return the latest state that any process offers; None if there are none.
-
-    Raises:
-      RuntimeError: if all checkpoints are damaged and there is no commit, or if there is a state
-        but process 0 does not resume.
-
-    >>> offers = {0: {"keys": [], "resumes": True}, 1: {"keys": [[1, 40, True, "a"]]}}
-    >>> found = latest(offers, "runs")
-    >>> found.key.step, found.source, found.lacking, found.where
-    (40, 1, [0], 'the commit of step 40')
-    """
-    keys = {process: [Key(*key) for key in each["keys"]] for process, each in offers.items()}
-    num_missing = _num_missing(offers)
-    split = {key for key, num in num_missing.items() if not num}
-    for process, each in offers.items():
-        keys[process] += split.intersection(_split_keys(each))
-    key = max((key for each in keys.values() for key in each), default=None)
-    if key is None:
-        if torn := offers[0].get("torn"):
-            raise RuntimeError(
-                f"all {len(torn)} checkpoints are damaged: {'; '.join(torn)}. Inspect them before "
-                "starting over, then move the directory away or give Checkpointer a new one."
-            )
-        if offers[0]["resumes"] and jax.process_index() == 0:
-            _log.warning("jdp: nothing to resume in %s: this begins anew.", directory)
-        return None
-    if not offers[0]["resumes"]:
-        raise RuntimeError(
-            f"{directory} holds step {key.step} of an earlier run. To go on from there: jdp run "
-            "--resume, JDP_RESUME=1 or Checkpointer(..., resume=True). To begin anew: another "
-            "directory, or this one emptied."
-        )
-    _warn_of_lost(num_missing, key)
-    having = [process for process, each in keys.items() if key in each]
-    lacking = [process for process in keys if process not in having]
-    where = f"step {key.step} of {directory}"
-    if key.is_commit:
-        where = f"the commit of step {key.step}"
-    is_split = key in split or any(each.get("splits") for each in offers.values())
-    is_split |= not key.is_commit and offers[0].get("is_split", False)
-    return Latest(key, having[0], [*keys] if key in split else lacking, where, is_split)
-
-
-def _split_keys(offer: dict[str, Any]) -> list[Key]:
-    return [Key(*key) for key, _ in offer.get("split", ())]
-
-
-# The commits in parts: how many each of all hosts together lack.
-def _num_missing(offers: dict[int, dict[str, Any]]) -> dict[Key, int]:
-    found: dict[Key, list[split_commit.Coverage]] = defaultdict(list)
-    for offer in offers.values():
-        for key, coverage in offer.get("split", ()):
-            found[Key(*key)].append(split_commit.Coverage(*coverage))
-    return {key: split_commit.num_missing(each) for key, each in found.items()}
-
-
-# In the log of process 0, a commit that would have been taken if no host had been lost.
-def _warn_of_lost(num_missing: dict[Key, int], key: Key) -> None:
-    lost = max((each for each, num in num_missing.items() if num), default=key)
-    if lost > key and not key.is_commit and jax.process_index() == 0:
-        _log.warning(
-            "jdp: the commit of step %d lacks %d of its parts, which were on hosts that are gone "
-            "or were not written in time. This goes on from step %d, which is on the disk.",
-            lost.step,
-            num_missing[lost],
-            key.step,
-        )

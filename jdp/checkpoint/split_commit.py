@@ -13,7 +13,7 @@ from jdp.distributed import agree, kv_store
 
 
 class CommitPart(NamedTuple):
-    """What one process wrote of a commit."""
+    """The parts of a commit that one process wrote."""
 
     memory: CommitMemory
     commit: Commit
@@ -21,7 +21,7 @@ class CommitPart(NamedTuple):
 
 
 class Coverage(NamedTuple):
-    """What some records hold of a commit; a JSON list between processes."""
+    """The parts of a commit in some records; a JSON list between processes."""
 
     held: list[tuple[int, int]]  # ranges of numbers of parts
     num_parts: int  # of the commit
@@ -29,14 +29,14 @@ class Coverage(NamedTuple):
 
 
 def records(memory: CommitMemory) -> list[CommitPart]:
-    """Return what the processes of this host wrote of commits in parts."""
+    """Return the records of the parts that processes of this host wrote."""
     intact = [(area, commit) for area in memory.areas() for commit in area.intact()]
     found = [CommitPart(area, commit, commit.facts) for area, commit in intact]
     return [each for each in found if is_split(each.facts)]
 
 
 def coverage(found: Sequence[CommitPart]) -> Coverage:
-    """Return what records of one commit hold."""
+    """Return the parts of one commit in some records."""
     facts = [record.facts for record in found]
     held = {n for each in facts for n in each["held"]}
     has_whole = any(each["has_whole"] for each in facts)

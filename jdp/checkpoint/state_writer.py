@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 
 from jdp.checkpoint import shared_checkpoint, split_commit
-from jdp.checkpoint.commit_memory import CommitMemory
+from jdp.checkpoint.commit_memory import CommitMemory, Draft
+from jdp.checkpoint.commit_snapshot import CommitSnapshot, CommitSnapshots
 from jdp.checkpoint.directory import Folder
-from jdp.checkpoint.saved_leaves import is_split, pack, to_disk
+from jdp.checkpoint.saved_leaves import is_split, to_disk
 from jdp.checkpoint.snapshot import Snapshot, Snapshots
-from jdp.distributed import agree, in_flight
+from jdp.distributed import agree, in_flight, metrics_log
 from jdp.worker import progress
 
 _log = logging.getLogger("jdp")
 
-# (facts, the values of the arrays of a state)
-Write = Callable[[dict[str, Any], list[np.ndarray]], None]
+# (facts, the values that `fetch` of the snapshot returned)
+Write = Callable[[dict[str, Any], Any], None]
 
 # The key of the state of a loader in the position of one process.
 KEY_OF_LOADER = "loader"
@@ -31,12 +32,11 @@ class StateWriter:
     A state is not written if a step that led to it failed a check. Each process raises that error
     no later than at its next write; raised from the thread, it would reach only one process. The
     interpreter waits at exit for a state that is being written. Processes where `is_here` is false
-    only take part in gathering, and write their parts of split leaves; `reuse` is that of
-    `Snapshots`.
+    only take part in gathering, and write their parts of split leaves.
 
     >>> written = []
     >>> writer = StateWriter("example", lambda facts, values: written.append((facts, values)),
-    ...                      is_here=True, reuse=False)
+    ...                      Snapshots(), is_here=True)
     >>> writer.begin_write({"w": np.ones(2)}, {"step": 10})
     >>> writer.wait()
     >>> [(facts["step"], values) for facts, values in written]
@@ -44,9 +44,10 @@ class StateWriter:
     >>> writer.end_thread()
     """
 
-    def __init__(self, name: str, write: Write, *, is_here: bool, reuse: bool) -> None:
-        self._write, self._is_here = write, is_here
-        self._snapshots = Snapshots(reuse=reuse)
+    def __init__(
+        self, name: str, write: Write, snapshots: Snapshots | CommitSnapshots, *, is_here: bool
+    ) -> None:
+        self._write, self._snapshots, self._is_here = write, snapshots, is_here
         self._steps = in_flight.Unchecked()  # steps that led to the last state
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._job: Future[None] | None = None
@@ -57,6 +58,7 @@ class StateWriter:
         Raises:
           ValueError: if the state was donated.
           RuntimeError: if a step that led to the previous state failed a check.
+          OSError: if there is no memory for a commit.
         """
         self.wait()
         self._steps.require_right()
@@ -67,12 +69,13 @@ class StateWriter:
             self._job = self._pool.submit(self._write_taken, facts, taken, self._steps)
 
     def prepare_for(self, state: Any, hosts: tuple[int, ...]) -> None:
-        """Allocate the first copy in the thread, because mapping it may take seconds.
+        """Allocate the memory of commits in the thread, because mapping it may take seconds.
 
-        `hosts`: of each process; the parts of a split state are kept by the next host, too.
+        `hosts`: as for `CommitSnapshots.reservation`.
         """
-        self._snapshots.hosts = hosts
-        self._job = self._pool.submit(self._snapshots.reservation(state, here=self._is_here))
+        assert isinstance(self._snapshots, CommitSnapshots)
+        reserve = self._snapshots.reservation(state, hosts, here=self._is_here)
+        self._job = self._pool.submit(reserve)
 
     def prepare(self, action: Callable[[], None]) -> None:
         """Run an action in the thread, before the next state is written."""
@@ -95,31 +98,46 @@ class StateWriter:
             self.wait()
         except Exception as error:
             _log.error("jdp: %s", error)
+        if isinstance(self._snapshots, CommitSnapshots):
+            self._snapshots.wait_for_copies()
         self._pool.shutdown()
 
     def _write_taken(
-        self, facts: dict[str, Any], taken: Snapshot, steps: in_flight.Unchecked
+        self,
+        facts: dict[str, Any],
+        taken: Snapshot | CommitSnapshot,
+        steps: in_flight.Unchecked,
     ) -> None:
         values = taken.fetch()
         if not steps.went_wrong():
+            metrics_log.flush()  # a run that continues from here does not repeat these steps
             self._write(facts, values)
 
 
 def commit_writer(memory: CommitMemory | None, *, is_here: bool, num_local: int) -> StateWriter:
-    """Return the writer of the commits of this host, which has `num_local` processes."""
+    """Return the writer of the commits of this host, which has `num_local` processes.
 
-    def write(facts: dict[str, Any], values: list[np.ndarray]) -> None:
+    Without a memory, there is nothing that it may write.
+    """
+
+    holds_earlier = is_here
+
+    def write(facts: dict[str, Any], draft: Draft) -> None:
+        nonlocal holds_earlier
         assert memory is not None
-        memory.write(facts, pack(values))
+        memory.finish(draft, facts)
         num_areas = 1
         if is_split(facts):
             split_commit.wait_for_all(facts)
             num_areas = num_local
-        if is_here:
-            memory.free_areas(num_areas)  # of an earlier life with more processes
+        if holds_earlier:
+            # The areas of earlier lives, once: by the next time, processes may write to their own.
+            memory.free_areas(num_areas)
+            holds_earlier = False
         progress.own.latest_kept = f"step {facts['step']} (a commit in this host's memory)"
 
-    return StateWriter("jdp commit", write, is_here=is_here, reuse=True)
+    snapshots = Snapshots() if memory is None else CommitSnapshots(memory)
+    return StateWriter("jdp commit", write, snapshots, is_here=is_here)
 
 
 def checkpoint_writer(folder: Folder, *, keep: int, is_here: bool) -> StateWriter:
@@ -135,7 +153,7 @@ def checkpoint_writer(folder: Folder, *, keep: int, is_here: bool) -> StateWrite
         if is_here:
             folder.keep(keep)
 
-    return StateWriter("jdp save", write, is_here=is_here, reuse=False)
+    return StateWriter("jdp save", write, Snapshots(), is_here=is_here)
 
 
 def position_of(batches: Any) -> dict[str, Any]:

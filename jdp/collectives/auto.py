@@ -1,7 +1,7 @@
 """The all-reduce that fits the devices of the ranks."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -37,13 +37,27 @@ def auto(
     Returns:
       The same lists, summed and scaled, in the dtype of each leaf.
     """
-    reason = call_order.why_not() or why_not(axis.in_mesh_order(axis_name), mesh)
+    chosen, reason = choice(axis_name, mesh)
     _log_once(
         f"gradients are summed by XLA (collectives.xla), since collectives.native cannot: {reason}"
         if reason
         else "gradients are summed by jdp's own code (collectives.native)."
     )
-    return (xla if reason else native)(buckets, axis_name, scale=scale, mesh=mesh)
+    return chosen(buckets, axis_name, scale=scale, mesh=mesh)
+
+
+def choice(axis_name: AxisName, mesh: Mesh | None) -> tuple[Callable[..., list], str | None]:
+    """Return the algorithm that `auto` takes in the traced code, and why it is not `native`.
+
+    Args:
+      axis_name: a name, or a tuple of names, bound by `shard_map` or `pmap`.
+      mesh: the mesh of the ranks; None if it is not known.
+
+    Returns:
+      The algorithm, and a sentence with the reason if it is not `native`, else None.
+    """
+    reason = call_order.why_not() or why_not(axis.in_mesh_order(axis_name), mesh)
+    return (xla if reason else native), reason
 
 
 def _log_once(message: str) -> None:

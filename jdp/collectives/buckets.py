@@ -58,7 +58,12 @@ def pack(bucket: Sequence[jax.Array]) -> jax.Array:
 
 
 def unpack(vector: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-    """Split a vector into leaves with the shapes of `like`: `unpack(pack(b), b)` equals b."""
+    """Split a vector into leaves with the shapes of `like`: `unpack(pack(b), b)` equals b.
+
+    Args:
+      vector: `[sum of sizes]`.
+      like: the leaves that were packed; only their shapes count.
+    """
     ends = np.cumsum([leaf.size for leaf in like])
     pieces = jnp.split(vector, ends[:-1])
     return [piece.reshape(leaf.shape) for piece, leaf in zip(pieces, like, strict=True)]

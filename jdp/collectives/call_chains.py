@@ -110,11 +110,13 @@ def _counts(eqn: Any) -> tuple[int, ...]:
 def _of_loop(
     body: Any, entering: _Places, known: _Known, num_constants: int, num_carry: int
 ) -> tuple[_Chains, _Places]:
-    """Return what `_chains` does, of a loop in which the token of a turn goes on to the next."""
+    """Return the chains of a loop that passes its token from turn to turn, as `_chains` does."""
     alone, made = _chains(body, frozenset(), known)
+    if max(made, default=0) >= num_carry:  # kept for the way back of a derivative, say
+        return alone, frozenset()
     around = entering | {num_constants + i for i in made}
     within, leaving = _chains(body, around, known)
     if leaving != {i - num_constants for i in around} or max(leaving, default=0) >= num_carry:
-        return alone, frozenset()  # The calls of a turn do not follow those of the turn before.
+        return alone, frozenset()  # The calls of a turn do not wait for the turn before.
     begun = len(around - entering)
     return within._replace(num_chains=within.num_chains + begun), leaving

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# What orders the calls of an exchange: each takes that of the one before. None orders XLA's.
+# A token that orders the calls of an exchange; None for XLA's, which XLA orders.
 Token = Any
 
 
@@ -44,13 +44,13 @@ class XlaCollectives(NamedTuple):
     num_ranks: int
 
     def gathered(self, token: Token, x: jax.Array, name: str) -> tuple[Token, jax.Array]:
-        """Return what `Collectives` says."""
+        """Implement `Collectives`."""
         return token, lax.all_gather(x, self.axes, tiled=True)
 
     def sent(
         self, token: Token, leaves: Sequence[jax.Array], split: int, joined: int, name: str
     ) -> tuple[Token, list[jax.Array]]:
-        """Return what `Collectives` says."""
+        """Implement `Collectives`."""
         return token, [lax.all_to_all(x, self.axes, split, joined, tiled=True) for x in leaves]
 
 

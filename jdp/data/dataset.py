@@ -104,14 +104,11 @@ def find_mask(batch: Any) -> Any | None:
     It is the last element of a tuple only if `jdp.batches` made it, since it could be the
     user's bool labels. In a dict, a bool `[rows]` leaf under the key "mask" is sufficient.
     """
+    mask = None
     if isinstance(batch, dict):
         mask = batch.get("mask")
-    elif isinstance(batch, (tuple, list)) and batch:
-        mask = batch[-1]
-        if (ref := _masks.get(id(mask))) is None or ref() is not mask:
-            return None
-    else:
-        return None
+    elif isinstance(batch, (tuple, list)) and batch and (ref := _masks.get(id(batch[-1]))):
+        mask = ref()
     is_array = isinstance(mask, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
     return mask if is_array and mask.dtype == bool and mask.ndim == 1 else None
 

@@ -21,7 +21,7 @@ class LoopEnd(NamedTuple):
         how = {
             "end": "ended its loop after {} batches",
             "left": "left its loop (break or an error) after {} batches",
-            "on": "went on to batch {}",
+            "on": "continued to batch {}",
             "error": "could not make batch {}",
         }[self.how]
         number = self.num_batches + (self.how == "error")
@@ -41,11 +41,11 @@ def problem_of(first: LoopEnd, mine: LoopEnd) -> Problem | None:
     None if both got equally many batches, or if `mine` may still get as many.
 
     >>> print(problem_of(LoopEnd(0, 9, "end"), LoopEnd(1, 10, "on")).text)  # doctest: +ELLIPSIS
-    process 0 ended its loop after 9 batches, but process 1 went on to batch 10: each step ...
+    process 0 ended its loop after 9 batches, but process 1 continued to batch 10: each step ...
     """
     for end in (mine, first):
         if end.how == "error":
-            text = f"{end}, so no process can go on: {end.text}"
+            text = f"{end}, so no process can continue: {end.text}"
             return Problem(True, with_code("JDP208", text))
     is_behind = mine.how == "on" and mine.num_batches < first.num_batches
     if is_behind or mine.num_batches == first.num_batches:

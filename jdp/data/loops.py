@@ -17,7 +17,7 @@ from jdp.data.first_batch_check import require_equal_layouts
 from jdp.data.host_arrays import RowError
 from jdp.data.prefetch import prefetch
 from jdp.data.run import Run
-from jdp.data.sampler import Sampler
+from jdp.data.sampler import Sampler, continued, facts_of
 from jdp.data.sharding import Layout, batch_sharding, num_blocks, process_rows
 from jdp.data.uneven_loops import hand_out_equally
 from jdp.distributed import agree
@@ -89,7 +89,7 @@ class Batches:
 
         `jdp.Checkpointer` saves this with the state of a run.
         """
-        return {"position": self._position} | self._facts()
+        return {"position": self._position} | facts_of(self._sampler)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue where `get_state` was called, in the same order of the rows.
@@ -106,21 +106,9 @@ class Batches:
             raise ValueError(
                 f"{state!r:.200} has no `position`: it is not from get_state of jdp.batches(...)."
             )
-        saved = {"order": 1} | dict(state)
-        position, order = saved.pop("position"), saved.pop("order")
-        facts = self._facts()
-        other = {name: value for name, value in saved.items() if facts.get(name) != value}
-        if other and not self._allows_new_data:
-            differences = "; ".join(f"{k} was {v}, is {facts.get(k)}" for k, v in other.items())
-            raise ValueError(
-                f"the batches are not those that the run began with: {differences}. From position "
-                f"{position} on, rows would repeat and others never come. Give jdp.batches the "
-                'same dataset, seed and shuffle; or, to go on with others, allow="new data".'
-            )
-        self.position = position
-        if not other:
-            facts["order"] = order
-            self._sampler = Sampler(batch_size=self._sampler.batch_size, **facts)
+        sampler = continued(self._sampler, state, allows_new_data=self._allows_new_data)
+        self.position = state["position"]
+        self._sampler = sampler
 
     @property
     def epoch(self) -> int:
@@ -154,11 +142,6 @@ class Batches:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    # The values that determine the stream of rows.
-    def _facts(self) -> dict[str, Any]:
-        names = "num_rows", "seed", "shuffle", "order"
-        return {name: getattr(self._sampler, name) for name in names}
 
     # A weak reference, so that a `for` loop's generator ends with the loop.
     def _loop(self) -> Generator[Any, None, None] | None:

@@ -1,6 +1,7 @@
 """The order of the rows: one endless stream of row numbers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -139,3 +140,36 @@ class Sampler(Iterator[np.ndarray]):
                 held = entropy.generate_state(NUM_ROUNDS, np.uint64)
             self._held = epoch, held
         return held[offsets] if is_held else permuted(offsets, self.num_rows, held)
+
+
+def facts_of(sampler: Sampler) -> dict[str, Any]:
+    """Return the values that determine the stream of rows, for JSON."""
+    return {name: getattr(sampler, name) for name in ("num_rows", "seed", "shuffle", "order")}
+
+
+def continued(sampler: Sampler, saved: Mapping[str, Any], *, allows_new_data: bool) -> Sampler:
+    """Return a sampler that continues the stream of rows of an earlier run.
+
+    Args:
+      sampler: of the data that the run has now.
+      saved: `position` and the `facts_of` the earlier run's sampler. jdp 0.1 saved the position
+        alone.
+      allows_new_data: whether another stream is accepted; it then begins at that position.
+
+    Raises:
+      ValueError: if it is another stream of rows.
+    """
+    facts = facts_of(sampler)
+    before = {"order": 1} | dict(saved)
+    position, order = before.pop("position"), before.pop("order")
+    other = {name: value for name, value in before.items() if facts.get(name) != value}
+    if not other:
+        return Sampler(batch_size=sampler.batch_size, **(facts | {"order": order}))
+    if not allows_new_data:
+        differences = "; ".join(f"{k} was {v}, is {facts.get(k)}" for k, v in other.items())
+        raise ValueError(
+            f"the batches are not those that the run began with: {differences}. From position "
+            f"{position} on, rows would repeat and others never come. Give jdp.batches the same "
+            'dataset, seed and shuffle; or, to continue with others, allow="new data".'
+        )
+    return sampler

@@ -138,17 +138,15 @@ class _Loop:
         """Raise the problem of the loop if it has one that was not raised before."""
         if self._problem is not None and not self._raised.is_set():
             self._raised.set()
+            kind = OtherFailedError if self._problem.is_failure else ValueError
             with self._propagating_errors():
-                raise (OtherFailedError if self._problem.is_failure else ValueError)(
-                    self._problem.text
-                )
+                raise kind(self._problem.text)
 
     # A process that has left the loop may wait for this one at the start of its next loop.
     def _propagating_errors(self) -> contextlib.AbstractContextManager[None]:
         return agree.propagating_errors(self._peers, "in a loop over batches")
 
-    # Called when the first end is known, and when this loop has ended or requested too many
-    # batches.
+    # Called when the first end is known, and when this loop has ended or got too many batches.
     def _compare(self) -> None:
         with self._lock:
             if self._is_compared or self._first is None:
@@ -176,7 +174,7 @@ class _Loop:
         if not self._is_settled():
             text = (
                 f"{self._mine}, and {agree.timeout_s():g} s later processes {self._missing()} "
-                "have neither ended theirs nor gone on: they hang, or do something else."
+                "have neither ended theirs nor continued: they hang, or do something else."
             )
             raise RuntimeError(with_code("JDP207", text))
         self.raise_problem()
@@ -221,7 +219,7 @@ class _Loop:
         process, how = json.loads(text or '[-1, ""]')
         if process not in self._peers or process == self._me:
             return None
-        return with_code("JDP208", f"process {process} {how}, so no process can go on")
+        return with_code("JDP208", f"process {process} {how}, so no process can continue")
 
     # End this process's wait in a step that the others do not run.
     def _get_out(self, problem: str) -> None:
@@ -242,8 +240,7 @@ class _Loop:
             print(text, file=sys.stderr, flush=True)
             current_loop.leave()
 
-    # The position of the thread that runs the loop. It is the same a second later if the thread
-    # waits.
+    # The position of the thread that runs the loop, which does not change while that thread waits.
     def _place(self) -> Any:
         frame = sys._current_frames().get(self._runner)
         return frame and (id(frame), frame.f_lasti)

@@ -134,7 +134,7 @@ def propagating_errors(group: tuple[int, ...], doing: str) -> Iterator[None]:
         # If the failure was gathered in the block, all processes know of it.
         if len(group) > 1 and _num_failures[group] == before:
             _num_failures[group] += 1
-            text = f"{doing}, so no process can go on: {type(error).__name__}: {error}"
+            text = f"{doing}, so no process can continue: {type(error).__name__}: {error}"
             with contextlib.suppress(Exception):  # the store may have ended with its process
                 _report_failure(group, text[:4000])
         raise

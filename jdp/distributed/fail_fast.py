@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from jdp.distributed import kv_store, this_process
+from jdp.distributed import kv_store, metrics_log, this_process
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.launcher_client import current
 from jdp.worker.own_progress import own
@@ -32,6 +32,8 @@ _GRACE_S = 3.0
 # Process 0 holds the store. If it exits first, JAX ends the others before they have printed where
 # Ctrl-C interrupted them.
 _INTERRUPT_GRACE_S = 1.0
+# How long the last lines of `jdp.log` may take.
+_LINES_S = 1.0
 # How long a failure may take to report; then the traceback is shown all the same.
 _REPORT_S = 2.0
 
@@ -143,6 +145,7 @@ def _leave(code: int, why: str) -> None:
         launched.tell("failed", code=code & 0xFF, traceback=why[-MAX_TRACEBACK_CHARS:])
     if not jax.distributed.is_initialized():
         return
+    metrics_log.flush(_LINES_S)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

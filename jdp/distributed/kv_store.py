@@ -16,7 +16,15 @@ def is_open() -> bool:
 
 
 def put(key: str, value: str) -> None:
-    """Put a value that all processes can read, once for each key."""
+    """Put a value that all processes can read, once for each key.
+
+    Args:
+      key: unique in the run.
+      value: any text.
+
+    Raises:
+      RuntimeError: if the key has a value.
+    """
     _client().key_value_set(key, value)
 
 
@@ -39,7 +47,7 @@ def replace(key: str, value: str) -> None:
 def ends_within(timeout_s: float, write: Callable[[], object]) -> bool:
     """Run a function that writes to the store; return whether it has ended in time.
 
-    For a process that ends: writing waits for process 0 without a deadline, for ever where that is
+    For a process that ends: writing waits for process 0 without a deadline, forever where that is
     stopped. The thread of a function that has not ended is left behind.
     """
 
@@ -64,7 +72,12 @@ def get_now(key: str) -> str | None:
 
 
 def get(key: str, *, timeout_s: float) -> str | None:
-    """Wait up to `timeout_s` seconds for the value of `key`, and return it, None if it has none."""
+    """Wait for the value of a key, and return it; None if it has none in time.
+
+    Args:
+      key: as for `put`.
+      timeout_s: seconds, finite; less than a millisecond counts as one.
+    """
     try:
         return _client().blocking_key_value_get(key, max(1, int(timeout_s * 1000)))
     except Exception as error:  # a RuntimeError of jaxlib, identified by its text

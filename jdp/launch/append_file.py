@@ -22,7 +22,7 @@ class AppendFile:
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                # Unbuffered, so that what a killed run has written is there.
+                # Unbuffered, so that the lines of a killed run are in the file.
                 self._file = path.open("ab", buffering=0)
             except OSError as error:
                 self._fail(error)
@@ -36,7 +36,7 @@ class AppendFile:
                 self._fail(error)
 
     def append_contents(self, path: Path) -> None:
-        """Append what another file holds, and remove that."""
+        """Append the text of another file, and remove that file."""
         if self._file is not None:
             try:
                 self.write(path.read_bytes())

@@ -126,7 +126,7 @@ def _open_standard_streams() -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w")
 
 
-# Otherwise asyncio would only log an error of a callback, and the run would go on for ever.
+# Otherwise asyncio would only log an error of a callback, and the run would never end.
 def _record_bug(bug: asyncio.Future[Outcome], context: dict) -> None:
     if not bug.done():
         bug.set_exception(context.get("exception") or RuntimeError(context["message"]))

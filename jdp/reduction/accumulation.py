@@ -23,7 +23,7 @@ def num_rows(batch: Any, dim: int = 0) -> int:
 def split(
     batch: Any, rest: tuple, k: int, *, is_whole: bool
 ) -> tuple[Any, Any, Callable[[dict], tuple]]:
-    """Split rows and keys into k parts: those of the loop, stacked, and the last.
+    """Split rows and keys into k parts: the parts of the loop, stacked, and the last part.
 
     Each part is (rows, keys); `join(keys)` puts the keys into `rest`. With `is_whole` the loop has
     all k parts and there is no last, None, unless it is smaller.
@@ -57,7 +57,7 @@ def _split_key(key: jax.Array, k: int) -> jax.Array:
 def require_typed_keys(
     part: Callable[[Any, Any], Any], token: Any, looped: Any, rest: tuple
 ) -> None:
-    """Refuse raw random keys, which cannot be told from data and so are not split.
+    """Refuse raw random keys: they look like data, so they are not split.
 
     Args:
       part, token, looped: as for `accumulated`.

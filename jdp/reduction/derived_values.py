@@ -8,7 +8,7 @@ import jax
 from jdp.analysis import jaxprs
 from jdp.reduction.flat_program import FlatOperation, FlatProgram, FlatValue
 
-# What is this much smaller than its operands is kept: the norm of a matrix.
+# A result that is this much smaller than its operands is kept, such as the norm of a matrix.
 _REDUCTION = 16
 # A value of more parameters than these is kept, as computing it again would gather all of them.
 _MAX_SOURCES = 4
@@ -18,7 +18,7 @@ _HEAVY = frozenset(
     "lu lu_pivots_to_permutation qr ragged_dot ragged_dot_general schur sort svd triangular_solve "
     "tridiagonal tridiagonal_solve".split()
 )
-# Of jdp's own primitives those that compute on this rank alone.
+# The primitives of jdp that compute on this rank alone.
 _LOCAL = frozenset("jdp_local jdp_mark jdp_tied jdp_together jdp_weigh".split())
 
 

@@ -29,7 +29,7 @@ class FlatValue:
         self.constant = constant
 
     def num_bytes(self) -> int:
-        """Return its size in bytes, 0 for what is not an array."""
+        """Return its size in bytes; 0 if it is not an array."""
         dtype = getattr(self.aval, "dtype", None)
         return 0 if dtype is None else self.aval.size * dtype.itemsize
 

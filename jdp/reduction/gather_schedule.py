@@ -19,7 +19,7 @@ class GatherGroup(NamedTuple):
 
 
 def groups(uses: Sequence[Sequence[FlatValue]], capacity: int) -> list[GatherGroup]:
-    """Return what is gathered, in order, so that two groups are there at any time.
+    """Return the groups to gather, in order, so that two groups are in memory at any time.
 
     A parameter that is used again after the next group has begun is gathered again.
 
@@ -55,14 +55,14 @@ def groups(uses: Sequence[Sequence[FlatValue]], capacity: int) -> list[GatherGro
 def _missing(
     needed: Sequence[FlatValue], place: dict[FlatValue, int], group: int
 ) -> list[FlatValue]:
-    """Return what is not there while a group is used: neither in it nor in the one before."""
+    """Return the parameters that are not in memory while a group is used."""
     return [value for value in needed if place.get(value, -3) < group - 1]
 
 
 def by_readiness(
     made_at: Sequence[int], sizes: Sequence[int], capacity: int
 ) -> dict[int, list[int]]:
-    """Group results in the order in which they are ready: operation -> what is sent after it.
+    """Group results in the order in which they are ready: operation -> results sent after it.
 
     Args:
       made_at: for each result the position of the operation that makes it.

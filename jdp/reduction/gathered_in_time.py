@@ -1,10 +1,9 @@
 """Run a program of parameters that live as shards, and gather each where it is used.
 
-A group of parameters is gathered while the one before it is used, and not earlier: its shards are
-tied to what was computed with the group before that one. Two groups are there at any time. On the
-way back parameters are gathered again, and what was computed from parameters alone is computed
-again, so that neither is kept from the way there. Source: Zhao et al. 2023, PyTorch FSDP,
-https://arxiv.org/abs/2304.11277.
+A group of parameters is gathered while the group before it is used, and not earlier: its shards
+wait for results of the group before that one. So at most two groups are in memory. The backward
+pass gathers parameters again, and recomputes values that depend on parameters alone, so the forward
+pass keeps neither. Source: Zhao et al. 2023, PyTorch FSDP, https://arxiv.org/abs/2304.11277.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -62,9 +61,9 @@ class Evaluation:
         groups = gather_schedule.groups(self._uses, capacity)
         self._members = {group.start: group.members for group in groups}
         self._gathered: dict[FlatValue, jax.Array] = {}
-        # Of derived values: what they are, and the gathered arrays that they were computed from.
+        # Derived values, each with the gathered arrays that it was computed from.
         self._computed: dict[FlatValue, tuple[Any, list[jax.Array]]] = {}
-        # What was computed last with a parameter, and what the next gather waits for.
+        # The last results that a parameter was used for, and the arrays that a gather waits for.
         self._used_last = [] if after is None else [after]
         self._ties = self._used_last
         # Gradients that were sent since the last gather began, and in the group before.
@@ -95,7 +94,7 @@ class Evaluation:
                 return
             grads = [self._values[outs[i]] for i in chosen]
             if not self._shards:
-                # No gather waits for what is sent, and XLA would send all of it together, last.
+                # No gather waits for sent gradients, and XLA would send all of it together, last.
                 grads = tied.after(grads, self._sent)
                 self._sent_before, self._sent = self._sent, []
             results = send(chosen, grads)

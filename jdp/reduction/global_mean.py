@@ -11,8 +11,8 @@ from jdp import axis
 from jdp.axis import AxisName
 from jdp.reduction import shared_values
 from jdp.reduction.gradients import sync_gradients
+from jdp.reduction.local_gradients import local_value_and_grad
 from jdp.reduction.metrics import mean_over_ranks
-from jdp.reduction.micro_batches import local_value_and_grad
 
 
 def global_mean(
@@ -90,7 +90,7 @@ class _Loss(NamedTuple):
 
 
 def _typed(loss_fn: Callable[..., Any], axis_name: AxisName, params: Any, rest: tuple) -> jax.Array:
-    """Compute the mean where JAX's types decide what it sums; with a first derivative alone."""
+    """Compute the mean in a typed `shard_map`, where only a first derivative is defined."""
 
     @jax.custom_vjp
     def value(p: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What cannot be reduced as a gradient, or not once more."""
+"""Refuse values that are not gradients, or are reduced already."""
 
 from collections.abc import Sequence
 from typing import Any

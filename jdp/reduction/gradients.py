@@ -121,8 +121,8 @@ def reduced(
     axes = axis.in_mesh_order(axis_name)
     is_alone = step is not None and bound and axis.size(axes) == 1
     if is_alone and all_reduce in collectives.ALGORITHMS:
-        # XLA keeps a psum over one rank, and its copies took as long as the rest of a step. What
-        # the author's own algorithm does shows only where it is called.
+        # XLA keeps a psum over one rank, and its copies took as long as the rest of a step. An
+        # algorithm of the author's is called all the same, since jdp does not know its effect.
         leaves = [mark(leaf, kind=ALL_REDUCED, path="", axes=axes) for leaf in leaves]
     elif bound:
         around = step_context.around(axes)  # also where these are some of the step's axes
@@ -171,7 +171,7 @@ def _marked(
 def _as_ready(
     paths: Sequence[str], to_send: Sequence[int], step: step_context.Scope
 ) -> Sequence[int]:
-    """Order gradients so that `buckets.plan`, which takes the last first, sends what is ready."""
+    """Order gradients so that `buckets.plan`, which takes the last first, sends the ready ones."""
     step.split.update(paths)
     ready = step.choices.ready
     if ready is None:
@@ -188,7 +188,7 @@ def reduction(all_reduce: AllReduce, leaves: Sequence[jax.Array]) -> step_contex
 def _marked_total(
     leaves: list[jax.Array], weight: jax.Array | None, axes: tuple[str, ...], *, mean: bool
 ) -> list[jax.Array]:
-    """Mark what was reduced where the analysis does not see by itself whether it is a mean."""
+    """Mark reduced gradients if the analysis cannot see by itself whether they are means."""
     if not mean:
         return [mark(leaf, kind=SUMMED, path="", axes=axes) for leaf in leaves]
     if weight is None and axis.size(axes) == 1:  # no division shows it
@@ -213,7 +213,7 @@ def _to_send(
 
 
 def require_float(path: str, leaf: Any) -> jax.Array:
-    """Return a gradient as an array, and refuse what cannot be averaged.
+    """Return a gradient as an array, and refuse one that cannot be averaged.
 
     Raises:
       TypeError: if it is not a real float of at least 16 bits.

@@ -1,4 +1,4 @@
-"""Parameters that have no gradient, among those that a loss is differentiated in."""
+"""Losses whose parameters include integers, which have no gradient."""
 
 import functools
 from collections.abc import Callable

@@ -51,7 +51,7 @@ def gathered(
 ) -> list[jax.Array]:
     """Return the whole arrays, in buckets; the step remembers the shard of each.
 
-    Those that the step does not read are not gathered.
+    Arrays that the step does not read are not gathered.
 
     Args:
       found: shards of this rank, all over the same axes.

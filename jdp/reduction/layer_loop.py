@@ -1,4 +1,4 @@
-"""What the two loops over sharded layers share: operands, and the layer that is gathered ahead."""
+"""The operands of a loop over sharded layers, and the layer that is gathered ahead."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from jdp.reduction.traced_layer import TracedLayer
 
 
 class Operands(NamedTuple):
-    """What layers are computed from, or the gradient of each.
+    """The operands of a loop over layers, or the gradient of each.
 
     Attributes:
       closed_over: see `TracedLayer`.
@@ -34,7 +34,7 @@ class LayerLoop(NamedTuple):
     """A loop over layers.
 
     Attributes:
-      layer: what a round computes.
+      layer: the computation of one round.
       shards: gathers layers, and scatters their gradients.
       is_split: for each leaf of a layer whether it is gathered.
       num_layers: how many rounds, >= 1.
@@ -75,7 +75,7 @@ class LayerLoop(NamedTuple):
           stacked: the shards.
           i: `[]` int, number of the layer that is computed meanwhile.
           share: see `LayerShards.share`.
-          ready: what that layer waits for.
+          ready: an array; the gather of that layer waits for it.
         """
         # Where there is no loop, XLA would gather all layers before it computes the first.
         (following,) = tied.after([self.after(i)], ready if self.unroll != 1 else [])

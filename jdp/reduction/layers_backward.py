@@ -26,7 +26,7 @@ class Perturbed:
 
 
 def perturbed(given: Operands) -> Perturbed:
-    """Return the positions of what is perturbed in the operands of a `jax.custom_vjp`.
+    """Return the positions of the perturbed operands of a `jax.custom_vjp`.
 
     The carry of a round depends on the layers before it, whatever the first one depends on.
     """
@@ -55,7 +55,7 @@ def gradients(
       forward: the loop that ran.
       operands: of it; in place of the first carry the stacked carries that went into the layers.
       share: see `LayerShards.share`.
-      of: what is differentiated.
+      of: the operands that are differentiated.
       cotangents: of the last carry, and of the stacked y.
     """
     return _Backward(forward, operands, share, of).run(*cotangents)
@@ -109,7 +109,7 @@ class _Backward:
         new = self._loop.shards.sums(late, self._share) if late else []
         inputs = Operands(operands.closed_over, carry, layer, wholes, x)
         found = self._pulled_back(inputs, cotangent, y)
-        # XLA waits for what is sent where it is used first: not before this layer's matmuls.
+        # XLA waits for a sent array at its first use, which is behind this layer's matmuls.
         new, following, found = lax.optimization_barrier((new, following, found))
         (place,) = tied.after([self._loop.before(i)], found.shards)
         means = _put(means, new, place)
@@ -118,7 +118,7 @@ class _Backward:
         return (found.carry, following, late, means, sums), (found.wholes, found.xs)
 
     def _pulled_back(self, inputs: Operands, cotangent: list, ys: dict[int, Any]) -> Operands:
-        """Return the gradients of a layer, of what is differentiated alone."""
+        """Return the gradients of a layer, for the differentiated operands alone."""
         of = self._of
         every = tuple(range(len(inputs.shards))) if of.shards else ()
         chosen = Operands(of.closed_over, of.carry, every, of.wholes, of.xs)
@@ -140,7 +140,7 @@ class _Backward:
 
 
 def _put(stacked: Sequence[jax.Array], layer: Sequence[jax.Array], i: Any) -> list[jax.Array]:
-    """Write what belongs to a layer to its place among all layers."""
+    """Write the values of a layer to their place among those of all layers."""
     pairs = zip(stacked, layer, strict=True)
     return [lax.dynamic_update_index_in_dim(many, one, i, 0) for many, one in pairs]
 

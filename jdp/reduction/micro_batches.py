@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdp import axis, pytrees
+from jdp import pytrees
 from jdp.analysis.marks import MICRO_BATCH
 from jdp.axis import AxisName
 from jdp.collectives import call_order
@@ -19,6 +19,7 @@ from jdp.reduction import (
     step_context,
 )
 from jdp.reduction.accumulation import accumulated, num_rows, require_typed_keys, split
+from jdp.reduction.local_gradients import WholeGradients, local_value_and_grad
 from jdp.reduction.reported import take_rows
 from jdp.reduction.shard_gradients import LeafGradients
 from jdp.validation import int_at_least
@@ -42,12 +43,13 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Make a function that gives the loss and this rank's gradient, in k micro-batches.
 
-    Equal to the batch in one go, in a fraction of the memory for activations, reduced once: what
-    DDP calls `no_sync`. On CPUs all micro-batches run in one `lax.scan`; elsewhere the last one
-    runs behind it, so that its backward pass can hide the reduction.
+    The result equals that of the batch in one go, in a fraction of the memory for activations, and
+    is reduced once, as with DDP's `no_sync`. On CPUs all micro-batches run in one `lax.scan`;
+    elsewhere the last one runs behind it, so that its backward pass can hide the reduction.
 
-    `accumulate` says k. `micro_batch_rows` says what fits into memory, and k follows from the rows
-    of a rank: a run that goes on with fewer ranks takes more micro-batches, and not more memory.
+    `accumulate` is k. `micro_batch_rows` is the number of rows that fit into memory, and k follows
+    from the rows of a rank: a run that continues with fewer ranks takes more micro-batches, and not
+    more memory.
 
     With `jdp.sharded(stage=2)` and `stage=3` it scatters a gradient as soon as it is complete, and
     adds up parts over micro-batches: the gradient of a split leaf is the mean over ranks already,
@@ -105,7 +107,7 @@ def value_and_grad(
         derivative = shard_gradients.of(params, axis_name, is_sent=k == 1 or not is_own)
         if derivative is None:
             # Here, not in the jitted part: only here it shows whether the values are typed.
-            derivative = _WholeGradients(params, local_value_and_grad(loss_fn, has_aux, axis_name))
+            derivative = WholeGradients(params, local_value_and_grad(loss_fn, has_aux, axis_name))
         if k == 1:
             value, grads = derivative.differentiate(loss_fn, has_aux, batch, rest)
             return value, derivative.whole(grads)
@@ -129,7 +131,7 @@ def value_and_grad(
             own = count if micro.weight is None else micro.weight
             if not grads.means:
                 return (own,), ((means, grads.local),), rows
-            # What is a mean over all ranks already counts by the weight of all of them.
+            # A mean over all ranks counts by the weight of all of them.
             of_all = own if micro.weight is None else row_weight.total_weight(own, axis_name)
             return (own, of_all), ((means, grads.local), grads.means), rows
 
@@ -152,58 +154,6 @@ def value_and_grad(
             return local(params, batch, *rest)
 
     return named
-
-
-def local_value_and_grad(
-    loss_fn: Callable[..., Any], has_aux: bool, axis_name: AxisName
-) -> Callable[..., tuple[Any, Any]]:
-    """Return `jax.value_and_grad(loss_fn)` of this rank's rows, typed or not."""
-    # A step of jdp's is never typed, and to ask takes a while.
-    if step_context.current(axis_name) is not None or not axis.is_typed(axis_name):
-        return jax.value_and_grad(loss_fn, has_aux=has_aux)
-
-    # Types decide what JAX sums. The gradient of parameters that do not vary it would sum over
-    # the ranks; that of a loss that does not vary, such as pmean(loss), would be n times smaller
-    # than the same program gives without types.
-    def varying_loss(params: Any, *rest: Any) -> Any:
-        value = loss_fn(params, *rest)
-        if not has_aux:
-            return axis.as_varying(value, axis_name)
-        loss, aux = value
-        return axis.as_varying(loss, axis_name), aux
-
-    def fn(params: Any, *rest: Any) -> tuple[Any, Any]:
-        params = axis.as_varying(params, axis_name)
-        return jax.value_and_grad(varying_loss, has_aux=has_aux)(params, *rest)
-
-    return fn
-
-
-class _WholeGradients:
-    """The derivative of losses with respect to whole parameters, as `ShardGradients` has it.
-
-    Args:
-      params: tree of parameters.
-      value_and_grad: of the loss.
-    """
-
-    sends = False
-
-    def __init__(self, params: Any, value_and_grad: Callable[..., tuple[Any, Any]]):
-        self._params = params
-        self._seen = mixed_precision.for_loss(params)
-        self._value_and_grad = value_and_grad
-
-    def differentiate(
-        self, loss_fn: Callable[..., Any], has_aux: bool, batch: Any, rest: tuple
-    ) -> tuple[Any, LeafGradients]:
-        value, grads = self._value_and_grad(self._seen, batch, *rest)
-        if self._seen is not self._params:
-            grads = mixed_precision.like_masters(grads, self._params)
-        return value, LeafGradients(grads)
-
-    def whole(self, grads: LeafGradients) -> Any:
-        return grads.local
 
 
 def _require_choice(accumulate: int | None, micro_batch_rows: int | None) -> None:
@@ -242,7 +192,7 @@ def _num_micro_batches(batch: Any, accumulate: int | None, micro_batch_rows: int
 
 
 def _require_means(value: Any) -> Any:
-    """Refuse what has no mean over micro-batches in a loss and its aux."""
+    """Refuse a loss or aux that has no mean over micro-batches."""
 
     def visit(path: Any, leaf: Any) -> jax.Array:
         dtype = jnp.result_type(leaf)

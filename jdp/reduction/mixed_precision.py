@@ -77,6 +77,10 @@ def narrower(leaf: Any, dtype: np.dtype | None) -> np.dtype | None:
 def require_masters(params: Any, gather_dtype: np.dtype | None) -> None:
     """Refuse parameters that have fewer bits than they are gathered in.
 
+    Args:
+      params: tree of arrays.
+      gather_dtype: of the optimizer; None: parameters are gathered as they are.
+
     Raises:
       ValueError: naming the first one.
     """
@@ -135,7 +139,7 @@ def like_masters(grads: Any, params: Any) -> Any:
 
 
 def named_loss(params: Any) -> contextlib.AbstractContextManager:
-    """Name what is traced in the `with` as a loss that sees narrow parameters, if it does."""
+    """Mark operations traced in the `with` as of a loss, if that sees narrow parameters."""
     scope = step_context.innermost()
     seen = {} if scope is None else scope.loss_dtypes
     is_narrow = any(id(leaf) in seen for leaf in jax.tree.leaves(params)) if seen else False

@@ -16,7 +16,7 @@ from jdp.reduction import gradients, mixed_precision, unsplit_state
 
 
 class Replicated(optax.GradientTransformationExtraArgs):
-    """What `replicated` returns: an optax transformation that knows its axis."""
+    """The result of `replicated`: an optax transformation that knows its axis."""
 
     @property
     def axis_name(self) -> AxisName:
@@ -28,6 +28,11 @@ class Replicated(optax.GradientTransformationExtraArgs):
     def reduce_dtype(self) -> np.dtype | None:
         """In which gradients are sent; None: their own."""
         return self.update.reduce_dtype  # type: ignore[attr-defined]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `replicated`, by name."""
+        return self.update.options  # type: ignore[attr-defined]
 
 
 def replicated(
@@ -41,10 +46,10 @@ def replicated(
 ) -> Replicated:
     """Wrap an optimizer so that it sees the mean gradient of all ranks: reduce, then `tx`.
 
-    It stands outermost: what is wrapped (clipping, schedules, `optax.MultiSteps`,
-    `apply_if_finite`, masks) sees mean gradients and counts optimizer steps; what would stand
-    around it would see each rank's own. Works in `train_step`, and in a `shard_map` or
-    `pmap` of your own; where no axis is bound there is one rank.
+    It must be outermost: wrapped transformations (clipping, schedules, `optax.MultiSteps`,
+    `apply_if_finite`, masks) see mean gradients and count optimizer steps; one around it would see
+    each rank's own gradients. Works in `train_step`, and in a `shard_map` or `pmap` of your own;
+    where no axis is bound there is one rank.
 
     Args:
       tx: the optimizer, with everything that belongs to it.
@@ -106,6 +111,9 @@ def replicated(
 
     setattr(update, "axis_name", axis_name)  # noqa: B010 - types know no attributes of functions
     setattr(update, "reduce_dtype", reduce_dtype)  # noqa: B010
+    options = dict(tx=tx, axis_name=axis_name, all_reduce=all_reduce, bucket_bytes=bucket_bytes)
+    options |= dict(mean=mean, reduce_dtype=reduce_dtype)
+    setattr(update, "options", options)  # noqa: B010
     return Replicated(wrapped.init, update)
 
 

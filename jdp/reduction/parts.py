@@ -1,8 +1,8 @@
 """Parts of values that every rank has the same: one slice on each rank.
 
-The proof sees a slice at the position of a rank as a value that differs from rank to rank. Here the
-slice is an operation of its own, of the class of what it is cut from, and what the ranks put
-together is marked where it must be such a part.
+The proof sees a slice at the position of a rank as a value that differs from rank to rank. So the
+slice is a primitive here, whose result has the class of its operand; and parts that the ranks put
+together are marked where they must be such slices.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def own_slice(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
 
 
 def part_of_whole(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return what is this rank's part of a value by the way it was made."""
+    """Return this rank's part of a value, marked as one because of the way it was made."""
     return mark(part, kind=SHARD, path="", axes=tuple(axes))
 
 
@@ -46,8 +46,8 @@ def combined(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return mark(total, kind=MEAN, path="", axes=tuple(axes))
 
 
-# A primitive of its own: the position of the slice depends on the rank, and the proof would take
-# the slice of what every rank has the same for a value that differs.
+# A primitive: the position of the slice depends on the rank, and the proof would take the slice of
+# a uniform value for a varying one.
 _own_slice_p = Primitive("jdp_own_slice")
 
 
@@ -69,9 +69,9 @@ def _batch(args: tuple, dims: tuple, *, dim: int, **params: Any) -> tuple[Any, i
 
 
 def _transpose(cotangent: Any, x: Any, *, dim: int, axes: tuple[str, ...], size: int) -> list[Any]:
-    # A rank's cotangent is that of its own loss, and their mean is that of the step. The slices of
-    # all ranks together are the value once, while each rank has the whole of it: the mean is 1 / n
-    # of what they hold together.
+    # A rank's cotangent is that of its own loss, and their mean is that of the step. All slices
+    # together are the value once, but every rank has the whole value: the mean is 1 / n of the
+    # joined cotangents.
     return [lax.all_gather(cotangent, axes, axis=dim, tiled=True) / size]
 
 

@@ -1,4 +1,4 @@
-"""Call a function that reads a state of which parts live as shards, and gather each where read."""
+"""Call a function that reads a state, and gather each sharded array where it is read."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ def call(function: Callable[[Any], Any], state: Any, batch: Any) -> Any:
     Args:
       function: changes nothing but what it returns.
       state: tree of whole arrays, some of which the step remembers the shard of.
-      batch: what else `function` reads: the first gather waits for it.
+      batch: other values that `function` reads: the first gather waits for them.
     """
     leaves, tree = jax.tree.flatten(state)
     found = {i: known_shards.known(leaf) for i, leaf in enumerate(leaves)}
@@ -53,6 +53,6 @@ def call(function: Callable[[Any], Any], state: Any, batch: Any) -> Any:
 
 
 def _capacity(found: list[Shard]) -> int:
-    """Return the bytes of a group: what the optimizers were given, or the default of all."""
+    """Return the bytes of a group: bucket_bytes= of the optimizers, or its default."""
     sizes = [part.owner.sharding.bucket_bytes for part in found if part.owner is not None]
     return min(sizes, default=gradients.BUCKET_BYTES)

@@ -69,7 +69,7 @@ def with_uniform(tree: Any, own: Sequence[jax.Array], is_uniform: Sequence[bool]
     """Replace means of values that were the same on every rank by these values, to the bit.
 
     Args:
-      tree: what `averaged` returned.
+      tree: the result of `averaged`.
       own: the `float_scalars` of the tree that it averaged.
       is_uniform: which of those are the same on every rank.
     """

@@ -16,7 +16,7 @@ def number(given: Any) -> jax.Array:
     """Return a weight as `[]` float.
 
     Args:
-      given: what the author's function returned, or gave to one of jdp's.
+      given: the weight from the author's function, or given to one of jdp's.
 
     Raises:
       ValueError: if it is anything but one real number, or a constant that is negative or not
@@ -73,7 +73,7 @@ def weighed(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def divisor(total: jax.Array) -> jax.Array:
-    """Return what to divide by where means are divided by a sum of weights.
+    """Return the divisor of means that are divided by a sum of weights.
 
     1 where nothing counts at all, since what is divided is 0 then. NaN where the sum overflowed,
     or every mean would be 0.
@@ -92,7 +92,7 @@ def why_invalid(total: jax.Array, given: jax.Array) -> str | None:
     if np.isfinite(sum_of_all):
         return None
     values = {x.index[0].start or 0: np.asarray(x.data)[0] for x in given.addressable_shards}
-    if np.isinf(sum_of_all):  # what is not finite itself would be NaN
+    if np.isinf(sum_of_all):  # a value that is not finite would become NaN
         return (
             f"weight= gave {_shown(values)}. Each is a weight, but their sum over the ranks is "
             f"more than {sum_of_all.dtype} holds, and means are divided by it. Divide the weights "
@@ -108,7 +108,7 @@ def _shown(values: dict[int, Any]) -> str:
 
 
 def _not_a_number(given: Any) -> str | None:
-    """Return what was given in place of one real number; None if it is one."""
+    """Return a description of a value that is not one real number; None if it is one."""
     if not pytrees.is_array(given):
         return "None" if given is None else f"a {type(given).__name__}"
     dtype = given.dtype if hasattr(given, "dtype") else jnp.result_type(given)

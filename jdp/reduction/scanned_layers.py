@@ -15,6 +15,8 @@ from jdp.collectives import AllReduce
 from jdp.reduction import sharded_layers, step_context, whole_layers
 from jdp.reduction.overlap.layer_hooks import Hooks, floats_of, is_float
 
+NAME = "jdp.scan_layers"
+
 # Whether the layers of another scan are being traced, which reduces what is in them.
 _is_inside: ContextVar[bool] = ContextVar("jdp_scan_layers", default=False)
 
@@ -79,6 +81,7 @@ def scan_layers(
             is_kept = all(part is None or part.is_kept for part in parts)
             scan = whole_layers.scan if is_kept else sharded_layers.scan
             options: Any = {"axes": axes, "reverse": reverse, "unroll": unroll}
+            step.reverse_only.add(NAME)
             return scan(_inner(f), init, params, xs, parts, **options)
     num_layers = max((x.shape[0] if x.ndim else 1 for x in floats_of(params)), default=0)
     is_late, note = _is_late(late, axis_name) if num_layers else (False, "")
@@ -88,10 +91,10 @@ def scan_layers(
         stacked = params if xs is None else (params, xs)
         return lax.scan(f, init, stacked, reverse=reverse, unroll=unroll)
     params = _shared(params, axes)
-    if (
-        step is not None and step.choices.late
-    ):  # for the proof alone, and perhaps on another platform
-        all_reduce = collectives.xla
+    if step is not None:
+        step.reverse_only.add(NAME)
+        if step.choices.late:  # for the proof alone, and perhaps on another platform
+            all_reduce = collectives.xla
     hooks = Hooks(floats_of(params), axes, all_reduce, reverse)
     leaves, treedef = jax.tree.flatten(params)
     others = [None if is_float(leaf) else leaf for leaf in leaves]
@@ -125,7 +128,7 @@ def late_choices(jaxpr: Any) -> set[bool | None]:
 
 
 def _is_late(late: bool | None, axis_name: AxisName) -> tuple[bool, str]:
-    """Return whether to reduce late, and the kind of mark for what would choose otherwise."""
+    """Return whether to reduce late, and the kind of mark that records a different choice."""
     step = step_context.innermost()
     if step is None and axis.size(axis_name) == 1:
         return False, ""

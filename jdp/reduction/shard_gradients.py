@@ -51,7 +51,7 @@ class _TracedLoss(NamedTuple):
 
 
 def of(params: Any, axis_name: AxisName, *, is_sent: bool) -> "ShardGradients | None":
-    """Return what differentiates with respect to some parameters, None where JAX does.
+    """Return the object that differentiates in some parameters; None where JAX does.
 
     It does where no gradient is split, and no parameter gathered where it is used.
 
@@ -75,7 +75,7 @@ def of(params: Any, axis_name: AxisName, *, is_sent: bool) -> "ShardGradients | 
 
 
 class ShardGradients:
-    """The derivative of losses with respect to parameters of which some have an owner.
+    """The derivative of losses in parameters, if some of them have an owner.
 
     Args:
       params: tree of parameters.
@@ -109,7 +109,7 @@ class ShardGradients:
         self._keep_gathered()
 
     def _keep_gathered(self) -> None:
-        """Gather now what stays gathered and is not seen in the dtype of the state."""
+        """Gather now the arrays that stay gathered and that a loss sees in another dtype."""
         kept = {
             i: shard._replace(owner=None)
             for i, shard in self._shards.items()
@@ -166,7 +166,7 @@ class ShardGradients:
         def loss(leaves: list[Any], shards: list[Any]) -> Any:
             leaves = list(leaves)
             for i, value in zip(self._sent, shards, strict=True):
-                # Without an owner: what is differentiated inside of the loss is this rank's.
+                # Without an owner: a gradient inside of the loss is this rank's.
                 own = self._shards[i]._replace(value=value, owner=None)
                 leaves[i] = known_shards.remember(leaves[i], own)
             return loss_fn(self._tree.unflatten(leaves), batch, *rest)

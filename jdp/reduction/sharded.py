@@ -14,13 +14,13 @@ from jdp.reduction import gradients, mixed_precision
 from jdp.reduction.optimizer import Replicated, replicated
 from jdp.validation import int_at_least, integer
 
-# Smaller leaves stay whole: what they take is less than the start of one more transfer costs.
+# Smaller leaves stay whole: splitting one saves less than the start of a transfer costs.
 MIN_SIZE = 2**12
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """What `sharded` splits over which ranks.
+    """The arrays that `sharded` splits, and the ranks.
 
     Attributes:
       stage: 1: optimizer state. 2: gradients, too. 3: parameters, too.
@@ -52,6 +52,10 @@ class Sharding:
 
         It is the largest one that divides, since that of stacked layers is a small one; the
         first of several that are equal.
+
+        Args:
+          leaf: array or `ShapeDtypeStruct`.
+          num_shards: number of ranks that split it.
         """
         shape = np.shape(leaf)
         if num_shards == 1 or np.prod(shape) < self.min_size:
@@ -63,11 +67,11 @@ class Sharding:
 
 
 class Sharded(Replicated):
-    """What `sharded` returns: an optax transformation that knows what is split over its axis."""
+    """The result of `sharded`: an optax transformation that knows its axis and its `Sharding`."""
 
     @property
     def sharding(self) -> Sharding:
-        """What is split, and over which ranks."""
+        """The arrays that are split, and the ranks."""
         return self.update.sharding  # type: ignore[attr-defined]
 
     @property
@@ -93,9 +97,9 @@ def sharded(
     """Wrap an optimizer as `jdp.replicated` does, and split its state over the ranks (ZeRO).
 
     The model, the loss, the step and the loop stay as they are. Each rank updates its part of the
-    parameters, exactly as one device would: what an optimizer computes across elements (global
-    norms, trust ratios, factored means) it computes over all parts. Between steps every array has
-    its logical shape, and a `NamedSharding` over the data axis.
+    parameters, exactly as one device would: values that an optimizer computes across elements
+    (global norms, trust ratios, factored means) are computed over all parts. Between steps every
+    array has its logical shape, and a `NamedSharding` over the data axis.
 
     Stage 1 splits the optimizer state. Stage 2 also splits gradients while `jdp.value_and_grad`
     computes them and adds them up over micro-batches; stage 1 splits them behind that. Stage 3 also
@@ -186,5 +190,5 @@ def _not_gathered(dtype: np.dtype, stage: int) -> str:
 
 
 def sharding_of(tx: Any) -> Sharding | None:
-    """Return what an optimizer splits over the ranks, None if it splits nothing."""
+    """Return the `Sharding` of an optimizer, None if it splits nothing."""
     return tx.sharding if isinstance(tx, Sharded) else None

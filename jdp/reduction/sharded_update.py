@@ -254,7 +254,7 @@ class _Arrays:
 
 
 def _report(gathers: Sequence[Gather], owned: Sequence[Owned]) -> None:
-    """Record in the step what the update gathers whole, and what one rank each computes."""
+    """Record in the step the arrays that the update gathers, and those that one rank computes."""
     step = step_context.innermost()
     if step is None:
         return

@@ -1,10 +1,10 @@
 """Two linear operations, each the transpose of the other, between a rank's values and their mean.
 
 Each rank differentiates its own loss l_r, and the loss of the step is sum(s_r l_r), with shares s_r
-of 1. `as_local(p)` returns p, the same on every rank, for a rank to use by itself: what comes back
-are cotangents of its own, whose mean over ranks is that of p. `as_mean(l)` returns the mean, the
-same on every rank, and so is its cotangent, which is that of each l_r. Each is its own derivative,
-so that both may be differentiated as often as one likes, forward and backward.
+of 1. `as_local(p)` returns a uniform p for use by each rank alone: its cotangents differ between
+ranks, and their mean is the cotangent of p. `as_mean(l)` returns the mean, the same on every rank,
+and so is its cotangent, which is that of each l_r. Each is its own derivative, so that both may be
+differentiated as often as one likes, forward and backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class Average(Protocol):
         ...
 
     def means_of_slopes(self, values: list[jax.Array]) -> list[jax.Array]:
-        """Return the means of tangents, by what JAX can differentiate."""
+        """Return the means of tangents, by operations that JAX can differentiate."""
         ...
 
 

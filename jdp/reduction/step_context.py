@@ -62,14 +62,12 @@ class Scope:
       axis_name: the data axis of the step.
       num_rows: rows of the batch on this rank, None if the batch is empty.
       weight_fn: gives the weight of a batch, or None where every row counts the same.
-      weight: `[]` float, of this rank's rows, NaN where `raw_weight` is not a weight; None
-        without `weight_fn`.
-      raw_weight: `[]` float, what `weight_fn` returned.
+      weight: `[]` float, of this rank's rows, NaN if it is invalid; None without `weight_fn`.
+      raw_weight: `[]` float, the result of `weight_fn`.
       total: `[]` float, sum of `weight` over ranks; None where it was not taken yet.
       mesh: where the ranks are; None where a micro-batch's scope has only the axis.
       is_part: whether `weight` and `num_rows` are those of a micro-batch.
-      why_no_gradient: why a sum over ranks that weigh differently cannot be transposed here; empty
-        where it can.
+      why_no_gradient: why a sum over ranks that weigh differently has no transpose, or empty.
       weighed: names of the functions of jdp that gave ranks different weights.
       choices: how this program differs from others of the step.
       trace: JAX's trace in which the step begins.
@@ -84,6 +82,7 @@ class Scope:
         optimizer, see `mixed_precision`.
       reduce_dtype: in which the optimizers of the state have gradients sent; None: in their own.
       updated: the dtypes in which losses see parameters that the step updates.
+      reverse_only: functions of jdp that were traced without a forward-mode derivative.
     """
 
     axis_name: tuple[str, ...]
@@ -108,9 +107,10 @@ class Scope:
     loss_dtypes: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)
     reduce_dtype: Any = None
     updated: set[str] = field(default_factory=set)
+    reverse_only: set[str] = field(default_factory=set)
 
     def found(self) -> TraceFindings:
-        """Return what the trace found, once it has ended."""
+        """Return the findings of the trace, once it has ended."""
         return TraceFindings(
             marked=frozenset(self.marked),
             split=frozenset(self.split),
@@ -125,9 +125,9 @@ class Scope:
 
 _scope: ContextVar[Scope | None] = ContextVar("jdp_scope", default=None)
 
-# JAX keeps what it traced of the author's jitted functions for every value of this. One that was
-# traced with the weight of one trace would hand it to another, and `scan_layers` that reduces late,
-# in some dtype, to a program in which it does not.
+# JAX keeps its traces of the author's jitted functions apart for each value of this. Otherwise a
+# function could take the weight of one trace into another one, or a `scan_layers` that reduces
+# late, in some dtype, into a program in which it does not.
 _trace = jax.make_user_context(0)
 _numbers_of_traces = itertools.count(1)
 
@@ -237,6 +237,7 @@ def entered(
         loss_dtypes={} if around is None else around.loss_dtypes,
         reduce_dtype=reduce_dtype,
         updated=set() if around is None else around.updated,
+        reverse_only=set() if around is None else around.reverse_only,
     )
     if weight is not None:
         (scope if around is None else around).weighed.add(

@@ -1,4 +1,4 @@
-"""The function of a scan, traced once: a jaxpr of which every input is an argument."""
+"""The function of a scan, traced once, as a jaxpr without captured values."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from jdp.analysis import jaxprs
 
 
 class TracedLayer(NamedTuple):
-    """What one round of a scan computes.
+    """The computation of one round of a scan.
 
     Attributes:
       jaxpr: of `(closed-over values, carry, layer, x) -> (carry, y)`, flat.

@@ -1,4 +1,4 @@
-"""What stays whole where `jdp.sharded` updates a state that is not in a `TrainState`."""
+"""Log the arrays that stay whole if `jdp.sharded` updates a state outside of a `TrainState`."""
 
 import logging
 from typing import Any
@@ -17,7 +17,7 @@ _UPDATE_OF_STATE = "jdp.reduction.sharded_update"
 
 
 def log(sharding: Any, axis_name: AxisName, caller: str, state: Any, params: Any) -> None:
-    """Log once, to the logger "jdp", what an update of `jdp.sharded` finds whole on every rank.
+    """Log once, to the logger "jdp", the arrays that `jdp.sharded` finds whole on every rank.
 
     Args:
       sharding: `sharded.Sharding` of the optimizer.

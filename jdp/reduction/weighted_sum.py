@@ -112,7 +112,13 @@ def factors(
 
 
 def summed(x: Any, axis_name: AxisName, weights: Weighting) -> Any:
-    """Sum a tree of terms over ranks, with the transpose of `weights`."""
+    """Sum a tree of terms over ranks, with the transpose of `weights`.
+
+    Args:
+      x: tree of float arrays, this rank's terms.
+      axis_name: the ranks.
+      weights: multiplies the terms, and defines the cotangents.
+    """
     x = jax.tree.map(weights.term, x)
     with weights.named():
         sums = lax.psum(x, axis.names(axis_name))
@@ -121,6 +127,10 @@ def summed(x: Any, axis_name: AxisName, weights: Weighting) -> Any:
 
 def without_transpose(tree: Any, why_not: str) -> Any:
     """Return a tree unchanged; reverse mode through it raises a ValueError with that text.
+
+    Args:
+      tree: any tree; leaves that are not floats are left alone.
+      why_not: the text of the error.
 
     >>> square = lambda x: without_transpose(x, "why it has no gradient") ** 2
     >>> jax.jvp(square, (3.0,), (1.0,))[1]

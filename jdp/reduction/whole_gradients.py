@@ -1,4 +1,4 @@
-"""What it costs to hand over gradients whole, though parameters live as shards."""
+"""Log the cost of gradients that a step handles whole, though its parameters are sharded."""
 
 import logging
 from collections.abc import Sequence

@@ -31,11 +31,11 @@ def check_step(
 ) -> StepDifference:
     """Run steps on one rank with the whole batch, and on all ranks, and compare what comes out.
 
-    What the uniformity analysis cannot see is a matter of scale: a loss that is summed instead
-    of averaged, batch statistics of a rank's own rows, a local masked mean, a norm of local
-    gradients among the metrics. It shows here: every leaf of the state on every rank, and every
-    metric, is compared with that of one rank. Use plain SGD: Adam hides a wrong scale. None of
-    the arguments is changed.
+    The uniformity analysis cannot see a wrong scale: a loss that is summed instead of averaged,
+    batch statistics of a rank's own rows, a local masked mean, a norm of local gradients among the
+    metrics. It shows here, where every leaf of the state on every rank, and every metric, is
+    compared with that of one rank. Use plain SGD: Adam hides a wrong scale. None of the arguments
+    is changed.
 
     Args:
       step: a function decorated with `jdp.train_step`.

@@ -1,4 +1,4 @@
-"""`Program`: one step on one mesh, probed and built for each set of shapes, then run."""
+"""`CompiledStep`: one step on one mesh, probed and built for each set of shapes, then run."""
 
 import functools
 import logging
@@ -9,10 +9,12 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jdp import axis, pytrees
+from jdp.analysis import program_lines
 from jdp.analysis.step_refusals import Proved
 from jdp.collectives import beside_xla, call_order
+from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.collectives.xla import combine_options, group_options
-from jdp.distributed.checks import arguments, startup
+from jdp.distributed.checks import arguments, startup, traced_programs
 from jdp.distributed.mesh import num_ranks
 from jdp.error_codes import with_code
 from jdp.reduction import reported, weighted_sum
@@ -21,6 +23,7 @@ from jdp.step_spec import StepSpec
 from jdp.training import passes, uncached
 from jdp.training.rank_program import RankOutputs, RankProgram
 from jdp.worker import progress
+from jdp.worker.version import version
 
 _log = logging.getLogger("jdp")
 
@@ -35,7 +38,7 @@ _NO_GRADIENT = (
 )
 
 
-class Program:
+class CompiledStep:
     """A step over `mesh`, which runs only what `step_refusals` has accepted.
 
     Args:
@@ -161,6 +164,9 @@ class Program:
             # The proof runs inside of JAX's trace: its error ends the trace, so that JAX never
             # caches a program that was refused.
             probed = passes.probe(self._rank_program, self._choices, args, self._args[1])
+            if self.spec.returns_state:
+                lines_of = functools.partial(program_lines.lines_of, probed.jaxpr)
+                traced_programs.current.record(self.spec.name, self._facts(args), lines_of)
             built = passes.build(self._rank_program, probed)
             self._log_gathers(built.traced.found.gathers)
             leaving = built.program(*built.inputs.args)
@@ -170,6 +176,16 @@ class Program:
 
         on_mesh.__name__ = on_mesh.__qualname__ = self.spec.name
         return on_mesh
+
+    def _facts(self, args: tuple) -> list[Any]:
+        """Return on what the program may depend that is not the author's."""
+        devices = [*self.mesh.devices.flat]
+        return [
+            [jax.__version__, version(), cpu_runtime.why_missing() is None, self._is_part],
+            [devices[0].platform, devices[0].device_kind, dict(self.mesh.shape)],
+            [device.process_index for device in devices],
+            [[str(x.dtype), x.shape] for x in map(jax.typeof, jax.tree.leaves(args))],
+        ]
 
     def _loses_order(self, jaxpr: Any) -> bool:
         if self.mesh.size == 1 or axis.platform(self.mesh) != "cpu":
@@ -181,9 +197,9 @@ class Program:
     def _uncached(self, leaving: RankOutputs) -> RankOutputs:
         """Compile the program that is being traced without JAX's cache."""
         self._hold_cache()
-        # The cache may have it from an older version of jdp, which had not this operation.
-        same = leaving.same._replace(weight=jax.lax.optimization_barrier(leaving.same.weight))
-        return leaving._replace(same=same)
+        # The cache may have the program of an older jdp. This operation makes it another program.
+        weight = jax.lax.optimization_barrier(leaving.uniform.weight)
+        return leaving._replace(uniform=leaving.uniform._replace(weight=weight))
 
     def _log_gathers(self, gathers: Sequence[str]) -> None:
         if gathers and not self._has_logged:
@@ -196,15 +212,15 @@ class Program:
             )
 
     def _returned(self, old: Any, leaving: RankOutputs, proved: Proved) -> tuple:
-        """Put together what the ranks returned: `(state, metrics, weight, reports, found)`."""
-        same, split = leaving
-        metrics = reported.with_uniform(same.metrics, same.own_metrics, proved.own_metrics)
+        """Put together the results of the ranks: `(state, metrics, weight, reports, found)`."""
+        uniform, split = leaving
+        metrics = reported.with_uniform(uniform.metrics, uniform.own_metrics, proved.own_metrics)
         metrics = pytrees.put_nodes(metrics, split.rows)
         state = leaving.state()
-        if same.found.weighed:
+        if uniform.found.weighed:
             why_not = with_code("JDP125", _NO_GRADIENT.format(self.spec.name))
             state, metrics = weighted_sum.without_transpose((state, metrics), why_not)
-        return self._pinned(old, state), metrics, same.weight, split.reports, same.found
+        return self._pinned(old, state), metrics, uniform.weight, split.reports, uniform.found
 
     def _pinned(self, old: Any, new: Any) -> Any:
         # On a mesh with further axes the compiler chooses how the new state is split over them. If

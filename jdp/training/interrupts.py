@@ -1,4 +1,4 @@
-"""Ctrl-C during the call of a step: once the state is donated, the new one has to be returned."""
+"""Ctrl-C during the call of a step: once the state is donated, the new one must be returned."""
 
 import signal
 import threading
@@ -25,7 +25,7 @@ class Shield:
 
     # Written so that an interrupt between any two lines leaves a handler that works.
     def begin(self) -> Any:
-        """Handle interrupts from here on, and return what `end` takes."""
+        """Handle interrupts from here on, and return the argument of `end`."""
         if threading.get_ident() != _MAIN:
             return None
         self._interrupt()
@@ -45,7 +45,7 @@ class Shield:
                 threading.Timer(_DELAY_S, self._interrupt).start()
 
     def donates(self, state: Any) -> None:
-        """Record what the call is about to donate."""
+        """Record the arrays that the call is about to donate."""
         if threading.get_ident() == _MAIN:
             self._donated = state
 

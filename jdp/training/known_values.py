@@ -1,4 +1,4 @@
-"""What is known of the values in the program of an optimizer's update."""
+"""Find values that are a decay or a sum in the program of an optimizer's update."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class Sum(NamedTuple):
 
 
 class KnownValue(NamedTuple):
-    """What is known of a value of the update.
+    """The facts that are known about a value of the update.
 
     Attributes:
       leaves: positions of leaves of the state; each of its elements is one of one of these, or of
@@ -50,7 +50,7 @@ class KnownValue(NamedTuple):
       is_rounded: see `Decay`.
       is_of_count: see `Decay`.
       factor: a number that it is a multiple of.
-      is_part: whether it is a multiple of squares, or of the difference of a leaf from something.
+      is_multiple: whether it is a multiple of squares, or of a difference of a leaf and a value.
     """
 
     leaves: frozenset[int] = frozenset()
@@ -59,13 +59,13 @@ class KnownValue(NamedTuple):
     is_rounded: bool = False
     is_of_count: bool = False
     factor: float = 1.0
-    is_part: bool = False
+    is_multiple: bool = False
 
 
 UNKNOWN = KnownValue()
 
 
-# Operations whose result is what their one operand is, and those that choose among operands.
+# Operations that keep the facts of their operand, or of one of their operands.
 _SAME = frozenset(
     "broadcast_in_dim convert_element_type copy jdp_mark reduce_max reduce_min reshape "
     "squeeze".split()
@@ -77,14 +77,14 @@ class DecayWalk:
     """A pass over the program of an update.
 
     Attributes:
-      decays: position of a leaf -> what it is multiplied by.
+      decays: position of a leaf -> the value that it is multiplied by.
     """
 
     def __init__(self) -> None:
         self.decays: dict[int, set[Decay]] = {}
 
     def results(self, program: Any, values: Sequence[KnownValue]) -> list[KnownValue]:
-        """Return what is known of a program's results."""
+        """Return the facts about a program's results."""
         body = jaxprs.opened(program)
         env = dict(zip(body.invars, values, strict=True))
         for variable, constant in jaxprs.constants(program):
@@ -110,7 +110,7 @@ class DecayWalk:
         elif name in ("add", "sub"):
             same = [KnownValue(sums=_added(*ins) | _added(*ins[::-1]))]
         elif name == "square" or (name == "integer_pow" and eqn.params["y"] == 2):
-            same = [KnownValue(is_part=True)]
+            same = [KnownValue(is_multiple=True)]
         elif name in _CHOOSING:
             same = [_chosen(ins[1:] if name == "select_n" else ins)]
         else:
@@ -118,15 +118,15 @@ class DecayWalk:
         return [*_computed(eqn, ins, same)]
 
     def _product(self, eqn: Any, one: KnownValue, other: KnownValue) -> KnownValue:
-        """Return what is known of a product, and record it as a decay if it is one."""
+        """Return the facts about a product, and record it as a decay if it is one."""
         if one.number is None:
             one, other = other, one
         if one.number is None:
             is_square = eqn.invars[0] is eqn.invars[1]
-            is_part = is_square or one.is_part or other.is_part
+            is_multiple = is_square or one.is_multiple or other.is_multiple
             is_rounded = one.is_rounded or other.is_rounded
             factor = one.factor * other.factor
-            return KnownValue(is_part=is_part, factor=factor, is_rounded=is_rounded)
+            return KnownValue(is_multiple=is_multiple, factor=factor, is_rounded=is_rounded)
         number = float(one.number)
         decay = Decay(number, one.is_rounded, one.is_of_count)
         for leaf in other.leaves | {each.leaf for each in other.sums}:
@@ -135,20 +135,20 @@ class DecayWalk:
             return other._replace(number=None)
         factor = other.factor * number
         is_rounded = one.is_rounded or other.is_rounded
-        is_part = other.is_part or bool(other.sums)
-        return KnownValue(factor=factor, is_part=is_part, is_rounded=is_rounded)
+        is_multiple = other.is_multiple or bool(other.sums)
+        return KnownValue(factor=factor, is_multiple=is_multiple, is_rounded=is_rounded)
 
 
 def _added(value: KnownValue, term: KnownValue) -> frozenset[Sum]:
-    """Return the leaves in a sum of two values of which the first may be a leaf."""
-    part = abs(term.factor) if term.is_part else None
+    """Return the leaves in a sum of two values; the first may be a leaf."""
+    part = abs(term.factor) if term.is_multiple else None
     return frozenset(Sum(leaf, part, term.is_rounded) for leaf in value.leaves)
 
 
 def _computed(
     eqn: Any, ins: Sequence[KnownValue], same: Sequence[KnownValue]
 ) -> Sequence[KnownValue]:
-    """Return what is known of the results of an operation, with their numbers if it has them."""
+    """Return the facts about the results of an operation, with their numbers if it has them."""
     are_numbers = all(value.number is not None for value in ins) and not jaxprs.acts(eqn)
     if not ins or not are_numbers or any(v.aval.shape != () for v in eqn.outvars):
         return same
@@ -163,7 +163,7 @@ def _computed(
 
 
 def _chosen(values: Sequence[KnownValue]) -> KnownValue:
-    """Return what is known of a value each of whose elements is one of some values."""
+    """Return the facts about a value whose elements each come from one of some values."""
     if not all(value.leaves or value.sums for value in values):
         return UNKNOWN
     leaves = frozenset().union(*(value.leaves for value in values))

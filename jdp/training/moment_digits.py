@@ -50,7 +50,7 @@ def require_digits(tx: Any, opt_state: Any, params: Any) -> None:
 
 
 def _why_not(dtype: np.dtype, names: set[str], change: Change) -> str:
-    """Return why a leaf loses what is added to it, empty if it does not."""
+    """Return why a leaf loses the values that are added to it, empty if it does not."""
     if change.is_nothing:
         return ""
     below_1 = float(jnp.finfo(dtype).epsneg)

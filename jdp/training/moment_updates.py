@@ -1,4 +1,4 @@
-"""What one update of an optimizer does to the averages in its state, as its program shows."""
+"""Find how one update of an optimizer changes the averages in its state."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,10 +15,10 @@ MANY_STEPS = 10_000
 
 
 class Change(NamedTuple):
-    """What an update does to a leaf of the state.
+    """The change of a leaf of the state in an update.
 
     Attributes:
-      decays: what it multiplies the leaf by.
+      decays: the value that it multiplies the leaf by.
       adds_squares: whether it adds squares to the leaf as it is.
       is_nothing: whether it returns the leaf as it was.
     """
@@ -29,9 +29,9 @@ class Change(NamedTuple):
 
 
 def changes(tx: Any, opt_state: Any, params: Any) -> dict[int, Change]:
-    """Return what an update does to the leaves of an optimizer's state, by position.
+    """Return the changes of the leaves of an optimizer's state in an update, by position.
 
-    It is traced in float32, where no decay is rounded to 1. What cannot be traced is not known.
+    It is traced in float32, where no decay is rounded to 1. Empty if the update cannot be traced.
 
     Args:
       tx: the optimizer.
@@ -59,7 +59,7 @@ def changes(tx: Any, opt_state: Any, params: Any) -> dict[int, Change]:
 
 
 def _change(i: int, new: KnownValue, decays: set[Decay]) -> Change:
-    """Return how leaf `i` changes, given its new value and what it is multiplied by."""
+    """Return how leaf `i` changes, given its new value and the factor of the leaf."""
     parts = [(x.part, x.is_rounded) for x in new.sums if x.leaf == i and x.part is not None]
     # To add a part of a square takes away, or leaves room for, that part of the leaf.
     rests = {Decay(1 - part, is_rounded) for part, is_rounded in parts if part < 1}
@@ -94,7 +94,7 @@ def _with_numbers(leaves: Sequence[Any], tx: Any, params: Any) -> list[Any]:
 
 
 def _entering(i: int, leaf: Any) -> KnownValue:
-    """Return what is known of a leaf of the state; of a count its value at a later step."""
+    """Return the facts about a leaf of the state; a count has its value at a later step."""
     value = KnownValue(frozenset([i]))
     if isinstance(leaf, jax.core.Tracer) or jnp.ndim(leaf):
         return value

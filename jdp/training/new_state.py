@@ -4,11 +4,12 @@ import logging
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jdp import axis
 from jdp.distributed import placement
-from jdp.distributed.mesh import mesh_of
+from jdp.distributed.mesh import mesh_of, num_ranks
 from jdp.reduction.optimizer import Replicated
 from jdp.reduction.sharded import sharding_of
 from jdp.training import shard_layout
@@ -18,7 +19,12 @@ _logged: set[str] = set()
 
 
 def placed(state: Any, *, copy: bool) -> Any:
-    """Copy a `TrainState` onto the mesh of `jdp.init()`, whole or split as its optimizer says."""
+    """Copy a `TrainState` onto the mesh of `jdp.init()`, whole or split as its optimizer says.
+
+    Args:
+      state: the new state.
+      copy: whether leaves that lie there already are copied, too.
+    """
     axis_name = state.tx.axis_name
     try:
         mesh = mesh_of(jax.tree.leaves(state), axis_name)
@@ -35,19 +41,20 @@ def optimizer_state(tx: Replicated, params: Any) -> Any:
     mesh = meshes.pop() if len(meshes) == 1 else None
     if mesh is None:
         return tx.init(params)
+    _log_undivided(tx, params, mesh)
     try:
         like = jax.eval_shape(tx.init, params)
     except Exception as error:  # of any kind: it reads values or returns what is not an array
         state = tx.init(params)  # A mistake of the author's is raised here, too, without a trace.
         _log_whole(tx, error)
         return state
-    # One program for all leaves, where optax makes one for each shape: when processes are
-    # replaced, this is waited for. And no leaf that is split exists as a whole.
+    # One program for all leaves: optax alone would run one for each shape, and replaced processes
+    # would start later. No split leaf ever exists as a whole.
     return jax.jit(tx.init, out_shardings=_shardings(tx, like, mesh))(params)
 
 
 def _log_whole(tx: Replicated, error: Exception) -> None:
-    """Log what it costs that the first state of an optimizer is not made by one program."""
+    """Log the cost of a first optimizer state that is not made by one program."""
     is_split = sharding_of(tx) is not None
     cost = "each of its operations is a program of its own, which makes the start slower"
     if is_split:
@@ -60,6 +67,34 @@ def _log_whole(tx: Replicated, error: Exception) -> None:
     if text not in _logged:
         _logged.add(text)
         _log.log(logging.WARNING if is_split else logging.INFO, text)
+
+
+def _log_undivided(tx: Replicated, params: Any, mesh: Mesh) -> None:
+    """Log which parameters stay whole though they are large: no dim of theirs divides."""
+    sharding = sharding_of(tx)
+    if sharding is None:
+        return
+    num_shards = num_ranks(mesh, axis.names(sharding.axes or tx.axis_name))
+    named = [
+        (path, leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size >= sharding.min_size
+    ]
+    whole = [(path, leaf) for path, leaf in named if sharding.dim(leaf, num_shards) is None]
+    if num_shards == 1 or not whole:
+        return
+    path, largest = max(whole, key=lambda each: each[1].nbytes)
+    text = (
+        f"jdp.sharded(stage={sharding.stage}) splits {len(named) - len(whole)} of {len(named)} "
+        f"parameters that have min_size={sharding.min_size} numbers or more. The others stay whole "
+        f"on each of {num_shards} ranks, {sum(leaf.nbytes for _, leaf in whole):,} bytes: "
+        f"{num_shards} divides no dim of `params{jax.tree_util.keystr(path)}` "
+        f"{largest.dtype}{list(largest.shape)}. Pad a dim in the model, or use another number of "
+        "ranks."
+    )
+    if text not in _logged:
+        _logged.add(text)
+        _log.warning(text)
 
 
 def _shardings(tx: Replicated, like: Any, mesh: Mesh) -> Any:

@@ -45,8 +45,8 @@ class Pass(NamedTuple):
       choices: how it differs from other programs of the step.
       program: the function that was traced, see `RankProgram.mapped`.
       jaxpr: of it.
-      traced: what its leaves are called, and what its trace found.
-      proved: what is known of it.
+      traced: the names of its leaves, and the findings of its trace.
+      proved: the results of its proof.
     """
 
     inputs: Inputs
@@ -100,7 +100,7 @@ def build(rank_program: RankProgram, probed: Pass) -> Pass:
     )
     program, jaxpr, traced = _traced(rank_program, choices, probed.inputs)
     chosen = _choose(choices, jaxpr)
-    if chosen != choices:  # what it leaves out had kept some calls in order
+    if chosen != choices:  # the reductions that it leaves out had kept some calls in order
         choices = chosen
         program, jaxpr, traced = _traced(rank_program, choices, probed.inputs)
     again = step_refusals.proved if None in late_choices(jaxpr) else step_refusals.check
@@ -171,24 +171,24 @@ def _traced(rank_program: RankProgram, choices: Choices, inputs: Inputs) -> tupl
         inputs=inputs.names,
         mask=inputs.mask,
         outputs=_outputs(rank_program.spec, traced.out_info),
-        found=traced.out_info.same.found,
+        found=traced.out_info.uniform.found,
     )
     return program, traced.jaxpr, described
 
 
 def _outputs(spec: StepSpec, leaving: RankOutputs) -> list[Output]:
-    same, split = leaving
-    layout = same.layout
+    uniform, split = leaving
+    layout = uniform.layout
     states = [
         Output(f"new {spec.argument(0)}", path, "rows" if group == OWN else "state", leaf)
         for (path, leaf), group in zip(_named(leaving.state()), layout.groups, strict=True)
     ]
-    uniform, *parts = layout.parted(states)
+    arrays, *parts = layout.parted(states)
     return [
-        *uniform,
-        *_described("metrics", "metric", same.metrics),
-        Output(WEIGHT, (), "metric", same.weight),
-        *_described("metrics", "own", same.own_metrics),
+        *arrays,
+        *_described("metrics", "metric", uniform.metrics),
+        Output(WEIGHT, (), "metric", uniform.weight),
+        *_described("metrics", "own", uniform.own_metrics),
         *_described("rows", "rows", (split.rows, split.reports)),
         *itertools.chain.from_iterable(parts),
     ]

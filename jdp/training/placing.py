@@ -27,7 +27,7 @@ def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
         spec.axis_name,
         where,
         partition=shard_layout.partition(state, where),
-        may_be_split=not spec.returns_state,  # JAX gathers what an `eval_step` reads
+        may_be_split=not spec.returns_state,  # JAX gathers the arrays that an `eval_step` reads
     )
     if not spec.donate:
         return state
@@ -120,6 +120,6 @@ def require_alive(spec: StepSpec, args: Sequence[Any]) -> None:
         pytrees.require_alive(
             spec.argument(i),
             arg,
-            "Go on with the state that the step returned, give a copy "
+            "Continue with the state that the step returned, give a copy "
             "(jax.tree.map(jnp.copy, ...)), or decorate with donate=False.",
         )

@@ -20,7 +20,7 @@ from jdp.reduction import optimizer, read_in_time, reported, step_context
 from jdp.reduction.overlap import wait_order
 from jdp.reduction.step_context import Choices
 from jdp.step_spec import StepSpec
-from jdp.training import shard_layout, state_shards, unknown_value
+from jdp.training import forward_mode, shard_layout, state_shards, unknown_value
 
 
 @jax.tree_util.register_static
@@ -78,12 +78,12 @@ class SplitOutputs(NamedTuple):
 class RankOutputs(NamedTuple):
     """All outputs of a step, in the order in which `step_refusals` reads them."""
 
-    same: Any
-    split: Any
+    uniform: Any  # UniformOutputs; in specs their prefixes
+    split: Any  # SplitOutputs
 
     def state(self) -> Any:
         """Return the new state, as `pytrees.hold` returns it."""
-        return self.same.layout.joined([self.same.state, *self.split.state])
+        return self.uniform.layout.joined([self.uniform.state, *self.split.state])
 
 
 def parted(state: Any, mesh: Mesh) -> tuple[list[list[Any]], StateLayout, tuple[str, ...]]:
@@ -145,7 +145,7 @@ class RankProgram:
                 in_specs=tuple(specs),
                 out_specs=RankOutputs(P(), SplitOutputs(rows, rows, parts)),
                 axis_names=set(axis_name),
-                check_vma=False,  # The analysis proves what JAX's types get wrong here.
+                check_vma=False,  # JAX's types refuse right steps; the analysis proves instead.
             ),
             inline=jax_compat.INLINE_EARLY,
         )
@@ -170,7 +170,8 @@ class RankProgram:
         order = call_order.entered(
             why_not=choices.why_xla, series=self.series, beside_xla=choices.beside_xla
         )
-        with self._explaining(layout, [state, *split.state]), order, entered as scope:
+        explained = self._explaining(layout, [state, *split.state])
+        with explained, order, entered as scope, forward_mode.refused(spec.name, scope):
             wholes = state_shards.whole(split.state, shard_axes)
             held = layout.joined([state, *wholes])
             positional, named = spec.by_keyword(rest)
@@ -192,14 +193,14 @@ class RankProgram:
             if pieces is not None and sums is not None:
                 differs = checksums.differ(pieces, sums, axis.size(spec.axis_name))
             new_groups, new_layout, _ = parted(jax.tree.map(_strong, new_state), self.mesh)
-            uniform, *parts = state_shards.parts(new_groups, shard_axes)
+            arrays, *parts = state_shards.parts(new_groups, shard_axes)
             weight = scope.total
             if weight is None:
                 weight = jnp.float32((scope.num_rows or 0) * axis.size(spec.axis_name))
         raw_weight = None if scope.raw_weight is None else scope.raw_weight.reshape(1)
         reports = RankReports(differs, raw_weight)
-        same = UniformOutputs(uniform, metrics, weight, own_metrics, new_layout, scope.found())
-        return RankOutputs(same, SplitOutputs(rows, reports, parts))
+        uniform = UniformOutputs(arrays, metrics, weight, own_metrics, new_layout, scope.found())
+        return RankOutputs(uniform, SplitOutputs(rows, reports, parts))
 
     def _call(self, batch: Any, positional: Sequence[Any], named: Any, state: Any) -> Any:
         return self.spec.fn(state, batch, *positional, **named)

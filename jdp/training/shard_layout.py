@@ -57,6 +57,10 @@ def partition(state: Any, mesh: Mesh) -> list[PartitionSpec | None]:
 
     A leaf of a `TrainState` that its optimizer leaves whole is whole, also if another optimizer
     had split it.
+
+    Args:
+      state: a state, or `pytrees.hold` of it.
+      mesh: the mesh of the ranks.
     """
     restored = pytrees.restore(state)
     dims, axes = _dims(restored, mesh)
@@ -113,7 +117,7 @@ def _dims(state: Any, mesh: Mesh) -> tuple[list[int | None], tuple[str, ...]]:
         shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(node.params)}
         for path, leaf in jax.tree_util.tree_leaves_with_path(node):
             name = getattr(path[0], "name", "")
-            # What is carried beside the parameters in their shape is an average of them, say.
+            # Such an array in the shape of the parameters may be an average of them.
             is_beside = sharding.stage == 3 and name not in ("step", "seed")
             has_dim = is_split.get(name, is_beside and jnp.shape(leaf) in shapes)
             dims.append(find(leaf) if has_dim else None)

@@ -1,4 +1,4 @@
-"""`TrainState`: what a step reads and writes, the same on every rank."""
+"""`TrainState`: the state that a step reads and writes, the same on every rank."""
 
 import dataclasses
 from dataclasses import dataclass

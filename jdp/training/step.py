@@ -1,4 +1,4 @@
-"""`Step`: a decorated function, and what happens around each call of it."""
+"""`Step`: a decorated function, and the work around each call of it."""
 
 import dataclasses
 import functools
@@ -19,13 +19,13 @@ from jdp.distributed.step_call import StepCall
 from jdp.reduction import reported, row_weight
 from jdp.step_spec import StepSpec
 from jdp.training import placing
-from jdp.training.compiled_step import Program
+from jdp.training.compiled_step import CompiledStep
 from jdp.training.interrupts import SHIELD
 from jdp.worker import progress
 
 
 class Step:
-    """A decorated step: places its arguments, then runs the `Program` of the state's mesh."""
+    """A decorated step: places its arguments, then runs the `CompiledStep` of the state's mesh."""
 
     __name__: str
 
@@ -34,7 +34,7 @@ class Step:
         self.__name__ = spec.name
         self.spec = spec
         self._phase = progress.TRAIN_STEP if spec.returns_state else progress.EVAL_STEP
-        self._programs: dict[tuple, Program] = {}
+        self._compiled_steps: dict[tuple, CompiledStep] = {}
         self._returned: list[weakref.ref] = []  # the leaves of the state that was returned last
         self._num_calls = 0
         self._holds_others = False  # whether the state has leaves that are not arrays
@@ -56,27 +56,27 @@ class Step:
           The state, None for an `eval_step`; the metrics, with `jdp.rows` still marked; and the
           weight of the global batch: `[]` float32, its rows where nothing weighs them.
         """
-        program, args, is_traced, is_returned = self._prepare(args, kwargs)
+        compiled, args, is_traced, is_returned = self._prepare(args, kwargs)
         if is_traced:
-            state, metrics, weight, *_ = program(*args)  # inside a jit or scan of the caller's
+            state, metrics, weight, *_ = compiled(*args)  # inside a jit or scan of the caller's
             return pytrees.restore(state), metrics, weight
         given = None
         with self._phase:
             if not is_returned or in_flight.latest_spec() not in (None, self.spec):
-                _order_between_processes(program.mesh)
+                _order_between_processes(compiled.mesh)
             in_flight.make_room()
             self._num_calls += 1
-            if program.arguments is not None:
-                given = program.arguments.of(args, self._unknown(args[0], is_returned))
-            call = self._call(program, given)
+            if compiled.arguments is not None:
+                given = compiled.arguments.of(args, self._unknown(args[0], is_returned))
+            call = self._call(compiled, given)
             in_flight.begin_call(call)
             SHIELD.donates(args[0])
             try:
-                returned = program(*args, is_returned=is_returned, given=given)
+                returned = compiled(*args, is_returned=is_returned, given=given)
                 state, metrics, weight, reports, _ = returned
             except (RuntimeError, ValueError) as error:
                 if "delete" in str(error):
-                    placing.require_alive(program.spec, args)
+                    placing.require_alive(compiled.spec, args)
                 if not failed_run.is_failed_run(error):
                     raise
                 raise in_flight.failed(call, pytrees.any_deleted(args[0]), error) from error
@@ -94,22 +94,28 @@ class Step:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Trace, prove and lower the step for these arguments: arrays or `ShapeDtypeStruct`s."""
-        program, args, *_ = self._prepare(args, kwargs)
-        return program.trace(*args, is_compiled=True).lower()
+        return self.trace(*args, **kwargs).lower()
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Trace and prove the step for these arguments: arrays or `ShapeDtypeStruct`s."""
+        compiled, args, *_ = self._prepare(args, kwargs)
+        return compiled.trace(*args, is_compiled=True)
 
     def findings(self, *args: Any, **kwargs: Any) -> TraceFindings:
-        """Return what the trace of the step for these arguments finds."""
-        program, args, *_ = self._prepare(args, kwargs)
-        *_, found = program.trace(*args).out_info
+        """Return the findings of the trace of the step for these arguments."""
+        compiled, args, *_ = self._prepare(args, kwargs)
+        *_, found = compiled.trace(*args).out_info
         return found
 
-    def _prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Program, tuple, bool, bool]:
-        """Return `(program, placed arguments, is_traced, is_returned)`.
+    def _prepare(
+        self, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[CompiledStep, tuple, bool, bool]:
+        """Return `(compiled, placed arguments, is_traced, is_returned)`.
 
         `is_traced`: an argument is a tracer, of a `jit` around this call. `is_returned`: the state
         is what the last call of this step returned.
         """
-        spec, (state, batch, *rest) = self._bound(args, kwargs)
+        spec, (state, batch, *rest) = self.bound(args, kwargs)
         if self._holds_others:
             state = pytrees.hold(state)
         leaves = jax.tree.leaves(state)
@@ -138,13 +144,13 @@ class Step:
             batch, *rest = placing.copy_donated([batch, *rest], jax.tree.leaves(state))
         is_traced = is_traced or _holds_tracer((batch, rest))
         key = where, is_traced, spec.keywords
-        program = self._programs.get(key)
-        if program is None:
-            program = self._programs[key] = Program(spec, where, is_part=is_traced)
-        return program, (state, batch, *rest), is_traced, is_returned
+        compiled = self._compiled_steps.get(key)
+        if compiled is None:
+            compiled = self._compiled_steps[key] = CompiledStep(spec, where, is_part=is_traced)
+        return compiled, (state, batch, *rest), is_traced, is_returned
 
-    def _bound(self, args: tuple, kwargs: dict[str, Any]) -> tuple[StepSpec, tuple]:
-        """Return the arguments in order, those that have to go by keyword last.
+    def bound(self, args: tuple, kwargs: dict[str, Any]) -> tuple[StepSpec, tuple]:
+        """Return the arguments in order, keyword-only ones last.
 
         An argument that is left out keeps its default, which is a constant of the program.
         """
@@ -166,11 +172,11 @@ class Step:
             spec = dataclasses.replace(spec, keywords=keywords)
         return spec, (*bound.args, *(bound.kwargs[name] for name in names))
 
-    def _call(self, program: Program, given: arguments.Given | None) -> StepCall:
+    def _call(self, compiled: CompiledStep, given: arguments.Given | None) -> StepCall:
         return StepCall(
             spec=self.spec,
             number=self._num_calls,
-            arguments=program.arguments,
+            arguments=compiled.arguments,
             given=given,
             check=cpu_runtime.check,
             why_invalid=row_weight.why_invalid,

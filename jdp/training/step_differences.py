@@ -34,7 +34,7 @@ class LeafDifference:
 
 @dataclass(frozen=True)
 class StepDifference:
-    """What `check_step` found: every leaf, the worst first, and the likely cause if any.
+    """The result of `check_step`: every leaf, the worst first, and the likely cause if any.
 
     Attributes:
       leaves: of the state.
@@ -151,7 +151,7 @@ def digits_of_wire(state: Any) -> float:
 
 
 def _copies(leaf: jax.Array) -> list[tuple[Any, np.ndarray]]:
-    """Return what each device holds of an array, and which part of it that is."""
+    """Return the part of an array that each device holds, and its position."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     by_device = {shard.device: shard for shard in leaf.addressable_shards}

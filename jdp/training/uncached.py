@@ -11,7 +11,7 @@ _NEVER = float("inf")
 
 
 class _Cache:
-    """Whether JAX writes what it compiles, for all threads of the process."""
+    """Whether JAX writes compiled programs, for all threads of the process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,10 +36,10 @@ _cache = _Cache()
 
 
 def begin() -> None:
-    """Keep JAX from writing what it compiles, in any thread, until `end` is called as often."""
+    """Keep JAX from writing compiled programs, in any thread, until `end` is called as often."""
     _cache.hold()
 
 
 def end() -> None:
-    """Let JAX write again what it compiles, once no thread needs the opposite."""
+    """Let JAX write compiled programs again, once no thread needs the opposite."""
     _cache.let_go()

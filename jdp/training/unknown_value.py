@@ -1,4 +1,4 @@
-"""Python asks for a value while a step is traced: of which argument it is, and what to write."""
+"""Explain the error of a step that asks for the value of an argument while it is traced."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ _SEPARATORS = re.compile(r", and |, | and ")
 
 
 def explained(error: TypeError, spec: StepSpec, paths: Mapping[str, Sequence[str]]) -> str | None:
-    """Return what an author is told in place of JAX's error; None if that is not about a value.
+    """Return the error to raise in place of JAX's; None if that is not about a value.
 
     Args:
       error: from tracing the author's function.

@@ -33,10 +33,10 @@ class Stall(NamedTuple):
 class Watch:
     """Decides from the status of the processes whether the run hangs.
 
-    The others wait for the processes with the fewest steps, so only the time of these counts:
-    a process that waits for one which still has time to evaluate or save is not at fault. A run is
-    reported when they have used a twentieth of their time (30 s of 600), and again whenever they
-    have made no progress for twice as long; it is over when all of them have used all.
+    The processes with the fewest steps hold up the others, so only their time counts: a process is
+    not at fault while it waits for one that still has time to evaluate or save. A run is reported
+    when they have used a twentieth of their time (30 s of 600), and again whenever they have made
+    no progress for twice as long; it is over when all of them have used all.
 
     Args:
       timeout_s: seconds that a step may take, inf for no limit; None: what each script gave to
@@ -105,7 +105,15 @@ class Watch:
         return Stall(report, causes, stalled_s, is_over)
 
     def left_s(self, now: float, status: ProcessStatus) -> float:
-        """Return for how many seconds a process may still go on without progress."""
+        """Return for how many seconds a process may still be without progress.
+
+        Args:
+          now: seconds, on the clock of `ProcessStatus`.
+          status: of the process.
+
+        Returns:
+          Seconds, negative if its time is used up; inf before it trains.
+        """
         if status.phase == STARTING:
             return math.inf
         return self._limit_s(status) - (now - max(status.progress_s, self._blind_until_s))

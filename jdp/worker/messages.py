@@ -48,6 +48,10 @@ MAX_LINE_BYTES = 1 << 20
 def encode(kind: str, facts: dict[str, Any]) -> bytes:
     """Write a message as a line.
 
+    Args:
+      kind: of the message, see the table above.
+      facts: JSON-serializable.
+
     >>> encode("restored", {"step": 3})
     b'{"kind": "restored", "step": 3}\\n'
     """

@@ -14,7 +14,7 @@ class OwnProgress:
     Attributes:
       slot: where it is written.
       phases: that have begun, as in the slot, with their times; the last is shown, and the first
-        goes on when there is no other.
+        continues when there is no other.
       between: the first phase once the first step is done, without a time.
       between_own: the same in a loop whose steps only its `Checkpointer` sees.
       unstepped: the first phase once a batch was asked for.
@@ -23,7 +23,7 @@ class OwnProgress:
       is_first_step: whether no step was called yet, by a process that is not alone.
       compile_s: seconds of compiling.
       longest_wait_s: seconds that others may keep this process waiting; inf for no limit.
-      latest_kept: the newest step that this run could go on from, in words.
+      latest_kept: the newest step that this run could continue from, in words.
       watch: the thread that watches this process.
       num_running: returns how many steps the devices have not finished.
     """

@@ -205,7 +205,7 @@ def compiling_ends() -> None:
 
 
 def native_numbers() -> int:
-    """Return the address of the numbers that the native library writes, valid for ever."""
+    """Return the address of the numbers that the native library writes, valid forever."""
     numbers = (ctypes.c_char * (NATIVE.stop - NATIVE.start)).from_buffer(own.slot.memory[NATIVE])
     # Never freed: XLA's threads may write while the interpreter ends.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(numbers))

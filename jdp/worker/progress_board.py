@@ -157,9 +157,13 @@ class Slot:
         self.memory[:] = bytes(SLOT_BYTES)
 
     def enter(self, phase: bytes, since_ns: int = 0) -> int:
-        """Write that a phase begins, or goes on since `since_ns`, and return when it began.
+        """Write a phase that begins now, or began at `since_ns`, and return when it began.
 
         Times are those of `time.monotonic_ns`.
+
+        Args:
+          phase: from `record`.
+          since_ns: when it began; 0: now.
         """
         now = time.monotonic_ns()
         since_ns = since_ns or now
@@ -171,7 +175,7 @@ class Slot:
         self._words[_PROGRESS] = time.monotonic_ns()
 
     def write_seen(self, is_running: bool, is_debugged: bool) -> None:
-        """Write what no other process can see.
+        """Write facts that no other process can see.
 
         Args:
           is_running: whether the devices have not finished the last step.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
-# What a launcher and a process, or two launchers, have to agree on.
+# The rooms on which a launcher and a process, or two launchers, must agree.
 PROTOCOL = ("worker", "launch")
 
 

@@ -23,9 +23,11 @@ def record() -> None:
     root = Path(script).resolve().parent
     while (root / "__init__.py").exists():  # of `python -m package.train`
         root = root.parent
+    prefix = f"{root}/"
     for name, module in [*sys.modules.items()]:
         path = getattr(module, "__dict__", {}).get("__file__")
-        if name == "__main__" or (isinstance(path, str) and _is_authors(name, path, root)):
+        is_below = isinstance(path, str) and path.startswith(prefix)
+        if name == "__main__" or (is_below and _is_authors(name, path)):
             file = Path(path or script).resolve()
             try:
                 _lines.setdefault(str(file.relative_to(root)), file.read_bytes().splitlines())
@@ -58,14 +60,15 @@ def difference(saved: Mapping[str, Sequence[str]]) -> str | None:
     return None
 
 
-def _is_authors(name: str, path: str, root: Path) -> bool:
+# Whether a module below the folder of the script is the author's.
+def _is_authors(name: str, path: str) -> bool:
     installed = (
         "site-packages" in path
         or "dist-packages" in path
         or path.startswith(sysconfig.get_path("stdlib"))
     )
     own = name == "jdp" or name.startswith("jdp.")
-    return path.startswith(f"{root}/") and path.endswith(".py") and not installed and not own
+    return path.endswith(".py") and not installed and not own
 
 
 def _digest(lines: Sequence[bytes]) -> str:

@@ -1,5 +1,6 @@
 """A mean over this rank's rows that count is a warning unless the mask weighs the ranks."""
 
+import re
 import warnings
 
 import jax
@@ -103,7 +104,7 @@ def warned(loss_fn, evaluates, **options):
 def test_warns_of_a_mean_over_the_rows_of_one_rank(loss_fn, evaluates):
     (text,) = warned(loss_fn, evaluates)
     assert "JDP129" in text and "test_padding.py:" in text
-    assert "weight=lambda batch: batch['mask'].sum()" in text
+    assert re.findall("weight=.*?[)]", text) == ["weight=lambda batch: batch['mask'].sum()"]
     assert not warned(loss_fn, evaluates, weight=lambda batch: batch["mask"].sum())
 
 
@@ -150,8 +151,7 @@ IGNORES_MASK = [
 def test_warns_of_a_weight_that_does_not_depend_on_the_mask(weight, evaluates):
     (text,) = warned(by_the_sum, evaluates, weight=weight)
     assert "JDP129" in text and "test_padding.py:" in text
-    assert "weight= that does not depend on that mask" in text
-    assert "weight=lambda batch: batch['mask'].sum()" in text
+    assert "weight=lambda batch: batch['mask'].sum()" in text and text.count("weight=") == 2
 
 
 @pytest.mark.parametrize("weight", READS_MASK, ids=range(len(READS_MASK)))

@@ -2,8 +2,9 @@ import math
 
 import equinox as eqx
 import jax
+import optax
 import pytest
-from corpus.right import LOSSES, PROGRAMS, batch
+from corpus.right import LOSSES, PROGRAMS, batch, corpus
 from jax.sharding import AxisType
 from support.training import assert_close, fetched
 
@@ -34,6 +35,23 @@ def test_is_accepted(program):
     state = eqx.filter_eval_shape(program.make_state)
     step = jdp.train_step(program.step, **program.options)
     eqx.filter_eval_shape(step, state, batch(), *program.rest)
+
+
+@pytest.mark.parametrize("program", PROGRAMS[::16], ids=name_of)
+def test_is_accepted_where_its_state_is_split(program):
+    make_mesh(program)
+    options = {"stage": 3, "min_size": 1, "axis_name": program.axis_name()}
+
+    def make_state():
+        def split(node):
+            is_default = getattr(node, "tx", None) is corpus.SGD
+            return node.replace(tx=jdp.sharded(optax.sgd(0.1), **options)) if is_default else node
+
+        is_state = lambda node: isinstance(node, jdp.TrainState)  # noqa: E731
+        return jax.tree.map(split, program.make_state(), is_leaf=is_state)
+
+    step = jdp.train_step(program.step, **program.options)
+    eqx.filter_eval_shape(step, eqx.filter_eval_shape(make_state), batch(), *program.rest)
 
 
 def train(program):

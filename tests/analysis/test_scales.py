@@ -127,8 +127,7 @@ def kept(change):
 def test_warns_of_a_state_that_depends_on_a_sum_of_what_every_rank_has(change, num_ranks):
     (message,) = told(lambda *args: {}, num_ranks, kept(change))
     many = f"{num_ranks} times" if num_ranks > 1 else "n times"
-    assert message.startswith("`new state.model_state` depends on a sum that is " + many), message
-    assert re.search(r"test_scales.py:\d+ sums over the ranks", message), message
+    assert re.match(rf"`new state.model_state` .*{many} .*test_scales.py:\d+ .*JDP122", message)
 
 
 def test_refuses_a_state_that_is_gathered_and_added_up():
@@ -171,8 +170,7 @@ def test_warns_of_an_unweighted_mean_where_ranks_weigh(metric):
         return {"rows": batch["mask"].mean(), "m": metric(state, batch)}
 
     (message,) = told(metrics_of, **WEIGHED)
-    assert message.startswith("`metrics['m']` is a mean over the ranks in which all"), message
-    assert re.search(r"test_scales.py:\d+", message), message
+    assert re.match(r"`metrics\['m'\]` .*test_scales.py:\d+.*weight=.*JDP123", message), message
     assert told(metrics_of) == []
 
 
@@ -182,7 +180,7 @@ def test_warns_of_unweighted_statistics_in_the_state():
         return state.replace(model_state=mean)
 
     (message,) = told(lambda *args: {}, after=kept, **WEIGHED)
-    assert message.startswith("`new state.model_state` is a mean over the ranks"), message
+    assert re.match("`new state.model_state` .*weight=.*JDP123", message), message
     assert told(lambda *args: {}, after=kept) == []
 
 

@@ -14,6 +14,7 @@ from jax import lax
 
 import jdp
 from jdp.analysis import step_refusals
+from jdp.analysis.explanation import NEVER_AVERAGED
 
 pytestmark = pytest.mark.all_sets
 
@@ -55,6 +56,16 @@ def assert_refused(program):
 
 @pytest.mark.parametrize("program", WRONG_HERE, ids=name_of)
 def test_refuses_with_the_right_path(program):
+    assert_refused(program)
+
+
+@pytest.mark.parametrize("program", WRONG_HERE[::16], ids=name_of)
+def test_refuses_with_the_right_path_where_the_state_is_split(program, monkeypatch):
+    def split(*before, **options):
+        tx = optax.chain(*before, optax.sgd(0.1, momentum=0.9))
+        return jdp.sharded(tx, stage=3, min_size=1, **options)
+
+    monkeypatch.setattr(corpus, "sgd", split)
     assert_refused(program)
 
 
@@ -375,7 +386,7 @@ def test_a_wrong_scale_is_left_to_check_step(program):
     state, batch = corpus.training()
     step = jdp.train_step(program)
     step.lower(state, batch)
-    with pytest.raises(ValueError, match="computes something else on 4 ranks than on one"):
+    with pytest.raises(ValueError, match=r" 4 ranks .*`.*` .*\de[+-]\d\d"):
         jdp.check_step(step, state, batch)
 
 
@@ -413,7 +424,7 @@ NAMED = re.compile(
     r"`(batch|rows)\b[^`]*`|`state\.key`|`(axis_index|io_callback|rng_uniform|jnp\.empty|ppermute|"
     r"pshuffle|all_to_all|reduce_scatter|psum|all_gather|ragged_all_to_all|empty_ref)`|"
     r"a foreign call|is split by a shard_map|(sums|averages) (it )?over the ranks|all_gather\(to=|"
-    r"may hold another value on each after [^:]*:\d+: it depends on"
+    r"jdp\.scan_layers at|may hold another value on each after [^:]*:\d+: it depends on"
 )
 INTERNAL = re.compile(
     r"jdp_\w+|\brest\[|\b(program|sync|verify|native|grad|state)\.py|hidden in it"
@@ -444,8 +455,8 @@ def test_says_which_line_multiplies_the_mean_gradient():
     with pytest.raises(ValueError) as caught:
         step.lower(state, batch)
     first = step.__wrapped__.__code__.co_firstlineno
-    said = f"test_wrong_programs.py:{first + 3} multiplies the mean gradient by `batch['x']`"
-    assert said in str(caught.value) and "never averaged" not in str(caught.value)
+    named = rf"test_wrong_programs\.py:{first + 3} .*`batch\['x'\]`"
+    assert re.search(named, str(caught.value)) and NEVER_AVERAGED not in str(caught.value)
 
 
 def test_tells_of_the_parameters_and_not_of_what_follows_from_them():
@@ -480,7 +491,7 @@ def test_says_never_averaged_only_where_nothing_was():
 
         with pytest.raises(ValueError) as caught:
             jdp.train_step(step).lower({"a": 1.0}, corpus.rows())
-        return "was never averaged" in str(caught.value)
+        return NEVER_AVERAGED in str(caught.value)
 
     assert told(lambda x: x)
     assert not told(lambda x: jdp.mean_over_ranks(x) + x)
@@ -502,10 +513,10 @@ def test_names_rows_and_not_what_is_handed_on_beside_them():
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("plateau_of_the_own_loss", "Of a loss take jdp.mean_over_ranks(loss)"),
-        ("best_loss_so_far", "Of a loss take jdp.mean_over_ranks(loss)"),
-        ("lbfgs_of_the_own_loss", "of a value_fn= jdp.global_mean(value_fn)"),
-        ("lbfgs_of_pmean_of_the_loss", "of a value_fn= jdp.global_mean(value_fn)"),
+        ("plateau_of_the_own_loss", "jdp.mean_over_ranks(loss)"),
+        ("best_loss_so_far", "jdp.mean_over_ranks(loss)"),
+        ("lbfgs_of_the_own_loss", "jdp.global_mean(value_fn)"),
+        ("lbfgs_of_pmean_of_the_loss", "jdp.global_mean(value_fn)"),
     ],
 )
 def test_gives_the_advice_that_the_right_twin_follows(name, advice):
@@ -553,8 +564,8 @@ def test_says_first_what_to_write_where_the_rows_of_all_ranks_divide():
         with pytest.raises(ValueError) as caught:
             step.lower(*corpus.training())
         message = str(caught.value)
-        first = message.index("write jdp.sync_gradients(grads, mean=False) in place of the sum")
-        assert first < message.index("write jdp.sync_gradients(grads) in place of the sum")
+        first = message.index("jdp.sync_gradients(grads, mean=False)")
+        assert first < message.index("jdp.sync_gradients(grads)")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

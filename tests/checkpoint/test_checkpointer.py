@@ -1,5 +1,6 @@
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -205,9 +206,9 @@ def test_save_writes_the_last_step_at_once(tmp_path):
 
 def test_an_earlier_run_is_not_written_over_by_accident(tmp_path):
     counted(tmp_path, 3)
-    with pytest.raises(RuntimeError, match="holds step 3 of an earlier run.*--resume.*anew"):
+    with pytest.raises(RuntimeError, match=f"{tmp_path} .*step 3 .*--resume"):
         counted(tmp_path, 5)
-    with pytest.raises(RuntimeError, match="holds step 3 of an earlier run"):
+    with pytest.raises(RuntimeError, match="step 3 .*--resume"):
         counted(tmp_path, 5, resume=False)
 
 
@@ -215,15 +216,14 @@ def test_the_environment_may_say_that_this_is_a_resumption(tmp_path, monkeypatch
     counted(tmp_path, 3)
     monkeypatch.setenv("JDP_RESUME", "1")
     assert counted(tmp_path, 5)["n"] == 5
-    with pytest.raises(RuntimeError, match="holds step 5"):
+    with pytest.raises(RuntimeError, match="step 5 .*--resume"):
         counted(tmp_path, 7, resume=False)
 
 
 def test_a_resumption_of_nothing_begins_anew_and_says_so(tmp_path, caplog):
     assert counted(tmp_path, 2, resume=True)["n"] == 2
-    assert [r.message for r in caplog.records] == [
-        f"jdp: nothing to resume in {tmp_path}: this begins anew."
-    ]
+    [record] = caplog.records
+    assert str(tmp_path) in record.message and record.levelname == "WARNING"
 
 
 def damage(checkpoint):
@@ -252,7 +252,7 @@ def test_a_run_whose_checkpoints_are_all_torn_does_not_begin_anew(tmp_path):
     counted(tmp_path, 4, save_every=2)
     for step in (2, 4):
         damage(tmp_path / f"{step}-1")
-    with pytest.raises(RuntimeError, match="all 2 checkpoints are damaged"):
+    with pytest.raises(RuntimeError, match=r"\b2 checkpoints .*4-1.*2-1"):
         counted(tmp_path, 5, resume=True)
 
 
@@ -323,14 +323,14 @@ def test_a_run_of_jdp_0_1_goes_on_in_its_order(tmp_path, make_mesh):
 
 def test_batches_without_a_position_are_refused(tmp_path):
     with jdp.Checkpointer(tmp_path) as ckpt:
-        with pytest.raises(TypeError, match="a list, which has no `position`"):
+        with pytest.raises(TypeError, match="batches= .* list,.* `position`"):
             ckpt.restore({"n": jnp.int32(0)}, [1, 2])
     assert names(tmp_path) == []
 
 
 def test_a_position_that_was_not_stored_is_missed(tmp_path):
     counted(tmp_path, 3)
-    with pytest.raises(ValueError, match="not known where the data stood"):
+    with pytest.raises(ValueError, match=r"ckpt\.restore\(state\).*batches\.position"):
         jdp.Checkpointer(tmp_path, resume=True).restore({"n": jnp.int32(0)}, Rows())
 
 
@@ -338,17 +338,18 @@ def test_a_position_that_was_not_stored_is_missed(tmp_path):
 def test_batches_are_given_to_both_calls_or_to_none(tmp_path, restore, step):
     with jdp.Checkpointer(tmp_path) as ckpt:
         ckpt.restore({"n": 0}, *restore)
-        with pytest.raises(ValueError, match="Give them to both"):
+        calls = ("ckpt.restore", "ckpt.step")[:: 1 if restore else -1]
+        with pytest.raises(ValueError, match=" .* ".join(calls)):
             ckpt.step({"n": 1}, *step)
 
 
 def test_a_step_before_restore_or_after_close_is_refused(tmp_path):
     ckpt = jdp.Checkpointer(tmp_path)
-    with pytest.raises(RuntimeError, match="restore was not called"):
+    with pytest.raises(RuntimeError, match="^restore "):
         ckpt.step({"n": 1})
     ckpt.restore({"n": 0})
     ckpt.close()
-    with pytest.raises(RuntimeError, match="close.. was called"):
+    with pytest.raises(RuntimeError, match=r"^close\(\) "):
         ckpt.step({"n": 1})
     ckpt.close()
 
@@ -357,12 +358,12 @@ def test_a_second_run_in_the_directory_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("jdp.checkpoint.directory_lock._TIMEOUT_S", 0.1)
     with jdp.Checkpointer(tmp_path) as ckpt:
         ckpt.restore({"n": 0})
-        with pytest.raises(RuntimeError, match="in use by another run"):
+        with pytest.raises(RuntimeError, match=f"{tmp_path} .*process {os.getpid()} "):
             jdp.Checkpointer(tmp_path, resume=True).restore({"n": 0})
 
 
 def test_a_donated_state_is_refused_when_it_is_to_be_saved(tmp_path):
-    with pytest.raises(ValueError, match=r"`state\['n'\]` was donated"):
+    with pytest.raises(ValueError, match=r"`state\['n'\]` .*state, \.\.\. = step"):
         with jdp.Checkpointer(tmp_path) as ckpt:
             state = ckpt.restore({"n": jnp.zeros(3)})
             ckpt.step(state)
@@ -376,7 +377,7 @@ def test_a_donated_state_is_refused_at_once_and_does_not_count(tmp_path, call):
         ckpt.step(state)
         gone = {"n": state["n"], "w": jnp.zeros(2)}
         gone["w"].delete()
-        with pytest.raises(ValueError, match=r"`state\['w'\]` was donated.*state, \.\.\. = step"):
+        with pytest.raises(ValueError, match=r"`state\['w'\]` .*state, \.\.\. = step"):
             getattr(ckpt, call)(gone)
         assert ckpt.steps == 1
     with jdp.Checkpointer(tmp_path, resume=True) as ckpt:  # what was given before is saved
@@ -393,7 +394,7 @@ def test_numbers_out_of_range_are_refused(tmp_path, numbers):
 
 
 def test_what_fails_in_the_background_is_raised_by_a_later_call(tmp_path):
-    with pytest.raises(OSError, match="step 2 could not be saved to .*run"):
+    with pytest.raises(OSError, match=rf"step 2 .*{tmp_path}/run: .*\d bytes"):
         with jdp.Checkpointer(tmp_path / "run", save_every=2) as ckpt:
             state = ckpt.restore({"n": jnp.int32(0)})
             ckpt.step(state)
@@ -406,7 +407,7 @@ def test_what_fails_in_the_background_is_raised_by_a_later_call(tmp_path):
 
 
 def test_what_fails_at_the_end_is_raised_at_the_end(tmp_path):
-    with pytest.raises(OSError, match="step 1 could not be saved"):
+    with pytest.raises(OSError, match=r"step 1 .*\d bytes"):
         with jdp.Checkpointer(tmp_path / "run") as ckpt:
             state = ckpt.restore({"n": jnp.int32(0)})
             ckpt.step(state)
@@ -419,7 +420,7 @@ def test_what_could_not_be_saved_is_saved_when_it_is_asked_for_again(tmp_path):
         ckpt.step(state)
         (tmp_path / "1-1").mkdir()
         (tmp_path / "1-1" / "in the way").touch()
-        with pytest.raises(OSError, match="step 1 could not be saved"):
+        with pytest.raises(OSError, match=r"step 1 .*\d bytes"):
             ckpt.save(state)
         shutil.rmtree(tmp_path / "1-1")
         ckpt.save(state)
@@ -458,8 +459,7 @@ def test_sigterm_saves_the_step_and_gives_the_handler_back(tmp_path, caplog):
     assert signal.getsignal(signal.SIGTERM) is before
     assert names(tmp_path) == ["5-1", "lock"]
     # Without a launcher there is no flag.
-    words = f"SIGTERM: step 5 is saved in {tmp_path}. Run again with JDP_RESUME=1 to go on."
-    assert words in caplog.text
+    assert re.search(f"SIGTERM: step 5 .*{tmp_path}.*JDP_RESUME=1", caplog.text)
 
 
 FORKS = """
@@ -504,7 +504,8 @@ def test_a_run_that_ends_without_close_says_what_is_lost(tmp_path):
     paths = [str(tmp_path / name) for name in ("closed", "open")]
     command = [sys.executable, "-W", "ignore", "-c", NEVER_CLOSED, *paths]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert f"{paths[1]} was not closed" in found.stderr and paths[0] not in found.stderr
+    assert re.search(rf"{paths[1]} .*ckpt\.close\(\)", found.stderr)
+    assert paths[0] not in found.stderr
     assert names(tmp_path / "open") == ["lock"]
 
 
@@ -564,15 +565,16 @@ def at_its_end(path):
 def waiting(path):
     jdp.init()
     ckpt = jdp.Checkpointer(path)
-    ckpt.restore({"w": jnp.zeros(4), "n": 0})
+    ckpt.restore({"w": jnp.zeros(1_000_000), "n": 0})
     ckpt._session._commits.wait()
-    return [x.shape for spare in ckpt._session._commits._snapshots._spare.values() for x in spare]
+    return ckpt._session._own_memory._mapped.size
 
 
-def test_the_memory_of_the_first_commit_is_taken_before_the_first_step(tmp_path):
+def test_the_memory_of_both_commits_is_taken_before_the_first_step(tmp_path):
     with Launcher() as launcher:
         one, other = launcher.processes(2, "test_checkpointer:waiting", tmp_path)
-        assert [one.result(), other.result()] == [[[4]], []]
+        assert one.result() >= 2 * (1_000_000 * 4 + 8)
+        assert other.result() == 0
 
 
 # Runs `stop` steps and ends without a word, as if killed, once what was begun is written.
@@ -612,7 +614,7 @@ def one_after_the_other(path):
                 ckpt.step(state)
             if name == "first":
                 continue
-            with pytest.raises(RuntimeError, match="another Checkpointer is at work"):
+            with pytest.raises(RuntimeError, match=r"ckpt\.restore\(\(state, other\)\)"):
                 jdp.Checkpointer(path / "third").restore(state)
     return found
 

@@ -265,7 +265,7 @@ def test_a_close_tells_all_processes_of_ranks_that_differ(processes, tmp_path):
         assert is_over
         step = "2-1" if case == "early" else "1-1"
         assert saved == ([] if case == "error" else [step]), case
-    assert "Step 1 is saved in" in one["differs"][0]
+    assert re.search(rf"Step 1 .*{tmp_path}", one["differs"][0])
 
 
 def train_scaled(state, batch, scale):
@@ -317,8 +317,8 @@ OTHERWISE = {
     "nothing": ({"differs": "", "commit_every": 1, "save_every": 3}, (20, 20, 20)),
 }
 DIFFERENCES = {
-    "state": "`state.params['w']` has other values on process 1 than on process 0",
-    "argument": "`scale` has other values on process 1 than on process 0: 2.0 instead of 1.0",
+    "state": r"`state\.params\['w'\]` .*process 1 .*process 0",
+    "argument": r"`scale` .*process 1 .*process 0: 2\.0 .*1\.0",
 }
 
 
@@ -331,8 +331,8 @@ def test_what_differs_between_processes_is_neither_committed_nor_saved(tmp_path)
         case, right = OTHERWISE[name]
         assert tuple(kept) == right, name
         if difference := DIFFERENCES.get(case["differs"]):
-            assert error.startswith("RuntimeError: call 3 of `train_scaled` was not the same")
-            assert difference in error, name
+            assert error.startswith("RuntimeError: call 3 of `train_scaled` ") and "JDP211" in error
+            assert re.search(difference, error), name
         else:
             assert not error
 
@@ -381,7 +381,7 @@ def test_sigterm_on_any_process_saves_on_all_after_the_same_step(tmp_path):
         assert [process.wait() for process in lives] == [75, 75], lives[0].output()
         (saved,) = [each.name for each in (tmp_path / "run").iterdir() if each.name != "lock"]
         step = int(saved.partition("-")[0])
-        assert f"SIGTERM: step {step} is saved" in lives[0].output()
+        assert f"SIGTERM: step {step} " in lives[0].output()
     # Only process 0 reads it; the others get it from there.
     with Launcher() as launcher:
         lives = launcher.processes(3, f"{HERE}:run", tmp_path / "run", step + 1, resumes=True)

@@ -62,7 +62,31 @@ def test_commits_of_one_size_take_the_room_of_two(file):
     memory = CommitMemory(file)
     for step in range(1, 8):
         memory.write({"step": step}, parts_of(step, (10_000,)))
-    assert os.fstat(file).st_size < 40_000
+    assert os.fstat(file).st_blocks * 512 < 40_000
+
+
+def test_reserved_memory_holds_both_commits(file):
+    memory = CommitMemory(file)
+    memory.write({"step": 1}, parts_of(1, (10_000,)))
+    memory.reserve(10_000)
+    taken = os.fstat(file).st_blocks
+    for step in range(2, 6):
+        memory.write({"step": step}, parts_of(step, (10_000,)))
+        assert step_of(memory) == step
+    assert os.fstat(file).st_blocks <= taken + 8  # the facts of the second
+
+
+def test_what_is_begun_and_not_finished_costs_one_commit(file):
+    memory = CommitMemory(file)
+    for step in (1, 2):
+        memory.write({"step": step}, parts_of(step))
+    for _ in range(3):
+        memory.begin(75).values[:] = 0
+        assert step_of(memory) == 2
+    draft = memory.begin(75)
+    draft.values[:] = 3
+    memory.finish(draft, {"step": 3})
+    assert step_of(memory) == 3
 
 
 def test_many_parts_are_written_one_after_the_other(file):
@@ -70,6 +94,28 @@ def test_many_parts_are_written_one_after_the_other(file):
     parts = [np.full(3, i % 256, np.uint8) for i in range(3000)]
     memory.write({}, parts)
     np.testing.assert_array_equal(memory.read(memory.latest()), np.concatenate(parts))
+
+
+FREED = """
+import os, numpy as np
+from jdp.checkpoint.commit_memory import CommitMemory
+file = os.memfd_create("test")
+first, second = CommitMemory(file, 0), CommitMemory(file, 1)
+for step in range(4):  # of a state that is split in every other one
+    first.write({"step": step}, [np.full(9000, step, np.uint8)])
+    if step % 2:
+        first.free_areas(1)
+    else:
+        second.write({"step": step}, [np.full(9000, step, np.uint8)])
+        latest = second.latest()
+        assert latest.facts == {"step": step} and (second.read(latest) == step).all()
+"""
+
+
+def test_an_area_that_was_freed_may_be_written_again():
+    command = [sys.executable, "-c", FREED]  # a store into freed memory ends the process
+    cwd = Path(__file__).parents[2]
+    assert subprocess.run(command, env=environment(), cwd=cwd, timeout=60).returncode == 0
 
 
 class Died(BaseException):
@@ -105,15 +151,30 @@ class Dying:
 WRITE = os.pwrite
 
 
+# What a sparse file holds: offsets and bytes.
+def extents(file):
+    found, at = [], 0
+    while at < os.fstat(file).st_size:
+        try:
+            start = os.lseek(file, at, os.SEEK_DATA)
+        except OSError:  # a hole up to the end
+            break
+        at = os.lseek(file, start, os.SEEK_HOLE)
+        found.append((start, os.pread(file, at - start, start)))
+    return found
+
+
 @pytest.mark.parametrize("before", [0, 1, 2, 3])
 def test_a_writer_that_dies_at_any_byte_costs_one_commit(file, monkeypatch, before):
     memory = CommitMemory(file)
     for step in range(1, before + 1):
         memory.write({"step": step}, parts_of(step))
-    image = os.pread(file, 1 << 20, 0)
+    image = extents(file)
     num_deaths = 0
     for left in range(10_000):
-        os.pwrite(file, image.ljust(os.fstat(file).st_size, b"\0"), 0)
+        os.pwrite(file, bytes(4096), 0)  # no records
+        for start, data in image:
+            os.pwrite(file, data, start)
         dying = Dying(left)
         try:
             with monkeypatch.context() as patch:

@@ -205,19 +205,19 @@ def test_a_full_disk_is_an_error_that_leaves_the_last_good_checkpoint(tmp_path):
     )
     assert not done.returncode, done.stderr
     *error, left, intact, locked = done.stdout.splitlines()
-    assert re.search("step 20 could not be saved.*1000000 bytes.*stays: 10", " ".join(error))
+    assert re.search(r"step 20 .* 1000000 bytes.*: 10\.", " ".join(error))
     assert left == "['10-1', 'lock']" and intact == "[30, 10]"
-    assert re.search("checkpoints cannot be written to .*: .*File too large", locked)
+    assert re.search(r"\[Errno 27\].* Checkpointer ", locked)
 
 
 def test_a_folder_that_cannot_be_written_to_is_an_error_that_names_it(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="cannot be written to .*file/run.*that this process may"):
+    with pytest.raises(OSError, match="file/run: .*Checkpointer"):
         Folder(tmp_path / "file" / "run").lock()
 
 
 def test_a_url_is_no_folder():
-    with pytest.raises(ValueError, match="gs://bucket/run is not a folder on a disk"):
+    with pytest.raises(ValueError, match="^gs://bucket/run "):
         Folder("gs://bucket/run")
 
 
@@ -242,7 +242,7 @@ def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path, monkeypatch):
     with holder:
         try:
             assert holder.stdout.readline() == b"locked\n"
-            with pytest.raises(RuntimeError, match=f"in use by another run .process {holder.pid} "):
+            with pytest.raises(RuntimeError, match=f"process {holder.pid} "):
                 folder.lock()
         finally:
             holder.send_signal(signal.SIGKILL)
@@ -297,7 +297,7 @@ def test_a_run_that_goes_on_waits_for_who_holds_the_lock(folder, monkeypatch):
 
 def test_two_runs_of_one_process_are_kept_apart(folder, monkeypatch):
     monkeypatch.setattr("jdp.checkpoint.directory_lock._TIMEOUT_S", 0.1)
-    with pytest.raises(RuntimeError, match="in use by another run"):
+    with pytest.raises(RuntimeError, match=f"{folder.path} .*process {os.getpid()} "):
         Folder(folder.path).lock()
     folder.unlock()
     other = Folder(folder.path)

@@ -1,5 +1,7 @@
 """A script that is edited while it runs is not trained on by mistake."""
 
+import re
+
 import pytest
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("processes")]
@@ -42,7 +44,7 @@ def settings(tmp_path):
 def test_a_recovery_with_an_edited_module_is_refused(jdp_run):
     one = run(jdp_run, "--max-restarts=1")
     assert one.wait() != 0
-    assert "settings.py:2 is now `ADD = 10`" in one.output and "result" not in one.output
+    assert re.search("settings.py:2 .*`ADD = 10`", one.output) and "result" not in one.output
 
 
 def test_a_recovery_with_an_edited_module_may_be_asked_for(jdp_run):
@@ -56,3 +58,4 @@ def test_a_recovery_of_an_unedited_script_goes_on(jdp_run, tmp_path):
     one = run(jdp_run, "--max-restarts=1")
     assert one.wait() == 0, one.output
     assert "result 50.0 after 3" in one.output and "settings.py" not in one.output
+    assert "another program" not in one.output

@@ -122,7 +122,7 @@ def test_a_part_takes_the_form_of_a_given_tree(make_mesh, tmp_path):
     assert jdp.load(tmp_path, part="params[0]", like=shape[0]).w.tolist() == [1.0] * 3
     with pytest.raises(ValueError, match=r"`\.w` is bfloat16\[3\] .* float32\[3\]"):
         jdp.load(tmp_path, part="params[0]", like=Layer(jnp.zeros(3), None))
-    with pytest.raises(ValueError, match=r"the only leaf is int64.*float32.*like=") as caught:
+    with pytest.raises(ValueError, match=r"int64.*float32.*like=") as caught:
         jdp.load(tmp_path, part="n", like=jnp.zeros(()))
     assert "Checkpointer" not in str(caught.value)
     for wrong in ({"part": 3}, {"step": "1"}, {"step": 1.0}):

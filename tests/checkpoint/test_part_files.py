@@ -35,5 +35,5 @@ def test_an_array_whose_files_are_gone_is_an_error(tmp_path):
     for path in (tmp_path / "state-1").rglob("*"):
         if path.parent.name == "d":
             path.unlink()
-    with pytest.raises(ValueError, match="NOT_FOUND|DATA_LOSS|not exist|missing"):
+    with pytest.raises(ValueError, match="NOT_FOUND|DATA_LOSS"):
         part_files.read(tmp_path / "state-1", [*ARRAYS])

@@ -52,6 +52,11 @@ def of_two_loops_beside_each_other(x):
     return sum(lax.scan(turn, (token, x + i), length=2)[0][1] for i in range(2))
 
 
+def differentiated(x):
+    """The way forward keeps the token of each turn for the way back."""
+    return jax.grad(lambda x: without_token(total, x).sum())(x)
+
+
 ONE_CHAIN = {
     "a loop": lambda x: loop(total, x),
     "calls, a loop, calls": lambda x: total(loop(total, total(x))),
@@ -66,6 +71,7 @@ MORE = {
     "a call behind a loop without a token": lambda x: total(without_token(total, x)),
     "turns that follow the same call": of_a_token_from_outside,
     "loops that follow the same call": of_two_loops_beside_each_other,
+    "a loop in a derivative": differentiated,
 }
 
 

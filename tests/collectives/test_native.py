@@ -218,8 +218,8 @@ def test_auto_takes_it_and_says_so_once(caplog, monkeypatch):
     with caplog.at_level(logging.INFO, "jdp"):
         s, _ = step(state(), batch())
         jdp.train_step(plain_step)(s, batch())
-    [told] = [r.getMessage() for r in caplog.records if "gradients are summed by" in r.getMessage()]
-    assert "jdp's own code" in told
+    [told] = [r.getMessage() for r in caplog.records if "(collectives." in r.getMessage()]
+    assert "(collectives.native)" in told
 
 
 # Where it cannot run: a reason, and XLA's sum from `auto`.
@@ -370,5 +370,5 @@ def test_a_body_that_is_called_twice_at_each_depth_is_looked_through_once(make_m
     monkeypatch.setattr(
         call_chains.jaxprs, "bodies", lambda x: [looked_at.append(x), *bodies(x)][1:]
     )
-    assert "called twice" in call_chains.why_unordered(jaxpr)
+    assert "JAX" in call_chains.why_unordered(jaxpr)
     assert depth < len(looked_at) == len(set(map(id, looked_at)))

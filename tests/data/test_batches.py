@@ -497,8 +497,8 @@ def test_a_program_that_ends_inside_a_loop_ends_quietly():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(), "num_steps=None and epochs=None"),
-        (dict(num_steps=3, epochs=2), "num_steps=3 and epochs=2"),
+        (dict(), "num_steps=None .*epochs=None"),
+        (dict(num_steps=3, epochs=2), "num_steps=3 .*epochs=2"),
         (dict(epochs=0), "epochs .*1.*0"),
         (dict(num_steps=0), "num_steps .*1.*0"),
         (dict(epochs=1, tail="wrap"), "tail='wrap'"),
@@ -510,10 +510,10 @@ def test_a_program_that_ends_inside_a_loop_ends_quietly():
         (dict(epochs=1, batch_size=12, tail="drop"), "11 .*12"),
         (
             dict(num_steps=1, batch_size=10),
-            "batch_size 10 .* 4 ranks.*mask=True.*multiple of 4, such as 12",
+            "batch_size 10 .* 4 .*mask=True.* 4, .* 12",
         ),
         (dict(epochs=1, batch_size=10, tail="drop"), "batch_size 10 .* 4 ranks"),
-        (dict(epochs=1, mask=False), 'mask=False with tail="pad"'),
+        (dict(epochs=1, mask=False), 'mask=False .*tail="pad"'),
         (dict(epochs=1, axis_name="dp"), "'dp'"),
         (dict(epochs=1, dataset={"x": X, "y": X[:3]}), r"\['y'\] .*3 .*\['x'\] .*11"),
     ],

@@ -68,12 +68,12 @@ def test_a_masked_array_is_refused_where_values_are_masked_out(make_mesh):
     mesh = make_mesh(1)
     state = jax.device_put(jnp.float32(0), jax.NamedSharding(mesh, jax.P()))
     for dataset, named in [({"x": MASKED}, r"\['x'\]"), (list(MASKED), "row 3")]:
-        with pytest.raises(TypeError, match=f"{named} .*1 of whose"):
+        with pytest.raises(TypeError, match=f"{named} .* 1 of .*getmaskarray"):
             reader(dataset)[1](np.arange(6))
-    with pytest.raises(TypeError, match=r"batch\['x'\].*1 of whose"):
+    with pytest.raises(TypeError, match=r"batch\['x'\].* 1 of .*getmaskarray"):
         list(jdp.shard_batches([{"x": MASKED}], mesh=mesh))
     step = jdp.eval_step(lambda state, batch: {"mean": batch.mean()})
-    with pytest.raises(TypeError, match="1 of whose"):
+    with pytest.raises(TypeError, match=" 1 of .*getmaskarray"):
         step(state, MASKED)
     _, read = reader({"x": np.ma.masked_equal(X, -1.0)})
     np.testing.assert_array_equal(read(np.array([5, 5]))["x"], X[[5, 5]])
@@ -82,8 +82,8 @@ def test_a_masked_array_is_refused_where_values_are_masked_out(make_mesh):
 @pytest.mark.parametrize(
     "third, error, message",
     [
-        (lambda: {"x": "abc"}, TypeError, r"row 3\['x'\], 'abc' of type str"),
-        (lambda: {"x": 2**70}, TypeError, r"row 3\['x'\], 118.* of type int"),
+        (lambda: {"x": "abc"}, TypeError, r"row 3\['x'\].*'abc'.* str"),
+        (lambda: {"x": 2**70}, TypeError, r"row 3\['x'\].*118.* int"),
         (lambda: {"x": np.datetime64("2026-01-01")}, TypeError, r"row 3\['x'\]"),
         (lambda: {"x": np.zeros((), [("a", int)])}, TypeError, r"row 3\['x'\] .*\['a'\]"),
         (lambda: {"x": Unregistered(X)}, TypeError, r"row 3\['x'\].*register_dataclass"),
@@ -136,11 +136,11 @@ def test_a_number_that_does_not_fit_is_named_with_its_row(value, prefetch, make_
     mesh = make_mesh(1)
     state = jax.device_put(jnp.float32(0), jax.NamedSharding(mesh, jax.P()))
     batches = jdp.batches({"x": x}, 2, num_steps=3, mesh=mesh, prefetch=prefetch)
-    with pytest.raises(ValueError, match=r"batch\['x'\].*holds .* in row [01]") as caught:
+    with pytest.raises(ValueError, match=r"batch\['x'\].* row [01]") as caught:
         list(batches)
     assert "row 4 " in caught.value.__notes__[-1]
     step = jdp.eval_step(lambda state, batch: {"mean": jnp.abs(batch["x"]).mean()})
-    with pytest.raises(ValueError, match=r"batch\['x'\].*in row 4"):
+    with pytest.raises(ValueError, match=r"batch\['x'\].* row 4"):
         step(state, {"x": x})
 
 

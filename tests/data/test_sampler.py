@@ -161,7 +161,7 @@ def test_row_numbers_take_four_bytes_where_they_fit():
         (dict(position=-4), "position .*0.*-4"),
         (dict(order=3), "order .* 3"),
         (dict(share=(2, 2)), r"share=\(2, 2\)"),
-        (dict(share=(0, 3)), "batch_size 4 .*3 .*multiple of 3"),
+        (dict(share=(0, 3)), "batch_size 4 .* 3 .* 3"),
     ],
 )
 def test_refuses_numbers_out_of_range(arguments, message):
@@ -240,12 +240,12 @@ def test_batches_have_a_mask_where_rows_may_pad_or_where_it_is_asked_for(
         assert [run.padded_size(n) for n in (1, 2, 3, 4, 5, 8)] == [4, 4, 6, 4, 5, 8]
     else:
         assert [run.padded_size(n) for n in (1, 2, 4)] == [4, 4, 4]
-        with pytest.raises(ValueError, match="batch_size 4 .* 3 ranks.*mask=True.*6 rows"):
+        with pytest.raises(ValueError, match="batch_size 4 .* 3 .*mask=True.* 6 "):
             run.padded_size(3)
 
 
 def test_rows_that_pad_are_never_without_a_mask():
-    with pytest.raises(ValueError, match='mask=False with tail="pad"'):
+    with pytest.raises(ValueError, match='mask=False .*tail="pad"'):
         Run.planned(10, 4, None, 1, "pad", False)
 
 

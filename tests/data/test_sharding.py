@@ -104,7 +104,7 @@ def test_each_device_holds_its_ranks_rows(sizes, names, axis_name):
             ValueError,
             r"batch\['y'\]` .*6.*batch\['x'\]` .*4",
         ),
-        (np.ones(6), ValueError, "6 rows .*4 ranks.*multiple of 4"),
+        (np.ones(6), ValueError, " 6 .* 4 .* 4"),
         (np.ones((0, 3)), ValueError, "0 rows"),
         ({}, ValueError, "0 rows"),
         (
@@ -147,7 +147,7 @@ def test_integers_that_32_bits_do_not_hold_are_refused(value, dtype, held, place
     if held:
         np.testing.assert_array_equal(place()["ids"], ids)
         return
-    with pytest.raises(ValueError, match=rf"batch\['ids'\]` .*{value} in row 3.*jax_enable_x64"):
+    with pytest.raises(ValueError, match=rf"batch\['ids'\]` .*{value} .*row 3.*jax_enable_x64"):
         place()
     with jax.enable_x64(True):
         np.testing.assert_array_equal(place()["ids"], ids)

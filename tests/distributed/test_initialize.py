@@ -217,8 +217,8 @@ def test_a_failure_in_one_process_ends_jdp_run_with_the_cause_last(after, why, t
     )
     assert code == 1, errors
     assert [1, 2, 4] in found((code, out, errors))  # the other may not have come so far
-    cause = errors[errors.index("jdp run: the cause: process 1") :]
-    assert "1 (jdp explain-error JDP301)" in cause and f"  {why}\n" in cause
+    cause = errors[re.search("process 1 .*JDP301", errors).start() :]
+    assert f"  {why}\n" in cause
 
 
 # Process 0 holds the store, and does not answer any more.
@@ -275,7 +275,7 @@ def test_a_script_that_ends_before_a_step_of_the_others_is_named_while_they_wait
     (tmp_path / "train.py").write_text(program(after=LEAVES)[-1])
     launch = [sys.executable, "-m", "jdp", "run", "--nproc-per-node", "2", "--max-restarts", "0"]
     [(code, _, errors)] = run([*launch, "--shutdown-timeout-s", "1", str(tmp_path / "train.py")])
-    cause = re.search("jdp run: the cause: process 1 .*process 0 .* 1 s ", errors)
+    cause = re.search("process 1 .*process 0 .* 1 s .*JDP304", errors)
     assert code == 1 and cause, errors
 
 

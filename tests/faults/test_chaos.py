@@ -9,8 +9,8 @@ from benchmarks.elastic import faults
 @pytest.mark.slow
 @pytest.mark.xdist_group("processes")
 def test_chaos_costs_no_bits_and_no_row(tmp_path, oracle):
-    outcome = faults.chaos(tmp_path, oracle, num_faults=10, seed=1, pace=faults.QUICK)
-    assert len(outcome.incidents) == 10
+    outcome = faults.chaos(tmp_path, oracle, num_faults=6, seed=1, pace=faults.QUICK)
+    assert len(outcome.incidents) == 6
     assert not outcome.wrong_bits
     assert not outcome.miscounted
     assert max(outcome.lost_steps) <= 2 * COMMIT_EVERY

@@ -21,6 +21,7 @@ CASES = {
     "late models": [Program(model="late_models")],
     "small floats beside an Auto axis": [Program(auto=2, dtype="bfloat16")],
     "subnormal float16": [Program(dtype="float16", tiny=True)],
+    "a dim over ranks and further devices": [Program(mesh=(4,), auto=2, tx="stage=2")],
     "sums between processes": [Program(seed=2, processes=2, mesh=(4,), extra="large")],
 }
 
@@ -36,6 +37,7 @@ IS_HIT = {
         p.auto > 1 and p.dtype in ("bfloat16", "float16", "mixed")
     ),
     "subnormal float16": lambda p: p.dtype == "float16" and p.tiny,
+    "a dim over ranks and further devices": lambda p: p.auto > 1 and p.tx != "replicated",
     "sums between processes": lambda p: p.processes > 1 and p.extra == "large",
 }
 

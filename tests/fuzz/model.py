@@ -11,7 +11,12 @@ from jax import lax
 
 TINY = 2.0**-13  # of a gradient near 1; float16 is subnormal below 6.1e-5
 
-_EXTRA = {"none": [], "primes": [(7,), (), (13, 3), (1,)], "empty": [(0,), (3, 0), (5,)]}
+_EXTRA = {
+    "none": [],
+    "primes": [(7,), (), (13, 3), (1,)],
+    "empty": [(0,), (3, 0), (5,)],
+    "divisible": [(24,), (5, 48), (2, 24, 3), ()],
+}
 _LARGE = [(3_001,), (40_009,), (300_007,)]  # 2.4 MB of float64
 _HUGE = (4.1, 6.57)  # powers of ten: 0.1 to 30 MB of float64
 
@@ -30,16 +35,19 @@ class Over(NamedTuple):
 def params(p):
     """Draw the parameters: float arrays of the program's dtypes, in NumPy."""
     draw = np.random.default_rng(p.seed)
-    shapes = {"w1": (3, 4), "b1": (4,), "w2": (4, 2)}
+    d = p.width
+    shapes = {"w1": (3, d), "b1": (d,), "w2": (d, 2)}
     if p.model in ("scan", "scan_layers", "late"):
-        shapes["layers"] = (3, 4, 4)
+        shapes["layers"] = (3, d, d)
     if p.model in ("late_models", "models"):
-        shapes["layers"] = (2, 3, 4, 4)
+        shapes["layers"] = (2, 3, d, d)
     if p.model == "embedding":
-        shapes["table"] = (5, 4)
+        shapes["table"] = (5, d)
     if p.model == "unused":
         shapes["unused"] = (3,)
     tree = {name: draw.normal(size=shape) * 0.7 for name, shape in shapes.items()}
+    for name in {"w2", "layers"} & tree.keys():
+        tree[name] *= (4 / d) ** 0.5
     tree["extra"] = [draw.normal(size=shape) for shape in _extra(p)]
     names = ["float64", "float32"] if p.dtype == "mixed" else [p.dtype]
     leaves, treedef = jax.tree.flatten(tree)
@@ -54,7 +62,8 @@ def _extra(p):
     if p.extra == "large":
         return _LARGE[: 1 + p.seed % 3]
     if p.extra == "huge":
-        return [(int(10 ** np.random.default_rng([p.seed, 2]).uniform(*_HUGE)),)]
+        size = int(10 ** np.random.default_rng([p.seed, 2]).uniform(*_HUGE))
+        return [(size,), (size // 24, 24)][p.seed % 2 :][:1]
     return _EXTRA[p.extra]
 
 
@@ -111,6 +120,7 @@ def optimizer(p):
         "sgd": lambda: optax.sgd(rate),
         "momentum": lambda: optax.sgd(rate, momentum=0.9),
         "clip": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(rate)),
+        "trust": lambda: optax.chain(optax.scale_by_trust_ratio(), optax.sgd(0.1)),
         "multi_steps": lambda: optax.MultiSteps(
             optax.sgd(rate, momentum=0.5), 2
         ).gradient_transformation(),

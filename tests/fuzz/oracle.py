@@ -109,7 +109,7 @@ def _train(p, moved_by):
         params, opt_state, own, reported, norm = step(*arguments)
         counted = np.int64(np.sum(np.asarray(model.weights(rows)) > 0))
         metrics.append({"loss": reported[0], "mean": reported[1], "out": reported[2]})
-        metrics[-1] |= {"count": counted, "norm": norm}
+        metrics[-1] |= {"count": counted, "norm": norm, "before": reported[0]}
     numbers = {"step": np.int32(p.num_steps), "seed": np.uint32(p.seed)}
     state = {"params": params, "opt_state": opt_state, **numbers}
     if p.state != "none":

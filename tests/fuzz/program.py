@@ -15,7 +15,12 @@ class Program:
     order: str = "mesh"  # in which the step names two data axes
     tx_order: str = "same"  # in which the optimizer names them
     auto: int = 1  # devices on a further axis, which the compiler partitions
+    tx: str = "replicated"  # or jdp.sharded: "kept" is stage 3 with keep_gathered
+    min_size: int = 1  # of a leaf that is split
+    over: str = "all"  # the data axes that leaves are split over
+    grad: str = "jax"  # whose value_and_grad, where both can
     model: str = "mlp"
+    width: int = 4  # of the hidden layers; 24 divides by most numbers of ranks
     extra: str = "none"  # further leaves
     dtype: str = "float64"
     tiny: bool = False  # gradients near 1e-5, a learning rate to match
@@ -55,6 +60,11 @@ class Program:
         return self.axes[::-1] if self.tx_order == "other" else self.axes
 
     @property
+    def stage(self):
+        """Stage of jdp.sharded, 0 for jdp.replicated."""
+        return {"replicated": 0, "stage=1": 1, "stage=2": 2}.get(self.tx, 3)
+
+    @property
     def num_steps(self):
         # Training multiplies rounding errors: of 16 bits nothing is left after four steps.
         return 2 if self.dtype in ("bfloat16", "float16") else 4
@@ -80,13 +90,18 @@ CHOICES = {
     "order": ["mesh", "reversed"],
     "tx_order": ["same", "other"],
     "auto": [1, 2],
+    "tx": ["replicated", "stage=1", "stage=2", "stage=3", "kept"],
+    "min_size": [1, 10, 100],
+    "over": ["all", "inner", "outer"],
+    "grad": ["jax", "jdp"],
     "model": "mlp scan scan_layers late late_models models embedding shared unused integer".split(),
-    "extra": ["none", "primes", "empty", "large", "huge"],
+    "width": [4, 24],
+    "extra": ["none", "primes", "empty", "divisible", "large", "huge"],
     "dtype": ["float64", "float32", "bfloat16", "float16", "mixed"],
     "tiny": [False, True],
     "trainable": ["all", "tree", "path"],
     "state": ["none", "rank", "rows"],
-    "optimizer": ["sgd", "momentum", "clip", "multi_steps", "adam"],
+    "optimizer": ["sgd", "momentum", "clip", "trust", "multi_steps", "adam"],
     "loss": [
         *("rows", "batch_mean", "batch_sum", "all_gather", "maml", "global_mean"),
         *("jvp", "linearize", "vmap"),
@@ -99,7 +114,7 @@ CHOICES = {
     "algorithm": ["auto", "xla", "ring", "native"],
     "bucket_bytes": [4 * 2**20, 1, 100],
     "run": ["train_step", "shard_map", "typed", "pmap"],
-    "loop": ["python", "scan", "alternate", "two_in_jit"],
+    "loop": ["python", "scan", "alternate", "two_in_jit", "evaluated"],
     "feed": ["arrays", "batches"],
     "metrics": ["loss", "all"],
     "donate": [True, False],
@@ -107,7 +122,10 @@ CHOICES = {
 }
 
 # What the result does not depend on: such programs share one run of the oracle.
-WAYS = tuple("order tx_order auto algorithm bucket_bytes run feed donate compiler".split())
+WAYS = tuple(
+    "order tx_order auto tx min_size over grad algorithm bucket_bytes run feed donate "
+    "compiler".split()
+)
 
 # With two CPU devices in each process.
 CHOICES_OF_PROCESSES = {
@@ -126,18 +144,20 @@ def is_valid(p):
         and (p.ranks * p.auto <= 8 if p.processes == 1 else p.ranks * p.auto == 2 * p.processes)
         and (len(p.mesh) == 2 or (p.order, p.tx_order) == ("mesh", "same"))
         and (len(p.mesh) == 2 or p.reduce != "by_axis")
+        and (p.tx != "replicated" or (p.min_size, p.over) == (1, "all"))
+        and (len(p.mesh) == 2 or p.over == "all")
         # A key is numbered by the axes of the optimizer, rows by those of the step.
         and (p.tx_order == "same" or p.noise != "rank")
         # Adam divides rounding errors by rounding errors, unless they are small.
         and (p.optimizer != "adam" or p.dtype == "float64")
         and (not p.tiny or p.optimizer in ("sgd", "momentum"))
         # jax.value_and_grad(allow_int=True) is the only gradient that allows integers.
-        and (p.model != "integer" or (p.split == "whole" and p.run != "typed"))
+        and (p.model != "integer" or (p.split == "whole" and p.run != "typed" and p.grad == "jax"))
         and (p.model != "integer" or (p.loss not in ("maml", "global_mean")))
         and (p.model != "integer" or p.reduce in ("apply", "sum"))
-        # The gradient of a global mean is reduced, and its function has no aux.
-        and (p.loss != "global_mean" or (p.reduce == "apply" and p.metrics == "loss"))
-        and (p.loss != "global_mean" or (p.split == "whole" and p.state == "none"))
+        # The gradient of a global mean is reduced, of all rows, and its function has no aux.
+        and (p.loss != "global_mean" or (p.reduce == "apply" and p.state == "none"))
+        and (p.loss != "global_mean" or p.split == "whole" or p.noise == "none")
         # A tangent of integers is not a number.
         and (p.model != "integer" or p.loss not in ("jvp", "linearize"))
         # Only a step of jdp's splits state over the ranks.
@@ -148,8 +168,10 @@ def is_valid(p):
         and (is_step or p.weight == "none" or p.loss == "rows")
         and (is_step or (p.loop, p.feed, p.auto) == ("python", "arrays", 1))
         and (is_step or p.donate)
+        # An evaluation sees all rows at once.
+        and (p.loop != "evaluated" or p.split == "whole")
         and (p.run != "pmap" or len(p.mesh) == 1)
-        and (p.feed == "arrays" or p.loop in ("python", "alternate"))
+        and (p.feed == "arrays" or p.loop in ("python", "alternate", "evaluated"))
     )
 
 

@@ -36,6 +36,18 @@ def test_what_failed_once(runner, defect, program):
         assert not outcome.is_failure, hunt.describe(program, program, outcome, seed="none")
 
 
+SHARDED = [
+    Program(mesh=(2, 2), tx="stage=2", over="inner", grad="jdp", weight="mask", compiler="default"),
+    Program(mesh=(3,), tx="stage=3", split="accumulate=2", rows=4, width=24, loop="evaluated"),
+]
+
+
+@pytest.mark.parametrize("program", SHARDED, ids=repr)
+def test_sharded_programs_train_as_plain_jax_does(runner, program):
+    outcome = runner.run(program)
+    assert not outcome.is_failure, hunt.describe(program, program, outcome, seed="none")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "processes"), [(40, (1,)), (20, (2, 3))], ids=str)
 def test_random_programs_train_as_plain_jax_does(seconds, processes):

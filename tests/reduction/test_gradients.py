@@ -145,7 +145,7 @@ def test_works_in_pmap(all_reduce):
 
 def test_pmap_over_another_axis_is_refused():
     mapped = jax.pmap(jdp.sync_gradients, axis_name="batch", devices=jax.devices()[:2])
-    with pytest.raises(ValueError, match=r"'data' is not bound.*Write axis_name='batch'"):
+    with pytest.raises(ValueError, match="'data' .* axis_name='batch'"):
         mapped(np.ones(2))
 
 
@@ -382,7 +382,7 @@ def test_a_bucket_without_room_is_refused(make_mesh):
 
 
 def test_a_ring_in_a_typed_shard_map_is_refused(make_mesh):
-    with pytest.raises(ValueError, match=r"check_vma=False there, or all_reduce=jdp"):
+    with pytest.raises(ValueError, match="check_vma=False .*all_reduce=jdp"):
         per_rank(
             make_mesh(2),
             lambda x: jdp.sync_gradients(x, all_reduce=ring),

@@ -114,13 +114,13 @@ def test_the_axis_may_have_another_name_or_two():
 
 def test_pmap_over_another_axis_is_refused():
     for fn in (jdp.mean_over_ranks, jdp.sum_over_ranks):
-        with pytest.raises(ValueError, match="Write axis_name='batch'"):
+        with pytest.raises(ValueError, match="'data' .* axis_name='batch'"):
             jax.pmap(fn, axis_name="batch", devices=jax.devices()[:2])(np.ones(2, np.float32))
 
 
 @pytest.mark.parametrize("wrong", [3, np.ones(2, int), np.array(True)])
 def test_a_mean_of_whole_numbers_is_refused(wrong):
-    with pytest.raises(TypeError, match=r"mean_over_ranks of (int|bool).*Write jdp.sum_over_ranks"):
+    with pytest.raises(TypeError, match="mean_over_ranks .*(int|bool).* jdp.sum_over_ranks"):
         jdp.mean_over_ranks({"loss": 1.0, "count": wrong})
 
 
@@ -229,12 +229,12 @@ def test_rows_are_taken_out_and_put_back_in_place():
 def test_rows_of_another_number_than_the_batch_are_refused(wrong):
     with step_context.entered("data", {"x": np.ones((4, 2))}, None):
         jdp.rows(np.ones((4, 1)))
-        with pytest.raises(ValueError, match=r"rows\(x\) got float\d\d\[.*rows, 4 here"):
+        with pytest.raises(ValueError, match=r"jdp\.rows\(x\) .*float\d\d\[.* 4 "):
             jdp.rows(wrong)
 
 
 def test_rows_of_a_scalar_are_refused_also_outside_of_a_step():
-    with pytest.raises(ValueError, match=r"jdp.rows\(x\) got float32\[\]"):
+    with pytest.raises(ValueError, match=r"jdp\.rows\(x\) .*float32\[\]"):
         jdp.rows(jnp.float32(1))
 
 
@@ -326,5 +326,5 @@ def test_a_metric_of_one_rank_alone_is_averaged(make_mesh):
 def test_a_metric_that_is_no_number_is_refused_by_path(num_ranks):
     jdp.init(devices=jax.devices()[:num_ranks])
     step = jdp.train_step(lambda state, batch: (state, {"note": {"text": "hello"}}))
-    with pytest.raises(TypeError, match=r"`metrics\['note'\]\['text'\]` is 'hello', of type str"):
+    with pytest.raises(TypeError, match=r"`metrics\['note'\]\['text'\]` .*'hello'.* str"):
         step({"w": jnp.zeros(2)}, jnp.zeros(4))

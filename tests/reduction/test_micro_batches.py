@@ -259,7 +259,7 @@ def test_rows_of_another_number_than_the_micro_batch_are_refused():
     def loss_with_rows(p, batch):
         return loss_fn(p, batch), jdp.rows(jnp.ones(24))
 
-    with pytest.raises(ValueError, match=r"jdp.rows\(x\) got float32\[24\].* 12 here"):
+    with pytest.raises(ValueError, match=r"jdp\.rows\(x\) .*float32\[24\].* 12 "):
         jdp.value_and_grad(loss_with_rows, accumulate=2, has_aux=True)(training.params(), batch())
 
 
@@ -328,9 +328,7 @@ def test_a_raw_key_is_refused_where_a_loss_draws_deep_inside():
 
     fn = jdp.value_and_grad(loss, accumulate=2)
     keys = jax.random.split(jax.random.PRNGKey(0), 3)
-    with pytest.raises(
-        TypeError, match=r"argument 3 of the loss .*uint32\[3, 2\].*jax\.random\.key"
-    ):
+    with pytest.raises(TypeError, match=r"argument 3 .*uint32\[3, 2\].*jax\.random\.key"):
         fn(jnp.float32(0), np.zeros(4), keys)
 
 
@@ -484,14 +482,14 @@ def test_the_split_is_said_in_one_way():
 def test_leaves_of_unequal_rows_have_no_micro_batches_of_some_rows():
     fn = jdp.value_and_grad(loss_fn, micro_batch_rows=5)
     for wrong, found in ((np.ones(12), "12"), (3, "no")):
-        message = rf"micro_batch_rows=5, but `batch\['z'\]` has {found} rows .* first leaf has 24"
+        message = rf"micro_batch_rows=5, but `batch\['z'\]` has {found} .* 24"
         with pytest.raises(ValueError, match=message):
             fn(training.params(), {**batch(), "z": wrong})
 
 
 def test_rows_that_do_not_divide_are_refused_with_their_numbers():
     fn = jdp.value_and_grad(loss_fn, accumulate=5)
-    with pytest.raises(ValueError, match=r"accumulate=5, but `batch\['x'\]` has 24 rows on each"):
+    with pytest.raises(ValueError, match=r"accumulate=5, but `batch\['x'\]` .* 24 "):
         fn(training.params(), batch())
     with pytest.raises(ValueError, match=r"`batch\['n'\]`"):
         fn(training.params(), {"n": 3})
@@ -503,5 +501,5 @@ def test_pmap_over_another_axis_is_refused():
         jax.grad(jdp.global_mean(lambda w, x: w * x.sum())),
     ):
         mapped = jax.pmap(fn, "batch", in_axes=(None, 0), devices=jax.devices()[:2])
-        with pytest.raises(ValueError, match=r"'data' is not bound.*Write axis_name='batch'"):
+        with pytest.raises(ValueError, match="'data' .* axis_name='batch'"):
             mapped(1.0, np.ones((2, 3)))

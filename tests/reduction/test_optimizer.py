@@ -126,7 +126,7 @@ def test_two_wrapped_optimizers_side_by_side_are_not_inside_one_another():
 
 
 def test_an_optimizer_that_is_not_wrapped_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"made by 'adamw'|made by 'chain'"):
+    with pytest.raises(TypeError, match="'adamw'|'chain'"):
         state(optax.adamw(1e-3))
     with pytest.raises(TypeError, match=r"MultiSteps"):
         state(optax.MultiSteps(optax.sgd(0.1), 2))
@@ -196,7 +196,7 @@ def test_gradients_of_single_rows_are_refused():
         grads = jax.vmap(jax.grad(per_row), (None, 0, 0))(state.params, batch["x"], batch["y"])
         return state.apply_gradients(grads), {}
 
-    with pytest.raises(ValueError, match=r"`\['b'\]` is \[12, 1\], but the parameter is \[1\]"):
+    with pytest.raises(ValueError, match=r"`\['b'\]` .*\[12, 1\], .* \[1\]"):
         step(state(), batch())
 
 
@@ -221,7 +221,7 @@ def test_where_no_axis_is_bound_there_is_one_rank():
 
 @pytest.mark.parametrize("tx, kind", [(optax.sgd, "function"), (0.1, "float")])
 def test_what_is_no_optax_transformation_is_refused(tx, kind):
-    with pytest.raises(TypeError, match=f"got a {kind}.*Write jdp.replicated"):
+    with pytest.raises(TypeError, match=f" {kind}.* jdp.replicated"):
         jdp.replicated(tx)
 
 

@@ -534,13 +534,37 @@ def in_forward_mode(state, batch):
     return state, {"slope": jax.jvp(loss_fn, (state.params,), (state.params,))[1]}
 
 
+def along_the_parameters(scan, params, batch):
+    f = functools.partial(mean_loss, scan, batch=batch)
+    return jnp.sin(jax.jvp(f, (params,), (params,))[1])
+
+
+def linear_along_the_parameters(scan, params, batch):
+    _, push = jax.linearize(functools.partial(mean_loss, scan, batch=batch), params)
+    return jnp.sin(push(params))
+
+
+def jitted_along_the_parameters(scan, params, batch):
+    f = jax.jit(functools.partial(mean_loss, scan, batch=batch))
+    return jnp.sin(jax.jvp(f, (params,), (params,))[1])
+
+
 WRONG_ON_ONE_PLATFORM = {
     "forward mode": (in_forward_mode, "late=False"),
-    "psum": (layers_over_ranks(lax.psum), "reduced before it came"),
+    "jvp that is differentiated": (by_default(form=along_the_parameters), "late=False"),
+    "linearize that is differentiated": (
+        by_default(form=linear_along_the_parameters),
+        "late=False",
+    ),
+    "jit in a jvp that is differentiated": (
+        by_default(form=jitted_along_the_parameters),
+        "late=False",
+    ),
+    "psum": (layers_over_ranks(lax.psum), "JDP121"),
     "params that vary": (by_default(form=varying_params), "as xs="),
-    "skipped by some ranks": (by_default(form=skipped_by_some), "waiting for ever"),
+    "skipped by some ranks": (by_default(form=skipped_by_some), "JDP103"),
     # Each program is wrong in its own way.
-    "both": (layers_over_ranks(lax.psum, form=varying_params), "reduced before it came"),
+    "both": (layers_over_ranks(lax.psum, form=varying_params), "JDP121"),
 }
 
 
@@ -611,12 +635,13 @@ def late_in_forward_mode(state, batch):
 
 
 WRONG_IF_LATE = {
-    "sum of a layer": (reducing(of_layers(lax.psum)), "sums over the ranks what every rank has"),
-    "sum as the mean": (reducing(of_all(lax.psum), synced=True), "sums over the ranks what every"),
-    "local as the mean": (reducing(of_layers(lax.pmean), synced=True), "may differ"),
+    "sum of a layer": (reducing(of_layers(lax.psum)), "JDP122"),
+    "sum as the mean": (reducing(of_all(lax.psum), synced=True), "JDP122"),
+    "local as the mean": (reducing(of_layers(lax.pmean), synced=True), "JDP101"),
     "params that vary": (reducing(lambda g: g, form=varying_params), "as xs="),
-    "skipped by some ranks": (reducing(lambda g: g, form=skipped_by_some), "waiting for ever"),
+    "skipped by some ranks": (reducing(lambda g: g, form=skipped_by_some), "JDP103"),
     "forward mode": (late_in_forward_mode, "late=False"),
+    "jvp that is differentiated": (reducing(lambda g: g, form=along_the_parameters), "late=False"),
 }
 RIGHT_IF_LATE = {
     "means as means": reducing(of_all(lax.pmean), synced=True),

@@ -69,9 +69,9 @@ def step_of(loss_fn, scan=jdp.scan_layers, **options):
     return step
 
 
-def state_of(mesh, params, min_size=WIDTH + 1, **options):
+def state_of(mesh, params, min_size=WIDTH + 1, stage=3, **options):
     jdp.init(devices=list(mesh.devices.flat))
-    tx = jdp.sharded(optax.sgd(RATE), stage=3, min_size=min_size, **options)
+    tx = jdp.sharded(optax.sgd(RATE), stage=stage, min_size=min_size, **options)
     return jdp.TrainState.create(params, tx)
 
 
@@ -434,6 +434,27 @@ def test_forward_mode_is_refused_and_says_what_to_write(make_mesh):
 
     with pytest.raises(ValueError, match=r"late=False.*JDP111"):
         measure.lower(state_of(make_mesh(2), parameters()), rows())
+
+
+def along_the_parameters(scan, params, batch):
+    value, slope = jax.jvp(functools.partial(mean_loss, scan, batch=batch), (params,), (params,))
+    return value + slope
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_derivative_of_forward_mode_is_refused_at_its_line(stage, make_mesh):
+    state = state_of(make_mesh(2), parameters(), stage=stage)
+    with pytest.raises(ValueError, match=r"test_sharded_layers\.py:\d+.*late=False.*JDP111"):
+        step_of(along_the_parameters).lower(state, rows())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_derivative_of_forward_mode_is_right_with_late_false(stage, make_mesh):
+    scan = functools.partial(jdp.scan_layers, late=False)
+    state = state_of(make_mesh(3), parameters(), stage=stage)
+    state, _ = step_of(along_the_parameters, scan)(state, rows())
+    want = plainly(along_the_parameters, parameters(), rows(), num_steps=1)
+    assert_close(state.params, want)
 
 
 def test_late_false_scans_whole_layers(make_mesh):

@@ -55,6 +55,24 @@ MUTATIONS = {
         "self._rank, self._group = axis.size(axes) - 1 - lax.axis_index(axes), _group(axes)",
         "tests/collectives/test_shards.py",
     ),
+    "a scattered gradient is the sum, not the mean": (
+        "jdp/reduction/scattered_gradients.py",
+        "places, over, scale=scale, mesh=step.mesh)",
+        "places, over, scale=1.0, mesh=step.mesh)",
+        "tests/fuzz/test_fuzz.py::test_sharded_programs_train_as_plain_jax_does",
+    ),
+    "parts are averaged over the inner axis alone": (
+        "jdp/reduction/scattered_gradients.py",
+        "        if others:\n",
+        "        if False:\n",
+        "tests/fuzz/test_fuzz.py::test_sharded_programs_train_as_plain_jax_does",
+    ),
+    "a parameter is gathered from the slices of another": (
+        "jdp/reduction/gathered_in_time.py",
+        "self._gathered.update(zip(members, wholes, strict=True))",
+        "self._gathered.update(zip(members[::-1], wholes, strict=True))",
+        "tests/fuzz/test_fuzz.py::test_sharded_programs_train_as_plain_jax_does",
+    ),
     "the predicate of a cond counts as uniform": (
         "jdp/analysis/rules/control_flow.py",
         "index, operands = ins[0] & interp.lattice.varying, ins[1:]",

@@ -4,13 +4,16 @@ python tests/repository/test_public_api.py      # writes the file anew
 """
 
 import ast
+import contextlib
 import difflib
 import inspect
+import io
 import re
 import textwrap
 from pathlib import Path
 
 import jdp
+from jdp.__main__ import main
 from jdp.data.loops import Batches
 from jdp.launch.options import flags
 from jdp.rank_state import PerRank
@@ -68,6 +71,18 @@ def flags_and_variables():
         yield f"{' '.join(flag.option_strings)}  JDP_{flag.dest.upper()}"
 
 
+# The other commands, by their help.
+COMMANDS = ("doctor", "bench all-reduce", "bench step", "bench faults", "bench --calibrate")
+
+
+def flags_of_commands():
+    for command in COMMANDS:
+        with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+            main([*command.split(), "--help"])
+        found = re.findall(r"^  (-[-\w]+)", shown.getvalue(), re.M)
+        yield f"jdp {command}  {' '.join(sorted({*found} - {'-h'}))}"
+
+
 # Those that the code reads by their whole name, and that are no flag's.
 def variables():
     of_flags = {f"JDP_{flag.dest.upper()}" for flag in flags.Parser().flags}
@@ -96,6 +111,7 @@ def public_api():
             yield from (line for line in lines if made_by_users or "    __init__(" not in line)
         yield ""
     yield from ["# jdp run: flags, and their variables", *flags_and_variables(), ""]
+    yield from ["# Other commands: flags", *flags_of_commands(), ""]
     yield from ["# Further variables", *variables()]
 
 

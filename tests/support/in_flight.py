@@ -2,7 +2,7 @@
 
 import re
 
-from benchmarks.harness import hlo
+from jdp.inspect import hlo
 
 
 def bytes_in_flight(text):

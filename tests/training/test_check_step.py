@@ -42,12 +42,12 @@ def test_arguments_by_keyword_are_passed_on():
         is None
     )
     assert set(seen) == {((), (), 0.0)}
-    with pytest.raises(ValueError, match="3 ranks than on one"):
+    with pytest.raises(ValueError, match=r" 3 ranks .*\de[+-]\d\d"):
         jdp.check_step(step, state(), batch(num_rows=24), power, scale=scale, summed=jnp.float32(1))
     with pytest.raises(TypeError, match="'scale'"):
         jdp.check_step(step, state(), batch(num_rows=24), power)
     scale.delete()
-    with pytest.raises(ValueError, match="`scale` was donated"):
+    with pytest.raises(ValueError, match="`scale` "):
         jdp.check_step(step, state(), batch(num_rows=24), power, scale=scale)
 
 

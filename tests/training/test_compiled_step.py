@@ -8,7 +8,7 @@ from support.python_calls import python_calls
 from support.training import ranks
 
 import jdp
-from jdp.training.compiled_step import Program
+from jdp.training.compiled_step import CompiledStep
 
 
 def test_a_compiled_step_takes_the_fast_path_of_jit():
@@ -35,7 +35,7 @@ def train_as_on_gpus():
     def step(state, batch):
         return state.apply_gradients({"w": batch.mean(0)}), {}
 
-    made, new_jit, new = [], Program._new_jit, Program.__init__
+    made, new_jit, new = [], CompiledStep._new_jit, CompiledStep.__init__
 
     def untuned(self, *args, **options):
         new(self, *args, **options)
@@ -46,8 +46,8 @@ def train_as_on_gpus():
         return new_jit(self, options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Program, "__init__", untuned)
-        patch.setattr(Program, "_new_jit", noted)
+        patch.setattr(CompiledStep, "__init__", untuned)
+        patch.setattr(CompiledStep, "_new_jit", noted)
         w = jnp.zeros(4 * 2**20)  # 16 MiB of gradients
         state = jdp.TrainState.create({"w": w}, jdp.replicated(optax.sgd(1.0)))
         for batch in jdp.batches(np.ones((4, w.size), np.float32), 4, num_steps=2):

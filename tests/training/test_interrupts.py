@@ -1,6 +1,5 @@
 """Ctrl-C never leaves a caller with nothing but a donated state, whenever it comes."""
 
-import os
 import signal
 import sys
 import threading
@@ -34,7 +33,7 @@ def counting(callback=None):
 
 
 def interrupt():
-    os.kill(os.getpid(), signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)  # of this thread, which has it before the next line
 
 
 class InterruptAt:

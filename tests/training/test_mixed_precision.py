@@ -381,7 +381,7 @@ def test_check_step_still_finds_a_loss_that_is_summed():
         return len(rows["x"]) * small_loss(p, rows)
 
     step = jdp.train_step(functools.partial(differentiated, loss_fn=summed))
-    with pytest.raises(ValueError, match="computes something else on 2 ranks"):
+    with pytest.raises(ValueError, match=r" 2 ranks .*\de[+-]\d\d"):
         jdp.check_step(step, state_of(2, tx(gather_dtype=BF16)), small(2))
 
 

@@ -144,7 +144,7 @@ WIDE = [
 @pytest.mark.parametrize("program", WIDE, ids=lambda fn: fn.__name__)
 def test_a_step_whose_loss_does_not_see_narrow_parameters_is_refused(program, n):
     state = state_of(n, tx(gather_dtype=BF16))
-    with pytest.raises(ValueError, match="gather_dtype=bfloat16 has no effect"):
+    with pytest.raises(ValueError, match="gather_dtype=bfloat16 .*jdp.value_and_grad"):
         jdp.train_step(program)(state, batch(n))
     jdp.train_step(program)(state_of(n, tx()), batch(n))
 
@@ -192,15 +192,15 @@ def test_a_step_that_reads_float32_parameters_without_such_a_gradient_is_accepte
     [
         ({"gather_dtype": jnp.int8}, "gather_dtype=int8"),
         ({"gather_dtype": bool}, "gather_dtype=bool"),
-        ({"gather_dtype": jnp.float8_e4m3fn}, "gather_dtype=float8_e4m3fn, which has 8 bits"),
-        ({"gather_dtype": "complex64"}, "gather_dtype=complex64, which is complex"),
+        ({"gather_dtype": jnp.float8_e4m3fn}, "gather_dtype=float8_e4m3fn,.* 8 "),
+        ({"gather_dtype": "complex64"}, "gather_dtype=complex64"),
         ({"gather_dtype": "float64"}, "jax_enable_x64"),
         ({"reduce_dtype": jnp.float8_e5m2}, "reduce_dtype=float8_e5m2"),
         ({"reduce_dtype": np.int32}, "reduce_dtype=int32"),
         ({"gather_dtype": "bf16"}, "gather_dtype='bf16' .*jnp.bfloat16 or .*\"bfloat16\""),
         ({"reduce_dtype": "bf16"}, "reduce_dtype='bf16' .*jnp.bfloat16 or .*\"bfloat16\""),
-        ({"reduce_dtype": 16}, "reduce_dtype=16 is not a dtype"),
-        ({"gather_dtype": np.ones(2, "f")}, r"gather_dtype=array\(\[1., 1.\], .* is not a dtype"),
+        ({"reduce_dtype": 16}, "reduce_dtype=16 "),
+        ({"gather_dtype": np.ones(2, "f")}, r"gather_dtype=array\(\[1., 1.\], "),
         ({"gather_dtype": BF16, "stage": 1}, "got stage=1"),
         ({"gather_dtype": BF16, "stage": 2}, "got stage=2"),
     ],
@@ -218,5 +218,5 @@ def test_dtypes_without_a_meaning_are_refused(options, text):
 
 def test_parameters_with_fewer_bits_than_the_gather_are_refused_by_path():
     ranks(2)
-    with pytest.raises(ValueError, match=r"params\['half'\]` is bfloat16\[24, 2\], of 16 bits.*32"):
+    with pytest.raises(ValueError, match=r"params\['half'\]` is bfloat16\[24, 2\].* 16 .* 32"):
         jdp.TrainState.create(params(), tx(gather_dtype=F32))

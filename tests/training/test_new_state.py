@@ -24,7 +24,7 @@ def created(stage, init, caplog):
     ranks(2)
     with caplog.at_level(logging.INFO, "jdp"):
         state = jdp.TrainState.create(params(), optimizer(stage, with_init(init)))
-    logged = [each for each in caplog.records if "cannot be traced" in each.getMessage()]
+    logged = [each for each in caplog.records if "jax.numpy" in each.getMessage()]
     return state.opt_state, logged
 
 
@@ -55,7 +55,6 @@ def test_an_init_that_cannot_be_traced_is_run_and_logged_once(
     share = state["w"].addressable_shards[0].data.size / state["w"].size
     assert share == (1 if stage == 0 else 0.5)
     assert record.levelno == level
-    assert ("whole state is on each device" in record.getMessage()) == (stage > 0)
 
 
 def test_an_init_that_can_be_traced_logs_nothing(caplog):

@@ -71,7 +71,7 @@ def test_parameters_of_it_are_refused_by_path_or_left_alone(name):
     batch = {"x": np.ones(4, np.float32), "e": some(name, 4)}
     step, state = jdp.train_step(fit), state_with(e=some(name, 3))
     if name in FLOATS:
-        with pytest.raises(TypeError, match=rf"grads\['e'\]` is {name}\[3\].*float32 or bfloat16"):
+        with pytest.raises(TypeError, match=rf"grads\['e'\]` is {name}\[3\].*float32 .*bfloat16"):
             step(state, batch)
     else:
         state, _ = step(state, batch)
@@ -91,7 +91,7 @@ def test_a_scalar_of_few_bits_among_the_metrics_is_refused_by_path(num_ranks, na
 @pytest.mark.parametrize("function", [jdp.sum_over_ranks, jdp.mean_over_ranks])
 def test_floats_of_few_bits_are_not_summed_over_ranks(function, name):
     x = jnp.asarray(some(name, 2))
-    with pytest.raises(TypeError, match=rf"{function.__name__} of {name}.*Cast to float32"):
+    with pytest.raises(TypeError, match=rf"{function.__name__} .*{name}.* float32"):
         function(x)
 
 

@@ -307,8 +307,8 @@ def test_rows_of_another_length_are_refused():
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        (lambda grads: (jnp.float32(0), grads), r"are a tuple with the leaves 4 \(`\[0\]`, "),
-        (lambda grads: {"w": grads["w"]}, r"are a dict with the leaves 1 \(`\['w'\]`\), params"),
+        (lambda grads: (jnp.float32(0), grads), r" tuple .* 4 \(`\[0\]`, "),
+        (lambda grads: {"w": grads["w"]}, r" dict .* 1 \(`\['w'\]`\), params"),
     ],
     ids=["with the loss", "of a part"],
 )

@@ -271,7 +271,7 @@ def test_the_authors_exception_comes_through():
 
 
 def test_a_missing_argument_is_named():
-    with pytest.raises(TypeError, match="missing a required argument: 'batch'"):
+    with pytest.raises(TypeError, match="'batch'"):
         jdp.train_step(plain_step)(None)
 
 
@@ -288,7 +288,7 @@ def test_a_method_is_told_where_to_decorate():
 def test_a_step_without_metrics_is_told_what_to_return():
     ranks(2)
     step = jdp.train_step(lambda state, batch: state)
-    with pytest.raises(TypeError, match=r"returned a TrainState.*`\(state, metrics\)`"):
+    with pytest.raises(TypeError, match=r" TrainState.*`\(state, metrics\)`"):
         step(state(), batch())
 
 
@@ -315,7 +315,7 @@ def test_a_text_as_a_further_argument_is_refused():
 
 
 def test_a_weight_that_is_no_function_is_refused():
-    with pytest.raises(TypeError, match=r"got 2\.0.*weight=lambda batch"):
+    with pytest.raises(TypeError, match=r" 2\.0.*weight=lambda batch"):
         jdp.train_step(weight=2.0)(lambda state, batch: (state, {}))
 
 
@@ -325,11 +325,11 @@ def test_a_weight_that_is_no_function_is_refused():
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"x": np.zeros((4, 5)), "y": np.zeros((2, 1))}, r"\['y'\]` has 2 rows and.*has 4"),
-        ({"x": np.zeros((5, 5))}, r"\['x'\]` has 5 rows, which is not divisible by 2 ranks"),
+        ({"x": np.zeros((4, 5)), "y": np.zeros((2, 1))}, r"\['y'\]` .*2 rows .* 4\b"),
+        ({"x": np.zeros((5, 5))}, r"\['x'\]` .*5 rows, .* 2 ranks"),
         ({"x": np.float32(1)}, r"\['x'\]` is a scalar"),
-        ({"x": [[1.0, 2.0]] * 2}, r"\['x'\]\[0\]\[0\]` is the single value 1\.0.*np\.asarray"),
-        ({"x": np.zeros((2, 5)), "name": ["a", "b"]}, r"\['name'\]\[0\]` is the single value 'a'"),
+        ({"x": [[1.0, 2.0]] * 2}, r"\['x'\]\[0\]\[0\]` .* 1\.0.*np\.asarray"),
+        ({"x": np.zeros((2, 5)), "name": ["a", "b"]}, r"\['name'\]\[0\]` .* 'a'.*np\.asarray"),
     ],
 )
 def test_refuses_a_batch_that_cannot_be_split(wrong, message):
@@ -340,7 +340,7 @@ def test_refuses_a_batch_that_cannot_be_split(wrong, message):
 
 def test_refuses_columns_that_are_no_numbers():
     ranks(2)
-    with pytest.raises(TypeError, match=r"`batch\['name'\]` <U1\[2\] cannot be put on a device"):
+    with pytest.raises(TypeError, match=r"`batch\['name'\]` <U1\[2\] "):
         jdp.train_step(plain_step)(state(), {"name": np.array(["a", "b"])})
 
 
@@ -403,7 +403,7 @@ def test_whatever_takes_a_donated_array_names_it(named):
     ranks(2)
     x = jnp.ones((24, 5))
     x.delete()
-    with pytest.raises(ValueError, match=rf"`{named}.*` was donated"):
+    with pytest.raises(ValueError, match=f"`{named}.*` "):
         DELETED[named](jdp.train_step(plain_step), state(), x)
 
 
@@ -557,7 +557,7 @@ def test_the_data_axis_may_have_another_name():
 def test_a_state_split_over_the_data_axis_is_refused():
     mesh = ranks(2)
     s = {"w": jax.device_put(np.zeros(4), NamedSharding(mesh, P("data")))}
-    with pytest.raises(ValueError, match="is split over"):
+    with pytest.raises(ValueError, match=r"\['w'\].*'data'"):
         jdp.train_step(lambda s, b: (s, {}))(s, batch())
 
 
@@ -565,7 +565,7 @@ def test_parameters_on_another_mesh_are_refused():
     other = ranks(3)
     p = jax.device_put(training.params(), NamedSharding(other, P()))
     ranks(2)
-    with pytest.raises(ValueError, match="mesh of 3 devices"):
+    with pytest.raises(ValueError, match=" 3 devices .* 2 "):
         jdp.train_step(plain_step)(state().replace(params=p), batch())
 
 
@@ -786,7 +786,7 @@ def test_lower_takes_the_shapes_of_a_state():
 
 def test_a_batch_without_rows_is_refused():
     ranks(2)
-    with pytest.raises(ValueError, match="has no rows"):
+    with pytest.raises(ValueError, match=r"`batch\['x'\]` .*rows"):
         jdp.train_step(plain_step)(state(), batch(num_rows=0))
 
 

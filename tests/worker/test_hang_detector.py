@@ -1,5 +1,6 @@
 import itertools
 import math
+import re
 
 import pytest
 
@@ -98,12 +99,12 @@ def test_whoever_has_made_the_fewest_steps_is_named_first(order):
     assert stall.processes == [late]
     assert stall.stalled_s == 30.0
     lines = stall.report.splitlines()
-    assert lines[0] == "no progress for 30 s; the run ends after 600 s."
+    assert re.search(r" 30 s; .* 600 s\.$", lines[0])
     assert lines[1].startswith(
-        f"  process {late} (pid 1011), 1 step behind: waiting for data for 30 s, 11 steps called"
+        f"  process {late} (pid 1011), 1 step behind: {DATA} for 30 s, 11 steps "
     )
     inside = next(line for line in lines if f"process {order.index(0)} " in line)
-    assert "inside all-reduce 1,284 (bucket 3), waits for the above" in inside
+    assert re.search(r"all-reduce 1,284 \(bucket 3\)", inside)
     assert "loader" in lines[-1]
 
 
@@ -123,7 +124,7 @@ def test_of_those_in_a_step_the_one_that_entered_the_fewest_all_reduces_is_the_c
 def test_a_stopped_process_is_the_cause_wherever_it_stopped():
     stall = first({0: at(BETWEEN), 1: at(STEP, state="stopped")})
     assert stall.processes == [1]
-    assert "process 1 (pid 1010): stopped, running a step" in stall.report
+    assert f"process 1 (pid 1010): stopped, {STEP} " in stall.report
     assert "kill -CONT" in stall.report
 
 
@@ -145,7 +146,7 @@ def test_a_script_that_has_ended_is_named_while_others_train():
     processes = {0: at(STEP, 12), 1: at(ENDED, 11, since_s=-9.0)}
     stall = first(processes)
     assert stall.processes == [1]
-    assert "process 1 (pid 1011), 1 step behind: the script has ended for 39 s" in stall.report
+    assert f"process 1 (pid 1011), 1 step behind: {ENDED} for 39 s" in stall.report
     assert looks(Watch(10.0), processes, 10)[10].is_over
 
 
@@ -198,7 +199,6 @@ def test_a_step_that_devices_still_run_has_a_limit_where_the_script_has_none():
     assert not looks(Watch(10.0), {0: alone}, 1000)
     stall = looks(Watch(10.0), {0: alone._replace(is_running=True)}, 10)[10]
     assert stall.is_over
-    assert "its devices" in stall.report
 
 
 def test_whoever_debugs_has_all_the_time_and_so_do_those_that_wait():
@@ -232,8 +232,8 @@ def test_a_process_that_does_not_come_to_init_is_named_and_given_up_as_late_as_a
     said = looks(Watch(10.0), {0: at(JOINING, 0), 1: at(BEFORE, 0)}, 61)
     assert {now: stall.processes for now, stall in said.items()} == {30: [1], 60: [1]}
     assert [stall.is_over for stall in said.values()] == [False, True]
-    assert "process 1 (pid 1000): before jdp.init() for 30 s" in said[30].report
-    assert "waiting in jdp.init() for the others for 30 s, 0 steps" in said[30].report
+    assert f"process 1 (pid 1000): {BEFORE} for 30 s" in said[30].report
+    assert f"{JOINING} for 30 s, 0 steps" in said[30].report
 
 
 def test_time_in_which_nobody_looked_does_not_count():
@@ -245,8 +245,9 @@ def test_time_in_which_nobody_looked_does_not_count():
 
 def test_a_watch_that_ends_nobody_does_not_say_that_it_will():
     watch = Watch(10.0, ends=False)
-    for stall in looks(watch, {0: at(STEP)}, 20).values():
-        assert "the run ends" not in stall.report
+    for now, stall in looks(watch, {0: at(STEP)}, 20).items():
+        limits = {"10 s"} - {f"{now:g} s"}
+        assert not limits & {*re.findall("[0-9]+ s", stall.report.splitlines()[0])}
 
 
 def test_what_is_left_is_the_limit_less_the_time_without_progress():

@@ -37,18 +37,19 @@ def lines(monkeypatch):
     ("after", "named"),
     [
         (LINES, None),
-        (["import os", "rate = 0.2", "steps = 10"], "train.py:2 is now `rate = 0.2`"),
-        ([*LINES, "more = 1"], "train.py:4 is now `more = 1`"),
-        (["# new", *LINES], "train.py:1 is now `# new`"),
-        (LINES[:2], "train.py now ends after line 2"),
-        ([], "train.py now ends after line 0"),
+        (["import os", "rate = 0.2", "steps = 10"], ["train.py:2", "`rate = 0.2`"]),
+        ([*LINES, "more = 1"], ["train.py:4", "`more = 1`"]),
+        (["# new", *LINES], ["train.py:1", "`# new`"]),
+        (LINES[:2], ["train.py", "line 2"]),
+        ([], ["train.py", "line 0"]),
     ],
     ids=["equal", "changed", "longer", "begins later", "shorter", "empty"],
 )
 def test_the_first_line_that_differs_is_named(lines, after, named):
     saved = lines(other=["x"], train=LINES)
     lines(other=["x"], train=after)
-    assert source_files.difference(saved) == named
+    text = source_files.difference(saved)
+    assert text is None if named is None else all(each in text for each in named)
 
 
 def test_lines_with_equal_sums_still_differ_as_a_file(lines):

@@ -15,6 +15,7 @@ from support.processes import environment, free_port
 from jdp.worker.hang_detector import Watch
 from jdp.worker.launcher_client import Assignment, invitation
 from jdp.worker.messages import decode, encode
+from jdp.worker.phases import BETWEEN, DATA
 from jdp.worker.progress_board import Board
 
 STALLING = str(Path(__file__).parents[1] / "support" / "stalling.py")
@@ -74,17 +75,16 @@ def child_environment(process, num_processes, port):
 @pytest.mark.parametrize(
     ("kind", "phase", "stack"),
     [
-        ("loader", "waiting for data for .*, 4 steps called", "sleep_in_the_loader"),
-        ("callback", "between steps for .*, 4 steps called, its devices", "sleep_in_a_step"),
+        ("loader", f"{DATA} for .*, 4 steps ", "sleep_in_the_loader"),
+        ("callback", f"{BETWEEN} for .*, 4 steps .*devices", "sleep_in_a_step"),
     ],
 )
 def test_one_process_that_hangs_in_what_is_jdps_is_told_and_ended(kind, phase, stack):
     with Run(kind, 1, 1.5) as run:
         code, text = run.wait()
     assert code == 124
-    assert text.count("jdp: no progress for") == 2
     assert len(re.findall(rf"process 0 \(pid \d+\): {phase}", text)) == 2
-    assert "that it may take: the run ends." in text
+    assert re.search(r"^jdp: .* 1\.5 s .*\.$", text, re.MULTILINE)
     assert f"in {stack}" in text
 
 
@@ -105,7 +105,7 @@ def test_at_a_prompt_a_process_is_told_and_never_ended():
     with Run("prompt", 1, 1.0) as run:
         child = run.children[0]
         for line in child.stderr:
-            if "no progress for 2" in line:
+            if line.startswith("jdp: ") and " 2." in line:
                 break
         assert child.poll() is None
         assert "ends" not in line
@@ -123,19 +123,17 @@ def test_a_debugger_is_left_alone():
 @pytest.mark.parametrize(
     ("kind", "odd", "stack"),
     [
-        ("loader", "waiting for data for .*, 4 steps called", "sleep_in_the_loader"),
+        ("loader", f"{DATA} for .*, 4 steps ", "sleep_in_the_loader"),
         ("stop", None, None),
-        pytest.param(
-            "loop", "between steps for .*, 4 steps called", "sleep_in_the_loop", marks=slow
-        ),
+        pytest.param("loop", f"{BETWEEN} for .*, 4 steps ", "sleep_in_the_loop", marks=slow),
         pytest.param("lock", None, None, marks=slow),
     ],
 )
 def test_each_of_two_processes_tells_where_it_is_and_the_run_ends(kind, odd, stack):
     with Run(kind, 2, 2.0) as run:
         code, text = run.wait(0)
-        assert re.search(r"jdp: no progress for .*\n  process 0 .*, 5 steps called", text)
-        assert "inside all-reduce" in text
+        assert re.search(r"jdp: .*\n  process 0 .*, 5 steps ", text)
+        assert re.search(r"all-reduce \d", text)
         if odd is None:  # it can't say anything
             assert code == 124
             return
@@ -202,10 +200,10 @@ def launcher():
 @pytest.mark.parametrize(
     ("kind", "odd", "stack"),
     [
-        ("loop", "between steps", "sleep_in_the_loop"),
-        ("lock", "between steps", "hold_the_lock"),
-        pytest.param("loader", "waiting for data", "sleep_in_the_loader", marks=slow),
-        pytest.param("stop", "stopped, between steps", None, marks=slow),
+        ("loop", BETWEEN, "sleep_in_the_loop"),
+        ("lock", BETWEEN, "hold_the_lock"),
+        pytest.param("loader", DATA, "sleep_in_the_loader", marks=slow),
+        pytest.param("stop", f"stopped, {BETWEEN}", None, marks=slow),
     ],
 )
 def test_a_launcher_sees_which_process_holds_up_the_others(kind, odd, stack, launcher):
@@ -217,7 +215,7 @@ def test_a_launcher_sees_which_process_holds_up_the_others(kind, odd, stack, lau
         pids = [child.pid for child in run.children]
         assert first.startswith(f"  process 1 (pid {pids[1]}), 1 step behind: {odd} for ")
         assert second.startswith(f"  process 0 (pid {pids[0]}): ")
-        assert re.search(r"5 steps called.*, inside all-reduce .*, waits for the above", second)
+        assert re.search(r" 5 steps .* all-reduce \d", second)
         assert [it.generation for it in launcher.slots().values()] == [5, 5]
         if stack is not None:
             run.children[1].send_signal(signal.SIGQUIT)

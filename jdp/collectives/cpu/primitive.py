@@ -16,6 +16,7 @@ from jdp.collectives import call_order
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.collectives.cpu import unread
 from jdp.collectives.cpu.lowering import lowered
+from jdp.collectives.cpu.operands import of_one_row
 from jdp.collectives.xla import scaled
 
 # (rank, group, scale, token, *leaves) -> (token, *leaves)
@@ -75,14 +76,16 @@ def _transpose(
 def _batch(
     axis_data: Any, args: Sequence[Any], dims: Sequence[Any], *, axes: Any, **params: Any
 ) -> tuple[Any, Any]:
+    before, leaves = of_one_row(args, dims), args[_FIRST_LEAF:]
     if axis_data.name in axes:
         remaining = tuple(name for name in axes if name != axis_data.name)
         sums = [
-            _sum_of_rows(x, dim, axis_data.size, remaining, scale=args[2])
-            for x, dim in zip(args[_FIRST_LEAF:], dims[_FIRST_LEAF:], strict=True)
+            _sum_of_rows(x, dim, axis_data.size, remaining, scale=before[2])
+            for x, dim in zip(leaves, dims[_FIRST_LEAF:], strict=True)
         ]
-        return [args[_FIRST_LEAF - 1], *sums], [dims[_FIRST_LEAF - 1]] + [None] * len(sums)
-    return all_reduce_p.bind(*args, axes=axes, **params), dims[_FIRST_LEAF - 1 :]
+        return [before[-1], *sums], [None] * (1 + len(sums))
+    out = all_reduce_p.bind(*before, *leaves, axes=axes, **params)
+    return out, [None, *dims[_FIRST_LEAF:]]
 
 
 def _sum_of_rows(x: Any, dim: Any, size: int, axes: tuple[str, ...], *, scale: Any) -> jax.Array:

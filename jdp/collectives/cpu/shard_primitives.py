@@ -19,6 +19,7 @@ from jdp.collectives import call_order
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.collectives.cpu import unread
 from jdp.collectives.cpu.lowering import lowered
+from jdp.collectives.cpu.operands import of_one_row
 from jdp.collectives.xla import scaled
 
 # (rank, group, scale, token, *leaves) -> (token, *leaves), with the parameters
@@ -140,7 +141,7 @@ def _batch(
     primitive: Any, of_rows: Callable, axis_data: Any, args: Sequence[Any], places: Sequence[Any],
     *, axes: tuple[str, ...], dims: tuple[Any, ...], num_ranks: int, **params: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
-    before, leaves = args[:_NUM_BEFORE], args[_NUM_BEFORE:][: len(dims)]
+    before, leaves = of_one_row(args, places), args[_NUM_BEFORE:][: len(dims)]
     places, params = places[: _NUM_BEFORE + len(dims)], params | _nothing_overwritten(params)
     leaves = [
         x if place is None else jnp.moveaxis(x, place, 0)
@@ -157,18 +158,18 @@ def _batch(
             x if flag else jnp.broadcast_to(x, (num_ranks, *x.shape))
             for x, flag in zip(leaves, is_batched, strict=True)
         ]
-        results = [of_rows(x, dim, args[2]) for x, dim in zip(rows, dims, strict=True)]
-        return [before[-1], *results], [places[_NUM_BEFORE - 1], *[0] * len(results)]
+        results = [of_rows(x, dim, before[2]) for x, dim in zip(rows, dims, strict=True)]
+        return [before[-1], *results], [None, *[0] * len(results)]
     dims = tuple(
         jax.tree.map(lambda i, flag=flag: i + flag, dim)
         for dim, flag in zip(dims, is_batched, strict=True)
     )
     out = primitive.bind(*before, *leaves, axes=axes, dims=dims, num_ranks=num_ranks, **params)
-    return out, [places[_NUM_BEFORE - 1], *(0 if flag else None for flag in is_batched)]
+    return out, [None, *(0 if flag else None for flag in is_batched)]
 
 
 def _scatter_rows(rows: jax.Array, dim: int, scale: Any) -> jax.Array:
-    """Return what each row keeps of the sum of all rows: `[n, ...]`, `dim` split by n."""
+    """Return the slice of the sum that each row keeps: `[n, ...]`, `dim` split by n."""
     is_float = jnp.issubdtype(rows.dtype, jnp.floating)
     wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32)) if is_float else rows
     total = wide.sum(0, dtype=wide.dtype)
@@ -182,7 +183,7 @@ def _gather_rows(rows: jax.Array, dim: int, scale: Any) -> jax.Array:
 
 
 def _exchange_rows(rows: jax.Array, dims: tuple[int, int], scale: Any) -> jax.Array:
-    """Return what arrives at each row: `[n, ...]`, joined from the slices of all rows."""
+    """Return the received slices of each row, joined: `[n, ...]`."""
     split, joined = dims
     slices = [jnp.split(row, len(rows), axis=split) for row in rows]
     return jnp.stack([jnp.concatenate(each, axis=joined) for each in zip(*slices, strict=True)])

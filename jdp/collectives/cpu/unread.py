@@ -1,6 +1,6 @@
-"""What nobody reads is not sent: results of native calls that are dropped before XLA sees them.
+"""Drop results of native calls that nobody reads, before XLA sees the calls.
 
-XLA drops its own collectives where nobody reads them. Of a native call it keeps all leaves, since
+XLA drops its own collectives where nobody reads them. It keeps all leaves of a native call, since
 the next call waits for its token. A step gathers its whole state and reads few leaves of it, so
 JAX's own dead-code elimination, which runs before XLA, drops them here.
 """

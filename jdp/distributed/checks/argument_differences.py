@@ -11,7 +11,7 @@ from jdp.distributed import agree
 
 PART = " part "  # separates a leaf's name from its part's position along further axes
 
-WHY = "Ranks that get other arguments train different models, or wait for each other for ever."
+WHY = "Ranks that get other arguments train different models, or wait for each other forever."
 ADVICE_FOR_STATE = (
     "A program changed the state after the step that returned it: do so on all processes and with "
     "equal values, outside of `if jax.process_index() == 0` and of what one process alone has read "

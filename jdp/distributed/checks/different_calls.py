@@ -1,7 +1,7 @@
 """Check, when no call ends, whether the processes wait for each other in different calls.
 
-If no call of a process has ended for `PATIENCE_S`, or the process ends, it puts its last calls into
-the store. While process 0 of a group waits, it compares the calls of all processes with its own.
+A process puts its last calls into the store when it ends, or when none of its calls has ended for
+`PATIENCE_S`. While process 0 of a group waits, it compares the calls of all processes with its own.
 The other processes compare theirs with those of process 0. Calls that end in time are only recorded
 (`call_log.py`).
 """

@@ -204,7 +204,7 @@ def require_schedule(group: tuple[int, ...], name: str, compiled: str) -> None:
     text = (
         f"XLA has compiled `{name}` to another order of collectives on process {odd} than on "
         f"process {usual}, though the programs are equal: {difference} They would wait for each "
-        "other for ever. Nothing was sent or donated. Look for other drivers and GPUs, and empty "
+        "other forever. Nothing was sent or donated. Look for other drivers and GPUs, and empty "
         "the compilation cache."
     )
     raise ValueError(with_code("JDP206", text))

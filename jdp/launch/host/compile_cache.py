@@ -21,7 +21,7 @@ def folder(inherited: Mapping[str, str]) -> Path:
 
 
 def drop_torn(folder: Path) -> None:
-    """Remove what was being written just now, when a process that compiled was killed.
+    """Remove programs that were being written when a process was killed.
 
     JAX writes a program in place. For a truncated one, each process warns and compiles it
     again, and does not replace it.

@@ -75,7 +75,7 @@ class LocalGeneration:
         """Return the statuses of its processes, by process id."""
         return {process.process_id: process.slot.read() for process in self.processes}
 
-    # --- what its processes do ---
+    # --- messages and ends of its processes ---
 
     def record_told(self, process: Process, kind: str, facts: dict[str, Any]) -> None:
         """Record a message of a process."""
@@ -134,7 +134,7 @@ class LocalGeneration:
         step = process.step()
         self.step = step if self.step is None else min(self.step, step)
 
-    # --- what is done to them ---
+    # --- commands to its processes ---
 
     def stop(self, number: int | None) -> None:
         """Ask its processes to end, by a signal unless `number` is None, and kill them later."""

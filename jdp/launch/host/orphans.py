@@ -55,7 +55,7 @@ class Orphans:
         return left
 
     def kill_all(self, timeout_s: float = 5.0) -> None:
-        """Kill all orphans and what they leave behind in turn, for at most `timeout_s` seconds."""
+        """Kill all orphans, and the orphans that these leave, for at most `timeout_s` seconds."""
         end = time.monotonic() + timeout_s
         while (left := self.reap()) and time.monotonic() < end:
             for pid in left:

@@ -58,7 +58,7 @@ class WorkerOutput:
         self._logs.post(lambda: self._assign(process_id, local_rank, generation))
 
     def reveal(self) -> None:
-        """Show the process on the console from now on, whatever --local-ranks-filter says."""
+        """Show the process on the console from now on, against --local-ranks-filter."""
         self.is_revealed = True  # not posted: its next output may be read before a posted call runs
 
     def last_lines(self, timeout_s: float = 1.0) -> list[str]:
@@ -78,7 +78,7 @@ class WorkerOutput:
             return list(self.tail)
 
     def receive(self, stream: int, data: bytes) -> None:
-        """Show and write what was read from `stream`; no bytes are its end. In the thread."""
+        """Show and write bytes read from `stream`; empty at its end. In the thread."""
         for line in self._splitters[stream].split(data):
             self._file.write(line)
             if _GLOO.fullmatch(line):
@@ -152,13 +152,13 @@ class Logs:
             self._waker.close()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Have the thread call this, after what was posted before."""
+        """Have the thread call this, after all calls posted before."""
         self._calls.append(call)
         with suppress(OSError):  # full, so that it will wake up anyway; or closed
             self._waker.send(b"x")
 
     def drain(self, output: WorkerOutput) -> None:
-        """Read what lies in the pipes of a process. In the thread."""
+        """Read the pipes of a process until they are empty. In the thread."""
         for pipe in [*output.pipes]:
             # Bounded: the process may write faster than this reads.
             for _ in range(_MAX_READS):
@@ -211,7 +211,7 @@ class Logs:
                 try:
                     call()
                 except Exception as error:  # the output must be read all the same
-                    self.say(f"a bug in the launcher's log thread, which goes on: {error!r}")
+                    self.say(f"a bug in the launcher's log thread, which continues: {error!r}")
         self._selector.close()
         self._woken.close()
 

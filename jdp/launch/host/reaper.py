@@ -1,8 +1,8 @@
 """A process that outlives the launcher by a moment, to kill the processes of the run.
 
 The death signal of `spawn` ends the launcher's children, but not their children. The guardian holds
-one end of a pipe, which is closed when the launcher ends, in whatever way. It is a program of its
-own, without jdp, so that it is small and starts at once.
+one end of a pipe, which is closed when the launcher ends, however that happens. It is a program of
+its own, without jdp, so that it is small and starts at once.
 """
 
 import os
@@ -17,7 +17,7 @@ from contextlib import suppress
 # A variable by which the guardian finds processes that left their process group.
 MARK = "JDP_GUARDIAN"
 
-# Seconds that a resource tracker has to clean up, of which it needs some milliseconds.
+# Seconds that a resource tracker has to clean up; it needs some milliseconds.
 _TRACKER_S = 2.0
 
 

@@ -40,7 +40,7 @@ class Standbys:
         return bool(self._processes or self._dropped)
 
     def fill(self) -> None:
-        """Start the missing standbys, also in the place of those that are stopped or dying."""
+        """Start the missing standbys, also to replace stopped or dying ones."""
         for process in [each for each in self._processes if not each.can_run()]:
             self._processes.remove(process)
             self._dropped.append(process)

@@ -48,7 +48,7 @@ class HostResources:
         self.commit_file = os.memfd_create("jdp-commit")
 
     def assignments(self, first: int, slots: Sequence[int], **common: Any) -> list[Assignment]:
-        """Return those of the processes of this host in a generation.
+        """Return the assignments of the processes of this host in a generation.
 
         Args:
           first: number of the first process.
@@ -71,7 +71,7 @@ class HostResources:
         self.logs.post(lambda: self.logs.say(text))
 
     def release(self) -> None:
-        """Kill all that is left of the processes, and show what they have written.
+        """Kill all processes that are left, and show their last output.
 
         Raises:
           TimeoutError: if a process could not be killed.
@@ -177,7 +177,7 @@ class Process:
         self._output.assign(assignment.process_id, assignment.local_id, assignment.generation)
 
     def signal(self, number: int) -> None:
-        """Send a signal to it, not to its children: data loaders go on while it saves."""
+        """Send a signal to it, not to its children: data loaders continue while it saves."""
         # Popen.send_signal would reap a process that has ended and leave its children running.
         signal.pidfd_send_signal(self._pidfd, number)
 
@@ -186,7 +186,7 @@ class Process:
         spawn.kill(self.popen)
 
     def reveal(self) -> None:
-        """Show its output on the console from now on, whatever the filter says."""
+        """Show its output on the console from now on, against the filter."""
         self._output.reveal()
 
     def read(self) -> None:

@@ -1,1 +1,1 @@
-"""The launcher that leads a run: who takes part, and what follows a failure."""
+"""The launcher that leads a run: it chooses the hosts, and recovers after a failure."""

@@ -170,7 +170,7 @@ class Generation:
                 self._blamed = part.remote, part.slots[process_id - part.first]
 
     def blame(self, now: float) -> None:
-        """Record the failure for the slot of the process to blame, which may have to rest."""
+        """Record the failure for the slot of the process to blame, which may then pause."""
         if self._blamed is not None:
             remote, slot = self._blamed
             remote.slots[slot].fail(now, can_rest=len(remote.free(now)) > remote.least)

@@ -11,7 +11,7 @@ class LastCommits:
     Args:
       code: exit code of the run.
       why: for people.
-      restored: step of the checkpoint from which the last generation went on, if any.
+      restored: step of the checkpoint from which the last generation continued, if any.
     """
 
     def __init__(self, code: int, why: str, restored: int | None) -> None:
@@ -24,7 +24,7 @@ class LastCommits:
             remote.channel.send("save commit")
 
     def record_answer(self, remote: RemoteHost, facts: dict[str, Any]) -> None:
-        """Record what a host has written."""
+        """Record the commit that a host has saved."""
         self._answers[remote] = facts
 
     def are_saved(self, remotes: list[RemoteHost]) -> bool:
@@ -32,9 +32,9 @@ class LastCommits:
         return all(remote in self._answers for remote in remotes)
 
     def outcome(self) -> tuple[int, str]:
-        """Return the exit code, and for people the reason and how to go on."""
+        """Return the exit code, and a text for people: the reason, and how to continue."""
         saved = [facts for facts in self._answers.values() if "step" in facts]
-        go_on = "The same command with --resume goes on from step"
+        go_on = "The same command with --resume continues from step"
         if saved:
             latest = max(saved, key=lambda facts: (facts["life"], facts["step"]))
             return self._code, self._with(f"{go_on} {latest['step']}, in {latest['directory']}.")

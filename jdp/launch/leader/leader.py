@@ -1,4 +1,4 @@
-"""Generations over hosts: which hosts take part, and what happens after a failure.
+"""The leader of a run: it begins generations on hosts, and recovers after a failure.
 
 The launcher that listens at the rendezvous address leads. A `Host` manages its own processes, as on
 any other host, so a run on one host has a single `RemoteHost`.
@@ -129,7 +129,7 @@ class Leader:
             remote.is_ready = True
             self._events.write("ready", generation=generation, host=remote.name)
 
-    # --- what happens in a generation ---
+    # --- events of a generation ---
 
     def _told(self, generation: Generation, remote: RemoteHost, what: str, **facts: Any) -> None:
         if not generation.record_told(remote, what=what, **facts):
@@ -204,7 +204,7 @@ class Leader:
         if generation.saved:
             saved = f"saved {generation.closed_step}".rstrip()
             self._over(
-                SAVED, f"it {saved} and ended; the same command with --resume goes on there."
+                SAVED, f"it {saved} and ended; the same command with --resume continues there."
             )
         elif self._signal is not None and not generation.is_finished:
             self._give_up(128 + self._signal, "")

@@ -99,7 +99,12 @@ class Gathering:
         self._enough_since: float | None = None
 
     def plan(self, remotes: list[RemoteHost], now: float) -> Plan | None:
-        """Return the plan of the generation to form now; None if it is not time for one."""
+        """Return the plan of the generation to form now; None if it is not time for one.
+
+        Args:
+          remotes: the hosts that have joined.
+          now: time.monotonic().
+        """
         least, most = self._options.nnodes
         chosen = make(remotes, least, now)
         if chosen is None:

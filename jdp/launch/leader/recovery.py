@@ -81,7 +81,7 @@ class Outage:
         parts.append(f"first step {record['step_s']:.3f}{compiled}")
         lost = record["lost_steps"]
         words = "" if lost is None else f", {lost} step{'' if lost == 1 else 's'} lost"
-        return f"whole after {record['whole_s']:.3f} s ({', '.join(parts)}){words}"
+        return f"training again after {record['whole_s']:.3f} s ({', '.join(parts)}){words}"
 
 
 class Recoveries:
@@ -103,7 +103,7 @@ class Recoveries:
         return "" if self._outage is None else self._outage.text
 
     def reason_to_end(self, why: Cause, generation: Generation) -> str:
-        """Return the reason why the run does not go on after this failure; "" if it does."""
+        """Return the reason to end the run after this failure; "" to continue."""
         if why.grows:
             return ""
         reason = self._budget.reason_to_end(why, _step(why, generation), why.noticed)

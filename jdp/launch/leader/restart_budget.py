@@ -37,7 +37,7 @@ class RestartBudget:
         self._failures: list[_Failure] = []
 
     def reason_to_end(self, why: Cause, step: int | None, now: float) -> str:
-        """Return the reason why the run does not go on after this failure; "" if it does.
+        """Return the reason to end the run after this failure; "" to continue.
 
         Args:
           why: the cause of the failure.

@@ -38,7 +38,7 @@ REFUSED = {
 
 _DESCRIPTION = """\
 Run a training program on several processes. Processes that fail are replaced,
-and the run goes on from the last commit."""
+and the run continues from the last commit."""
 
 _EPILOG = f"""\
 examples:
@@ -47,7 +47,7 @@ examples:
   jdp run --nnodes 2 --rdzv-endpoint host0:{DEFAULT_PORT} --token-file token train.py
       the same command on each of two hosts; host0 leads
   jdp run --nnodes 1:4 ...
-      goes on with the remaining ones of four hosts, and grows again
+      continues with the remaining ones of four hosts, and grows again
 
 One process drives all GPUs of its host, so one host needs no launcher for them.
 
@@ -60,7 +60,7 @@ exit codes:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads flags up to the program; what follows is the program's.
+    """Reads flags up to the program; the rest are the program's.
 
     Raises:
       ValueError: for a bad command line, where argparse would end the process.
@@ -139,7 +139,7 @@ def _add_faults(parser: Parser) -> None:
     text = "processes on this host that wait to take over, with their imports done (default: as "
     text += "many as run)"
     parser.flag(group, "--standbys", text, type=read_count("standbys", 0), metavar="N")
-    text = "go on from the newest checkpoint of an earlier run"
+    text = "continue from the latest checkpoint of an earlier run"
     parser.flag(group, "--resume", text, action="store_true")
     text = "end a run in which no step finished for S seconds (default: as jdp.init says, 600)"
     parser.flag(group, "--timeout-s", text, type=read_seconds, metavar="S")

@@ -7,7 +7,7 @@ from typing import Any
 
 from jdp.worker.messages import MAX_LINE_BYTES, decode, encode
 
-# An end that has so much to read has stopped, and would have to be given up anyway.
+# An end with so much unread data has stopped, and is given up.
 _MAX_UNSENT_BYTES = 4 * MAX_LINE_BYTES
 
 

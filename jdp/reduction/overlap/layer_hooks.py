@@ -182,8 +182,8 @@ class Hooks:
         bucketed = [[slot[i] for i in bucket] for bucket in self._plan]
         return self._unplanned(self._all_reduced(bucketed, self._scale))
 
-    # One sum of one vector, and not the mean: XLA combines the sums of a loop's body, and what it
-    # would slice or scale behind them, it would wait for before the barrier.
+    # Sum one vector, without a scale: XLA combines the sums of a loop's body, and would wait before
+    # the barrier for sums that are sliced or scaled behind it.
     def _summed(self, slot: list[jax.Array]) -> list[jax.Array]:
         vectors = [buckets.pack([slot[i] for i in bucket]) for bucket in self._plan]
         vectors = [scaled(x, split_scale(self._scale, x.dtype)[0]) for x in vectors]
@@ -220,7 +220,7 @@ class Hooks:
         return [x.astype(like.dtype) for x, like in pairs]
 
     def _unplanned(self, reduced: list[list[jax.Array]]) -> list[jax.Array]:
-        """Return what was reduced in buckets, in the order and the dtypes of the parameters."""
+        """Return the reduced gradients of a layer, in the order and dtypes of the parameters."""
         by_position = {
             i: leaf
             for bucket, leaves in zip(self._plan, reduced, strict=True)

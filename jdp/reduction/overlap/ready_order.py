@@ -40,7 +40,7 @@ class _Ready(NamedTuple):
 
 
 class _Timed(NamedTuple):
-    """When a body has what leaves it, the same for each of its calls.
+    """When the results of a body are ready, the same for each of its calls.
 
     Attributes:
       outs: of each output.

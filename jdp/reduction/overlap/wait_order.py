@@ -17,14 +17,14 @@ _AFTER = 1
 
 
 def update_between(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Let parameters be updated before the ring of the next bucket is waited for.
+    """Update parameters of a bucket before waiting for the ring of the next one.
 
-    XLA would wait for all rings before the first update, which then hides nothing of what the
-    last ones still send. Here each wait takes what the one before it made final. Where every
-    update needs all gradients, as after clipping by their norm, nothing changes.
+    XLA would wait for all rings before the first update, which would then hide none of them. Here
+    each wait takes the parameters that were updated after the wait before it. If every update
+    needs all gradients, as after clipping by their norm, nothing changes.
 
     Args:
-      fn: what a rank runs, in a `shard_map`; its rings wait for each other.
+      fn: runs on every rank, in a `shard_map`; its rings wait for each other.
 
     Returns:
       The same operations in another order.
@@ -60,7 +60,7 @@ def update_between(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _parts(eqns: Sequence[Any]) -> list[list[Any]]:
-    """Group equations by the wait that they need: those that need none, the first one, and so on.
+    """Group equations by the wait that they need: none, the first one, and so on.
 
     Each group begins with its wait, but for the first.
     """
@@ -90,7 +90,7 @@ def _opened(eqn: Any) -> list[Any] | None:
     named = dict(zip(body.invars, eqn.invars, strict=True))
     inner_results = _variables(body.outvars)
     if len(set(inner_results)) < len(body.outvars) or not named.keys().isdisjoint(inner_results):
-        return None  # it hands on what it was given, or something twice
+        return None  # it returns one of its inputs, or one value twice
     named |= dict(zip(body.outvars, eqn.outvars, strict=True))
     fresh = jax.extend.core.gensym()
     opened = []

@@ -18,7 +18,7 @@ from jdp.reduction.partition.keys import equation_key, number_key, type_key
 
 
 class Subprogram(NamedTuple):
-    """Operations that are run together, what they read, and what others read of their results."""
+    """Operations that are run together, with their inputs and outputs."""
 
     operations: list[FlatOperation]
     ins: list[FlatValue]
@@ -26,7 +26,7 @@ class Subprogram(NamedTuple):
 
 
 class AlikeParts(NamedTuple):
-    """Parts that differ in what they read alone."""
+    """Parts that differ in their inputs alone."""
 
     parts: list[Subprogram]
 
@@ -36,12 +36,12 @@ class AlikeParts(NamedTuple):
 
     @property
     def ins(self) -> list[FlatValue]:
-        """What they read together."""
+        """The values that they read."""
         return [value for part in self.parts for value in part.ins]
 
     @property
     def outs(self) -> list[FlatValue]:
-        """What others read of their results."""
+        """The results that other operations read."""
         return [value for part in self.parts for value in part.outs]
 
 
@@ -69,7 +69,7 @@ def with_alike_parts(
 
 
 def _connected(program: FlatProgram, closed: Collection[FlatValue]) -> list[list[FlatOperation]]:
-    """Return the operations that lie between products of matrices, those of each part in order."""
+    """Return the connected parts between products of matrices, as operations in order."""
     operations = program.operations
     chosen = _between_products(operations)
     maker = {out: i for i in chosen for out in operations[i].outs}
@@ -115,7 +115,7 @@ def _with_operands(
     numbers: Collection[FlatValue],
     closed: Collection[FlatValue],
 ) -> list[FlatOperation]:
-    """Return a part with what makes one operand of another, or of constants, such as `x.T` of `x`.
+    """Return a part with the operations that make one operand of another, such as `x.T` of `x`.
 
     So a matrix is not sent twice.
     """
@@ -145,7 +145,7 @@ def _stays(operation: FlatOperation, closed: Collection[FlatValue]) -> bool:
 def _keyed(
     operations: list[FlatOperation], uses: Counter[FlatValue], numbers: dict[FlatValue, Any]
 ) -> tuple[Any, Subprogram]:
-    """Return a part, and what it is equal in to those that compute the same."""
+    """Return a part, and a key that is equal for parts that compute the same."""
     made: dict[FlatValue, int] = {}
     read: dict[FlatValue, Any] = {}
     key: list[Any] = []
@@ -169,7 +169,7 @@ def _keyed(
 def _in_order(
     operations: Sequence[FlatOperation], groups: Sequence[AlikeParts]
 ) -> list[FlatOperation | AlikeParts]:
-    """Return operations and groups such that each comes after what it reads (Kahn 1962)."""
+    """Return operations and groups such that each comes after its inputs (Kahn 1962)."""
     inside = {id(op) for group in groups for op in group.operations()}
     items = [op for op in operations if id(op) not in inside]
     items = [*groups, *items]

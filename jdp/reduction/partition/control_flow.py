@@ -120,7 +120,7 @@ def _while(partitioner: Any, eqn: Any, ins: list[Value]) -> list[Value]:
 
 
 def _settled(probe: Callable[[LoopDims], Any], dims: LoopDims, num_carry: int) -> LoopDims:
-    """Slice what is carried if the body slices it, and gather constants before the loop."""
+    """Slice the carry if the body slices it, and gather constants before the loop."""
     while True:
         found = probe(dims)
         gathered = found.gathered_inputs
@@ -158,7 +158,7 @@ def _dims(values: Sequence[Value]) -> list[Dim]:
 
 
 def _at(values: Sequence[Value], dims: Sequence[Dim]) -> list[jax.Array]:
-    """Return what this rank holds of values, without weak types: branches and rounds must agree."""
+    """Return this rank's slices of values, without weak types: branches and rounds must agree."""
     return [_strong(value.at(dim)) for value, dim in zip(values, dims, strict=True)]
 
 

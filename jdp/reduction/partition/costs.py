@@ -1,4 +1,4 @@
-"""Estimates of what a traced program computes and sends."""
+"""Estimates of the operations and bytes of a traced program."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _FLOPS_OF_FACTORING = 10
 _FACTORINGS = frozenset(
     "cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve".split()
 )
-# How often a rank sends what a collective takes, besides the share (n - 1) / n.
+# How often a rank sends the operand of a collective, besides the share (n - 1) / n.
 _SENDINGS = {"all_to_all": 1, "pmax": 2, "pmin": 2, "psum": 2, "psum_invariant": 2}
 
 
 class Cost(NamedTuple):
-    """What a rank computes and sends.
+    """The operations that a rank computes, and the bytes that it sends.
 
     Attributes:
       flops: multiplications and additions of products and factorings of matrices.

@@ -30,7 +30,7 @@ class _BatchRows(Ranks):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        # Whatever is sent, or depends on the position, asks for the axes.
+        # An operation that sends, or depends on the position of the rank, asks for the axes.
         raise _NotARow
 
     def fresh(self) -> Ranks:
@@ -163,7 +163,7 @@ def is_faster(partitioner: Any, deal: Deal, num_parts: int, per_rank: int) -> bo
     ]
     slices = cost_of(jax.make_jaxpr(on_slices)(*shapes), size).times(num_parts)
     row = cost_of(_traced_row(partitioner, deal), size)
-    # What all ranks send together, without what stays on its rank.
+    # Bytes that all ranks send together, without those that stay on their rank.
     moved = [part.ins[i] for i in deal.own() if deal.dims[i] is not None]
     sent = sum(map(_num_bytes, moved)) / size
     for value in part.outs:

@@ -10,7 +10,7 @@ from jdp.analysis import jaxprs
 
 
 def number_key(value: Any) -> Any:
-    """Return what equal constants are equal in: a number is one value, an array only itself."""
+    """Return a key of a constant: a number is equal to the same number, an array only to itself."""
     if isinstance(value, (bool, int, float, complex, np.generic)) or (
         isinstance(value, np.ndarray) and not value.shape
     ):
@@ -19,12 +19,12 @@ def number_key(value: Any) -> Any:
 
 
 def type_key(aval: Any) -> Any:
-    """Return what the types of alike values are equal in."""
+    """Return a key of the type of a value, equal for alike values."""
     return tuple(getattr(aval, name, None) for name in ("shape", "dtype", "weak_type"))
 
 
 def equation_key(eqn: Any) -> Any:
-    """Return what alike equations are equal in, bodies included; operands are left out."""
+    """Return a key of an equation and its bodies, without its operands; equal for alike ones."""
     program = jaxprs.called(eqn) if eqn.primitive.name in jaxprs.CALLS else None
     if program is not None:  # how it is differentiated does not matter
         return eqn.primitive, _program_key(program)

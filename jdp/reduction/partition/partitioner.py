@@ -23,14 +23,14 @@ from jdp.reduction.partition.values import Computed, Count, Spread, Value
 
 # Partial results up to that many elements wait for others, to be combined in one collective.
 _LARGEST_WAITING = 4096
-# What is said to the compiler about whole arrays.
+# Hints to the compiler about whole arrays.
 _IDENTITIES = frozenset("layout_constraint reshard sharding_constraint".split())
-# Calls that change where or how a body runs, not only what is called: they stay as they are.
+# Calls that change where or how a body runs. They stay as they are.
 _CLOSED = frozenset("compute_on custom_partitioning linear_call remat_opt".split())
 
 
 class Waiting(NamedTuple):
-    """A partial result that is not combined with those of other ranks yet."""
+    """A partial result, not yet combined with those of other ranks."""
 
     aval: Any
     part: jax.Array
@@ -38,7 +38,7 @@ class Waiting(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """What a body does with its inputs.
+    """The results and costs of a body, for inputs sliced in one way.
 
     Attributes:
       dims: of its outputs.
@@ -90,7 +90,7 @@ class Partitioner:
             remaining = self._run_ready(remaining, env, whole)
 
     def probe(self, program: Any, avals: Sequence[Any], dims: Sequence[Dim]) -> Probe:
-        """Trace a body with inputs that are sliced along `dims`, and return what it would do."""
+        """Trace a body with inputs sliced along `dims`, and return its results and costs."""
         ranks = self.ranks.fresh()
         found: list[Dim] = []
 

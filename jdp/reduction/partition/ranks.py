@@ -1,4 +1,4 @@
-"""The ranks of a partitioned program, and what they send to each other."""
+"""The ranks of a partitioned program, and the collectives between them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Dim = int | Ravel | None
 
 
 class Gather(NamedTuple):
-    """What was gathered whole on every rank.
+    """A value that was gathered whole on every rank.
 
     Attributes:
       primitive: of the equation that needs the whole value; "output" where an output is whole.
@@ -71,7 +71,7 @@ class Owned(NamedTuple):
 
 
 class Ranks:
-    """The ranks of one program, and the record of what was gathered from them.
+    """The ranks of one program, and a record of the values gathered from them.
 
     Args:
       axes: names of the mesh axes.

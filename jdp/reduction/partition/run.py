@@ -15,7 +15,7 @@ from jdp.reduction.partition.values import Computed
 
 
 class Piece(NamedTuple):
-    """What a rank holds of an array.
+    """This rank's part of an array.
 
     Attributes:
       value: this rank's slice, or the whole array.
@@ -32,8 +32,8 @@ class Partitioned(NamedTuple):
     """The results of a function that ran on slices, and how.
 
     Attributes:
-      pieces: of each result what this rank holds.
-      gathers: what was gathered whole, in order.
+      pieces: this rank's part of each result.
+      gathers: the values that were gathered whole, in order.
       owned: what one rank each computed for the others.
     """
 
@@ -51,17 +51,17 @@ def partitioned(
     """Run a function of whole arrays on the slices of each rank, with the same result.
 
     The function is traced for whole arrays, and each operation is run on slices if possible:
-    elementwise operations as they are, a reduction over the sliced dim with a collective. What an
-    operation needs whole is gathered once and reported; matrices that are multiplied in the same
-    way are computed by one rank each where that is estimated to be faster. Slices along another dim
-    than needed are exchanged (all-to-all), which is not reported. The method is that of GSPMD (Xu
-    et al. 2021, arXiv:2105.04663) for one sliced dim of each array. Custom derivatives
+    elementwise operations as they are, a reduction over the sliced dim with a collective. An array
+    that an operation needs whole is gathered once and reported. Matrices that are multiplied in the
+    same way are computed by one rank each where that is estimated to be faster. Slices along
+    another dim than needed are exchanged (all-to-all), which is not reported. The method is that of
+    GSPMD (Xu et al. 2021, arXiv:2105.04663) for one sliced dim of each array. Custom derivatives
     (`jax.custom_jvp`) of the function are lost.
 
     Args:
       function: takes the whole arrays, returns some. Arrays that it has captured are whole, and the
         same on all ranks unless it reduces over `axes` itself.
-      args: of each argument what this rank holds.
+      args: this rank's part of each argument.
       axes: names of the mesh axes, bound by `shard_map(check_vma=False)`; unbound, one rank.
       want: for each result the dim along which it is returned, None for the whole; or a function
         that returns them from the shapes of the whole results.

@@ -13,7 +13,7 @@ from jdp.reduction.partition.ranks import Dim, Ranks, Ravel
 
 
 class Value:
-    """An array of the whole program, and what this rank has of it.
+    """An array of the whole program, and this rank's part of it.
 
     Args:
       aval: shape and dtype of the whole array.

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 from jax import lax
 
+import jdp
 from corpus.right.corpus import loss, loss_fn, params, predict, right
 
 
@@ -136,3 +137,24 @@ def pulled_back(state, batch):
     error = predictions - batch["targets"]
     (grads,) = pullback(2 * error / error.size)
     return state.apply_gradients(grads), {"loss": jnp.mean(error**2)}
+
+
+@loss(runs=True)
+def adapted_by_three_steps_along_the_mean_gradient(p, batch):
+    def step(p, _):
+        grads = jdp.sync_gradients(jax.grad(loss_fn)(p, batch))
+        return jax.tree.map(lambda x, g: x - 0.1 * g, p, grads), None
+
+    return loss_fn(lax.scan(step, p, None, length=3)[0], batch)
+
+
+@loss(runs=True)
+def adapted_by_those_of_several_rates_that_are_not_zero(p, batch):
+    def adapted(rate):
+        def step(p):
+            grads = jdp.sync_gradients(jax.grad(loss_fn)(p, batch))
+            return jax.tree.map(lambda x, g: x - rate * g, p, grads)
+
+        return loss_fn(lax.cond(rate > 0, step, lambda p: p, p), batch)
+
+    return jax.vmap(adapted)(jnp.array([0.0, 0.1, 0.2])).mean()

@@ -34,6 +34,7 @@ KINDS = {
     "mask": ("JDP109", ""),
     "gather": ("JDP110", ""),
     "ref": ("JDP106", ""),
+    "forward mode": ("JDP111", "late=False"),
 }
 
 

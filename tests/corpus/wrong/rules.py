@@ -8,6 +8,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.ode import odeint
 
+import jdp
 from corpus.wrong import corpus
 from corpus.wrong.corpus import local, numbers, right
 from corpus.wrong.sources import rank
@@ -74,6 +75,38 @@ def linear_function_of_own_rows(state, batch):
 
     a = jax.custom_derivatives.linear_call(scaled, scaled, batch["x"], state["a"])
     return {**state, "a": a}, {}
+
+
+# Forward mode through layers, where the loss is differentiated once more
+
+
+def layers(p, x, late=True):
+    x = x + p["b"]
+    return jdp.scan_layers(lambda h, w: (jnp.tanh(h * w), None), x, p["w"], late=late)[0]
+
+
+def tangents(p):
+    return jax.tree.map(lambda x: 0.3 * x, p)
+
+
+@functools.partial(corpus.wrong, "forward mode")()
+def layers_along_tangents_that_depend_on_the_parameters(state, batch):
+    def loss(p):
+        out, slope = jax.jvp(lambda p: layers(p, batch["x"]), (p,), (tangents(p),))
+        return (out**2 + slope).mean()
+
+    grads = jax.grad(loss)(state.params)
+    return state.apply_gradients(grads), {}
+
+
+@right()
+def layers_that_reduce_once_along_tangents_that_depend_on_the_parameters(state, batch):
+    def loss(p):
+        f = functools.partial(layers, x=batch["x"], late=False)
+        out, slope = jax.jvp(f, (p,), (tangents(p),))
+        return (out**2 + slope).mean()
+
+    return state.apply_gradients(jax.grad(loss)(state.params)), {}
 
 
 # Solvers

@@ -1,4 +1,4 @@
-"""What becomes of a sliced dim under each kind of primitive."""
+"""How each kind of primitive runs on slices, and along which dim its results are sliced."""
 
 from typing import Any
 

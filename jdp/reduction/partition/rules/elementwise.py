@@ -65,7 +65,7 @@ def _batches_anywhere(primitive: Any, params: Any, dtypes: Any, num_dims: int) -
         batched = jax.vmap(bind, in_axes=new, out_axes=new)
         try:
             jaxpr = jaxprs.opened(jax.make_jaxpr(batched)(*shapes))
-        except Exception:  # Whatever a primitive of somebody else's does: it is not elementwise.
+        except Exception:  # A primitive of another library may raise: take it as not elementwise.
             return False
         if not jaxpr.eqns and jaxpr.outvars == jaxpr.invars:
             continue  # A conversion to the same dtype is left out.

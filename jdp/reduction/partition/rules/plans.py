@@ -19,7 +19,7 @@ class Plan(NamedTuple):
       outs: the same for each result.
       run: computes this rank's results from its operands.
       partial: "sum", "max", ...: the results are this rank's share, and combining them over the
-        ranks in this way gives the whole. Empty if they are what `outs` says.
+        ranks in this way gives the whole. Empty if they are as in `outs`.
     """
 
     ins: Sequence[Dim]

@@ -1,4 +1,4 @@
-"""Rules for vectors of which each rank has elements that lie in several places."""
+"""Rules for vectors in which a rank's elements lie in several places."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ RULES: dict[str, RavelRule] = {
     "dot_general": _as_slices(products.RULES["dot_general"]),
     "reshape": _reshape,
 }
-# For primitives that have a rule for slices only, and for those that have none at all.
+# For primitives that have a rule for slices only, and for primitives without a rule.
 UNKNOWN = _as_slices(elementwise.plan)

@@ -1,0 +1,71 @@
+"""The programs of training steps that this process has traced, for the runs that continue them."""
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+# Kept of a process that traces many: of each kind, and kinds.
+_MAX_PROGRAMS, _MAX_KINDS = 8, 32
+
+
+class Lines(Protocol):
+    """The lines of a program, such as `analysis.program_lines.ProgramLines`."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Return how often the program has each line, by a digest of the line."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of all lines."""
+        ...
+
+    def difference(self, saved: Mapping[str, int]) -> str:
+        """Describe the first difference from the `counts` of another program."""
+        ...
+
+
+class TracedPrograms:
+    """Programs by their kind: the name of the step, and all on which its program may depend.
+
+    >>> programs = TracedPrograms()
+    >>> programs.kinds()
+    {}
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, dict[str, Lines]] = {}
+        # Programs whose lines nobody has asked for: without a Checkpointer, nobody does.
+        self._traced: deque[tuple[str, Any, Callable[[], Lines]]] = deque(maxlen=_MAX_KINDS)
+
+    def record(self, name: str, facts: Any, lines_of: Callable[[], Lines]) -> None:
+        """Record a program.
+
+        Args:
+          name: of its step.
+          facts: JSON: on what the program may depend that is not the author's.
+          lines_of: returns the lines of the program.
+        """
+        self._traced.append((name, facts, lines_of))
+
+    def kinds(self) -> dict[str, dict[str, Lines]]:
+        """Return the programs by kind and digest."""
+        while self._traced:
+            name, facts, lines_of = self._traced.popleft()
+            self._add(name, facts, lines_of())
+        return {kind: {**programs} for kind, programs in self._kinds.items()}
+
+    def _add(self, name: str, facts: Any, lines: Lines) -> None:
+        text = json.dumps(facts, sort_keys=True)
+        kind = f"{name} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        programs = self._kinds.setdefault(kind, {})
+        programs[lines.digest] = lines
+        for several, most in ((programs, _MAX_PROGRAMS), (self._kinds, _MAX_KINDS)):
+            if len(several) > most:
+                del several[next(iter(several))]
+
+
+current = TracedPrograms()

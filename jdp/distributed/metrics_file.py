@@ -1,0 +1,215 @@
+"""A file of metrics, to which a thread writes lines while the steps still run."""
+
+import contextlib
+import fcntl
+import io
+import json
+import logging
+import math
+import os
+import queue
+import stat
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdp.pytrees import is_deleted
+from jdp.worker import launcher_client
+
+_log = logging.getLogger("jdp")
+
+# Metrics that wait for their steps. Steps in flight are few, so more wait only for a slow disk.
+_MAX_WAITING = 1000
+_END_S = 10.0
+# A process that was just killed may still be exiting.
+_LOCK_S = 5.0
+OWN_NAMES = ("step", "time")
+
+# Open files of this process. A forked child shares their locks, and may outlive this process.
+_open: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for file in _open:
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class MetricsFile:
+    """A file of metrics, and the thread that writes to it."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._file, self._last = _opened(path, first_step)
+        self._error: BaseException | None = None
+        self._lines: queue.Queue[Any] = queue.Queue(_MAX_WAITING)
+        self._thread = threading.Thread(target=self._write_lines, name="jdp log", daemon=True)
+        self._thread.start()
+
+    def put(self, step: int, scalars: dict[str, Any], hand_out: Callable[..., None]) -> None:
+        """Have the thread write a line, unless the file has it; raise its error of earlier ones."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        names = frozenset(scalars)
+        if step <= self._last.get(names, -1):
+            return
+        self._last[names] = step
+        for value in scalars.values():
+            if isinstance(value, jax.Array):
+                value.copy_to_host_async()
+        self._lines.put((step, time.time(), scalars, hand_out))
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until the thread has written all lines, at most for `timeout_s`."""
+        end = time.monotonic() + timeout_s
+        with self._lines.all_tasks_done:
+            while self._lines.unfinished_tasks and (left := end - time.monotonic()) > 0:
+                self._lines.all_tasks_done.wait(left)
+
+    def end_thread(self) -> None:
+        """End the thread once it has written all lines; log an error that was not raised."""
+        self.flush(_END_S)
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(None)  # the thread then closes the file
+        if self._lines.unfinished_tasks <= 1:
+            self._thread.join(_END_S)
+        if self._error is not None:
+            _log.error("jdp: lines of %s are missing: %s", self._path, self._error)
+
+    def _write_lines(self) -> None:
+        try:
+            while (line := self._lines.get()) is not None:
+                try:
+                    self._write(*line)
+                except BaseException as error:  # raised by the next call
+                    self._error = error
+                finally:
+                    self._lines.task_done()
+        finally:
+            self._file.close()
+
+    def _write(self, step: int, at: float, scalars: dict[str, Any], hand_out: Any) -> None:
+        try:
+            values = {name: _number(value) for name, value in scalars.items()}
+        except RuntimeError:
+            if gone := [name for name, value in scalars.items() if is_deleted(value)]:
+                raise ValueError(
+                    f"metrics[{gone[0]!r}] of step {step} was donated before it was written, so "
+                    "the line is missing. Give jdp.log a copy: jnp.copy(x)."
+                ) from None
+            # The step failed, and its own error is raised by the next call of a step.
+            self._last[frozenset(scalars)] = step - 1
+            return
+        line = {"step": step, "time": round(at, 3)} | {k: _in_json(v) for k, v in values.items()}
+        if not _is_at(self._file, self._path):  # somebody has moved the file away
+            self._file.close()
+            self._file, _ = _opened(self._path, step)
+        _append(self._file, json.dumps(line).encode() + b"\n")
+        hand_out(step, values)
+
+
+# The file, and the last step that it holds, by the names of the metrics.
+def _opened(path: Path, first_step: int) -> tuple[io.FileIO, dict[frozenset[str], int]]:
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open(path, "ab", buffering=0))
+        _open.add(file)
+        found = {}
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # not /dev/null
+            _lock(file, path)
+            found = _read(file, path, first_step)
+        stack.pop_all()
+        return file, found
+
+
+def _lock(file: io.FileIO, path: Path) -> None:
+    deadline = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"{path} is written by another run, whose lines would be mixed with these. "
+                    "Write jdp.log(..., file=...) with another file."
+                ) from None
+            time.sleep(0.02)
+
+
+# Drops a line that a killed process did not complete.
+def _read(file: io.FileIO, path: Path, first_step: int) -> dict[frozenset[str], int]:
+    last: dict[frozenset[str], int] = {}
+    begins_at, end = None, 0
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                break
+            end += len(line)
+            try:
+                values = json.loads(line)
+                step, names = int(values["step"]), frozenset(values) - {*OWN_NAMES}
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(
+                    f"line {number} of {path} is not a line of metrics. Write jdp.log(..., "
+                    "file=...) with another file."
+                ) from None
+            last[names] = max(step, last.get(names, step))
+            begins_at = step if begins_at is None else begins_at
+    if begins_at is not None and first_step <= begins_at and not _continues():
+        raise ValueError(
+            f"{path} holds the metrics of an earlier run, up to step "
+            f"{max(last.values())}, and this run begins at step {first_step}. Move "
+            "the file away, write jdp.log(..., file=...) with another one, or continue that "
+            "run with --resume or JDP_RESUME=1."
+        )
+    file.truncate(end)
+    return last
+
+
+def _is_at(file: io.FileIO, path: Path) -> bool:
+    if file.closed:
+        return False
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+# Writes a line or, on a full disk, nothing: what follows a part of a line could not be read.
+def _append(file: io.FileIO, line: bytes) -> None:
+    done = 0
+    try:
+        while done < len(line):
+            done += file.write(line[done:])
+    except OSError:
+        if done:
+            file.truncate(os.fstat(file.fileno()).st_size - done)
+        raise
+
+
+def _number(value: Any) -> Any:
+    found = np.asarray(value)
+    return float(found.item()) if jax.numpy.issubdtype(found.dtype, np.floating) else found.item()
+
+
+def _in_json(value: Any) -> Any:
+    if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)
+    return value
+
+
+# Whether this process may repeat steps of an earlier one.
+def _continues() -> bool:
+    member = launcher_client.current()
+    if member is not None and member.assignment is not None and member.assignment.resumes:
+        return True
+    return os.environ.get("JDP_RESUME", "") not in ("", "0")

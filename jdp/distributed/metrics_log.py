@@ -1,0 +1,151 @@
+"""`log`: metrics of steps as lines of JSON, each step once however often processes die."""
+
+import atexit
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdp.distributed.metrics_file import OWN_NAMES, MetricsFile
+from jdp.pytrees import is_deleted
+from jdp.validation import int_at_least
+
+_FLUSH_S = 10.0
+
+
+def log(
+    metrics: Mapping[str, Any],
+    step: int,
+    *,
+    file: str | os.PathLike[str] = "metrics.jsonl",
+    also: Any = None,
+) -> None:
+    """Write the metrics of a step to a file, as one line of JSON, without waiting for the step.
+
+    A thread waits for the values. Process 0 writes; on other processes the call checks its
+    arguments. When a run continues after a death or with `--resume`, it repeats some steps: nothing
+    is written again up to the last step that the file holds with the same names. So metrics of the
+    same names go in the order of their steps. A run from its beginning does not continue the file
+    of another one: that is an error.
+
+    Args:
+      metrics: names and scalars: arrays of one element, or numbers. A mapping in it adds its name:
+        `{"eval": {"loss": x}}` is written as "eval/loss". NaN and infinities become strings.
+      step: number of the step, >= 0. With a Checkpointer call this before `checkpointer.step`, with
+        `checkpointer.steps + 1`: after SIGTERM a run continues behind the saved state, and a later
+        call of this step would never be made.
+      file: is created if it does not exist; relative to the working directory.
+      also: gets what is written, in the thread: a function `also(step, values)`, for example
+        `lambda step, values: wandb.log(values, step=step)`, or a writer of TensorBoard, with a
+        method `add_scalar(name, value, step)`.
+
+    Raises:
+      TypeError: if a metric is not a number, or `also` is neither.
+      ValueError: if a metric is not a scalar, was donated, or is named "step", "time" or as
+        another one; or if the file holds the steps of an earlier run.
+      OSError: if a line of an earlier call could not be written.
+
+    >>> import json, tempfile, jdp
+    >>> from jdp.distributed import metrics_log
+    >>> path = os.path.join(tempfile.mkdtemp(), "metrics.jsonl")
+    >>> jdp.log({"loss": jax.numpy.float32(0.5), "eval": {"rows": 3}}, 10, file=path)
+    >>> metrics_log.end()  # as at the end of the script
+    >>> line = json.loads(Path(path).read_text())
+    >>> line["step"], line["loss"], line["eval/rows"]
+    (10, 0.5, 3)
+    """
+    step = int_at_least("step", step, least=0)
+    scalars = _by_name(metrics)
+    hand_out = _handed_to(also)
+    if jax.process_index() != 0:
+        return
+    path = Path(file).expanduser().resolve()
+    with _open.lock:
+        if path not in _open.files:
+            _open.files[path] = MetricsFile(path, step)
+        found = _open.files[path]
+    found.put(step, scalars, hand_out)
+
+
+def flush(timeout_s: float = _FLUSH_S) -> None:
+    """Wait until all lines of earlier calls are written; at most `timeout_s` for each file."""
+    for each in list(_open.files.values()):
+        each.flush(timeout_s)
+
+
+def end() -> None:
+    """Wait until all lines are written, and close the files; a later `log` opens its file again."""
+    for each in list(_open.files.values()):
+        each.end_thread()
+    _open.files.clear()
+
+
+class _OpenFiles:
+    """The files that this process writes."""
+
+    def __init__(self) -> None:
+        self.files: dict[Path, MetricsFile] = {}
+        self.lock = threading.Lock()  # held while one is opened
+
+
+_open = _OpenFiles()
+atexit.register(end)
+# The threads that write are not in a forked child, which then has files of its own.
+os.register_at_fork(after_in_child=_open.__init__)
+
+
+def _by_name(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in _scalars("", metrics):
+        if name in found:
+            raise ValueError(f"two metrics are named {name!r} in a line: rename one of them.")
+        found[name] = value
+    return found
+
+
+def _scalars(prefix: str, metrics: Mapping[str, Any]) -> Any:
+    for key, value in metrics.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _scalars(f"{name}/", value)
+            continue
+        if name in OWN_NAMES:
+            raise ValueError(f"a metric is named {name!r}, as a field of each line is: rename it.")
+        if isinstance(value, jax.core.Tracer):
+            raise TypeError(
+                f"metrics[{name!r}] is traced, and has no value yet. Return it from the step, and "
+                "write jdp.log(metrics, step) behind the call."
+            )
+        if is_deleted(value):
+            raise ValueError(f"metrics[{name!r}] was donated to a step and is gone.")
+        array = value if hasattr(value, "dtype") else np.asarray(value)
+        if not any(jax.numpy.issubdtype(array.dtype, kind) for kind in (np.number, np.bool_)):
+            raise TypeError(f"metrics[{name!r}] must be a number, got dtype {array.dtype}.")
+        if array.size != 1:
+            raise ValueError(
+                f"metrics[{name!r}] has shape {array.shape}: a line holds scalars. Write its "
+                "mean, or each element under a name of its own."
+            )
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            if not value.is_fully_replicated:
+                raise ValueError(f"metrics[{name!r}] lies on another process alone.")
+        yield name, value
+
+
+def _handed_to(also: Any) -> Callable[[int, dict[str, Any]], None]:
+    if also is None:
+        return lambda step, values: None
+    if callable(add := getattr(also, "add_scalar", None)):
+
+        def add_all(step: int, values: dict[str, Any]) -> None:
+            for name, value in values.items():
+                add(name, value, step)
+
+        return add_all
+    if not callable(also):
+        raise TypeError(f"also={also!r} is neither a function nor has a method add_scalar.")
+    return also

@@ -1,0 +1,1 @@
+"""Questions about a machine, a run and a program: `jdp doctor`, `jdp bench`, `jdp explain`."""

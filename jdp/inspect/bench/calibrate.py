@@ -1,0 +1,90 @@
+"""`jdp bench --calibrate`: the rates of this machine, saved for predictions."""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jdp.distributed import agree
+from jdp.inspect import calibration, known_values
+from jdp.inspect.bench import collectives, compute, output
+from jdp.inspect.calibration import Calibration, CollectiveLaw
+
+_BYTES = (2**12, 2**16, 2**20, 2**22, 2**24)
+# As in a compiled step, whose gradients are not read again.
+_SETTING = collectives.Setting(num_rounds=5, in_place=True)
+
+
+def calibrate(mesh: Mesh, say: Callable[[str], None]) -> Calibration:
+    """Measure computation and collectives, and return the rates.
+
+    Rates of other numbers of ranks and processes in an earlier file of this host are kept.
+
+    Args:
+      mesh: all devices. In one process also the first 2, 4, 8, ... of them are measured.
+      say: prints a line.
+    """
+    rates: dict[tuple, CollectiveLaw] = {}
+    for part in _meshes(mesh):
+        for operation in known_values.OPERATIONS:
+            for rate in _rates(part, operation, say):
+                rates[_key(rate)] = rate
+    own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    local = Mesh(np.array(own), mesh.axis_names, axis_types=mesh.axis_types)
+    measured = compute.rates(local)
+    facts = output.machine()
+    del facts["load"]
+    earlier = calibration.load(facts["platform"]) if _is_readable(facts["platform"]) else None
+    if earlier is not None and earlier.versions == facts["versions"]:
+        rates = {**{_key(rate): rate for rate in earlier.rates}, **rates}
+    return Calibration(**facts, **measured, rates=tuple(rates.values()))
+
+
+def _is_readable(platform: str) -> bool:
+    try:
+        calibration.load(platform)
+    except ValueError:  # of another format: replaced
+        return False
+    return True
+
+
+def _meshes(mesh: Mesh) -> list[Mesh]:
+    if len(agree.peers(mesh)) > 1:
+        return [mesh]
+    devices, numbers = list(mesh.devices.flat), [mesh.size]
+    while numbers[-1] > 2:
+        numbers.append(1 << (numbers[-1] - 1).bit_length() - 1)
+    return [
+        Mesh(np.array(devices[:number]), mesh.axis_names, axis_types=mesh.axis_types)
+        for number in reversed(numbers)
+        if number > 1
+    ]
+
+
+def _rates(mesh: Mesh, operation: str, say: Callable[[str], None]) -> list[CollectiveLaw]:
+    platform = mesh.devices.flat[0].platform
+    names = collectives.default_algorithms(operation, platform)
+    elements = [num_bytes // 4 // mesh.size * mesh.size for num_bytes in _BYTES]
+    rows = list(
+        collectives.measure(mesh, operation, names, elements, _SETTING, lambda name, why: None)
+    )
+    found = []
+    for name in dict.fromkeys(row["algorithm"] for row in rows):
+        own = [row for row in rows if row["algorithm"] == name]
+        points = tuple((row["bytes"], row["median_s"]) for row in own)
+        alpha, beta, error = calibration.fitted(points)
+        rate = CollectiveLaw(
+            operation, name, mesh.size, own[0]["processes"], own[0]["dtype"], alpha, beta, error,
+            points,
+        )  # fmt: skip
+        found.append(rate)
+        say(
+            f"{operation} of {mesh.size} ranks, {name}: {alpha * 1e6:.1f} us + bytes / "
+            f"{beta / 1e9:.2f} GB/s, within {error:.0%} of {len(points)} sizes"
+        )
+    return found
+
+
+def _key(rate: CollectiveLaw) -> tuple:
+    return rate.operation, rate.algorithm, rate.num_ranks, rate.num_processes, rate.dtype

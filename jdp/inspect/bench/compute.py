@@ -1,0 +1,104 @@
+"""Rates of computation: large matmuls, and scaling an array in memory, by one device or all."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdp.inspect.exact import require
+
+_WIDTH = {"cpu": 1024}  # rows and columns of the matmul; on others:
+_WIDTH_ELSEWHERE = 8192
+_ELEMENTS = 2**24  # of the scaled array: 64 MiB, more than caches hold
+_NUM_ROUNDS = 7
+_PERIOD = 3
+
+
+def matmul_flops_per_s(mesh: Mesh, dtype: str) -> float:
+    """Return the floating-point operations per second of each device, while all compute.
+
+    Args:
+      mesh: the devices, with one axis.
+      dtype: of the matrices.
+
+    Raises:
+      WrongResultError: if an element of a product is wrong.
+    """
+    width = _WIDTH.get(mesh.devices.flat[0].platform, _WIDTH_ELSEWHERE)
+    # Element (i, j) of the product is width * (i mod 3) * (j mod 3): exact in every dtype.
+    small = np.arange(width) % _PERIOD
+    a = np.broadcast_to(small[:, None], (mesh.size, width, width)).astype(jnp.dtype(dtype))
+    b = np.broadcast_to(small[None, :], (mesh.size, width, width)).astype(jnp.dtype(dtype))
+    run = _on_all(mesh, lambda a, b: a @ b)
+    right = (width * small[:, None] * small[None, :]).astype(jnp.dtype(dtype))
+    seconds = _seconds(run, _placed(mesh, a), _placed(mesh, b), right, f"a matmul in {dtype}")
+    return 2 * width**3 / seconds
+
+
+def memory_bytes_per_s(mesh: Mesh) -> float:
+    """Return the bytes that each device reads and writes per second, while all scale an array.
+
+    Args:
+      mesh: the devices, with one axis.
+
+    Raises:
+      WrongResultError: if an element is wrong.
+    """
+    whole = np.resize(np.arange(251, dtype=np.float32), _ELEMENTS)
+    x = np.broadcast_to(whole, (mesh.size, _ELEMENTS))
+    old = np.zeros_like(x)
+    run = _on_all(mesh, lambda x, old: 2 * x, donate=1)
+    seconds = _seconds(run, _placed(mesh, x), _placed(mesh, old), 2 * whole, "a scaled array")
+    return 2 * 4 * _ELEMENTS / seconds
+
+
+def rates(mesh: Mesh) -> dict[str, Any]:
+    """Return the fields of `Calibration` that are about computation.
+
+    Args:
+      mesh: all devices; the first of them computes alone.
+    """
+    alone = Mesh(mesh.devices.reshape(-1)[:1], mesh.axis_names, axis_types=mesh.axis_types)
+    dtypes = ("float32", "bfloat16")
+    of: Mapping[str, Mesh] = {"": alone, "shared_": mesh}
+    found: dict[str, Any] = {"num_compute_ranks": mesh.size}
+    for prefix, devices in of.items():
+        found[f"{prefix}matmul_flops_per_s"] = {
+            dtype: matmul_flops_per_s(devices, dtype) for dtype in dtypes
+        }
+        found[f"{prefix}memory_bytes_per_s"] = memory_bytes_per_s(devices)
+    return found
+
+
+def _on_all(mesh: Mesh, function: Callable, donate: Any = ()) -> Any:
+    spec = P(mesh.axis_names[0])
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False
+    )
+    return jax.jit(mapped, donate_argnums=donate, keep_unused=True)
+
+
+def _placed(mesh: Mesh, x: np.ndarray) -> jax.Array:
+    where = NamedSharding(mesh, P(mesh.axis_names[0]))
+    return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
+
+
+def _seconds(run: Any, x: jax.Array, other: jax.Array, right: np.ndarray, what: str) -> float:
+    """Return the median seconds of `run`, whose results are checked on every device."""
+    seconds, result = [], run(x, other)
+    for number in range(_NUM_ROUNDS):
+        if other.is_deleted():
+            other = result
+        jax.block_until_ready(other)
+        begin = time.perf_counter()
+        result = jax.block_until_ready(run(x, other))
+        seconds.append(time.perf_counter() - begin)
+        for shard in result.addressable_shards:
+            rank = shard.index[0].start or 0
+            require(shard.data, right, contestant="XLA", rank=rank, round_number=number, what=what)
+    return float(np.median(seconds))

@@ -1,0 +1,176 @@
+"""The training run into which `jdp bench faults` injects faults: `faulty_run FOLDER`.
+
+FOLDER/run.json holds the fields of `TrainingPlan`, and FOLDER/stop, which is written while it runs,
+the last step. No two rows of the data are alike, and gradients
+are eighths of whole numbers, so the final state is known exactly: it is w0 minus the sum of the
+mean gradients, in which every row counts as often as it was read. Each process writes its steps to
+FOLDER/steps.PID, and after the last one the number of wrong elements to FOLDER/final.RANK.json.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jdp.checkpoint.checkpointer import Checkpointer
+from jdp.data.batches import batches
+from jdp.data.sampler import Sampler
+from jdp.distributed.mesh import init
+from jdp.reduction.micro_batches import value_and_grad
+from jdp.reduction.optimizer import replicated
+from jdp.training.decorators import train_step
+from jdp.training.state import TrainState
+from jdp.worker.launcher_client import current
+
+NUM_ROWS, BATCH_SIZE, WIDTH = 64, 8, 256
+COMMIT_EVERY = 10
+STOP = "stop"
+MOST_STEPS = 1_000_000  # float32 holds the parameters exactly for so long
+# Events of JAX: the seconds in which it traces and lowers, and in which it reads its cache.
+_TRACING = ("jaxpr_trace_duration", "jaxpr_to_mlir_module_duration")
+_LOADING = ("cache_retrieval_time_sec",)
+
+
+class TrainingPlan(NamedTuple):
+    """What is trained.
+
+    Attributes:
+      state_bytes: bytes of the parameters.
+      step_s: seconds that a step takes at least, as if it computed.
+    """
+
+    state_bytes: int
+    step_s: float
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the parameters, float32."""
+        return max(1, self.state_bytes // 4 // WIDTH), WIDTH
+
+
+def data() -> np.ndarray:
+    """Return the rows, `[NUM_ROWS, WIDTH]`: small whole numbers, no two rows alike."""
+    rows = np.random.default_rng(0).integers(-3, 4, (NUM_ROWS, WIDTH))
+    return rows.astype(np.float32)
+
+
+def initial(plan: TrainingPlan) -> np.ndarray:
+    """Return the parameters of step 0: whole numbers."""
+    num_rows, width = plan.shape
+    return np.resize(np.arange(13, dtype=np.float32), (num_rows, width))
+
+
+def final(plan: TrainingPlan, num_steps: int) -> np.ndarray:
+    """Return the exact parameters after some steps.
+
+    A step subtracts factor_i * (mean of the batch's rows) from row i of the parameters. Every epoch
+    holds each row once, so only the last, incomplete one depends on the order of the rows.
+    """
+    x = data()
+    epochs, rest = divmod(num_steps * BATCH_SIZE, NUM_ROWS)
+    total = epochs * x.sum(0, dtype=np.float64)
+    if rest:
+        sampler = Sampler(NUM_ROWS, BATCH_SIZE)
+        total += x[sampler.indices(epochs * NUM_ROWS, rest)].sum(0, dtype=np.float64)
+    change = factors(plan)[:, None] * (total / BATCH_SIZE)[None, :]
+    return (initial(plan) - change).astype(np.float32)
+
+
+def factors(plan: TrainingPlan) -> np.ndarray:
+    """Return the factor of each row of the parameters, 1 to 3."""
+    return (np.arange(plan.shape[0]) % 3 + 1).astype(np.float32)
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    """Return a loss whose gradient is the outer product of the factors and the mean row."""
+    w = params["w"]
+    factor = (jnp.arange(w.shape[0]) % 3 + 1).astype(w.dtype)
+    return jnp.mean(batch["x"] @ (factor @ w))
+
+
+@train_step
+def step(state: TrainState, batch: Any) -> Any:
+    """Train on a batch."""
+    loss, grads = value_and_grad(loss_fn)(state.params, batch)
+    return state.apply_gradients(grads), {"loss": loss}
+
+
+class StepLog:
+    """The steps of this process, line by line, each in one write: a death does not tear it."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / f"steps.{os.getpid()}"
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def write(self, **facts: Any) -> None:
+        """Write one line."""
+        os.write(self._file, json.dumps(facts).encode() + b"\n")
+
+
+def main() -> None:
+    """Train, and compare the final state."""
+    folder = Path(sys.argv[1])
+    plan = TrainingPlan(**json.loads((folder / "run.json").read_text()))
+    start, rows = initial(plan), {"x": data()}
+    spent: dict[str, float] = defaultdict(float)
+    init()
+
+    def record(event: str, duration_secs: float, **_: Any) -> None:
+        spent[event.rpartition("/")[2]] += duration_secs
+
+    jax.monitoring.register_event_duration_secs_listener(record)
+    launcher = current()
+    generation = launcher.assignment.generation if launcher and launcher.assignment else 0
+    log = StepLog(folder)
+    state = TrainState.create({"w": start}, replicated(optax.sgd(1.0)))
+    data_of_run = batches(rows, BATCH_SIZE, num_steps=MOST_STEPS)
+    with Checkpointer(folder / "checkpoints", commit_every=COMMIT_EVERY, save_every=10**9) as kept:
+        state = kept.restore(state, data_of_run)
+        spent.clear()
+        for batch in data_of_run:
+            begin = time.time()
+            state, metrics = step(state, batch)
+            jax.block_until_ready((state, metrics))
+            time.sleep(max(0.0, plan.step_s - (time.time() - begin)))
+            log.write(
+                rank=jax.process_index(),
+                generation=generation,
+                step=kept.steps + 1,
+                begin=begin,
+                end=time.time(),
+                trace_s=sum(spent[name] for name in _TRACING),
+                load_s=sum(spent[name] for name in _LOADING),
+            )
+            spent.clear()
+            kept.step(state, data_of_run)
+            if kept.steps == _last_step(folder):
+                break
+        num_steps = kept.steps
+    _compare(folder, final(plan, num_steps), np.asarray(state.params["w"].addressable_data(0)))
+
+
+def _last_step(folder: Path) -> int | None:
+    path = folder / STOP
+    return int(path.read_text()) if path.exists() else None
+
+
+def _compare(folder: Path, right: np.ndarray, found: np.ndarray) -> None:
+    wrong = int(np.count_nonzero(found.view(np.uint32) != right.view(np.uint32)))
+    digest = hashlib.sha256(np.ascontiguousarray(found).tobytes()).hexdigest()[:16]
+    rank = jax.process_index()
+    part = folder / f"part.{rank}"
+    part.write_text(json.dumps({"rank": rank, "wrong": wrong, "digest": digest}))
+    part.rename(folder / f"final.{rank}.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Flags that the commands of `jdp bench` share, and the devices that they choose."""
+
+import argparse
+import contextlib
+import os
+from typing import Any
+
+from jdp.worker.local_devices import num_cpus, num_gpus
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def read_bytes(text: str) -> int:
+    """Read a number of bytes.
+
+    >>> read_bytes("4K"), read_bytes("64M"), read_bytes("100")
+    (4096, 67108864, 100)
+    """
+    unit = text[-1:].upper() if text[-1:].isalpha() else ""
+    number = text[: len(text) - len(unit)]
+    if unit not in _UNITS or not number.isdigit() or int(number) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, such as 4K or 64M")
+    return int(number) * _UNITS[unit]
+
+
+def read_positive(text: str) -> int:
+    """Read a whole number from 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of all commands that use devices of this process."""
+    text = "virtual CPU devices of each process (default on a machine without accelerators: its "
+    text += "cores, at least 2)"
+    parser.add_argument("--cpu-ranks", type=read_positive, metavar="N", help=text)
+    text = "print JSON in place of a table, or write it to FILE (under jdp run)"
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=text)
+    parser.add_argument("--png", metavar="FILE", help="draw a picture (needs matplotlib)")
+
+
+def started(cpu_ranks: int | None) -> Any:
+    """Choose the devices, join the processes, and return the mesh."""
+    import jax
+
+    from jdp.distributed.mesh import init
+
+    is_chosen = "JAX_NUM_CPU_DEVICES" in os.environ or "XLA_FLAGS" in os.environ
+    if cpu_ranks is not None or not (is_chosen or num_gpus()):
+        with contextlib.suppress(RuntimeError):  # a backend runs already
+            jax.config.update("jax_num_cpu_devices", cpu_ranks or max(2, num_cpus()))
+    return init(timeout_s=None)

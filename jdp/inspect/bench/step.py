@@ -1,0 +1,149 @@
+"""Times of a training step on several numbers of ranks, each compared with one device."""
+
+import operator
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jdp import collectives
+from jdp.analysis.marks import ALL_REDUCED, mark
+from jdp.distributed.mesh import init
+from jdp.inspect import exact, rounds
+
+# Relative to the largest element of a leaf: the order of float32 sums differs.
+TOLERANCE = 1e-4
+Made = tuple[Any, Any, Any]
+Make = Callable[[int, Any], Made]  # (num_rows, all_reduce) -> (step, state, batch)
+
+
+class StepSetting(NamedTuple):
+    """How steps are timed.
+
+    Attributes:
+      rows: rows of each rank.
+      num_steps: steps of a run, from the initial state.
+      num_rounds: rounds, each with two runs of every contestant.
+    """
+
+    rows: int
+    num_steps: int
+    num_rounds: int
+
+
+def measure(make: Make, numbers: Sequence[int], setting: StepSetting) -> list[dict[str, Any]]:
+    """Time steps on several numbers of ranks, and return a row for each.
+
+    Args:
+      make: makes a step, its state and a batch on the mesh of `init`.
+      numbers: numbers of ranks; 1 is added.
+      setting: how to time.
+
+    Raises:
+      WrongResultError: if a state differs from that of one device by more than TOLERANCE.
+    """
+    numbers = sorted({1, *numbers})
+    made: dict[tuple[int, bool], _Contestant] = {}
+    for num_ranks in numbers:
+        made[num_ranks, True] = _Contestant(make, num_ranks, setting, all_reduces=True)
+        if num_ranks > 1:
+            made[num_ranks, False] = _Contestant(make, num_ranks, setting, all_reduces=False)
+    clocks = {str(key): each.clock for key, each in made.items()}
+    found = rounds.alternate(
+        clocks, budget_s=0.0, min_rounds=setting.num_rounds, max_rounds=setting.num_rounds
+    )
+    rows, alone = [], found[str((1, True))]
+    for num_ranks in numbers:
+        seconds = found[str((num_ranks, True))]
+        without = found.get(str((num_ranks, False)), seconds)
+        rows.append(
+            {
+                "ranks": num_ranks,
+                "step_ms": float(np.median(seconds)) * 1e3,
+                "rows_per_s": setting.rows * num_ranks / float(np.median(seconds)),
+                "efficiency": float(np.median(alone / seconds)),
+                "exposed": float(np.median(1 - without / seconds)),
+                "difference": made[num_ranks, True].difference,
+            }
+        )
+    return rows
+
+
+class _Contestant:
+    """Runs of a step on some ranks, from the same initial state each time.
+
+    Without the all-reduce each rank trains on its own rows, so its state must be that of one device
+    with these rows.
+    """
+
+    def __init__(self, make: Make, num_ranks: int, setting: StepSetting, *, all_reduces: bool):
+        self._num_steps, self._num_ranks = setting.num_steps, num_ranks
+        self._name = f"{num_ranks} ranks" + ("" if all_reduces else " without all-reduce")
+        rows = setting.rows * num_ranks
+        self._expected = _expected(make, rows, num_ranks, setting, all_reduces)
+        init(devices=jax.devices()[:num_ranks], timeout_s=None)
+        all_reduce = collectives.auto if all_reduces else _none
+        self._step, self._start, self._batch = make(rows, all_reduce)
+        self.difference = 0.0
+
+    def clock(self) -> float:
+        """Return the seconds of a step, whose results are compared."""
+        state = jax.block_until_ready(jax.tree.map(jax.numpy.copy, self._start))
+        begin = time.perf_counter()
+        for _ in range(self._num_steps):
+            state, _ = self._step(state, self._batch)
+        jax.block_until_ready(state)
+        seconds = (time.perf_counter() - begin) / self._num_steps
+        self._check(state)
+        return seconds
+
+    def _check(self, state: Any) -> None:
+        found = jax.tree_util.tree_leaves_with_path(state)
+        devices = list(jax.devices()[: self._num_ranks])
+        for number, (path, leaf) in enumerate(found):
+            for shard in leaf.addressable_shards:
+                rank = devices.index(shard.device)
+                right = self._expected[rank % len(self._expected)][number][shard.index]
+                exact.require(
+                    value := np.asarray(shard.data),
+                    right,
+                    contestant=f"the step on {self._name}",
+                    rank=rank,
+                    round_number=0,
+                    what=f"state{jax.tree_util.keystr(path)} after {self._num_steps} steps",
+                    tolerance=_tolerance(right),
+                )
+                if tolerance := _tolerance(right):
+                    apart = float(np.abs(value - right).max()) / tolerance * TOLERANCE
+                    self.difference = max(self.difference, apart)
+
+
+def _expected(
+    make: Make, num_rows: int, num_ranks: int, setting: StepSetting, all_reduces: bool
+) -> list[list[np.ndarray]]:
+    """Return the leaves of the last state of one device, for all rows or those of each rank."""
+    init(devices=jax.devices()[:1], timeout_s=None)
+    found = []
+    for rank in range(1 if all_reduces else num_ranks):
+        step, state, batch = make(num_rows, collectives.auto)
+        if not all_reduces:
+            own = slice(rank * setting.rows, (rank + 1) * setting.rows)
+            batch = jax.tree.map(operator.itemgetter(own), batch)
+        for _ in range(setting.num_steps):
+            state, _ = step(state, batch)
+        found.append([np.asarray(leaf) for leaf in jax.tree.leaves(state)])
+    return found
+
+
+def _tolerance(right: np.ndarray) -> float:
+    if right.size == 0 or not np.issubdtype(right.dtype, np.floating):
+        return 0.0
+    return TOLERANCE * float(np.abs(right).max())
+
+
+def _none(buckets: Any, axis_name: Any, *, scale: Any = 1.0, mesh: Any = None) -> list:
+    """Leave every rank its own gradients. The mark is not true, so that the step is accepted."""
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    return [[mark(x, kind=ALL_REDUCED, path="", axes=axes) for x in bucket] for bucket in buckets]

@@ -1,0 +1,158 @@
+"""The command `jdp bench step`, and the models that it times."""
+
+import argparse
+import functools
+import importlib.util
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+from jdp.inspect import models
+from jdp.inspect.bench import flags, output
+from jdp.inspect.bench.step import Made, Make, StepSetting, measure
+from jdp.reduction.micro_batches import value_and_grad
+from jdp.reduction.optimizer import replicated
+from jdp.training.decorators import train_step
+from jdp.training.state import TrainState
+
+_DESCRIPTION = """\
+How much faster is a training step on n ranks than on one, and how much of it
+is communication that nothing hides? Each rank gets the same number of rows.
+The state after each timed run is compared with that of one device. Takes about
+a minute.
+
+MODEL is mlp, transformer, or FILE.py:NAME, a function (num_rows, all_reduce) of
+yours that returns a jdp.train_step, its state and a batch of that many rows, and
+gives all_reduce to jdp.replicated or jdp.sharded."""
+COLUMNS = {
+    "ranks": "{ranks}",
+    "step ms": "{step_ms:.3f}",
+    "rows/s": "{rows_per_s:.1f}",
+    "efficiency": "{efficiency:.2f}",
+    "exposed": "{exposed:.2f}",
+    "difference": "{difference:.1e}",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `jdp bench step`, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="jdp bench step",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL")
+    text = "numbers of ranks, such as 1,2,4 (default: powers of 2 up to all devices)"
+    parser.add_argument("--ranks", metavar="N,...", help=text)
+    parser.add_argument("--rows", type=flags.read_positive, help="rows of each rank (default 64)")
+    text = "steps of a run (default 5)"
+    parser.add_argument("--steps", type=flags.read_positive, default=5, help=text)
+    text = "rounds, each with two runs (default 5)"
+    parser.add_argument("--rounds", type=flags.read_positive, default=5, help=text)
+    flags.add_common(parser)
+    options = parser.parse_args(arguments)
+    if options.png:
+        output.require_matplotlib()
+    make, setting = (
+        found_model(options.model),
+        StepSetting(options.rows or 64, options.steps, options.rounds),
+    )
+    mesh = flags.started(options.cpu_ranks)
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"there are {jax.process_count()} processes, and `jdp bench step` compares numbers of "
+            "ranks of one. Run it without `jdp run`."
+        )
+    facts, numbers = output.machine(), _numbers(options.ranks, mesh.size)
+    rows = measure(make, numbers, setting)
+    if options.json != "-":
+        print(f"{output.heading(facts)}\n{options.model}, {setting.rows} rows for each rank")
+        print(output.aligned(list(COLUMNS)))
+        for row in rows:
+            print(output.aligned([form.format(**row) for form in COLUMNS.values()]))
+        if max(numbers) > facts["num_cores"] and facts["platform"] == "cpu":
+            print(
+                f"{max(numbers)} ranks share {facts['num_cores']} cores: an efficiency of "
+                f"{facts['num_cores'] / max(numbers):.2f} would be full use of them."
+            )
+    if options.json:
+        output.write_json({**facts, "model": options.model, "rows": rows}, options.json)
+    if options.png:
+        _draw(options.png, rows)
+    return 0
+
+
+def found_model(name: str) -> Make:
+    """Return the function that makes a model.
+
+    Args:
+      name: "mlp", "transformer" or "FILE.py:NAME".
+
+    Raises:
+      ValueError: if there is no such function, or it takes other arguments.
+    """
+    if name in ("mlp", "transformer"):
+        return functools.partial(_built_in, name)
+    path, _, function = name.rpartition(":")
+    if not path.endswith(".py") or not Path(path).exists():
+        raise ValueError(
+            f"there is no model {name!r}. Write mlp, transformer, or FILE.py:NAME with a function "
+            "(num_rows, all_reduce) that returns a step, its state and a batch."
+        )
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    make = getattr(module, function, None)
+    if not callable(make) or len(inspect.signature(make).parameters) != 2:
+        raise ValueError(
+            f"{path} has no function {function}(num_rows, all_reduce). It returns the step, the "
+            "state and a batch of num_rows rows, and gives all_reduce to jdp.replicated."
+        )
+    return make
+
+
+def _built_in(name: str, num_rows: int, all_reduce: Any) -> Made:
+    if name == "mlp":
+        problem = models.mlp(width=512, num_layers=4, num_rows=num_rows)
+    else:
+        problem = models.transformer(dim=128, num_layers=4, num_rows=num_rows, length=32)
+
+    @train_step
+    def step(state: TrainState, batch: Any) -> Any:
+        loss, grads = value_and_grad(problem.loss_fn)(state.params, batch)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    tx = replicated(optax.sgd(0.1, momentum=0.9), all_reduce=all_reduce)
+    return step, TrainState.create(problem.params, tx), problem.batch
+
+
+def _numbers(text: str | None, num_devices: int) -> list[int]:
+    if text is None:
+        return [1 << i for i in range(num_devices.bit_length())]
+    found = [int(word) if word.isdigit() else 0 for word in text.split(",")]
+    if wrong := [number for number in found if not 1 <= number <= num_devices]:
+        raise ValueError(
+            f"--ranks {text} asks for {wrong[0]} ranks, and there are {num_devices} devices. Write "
+            f"numbers from 1 to {num_devices}, or --cpu-ranks {max(found)} for more."
+        )
+    return found
+
+
+def _draw(path: str, rows: Sequence[dict[str, Any]]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    panel = figure.subplots()
+    numbers = [row["ranks"] for row in rows]
+    panel.plot(numbers, [row["rows_per_s"] for row in rows], marker=".", label="measured")
+    ideal = [rows[0]["rows_per_s"] * number for number in numbers]
+    panel.plot(numbers, ideal, "--", label="one rank times n")
+    panel.set(xlabel="ranks", ylabel="rows per second")
+    panel.grid(alpha=0.3)
+    panel.legend()
+    figure.savefig(path)

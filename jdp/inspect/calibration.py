@@ -1,0 +1,197 @@
+"""Measured rates of this machine, which `jdp bench --calibrate` saves. Needs no JAX.
+
+One JSON file for each host and platform, `~/.cache/jdp/calibration/HOST_PLATFORM.json`, with the
+fields of `Calibration`. `docs/bench.md` describes them.
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveLaw:
+    """The law t = alpha_s + bytes / bytes_per_s of one collective, fitted to measured times.
+
+    Attributes:
+      operation: "all-reduce", "reduce-scatter", "all-gather" or "all-to-all".
+      algorithm: "direct" or "ring" of jdp's library, "native" (its other operations), "ppermute"
+        (`jdp.collectives.ring`) or "xla".
+      num_ranks: number of ranks.
+      num_processes: number of processes that these ranks are in.
+      dtype: dtype of the arrays.
+      alpha_s: seconds of a call with no bytes, >= 0.
+      bytes_per_s: further bytes for each second; inf if the time does not grow. `bytes` is a
+        rank's whole array, as in nccl-tests: the input of an all-reduce, a reduce-scatter or an
+        all-to-all, and the result of an all-gather.
+      largest_error: the largest |predicted / measured - 1| over `points`.
+      points: the measured (bytes, median seconds), ascending.
+    """
+
+    operation: str
+    algorithm: str
+    num_ranks: int
+    num_processes: int
+    dtype: str
+    alpha_s: float
+    bytes_per_s: float
+    largest_error: float
+    points: tuple[tuple[int, float], ...]
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the predicted seconds of one call: between measured sizes on the line between
+        them, and otherwise by the law.
+
+        >>> points = ((1000, 2e-5), (3000, 4e-5))
+        >>> rate = CollectiveLaw("all-reduce", "xla", 2, 1, "float32", 1e-5, 1e9, 0.5, points)
+        >>> round(rate.seconds(2000), 9), round(rate.seconds(1_000_000), 9)
+        (3e-05, 0.00101)
+        """
+        for (low, fast), (high, slow) in itertools.pairwise(self.points):
+            if low <= num_bytes <= high:
+                return fast + (num_bytes - low) / (high - low) * (slow - fast)
+        return self.alpha_s + num_bytes / self.bytes_per_s
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """The measured rates of one machine.
+
+    Attributes:
+      host: name of the host.
+      platform: "cpu", "gpu" or "tpu".
+      device_kind: JAX's name for the kind of device.
+      num_devices: number of local devices.
+      num_cores: number of CPU cores that the process may use.
+      date: when it was measured, ISO 8601 in UTC.
+      versions: package -> version: jdp, jax, jaxlib, python.
+      matmul_flops_per_s: dtype -> floating-point operations per second of large matmuls on one
+        device, while all other devices idle.
+      memory_bytes_per_s: bytes read and written per second by one device that scales a large
+        array, while all other devices idle.
+      num_compute_ranks: number of devices that computed at once for the next two fields.
+      shared_matmul_flops_per_s: dtype -> the same for each device, while all compute.
+      shared_memory_bytes_per_s: the same for each device, while all compute.
+      rates: laws of the collectives.
+    """
+
+    host: str
+    platform: str
+    device_kind: str
+    num_devices: int
+    num_cores: int
+    date: str
+    versions: Mapping[str, str]
+    matmul_flops_per_s: Mapping[str, float]
+    memory_bytes_per_s: float
+    num_compute_ranks: int
+    shared_matmul_flops_per_s: Mapping[str, float]
+    shared_memory_bytes_per_s: float
+    rates: tuple[CollectiveLaw, ...]
+
+    def rate(
+        self, operation: str, algorithm: str, num_ranks: int, num_processes: int = 1
+    ) -> CollectiveLaw | None:
+        """Return the law of a collective, or None if it was not measured."""
+        wanted = (operation, algorithm, num_ranks, num_processes)
+        for rate in self.rates:
+            if (rate.operation, rate.algorithm, rate.num_ranks, rate.num_processes) == wanted:
+                return rate
+        return None
+
+    def save(self, path: Path | None = None) -> Path:
+        """Write the file, in place of an earlier one, and return its path."""
+        path = path or default_path(self.platform)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_text(text + "\n")
+        part.replace(path)
+        return path
+
+
+def default_path(platform: str) -> Path:
+    """Return the path of this host's file for a platform."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
+    return Path(cache, "jdp", "calibration", f"{host}_{platform}.json")
+
+
+def load(platform: str, path: Path | None = None) -> Calibration | None:
+    """Return what was measured on this host, or None if nothing was.
+
+    Args:
+      platform: "cpu", "gpu" or "tpu".
+      path: another file. Default: that of this host.
+
+    Raises:
+      ValueError: if the file cannot be read, or has another format.
+    """
+    path = path or default_path(platform)
+    if not path.exists():
+        return None
+    again = f"Measure again: jdp bench --calibrate, which replaces {path}."
+    try:
+        found = json.loads(path.read_text())
+        if found.pop("format") != FORMAT:
+            raise ValueError("it has another format")
+        found["rates"] = tuple(map(_read_rate, found["rates"]))
+        return Calibration(**found)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"the calibration of this machine, {path}, is not that of this jdp (format {FORMAT}): "
+            f"{error}. Predicted times would have no basis. {again}"
+        ) from error
+
+
+def _read_rate(found: dict[str, Any]) -> CollectiveLaw:
+    found["points"] = tuple((num_bytes, seconds) for num_bytes, seconds in found["points"])
+    return CollectiveLaw(**found)
+
+
+def fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
+    """Fit t = alpha + bytes / beta to measured times, with small relative errors.
+
+    Args:
+      points: (bytes, seconds), of at least two sizes.
+
+    Returns:
+      alpha in seconds, >= 0; beta in bytes per second, > 0, inf if the time does not grow; and the
+      largest relative error of the law.
+
+    >>> fitted([(1000, 3e-6), (2000, 4e-6), (4000, 6e-6)])
+    (2e-06, 1000000000.0, 0.0)
+    """
+    alpha, slope = _least_squares(points)
+    if alpha < 0:  # through 0: weighted, so that each point counts by its relative error
+        alpha = 0.0
+        slope = sum(b / t for b, t in points) / sum((b / t) ** 2 for b, t in points)
+    if slope <= 0:
+        alpha, slope = len(points) / sum(1 / t for _, t in points), 0.0
+    alpha, beta = _rounded(alpha), _rounded(1 / slope) if slope else float("inf")
+    worst = max(abs((alpha + b / beta) / t - 1) for b, t in points)
+    return alpha, beta, round(worst, 6)
+
+
+def _least_squares(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    # Of (alpha + slope * b) / t - 1: the normal equations of two unknowns.
+    aa = sum(1 / t**2 for _, t in points)
+    ab = sum(b / t**2 for b, t in points)
+    bb = sum((b / t) ** 2 for b, t in points)
+    ya, yb = sum(1 / t for _, t in points), sum(b / t for b, t in points)
+    determinant = aa * bb - ab * ab
+    if determinant <= 1e-12 * aa * bb:
+        raise ValueError(f"{len(points)} points of one size fix no law. Measure several sizes.")
+    return (ya * bb - yb * ab) / determinant, (aa * yb - ab * ya) / determinant
+
+
+def _rounded(x: float) -> float:
+    return float(f"{x:.6g}")

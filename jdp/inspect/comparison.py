@@ -1,0 +1,128 @@
+"""`jdp explain --compare`: the same step with other options of its optimizer, ranked."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from jdp.distributed import mesh as meshes
+from jdp.inspect.explain import explain
+from jdp.inspect.report import StepReport, of_bytes, of_s
+from jdp.reduction.optimizer import Replicated, replicated
+from jdp.reduction.sharded import sharded, sharding_of
+from jdp.training.step import Step
+
+OPTIONS = ("stage", "bucket_bytes")
+
+
+class RankedPlan(NamedTuple):
+    """A step with some options of its optimizer.
+
+    Attributes:
+      options: those that were chosen, by name; stage 0 is `jdp.replicated`.
+      report: of that step.
+    """
+
+    options: dict[str, int]
+    report: StepReport
+
+
+def compare(
+    step: Step,
+    args: tuple,
+    choices: Mapping[str, Sequence[int]],
+    *,
+    on: str | Mesh | None = None,
+    rates: Mapping[str, float] | None = None,
+    **keywords: Any,
+) -> list[RankedPlan]:
+    """Explain a step with each combination of options, the shortest predicted time first.
+
+    Args:
+      step: the step.
+      args: its arguments; the state holds a `TrainState` or several.
+      choices: values of `stage` and `bucket_bytes` to try.
+      on, rates, keywords: as for `explain`.
+
+    Raises:
+      ValueError: if there is no such option, or the state has no optimizer of jdp's.
+    """
+    unknown = [name for name in choices if name not in OPTIONS]
+    if unknown:
+        raise ValueError(f"cannot compare {unknown[0]!r}. Options are {', '.join(OPTIONS)}.")
+    state, *others = args
+    if not any(map(_has_optimizer, jax.tree.leaves(state, is_leaf=_has_optimizer))):
+        raise ValueError(
+            "the state of this step has no jdp.replicated or jdp.sharded in a TrainState, whose "
+            "options could be compared."
+        )
+    on = on or meshes.mesh_of(jax.tree.leaves(state), step.spec.axis_name)
+    if isinstance(on, str) or set(on.axis_names) == set(step.spec.axis_name):
+        # The options of a plan say where an array lies, not those that the state was made with.
+        state = jax.tree.map(_shape, state)
+    plans = []
+    for values in itertools.product(*choices.values()):
+        options = dict(zip(choices, values, strict=True))
+        changed = jax.tree.map(
+            lambda node, options=options: _changed(node, options), state, is_leaf=_has_optimizer
+        )
+        report = explain(step, changed, *others, on=on, rates=rates, **keywords)
+        plans.append(RankedPlan(options, report))
+    return sorted(plans, key=lambda plan: plan.report.time.likely_s)
+
+
+def table(plans: Sequence[RankedPlan]) -> str:
+    """Return a line for each plan."""
+    first = plans[0].report
+    lines = [
+        f"{first.step} on {first.on}: {len(plans)} plans by predicted step time",
+        f"  {'plan':<34}{'step':>10}{'interval':>24}{'exposed':>10}{'memory':>12}",
+    ]
+    for options, report in plans:
+        name = " ".join(f"{key}={value}" for key, value in options.items())
+        time = report.time
+        interval = f"{of_s(time.low_s)} to {of_s(time.high_s)}"
+        lines.append(
+            f"  {name:<34}{of_s(time.likely_s):>10}{interval:>24}{of_s(time.exposed_s):>10}"
+            f"{of_bytes(report.memory.total):>12}"
+        )
+    return "\n".join(lines)
+
+
+def to_json(plans: Sequence[RankedPlan]) -> str:
+    """Return the options and the report of each plan, in their order."""
+    values = [{"plan": plan.options, **json.loads(plan.report.to_json())} for plan in plans]
+    return json.dumps(values, indent=1)
+
+
+def _shape(leaf: Any) -> Any:
+    is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
+
+
+def _has_optimizer(node: Any) -> bool:
+    return isinstance(getattr(node, "tx", None), Replicated)
+
+
+def _changed(node: Any, options: Mapping[str, int]) -> Any:
+    if not _has_optimizer(node):
+        return node
+    sharding = sharding_of(node.tx)
+    given: dict[str, Any] = {
+        **node.tx.options,
+        **{k: v for k, v in options.items() if k != "stage"},
+    }
+    stage = options.get("stage", 0 if sharding is None else sharding.stage)
+    tx = given.pop("tx")
+    if stage == 0:
+        return dataclasses.replace(node, tx=replicated(tx, **given))
+    if sharding is not None:
+        given |= {"min_size": sharding.min_size, "over": sharding.axes}
+        if stage == 3:
+            given |= {"keep_gathered": sharding.keep_gathered}
+            given |= {"gather_dtype": sharding.gather_dtype}
+    return dataclasses.replace(node, tx=sharded(tx, stage=stage, **given))

@@ -1,0 +1,78 @@
+"""A step, compiled for some devices and never run."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from jdp.distributed import mesh as meshes
+from jdp.inspect import given, planned
+from jdp.inspect.hlo import HloProgram
+from jdp.inspect.planned import TracedStep
+from jdp.inspect.targets import TargetDevices, target
+from jdp.step_spec import StepSpec
+from jdp.training.step import Step
+
+
+class StepForDevices(NamedTuple):
+    """A step that was compiled for some devices.
+
+    Attributes:
+      spec: the step.
+      where: the devices.
+      num_ranks: number of ranks.
+      args: its arguments: shapes on the devices.
+      traced: what its trace says.
+      compiled: the compiled step.
+      program: the same, read from its text.
+    """
+
+    spec: StepSpec
+    where: TargetDevices
+    num_ranks: int
+    args: tuple
+    traced: TracedStep
+    compiled: Any
+    program: HloProgram
+
+
+def compile_step(
+    step: Step, args: tuple, keywords: dict[str, Any], on: str | Mesh | None
+) -> StepForDevices:
+    """Compile a step for devices that need not be here.
+
+    Args:
+      step: a decorated function.
+      args: its arguments: arrays or shapes.
+      keywords: those by keyword.
+      on: the devices, see `explain`.
+
+    Raises:
+      TypeError: if `step` is not decorated.
+    """
+    if not isinstance(step, Step):
+        raise TypeError(
+            f"got {getattr(step, '__name__', step)!r}, which is not a step. Decorate it with "
+            "jdp.train_step."
+        )
+    spec, args = step.bound(args, keywords)
+    where = target(on or _mesh(args, spec), spec.axis_name)
+    shapes = given.shapes_on(where.mesh, spec, args)
+    num_positional = len(args) - len(spec.keywords)
+    called = {name: shapes[i] for i, name in spec.keywords}
+    traced = step.trace(*shapes[:num_positional], **called)
+    names = [path for i, arg in enumerate(shapes) for path in spec.paths(i, arg)]
+    compiled = traced.lower().compile()
+    return StepForDevices(
+        spec=spec,
+        where=where,
+        num_ranks=meshes.num_ranks(where.mesh, spec.axis_name),
+        args=shapes,
+        traced=planned.planned(traced.jaxpr, names),
+        compiled=compiled,
+        program=HloProgram(compiled.as_text()),
+    )
+
+
+def _mesh(args: tuple, spec: StepSpec) -> Mesh:
+    return meshes.mesh_of(jax.tree.leaves(args[0]), spec.axis_name)

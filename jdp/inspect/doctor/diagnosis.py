@@ -1,0 +1,89 @@
+"""One line of the report of `jdp doctor`."""
+
+import dataclasses
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+OK, WARNING, ERROR = "ok", "warning", "error"
+_WIDTH = 96
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """The result of one check.
+
+    Attributes:
+      check: name of the check, such as "file descriptors".
+      level: OK; WARNING if something is slower or may fail later; ERROR if training would fail, or
+        be wrong.
+      found: what was found, with numbers.
+      why: why it matters; empty if it is ok.
+      do: what to do; empty if it is ok.
+      facts: the numbers, for programs. No secrets: the report is pasted into issues.
+    """
+
+    check: str
+    level: str
+    found: str
+    why: str = ""
+    do: str = ""
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def checked(check: str, examine: Callable[[], Diagnosis]) -> Diagnosis:
+    """Return the diagnosis of a check; a check that fails itself is an error of the machine.
+
+    Args:
+      check: name of the check.
+      examine: makes the diagnosis.
+    """
+    try:
+        return examine()
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0][:300]
+        return Diagnosis(
+            check,
+            ERROR,
+            f"the check itself failed: {type(error).__name__}: {first}",
+            "What cannot be examined cannot be trusted.",
+            "Report it with the output of `jdp doctor --json`.",
+        )
+
+
+def is_healthy(by_process: Mapping[int, Iterable[Diagnosis]]) -> bool:
+    """Whether no check of any process found an error."""
+    return all(it.level != ERROR for found in by_process.values() for it in found)
+
+
+def text(by_process: Mapping[int, Sequence[Diagnosis]]) -> str:
+    """Return the report for people: equal lines of several processes once.
+
+    Args:
+      by_process: the diagnoses of each process, in the same order.
+    """
+    lines = []
+    for check in dict.fromkeys(it.check for found in by_process.values() for it in found):
+        same: dict[tuple, list[int]] = {}
+        for process, found in by_process.items():
+            for it in found:
+                if it.check == check:
+                    key = (it.level, it.found, it.why, it.do)
+                    same.setdefault(key, []).append(process)
+        for (level, found, why, do), processes in same.items():
+            where = "" if len(processes) == len(by_process) else f" ({_named(processes)})"
+            lines += _wrapped(f"{level:<8} {check}{where}: {found}")
+            lines += [line for more in (why, do) if more for line in _wrapped(" " * 9 + more)]
+    return "\n".join(lines)
+
+
+def _wrapped(line: str) -> list[str]:
+    return textwrap.wrap(
+        line, _WIDTH, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _named(processes: Sequence[int]) -> str:
+    few = ", ".join(map(str, processes[:4]))
+    more = f" and {len(processes) - 4} more" if len(processes) > 4 else ""
+    return f"process{'es' if len(processes) > 1 else ''} {few}{more}"

@@ -1,0 +1,133 @@
+"""`explain`: the memory, the collectives and the time of a step, from the compiled program."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jdp.inspect import matched, timeline
+from jdp.inspect.compiled import compile_step
+from jdp.inspect.facts import Facts
+from jdp.inspect.findings import findings_of
+from jdp.inspect.matched import Match
+from jdp.inspect.measured import measured
+from jdp.inspect.memory import memory_of
+from jdp.inspect.planned import SentLeaf
+from jdp.inspect.prediction import Likely, predicted
+from jdp.inspect.rates import rates_of
+from jdp.inspect.report import Bucket, StepReport
+from jdp.inspect.transfers import SentArrays
+from jdp.training.step import Step
+
+# A user who gives one of these wants no measured time of a collective.
+_OF_LINKS = {"link_bytes_per_s", "reduction_start_s"}
+
+
+def explain(
+    step: Step,
+    state: Any,
+    batch: Any,
+    *rest: Any,
+    on: str | Mesh | None = None,
+    rates: Mapping[str, float] | None = None,
+    **keywords: Any,
+) -> StepReport:
+    """Compile a step, and return its memory, collectives, predicted time and what to change.
+
+    Nothing is run, donated or put onto a device. The devices need not be here: GPUs need the extra
+    `jdp[explain-gpu]`, TPUs `jdp[explain-tpu]`, neither needs hardware.
+
+    Args:
+      step: a function decorated with `jdp.train_step` or `jdp.eval_step`.
+      state: its state: arrays, or shapes such as `jax.eval_shape(make_state)` returns.
+      batch: a global batch: arrays or `jax.ShapeDtypeStruct`s. The number of ranks divides its
+        rows.
+      *rest: further arguments of the step.
+      on: the devices: `"8xH200"`, `"16xH100"` (two hosts of 8), `"v5e:2x4"`, `"cpu:4"`, or a mesh.
+        Default: the mesh of the state.
+      rates: rates that the predicted time assumes, such as `{"matmul_flops": 600e12}`; the report
+        names all of them, with their units. Default: those of the report.
+      **keywords: arguments that the step takes by keyword.
+
+    Returns:
+      A report: print it, read its attributes, or take `report.to_json()`. Its memory is what XLA
+      allocates; its times are predicted.
+
+    Raises:
+      ValueError: if there is no such target or rate, the rows cannot be split, or the step is
+        refused, as it would be when it runs.
+      MissingPluginError: if this environment cannot compile for the target; says what to install.
+      TypeError: if `step` is not decorated.
+
+    >>> import jax, jax.numpy as jnp, optax, jdp
+    >>> mesh = jdp.init(cpu_ranks=2)
+    >>> state = jdp.TrainState.create({"w": jnp.zeros((512, 64))}, jdp.replicated(optax.adam(0.1)))
+    >>> @jdp.train_step
+    ... def step(state, batch):
+    ...     grads = jax.grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2))(state.params, batch)
+    ...     return state.apply_gradients(grads), {}
+    >>> report = jdp.explain(step, state, jax.ShapeDtypeStruct((8, 512), jnp.float32))
+    >>> report.memory.parameters, report.memory.optimizer_state, report.buckets[0].leaves
+    (131072, 262148, ("grads['w']",))
+    >>> [finding.kind for finding in report.findings]
+    ['replicated-optimizer-state']
+    """
+    found = compile_step(step, (state, batch, *rest), keywords, on)
+    where, program, num_ranks = found.where, found.program, found.num_ranks
+    here = measured(where)
+    chosen = rates_of(where, rates, here.rates)
+    laws = {} if _OF_LINKS & {*(rates or {})} else here.laws
+    speeds = Likely(chosen, num_ranks, where.num_hosts, laws=laws)
+    simulated = timeline.simulate(program, speeds)
+    transfers = list(simulated.transfers.values())
+    matches = matched.match(program, transfers, found.traced.collectives)
+    buckets = [
+        _bucket(transfer, match, simulated.step_s)
+        for transfer, match in zip(transfers, matches, strict=True)
+    ]
+    memory = memory_of(found.compiled, program, where.memory_bytes())
+    return StepReport(
+        step=found.spec.name,
+        on=where.name,
+        num_ranks=num_ranks,
+        memory=memory,
+        buckets=tuple(buckets),
+        time=predicted(program, simulated, chosen, num_ranks, where.num_hosts, laws),
+        rates=chosen,
+        laws=tuple(laws.values()),
+        findings=tuple(findings_of(Facts(found, transfers, buckets, memory))),
+        unknown=tuple(dict.fromkeys(simulated.unknown)),
+        spans=tuple(simulated.spans),
+    )
+
+
+def _bucket(transfer: SentArrays, match: Match, step_s: float) -> Bucket:
+    hidden_bytes = transfer.hidden_runs * transfer.num_bytes
+    total_s = step_s or 1.0
+    return Bucket(
+        kind=transfer.kind,
+        algorithm=transfer.algorithm,
+        leaves=tuple(_name(leaf, transfer.kind) for leaf in match.leaves),
+        dtype="+".join(dict.fromkeys(leaf.dtype for leaf in match.leaves)),
+        num_bytes=transfer.num_bytes,
+        runs=transfer.runs,
+        begins=transfer.begins_s / total_s,
+        ends=transfer.ends_s / total_s,
+        meanwhile=dict(transfer.meanwhile),
+        hidden_bytes=hidden_bytes,
+        exposed_bytes=transfer.runs * transfer.num_bytes - hidden_bytes,
+        took_s=transfer.took_s,
+        hidden_s=max(0.0, transfer.took_s - transfer.exposed_s),
+        exposed_s=transfer.exposed_s,
+        num_merged=match.num_planned,
+        line=match.line,
+        is_of_author=match.is_of_author,
+    )
+
+
+def _name(leaf: SentLeaf, kind: str) -> str:
+    if not leaf.path:
+        return "a scalar" if leaf.num_elements == 1 else f"{leaf.dtype}[{leaf.num_elements}]"
+    if kind not in ("all-reduce", "reduce-scatter") and leaf.path.startswith("grads"):
+        return f"the update of {leaf.path.removeprefix('grads')}"
+    return leaf.path

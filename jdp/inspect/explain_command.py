@@ -1,0 +1,141 @@
+"""`jdp explain`: its arguments, and what it prints."""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_EPILOG = """\
+The script runs up to its first call of the step, on CPUs and with its own data; that call is
+explained and not made. What follows the script's name and -- goes to the script:
+
+  jdp explain train.py:step --on 8xH200 -- --batch-size 512
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `jdp explain`.
+
+    Args:
+      arguments: of the command line.
+
+    Returns:
+      The exit code: 1 if the step cannot be explained, 2 if the arguments are wrong.
+    """
+    given, _, of_script = _split(arguments)
+    options = _parser().parse_args(given)
+    script, _, name = options.step.rpartition(":")
+    if not script or not name.isidentifier():
+        return _fail(f"{options.step!r} names no step. Write train.py:step.", 2)
+    if not Path(script).is_file():
+        return _fail(f"there is no file {script!r}.", 2)
+    if options.on:
+        # The script makes its state on CPUs; as many as there are ranks, if these are CPUs.
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        if found := re.fullmatch(r"cpu:(\d+)", options.on):
+            os.environ["JAX_NUM_CPU_DEVICES"] = found[1]
+    return _explained(options, script, name, of_script)
+
+
+def _explained(
+    options: argparse.Namespace, script: str, name: str, of_script: Sequence[str]
+) -> int:
+    from jdp.inspect import comparison
+    from jdp.inspect.explain import explain
+    from jdp.inspect.first_call import first_call
+    from jdp.inspect.targets import MissingPluginError
+
+    try:
+        call = first_call(script, name, of_script)
+    except ValueError as error:
+        if "never called" not in str(error):
+            raise
+        return _fail(str(error), 1)
+    chosen: dict[str, Any] = dict(on=options.on, rates=dict(options.rate), **call.keywords)
+    try:
+        if options.compare:
+            plans = comparison.compare(call.step, call.args, dict(options.compare), **chosen)
+            print(comparison.to_json(plans) if options.json else comparison.table(plans))
+            return 0
+        report = explain(call.step, *call.args, **chosen)
+    except (MissingPluginError, ValueError) as error:
+        return _fail(str(error), 1)
+    print(report.to_json() if options.json else report)
+    if options.png:
+        from jdp.inspect.drawing import draw
+
+        draw(report, options.png)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jdp explain",
+        description="Print the memory, the collectives, the predicted time and the faults of a "
+        "compiled step, before a device is there to run it.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("step", help="script and step, such as train.py:step")
+    parser.add_argument(
+        "--on",
+        metavar="DEVICES",
+        help='"8xH200", "16xH100" (two hosts), "v5e:2x4", "cpu:4"; default: the devices here',
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--png", metavar="FILE", help="draw the schedule on two lanes")
+    parser.add_argument(
+        "--rate",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        type=_rate,
+        help="a rate that the predicted time assumes, such as matmul_flops=600e12",
+    )
+    parser.add_argument(
+        "--compare",
+        metavar="OPTION=VALUES",
+        nargs="+",
+        default=[],
+        type=_choice,
+        help="rank plans by predicted time, such as bucket_bytes=1M,4M stage=0,1,3 (0: replicated)",
+    )
+    return parser
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    arguments = list(arguments)
+    if "--" not in arguments:
+        return arguments, "", []
+    i = arguments.index("--")
+    return arguments[:i], "--", arguments[i + 1 :]
+
+
+def _rate(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME=VALUE with a number, such as matmul_flops=600e12"
+        ) from None
+
+
+def _choice(text: str) -> tuple[str, list[int]]:
+    name, _, values = text.partition("=")
+    found = [re.fullmatch(r"(\d+)([kM]?)", value) for value in values.split(",")]
+    sizes = {"": 1, "k": 2**10, "M": 2**20}
+    numbers = [int(each[1]) * sizes[each[2]] for each in found if each]
+    if not name or len(numbers) != len(found):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not OPTION=VALUES, such as bucket_bytes=1M,4M or stage=0,1,3"
+        )
+    return name, numbers
+
+
+def _fail(text: str, code: int) -> int:
+    print(f"jdp explain: {text}", file=sys.stderr)
+    return code

@@ -1,0 +1,49 @@
+"""What the findings about a compiled step look at."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jdp.inspect.compiled import StepForDevices
+from jdp.inspect.memory import Memory
+from jdp.inspect.report import Bucket
+from jdp.inspect.transfers import SentArrays
+
+# What is smaller is not worth a change.
+MIN_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the findings look at.
+
+    Attributes:
+      step: the compiled step.
+      transfers: its collectives.
+      buckets: the same, described.
+      memory: of one rank.
+    """
+
+    step: StepForDevices
+    transfers: Sequence[SentArrays]
+    buckets: Sequence[Bucket]
+    memory: Memory
+
+
+def train_states(facts: Facts) -> list[Any]:
+    """Return the nodes of the state that have an optimizer and its state."""
+    nodes = jax.tree.leaves(facts.step.args[0], is_leaf=_has_optimizer)
+    return [node for node in nodes if _has_optimizer(node)]
+
+
+def parameters(facts: Facts) -> list[tuple[str, Any]]:
+    """Return the parameters in the state, each with its path."""
+    named = jax.tree_util.tree_leaves_with_path(facts.step.args[0])
+    found = [(jax.tree_util.keystr(path), leaf) for path, leaf in named]
+    return [(name, leaf) for name, leaf in found if "params" in name]
+
+
+def _has_optimizer(node: Any) -> bool:
+    return hasattr(node, "tx") and hasattr(node, "opt_state")

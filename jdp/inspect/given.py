@@ -1,0 +1,87 @@
+"""The arguments of a step as shapes on the mesh that it is compiled for."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdp import pytrees, rank_state
+from jdp.distributed import mesh as meshes
+from jdp.step_spec import StepSpec
+from jdp.training import shard_layout
+
+
+def shapes_on(mesh: Mesh, spec: StepSpec, args: tuple) -> tuple:
+    """Return the arguments of a step as shapes that lie on a mesh as the step would place them.
+
+    Args:
+      mesh: of the ranks.
+      spec: the step.
+      args: its state, batch and further arguments: arrays or `ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError: if the number of ranks does not divide the rows of the batch.
+    """
+    state, batch, *rest = args
+    num_ranks = meshes.num_ranks(mesh, spec.axis_name)
+    rows = PartitionSpec(spec.axis_name)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if not jnp.ndim(leaf) or jnp.shape(leaf)[0] % num_ranks:
+            name = spec.argument(1) + jax.tree_util.keystr(path)
+            raise ValueError(
+                f"`{name}` has the shape {list(jnp.shape(leaf))}, and its rows cannot be split "
+                f"over {num_ranks} ranks. Give a batch whose rows {num_ranks} divides."
+            )
+    place = _Placing(mesh)
+    return (
+        _state(state, mesh, spec, num_ranks),
+        jax.tree.map(lambda leaf: place(leaf, rows), batch),
+        *(jax.tree.map(lambda leaf: place(leaf, PartitionSpec()), arg) for arg in rest),
+    )
+
+
+class _Placing:
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+
+    def __call__(self, leaf: Any, spec: PartitionSpec, num_rows: int | None = None) -> Any:
+        shape = jnp.shape(leaf)
+        if num_rows is not None:
+            shape = (num_rows, *shape[1:])
+        where = getattr(leaf, "sharding", None)
+        if isinstance(where, NamedSharding) and where.mesh == self._mesh:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+        dtype = getattr(leaf, "dtype", None) or jnp.result_type(leaf)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, spec))
+
+
+def _state(state: Any, mesh: Mesh, spec: StepSpec, num_ranks: int) -> Any:
+    held = pytrees.hold(state)
+    leaves, tree = jax.tree.flatten(held)
+    place = _Placing(mesh)
+    own = rank_state.flags(held)
+    before = _ranks_of(leaves, spec)
+    partition = shard_layout.partition(held, mesh)
+    placed = []
+    for leaf, split, is_own in zip(leaves, partition, own, strict=True):
+        if not is_own:
+            placed.append(place(leaf, split or PartitionSpec()))
+            continue
+        rows = _rows_of_ranks(jnp.shape(leaf)[0], before, num_ranks)
+        placed.append(place(leaf, PartitionSpec(spec.axis_name), rows))
+    return tree.unflatten(placed)
+
+
+def _rows_of_ranks(num_rows: int, before: int, num_ranks: int) -> int:
+    """Return the rows of an array of `per_rank` on another number of ranks."""
+    if num_rows != before and num_rows % num_ranks == 0:
+        return num_rows  # of rows of the batch, which stays as it is
+    return num_rows // before * num_ranks
+
+
+def _ranks_of(leaves: list[Any], spec: StepSpec) -> int:
+    try:
+        return meshes.num_ranks(meshes.mesh_of(leaves, spec.axis_name), spec.axis_name)
+    except RuntimeError:
+        return 1  # no mesh: the state was never placed

@@ -1,0 +1,216 @@
+"""A compiled program, read from its text: computations, instructions, shapes, and source lines."""
+
+import functools
+import math
+import re
+from typing import NamedTuple
+
+from jdp.analysis import source_lines
+
+# A collective is one instruction, or a pair of start and done, of which the start counts.
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+_BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "s8": 8, "u8": 8, "s16": 16}
+_BITS |= {"u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64, "c64": 64, "c128": 128}
+_BITS |= {"s4": 4, "u4": 4, "s2": 2, "u2": 2}
+
+_SHAPE = re.compile(r"\b([a-z]+[0-9]+(?:e[0-9]m[0-9]\w*)?|pred)\[([\d,]*)\](?:\{([^}]*)\})?")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)")
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|called_computations|branch_computations)="
+    r"\{?%?([\w.\-]+(?:, ?%[\w.\-]+)*)"
+)
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+
+
+class Array(NamedTuple):
+    """The type of an array in a program."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    layout: str
+
+    def num_elements(self) -> int:
+        """Return the number of its elements."""
+        return math.prod(self.dims)
+
+    def num_bytes(self) -> int:
+        """Return its bytes without the padding of tiles."""
+        return self.num_elements() * _bits(self.dtype) // 8
+
+    def padded_bytes(self) -> int:
+        """Return the bytes that it takes, with the padding of its tiles."""
+        tile = re.search(r"T\(([\d,]+)\)", self.layout)
+        if tile is None:
+            return self.num_bytes()
+        order = [int(i) for i in self.layout.split(":")[0].split(",") if i]
+        minor_first = [self.dims[i] for i in order] or [1]
+        sizes = [int(size) for size in reversed(tile[1].split(","))]
+        minor_first += [1] * (len(sizes) - len(minor_first))
+        for i, size in enumerate(sizes):
+            minor_first[i] = -(-minor_first[i] // size) * size
+        return math.prod(minor_first) * _bits(self.dtype) // 8
+
+
+class Instruction(NamedTuple):
+    """One operation of a program."""
+
+    name: str
+    shape: str
+    op: str
+    rest: str  # operands and attributes
+    is_root: bool = False
+
+    def operands(self) -> list[str]:
+        """Return the names of its operands."""
+        return re.findall(r"%([\w.\-]+)", self.rest.split(")")[0])
+
+    def called(self) -> list[str]:
+        """Return the names of the computations that it calls."""
+        found = _CALLED.findall(self.attributes())
+        return [name.strip().lstrip("%") for names in found for name in names.split(",")]
+
+    def attributes(self) -> str:
+        """Return its attributes, without the metadata."""
+        return self.rest.partition(")")[2].partition(", metadata={")[0]
+
+    def op_name(self) -> str:
+        """Return the name that JAX gave it, such as `jit(step)/transpose(jvp())/dot_general`."""
+        found = _NAME.search(self.rest)
+        return found[1].replace("\\'", "'").replace('\\"', '"') if found else ""
+
+    def target(self) -> str:
+        """Return the target of a custom call, empty for other operations."""
+        found = _TARGET.search(self.rest)
+        return found[1] if found else ""
+
+
+class HloProgram:
+    """A compiled program.
+
+    Attributes:
+      computations: the instructions of each computation, in the order in which they run.
+      entry: name of the computation that runs first.
+      parameters: for each argument its name, such as `args[0].params['w']`, and its type.
+      results: the types of its results.
+    """
+
+    def __init__(self, text: str):
+        self.computations, self.entry = parse(text)
+        entry = self.computations[self.entry]
+        self.parameters = _parameters(entry)
+        self.results = next((arrays(one.shape) for one in entry if one.is_root), ())
+        self._frames = _Frames(text)
+
+    def where(self, one: Instruction) -> tuple[str, ...]:
+        """Return the files that an instruction comes from, innermost first, and their lines."""
+        found = _FRAME.search(one.rest)
+        return self._frames.chain(int(found[1])) if found else ()
+
+    def author_line(self, one: Instruction) -> str:
+        """Return the author's line that an instruction comes from, such as "train.py:41"."""
+        return source_lines.innermost(
+            (name, int(line)) for name, _, line in (x.rpartition(":") for x in self.where(one))
+        )
+
+
+class _Frames:
+    def __init__(self, text: str):
+        # Each table is a heading, and numbered lines up to an empty one.
+        files = dict(re.findall(r'^(\d+) "(.*)"$', _table(text, "FileNames"), re.M))
+        locations = dict(
+            (number, f"{files.get(file, '')}:{line}")
+            for number, file, line in re.findall(
+                r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", _table(text, "FileLocations"), re.M
+            )
+        )
+        self._frames = {
+            int(number): (locations.get(location, ""), int(parent or 0))
+            for number, location, parent in re.findall(
+                r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?",
+                _table(text, "StackFrames"),
+                re.M,
+            )
+        }
+
+    def chain(self, number: int) -> tuple[str, ...]:
+        found = []
+        while number in self._frames:
+            location, parent = self._frames[number]
+            found.append(location)
+            number = parent - 1  # 1 stands for none
+        return tuple(found)
+
+
+def _table(text: str, heading: str) -> str:
+    found = re.search(rf"^{heading}\n(.*?)\n\n", text, re.M | re.S)
+    return found[1] if found else ""
+
+
+def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    """Return the computations of `compiled.as_text()`, and the name of the entry."""
+    computations: dict[str, list[Instruction]] = {}
+    entry = name = ""
+    for line in text.splitlines():
+        if line.endswith("{") and not line.startswith((" ", "HloModule")):
+            name = line.removeprefix("ENTRY ").lstrip("%").split(" ")[0]
+            entry = name if line.startswith("ENTRY") else entry
+            computations[name] = []
+        elif name and (found := _INSTRUCTION.match(line)):
+            root, *fields = found.groups()
+            computations[name].append(Instruction(*fields, is_root=bool(root)))
+    return computations, entry
+
+
+def _parameters(entry: list[Instruction]) -> dict[str, Array]:
+    numbered = {int(one.rest.split(")")[0]): one for one in entry if one.op == "parameter"}
+    ordered = [numbered[i] for i in sorted(numbered)]
+    return {one.op_name() or one.name: arrays(one.shape)[0] for one in ordered}
+
+
+def times(one: Instruction) -> int:
+    """Return how often the body of a loop runs; 1 for other operations.
+
+    Raises:
+      ValueError: if the program does not say it.
+    """
+    if one.op != "while":
+        return 1
+    found = _TRIP_COUNT.search(one.rest)
+    if found is None:
+        raise ValueError(f"cannot count the loop {one.name}: its number of iterations is unknown.")
+    return int(found[1])
+
+
+def dot_flops(one: Instruction, shapes: dict[str, str]) -> int:
+    """Return the floating-point operations of a matmul; 2 for a multiplication and addition."""
+    lhs = arrays(shapes[one.operands()[0]])[0].dims
+    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)
+    inner = [lhs[int(i)] for i in contracted[1].split(",") if i] if contracted else []
+    return 2 * num_elements(one.shape) * math.prod(inner)
+
+
+def num_bytes(shape: str) -> int:
+    """Return the bytes of all arrays in a type."""
+    return sum(array.num_bytes() for array in arrays(shape))
+
+
+def num_elements(shape: str) -> int:
+    """Return the number of elements of all arrays in a type."""
+    return sum(array.num_elements() for array in arrays(shape))
+
+
+def _bits(dtype: str) -> int:
+    return _BITS.get(dtype, 8)  # the others are floats of 8 bits
+
+
+@functools.lru_cache(maxsize=4096)
+def arrays(shape: str) -> tuple[Array, ...]:
+    """Return the arrays in a type, such as `(f32[8,2]{1,0}, s32[])`."""
+    return tuple(
+        Array(dtype, tuple(int(dim) for dim in dims.split(",") if dim), layout)
+        for dtype, dims, layout in _SHAPE.findall(shape)
+    )

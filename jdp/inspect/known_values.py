@@ -1,0 +1,76 @@
+"""Inputs of collectives whose results are known exactly, and these results. Needs NumPy alone.
+
+Element i of rank r is (i + 2 r + 5 c) mod m, where c counts the calls and m is a prime. All sums
+are whole numbers that the dtype holds exactly, in any order of additions.
+"""
+
+import numpy as np
+
+OPERATIONS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
+OF_RANK, OF_CALL = 2, 5
+
+_PRIMES = (251, 127, 61, 31, 13, 7, 3)
+_LARGEST = {"bfloat16": 2**8, "float16": 2**11, "float32": 2**24, "float64": 2**53}
+
+
+def modulus(num_ranks: int, dtype: str) -> int:
+    """Return the number m of distinct input values: sums over the ranks are below m num_ranks.
+
+    Raises:
+      ValueError: if the dtype holds no sums over so many ranks exactly.
+
+    >>> modulus(8, "float32"), modulus(8, "bfloat16"), modulus(60, "int8")
+    (251, 31, 3)
+    """
+    largest = _LARGEST[dtype] if dtype in _LARGEST else int(np.iinfo(dtype).max)
+    for prime in _PRIMES:
+        if num_ranks * (prime - 1) <= largest:
+            return prime
+    raise ValueError(
+        f"{dtype} holds whole numbers up to {largest} exactly, too few for sums over {num_ranks} "
+        "ranks, so a wrong sum could not be told from rounding. Choose float32."
+    )
+
+
+def values(rank: int, call: int, start: int, size: int, m: int) -> np.ndarray:
+    """Return elements start to start + size of a rank's input, `[size]` int64."""
+    period = (np.arange(start, start + min(size, m)) + OF_RANK * rank + OF_CALL * call) % m
+    return np.resize(period, size)
+
+
+def input_size(operation: str, num_ranks: int, size: int) -> int:
+    """Return the number of elements of a rank's input; `size` counts as nccl-tests does."""
+    return size // num_ranks if operation == "all-gather" else size
+
+
+def result(operation: str, rank: int, num_ranks: int, call: int, size: int, m: int) -> np.ndarray:
+    """Return a rank's exact result, int64.
+
+    Args:
+      operation: one of OPERATIONS.
+      rank: the rank whose result it is.
+      num_ranks: number of ranks, which divides `size` unless the operation is an all-reduce.
+      call: number of the call.
+      size: elements of a rank's input, or of the result of an all-gather.
+      m: result of `modulus`.
+
+    >>> result("reduce-scatter", 1, 2, 0, 4, 251).tolist()  # 2 + 4, 3 + 5
+    [6, 8]
+    >>> result("all-to-all", 1, 2, 0, 4, 251).tolist()  # elements 2, 3 of rank 0 and rank 1
+    [2, 3, 4, 5]
+    """
+    ranks, part = range(num_ranks), size // num_ranks
+    if operation == "all-reduce":
+        return _sum(num_ranks, call, 0, size, m)
+    if operation == "reduce-scatter":
+        return _sum(num_ranks, call, rank * part, part, m)
+    if operation == "all-gather":
+        return np.concatenate([values(r, call, 0, part, m) for r in ranks])
+    return np.concatenate([values(r, call, rank * part, part, m) for r in ranks])
+
+
+# Periodic, like its terms.
+def _sum(num_ranks: int, call: int, start: int, size: int, m: int) -> np.ndarray:
+    period = min(size, m)
+    terms = [values(rank, call, start, period, m) for rank in range(num_ranks)]
+    return np.resize(np.sum(terms, axis=0, dtype=np.int64), size)

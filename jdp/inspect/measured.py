@@ -1,0 +1,67 @@
+"""Rates of this host that `jdp bench --calibrate` has measured, for devices of the same kind."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jdp.inspect import calibration
+from jdp.inspect.calibration import Calibration, CollectiveLaw
+from jdp.inspect.rates import UNITS, Rate
+from jdp.inspect.targets import TargetDevices
+
+# A busy machine, or other sizes than the measured ones: the lowest, likely and highest rate.
+INTERVAL = 0.75, 1.0, 1.25
+
+# Name of the algorithm in a calibration -> in a compiled program.
+_ALGORITHMS = {"direct": "native", "native": "native", "xla": "xla"}
+
+
+class MeasuredRates(NamedTuple):
+    """The rates that were measured on this host; empty if none were, or for other devices.
+
+    Attributes:
+      rates: of devices, by name.
+      laws: of collectives on as many ranks and processes, by operation and algorithm.
+    """
+
+    rates: Mapping[str, Rate]
+    laws: Mapping[tuple[str, str], CollectiveLaw]
+
+
+def measured(target: TargetDevices) -> MeasuredRates:
+    """Return the rates in the calibration of this host that hold for a target.
+
+    Raises:
+      ValueError: if the file of the calibration is not that of this jdp.
+    """
+    found = calibration.load(target.platform)
+    if found is None or found.device_kind != target.device_kind or target.num_hosts > 1:
+        return MeasuredRates({}, {})
+    devices = target.mesh.devices.flat
+    ranks = target.mesh.size, len({device.process_index for device in devices})
+    laws = {
+        (law.operation, _ALGORITHMS[law.algorithm]): law
+        for law in found.rates
+        if (law.num_ranks, law.num_processes) == ranks and law.algorithm in _ALGORITHMS
+    }
+    return MeasuredRates(_of_devices(found, target.mesh.size), laws)
+
+
+def _of_devices(found: Calibration, num_ranks: int) -> dict[str, Rate]:
+    flops, memory = found.matmul_flops_per_s, found.memory_bytes_per_s
+    if num_ranks > 1:
+        # On CPUs ranks share the cores and the memory of the host.
+        share = found.num_compute_ranks / num_ranks if found.platform == "cpu" else 1.0
+        flops = {name: share * x for name, x in found.shared_matmul_flops_per_s.items()}
+        memory = share * found.shared_memory_bytes_per_s
+    source = f"measured here (jdp bench --calibrate, {found.date[:10]})"
+    values = {
+        "matmul_flops": flops.get("bfloat16"),
+        "matmul_flops_f32": flops.get("float32"),
+        "memory_bytes_per_s": memory,
+    }
+    low, likely, high = INTERVAL
+    return {
+        name: Rate(likely * value, low * value, high * value, UNITS[name], source)
+        for name, value in values.items()
+        if value
+    }

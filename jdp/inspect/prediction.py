@@ -1,0 +1,100 @@
+"""The predicted time of a step: its schedule at the likely, the best and the worst rates."""
+
+from collections.abc import Mapping
+
+from jdp.inspect import timeline
+from jdp.inspect.calibration import CollectiveLaw
+from jdp.inspect.hlo import HloProgram
+from jdp.inspect.measured import INTERVAL
+from jdp.inspect.rates import Rate
+from jdp.inspect.report import StepTime
+from jdp.inspect.timeline import Timeline
+
+# How much of its whole arrays a rank sends, over (n - 1) / n.
+_SENT = {"all-reduce": 2.0, "collective-permute": 1.0}
+
+
+class Likely:
+    """How long operations take at some rates.
+
+    Args:
+      rates: by name.
+      num_ranks: number of ranks of a collective.
+      num_hosts: number of hosts that they are on.
+      which: attribute of a rate: `value`, `low` or `high`.
+      laws: measured times of collectives, by operation and algorithm.
+    """
+
+    def __init__(
+        self,
+        rates: Mapping[str, Rate],
+        num_ranks: int,
+        num_hosts: int,
+        which: str = "value",
+        laws: Mapping[tuple[str, str], CollectiveLaw] | None = None,
+    ):
+        self._laws = laws or {}
+        self._slowness = 1 / dict(zip(("low", "value", "high"), INTERVAL, strict=True))[which]
+
+        def rate(name: str) -> float:
+            return getattr(rates[name], which)
+
+        # The shorter start is the better one.
+        other = {"low": "high", "high": "low"}.get(which, which)
+        self._matmul, self._matmul_f32 = rate("matmul_flops"), rate("matmul_flops_f32")
+        self._memory, self._link = rate("memory_bytes_per_s"), rate("link_bytes_per_s")
+        self._start_s = getattr(rates["operation_start_s"], other)
+        self._reduction_start_s = getattr(rates["reduction_start_s"], other)
+        if num_hosts > 1:
+            self._link = min(self._link, rate("host_link_bytes_per_s"))
+            self._reduction_start_s *= 2
+        self._num_ranks = num_ranks
+
+    def compute_s(self, flops: Mapping[str, float], num_bytes: float) -> float:
+        """Return the seconds of an operation, of its matmuls or its memory."""
+        wide = sum(value for dtype, value in flops.items() if dtype in ("f32", "f64"))
+        narrow = sum(flops.values()) - wide
+        matmul_s = wide / self._matmul_f32 + narrow / self._matmul
+        return self._start_s + max(matmul_s, num_bytes / self._memory)
+
+    def transfer_s(self, kind: str, algorithm: str, num_bytes: float) -> float:
+        """Return the seconds of a collective: measured, or its start and its bytes over links."""
+        n = self._num_ranks
+        if n == 1:
+            return self._start_s
+        if law := self._laws.get((kind, algorithm)):
+            return self._slowness * law.seconds(num_bytes)
+        sent = _SENT.get(kind, 1.0) * num_bytes * (n - 1) / n
+        return self._reduction_start_s + sent / self._link
+
+
+def predicted(
+    program: HloProgram,
+    found: Timeline,
+    rates: Mapping[str, Rate],
+    num_ranks: int,
+    num_hosts: int,
+    laws: Mapping[tuple[str, str], CollectiveLaw] | None = None,
+) -> StepTime:
+    """Return the predicted time of a step with its interval.
+
+    Args:
+      program: the compiled step.
+      found: its schedule at the likely rates.
+      rates: by name.
+      num_ranks: number of ranks.
+      num_hosts: number of hosts.
+      laws: as for `Likely`.
+    """
+    low_s, high_s = (
+        timeline.simulate(program, Likely(rates, num_ranks, num_hosts, which, laws)).step_s
+        for which in ("high", "low")
+    )
+    return StepTime(
+        likely_s=found.step_s,
+        low_s=low_s,
+        high_s=high_s,
+        computing_s=found.computing_s,
+        exposed_s=sum(transfer.exposed_s for transfer in found.transfers.values()),
+        matmul_flops=sum(found.flops.values()),
+    )

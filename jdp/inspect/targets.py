@@ -1,0 +1,199 @@
+"""The devices that a step is compiled for: those of this process, or others that are not here."""
+
+import importlib.util
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+# The names of GPUs in XLA's descriptions, by the names that people use.
+GPUS = {
+    "A100": "NVIDIA A100-SXM4-80GB",
+    "H100": "NVIDIA H100 80GB HBM3",
+    "H200": "NVIDIA H200 141GB HBM3e",
+    "B200": "NVIDIA B200",
+    "GB200": "NVIDIA GB200",
+    "B300": "NVIDIA B300",
+}
+# GPUs that share fast links.
+GPUS_PER_HOST = 8
+
+_FORMS = '"8xH200" for GPUs (' + ", ".join(GPUS) + '), "v5e:2x4" for a topology of TPUs, or "cpu:4"'
+
+
+class MissingPluginError(Exception):
+    """Raised where something is missing to compile for a target; names it."""
+
+
+@dataclass(frozen=True)
+class TargetDevices:
+    """Devices to compile for.
+
+    Attributes:
+      name: of the target, such as `8xH200`.
+      mesh: of the devices.
+      num_hosts: on how many hosts they are.
+      description: XLA's description of a GPU, empty for others.
+    """
+
+    name: str
+    mesh: Mesh
+    num_hosts: int = 1
+    description: str = ""
+
+    @property
+    def platform(self) -> str:
+        """The platform: cpu, gpu or tpu."""
+        platform = self.mesh.devices.flat[0].platform
+        return "gpu" if platform in ("cuda", "rocm") else platform
+
+    @property
+    def device_kind(self) -> str:
+        """The kind of device, such as `NVIDIA H200 141GB HBM3e`."""
+        return self.mesh.devices.flat[0].device_kind
+
+    def memory_bytes(self) -> int | None:
+        """Return the memory of a device, None if it is not known."""
+        found = re.search(r"device_memory_size: (\d+)", self.description)
+        return int(found[1]) if found else None
+
+
+def target(on: str | Mesh, axis_names: tuple[str, ...]) -> TargetDevices:
+    """Return the devices of a name such as `8xH200`, as a mesh over the data axis.
+
+    Args:
+      on: name of the target, or a mesh.
+      axis_names: names of the data axis. Of two, the first is over hosts.
+
+    Raises:
+      ValueError: if there is no such target.
+      MissingPluginError: if this environment cannot compile for it; says what to install.
+    """
+    if isinstance(on, Mesh):
+        hosts = {device.process_index for device in on.devices.flat}
+        kind = on.devices.flat[0].device_kind
+        return TargetDevices(
+            f"cpu:{on.size}" if kind == "cpu" else f"{on.size}x{kind}", on, len(hosts)
+        )
+    if found := re.fullmatch(r"cpu:(\d+)", on):
+        devices = _cpu_devices(int(found[1]))
+        return TargetDevices(on, _mesh(devices, axis_names, num_hosts=1))
+    if (found := re.fullmatch(r"(\d+)x(\w+)", on)) and found[2].upper() in GPUS:
+        return _gpus(on, int(found[1]), found[2].upper(), axis_names)
+    if re.fullmatch(r"v\d\w*:\d+(x\d+)*", on):
+        return _tpus(on, axis_names)
+    raise ValueError(f"there is no target {on!r}. Write {_FORMS}.")
+
+
+def _mesh(devices: Any, axis_names: tuple[str, ...], num_hosts: int) -> Mesh:
+    if len(axis_names) > 2 or num_hosts == 1 and len(axis_names) > 1:
+        raise ValueError(
+            f"the data axis of this step is {axis_names}, and {len(devices)} devices of "
+            f"{num_hosts} host(s) do not say how long each axis is. Give a jax.sharding.Mesh."
+        )
+    shape = (len(devices),) if len(axis_names) == 1 else (num_hosts, -1)
+    grid = np.array(devices).reshape(shape)
+    return Mesh(grid, axis_names, axis_types=(AxisType.Auto,) * len(axis_names))
+
+
+def _cpu_devices(num: int) -> list[Any]:
+    try:
+        if jax.config.jax_num_cpu_devices < num:  # the script may need more than this target
+            jax.config.update("jax_num_cpu_devices", num)
+    except RuntimeError:
+        pass  # a backend runs already, and may have enough devices
+    found = [device for device in jax.devices("cpu") if device.process_index == jax.process_index()]
+    if not 1 <= num <= len(found):
+        raise MissingPluginError(
+            f"JAX runs with {len(found)} CPU device(s) here, and cannot compile for {num}. Call "
+            f"jdp.init(cpu_ranks={num}) or jax.config.update('jax_num_cpu_devices', {num}) before "
+            "anything that uses a device, or write `jdp explain` on the command line."
+        )
+    return found[:num]
+
+
+def _gpus(name: str, num: int, kind: str, axis_names: tuple[str, ...]) -> TargetDevices:
+    num_hosts = max(1, -(-num // GPUS_PER_HOST))
+    if num < 1 or num % num_hosts:
+        raise ValueError(f"{name}: {num} GPUs do not fill hosts of {GPUS_PER_HOST} equally.")
+    description = gpu_description(GPUS[kind])
+    devices = gpu_devices(description, num_hosts, num // num_hosts)
+    return TargetDevices(name, _mesh(devices, axis_names, num_hosts), num_hosts, description)
+
+
+def gpu_devices(description: str, num_hosts: int, num_per_host: int) -> list[Any]:
+    """Return GPUs to compile for and never to run on.
+
+    Args:
+      description: XLA's description of one of them.
+      num_hosts: number of hosts.
+      num_per_host: number of GPUs of each host.
+
+    Raises:
+      MissingPluginError: if JAX's CUDA plugin is not installed, or does not know such GPUs.
+    """
+    # Without it the CUDA plugin asks for cuDNN, which only a run would need.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology=f"1x{num_hosts}x{num_per_host}", target_config=description
+        )
+    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
+        raise MissingPluginError(
+            f"JAX cannot describe {num_hosts * num_per_host} GPUs here: {error}"
+        ) from error
+    return list(topology.devices)
+
+
+def gpu_description(name: str) -> str:
+    """Return XLA's own description of a GPU, which its CUDA plugin carries since JAX 0.12.
+
+    Args:
+      name: of the GPU, one of the values of `GPUS`.
+
+    Raises:
+      MissingPluginError: if this environment has no such plugin.
+    """
+    found = importlib.util.find_spec("jax_plugins")
+    folders = [Path(folder) for folder in found.submodule_search_locations or ()] if found else []
+    libraries = [path for folder in folders for path in folder.glob("xla_cuda*/xla_cuda_plugin.so")]
+    if not libraries:
+        raise MissingPluginError(
+            "to compile for GPUs that are not here, install JAX's CUDA plugin (no GPU or driver is "
+            "needed): pip install 'jdp[explain-gpu]'"
+        )
+    library = libraries[0].read_bytes()
+    start_of_name, end = f'name: "{name}"'.encode(), f'device_description_str: "{name}"'.encode()
+    if start_of_name not in library:
+        raise MissingPluginError(
+            f"this CUDA plugin does not describe {name}; that of JAX 0.12 does."
+        )
+    start = library.rindex(b"gpu_device_info {", 0, library.index(start_of_name))
+    stop = library.index(end, start) + len(end)
+    lines = library[start:stop].decode().splitlines()
+    # JAX 0.10 knows no such field.
+    return "\n".join(line for line in lines if "collective_memory_granularity" not in line)
+
+
+def _tpus(name: str, axis_names: tuple[str, ...]) -> TargetDevices:
+    if importlib.util.find_spec("libtpu") is None:
+        raise MissingPluginError(
+            "to compile for TPUs that are not here, install libtpu (no TPU is needed): "
+            "pip install 'jdp[explain-tpu]'"
+        )
+    # Else libtpu asks the network which TPU this is.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    try:
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=name)
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        raise ValueError(f"libtpu knows no topology {name!r}: {error}") from error
+    devices = topologies.make_mesh(topology, (len(topology.devices),), ("data",)).devices
+    num_hosts = len({device.process_index for device in devices})
+    # The links of a topology are the same within a host and between hosts.
+    return TargetDevices(name, _mesh(list(devices), axis_names, num_hosts))

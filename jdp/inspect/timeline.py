@@ -1,0 +1,239 @@
+"""The schedule of a compiled step on two lanes, one that computes and one that communicates."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jdp.collectives import call_order
+from jdp.inspect import hlo
+from jdp.inspect.costs import Costs
+from jdp.inspect.hlo import HloProgram, Instruction
+from jdp.inspect.transfers import SentArrays, collective_in, number_of, transfer_of
+
+# These move no data, or only start operations that are counted elsewhere.
+_FREE = set(
+    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id "
+    "optimization-barrier".split()
+)
+# Loops run so often; the time of further iterations is that of the last one.
+_SIMULATED = 3
+
+
+class Speeds(Protocol):
+    """How long operations take."""
+
+    def compute_s(self, flops: Mapping[str, float], num_bytes: float) -> float:
+        """Return the seconds of an operation, given the operations of its matmuls by dtype."""
+        ...
+
+    def transfer_s(self, kind: str, algorithm: str, num_bytes: float) -> float:
+        """Return the seconds of a collective, given the bytes of its whole arrays on one rank."""
+        ...
+
+
+@dataclass
+class Timeline:
+    """One simulated run of a program.
+
+    Attributes:
+      step_s: seconds of the step.
+      computing_s: seconds of them that the computing lane computes.
+      flops: operations of its matmuls, by dtype.
+      transfers: its collectives, in the order in which they first start.
+      spans: `(lane, begin, end, name)` of what the two lanes do, in seconds.
+      unknown: what could not be counted, in words.
+    """
+
+    step_s: float = 0.0
+    computing_s: float = 0.0
+    flops: Counter[str] = field(default_factory=Counter)
+    transfers: dict[str, SentArrays] = field(default_factory=dict)
+    spans: list[tuple[str, float, float, str]] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+
+def simulate(program: HloProgram, speeds: Speeds) -> Timeline:
+    """Run the schedule of a program on two lanes, one transfer at a time.
+
+    Args:
+      program: for one device, in the order in which its operations run.
+      speeds: how long its operations take.
+    """
+    run = _Simulation(program, speeds)
+    run.computation(program.entry, ())
+    run.timeline.step_s = run.now_s
+    return run.timeline
+
+
+@dataclass
+class _UnderWay:
+    ends_s: float
+    took_s: float
+    transfer: SentArrays
+    num_matmuls: int
+    meanwhile: Counter[str]
+
+
+class _Simulation:
+    def __init__(self, program: HloProgram, speeds: Speeds):
+        self._program, self._speeds = program, speeds
+        self._costs = Costs(program.computations)
+        self._shapes: dict[str, dict[str, str]] = {}
+        self.timeline = Timeline()
+        self.now_s = 0.0
+        self._free_s = 0.0  # when the communicating lane is
+        self._num_matmuls = 0
+        self._under_way: dict[str, _UnderWay] = {}
+
+    def computation(self, name: str, trips: tuple[int, ...]) -> None:
+        """Run the operations of a computation, given the iterations of the loops around it."""
+        computation = self._program.computations[name]
+        if name not in self._shapes:
+            self._shapes[name] = {one.name: one.shape for one in computation}
+        for one in computation:
+            self._instruction(one, name, trips)
+
+    def _instruction(self, one: Instruction, name: str, trips: tuple[int, ...]) -> None:
+        inner = collective_in(one, self._costs)
+        if one.op == "while":
+            self._loop(one, trips)
+        elif one.op == "conditional":
+            self._branches(one, trips)
+        elif one.op == "call" and not inner and not self._costs.flops(one, self._shapes[name]):
+            self.computation(one.called()[0], trips)
+        elif inner is not None:
+            self._collective(one, inner, name, trips)
+        elif one.op.endswith("-done"):
+            self._done(next(iter(one.operands()), ""))
+        elif one.op not in _FREE:
+            self._compute(one, name)
+
+    def _loop(self, one: Instruction, trips: tuple[int, ...]) -> None:
+        try:
+            num_times = hlo.times(one)
+        except ValueError:
+            num_times = 1
+            self.timeline.unknown.append(f"the loop {one.name} was counted once")
+        body = next(iter(re.findall(r"\bbody=%?([\w.\-]+)", one.rest)))
+        for _ in range(min(num_times, _SIMULATED) - 1):
+            self.computation(body, (*trips, num_times))
+        before = self._totals()
+        self.computation(body, (*trips, num_times))
+        self._repeat(before, max(0, num_times - _SIMULATED))
+
+    def _branches(self, one: Instruction, trips: tuple[int, ...]) -> None:
+        branches = [name for name in one.called() if name in self._program.computations]
+        if branches:
+            self.timeline.unknown.append(f"of {one.name} the longest branch was counted")
+            longest = max(branches, key=lambda name: len(self._program.computations[name]))
+            self.computation(longest, trips)
+
+    def _totals(self) -> tuple:
+        found = self.timeline
+        own = {
+            name: (x.runs, x.took_s, x.exposed_s, x.hidden_runs)
+            for name, x in found.transfers.items()
+        }
+        return self.now_s, found.computing_s, Counter(found.flops), own
+
+    def _repeat(self, before: tuple, num_times: int) -> None:
+        """Add what has happened since some totals, so many times more."""
+        if not num_times:
+            return
+        found, (now_s, computing_s, flops, own) = self.timeline, before
+        begin_s, took_s = self.now_s, self.now_s - now_s
+        self.now_s += num_times * took_s
+        self._free_s += num_times * took_s
+        found.computing_s += num_times * (found.computing_s - computing_s)
+        for dtype, value in found.flops.items():
+            found.flops[dtype] = value + num_times * (value - flops[dtype])
+        for name, x in found.transfers.items():
+            runs, took_s, exposed_s, hidden = own.get(name, (0, 0, 0, 0))
+            x.runs += num_times * (x.runs - runs)
+            x.took_s += num_times * (x.took_s - took_s)
+            x.exposed_s += num_times * (x.exposed_s - exposed_s)
+            x.hidden_runs += num_times * (x.hidden_runs - hidden)
+        found.spans.append(("computation", begin_s, self.now_s, f"{num_times} more iterations"))
+
+    def _compute(self, one: Instruction, name: str) -> None:
+        flops = self._costs.flops(one, self._shapes[name])
+        took_s = self._speeds.compute_s(flops, self._costs.num_bytes(one, self._shapes[name]))
+        self.timeline.flops.update(flops)
+        self.timeline.computing_s += took_s
+        label = _label(one, bool(flops))
+        self._span("computation", self.now_s, self.now_s + took_s, label)
+        self.now_s += took_s
+        for each in self._under_way.values():
+            each.meanwhile[label] += took_s  # type: ignore[assignment]
+        if flops:
+            self._num_matmuls += 1
+            for transfer in self.timeline.transfers.values():
+                transfer.after_last_matmul = False
+
+    def _collective(
+        self, one: Instruction, inner: Instruction, name: str, trips: tuple[int, ...]
+    ) -> None:
+        target, number = inner.target(), number_of(inner)
+        if target == call_order.DONE:
+            self._done(f"ring {number}")
+            # The operands and results of a done are its bucket, out of and into place.
+            took_s = self._speeds.compute_s({}, 2 * hlo.num_bytes(one.shape))
+            self.now_s += took_s
+            self.timeline.computing_s += took_s
+            return
+        key = f"{name}/{one.name}"
+        transfer = self.timeline.transfers.get(key)
+        if transfer is None:
+            transfer = transfer_of(one, inner, name, self._shapes[name], trips)
+            self.timeline.transfers[key] = transfer
+        is_ring = target == call_order.START
+        handle = f"ring {number}" if is_ring else one.name
+        self._start(handle, transfer)
+        if not is_ring and not one.op.endswith("-start"):
+            self._done(handle)
+
+    def _start(self, handle: str, transfer: SentArrays) -> None:
+        took_s = self._speeds.transfer_s(transfer.kind, transfer.algorithm, transfer.num_bytes)
+        begin_s = max(self._free_s, self.now_s)
+        self._free_s = begin_s + took_s
+        if not transfer.runs:
+            transfer.begins_s = begin_s
+        transfer.runs += 1
+        transfer.after_last_matmul = True
+        transfer.took_s += took_s
+        self._span("communication", begin_s, self._free_s, transfer.instruction.name)
+        self._under_way[handle] = _UnderWay(
+            self._free_s, took_s, transfer, self._num_matmuls, Counter()
+        )
+
+    def _done(self, handle: str) -> None:
+        found = self._under_way.pop(handle, None)
+        if found is None:  # of a copy, say
+            return
+        transfer = found.transfer
+        transfer.hidden_runs += self._num_matmuls > found.num_matmuls
+        if found.ends_s > self.now_s:
+            # Of the wait, what came of this transfer: others may be in front of it on the lane.
+            transfer.exposed_s += found.ends_s - self.now_s
+            self.now_s = found.ends_s
+        if transfer.runs == 1:
+            transfer.ends_s = self.now_s
+            transfer.meanwhile = found.meanwhile
+
+    def _span(self, lane: str, begin_s: float, end_s: float, label: str) -> None:
+        spans = self.timeline.spans
+        if lane == "computation" and spans and spans[-1][0] == lane and spans[-1][2] == begin_s:
+            if spans[-1][3] == label:
+                spans[-1] = (lane, spans[-1][1], end_s, label)
+                return
+        spans.append((lane, begin_s, end_s, label))
+
+
+def _label(one: Instruction, is_matmul: bool) -> str:
+    name = one.op_name()
+    way = "backward" if "transpose(" in name else "forward" if "jvp(" in name else "update"
+    if not name:
+        way = "other"
+    return f"{way} matmul" if is_matmul else way

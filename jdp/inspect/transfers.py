@@ -1,0 +1,122 @@
+"""The collectives of a compiled program."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from jdp.collectives import call_order
+from jdp.collectives.cpu import runtime as cpu_runtime
+from jdp.inspect import hlo
+from jdp.inspect.costs import Costs
+from jdp.inspect.hlo import Array, Instruction
+
+_BUCKET = re.compile(r"\bbucket = (\d+)")
+_NATIVE = {
+    cpu_runtime.target(name, beside_xla=beside): name.removeprefix("jdp_").replace("_", "-")
+    for name in cpu_runtime.TARGETS
+    for beside in (False, True)
+}
+
+
+@dataclass
+class SentArrays:
+    """A collective of a program, in all of its runs.
+
+    Attributes:
+      instruction: the one that starts it.
+      computation: name of the computation that holds it.
+      kind: such as `all-reduce`.
+      algorithm: `native`, `split` (the ring between GPUs), or `xla`.
+      number: of a native call, see `call_order.next_number`; None for XLA's.
+      arrays: the arrays that it takes, without padding or packing.
+      num_bytes: of its whole arrays on one rank, in one run.
+      trips: for each loop around it the number of iterations, outermost first.
+      runs: how often it runs in a step.
+      took_s: seconds of all runs.
+      exposed_s: seconds for which computation waited for them.
+      hidden_runs: runs while which a matmul runs.
+      begins_s: when the first run begins.
+      ends_s: when the first run is over, and its result is used.
+      meanwhile: names of the operations that run meanwhile, with their seconds.
+      after_last_matmul: whether no matmul follows the last run.
+    """
+
+    instruction: Instruction
+    computation: str
+    kind: str
+    algorithm: str
+    number: int | None
+    arrays: list[Array]
+    num_bytes: int
+    trips: tuple[int, ...]
+    runs: int = 0
+    took_s: float = 0.0
+    exposed_s: float = 0.0
+    hidden_runs: int = 0
+    begins_s: float = 0.0
+    ends_s: float = 0.0
+    meanwhile: Counter[str] = field(default_factory=Counter)
+    after_last_matmul: bool = True
+
+
+def number_of(inner: Instruction) -> int | None:
+    """Return the number of a native call, None for a collective of XLA's."""
+    found = _BUCKET.search(inner.rest) if inner.target() else None
+    return int(found[1]) if found else None
+
+
+def transfer_of(
+    one: Instruction,
+    inner: Instruction,
+    computation: str,
+    shapes: Mapping[str, str],
+    trips: tuple[int, ...],
+) -> SentArrays:
+    """Return a collective that has not run yet.
+
+    Args:
+      one: the instruction that starts it.
+      inner: the collective that it is or holds, see `collective_in`.
+      computation: name of the computation that holds it.
+      shapes: type of each instruction of that computation, by name.
+      trips: iterations of the loops around it.
+    """
+    target = inner.target()
+    taken = [array for x in one.operands() for array in hlo.arrays(shapes.get(x, ""))]
+    if target in _NATIVE:
+        skipped = call_order.TOKEN + 1
+        taken = [a for x in one.operands()[skipped:] for a in hlo.arrays(shapes.get(x, ""))]
+        kind, algorithm = _NATIVE[target], "native"
+    elif target == call_order.START:  # the first operand is the scale
+        taken = [array for array in taken if array.dims or array.dtype not in ("f32", "f64")]
+        kind, algorithm = "all-reduce", "split"
+    else:
+        kind, algorithm = inner.op.removesuffix("-start"), "xla"
+    num_bytes = sum(array.num_bytes() for array in taken)
+    if kind == "all-gather":
+        num_bytes = max(num_bytes, _gathered_bytes(one, num_bytes, algorithm))
+    return SentArrays(one, computation, kind, algorithm, number_of(inner), taken, num_bytes, trips)
+
+
+def collective_in(one: Instruction, costs: Costs) -> Instruction | None:
+    """Return the collective that an instruction is or, as a fusion, holds; None if it is another.
+
+    XLA wraps small all-reduces between GPUs in fusions, and native calls in fusions that slice.
+    """
+    if one.op.endswith("-done"):
+        return None
+    for each in [one, *costs.inside(one)] if one.op != "while" else []:
+        if each.op.removesuffix("-start") in hlo.COLLECTIVES:
+            return each
+        if each.target() in _NATIVE or each.target() in (call_order.START, call_order.DONE):
+            return each
+    return None
+
+
+def _gathered_bytes(one: Instruction, taken_bytes: int, algorithm: str) -> int:
+    found = hlo.num_bytes(one.shape)
+    # The type of a start includes its operands; the result of a native call a token.
+    if one.op.endswith("-start"):
+        return found - taken_bytes
+    return found - (4 if algorithm == "native" else 0)

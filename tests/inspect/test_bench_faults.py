@@ -1,0 +1,115 @@
+"""`jdp bench faults` kills processes, and adds up what that costs."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jdp.__main__ import main
+from jdp.data.sampler import Sampler
+from jdp.inspect.bench import fault_costs, faulty_launch, faulty_run
+from jdp.inspect.bench.fault_costs import Fault
+from jdp.inspect.bench.faulty_run import BATCH_SIZE, NUM_ROWS, TrainingPlan
+from jdp.inspect.exact import WrongResultError
+
+
+# SGD on one device, without jdp: batches in the order of the sampler.
+@pytest.mark.parametrize("num_steps", [1, 8, 19])
+def test_the_final_state_is_that_of_plain_training(num_steps):
+    plan = TrainingPlan(3 * 256 * 4, 0.0)
+    sampler, x = Sampler(NUM_ROWS, BATCH_SIZE), faulty_run.data()
+    params = {"w": faulty_run.initial(plan)}
+    gradient = jax.jit(jax.grad(faulty_run.loss_fn))
+    for step in range(num_steps):
+        rows = x[sampler.indices(step * BATCH_SIZE, BATCH_SIZE)]
+        grads = gradient(params, {"x": rows})
+        params = jax.tree.map(np.subtract, params, grads)
+    np.testing.assert_array_equal(params["w"], faulty_run.final(plan, num_steps))
+
+
+def test_a_lost_row_and_a_repeated_row_change_the_final_state():
+    x = faulty_run.data()
+    assert len(np.unique(x, axis=0)) == NUM_ROWS
+    assert (x != 0).any(axis=1).all()
+
+
+@pytest.mark.parametrize(
+    ("finals", "named"),
+    [
+        ([(0, 0, "a")], r"without a state: \[1\]"),
+        ([(0, 0, "a"), (1, 3, "b")], "process 1: 3"),
+        ([(0, 0, "a"), (1, 0, "b")], "other bits"),
+    ],
+)
+def test_a_final_state_that_is_missing_wrong_or_different_is_an_error(finals, named, tmp_path):
+    for rank, wrong, digest in finals:
+        text = json.dumps({"rank": rank, "wrong": wrong, "digest": digest})
+        (tmp_path / f"final.{rank}.json").write_text(text)
+    with pytest.raises(WrongResultError, match=named):
+        faulty_launch.require_exact(tmp_path, 2)
+
+
+def step(number, generation, begin, end, trace_s=0.0, load_s=0.0):
+    return {"step": number, "generation": generation, "begin": begin, "end": end} | {
+        "trace_s": trace_s,
+        "load_s": load_s,
+    }
+
+
+# Steps of 2 s, 0.5 s of commits between two. Killed at 9: step 3 is made again, from 15 on.
+STEPS = [
+    step(1, 0, 0.0, 4.0, 2.0),
+    step(2, 0, 4.5, 6.5),
+    step(3, 0, 7.0, 9.0),
+    step(3, 1, 15.0, 18.0, 0.5, 0.25),
+    step(4, 1, 18.5, 20.5),
+]
+RECORD = {"at": 18.0, "generation": 1, "end_s": 1.0, "form_s": 2.0, "restore_s": 1.5, "step_s": 4.0}
+
+
+def test_every_second_of_a_run_is_productive_repeated_committing_or_down():
+    found = fault_costs.summary(STEPS, {1: [STEPS[3]]}, [Fault(9.0, RECORD)])
+    assert found["wall_s"] == 16.5  # from 4 to 20.5
+    assert found["ettr"] == pytest.approx(6 / 16.5)  # steps 2, 3 and 4
+    assert found["repeated"] == pytest.approx(2 / 16.5)
+    assert found["committing"] == pytest.approx(1.5 / 16.5)
+    assert found["down"] == pytest.approx(7 / 16.5)  # 9 to 15, and 1 s of the first step
+    assert (found["steps"], found["faults"], found["step_s"]) == (4, 1, 2.0)
+
+
+def test_the_parts_of_a_recovery_add_up_to_it():
+    slower = {**STEPS[3], "trace_s": 0.75}
+    found = fault_costs.parts(Fault(9.0, RECORD), [STEPS[3], slower])
+    assert found["detection"] == pytest.approx(0.5)  # what the launcher did not see
+    assert (found["re_forming"], found["restoring"]) == (3.0, 1.5)
+    assert (found["tracing"], found["loading"], found["first_step"]) == (0.75, 0.25, 3.0)
+    assert sum(found[name] for name in fault_costs.PARTS) == pytest.approx(found["recovery"])
+
+
+def test_without_a_fault_there_are_no_parts():
+    found = fault_costs.summary(STEPS[:3], {}, [])
+    assert found["recovery_s"] is None and found["down"] == pytest.approx(0.0)
+
+
+def test_wrong_arguments_are_named(capsys):
+    assert main(["bench", "faults", "--state", "1M,x"]) == 2
+    assert "'x'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("processes")
+def test_a_killed_process_is_replaced_and_the_bits_are_right(tmp_path):
+    path = tmp_path / "found.json"
+    arguments = ["--mtbf", "2", "--faults", "1", "--state", "8K", "--step-s", "0.01"]
+    assert main(["bench", "faults", *arguments, f"--json={path}"]) == 0
+    [row] = json.loads(path.read_text())["rows"]
+    assert (row["faults"], row["processes"], row["state_bytes"]) == (1, 2, 8192)
+    assert 0 < row["ettr"] < 1
+    assert row["recovery_s"] == pytest.approx(sum(row[f"{it}_s"] for it in fault_costs.PARTS))
+
+
+def test_a_run_that_does_not_start_is_an_error_with_its_last_output(capsys, monkeypatch):
+    monkeypatch.setattr(faulty_launch, "_PROGRAM", "jdp.inspect.no_such_program")
+    assert main(["bench", "faults", "--state", "8K"]) == 1
+    assert "no_such_program" in capsys.readouterr().err

@@ -1,0 +1,75 @@
+"""A calibration is read back as it was saved, and the fitted law is that of the points."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jdp.inspect import calibration
+from jdp.inspect.calibration import Calibration, CollectiveLaw
+
+LAW = CollectiveLaw(
+    "all-reduce", "direct", 2, 1, "float32", 2e-6, 1e9, 0.25, ((1024, 3e-6), (4096, 6e-6))
+)
+FOUND = Calibration(
+    host="host0",
+    platform="cpu",
+    device_kind="cpu",
+    num_devices=2,
+    num_cores=2,
+    date="2026-11-25T12:00:00+00:00",
+    versions={"jax": "0.12.0"},
+    matmul_flops_per_s={"float32": 1e11},
+    memory_bytes_per_s=1e10,
+    num_compute_ranks=2,
+    shared_matmul_flops_per_s={"float32": 6e10},
+    shared_memory_bytes_per_s=7e9,
+    rates=(LAW, dataclasses.replace(LAW, num_processes=2)),
+)
+
+
+def test_a_saved_calibration_is_read_back_from_the_cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert calibration.load("cpu") is None
+    path = FOUND.save()
+    assert tmp_path in path.parents
+    assert calibration.load("cpu") == FOUND
+    assert calibration.load("gpu") is None
+    assert [*path.parent.iterdir()] == [path]
+
+
+def test_a_rate_is_found_by_operation_algorithm_ranks_and_processes():
+    assert FOUND.rate("all-reduce", "direct", 2) is LAW
+    assert FOUND.rate("all-reduce", "direct", 2, 2) is FOUND.rates[1]
+    assert FOUND.rate("all-reduce", "direct", 4) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", json.dumps({"format": 2}), json.dumps({"format": 1, "rates": [{}]})],
+)
+def test_a_file_of_another_format_is_refused_with_its_path(text, tmp_path):
+    path = tmp_path / "file.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"{path}.*--calibrate"):
+        calibration.load("cpu", path)
+
+
+# Powers of two: every sum of the fit is exact, or nearly.
+@pytest.mark.parametrize(
+    ("points", "law"),
+    [
+        ([(0, 1.0), (2, 2.0), (4, 3.0)], (1.0, 2.0, 0.0)),
+        ([(1, 1.0), (2, 2.0)], (0.0, 1.0, 0.0)),
+        ([(1, 4.0), (1024, 4.0)], (4.0, float("inf"), 0.0)),
+        ([(1, 0.25), (2, 1.0)], (0.0, 3.33333, 0.4)),  # bytes / t: 4 and 2, slope 6 / 20
+        ([(1, 2.0), (1024, 1.0)], (1.33333, float("inf"), 1 / 3)),
+    ],
+)
+def test_the_law_has_the_alpha_and_the_beta_of_its_points(points, law):
+    assert calibration.fitted(points) == pytest.approx(law, rel=1e-5, abs=1e-9)
+
+
+def test_points_of_one_size_fix_no_law():
+    with pytest.raises(ValueError, match="2 points"):
+        calibration.fitted([(8, 1.0), (8, 2.0)])

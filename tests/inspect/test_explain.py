@@ -1,0 +1,245 @@
+"""The report of a step says what XLA allocates, and which leaves each collective takes."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jdp
+from benchmarks.harness import models
+
+DIM, ROWS = 64, 16
+
+
+def scanned_loss(params, batch):
+    x = params["bytes"][batch["text"]]
+
+    def layer(x, p):
+        x = x + models.attention(p, x * p["norm1"])
+        return x + jax.nn.gelu((x * p["norm2"]) @ p["up"]) @ p["down"], None
+
+    x, _ = jdp.scan_layers(layer, x, params["blocks"])
+    return jnp.mean(jnp.square(x))
+
+
+@functools.cache
+def problem(name):
+    if name == "mlp":
+        found = models.mlp(width=DIM, num_layers=3, num_rows=ROWS)
+        return found.params, found.batch, found.loss_fn
+    found = models.transformer(dim=DIM, num_layers=2, num_rows=ROWS, length=8)
+    if name == "transformer":
+        return found.params, found.batch, found.loss_fn
+    blocks = jax.tree.map(lambda *leaves: np.stack(leaves), *found.params["blocks"])
+    return {"bytes": found.params["bytes"], "blocks": blocks}, found.batch, scanned_loss
+
+
+def optimizer(stage, **options):
+    tx = optax.adam(1e-3)
+    return jdp.sharded(tx, stage=stage, **options) if stage else jdp.replicated(tx, **options)
+
+
+def step_of(loss_fn, **options):
+    @jdp.train_step
+    def step(state, batch):
+        loss, grads = jdp.value_and_grad(loss_fn, **options)(state.params, batch)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    return step
+
+
+def shapes(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def bytes_here(tree):
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "ranks"),
+    [
+        ("mlp", 0, 1),
+        ("mlp", 2, 4),
+        ("transformer", 0, 4),
+        ("transformer", 1, 2),
+        ("transformer", 3, 4),
+        ("scanned", 0, 2),
+        ("scanned", 3, 2),
+        ("scanned", 1, 4),
+    ],
+)
+def test_memory_is_what_xla_allocates_and_what_lies_on_a_rank(name, stage, ranks):
+    params, batch, loss_fn = problem(name)
+    jdp.init(devices=jax.devices()[:ranks])
+    state = jdp.TrainState.create(params, optimizer(stage))
+    step = step_of(loss_fn)
+    xla = step.lower(state, batch).compile().memory_analysis()
+    # From shapes alone, of a state that lies nowhere.
+    memory = jdp.explain(step, shapes(state), shapes(batch), on=f"cpu:{ranks}").memory
+    assert memory.parameters == bytes_here(state.params)
+    assert memory.optimizer_state == bytes_here(state.opt_state)
+    rows = {key: x[: ROWS // ranks] for key, x in batch.items()}
+    assert memory.batch == sum(x.nbytes for x in rows.values())
+    assert memory.arguments == xla.argument_size_in_bytes
+    assert memory.temporary == xla.temp_size_in_bytes
+    assert memory.outputs + memory.saved_by_donation == xla.output_size_in_bytes
+    assert memory.total == pytest.approx(
+        xla.argument_size_in_bytes
+        + xla.output_size_in_bytes
+        - xla.alias_size_in_bytes
+        + xla.temp_size_in_bytes,
+        rel=0.02,
+    )
+    assert min(memory.activations, memory.gradients, memory.temporaries) >= 0
+
+
+def test_the_activations_of_a_chain_are_its_layers():
+    # At the begin of the way back: an array of [4096, 64] of each of 8 layers, and 2 cotangents,
+    # of which one has taken the place of the last array.
+    params = [np.zeros((DIM, DIM), np.float32)] * 8
+    jdp.init(devices=jax.devices()[:1])
+    state = jdp.TrainState.create(params, jdp.replicated(optax.sgd(0.1)))
+
+    def loss_fn(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x)
+
+    found = jdp.explain(step_of(loss_fn), state, np.zeros((4096, DIM), np.float32))
+    layer = 4096 * DIM * 4
+    assert found.memory.activations == pytest.approx(7 * layer, rel=0.02)
+    assert found.memory.gradients == pytest.approx(2 * layer, rel=0.02)
+
+
+def mlp_report(stage=0, ranks=2, **options):
+    params, batch, loss_fn = problem("mlp")
+    jdp.init(devices=jax.devices()[:ranks])
+    state = jdp.TrainState.create(params, optimizer(stage, **options))
+    return jdp.explain(step_of(loss_fn), state, batch)
+
+
+def test_each_gradient_is_in_the_bucket_that_reduces_it():
+    layer = 4 * (DIM * DIM + DIM)
+    found = mlp_report(bucket_bytes=layer)
+    gradients = [bucket for bucket in found.buckets if "a scalar" not in bucket.leaves]
+    assert [bucket.num_bytes for bucket in gradients] == [layer] * 3
+    assert [set(bucket.leaves) for bucket in gradients] == [
+        {f"grads[{i}]['w']", f"grads[{i}]['b']"} for i in (2, 1, 0)
+    ]
+    assert {(x.kind, x.algorithm, x.dtype, x.runs) for x in gradients} == {
+        ("all-reduce", "native", "f32", 1)
+    }
+    assert not any(bucket.is_of_author for bucket in found.buckets)
+
+
+def test_shards_are_gathered_and_scattered_by_name():
+    found = mlp_report(stage=3, ranks=4)
+    gathered = {x for bucket in found.buckets if bucket.kind == "all-gather" for x in bucket.leaves}
+    scattered = [x for b in found.buckets if b.kind == "reduce-scatter" for x in b.leaves]
+    assert {f"state.params[{i}]['w']" for i in range(3)} <= gathered
+    assert sorted(scattered) == [f"grads[{i}]['w']" for i in range(3)]
+
+
+def test_time_on_cpus_is_all_exposed_and_adds_up():
+    found = mlp_report()
+    assert all(bucket.hidden_bytes == 0 for bucket in found.buckets)
+    assert found.time.likely_s == pytest.approx(found.time.computing_s + found.time.exposed_s)
+    assert found.time.low_s < found.time.likely_s < found.time.high_s
+
+
+def test_a_given_rate_is_what_the_prediction_takes():
+    params, batch, loss_fn = problem("mlp")
+    jdp.init(devices=jax.devices()[:2])
+    state = jdp.TrainState.create(params, optimizer(0))
+    rates = dict(link_bytes_per_s=1e6, reduction_start_s=0.0, operation_start_s=0.0)
+    found = jdp.explain(step_of(loss_fn), state, batch, rates=rates)
+    # 2 (n - 1) / n times the bytes of gradients and loss, over 1 MB/s.
+    sent = 3 * 4 * (DIM * DIM + DIM) + 4
+    assert found.time.exposed_s == pytest.approx(sent / 1e6)
+    assert found.rates["link_bytes_per_s"].source == "given"
+    with pytest.raises(ValueError, match="no rate 'speed'"):
+        jdp.explain(step_of(loss_fn), state, batch, rates={"speed": 1.0})
+
+
+def test_a_matmul_in_a_loop_counts_once_per_iteration():
+    jdp.init(devices=jax.devices()[:1])
+    state = jdp.TrainState.create({"w": np.zeros((DIM, DIM), np.float32)}, optimizer(0))
+
+    @jdp.train_step
+    def step(state, x):
+        x = lax.scan(lambda x, _: (jnp.tanh(x @ state.params["w"]), None), x, length=11)[0]
+        return state, {"mean": x.mean()}
+
+    found = jdp.explain(step, state, np.zeros((32, DIM), np.float32))
+    assert found.time.matmul_flops == 11 * 2 * 32 * DIM * DIM
+
+
+def test_json_has_the_numbers_of_the_report():
+    found = mlp_report()
+    values = json.loads(found.to_json())
+    assert values["memory"]["parameters"] == found.memory.parameters
+    assert values["memory"]["total"] == found.memory.total
+    assert [x["leaves"] for x in values["buckets"]] == [[*x.leaves] for x in found.buckets]
+    assert values["rates"]["matmul_flops"]["unit"] == "FLOP/s"
+    assert "predicted" in str(found) and "parameters" in str(found)
+
+
+def test_nothing_is_donated_and_the_mesh_stays():
+    params, batch, loss_fn = problem("mlp")
+    mesh = jdp.init(devices=jax.devices()[:2])
+    state = jdp.TrainState.create(params, optimizer(0))
+    step = step_of(loss_fn)
+    jdp.explain(step, state, batch, on="cpu:4")
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    state, _ = step(state, batch)
+    assert jax.tree.leaves(state)[0].sharding.mesh == mesh
+
+
+def test_a_state_of_shapes_alone_is_explained():
+    params, batch, loss_fn = problem("mlp")
+    jdp.init(devices=jax.devices()[:1])
+    state = jax.eval_shape(lambda: jdp.TrainState.create(params, optimizer(2)))
+    found = jdp.explain(step_of(loss_fn), state, shapes(batch), on="cpu:4")
+    assert found.num_ranks == 4
+    assert found.memory.parameters == sum(x.nbytes for x in jax.tree.leaves(params))
+
+
+def test_state_of_ranks_grows_with_the_ranks_and_of_rows_does_not():
+    jdp.init(devices=jax.devices()[:2])
+
+    @jdp.train_step
+    def step(state, x):
+        own, rows = state["own"].value, state["rows"].value
+        return {"own": jdp.per_rank(own + x.sum()), "rows": jdp.per_rank(rows + x)}, {}
+
+    state = {"own": jdp.per_rank(jnp.zeros((2, 8))), "rows": jdp.per_rank(jnp.zeros((16, 8)))}
+    found = jdp.explain(step, state, np.zeros((16, 8), np.float32), on="cpu:4")
+    assert found.memory.other_state == 4 * (1 * 8 + 4 * 8)
+
+
+def test_rows_that_cannot_be_split_are_an_error_with_the_numbers():
+    params, batch, loss_fn = problem("mlp")
+    jdp.init(devices=jax.devices()[:1])
+    state = jdp.TrainState.create(params, optimizer(0))
+    with pytest.raises(ValueError, match=r"batch\['x'\].*16.*3 ranks"):
+        jdp.explain(step_of(loss_fn), state, batch, on="cpu:3")
+
+
+@pytest.mark.parametrize("on", ["8xT1000", "gpu", "cpu:x", "v5e"])
+def test_an_unknown_target_is_an_error_that_lists_the_forms(on):
+    params, batch, loss_fn = problem("mlp")
+    jdp.init(devices=jax.devices()[:1])
+    state = jdp.TrainState.create(params, optimizer(0))
+    with pytest.raises(ValueError, match="8xH200.*v5e:2x4.*cpu:4"):
+        jdp.explain(step_of(loss_fn), state, batch, on=on)
+
+
+def test_a_function_that_is_not_decorated_is_refused():
+    with pytest.raises(TypeError, match="train_step"):
+        jdp.explain(lambda state, batch: None, {}, {})

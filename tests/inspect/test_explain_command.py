@@ -1,0 +1,80 @@
+"""`jdp explain` explains the first step of a script that stays as it is."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jdp.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def script(tmp_path):
+    """The training script of README.md, unchanged."""
+    block = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    path = tmp_path / "train.py"
+    path.write_text(block[1])
+    return path
+
+
+def explained(*arguments):
+    # A process of its own, for the number of devices is chosen before JAX starts.
+    names = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")
+    environment = {name: x for name, x in os.environ.items() if name not in names}
+    command = [sys.executable, "-m", "jdp", "explain", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT
+    )
+
+
+def test_the_script_of_the_readme_is_explained_as_it_stands(script, tmp_path):
+    picture = tmp_path / "lanes.png"
+    done = explained(f"{script}:step", "--on", "cpu:4", "--json", "--png", picture, "--rate",
+                     "matmul_flops=1e9")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["step"], found["on"], found["num_ranks"]) == ("step", "cpu:4", 4)
+    assert found["memory"]["parameters"] == 4 * (16 * 64 + 64)
+    assert found["memory"]["batch"] == 256 // 4 * 4 * (16 + 1)
+    assert set(found["buckets"][0]["leaves"]) == {"grads['w']", "grads['v']"}
+    assert found["rates"]["matmul_flops"]["value"] == 1e9
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_step_that_is_not_called_is_an_error_with_those_that_are(script):
+    done = explained(f"{script}:train", "--on", "cpu:1")
+    assert done.returncode == 1 and not done.stdout
+    assert "`train`" in done.stderr and "called step" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["train.py", "train.py:2", ":step"])
+def test_a_step_without_a_name_is_an_error(name, capsys):
+    assert main(["explain", name]) == 2
+    assert "train.py:step" in capsys.readouterr().err
+
+
+def test_a_script_that_is_not_there_is_an_error(capsys):
+    assert main(["explain", "nowhere.py:step"]) == 2
+    assert "nowhere.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("on", "extra"), [("8xH200", "explain-gpu"), ("v5e:2x4", "explain-tpu")])
+def test_what_is_missing_is_named_in_one_line(on, extra, script, monkeypatch):
+    from jdp.inspect import targets
+
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(targets.MissingPluginError, match=re.escape(f"jdp[{extra}]")) as raised:
+        targets.target(on, ("data",))
+    assert "\n" not in str(raised.value)
+
+
+def test_the_command_starts_without_jax(tmp_path):
+    code = "import sys; from jdp.__main__ import main; main(['--help']); "
+    code += "sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

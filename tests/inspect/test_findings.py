@@ -1,0 +1,151 @@
+"""Each finding comes for a program with the fault, and not for one that does without."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jdp
+
+DIM, ROWS = 256, 16
+
+
+def rows():
+    return np.ones((ROWS, DIM), np.float32)
+
+
+def loss_fn(params, x):
+    return jnp.mean(jnp.square(x @ params["w"].astype(jnp.float32)))
+
+
+def kinds(step, *, tx=None, dtype=np.float32, ranks=2):
+    jdp.init(devices=jax.devices()[:ranks])
+    params = {"w": np.ones((DIM, DIM), dtype)}
+    state = jdp.TrainState.create(params, tx or jdp.replicated(optax.sgd(0.1)))
+    return {finding.kind: finding for finding in jdp.explain(step, state, rows()).findings}
+
+
+@jdp.train_step
+def plain(state, x):
+    return state.apply_gradients(jax.grad(loss_fn)(state.params, x)), {}
+
+
+def test_a_plain_step_has_no_findings():
+    assert not kinds(plain)
+
+
+def micro_batches(once):
+    @jdp.train_step
+    def step(state, x):
+        def body(total, x):
+            grads = jax.grad(loss_fn)(state.params, x)
+            grads = grads if once else jdp.sync_gradients(grads)
+            return jax.tree.map(jnp.add, total, grads), None
+
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        total, _ = lax.scan(body, zeros, x.reshape(4, -1, DIM))
+        grads = jax.tree.map(lambda g: g / 4, total)
+        return state.apply_gradients(grads, synced=not once), {}
+
+    return step
+
+
+def test_a_reduction_in_the_loop_of_micro_batches():
+    found = kinds(micro_batches(once=False))["reduction-per-micro-batch"]
+    assert "4 times" in found.text and "256.0 KiB" in found.text
+    assert not kinds(micro_batches(once=True))
+
+
+def test_layers_that_are_reduced_in_their_loop_are_no_fault():
+    jdp.init(devices=jax.devices()[:2])
+
+    def loss(params, x):
+        x, _ = jdp.scan_layers(lambda x, w: (jnp.tanh(x @ w), None), x, params, late=True)
+        return jnp.mean(x)
+
+    @jdp.train_step
+    def step(state, x):
+        return state.apply_gradients(jax.grad(loss)(state.params, x)), {}
+
+    layers = np.ones((4, DIM, DIM), np.float32)
+    state = jdp.TrainState.create(layers, jdp.replicated(optax.sgd(0.1)))
+    found = jdp.explain(step, state, rows())
+    assert max(bucket.runs for bucket in found.buckets) > 1
+    assert not found.findings
+
+
+def test_a_gather_of_the_batch():
+    @jdp.train_step
+    def gathering(state, x):
+        every = lax.all_gather(x, "data", tiled=True)
+        grads = jax.grad(loss_fn)(state.params, every)
+        return state.apply_gradients(grads), {}
+
+    @jdp.train_step
+    def embeddings(state, x):
+        every = lax.all_gather(x @ state.params["w"], "data", tiled=True)
+        grads = jax.grad(lambda p: loss_fn(p, x))(state.params)
+        return state.apply_gradients(grads), {"mean": jdp.mean_over_ranks(every.mean())}
+
+    found = kinds(gathering)
+    assert "`x`" in found["gather-of-the-batch"].text
+    assert "16.0 KiB" in found["gather-of-the-batch"].text
+    assert "gather-of-the-batch" not in kinds(embeddings)
+
+
+def test_a_replicated_optimizer_state_and_the_bytes_that_sharding_saves():
+    found = kinds(plain, tx=jdp.replicated(optax.adam(1e-3)), ranks=4)
+    finding = found["replicated-optimizer-state"]
+    assert finding.saved_bytes == 2 * 4 * DIM * DIM * 3 // 4
+    assert not kinds(plain, tx=jdp.sharded(optax.adam(1e-3), stage=1), ranks=4)
+
+
+def test_gradients_of_16_bits_in_float32_on_the_wire():
+    @jdp.train_step
+    def widened(state, x):
+        grads = jax.grad(loss_fn)(state.params, x)
+        return state.apply_gradients(jax.tree.map(lambda g: g.astype(jnp.float32), grads)), {}
+
+    found = kinds(widened, dtype=jnp.bfloat16)
+    assert "grads['w']" in found["wide-wire"].text and "256.0 KiB" in found["wide-wire"].text
+    assert "wide-wire" not in kinds(plain, dtype=jnp.bfloat16)
+
+
+def test_a_callback_to_the_host():
+    @jdp.train_step
+    def calling(state, x):
+        grads = jax.grad(loss_fn)(state.params, x)
+        jax.debug.callback(lambda norm: None, optax.tree.norm(grads))
+        return state.apply_gradients(grads), {}
+
+    assert "test_findings.py" in kinds(calling)["host-callback"].text
+
+
+def test_a_collective_of_the_authors():
+    @jdp.train_step
+    def own(state, x):
+        grads = jax.grad(loss_fn)(state.params, x)
+        return state.apply_gradients(grads), {"most": lax.pmax(jnp.max(x), "data")}
+
+    @jdp.train_step
+    def metric(state, x):
+        grads = jax.grad(loss_fn)(state.params, x)
+        return state.apply_gradients(grads), {"mean": jdp.mean_over_ranks(jnp.max(x))}
+
+    assert "test_findings.py" in kinds(own)["foreign-collective"].text
+    assert not kinds(metric)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_micro_batches_of_sharded_gradients_name_the_stage_that_reduces_once(stage):
+    @jdp.train_step
+    def step(state, x):
+        _, grads = jdp.value_and_grad(loss_fn, accumulate=4)(state.params, x)
+        return state.apply_gradients(grads), {}
+
+    tx = optax.sgd(0.1)
+    found = kinds(step, tx=jdp.sharded(tx, stage=stage))["reduction-per-micro-batch"]
+    assert "stage=1" in found.advice
+    assert "reduction-per-micro-batch" not in kinds(step, tx=jdp.sharded(tx, stage=1))

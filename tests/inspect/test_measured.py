@@ -1,0 +1,88 @@
+"""`explain` predicts with the rates that `jdp bench --calibrate` measured on this host."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jdp
+from jdp.inspect.calibration import Calibration, CollectiveLaw
+
+ALL_REDUCE = CollectiveLaw(
+    "all-reduce", "direct", 2, 1, "float32", 1.0, 1e6, 0.0, ((1, 1.0), (1 << 30, 8.0))
+)
+MEASURED = Calibration(
+    host="here",
+    platform="cpu",
+    device_kind="cpu",
+    num_devices=2,
+    num_cores=2,
+    date="2026-11-25T00:00:00",
+    versions={},
+    matmul_flops_per_s={"float32": 3e9},
+    memory_bytes_per_s=5e9,
+    num_compute_ranks=2,
+    shared_matmul_flops_per_s={"float32": 2e9},
+    shared_memory_bytes_per_s=4e9,
+    rates=(ALL_REDUCE,),
+)
+
+
+@pytest.fixture
+def calibrated(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return lambda **changes: dataclasses.replace(MEASURED, **changes).save()
+
+
+@jdp.train_step
+def step(state, batch):
+    grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(state.params)
+    return state.apply_gradients(grads), {}
+
+
+def explained(on, **options):
+    state = jax.eval_shape(
+        lambda: jdp.TrainState.create(jnp.zeros((256, 64)), jdp.replicated(optax.sgd(0.1)))
+    )
+    return jdp.explain(step, state, jax.ShapeDtypeStruct((12, 256), jnp.float32), on=on, **options)
+
+
+def test_measured_rates_come_before_assumed_ones_and_after_given_ones(calibrated):
+    calibrated()
+    found = explained("cpu:2", rates={"memory_bytes_per_s": 7.0}).rates
+    assert found["matmul_flops_f32"].value == 2e9
+    assert found["matmul_flops_f32"].source.startswith("measured here")
+    assert found["memory_bytes_per_s"].value == 7.0
+    assert found["operation_start_s"].source.startswith("assumed")
+
+
+def test_ranks_that_share_the_cores_share_the_measured_rates(calibrated):
+    calibrated()
+    assert explained("cpu:1").rates["matmul_flops_f32"].value == 3e9
+    assert explained("cpu:4").rates["matmul_flops_f32"].value == 1e9
+
+
+def test_a_collective_takes_its_measured_time(calibrated):
+    calibrated()
+    found = explained("cpu:2")
+    [bucket] = found.buckets
+    assert bucket.algorithm == "native" and found.laws == (ALL_REDUCE,)
+    assert bucket.took_s == ALL_REDUCE.seconds(256 * 64 * 4) > 1.0
+    assert found.time.low_s < found.time.likely_s < found.time.high_s
+    assert "all-reduce (direct, 2 ranks): measured here" in str(found)
+
+
+def test_a_given_link_is_used_in_place_of_the_measured_time(calibrated):
+    calibrated()
+    found = explained("cpu:2", rates={"link_bytes_per_s": 1e6, "reduction_start_s": 0.0})
+    assert not found.laws
+    [bucket] = found.buckets
+    assert bucket.took_s == pytest.approx(2 * 256 * 64 * 4 / 2 / 1e6)
+
+
+def test_rates_of_another_kind_of_device_are_not_used(calibrated):
+    calibrated(device_kind="another")
+    found = explained("cpu:2")
+    assert not found.laws and found.rates["matmul_flops_f32"].source.startswith("assumed")

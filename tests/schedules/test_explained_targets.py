@@ -1,0 +1,146 @@
+"""`jdp.explain` for GPUs and TPUs that are not here: memory, names, time, and findings."""
+
+import functools
+import importlib.util
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jdp
+from jdp import collectives
+from jdp.inspect import targets
+
+DESCRIBED = os.environ.get("JDP_TARGET_CONFIG")
+DIM, NUM_LAYERS, ROWS = 1024, 4, 8 * 2048
+LAYER = 4 * DIM * DIM
+
+
+@pytest.fixture(scope="module")
+def h200s():
+    """h200s(n): the GPUs to compile for, here also with a plugin that does not describe them."""
+    if DESCRIBED:
+        text = Path(DESCRIBED).read_text()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(targets, "gpu_description", lambda name: text)
+            yield "8xH200"
+        return
+    try:
+        targets.gpu_description(targets.GPUS["H200"])
+    except targets.MissingPluginError as reason:
+        pytest.skip(str(reason))
+    yield "8xH200"
+
+
+def loss_fn(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(jnp.square(x))
+
+
+def scanned_loss(scan, params, x):
+    x, _ = scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)
+    return jnp.mean(jnp.square(x))
+
+
+def report(on, tx, loss_fn=loss_fn, stacked=False):
+    """The report of a chain of layers, each of which is one bucket of 4 MiB."""
+    jdp.init(devices=jax.devices("cpu")[:1])
+    shape = jax.ShapeDtypeStruct((DIM, DIM), jnp.float32)
+    params = [shape] * NUM_LAYERS
+    if stacked:
+        params = jax.ShapeDtypeStruct((NUM_LAYERS, DIM, DIM), jnp.float32)
+    zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)  # noqa: E731
+
+    @jdp.train_step
+    def step(state, x):
+        loss, grads = jdp.value_and_grad(loss_fn)(state.params, x)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    state = jax.eval_shape(lambda: jdp.TrainState.create(zeros(), tx))
+    return jdp.explain(step, state, jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32), on=on)
+
+
+def test_gradients_between_gpus_are_named_also_where_xla_packs_them(h200s):
+    found = report(h200s, jdp.replicated(optax.sgd(0.1), all_reduce=collectives.xla))
+    assert found.memory.parameters == NUM_LAYERS * LAYER
+    named = [name for bucket in found.buckets for name in bucket.leaves]
+    assert sorted(name for name in named if name != "a scalar") == [
+        f"grads[{i}]" for i in range(NUM_LAYERS)
+    ]
+    # Two buckets of a layer are merged into one sum; the one of the last layers is first.
+    large = [bucket for bucket in found.buckets if bucket.num_bytes >= LAYER]
+    assert {bucket.num_bytes for bucket in large} == {2 * LAYER}
+    assert all(bucket.num_merged == 2 for bucket in large)
+    assert any(bucket.hidden_bytes for bucket in large)
+    assert found.memory.limit == 151397597184
+    assert found.rates["memory_bytes_per_s"].source.startswith("XLA's device description")
+
+
+def test_the_leaves_of_one_bucket_are_not_merged_buckets(h200s):
+    tx = jdp.replicated(
+        optax.sgd(0.1), all_reduce=collectives.xla, bucket_bytes=2 * NUM_LAYERS * LAYER
+    )
+    found = report(h200s, tx)
+    assert {bucket.num_merged for bucket in found.buckets} == {0, 1}
+    assert "merged-buckets" not in {finding.kind for finding in found.findings}
+
+
+def test_matmuls_are_counted_in_fused_kernels_too(h200s):
+    found = report(h200s, jdp.replicated(optax.sgd(0.1), all_reduce=collectives.xla))
+    # Forward, and backward but for the gradient of the batch.
+    matmuls = (3 * NUM_LAYERS - 1) * 2 * (ROWS // 8) * DIM * DIM
+    assert found.time.matmul_flops == pytest.approx(matmuls)
+
+
+def test_a_tail_after_a_loop_is_found_and_not_where_layers_are_reduced_in_it(h200s):
+    tx = jdp.replicated(optax.sgd(0.1), all_reduce=collectives.xla)
+    plain = report(h200s, tx, functools.partial(scanned_loss, lax.scan), stacked=True)
+    late = functools.partial(jdp.scan_layers, all_reduce=collectives.xla)
+    hidden = report(h200s, tx, functools.partial(scanned_loss, late), stacked=True)
+    kinds = [{finding.kind for finding in found.findings} for found in (plain, hidden)]
+    assert "tail-after-loop" in kinds[0] and "tail-after-loop" not in kinds[1]
+
+
+def test_two_hosts_have_a_slower_link(h200s):
+    found = report("16xH200", jdp.sharded(optax.adam(1e-3), stage=3))
+    assert found.num_ranks == 16
+    assert found.memory.parameters == NUM_LAYERS * LAYER // 16
+    assert found.memory.optimizer_state == 2 * NUM_LAYERS * LAYER // 16 + 4
+    assert "host_link_bytes_per_s" in found.rates
+
+
+@pytest.fixture(scope="module")
+def tpus():
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed")
+    return "v5e:2x4"
+
+
+def test_gradients_between_tpus_are_named(tpus):
+    found = report(tpus, jdp.replicated(optax.sgd(0.1)))
+    (bucket,) = [bucket for bucket in found.buckets if bucket.num_bytes >= LAYER]
+    assert {f"grads[{i}]" for i in range(NUM_LAYERS)} <= set(bucket.leaves)
+    matmuls = (3 * NUM_LAYERS - 1) * 2 * (ROWS // 8) * DIM * DIM
+    assert found.time.matmul_flops == pytest.approx(matmuls)
+
+
+def test_tiles_that_are_filled_up_are_found(tpus):
+    jdp.init(devices=jax.devices("cpu")[:1])
+    # The longest dim is in rows of 128, and of the others 3 are filled up to 4.
+    params = np.zeros((65536, 3, 3), np.float32)
+    state = jdp.TrainState.create(params, jdp.replicated(optax.sgd(0.1)))
+
+    @jdp.train_step
+    def step(state, x):
+        grads = jax.grad(lambda p, x: jnp.mean(x @ p.reshape(65536, 9)))(state.params, x)
+        return state.apply_gradients(grads), {}
+
+    found = jdp.explain(step, state, np.zeros((8, 65536), np.float32), on=tpus)
+    (padding,) = [finding for finding in found.findings if finding.kind == "padding"]
+    assert padding.saved_bytes >= params.nbytes // 3
