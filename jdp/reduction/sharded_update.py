@@ -26,6 +26,7 @@ from jdp.reduction.known_shards import Shard
 from jdp.reduction.optimizer import Replicated, require_shapes
 from jdp.reduction.partition import Gather, Owned, Piece, partitioned
 from jdp.reduction.sharded import Sharded, Sharding
+from jdp.reduction.tree_arrays import TreeArrays
 
 
 def updated(
@@ -152,8 +153,8 @@ class _Update:
         self, pieces: Sequence[Piece], opt_state: Any, params: Any, extra: dict[str, Any]
     ) -> tuple[Any, Any]:
         """Return the new parameters and optimizer state, whole arrays that know their shards."""
-        given = [_Arrays(tree) for tree in (opt_state, params, extra)]
-        returned: list[_Arrays] = []
+        given = [TreeArrays(tree) for tree in (opt_state, params, extra)]
+        returned: list[TreeArrays] = []
 
         def update(*flat: jax.Array) -> list[jax.Array]:
             left = iter(flat)
@@ -163,7 +164,7 @@ class _Update:
             )
             updates, new_state = self._tx.wrapped.update(grads, state, params, **options)
             new_params = optax.apply_updates(params, updates)
-            returned[:] = [_Arrays(new_params), _Arrays(new_state)]
+            returned[:] = [TreeArrays(new_params), TreeArrays(new_state)]
             return [x for each in returned for x in each.arrays]
 
         state, old, options = (each.arrays for each in given)
@@ -222,35 +223,6 @@ class _Update:
         wholes = known_shards.gathered([*parts.values()], bucket_bytes, places)
         found = dict(zip(parts, wholes, strict=True))
         return [found.get(i, piece.value) for i, piece in enumerate(pieces)]
-
-
-class _Arrays:
-    """The arrays of a tree, whose other leaves stay as they are.
-
-    Args:
-      tree: any tree.
-    """
-
-    def __init__(self, tree: Any):
-        self._leaves, self._structure = jax.tree.flatten(tree)
-        self._places = [i for i, x in enumerate(self._leaves) if isinstance(x, jax.Array)]
-        self.arrays: list[jax.Array] = [self._leaves[i] for i in self._places]
-
-    def like(self, other: "_Arrays") -> list[jax.Array | None]:
-        """Return for each array of another tree the one in its place here, if it is like it."""
-        here = dict(zip(self._places, self.arrays, strict=True))
-        found = [here.get(i) for i in other._places]
-        return [
-            x if x is not None and (x.shape, x.dtype) == (new.shape, new.dtype) else None
-            for x, new in zip(found, other.arrays, strict=True)
-        ]
-
-    def tree(self, arrays: Sequence[Any]) -> Any:
-        """Return the tree with other arrays in the place of its own."""
-        leaves = list(self._leaves)
-        for i, x in zip(self._places, arrays, strict=True):
-            leaves[i] = x
-        return self._structure.unflatten(leaves)
 
 
 def _report(gathers: Sequence[Gather], owned: Sequence[Owned]) -> None:

@@ -52,7 +52,10 @@ def gathered(cuts, num_ranks, chosen, mesh=None):
     mine = [[pattern(shape, rank, jnp) for shape, _ in bucket] for bucket in cuts]
     count = iter(range(100))
     places = [
-        [old_array(*cut, num_ranks) if next(count) in chosen else None for cut in bucket]
+        [
+            old_array(shape, dim, num_ranks) if next(count) in chosen else None
+            for shape, dim in bucket
+        ]
         for bucket in cuts
     ]
     return native_shards.all_gather(mine, dims_of(cuts), "data", mesh=mesh, overwrite=places)
