@@ -17,6 +17,10 @@ DELETED_ARRAY_CRASHES = jax.__version_info__ < (0, 11, 0)
 # whatever timeout is set; a sum and an all-to-all wait. See github.com/jax-ml/jax/issues/40831.
 CPU_SCATTER_DOES_NOT_WAIT = jax.__version_info__ < (0, 12, 0)
 
+# XLA's CPU backend copies an array that a call takes in place, where what writes a slice of it is
+# fused with that copy. Seen with 0.10.2, not with 0.12.0; versions between them were not tried.
+CPU_COPIES_SLICES = jax.__version_info__ < (0, 12, 0)
+
 # For `jax.jit(inline=...)`: inline while the caller is traced. Since JAX 0.12 True means later,
 # which leaves a function to lower.
 INLINE_EARLY = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True

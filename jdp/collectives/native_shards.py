@@ -58,16 +58,21 @@ def all_gather(
     axis_name: AxisName,
     *,
     mesh: Mesh | None = None,
+    overwrite: Sequence[Sequence[jax.Array | None]] | None = None,
 ) -> list[list[jax.Array]]:
     """Join the slices of all ranks of `axis_name`, as `shards.all_gather` does.
 
     Args:
-      buckets, dims, axis_name, mesh: as for `shards.all_gather`.
+      buckets, dims, axis_name, mesh, overwrite: as for `shards.all_gather`.
 
     Raises:
       ValueError: if it cannot run here, with the reason; `shards.all_gather` then uses XLA.
     """
-    return _copied(all_gather_p, xla_shards.all_gather, buckets, dims, axis_name, mesh)
+    overwrite = [[None] * len(bucket) for bucket in buckets] if overwrite is None else overwrite
+    more = [
+        {"overwritten": own, "overwrites": tuple(x is not None for x in own)} for own in overwrite
+    ]
+    return _copied(all_gather_p, xla_shards.all_gather, buckets, dims, axis_name, mesh, more)
 
 
 def all_to_all(
@@ -95,17 +100,18 @@ def _copied(
     dims: Sequence[Sequence[Any]],
     axis_name: AxisName,
     mesh: Mesh | None,
+    more: Sequence[dict[str, Any]] | None = None,
 ) -> list[list[jax.Array]]:
     axes = axis.names(axis_name)
     require_cpu(axes, mesh)
     calls = Calls(axes, mesh)
     results = []
-    for bucket, own_dims in zip(buckets, dims, strict=True):
+    for bucket, own_dims, own in zip(buckets, dims, more or [{}] * len(buckets), strict=True):
         leaves = axis.as_varying(list(bucket), axes)
         if any(leaf.dtype.name not in COPIED_DTYPES for leaf in bucket):
             results += by_xla([leaves], [own_dims], axes)
         else:
             one = np.float32(1)
-            results.append(calls.results(primitive, leaves, one, dims=tuple(own_dims)))
+            results.append(calls.results(primitive, leaves, one, dims=tuple(own_dims), **own))
     calls.end()
     return results

@@ -52,6 +52,7 @@ def all_gather(
     axis_name: AxisName,
     *,
     mesh: Mesh | None = None,
+    overwrite: Sequence[Sequence[jax.Array | None]] | None = None,
 ) -> list[list[jax.Array]]:
     """Join the slices of all ranks of `axis_name`, leaf by leaf.
 
@@ -63,6 +64,9 @@ def all_gather(
         `lax.axis_index(axis_name)`.
       axis_name: a name, or a tuple of names, bound by `shard_map`.
       mesh: the mesh of the ranks; None if it is not known, as inside a `shard_map` of your own.
+      overwrite: for each leaf an array like its result, whose memory the result takes where the
+        call is native; None for no array. If that array is not needed any more, XLA writes this
+        rank's slice into it, and only the other slices are copied; if it is, XLA copies it first.
 
     Returns:
       The same lists, with whole arrays.
@@ -72,7 +76,9 @@ def all_gather(
     """
     names = axis.names(axis_name)
     _require_dims(buckets, dims, 1)
-    return _chosen(names, mesh).all_gather(buckets, dims, names, mesh=mesh)
+    if not is_native(names, mesh):
+        return xla_shards.all_gather(buckets, dims, names, mesh=mesh)
+    return native_shards.all_gather(buckets, dims, names, mesh=mesh, overwrite=overwrite)
 
 
 def all_to_all(

@@ -44,7 +44,11 @@ class Shard(NamedTuple):
     reduce_dtype: Any = None
 
 
-def gathered(found: Sequence[Shard], bucket_bytes: int = 4 * buckets.MiB) -> list[jax.Array]:
+def gathered(
+    found: Sequence[Shard],
+    bucket_bytes: int = 4 * buckets.MiB,
+    overwrite: Sequence[jax.Array | None] = (),
+) -> list[jax.Array]:
     """Return the whole arrays, in buckets; the step remembers the shard of each.
 
     Arrays that the step does not read are not gathered.
@@ -52,6 +56,7 @@ def gathered(found: Sequence[Shard], bucket_bytes: int = 4 * buckets.MiB) -> lis
     Args:
       found: shards of this rank, all over the same axes.
       bucket_bytes: capacity of one bucket of shards in bytes, > 0.
+      overwrite: as for `shards.all_gather`; empty for no arrays.
     """
     if not found:
         return []
@@ -63,8 +68,10 @@ def gathered(found: Sequence[Shard], bucket_bytes: int = 4 * buckets.MiB) -> lis
     dims = [[found[i].dim for i in bucket] for bucket in plan]
     scope = step_context.innermost()
     mesh = None if scope is None else scope.mesh
+    places = [[overwrite[i] if overwrite else None for i in bucket] for bucket in plan]
+    results = shards.all_gather(values, dims, axes, mesh=mesh, overwrite=places)
     wholes: dict[int, jax.Array] = {}
-    for bucket, joined in zip(plan, shards.all_gather(values, dims, axes, mesh=mesh), strict=True):
+    for bucket, joined in zip(plan, results, strict=True):
         wholes |= dict(zip(bucket, joined, strict=True))
     return [remember(wholes[i], part) for i, part in enumerate(found)]
 

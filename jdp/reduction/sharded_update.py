@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jdp import axis
+from jdp import axis, jax_compat
 from jdp.analysis.marks import SYNCED, mark
+from jdp.collectives import call_order, shards
 from jdp.reduction import (
     gradient_checks,
     gradients,
@@ -18,12 +19,14 @@ from jdp.reduction import (
     mixed_precision,
     scattered_gradients,
     step_context,
+    tied,
     whole_gradients,
 )
 from jdp.reduction.known_shards import Shard
 from jdp.reduction.optimizer import Replicated, require_shapes
 from jdp.reduction.partition import Gather, Owned, Piece, partitioned
 from jdp.reduction.sharded import Sharded, Sharding
+from jdp.reduction.tree_arrays import TreeArrays
 
 
 def updated(
@@ -150,8 +153,8 @@ class _Update:
         self, pieces: Sequence[Piece], opt_state: Any, params: Any, extra: dict[str, Any]
     ) -> tuple[Any, Any]:
         """Return the new parameters and optimizer state, whole arrays that know their shards."""
-        given = [_Arrays(tree) for tree in (opt_state, params, extra)]
-        returned: list[_Arrays] = []
+        given = [TreeArrays(tree) for tree in (opt_state, params, extra)]
+        returned: list[TreeArrays] = []
 
         def update(*flat: jax.Array) -> list[jax.Array]:
             left = iter(flat)
@@ -161,20 +164,22 @@ class _Update:
             )
             updates, new_state = self._tx.wrapped.update(grads, state, params, **options)
             new_params = optax.apply_updates(params, updates)
-            returned[:] = [_Arrays(new_params), _Arrays(new_state)]
+            returned[:] = [TreeArrays(new_params), TreeArrays(new_state)]
             return [x for each in returned for x in each.arrays]
 
         state, old, options = (each.arrays for each in given)
+        is_in_place = self._is_in_place()
         args = [
             *pieces,
             *self._pieces(state),
-            *self._pieces(old),
+            *(self._waiting(self._pieces(old)) if is_in_place else self._pieces(old)),
             *(Piece(x, None) for x in options),
         ]
         results, gathers, owned = partitioned(update, args, self._axes, self._dims)
         _report(gathers, owned)
         num_params = len(returned[0].arrays)
-        new_params = self._whole(results[:num_params])
+        overwrite = given[1].like(returned[0]) if is_in_place else ()
+        new_params = self._whole(results[:num_params], overwrite)
         new_state = self._whole(results[num_params:])
         return returned[0].tree(new_params), returned[1].tree(new_state)
 
@@ -186,36 +191,38 @@ class _Update:
             for leaf, dim in zip(leaves, self._dims(leaves), strict=True)
         ]
 
-    def _whole(self, pieces: Sequence[Piece]) -> list[jax.Array]:
+    def _is_in_place(self) -> bool:
+        """Whether new parameters take the memory of the old ones, of which each rank has all."""
+        step = step_context.current(self._tx.axis_name)
+        if step is None or not step.choices.in_place or self._tx.sharding.stage == 3:
+            return False
+        return not jax_compat.CPU_COPIES_SLICES and shards.is_native(self._axes, step.mesh)
+
+    def _waiting(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return parts of old parameters, not before the last gradient was sent.
+
+        Until then the backward pass may need them, and XLA would copy what the new ones overwrite.
+        """
+        token = call_order.token()
+        chosen = [i for i, piece in enumerate(pieces) if piece.dim is not None]
+        values = [pieces[i].value for i in chosen]
+        waiting = values if token is None else tied.after(values, [token])
+        found = dict(zip(chosen, waiting, strict=True))
+        return [Piece(found.get(i, x.value), x.dim) for i, x in enumerate(pieces)]
+
+    def _whole(
+        self, pieces: Sequence[Piece], overwrite: Sequence[jax.Array | None] = ()
+    ) -> list[jax.Array]:
         parts = {
             i: Shard(piece.value, piece.dim, self._axes)
             for i, piece in enumerate(pieces)
             if piece.dim is not None
         }
         bucket_bytes = self._tx.sharding.bucket_bytes
-        wholes = known_shards.gathered([*parts.values()], bucket_bytes)
+        places = [overwrite[i] for i in parts] if overwrite else ()
+        wholes = known_shards.gathered([*parts.values()], bucket_bytes, places)
         found = dict(zip(parts, wholes, strict=True))
         return [found.get(i, piece.value) for i, piece in enumerate(pieces)]
-
-
-class _Arrays:
-    """The arrays of a tree, whose other leaves stay as they are.
-
-    Args:
-      tree: any tree.
-    """
-
-    def __init__(self, tree: Any):
-        self._leaves, self._structure = jax.tree.flatten(tree)
-        self._places = [i for i, x in enumerate(self._leaves) if isinstance(x, jax.Array)]
-        self.arrays: list[jax.Array] = [self._leaves[i] for i in self._places]
-
-    def tree(self, arrays: Sequence[Any]) -> Any:
-        """Return the tree with other arrays in the place of its own."""
-        leaves = list(self._leaves)
-        for i, x in zip(self._places, arrays, strict=True):
-            leaves[i] = x
-        return self._structure.unflatten(leaves)
 
 
 def _report(gathers: Sequence[Gather], owned: Sequence[Owned]) -> None:

@@ -32,6 +32,7 @@ class Choices(NamedTuple):
         ranks, whether `scan_layers` reduces late where its caller leaves that to the platform;
         None in a program that runs.
       beside_xla: whether collectives of XLA may run beside its native calls.
+      in_place: whether new parameters take the memory of the old ones, which nothing needs later.
     """
 
     why_xla: str | None = None
@@ -39,6 +40,7 @@ class Choices(NamedTuple):
     ready: dict[str, int] | None = None
     late: bool | None = None
     beside_xla: bool = False
+    in_place: bool = False
 
 
 PLAIN = Choices()  # of a function that is traced by itself

@@ -62,7 +62,8 @@ class CompiledStep:
             checksum_spec=None if self.arguments is None else self.arguments.spec,
             series=call_order.next_series(spec.name) if is_part else "",
         )
-        self._choices = Choices(why_xla=call_order.PART_OF_ANOTHER if is_part else None)
+        why_xla = call_order.PART_OF_ANOTHER if is_part else None
+        self._choices = Choices(why_xla=why_xla, in_place=spec.donate and not is_part)
         self._on_mesh = self._new_on_mesh()
         self._jitted = self._new_jit()
         self._is_tuned = is_part or axis.platform(mesh) != "gpu"

@@ -9,7 +9,7 @@ from jdp import axis
 from jdp.analysis import step_refusals, wide_losses
 from jdp.analysis.step_refusals import Proved
 from jdp.analysis.traced import WEIGHT, Output, Traced
-from jdp.collectives import beside_xla, call_chains, call_order
+from jdp.collectives import beside_xla, call_chains, call_order, overwritten
 from jdp.data.dataset import find_mask
 from jdp.reduction.overlap.ready_order import order_of_gradients
 from jdp.reduction.scanned_layers import late_choices
@@ -110,10 +110,14 @@ def build(rank_program: RankProgram, probed: Pass) -> Pass:
 
 
 def _choose(choices: Choices, jaxpr: Any) -> Choices:
-    """Return the choices, and how the native calls of the program that they gave must run."""
+    """Return the choices, and how the native calls of the program that they gave must run.
+
+    Gathers overwrite no array that is read later.
+    """
     why_xla = choices.why_xla or _why_xla(jaxpr)
     return choices._replace(
         why_xla=why_xla,
+        in_place=choices.in_place and not overwritten.is_read_later(jaxpr),
         beside_xla=not why_xla and (choices.beside_xla or beside_xla.runs_beside(jaxpr)),
     )
 

@@ -8,6 +8,7 @@ from support.training import assert_close, fetched, ranks
 
 import jdp
 from jdp.reduction import sharded_update
+from jdp.reduction.tree_arrays import TreeArrays
 
 
 def _lookahead(stage):
@@ -55,5 +56,5 @@ def test_a_gradient_may_be_a_number():
 
 
 def test_leaves_of_a_state_that_are_not_arrays_stay_as_they_are():
-    found = sharded_update._Arrays({"a": jax.numpy.ones(2), "kind": "sgd", "none": None})
+    found = TreeArrays({"a": jax.numpy.ones(2), "kind": "sgd", "none": None})
     assert found.tree([3]) == {"a": 3, "kind": "sgd", "none": None}

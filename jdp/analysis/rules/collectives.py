@@ -54,7 +54,7 @@ def _native_scaled(interp: Interpreter, eqn: Any, by: int, totals: list[int]) ->
 
 def _native_gather(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     axes = _meet(interp, eqn)
-    token, *leaves = ins[3:]
+    token, *leaves = ins[3 : 3 + len(eqn.outvars)]  # not the arrays that the results overwrite
     for out, value, dim in zip(eqn.outvars[1:], leaves, eqn.params["dims"], strict=True):
         interp.gathered[out] = value, axes, dim
     return [interp.lattice.agree(x, axes) for x in (token, *leaves)]

@@ -60,13 +60,20 @@ class Calls:
         return sums if is_fused else [scaled(leaf, scale) for leaf in sums]
 
     def results(
-        self, primitive: Any, bucket: Sequence[jax.Array], scale: Any, **params: Any
+        self,
+        primitive: Any,
+        bucket: Sequence[jax.Array],
+        scale: Any,
+        overwritten: Sequence[jax.Array | None] = (),
+        **params: Any,
     ) -> list[jax.Array]:
         """Return the results of a primitive, in one call for each 512 leaves.
 
         Args:
           primitive, bucket, params: as for `summed`.
           scale: a number, or `[]` array, which the primitive gets.
+          overwritten: for each leaf the array whose memory its result takes, None for no array;
+            for a primitive with the parameter `overwrites`.
         """
         results: list[jax.Array] = []
         for first in range(0, len(bucket), _MAX_LEAVES):
@@ -76,9 +83,10 @@ class Calls:
                 key: value[chosen] if isinstance(value, tuple) else value
                 for key, value in params.items()
             }
+            more = [x for x in overwritten[chosen] if x is not None]
             number = call_order.next_number(part)
             self._token, *leaves = primitive.bind(
-                self._rank, self._group, scale, self._token, *part,
+                self._rank, self._group, scale, self._token, *part, *more,
                 number=number, **own, **self._options,
             )  # fmt: skip
             results += leaves

@@ -11,6 +11,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.interpreters import ad, batching, mlir
 
 from jdp import axis
@@ -24,6 +25,8 @@ from jdp.collectives.xla import scaled
 # (rank, group, scale, token, *leaves) -> (token, *leaves), with the parameters
 #   dims: for each leaf the dim along which it is split; of an all-to-all a pair of it and of the
 #     dim along which the slices that arrive are joined,
+#   overwrites: of an all-gather, for each leaf whether its result takes the memory of an operand
+#     that follows the leaves; the value of that operand is not used,
 #   axes, num_ranks, number, communicator, beside_xla: as for the all-reduce.
 # In a typed shard_map the results vary, as those of `lax.all_gather` do. The scale of an all-gather
 # and of an all-to-all is 1.
@@ -46,7 +49,7 @@ def _typed(
     dims: tuple[Any, ...], num_ranks: int, **params: Any,
 ) -> list[Any]:  # fmt: skip
     resized = []
-    for x, dim in zip(leaves, dims, strict=True):
+    for x, dim in zip(leaves[: len(dims)], dims, strict=True):
         shape = list(x.shape)
         split, joined = _split_and_joined(primitive, dim)
         if split is not None:
@@ -58,12 +61,42 @@ def _typed(
 
 
 def _lower(
-    name: str, context: Any, *args: Any, axes: Any, dims: tuple[Any, ...], **params: Any
-) -> Any:
-    # Not in place: leaves and results have different sizes.
-    places = (call_order.TOKEN,)
+    name: str, context: Any, *args: Any, axes: Any, dims: tuple[Any, ...],
+    overwrites: tuple[bool, ...] = (), **params: Any,
+) -> Any:  # fmt: skip
+    # Only in place where leaves were put into arrays of the results' size.
+    places = [call_order.TOKEN, *(_NUM_BEFORE + i for i, flag in enumerate(overwrites) if flag)]
+    if len(places) > 1:
+        context, args = _put_into_wholes(context, args, dims, overwrites)
     flat = np.array(dims, np.int64).reshape(-1)
     return lowered(name, context, args, in_place=places, dims=flat, **params)
+
+
+def _put_into_wholes(
+    context: Any, args: Sequence[Any], dims: tuple[int, ...], overwrites: tuple[bool, ...]
+) -> tuple[Any, tuple[Any, ...]]:
+    """Return the operands of a call in which some leaves are slices of the arrays they overwrite.
+
+    XLA fuses what computes the leaf with what writes it into the array. The barrier keeps that
+    apart from a copy that XLA puts in front of each call, and later removes.
+    """
+
+    def operands(*args: jax.Array) -> list[jax.Array]:
+        rank, leaves, wholes = args[0], args[_NUM_BEFORE:][: len(dims)], args[_NUM_BEFORE:]
+        left = iter(wholes[len(dims) :])
+        put = [
+            lax.dynamic_update_slice_in_dim(next(left), x, rank * x.shape[dim], dim) if flag else x
+            for x, dim, flag in zip(leaves, dims, overwrites, strict=True)
+        ]
+        return [*args[:_NUM_BEFORE], *lax.optimization_barrier(put)]
+
+    types = jax.eval_shape(
+        operands, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in context.avals_in)
+    )
+    types = [jax.core.ShapedArray(x.shape, x.dtype) for x in types]
+    within = context.replace(primitive=None, avals_out=types)
+    args = mlir.lower_fun(operands, multiple_results=True)(within, *args)
+    return context.replace(avals_in=types), tuple(args)
 
 
 def _jvp(
@@ -71,17 +104,27 @@ def _jvp(
 ) -> tuple[Any, Any]:
     rank, group, scale, _, *_ = primals
     token, *results = primitive.bind(*primals, number=number, **params)
-    slopes = [ad.instantiate_zeros(slope) for slope in tangents[_NUM_BEFORE:]]
+    count = len(params["dims"])
+    slopes = [ad.instantiate_zeros(slope) for slope in tangents[_NUM_BEFORE:][:count]]
     slopes = axis.as_varying(slopes, params["axes"])
+    params |= _nothing_overwritten(params)
     number = call_order.derived(number, "tangent")
     _, *slopes = primitive.bind(rank, group, scale, token, *slopes, number=number, **params)
     return [token, *results], [ad.Zero(jax.typeof(token).to_tangent_aval()), *slopes]
 
 
+def _nothing_overwritten(params: dict[str, Any]) -> dict[str, Any]:
+    flags = params.get("overwrites")
+    return {} if flags is None else {"overwrites": (False,) * len(flags)}
+
+
 def _transpose(
     other: Any, cotangents: Sequence[Any], rank: Any, group: Any, scale: Any, token: Any,
-    *leaves: Any, number: int, dims: tuple[Any, ...], **params: Any,
+    *leaves: Any, number: int, dims: tuple[Any, ...], overwrites: Any = None, **params: Any,
 ) -> list[Any]:  # fmt: skip
+    leaves, wholes = leaves[: len(dims)], leaves[len(dims) :]
+    if other is all_gather_p:
+        params["overwrites"] = (False,) * len(dims)
     if other is all_to_all_p:
         dims = tuple((joined, split) for split, joined in dims)
     given = axis.as_varying([ad.instantiate_zeros(ct) for ct in cotangents[1:]], params["axes"])
@@ -91,14 +134,15 @@ def _transpose(
     own = [
         scaled(ct, scale) if is_asked else None for ct, is_asked in zip(given, asked, strict=True)
     ]
-    return [None] * _NUM_BEFORE + own
+    return [None] * _NUM_BEFORE + own + [None] * len(wholes)
 
 
 def _batch(
     primitive: Any, of_rows: Callable, axis_data: Any, args: Sequence[Any], places: Sequence[Any],
     *, axes: tuple[str, ...], dims: tuple[Any, ...], num_ranks: int, **params: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
-    before, leaves = of_one_row(args, places), args[_NUM_BEFORE:]
+    before, leaves = of_one_row(args, places), args[_NUM_BEFORE:][: len(dims)]
+    places, params = places[: _NUM_BEFORE + len(dims)], params | _nothing_overwritten(params)
     leaves = [
         x if place is None else jnp.moveaxis(x, place, 0)
         for x, place in zip(leaves, places[_NUM_BEFORE:], strict=True)
@@ -145,7 +189,9 @@ def _exchange_rows(rows: jax.Array, dims: tuple[int, int], scale: Any) -> jax.Ar
     return jnp.stack([jnp.concatenate(each, axis=joined) for each in zip(*slices, strict=True)])
 
 
-def _register(primitive: Any, transpose: Any, of_rows: Callable[..., jax.Array]) -> None:
+def _register(
+    primitive: Any, transpose: Any, of_rows: Callable[..., jax.Array], of_leaves: Sequence[str]
+) -> None:
     def run(*args: Any, **params: Any) -> Any:
         return jax.jit(functools.partial(primitive.bind, **params))(*args)
 
@@ -155,11 +201,11 @@ def _register(primitive: Any, transpose: Any, of_rows: Callable[..., jax.Array])
     ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
     ad.primitive_transposes[primitive] = functools.partial(_transpose, transpose)
     batching.fancy_primitive_batchers[primitive] = functools.partial(_batch, primitive, of_rows)
-    unread.drop(primitive, of_leaves=["dims"])
+    unread.drop(primitive, of_leaves=of_leaves)
     lower = functools.partial(_lower, primitive.name)
     mlir.register_lowering(primitive, lower, platform="cpu", cacheable=False)
 
 
-_register(reduce_scatter_p, all_gather_p, _scatter_rows)
-_register(all_gather_p, reduce_scatter_p, _gather_rows)
-_register(all_to_all_p, all_to_all_p, _exchange_rows)
+_register(reduce_scatter_p, all_gather_p, _scatter_rows, ["dims"])
+_register(all_gather_p, reduce_scatter_p, _gather_rows, ["dims", "overwrites"])
+_register(all_to_all_p, all_to_all_p, _exchange_rows, ["dims"])

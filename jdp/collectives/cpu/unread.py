@@ -6,6 +6,7 @@ JAX's own dead-code elimination, which runs before XLA, drops them here.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,8 @@ def drop(primitive: Any, *, of_leaves: Sequence[str] = ()) -> None:
     """Make JAX drop the leaves of a primitive whose results nobody reads, and empty calls.
 
     Args:
-      primitive: `(rank, group, scale, token, *leaves) -> (token, *leaves)`.
+      primitive: `(rank, group, scale, token, *leaves, *more) -> (token, *leaves)`. `more` has one
+        operand for each leaf whose flag in the parameter `overwrites` is true.
       of_leaves: names of its parameters that are tuples with a value for each leaf.
     """
     jax_compat.set_dead_code_rule(primitive, functools.partial(_without_unread, of_leaves))
@@ -35,7 +37,8 @@ def _without_unread(
     if all(leaves) or not any(is_read):
         kept = eqn if any(is_read) else None
         return [kept is not None] * len(eqn.invars), kept
-    needed = [i == call_order.TOKEN or any(leaves) for i in range(_NUM_BEFORE)] + leaves
+    more = itertools.compress(leaves, eqn.params.get("overwrites", ()))
+    needed = [i == call_order.TOKEN or any(leaves) for i in range(_NUM_BEFORE)] + [*leaves, *more]
     chosen = [0, *(i for i, flag in enumerate(leaves, 1) if flag)]
     changes = {
         "invars": [x for x, flag in zip(eqn.invars, needed, strict=True) if flag],

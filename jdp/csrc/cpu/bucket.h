@@ -40,14 +40,20 @@ auto visit(Type type, Visitor visitor) {
 // A whole leaf has rows, and each row has one run of elements for each rank:
 // [num_rows][num_ranks][run]. A rank's slice holds its runs: [num_rows][run].
 //
+// An all-gather of a leaf may be in place: `in` is the whole leaf `out`, in which this rank's slice
+// is in its place. Only that is read, and only the others are written.
+//
 // In an all-to-all both are whole leaves: the slices of `in` go to one rank each, and those of
 // `out` come from one rank each. A slice has its elements in the same order in both, in other runs.
 struct Leaf {
   const void* in;
-  void* out;            // may be `in` in an all-reduce
+  void* out;            // may be `in` in an all-reduce and in an all-gather
   int64_t count;        // elements of the whole leaf
   int64_t run = 0;      // elements of a slice in one row; 0 in an all-reduce
   int64_t out_run = 0;  // the same of `out`; 0 but in an all-to-all
+
+  // Whether an all-gather is in place.
+  bool is_in_place() const { return run > 0 && count > 0 && in == out; }
 };
 
 // Calls visitor(rank, at, offset, size) for each run in elements [begin, begin + size) of a whole
@@ -103,12 +109,13 @@ class Bucket {
   int64_t count() const { return begins_.back(); }
   const Leaf& leaf(size_t index) const { return leaves_[index]; }
 
-  // Whether both have the same type, the same leaf sizes and the same slices.
+  // Whether both have the same type, leaf sizes and slices, and gather the same leaves in place.
   bool fits(const Bucket& other) const {
     return type_ == other.type_ && begins_ == other.begins_ &&
            std::equal(leaves_.begin(), leaves_.end(), other.leaves_.begin(),
                       [](const Leaf& one, const Leaf& two) {
-                        return one.run == two.run && one.out_run == two.out_run;
+                        return one.run == two.run && one.out_run == two.out_run &&
+                               one.is_in_place() == two.is_in_place();
                       });
   }
 

@@ -85,8 +85,12 @@ std::optional<Leaf> cut_leaf_of(const ffi::AnyBuffer& in, const ffi::AnyBuffer& 
                                 const char** why) {
   const bool is_gathered = operation == Operation::kAllGather;
   const bool is_exchanged = operation == Operation::kAllToAll;
+  const auto ins = in.dimensions(), outs = out.dimensions();
+  const bool is_in_place = is_gathered && in.untyped_data() == out.untyped_data() &&
+                           std::equal(ins.begin(), ins.end(), outs.begin(), outs.end());
   const int64_t joined = is_exchanged ? dims[1] : is_gathered ? dims[0] : -1;
-  *why = why_not_slices(in, out, is_gathered ? -1 : dims[0], joined, num_ranks);
+  const int64_t split = is_gathered && !is_in_place ? -1 : dims[0];
+  *why = why_not_slices(in, out, split, joined, num_ranks);
   if (**why) return std::nullopt;
   const ffi::AnyBuffer& whole = is_gathered ? out : in;
   const int64_t unit =

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "bucket.h"
+#include "prefetch.h"
 
 namespace jdp {
 namespace {
@@ -90,7 +91,9 @@ void reduce_to_slices(const T* const* inputs, int num_inputs, T* const* slices, 
       inputs, num_inputs, count, scale, [&](int64_t offset, const T* results, int64_t size) {
         runs_of_whole(run, num_inputs, begin + offset, size,
                       [&](int rank, int64_t at, int64_t done, int64_t length) {
-                        std::memcpy(slices[rank] + at, results + done, length * sizeof(T));
+                        T* const to = slices[rank] + at;
+                        std::memcpy(to, results + done, length * sizeof(T));
+                        prefetch_to_write(to + length, length * sizeof(T));
                       });
       });
 }

@@ -1,8 +1,8 @@
 // Reduce-scatter, all-gather and all-to-all through a segment.
 //
 // A rank writes the elements that others read into its slots: n - 1 slices of S / n bytes in a
-// reduce-scatter or an all-to-all, one slice in an all-gather. It reads as many from the others'
-// slots. An all-reduce copies as much in each of its halves.
+// reduce-scatter or an all-to-all, one slice in an all-gather. It reads n - 1 slices from the
+// others' slots. An all-reduce copies as much in each of its halves.
 
 #include <algorithm>
 #include <cstring>
@@ -116,8 +116,14 @@ Status SegmentCall::all_gather() {
 
 void SegmentCall::publish_slices(uint32_t round, Span span) {
   const auto copy = [&](size_t index, int64_t first, int64_t size, int64_t at) {
-    std::memcpy(data<std::byte>(call_.rank, round) + at,
-                static_cast<const std::byte*>(bucket_.leaf(index).in) + first, size);
+    const Leaf& leaf = bucket_.leaf(index);
+    const auto* const in = static_cast<const std::byte*>(leaf.in);
+    std::byte* const to = data<std::byte>(call_.rank, round) + at;
+    if (leaf.is_in_place()) {
+      copy_from_slice(in, leaf.run, call_.rank, call_.num_ranks, first, size, to);
+    } else {
+      std::memcpy(to, in + first, size);
+    }
   };
   bucket_.pieces(span.begin, span.size, copy, call_.num_ranks);
 }
@@ -130,6 +136,7 @@ void SegmentCall::gather_wholes(uint32_t round, Span span) {
           std::byte* to =
               static_cast<std::byte*>(leaf.out) + row * call_.num_ranks * leaf.run + begin;
           for (int rank = 0; rank < call_.num_ranks; ++rank, to += leaf.run) {
+            if (rank == call_.rank && leaf.is_in_place()) continue;
             const std::byte* from = rank == call_.rank
                                         ? static_cast<const std::byte*>(leaf.in) + first
                                         : data<std::byte>(rank, round) + at;

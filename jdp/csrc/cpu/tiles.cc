@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "prefetch.h"
 #include "reduce.h"
 
 namespace jdp {
@@ -35,8 +36,8 @@ void sum_tile(const Call& call, const Buckets& buckets, int64_t begin, int64_t s
   });
 }
 
-// Returns `size` bytes of a whole leaf, from `begin`: in place, if they are part of one run, else
-// gathered in `block`.
+// Returns `size` bytes of a whole leaf, from `begin`: where they are, if they are part of one run,
+// else gathered in `block`. The leaf is not in place.
 const std::byte* gathered(const Buckets& buckets, size_t index, int64_t begin, int64_t size,
                           std::byte* block) {
   const int num_ranks = static_cast<int>(buckets.size());
@@ -53,11 +54,32 @@ const std::byte* gathered(const Buckets& buckets, size_t index, int64_t begin, i
   return result;
 }
 
+// Copies `size` bytes of a whole leaf that is in place, from `begin`, to the ranks that do not own
+// them.
+void gather_in_place(const Buckets& buckets, size_t index, int64_t begin, int64_t size) {
+  const int num_ranks = static_cast<int>(buckets.size());
+  runs_of_whole(buckets[0]->leaf(index).run, num_ranks, begin, size,
+                [&](int owner, int64_t, int64_t offset, int64_t length) {
+                  const auto* whole = static_cast<const std::byte*>(buckets[owner]->leaf(index).in);
+                  const std::byte* const from = whole + begin + offset;
+                  for (int rank = 0; rank < num_ranks; ++rank) {
+                    if (rank == owner) continue;
+                    auto* to = static_cast<std::byte*>(buckets[rank]->leaf(index).out);
+                    std::memcpy(to + begin + offset, from, length);
+                    prefetch_to_write(to + begin + offset + length, length);
+                  }
+                });
+}
+
 void gather_tile(const Buckets& buckets, int64_t begin, int64_t size) {
   alignas(64) std::byte block[kBlockBytes];
   buckets[0]->pieces(begin, size, [&](size_t index, int64_t first, int64_t length, int64_t) {
     for (int64_t done = 0; done < length; done += kBlockBytes) {
       const int64_t part = std::min(kBlockBytes, length - done);
+      if (buckets[0]->leaf(index).is_in_place()) {
+        gather_in_place(buckets, index, first + done, part);
+        continue;
+      }
       const std::byte* from = gathered(buckets, index, first + done, part, block);
       for (const Bucket* bucket : buckets) {
         std::memcpy(static_cast<std::byte*>(bucket->leaf(index).out) + first + done, from, part);

@@ -12,8 +12,8 @@ namespace jdp {
 //
 // With n ranks and leaves of S bytes, each rank computes 1/n of the tiles on average. Together the
 // ranks read n S bytes and write n S in an all-reduce or an all-to-all, read n S and write S in a
-// reduce-scatter, and read S and write n S in an all-gather. These are the smallest possible
-// numbers: the only further copies are of blocks that stay in the L1 cache.
+// reduce-scatter, and read S and write n S in an all-gather, (n - 1) S in one in place. These are
+// the smallest possible numbers: the only further copies are of blocks that stay in the L1 cache.
 //
 // Args:
 //   call: the call of any rank; all have the same operation, scale and number of ranks.

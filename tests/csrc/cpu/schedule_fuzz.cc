@@ -203,7 +203,7 @@ void run_step(const Scenario& it, int rank, size_t index) {
         step.operation == Operation::kAllReduce
             ? run_call(call, Leaves<T>(rank, step.counts, step.in_place, step.shift, step.salt))
             : run_call(call, Shards<T>(step.operation, rank, it.num_ranks, step.cuts, step.shift,
-                                       step.salt));
+                                       step.salt, step.in_place));
     if (wrong.empty()) return;
     describe("rank " + std::to_string(rank) + ", step " + std::to_string(index) + ": " + wrong +
              "\n" + text_of(it));

@@ -1,6 +1,7 @@
 // Results of reduce-scatters, all-gathers and all-to-alls: every element of every rank.
 
 #include <random>
+#include <utility>
 
 #include "testing.h"
 
@@ -8,15 +9,18 @@ namespace jdp {
 namespace {
 
 const Way kDirectWays[] = {kWays[0], kWays[2]};
-const Operation kOperations[] = {Operation::kReduceScatter, Operation::kAllGather,
-                                 Operation::kAllToAll};
+// Each operation, and whether it is in place.
+const std::pair<Operation, bool> kOperations[] = {{Operation::kReduceScatter, false},
+                                                  {Operation::kAllGather, false},
+                                                  {Operation::kAllGather, true},
+                                                  {Operation::kAllToAll, false}};
 
 template <typename T>
 void gives_slices_and_wholes(const Way& way, int num_ranks, const std::vector<Cut>& cuts,
                              int shift) {
-  for (Operation operation : kOperations) {
-    on_ranks(range(num_ranks), [&](int rank) {
-      Shards<T> shards(operation, rank, num_ranks, cuts, shift);
+  for (const auto& [operation, in_place] : kOperations) {
+    on_ranks(range(num_ranks), [&, operation = operation, in_place = in_place](int rank) {
+      Shards<T> shards(operation, rank, num_ranks, cuts, shift, 0, in_place);
       const Status status = collective(call_of(operation, way, rank, num_ranks), shards.bucket());
       const std::string wrong = status.ok() ? shards.first_wrong(num_ranks) : status.message;
       if (!wrong.empty()) describe(wrong);

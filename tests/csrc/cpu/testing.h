@@ -241,14 +241,16 @@ struct Cut {
 template <typename T>
 class Shards {
  public:
+  // `in_place` is for an all-gather.
   Shards(Operation operation, int rank, int num_ranks, std::vector<Cut> cuts, int shift,
-         int64_t salt = 0)
+         int64_t salt = 0, bool in_place = false)
       : operation_(operation),
         rank_(rank),
         num_ranks_(num_ranks),
         cuts_(std::move(cuts)),
         shift_(shift),
-        salt_(salt) {
+        salt_(salt),
+        in_place_(in_place && operation == Operation::kAllGather) {
     const T untouched = element_of<T>(77);
     int64_t first = salt_;
     for (const Cut& cut : cuts_) {
@@ -262,6 +264,7 @@ class Shards {
       ins_.push_back(std::move(in));
       outs_.emplace_back((operation == Operation::kReduceScatter ? slice : whole) + shift + 1,
                          untouched);
+      if (in_place_) put_in_place(cut);
     }
   }
 
@@ -271,7 +274,7 @@ class Shards {
     std::vector<Leaf> leaves;
     for (size_t i = 0; i < cuts_.size(); ++i) {
       const Cut& cut = cuts_[i];
-      leaves.push_back({ins_[i].data() + shift_, outs_[i].data() + shift_,
+      leaves.push_back({(in_place_ ? outs_ : ins_)[i].data() + shift_, outs_[i].data() + shift_,
                         cut.num_rows * cut.run * num_ranks_ * unit,
                         std::max<int64_t>(cut.run, 1) * unit,
                         operation_ == Operation::kAllToAll ? out_run(cut) * unit : 0});
@@ -302,6 +305,14 @@ class Shards {
   }
 
  private:
+  // Copies the last leaf's slice to its place in the whole leaf.
+  void put_in_place(const Cut& cut) {
+    for (int64_t i = 0; i < cut.num_rows * cut.run; ++i) {
+      const int64_t place = (i / cut.run * num_ranks_ + rank_) * cut.run + i % cut.run;
+      outs_.back()[shift_ + place] = ins_.back()[shift_ + i];
+    }
+  }
+
   // Element i of the result, of a leaf whose inputs begin with the value `first`.
   T expected_in(const Cut& cut, int64_t first, int64_t i) const {
     if (operation_ == Operation::kReduceScatter) {
@@ -327,6 +338,7 @@ class Shards {
   const std::vector<Cut> cuts_;
   const int shift_;
   const int64_t salt_;
+  const bool in_place_;
   std::vector<std::vector<T>> ins_, outs_;
 };
 
