@@ -30,7 +30,7 @@ oldest = $(call find,$(FOR_OLDEST),(3, 11) <= sys.version_info < (3, 12))
 pip = $(1)/bin/python -m pip install -q --no-compile --disable-pip-version-check --no-input
 pytest = $(1)/bin/python -m pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: help demo test test-oldest test-schedules schedules fuzz lint docs bench clean
+.PHONY: help demo test test-oldest test-schedules schedules wheel release-check fuzz lint docs bench clean
 
 help:  ## this list
 	sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -49,7 +49,7 @@ test: .venv/ready  ## all tests on the newest JAX, then a part of them on the ol
 		$(call pytest,.venv)
 		$(MAKE) --no-print-directory test-oldest
 	fi
-	$(MAKE) --no-print-directory test-schedules
+	$(MAKE) --no-print-directory test-schedules release-check
 
 # C++ is tested by itself once: its tests do not call JAX. SETS=1000 is all sets of parameters.
 SETS ?= 2
@@ -71,6 +71,29 @@ test-schedules: .venv-gpu/ready .venv-tpu/ready  ## compile steps for 8 x H200 a
 
 schedules: test-schedules .venv-gpu-0.11/ready  ## the same, on JAX 0.11.2 too
 	$(call schedules,.venv-gpu-0.11)
+
+# The GNU libc that jaxlib's wheels ask for: an older one could not run jaxlib.
+GLIBC := 2.27
+ARCH ?= $(shell uname -m)
+CUDA ?= off
+wheel: .venv-wheel/pins  ## one wheel for all Pythons, and the sdist it is made of (CUDA=on, ARCH=aarch64)
+	rm -rf out/dist && mkdir -p out/dist
+	export JDP_CUDA=$(CUDA) _PYTHON_HOST_PLATFORM=linux-$(ARCH) PATH="$(CURDIR)/.venv-wheel/bin:$$PATH"
+	export CXX="'$(CURDIR)/.venv-wheel/bin/python' -m ziglang c++ -target $(ARCH)-linux-gnu.$(GLIBC) -s"
+	# nvcc does not take this compiler: the libc of this machine is the oldest that a wheel with CUDA runs on.
+	export NVCC_APPEND_FLAGS="-Xcompiler -static-libstdc++,-static-libgcc"
+	python -m build --outdir out/dist/built . > out/wheel.log 2>&1 || { tail -n 40 out/wheel.log; exit 1; }
+	mv out/dist/built/*.tar.gz out/dist
+	auditwheel repair --only-plat -w out/dist out/dist/built/*.whl > out/wheel.log 2>&1 || { tail out/wheel.log; exit 1; }
+	rm -r out/dist/built
+	auditwheel show out/dist/*.whl
+	ls -sh out/dist
+
+release-check: .venv/ready wheel  ## install wheel and sdist into environments without a compiler, and with one
+	.venv-wheel/bin/twine check --strict out/dist/*
+	export JDP_DIST=$(CURDIR)/out/dist
+	export JDP_AARCH64_CXX="'$(CURDIR)/.venv-wheel/bin/python' -m ziglang c++ -target aarch64-linux-musl"
+	.venv/bin/python -m pytest -q tests/release
 
 FUZZ_SECONDS ?= 3600
 fuzz: .venv/ready  ## random training steps against plain JAX, for an hour (FUZZ_SECONDS)
@@ -123,6 +146,11 @@ endef
 	python=$$($(newest)); python=$${python:-$$($(oldest))}
 	[ -n "$$python" ] || { echo "The pages need Python 3.11 to 3.14 with venv." >&2; exit 1; }
 	$(call install,.venv-docs,"$$python",docs)
+
+.venv-wheel/pins: requirements/wheel.txt
+	python=$$($(newest)); python=$${python:-$$($(oldest))}
+	[ -n "$$python" ] || { echo "A wheel needs Python 3.11 to 3.14 with venv." >&2; exit 1; }
+	$(call install,.venv-wheel,"$$python",wheel)
 
 # jdp itself, editable; only what has changed is compiled. The newest JAX builds it as users do, in
 # an environment of pip's own, with the headers of the oldest, so that one library serves both.
