@@ -3,12 +3,12 @@
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from jdp.inspect.rate import ASSUMED, PUBLISHED, Rate
+from jdp.inspect.rate import given as as_given
 from jdp.inspect.targets import TargetDevices
 
-PUBLISHED, ASSUMED, GIVEN = "published", "assumed", "given"
 DESCRIBED = "XLA's device description"
 
 # NCCL's all-reduce on 8 GPUs of compute capability 9.0, published with vLLM's pull request 42324:
@@ -32,29 +32,6 @@ _TPUS = {
     "v5p": _Tpu(459e12, 2765e9, 4800e9),
     "v6 lite": _Tpu(918e12, 1640e9, 3584e9),
 }
-
-
-@dataclass(frozen=True)
-class Rate:
-    """One rate of a device or link.
-
-    Attributes:
-      value: the likely one.
-      low: the lowest that is to be expected.
-      high: the highest.
-      unit: such as `FLOP/s`.
-      source: where it is known from.
-    """
-
-    value: float
-    low: float
-    high: float
-    unit: str
-    source: str
-
-    def __str__(self) -> str:
-        interval = "" if self.low == self.high else f" ({self.low:.3g} to {self.high:.3g})"
-        return f"{self.value:.3g}{interval} {self.unit}: {self.source}"
 
 
 UNITS = {
@@ -92,7 +69,7 @@ def rates_of(
             raise ValueError(f"there is no rate {name!r}. Rates are {', '.join(UNITS)}.")
         if not value > 0 and not (value == 0 and name.endswith("_start_s")):
             raise ValueError(f"the rate {name}={value} must be positive, in {UNITS[name]}.")
-        known[name] = Rate(value, value, value, UNITS[name], GIVEN)
+        known[name] = as_given(value, UNITS[name])
     return known
 
 

@@ -1,0 +1,207 @@
+"""Simulates one step of one rank: what computes, and what is sent over each link meanwhile.
+
+The rules:
+
+1. A rank has three lanes: it computes, it sends within its host ("link") and between hosts
+   ("network"). A lane runs one task at a time, to its end, in the order in which the program
+   issues them, as XLA and NCCL do. So the simulation needs no queue of events: a task begins when
+   the one before it in its lane and all that it needs have ended.
+2. All ranks run the same program, and a collective begins when its last rank is ready. A rank is
+   slow or fast for a whole step, so the slowest rank's schedule is that of the step, and no other
+   has to be simulated.
+3. Computation is as fast while something is sent as without.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from jdp.inspect.plan.fabric import NETWORK, Fabric, Group
+from jdp.inspect.plan.workload import Leaf, Workload, grouped, params_of, work_of
+
+COMPUTE = "compute"
+REPLICATED, STAGE_1, STAGE_2, STAGE_3, HSDP = "replicated", "stage1", "stage2", "stage3", "hsdp"
+METHODS = (REPLICATED, STAGE_1, STAGE_2, STAGE_3, HSDP)
+
+
+class Task(NamedTuple):
+    """A piece of work of one lane.
+
+    Attributes:
+      lane: COMPUTE, "link" or "network".
+      seconds: its duration.
+      after: positions of tasks that must have ended.
+    """
+
+    lane: str
+    seconds: float
+    after: tuple[int, ...]
+
+
+class Program:
+    """The tasks of a step, in the order in which they are issued."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+
+    def add(self, lane: str, seconds: float, after: Iterable[int] = ()) -> int:
+        """Append a task, and return its position."""
+        self.tasks.append(Task(lane, seconds, tuple(after)))
+        return len(self.tasks) - 1
+
+    def ends(self) -> list[float]:
+        """Return when each task ends, in seconds from the beginning of the step.
+
+        >>> program = Program()
+        >>> first = program.add("compute", 2.0)
+        >>> _, _ = program.add("link", 5.0, [first]), program.add("compute", 3.0, [first])
+        >>> program.ends()
+        [2.0, 7.0, 5.0]
+        """
+        ends: list[float] = []
+        free: dict[str, float] = {}
+        for lane, seconds, after in self.tasks:
+            begin = max([free.get(lane, 0.0), *(ends[i] for i in after)])
+            ends.append(begin + seconds)
+            free[lane] = ends[-1]
+        return ends
+
+
+class Setting(NamedTuple):
+    """Where a step runs.
+
+    Attributes:
+      method: one of METHODS.
+      hosts: number of hosts, >= 1.
+      per_host: GPUs of each.
+      fabric: their links.
+    """
+
+    method: str
+    hosts: int
+    per_host: int
+    fabric: Fabric
+
+    @property
+    def all_ranks(self) -> Group:
+        """The group of all ranks."""
+        return Group(self.hosts, self.per_host)
+
+    @property
+    def sharded_over(self) -> Group:
+        """The ranks that a state is split over."""
+        if self.method == REPLICATED:
+            return Group(1, 1)
+        return Group(1, self.per_host) if self.method == HSDP else self.all_ranks
+
+
+def step_s(workload: Workload, setting: Setting, slowness: float = 1.0) -> float:
+    """Return the seconds of a step.
+
+    Args:
+      workload: what one rank computes.
+      setting: where.
+      slowness: factor of the computation of the slowest rank.
+    """
+    return max(program_of(workload, setting, slowness).ends())
+
+
+def program_of(workload: Workload, setting: Setting, slowness: float = 1.0) -> Program:
+    """Return the tasks of a step, see `step_s`."""
+    builder = _Builder(workload, setting, slowness)
+    if setting.method in (STAGE_3, HSDP):
+        builder.parameters_in_time()
+    else:
+        builder.whole_parameters()
+    return builder.program
+
+
+def exposed_s(workload: Workload, setting: Setting, slowness: float = 1.0) -> float:
+    """Return the seconds of a step in which a rank computes nothing."""
+    program = program_of(workload, setting, slowness)
+    computing = sum(task.seconds for task in program.tasks if task.lane == COMPUTE)
+    return max(program.ends()) - computing
+
+
+class _Read(NamedTuple):
+    group: list[Leaf]
+    seconds: float
+    sends: bool  # a backward pass, after which gradients are sent
+    is_last: bool  # of the last micro-batch
+
+
+class _Builder:
+    def __init__(self, workload: Workload, setting: Setting, slowness: float):
+        self.program = Program()
+        self._workload, self._setting = workload, setting
+        each = slowness / workload.micro_batches
+        self._forward_s, self._backward_s = each * workload.forward_s, each * workload.backward_s
+        self._update_s = slowness * workload.update_s / setting.sharded_over.size
+
+    def whole_parameters(self) -> None:
+        """Add a step whose parameters are whole between steps: `replicated`, stages 1 and 2.
+
+        Buckets are sent as soon as the backward pass has completed them. The sums of stage 1 and of
+        `replicated` are those of all micro-batches. Stages 1 and 2 gather new parameters at the end.
+        """
+        method, count = self._setting.method, self._workload.micro_batches
+        buckets, sent = self._buckets(self._workload.reduce_bytes), []
+        for number in range(count):
+            self.program.add(COMPUTE, self._forward_s)
+            for bucket in buckets:
+                done = self.program.add(COMPUTE, self._backward_s * work_of(bucket))
+                if method == STAGE_2 or number == count - 1:
+                    sent.append(self._reduce(bucket, done, is_last=True))
+        update = self.program.add(COMPUTE, self._update_s, sent)
+        if method != REPLICATED:
+            for bucket in self._buckets(self._workload.gather_bytes):
+                self._gather(bucket, [update])
+
+    def parameters_in_time(self) -> None:
+        """Add a step that gathers parameters where they are read: stage 3 and HSDP.
+
+        Two groups are whole at a time: the next one is gathered while one computes. The backward
+        pass gathers them again, and scatters the gradients of each group when they are complete. With
+        HSDP, the parts are averaged between hosts after the last micro-batch.
+        """
+        groups = self._buckets(self._workload.gather_bytes)[::-1]
+        reads = [read for number in range(self._workload.micro_batches)
+                 for read in self._reads(groups, number + 1 == self._workload.micro_batches)]  # fmt: skip
+        gathered, computed, sent = [self._gather(reads[0].group)], [], []
+        for i, read in enumerate(reads):
+            if i + 1 < len(reads):
+                gathered.append(self._gather(reads[i + 1].group, computed[-1:]))
+            if i and reads[i - 1].sends:
+                sent.append(self._reduce(reads[i - 1].group, computed[-1], reads[i - 1].is_last))
+            computed.append(self.program.add(COMPUTE, read.seconds, [gathered[i]]))
+        sent.append(self._reduce(reads[-1].group, computed[-1], is_last=True))
+        self.program.add(COMPUTE, self._update_s, sent)
+
+    def _reads(self, groups: list[list[Leaf]], is_last: bool) -> list[_Read]:
+        forward = [_Read(it, self._forward_s * work_of(it), False, is_last) for it in groups]
+        return forward + [
+            _Read(it, self._backward_s * work_of(it), True, is_last) for it in groups[::-1]
+        ]
+
+    def _buckets(self, bytes_per_param: float) -> list[list[Leaf]]:
+        """Return buckets in the order of the backward pass: the last leaf first."""
+        capacity = self._workload.bucket_bytes
+        return grouped(self._workload.leaves[::-1], bytes_per_param, capacity)
+
+    def _reduce(self, bucket: list[Leaf], done: int, is_last: bool) -> int:
+        method, fabric = self._setting.method, self._setting.fabric
+        num_bytes = params_of(bucket) * self._workload.reduce_bytes
+        group = self._setting.all_ranks
+        if method == REPLICATED:
+            return self.program.add(group.lane, fabric.all_reduce_s(num_bytes, group), [done])
+        split = self._setting.sharded_over
+        part = self.program.add(split.lane, fabric.gather_s(num_bytes, split), [done])
+        if method != HSDP or not is_last or group.hosts == 1:
+            return part
+        across = Group(group.hosts, 1, sharing=split.size)
+        seconds = fabric.all_reduce_s(num_bytes / split.size, across)
+        return self.program.add(NETWORK, seconds, [part])
+
+    def _gather(self, bucket: list[Leaf], after: Iterable[int] = ()) -> int:
+        split = self._setting.sharded_over
+        num_bytes = params_of(bucket) * self._workload.gather_bytes
+        return self.program.add(split.lane, self._setting.fabric.gather_s(num_bytes, split), after)
