@@ -1,4 +1,4 @@
-"""Times of collectives over hosts of GPUs: hops of a ring or tree, and the bytes on the slowest link."""
+"""Times of collectives over hosts of GPUs: hops of a ring or tree, and bytes over a link."""
 
 from typing import NamedTuple
 

@@ -1,10 +1,10 @@
 """Which share of the time a run trains, if ranks fail: the effective training time, ETTR.
 
-The rules: failures come at random times at a constant rate, whether the run trains or recovers. Each
-costs a whole recovery; one that comes during another recovery is recovered from after it. (If one recovery
-is enough for both, the share is higher: `highest`.) The steps since the last commit are lost and
-repeated. A commit stops training while it is made. After a recovery the run may go on with fewer
-hosts for some time, until a new host joins.
+The rules: failures come at random times at a constant rate, whether the run trains or recovers.
+Each costs a whole recovery; one that comes during another recovery is recovered from after it. (If
+that one only begins anew, the share is higher: `highest`.) The steps since the last commit are lost
+and repeated. A commit stops training while it is made. After a recovery the run may go on with
+fewer hosts for some time, until a new host joins.
 """
 
 import math
@@ -51,7 +51,8 @@ class Failures(NamedTuple):
         """Return the share of the training time in which steps are made that are not lost.
 
         A stretch of training and its commit last w seconds, and are repeated until no failure hits
-        them: (exp(rate * w) - 1) / rate seconds on average (Daly 2006, doi 10.1016/j.future.2004.11.016).
+        them: (exp(rate * w) - 1) / rate seconds on average (Daly 2006,
+        https://doi.org/10.1016/j.future.2004.11.016).
         """
         whole = commit_every_s + self.commit_s
         if self.per_s == 0:
@@ -64,7 +65,7 @@ class Failures(NamedTuple):
     def best_interval_s(self, step_s: float) -> float:
         """Return the seconds between commits that lose least, at least a step.
 
-        Young's rule (1974, doi 10.1145/361147.361115): the root of 2 * commit_s / rate.
+        Young's rule (1974, https://doi.org/10.1145/361147.361115): the root of 2 * commit_s / rate.
 
         >>> Failures(per_s=1 / 5000, recovery_s=0, commit_s=1.0).best_interval_s(step_s=1.0)
         100.0

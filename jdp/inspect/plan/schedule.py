@@ -15,7 +15,7 @@ The rules:
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jdp.inspect.plan.fabric import NETWORK, Fabric, Group
+from jdp.inspect.plan.fabric import LINK, NETWORK, Fabric, Group
 from jdp.inspect.plan.workload import Leaf, Workload, grouped, params_of, work_of
 
 COMPUTE = "compute"
@@ -48,22 +48,35 @@ class Program:
         self.tasks.append(Task(lane, seconds, tuple(after)))
         return len(self.tasks) - 1
 
-    def ends(self) -> list[float]:
+    def ends(self, slowness: float = 1.0) -> list[float]:
         """Return when each task ends, in seconds from the beginning of the step.
+
+        Args:
+          slowness: factor of all computation.
 
         >>> program = Program()
         >>> first = program.add("compute", 2.0)
         >>> _, _ = program.add("link", 5.0, [first]), program.add("compute", 3.0, [first])
-        >>> program.ends()
-        [2.0, 7.0, 5.0]
+        >>> program.ends(), program.ends(slowness=2.0)
+        ([2.0, 7.0, 5.0], [4.0, 9.0, 10.0])
         """
         ends: list[float] = []
-        free: dict[str, float] = {}
+        free = dict.fromkeys((COMPUTE, LINK, NETWORK), 0.0)
         for lane, seconds, after in self.tasks:
-            begin = max([free.get(lane, 0.0), *(ends[i] for i in after)])
-            ends.append(begin + seconds)
+            begin = free[lane]
+            for i in after:
+                begin = max(begin, ends[i])
+            ends.append(begin + (seconds * slowness if lane == COMPUTE else seconds))
             free[lane] = ends[-1]
         return ends
+
+    def step_s(self, slowness: float = 1.0) -> float:
+        """Return the seconds of the step, if its slowest rank is slower by a factor."""
+        return max(self.ends(slowness))
+
+    def exposed_s(self) -> float:
+        """Return the seconds of the step in which a rank computes nothing."""
+        return self.step_s() - sum(task.seconds for task in self.tasks if task.lane == COMPUTE)
 
 
 class Setting(NamedTuple):
@@ -94,32 +107,19 @@ class Setting(NamedTuple):
         return Group(1, self.per_host) if self.method == HSDP else self.all_ranks
 
 
-def step_s(workload: Workload, setting: Setting, slowness: float = 1.0) -> float:
-    """Return the seconds of a step.
+def program_of(workload: Workload, setting: Setting) -> Program:
+    """Return the tasks of a step.
 
     Args:
       workload: what one rank computes.
       setting: where.
-      slowness: factor of the computation of the slowest rank.
     """
-    return max(program_of(workload, setting, slowness).ends())
-
-
-def program_of(workload: Workload, setting: Setting, slowness: float = 1.0) -> Program:
-    """Return the tasks of a step, see `step_s`."""
-    builder = _Builder(workload, setting, slowness)
+    builder = _Builder(workload, setting)
     if setting.method in (STAGE_3, HSDP):
         builder.parameters_in_time()
     else:
         builder.whole_parameters()
     return builder.program
-
-
-def exposed_s(workload: Workload, setting: Setting, slowness: float = 1.0) -> float:
-    """Return the seconds of a step in which a rank computes nothing."""
-    program = program_of(workload, setting, slowness)
-    computing = sum(task.seconds for task in program.tasks if task.lane == COMPUTE)
-    return max(program.ends()) - computing
 
 
 class _Read(NamedTuple):
@@ -130,18 +130,19 @@ class _Read(NamedTuple):
 
 
 class _Builder:
-    def __init__(self, workload: Workload, setting: Setting, slowness: float):
+    def __init__(self, workload: Workload, setting: Setting):
         self.program = Program()
         self._workload, self._setting = workload, setting
-        each = slowness / workload.micro_batches
-        self._forward_s, self._backward_s = each * workload.forward_s, each * workload.backward_s
-        self._update_s = slowness * workload.update_s / setting.sharded_over.size
+        count = workload.micro_batches
+        self._forward_s, self._backward_s = workload.forward_s / count, workload.backward_s / count
+        self._update_s = workload.update_s / setting.sharded_over.size
 
     def whole_parameters(self) -> None:
         """Add a step whose parameters are whole between steps: `replicated`, stages 1 and 2.
 
-        Buckets are sent as soon as the backward pass has completed them. The sums of stage 1 and of
-        `replicated` are those of all micro-batches. Stages 1 and 2 gather new parameters at the end.
+        Buckets are sent as soon as the backward pass has completed them. The sums of stage 1 and
+        of `replicated` are those of all micro-batches. Stages 1 and 2 gather new parameters at the
+        end.
         """
         method, count = self._setting.method, self._workload.micro_batches
         buckets, sent = self._buckets(self._workload.reduce_bytes), []
@@ -160,12 +161,12 @@ class _Builder:
         """Add a step that gathers parameters where they are read: stage 3 and HSDP.
 
         Two groups are whole at a time: the next one is gathered while one computes. The backward
-        pass gathers them again, and scatters the gradients of each group when they are complete. With
-        HSDP, the parts are averaged between hosts after the last micro-batch.
+        pass gathers them again, and scatters the gradients of each group when they are complete.
+        With HSDP, the parts are averaged between hosts after the last micro-batch.
         """
         groups = self._buckets(self._workload.gather_bytes)[::-1]
-        reads = [read for number in range(self._workload.micro_batches)
-                 for read in self._reads(groups, number + 1 == self._workload.micro_batches)]  # fmt: skip
+        count = self._workload.micro_batches
+        reads = [it for i in range(count) for it in self._reads(groups, is_last=i + 1 == count)]
         gathered, computed, sent = [self._gather(reads[0].group)], [], []
         for i, read in enumerate(reads):
             if i + 1 < len(reads):

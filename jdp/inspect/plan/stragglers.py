@@ -40,9 +40,9 @@ class Stragglers(NamedTuple):
     def slowest(self, num_ranks: int, num_samples: int = NUM_SAMPLES) -> list[float]:
         """Return samples of the factor of the slowest of `num_ranks` ranks.
 
-        The largest of n is below x with the n-th power of the probability of one, so each sample takes
-        one random number, for any n. One number is drawn from each of `num_samples` equal parts
-        of [0, 1], which makes the error of a mean small.
+        The largest of n is below x with the n-th power of the probability of one, so each sample
+        takes one random number, for any n. One number is drawn from each of `num_samples` equal
+        parts of [0, 1], which makes the error of a mean small.
 
         >>> max(Stragglers(EXPONENTIAL, 0.02).slowest(8)) < 1.2
         True

@@ -93,4 +93,3 @@ def work_of(group: Sequence[Leaf]) -> float:
 def params_of(group: Sequence[Leaf]) -> float:
     """Return the number of parameters of a group."""
     return sum(leaf.params for leaf in group)
-
