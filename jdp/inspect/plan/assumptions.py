@@ -20,7 +20,7 @@ _DEFAULTS = {
     "network_hop_s": Rate(14e-6, 4e-6, 20e-6, "s", _NCCL),
     "collective_start_s": Rate(8.4e-6, 6.6e-6, 20e-6, "s", _NCCL),
     STRAGGLER: Rate(
-        0.0175, 0.01, 0.03, "", "fitted to Horovod's Inception V3 on 512 GPUs (docs/plan.md)"
+        0.0154, 0.01, 0.03, "", "fitted to Horovod's Inception V3 on 512 GPUs (docs/plan.md)"
     ),
     "mtbf_gpu_s": Rate(
         1.82e8, 2.9e7, 3.6e8, "s",

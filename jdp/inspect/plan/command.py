@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jdp.inspect import calibration
 from jdp.inspect.bench.flags import read_bytes, read_positive
+from jdp.inspect.calibration import Calibration
 from jdp.inspect.gpus import GPUS
 from jdp.inspect.plan import assumptions, prediction, question, report
 from jdp.inspect.plan.schedule import METHODS
@@ -39,7 +40,8 @@ def main(arguments: Sequence[str]) -> int:
         if chosen.png and importlib.util.find_spec("matplotlib") is None:
             raise ValueError("--png needs matplotlib: pip install matplotlib.")
         hosts, methods = question.read_hosts(chosen.hosts), question.read_methods(chosen.methods)
-        options, known = _options(chosen), _known(chosen)
+        measured = _calibration(chosen.calibration)
+        options, known = _options(chosen, measured), _known(chosen, measured)
     except ValueError as error:
         print(f"jdp plan: {error}", file=sys.stderr)
         return 2
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _options(chosen: argparse.Namespace) -> prediction.Options:
+def _options(chosen: argparse.Namespace, measured: Calibration | None) -> prediction.Options:
     return prediction.Options(
         model=question.read_model(chosen.model),
         per_host=chosen.gpus_per_host,
@@ -69,23 +71,29 @@ def _options(chosen: argparse.Namespace) -> prediction.Options:
         activation_bytes=chosen.activations or 0,
         commit_every=chosen.commit_every or 0,
         degraded_s=chosen.missing_host_s,
+        overlaps=measured is None or measured.platform != "cpu",
     )
 
 
-def _known(chosen: argparse.Namespace) -> assumptions.Assumptions:
+def _known(chosen: argparse.Namespace, measured: Calibration | None) -> assumptions.Assumptions:
     known = assumptions.assumed(chosen.gpu, chosen.link)
-    if chosen.calibration is not None:
-        path = Path(chosen.calibration) if chosen.calibration else None
-        found = calibration.load("cpu", path) or calibration.load("gpu", path)
-        if found is None:
-            raise ValueError(
-                f"there is no calibration {path or 'of this host'}. "
-                "Make one: jdp bench --calibrate."
-            )
-        known = assumptions.with_calibration(known, found)
+    if measured is not None:
+        known = assumptions.with_calibration(known, measured)
     if chosen.recovery:
         known = assumptions.with_recovery(known, Path(chosen.recovery))
     return assumptions.with_given(known, dict(map(_setting, chosen.set)))
+
+
+def _calibration(text: str | None) -> Calibration | None:
+    if text is None:
+        return None
+    path = Path(text) if text else None
+    found = calibration.load("gpu", path) or calibration.load("cpu", path)
+    if found is None:
+        raise ValueError(
+            f"there is no calibration {path or 'of this host'}. Make one: jdp bench --calibrate."
+        )
+    return found
 
 
 def _setting(text: str) -> tuple[str, float]:

@@ -28,6 +28,7 @@ class Options(NamedTuple):
       activation_bytes: bytes of a rank beside its state.
       commit_every: steps between commits; 0: as many as lose least.
       degraded_s: seconds in which a host is missing after each failure.
+      overlaps: whether links send while a GPU computes.
     """
 
     model: Model
@@ -40,6 +41,7 @@ class Options(NamedTuple):
     activation_bytes: float = 0.0
     commit_every: int = 0
     degraded_s: float = 0.0
+    overlaps: bool = True
 
 
 class Row(NamedTuple):
@@ -171,7 +173,7 @@ def _setting(options: Options, rates: Mapping[str, float], method: str, hosts: i
         network_hop_s=rates["network_hop_s"],
         start_s=rates["collective_start_s"],
     )
-    return Setting(method, hosts, options.per_host, fabric)
+    return Setting(method, hosts, options.per_host, fabric, options.overlaps)
 
 
 def _stragglers(options: Options, rates: Mapping[str, float]) -> Stragglers:

@@ -9,7 +9,8 @@ The rules:
 2. All ranks run the same program, and a collective begins when its last rank is ready. A rank is
    slow or fast for a whole step, so the slowest rank's schedule is that of the step, and no other
    has to be simulated.
-3. Computation is as fast while something is sent as without.
+3. Computation is as fast while something is sent as without. On CPUs the ranks themselves send and
+   add up, so nothing is sent while they compute: all tasks share one lane.
 """
 
 from collections.abc import Iterable
@@ -38,10 +39,15 @@ class Task(NamedTuple):
 
 
 class Program:
-    """The tasks of a step, in the order in which they are issued."""
+    """The tasks of a step, in the order in which they are issued.
 
-    def __init__(self) -> None:
+    Args:
+      overlaps: whether links send while the rank computes.
+    """
+
+    def __init__(self, *, overlaps: bool = True) -> None:
         self.tasks: list[Task] = []
+        self._overlaps = overlaps
 
     def add(self, lane: str, seconds: float, after: Iterable[int] = ()) -> int:
         """Append a task, and return its position."""
@@ -63,11 +69,12 @@ class Program:
         ends: list[float] = []
         free = dict.fromkeys((COMPUTE, LINK, NETWORK), 0.0)
         for lane, seconds, after in self.tasks:
-            begin = free[lane]
+            used = lane if self._overlaps else COMPUTE
+            begin = free[used]
             for i in after:
                 begin = max(begin, ends[i])
             ends.append(begin + (seconds * slowness if lane == COMPUTE else seconds))
-            free[lane] = ends[-1]
+            free[used] = ends[-1]
         return ends
 
     def step_s(self, slowness: float = 1.0) -> float:
@@ -87,12 +94,14 @@ class Setting(NamedTuple):
       hosts: number of hosts, >= 1.
       per_host: GPUs of each.
       fabric: their links.
+      overlaps: whether links send while a GPU computes.
     """
 
     method: str
     hosts: int
     per_host: int
     fabric: Fabric
+    overlaps: bool = True
 
     @property
     def all_ranks(self) -> Group:
@@ -131,7 +140,7 @@ class _Read(NamedTuple):
 
 class _Builder:
     def __init__(self, workload: Workload, setting: Setting):
-        self.program = Program()
+        self.program = Program(overlaps=setting.overlaps)
         self._workload, self._setting = workload, setting
         count = workload.micro_batches
         self._forward_s, self._backward_s = workload.forward_s / count, workload.backward_s / count
