@@ -1,8 +1,8 @@
 """Steps of 2, 3 and 4 ranks on this machine, measured and predicted.
 
-A prediction knows: the step of as many ranks as there are cores, without reductions, which more ranks
-make longer in proportion; all-reduces of each number of ranks alone; the leaves of the model. It
-does not know any step with reductions.
+A prediction knows: the step of as many ranks as there are cores, without reductions, which more
+ranks make longer in proportion; all-reduces of each number of ranks alone; the leaves of the model.
+It does not know any step with reductions.
 """
 
 import math

@@ -20,8 +20,9 @@ GOAL = 0.05  # percentage points
 SOURCES = {
     "Horovod": "arXiv 1802.05799 and docs/benchmarks: hosts of 4 Pascal GPUs, one RoCE card of "
     "25 Gbit/s, 64 images a GPU; 128 GPUs: the README of 2017",
-    "images/s of one P100": "TensorFlow's benchmarks of May 2017 (docs_src/performance): Inception V3 "
-    "142, VGG-16 154; ResNet-101 between ResNet-50 (219) and -152 (91.8) by operations: 129",
+    "images/s of one P100": "TensorFlow's benchmarks of May 2017 (docs_src/performance): "
+    "Inception V3 142, VGG-16 154; ResNet-101, between ResNet-50 (219) and -152 (91.8) by its "
+    "operations: 129",
     "parameters of layers": "of the papers, 4 bytes each; operations of a layer are parameters x "
     "positions of its output",
     "fusion buffer": "64 MiB, Horovod's default, taken as a static bucket",
@@ -29,11 +30,12 @@ SOURCES = {
     "start 8.4 us; Horovod's NCCL had no trees",
     "network": "90 % of the line rate, assumed, as in jdp plan",
     "PCI": "10 GB/s within a host of Horovod's, assumed; the network is slower",
-    "torchtitan": "benchmarks/llama3_h100_202412_torchtitan.md: Llama 3.1 8B, 2 x 8192 tokens a GPU, "
-    "hosts of 8 H100, 400 Gbit/s a GPU, gathers in bfloat16, reductions in float32",
+    "torchtitan": "benchmarks/llama3_h100_202412_torchtitan.md: Llama 3.1 8B, 2 x 8192 tokens a "
+    "GPU, hosts of 8 H100, 400 Gbit/s a GPU, gathers in bfloat16, reductions in float32",
     "NVLink": "NCCL on 8 GPUs, vLLM's pull request 42324",
-    "FT-HSDP": "arXiv 2602.00277: a failure every 18 minutes, recoveries of 10 minutes; with replicas "
-    "that fail alone 3 minutes for all and 7 more for one of 12 (read in summaries of the paper)",
+    "FT-HSDP": "arXiv 2602.00277: a failure every 18 minutes, recoveries of 10 minutes; with "
+    "replicas that fail alone, 3 minutes for all and 7 more for one of 12 (read in summaries of "
+    "the paper)",
 }
 _LINE_SHARE = 0.9
 _P100_MEMORY_BYTES_PER_S = 0.85 * 732e9

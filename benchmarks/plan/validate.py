@@ -61,10 +61,10 @@ def _here(*, num_rounds: int) -> Section:
         for it in here.rows(num_rounds=num_rounds)
     ]
     text = (
-        "Steps of `jdp bench step` on ranks of one process, `replicated`, SGD with momentum. Known to "
-        "the prediction: the step of as many ranks as there are cores without reductions, in "
-        "proportion to the ranks for more of them; the all-reduce of each number of ranks alone, as "
-        "alpha and beta; the leaves. `exposed` is measured. The state after each timed run is "
+        "Steps of `jdp bench step` on ranks of one process, `replicated`, SGD with momentum. Known "
+        "to the prediction: the step of as many ranks as there are cores without reductions, in "
+        "proportion to the ranks for more of them; the all-reduce of each number of ranks alone, "
+        "as alpha and beta; the leaves. `exposed` is measured. The state after each timed run is "
         "compared with that of one device."
     )
     columns = {
