@@ -17,8 +17,8 @@ from jdp.inspect.bench import collectives, step
 from jdp.inspect.bench.step_command import found_model
 from jdp.inspect.calibration import fitted
 from jdp.inspect.plan.fabric import Fabric
-from jdp.inspect.plan.schedule import REPLICATED, Setting, program_of
-from jdp.inspect.plan.workload import Leaf, Workload
+from jdp.inspect.plan.schedule import REPLICATED, Deployment, program_of
+from jdp.inspect.plan.workload import ModelLeaf, Workload
 from jdp.worker.local_devices import num_cpus
 
 MODELS = {"mlp": 64, "transformer": 8}  # rows of a rank
@@ -71,15 +71,15 @@ def _fabric(num_ranks: int, num_rounds: int) -> Fabric:
     return Fabric(bus, alpha / (2 * (num_ranks - 1)), math.inf, 0.0, algorithm="ring")
 
 
-def _leaves(make: Any, num_rows: int) -> tuple[Leaf, ...]:
+def _leaves(make: Any, num_rows: int) -> tuple[ModelLeaf, ...]:
     _, state, _ = make(num_rows, auto)
     sizes = [leaf.size for leaf in jax.tree.leaves(state.params)]
-    return tuple(Leaf(size, size / sum(sizes)) for size in sizes)
+    return tuple(ModelLeaf(size, size / sum(sizes)) for size in sizes)
 
 
 def _predicted_s(
-    leaves: tuple[Leaf, ...], compute_s: float, fabric: Fabric, num_ranks: int
+    leaves: tuple[ModelLeaf, ...], compute_s: float, fabric: Fabric, num_ranks: int
 ) -> float:
     workload = Workload(leaves, compute_s / 3, 2 / 3 * compute_s)
-    setting = Setting(REPLICATED, 1, num_ranks, fabric, overlaps=False)
+    setting = Deployment(REPLICATED, 1, num_ranks, fabric, overlaps=False)
     return program_of(workload, setting).step_s()

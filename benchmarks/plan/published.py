@@ -11,9 +11,9 @@ from jdp.inspect.gpus import NCCL_BYTES_PER_S
 from jdp.inspect.plan.fabric import Fabric
 from jdp.inspect.plan.failures import Failures
 from jdp.inspect.plan.memory import rank_memory
-from jdp.inspect.plan.schedule import REPLICATED, STAGE_3, Setting, program_of
+from jdp.inspect.plan.schedule import REPLICATED, STAGE_3, Deployment, program_of
 from jdp.inspect.plan.stragglers import LOGNORMAL, Stragglers
-from jdp.inspect.plan.workload import Leaf, MiB, Workload, uniform
+from jdp.inspect.plan.workload import MiB, ModelLeaf, Workload, uniform
 
 FITTED_TO = "Horovod, Inception V3, 512 GPUs"
 GOAL = 0.05  # percentage points
@@ -59,13 +59,13 @@ class _Block(NamedTuple):
     leaves: int
 
 
-def _net(blocks: Sequence[_Block], dense: Sequence[float]) -> tuple[Leaf, ...]:
+def _net(blocks: Sequence[_Block], dense: Sequence[float]) -> tuple[ModelLeaf, ...]:
     """Make leaves of convolutions, whose work is parameters x positions, and of dense layers."""
     leaves = [(it.params / it.leaves, it.params * it.positions / it.leaves)
               for it in blocks for _ in range(it.leaves)]  # fmt: skip
     leaves += [(params, params) for params in dense]
     total = sum(work for _, work in leaves)
-    return tuple(Leaf(params, work / total) for params, work in leaves)
+    return tuple(ModelLeaf(params, work / total) for params, work in leaves)
 
 
 _VGG_16 = _net(
@@ -99,7 +99,7 @@ _NETS = {
 }
 
 
-def horovod(leaves: Sequence[Leaf], images_per_s: float, gpus: int, scale: float) -> float:
+def horovod(leaves: Sequence[ModelLeaf], images_per_s: float, gpus: int, scale: float) -> float:
     """Return the predicted efficiency of Horovod in relation to one GPU."""
     # SGD with momentum reads a parameter, its gradient and momentum, and writes two of them.
     update_s = 20 * sum(leaf.params for leaf in leaves) / _P100_MEMORY_BYTES_PER_S
@@ -108,7 +108,9 @@ def horovod(leaves: Sequence[Leaf], images_per_s: float, gpus: int, scale: float
         tuple(leaves), compute_s / 3, 2 / 3 * compute_s, update_s, bucket_bytes=64 * MiB
     )
     fabric = Fabric(10e9, 5.7e-6, _LINE_SHARE * 25e9 / 8, 14e-6, 8.4e-6, "ring")
-    return workload.alone_s() / _mean_s(workload, Setting(REPLICATED, gpus // 4, 4, fabric), scale)
+    return workload.alone_s() / _mean_s(
+        workload, Deployment(REPLICATED, gpus // 4, 4, fabric), scale
+    )
 
 
 # Tokens in a second of one of 8 and of one of 128 GPUs, and bytes of a gathered parameter.
@@ -123,7 +125,7 @@ def torchtitan(tokens_per_s: float, gather_bytes: float, scale: float) -> float:
     """Return the predicted throughput of a GPU of 128 in relation to one of 8."""
     workload = _llama(2 * 8192 / tokens_per_s, gather_bytes)
     fabric = Fabric(NCCL_BYTES_PER_S, 3.4e-6, _LINE_SHARE * 8 * 400e9 / 8, 14e-6, 8.4e-6)
-    few, many = (Setting(STAGE_3, hosts, 8, fabric) for hosts in (1, 16))
+    few, many = (Deployment(STAGE_3, hosts, 8, fabric) for hosts in (1, 16))
     return _mean_s(workload, few, scale) / _mean_s(workload, many, scale)
 
 
@@ -137,9 +139,9 @@ def _llama(compute_s: float, gather_bytes: float) -> Workload:
     )  # fmt: skip
 
 
-def _mean_s(workload: Workload, setting: Setting, scale: float) -> float:
-    program = program_of(workload, setting)
-    slowest = Stragglers(LOGNORMAL, scale).slowest(setting.all_ranks.size)
+def _mean_s(workload: Workload, deployment: Deployment, scale: float) -> float:
+    program = program_of(workload, deployment)
+    slowest = Stragglers(LOGNORMAL, scale).slowest(deployment.all_ranks.size)
     return fmean(map(program.step_s, slowest))
 
 
@@ -147,7 +149,8 @@ def llama_gigabytes_less() -> float:
     """Return by how much memory falls from 8 to 128 GPUs, in GiB; torchtitan says 15.4 to 15.0."""
     fabric = Fabric(1.0, 0.0, 1.0, 0.0)
     few, many = (
-        rank_memory(_llama(1.0, 2), Setting(STAGE_3, hosts, 8, fabric)).total for hosts in (1, 16)
+        rank_memory(_llama(1.0, 2), Deployment(STAGE_3, hosts, 8, fabric)).total
+        for hosts in (1, 16)
     )
     return (few - many) / 2**30
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_calibration import FOUND
+from support.calibrations import FOUND
 
 from benchmarks.plan import published
 from jdp.__main__ import main

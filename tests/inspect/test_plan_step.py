@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.calibrations import FOUND, LAW
 
-from jdp.inspect import calibration
 from jdp.inspect.plan import assumptions
 from jdp.inspect.plan.fabric import ALGORITHMS, Fabric, Group
 from jdp.inspect.plan.memory import rank_memory, state_bytes_of_host
-from jdp.inspect.plan.prediction import Options, predict
+from jdp.inspect.plan.prediction import PlanOptions, predict
 from jdp.inspect.plan.question import Model
-from jdp.inspect.plan.schedule import COMPUTE, METHODS, Setting, program_of
+from jdp.inspect.plan.schedule import COMPUTE, METHODS, Deployment, program_of
 from jdp.inspect.plan.stragglers import NONE
-from jdp.inspect.plan.workload import Leaf, Workload, uniform
+from jdp.inspect.plan.workload import ModelLeaf, Workload, uniform
 
 DOCS = Path(__file__).parents[2] / "docs"
 FREE = Fabric(float("inf"), 0.0, float("inf"), 0.0)
@@ -39,7 +39,7 @@ def sent_s(program):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("hosts", [1, 3])
 def test_links_without_cost_leave_the_computation(method, hosts):
-    program = program_of(workload(micro_batches=2), Setting(method, hosts, 2, FREE))
+    program = program_of(workload(micro_batches=2), Deployment(method, hosts, 2, FREE))
     ranks = {"replicated": 1, "hsdp": 2}.get(method, 2 * hosts)
     assert program.step_s() == pytest.approx(4 + 8 + 2 / ranks)
     assert program.exposed_s() == pytest.approx(0)
@@ -48,7 +48,7 @@ def test_links_without_cost_leave_the_computation(method, hosts):
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 def test_one_bucket_is_sent_after_the_backward_pass_and_before_the_update(num_ranks):
     fabric = Fabric(2.0, 0.25, 1.0, 0.0, start_s=0.5, algorithm="ring")
-    program = program_of(workload(layers=1), Setting("replicated", 1, num_ranks, fabric))
+    program = program_of(workload(layers=1), Deployment("replicated", 1, num_ranks, fabric))
     hops = 2 * (num_ranks - 1)
     sent = 0.5 + 0.25 * hops + hops / num_ranks * (8 * 4) / 2
     assert program.step_s() == pytest.approx(4 + 8 + sent + 2)
@@ -58,19 +58,19 @@ def test_one_bucket_is_sent_after_the_backward_pass_and_before_the_update(num_ra
 def test_of_buckets_that_are_sent_faster_than_computed_only_the_last_is_exposed():
     # 4 buckets, each of 2 s of the backward pass; sent in 1 s each.
     fabric = Fabric(8.0, 0.0, 1.0, 0.0, algorithm="ring")  # 2 ranks: 8 bytes of 8 B/s
-    program = program_of(workload(), Setting("replicated", 1, 2, fabric))
+    program = program_of(workload(), Deployment("replicated", 1, 2, fabric))
     assert program.exposed_s() == pytest.approx(1.0)
 
 
 def test_of_buckets_that_are_sent_slower_than_computed_all_but_the_first_wait():
     # The first is complete after 4 + 2 s, then 4 of 8 s each follow one another.
-    program = program_of(workload(), Setting("replicated", 1, 2, BYTES))
+    program = program_of(workload(), Deployment("replicated", 1, 2, BYTES))
     assert program.step_s() == pytest.approx(4 + 2 + 4 * 8 + 2)
 
 
 def test_on_cpus_nothing_is_hidden():
     fabric = Fabric(8.0, 0.0, 1.0, 0.0, algorithm="ring")
-    program = program_of(workload(), Setting("replicated", 1, 2, fabric, overlaps=False))
+    program = program_of(workload(), Deployment("replicated", 1, 2, fabric, overlaps=False))
     assert program.step_s() == pytest.approx(4 + 8 + 2 + 4 * 1.0)
     assert program.exposed_s() == pytest.approx(4.0)
 
@@ -78,7 +78,7 @@ def test_on_cpus_nothing_is_hidden():
 def test_stage_3_gathers_one_group_ahead():
     # 2 groups, forward 2 s each, backward 4 s each; a gather and a scatter take 3 s.
     fabric = Fabric(8 * 4 / 2 / 2 / 3, 0.0, 1.0, 0.0)
-    program = program_of(workload(layers=2, update_s=0.0), Setting("stage3", 1, 2, fabric))
+    program = program_of(workload(layers=2, update_s=0.0), Deployment("stage3", 1, 2, fabric))
     # gathers end at 3, 6; forwards at 5, 8; the group just read is gathered again from 6 (its
     # place is free at 5) to 9 and computes to 13; the last from 9 to 12, computes to 17; scatters
     # from 13 to 16 and from 17 to 20.
@@ -92,14 +92,14 @@ def test_the_bytes_sent_are_those_of_the_documentation(method, k):
     name = {"replicated": "replicated(tx)"}.get(method, f"sharded(tx, stage={method[-1]})")
     [text] = re.findall(rf"^\| `{re.escape(name)}` \|.*\| ([^|]+) \|$", page, re.M)
     copies = {"2P": 2, "P + kP": 1 + k, "3kP": 3 * k}[text]
-    program = program_of(workload(micro_batches=k), Setting(method, 1, 4, BYTES))
+    program = program_of(workload(micro_batches=k), Deployment(method, 1, 4, BYTES))
     assert sent_s(program) / (3 / 4) == pytest.approx(copies * 8 * 4)
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 5])
 def test_hsdp_scatters_within_hosts_and_averages_the_parts_between_them(hosts):
-    setting = Setting("hsdp", hosts, 4, BYTES)
-    program = program_of(workload(micro_batches=2), setting)
+    deployment = Deployment("hsdp", hosts, 4, BYTES)
+    program = program_of(workload(micro_batches=2), deployment)
     lanes = {lane: sum(it.seconds for it in program.tasks if it.lane == lane)
              for lane in ("link", "network")}  # fmt: skip
     assert lanes["link"] == pytest.approx(2 * 3 * (3 / 4) * 32)
@@ -109,7 +109,7 @@ def test_hsdp_scatters_within_hosts_and_averages_the_parts_between_them(hosts):
 
 @pytest.mark.parametrize("slowness", [1.0, 1.5])
 def test_the_slowest_rank_stretches_computation_and_not_links(slowness):
-    program = program_of(workload(layers=1), Setting("replicated", 1, 2, BYTES))
+    program = program_of(workload(layers=1), Deployment("replicated", 1, 2, BYTES))
     assert program.step_s(slowness) == pytest.approx(slowness * (4 + 8 + 2) + 32)
 
 
@@ -144,11 +144,8 @@ def test_a_tree_has_few_hops_and_less_bandwidth():
 
 
 def test_as_many_ranks_as_were_calibrated_take_the_measured_time():
-    law = calibration.CollectiveLaw("all-reduce", "direct", 3, 1, "float32", 6e-6, 1e9, 0.1, ())
-    found = calibration.Calibration(
-        "host0", "cpu", "cpu", 3, 3, "2026-11-25T12:00:00+00:00", {}, {"float32": 1e11}, 1e10, 3,
-        {"float32": 6e10}, 7e9, (law, dataclasses.replace(law, num_ranks=2)),
-    )  # fmt: skip
+    law = dataclasses.replace(LAW, num_ranks=3, alpha_s=6e-6, points=())
+    found = dataclasses.replace(FOUND, rates=(LAW, law))
     known = assumptions.values(
         assumptions.with_calibration(assumptions.assumed("H100", "8x400"), found)
     )
@@ -172,10 +169,12 @@ def test_memory_is_that_of_the_documentation(method, n):
     page = (DOCS / "sharding.md").read_text()
     row = {"replicated": "`replicated`", "hsdp": "stage 3"}.get(method, f"stage {method[-1]}")
     [cells] = re.findall(rf"^\| {row} \| ([^|]+) \| \+ ([^|]+) \|$", page, re.M)
-    load = Workload((Leaf(6, 0.25), Leaf(10, 0.5), Leaf(4, 0.25)), 1.0, 2.0, bucket_bytes=24)
+    load = Workload(
+        (ModelLeaf(6, 0.25), ModelLeaf(10, 0.5), ModelLeaf(4, 0.25)), 1.0, 2.0, bucket_bytes=24
+    )
     in_copies = {"n": n, "G": 10 / 20}  # a group is at least one leaf
     between, within = (eval(it.replace("2 G", "2 * G"), in_copies) for it in cells)
-    found = rank_memory(load, Setting(method, 1, n, FREE))
+    found = rank_memory(load, Deployment(method, 1, n, FREE))
     assert found.between_steps == pytest.approx(between * 20 * 4)
     assert found.in_step == pytest.approx(within * 20 * 4)
 
@@ -185,7 +184,7 @@ def test_memory_is_that_of_the_documentation(method, n):
     [("replicated", 3), ("stage1", 1 + 2 / 5), ("stage3", 3 / 5), ("hsdp", 3)],
 )
 def test_a_host_commits_the_state_that_its_ranks_hold_together(method, copies):
-    found = state_bytes_of_host(workload(), Setting(method, 5, 4, FREE))
+    found = state_bytes_of_host(workload(), Deployment(method, 5, 4, FREE))
     assert found == pytest.approx(copies * 8 * 4)
 
 
@@ -193,7 +192,7 @@ def test_a_host_commits_the_state_that_its_ranks_hold_together(method, copies):
 
 POSITIVE = st.floats(1e-6, 1e3)
 SETTINGS = st.builds(
-    Setting, st.sampled_from(METHODS), st.integers(1, 9), st.integers(1, 8),
+    Deployment, st.sampled_from(METHODS), st.integers(1, 9), st.integers(1, 8),
     st.builds(Fabric, *[POSITIVE] * 5, st.sampled_from(ALGORITHMS)), st.booleans(),
 )  # fmt: skip
 LOADS = st.builds(
@@ -204,20 +203,20 @@ LOADS = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(LOADS, SETTINGS, st.floats(1, 3))
-def test_whatever_costs_more_makes_no_step_shorter(load, setting, factor):
-    before = program_of(load, setting)
+def test_whatever_costs_more_makes_no_step_shorter(load, deployment, factor):
+    before = program_of(load, deployment)
     slower = [
-        program_of(load, setting._replace(fabric=setting.fabric._replace(**{name: value})))
+        program_of(load, deployment._replace(fabric=deployment.fabric._replace(**{name: value})))
         for name, value in (
-            ("link_bytes_per_s", setting.fabric.link_bytes_per_s / factor),
-            ("network_bytes_per_s", setting.fabric.network_bytes_per_s / factor),
-            ("link_hop_s", setting.fabric.link_hop_s * factor),
-            ("network_hop_s", setting.fabric.network_hop_s * factor),
-            ("start_s", setting.fabric.start_s * factor),
+            ("link_bytes_per_s", deployment.fabric.link_bytes_per_s / factor),
+            ("network_bytes_per_s", deployment.fabric.network_bytes_per_s / factor),
+            ("link_hop_s", deployment.fabric.link_hop_s * factor),
+            ("network_hop_s", deployment.fabric.network_hop_s * factor),
+            ("start_s", deployment.fabric.start_s * factor),
         )
     ]
     slower += [
-        program_of(load._replace(**{name: getattr(load, name) * factor}), setting)
+        program_of(load._replace(**{name: getattr(load, name) * factor}), deployment)
         for name in ("forward_s", "backward_s", "update_s")
     ]
     steps = [before.step_s(factor), *(each.step_s() for each in slower)]
@@ -226,8 +225,8 @@ def test_whatever_costs_more_makes_no_step_shorter(load, setting, factor):
 
 @settings(max_examples=60, deadline=None)
 @given(LOADS, SETTINGS)
-def test_a_step_is_at_least_each_lane_and_at_most_all_of_them(load, setting):
-    program = program_of(load, setting)
+def test_a_step_is_at_least_each_lane_and_at_most_all_of_them(load, deployment):
+    program = program_of(load, deployment)
     busy = {}
     for task in program.tasks:
         busy[task.lane] = busy.get(task.lane, 0.0) + task.seconds
@@ -239,7 +238,7 @@ def test_a_step_is_at_least_each_lane_and_at_most_all_of_them(load, setting):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_parts_of_a_row_add_up_to_its_step(method):
     known = assumptions.assumed("H100", "8x400")
-    options = Options(Model(params=1e9, layers=4, step_s=0.2))
+    options = PlanOptions(Model(params=1e9, layers=4, step_s=0.2))
     row = predict(options, known, method, hosts=64)
     assert row.compute_s == pytest.approx(0.2)
     parts = row.compute_s + row.update_s + row.exposed_s + row.straggler_s

@@ -59,8 +59,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _options(chosen: argparse.Namespace, measured: Calibration | None) -> prediction.Options:
-    return prediction.Options(
+def _options(chosen: argparse.Namespace, measured: Calibration | None) -> prediction.PlanOptions:
+    return prediction.PlanOptions(
         model=question.read_model(chosen.model),
         per_host=chosen.gpus_per_host,
         gather_bytes=_DTYPES[chosen.gather_dtype],

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jdp.inspect.plan.schedule import HSDP, REPLICATED, STAGE_1, STAGE_2, Setting
+from jdp.inspect.plan.schedule import HSDP, REPLICATED, STAGE_1, STAGE_2, Deployment
 from jdp.inspect.plan.workload import Workload, grouped, params_of
 
 STATE_BYTES = 4  # of a parameter, and of each number that the optimizer keeps of it: float32
@@ -26,29 +26,29 @@ class RankMemory(NamedTuple):
         return self.between_steps + self.in_step
 
 
-def rank_memory(workload: Workload, setting: Setting) -> RankMemory:
+def rank_memory(workload: Workload, deployment: Deployment) -> RankMemory:
     """Return the memory of a rank that trains with Adam.
 
     Args:
       workload: the model, whose parameters are float32.
-      setting: the method, hosts and ranks.
+      deployment: the method, hosts and ranks.
     """
-    whole, n = workload.params * STATE_BYTES, setting.sharded_over.size
+    whole, n = workload.params * STATE_BYTES, deployment.sharded_over.size
     groups = grouped(workload.leaves[::-1], STATE_BYTES, workload.bucket_bytes)
     group = max(map(params_of, groups)) * STATE_BYTES
-    if setting.method == REPLICATED:
+    if deployment.method == REPLICATED:
         return RankMemory((1 + _MOMENTS) * whole, whole)
-    if setting.method in (STAGE_1, STAGE_2):
-        gradients = whole if setting.method == STAGE_1 else (whole + group) / n
+    if deployment.method in (STAGE_1, STAGE_2):
+        gradients = whole if deployment.method == STAGE_1 else (whole + group) / n
         return RankMemory(whole + _MOMENTS * whole / n, gradients)
     return RankMemory((1 + _MOMENTS) * whole / n, whole / n + 2 * group / n + 2 * group)
 
 
-def state_bytes_of_host(workload: Workload, setting: Setting) -> float:
+def state_bytes_of_host(workload: Workload, deployment: Deployment) -> float:
     """Return the bytes of the state that one host commits and restores."""
     whole = (1 + _MOMENTS) * workload.params * STATE_BYTES
-    if setting.method == REPLICATED:
+    if deployment.method == REPLICATED:
         return whole
-    if setting.method in (STAGE_1, STAGE_2):
-        return workload.params * STATE_BYTES * (1 + _MOMENTS / setting.hosts)
-    return whole if setting.method == HSDP else whole / setting.hosts
+    if deployment.method in (STAGE_1, STAGE_2):
+        return workload.params * STATE_BYTES * (1 + _MOMENTS / deployment.hosts)
+    return whole if deployment.method == HSDP else whole / deployment.hosts

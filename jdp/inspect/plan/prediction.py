@@ -9,12 +9,12 @@ from jdp.inspect.plan.fabric import Fabric
 from jdp.inspect.plan.failures import Failures
 from jdp.inspect.plan.memory import rank_memory, state_bytes_of_host
 from jdp.inspect.plan.question import Model
-from jdp.inspect.plan.schedule import Setting, program_of
+from jdp.inspect.plan.schedule import Deployment, program_of
 from jdp.inspect.plan.stragglers import Stragglers
 from jdp.inspect.plan.workload import Workload
 
 
-class Options(NamedTuple):
+class PlanOptions(NamedTuple):
     """What all rows of a plan share.
 
     Attributes:
@@ -95,7 +95,7 @@ class Row(NamedTuple):
         return self.efficiency * self.ettr
 
 
-def predict(options: Options, known: Assumptions, method: str, hosts: int) -> Row:
+def predict(options: PlanOptions, known: Assumptions, method: str, hosts: int) -> Row:
     """Return the row of a method on a number of hosts.
 
     Args:
@@ -105,26 +105,26 @@ def predict(options: Options, known: Assumptions, method: str, hosts: int) -> Ro
       hosts: number of hosts, >= 1.
     """
     likely = values(known)
-    workload, setting = _workload(options, likely), _setting(options, likely, method, hosts)
-    step = mean_step_s(workload, setting, _stragglers(options, likely))
-    update_s = workload.update_s / setting.sharded_over.size
+    workload, deployment = _workload(options, likely), _deployment(options, likely, method, hosts)
+    step = mean_step_s(workload, deployment, _stragglers(options, likely))
+    update_s = workload.update_s / deployment.sharded_over.size
     compute_s = workload.forward_s + workload.backward_s
-    exposed = program_of(workload, setting).exposed_s()
-    memory = rank_memory(workload, setting).total + options.activation_bytes
+    exposed = program_of(workload, deployment).exposed_s()
+    memory = rank_memory(workload, deployment).total + options.activation_bytes
     low_s, _ = _bound(options, values(known, "fast"), method, hosts)
     high_s, _ = _bound(options, values(known, "slow"), method, hosts)
     # Communication costs most where computation is fast.
     _, worst = _bound(options, values(known, "slow", "fast"), method, hosts)
     _, best = _bound(options, values(known, "fast", "slow"), method, hosts)
-    every = options.commit_every or _best_interval(options, likely, workload, setting, step)
+    every = options.commit_every or _best_interval(options, likely, workload, deployment, step)
     usual, slow, fast = (
-        _failures(options, values(known, which), workload, setting)
+        _failures(options, values(known, which), workload, deployment)
         for which in ("value", "slow", "fast")
     )
     return Row(
         method=method,
         hosts=hosts,
-        gpus=setting.all_ranks.size,
+        gpus=deployment.all_ranks.size,
         step_s=step,
         compute_s=compute_s,
         update_s=update_s,
@@ -144,28 +144,30 @@ def predict(options: Options, known: Assumptions, method: str, hosts: int) -> Ro
     )
 
 
-def mean_step_s(workload: Workload, setting: Setting, stragglers: Stragglers) -> float:
+def mean_step_s(workload: Workload, deployment: Deployment, stragglers: Stragglers) -> float:
     """Return the mean seconds of a step, over samples of the slowest rank."""
-    program = program_of(workload, setting)
-    return fmean(map(program.step_s, stragglers.slowest(setting.all_ranks.size)))
+    program = program_of(workload, deployment)
+    return fmean(map(program.step_s, stragglers.slowest(deployment.all_ranks.size)))
 
 
 def _bound(
-    options: Options, rates: Mapping[str, float], method: str, hosts: int
+    options: PlanOptions, rates: Mapping[str, float], method: str, hosts: int
 ) -> tuple[float, float]:
     """Return seconds of a step, and the efficiency."""
     workload = _workload(options, rates)
-    setting = _setting(options, rates, method, hosts)
-    step = mean_step_s(workload, setting, _stragglers(options, rates))
+    deployment = _deployment(options, rates, method, hosts)
+    step = mean_step_s(workload, deployment, _stragglers(options, rates))
     return step, workload.alone_s() / step
 
 
-def _workload(options: Options, rates: Mapping[str, float]) -> Workload:
+def _workload(options: PlanOptions, rates: Mapping[str, float]) -> Workload:
     sizes = options.gather_bytes, options.reduce_bytes, options.bucket_bytes
     return options.model.workload(rates, *sizes)
 
 
-def _setting(options: Options, rates: Mapping[str, float], method: str, hosts: int) -> Setting:
+def _deployment(
+    options: PlanOptions, rates: Mapping[str, float], method: str, hosts: int
+) -> Deployment:
     fabric = Fabric(
         link_bytes_per_s=rates["link_bytes_per_s"],
         link_hop_s=rates["link_hop_s"],
@@ -173,33 +175,33 @@ def _setting(options: Options, rates: Mapping[str, float], method: str, hosts: i
         network_hop_s=rates["network_hop_s"],
         start_s=rates["collective_start_s"],
     )
-    return Setting(method, hosts, options.per_host, fabric, options.overlaps)
+    return Deployment(method, hosts, options.per_host, fabric, options.overlaps)
 
 
-def _stragglers(options: Options, rates: Mapping[str, float]) -> Stragglers:
+def _stragglers(options: PlanOptions, rates: Mapping[str, float]) -> Stragglers:
     return Stragglers(options.straggler, rates[STRAGGLER], options.seed)
 
 
 def _failures(
-    options: Options, rates: Mapping[str, float], workload: Workload, setting: Setting
+    options: PlanOptions, rates: Mapping[str, float], workload: Workload, deployment: Deployment
 ) -> Failures:
-    num_bytes = state_bytes_of_host(workload, setting)
+    num_bytes = state_bytes_of_host(workload, deployment)
     names = ("detection_s", "re_forming_s", "compiling_s", "restoring_s", "first_step_s")
     return Failures(
-        per_s=setting.all_ranks.size / rates["mtbf_gpu_s"],
+        per_s=deployment.all_ranks.size / rates["mtbf_gpu_s"],
         recovery_s=sum(rates[name] for name in names) + num_bytes / rates["restore_bytes_per_s"],
         commit_s=num_bytes / rates["commit_bytes_per_s"],
         degraded_s=options.degraded_s,
-        missing=1 / setting.hosts,
+        missing=1 / deployment.hosts,
     )
 
 
 def _best_interval(
-    options: Options,
+    options: PlanOptions,
     rates: Mapping[str, float],
     workload: Workload,
-    setting: Setting,
+    deployment: Deployment,
     step: float,
 ) -> int:
-    interval_s = _failures(options, rates, workload, setting).best_interval_s(step)
+    interval_s = _failures(options, rates, workload, deployment).best_interval_s(step)
     return max(1, round(interval_s / step))

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from jdp.inspect.plan.fabric import LINK, NETWORK, Fabric, Group
-from jdp.inspect.plan.workload import Leaf, Workload, grouped, params_of, work_of
+from jdp.inspect.plan.workload import ModelLeaf, Workload, grouped, params_of, work_of
 
 COMPUTE = "compute"
 REPLICATED, STAGE_1, STAGE_2, STAGE_3, HSDP = "replicated", "stage1", "stage2", "stage3", "hsdp"
@@ -86,7 +86,7 @@ class Program:
         return self.step_s() - sum(task.seconds for task in self.tasks if task.lane == COMPUTE)
 
 
-class Setting(NamedTuple):
+class Deployment(NamedTuple):
     """Where a step runs.
 
     Attributes:
@@ -116,15 +116,15 @@ class Setting(NamedTuple):
         return Group(1, self.per_host) if self.method == HSDP else self.all_ranks
 
 
-def program_of(workload: Workload, setting: Setting) -> Program:
+def program_of(workload: Workload, deployment: Deployment) -> Program:
     """Return the tasks of a step.
 
     Args:
       workload: what one rank computes.
-      setting: where.
+      deployment: where.
     """
-    builder = _Builder(workload, setting)
-    if setting.method in (STAGE_3, HSDP):
+    builder = _Builder(workload, deployment)
+    if deployment.method in (STAGE_3, HSDP):
         builder.parameters_in_time()
     else:
         builder.whole_parameters()
@@ -132,19 +132,19 @@ def program_of(workload: Workload, setting: Setting) -> Program:
 
 
 class _Read(NamedTuple):
-    group: list[Leaf]
+    group: list[ModelLeaf]
     seconds: float
     sends: bool  # a backward pass, after which gradients are sent
     is_last: bool  # of the last micro-batch
 
 
 class _Builder:
-    def __init__(self, workload: Workload, setting: Setting):
-        self.program = Program(overlaps=setting.overlaps)
-        self._workload, self._setting = workload, setting
+    def __init__(self, workload: Workload, deployment: Deployment):
+        self.program = Program(overlaps=deployment.overlaps)
+        self._workload, self._deployment = workload, deployment
         count = workload.micro_batches
         self._forward_s, self._backward_s = workload.forward_s / count, workload.backward_s / count
-        self._update_s = workload.update_s / setting.sharded_over.size
+        self._update_s = workload.update_s / deployment.sharded_over.size
 
     def whole_parameters(self) -> None:
         """Add a step whose parameters are whole between steps: `replicated`, stages 1 and 2.
@@ -153,7 +153,7 @@ class _Builder:
         of `replicated` are those of all micro-batches. Stages 1 and 2 gather new parameters at the
         end.
         """
-        method, count = self._setting.method, self._workload.micro_batches
+        method, count = self._deployment.method, self._workload.micro_batches
         buckets, sent = self._buckets(self._workload.reduce_bytes), []
         for number in range(count):
             self.program.add(COMPUTE, self._forward_s)
@@ -186,24 +186,24 @@ class _Builder:
         sent.append(self._reduce(reads[-1].group, computed[-1], is_last=True))
         self.program.add(COMPUTE, self._update_s, sent)
 
-    def _reads(self, groups: list[list[Leaf]], is_last: bool) -> list[_Read]:
+    def _reads(self, groups: list[list[ModelLeaf]], is_last: bool) -> list[_Read]:
         forward = [_Read(it, self._forward_s * work_of(it), False, is_last) for it in groups]
         return forward + [
             _Read(it, self._backward_s * work_of(it), True, is_last) for it in groups[::-1]
         ]
 
-    def _buckets(self, bytes_per_param: float) -> list[list[Leaf]]:
+    def _buckets(self, bytes_per_param: float) -> list[list[ModelLeaf]]:
         """Return buckets in the order of the backward pass: the last leaf first."""
         capacity = self._workload.bucket_bytes
         return grouped(self._workload.leaves[::-1], bytes_per_param, capacity)
 
-    def _reduce(self, bucket: list[Leaf], done: int, is_last: bool) -> int:
-        method, fabric = self._setting.method, self._setting.fabric
+    def _reduce(self, bucket: list[ModelLeaf], done: int, is_last: bool) -> int:
+        method, fabric = self._deployment.method, self._deployment.fabric
         num_bytes = params_of(bucket) * self._workload.reduce_bytes
-        group = self._setting.all_ranks
+        group = self._deployment.all_ranks
         if method == REPLICATED:
             return self.program.add(group.lane, fabric.all_reduce_s(num_bytes, group), [done])
-        split = self._setting.sharded_over
+        split = self._deployment.sharded_over
         part = self.program.add(split.lane, fabric.gather_s(num_bytes, split), [done])
         if method != HSDP or not is_last or group.hosts == 1:
             return part
@@ -211,7 +211,9 @@ class _Builder:
         seconds = fabric.all_reduce_s(num_bytes / split.size, across)
         return self.program.add(NETWORK, seconds, [part])
 
-    def _gather(self, bucket: list[Leaf], after: Iterable[int] = ()) -> int:
-        split = self._setting.sharded_over
+    def _gather(self, bucket: list[ModelLeaf], after: Iterable[int] = ()) -> int:
+        split = self._deployment.sharded_over
         num_bytes = params_of(bucket) * self._workload.gather_bytes
-        return self.program.add(split.lane, self._setting.fabric.gather_s(num_bytes, split), after)
+        return self.program.add(
+            split.lane, self._deployment.fabric.gather_s(num_bytes, split), after
+        )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 MiB = 2**20
 
 
-class Leaf(NamedTuple):
+class ModelLeaf(NamedTuple):
     """A leaf of the parameters, in the order of the forward pass.
 
     Attributes:
@@ -33,7 +33,7 @@ class Workload(NamedTuple):
       bucket_bytes: capacity of a bucket of gradients, and of a group of parameters.
     """
 
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[ModelLeaf, ...]
     forward_s: float
     backward_s: float
     update_s: float = 0.0
@@ -52,19 +52,19 @@ class Workload(NamedTuple):
         return self.forward_s + self.backward_s + self.update_s
 
 
-def uniform(params: float, layers: int, leaves_per_layer: int) -> tuple[Leaf, ...]:
+def uniform(params: float, layers: int, leaves_per_layer: int) -> tuple[ModelLeaf, ...]:
     """Return the leaves of a model of equal layers.
 
     >>> uniform(8, layers=2, leaves_per_layer=2)[0]
-    Leaf(params=2.0, work=0.25)
+    ModelLeaf(params=2.0, work=0.25)
     """
     count = layers * leaves_per_layer
-    return (Leaf(params / count, 1 / count),) * count
+    return (ModelLeaf(params / count, 1 / count),) * count
 
 
 def grouped(
-    leaves: Sequence[Leaf], bytes_per_param: float, capacity_bytes: float
-) -> list[list[Leaf]]:
+    leaves: Sequence[ModelLeaf], bytes_per_param: float, capacity_bytes: float
+) -> list[list[ModelLeaf]]:
     """Group leaves in their order into groups of at most `capacity_bytes`.
 
     A leaf is never split: a larger one is a group of its own, as in
@@ -73,7 +73,7 @@ def grouped(
     >>> [len(group) for group in grouped(uniform(6, 6, 1), 4, capacity_bytes=8)]
     [2, 2, 2]
     """
-    groups: list[list[Leaf]] = []
+    groups: list[list[ModelLeaf]] = []
     used = math.inf
     for leaf in leaves:
         num_bytes = leaf.params * bytes_per_param
@@ -85,11 +85,11 @@ def grouped(
     return groups
 
 
-def work_of(group: Sequence[Leaf]) -> float:
+def work_of(group: Sequence[ModelLeaf]) -> float:
     """Return the part of a pass that the leaves of a group take."""
     return sum(leaf.work for leaf in group)
 
 
-def params_of(group: Sequence[Leaf]) -> float:
+def params_of(group: Sequence[ModelLeaf]) -> float:
     """Return the number of parameters of a group."""
     return sum(leaf.params for leaf in group)
