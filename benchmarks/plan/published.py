@@ -91,11 +91,11 @@ _RESNET_101 = _net(
     ],
     [2.05e6],
 )  # fmt: skip
-# Leaves, images in a second of one GPU, efficiency on 128 and on 512 GPUs.
+# Leaves, images in a second of one GPU, and efficiency by number of GPUs.
 _NETS = {
-    "Inception V3": (_INCEPTION_V3, 142.0, 0.90, 0.90),
-    "ResNet-101": (_RESNET_101, 129.0, 0.90, 0.90),
-    "VGG-16": (_VGG_16, 154.0, 0.79, 0.68),
+    "Inception V3": (_INCEPTION_V3, 142.0, {512: 0.90, 128: 0.90}),
+    "ResNet-101": (_RESNET_101, 129.0, {512: 0.90, 128: 0.90}),
+    "VGG-16": (_VGG_16, 154.0, {512: 0.68, 128: 0.79}),
 }
 
 
@@ -157,11 +157,11 @@ def llama_gigabytes_less() -> float:
 
 def fitted_scale() -> float:
     """Return the scale of stragglers with which FITTED_TO is exact, by bisection."""
-    leaves, images_per_s, _, goal = _NETS["Inception V3"]
+    leaves, images_per_s, published = _NETS["Inception V3"]
     low, high = 0.0, 0.1
     for _ in range(40):
         middle = (low + high) / 2
-        if horovod(leaves, images_per_s, 512, middle) > goal:
+        if horovod(leaves, images_per_s, 512, middle) > published[512]:
             low = middle
         else:
             high = middle
@@ -175,10 +175,10 @@ def rows(scale: float) -> list[Published]:
       scale: of the stragglers.
     """
     found = []
-    for gpus, column in ((512, 3), (128, 2)):
-        for name, net in _NETS.items():
-            predicted = horovod(net[0], net[1], gpus, scale)
-            found.append(Published(f"Horovod, {name}, {gpus} GPUs", float(net[column]), predicted))
+    for gpus in (512, 128):
+        for name, (leaves, images_per_s, published) in _NETS.items():
+            predicted = horovod(leaves, images_per_s, gpus, scale)
+            found.append(Published(f"Horovod, {name}, {gpus} GPUs", published[gpus], predicted))
     for name, (few, many, gather_bytes) in _TORCHTITAN.items():
         predicted = torchtitan(few, gather_bytes, scale)
         found.append(Published(f"torchtitan, {name}, 8 to 128 GPUs", many / few, predicted))

@@ -103,8 +103,8 @@ def test_hsdp_scatters_within_hosts_and_averages_the_parts_between_them(hosts):
     lanes = {lane: sum(it.seconds for it in program.tasks if it.lane == lane)
              for lane in ("link", "network")}  # fmt: skip
     assert lanes["link"] == pytest.approx(2 * 3 * (3 / 4) * 32)
-    # A host sends the part of each of its 4 GPUs: 32 bytes in all, once.
-    assert lanes["network"] == pytest.approx(2 * (hosts - 1) / hosts * 32)
+    # A host sends the part of each of its 4 GPUs: 32 bytes in all, in each micro-batch.
+    assert lanes["network"] == pytest.approx(2 * 2 * (hosts - 1) / hosts * 32)
 
 
 @pytest.mark.parametrize("slowness", [1.0, 1.5])

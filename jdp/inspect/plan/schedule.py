@@ -135,7 +135,6 @@ class _Read(NamedTuple):
     group: list[ModelLeaf]
     seconds: float
     sends: bool  # a backward pass, after which gradients are sent
-    is_last: bool  # of the last micro-batch
 
 
 class _Builder:
@@ -160,7 +159,7 @@ class _Builder:
             for bucket in buckets:
                 done = self.program.add(COMPUTE, self._backward_s * work_of(bucket))
                 if method == STAGE_2 or number == count - 1:
-                    sent.append(self._reduce(bucket, done, is_last=True))
+                    sent.append(self._reduce(bucket, done))
         update = self.program.add(COMPUTE, self._update_s, sent)
         if method != REPLICATED:
             for bucket in self._buckets(self._workload.gather_bytes):
@@ -171,25 +170,25 @@ class _Builder:
 
         Two groups are whole at a time: the next one is gathered while one computes. The backward
         pass gathers them again, and scatters the gradients of each group when they are complete.
-        With HSDP, the parts are averaged between hosts after the last micro-batch.
+        With HSDP, the parts are then averaged between hosts.
         """
         groups = self._buckets(self._workload.gather_bytes)[::-1]
         count = self._workload.micro_batches
-        reads = [it for i in range(count) for it in self._reads(groups, is_last=i + 1 == count)]
+        reads = self._reads(groups) * count
         gathered, computed, sent = [self._gather(reads[0].group)], [], []
         for i, read in enumerate(reads):
             if i + 1 < len(reads):
                 gathered.append(self._gather(reads[i + 1].group, computed[-1:]))
             if i and reads[i - 1].sends:
-                sent.append(self._reduce(reads[i - 1].group, computed[-1], reads[i - 1].is_last))
+                sent.append(self._reduce(reads[i - 1].group, computed[-1]))
             computed.append(self.program.add(COMPUTE, read.seconds, [gathered[i]]))
-        sent.append(self._reduce(reads[-1].group, computed[-1], is_last=True))
+        sent.append(self._reduce(reads[-1].group, computed[-1]))
         self.program.add(COMPUTE, self._update_s, sent)
 
-    def _reads(self, groups: list[list[ModelLeaf]], is_last: bool) -> list[_Read]:
-        forward = [_Read(it, self._forward_s * work_of(it), False, is_last) for it in groups]
+    def _reads(self, groups: list[list[ModelLeaf]]) -> list[_Read]:
+        forward = [_Read(it, self._forward_s * work_of(it), sends=False) for it in groups]
         return forward + [
-            _Read(it, self._backward_s * work_of(it), True, is_last) for it in groups[::-1]
+            _Read(it, self._backward_s * work_of(it), sends=True) for it in groups[::-1]
         ]
 
     def _buckets(self, bytes_per_param: float) -> list[list[ModelLeaf]]:
@@ -197,7 +196,7 @@ class _Builder:
         capacity = self._workload.bucket_bytes
         return grouped(self._workload.leaves[::-1], bytes_per_param, capacity)
 
-    def _reduce(self, bucket: list[ModelLeaf], done: int, is_last: bool) -> int:
+    def _reduce(self, bucket: list[ModelLeaf], done: int) -> int:
         method, fabric = self._deployment.method, self._deployment.fabric
         num_bytes = params_of(bucket) * self._workload.reduce_bytes
         group = self._deployment.all_ranks
@@ -205,7 +204,7 @@ class _Builder:
             return self.program.add(group.lane, fabric.all_reduce_s(num_bytes, group), [done])
         split = self._deployment.sharded_over
         part = self.program.add(split.lane, fabric.gather_s(num_bytes, split), [done])
-        if method != HSDP or not is_last or group.hosts == 1:
+        if method != HSDP or group.hosts == 1:
             return part
         across = Group(group.hosts, 1, sharing=split.size)
         seconds = fabric.all_reduce_s(num_bytes / split.size, across)
@@ -214,6 +213,5 @@ class _Builder:
     def _gather(self, bucket: list[ModelLeaf], after: Iterable[int] = ()) -> int:
         split = self._deployment.sharded_over
         num_bytes = params_of(bucket) * self._workload.gather_bytes
-        return self.program.add(
-            split.lane, self._deployment.fabric.gather_s(num_bytes, split), after
-        )
+        seconds = self._deployment.fabric.gather_s(num_bytes, split)
+        return self.program.add(split.lane, seconds, after)
