@@ -3,9 +3,8 @@
 from typing import NamedTuple
 
 from jdp.inspect.plan.schedule import HSDP, REPLICATED, STAGE_1, STAGE_2, Deployment
-from jdp.inspect.plan.workload import Workload, grouped, params_of
+from jdp.inspect.plan.workload import STATE_BYTES, Workload, grouped, params_of
 
-STATE_BYTES = 4  # of a parameter, and of each number that the optimizer keeps of it: float32
 _MOMENTS = 2  # numbers that Adam keeps of a parameter
 
 

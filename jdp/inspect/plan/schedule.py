@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from jdp.inspect.plan.fabric import LINK, NETWORK, Fabric, Group
-from jdp.inspect.plan.workload import ModelLeaf, Workload, grouped, params_of, work_of
+from jdp.inspect.plan.workload import STATE_BYTES, ModelLeaf, Workload, grouped, params_of, work_of
 
 COMPUTE = "compute"
 REPLICATED, STAGE_1, STAGE_2, STAGE_3, HSDP = "replicated", "stage1", "stage2", "stage3", "hsdp"
@@ -150,7 +150,7 @@ class _Builder:
 
         Buckets are sent as soon as the backward pass has completed them. The sums of stage 1 and
         of `replicated` are those of all micro-batches. Stages 1 and 2 gather new parameters at the
-        end.
+        end, in float32.
         """
         method, count = self._deployment.method, self._workload.micro_batches
         buckets, sent = self._buckets(self._workload.reduce_bytes), []
@@ -162,8 +162,8 @@ class _Builder:
                     sent.append(self._reduce(bucket, done))
         update = self.program.add(COMPUTE, self._update_s, sent)
         if method != REPLICATED:
-            for bucket in self._buckets(self._workload.gather_bytes):
-                self._gather(bucket, [update])
+            for bucket in self._buckets(STATE_BYTES):
+                self._gather(bucket, STATE_BYTES, [update])
 
     def parameters_in_time(self) -> None:
         """Add a step that gathers parameters where they are read: stage 3 and HSDP.
@@ -172,13 +172,16 @@ class _Builder:
         pass gathers them again, and scatters the gradients of each group when they are complete.
         With HSDP, the parts are then averaged between hosts.
         """
-        groups = self._buckets(self._workload.gather_bytes)[::-1]
-        count = self._workload.micro_batches
+        groups, count = (
+            self._buckets(self._workload.gather_bytes)[::-1],
+            self._workload.micro_batches,
+        )
         reads = self._reads(groups) * count
-        gathered, computed, sent = [self._gather(reads[0].group)], [], []
+        size = self._workload.gather_bytes
+        gathered, computed, sent = [self._gather(reads[0].group, size)], [], []
         for i, read in enumerate(reads):
             if i + 1 < len(reads):
-                gathered.append(self._gather(reads[i + 1].group, computed[-1:]))
+                gathered.append(self._gather(reads[i + 1].group, size, computed[-1:]))
             if i and reads[i - 1].sends:
                 sent.append(self._reduce(reads[i - 1].group, computed[-1]))
             computed.append(self.program.add(COMPUTE, read.seconds, [gathered[i]]))
@@ -210,8 +213,7 @@ class _Builder:
         seconds = fabric.all_reduce_s(num_bytes / split.size, across)
         return self.program.add(NETWORK, seconds, [part])
 
-    def _gather(self, bucket: list[ModelLeaf], after: Iterable[int] = ()) -> int:
+    def _gather(self, group: list[ModelLeaf], size: float, after: Iterable[int] = ()) -> int:
         split = self._deployment.sharded_over
-        num_bytes = params_of(bucket) * self._workload.gather_bytes
-        seconds = self._deployment.fabric.gather_s(num_bytes, split)
+        seconds = self._deployment.fabric.gather_s(params_of(group) * size, split)
         return self.program.add(split.lane, seconds, after)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MiB = 2**20
+STATE_BYTES = 4  # of a parameter, and of each number that the optimizer keeps of it: float32
 
 
 class ModelLeaf(NamedTuple):
@@ -28,7 +29,7 @@ class Workload(NamedTuple):
       backward_s: seconds of their backward passes.
       update_s: seconds in which one rank updates all parameters.
       micro_batches: number of micro-batches, >= 1.
-      gather_bytes: bytes of a parameter that is gathered.
+      gather_bytes: bytes of a parameter that is gathered where it is read.
       reduce_bytes: bytes of a gradient that is reduced.
       bucket_bytes: capacity of a bucket of gradients, and of a group of parameters.
     """
