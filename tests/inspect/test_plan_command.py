@@ -52,14 +52,26 @@ def test_a_state_that_does_not_fit_is_marked(capsys):
     assert larger["memory_bytes"] == row["memory_bytes"] + 2**30 and not larger["fits"]
 
 
+def test_a_host_that_is_missing_takes_its_share():
+    few = "--methods", "hsdp", "--commit-every", "1", "--set", "mtbf_gpu_s=1e9"
+    few += "--set", "commit_bytes_per_s=1e15"
+    rows = planned(*few), planned(*few, "--missing-host-s", "1e6")
+    for hosts, before, after in zip((1, 2), *(it["predicted"] for it in rows), strict=True):
+        lost = 8 * hosts / 1e9 * 1e6 / hosts
+        assert before["ettr"] - after["ettr"] == pytest.approx(lost, rel=1e-3)
+
+
 def test_measured_links_and_recoveries_are_used(capsys):
     FOUND.save()
     row = {"state_bytes": 10**6, "detection_s": 0.5, "re_forming_s": 1.0, "tracing_s": 2.0,
            "loading_s": 4.0, "restoring_s": 8.0, "first_step_s": 16.0}  # fmt: skip
     recovery = {"host": "host0", "date": "2026-11-25T12:00", "rows": [row], "restoring": None}
     Path("recovery.json").write_text(json.dumps(recovery))
-    found = planned("--calibration", "--recovery", "recovery.json")["assumed"]
-    law = FOUND.rates[0]  # of 2 ranks: 2 hops
+    result = planned("--calibration", "--recovery", "recovery.json")
+    found, law = result["assumed"], FOUND.rates[0]  # of 2 ranks: 2 hops
+    # On CPUs nothing is hidden: 24 leaves are a bucket each, with 14 hops on 8 ranks.
+    exposed = 24 * 14 * law.alpha_s / 2 + 2 * 7 / 8 * 4e9 / law.bytes_per_s
+    assert result["predicted"][0]["exposed_s"] == pytest.approx(exposed)
     assert found["link_hop_s"]["value"] == law.alpha_s / 2
     assert found["link_bytes_per_s"]["value"] == law.bytes_per_s
     assert found["matmul_flops"]["value"] == 6e10

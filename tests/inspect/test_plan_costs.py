@@ -1,4 +1,4 @@
-"""The collectives and the memory of `jdp plan` are those of closed forms and of the documentation."""
+"""Collectives and memory of `jdp plan` are those of closed forms and of the documentation."""
 
 import dataclasses
 import re
@@ -35,7 +35,8 @@ def test_a_ring_over_hosts_crosses_the_network_once_less_than_there_are_hosts(ho
 
 def test_a_tree_has_few_hops_and_less_bandwidth():
     tree = Fabric(1.0, 1.0, 1.0, 1.0, algorithm="tree")
-    # 9 hosts: 4 levels up and down; 8 GPUs of a host: a chain of 7.
+    # 8 hosts: 3 levels up and down, 9 hosts: 4; 8 GPUs of a host: a chain of 7.
+    assert tree.all_reduce_s(0, Group(8, 8)) == 2 * (3 + 7)
     assert tree.all_reduce_s(0, Group(9, 8)) == 2 * (4 + 7)
     best, ring = tree._replace(algorithm="best"), tree._replace(algorithm="ring")
     for num_bytes in (0, 10_000):

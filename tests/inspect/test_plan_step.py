@@ -13,7 +13,7 @@ from jdp.inspect.plan.prediction import PlanOptions, predict
 from jdp.inspect.plan.question import Model
 from jdp.inspect.plan.schedule import COMPUTE, METHODS, Deployment, program_of
 from jdp.inspect.plan.stragglers import NONE
-from jdp.inspect.plan.workload import Workload, uniform
+from jdp.inspect.plan.workload import ModelLeaf, Workload, uniform
 
 DOCS = Path(__file__).parents[2] / "docs"
 FREE = Fabric(float("inf"), 0.0, float("inf"), 0.0)
@@ -70,6 +70,15 @@ def test_on_cpus_nothing_is_hidden():
     program = program_of(workload(), Deployment("replicated", 1, 2, fabric, overlaps=False))
     assert program.step_s() == pytest.approx(4 + 8 + 2 + 4 * 1.0)
     assert program.exposed_s() == pytest.approx(4.0)
+
+
+def test_stage_3_gathers_no_group_before_one_of_two_is_done():
+    leaves = ModelLeaf(8, 0.8), ModelLeaf(8, 0.1), ModelLeaf(8, 0.1)
+    fabric = Fabric(32 / 2 / 3, 0.0, 1.0, 0.0)  # a gather of 32 bytes on 2 ranks takes 3 s
+    load = Workload(leaves, 10.0, 20.0, bucket_bytes=1)
+    program = program_of(load, Deployment("stage3", 1, 2, fabric))
+    # Gathers end at 3 and 6, the first group computes from 3 to 11, and then the third is gathered.
+    assert program.ends()[:4] == pytest.approx([3, 6, 11, 14])
 
 
 def test_stage_3_gathers_one_group_ahead():
