@@ -1,11 +1,14 @@
-"""Steps of 2, 3 and 4 ranks on this machine, measured and predicted.
+"""Steps of 2, 3 and 4 ranks and a run with faults on this machine, measured and predicted.
 
 A prediction knows: the step of as many ranks as there are cores, without reductions, which more
 ranks make longer in proportion; all-reduces of each number of ranks alone; the leaves of the model.
-It does not know any step with reductions.
+It does not know any step with reductions. Of the run with faults it knows how often they came and
+the median recovery.
 """
 
 import math
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,10 +16,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jdp.collectives import auto
-from jdp.inspect.bench import collectives, step
+from jdp.inspect.bench import collectives, faults, step
+from jdp.inspect.bench.faulty_launch import FaultSetting
+from jdp.inspect.bench.faulty_run import COMMIT_EVERY
 from jdp.inspect.bench.step_command import found_model
 from jdp.inspect.calibration import fitted
 from jdp.inspect.plan.fabric import Fabric
+from jdp.inspect.plan.failures import Failures
 from jdp.inspect.plan.schedule import REPLICATED, Deployment, program_of
 from jdp.inspect.plan.workload import ModelLeaf, Workload
 from jdp.worker.local_devices import num_cpus
@@ -55,6 +61,21 @@ def rows(*, num_rounds: int) -> list[dict[str, Any]]:
                 "error": predicted * 1e3 / row["step_ms"] - 1, "difference": row["difference"],
             })  # fmt: skip
     return found
+
+
+def faulty_row(*, num_faults: int, mtbf_s: float = 10.0) -> dict[str, Any]:
+    """Train with faults under `jdp run`, and predict the effective training time.
+
+    Args:
+      num_faults: number of faults.
+      mtbf_s: mean seconds between them.
+    """
+    setting = FaultSetting(mtbf_s, num_faults, num_processes=2, step_s=0.1)
+    with tempfile.TemporaryDirectory() as folder:
+        row = faults.measure(Path(folder), 2**20, setting, lambda text: None)
+    found = Failures(per_s=row["faults"] / row["wall_s"], recovery_s=row["recovery_s"])
+    predicted = found.effective(COMMIT_EVERY * row["step_s"])
+    return {**row, "predicted": predicted, "points": 100 * (predicted - row["ettr"])}
 
 
 def _fabric(num_ranks: int, num_rounds: int) -> Fabric:
