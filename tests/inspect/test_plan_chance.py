@@ -44,6 +44,11 @@ def test_more_ranks_and_a_larger_scale_make_the_slowest_slower(kind, scale, n):
     assert fmean(wider.slowest(2 * n)) > fmean(slow.slowest(2 * n))
 
 
+@pytest.mark.parametrize("kind", [LOGNORMAL, EXPONENTIAL])
+def test_one_rank_has_the_mean_1_in_few_samples(kind):
+    assert fmean(Stragglers(kind, 0.3).slowest(1)) == pytest.approx(1, abs=1e-12)
+
+
 def test_equal_ranks_have_no_slowest():
     assert Stragglers(NONE, 0.5).slowest(1000) == Stragglers(LOGNORMAL, 0.0).slowest(10) == [1.0]
 

@@ -2,7 +2,7 @@
 
 import math
 import random
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 from typing import NamedTuple
 
 NONE, LOGNORMAL, EXPONENTIAL = "none", "lognormal", "exponential"
@@ -50,8 +50,10 @@ class Stragglers(NamedTuple):
         if self.kind == NONE or self.scale == 0:
             return [1.0]
         chosen = random.Random(self.seed)
-        shares = [(i + chosen.random()) / num_samples for i in range(num_samples)]
-        return [self._of_slowest(max(share, 1e-9), num_ranks) for share in shares]
+        shares = [max((i + chosen.random()) / num_samples, 1e-9) for i in range(num_samples)]
+        # The mean of one rank is 1, so what its samples miss corrects those of n.
+        missed = fmean(self._of_slowest(share, 1) for share in shares)
+        return [self._of_slowest(share, num_ranks) / missed for share in shares]
 
     def _of_slowest(self, share: float, num_ranks: int) -> float:
         above = -math.expm1(math.log(share) / num_ranks)  # of one rank; 1 - above would lose digits
