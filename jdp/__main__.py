@@ -11,6 +11,7 @@ commands:
   bench           time collectives, steps and recoveries, with every result checked
   doctor          say whether this machine, or the hosts of a run, can train
   explain         memory, collectives and predicted time of a step, compiled and not run
+  plan            predicted time, memory and efficiency of training on many hosts
   explain-error   explain the code of an error, such as JDP101
 
 jdp COMMAND --help prints the help of a command, jdp --version the version."""
@@ -55,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from jdp.inspect import explain_command
 
         return explain_command.main(arguments)
+    if command == "plan":
+        from jdp.inspect.plan.command import main as plan
+
+        return plan(arguments)
     if command == "explain-error":
         return _explain_error(arguments)
     print(f"jdp: there is no command {command!r}.\n\n{_HELP}", file=sys.stderr)

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from jdp.inspect import calibration
 from jdp.inspect.calibration import Calibration, CollectiveLaw
-from jdp.inspect.rates import UNITS, Rate
+from jdp.inspect.rate import Rate
+from jdp.inspect.rates import UNITS
 from jdp.inspect.targets import TargetDevices
 
 # A busy machine, or other sizes than the measured ones: the lowest, likely and highest rate.

@@ -6,7 +6,7 @@ from jdp.inspect import timeline
 from jdp.inspect.calibration import CollectiveLaw
 from jdp.inspect.hlo import HloProgram
 from jdp.inspect.measured import INTERVAL
-from jdp.inspect.rates import Rate
+from jdp.inspect.rate import Rate
 from jdp.inspect.report import StepTime
 from jdp.inspect.timeline import Timeline
 

@@ -3,18 +3,15 @@
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from jdp.inspect.gpus import NCCL_START_S, NVLINK, OTHER_NVLINK, VLLM
+from jdp.inspect.rate import ASSUMED, PUBLISHED, Rate
+from jdp.inspect.rate import given as as_given
 from jdp.inspect.targets import TargetDevices
 
-PUBLISHED, ASSUMED, GIVEN = "published", "assumed", "given"
 DESCRIBED = "XLA's device description"
 
-# NCCL's all-reduce on 8 GPUs of compute capability 9.0, published with vLLM's pull request 42324:
-# 128 MiB take 561 us, and nothing takes 20 us.
-_NCCL_START_S, _NCCL_BYTES_PER_S = 20e-6, 2 * 7 / 8 * 128 * 2**20 / 541e-6
-_NVLINK = {"A100": 230e9, "H100": _NCCL_BYTES_PER_S, "H200": _NCCL_BYTES_PER_S}
 # What a real program reaches of a peak: lowest, likely, highest.
 _OF_MATMUL_PEAK, _OF_MEMORY_PEAK = (0.45, 0.65, 0.8), (0.7, 0.85, 0.95)
 
@@ -32,29 +29,6 @@ _TPUS = {
     "v5p": _Tpu(459e12, 2765e9, 4800e9),
     "v6 lite": _Tpu(918e12, 1640e9, 3584e9),
 }
-
-
-@dataclass(frozen=True)
-class Rate:
-    """One rate of a device or link.
-
-    Attributes:
-      value: the likely one.
-      low: the lowest that is to be expected.
-      high: the highest.
-      unit: such as `FLOP/s`.
-      source: where it is known from.
-    """
-
-    value: float
-    low: float
-    high: float
-    unit: str
-    source: str
-
-    def __str__(self) -> str:
-        interval = "" if self.low == self.high else f" ({self.low:.3g} to {self.high:.3g})"
-        return f"{self.value:.3g}{interval} {self.unit}: {self.source}"
 
 
 UNITS = {
@@ -92,7 +66,7 @@ def rates_of(
             raise ValueError(f"there is no rate {name!r}. Rates are {', '.join(UNITS)}.")
         if not value > 0 and not (value == 0 and name.endswith("_start_s")):
             raise ValueError(f"the rate {name}={value} must be positive, in {UNITS[name]}.")
-        known[name] = Rate(value, value, value, UNITS[name], GIVEN)
+        known[name] = as_given(value, UNITS[name])
     return known
 
 
@@ -103,7 +77,7 @@ def _rate(name: str, peak: float, parts: tuple[float, float, float], source: str
 
 def _gpu(target: TargetDevices) -> dict[str, Rate]:
     text = target.description
-    kind = next((name for name in _NVLINK if f" {name} " in f" {target.device_kind} "), "")
+    kind = next((name for name in NVLINK if f" {name} " in f" {target.device_kind} "), "")
     clock = _number(text, "core_count") * 2
     peaks = {bits: clock * _matrix_rate(text, key) for bits, key in ((16, 16), (32, 11))}
     of_peak = "{}, {:.0%} of {:.3g}"
@@ -112,10 +86,10 @@ def _gpu(target: TargetDevices) -> dict[str, Rate]:
         return _rate(name, peak, parts, of_peak.format(DESCRIBED, parts[1], peak))
 
     if kind.startswith("H"):
-        source = f"{PUBLISHED} (NCCL on 8 GPUs, vLLM's pull request 42324)"
-        link = _rate("link_bytes_per_s", _NVLINK[kind], (0.85, 1, 1.1), source)
+        source = f"{PUBLISHED} ({VLLM})"
+        link = _rate("link_bytes_per_s", NVLINK[kind], (0.85, 1, 1.1), source)
     else:
-        link = _rate("link_bytes_per_s", _NVLINK.get(kind, 700e9), (0.6, 1, 1.3), ASSUMED)
+        link = _rate("link_bytes_per_s", NVLINK.get(kind, OTHER_NVLINK), (0.6, 1, 1.3), ASSUMED)
     nics = f"{ASSUMED}: eight links of 400 Gb/s for each host, 90 % of them"
     return {
         "matmul_flops": described("matmul_flops", peaks[16], _OF_MATMUL_PEAK),
@@ -125,7 +99,7 @@ def _gpu(target: TargetDevices) -> dict[str, Rate]:
         ),
         "link_bytes_per_s": link,
         "host_link_bytes_per_s": _rate("host_link_bytes_per_s", 360e9, (0.5, 1, 1.1), nics),
-        "reduction_start_s": Rate(_NCCL_START_S, 10e-6, 40e-6, "s", link.source),
+        "reduction_start_s": Rate(NCCL_START_S, 10e-6, 40e-6, "s", link.source),
         "operation_start_s": Rate(1.5e-6, 0.5e-6, 4e-6, "s", ASSUMED),
     }
 

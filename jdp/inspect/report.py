@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jdp.inspect.calibration import CollectiveLaw
 from jdp.inspect.memory import Memory
-from jdp.inspect.rates import Rate
+from jdp.inspect.rate import Rate
 
 _MEMORY = (
     ("parameters", "parameters"),

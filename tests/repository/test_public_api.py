@@ -72,7 +72,14 @@ def flags_and_variables():
 
 
 # The other commands, by their help.
-COMMANDS = ("doctor", "bench all-reduce", "bench step", "bench faults", "bench --calibrate")
+COMMANDS = (
+    "doctor",
+    "bench all-reduce",
+    "bench step",
+    "bench faults",
+    "bench --calibrate",
+    "plan",
+)
 
 
 def flags_of_commands():

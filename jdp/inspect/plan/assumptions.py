@@ -1,0 +1,207 @@
+"""The numbers that a plan assumes: each with its interval and source, and how to set it."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from jdp.inspect import calibration
+from jdp.inspect.gpus import GPUS, NVLINK, OTHER_NVLINK, VLLM
+from jdp.inspect.rate import ASSUMED, PUBLISHED, Rate, given
+
+_NCCL = f"{PUBLISHED} (NCCL's tuning model, src/graph/tuning.cc: ring, simple and LL128)"
+_FAULTS = "measured on 3 CPU processes (benchmarks/results, faults); a larger program takes longer"
+_COMMITS = "measured on CPUs (benchmarks/results, commit_cost)"
+STRAGGLER = "straggler_scale"
+_DEFAULTS = {
+    "forward_share": Rate(1 / 3, 0.3, 0.36, "", f"{ASSUMED}: a backward pass takes twice as long"),
+    "link_hop_s": Rate(3.4e-6, 1.9e-6, 5e-6, "s", _NCCL),
+    "network_hop_s": Rate(14e-6, 4e-6, 20e-6, "s", _NCCL),
+    "collective_start_s": Rate(8.4e-6, 6.6e-6, 20e-6, "s", _NCCL),
+    STRAGGLER: Rate(
+        0.0154, 0.01, 0.03, "", "fitted to Horovod's Inception V3 on 512 GPUs (docs/plan.md)"
+    ),
+    "mtbf_gpu_s": Rate(
+        1.82e8, 2.9e7, 3.6e8, "s",
+        f"{PUBLISHED} (Llama 3, arXiv 2407.21783: 419 failures of 16,384 GPUs in 54 days)",
+    ),
+    "detection_s": Rate(0.0, 0.0, 30.0, "s", _FAULTS),
+    "re_forming_s": Rate(0.035, 0.035, 20.0, "s", _FAULTS),
+    "compiling_s": Rate(0.142, 0.142, 60.0, "s", f"tracing and the cache: {_FAULTS}"),
+    "restoring_s": Rate(0.091, 0.09, 2.0, "s", f"of a small state: {_FAULTS}"),
+    "restore_bytes_per_s": Rate(3.6e9, 1e9, 25e9, "B/s", f"of a host: {_COMMITS}"),
+    "first_step_s": Rate(0.076, 0.076, 10.0, "s", _FAULTS),
+    "commit_bytes_per_s": Rate(2.9e9, 1e9, 25e9, "B/s", f"of a host: {_COMMITS}"),
+}  # fmt: skip
+# A larger value of these makes a run faster.
+_FASTER = ("_per_s", "mtbf_gpu_s", "matmul_flops", "memory_bytes")
+COMPUTATION = ("matmul_flops", "memory_bytes_per_s")
+_OF_PEAK, _OF_MEMORY, _OF_NETWORK = (0.33, 0.4, 0.57), (0.7, 0.85, 0.95), (0.7, 0.9, 1.0)
+NAMES = (
+    "matmul_flops", "memory_bytes_per_s", "memory_bytes", "link_bytes_per_s",
+    "network_bytes_per_s", *_DEFAULTS,
+)  # fmt: skip
+
+Assumptions = dict[str, Rate]
+
+
+def assumed(gpu: str, link: str) -> Assumptions:
+    """Return what is assumed of hosts of GPUs.
+
+    Args:
+      gpu: one of `GPUS`.
+      link: network cards of a host and the Gbit/s of each, such as "8x400".
+
+    Raises:
+      ValueError: if there is no such GPU or link.
+    """
+    if gpu not in GPUS:
+        raise ValueError(f"there is no GPU {gpu!r}. Write one of {', '.join(GPUS)}.")
+    found = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", link)
+    if found is None or not int(found[1]) or not float(found[2]):
+        raise ValueError(
+            f"--link {link} is not a number of network cards of a host and the Gbit/s of each. "
+            "Write 8x400 for eight cards of 400 Gbit/s, or 1x25 for one of 25."
+        )
+    peaks, source = GPUS[gpu], "{:.0%} of {:.4g}, NVIDIA's data sheet"
+    published = f"{PUBLISHED} ({VLLM})"
+    if gpu in ("H100", "H200"):
+        nvlink = _part(NVLINK[gpu], (0.85, 1, 1.1), "B/s", published)
+    else:
+        nvlink = _part(NVLINK.get(gpu, OTHER_NVLINK), (0.6, 1, 1.3), "B/s", ASSUMED)
+    line = int(found[1]) * float(found[2]) * 1e9 / 8
+    return {
+        "matmul_flops": _part(
+            peaks.flops, _OF_PEAK, "FLOP/s",
+            source.format(_OF_PEAK[1], peaks.flops) + "; torchtitan reaches 33 to 58 %",
+        ),
+        "memory_bytes_per_s": _part(
+            peaks.memory_bytes_per_s, _OF_MEMORY, "B/s",
+            source.format(_OF_MEMORY[1], peaks.memory_bytes_per_s),
+        ),
+        "memory_bytes": _part(peaks.memory_bytes, (1, 1, 1), "B", "NVIDIA's data sheet"),
+        "link_bytes_per_s": nvlink,
+        "network_bytes_per_s": _part(
+            line, _OF_NETWORK, "B/s", f"{ASSUMED}: {_OF_NETWORK[1]:.0%} of {link} Gbit/s of a host"
+        ),
+        **_DEFAULTS,
+    }  # fmt: skip
+
+
+def with_calibration(known: Assumptions, found: calibration.Calibration) -> Assumptions:
+    """Return assumptions with the link and the computation that were measured on this host.
+
+    The law t = alpha + bytes / beta of an all-reduce on m ranks becomes alpha / (2 (m - 1)) for
+    each hop of a ring and 2 (m - 1) / m * beta, so that m ranks take exactly the measured time.
+
+    Raises:
+      ValueError: if no all-reduce was measured.
+    """
+    laws = [law for law in found.rates if law.operation == "all-reduce"]
+    if not laws:
+        raise ValueError(
+            f"the calibration of {found.host} has no all-reduce, so it does not say how fast its "
+            "links are. Measure again with at least 2 ranks: jdp bench --calibrate --cpu-ranks 2."
+        )
+    law = min(laws, key=lambda it: (-it.num_ranks, it.seconds(2**20)))
+    m, when = law.num_ranks, found.date[:10]
+    source = (
+        f"measured here, {law.algorithm} on {m} ranks of {law.num_processes} process(es) "
+        f"(jdp bench --calibrate, {when})"
+    )
+    hop, bus = law.alpha_s / (2 * (m - 1)), 2 * (m - 1) / m * law.bytes_per_s
+    flops = max(found.shared_matmul_flops_per_s.values())
+    here = f"measured here (jdp bench --calibrate, {when})"
+    return known | {
+        "matmul_flops": _part(flops, (0.75, 1, 1.25), "FLOP/s", here),
+        "memory_bytes_per_s": _part(found.shared_memory_bytes_per_s, (0.75, 1, 1.25), "B/s", here),
+        "link_bytes_per_s": _part(bus, (0.75, 1, 1.25), "B/s", source),
+        "link_hop_s": _part(hop, (0.75, 1, 1.25), "s", source),
+        "collective_start_s": Rate(0.0, 0.0, 0.0, "s", f"in link_hop_s: {source}"),
+    }
+
+
+def with_recovery(known: Assumptions, path: Path) -> Assumptions:
+    """Return assumptions with the recovery that `jdp bench faults --json=FILE` measured.
+
+    Raises:
+      ValueError: if the file does not hold such a measurement.
+    """
+    try:
+        found = json.loads(path.read_text())
+        row = max(found["rows"], key=lambda it: it["state_bytes"])
+        parts = {
+            "detection_s": row["detection_s"],
+            "re_forming_s": row["re_forming_s"],
+            "compiling_s": row["tracing_s"] + row["loading_s"],
+            "restoring_s": row["restoring_s"],
+            "first_step_s": row["first_step_s"],
+        }
+        law = found["restoring"]
+        if law:
+            parts |= {
+                "restoring_s": law["alpha_s"],
+                "restore_bytes_per_s": float(law["bytes_per_s"]),
+            }
+        where = f"measured on {found['host']} (jdp bench faults, {found['date'][:10]})"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--recovery {path} is not a measurement of recoveries ({error!r}). Make one: "
+            "jdp bench faults --state 1M,100M --json=recovery.json."
+        ) from error
+    return known | {
+        name: _part(
+            value, (0.75, 1, 1.5), "s" if name.endswith("ing_s") else known[name].unit, where
+        )
+        for name, value in parts.items()
+    }
+
+
+def with_given(known: Assumptions, values: Mapping[str, float]) -> Assumptions:
+    """Return assumptions with values of the user.
+
+    Raises:
+      ValueError: if there is no such assumption, or its value cannot be.
+    """
+    for name, value in values.items():
+        if name not in NAMES:
+            raise ValueError(
+                f"there is no assumption {name!r}. Assumptions are {', '.join(NAMES)}."
+            )
+        may_be_zero = name.endswith("_s") and not name.endswith(("_per_s", "mtbf_gpu_s"))
+        may_be_zero |= name == STRAGGLER
+        if not (value > 0 or (value == 0 and may_be_zero)) or math.isnan(value):
+            raise ValueError(
+                f"--set {name}={value:g} must be {'at least 0' if may_be_zero else 'above 0'}, in "
+                f"{known[name].unit or 'parts of 1'}. It is {known[name].value:.3g} by default."
+            )
+        if name in ("forward_share", STRAGGLER) and value >= 1:
+            raise ValueError(f"--set {name}={value:g} must be below 1: it is a part of a step.")
+    return known | {name: given(value, known[name].unit) for name, value in values.items()}
+
+
+def values(
+    known: Assumptions, rest: str = "value", computation: str | None = None
+) -> dict[str, float]:
+    """Return the numbers of the likely case, or of the fastest or slowest run.
+
+    Args:
+      known: the assumptions.
+      rest: "value", "fast" or "slow".
+      computation: the same for the rates of computation. Default: as the rest.
+    """
+    picked = {}
+    for name, rate in known.items():
+        which = (computation or rest) if name in COMPUTATION else rest
+        if which == "value" or name == "forward_share":  # whose ends are not faster or slower
+            picked[name] = rate.value
+        else:
+            is_high = name.endswith(_FASTER) == (which == "fast")
+            picked[name] = rate.high if is_high else rate.low
+    return picked
+
+
+def _part(peak: float, parts: tuple[float, float, float], unit: str, source: str) -> Rate:
+    low, likely, high = (peak * part for part in parts)
+    return Rate(likely, low, high, unit, source)

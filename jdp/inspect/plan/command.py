@@ -1,0 +1,158 @@
+"""The command `jdp plan`."""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jdp.inspect import calibration
+from jdp.inspect.bench.flags import read_bytes, read_positive
+from jdp.inspect.calibration import Calibration
+from jdp.inspect.gpus import GPUS
+from jdp.inspect.plan import assumptions, prediction, question, report
+from jdp.inspect.plan.schedule import METHODS
+from jdp.inspect.plan.stragglers import KINDS
+
+_DESCRIPTION = """\
+How long would a step take on many hosts, how much memory, and how much of the
+time would count? Simulates a step: buckets that are ready behind the backward
+pass, gathers ahead of the forward pass, links, the slowest of all ranks; and
+failures with jdp's recovery. All figures are predicted. What is assumed is
+printed with its source and can be set: docs/plan.md says how good it is.
+
+  jdp plan --model params=7e9,layers=32,tokens=16384 --hosts 1:2048
+  jdp plan --model params=7e9,layers=32,step_s=1.2 --hosts 4 --methods hsdp"""
+_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `jdp plan`.
+
+    Args:
+      arguments: of the command line.
+
+    Returns:
+      The exit code: 0, or 2 if the arguments are wrong.
+    """
+    chosen = _parser().parse_args(arguments)
+    try:
+        if chosen.png and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--png needs matplotlib: pip install matplotlib.")
+        hosts, methods = question.read_hosts(chosen.hosts), question.read_methods(chosen.methods)
+        measured = _calibration(chosen.calibration)
+        options, known = _options(chosen, measured), _known(chosen, measured)
+    except ValueError as error:
+        print(f"jdp plan: {error}", file=sys.stderr)
+        return 2
+    rows = [
+        prediction.predict(options, known, method, number) for method in methods for number in hosts
+    ]
+    if chosen.json != "-":
+        print(report.table(rows, known))
+    if chosen.json == "-":
+        print(report.to_json(rows, known))
+    elif chosen.json:
+        Path(chosen.json).write_text(report.to_json(rows, known) + "\n")
+    if chosen.png:
+        report.draw(rows, chosen.png)
+    return 0
+
+
+def _options(chosen: argparse.Namespace, measured: Calibration | None) -> prediction.PlanOptions:
+    return prediction.PlanOptions(
+        model=question.read_model(chosen.model),
+        per_host=chosen.gpus_per_host,
+        gather_bytes=_DTYPES[chosen.gather_dtype],
+        reduce_bytes=_DTYPES[chosen.reduce_dtype],
+        bucket_bytes=chosen.bucket_bytes,
+        straggler=chosen.straggler,
+        seed=chosen.seed,
+        activation_bytes=chosen.activations or 0,
+        commit_every=chosen.commit_every or 0,
+        degraded_s=chosen.missing_host_s,
+        overlaps=measured is None or measured.platform != "cpu",
+    )
+
+
+def _known(chosen: argparse.Namespace, measured: Calibration | None) -> assumptions.Assumptions:
+    known = assumptions.assumed(chosen.gpu, chosen.link)
+    if measured is not None:
+        known = assumptions.with_calibration(known, measured)
+    if chosen.recovery:
+        known = assumptions.with_recovery(known, Path(chosen.recovery))
+    return assumptions.with_given(known, dict(map(_setting, chosen.set)))
+
+
+def _calibration(text: str | None) -> Calibration | None:
+    if text is None:
+        return None
+    path = Path(text) if text else None
+    found = calibration.load("gpu", path) or calibration.load("cpu", path)
+    if found is None:
+        raise ValueError(
+            f"there is no calibration {path or 'of this host'}. Make one: jdp bench --calibrate."
+        )
+    return found
+
+
+def _setting(text: str) -> tuple[str, float]:
+    name, _, number = text.partition("=")
+    try:
+        return name, float(number)
+    except ValueError:
+        raise ValueError(f"--set {text} is not NAME=NUMBER, such as matmul_flops=4e14.") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jdp plan",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    text = (
+        "params, layers, and tokens of a GPU in a step or step_s; micro_batches, leaves of a layer"
+    )
+    parser.add_argument("--model", required=True, metavar="NAME=N,...", help=text)
+    text = "numbers of hosts: 4, 1,2,3, or 1:2048 for powers of two (default 1:64)"
+    parser.add_argument("--hosts", default="1:64", metavar="N", help=text)
+    parser.add_argument("--gpus-per-host", type=read_positive, default=8, metavar="N")
+    parser.add_argument("--gpu", default="H100", help=f"one of {', '.join(GPUS)} (default H100)")
+    text = "network cards of a host and Gbit/s of each (default 8x400)"
+    parser.add_argument("--link", default="8x400", metavar="NxGBITS", help=text)
+    text = f"some of {','.join(METHODS)} (default all)"
+    parser.add_argument("--methods", default=",".join(METHODS), metavar="NAMES", help=text)
+    for flag, what in (("--gather-dtype", "gathered parameters"), ("--reduce-dtype", "gradients")):
+        text = f"of {what} (default float32)"
+        parser.add_argument(flag, choices=_DTYPES, default="float32", help=text)
+    text = "capacity of a bucket (default 4M)"
+    size = read_bytes("4M")
+    parser.add_argument("--bucket-bytes", type=read_bytes, default=size, metavar="BYTES", help=text)
+    text = "bytes of a GPU beside its state: activations and rows (default 0)"
+    parser.add_argument("--activations", type=read_bytes, metavar="BYTES", help=text)
+    text = "how ranks are slow by chance (default lognormal); set its straggler_scale"
+    parser.add_argument("--straggler", choices=KINDS, default="lognormal", help=text)
+    parser.add_argument("--seed", type=int, default=0, help="of the stragglers (default 0)")
+    text = "steps between commits (default: as many as lose least)"
+    parser.add_argument("--commit-every", type=read_positive, metavar="N", help=text)
+    text = "seconds from a failure until a new host joins; jdp trains on without it (default 0)"
+    parser.add_argument("--missing-host-s", type=_seconds, default=0.0, metavar="S", help=text)
+    text = "take links and computation from this host's `jdp bench --calibrate`, or FILE"
+    parser.add_argument("--calibration", nargs="?", const="", metavar="FILE", help=text)
+    text = "take recoveries from FILE of `jdp bench faults --json=FILE`"
+    parser.add_argument("--recovery", metavar="FILE", help=text)
+    text = "set an assumption; the output lists them"
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
+    text = "print JSON in place of a table, or write it to FILE"
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=text)
+    parser.add_argument(
+        "--png", metavar="FILE", help="draw efficiency over GPUs (needs matplotlib)"
+    )
+    return parser
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0")
+    return value

@@ -1,0 +1,132 @@
+"""The question that `jdp plan` answers: the model, hosts and methods of a command line."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jdp.inspect.plan.schedule import METHODS
+from jdp.inspect.plan.workload import Workload, uniform
+
+# A forward pass multiplies and adds once for each parameter and token, a backward pass twice.
+FLOPS_PER_PARAM = 6
+# Adam reads and writes a parameter and two numbers, and reads its gradient, all in float32.
+_UPDATE_BYTES = 28
+_MODEL = "params=7e9,layers=32,tokens=16384"
+_KEYS = ("params", "layers", "tokens", "step_s", "micro_batches", "leaves")
+
+
+class Model(NamedTuple):
+    """What is trained, in numbers.
+
+    Attributes:
+      params: number of parameters.
+      layers: number of equal layers.
+      tokens: tokens of a rank in a step; 0 if `step_s` is known.
+      step_s: seconds of the forward and backward pass of one rank; 0 if not known.
+      micro_batches: of a step.
+      leaves: large leaves of a layer.
+    """
+
+    params: float
+    layers: int
+    tokens: float = 0.0
+    step_s: float = 0.0
+    micro_batches: int = 1
+    leaves: int = 6
+
+    def workload(
+        self, known: Mapping[str, float], gather_bytes: float, reduce_bytes: float, bucket: float
+    ) -> Workload:
+        """Return what one rank computes, at assumed rates."""
+        compute_s = self.step_s
+        if not compute_s:
+            compute_s = FLOPS_PER_PARAM * self.params * self.tokens / known["matmul_flops"]
+        forward_s = known["forward_share"] * compute_s
+        return Workload(
+            leaves=uniform(self.params, self.layers, self.leaves),
+            forward_s=forward_s,
+            backward_s=compute_s - forward_s,
+            update_s=_UPDATE_BYTES * self.params / known["memory_bytes_per_s"],
+            micro_batches=self.micro_batches,
+            gather_bytes=gather_bytes,
+            reduce_bytes=reduce_bytes,
+            bucket_bytes=bucket,
+        )
+
+
+def read_model(text: str) -> Model:
+    """Read a model such as "params=7e9,layers=32,tokens=16384".
+
+    Raises:
+      ValueError: if it is none.
+
+    >>> read_model("params=7e9,layers=32,step_s=1.5").step_s
+    1.5
+    """
+    found: dict[str, float] = {}
+    for word in text.split(","):
+        name, _, number = word.partition("=")
+        try:
+            found[name] = float(number)
+        except ValueError:
+            raise ValueError(
+                f"--model {text}: {word!r} is not NAME=NUMBER. Write {_MODEL}."
+            ) from None
+        if name not in _KEYS:
+            raise ValueError(
+                f"--model {text}: there is no {name!r}. Write some of {', '.join(_KEYS)}."
+            )
+        if not 0 < found[name] < math.inf:
+            raise ValueError(f"--model {text}: {name}={number} must be above 0 and finite.")
+        if name in ("layers", "micro_batches", "leaves") and found[name] % 1:
+            raise ValueError(f"--model {text}: {name}={number} must be a whole number.")
+    missing = [name for name in ("params", "layers") if name not in found]
+    if missing or ("tokens" in found) == ("step_s" in found):
+        raise ValueError(
+            f"--model {text} needs params, layers, and either tokens (of a GPU in a step) or "
+            f"step_s (seconds of the forward and backward pass of one GPU). Write {_MODEL}."
+        )
+    return Model(
+        params=found["params"],
+        layers=int(found["layers"]),
+        tokens=found.get("tokens", 0.0),
+        step_s=found.get("step_s", 0.0),
+        micro_batches=int(found.get("micro_batches", 1)),
+        leaves=int(found.get("leaves", 6)),
+    )
+
+
+def read_hosts(text: str) -> list[int]:
+    """Read numbers of hosts: "4", "1,2,3", or "1:2048" for the powers of two between.
+
+    Raises:
+      ValueError: if they are none.
+
+    >>> read_hosts("1:5"), read_hosts("3,6")
+    ([1, 2, 4, 5], [3, 6])
+    """
+    first, colon, last = text.partition(":")
+    words = [first, last] if colon else text.split(",")
+    numbers = [int(word) if word.isdigit() else 0 for word in words]
+    if min(numbers) < 1 or (colon and numbers[0] > numbers[1]):
+        raise ValueError(
+            f"--hosts {text} is not a number of hosts from 1. Write 4, 1,2,3, or 1:2048 for the "
+            "powers of two between."
+        )
+    if not colon:
+        return sorted(set(numbers))
+    low, high = numbers
+    powers = {1 << i for i in range(high.bit_length()) if low <= 1 << i <= high}
+    return sorted({low, high} | powers)
+
+
+def read_methods(text: str) -> list[str]:
+    """Read names of methods, such as "replicated,stage3".
+
+    Raises:
+      ValueError: if there is no such method.
+    """
+    names = text.split(",")
+    if wrong := [name for name in names if name not in METHODS]:
+        raise ValueError(f"there is no method {wrong[0]!r}. Write some of {','.join(METHODS)}.")
+    return names

@@ -1,0 +1,219 @@
+"""Simulates one step of one rank: what computes, and what is sent over each link meanwhile.
+
+The rules:
+
+1. A rank has three lanes: it computes, it sends within its host ("link") and between hosts
+   ("network"). A lane runs one task at a time, to its end, in the order in which the program
+   issues them, as XLA and NCCL do. So the simulation needs no queue of events: a task begins when
+   the one before it in its lane and all that it needs have ended.
+2. All ranks run the same program, and a collective begins when its last rank is ready. A rank is
+   slow or fast for a whole step, so the slowest rank's schedule is that of the step, and no other
+   has to be simulated.
+3. Computation is as fast while something is sent as without. On CPUs the ranks themselves send and
+   add up, so nothing is sent while they compute: all tasks share one lane.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from jdp.inspect.plan.fabric import LINK, NETWORK, Fabric, Group
+from jdp.inspect.plan.workload import STATE_BYTES, ModelLeaf, Workload, grouped, params_of, work_of
+
+COMPUTE = "compute"
+REPLICATED, STAGE_1, STAGE_2, STAGE_3, HSDP = "replicated", "stage1", "stage2", "stage3", "hsdp"
+METHODS = (REPLICATED, STAGE_1, STAGE_2, STAGE_3, HSDP)
+
+
+class Task(NamedTuple):
+    """A piece of work of one lane.
+
+    Attributes:
+      lane: COMPUTE, "link" or "network".
+      seconds: its duration.
+      after: positions of tasks that must have ended.
+    """
+
+    lane: str
+    seconds: float
+    after: tuple[int, ...]
+
+
+class Program:
+    """The tasks of a step, in the order in which they are issued.
+
+    Args:
+      overlaps: whether links send while the rank computes.
+    """
+
+    def __init__(self, *, overlaps: bool = True) -> None:
+        self.tasks: list[Task] = []
+        self._overlaps = overlaps
+
+    def add(self, lane: str, seconds: float, after: Iterable[int] = ()) -> int:
+        """Append a task, and return its position."""
+        self.tasks.append(Task(lane, seconds, tuple(after)))
+        return len(self.tasks) - 1
+
+    def ends(self, slowness: float = 1.0) -> list[float]:
+        """Return when each task ends, in seconds from the beginning of the step.
+
+        Args:
+          slowness: factor of all computation.
+
+        >>> program = Program()
+        >>> first = program.add("compute", 2.0)
+        >>> _, _ = program.add("link", 5.0, [first]), program.add("compute", 3.0, [first])
+        >>> program.ends(), program.ends(slowness=2.0)
+        ([2.0, 7.0, 5.0], [4.0, 9.0, 10.0])
+        """
+        ends: list[float] = []
+        free = dict.fromkeys((COMPUTE, LINK, NETWORK), 0.0)
+        for lane, seconds, after in self.tasks:
+            used = lane if self._overlaps else COMPUTE
+            begin = free[used]
+            for i in after:
+                begin = max(begin, ends[i])
+            ends.append(begin + (seconds * slowness if lane == COMPUTE else seconds))
+            free[used] = ends[-1]
+        return ends
+
+    def step_s(self, slowness: float = 1.0) -> float:
+        """Return the seconds of the step, if its slowest rank is slower by a factor."""
+        return max(self.ends(slowness))
+
+    def exposed_s(self) -> float:
+        """Return the seconds of the step in which a rank computes nothing."""
+        return self.step_s() - sum(task.seconds for task in self.tasks if task.lane == COMPUTE)
+
+
+class Deployment(NamedTuple):
+    """Where a step runs.
+
+    Attributes:
+      method: one of METHODS.
+      hosts: number of hosts, >= 1.
+      per_host: GPUs of each.
+      fabric: their links.
+      overlaps: whether links send while a GPU computes.
+    """
+
+    method: str
+    hosts: int
+    per_host: int
+    fabric: Fabric
+    overlaps: bool = True
+
+    @property
+    def all_ranks(self) -> Group:
+        """The group of all ranks."""
+        return Group(self.hosts, self.per_host)
+
+    @property
+    def sharded_over(self) -> Group:
+        """The ranks that a state is split over."""
+        if self.method == REPLICATED:
+            return Group(1, 1)
+        return Group(1, self.per_host) if self.method == HSDP else self.all_ranks
+
+
+def program_of(workload: Workload, deployment: Deployment) -> Program:
+    """Return the tasks of a step.
+
+    Args:
+      workload: what one rank computes.
+      deployment: where.
+    """
+    builder = _Builder(workload, deployment)
+    if deployment.method in (STAGE_3, HSDP):
+        builder.parameters_in_time()
+    else:
+        builder.whole_parameters()
+    return builder.program
+
+
+class _Read(NamedTuple):
+    group: list[ModelLeaf]
+    seconds: float
+    sends: bool  # a backward pass, after which gradients are sent
+
+
+class _Builder:
+    def __init__(self, workload: Workload, deployment: Deployment):
+        self.program = Program(overlaps=deployment.overlaps)
+        self._workload, self._deployment = workload, deployment
+        count = workload.micro_batches
+        self._forward_s, self._backward_s = workload.forward_s / count, workload.backward_s / count
+        self._update_s = workload.update_s / deployment.sharded_over.size
+
+    def whole_parameters(self) -> None:
+        """Add a step whose parameters are whole between steps: `replicated`, stages 1 and 2.
+
+        Buckets are sent as soon as the backward pass has completed them. The sums of stage 1 and
+        of `replicated` are those of all micro-batches. Stages 1 and 2 gather new parameters at the
+        end, in float32.
+        """
+        method, count = self._deployment.method, self._workload.micro_batches
+        buckets, sent = self._buckets(self._workload.reduce_bytes), []
+        for number in range(count):
+            self.program.add(COMPUTE, self._forward_s)
+            for bucket in buckets:
+                done = self.program.add(COMPUTE, self._backward_s * work_of(bucket))
+                if method == STAGE_2 or number == count - 1:
+                    sent.append(self._reduce(bucket, done))
+        update = self.program.add(COMPUTE, self._update_s, sent)
+        if method != REPLICATED:
+            for bucket in self._buckets(STATE_BYTES):
+                self._gather(bucket, STATE_BYTES, [update])
+
+    def parameters_in_time(self) -> None:
+        """Add a step that gathers parameters where they are read: stage 3 and HSDP.
+
+        Two groups are whole at a time: the next one is gathered while one computes. The backward
+        pass gathers them again, and scatters the gradients of each group when they are complete.
+        With HSDP, the parts are then averaged between hosts.
+        """
+        groups, count = (
+            self._buckets(self._workload.gather_bytes)[::-1],
+            self._workload.micro_batches,
+        )
+        reads = self._reads(groups) * count
+        size = self._workload.gather_bytes
+        gathered, computed, sent = [self._gather(reads[0].group, size)], [], []
+        for i, read in enumerate(reads):
+            if i + 1 < len(reads):
+                gathered.append(self._gather(reads[i + 1].group, size, computed[-1:]))
+            if i and reads[i - 1].sends:
+                sent.append(self._reduce(reads[i - 1].group, computed[-1]))
+            computed.append(self.program.add(COMPUTE, read.seconds, [gathered[i]]))
+        sent.append(self._reduce(reads[-1].group, computed[-1]))
+        self.program.add(COMPUTE, self._update_s, sent)
+
+    def _reads(self, groups: list[list[ModelLeaf]]) -> list[_Read]:
+        forward = [_Read(it, self._forward_s * work_of(it), sends=False) for it in groups]
+        return forward + [
+            _Read(it, self._backward_s * work_of(it), sends=True) for it in groups[::-1]
+        ]
+
+    def _buckets(self, bytes_per_param: float) -> list[list[ModelLeaf]]:
+        """Return buckets in the order of the backward pass: the last leaf first."""
+        capacity = self._workload.bucket_bytes
+        return grouped(self._workload.leaves[::-1], bytes_per_param, capacity)
+
+    def _reduce(self, bucket: list[ModelLeaf], done: int) -> int:
+        method, fabric = self._deployment.method, self._deployment.fabric
+        num_bytes = params_of(bucket) * self._workload.reduce_bytes
+        group = self._deployment.all_ranks
+        if method == REPLICATED:
+            return self.program.add(group.lane, fabric.all_reduce_s(num_bytes, group), [done])
+        split = self._deployment.sharded_over
+        part = self.program.add(split.lane, fabric.gather_s(num_bytes, split), [done])
+        if method != HSDP or group.hosts == 1:
+            return part
+        across = Group(group.hosts, 1, sharing=split.size)
+        seconds = fabric.all_reduce_s(num_bytes / split.size, across)
+        return self.program.add(NETWORK, seconds, [part])
+
+    def _gather(self, group: list[ModelLeaf], size: float, after: Iterable[int] = ()) -> int:
+        split = self._deployment.sharded_over
+        seconds = self._deployment.fabric.gather_s(params_of(group) * size, split)
+        return self.program.add(split.lane, seconds, after)

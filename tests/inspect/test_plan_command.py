@@ -1,0 +1,131 @@
+"""`jdp plan` prints what it predicts and assumes, and refuses what it cannot answer."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.calibrations import FOUND
+
+from benchmarks.plan import published
+from jdp.__main__ import main
+from jdp.inspect.plan import assumptions
+
+MODEL = ["--model", "params=1e9,layers=4,tokens=8192"]
+
+
+def planned(*arguments):
+    assert main(["plan", *MODEL, "--hosts", "1,2", *arguments, "--json", "found.json"]) == 0
+    return json.loads(Path("found.json").read_text())
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_every_assumption_is_printed_with_its_source(capsys):
+    found = planned("--set", "network_hop_s=2e-5", "--png", "plan.png")
+    text = capsys.readouterr().out
+    assert [row["hosts"] for row in found["predicted"]] == [1, 2] * 5
+    for name in assumptions.NAMES:
+        assert f"  {name} = " in text and found["assumed"][name]["source"]
+    assert "network_hop_s = 2e-05 s: given" in text and "predicted, not measured" in text
+    assert found["assumed"].keys() == set(assumptions.NAMES)
+    assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", sorted(set(assumptions.NAMES) - {"memory_bytes"}))
+def test_every_assumption_has_an_effect(name):
+    few = "--methods", "hsdp", "--commit-every", "100"
+    usual = assumptions.assumed("H100", "8x400")[name].value
+    value = 0.9 if name == "forward_share" else 3 * usual or 10.0
+    before, after = planned(*few), planned(*few, "--set", f"{name}={value}")
+    assert before["predicted"] != after["predicted"]
+
+
+def test_a_state_that_does_not_fit_is_marked(capsys):
+    [row, _] = planned("--methods", "replicated", "--set", "memory_bytes=15.9e9")["predicted"]
+    assert not row["fits"] and "16.0*" in capsys.readouterr().out
+    assert planned("--set", "memory_bytes=16.1e9")["predicted"][0]["fits"]
+    larger = planned("--set", "memory_bytes=16.1e9", "--activations", "1G")["predicted"][0]
+    assert larger["memory_bytes"] == row["memory_bytes"] + 2**30 and not larger["fits"]
+
+
+def test_a_host_that_is_missing_takes_its_share():
+    few = "--methods", "hsdp", "--commit-every", "1", "--set", "mtbf_gpu_s=1e9"
+    few += "--set", "commit_bytes_per_s=1e15"
+    rows = planned(*few), planned(*few, "--missing-host-s", "1e6")
+    for hosts, before, after in zip((1, 2), *(it["predicted"] for it in rows), strict=True):
+        lost = 8 * hosts / 1e9 * 1e6 / hosts
+        assert before["ettr"] - after["ettr"] == pytest.approx(lost, rel=1e-3)
+
+
+def test_measured_links_and_recoveries_are_used(capsys):
+    FOUND.save()
+    row = {"state_bytes": 10**6, "detection_s": 0.5, "re_forming_s": 1.0, "tracing_s": 2.0,
+           "loading_s": 4.0, "restoring_s": 8.0, "first_step_s": 16.0}  # fmt: skip
+    recovery = {"host": "host0", "date": "2026-11-25T12:00", "rows": [row], "restoring": None}
+    Path("recovery.json").write_text(json.dumps(recovery))
+    result = planned("--calibration", "--recovery", "recovery.json")
+    found, law = result["assumed"], FOUND.rates[0]  # of 2 ranks: 2 hops
+    # On CPUs nothing is hidden: 24 leaves are a bucket each, with 14 hops on 8 ranks.
+    exposed = 24 * 14 * law.alpha_s / 2 + 2 * 7 / 8 * 4e9 / law.bytes_per_s
+    assert result["predicted"][0]["exposed_s"] == pytest.approx(exposed)
+    assert found["link_hop_s"]["value"] == law.alpha_s / 2
+    assert found["link_bytes_per_s"]["value"] == law.bytes_per_s
+    assert found["matmul_flops"]["value"] == 6e10
+    assert [found[name]["value"] for name in ("detection_s", "compiling_s", "first_step_s")] == [
+        0.5, 6.0, 16.0,
+    ]  # fmt: skip
+    assert "measured here, direct on 2 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("--hosts 0", "--hosts 0"),
+        ("--hosts 4:2", "4:2"),
+        ("--hosts many", "1:2048"),
+        ("--gpu H300", "H100"),
+        ("--link fast", "8x400"),
+        ("--link 0x400", "8x400"),
+        ("--methods stage4", "stage3"),
+        ("--set mtbf_gpu_s=-1", "mtbf_gpu_s=-1"),
+        ("--set mtbf_gpu_s=0", "mtbf_gpu_s=0"),
+        ("--set network_bytes_per_s=0", "network_bytes_per_s=0"),
+        ("--set network_hop_s=-1e-6", "network_hop_s=-1e-06"),
+        ("--set straggler_scale=2", "straggler_scale=2"),
+        ("--set forward_share=1", "forward_share=1"),
+        ("--set matmul_flops=nan", "matmul_flops=nan"),
+        ("--set speed=1", "matmul_flops"),
+        ("--set matmul_flops", "matmul_flops"),
+        ("--calibration", "jdp bench --calibrate"),
+        ("--recovery missing.json", "jdp bench faults"),
+        ("--model 7e9", "params=7e9"),
+        ("--model params=7e9,layers=32", "step_s"),
+        ("--model params=7e9,layers=32,tokens=1,step_s=1", "step_s"),
+        ("--model params=-1,layers=32,step_s=1", "params=-1"),
+        ("--model params=7e9,layers=2.5,step_s=1", "layers=2.5"),
+        ("--model params=7e9,layers=0,step_s=1", "layers=0"),
+        ("--model params=7e9,depth=2,step_s=1", "depth"),
+        ("--model params=inf,layers=2,step_s=1", "params=inf"),
+    ],
+)
+def test_bad_input_is_refused_with_what_to_write(arguments, named, capsys):
+    assert main(["plan", *MODEL, *arguments.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("jdp plan: ") and named in error
+
+
+# Published runs, with one fitted constant
+
+
+def test_the_scale_of_stragglers_is_the_one_that_was_fitted():
+    default = assumptions.assumed("H100", "8x400")[assumptions.STRAGGLER].value
+    assert default == pytest.approx(published.fitted_scale(), abs=5e-4)
+
+
+@pytest.mark.parametrize("row", published.rows(0.0154), ids=lambda row: row.name)
+def test_published_runs_are_predicted_within_five_points(row):
+    assert abs(row.error) <= published.GOAL

@@ -1,0 +1,87 @@
+"""Collectives and memory of `jdp plan` are those of closed forms and of the documentation."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from support.calibrations import FOUND, LAW
+
+from jdp.inspect.plan import assumptions
+from jdp.inspect.plan.fabric import Fabric, Group
+from jdp.inspect.plan.memory import rank_memory, state_bytes_of_host
+from jdp.inspect.plan.schedule import METHODS, Deployment
+from jdp.inspect.plan.workload import ModelLeaf, Workload, uniform
+
+PAGE = (Path(__file__).parents[2] / "docs" / "sharding.md").read_text()
+BYTES = Fabric(1.0, 0.0, 1.0, 0.0)
+
+
+def test_a_collective_of_one_rank_takes_no_time():
+    alone = Group(1, 1)
+    assert BYTES.all_reduce_s(100, alone) == BYTES.gather_s(100, alone) == 0
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_a_ring_over_hosts_crosses_the_network_once_less_than_there_are_hosts(hosts):
+    fabric = Fabric(1000.0, 1.0, 10.0, 100.0, algorithm="ring")
+    n = hosts * 4
+    hops = 100 * (hosts - 1) + (n - hosts)
+    assert fabric.gather_s(60, Group(hosts, 4)) == pytest.approx(hops + (n - 1) / n * 60 / 10)
+    assert fabric.all_reduce_s(60, Group(hosts, 4)) == pytest.approx(
+        2 * hops + 2 * (n - 1) / n * 60 / 10
+    )
+
+
+def test_a_tree_has_few_hops_and_less_bandwidth():
+    tree = Fabric(1.0, 1.0, 1.0, 1.0, algorithm="tree")
+    # 8 hosts: 3 levels up and down, 9 hosts: 4; 8 GPUs of a host: a chain of 7.
+    assert tree.all_reduce_s(0, Group(8, 8)) == 2 * (3 + 7)
+    assert tree.all_reduce_s(0, Group(9, 8)) == 2 * (4 + 7)
+    best, ring = tree._replace(algorithm="best"), tree._replace(algorithm="ring")
+    for num_bytes in (0, 10_000):
+        times = [each.all_reduce_s(num_bytes, Group(9, 8)) for each in (tree, ring)]
+        assert best.all_reduce_s(num_bytes, Group(9, 8)) == min(times)
+    assert times[1] < times[0]
+
+
+def test_as_many_ranks_as_were_calibrated_take_the_measured_time():
+    law = dataclasses.replace(LAW, num_ranks=3, alpha_s=6e-6, points=())
+    found = dataclasses.replace(FOUND, rates=(LAW, law))
+    known = assumptions.values(
+        assumptions.with_calibration(assumptions.assumed("H100", "8x400"), found)
+    )
+    fabric = Fabric(
+        known["link_bytes_per_s"],
+        known["link_hop_s"],
+        1.0,
+        0.0,
+        known["collective_start_s"],
+        "ring",
+    )
+    assert fabric.all_reduce_s(1e6, Group(1, 3)) == pytest.approx(law.seconds(1e6))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_is_that_of_the_documentation(method, n):
+    row = {"replicated": "`replicated`", "hsdp": "stage 3"}.get(method, f"stage {method[-1]}")
+    [cells] = re.findall(rf"^\| {row} \| ([^|]+) \| \+ ([^|]+) \|$", PAGE, re.M)
+    load = Workload(
+        (ModelLeaf(6, 0.25), ModelLeaf(10, 0.5), ModelLeaf(4, 0.25)), 1.0, 2.0, bucket_bytes=24
+    )
+    in_copies = {"n": n, "G": 10 / 20}  # a group is at least one leaf
+    between, within = (eval(it.replace("2 G", "2 * G"), in_copies) for it in cells)
+    found = rank_memory(load, Deployment(method, 1, n, BYTES))
+    assert found.between_steps == pytest.approx(between * 20 * 4)
+    assert found.in_step == pytest.approx(within * 20 * 4)
+
+
+@pytest.mark.parametrize(
+    ("method", "copies"),
+    [("replicated", 3), ("stage1", 1 + 2 / 5), ("stage3", 3 / 5), ("hsdp", 3)],
+)
+def test_a_host_commits_the_state_that_its_ranks_hold_together(method, copies):
+    load = Workload(uniform(8, 4, 1), 1.0, 2.0)
+    found = state_bytes_of_host(load, Deployment(method, 5, 4, BYTES))
+    assert found == pytest.approx(copies * 8 * 4)

@@ -1,0 +1,24 @@
+"""A calibration as `jdp bench --calibrate` would save it, in round numbers."""
+
+import dataclasses
+
+from jdp.inspect.calibration import Calibration, CollectiveLaw
+
+LAW = CollectiveLaw(
+    "all-reduce", "direct", 2, 1, "float32", 2e-6, 1e9, 0.25, ((1024, 3e-6), (4096, 6e-6))
+)
+FOUND = Calibration(
+    host="host0",
+    platform="cpu",
+    device_kind="cpu",
+    num_devices=2,
+    num_cores=2,
+    date="2026-11-25T12:00:00+00:00",
+    versions={"jax": "0.12.0"},
+    matmul_flops_per_s={"float32": 1e11},
+    memory_bytes_per_s=1e10,
+    num_compute_ranks=2,
+    shared_matmul_flops_per_s={"float32": 6e10},
+    shared_memory_bytes_per_s=7e9,
+    rates=(LAW, dataclasses.replace(LAW, num_processes=2)),
+)
