@@ -176,6 +176,25 @@ def test_processes_do_not_look_for_each_other_behind_a_proxy(silent_proxy):
     assert [code for code, _, _ in ended] == [0, 0], ended
 
 
+# Longer than PROGRAM's timeout for heartbeats.
+LATER = "if me == 1: time.sleep(8)\nprint('went on')"
+
+
+@several
+def test_a_process_goes_on_after_process_0_has_ended():
+    ended = run(*[program(after=LATER)] * 2, variables=jax_names(2, free_port()))
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert all(out.endswith("went on\n") for _, out, _ in ended), ended
+
+
+@several
+def test_a_process_waits_for_a_process_0_that_starts_late():
+    programs = program("time.sleep(3)"), program()
+    ended = run(*programs, variables=jax_names(2, free_port()))
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert found(*ended) == [[0, 2, 4], [1, 2, 4]]
+
+
 FORKS = """
 import os, signal
 child = os.fork()
