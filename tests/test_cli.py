@@ -7,7 +7,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-import yaml
 
 from jdp.__main__ import main
 from jdp.launch.options.options import Options, parse
@@ -243,22 +242,6 @@ def test_the_command_for_slurm_is_one_that_jdp_understands(tmp_path):
     # What was saved is gone on with.
     assert ended.returncode == 75
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
-
-
-def test_the_command_for_kubernetes_is_one_that_jdp_understands():
-    service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
-    pod = job["spec"]["template"]["spec"]
-    [container] = pod["containers"]
-    jdp, command, *arguments = container["command"]
-    assert [each["name"] for each in container["env"]] == ["JDP_TOKEN"]
-    options = parse(arguments, {"JOB_COMPLETION_INDEX": "1", "JDP_TOKEN": "secret"})
-    assert (jdp, command, options.node_rank) == ("jdp", "run", 1)
-    assert options.nnodes[1] == job["spec"]["completions"] == job["spec"]["parallelism"]
-    name = job["metadata"]["name"]
-    assert options.rdzv_endpoint == f"{name}-0.{pod['subdomain']}:29400"
-    assert service["metadata"]["name"] == pod["subdomain"]
-    assert service["spec"]["selector"] == {"job-name": name}
-    assert options.shutdown_timeout_s < pod["terminationGracePeriodSeconds"]
 
 
 def test_the_version_is_that_of_the_installed_package():

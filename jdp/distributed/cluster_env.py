@@ -1,4 +1,4 @@
-"""Find the place of this process in the environment of mpiexec, Slurm, Kubernetes or torchrun.
+"""Find the place of this process in the environment of JAX, mpiexec, Slurm, Kubernetes or torchrun.
 
 `jax.distributed.initialize()` alone would use a Slurm allocation without srun, in which one process
 waits for others that were not started, and would assign one GPU to each process.
@@ -12,13 +12,18 @@ from typing import NamedTuple
 # on this host, and number of processes on this host.
 _PMI = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{x}" for x in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))
+# Variables of torchrun, and those of JAX's own names, which Kubeflow's JAX runtime sets: number of
+# processes, number of this one, and where process 0 listens.
+_TORCHRUN = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
+_JAX = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS")
 
 
 class ProcessPlace(NamedTuple):
     """The place of this process among several.
 
     Attributes:
-      method: JAX's method to find the values that are None here; "deactivate" if none are None.
+      method: JAX's method to find the values that are None here: its name, "deactivate" if none are
+        None, or None for the one that JAX detects.
       num_processes: number of processes of all hosts.
       process_id: number of this process, from 0.
       coordinator: "address:port" at which process 0 listens.
@@ -26,7 +31,7 @@ class ProcessPlace(NamedTuple):
       num_local: number of processes of this host.
     """
 
-    method: str
+    method: str | None
     num_processes: int | None = None
     process_id: int | None = None
     coordinator: str | None = None
@@ -38,11 +43,13 @@ class ProcessPlace(NamedTuple):
 
         Args:
           num_gpus: number of GPUs that the process sees.
-          environment: environment variables.
+          environment: environment variables. JAX_LOCAL_DEVICE_IDS wins, as in JAX.
 
         >>> ProcessPlace("slurm", local_id=1, num_local=2).devices(8, {})
         [4, 5, 6, 7]
         """
+        if environment.get("JAX_LOCAL_DEVICE_IDS"):
+            return [int(number) for number in environment["JAX_LOCAL_DEVICE_IDS"].split(",")]
         bound = environment.get("SLURM_GPUS_ON_NODE", str(num_gpus)) != str(num_gpus)
         if bound or num_gpus < self.num_local or self.num_local == 1:
             return []
@@ -65,23 +72,30 @@ def find(environment: Mapping[str, str]) -> ProcessPlace | None:
     """
     if environment.get("WORLD_SIZE") == "1":
         return None
-    for place_of in (_torchrun, _open_mpi, _slurm, _other_mpi, _kubernetes):
+    for place_of in (_torchrun, _jax, _open_mpi, _slurm, _other_mpi, _kubernetes):
         place = place_of(environment)
         if place is not None:
             return place
-    if "WORLD_SIZE" in environment:
-        needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
-        missing = [name for name in needed if name not in environment]
-        raise RuntimeError(
-            f"WORLD_SIZE={environment['WORLD_SIZE']} means that this is one of several processes, "
-            f"but it can't find the others without {', '.join(missing)}. Start it with jdp run, or "
-            "set WORLD_SIZE=1 if it runs alone."
-        )
+    _require_all(_TORCHRUN, environment)
+    if environment.get("JAX_NUM_PROCESSES") != "1":
+        _require_all(_JAX, environment)
     return None
 
 
+# The first of `names` is the number of processes.
+def _require_all(names: tuple[str, ...], environment: Mapping[str, str]) -> None:
+    number, *_ = names
+    missing = [name for name in names if name not in environment]
+    if number in environment and missing:
+        raise RuntimeError(
+            f"{number}={environment[number]} means that this is one of several processes, but it "
+            f"can't find the others without {', '.join(missing)}. Start it with jdp run, or set "
+            "WORLD_SIZE=1 if it runs alone."
+        )
+
+
 def _torchrun(environment: Mapping[str, str]) -> ProcessPlace | None:
-    if not {"WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"} <= set(environment):
+    if not set(_TORCHRUN) <= set(environment):
         return None
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise RuntimeError(
@@ -97,6 +111,14 @@ def _torchrun(environment: Mapping[str, str]) -> ProcessPlace | None:
         int(environment.get("LOCAL_RANK", 0)),
         int(environment.get("LOCAL_WORLD_SIZE", 1)),
     )
+
+
+# JAX reads the address by itself, but neither of the numbers.
+def _jax(environment: Mapping[str, str]) -> ProcessPlace | None:
+    if not set(_JAX) <= set(environment) or environment["JAX_NUM_PROCESSES"] == "1":
+        return None
+    number, process_id, coordinator = (environment[name] for name in _JAX)
+    return ProcessPlace("deactivate", int(number), int(process_id), coordinator)
 
 
 # Check this before Slurm: inside a Slurm job, mpiexec starts its own daemons with srun.
@@ -164,7 +186,9 @@ def _kubernetes(environment: Mapping[str, str]) -> ProcessPlace | None:
         raise RuntimeError(
             f"JOB_COMPLETION_INDEX={environment['JOB_COMPLETION_INDEX']} means that this is a pod "
             "of an Indexed Job, but the Python package kubernetes, which JAX needs to find the "
-            "other pods, is not installed. Install it, or start with jdp run --nnodes, as in "
-            "examples/kubernetes.yaml, or set WORLD_SIZE=1 if each pod trains alone."
+            "other pods, is not installed. Start with jdp run --nnodes, as in "
+            "examples/kubernetes/indexed_job.yaml, or set JAX_NUM_PROCESSES, JAX_PROCESS_ID and "
+            "JAX_COORDINATOR_ADDRESS, or WORLD_SIZE=1 if each pod trains alone."
         )
-    return ProcessPlace("k8s", process_id=int(environment["JOB_COMPLETION_INDEX"]))
+    # JAX has this method, but no name for it.
+    return ProcessPlace(None, process_id=int(environment["JOB_COMPLETION_INDEX"]))

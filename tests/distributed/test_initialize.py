@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from jax._src.clusters import ClusterEnv
 from support.processes import free_port
 
 from jdp.distributed import cluster_env
@@ -23,6 +24,7 @@ DEADLINE_S = 120.0
 # Variables by which a test run may itself be one of several processes.
 FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "KUBERNETES_", "JOB_COMPLETION_INDEX", "JDP_")
 FOREIGN += ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "JAX_COORDINATOR", "TORCHELASTIC")
+FOREIGN += ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS")
 FOREIGN += ("http_proxy", "https_proxy", "grpc_proxy", "no_proxy", "no_grpc_proxy")
 
 PROGRAM = """
@@ -77,6 +79,11 @@ def torchrun(num, port):
         }
         for i in range(num)
     ]
+
+
+def jax_names(num, port):
+    address = {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": str(num)}
+    return [{**address, "JAX_PROCESS_ID": str(i)} for i in range(num)]
 
 
 def slurm(num, port):
@@ -167,6 +174,25 @@ def test_processes_do_not_look_for_each_other_behind_a_proxy(silent_proxy):
     ended = run(keeps, keeps, variables=[{**own, **proxies} for own in torchrun(2, free_port())])
     assert found(*ended) == [[0, 2, 4], [1, 2, 4]], ended
     assert [code for code, _, _ in ended] == [0, 0], ended
+
+
+# Longer than PROGRAM's timeout for heartbeats.
+LATER = "if me == 1: time.sleep(8)\nprint('went on')"
+
+
+@several
+def test_a_process_goes_on_after_process_0_has_ended():
+    ended = run(*[program(after=LATER)] * 2, variables=jax_names(2, free_port()))
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert all(out.endswith("went on\n") for _, out, _ in ended), ended
+
+
+@several
+def test_a_process_waits_for_a_process_0_that_starts_late():
+    programs = program("time.sleep(3)"), program()
+    ended = run(*programs, variables=jax_names(2, free_port()))
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert found(*ended) == [[0, 2, 4], [1, 2, 4]]
 
 
 FORKS = """
@@ -374,6 +400,9 @@ def test_a_first_process_that_does_not_come_is_named():
         ({}, None),
         ({"WORLD_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "2"}, None),
         (torchrun(2, 7)[1], ProcessPlace("deactivate", 2, 1, "localhost:7", 1)),
+        (jax_names(2, 7)[1], ProcessPlace("deactivate", 2, 1, "localhost:7")),
+        (jax_names(1, 7)[0], None),
+        ({"JAX_COORDINATOR_ADDRESS": "a:7"}, None),
         (slurm(2, 7)[1], ProcessPlace("slurm", 2, 1, None, 1, 2)),
         ({**slurm(1, 7)[0], "SLURM_NTASKS": "4"}, None),
         ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, None),
@@ -401,7 +430,7 @@ PMI = dict(zip(cluster_env._PMI, "4312", strict=True))
         ({**slurm(2, 7)[0], **OPEN_MPI}, ProcessPlace("mpi4py", 4, 3, None, 0, 2)),
         (
             {"KUBERNETES_SERVICE_HOST": "a", "JOB_COMPLETION_INDEX": "3"},
-            ProcessPlace("k8s", None, 3),
+            ProcessPlace(None, None, 3),
         ),
         ({"KUBERNETES_SERVICE_HOST": "a"}, None),
     ],
@@ -413,6 +442,10 @@ def test_a_place_follows_from_the_variables_if_the_package_is_installed(
         (tmp_path / f"{package}.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     assert find(variables) == place
+    assert place is None or place.method in {
+        None,
+        *(each.name for each in ClusterEnv._cluster_types),
+    }
 
 
 @pytest.mark.parametrize(
@@ -423,10 +456,14 @@ def test_a_place_follows_from_the_variables_if_the_package_is_installed(
             {**torchrun(2, 7)[0], "TORCHELASTIC_USE_AGENT_STORE": "True"},
             "MASTER_PORT=7, .* jdp run",
         ),
+        (
+            {"JAX_NUM_PROCESSES": "4", "JAX_COORDINATOR_ADDRESS": "a:7"},
+            "JAX_NUM_PROCESSES=4 .* without JAX_PROCESS_ID",
+        ),
         (PMI, "PMI_SIZE=4 .* pip install mpi4py"),
         (
             {"KUBERNETES_SERVICE_HOST": "a", "JOB_COMPLETION_INDEX": "3"},
-            "JOB_COMPLETION_INDEX=3 .* jdp run --nnodes.* examples/kubernetes.yaml",
+            "JOB_COMPLETION_INDEX=3 .* jdp run --nnodes.* examples/kubernetes/indexed_job.yaml",
         ),
     ],
 )
@@ -445,6 +482,7 @@ def test_one_of_several_processes_never_trains_alone(variables, text, monkeypatc
         (1, 4, 1, {}, []),  # shared, or its own already
         (1, 4, 0, {}, []),
         (1, 2, 4, {"SLURM_GPUS_ON_NODE": "4"}, [2, 3]),
+        (1, 2, 8, {"JAX_LOCAL_DEVICE_IDS": "2,3"}, [2, 3]),
         (1, 2, 2, {"SLURM_GPUS_ON_NODE": "4"}, []),  # Slurm gave it two of the four
     ],
 )

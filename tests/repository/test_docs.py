@@ -15,7 +15,11 @@ from jdp.launch.options import flags, options
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS = [*PAGES, ROOT / "examples" / "slurm.sh", ROOT / "examples" / "kubernetes.yaml"]
+COMMANDS = [
+    *PAGES,
+    ROOT / "examples" / "slurm.sh",
+    *(ROOT / "examples" / "kubernetes").glob("*.yaml"),
+]
 DEADLINE_S = 120
 
 

@@ -63,7 +63,7 @@ def test_every_example_is_tested_here():
 
 def test_the_overview_names_every_example():
     overview = (ROOT / "examples" / "README.md").read_text()
-    files = {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
+    files = {path.name for path in (ROOT / "examples").glob("**/*.*")}
     assert not [name for name in files - {"README.md"} if f"`{name}`" not in overview]
 
 
