@@ -21,7 +21,7 @@ class RunSummary(NamedTuple):
 
     >>> summary = RunSummary(340, 3.4375, 10.0, 2500.0, 0.03, 340, 300, 1, 0.972)
     >>> print(summary)
-    step 340, loss 3.438, 2,500 examples/s, 3 % waiting for data, commit 340, checkpoint 300, \
+    step 340, loss 3.438, 2,500 examples/s, data wait 3 %, commit 340, checkpoint 300, \
 1 recovery, ETTR 97.2 %
     """
 
@@ -45,7 +45,7 @@ class RunSummary(NamedTuple):
         elif self.steps_per_s is not None:
             found.append(f"{_rate(self.steps_per_s)} steps/s")
         if self.data_share is not None:
-            found.append(f"{100 * self.data_share:.0f} % waiting for data")
+            found.append(f"data wait {100 * self.data_share:.0f} %")
         if self.commit is not None:
             found.append(f"commit {self.commit}")
         if self.checkpoint is not None:

@@ -46,7 +46,14 @@ def test_a_progress_bar_of_a_script_moves_above_the_line():
     assert screen.lines == ["before", "100 %", DRAWN]
 
 
-@pytest.mark.parametrize("columns", [2, 10, 31, 32, 33, 80])
+def test_a_long_line_fills_a_wide_terminal():
+    line, screen = LiveLine(), Screen(300)
+    line.set_text(["x" * 100, "y" * 100])
+    screen.write(line.draw(300))
+    assert screen.lines == ["x" * 100 + " · " + "y" * 100]
+
+
+@pytest.mark.parametrize("columns", [2, 10, 31, 32, 33, 80, 300])
 def test_the_line_never_fills_a_row(columns):
     line, screen = LiveLine(), Screen(columns)
     line.set_text(PARTS)
@@ -119,7 +126,7 @@ def test_the_last_event_has_the_numbers_of_the_run(terminal):
 def test_a_signal_leaves_the_terminal_as_it_was(terminal, number):
     run = terminal()
     run.until(run.trained(0), "training")
-    run.until(lambda: "step 40" in run.lines[-1], "live line")
+    run.until(lambda: "step 40" in "".join(run.lines[-1:]), "live line")
     run.process.send_signal(number)
     run.process.wait(DEADLINE_S)
     assert termios.tcgetattr(run._theirs) == run.before
@@ -133,7 +140,7 @@ def test_a_signal_leaves_the_terminal_as_it_was(terminal, number):
 def test_a_terminal_that_becomes_narrow_has_a_line_that_fits(terminal):
     run = terminal()
     run.until(run.trained(0), "training")
-    run.until(lambda: "ETTR" in run.lines[-1], "live line")
+    run.until(lambda: "ETTR" in "".join(run.lines[-1:]), "live line")
     num = len(run.data)
     run.resize(20)
     (run.folder / "train.py").touch()

@@ -21,7 +21,7 @@ def test_a_line_now_and_then_has_the_numbers_of_all_processes(jdp_run):
     assert run.finish() == 0
     assert "\x1b" not in run.output
     found = re.fullmatch(
-        r"jdp run: step 50, loss 0\.125, .* examples/s, .* waiting for data, commit 10, "
+        r"jdp run: step 50, loss 0\.125, .* examples/s, data wait .* %, commit 10, "
         r"1 recovery, ETTR (.*) %",
         lines(run)[-1],
     )

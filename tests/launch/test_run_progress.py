@@ -45,9 +45,9 @@ def test_a_process_whose_status_is_not_known_is_waited_for():
 def test_the_last_status_of_a_process_wins_over_a_late_one():
     progress = begun(size=2)
     for process_id in (0, 1):
-        progress.record_end(101.0, process_id, status(9))
-        progress.record(102.0, {0: status(7), 1: status(8)})
-    assert progress.summary(102.0).step == 9
+        progress.record_end(101.0 + process_id, process_id, status(9))
+        progress.record(101.5 + process_id, {0: status(7), 1: status(8)})
+    assert progress.summary(103.0).step == 9
 
 
 def test_rates_are_of_the_window_or_of_the_last_two_steps():

@@ -77,10 +77,9 @@ class LiveLine:
             text.append(" · " if i else "", "dim")
             text.append(f"{name} " if name else "", "dim")
             text.append(value, "bold" if i == 0 else "")
+        self._console.width = max(columns - 1, 1)
         with self._console.capture() as captured:
-            self._console.print(
-                text, end="", no_wrap=True, overflow="ellipsis", width=max(columns - 1, 1)
-            )
+            self._console.print(text, end="", no_wrap=True, overflow="ellipsis")
         return captured.get().encode()
 
 

@@ -31,7 +31,7 @@ class RunProgress:
     ...     status = ProcessStatus(7, steps=i + 1, counts=RunCounts(rows=64 * (i + 1)))
     ...     progress.record(100.0 + i / 2, {0: status})
     >>> print(progress.summary(101.0))
-    step 3, 128 examples/s, 0 % waiting for data, ETTR 100.0 %
+    step 3, 128 examples/s, data wait 0 %, ETTR 100.0 %
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class RunProgress:
 
     # Steps and rows for each second, and the share of waiting for data.
     def _rates(self, now: float) -> tuple[float | None, float | None, float | None]:
-        if len(self._samples) < 2:
+        if not self._samples or self._samples[0].at == self._samples[-1].at:
             return None, None, None
         first, last = self._samples[0], self._samples[-1]
         times = [it.at for it in self._samples]
