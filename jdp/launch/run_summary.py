@@ -21,8 +21,8 @@ class RunSummary(NamedTuple):
 
     >>> summary = RunSummary(340, 3.4375, 10.0, 2500.0, 0.03, 340, 300, 1, 0.972)
     >>> print(summary)
-    step 340, loss 3.438, 2,500 examples/s, data wait 3 %, commit 340, checkpoint 300, \
-1 recovery, ETTR 97.2 %
+    step 340, loss 3.438, 2,500 examples/s, data wait 3 %, ETTR 97.2 %, 1 recovery, \
+commit 340, checkpoint 300
     """
 
     step: int
@@ -36,7 +36,7 @@ class RunSummary(NamedTuple):
     ettr: float
 
     def parts(self) -> list[str]:
-        """Return the numbers that are known, each in words."""
+        """Return the numbers that are known, each in words, the least important ones last."""
         found = [f"step {self.step}"]
         if self.loss is not None:
             found.append(f"loss {self.loss:.4g}")
@@ -46,13 +46,14 @@ class RunSummary(NamedTuple):
             found.append(f"{_rate(self.steps_per_s)} steps/s")
         if self.data_share is not None:
             found.append(f"data wait {100 * self.data_share:.0f} %")
+        found.append(f"ETTR {100 * self.ettr:.1f} %")
+        if self.recoveries:
+            found.append(f"{self.recoveries} recover{'y' if self.recoveries == 1 else 'ies'}")
         if self.commit is not None:
             found.append(f"commit {self.commit}")
         if self.checkpoint is not None:
             found.append(f"checkpoint {self.checkpoint}")
-        if self.recoveries:
-            found.append(f"{self.recoveries} recover{'y' if self.recoveries == 1 else 'ies'}")
-        return [*found, f"ETTR {100 * self.ettr:.1f} %"]
+        return found
 
     def __str__(self) -> str:
         return ", ".join(self.parts())

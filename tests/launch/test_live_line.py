@@ -79,7 +79,7 @@ def test_the_last_line_stays_and_what_follows_is_below_it():
 
 def test_words_have_the_unit_and_what_is_not_known_is_left_out():
     summary = RunSummary(3, float("nan"), 0.5, None, None, None, None, 2, 0.5)
-    assert str(summary) == "step 3, loss nan, 0.5 steps/s, 2 recoveries, ETTR 50.0 %"
+    assert str(summary) == "step 3, loss nan, 0.5 steps/s, ETTR 50.0 %, 2 recoveries"
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_a_run_on_a_terminal_shows_its_step_loss_and_recovery_below_all_output(t
     run.until(run.trained(1), "training")
     run.until(lambda: "1 recovery" in run.lines[-1], "recovery")
     *above, last = run.end()
-    assert re.fullmatch(r"step 50 · loss 0\.125 · .* · commit 10 · 1 recovery · ETTR .* %", last)
+    assert re.fullmatch(r"step 50 · loss 0\.125 · .* · ETTR .* % · 1 recovery · commit 10", last)
     for rank in (0, 1):  # once for each generation, and whole
         assert above.count(f"[process {rank}] {'x' * 30} of {rank}") == 2
     assert not any("ETTR" in line for line in above)
@@ -174,4 +174,4 @@ def test_without_rich_there_are_plain_lines_and_one_hint(terminal):
     run.until(lambda: run.data.count(b"ETTR") >= 3, "plain lines")
     lines = run.end()
     assert sum("pip install rich" in line for line in lines) == 1
-    assert any(re.fullmatch(r"jdp run: step 40, loss 0.25, .*, ETTR .* %", it) for it in lines)
+    assert any(re.fullmatch(r"jdp run: step 40, loss 0.25, .*, ETTR .* %, commit 0", it) for it in lines)

@@ -21,8 +21,8 @@ def test_a_line_now_and_then_has_the_numbers_of_all_processes(jdp_run):
     assert run.finish() == 0
     assert "\x1b" not in run.output
     found = re.fullmatch(
-        r"jdp run: step 50, loss 0\.125, .* examples/s, data wait .* %, commit 10, "
-        r"1 recovery, ETTR (.*) %",
+        r"jdp run: step 50, loss 0\.125, .* examples/s, data wait .* %, "
+        r"ETTR (.*) %, 1 recovery, commit 10",
         lines(run)[-1],
     )
     assert found and 0 < float(found[1]) < 100

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -84,8 +85,9 @@ class Terminal:
     @property
     def lines(self):
         screen = Screen(self.columns)
-        data = self.data
-        screen.write(data[: data.rfind(b"\x1b")] if b"\x1b" in data[-8:] else data)
+        # What was read may end in the middle of a sequence or of a character.
+        whole = re.sub(rb"\x1b(\[[\d;]*)?\Z", b"", self.data)
+        screen.write(whole.decode(errors="ignore").encode())
         return screen.lines
 
     def until(self, condition, what):
