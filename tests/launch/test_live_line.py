@@ -174,4 +174,6 @@ def test_without_rich_there_are_plain_lines_and_one_hint(terminal):
     run.until(lambda: run.data.count(b"ETTR") >= 3, "plain lines")
     lines = run.end()
     assert sum("pip install rich" in line for line in lines) == 1
-    assert any(re.fullmatch(r"jdp run: step 40, loss 0.25, .*, ETTR .* %, commit 0", it) for it in lines)
+    assert any(
+        re.fullmatch(r"jdp run: step 40, loss 0.25, .*, ETTR .* %, commit 0", it) for it in lines
+    )
