@@ -80,8 +80,7 @@ class ProcessStatus(NamedTuple):
     @classmethod
     def of_json(cls, values: Sequence[Any]) -> "ProcessStatus":
         """Return the status that was sent as JSON."""
-        *own, counts = values
-        return cls(*own, RunCounts(*counts))
+        return cls(*values)._replace(counts=RunCounts(*values[-1]))
 
     def moved(self, seconds: float) -> "ProcessStatus":
         """Return the same on another host's clock, which is `seconds` ahead."""
