@@ -4,9 +4,7 @@ import os
 import re
 import signal
 
-from support.terminal import AFTER, TRAINS
-
-OFTEN = "from jdp.launch.host import console; console.PLAIN_S = 0.1"
+from support.terminal import AFTER, OFTEN, TRAINS
 
 
 def lines(run):

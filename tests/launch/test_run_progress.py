@@ -113,12 +113,13 @@ def test_a_commit_that_was_lost_is_not_shown():
 def test_time_counts_until_the_failure_and_from_where_the_run_comes_further():
     progress = begun(at=100.0)
     progress.record(180.0, {0: status(80)})
-    progress.record_failure(180.0, 80, grows=False)  # 80 s that count
+    progress.record_failure(180.0, 82, grows=False)  # 80 s that count
+    assert progress.summary(180.0).step == 82
     assert progress.summary(190.0).ettr == pytest.approx(80 / 90)  # while it recovers
     progress.begin_generation(185.0, 1, {0: {"step": 70, "tier": "commit"}})
     progress.record(190.0, {0: status(5)})  # step 75 is made again
     assert progress.summary(190.0).ettr == pytest.approx(80 / 90)
-    progress.record(195.0, {0: status(10)})
+    progress.record(195.0, {0: status(12)})
     progress.record(200.0, {0: status(15)})
     found = progress.summary(200.0)
     assert found.ettr == pytest.approx(85 / 100) and found.recoveries == 1

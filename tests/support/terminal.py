@@ -36,6 +36,8 @@ go(40, loss=0.25 / (a.generation + 1))
 print("x" * 30 + f" of {a.process_id}")
 (folder / f"trained {a.generation} {a.process_id}").touch()
 """
+# Plain lines come often.
+OFTEN = "from jdp.launch.host import console; console.PLAIN_S = 0.1"
 
 
 class Terminal:

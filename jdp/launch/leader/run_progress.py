@@ -84,7 +84,7 @@ class RunProgress:
         if self._began is None:
             return
         if self._outage is None:
-            self._furthest = max(self._furthest, step or 0)
+            self._step = self._furthest = max(self._furthest, step or 0)
             self._outage = at
         self._size = 0
         self._has_failed = self._has_failed or not grows
