@@ -1,4 +1,8 @@
-"""What `make docs` adds to docs/: pages that lie elsewhere, and doctests that read as examples."""
+"""What `make docs` adds to docs/: pages that lie elsewhere, and doctests that read as examples.
+
+Each page is in the site as Markdown, too: quickstart.md beside quickstart/. `llms.txt` lists them.
+The reference has its names there, and no docstrings: those are in the sources.
+"""
 
 import re
 import textwrap
@@ -20,6 +24,9 @@ ELSEWHERE = {"README.md": "index.md"} | {
     )
 }
 
+# By source: title and Markdown.
+_pages = {}
+
 
 def on_files(files, config):
     """Add the pages that do not lie in docs/."""
@@ -31,9 +38,38 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     """Turn links that hold on GitHub into links of the site, where docs/ lies at the top."""
     if page.file.src_uri in ELSEWHERE.values():
-        return re.sub(r"\]\(((?:\.\./)*)docs/", r"](\1", markdown)
-    up = "../" * page.file.src_uri.count("/")
-    return markdown.replace(f"]({up}../", f"]({up}")
+        markdown = re.sub(r"\]\(((?:\.\./)*)docs/", r"](\1", markdown)
+    else:
+        up = "../" * page.file.src_uri.count("/")
+        markdown = markdown.replace(f"]({up}../", f"]({up}")
+    _pages[page.file.src_uri] = page.title, markdown
+    return markdown
+
+
+def on_pre_build(config):
+    """Forget the pages of an earlier build."""
+    _pages.clear()
+
+
+def on_post_build(config):
+    """Write each page as Markdown, and the list of them."""
+    site = Path(config.site_dir)
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}", ""]
+    for source in (each for entry in config.nav for each in entry.values()):
+        title, markdown = _pages[source]
+        path = site / source
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(markdown)
+        lines.append(f"- [{title}]({source}): {_about(markdown)}")
+    (site / "llms.txt").write_text("\n".join([*lines, ""]))
+
+
+def _about(markdown):
+    """Return the first sentence of a page, without code and links."""
+    prose = re.sub(r"^```.*?^```$", "", markdown, flags=re.M | re.S)
+    prose = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", prose)
+    first = next(it for it in re.split(r"\n\s*\n", prose) if re.match(r"[A-Z`]", it))
+    return re.split(r"(?<=[.?:])\s", " ".join(first.split()))[0].rstrip(":")
 
 
 class DoctestsAreExamples(griffe.Extension):

@@ -23,7 +23,7 @@ from jdp.checkpoint.state_writer import (
     of_all_processes,
     position_of,
 )
-from jdp.distributed import agree, in_flight
+from jdp.distributed import agree, in_flight, this_process
 from jdp.distributed.checks.replicas import RanksDifferError, require_equal_copies
 from jdp.distributed.preemption import Preemption
 from jdp.worker import launcher_client, progress
@@ -108,7 +108,7 @@ class Session:
                 keeps_missing=keeps_missing,
                 edits=self._edits,
             )
-            self.steps = found.key.step
+            self.steps, this_process.current.has_restored = found.key.step, True
             if found.key.is_commit:
                 self._is_unsaved, self._is_committed = True, not found.lacking
             if self._own_memory:

@@ -135,6 +135,7 @@ def commit_writer(memory: CommitMemory | None, *, is_here: bool, num_local: int)
             memory.free_areas(num_areas)
             holds_earlier = False
         progress.own.latest_kept = f"step {facts['step']} (a commit in this host's memory)"
+        progress.own.slot.counter.write_commit(facts["step"])
 
     snapshots = Snapshots() if memory is None else CommitSnapshots(memory)
     return StateWriter("jdp commit", write, snapshots, is_here=is_here)
@@ -150,6 +151,7 @@ def checkpoint_writer(folder: Folder, *, keep: int, is_here: bool) -> StateWrite
         else:
             folder.write(facts["life"], facts["step"], facts, to_disk(facts["leaves"], values))
         progress.own.latest_kept = f"step {facts['step']} ({folder.path})"
+        progress.own.slot.counter.write_checkpoint(facts["step"])
         if is_here:
             folder.keep(keep)
 

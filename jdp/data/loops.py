@@ -156,7 +156,9 @@ class Batches:
         facts = f"{self._sampler}, {self._run}, position={self._position}"
         with closing(place(host_batches, self._target, facts)) as placed:
             for batch in placed:
-                self._position += self._run.next_rows(self._position)
+                num_rows = self._run.next_rows(self._position)
+                self._position += num_rows
+                progress.own.slot.counter.next_rows = num_rows  # without padding
                 self._handed_out = True
                 if self._run.has_mask:
                     record_mask(batch)
@@ -232,6 +234,7 @@ def place(
                 batch = next(batches, _END)
             if batch is _END:
                 return
+            progress.own.slot.counter.next_rows = layout.num_rows
             yield batch
 
 

@@ -19,8 +19,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdp.distributed import run_of_file
 from jdp.pytrees import is_deleted
-from jdp.worker import launcher_client
+from jdp.worker.own_progress import own
 
 _log = logging.getLogger("jdp")
 
@@ -115,6 +116,7 @@ class MetricsFile:
             self._file.close()
             self._file, _ = _opened(self._path, step)
         _append(self._file, json.dumps(line).encode() + b"\n")
+        _show_loss(step, values)
         hand_out(step, values)
 
 
@@ -127,6 +129,7 @@ def _opened(path: Path, first_step: int) -> tuple[io.FileIO, dict[frozenset[str]
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # not /dev/null
             _lock(file, path)
             found = _read(file, path, first_step)
+            run_of_file.claim(path)
         stack.pop_all()
         return file, found
 
@@ -164,7 +167,8 @@ def _read(file: io.FileIO, path: Path, first_step: int) -> dict[frozenset[str], 
                 ) from None
             last[names] = max(step, last.get(names, step))
             begins_at = step if begins_at is None else begins_at
-    if begins_at is not None and first_step <= begins_at and not _continues():
+    is_later = begins_at is None or first_step > begins_at
+    if begins_at is not None and not run_of_file.may_continue(path, is_later=is_later):
         raise ValueError(
             f"{path} holds the metrics of an earlier run, up to step "
             f"{max(last.values())}, and this run begins at step {first_step}. Move "
@@ -173,6 +177,13 @@ def _read(file: io.FileIO, path: Path, first_step: int) -> dict[frozenset[str], 
         )
     file.truncate(end)
     return last
+
+
+# `jdp run` shows it.
+def _show_loss(step: int, values: dict[str, Any]) -> None:
+    loss = values.get("loss", values.get("train/loss"))
+    if isinstance(loss, int | float):
+        own.slot.counter.write_loss(step, loss)
 
 
 def _is_at(file: io.FileIO, path: Path) -> bool:
@@ -205,11 +216,3 @@ def _in_json(value: Any) -> Any:
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
         return str(value)
     return value
-
-
-# Whether this process may repeat steps of an earlier one.
-def _continues() -> bool:
-    member = launcher_client.current()
-    if member is not None and member.assignment is not None and member.assignment.resumes:
-        return True
-    return os.environ.get("JDP_RESUME", "") not in ("", "0")

@@ -17,6 +17,7 @@ class ThisProcess:
         states wrong too; None if there is none.
       why_over: why no process can continue, as found by a loop over batches; None if they can.
       is_interrupted: whether an interrupt (Ctrl-C) ends this process.
+      has_restored: whether a Checkpointer has restored a saved state.
       has_reported_failure: whether this process has reported its failure to the launcher.
     """
 
@@ -27,6 +28,7 @@ class ThisProcess:
         self.state_error: str | None = None
         self.why_over: str | None = None
         self.is_interrupted = False
+        self.has_restored = False
         self.has_reported_failure = False
 
 

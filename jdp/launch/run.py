@@ -59,7 +59,9 @@ async def _run(
     bug: asyncio.Future[Outcome] = loop.create_future()
     loop.set_exception_handler(lambda loop, context: _record_bug(bug, context))
     token = options.token or secrets.token_hex(16)
-    leader = Leader(options, token, listener, resources.say) if listener is not None else None
+    leader = None
+    if listener is not None:
+        leader = Leader(options, token, listener, resources.say, resources.logs.show_summary)
     host = Host(options, token, address, resources, leads=leader is not None)
     if leader is not None:
         leader.members.home = host.id

@@ -48,21 +48,16 @@ class TrainStep:
         own.phases.append((_STEP, now))
 
     def __exit__(self, kind: type | None, *exception: object) -> None:
-        begun, slot = own.phases, own.slot
+        begun = own.phases
         if begun[-1][0] is _STEP:
             begun.pop()
         else:
             _leave_phase(_STEP)
         if kind is not None:
-            slot.enter(*begun[-1])
+            own.slot.enter(*begun[-1])
             return
-        own.num_steps += 1
         begun[0] = own.between
-        phase, since_ns = begun[-1]
-        now = time.monotonic_ns()
-        slot.write_step(own.num_steps, now, since_ns or now, phase)
-        if own.is_first_step:
-            _tell_first_step()
+        _record_step()
 
 
 class Data(Phase):
@@ -75,18 +70,27 @@ class Data(Phase):
             own.phases[0] = own.unstepped
         super().__enter__()
 
+    def __exit__(self, *exception: object) -> None:
+        own.slot.counter.add_data_wait(time.monotonic_ns() - dict(own.phases)[self._record])
+        super().__exit__(*exception)
+
 
 def count_step() -> None:
     """Count a step of a loop of the author's own, unless `train_step` has counted it already."""
     if own.num_steps == own.num_counted:
-        own.num_steps += 1
         own.phases[0] = own.between_own
-        phase, since_ns = own.phases[-1]
-        now = time.monotonic_ns()
-        own.slot.write_step(own.num_steps, now, since_ns or now, phase)
-        if own.is_first_step:
-            _tell_first_step()
+        _record_step()
     own.num_counted = own.num_steps
+
+
+def _record_step() -> None:
+    own.num_steps += 1
+    phase, since_ns = own.phases[-1]
+    now = time.monotonic_ns()
+    own.slot.write_step(own.num_steps, now, since_ns or now, phase)
+    own.slot.counter.count_rows()
+    if own.is_first_step:
+        _tell_first_step()
 
 
 def _leave_phase(phase: bytes) -> None:

@@ -9,9 +9,12 @@ import mmap
 import os
 import struct
 import time
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-SLOT_BYTES = 256
+from jdp.worker.run_counts import NUM_BYTES, Counter, RunCounts, counts_in
+
+SLOT_BYTES = 320
 _NAME_BYTES = 64
 
 # Words of 8 bytes, in the byte order of the host.
@@ -27,6 +30,7 @@ NATIVE = slice(128, 152)
 _ENTERED, _DONE, _BUCKET = range(16, 19)
 # Written by the watchdog's thread.
 _RUNNING, _DEBUGGED = 24, 25
+_COUNTS = slice(SLOT_BYTES - NUM_BYTES, SLOT_BYTES)
 
 # The default of `jdp.init`.
 _TIMEOUT_S = 600.0
@@ -55,6 +59,7 @@ class ProcessStatus(NamedTuple):
       bucket: of the last one entered.
       is_running: whether its devices have not finished its last step, if there is no progress.
       state: "stopped" (by a signal), "debugged", "gone" or "".
+      counts: for people who watch the run.
     """
 
     pid: int
@@ -70,6 +75,12 @@ class ProcessStatus(NamedTuple):
     bucket: int = 0
     is_running: bool = False
     state: str = ""
+    counts: RunCounts = RunCounts()
+
+    @classmethod
+    def of_json(cls, values: Sequence[Any]) -> "ProcessStatus":
+        """Return the status that was sent as JSON."""
+        return cls(*values)._replace(counts=RunCounts(*values[-1]))
 
     def moved(self, seconds: float) -> "ProcessStatus":
         """Return the same on another host's clock, which is `seconds` ahead."""
@@ -122,6 +133,7 @@ class Slot:
     the process killed there, takes it for busier than it is, never for stalled.
 
     Attributes:
+      counter: writes its counts.
       write_phase: `write_phase(progress_ns, since_ns, phase)`, one call of C: writes the time of
         the progress, and a phase, made by `record`.
       write_step: `write_step(steps, progress_ns, since_ns, phase)`: writes the number of steps,
@@ -132,6 +144,7 @@ class Slot:
         self.memory = memory
         self._words = memory.cast("q")
         self._floats = memory.cast("d")
+        self.counter = Counter(memory[_COUNTS])
         self.write_phase = functools.partial(_write_phase, memory, 8 * _PROGRESS)
         self.write_step = functools.partial(_write_step, memory, 8 * _STEPS)
 
@@ -147,6 +160,7 @@ class Slot:
     def _reset(self, pid: int, generation: int, timeout_s: float) -> None:
         words = self._words
         words[_STEPS] = words[_RUNNING] = words[_DEBUGGED] = 0
+        self.counter.reset()
         words[_GENERATION] = generation
         self._floats[_TIMEOUT] = timeout_s
         words[_PROGRESS] = words[_SINCE] = time.monotonic_ns()
@@ -210,6 +224,7 @@ class Slot:
             bucket=words[_BUCKET],
             is_running=bool(words[_RUNNING]),
             state="debugged" if words[_DEBUGGED] else _state(pid),
+            counts=counts_in(seen[_COUNTS]),
         )
 
 

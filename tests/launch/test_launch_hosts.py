@@ -9,6 +9,7 @@ import threading
 
 import pytest
 from support import launcher
+from support.terminal import AFTER, OFTEN, TRAINS
 
 from jdp.worker import source_digest
 from jdp.worker.messages import encode
@@ -373,3 +374,12 @@ def test_a_second_leader_at_one_endpoint_is_an_error(hosts):
     assert run.endpoint in second.output and "JDP310" in second.output
     leader.process.send_signal(signal.SIGTERM)
     assert leader.wait() == 128 + signal.SIGTERM
+
+
+def test_the_leader_shows_how_far_the_processes_of_all_hosts_are(hosts):
+    run = hosts("--nnodes=2", "--nproc-per-node=2", init=TRAINS, after=AFTER, changes=OFTEN)
+    leader, other = run.add(0), run.add(1)
+    shown = "step 40, loss 0.25, "
+    leader.until_true(lambda: shown in leader.output, shown)
+    assert {leader.finish(), other.finish()} == {0}
+    assert "ETTR" not in other.output

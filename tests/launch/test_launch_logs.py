@@ -272,7 +272,7 @@ def test_a_console_that_nobody_reads_costs_only_the_console(tmp_path):
     os.close(read)
     with open(write, "wb", buffering=0) as nobody:
         run = Run("--log-dir", str(tmp_path))
-        run.logs._consoles[1] = nobody
+        run.logs.console.streams[1] = nobody
         writer, output = run.add()
         output.assign(0, 0, 0)
         writer.write("a\n")
@@ -291,7 +291,7 @@ def test_a_stopped_console_does_not_hold_up_the_launcher():
             return super().write(data)
 
     run = Run()
-    run.logs._consoles[1] = stopped = Stopped()
+    run.logs.console.streams[1] = stopped = Stopped()
     writer, output = run.add()
     writer.write("a\n")
     while not output.tail:
@@ -311,7 +311,7 @@ def test_a_process_that_never_stops_writing_does_not_keep_others_from_being_hear
 
     heard = []
     run = Run()
-    run.logs._consoles[1] = Refills()
+    run.logs.console.streams[1] = Refills()
     chatty, _ = run.add(0)
     quiet, output = run.add(1)
     quiet.write("here\n")

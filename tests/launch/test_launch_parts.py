@@ -30,6 +30,7 @@ from jdp.launch.leader.leader import Leader
 from jdp.launch.leader.rank_assignment import Part
 from jdp.launch.leader.remote_host import HostSlot, RemoteHost
 from jdp.launch.leader.restart_budget import RestartBudget
+from jdp.launch.leader.run_report import RunReport
 from jdp.launch.options.options import parse
 from jdp.launch.transport import token_auth
 from jdp.launch.transport.connection import Channel
@@ -37,6 +38,7 @@ from jdp.worker import source_digest
 from jdp.worker.exit_codes import exit_code, in_words
 from jdp.worker.launcher_client import VARIABLE, Assignment, Member, invitation
 from jdp.worker.messages import MAX_LINE_BYTES, decode, encode
+from jdp.worker.progress_board import ProcessStatus
 
 
 def remote(name="a", host_id=None, num=(2, 2), address=None, seen="10.0.0.2", leader="10.0.0.1"):
@@ -128,10 +130,13 @@ def test_the_first_failure_is_the_cause_unless_a_later_one_is_sure():
     host, other = remote("a"), remote("b")
     parts = [Part(host, 0, [0, 1]), Part(other, 2, [1])]
     options = parse(["train.py"], {})
-    generation = Generation(0, parts, options, say=print, events=Events(None, print))
+    events = Events(None, print)
+    report = RunReport(print, events)
+    generation = Generation(0, parts, options, say=print, events=events, report=report)
 
     def end(on, process_id, returncode):
-        generation.record_exit(on, process_id, 7, returncode, traceback=None, last_lines=[])
+        facts = {"traceback": None, "last_lines": [], "status": [*ProcessStatus(7)]}
+        generation.record_exit(on, process_id, 7, returncode, **facts)
         return generation.cause and generation.cause.code
 
     assert end(host, 1, 0) is None
@@ -449,7 +454,7 @@ def test_a_host_that_dies_while_it_joins_is_lost_and_no_bug():
         said, bugs, loop = [], [], asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: bugs.append(context))
         listener = socket.create_server(("127.0.0.1", 0))
-        leader = Leader(options, "token", listener, said.append)
+        leader = Leader(options, "token", listener, said.append, show=print)
         with socket.create_connection(listener.getsockname()) as host:
             host.setblocking(False)
             nonce = decode(await loop.sock_recv(host, 9999))[1]["nonce"]

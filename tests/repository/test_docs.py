@@ -1,11 +1,15 @@
 """The code and the commands in README.md and docs/ run as they stand."""
 
+import contextlib
+import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,8 @@ from jdp.launch.options import flags, options
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Without Python, and with a script that is run by its command alone.
+OTHERS = ("not_proved.md", "quickstart.md")
 COMMANDS = [
     *PAGES,
     ROOT / "examples" / "slurm.sh",
@@ -27,7 +33,9 @@ def code_blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name not in OTHERS], ids=lambda page: page.name
+)
 def test_code_blocks_run_one_after_the_other(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = code_blocks(page, "python")
@@ -102,28 +110,67 @@ def test_the_script_of_running_runs_by_its_commands(tmp_path):
     assert f"host {socket.gethostname()} joined: 2 of 2" in "".join(outputs)
 
 
-def run_all(runs, folder, code=0, **variables):
-    """Run `jdp run` with each of these arguments, at the same time, and give the outputs."""
+@pytest.mark.xdist_group("processes")
+def test_the_quickstart_goes_on_when_a_process_is_killed(tmp_path):
+    page = ROOT / "docs" / "quickstart.md"
+    script = code_blocks(page, "python")[0]
+    assert "num_steps=4000" in script
+    (tmp_path / "train.py").write_text(script.replace("num_steps=4000", "num_steps=1000"))
+    (command,) = [*jdp_runs(page.read_text())]
+    metrics, killed = tmp_path / "metrics.jsonl", []
+
+    def kill_one(run):
+        while run.poll() is None and not killed:
+            time.sleep(0.01)
+            if metrics.exists() and metrics.read_text().count("\n") >= 2:
+                pid = re.search(r"pid (\d+) begins after step 0", (tmp_path / "out").read_text())
+                os.kill(int(pid[1]), signal.SIGKILL)
+                killed.append(pid[1])
+
+    with (tmp_path / "out").open("w") as out, started(command, tmp_path, stdout=out) as run:
+        kill_one(run)
+        assert run.wait(DEADLINE_S) == 0
+    output = (tmp_path / "out").read_text()
+    assert killed and f"pid {killed[0]} " in output and "training again" in output, output
+    assert [int(n) for n in re.findall(r"begins after step (\d+)", output)][1] >= 190
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == [*range(100, 1001, 100)]
+    resumed = run_all([["--resume", *command]], tmp_path)
+    assert "begins after step 1000" in resumed[0]
+    assert "--resume" in run_all([command], tmp_path, code=1)[0]
+
+
+@contextlib.contextmanager
+def started(arguments, folder, **streams):
+    """A `jdp run` with these arguments, which ends with the context."""
     ours = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
     inherited = {name: value for name, value in os.environ.items() if name not in ours}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "jdp", "run", *arguments],
-            cwd=folder,
-            env={**inherited, "PYTHONPATH": str(ROOT), **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for arguments in runs
-    ]
-    outputs = []
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jdp", "run", *arguments],
+        cwd=folder,
+        env={**inherited, "PYTHONPATH": str(ROOT), **streams.pop("variables", {})},
+        stderr=subprocess.STDOUT,
+        text=True,
+        **streams,
+    )
     try:
-        for process in started:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def run_all(runs, folder, code=0, **variables):
+    """Run `jdp run` with each of these arguments, at the same time, and give the outputs."""
+    with contextlib.ExitStack() as stack:
+        running = [
+            stack.enter_context(
+                started(arguments, folder, stdout=subprocess.PIPE, variables=variables)
+            )
+            for arguments in runs
+        ]
+        outputs = []
+        for process in running:
             outputs.append(process.communicate(timeout=DEADLINE_S)[0])
             assert process.returncode == code, outputs[-1]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
     return outputs

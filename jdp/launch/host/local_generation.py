@@ -126,6 +126,7 @@ class LocalGeneration:
             pid=process.popen.pid,
             returncode=code,
             traceback=process.traceback,
+            status=process.slot.read(),
             step=process.step(),
             last_lines=[] if explains_itself else process.last_lines(),
         )

@@ -9,7 +9,6 @@ import re
 import selectors
 import socket
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -18,9 +17,11 @@ from contextlib import suppress
 from typing import IO
 
 from jdp.launch.append_file import AppendFile
+from jdp.launch.host.console import Console
 from jdp.launch.host.line_splitter import LineSplitter
 from jdp.launch.options.flag_types import STDERR, STDOUT
 from jdp.launch.options.options import Options
+from jdp.launch.run_summary import RunSummary
 
 # Size of a read from a pipe, and the most reads in a drain: a pipe on Linux holds up to 1 MiB.
 _READ_BYTES = 2**16
@@ -115,11 +116,11 @@ class Logs:
     def __init__(
         self, options: Options, out: IO[bytes] | None = None, err: IO[bytes] | None = None
     ) -> None:
-        self._options = options
-        self._consoles = {STDOUT: out or sys.stdout.buffer, STDERR: err or sys.stderr.buffer}
-        self._closed: set[int] = set()  # consoles that cannot be written to any more
+        self.console, self._options = Console(options, out, err), options
+        self.prefix = self.console.prefix
         self._has_named_filter = False
-        self._is_alone = options.nnodes[1] * options.nproc_per_node[1] == 1
+        self._summary: RunSummary | None = None  # the latest
+        self._is_summary_due = False  # whether the thread will show it
         self._calls: deque[Callable[[], None]] = deque()
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
@@ -168,7 +169,7 @@ class Logs:
     def show(self, output: WorkerOutput, stream: int, line: bytes) -> None:
         """Write a line to the console, unless it is filtered out. In the thread."""
         if output.is_revealed or self._options.is_shown(output.local_rank, stream):
-            self._write(stream, output.prefix + line)
+            self.console.write(stream, output.prefix + line)
         elif not self._has_named_filter and not self._options.redirects:
             self._has_named_filter = True
             shown = ", ".join(map(str, sorted(self._options.local_ranks_filter or ())))
@@ -176,16 +177,14 @@ class Logs:
 
     def say(self, text: str) -> None:
         """Write a line of the launcher's own to the console. In the thread."""
-        self._write(STDERR, f"jdp run: {text}\n".encode())
+        self.console.say(text)
 
-    def prefix(self, name: str, number: int) -> bytes:
-        """Return the beginning of each line of a process; empty if there is only one process."""
-        if self._is_alone:
-            return b""
-        is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-        if is_plain or not self._consoles[STDOUT].isatty():
-            return f"[{name}] ".encode()
-        return f"\x1b[{36 - number % 6}m[{name}]\x1b[0m ".encode()
+    def show_summary(self, summary: RunSummary) -> None:
+        """Show how far the run is; only the latest one if the console is stopped."""
+        self._summary = summary
+        if not self._is_summary_due:
+            self._is_summary_due = True
+            self.post(self._show_summary)
 
     def open_file(self, name: str) -> AppendFile:
         """Open a file of the log folder, if there is one."""
@@ -212,6 +211,7 @@ class Logs:
                     call()
                 except Exception as error:  # the output must be read all the same
                     self.say(f"a bug in the launcher's log thread, which continues: {error!r}")
+            self.console.refresh()
         self._selector.close()
         self._woken.close()
 
@@ -231,19 +231,16 @@ class Logs:
             self._outputs.discard(output)
         return bool(data)
 
+    def _show_summary(self) -> None:
+        self._is_summary_due = False
+        assert self._summary is not None
+        self.console.show_summary(self._summary)
+
     def _finish(self) -> None:
         self._is_closing = True
         for output in [*self._outputs]:
             self.drain(output)
-
-    def _write(self, stream: int, line: bytes) -> None:
-        if stream in self._closed:
-            return
-        try:
-            self._consoles[stream].write(line)
-            self._consoles[stream].flush()
-        except OSError:  # as under `| head`
-            self._closed.add(stream)
+        self.console.end()
 
 
 def _text(line: bytes) -> str:

@@ -42,7 +42,8 @@ class HostResources:
         self.guardian = Guardian(self.orphans.add_own, self.orphans.remove_own)
         self.logs = Logs(options)
         self.command = options.argv()
-        self.variables = spawn.environment(num_gpus=num_gpus(), **self.guardian.environment)
+        own = self.guardian.environment | ({"JDP_RESUME": "1"} if options.resume else {})
+        self.variables = spawn.environment(num_gpus=num_gpus(), **own)
         self.board = Board.create(options.nproc_per_node[1] + options.num_standbys)
         self.free_slots = [*range(self.board.num_slots)]
         self.commit_file = os.memfd_create("jdp-commit")

@@ -20,9 +20,11 @@ from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.failure import Cause
 from jdp.launch.leader.rank_assignment import Part, Plan, size
 from jdp.launch.leader.remote_host import RemoteHost
+from jdp.launch.leader.run_report import RunReport
 from jdp.launch.options.options import Options
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.hang_detector import Stall, Watch
+from jdp.worker.progress_board import ProcessStatus
 
 State = enum.Enum("State", "RUNNING STOPPING ENDING")
 
@@ -47,6 +49,7 @@ class Generation:
         options: Options,
         say: Callable[[str], None],
         events: Events,
+        report: RunReport,
     ) -> None:
         self.number = number
         self.size = size(plan)
@@ -61,7 +64,7 @@ class Generation:
         self._first_end: float | None = None  # time at which the first process ended
         self._grace_s = options.shutdown_timeout_s
         self._watch = Watch(options.timeout_s)
-        self._say, self._events = say, events
+        self._say, self._events, self._report = say, events, report
 
     @property
     def stepped(self) -> bool:
@@ -118,10 +121,12 @@ class Generation:
         returncode: int,
         traceback: str | None,
         last_lines: list[str],
+        status: list[Any],
         step: int | None = None,
     ) -> None:
-        """Record how a process ended by itself, which may be a failure."""
+        """Record how a process ended by itself, which may be a failure, and its last status."""
         self._returncodes[process_id] = returncode
+        self._report.record_end(process_id, ProcessStatus.of_json(status))
         if returncode == 0:
             self._record_end()
         who = {"process_id": process_id, "host": remote.name, "pid": pid, "returncode": returncode}
@@ -149,6 +154,7 @@ class Generation:
     def look(self, now: float) -> None:
         """Look whether the processes make progress, and fail if they do not."""
         statuses = {i: each for part in self.parts.values() for i, each in part.statuses.items()}
+        self._report.record(statuses)
         stall = self._watch.look(now, statuses)
         if stall is not None:
             self._report_stall(stall)
@@ -179,17 +185,8 @@ class Generation:
 
     def start(self, **facts: Any) -> None:
         """Have its processes started, with these facts for the `Assignment` of each."""
-        for host_id, (remote, part) in enumerate(self.parts.items()):
-            remote.take_part(self.number)
-            remote.channel.send(
-                "go",
-                first=part.first,
-                slots=part.slots,
-                generation=self.number,
-                num_processes=self.size,
-                host_id=host_id,
-                **facts,
-            )
+        for host_id, part in enumerate(self.parts.values()):
+            part.begin(self.number, num_processes=self.size, host_id=host_id, **facts)
         hosts = [remote.name for remote in self.parts]
         self._write("formed", num_processes=self.size, hosts=hosts)
 

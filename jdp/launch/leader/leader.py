@@ -34,8 +34,9 @@ from jdp.launch.leader.membership import Membership
 from jdp.launch.leader.rank_assignment import Gathering, Plan
 from jdp.launch.leader.recovery import Recoveries
 from jdp.launch.leader.remote_host import RemoteHost
-from jdp.launch.leader.restart_budget import RestartBudget
+from jdp.launch.leader.run_report import RunReport
 from jdp.launch.options.options import Options
+from jdp.launch.run_summary import RunSummary
 from jdp.worker.exit_codes import SAVED
 
 # Interval in seconds between checks for stalls and silent hosts.
@@ -43,7 +44,7 @@ LOOK_S = 0.2
 
 
 class Leader:
-    """Decides for all hosts; the arguments are those of `Membership`."""
+    """Decides for all hosts; `show` gets how far the run is, the others are of `Membership`."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class Leader:
         token: str,
         listener: socket.socket,
         say: Callable[[str], None],
+        show: Callable[[RunSummary], None],
     ) -> None:
         self._options, self._say = options, say
         self._events = Events(options.log_dir and options.log_dir / "events.jsonl", say)
@@ -61,8 +63,8 @@ class Leader:
         self._signal: int | None = None
         self._restored: int | None = None  # step of the last checkpoint that was restored
         self._last_commits: LastCommits | None = None  # of a run that gives up
-        budget = RestartBudget(options.max_restarts, options.restart_window_s)
-        self._recoveries = Recoveries(budget, say, self._events)
+        self._report = RunReport(show, self._events)
+        self._recoveries = Recoveries(options, say, self._events, self._report)
         self._timer: asyncio.TimerHandle | None = None
         self.members = Membership(
             options, token, listener, say, self._events, self._joined, self._receive, self._lost
@@ -105,8 +107,8 @@ class Leader:
             case "beat":
                 # Frequent with many hosts, and never urgent.
                 return self._heard(remote, **facts)
-            case "ready":
-                self._ready(remote, **facts)
+            case "ready" if remote.becomes_ready(**facts):
+                self._events.write("ready", generation=remote.generation, host=remote.name)
             case "told" if self._generation is not None:
                 self._told(self._generation, remote, **facts)
             case "exited" if self._generation is not None:
@@ -123,11 +125,6 @@ class Leader:
         remote.channel.send("beat", at=at)
         if self._generation is not None:
             self._generation.record_statuses(remote, statuses, remote.heard - at)
-
-    def _ready(self, remote: RemoteHost, generation: int) -> None:
-        if generation == remote.generation and not remote.is_ready:
-            remote.is_ready = True
-            self._events.write("ready", generation=generation, host=remote.name)
 
     # --- events of a generation ---
 
@@ -225,6 +222,7 @@ class Leader:
         self._last_commits.ask(self.members.remotes)
 
     def _over(self, code: int, why: str) -> None:
+        self._report.end_run()
         self._events.write("over", code=code, why=why)
         self.members.end_run(code=code, why=why)
 
@@ -241,7 +239,9 @@ class Leader:
     def _form(self, chosen: Plan) -> None:
         self._number += 1
         self._run_id = self._run_id or secrets.token_hex(4)
-        self._generation = Generation(self._number, chosen, self._options, self._say, self._events)
+        self._generation = Generation(
+            self._number, chosen, self._options, self._say, self._events, self._report
+        )
         self._generation.start(
             resumes=self._number > 0 or self._options.resume,
             run_id=self._run_id,

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from jdp.error_codes import with_code
 from jdp.launch.leader.remote_host import RemoteHost
@@ -30,10 +31,17 @@ class Part:
         """The numbers of its processes."""
         return range(self.first, self.first + len(self.slots))
 
+    def begin(self, generation: int, **facts: Any) -> None:
+        """Have its processes started, with these facts for the `Assignment` of each."""
+        self.remote.take_part(generation)
+        self.remote.channel.send(
+            "go", first=self.first, slots=self.slots, generation=generation, **facts
+        )
+
     def record_statuses(self, statuses: dict[str, list], ahead_s: float) -> None:
         """Record the statuses of its processes; the leader's clock is `ahead_s` ahead."""
         self.statuses = {
-            int(i): ProcessStatus(*each).moved(ahead_s) for i, each in statuses.items()
+            int(i): ProcessStatus.of_json(each).moved(ahead_s) for i, each in statuses.items()
         }
 
 

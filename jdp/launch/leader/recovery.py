@@ -8,6 +8,8 @@ from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.failure import Cause
 from jdp.launch.leader.generation import Generation
 from jdp.launch.leader.restart_budget import RestartBudget
+from jdp.launch.leader.run_report import RunReport
+from jdp.launch.options.options import Options
 
 # The messages that all processes send in turn, and the name of the time before each.
 _PARTS = {"joined": "form_s", "restored": "restore_s", "first_step": "step_s"}
@@ -91,11 +93,17 @@ class Recoveries:
       stepped: whether some generation has finished a step, so that the program works.
     """
 
-    def __init__(self, budget: RestartBudget, say: Callable[[str], None], events: Events) -> None:
+    def __init__(
+        self,
+        options: Options,
+        say: Callable[[str], None],
+        events: Events,
+        report: RunReport,
+    ) -> None:
         self.stepped = False
-        self._budget = budget
+        self._budget = RestartBudget(options.max_restarts, options.restart_window_s)
         self._outage: Outage | None = None
-        self._say, self._events = say, events
+        self._say, self._events, self._report = say, events, report
 
     @property
     def text(self) -> str:
@@ -118,8 +126,10 @@ class Recoveries:
         # The output of the process may not be shown otherwise.
         if why.error:
             self._say(why.full_text)
+        step = generation.step if generation.stepped else None
+        self._report.record_failure(why.noticed - why.silent_s, step, grows=why.grows)
         if self._outage is None:
-            self._outage = Outage(generation.step if generation.stepped else None)
+            self._outage = Outage(step)
         self._outage.record_failure(why)
 
     def record_told_by_all(self, what: str, generation: Generation) -> None:
@@ -129,6 +139,7 @@ class Recoveries:
         if what != "first_step":
             return
         self.stepped = True
+        self._report.begin_generation(generation.size, generation.told.get("restored", {}))
         done, self._outage = self._outage, None
         if done is not None:
             self._events.write("recovered", generation=generation.number, **done.record())

@@ -80,6 +80,15 @@ class RemoteHost:
         """Record that the host takes part in a generation, which uses up its standbys."""
         self.generation, self.took_part, self.is_ready = generation, True, False
 
+    def becomes_ready(self, generation: int) -> bool:
+        """Record that its standbys wait, and return whether that is new.
+
+        `generation`: the last one that the host knew; the message may be about an earlier one.
+        """
+        is_new = generation == self.generation and not self.is_ready
+        self.is_ready = self.is_ready or is_new
+        return is_new
+
     def free(self, now: float) -> list[int]:
         """Return the slots in which a process may be started now."""
         return [i for i, slot in enumerate(self.slots) if slot.free_at <= now]

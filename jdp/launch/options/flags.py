@@ -182,6 +182,9 @@ def _add_output(parser: Parser) -> None:
     text = "whose output is shown, of this host's processes: 0,2 or all (default 0; what the first "
     text += "that fails wrote last is always shown)"
     parser.flag(group, "--local-ranks-filter", text, type=read_ranks, metavar="RANKS")
+    text = "how far the run is: a line that changes on a terminal, else a line every 30 s (auto, "
+    text += "the default); always the latter (plain); off"
+    parser.flag(group, "--progress", text, choices=("auto", "plain", "off"))
     text = "write all output to DIR/generation_K/process_P.log, too"
     parser.flag(group, "--log-dir", text, type=Path, metavar="DIR")
     text = "streams to show whatever the filter says: 1 output, 2 errors, 3 both, or 0:1,1:2 by "

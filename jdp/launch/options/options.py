@@ -40,6 +40,7 @@ class Options(NamedTuple):
     tee: Mapping[int, int] | None = None
     redirects: Mapping[int, int] | None = None
     local_ranks_filter: frozenset[int] | None = frozenset({0})
+    progress: str = "auto"
     standalone: bool = False
     module: bool = False
     no_python: bool = False

@@ -1,0 +1,136 @@
+"""The console of a launcher: lines of processes, and below them how far the run is."""
+
+import os
+import sys
+import time
+from typing import IO
+
+from jdp.launch.host.live_line import LiveLine
+from jdp.launch.options.flag_types import STDERR, STDOUT
+from jdp.launch.options.options import Options
+from jdp.launch.run_summary import RunSummary
+
+# Interval in seconds between lines where there is no terminal.
+PLAIN_S = 30.0
+
+
+class Console:
+    """The standard output and error of a launcher. Only the thread of `Logs` writes to it.
+
+    Args:
+      options: of the run.
+      out, err: the streams; None: those of the launcher.
+
+    Attributes:
+      streams: by STDOUT and STDERR.
+    """
+
+    def __init__(
+        self, options: Options, out: IO[bytes] | None = None, err: IO[bytes] | None = None
+    ) -> None:
+        self.streams = {STDOUT: out or sys.stdout.buffer, STDERR: err or sys.stderr.buffer}
+        self._closed: set[int] = set()  # streams that cannot be written to any more
+        self._is_alone = options.nnodes[1] * options.nproc_per_node[1] == 1
+        self._wanted = options.progress
+        self._live: LiveLine | None = None
+        self._on_its_terminal: set[int] = set()  # streams that go to the terminal of the line
+        self._plain_at: float | None = None  # when a plain line is due
+        self._has_plain = False
+        self._last = ""  # the last plain line, or the summary that the next one shows
+
+    def write(self, stream: int, line: bytes) -> None:
+        """Write a line, above the live line if there is one."""
+        if self._live is not None and stream in self._on_its_terminal:
+            line = self._live.above(line)
+        self._put(stream, line)
+
+    def say(self, text: str) -> None:
+        """Write a line of the launcher's own."""
+        self.write(STDERR, f"jdp run: {text}\n".encode())
+
+    def prefix(self, name: str, number: int) -> bytes:
+        """Return the beginning of each line of a process; empty if there is only one process."""
+        if self._is_alone:
+            return b""
+        if os.environ.get("NO_COLOR") or not _is_terminal(self.streams[STDOUT]):
+            return f"[{name}] ".encode()
+        return f"\x1b[{36 - number % 6}m[{name}]\x1b[0m ".encode()
+
+    def show_summary(self, summary: RunSummary) -> None:
+        """Show how far the run is: at once on a terminal, else every PLAIN_S."""
+        if self._wanted == "off":
+            return
+        now = time.monotonic()
+        if self._plain_at is None and self._live is None:
+            self._begin(now)
+        if self._live is not None:
+            self._live.set_text(summary.parts())
+            self._draw()
+        elif self._plain_at is not None:
+            self._last = str(summary)
+            if now >= self._plain_at:
+                self._plain_at, self._has_plain = now + PLAIN_S, True
+                self._say_last()
+
+    def refresh(self) -> None:
+        """Draw the live line again if output was written."""
+        if self._live is not None and self._live.is_due:
+            self._draw()
+
+    def end(self) -> None:
+        """End the live line, or show the last summary if plain lines were shown before."""
+        if self._live is not None:
+            self._put(STDERR, self._live.end())
+            self._live = None
+        elif self._has_plain:
+            self._say_last()
+        self._wanted = "off"
+
+    def _begin(self, now: float) -> None:
+        if self._wanted == "auto" and _is_terminal(self.streams[STDERR]):
+            try:
+                self._live = LiveLine()
+                self._on_its_terminal = _same_terminal(self.streams)
+                return
+            except ImportError:
+                self.say(
+                    f"how far the run is, follows every {PLAIN_S:.0f} s. With the package rich "
+                    "(pip install rich) it is one line that changes."
+                )
+        self._plain_at = now + PLAIN_S
+
+    def _say_last(self) -> None:
+        if self._last:
+            self.say(self._last)
+            self._last = ""
+
+    def _draw(self) -> None:
+        assert self._live is not None
+        try:
+            columns = os.get_terminal_size(self.streams[STDERR].fileno()).columns
+        except OSError:
+            columns = 0
+        self._put(STDERR, self._live.draw(columns or 80))
+
+    def _put(self, stream: int, data: bytes) -> None:
+        if stream in self._closed:
+            return
+        try:
+            self.streams[stream].write(data)
+            self.streams[stream].flush()
+        except OSError:  # as under `| head`
+            self._closed.add(stream)
+
+
+def _is_terminal(stream: IO[bytes]) -> bool:
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _same_terminal(streams: dict[int, IO[bytes]]) -> set[int]:
+    """Return the streams that write to the terminal of STDERR."""
+    device = os.fstat(streams[STDERR].fileno()).st_rdev
+    return {
+        each
+        for each, stream in streams.items()
+        if stream.isatty() and os.fstat(stream.fileno()).st_rdev == device
+    }

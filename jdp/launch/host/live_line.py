@@ -1,0 +1,87 @@
+"""A line below the output of a terminal, which shows how far the run is, and is drawn by rich."""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+# Erase from the cursor to the end of the row, and go up one row.
+_ERASE, _UP = b"\x1b[K", b"\x1b[A"
+
+
+class LiveLine:
+    r"""The bytes that draw and erase the line.
+
+    It sets no mode of the terminal and leaves the cursor visible, so that a launcher that is killed
+    leaves nothing behind but the line. It never fills a row to its end, so it has one row.
+
+    Raises:
+      ImportError: if rich is not installed.
+
+    >>> line = LiveLine()
+    >>> line.set_text(["step 3", "ETTR 100.0 %"])
+    >>> drawn = line.draw(columns=80)
+    >>> line.above(b"output\n")  # erases the line, which is drawn again later
+    b'\r\x1b[Koutput\n'
+    """
+
+    def __init__(self) -> None:
+        # A second of imports at worst, and only where there is a terminal.
+        from rich.console import Console
+        from rich.text import Text
+
+        self._text = Text
+        self._console = Console(
+            file=io.StringIO(), force_terminal=True, highlight=False, legacy_windows=False
+        )
+        self._parts: Sequence[str] = ()
+        self._is_drawn = False
+        self._is_behind_bar = False  # the output above ends with a progress bar, without \n
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it has a text and is not drawn."""
+        return bool(self._parts) and not self._is_drawn
+
+    def set_text(self, parts: Sequence[str]) -> None:
+        """Set the text that is drawn next."""
+        self._parts = parts
+
+    def above(self, output: bytes) -> bytes:
+        """Return the bytes that write output where the line is, which ends with \\n or \\r."""
+        erased = self.erase()
+        self._is_behind_bar = output.endswith(b"\r")
+        return erased + output
+
+    def erase(self) -> bytes:
+        """Return the bytes that erase it and leave the cursor where output continues."""
+        if not self._is_drawn:
+            return b""
+        self._is_drawn = False
+        return b"\r" + _ERASE + (_UP if self._is_behind_bar else b"")
+
+    def draw(self, columns: int) -> bytes:
+        """Return the bytes that draw it, behind those that erase it, on so many columns."""
+        erased = self.erase()
+        self._is_drawn = True
+        return erased + (b"\n" if self._is_behind_bar else b"") + self._rendered(columns)
+
+    def end(self) -> bytes:
+        """Return the bytes that leave the line where it is, and end it."""
+        is_drawn, self._is_drawn, self._parts = self._is_drawn, False, ()
+        return b"\n" if is_drawn else b""
+
+    def _rendered(self, columns: int) -> bytes:
+        text: Any = self._text()
+        for i, part in enumerate(self._parts):
+            name, _, value = part.rpartition(" ") if part.startswith(_NAMED) else ("", "", part)
+            text.append(" · " if i else "", "dim")
+            text.append(f"{name} " if name else "", "dim")
+            text.append(value, "bold" if i == 0 else "")
+        self._console.width = max(columns - 1, 1)
+        with self._console.capture() as captured:
+            self._console.print(text, end="", no_wrap=True, overflow="ellipsis")
+        return captured.get().encode()
+
+
+# Parts of a summary that begin with a name, before a number.
+_NAMED = ("step ", "loss ", "commit ", "checkpoint ")

@@ -1,0 +1,160 @@
+"""How far a run is, added up from the statuses of its processes, over all its generations."""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jdp.launch.run_summary import RunSummary
+from jdp.worker.phases import DATA
+from jdp.worker.progress_board import ProcessStatus
+
+# Rates are those of the last seconds, or of the last two steps if these took longer.
+WINDOW_S = 30.0
+
+
+class _Sample(NamedTuple):
+    """The processes at a time at which a step was new."""
+
+    at: float
+    step: int
+    rows: int
+    waits_s: dict[int, float]
+
+
+class RunProgress:
+    """Adds up how far a run is. Times are those of `time.monotonic`, in seconds.
+
+    >>> from jdp.worker.run_counts import RunCounts
+    >>> progress = RunProgress()
+    >>> progress.begin_generation(100.0, size=1, restored={})
+    >>> for i in range(3):
+    ...     status = ProcessStatus(7, steps=i + 1, counts=RunCounts(rows=64 * (i + 1)))
+    ...     progress.record(100.0 + i / 2, {0: status})
+    >>> print(progress.summary(101.0))
+    step 3, 128 examples/s, data wait 0 %, ETTR 100.0 %
+    """
+
+    def __init__(self) -> None:
+        self._began: float | None = None  # when all processes had made a step
+        self._size = 0  # of the generation that trains; 0 while none does
+        self._restored: dict[int, int] = {}  # step at which each process began
+        self._statuses: dict[int, ProcessStatus] = {}
+        self._ended: dict[int, ProcessStatus] = {}  # the last ones, of processes that have ended
+        self._step = self._furthest = 0
+        self._outage: float | None = None  # since when the run did not come further
+        self._lost_s = 0.0
+        self._recoveries, self._has_failed = 0, False
+        self._samples: deque[_Sample] = deque()
+        self._loss: tuple[int, float] | None = None
+        self._commit: int | None = None
+        self._checkpoint: int | None = None
+
+    def begin_generation(
+        self, now: float, size: int, restored: Mapping[int, dict[str, Any]]
+    ) -> None:
+        """Record that all processes of a generation have made their first step.
+
+        Args:
+          now: the time.
+          size: number of its processes.
+          restored: the facts of "restored" by process; empty for a script without a Checkpointer.
+        """
+        self._began = now if self._began is None else self._began
+        self._size, self._statuses, self._ended = size, {}, {}
+        self._restored = {i: facts["step"] for i, facts in restored.items()}
+        self._samples.clear()
+        self._recoveries += self._has_failed
+        self._has_failed = False
+        for facts in restored.values():
+            step = facts["step"]
+            self._commit = step if facts["tier"] == "commit" else None
+            if facts["tier"] == "checkpoint":
+                self._checkpoint = step
+            elif self._checkpoint is not None and self._checkpoint > step:
+                self._checkpoint = None  # it is of another life, or damaged
+
+    def record_failure(self, at: float, step: int | None, *, grows: bool) -> None:
+        """Record that the generation ends.
+
+        Args:
+          at: since when nothing went on.
+          step: the last one that all its processes called, if it is known.
+          grows: whether nothing has failed, and there is room for more processes.
+        """
+        if self._began is None:
+            return
+        if self._outage is None:
+            self._step = self._furthest = max(self._furthest, step or 0)
+            self._outage = at
+        self._size = 0
+        self._has_failed = self._has_failed or not grows
+
+    def record_end(self, now: float, process_id: int, status: ProcessStatus) -> None:
+        """Record the last status of a process, which has ended."""
+        self._ended[process_id] = status
+        self.record(now, {})
+
+    def record(self, now: float, statuses: Mapping[int, ProcessStatus]) -> None:
+        """Record statuses of processes of the generation, of some of them or of all."""
+        self._statuses |= {**statuses, **self._ended}
+        if not self._size or len(self._statuses) < self._size:
+            return
+        found = self._statuses
+        self._step = min(self._restored.get(i, 0) + it.steps for i, it in found.items())
+        if self._outage is not None and self._step >= self._furthest:
+            self._lost_s += now - self._outage
+            self._outage = None
+        if self._outage is None:
+            self._furthest = max(self._furthest, self._step)
+        if not self._samples or self._samples[-1].step != self._step:
+            rows = min(it.counts.rows for it in found.values())
+            waits_s = {i: _waited_s(now, it) for i, it in found.items()}
+            self._samples.append(_Sample(now, self._step, rows, waits_s))
+        while len(self._samples) > 2 and self._samples[1].at <= now - WINDOW_S:
+            self._samples.popleft()
+        self._record_kept([it.counts for it in found.values()])
+
+    def summary(self, now: float) -> RunSummary | None:
+        """Return how far the run is; None before its first step."""
+        if self._began is None:
+            return None
+        lost_s = self._lost_s + (0.0 if self._outage is None else now - self._outage)
+        return RunSummary(
+            self._step,
+            self._loss and self._loss[1],
+            *self._rates(now),
+            self._commit,
+            self._checkpoint,
+            self._recoveries,
+            ettr=1 - lost_s / max(now - self._began, lost_s, 1e-9),
+        )
+
+    # A commit counts once all that write it have it: hosts, or the processes of a split state.
+    def _record_kept(self, counts: list[Any]) -> None:
+        self._commit = min((it.commit for it in counts if it.commit >= 0), default=self._commit)
+        saved = (it.checkpoint for it in counts if it.checkpoint >= 0)
+        self._checkpoint = min(saved, default=self._checkpoint)
+        logged, loss = max((it.logged, it.loss) for it in counts)
+        if logged >= 0:
+            self._loss = logged, loss
+
+    # Steps and rows for each second, and the share of waiting for data.
+    def _rates(self, now: float) -> tuple[float | None, float | None, float | None]:
+        if not self._samples or self._samples[0].at == self._samples[-1].at:
+            return None, None, None
+        first, last = self._samples[0], self._samples[-1]
+        times = [it.at for it in self._samples]
+        longest = max(b - a for a, b in zip(times, times[1:], strict=False))
+        # A step that takes longer than those before counts while it runs.
+        seconds = (last.at if now - last.at <= longest else now) - first.at
+        if not last.rows:
+            return (last.step - first.step) / seconds, None, None
+        waited_s = max(last.waits_s[i] - first.waits_s.get(i, 0.0) for i in last.waits_s)
+        steps, rows = last.step - first.step, last.rows - first.rows
+        return steps / seconds, rows / seconds, min(1.0, waited_s / (last.at - first.at))
+
+
+def _waited_s(now: float, status: ProcessStatus) -> float:
+    """Return for how many seconds a process has waited for data, with a wait that lasts."""
+    lasting_s = max(0.0, now - status.since_s) if status.phase == DATA else 0.0
+    return status.counts.data_s + lasting_s

@@ -1,0 +1,66 @@
+"""Reports how far the run is: to the console of the leading host, and as an event."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jdp.launch.leader.event_log import Events
+from jdp.launch.leader.run_progress import RunProgress
+from jdp.launch.run_summary import RunSummary
+from jdp.worker.progress_board import ProcessStatus
+
+# Intervals in seconds between summaries: on the console, and among the events.
+SHOW_S = 0.5
+EVENT_S = 30.0
+
+
+class RunReport:
+    """Reports how far the run is.
+
+    Args:
+      show: shows a summary to people who watch the run.
+      events: gets one as event "progress", every EVENT_S and at the end.
+    """
+
+    def __init__(self, show: Callable[[RunSummary], None], events: Events) -> None:
+        self._show, self._events = show, events
+        self._progress = RunProgress()
+        self._show_at, self._event_at = -math.inf, math.inf
+
+    def begin_generation(self, size: int, restored: Mapping[int, dict[str, Any]]) -> None:
+        """Record that all processes of a generation have made their first step."""
+        now = time.monotonic()
+        self._progress.begin_generation(now, size, restored)
+        self._event_at = min(self._event_at, now + EVENT_S)
+
+    def record_failure(self, at: float, step: int | None, *, grows: bool) -> None:
+        """Record that the generation ends; the arguments are those of `RunProgress`."""
+        self._progress.record_failure(at, step, grows=grows)
+
+    def record(self, statuses: Mapping[int, ProcessStatus]) -> None:
+        """Record statuses of processes of the generation, and report if it is time."""
+        now = time.monotonic()
+        self._progress.record(now, statuses)
+        if now >= min(self._show_at, self._event_at):
+            self._report(now)
+
+    def record_end(self, process_id: int, status: ProcessStatus) -> None:
+        """Record the last status of a process, which has ended."""
+        self._progress.record_end(time.monotonic(), process_id, status)
+
+    def end_run(self) -> None:
+        """Report for the last time."""
+        self._show_at = self._event_at = -math.inf
+        self._report(time.monotonic())
+
+    def _report(self, now: float) -> None:
+        summary = self._progress.summary(now)
+        if summary is None:
+            return
+        if now >= self._show_at:
+            self._show_at = now + SHOW_S
+            self._show(summary)
+        if now >= self._event_at:
+            self._event_at = now + EVENT_S
+            self._events.write("progress", **summary._asdict())

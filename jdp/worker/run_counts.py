@@ -1,0 +1,94 @@
+"""What a process counts for people who watch the run: rows, waiting, commits, its last loss."""
+
+from typing import NamedTuple
+
+
+class RunCounts(NamedTuple):
+    """The counts of a process since it began; plain values, as in `ProcessStatus`.
+
+    Attributes:
+      rows: of all ranks in the batches of the steps called, as far as jdp handed them out.
+      data_s: seconds that the process waited for data.
+      commit: step of the last commit that it wrote; -1 for none.
+      checkpoint: step of the last checkpoint that it wrote; -1 for none.
+      logged: last step for which `jdp.log` wrote a loss; -1 for none.
+      loss: of that step.
+    """
+
+    rows: int = 0
+    data_s: float = 0.0
+    commit: int = -1
+    checkpoint: int = -1
+    logged: int = -1
+    loss: float = 0.0
+
+
+# Words of 8 bytes. Of steps they hold one more, so that 0 is none.
+_ROWS, _DATA_NS, _COMMIT, _CHECKPOINT, _LOGGED, _LOSS = range(6)
+NUM_BYTES = 64
+
+
+class Counter:
+    """Writes the counts of this process into its slot of the board, with stores of words.
+
+    Args:
+      memory: NUM_BYTES of the slot.
+
+    Attributes:
+      next_rows: rows of the batch that was handed out last, 0 once a step has counted them.
+
+    >>> memory = bytearray(NUM_BYTES)
+    >>> counter = Counter(memoryview(memory))
+    >>> counter.next_rows = 250
+    >>> counter.count_rows()
+    >>> counter.write_loss(7, 0.5)
+    >>> counts_in(memory)
+    RunCounts(rows=250, data_s=0.0, commit=-1, checkpoint=-1, logged=7, loss=0.5)
+    """
+
+    def __init__(self, memory: memoryview):
+        self.next_rows = 0
+        self._memory = memory
+        self._words, self._floats = memory.cast("q"), memory.cast("d")
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self.next_rows = 0
+        self._memory[:] = bytes(NUM_BYTES)
+
+    def count_rows(self) -> None:
+        """Count the rows of the batch that was handed out last: a step was called."""
+        if self.next_rows:
+            self._words[_ROWS] += self.next_rows
+            self.next_rows = 0
+
+    def add_data_wait(self, ns: int) -> None:
+        """Add a time for which the process waited for data."""
+        self._words[_DATA_NS] += ns
+
+    def write_commit(self, step: int) -> None:
+        """Write the step of a commit."""
+        self._words[_COMMIT] = step + 1
+
+    def write_checkpoint(self, step: int) -> None:
+        """Write the step of a checkpoint."""
+        self._words[_CHECKPOINT] = step + 1
+
+    def write_loss(self, step: int, loss: float) -> None:
+        """Write the loss of a step."""
+        self._floats[_LOSS] = loss
+        self._words[_LOGGED] = step + 1
+
+
+def counts_in(memory: bytes) -> RunCounts:
+    """Return the counts in the NUM_BYTES of a slot."""
+    view = memoryview(memory)
+    words, floats = view.cast("q"), view.cast("d")
+    return RunCounts(
+        rows=words[_ROWS],
+        data_s=words[_DATA_NS] / 1e9,
+        commit=words[_COMMIT] - 1,
+        checkpoint=words[_CHECKPOINT] - 1,
+        logged=words[_LOGGED] - 1,
+        loss=floats[_LOSS],
+    )
