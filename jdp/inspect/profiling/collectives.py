@@ -1,0 +1,99 @@
+"""Which operations of a compiled program are collectives, and which leaves they take."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jdp import jax_compat
+from jdp.inspect import explain, matched, timeline
+from jdp.inspect.hlo import HloProgram
+from jdp.inspect.planned import Planned, planned
+from jdp.inspect.transfers import SentArrays
+
+_REDUCES = ("all-reduce", "reduce-scatter")
+
+
+class Collective(NamedTuple):
+    """A collective of a compiled program.
+
+    Attributes:
+      name: what a trace calls it, such as "bucket 3: grads['w']".
+      kind: such as `all-reduce`.
+      num_bytes: of its whole arrays on one rank, in one run.
+      algorithm: `native`, `split` or `xla`.
+      leaves: names of the arrays that it takes.
+    """
+
+    name: str
+    kind: str
+    num_bytes: int
+    algorithm: str
+    leaves: tuple[str, ...]
+
+
+class _NoTime:
+    def compute_s(self, flops: Mapping[str, float], num_bytes: float) -> float:
+        return 0.0
+
+    def transfer_s(self, kind: str, algorithm: str, num_bytes: float) -> float:
+        return 0.0
+
+
+def collectives_of(
+    operations: Mapping[str, Collection[str]], jaxprs: Mapping[str, Sequence[Any]]
+) -> dict[str, dict[str, Collective]]:
+    """Return the collectives of compiled programs: name of program -> of operation -> collective.
+
+    Args:
+      operations: for each program that ran the names of its operations.
+      jaxprs: for each step, by the name of its program, its traces.
+    """
+    texts: dict[str, list[HloProgram]] = {name: [] for name in operations}
+    for name, text in jax_compat.compiled_texts(operations):
+        texts[name].append(HloProgram(text))
+    found = {}
+    for name, ran in operations.items():
+        if texts[name]:
+            # Programs of other shapes may have the same name.
+            program = max(texts[name], key=lambda each: len(_names(each) & set(ran)))
+            found[name] = _collectives(program, jaxprs.get(name, ()))
+    return found
+
+
+def _names(program: HloProgram) -> set[str]:
+    return {one.name for each in program.computations.values() for one in each}
+
+
+def _collectives(program: HloProgram, jaxprs: Sequence[Any]) -> dict[str, Collective]:
+    transfers = list(timeline.simulate(program, _NoTime()).transfers.values())
+    plan = _plan(transfers, [planned(jaxpr, ()).collectives for jaxpr in jaxprs])
+    return {
+        transfer.instruction.name: _collective(transfer, match)
+        for transfer, match in zip(
+            transfers, matched.match(program, transfers, plan), strict=True
+        )
+    }
+
+
+def _plan(transfers: Sequence[SentArrays], plans: Sequence[list[Planned]]) -> list[Planned]:
+    """Return the plan of this program: the one of most of its numbers and sizes."""
+    sizes = {(each.number, each.num_bytes) for each in transfers}
+
+    def num_alike(plan: list[Planned]) -> int:
+        ones = [(one.number, sum(_num_bytes(leaf) for leaf in one.leaves)) for one in plan]
+        return sum(one in sizes for one in ones)
+
+    return max(plans, key=num_alike, default=[])
+
+
+def _num_bytes(leaf: Any) -> int:
+    bits = int("".join(filter(str.isdigit, leaf.dtype)) or 8)
+    return leaf.num_elements * bits // 8
+
+
+def _collective(transfer: SentArrays, match: matched.Match) -> Collective:
+    leaves = tuple(explain.leaf_name(leaf, transfer.kind) for leaf in match.leaves)
+    is_bucket = transfer.kind in _REDUCES and any(leaf.path for leaf in match.leaves)
+    number = transfer.instruction.name if transfer.number is None else transfer.number
+    more = f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
+    title = f"{'bucket' if is_bucket else transfer.kind} {number}: {leaves[0] if leaves else ''}"
+    return Collective(title + more, transfer.kind, transfer.num_bytes, transfer.algorithm, leaves)
