@@ -11,6 +11,7 @@ commands:
   bench           time collectives, steps and recoveries, with every result checked
   doctor          say whether this machine, or the hosts of a run, can train
   explain         memory, collectives and predicted time of a step, compiled and not run
+  timeline        where the time of profiled steps went, on every rank
   explain-error   explain the code of an error, such as JDP101
 
 jdp COMMAND --help prints the help of a command, jdp --version the version."""
@@ -55,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from jdp.inspect import explain_command
 
         return explain_command.main(arguments)
+    if command == "timeline":
+        from jdp.inspect.profiling.command import main as timeline
+
+        return timeline(arguments)
     if command == "explain-error":
         return _explain_error(arguments)
     print(f"jdp: there is no command {command!r}.\n\n{_HELP}", file=sys.stderr)

@@ -35,7 +35,7 @@ class StepCall(NamedTuple):
       check: raises a RuntimeError for a failure during the call that JAX does not report.
       why_invalid: returns an error for invalid weights of ranks, given `weight` and
         `reports.weight`; None if they are valid.
-      jaxprs: the latest programs of the step, traced on its mesh.
+      jaxprs: the latest programs of the step on its mesh, each with the names of its inputs.
       reports: the reports of the ranks; None while the call is being dispatched.
       weight: the weight of the batch, `[]` float. It is ready when the call has run.
     """
@@ -46,7 +46,7 @@ class StepCall(NamedTuple):
     given: Given | None
     check: Callable[[], None]
     why_invalid: Callable[[jax.Array, jax.Array], str | None]
-    jaxprs: Sequence[Any] = ()
+    jaxprs: Sequence[tuple[Any, list[str]]] = ()
     reports: RankReports | None = None
     weight: Any = None
 

@@ -52,13 +52,13 @@ class CompiledStep:
         compared between processes.
 
     Attributes:
-      jaxprs: the latest programs that were traced.
+      jaxprs: the latest programs that were traced, each with the names of its inputs.
     """
 
     def __init__(self, spec: StepSpec, mesh: Mesh, *, is_part: bool = False):
         self.mesh = mesh
         self.spec = spec
-        self.jaxprs: deque[Any] = deque(maxlen=_MAX_JAXPRS)
+        self.jaxprs: deque[tuple[Any, list[str]]] = deque(maxlen=_MAX_JAXPRS)
         self._is_part = is_part
         self._first_runs = self.arguments = None
         if mesh.is_multi_process and not is_part:
@@ -175,7 +175,7 @@ class CompiledStep:
                 lines_of = functools.partial(program_lines.lines_of, probed.jaxpr)
                 traced_programs.current.record(self.spec.name, self._facts(args), lines_of)
             built = passes.build(self._rank_program, probed)
-            self.jaxprs.append(built.jaxpr)
+            self.jaxprs.append((built.jaxpr, built.inputs.names))
             self._log_gathers(built.traced.found.gathers)
             leaving = built.program(*built.inputs.args)
             if self._loses_order(built.jaxpr):

@@ -39,13 +39,13 @@ class _NoTime:
 
 
 def collectives_of(
-    operations: Mapping[str, Collection[str]], jaxprs: Mapping[str, Sequence[Any]]
+    operations: Mapping[str, Collection[str]], jaxprs: Mapping[str, Sequence[tuple[Any, list[str]]]]
 ) -> dict[str, dict[str, Collective]]:
     """Return the collectives of compiled programs: name of program -> of operation -> collective.
 
     Args:
       operations: for each program that ran the names of its operations.
-      jaxprs: for each step, by the name of its program, its traces.
+      jaxprs: for each step, by the name of its program, its traces and the names of their inputs.
     """
     texts: dict[str, list[HloProgram]] = {name: [] for name in operations}
     for name, text in jax_compat.compiled_texts(operations):
@@ -63,14 +63,14 @@ def _names(program: HloProgram) -> set[str]:
     return {one.name for each in program.computations.values() for one in each}
 
 
-def _collectives(program: HloProgram, jaxprs: Sequence[Any]) -> dict[str, Collective]:
+def _collectives(
+    program: HloProgram, jaxprs: Sequence[tuple[Any, list[str]]]
+) -> dict[str, Collective]:
     transfers = list(timeline.simulate(program, _NoTime()).transfers.values())
-    plan = _plan(transfers, [planned(jaxpr, ()).collectives for jaxpr in jaxprs])
+    plan = _plan(transfers, [planned(*each).collectives for each in jaxprs])
     return {
         transfer.instruction.name: _collective(transfer, match)
-        for transfer, match in zip(
-            transfers, matched.match(program, transfers, plan), strict=True
-        )
+        for transfer, match in zip(transfers, matched.match(program, transfers, plan), strict=True)
     }
 
 

@@ -68,9 +68,7 @@ def read(path: Path) -> dict[int, list[Operation]]:
         # The types of JAX's reader have no module, which Python warns of.
         warnings.simplefilter("ignore", DeprecationWarning)
         planes = list(ProfileData.from_file(str(path)).planes)
-        start = next(
-            (int(v) for p in planes for k, v in p.stats if k == "profile_start_time"), 0
-        )
+        start = next((int(v) for p in planes for k, v in p.stats if k == "profile_start_time"), 0)
         return operations(planes, start)
 
 

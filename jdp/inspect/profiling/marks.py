@@ -43,7 +43,8 @@ class Marks:
     def __init__(self, on_begin: Callable[[], None], on_step: Callable[[Call], None]) -> None:
         self.phases: list[tuple[int, str]] = []
         self._on_begin, self._on_step = on_begin, on_step
-        self._begun, self._seen, self._new = time_ns(), in_flight.latest_call(), None
+        self._begun, self._seen = time_ns(), in_flight.latest_call()
+        self._new: StepCall | None = None
         self._before = own.slot
         self._slot = _MarkedSlot(self._before.memory, self)
 

@@ -84,7 +84,11 @@ def write(path: Path, traces: Sequence[ProcessTrace], begins: Sequence[int]) -> 
     for trace, begin in zip(traces, begins, strict=True):
         events += _events(trace, begin)
     facts = dict(traces[0].facts) if len(traces) == 1 else {"processes": len(traces)}
-    content = {"displayTimeUnit": "ms", "otherData": {"jdp": FORMAT, **facts}, "traceEvents": events}
+    content = {
+        "displayTimeUnit": "ms",
+        "otherData": {"jdp": FORMAT, **facts},
+        "traceEvents": events,
+    }
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with gzip.open(partial, "wt", compresslevel=3) as file:
