@@ -141,9 +141,7 @@ def test_the_merged_trace_has_all_processes_on_one_clock(tmp_path):
     )  # fmt: skip
     assert main(["timeline", str(tmp_path)]) == 0
     tracks = slices_by_track(tmp_path / trace_file.MERGED)
-    begins = {
-        (pid, name): each[0][0] for (pid, name, _), each in tracks.items() if "steps" in name
-    }
+    begins = {(pid, name): each[0][0] for (pid, name, _), each in tracks.items() if "steps" in name}
     assert begins == {(process, f"rank {rank}: steps"): 2 * MS
                       for process, rank in ((0, 0), (0, 1), (1, 2), (1, 3))}  # fmt: skip
 
@@ -229,6 +227,15 @@ def test_damaged_and_missing_processes_are_named_and_the_others_are_shown(how, t
     assert sorted(note[:10] for note in found["notes"]) == [
         "process 1:", "process 2:", "process 3:"
     ]  # fmt: skip
+
+
+def test_a_rank_without_steps_is_named(tmp_path):
+    trace = two_ranks()
+    slices = [each for each in trace.slices if each.rank != 1]
+    profiled.write(tmp_path, trace_file.ProcessTrace(trace.facts, slices))
+    found = summarize(tmp_path)
+    assert [each.rank for each in found.ranks] == [0]
+    assert [note for note in found.notes if "process 0" in note and "ranks 1 " in note]
 
 
 def test_a_folder_without_a_profile_is_an_error(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Profiles of ranks, written by hand or by a small loop, for tests of `jdp.profile` and `jdp timeline`."""
+"""Profiles of ranks: read, or written by hand so that each answer is known."""
 
 from pathlib import Path
 

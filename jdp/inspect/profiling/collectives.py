@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jdp import jax_compat
 from jdp.inspect import explain, matched, timeline
 from jdp.inspect.hlo import HloProgram
-from jdp.inspect.planned import Planned, planned
+from jdp.inspect.planned import Planned, SentLeaf, planned
 from jdp.inspect.transfers import SentArrays
 
 _REDUCES = ("all-reduce", "reduce-scatter")
@@ -75,24 +75,26 @@ def _collectives(
 
 
 def _plan(transfers: Sequence[SentArrays], plans: Sequence[list[Planned]]) -> list[Planned]:
-    """Return the plan of this program: the one of most of its numbers and sizes."""
-    sizes = {(each.number, each.num_bytes) for each in transfers}
+    """Return the plan of this program: the latest of those with most of its numbers and bytes."""
+    numbers = {each.number for each in transfers}
+    num_bytes = sum(each.num_bytes for each in transfers)
 
-    def num_alike(plan: list[Planned]) -> int:
-        ones = [(one.number, sum(_num_bytes(leaf) for leaf in one.leaves)) for one in plan]
-        return sum(one in sizes for one in ones)
+    def likeness(i: int) -> tuple[int, bool, int]:
+        found = sum(_num_bytes(leaf) for one in plans[i] for leaf in one.leaves)
+        return -len(numbers ^ {one.number for one in plans[i]}), found == num_bytes, i
 
-    return max(plans, key=num_alike, default=[])
+    return plans[max(range(len(plans)), key=likeness)] if plans else []
 
 
-def _num_bytes(leaf: Any) -> int:
+def _num_bytes(leaf: SentLeaf) -> int:
     bits = int("".join(filter(str.isdigit, leaf.dtype)) or 8)
     return leaf.num_elements * bits // 8
 
 
 def _collective(transfer: SentArrays, match: matched.Match) -> Collective:
     leaves = tuple(explain.leaf_name(leaf, transfer.kind) for leaf in match.leaves)
-    is_bucket = transfer.kind in _REDUCES and any(leaf.path for leaf in match.leaves)
+    has_arrays = any(leaf.path or leaf.num_elements > 1 for leaf in match.leaves)
+    is_bucket = transfer.kind in _REDUCES and has_arrays and not match.is_of_author
     number = transfer.instruction.name if transfer.number is None else transfer.number
     more = f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
     title = f"{'bucket' if is_bucket else transfer.kind} {number}: {leaves[0] if leaves else ''}"

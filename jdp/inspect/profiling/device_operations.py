@@ -57,7 +57,7 @@ class Run(NamedTuple):
 
 
 def read(path: Path) -> dict[int, list[Operation]]:
-    """Return the operations of each device, by its number in this process, in order.
+    """Return the operations of each device, by its number in the profile, in order.
 
     Loops and branches are left out: their operations are there.
 

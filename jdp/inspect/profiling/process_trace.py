@@ -1,5 +1,6 @@
 """The trace of a process: its marks and the operations of its devices, brought together."""
 
+import itertools
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -64,15 +65,19 @@ def process_trace(
 
 
 def _ranks() -> dict[int, int]:
-    """Return the rank of each device of this process, by its number in the process."""
-    mesh = this_process.current.mesh
-    devices = jax.devices() if mesh is None else list(mesh.devices.flat)
+    """Return the rank of each device of this process, by its number in a profile."""
     mine = jax.process_index()
+    # XLA numbers CPUs over all processes there, and GPUs in each.
     return {
-        device.local_hardware_id: rank
-        for rank, device in enumerate(devices)
+        device.id if device.platform == "cpu" else device.local_hardware_id: rank
+        for rank, device in enumerate(_devices())
         if device.process_index == mine
     }
+
+
+def _devices() -> list[jax.Device]:
+    mesh = this_process.current.mesh
+    return jax.devices() if mesh is None else list(mesh.devices.flat)
 
 
 def _place() -> dict[str, Any]:
@@ -106,13 +111,14 @@ def _names(found: Mapping[int, Sequence[Operation]]) -> dict[str, set[str]]:
 
 def _slice(one: Operation, rank: int, known: Mapping[str, Collective]) -> Slice:
     found = known.get(one.name)
-    if found is not None:
-        facts = {"collective": found.kind, "bytes": found.num_bytes, "op": one.name,
-                 "algorithm": found.algorithm, "leaves": list(found.leaves)}  # fmt: skip
-        return Slice(trace_file.COMMUNICATION, found.name, one.begin, one.end, rank, facts)
-    if one.looks_like_communication():
-        facts = {"op": one.name}
-        return Slice(trace_file.COMMUNICATION, one.name, one.begin, one.end, rank, facts)
+    # On a single device XLA runs a collective as a copy.
+    if len(_devices()) > 1 and (found is not None or one.looks_like_communication()):
+        facts: dict[str, Any] = {"op": one.name}
+        if found is not None:
+            facts |= {"collective": found.kind, "bytes": found.num_bytes,
+                      "algorithm": found.algorithm, "leaves": list(found.leaves)}  # fmt: skip
+        name = one.name if found is None else found.name
+        return Slice(trace_file.COMMUNICATION, name, one.begin, one.end, rank, facts)
     return Slice(trace_file.COMPUTATION, one.name, one.begin, one.end, rank)
 
 
@@ -147,8 +153,8 @@ def _ends(ran: Sequence[Operation], calls: Sequence[Call]) -> list[int] | None:
         if len(found) != len(own):
             return None
         ends |= {i: run.end for i, run in zip(own, found, strict=True)}
-    in_order = [ends[i] for i in range(len(calls))]
-    return in_order if in_order == sorted(in_order) else None
+    # Operations that no later step needs may end after the next step has.
+    return list(itertools.accumulate((ends[i] for i in range(len(calls))), max))
 
 
 def _steps(rank: int, times: Sequence[int], first: int, asked: int) -> list[Slice]:

@@ -116,7 +116,15 @@ def summarize(folder: Path) -> Summary:
       ValueError: if no process has a step in it.
     """
     traces, notes = _read(folder)
-    ranks = [each for trace in traces for each in _ranks(trace)]
+    by_process = {trace.facts["process"]: _ranks(trace) for trace in traces}
+    ranks = [each for found in by_process.values() for each in found]
+    for trace in traces:
+        left = {*trace.facts["ranks"]} - {each.rank for each in by_process[trace.facts["process"]]}
+        if left:
+            names = ", ".join(map(str, sorted(left)))
+            notes.append(
+                f"process {trace.facts['process']}: no step of its ranks {names} is there."
+            )
     if not ranks:
         raise ValueError(
             f"{folder} has no profile of a step. {' '.join(notes)}".strip()
