@@ -128,8 +128,11 @@ def _read_threads(lines: Sequence[Any], start: int, found: dict[int, list[Operat
             is_leaf = i not in with_others and not _CONTAINS.match(one.name)
             begun[i] = device, key, one if is_leaf else one._replace(name="")
     for device, key, one in begun:
+        # A collective may wait on a thread of its own. What else ends later waits for a free
+        # thread, and these may all be in collectives: that is not computation.
+        end = max(one.end, ends.get(key, 0)) if one.looks_like_communication() else one.end
         if one.name:
-            found[device].append(one._replace(end=max(one.end, ends.get(key, 0))))
+            found[device].append(one._replace(end=end))
 
 
 def runs(found: Sequence[Operation], program: str, num_runs: int) -> list[Run]:
