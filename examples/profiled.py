@@ -3,8 +3,8 @@
     jdp run --nproc-per-node 2 examples/profiled.py
     jdp timeline profile
 
-Each process computes on 2 ranks. The second one waits 60 ms for each batch, as a process does whose
-disk is busy, and `jdp timeline` names it: its ranks wait for data, and all others for them.
+Each process computes on 2 ranks. The second one waits 100 ms for each batch, as a process does
+whose disk is busy, and `jdp timeline` names it: its ranks wait for data, and all others for them.
 """
 
 import argparse
@@ -47,7 +47,8 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", default="profile")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--wait-ms", type=float, default=60.0, help="of the second process")
+    parser.add_argument("--first", type=int, default=10, help="step of the profile")
+    parser.add_argument("--wait-ms", type=float, default=100.0, help="of the second process")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", RANKS_PER_PROCESS)
     jdp.init()
@@ -56,11 +57,14 @@ def main():
     tx = jdp.replicated(optax.adam(1e-3), bucket_bytes=2 * 4 * WIDTH**2)
     state = jdp.TrainState.create(params, tx)
     batches = jdp.shard_batches(rows_of_this_process(options.steps, options.wait_ms / 1000))
-    with jdp.profile(options.folder, steps=range(10, 20)):
+    last = min(options.first + 10, options.steps)
+    loss = None
+    with jdp.profile(options.folder, steps=range(options.first, last)):
         for batch in batches:
             state, metrics = train(state, batch)
+            loss = metrics["loss"]
     if jax.process_index() == 0:
-        print(f"loss {float(metrics['loss']):.3f}. Now: jdp timeline {options.folder}")
+        print(f"loss {loss:.3f}. Now: jdp timeline {options.folder}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Operations of devices in JAX's profile, from a profile of GPUs that was written by hand."""
 
-import gpu_profile
+from support import gpu_profile
 
 from jdp.inspect.profiling import device_operations
 from jdp.inspect.profiling.breakdown import Activity, parts_of

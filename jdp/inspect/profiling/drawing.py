@@ -67,7 +67,8 @@ def draw(found: Summary, path: str | Path) -> None:
 def _draw_lanes(axes: Any, found: Summary, shown: Sequence[int]) -> None:
     numbers = sorted({number for each in found.ranks for number in each.steps})[:_MOST_STEPS]
     edges: list[float] = []
-    for trace, shift in zip(found.traces, found.begins(), strict=True):
+    begins = _first_steps(found, numbers[0])
+    for trace, shift in zip(found.traces, begins, strict=True):
         waits = [x for x in trace.slices if x.kind == trace_file.PHASE and x.name == phases.DATA]
         for rank in set(trace.facts["ranks"]) & set(shown):
             own = [each for each in trace.slices if each.rank == rank]
@@ -83,6 +84,18 @@ def _draw_lanes(axes: Any, found: Summary, shown: Sequence[int]) -> None:
     axes.set_ylim(len(shown), 0)
     axes.set_xlim(min(edges), max(edges))
     axes.set_xlabel("ms")
+
+
+def _first_steps(found: Summary, number: int) -> list[int]:
+    """Return the begins of the processes, with the begin of a step as 0."""
+    begins = found.begins()
+    steps = [
+        shift + each.begin
+        for trace, shift in zip(found.traces, begins, strict=True)
+        for each in trace.slices
+        if each.kind == trace_file.STEP and each.facts["step"] == number
+    ]
+    return [begin - min(steps) for begin in begins]
 
 
 def _draw_rank(
