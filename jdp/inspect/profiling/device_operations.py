@@ -48,7 +48,7 @@ class Operation(NamedTuple):
         return any(_COMMUNICATES.match(name) for name in (self.name, self.kernel))
 
 
-class Run(NamedTuple):
+class ProgramRun(NamedTuple):
     """A run of a program on a device: its name, and its first and last nanosecond."""
 
     program: str
@@ -135,7 +135,7 @@ def _read_threads(lines: Sequence[Any], start: int, found: dict[int, list[Operat
             found[device].append(one._replace(end=end))
 
 
-def runs(found: Sequence[Operation], program: str, num_runs: int) -> list[Run]:
+def runs(found: Sequence[Operation], program: str, num_runs: int) -> list[ProgramRun]:
     """Return the runs of a program on one device, in order.
 
     Args:
@@ -157,4 +157,4 @@ def runs(found: Sequence[Operation], program: str, num_runs: int) -> list[Run]:
                 grouped[seen[each.name]].append(each)
                 seen[each.name] += 1
     spans = [(min(x.begin for x in group), max(x.end for x in group)) for group in grouped.values()]
-    return [Run(program, begin, end) for begin, end in sorted(spans)]
+    return [ProgramRun(program, begin, end) for begin, end in sorted(spans)]

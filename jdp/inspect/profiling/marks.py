@@ -15,7 +15,7 @@ from jdp.worker.own_progress import own
 from jdp.worker.progress_board import Slot, phase_name
 
 
-class Call(NamedTuple):
+class MarkedCall(NamedTuple):
     """A training step that this process has called.
 
     Attributes:
@@ -40,7 +40,7 @@ class Marks:
       phases: when each began, in nanoseconds since 1970, and its name.
     """
 
-    def __init__(self, on_begin: Callable[[], None], on_step: Callable[[Call], None]) -> None:
+    def __init__(self, on_begin: Callable[[], None], on_step: Callable[[MarkedCall], None]) -> None:
         self.phases: list[tuple[int, str]] = []
         self._on_begin, self._on_step = on_begin, on_step
         self._begun, self._seen = time_ns(), in_flight.latest_call()
@@ -70,7 +70,7 @@ class Marks:
     def step(self, record: bytes) -> None:
         """Record the end of a step, and the phase that follows."""
         self._look()
-        done = Call(self._begun, time_ns(), self._new)
+        done = MarkedCall(self._begun, time_ns(), self._new)
         self._new, self._begun = None, done.end
         self.phases.append((done.end, phase_name(record)))
         self._on_step(done)

@@ -12,8 +12,8 @@ import jax
 from jdp.distributed import this_process
 from jdp.inspect.profiling import device_operations, trace_file
 from jdp.inspect.profiling.collectives import Collective, collectives_of
-from jdp.inspect.profiling.device_operations import Operation, Run
-from jdp.inspect.profiling.marks import Call
+from jdp.inspect.profiling.device_operations import Operation, ProgramRun
+from jdp.inspect.profiling.marks import MarkedCall
 from jdp.inspect.profiling.trace_file import ProcessTrace, Slice
 from jdp.worker import phases
 
@@ -21,7 +21,7 @@ from jdp.worker import phases
 def process_trace(
     profile: Path,
     begin: int,
-    calls: Sequence[Call],
+    calls: Sequence[MarkedCall],
     marks: Sequence[tuple[int, str]],
     first: int,
     facts: Mapping[str, Any],
@@ -95,7 +95,7 @@ def _place() -> dict[str, Any]:
     }
 
 
-def _program(call: Call) -> str:
+def _program(call: MarkedCall) -> str:
     """Return what XLA calls the program of a decorated step."""
     assert call.call is not None
     return "jit_" + re.sub(r"[^\w.\-]", "_", call.call.spec.name)
@@ -132,7 +132,7 @@ def _phases(marks: Sequence[tuple[int, str]], begin: int, end: int) -> list[Slic
     return found
 
 
-def _runs(ran: Sequence[Operation], calls: Sequence[Call]) -> list[Run]:
+def _runs(ran: Sequence[Operation], calls: Sequence[MarkedCall]) -> list[ProgramRun]:
     return [
         run
         for program in sorted({each.program for each in ran if each.program})
@@ -142,7 +142,7 @@ def _runs(ran: Sequence[Operation], calls: Sequence[Call]) -> list[Run]:
     ]
 
 
-def _ends(ran: Sequence[Operation], calls: Sequence[Call]) -> list[int] | None:
+def _ends(ran: Sequence[Operation], calls: Sequence[MarkedCall]) -> list[int] | None:
     """Return when a device was done with each call, None if its programs do not show it."""
     ends: dict[int, int] = {}
     if any(call.call is None for call in calls):

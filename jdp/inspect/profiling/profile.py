@@ -14,7 +14,7 @@ import jax
 from jdp import jax_compat
 from jdp.distributed import agree, in_flight, this_process
 from jdp.inspect.profiling import trace_file
-from jdp.inspect.profiling.marks import Call, Marks
+from jdp.inspect.profiling.marks import MarkedCall, Marks
 from jdp.inspect.profiling.process_trace import process_trace
 from jdp.worker import progress
 
@@ -32,7 +32,7 @@ class Profile:
         self._marks = Marks(self._begin_step, self._end_step)
         self._num_steps = 0
         self._begin: int | None = None  # ns since 1970 while JAX's profiler runs
-        self._calls: list[Call] = []
+        self._calls: list[MarkedCall] = []
         self._annotation: Any = None
         self._error: Exception | None = None
         self._is_written = False
@@ -94,7 +94,7 @@ class Profile:
             self._annotation = jax.profiler.StepTraceAnnotation("step", step_num=self._num_steps)
             self._annotation.__enter__()
 
-    def _end_step(self, call: Call) -> None:
+    def _end_step(self, call: MarkedCall) -> None:
         if self._annotation is not None:
             self._annotation.__exit__(None, None, None)
             self._annotation = None
