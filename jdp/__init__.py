@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jdp.distributed.metrics_log import log as log
     from jdp.inspect.batch_size import find_batch_size as find_batch_size
     from jdp.inspect.explain import explain as explain
+    from jdp.inspect.profiling.profile import profile as profile
     from jdp.rank_state import per_rank as per_rank
     from jdp.reduction.batch_norm import batch_norm_statistics as batch_norm_statistics
     from jdp.reduction.global_mean import global_mean as global_mean
@@ -59,6 +60,7 @@ _MODULES = {
     "mean_over_ranks": "reduction.metrics",
     "per_rank": "rank_state",
     "phase": "worker.progress",
+    "profile": "inspect.profiling.profile",
     "replicated": "reduction.optimizer",
     "rows": "reduction.metrics",
     "scan_layers": "reduction.scanned_layers",

@@ -12,6 +12,7 @@ commands:
   doctor          say whether this machine, or the hosts of a run, can train
   explain         memory, collectives and predicted time of a step, compiled and not run
   plan            predicted time, memory and efficiency of training on many hosts
+  timeline        where the time of profiled steps went, on every rank
   explain-error   explain the code of an error, such as JDP101
 
 jdp COMMAND --help prints the help of a command, jdp --version the version."""
@@ -60,6 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from jdp.inspect.plan.command import main as plan
 
         return plan(arguments)
+    if command == "timeline":
+        from jdp.inspect.profiling.command import main as timeline
+
+        return timeline(arguments)
     if command == "explain-error":
         return _explain_error(arguments)
     print(f"jdp: there is no command {command!r}.\n\n{_HELP}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Every difference between JAX versions, and JAX's private names: the only place."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -65,6 +65,41 @@ def joined_processes() -> Any:
         return distributed.global_state
     except (ImportError, AttributeError):
         return None
+
+
+def is_profiling() -> bool:
+    """Whether JAX's profiler runs; False if this JAX has no such private name."""
+    return _profile_session() is not None
+
+
+def stop_profiler() -> None:
+    """Stop JAX's profiler and write its profile; it is stopped also if that fails."""
+    try:
+        jax.profiler.stop_trace()
+    finally:
+        if is_profiling():  # JAX 0.10 forgets the session only after it was written
+            from jax._src import profiler
+
+            profiler._profile_state.reset()
+
+
+def _profile_session() -> Any:
+    try:
+        from jax._src import profiler
+
+        state = profiler._profile_state
+    except (ImportError, AttributeError):
+        return None
+    # Up to JAX 0.11 it has the longer name.
+    return getattr(state, "session", None) or getattr(state, "profile_session", None)
+
+
+def compiled_texts(names: Container[str]) -> list[tuple[str, str]]:
+    """Return the name and the text of each compiled program in memory whose name is in `names`."""
+    from jax.extend.backend import get_backend
+
+    modules = [each for one in get_backend().live_executables() for each in one.hlo_modules()]
+    return [(each.name, each.to_string()) for each in modules if each.name in names]
 
 
 def bind(

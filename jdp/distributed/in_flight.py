@@ -65,6 +65,20 @@ def latest_spec() -> StepSpec | None:
     return _calls[-1].spec if _calls else None
 
 
+def latest_call() -> StepCall | None:
+    """Return the latest call in flight; None if there is none."""
+    return _calls[-1] if _calls else None
+
+
+def settle() -> None:
+    """Wait for all steps in flight, and leave their errors to the next step."""
+    for call in tuple(_calls):
+        try:
+            call.weight.block_until_ready()
+        except RuntimeError:
+            pass
+
+
 class Unchecked:
     """The training steps that are in flight now, and not yet known to be right.
 

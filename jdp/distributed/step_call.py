@@ -1,6 +1,6 @@
 """A call of a step that may still be running, and the checks that its ranks report."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +35,7 @@ class StepCall(NamedTuple):
       check: raises a RuntimeError for a failure during the call that JAX does not report.
       why_invalid: returns an error for invalid weights of ranks, given `weight` and
         `reports.weight`; None if they are valid.
+      jaxprs: the latest programs of the step on its mesh, each with the names of its inputs.
       reports: the reports of the ranks; None while the call is being dispatched.
       weight: the weight of the batch, `[]` float. It is ready when the call has run.
     """
@@ -45,6 +46,7 @@ class StepCall(NamedTuple):
     given: Given | None
     check: Callable[[], None]
     why_invalid: Callable[[jax.Array, jax.Array], str | None]
+    jaxprs: Sequence[tuple[Any, list[str]]] = ()
     reports: RankReports | None = None
     weight: Any = None
 

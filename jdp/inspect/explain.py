@@ -107,7 +107,7 @@ def _bucket(transfer: SentArrays, match: Match, step_s: float) -> Bucket:
     return Bucket(
         kind=transfer.kind,
         algorithm=transfer.algorithm,
-        leaves=tuple(_name(leaf, transfer.kind) for leaf in match.leaves),
+        leaves=tuple(leaf_name(leaf, transfer.kind) for leaf in match.leaves),
         dtype="+".join(dict.fromkeys(leaf.dtype for leaf in match.leaves)),
         num_bytes=transfer.num_bytes,
         runs=transfer.runs,
@@ -125,7 +125,8 @@ def _bucket(transfer: SentArrays, match: Match, step_s: float) -> Bucket:
     )
 
 
-def _name(leaf: SentLeaf, kind: str) -> str:
+def leaf_name(leaf: SentLeaf, kind: str) -> str:
+    """Return what a report calls an array that a collective of some kind takes."""
     if not leaf.path:
         return "a scalar" if leaf.num_elements == 1 else f"{leaf.dtype}[{leaf.num_elements}]"
     if kind not in ("all-reduce", "reduce-scatter") and leaf.path.startswith("grads"):

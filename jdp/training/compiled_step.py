@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,9 @@ from jdp.worker.version import version
 
 _log = logging.getLogger("jdp")
 
+# A step has one for each set of shapes.
+_MAX_JAXPRS = 8
+
 # Inside a step the transpose of a weighted mean is made for the gradient of a loss, which the step
 # weighs once more when it reduces it. Around the step nothing does.
 _NO_GRADIENT = (
@@ -46,11 +50,15 @@ class CompiledStep:
       mesh: where it runs.
       is_part: whether it is traced into a larger program of the author's; that one is not
         compared between processes.
+
+    Attributes:
+      jaxprs: the latest programs that were traced, each with the names of its inputs.
     """
 
     def __init__(self, spec: StepSpec, mesh: Mesh, *, is_part: bool = False):
         self.mesh = mesh
         self.spec = spec
+        self.jaxprs: deque[tuple[Any, list[str]]] = deque(maxlen=_MAX_JAXPRS)
         self._is_part = is_part
         self._first_runs = self.arguments = None
         if mesh.is_multi_process and not is_part:
@@ -168,6 +176,7 @@ class CompiledStep:
                 lines_of = functools.partial(program_lines.lines_of, probed.jaxpr)
                 traced_programs.current.record(self.spec.name, self._facts(args), lines_of)
             built = passes.build(self._rank_program, probed)
+            self.jaxprs.append((built.jaxpr, built.inputs.names))
             self._log_gathers(built.traced.found.gathers)
             leaving = built.program(*built.inputs.args)
             if self._loses_order(built.jaxpr):

@@ -180,6 +180,7 @@ class Step:
             given=given,
             check=cpu_runtime.check,
             why_invalid=row_weight.why_invalid,
+            jaxprs=compiled.jaxprs,
         )
 
     def _unknown(self, state: Any, is_returned: bool) -> Sequence[int]:

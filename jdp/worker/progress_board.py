@@ -233,6 +233,15 @@ def record(name: str, limit_s: float = 0.0) -> bytes:
     return struct.pack(f"d{_NAME_BYTES}s", limit_s, name.encode())
 
 
+def phase_name(phase: bytes) -> str:
+    """Return the name of a phase, given what `record` returned.
+
+    >>> phase_name(record("saving"))
+    'saving'
+    """
+    return phase[8:].rstrip(b"\0").decode(errors="ignore")
+
+
 def _state(pid: int) -> str:
     if not pid or not os.path.isdir("/proc/self"):
         return ""

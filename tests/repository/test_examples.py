@@ -19,6 +19,7 @@ from flax import nnx
 
 import jdp
 from jdp.checkpoint import directory
+from jdp.inspect.profiling import summary
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 300
@@ -156,6 +157,17 @@ def test_own_loops_agree_with_one_rank(tmp_path, flags, num_ranks):
 
 
 @pytest.mark.xdist_group("processes")
+def test_profiled_names_the_process_whose_loader_is_slow(tmp_path):
+    command = [sys.executable, "-m", "jdp", "run", "--nproc-per-node", "2"]
+    script = [ROOT / "examples" / "profiled.py", "--steps=6", "--first=2", "--wait-ms=300"]
+    subprocess.run(
+        command + script, cwd=tmp_path, env=environment(), timeout=DEADLINE_S, check=True
+    )
+    found = summary.summarize(tmp_path / "profile")
+    assert {each.process for each in found.ranks[:2]} == {1} and len(found.ranks) == 4
+    assert all(each.mean()[0] > 0 for each in found.ranks[:2]) and not found.notes
+
+
 def test_elastic_language_model_outlives_a_process_and_saves_at_sigterm(tmp_path):
     flags = "--length=16 --dim=16 --depth=1 --steps=1000000".split()
     launched = subprocess.Popen(

@@ -1,0 +1,117 @@
+"""`jdp timeline`: its arguments, and what it prints."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jdp.inspect.profiling import trace_file
+from jdp.inspect.profiling.summary import CollectiveTimes, RankSteps, Summary, summarize
+
+_MOST_COLLECTIVES = 20
+_EPILOG = """\
+A step of a rank is waiting for data + computation + exposed communication + host. The rank with
+most time of its own, which is all but communication, comes first: the others wait for it.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `jdp timeline`.
+
+    Args:
+      arguments: of the command line.
+
+    Returns:
+      The exit code: 1 if the folder has no profile or a file cannot be written, 2 if the arguments
+      are wrong.
+    """
+    options = _parser().parse_args(arguments)
+    folder = Path(options.folder)
+    if not folder.is_dir():
+        return _fail(f"there is no folder {options.folder!r}.", 2)
+    try:
+        found = summarize(folder)
+        merged = Path(options.trace or folder / trace_file.MERGED)
+        trace_file.write(merged, found.traces, found.begins())
+        if options.png:
+            from jdp.inspect.profiling.drawing import draw
+
+            draw(found, options.png)
+    except (ValueError, OSError, ImportError) as error:
+        return _fail(str(error), 1)
+    print(json.dumps(found.to_json(), indent=1) if options.json else table(found))
+    if not options.json:
+        print(f"\nAll ranks in one trace, for https://ui.perfetto.dev: {merged}")
+    return 0
+
+
+def table(found: Summary) -> str:
+    """Return the tables of a profile: its ranks, its collectives, and its clocks."""
+    numbers = sorted({number for each in found.ranks for number in each.steps})
+    lines = [
+        f"{len(found.ranks)} ranks, steps {numbers[0]} to {numbers[-1]}: the mean step in ms, the "
+        "rank that others wait for first",
+        "",
+        "rank process      step = data wait + computation + exposed comm +      host  |  own",
+        *(_rank_line(each) for each in found.ranks),
+        "",
+        "    bytes algorithm  runs  ms/step  longest in  shortest in  collective",
+        *(_collective_line(each) for each in found.collectives[:_MOST_COLLECTIVES]),
+    ]
+    left = len(found.collectives) - _MOST_COLLECTIVES
+    if left > 0:
+        lines.append(f"and {left} more, see --json")
+    lines += ["", _clocks(found), *(f"note: {note}" for note in found.notes)]
+    return "\n".join(lines)
+
+
+def _rank_line(each: RankSteps) -> str:
+    data, computation, communication, host = (value / 1e6 for value in each.mean())
+    step = data + computation + communication + host
+    return (
+        f"{each.rank:4d} {each.process:7d} {step:9.3f}   {data:9.3f}   {computation:11.3f}   "
+        f"{communication:12.3f}   {host:7.3f}  | {each.own_ns() / 1e6:8.3f}"
+    )
+
+
+def _collective_line(each: CollectiveTimes) -> str:
+    num_bytes = "?" if each.num_bytes is None else each.num_bytes
+    return (
+        f"{num_bytes:>9} {each.algorithm:9} {each.runs:5.1f} {each.took_ns / 1e6:8.3f}  "
+        f"rank {each.longest_rank:<5d}  rank {each.shortest_rank:<6d}  {each.name}"
+    )
+
+
+def _clocks(found: Summary) -> str:
+    unlike = [
+        f"process {trace.facts['process']} by {shift.ns / 1e6:+.3f} ms, within "
+        f"{shift.within / 1e6:.3f} ms"
+        for trace, shift in zip(found.traces, found.shifts, strict=True)
+        if shift.within
+    ]
+    if not unlike:
+        return "Clocks: of one host, not shifted."
+    return "Clocks, compared by common collectives: shifted " + "; ".join(unlike) + "."
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jdp timeline",
+        description="Show where the time of profiled steps went, on every rank, and write all "
+        "ranks into one trace.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="that jdp.profile(folder, ...) wrote")
+    parser.add_argument("--json", action="store_true", help="print JSON, times in nanoseconds")
+    parser.add_argument("--png", metavar="FILE", help="draw the steps of all ranks")
+    parser.add_argument(
+        "--trace", metavar="FILE", help=f"of all ranks; default: FOLDER/{trace_file.MERGED}"
+    )
+    return parser
+
+
+def _fail(text: str, code: int) -> int:
+    print(f"jdp timeline: {text}", file=sys.stderr)
+    return code

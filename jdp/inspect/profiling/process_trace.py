@@ -1,0 +1,165 @@
+"""The trace of a process: its marks and the operations of its devices, brought together."""
+
+import itertools
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jdp.distributed import this_process
+from jdp.inspect.profiling import device_operations, trace_file
+from jdp.inspect.profiling.collectives import Collective, collectives_of
+from jdp.inspect.profiling.device_operations import Operation, ProgramRun
+from jdp.inspect.profiling.marks import MarkedCall
+from jdp.inspect.profiling.trace_file import ProcessTrace, Slice
+from jdp.worker import phases
+
+
+def process_trace(
+    profile: Path,
+    begin: int,
+    calls: Sequence[MarkedCall],
+    marks: Sequence[tuple[int, str]],
+    first: int,
+    facts: Mapping[str, Any],
+) -> ProcessTrace:
+    """Return the trace of this process.
+
+    Args:
+      profile: the file that JAX's profiler wrote.
+      begin: when the profile began, in nanoseconds since 1970.
+      calls: of training steps, during the profile.
+      marks: phases of the process, see `Marks`.
+      first: number of the first call. One before step `steps.start` shows when that step begins.
+      facts: what the file says of the profile: `run`, `steps`.
+    """
+    found = device_operations.read(profile)
+    ranks = _ranks()
+    jaxprs = {_program(call): call.call.jaxprs for call in calls if call.call is not None}
+    known = collectives_of(_names(found), jaxprs)
+    slices = _phases(marks, begin, calls[-1].end)
+    for i, call in enumerate(calls):
+        slices.append(Slice(trace_file.CALL, f"step {first + i}", call.begin, call.end, None,
+                            {"step": first + i}))  # fmt: skip
+    notes = []
+    for device, ran in found.items():
+        rank = ranks.get(device)
+        if rank is None:  # a device outside of the mesh
+            continue
+        own = _runs(ran, calls)
+        slices += [Slice(trace_file.PROGRAM, run.program, run.begin, run.end, rank) for run in own]
+        slices += [_slice(one, rank, known.get(one.program, {})) for one in ran]
+        ends = _ends(ran, calls)
+        if ends is None:
+            notes.append(f"rank {rank}: its steps end where the process's calls return, because "
+                         "its programs do not show where a step ends")  # fmt: skip
+            ends = [call.end for call in calls]
+        slices += _steps(rank, [begin, *ends], first, facts["steps"][0])
+    return ProcessTrace(
+        {**facts, **_place(), "start_ns": begin, "ranks": sorted(ranks.values()), "notes": notes},
+        [Slice(x.kind, x.name, x.begin - begin, x.end - begin, x.rank, x.facts) for x in slices],
+    )
+
+
+def _ranks() -> dict[int, int]:
+    """Return the rank of each device of this process, by its number in a profile."""
+    mine = jax.process_index()
+    # XLA numbers CPUs over all processes there, and GPUs in each.
+    return {
+        device.id if device.platform == "cpu" else device.local_hardware_id: rank
+        for rank, device in enumerate(_devices())
+        if device.process_index == mine
+    }
+
+
+def _devices() -> list[jax.Device]:
+    mesh = this_process.current.mesh
+    return jax.devices() if mesh is None else list(mesh.devices.flat)
+
+
+def _place() -> dict[str, Any]:
+    try:
+        clock = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        clock = socket.gethostname()
+    return {
+        "process": jax.process_index(),
+        "num_processes": jax.process_count(),
+        "host": socket.gethostname(),
+        "clock": clock,
+        "platform": jax.local_devices()[0].platform,
+        "jax": jax.__version__,
+    }
+
+
+def _program(call: MarkedCall) -> str:
+    """Return what XLA calls the program of a decorated step."""
+    assert call.call is not None
+    return "jit_" + re.sub(r"[^\w.\-]", "_", call.call.spec.name)
+
+
+def _names(found: Mapping[int, Sequence[Operation]]) -> dict[str, set[str]]:
+    names: dict[str, set[str]] = {}
+    for ran in found.values():
+        for each in ran:
+            names.setdefault(each.program, set()).add(each.name)
+    return names
+
+
+def _slice(one: Operation, rank: int, known: Mapping[str, Collective]) -> Slice:
+    found = known.get(one.name)
+    # On a single device XLA runs a collective as a copy.
+    if len(_devices()) > 1 and (found is not None or one.looks_like_communication()):
+        facts: dict[str, Any] = {"op": one.name}
+        if found is not None:
+            facts |= {"collective": found.kind, "bytes": found.num_bytes,
+                      "algorithm": found.algorithm, "leaves": list(found.leaves)}  # fmt: skip
+        name = one.name if found is None else found.name
+        return Slice(trace_file.COMMUNICATION, name, one.begin, one.end, rank, facts)
+    return Slice(trace_file.COMPUTATION, one.name, one.begin, one.end, rank)
+
+
+def _phases(marks: Sequence[tuple[int, str]], begin: int, end: int) -> list[Slice]:
+    shown = [(max(at, begin), name) for at, name in marks]
+    found = [
+        Slice(trace_file.PHASE, name, at, after)
+        for (at, name), (after, _) in zip(shown, [*shown[1:], (end, "")], strict=True)
+        if at < after and name != phases.BETWEEN
+    ]
+    return found
+
+
+def _runs(ran: Sequence[Operation], calls: Sequence[MarkedCall]) -> list[ProgramRun]:
+    return [
+        run
+        for program in sorted({each.program for each in ran if each.program})
+        for run in device_operations.runs(
+            ran, program, sum(c.call is not None and _program(c) == program for c in calls)
+        )
+    ]
+
+
+def _ends(ran: Sequence[Operation], calls: Sequence[MarkedCall]) -> list[int] | None:
+    """Return when a device was done with each call, None if its programs do not show it."""
+    ends: dict[int, int] = {}
+    if any(call.call is None for call in calls):
+        return None
+    for program in {_program(call) for call in calls}:
+        own = [i for i, call in enumerate(calls) if _program(call) == program]
+        found = device_operations.runs(ran, program, len(own))
+        if len(found) != len(own):
+            return None
+        ends |= {i: run.end for i, run in zip(own, found, strict=True)}
+    # Operations that no later step needs may end after the next step has.
+    return list(itertools.accumulate((ends[i] for i in range(len(calls))), max))
+
+
+def _steps(rank: int, times: Sequence[int], first: int, asked: int) -> list[Slice]:
+    return [
+        Slice(trace_file.STEP, f"step {number}", times[i], times[i + 1], rank, {"step": number})
+        for i, number in enumerate(range(first, first + len(times) - 1))
+        if number >= asked
+    ]

@@ -1,0 +1,180 @@
+"""The file of a profiled process, which Perfetto opens and `jdp timeline` reads.
+
+It is JSON of Chrome's trace format, compressed: slices with times in microseconds, to the
+nanosecond, and in `otherData` the facts of the process.
+"""
+
+import gzip
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_SUFFIX = ".perfetto.json.gz"
+MERGED = f"merged{_SUFFIX}"
+FORMAT = 1
+
+# The kinds of slices, in the order of their tracks; those up to PHASE are of a process.
+CALL, PHASE = "call", "phase"
+STEP, PROGRAM, COMPUTATION, COMMUNICATION = "step", "program", "computation", "communication"
+_KINDS = (CALL, PHASE, STEP, PROGRAM, COMPUTATION, COMMUNICATION)
+_TITLES = {CALL: "calls of the step", PHASE: "host", STEP: "steps", PROGRAM: "programs"}
+_MOST_LANES = 1000
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A time of a rank, or of its process.
+
+    Attributes:
+      kind: such as `COMPUTATION`.
+      name: in the trace.
+      begin: nanoseconds since the profile of its process began.
+      end: the same.
+      rank: that it belongs to; None for a slice of the process.
+      facts: what else is known, for JSON: `step` of a STEP and a CALL; `collective`, `bytes`,
+        `algorithm`, `op` and `leaves` of a COMMUNICATION.
+    """
+
+    kind: str
+    name: str
+    begin: int
+    end: int
+    rank: int | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ProcessTrace:
+    """The profile of one process.
+
+    Attributes:
+      facts: for JSON: `run`, `process`, `num_processes`, `host`, `clock`, `start_ns`, `ranks`,
+        `num_ranks`, `platform`, `steps`, `notes`.
+      slices: what it did.
+    """
+
+    facts: Mapping[str, Any]
+    slices: Sequence[Slice]
+
+
+def path_of(folder: Path, process: int) -> Path:
+    """Return the file of a process."""
+    return folder / f"process-{process}{_SUFFIX}"
+
+
+def found_in(folder: Path) -> dict[int, Path]:
+    """Return process -> file, for the files of a profile that are there."""
+    named = [(p.name.removeprefix("process-").removesuffix(_SUFFIX), p)
+             for p in folder.glob(f"process-*{_SUFFIX}")]  # fmt: skip
+    return {int(number): path for number, path in sorted(named) if number.isdecimal()}
+
+
+def write(path: Path, traces: Sequence[ProcessTrace], begins: Sequence[int]) -> None:
+    """Write traces of processes into one file, whole or not at all.
+
+    Args:
+      path: of the file.
+      traces: of the processes.
+      begins: for each of them the nanoseconds at which its profile begins.
+    """
+    events = []
+    for trace, begin in zip(traces, begins, strict=True):
+        events += _events(trace, begin)
+    facts = dict(traces[0].facts) if len(traces) == 1 else {"processes": len(traces)}
+    content = {
+        "displayTimeUnit": "ms",
+        "otherData": {"jdp": FORMAT, **facts},
+        "traceEvents": events,
+    }
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with gzip.open(partial, "wt", compresslevel=3) as file:
+            json.dump(content, file, separators=(",", ":"))
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read(path: Path) -> ProcessTrace:
+    """Read the file of a process.
+
+    Raises:
+      ValueError: if it is not such a file, or damaged; says what is wrong.
+    """
+    try:
+        with gzip.open(path, "rt") as file:
+            content = json.load(file)
+        facts = content["otherData"]
+        if facts["jdp"] != FORMAT:
+            raise ValueError(f"its format is {facts['jdp']}, and this jdp reads {FORMAT}")
+        slices = [_slice(event) for event in content["traceEvents"] if event["ph"] == "X"]
+        for name in ("run", "process", "num_processes", "clock", "start_ns", "ranks", "platform"):
+            facts[name]
+    except KeyError as error:
+        raise ValueError(f"it has no {error}") from None
+    except (OSError, EOFError, ValueError, TypeError) as error:
+        raise ValueError(f"{error}") from None
+    return ProcessTrace(facts, slices)
+
+
+def _slice(event: Mapping[str, Any]) -> Slice:
+    begin, facts = round(event["ts"] * 1000), dict(event["args"])
+    end = begin + round(event["dur"] * 1000)
+    return Slice(event["cat"], event["name"], begin, end, facts.pop("rank", None), facts)
+
+
+def _events(trace: ProcessTrace, begin: int) -> list[dict[str, Any]]:
+    process = trace.facts["process"]
+    title = f"process {process} on {trace.facts['host']}"
+    events = [_named("process_name", process, 0, title)]
+    for (rank, kind), slices in _tracks(trace.slices).items():
+        first = (1 if rank is None else 10 + rank * len(_KINDS)) + _KINDS.index(kind)
+        title = _TITLES.get(kind, kind)
+        for lane, track in enumerate(_lanes(slices)):
+            # Slices of one track may not overlap, and XLA runs operations on several threads.
+            number = first * _MOST_LANES + lane
+            label = title if rank is None else f"rank {rank}: {title}"
+            events.append(_named("thread_name", process, number, label))
+            order = {"name": "thread_sort_index", "args": {"sort_index": number}}
+            events.append({"ph": "M", "pid": process, "tid": number} | order)
+            events += [_event(each, process, number, begin) for each in track]
+    return events
+
+
+def _tracks(slices: Sequence[Slice]) -> dict[tuple[Any, str], list[Slice]]:
+    tracks: dict[tuple[Any, str], list[Slice]] = {}
+    for each in slices:
+        tracks.setdefault((each.rank, each.kind), []).append(each)
+    return tracks
+
+
+def _lanes(slices: Sequence[Slice]) -> list[list[Slice]]:
+    lanes: list[list[Slice]] = []
+    for each in sorted(slices, key=lambda x: (x.begin, x.end)):
+        free = next((lane for lane in lanes if lane[-1].end <= each.begin), None)
+        if free is None:
+            lanes.append([each])
+        else:
+            free.append(each)
+    return lanes
+
+
+def _named(what: str, process: int, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {"name": name}}
+
+
+def _event(each: Slice, process: int, track: int, begin: int) -> dict[str, Any]:
+    own = {} if each.rank is None else {"rank": each.rank}
+    return {
+        "ph": "X",
+        "cat": each.kind,
+        "name": each.name,
+        "pid": process,
+        "tid": track,
+        "ts": (begin + each.begin) / 1000,
+        "dur": (each.end - each.begin) / 1000,
+        "args": own | dict(each.facts),
+    }
