@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from jdp.worker import launcher_client, phases
 from jdp.worker.progress_board import Board, Slot, record
+from jdp.worker.step_clock import StepClock
 from jdp.worker.watchdog import SelfWatch
 
 
@@ -25,6 +26,7 @@ class OwnProgress:
       longest_wait_s: seconds that others may keep this process waiting; inf for no limit.
       latest_kept: the newest step that this run could continue from, in words.
       watch: the thread that watches this process.
+      step_clock: takes the times of steps; None if no launcher reads them.
       num_running: returns how many steps the devices have not finished.
     """
 
@@ -39,6 +41,7 @@ class OwnProgress:
         self.longest_wait_s = math.inf
         self.latest_kept: str | None = None
         self.watch: SelfWatch | None = None
+        self.step_clock: StepClock | None = None
         self.num_running: Callable[[], int] = int
 
 

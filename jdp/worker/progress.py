@@ -9,6 +9,7 @@ import time
 from jdp.worker import launcher_client, phases
 from jdp.worker.own_progress import own
 from jdp.worker.progress_board import ENDED, NATIVE, Board, record
+from jdp.worker.step_clock import StepClock
 from jdp.worker.watchdog import SelfWatch, show_stacks_when_asked
 
 
@@ -27,6 +28,7 @@ class Phase:
 
     def __enter__(self) -> None:
         own.phases.append((self._record, own.slot.enter(self._record)))
+        record_unusual()
 
     def __exit__(self, *exception: object) -> None:
         _leave_phase(self._record)
@@ -73,7 +75,19 @@ class Data(Phase):
     def __enter__(self) -> None:
         if own.phases[0][0] is _STARTING:
             own.phases[0] = own.unstepped
-        super().__enter__()
+        own.phases.append((self._record, own.slot.enter(self._record)))
+
+    def __exit__(self, *exception: object) -> None:
+        begun = own.phases[-1]
+        super().__exit__(*exception)
+        if own.step_clock is not None and begun[0] is self._record:
+            own.step_clock.add_data_wait(begun[1], time.monotonic_ns())
+
+
+def record_unusual() -> None:
+    """Record that the time until the next step says nothing about the speed of the process."""
+    if own.step_clock is not None:
+        own.step_clock.is_usual = False
 
 
 def count_step() -> None:
@@ -191,6 +205,7 @@ def begin_watching(timeout_s: float | None, process: int = 0, num_processes: int
     is_launched = launcher is not None
     own.watch = SelfWatch(own.slot, limit_s, process, is_launched=is_launched, is_alone=is_alone)
     own.watch.start(lambda: own.num_running())
+    own.step_clock = StepClock(own.slot) if is_launched else None
 
 
 def compiling_begins() -> None:
@@ -231,6 +246,9 @@ def record_end() -> None:
 def _stop_watch() -> None:
     if own.watch is not None:
         own.watch.stop_watching()
+    if own.step_clock is not None:
+        own.step_clock.stop_clock()
+        own.step_clock = None
 
 
 def _end() -> None:
@@ -241,6 +259,7 @@ def _end() -> None:
 # A forked child, which may load data, does not write to the slot of this process.
 def _forked() -> None:
     own.slot = Board.create(1).slot(0)
+    own.step_clock = None
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -11,7 +11,11 @@ import struct
 import time
 from typing import NamedTuple
 
+from jdp.worker import step_times
+from jdp.worker.step_times import StepTimes
+
 SLOT_BYTES = 256
+_STRIDE = SLOT_BYTES + step_times.NUM_BYTES
 _NAME_BYTES = 64
 
 # Words of 8 bytes, in the byte order of the host.
@@ -22,9 +26,10 @@ _PIECE = f"{8 + _NAME_BYTES}s"
 _write_step = struct.Struct(f"qqq{_PIECE}").pack_into
 _write_phase = struct.Struct(f"qq{_PIECE}").pack_into
 # Written by threads of the native library, in a cache line of their own: the number of all-reduces
-# that ranks of this process have entered and left, and the bucket of the last one entered.
-NATIVE = slice(128, 152)
-_ENTERED, _DONE, _BUCKET = range(16, 19)
+# that ranks of this process have entered and left, the bucket of the last one entered, and how long
+# this process has waited in them for others.
+NATIVE = slice(128, 160)
+_ENTERED, _DONE, _BUCKET, _WAITED = range(16, 20)
 # Written by the watchdog's thread.
 _RUNNING, _DEBUGGED = 24, 25
 
@@ -89,13 +94,13 @@ class Board:
 
     def __init__(self, memory: mmap.mmap, fd: int = -1):
         self.fd = fd
-        self.num_slots = len(memory) // SLOT_BYTES
+        self.num_slots = len(memory) // _STRIDE
         self._memory = memory
 
     @classmethod
     def create(cls, num_slots: int) -> "Board":
         """Return a new board, which other processes attach by its `fd`, for `num_slots` >= 1."""
-        size = num_slots * SLOT_BYTES
+        size = num_slots * _STRIDE
         if not hasattr(os, "memfd_create"):
             return cls(mmap.mmap(-1, size))
         fd = os.memfd_create("jdp-board")
@@ -111,8 +116,8 @@ class Board:
         """Return a slot, from 0 to num_slots - 1."""
         if not 0 <= index < self.num_slots:
             raise IndexError(f"slot {index} of a board of {self.num_slots}.")
-        begin = index * SLOT_BYTES
-        return Slot(memoryview(self._memory)[begin : begin + SLOT_BYTES])
+        memory = memoryview(self._memory)[index * _STRIDE :][:_STRIDE]
+        return Slot(memory[:SLOT_BYTES], StepTimes(memory[SLOT_BYTES:]))
 
 
 class Slot:
@@ -126,10 +131,11 @@ class Slot:
         the progress, and a phase, made by `record`.
       write_step: `write_step(steps, progress_ns, since_ns, phase)`: writes the number of steps,
         too.
+      times: of its latest steps.
     """
 
-    def __init__(self, memory: memoryview):
-        self.memory = memory
+    def __init__(self, memory: memoryview, times: StepTimes):
+        self.memory, self.times = memory, times
         self._words = memory.cast("q")
         self._floats = memory.cast("d")
         self.write_phase = functools.partial(_write_phase, memory, 8 * _PROGRESS)
@@ -151,10 +157,12 @@ class Slot:
         self._floats[_TIMEOUT] = timeout_s
         words[_PROGRESS] = words[_SINCE] = time.monotonic_ns()
         words[_PID] = pid
+        self.times.clear()
 
     def clear(self) -> None:
         """Clear the slot."""
         self.memory[:] = bytes(SLOT_BYTES)
+        self.times.clear()
 
     def enter(self, phase: bytes, since_ns: int = 0) -> int:
         """Write a phase that begins now, or began at `since_ns`, and return when it began.
@@ -183,6 +191,10 @@ class Slot:
         """
         self._words[_RUNNING] = is_running
         self._words[_DEBUGGED] = is_debugged
+
+    def waited_ns(self) -> int:
+        """Return how long the process has waited for others in collectives of the library."""
+        return self._words[_WAITED]
 
     def read(self) -> ProcessStatus:
         """Return the status of the process, with its state in the system."""
