@@ -23,7 +23,7 @@ From a host to the leader:
   ended   generation, port, step   no process is left; a port for the next coordinator
   stop    signal, at_once          its launcher was asked to end the run
   commit saved  step, ...          its latest commit is in the checkpoint directory, or an error
-  beat    at, statuses             its time, and the statuses of its processes
+  beat    at, statuses, windows    its time, the statuses of its processes, and windows of their steps
 From the leader to a host:
   challenge  nonce, protocol, code  asks for a proof that the host knows the token
   welcome    proof, is_running     the host has joined; the leader's proof; a generation lives

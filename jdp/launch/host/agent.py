@@ -153,7 +153,12 @@ class Host:
         while True:
             await asyncio.sleep(min(BEAT_S, self._options.heartbeat_timeout_s / 5))
             self._resources.orphans.reap()
-            self._link.beat(statuses=self._generation.statuses() if self._generation else {})
+            generation = self._generation
+            if generation is None:
+                self._link.beat(statuses={}, windows={})
+            else:
+                windows = generation.new_windows()
+                self._link.beat(statuses=generation.statuses(), windows=windows)
 
     def _receive(self, kind: str, facts: dict[str, Any]) -> None:
         if self.over.done():

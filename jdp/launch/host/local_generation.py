@@ -26,6 +26,7 @@ from jdp.worker.hang_detector import Watch
 from jdp.worker.hang_report import in_seconds
 from jdp.worker.phases import SAVING
 from jdp.worker.progress_board import ProcessStatus
+from jdp.worker.step_times import Window, window_of
 
 State = enum.Enum("State", "RUNNING STOPPING ENDING")
 
@@ -63,6 +64,7 @@ class LocalGeneration:
         self._say = say
         self._state = State.RUNNING
         self._watch = Watch(options.timeout_s)  # knows how long a process may save
+        self._num_sent: dict[int, int] = {}  # records of steps, by process
         self._deadline: asyncio.TimerHandle | None = None
         self._saving_s = -math.inf  # when one of them was last seen to save
 
@@ -74,6 +76,17 @@ class LocalGeneration:
     def statuses(self) -> dict[int, ProcessStatus]:
         """Return the statuses of its processes, by process id."""
         return {process.process_id: process.slot.read() for process in self.processes}
+
+    def new_windows(self) -> dict[int, Window]:
+        """Return the windows of the processes that have made steps since the last call."""
+        new = {}
+        for process in self.processes:
+            number = process.slot.times.num_written
+            if number != self._num_sent.get(process.process_id, 0):
+                self._num_sent[process.process_id] = number
+                if records := process.slot.times.latest():
+                    new[process.process_id] = window_of(number, records)
+        return new
 
     # --- messages and ends of its processes ---
 

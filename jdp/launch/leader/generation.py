@@ -20,9 +20,11 @@ from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.failure import Cause
 from jdp.launch.leader.rank_assignment import Part, Plan, size
 from jdp.launch.leader.remote_host import RemoteHost
+from jdp.launch.leader.slow_processes import SlowProcesses
 from jdp.launch.options.options import Options
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.hang_detector import Stall, Watch
+from jdp.worker.step_times import Window
 
 State = enum.Enum("State", "RUNNING STOPPING ENDING")
 
@@ -61,6 +63,9 @@ class Generation:
         self._first_end: float | None = None  # time at which the first process ended
         self._grace_s = options.shutdown_timeout_s
         self._watch = Watch(options.timeout_s)
+        self._slow = SlowProcesses()
+        self._windows: dict[int, Window] = {}  # of the latest steps, by process
+        self._has_new_windows = False
         self._say, self._events = say, events
 
     @property
@@ -141,6 +146,12 @@ class Generation:
         if remote in self.parts:
             self.parts[remote].record_statuses(statuses, ahead_s)
 
+    def record_windows(self, remote: RemoteHost, windows: dict[str, list]) -> None:
+        """Record the windows of the processes of a host that have made steps."""
+        if remote in self.parts:
+            self._windows |= {int(i): Window(*each) for i, each in windows.items()}
+            self._has_new_windows = self._has_new_windows or bool(windows)
+
     def record_left(self, remote: RemoteHost, step: int | None) -> None:
         """Record that a host has no processes of it left, and their last common step."""
         self.step = min((each for each in (self.step, step) if each is not None), default=None)
@@ -152,6 +163,8 @@ class Generation:
         stall = self._watch.look(now, statuses)
         if stall is not None:
             self._report_stall(stall)
+        if self._has_new_windows and len(self._windows) == self.size:
+            self._report_slow()
         is_due = self._first_end is not None and now - self._first_end >= self._grace_s
         if is_due and (
             why := early_ends.find(now, self._grace_s, statuses, self._steps_of_ended())
@@ -232,6 +245,12 @@ class Generation:
     def _steps_of_ended(self) -> dict[int, int]:
         told = self.told.get("ended", {})
         return {i: told.get(i, {}).get("steps", -1) for i in self._came_to_end()}
+
+    def _report_slow(self) -> None:
+        self._has_new_windows = False
+        for process_id, (slow, line) in self._slow.look(self._windows).items():
+            self._say(line)
+            self._write("slow", process_id=process_id, share=slow.share, **slow._asdict())
 
     def _report_stall(self, stall: Stall) -> None:
         self._say(stall.report)

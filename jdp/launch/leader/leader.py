@@ -119,10 +119,13 @@ class Leader:
                 self._asked_to_stop(facts["signal"], facts["at_once"])
         self._consider()
 
-    def _heard(self, remote: RemoteHost, at: float, statuses: dict[str, list]) -> None:
+    def _heard(
+        self, remote: RemoteHost, at: float, statuses: dict[str, list], windows: dict[str, list]
+    ) -> None:
         remote.channel.send("beat", at=at)
         if self._generation is not None:
             self._generation.record_statuses(remote, statuses, remote.heard - at)
+            self._generation.record_windows(remote, windows)
 
     def _ready(self, remote: RemoteHost, generation: int) -> None:
         if generation == remote.generation and not remote.is_ready:
