@@ -1,10 +1,11 @@
 """The progress of this process, in one place; `jdp/worker/progress.py` changes it."""
 
+import ctypes
 import math
 from collections.abc import Callable
 
 from jdp.worker import launcher_client, phases
-from jdp.worker.progress_board import Board, Slot, record
+from jdp.worker.progress_board import NATIVE, Board, Slot, record
 from jdp.worker.step_clock import StepClock
 from jdp.worker.watchdog import SelfWatch
 
@@ -43,6 +44,19 @@ class OwnProgress:
         self.watch: SelfWatch | None = None
         self.step_clock: StepClock | None = None
         self.num_running: Callable[[], int] = int
+
+    def record_unusual(self) -> None:
+        """Record that the time until the next step does not show how fast the process is."""
+        if self.step_clock is not None:
+            self.step_clock.is_usual = False
+
+
+def native_numbers() -> int:
+    """Return the address of the numbers that the native library writes, valid forever."""
+    numbers = (ctypes.c_char * (NATIVE.stop - NATIVE.start)).from_buffer(own.slot.memory[NATIVE])
+    # Never freed: XLA's threads may write while the interpreter ends.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(numbers))
+    return ctypes.addressof(numbers)
 
 
 def _own_slot() -> Slot:

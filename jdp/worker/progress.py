@@ -1,14 +1,13 @@
 """The progress of this process: written where the launcher reads it, or watched by itself."""
 
 import atexit
-import ctypes
 import math
 import os
 import time
 
 from jdp.worker import launcher_client, phases
 from jdp.worker.own_progress import own
-from jdp.worker.progress_board import ENDED, NATIVE, Board, record
+from jdp.worker.progress_board import ENDED, Board, record
 from jdp.worker.step_clock import StepClock
 from jdp.worker.watchdog import SelfWatch, show_stacks_when_asked
 
@@ -28,7 +27,7 @@ class Phase:
 
     def __enter__(self) -> None:
         own.phases.append((self._record, own.slot.enter(self._record)))
-        record_unusual()
+        own.record_unusual()
 
     def __exit__(self, *exception: object) -> None:
         _leave_phase(self._record)
@@ -82,12 +81,6 @@ class Data(Phase):
         super().__exit__(*exception)
         if own.step_clock is not None and begun[0] is self._record:
             own.step_clock.add_data_wait(begun[1], time.monotonic_ns())
-
-
-def record_unusual() -> None:
-    """Record that the time until the next step says nothing about the speed of the process."""
-    if own.step_clock is not None:
-        own.step_clock.is_usual = False
 
 
 def count_step() -> None:
@@ -217,14 +210,6 @@ def compiling_ends() -> None:
     """Record that it is compiled, and handed to the devices."""
     own.compile_s += (time.monotonic_ns() - own.phases[-1][1]) / 1e9
     _COMPILING.__exit__()
-
-
-def native_numbers() -> int:
-    """Return the address of the numbers that the native library writes, valid forever."""
-    numbers = (ctypes.c_char * (NATIVE.stop - NATIVE.start)).from_buffer(own.slot.memory[NATIVE])
-    # Never freed: XLA's threads may write while the interpreter ends.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(numbers))
-    return ctypes.addressof(numbers)
 
 
 def _tell_first_step() -> None:

@@ -18,13 +18,12 @@ from typing import Any
 from jdp.launch.leader import early_ends, failure
 from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.failure import Cause
+from jdp.launch.leader.progress_watch import ProgressWatch
 from jdp.launch.leader.rank_assignment import Part, Plan, size
 from jdp.launch.leader.remote_host import RemoteHost
-from jdp.launch.leader.slow_processes import SlowProcesses
 from jdp.launch.options.options import Options
 from jdp.worker.exit_codes import SAVED
-from jdp.worker.hang_detector import Stall, Watch
-from jdp.worker.step_times import Window
+from jdp.worker.hang_detector import Stall
 
 State = enum.Enum("State", "RUNNING STOPPING ENDING")
 
@@ -62,11 +61,8 @@ class Generation:
         self._ended_before_stop: set[int] = set()
         self._first_end: float | None = None  # time at which the first process ended
         self._grace_s = options.shutdown_timeout_s
-        self._watch = Watch(options.timeout_s)
-        self._slow = SlowProcesses()
-        self._windows: dict[int, Window] = {}  # of the latest steps, by process
-        self._has_new_windows = False
-        self._say, self._events = say, events
+        self._events = events
+        self._progress = ProgressWatch(self.size, options.timeout_s, say, self._write)
 
     @property
     def stepped(self) -> bool:
@@ -140,17 +136,12 @@ class Generation:
             self.fail(why, process_id)
 
     def record_statuses(
-        self, remote: RemoteHost, statuses: dict[str, list], ahead_s: float
+        self, remote: RemoteHost, ahead_s: float, statuses: dict[str, list], windows: dict
     ) -> None:
-        """Record the statuses of the processes of a host, whose clock is `ahead_s` behind."""
+        """Record statuses and windows of a host's processes, whose clock is `ahead_s` behind."""
         if remote in self.parts:
             self.parts[remote].record_statuses(statuses, ahead_s)
-
-    def record_windows(self, remote: RemoteHost, windows: dict[str, list]) -> None:
-        """Record the windows of the processes of a host that have made steps."""
-        if remote in self.parts:
-            self._windows |= {int(i): Window(*each) for i, each in windows.items()}
-            self._has_new_windows = self._has_new_windows or bool(windows)
+            self._progress.record_windows(windows)
 
     def record_left(self, remote: RemoteHost, step: int | None) -> None:
         """Record that a host has no processes of it left, and their last common step."""
@@ -160,11 +151,9 @@ class Generation:
     def look(self, now: float) -> None:
         """Look whether the processes make progress, and fail if they do not."""
         statuses = {i: each for part in self.parts.values() for i, each in part.statuses.items()}
-        stall = self._watch.look(now, statuses)
+        stall = self._progress.look(now, statuses)
         if stall is not None:
-            self._report_stall(stall)
-        if self._has_new_windows and len(self._windows) == self.size:
-            self._report_slow()
+            self._record_stall(stall)
         is_due = self._first_end is not None and now - self._first_end >= self._grace_s
         if is_due and (
             why := early_ends.find(now, self._grace_s, statuses, self._steps_of_ended())
@@ -246,21 +235,10 @@ class Generation:
         told = self.told.get("ended", {})
         return {i: told.get(i, {}).get("steps", -1) for i in self._came_to_end()}
 
-    def _report_slow(self) -> None:
-        self._has_new_windows = False
-        for process_id, (slow, line) in self._slow.look(self._windows).items():
-            self._say(line)
-            self._write("slow", process_id=process_id, share=slow.share, **slow._asdict())
-
-    def _report_stall(self, stall: Stall) -> None:
-        self._say(stall.report)
-        self._send("dump", process_ids=stall.processes)
-        self._write(
-            "stalled",
-            process_ids=stall.processes,
-            stalled_s=stall.stalled_s,
-            is_over=stall.is_over,
-        )
+    def _record_stall(self, stall: Stall) -> None:
+        for remote in self.parts:
+            asks_nccl = remote is next(iter(self.parts))
+            remote.channel.send("dump", process_ids=stall.processes, asks_nccl=asks_nccl)
         if stall.is_over:
             first = stall.processes[0]
             part = self._part_of(first)

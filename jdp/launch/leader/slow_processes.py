@@ -93,9 +93,7 @@ class Comparison:
 
     def _is_slow(self, process: int) -> bool:
         least_us = max(LEAST_US, LEAST_SHARE * self._windows[process].step)
-        return (
-            self._cost_us(process) >= least_us and self._clear_us(process) >= _HALF * least_us
-        )
+        return self._cost_us(process) >= least_us and self._clear_us(process) >= _HALF * least_us
 
     def is_over(self, process: int) -> bool:
         """Whether a process that was slow is no longer."""
