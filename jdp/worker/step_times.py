@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 # A decision takes this many records, see `Window`.
-NUM_RECORDS = 30
+NUM_RECORDS = 25
 # A slot is being written at any time, and readers may be late by another.
 _NUM_SLOTS = NUM_RECORDS + 2
 _RECORD = struct.Struct("5q")
@@ -81,7 +81,7 @@ class Window(NamedTuple):
       num_written: records that the process has written so far.
       num_records: of them in this window.
       step, data, host, compute, waited: medians.
-      waited_low, waited_high: 85 % of the records have at least, at most so much `waited`.
+      waited_low, waited_high: nine of ten records have at least, at most so much `waited`.
       idle, idle_low, idle_high: likewise for `data` and `host` together.
     """
 
@@ -102,8 +102,8 @@ class Window(NamedTuple):
 def window_of(num_written: int, records: Sequence[Record]) -> Window:
     """Return the window of some records, at least one.
 
-    >>> records = [Record(1, 20_000_000, data_ns=3_000_000)] * 29 + [Record(1, 10**9)]
-    >>> window = window_of(30, records)
+    >>> records = [Record(1, 20_000_000, data_ns=3_000_000)] * 24 + [Record(1, 10**9)]
+    >>> window = window_of(25, records)
     >>> window.step, window.data, window.compute, window.idle_low
     (20000, 3000, 17000, 3000)
     """
@@ -114,7 +114,7 @@ def window_of(num_written: int, records: Sequence[Record]) -> Window:
     idle = ordered([it.data_ns + it.host_ns for it in records])
     waited = ordered([it.waited_ns for it in records])
     compute = [it.step_ns - it.data_ns - it.host_ns - it.waited_ns for it in records]
-    middle, few = len(records) // 2, len(records) * 15 // 100
+    middle, few = len(records) // 2, len(records) // 10
     return Window(
         num_written,
         len(records),

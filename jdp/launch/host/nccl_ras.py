@@ -1,8 +1,8 @@
 """Asks NCCL's RAS service which ranks of a job on GPUs hang.
 
 Each process with a communicator of NCCL 2.24 or later has a thread of that service, and each of
-them answers for the whole job. They speak lines of text, as NVIDIA's client `ncclras` does. This was
-written after NCCL's documentation and client, and never run against NCCL.
+them answers for the whole job. They speak lines of text, as NVIDIA's client `ncclras` does. This
+was written after NCCL's documentation and client, and never run against NCCL.
 """
 
 import asyncio
@@ -26,7 +26,8 @@ async def ask() -> str:
     try:
         report = await _asked(address)
     except (OSError, ValueError) as error:  # TimeoutError is an OSError
-        why = getattr(error, "strerror", None) or str(error) or "no answer"
+        number = getattr(error, "errno", None)
+        why = os.strerror(number) if number else str(error)
         return (
             f"NCCL's RAS service at {address} has no report: {why}. NCCL has it since 2.24, if "
             "NCCL_RAS_ENABLE is not 0 and NCCL_RAS_ADDR is that of the processes."

@@ -81,7 +81,7 @@ class Comparison:
     def slow(self) -> dict[int, Slow]:
         """Return the slow processes.
 
-        >>> usual = Window(30, 30, 20000, 0, 500, 15000, 4500, 4000, 5000, 500, 400, 600)
+        >>> usual = Window(25, 25, 20000, 0, 500, 15000, 4500, 4000, 5000, 500, 400, 600)
         >>> late = usual._replace(compute=19500, waited=0, waited_low=0, waited_high=0)
         >>> found = Comparison({0: usual, 1: usual, 2: usual, 3: late}).slow()
         >>> [(process, it.part, it.share) for process, it in found.items()]
@@ -162,7 +162,7 @@ class SlowProcesses:
 def _line(process: int, slow: Slow) -> str:
     return (
         f"process {process} is slow: the others wait {slow.share:.0%} of each step for it "
-        f"({_ms(slow.cost_us)} of {_ms(slow.step_us)} ms, median of {NUM_RECORDS} steps or 1 s). "
+        f"({_ms(slow.cost_us)} of {_ms(slow.step_us)} ms, median of {NUM_RECORDS} steps, or of 1 s). "
         f"The time goes {PARTS[slow.part]}: {_ms(slow.own_us)} ms of a step, "
         f"{_ms(slow.usual_us)} ms on the others."
     )
