@@ -26,7 +26,7 @@ class Service:
         self.lines, self._silent = [], []
         self._num_silent, self._greeting, self._report_text = num_silent, greeting, report
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = "localhost:{}".format(self._listener.getsockname()[1])
+        self.address = f"localhost:{self._listener.getsockname()[1]}"
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 

@@ -1,4 +1,4 @@
-"""When a process is called slow: the rule alone, over windows and over whole sequences of records."""
+"""When a process is called slow: the rule alone, over windows and over sequences of records."""
 
 import json
 import random

@@ -1,8 +1,8 @@
-"""`jdp run` names a slow process of a real run. The slow one sleeps, so that load changes no ratio."""
+"""`jdp run` names a slow process of a real run, which sleeps: load changes few ratios then."""
 
 import pytest
 
-# A step takes BASE_S of sleep in its computation, and the slow process `extra` more of it in a part.
+# A step sleeps for base_s in its computation, the slow process for `extra` times that in a part.
 SCRIPT = """
 import os, subprocess, sys, time
 from pathlib import Path

@@ -23,7 +23,7 @@ _CHANGE = 1.5
 PARTS = {
     "data": "in its input",
     "compute": "in its computation",
-    "host": "on its host, between steps and in calls",
+    "host": "on its host, between steps",
 }
 
 
@@ -162,9 +162,8 @@ class SlowProcesses:
 def _line(process: int, slow: Slow) -> str:
     return (
         f"process {process} is slow: the others wait {slow.share:.0%} of each step for it "
-        f"({_ms(slow.cost_us)} of {_ms(slow.step_us)} ms, median of {NUM_RECORDS} steps, or of 1 s). "
-        f"The time goes {PARTS[slow.part]}: {_ms(slow.own_us)} ms of a step, "
-        f"{_ms(slow.usual_us)} ms on the others."
+        f"({_ms(slow.cost_us)} of {_ms(slow.step_us)} ms). It loses the time {PARTS[slow.part]}: "
+        f"{_ms(slow.own_us)} ms of a step, {_ms(slow.usual_us)} ms on the others."
     )
 
 
