@@ -12,7 +12,9 @@ from jdp.worker.step_times import Record
 _LEAST_NS = 33_000_000
 
 
-class _Call(NamedTuple):
+class DispatchedStep(NamedTuple):
+    """A step that the devices have, and what came before it."""
+
     output: Any  # a jax.Array, ready when the step has run
     dispatched_ns: int
     data_waits: list[tuple[int, int]]  # begin and end
@@ -38,7 +40,7 @@ class StepClock:
         self._slot = slot
         self._data_waits: list[tuple[int, int]] = []
         self._dispatched_ns = 0
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._calls: SimpleQueue[DispatchedStep | None] = SimpleQueue()
         self._end_ns = self._waited_ns = 0  # of the last step
         self._sums = Record(0, 0)
         self._thread = threading.Thread(target=self._run, name="jdp-step-clock", daemon=True)
@@ -54,7 +56,9 @@ class StepClock:
 
     def end_dispatch(self, output: Any) -> None:
         """Record that the step was handed to the devices; `output` is ready when it has run."""
-        self._calls.put(_Call(output, self._dispatched_ns, self._data_waits, self.is_usual))
+        self._calls.put(
+            DispatchedStep(output, self._dispatched_ns, self._data_waits, self.is_usual)
+        )
         self._data_waits, self.is_usual = [], True
 
     def stop_clock(self, timeout_s: float = 1.0) -> None:
@@ -71,7 +75,7 @@ class StepClock:
                 continue
             self.record_end(call, time.monotonic_ns(), self._slot.waited_ns())
 
-    def record_end(self, call: _Call, end_ns: int, waited_ns: int) -> None:
+    def record_end(self, call: DispatchedStep, end_ns: int, waited_ns: int) -> None:
         """Record that a step has ended, and how long this process has waited in all its steps."""
         last_ns, self._end_ns = self._end_ns, end_ns
         waited_ns, self._waited_ns = waited_ns - self._waited_ns, waited_ns

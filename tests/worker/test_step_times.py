@@ -2,7 +2,7 @@ import pytest
 
 from jdp.worker import step_times
 from jdp.worker.progress_board import Board
-from jdp.worker.step_clock import StepClock, _Call
+from jdp.worker.step_clock import StepClock, DispatchedStep
 from jdp.worker.step_times import NUM_RECORDS, Record, window_of
 
 MS = 1_000_000
@@ -74,7 +74,7 @@ def records_of(clock, *calls):
 
 def call(dispatched, *data_waits, is_usual=True):
     waits = [(begin * MS, end * MS) for begin, end in data_waits]
-    return _Call(None, dispatched * MS, waits, is_usual)
+    return DispatchedStep(None, dispatched * MS, waits, is_usual)
 
 
 def test_the_time_between_two_ends_is_the_sum_of_its_parts(clock):
