@@ -6,7 +6,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from jdp.worker.progress_board import Slot
-from jdp.worker.step_times import Record
+from jdp.worker.step_times import StepRecord
 
 # Shorter steps share a record, so that a window is not one moment of a busy machine.
 _LEAST_NS = 33_000_000
@@ -42,7 +42,7 @@ class StepClock:
         self._dispatched_ns = 0
         self._calls: SimpleQueue[DispatchedStep | None] = SimpleQueue()
         self._end_ns = self._waited_ns = 0  # of the last step
-        self._sums = Record(0, 0)
+        self._sums = StepRecord(0, 0)
         self._thread = threading.Thread(target=self._run, name="jdp-step-clock", daemon=True)
         self._thread.start()
 
@@ -84,7 +84,7 @@ class StepClock:
         start_ns = max(call.dispatched_ns, last_ns)
         waits = [min(end, start_ns) - max(begin, last_ns) for begin, end in call.data_waits]
         data_ns = sum(wait for wait in waits if wait > 0)
-        self._sums = sums = Record(
+        self._sums = sums = StepRecord(
             self._sums.num_steps + 1,
             self._sums.step_ns + end_ns - last_ns,
             self._sums.data_ns + data_ns,
@@ -93,4 +93,4 @@ class StepClock:
         )
         if sums.step_ns >= _LEAST_NS:
             self._slot.times.write(sums)
-            self._sums = Record(0, 0)
+            self._sums = StepRecord(0, 0)

@@ -22,7 +22,7 @@ _BEGIN = 64
 NUM_BYTES = 64 * -(-(_BEGIN + _NUM_SLOTS * _RECORD.size) // 64)
 
 
-class Record(NamedTuple):
+class StepRecord(NamedTuple):
     """Some steps in a row, and the nanoseconds that they took together."""
 
     num_steps: int
@@ -36,9 +36,9 @@ class StepTimes:
     """The latest records of a process, which it alone writes, without a lock.
 
     >>> times = StepTimes(memoryview(bytearray(NUM_BYTES)))
-    >>> times.write(Record(num_steps=1, step_ns=20_000_000, waited_ns=4_000_000))
+    >>> times.write(StepRecord(num_steps=1, step_ns=20_000_000, waited_ns=4_000_000))
     >>> times.latest()
-    [Record(num_steps=1, step_ns=20000000, data_ns=0, host_ns=0, waited_ns=4000000)]
+    [StepRecord(num_steps=1, step_ns=20000000, data_ns=0, host_ns=0, waited_ns=4000000)]
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -54,17 +54,17 @@ class StepTimes:
         """Forget all records."""
         self._num_written[0] = 0
 
-    def write(self, record: Record) -> None:
+    def write(self, record: StepRecord) -> None:
         """Add a record, and forget the oldest."""
         number = self._num_written[0]
         _RECORD.pack_into(self._memory, _place(number), *record)
         self._num_written[0] = number + 1
 
-    def latest(self) -> list[Record]:
+    def latest(self) -> list[StepRecord]:
         """Return the latest records, at most NUM_RECORDS, the oldest first."""
         end = self._num_written[0]
         numbers = range(max(0, end - NUM_RECORDS), end)
-        records = [Record(*_RECORD.unpack_from(self._memory, _place(i))) for i in numbers]
+        records = [StepRecord(*_RECORD.unpack_from(self._memory, _place(i))) for i in numbers]
         # The writer may have overwritten the oldest meanwhile.
         num_lost = max(0, self._num_written[0] + 1 - _NUM_SLOTS - numbers.start)
         return records[num_lost:]
@@ -99,10 +99,10 @@ class Window(NamedTuple):
     idle_high: int
 
 
-def window_of(num_written: int, records: Sequence[Record]) -> Window:
+def window_of(num_written: int, records: Sequence[StepRecord]) -> Window:
     """Return the window of some records, at least one.
 
-    >>> records = [Record(1, 20_000_000, data_ns=3_000_000)] * 24 + [Record(1, 10**9)]
+    >>> records = [StepRecord(1, 20_000_000, data_ns=3_000_000)] * 24 + [StepRecord(1, 10**9)]
     >>> window = window_of(25, records)
     >>> window.step, window.data, window.compute, window.idle_low
     (20000, 3000, 17000, 3000)

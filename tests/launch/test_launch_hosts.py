@@ -50,11 +50,11 @@ def test_hosts_are_one_run(hosts):
 # The process of the second host computes for all of its steps, in which the other waits 5 of 25 ms.
 STEPS = """
 from jdp.worker.progress_board import Board
-from jdp.worker.step_times import NUM_RECORDS, Record
+from jdp.worker.step_times import NUM_RECORDS, StepRecord
 slot = Board.attach(launcher.board_file).slot(launcher.slot)
 slot.claim(a.generation, 600.0)
 for _ in range(NUM_RECORDS):
-    slot.times.write(Record(1, 25_000_000, waited_ns=0 if a.process_id else 5_000_000))
+    slot.times.write(StepRecord(1, 25_000_000, waited_ns=0 if a.process_id else 5_000_000))
 """
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from jdp.launch.leader.progress_watch import ProgressWatch
 from jdp.launch.leader.slow_processes import PARTS, Comparison, SlowProcesses
-from jdp.worker.step_times import NUM_RECORDS, Record, window_of
+from jdp.worker.step_times import NUM_RECORDS, StepRecord, window_of
 
 US, MS = 1000, 1_000_000
 
@@ -19,11 +19,11 @@ NOISE = json.loads((Path(__file__).parent / "step_noise.json").read_text())
 
 def recorded(process, number):
     num_steps, *us = NOISE[process][number]
-    return Record(num_steps, *(each * US for each in us))
+    return StepRecord(num_steps, *(each * US for each in us))
 
 
 def step(ms=20.0, *, data=0.0, host=0.5, waited=0.0):
-    return Record(1, *(round(each * MS) for each in (ms, data, host, waited)))
+    return StepRecord(1, *(round(each * MS) for each in (ms, data, host, waited)))
 
 
 def windows(*records_of_processes):

@@ -2,8 +2,8 @@ import pytest
 
 from jdp.worker import step_times
 from jdp.worker.progress_board import Board
-from jdp.worker.step_clock import StepClock, DispatchedStep
-from jdp.worker.step_times import NUM_RECORDS, Record, window_of
+from jdp.worker.step_clock import DispatchedStep, StepClock
+from jdp.worker.step_times import NUM_RECORDS, StepRecord, window_of
 
 MS = 1_000_000
 
@@ -12,7 +12,7 @@ MS = 1_000_000
 def test_the_latest_records_are_read_in_order(num_written):
     board = Board.create(2)
     for i in range(num_written):
-        board.slot(0).times.write(Record(1, i))
+        board.slot(0).times.write(StepRecord(1, i))
     last = range(max(0, num_written - NUM_RECORDS), num_written)
     assert [it.step_ns for it in board.slot(0).times.latest()] == [*last]
     assert board.slot(0).times.num_written == num_written
@@ -21,10 +21,10 @@ def test_the_latest_records_are_read_in_order(num_written):
 
 def test_a_new_process_has_no_records():
     slot = Board.create(1).slot(0)
-    slot.times.write(Record(1, 5))
+    slot.times.write(StepRecord(1, 5))
     slot.claim(generation=1, timeout_s=1.0)
     assert slot.times.latest() == []
-    slot.times.write(Record(1, 5))
+    slot.times.write(StepRecord(1, 5))
     slot.clear()
     assert slot.times.latest() == []
 
@@ -32,14 +32,14 @@ def test_a_new_process_has_no_records():
 def test_records_that_are_overwritten_while_they_are_read_are_left_out(monkeypatch):
     times = Board.create(1).slot(0).times
     for i in range(40):
-        times.write(Record(1, i))
+        times.write(StepRecord(1, i))
     place, has_written = step_times._place, []
 
     def slow_place(number):
         if not has_written:
             has_written.append(True)
             for i in range(40, 45):
-                times.write(Record(1, i))
+                times.write(StepRecord(1, i))
         return place(number)
 
     monkeypatch.setattr(step_times, "_place", slow_place)
@@ -49,8 +49,8 @@ def test_records_that_are_overwritten_while_they_are_read_are_left_out(monkeypat
 
 @pytest.mark.parametrize("num_odd", [0, 2, 3])
 def test_few_steps_change_no_number_of_a_window(num_odd):
-    usual = Record(2, 40 * MS, data_ns=4 * MS, host_ns=2 * MS, waited_ns=10 * MS)
-    odd = Record(1, 5000 * MS, 9 * MS, 1000 * MS, 3000 * MS)
+    usual = StepRecord(2, 40 * MS, data_ns=4 * MS, host_ns=2 * MS, waited_ns=10 * MS)
+    odd = StepRecord(1, 5000 * MS, 9 * MS, 1000 * MS, 3000 * MS)
     window = window_of(7, [usual] * (NUM_RECORDS - num_odd) + [odd] * num_odd)
     assert window[:7] == (7, 25, 20000, 2000, 1000, 12000, 5000)
     assert (window.waited_low, window.idle, window.idle_low) == (5000, 3000, 3000)
@@ -81,34 +81,34 @@ def test_the_time_between_two_ends_is_the_sum_of_its_parts(clock):
     first = call(5), 100, 7
     # Its devices were done at 100; the batch came at 120, and the step was dispatched at 130.
     second = call(130, (90, 120)), 170, 20
-    assert records_of(clock, first, second) == [Record(1, 70 * MS, 20 * MS, 10 * MS, 13 * MS)]
+    assert records_of(clock, first, second) == [StepRecord(1, 70 * MS, 20 * MS, 10 * MS, 13 * MS)]
 
 
 def test_what_happens_while_the_devices_run_costs_nothing(clock):
     first, second = (call(5), 100, 0), (call(90, (10, 20), (60, 85)), 140, 0)
-    assert records_of(clock, first, second) == [Record(1, 40 * MS, 0, 0, 0)]
+    assert records_of(clock, first, second) == [StepRecord(1, 40 * MS, 0, 0, 0)]
 
 
 def test_several_waits_for_batches_before_a_step_add_up(clock):
     first, second = (call(5), 100, 0), (call(130, (95, 105), (110, 120)), 140, 0)
-    assert records_of(clock, first, second) == [Record(1, 40 * MS, 15 * MS, 15 * MS, 0)]
+    assert records_of(clock, first, second) == [StepRecord(1, 40 * MS, 15 * MS, 15 * MS, 0)]
 
 
 def test_a_step_does_not_wait_longer_than_it_runs(clock):
     # Two collectives of it may wait at the same time.
     first, second = (call(5), 100, 0), (call(90), 140, 70)
-    assert records_of(clock, first, second) == [Record(1, 40 * MS, 0, 0, 40 * MS)]
+    assert records_of(clock, first, second) == [StepRecord(1, 40 * MS, 0, 0, 40 * MS)]
 
 
 def test_short_steps_share_a_record(clock):
     steps = [(call(10 * i), 10 * i + 5, i) for i in range(6)]
-    assert records_of(clock, *steps) == [Record(4, 40 * MS, 0, 20 * MS, 4 * MS)]
+    assert records_of(clock, *steps) == [StepRecord(4, 40 * MS, 0, 20 * MS, 4 * MS)]
 
 
 def test_steps_after_a_save_or_a_compilation_are_left_out(clock):
     saved = call(400, is_usual=False), 500, 5
     steps = (call(5), 100, 0), saved, (call(450), 540, 5)
-    assert records_of(clock, *steps) == [Record(1, 40 * MS, 0, 0, 0)]
+    assert records_of(clock, *steps) == [StepRecord(1, 40 * MS, 0, 0, 0)]
 
 
 class Output:
