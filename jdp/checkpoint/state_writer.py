@@ -61,6 +61,7 @@ class StateWriter:
           OSError: if there is no memory for a commit.
         """
         self.wait()
+        progress.own.record_unusual()
         self._steps.require_right()
         taken = self._snapshots.take_snapshot(state, here=self._is_here)
         self._steps = in_flight.Unchecked()

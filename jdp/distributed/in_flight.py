@@ -35,6 +35,8 @@ _overdue = Overdue()
 def begin_call(call: StepCall) -> None:
     """Record that a call is being dispatched, until `end_call`."""
     _being_made.append(call)
+    if progress.own.step_clock is not None:
+        progress.own.step_clock.begin_dispatch()
 
 
 def end_call() -> None:
@@ -45,6 +47,8 @@ def end_call() -> None:
 def add(call: StepCall) -> None:
     """Record that a call is running."""
     _calls.append(call)
+    if progress.own.step_clock is not None and call.spec.returns_state:
+        progress.own.step_clock.end_dispatch(call.weight)
 
 
 def make_room() -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jdp.worker.hang_report import hang_report, in_seconds
 from jdp.worker.phases import BETWEEN, BRIEF, PATIENCE, STARTING, STEP, WAITING, waits
-from jdp.worker.progress_board import BEFORE, ENDED, ProcessStatus
+from jdp.worker.process_status import BEFORE, ENDED, ProcessStatus
 
 # A stall is reported after this long without progress, if a step may take 600 s.
 _STALL_S = 30.0

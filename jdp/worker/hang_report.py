@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from jdp.worker.phases import BETWEEN, DATA, STARTING, UNSTEPPED, WAITING, waits
-from jdp.worker.progress_board import BEFORE, ENDED, ProcessStatus
+from jdp.worker.process_status import BEFORE, ENDED, ProcessStatus
 
 
 def hang_report(

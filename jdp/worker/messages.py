@@ -23,7 +23,8 @@ From a host to the leader:
   ended   generation, port, step   no process is left; a port for the next coordinator
   stop    signal, at_once          its launcher was asked to end the run
   commit saved  step, ...          its latest commit is in the checkpoint directory, or an error
-  beat    at, statuses             its time, and the statuses of its processes
+  beat    at, statuses, windows    its time, the statuses of its processes, times of their steps
+  nccl    report                   the report of NCCL's RAS service, or why there is none
 From the leader to a host:
   challenge  nonce, protocol, code  asks for a proof that the host knows the token
   welcome    proof, is_running     the host has joined; the leader's proof; a generation lives
@@ -32,7 +33,8 @@ From the leader to a host:
   stepped                          each process has finished a step: start standbys
   end                              kill your part of the generation
   stop       signal                ask your processes to end, by a signal if there is one
-  dump       process_ids           have your processes show their stacks, these on the console
+  dump       process_ids, ...      have your processes show their stacks, these on the console;
+                                   perhaps ask NCCL which ranks hang
   save commit                      write your latest commit to the checkpoint directory
   beat       at                    the answer to your beat of that time
   over       code, why             the run is over

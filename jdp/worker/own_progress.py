@@ -1,10 +1,12 @@
 """The progress of this process, in one place; `jdp/worker/progress.py` changes it."""
 
+import ctypes
 import math
 from collections.abc import Callable
 
 from jdp.worker import launcher_client, phases
-from jdp.worker.progress_board import Board, Slot, record
+from jdp.worker.progress_board import NATIVE, Board, Slot, record
+from jdp.worker.step_clock import StepClock
 from jdp.worker.watchdog import SelfWatch
 
 
@@ -25,6 +27,7 @@ class OwnProgress:
       longest_wait_s: seconds that others may keep this process waiting; inf for no limit.
       latest_kept: the newest step that this run could continue from, in words.
       watch: the thread that watches this process.
+      step_clock: takes the times of steps; None if no launcher reads them.
       num_running: returns how many steps the devices have not finished.
     """
 
@@ -39,7 +42,21 @@ class OwnProgress:
         self.longest_wait_s = math.inf
         self.latest_kept: str | None = None
         self.watch: SelfWatch | None = None
+        self.step_clock: StepClock | None = None
         self.num_running: Callable[[], int] = int
+
+    def record_unusual(self) -> None:
+        """Record that the time until the next step does not show how fast the process is."""
+        if self.step_clock is not None:
+            self.step_clock.is_usual = False
+
+
+def native_numbers() -> int:
+    """Return the address of the numbers that the native library writes, valid forever."""
+    numbers = (ctypes.c_char * (NATIVE.stop - NATIVE.start)).from_buffer(own.slot.memory[NATIVE])
+    # Never freed: XLA's threads may write while the interpreter ends.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(numbers))
+    return ctypes.addressof(numbers)
 
 
 def _own_slot() -> Slot:

@@ -1,6 +1,6 @@
 """The names of the phases that a process can be in, and which of them wait for another process."""
 
-from jdp.worker.progress_board import ProcessStatus
+from jdp.worker.process_status import ProcessStatus
 
 # Phases that a sound run leaves within `timeout_s`.
 STEP, BETWEEN, DATA = "running a step", "between steps", "waiting for data"

@@ -1,14 +1,15 @@
 """The progress of this process: written where the launcher reads it, or watched by itself."""
 
 import atexit
-import ctypes
 import math
 import os
 import time
 
 from jdp.worker import launcher_client, phases
 from jdp.worker.own_progress import own
-from jdp.worker.progress_board import ENDED, NATIVE, Board, record
+from jdp.worker.process_status import ENDED
+from jdp.worker.progress_board import Board, record
+from jdp.worker.step_clock import StepClock
 from jdp.worker.watchdog import SelfWatch, show_stacks_when_asked
 
 
@@ -27,6 +28,7 @@ class Phase:
 
     def __enter__(self) -> None:
         own.phases.append((self._record, own.slot.enter(self._record)))
+        own.record_unusual()
 
     def __exit__(self, *exception: object) -> None:
         _leave_phase(self._record)
@@ -68,10 +70,13 @@ class Data(Phase):
     def __enter__(self) -> None:
         if own.phases[0][0] is _STARTING:
             own.phases[0] = own.unstepped
-        super().__enter__()
+        own.phases.append((self._record, own.slot.enter(self._record)))
 
     def __exit__(self, *exception: object) -> None:
-        own.slot.counter.add_data_wait(time.monotonic_ns() - dict(own.phases)[self._record])
+        begin_ns, end_ns = dict(own.phases)[self._record], time.monotonic_ns()
+        own.slot.counter.add_data_wait(end_ns - begin_ns)
+        if own.step_clock is not None:
+            own.step_clock.add_data_wait(begin_ns, end_ns)
         super().__exit__(*exception)
 
 
@@ -195,6 +200,7 @@ def begin_watching(timeout_s: float | None, process: int = 0, num_processes: int
     is_launched = launcher is not None
     own.watch = SelfWatch(own.slot, limit_s, process, is_launched=is_launched, is_alone=is_alone)
     own.watch.start(lambda: own.num_running())
+    own.step_clock = StepClock(own.slot) if is_launched else None
 
 
 def compiling_begins() -> None:
@@ -206,14 +212,6 @@ def compiling_ends() -> None:
     """Record that it is compiled, and handed to the devices."""
     own.compile_s += (time.monotonic_ns() - own.phases[-1][1]) / 1e9
     _COMPILING.__exit__()
-
-
-def native_numbers() -> int:
-    """Return the address of the numbers that the native library writes, valid forever."""
-    numbers = (ctypes.c_char * (NATIVE.stop - NATIVE.start)).from_buffer(own.slot.memory[NATIVE])
-    # Never freed: XLA's threads may write while the interpreter ends.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(numbers))
-    return ctypes.addressof(numbers)
 
 
 def _tell_first_step() -> None:
@@ -235,6 +233,9 @@ def record_end() -> None:
 def _stop_watch() -> None:
     if own.watch is not None:
         own.watch.stop_watching()
+    if own.step_clock is not None:
+        own.step_clock.stop_clock()
+        own.step_clock = None
 
 
 def _end() -> None:
@@ -245,6 +246,7 @@ def _end() -> None:
 # A forked child, which may load data, does not write to the slot of this process.
 def _forked() -> None:
     own.slot = Board.create(1).slot(0)
+    own.step_clock = None
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -9,12 +9,14 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
 
-from jdp.worker.run_counts import NUM_BYTES, Counter, RunCounts, counts_in
+from jdp.worker import step_times
+from jdp.worker.process_status import BEFORE, TIMEOUT_S, ProcessStatus
+from jdp.worker.run_counts import NUM_BYTES, Counter, counts_in
+from jdp.worker.step_times import StepTimes
 
 SLOT_BYTES = 320
+_STRIDE = SLOT_BYTES + step_times.NUM_BYTES
 _NAME_BYTES = 64
 
 # Words of 8 bytes, in the byte order of the host.
@@ -25,66 +27,13 @@ _PIECE = f"{8 + _NAME_BYTES}s"
 _write_step = struct.Struct(f"qqq{_PIECE}").pack_into
 _write_phase = struct.Struct(f"qq{_PIECE}").pack_into
 # Written by threads of the native library, in a cache line of their own: the number of all-reduces
-# that ranks of this process have entered and left, and the bucket of the last one entered.
-NATIVE = slice(128, 152)
-_ENTERED, _DONE, _BUCKET = range(16, 19)
+# that ranks of this process have entered and left, the bucket of the last one entered, and how long
+# this process has waited in them for others.
+NATIVE = slice(128, 160)
+_ENTERED, _DONE, _BUCKET, _WAITED = range(16, 20)
 # Written by the watchdog's thread.
 _RUNNING, _DEBUGGED = 24, 25
 _COUNTS = slice(SLOT_BYTES - NUM_BYTES, SLOT_BYTES)
-
-# The default of `jdp.init`.
-_TIMEOUT_S = 600.0
-
-# The phase that the launcher writes for a process until it reaches `jdp.init()`.
-BEFORE = "before jdp.init()"
-# The last phase of a process that ends by itself.
-ENDED = "the script has ended"
-
-
-class ProcessStatus(NamedTuple):
-    """The status of a process; plain values, so that a host can send them to another.
-
-    Attributes:
-      pid: of the process; 0 while the slot is free.
-      generation: of the process.
-      steps: training steps that it has called, of which a few may still be running.
-      progress_s: time of its last progress, on the clock of `time.monotonic`.
-      phase: such as "compiling".
-      since_s: time when the phase began, on the same clock.
-      limit_s: seconds that the phase may last without progress: inf for no limit, 0 for the
-        default of its name.
-      timeout_s: the timeout passed to `jdp.init`.
-      entered: number of all-reduces of the native library that its ranks have entered.
-      done: number of these all-reduces that they have left.
-      bucket: of the last one entered.
-      is_running: whether its devices have not finished its last step, if there is no progress.
-      state: "stopped" (by a signal), "debugged", "gone" or "".
-      counts: for people who watch the run.
-    """
-
-    pid: int
-    generation: int = 0
-    steps: int = 0
-    progress_s: float = 0.0
-    phase: str = ""
-    since_s: float = 0.0
-    limit_s: float = 0.0
-    timeout_s: float = _TIMEOUT_S
-    entered: int = 0
-    done: int = 0
-    bucket: int = 0
-    is_running: bool = False
-    state: str = ""
-    counts: RunCounts = RunCounts()
-
-    @classmethod
-    def of_json(cls, values: Sequence[Any]) -> "ProcessStatus":
-        """Return the status that was sent as JSON."""
-        return cls(*values)._replace(counts=RunCounts(*values[-1]))
-
-    def moved(self, seconds: float) -> "ProcessStatus":
-        """Return the same on another host's clock, which is `seconds` ahead."""
-        return self._replace(progress_s=self.progress_s + seconds, since_s=self.since_s + seconds)
 
 
 class Board:
@@ -100,13 +49,13 @@ class Board:
 
     def __init__(self, memory: mmap.mmap, fd: int = -1):
         self.fd = fd
-        self.num_slots = len(memory) // SLOT_BYTES
+        self.num_slots = len(memory) // _STRIDE
         self._memory = memory
 
     @classmethod
     def create(cls, num_slots: int) -> "Board":
         """Return a new board, which other processes attach by its `fd`, for `num_slots` >= 1."""
-        size = num_slots * SLOT_BYTES
+        size = num_slots * _STRIDE
         if not hasattr(os, "memfd_create"):
             return cls(mmap.mmap(-1, size))
         fd = os.memfd_create("jdp-board")
@@ -122,8 +71,8 @@ class Board:
         """Return a slot, from 0 to num_slots - 1."""
         if not 0 <= index < self.num_slots:
             raise IndexError(f"slot {index} of a board of {self.num_slots}.")
-        begin = index * SLOT_BYTES
-        return Slot(memoryview(self._memory)[begin : begin + SLOT_BYTES])
+        memory = memoryview(self._memory)[index * _STRIDE :][:_STRIDE]
+        return Slot(memory[:SLOT_BYTES], StepTimes(memory[SLOT_BYTES:]))
 
 
 class Slot:
@@ -138,10 +87,11 @@ class Slot:
         the progress, and a phase, made by `record`.
       write_step: `write_step(steps, progress_ns, since_ns, phase)`: writes the number of steps,
         too.
+      times: of its latest steps.
     """
 
-    def __init__(self, memory: memoryview):
-        self.memory = memory
+    def __init__(self, memory: memoryview, times: StepTimes):
+        self.memory, self.times = memory, times
         self._words = memory.cast("q")
         self._floats = memory.cast("d")
         self.counter = Counter(memory[_COUNTS])
@@ -150,7 +100,7 @@ class Slot:
 
     def expect(self, pid: int, generation: int) -> None:
         """Reserve the slot for a process that has not come to `jdp.init()` yet."""
-        self._reset(pid, generation, _TIMEOUT_S)
+        self._reset(pid, generation, TIMEOUT_S)
         self.enter(record(BEFORE))
 
     def claim(self, generation: int, timeout_s: float) -> None:
@@ -165,10 +115,12 @@ class Slot:
         self._floats[_TIMEOUT] = timeout_s
         words[_PROGRESS] = words[_SINCE] = time.monotonic_ns()
         words[_PID] = pid
+        self.times.clear()
 
     def clear(self) -> None:
         """Clear the slot."""
         self.memory[:] = bytes(SLOT_BYTES)
+        self.times.clear()
 
     def enter(self, phase: bytes, since_ns: int = 0) -> int:
         """Write a phase that begins now, or began at `since_ns`, and return when it began.
@@ -197,6 +149,10 @@ class Slot:
         """
         self._words[_RUNNING] = is_running
         self._words[_DEBUGGED] = is_debugged
+
+    def waited_ns(self) -> int:
+        """Return how long the process has waited for others in collectives of the library."""
+        return self._words[_WAITED]
 
     def read(self) -> ProcessStatus:
         """Return the status of the process, with its state in the system."""

@@ -11,7 +11,7 @@ from support.launcher import free_port
 from support.namespaces import two_hosts, why_no_namespaces
 
 from jdp.launch.leader import failure
-from jdp.worker.progress_board import BEFORE
+from jdp.worker.process_status import BEFORE
 
 
 @pytest.mark.parametrize("size", [1, 3])

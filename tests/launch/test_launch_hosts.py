@@ -48,6 +48,27 @@ def test_hosts_are_one_run(hosts):
         assert f"host_id={host_id})" in host.output
 
 
+# The process of the second host computes for all of its steps, in which the other waits 5 of 25 ms.
+STEPS = """
+from jdp.worker.progress_board import Board
+from jdp.worker.step_times import NUM_RECORDS, StepRecord
+slot = Board.attach(launcher.board_file).slot(launcher.slot)
+slot.claim(a.generation, 600.0)
+for _ in range(NUM_RECORDS):
+    slot.times.write(StepRecord(1, 25_000_000, waited_ns=0 if a.process_id else 5_000_000))
+"""
+
+
+def test_a_slow_process_of_another_host_is_named_by_the_leader_alone(hosts):
+    run = hosts("--nnodes=2", after=STEPS)
+    leads, follows = run.add(0), run.add(1)
+    (slow,) = leads.until("slow")
+    assert (slow["process_id"], slow["part"], slow["share"]) == (1, "compute", 0.2)
+    assert "process 1 is slow" in leads.output
+    assert {leads.finish(), follows.finish()} == {0}
+    assert "is slow" not in follows.output
+
+
 def test_a_failure_on_one_host_is_recovered_from_on_all(hosts):
     run = hosts("--nnodes=2", "--nproc-per-node=2")
     leader, other = run.add(0), run.add(1)

@@ -38,7 +38,7 @@ from jdp.worker import source_digest
 from jdp.worker.exit_codes import exit_code, in_words
 from jdp.worker.launcher_client import VARIABLE, Assignment, Member, invitation
 from jdp.worker.messages import MAX_LINE_BYTES, decode, encode
-from jdp.worker.progress_board import ProcessStatus
+from jdp.worker.process_status import ProcessStatus
 
 
 def remote(name="a", host_id=None, num=(2, 2), address=None, seen="10.0.0.2", leader="10.0.0.1"):

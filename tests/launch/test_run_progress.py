@@ -4,7 +4,7 @@ import pytest
 
 from jdp.launch.leader.run_progress import WINDOW_S, RunProgress
 from jdp.worker.phases import DATA
-from jdp.worker.progress_board import ProcessStatus
+from jdp.worker.process_status import ProcessStatus
 from jdp.worker.run_counts import RunCounts
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from jdp.worker.hang_detector import Watch
 from jdp.worker.phases import BETWEEN, DATA, FIRST, JOINING, STARTING, STEP, UNSTEPPED, WAITING
-from jdp.worker.progress_board import BEFORE, ENDED, ProcessStatus
+from jdp.worker.process_status import BEFORE, ENDED, ProcessStatus
 
 
 def at(phase, steps=10, since_s=0.0, **facts):

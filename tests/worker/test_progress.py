@@ -16,6 +16,7 @@ from support.processes import environment
 import jdp
 from jdp.distributed import agree
 from jdp.worker import phases, progress
+from jdp.worker.progress_board import NATIVE
 
 
 def where():
@@ -80,7 +81,7 @@ def test_all_reduces_are_progress(alone):
 
 
 def own_numbers():
-    return progress.own.slot.memory[progress.NATIVE]
+    return progress.own.slot.memory[NATIVE]
 
 
 def test_phases_nest_and_the_outer_one_goes_on_since_it_began(alone):

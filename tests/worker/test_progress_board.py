@@ -9,7 +9,8 @@ import pytest
 
 from jdp.worker.hang_detector import Watch
 from jdp.worker.phases import STEP
-from jdp.worker.progress_board import BEFORE, SLOT_BYTES, Board, ProcessStatus, record
+from jdp.worker.process_status import BEFORE, ProcessStatus
+from jdp.worker.progress_board import Board, record
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 8])
@@ -181,10 +182,12 @@ def test_a_debugger_is_a_state_whatever_the_system_says():
 
 def test_numbers_lie_where_the_native_library_writes_them():
     board = Board.create(2)
-    board._memory[SLOT_BYTES + 128 : SLOT_BYTES + 152] = b"".join(
-        number.to_bytes(8, sys.byteorder) for number in (1284, 1283, 3)
+    board.slot(1).memory[128:160] = b"".join(
+        number.to_bytes(8, sys.byteorder) for number in (1284, 1283, 3, 55)
     )
     assert board.slot(1).read()[8:11] == (1284, 1283, 3)
+    assert board.slot(1).waited_ns() == 55
+    assert board.slot(0).waited_ns() == 0
 
 
 def test_a_host_can_put_times_on_its_own_clock():

@@ -23,7 +23,7 @@ JDP_EXPORT void jdp_abort(const char* reason);
 // Returns: 0; -1, and sets `jdp_last_error`, if a communicator cannot be restarted.
 JDP_EXPORT int jdp_reset();
 
-// Counts all later all-reduces in `progress`: [3] int64, see `Progress` in progress.h. The memory
+// Counts all later all-reduces in `progress`: [4] int64, see `Progress` in progress.h. The memory
 // must stay valid until the process ends.
 JDP_EXPORT void jdp_set_progress(void* progress);
 

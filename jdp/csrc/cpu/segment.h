@@ -35,6 +35,7 @@ struct Slot {
   static constexpr int64_t kBytes = kSlotBytes;
 
   Signature signature;
+  int64_t entered_ns;  // when the rank entered the call, on a clock that all processes share
   alignas(128) std::byte data[kBytes];
   // With two ranks or more, a chunk is at most half of a round.
   static_assert(kBytes % 128 == 0, "half of a slot is a multiple of the chunks' alignment");

@@ -1,7 +1,9 @@
 #include "segment_call.h"
 
+#include <algorithm>
 #include <cstring>
 
+#include "progress.h"
 #include "reduce.h"
 
 namespace jdp {
@@ -52,9 +54,10 @@ Span SegmentCall::chunk(int rank, Span span) const {
 // the others when they gather r. A rank that has sent r + 3 has gathered r: in the previous
 // iteration if both rounds belong to one call, else before it left the call of r.
 void SegmentCall::sign(uint32_t round) {
-  slot(call_.rank, round).signature = {bucket_.fingerprint(), bucket_.count(), nth_,
-                                       call_.scale,           call_.bucket,    call_.algorithm,
-                                       call_.operation};
+  Slot& own = slot(call_.rank, round);
+  own.signature = {bucket_.fingerprint(), bucket_.count(), nth_,           call_.scale,
+                   call_.bucket,          call_.algorithm, call_.operation};
+  if (round == 0) own.entered_ns = now_ns();
 }
 
 template <typename T>
@@ -147,6 +150,7 @@ Status SegmentCall::wait_for_round(uint32_t round) {
   Status status = wait_for_all(&Seat::sent, after(round));
   pause_at(Stage::kReduce);
   if (status.ok()) status = check_signatures(round);
+  if (status.ok() && round == 0) count_wait();
   pause_at(Stage::kReduce);
   return status;
 }
@@ -167,6 +171,21 @@ Status SegmentCall::check_signatures(uint32_t round) {
             " (operation, type, leaf sizes, slices, scale and algorithm must also be equal)"));
   }
   return {};
+}
+
+// The rank of this process that entered last counts, once for all of them.
+void SegmentCall::count_wait() {
+  const int64_t mine = slot(call_.rank, 0).entered_ns;
+  int64_t others = mine;
+  for (int rank = 0; rank < call_.num_ranks; ++rank) {
+    const int64_t theirs = slot(rank, 0).entered_ns;
+    if (!segment_.is_local(rank)) {
+      others = std::max(others, theirs);
+    } else if (theirs > mine || (theirs == mine && rank > call_.rank)) {
+      return;
+    }
+  }
+  if (others > mine) add_wait(others - mine);
 }
 
 Status SegmentCall::wait_for_all(CounterOf counter, uint32_t target) {

@@ -79,6 +79,7 @@ class SegmentCall {
   void advance_sent(uint32_t round);
   Status wait_for_round(uint32_t round);
   Status check_signatures(uint32_t round);
+  void count_wait();
   Status wait_for_all(CounterOf counter, uint32_t target);
   Status wait_for(Counter& counter, uint32_t target, const std::function<std::vector<int>()>& who);
 

@@ -71,6 +71,12 @@ bool wait_briefly(Counter& counter, uint32_t target) {
   return reached(counter, target);
 }
 
+int64_t now_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * int64_t{1'000'000'000} + now.tv_nsec;
+}
+
 void set_timeout_s(double timeout_s) { timeout.store(timeout_s); }
 
 double timeout_s() { return timeout.load(); }

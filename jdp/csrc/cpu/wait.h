@@ -38,6 +38,9 @@ bool wait_briefly(Counter& counter, uint32_t target);
 void set_timeout_s(double timeout_s);
 double timeout_s();
 
+// The time on the clock that all processes of this host share, in nanoseconds.
+int64_t now_ns();
+
 // Measures a wait against the time limit.
 class Stopwatch {
  public:

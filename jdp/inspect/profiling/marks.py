@@ -46,7 +46,7 @@ class Marks:
         self._begun, self._seen = time_ns(), in_flight.latest_call()
         self._new: StepCall | None = None
         self._before = own.slot
-        self._slot = _MarkedSlot(self._before.memory, self)
+        self._slot = _MarkedSlot(self._before, self)
 
     def begin(self) -> None:
         """Begin to pass on marks."""
@@ -82,8 +82,8 @@ class Marks:
 
 
 class _MarkedSlot(Slot):
-    def __init__(self, memory: memoryview, marks: Marks) -> None:
-        super().__init__(memory)
+    def __init__(self, slot: Slot, marks: Marks) -> None:
+        super().__init__(slot.memory, slot.times)
         write_phase, write_step = self.write_phase, self.write_step
 
         def phase_and_mark(progress_ns: int, since_ns: int, phase: bytes) -> None:

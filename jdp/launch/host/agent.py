@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from jdp.launch.host.commit_saver import save_commit
 from jdp.launch.host.coordinator_port import CoordinatorPort
 from jdp.launch.host.leader_connection import Link, start_task
-from jdp.launch.host.local_generation import LocalGeneration
+from jdp.launch.host.local_generation import NO_NEWS, LocalGeneration
 from jdp.launch.host.standby_pool import Standbys
 from jdp.launch.host.worker_process import HostResources, Process
 from jdp.launch.options.options import Options
@@ -153,7 +153,7 @@ class Host:
         while True:
             await asyncio.sleep(min(BEAT_S, self._options.heartbeat_timeout_s / 5))
             self._resources.orphans.reap()
-            self._link.beat(statuses=self._generation.statuses() if self._generation else {})
+            self._link.beat(**self._generation.news() if self._generation else NO_NEWS)
 
     def _receive(self, kind: str, facts: dict[str, Any]) -> None:
         if self.over.done():

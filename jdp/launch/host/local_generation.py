@@ -19,18 +19,24 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from jdp.launch.host import nccl_ras
+from jdp.launch.host.leader_connection import start_task
 from jdp.launch.host.worker_process import Process
 from jdp.launch.options.options import Options
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.hang_detector import Watch
 from jdp.worker.hang_report import in_seconds
 from jdp.worker.phases import SAVING
-from jdp.worker.progress_board import ProcessStatus
+from jdp.worker.process_status import ProcessStatus
+from jdp.worker.step_times import window_of
 
 State = enum.Enum("State", "RUNNING STOPPING ENDING")
 
 # Interval in seconds between checks whether a process is still saving.
 _LOOK_S = 0.2
+
+# The facts of `news` of a host without processes.
+NO_NEWS: dict[str, dict[int, Any]] = {"statuses": {}, "windows": {}}
 
 
 class LocalGeneration:
@@ -63,6 +69,8 @@ class LocalGeneration:
         self._say = say
         self._state = State.RUNNING
         self._watch = Watch(options.timeout_s)  # knows how long a process may save
+        self._num_sent: dict[int, int] = {}  # records of steps, by process
+        self._asking: asyncio.Task[None] | None = None  # held, or it may be collected
         self._deadline: asyncio.TimerHandle | None = None
         self._saving_s = -math.inf  # when one of them was last seen to save
 
@@ -74,6 +82,16 @@ class LocalGeneration:
     def statuses(self) -> dict[int, ProcessStatus]:
         """Return the statuses of its processes, by process id."""
         return {process.process_id: process.slot.read() for process in self.processes}
+
+    def news(self) -> dict[str, dict[int, Any]]:
+        """Return the statuses of its processes, and the windows of those that have made steps."""
+        windows = {}
+        for process in self.processes:
+            times, i = process.slot.times, process.process_id
+            if times.num_written != self._num_sent.get(i, 0) and (records := times.latest()):
+                windows[i] = window_of(times.num_written, records)
+                self._num_sent[i] = windows[i].num_written
+        return {"statuses": self.statuses(), "windows": windows}
 
     # --- messages and ends of its processes ---
 
@@ -164,8 +182,13 @@ class LocalGeneration:
             self._record_step(process)
             process.kill()
 
-    def show_stacks(self, process_ids: list[int]) -> None:
-        """Have all write their Python stacks to standard error, and show these on the console."""
+    def show_stacks(self, process_ids: list[int], *, asks_nccl: bool = False) -> None:
+        """Have all write their Python stacks to standard error, and show these on the console.
+
+        `asks_nccl`: whether to send the report of NCCL's RAS service to the leader, on GPUs.
+        """
+        if asks_nccl and any(it.assignment and it.assignment.gpus for it in self.processes):
+            self._asking = start_task(self._ask_nccl())
         for process in self.processes:
             if process.process_id in process_ids:
                 process.reveal()
@@ -173,6 +196,9 @@ class LocalGeneration:
             # before `jdp.init()` or after its interpreter has ended.
             if _handles(process.popen.pid, signal.SIGQUIT):
                 process.signal(signal.SIGQUIT)
+
+    async def _ask_nccl(self) -> None:
+        self._send("nccl", report=await nccl_ras.ask())
 
     # Let a process that is saving overrun the timeout, then give it a grace period to exit.
     def _end_unless_saving(self) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from jdp.launch.leader import failure
 from jdp.launch.leader.failure import Cause
 from jdp.worker.phases import BETWEEN, waits
-from jdp.worker.progress_board import ProcessStatus
+from jdp.worker.process_status import ProcessStatus
 
 
 def find(

@@ -18,13 +18,14 @@ from typing import Any
 from jdp.launch.leader import early_ends, failure
 from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.failure import Cause
+from jdp.launch.leader.progress_watch import ProgressWatch
 from jdp.launch.leader.rank_assignment import Part, Plan, size
 from jdp.launch.leader.remote_host import RemoteHost
 from jdp.launch.leader.run_report import RunReport
 from jdp.launch.options.options import Options
 from jdp.worker.exit_codes import SAVED
-from jdp.worker.hang_detector import Stall, Watch
-from jdp.worker.progress_board import ProcessStatus
+from jdp.worker.hang_detector import Stall
+from jdp.worker.process_status import ProcessStatus
 
 State = enum.Enum("State", "RUNNING STOPPING ENDING")
 
@@ -63,8 +64,8 @@ class Generation:
         self._ended_before_stop: set[int] = set()
         self._first_end: float | None = None  # time at which the first process ended
         self._grace_s = options.shutdown_timeout_s
-        self._watch = Watch(options.timeout_s)
-        self._say, self._events, self._report = say, events, report
+        self._events, self._report = events, report
+        self._progress = ProgressWatch(self.size, options.timeout_s, say, self._write)
 
     @property
     def stepped(self) -> bool:
@@ -140,11 +141,12 @@ class Generation:
             self.fail(why, process_id)
 
     def record_statuses(
-        self, remote: RemoteHost, statuses: dict[str, list], ahead_s: float
+        self, remote: RemoteHost, ahead_s: float, statuses: dict[str, list], windows: dict
     ) -> None:
-        """Record the statuses of the processes of a host, whose clock is `ahead_s` behind."""
+        """Record statuses and windows of a host's processes, whose clock is `ahead_s` behind."""
         if remote in self.parts:
             self.parts[remote].record_statuses(statuses, ahead_s)
+            self._progress.record_windows(windows)
 
     def record_left(self, remote: RemoteHost, step: int | None) -> None:
         """Record that a host has no processes of it left, and their last common step."""
@@ -155,9 +157,9 @@ class Generation:
         """Look whether the processes make progress, and fail if they do not."""
         statuses = {i: each for part in self.parts.values() for i, each in part.statuses.items()}
         self._report.record(statuses)
-        stall = self._watch.look(now, statuses)
+        stall = self._progress.look(now, statuses)
         if stall is not None:
-            self._report_stall(stall)
+            self._record_stall(stall)
         is_due = self._first_end is not None and now - self._first_end >= self._grace_s
         if is_due and (
             why := early_ends.find(now, self._grace_s, statuses, self._steps_of_ended())
@@ -230,15 +232,10 @@ class Generation:
         told = self.told.get("ended", {})
         return {i: told.get(i, {}).get("steps", -1) for i in self._came_to_end()}
 
-    def _report_stall(self, stall: Stall) -> None:
-        self._say(stall.report)
-        self._send("dump", process_ids=stall.processes)
-        self._write(
-            "stalled",
-            process_ids=stall.processes,
-            stalled_s=stall.stalled_s,
-            is_over=stall.is_over,
-        )
+    def _record_stall(self, stall: Stall) -> None:
+        for remote in self.parts:
+            asks_nccl = remote is next(iter(self.parts))
+            remote.channel.send("dump", process_ids=stall.processes, asks_nccl=asks_nccl)
         if stall.is_over:
             first = stall.processes[0]
             part = self._part_of(first)

@@ -86,7 +86,7 @@ class Leader:
     # --- hosts and their messages ---
 
     def _joined(self, remote: RemoteHost, facts: dict[str, Any]) -> bool:
-        # A restarted leader continues from the generation of the hosts.
+        # A restarted leader continues where the hosts are.
         self._number = max(self._number, remote.generation)
         self._recoveries.stepped = self._recoveries.stepped or facts["stepped"]
         self._run_id = self._run_id or facts["run_id"]
@@ -104,8 +104,7 @@ class Leader:
     def _receive(self, remote: RemoteHost, kind: str, facts: dict[str, Any]) -> None:
         remote.heard = time.monotonic()
         match kind:
-            case "beat":
-                # Frequent with many hosts, and never urgent.
+            case "beat":  # frequent with many hosts, and never urgent
                 return self._heard(remote, **facts)
             case "ready" if remote.becomes_ready(**facts):
                 self._events.write("ready", generation=remote.generation, host=remote.name)
@@ -117,14 +116,16 @@ class Leader:
                 self._ended(remote, **facts)
             case "commit saved" if self._last_commits is not None:
                 self._last_commits.record_answer(remote, facts)
+            case "nccl":
+                self._say(facts["report"])
             case "stop":
                 self._asked_to_stop(facts["signal"], facts["at_once"])
         self._consider()
 
-    def _heard(self, remote: RemoteHost, at: float, statuses: dict[str, list]) -> None:
+    def _heard(self, remote: RemoteHost, at: float, **news: dict[str, list]) -> None:
         remote.channel.send("beat", at=at)
         if self._generation is not None:
-            self._generation.record_statuses(remote, statuses, remote.heard - at)
+            self._generation.record_statuses(remote, remote.heard - at, **news)
 
     # --- events of a generation ---
 
@@ -154,7 +155,7 @@ class Leader:
 
     # --- decisions ---
 
-    # Reevaluates the run after each message and on a timer.
+    # After each message and on a timer.
     def _consider(self) -> None:
         if self.members.is_over:
             return

@@ -7,7 +7,7 @@ from typing import Any
 from jdp.error_codes import with_code
 from jdp.launch.leader.remote_host import RemoteHost
 from jdp.launch.options.options import Options
-from jdp.worker.progress_board import ProcessStatus
+from jdp.worker.process_status import ProcessStatus
 
 
 @dataclass

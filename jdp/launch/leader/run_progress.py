@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jdp.launch.run_summary import RunSummary
 from jdp.worker.phases import DATA
-from jdp.worker.progress_board import ProcessStatus
+from jdp.worker.process_status import ProcessStatus
 
 # Rates are those of the last seconds, or of the last two steps if these took longer.
 WINDOW_S = 30.0

@@ -8,7 +8,7 @@ from typing import Any
 from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.run_progress import RunProgress
 from jdp.launch.run_summary import RunSummary
-from jdp.worker.progress_board import ProcessStatus
+from jdp.worker.process_status import ProcessStatus
 
 # Intervals in seconds between summaries: on the console, and among the events.
 SHOW_S = 0.5

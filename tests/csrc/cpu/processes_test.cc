@@ -4,7 +4,10 @@
 #include <fcntl.h>
 #include <sys/wait.h>
 
+#include <chrono>
+
 #include "process.h"
+#include "progress.h"
 #include "testing.h"
 
 namespace jdp {
@@ -98,6 +101,40 @@ void test_processes_with_one_and_with_several_ranks_get_the_sum() {
             leaves.check(num_ranks);
           }
         });
+      }));
+    }
+    for (pid_t child : children) expect_success(child);
+    close(memory.fd);
+  }
+}
+
+// The rank that comes last waits for nobody, and a process waits once, whatever its number of ranks.
+void test_a_process_counts_how_long_it_waits_for_others() {
+  constexpr int64_t kLateNs = 200'000'000;
+  constexpr int kSteps = 2;
+  const std::vector<std::vector<int>> processes = {{0, 2}, {1, 4}, {3}};
+  for (const Way& way : {kWays[2], kWays[3]}) {
+    const Memory memory = make(5);
+    std::vector<pid_t> children;
+    for (const std::vector<int>& ranks : processes) {
+      children.push_back(start([&] {
+        Progress progress{};
+        set_progress(&progress);
+        attach(memory, ranks);
+        const int64_t begin = now_ns();
+        on_ranks(ranks, [&](int rank) {
+          for (int step = 0; step < kSteps; ++step) {
+            Leaves<float> leaves(rank, {300}, true, 0);
+            if (rank == 2) std::this_thread::sleep_for(std::chrono::nanoseconds(kLateNs));
+            CHECK(collective(call_of(way, rank, 5), leaves.bucket()).ok());
+          }
+        });
+        const int64_t waited = progress.waited_ns.load();
+        if (ranks[0] == 0) {
+          CHECK(waited == 0);
+        } else {
+          CHECK(waited > kSteps * kLateNs / 2 && waited <= now_ns() - begin);
+        }
       }));
     }
     for (pid_t child : children) expect_success(child);
@@ -380,6 +417,7 @@ void test_a_process_that_did_not_restart_gets_an_error() {
 int main() {
   jdp::end_with_parent();
   jdp::test_processes_with_one_and_with_several_ranks_get_the_sum();
+  jdp::test_a_process_counts_how_long_it_waits_for_others();
   jdp::test_a_killed_process_is_named_at_once();
   jdp::test_one_process_ends_the_waits_of_all();
   jdp::test_the_abort_word_ends_waits();

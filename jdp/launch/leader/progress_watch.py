@@ -1,0 +1,63 @@
+"""Watches the progress of a generation, and reports processes that hang or are slow."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jdp.launch.leader.slow_processes import SlowProcesses
+from jdp.worker.hang_detector import Stall, Watch
+from jdp.worker.process_status import ProcessStatus
+from jdp.worker.step_times import Window
+
+
+class ProgressWatch:
+    """Reports to people and to the events of the run.
+
+    Args:
+      size: number of processes.
+      timeout_s: that of `Watch`.
+      say: prints a line for people.
+      write: writes an event.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        timeout_s: float | None,
+        say: Callable[[str], None],
+        write: Callable[..., None],
+    ) -> None:
+        self._size, self._say, self._write = size, say, write
+        self._watch = Watch(timeout_s)
+        self._slow = SlowProcesses()
+        self._windows: dict[int, Window] = {}  # of the latest steps, by process
+        self._has_new_windows = False
+
+    def record_windows(self, windows: Mapping[str, list]) -> None:
+        """Record the windows of processes that have made steps."""
+        self._windows |= {int(i): Window(*each) for i, each in windows.items()}
+        self._has_new_windows = self._has_new_windows or bool(windows)
+
+    def look(self, now: float, statuses: Mapping[int, ProcessStatus]) -> Stall | None:
+        """Report what is new, and return a stall that was reported now.
+
+        Args:
+          now: time.monotonic().
+          statuses: of the processes that have any.
+        """
+        if self._has_new_windows and len(self._windows) == self._size:
+            self._has_new_windows = False
+            steps = max((each.steps for each in statuses.values()), default=0)
+            for process_id, (slow, line) in self._slow.look(self._windows).items():
+                self._say(line)
+                facts: dict[str, Any] = {"share": slow.share, **slow._asdict()}
+                self._write("slow", process_id=process_id, steps=steps, **facts)
+        stall = self._watch.look(now, statuses)
+        if stall is not None:
+            self._say(stall.report)
+            self._write(
+                "stalled",
+                process_ids=stall.processes,
+                stalled_s=stall.stalled_s,
+                is_over=stall.is_over,
+            )
+        return stall

@@ -1,0 +1,178 @@
+"""Finds the processes that the others wait for in nearly every step, and says so when that changes.
+
+All processes of a run take the same time for a step, since they reduce together. So a slow process
+shows in the parts of that time: it waits less than the others. Where waits are not known (see
+`step_times`), its devices idle more than those of the others before a step.
+"""
+
+import bisect
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jdp.worker.step_times import NUM_RECORDS, Window
+
+# A process is slow if it costs the others so much of the median step, and so many microseconds.
+LEAST_SHARE, LEAST_US = 0.05, 1000
+# Nearly all steps have to show at least half of it. A process that is named stays so as long as it
+# costs half of it.
+_HALF = 0.5
+# A cost, or the time in a part, has changed if it is so many times as large or small.
+_CHANGE = 1.5
+
+# Parts of a step, by the name of their median in a `Window`.
+PARTS = {
+    "data": "in its input",
+    "compute": "in its computation",
+    "host": "on its host, between steps",
+}
+
+
+class Slow(NamedTuple):
+    """A slow process.
+
+    Attributes:
+      cost_us: how long the others wait for it in each step.
+      step_us: of the step.
+      part: of its time in which it is slower than the others, a key of PARTS.
+      own_us: its time in that part.
+      usual_us: time of the others in that part.
+    """
+
+    cost_us: int
+    step_us: int
+    part: str
+    own_us: int
+    usual_us: int
+
+    @property
+    def share(self) -> float:
+        """The part of each step that the others wait."""
+        return self.cost_us / max(self.step_us, 1)
+
+
+class _Medians:
+    """Medians of one number of all processes but one."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self._ordered = sorted(values)
+
+    def without(self, value: int) -> int:
+        """Return the lower median of the others, after removing one that is `value`."""
+        middle = (len(self._ordered) - 2) // 2
+        return self._ordered[middle + (bisect.bisect_left(self._ordered, value) <= middle)]
+
+
+class Comparison:
+    """The windows of all processes of a run, compared with each other.
+
+    Args:
+      windows: by process, two or more, over the same steps or some just before or after.
+    """
+
+    def __init__(self, windows: Mapping[int, Window]) -> None:
+        self._windows = windows
+        self._medians = {
+            name: _Medians([getattr(each, name) for each in windows.values()])
+            for name in Window._fields
+        }
+        # Whoever does not come last waits, if waits are known.
+        self._knows_waits = any(each.waited_high for each in windows.values())
+
+    def slow(self) -> dict[int, Slow]:
+        """Return the slow processes.
+
+        >>> usual = Window(25, 25, 20000, 0, 500, 15000, 4500, 4000, 5000, 500, 400, 600)
+        >>> late = usual._replace(compute=19500, waited=0, waited_low=0, waited_high=0)
+        >>> found = Comparison({0: usual, 1: usual, 2: usual, 3: late}).slow()
+        >>> [(process, it.part, it.share) for process, it in found.items()]
+        [(3, 'compute', 0.225)]
+        """
+        if any(each.num_records < NUM_RECORDS for each in self._windows.values()):
+            return {}
+        return {i: self.of(i) for i in self._windows if self._is_slow(i)}
+
+    def _is_slow(self, process: int) -> bool:
+        least_us = max(LEAST_US, LEAST_SHARE * self._windows[process].step)
+        return self._cost_us(process) >= least_us and self._clear_us(process) >= _HALF * least_us
+
+    def is_over(self, process: int) -> bool:
+        """Whether a process that was slow is no longer."""
+        least_us = max(LEAST_US, LEAST_SHARE * self._windows[process].step)
+        return self._cost_us(process) < _HALF * least_us
+
+    def of(self, process: int) -> Slow:
+        """Return the facts of a process, slow or not."""
+        part = max(PARTS, key=lambda part: self.excess_us(process, part))
+        own_us = getattr(self._windows[process], part)
+        usual_us = self._medians[part].without(own_us)
+        step_us = self._windows[process].step
+        return Slow(max(0, self._cost_us(process)), step_us, part, own_us, usual_us)
+
+    def excess_us(self, process: int, part: str) -> int:
+        """Return how much longer than the others a process takes in a part."""
+        own_us = getattr(self._windows[process], part)
+        return own_us - self._medians[part].without(own_us)
+
+    def _cost_us(self, process: int) -> int:
+        excess_us = self.excess_us(process, "waited" if self._knows_waits else "idle")
+        return -excess_us if self._knows_waits else excess_us
+
+    # The cost in nearly all steps of the process and of the others.
+    def _clear_us(self, process: int) -> int:
+        own = self._windows[process]
+        if self._knows_waits:
+            return self._medians["waited_low"].without(own.waited_low) - own.waited_high
+        return own.idle_low - self._medians["idle_high"].without(own.idle_high)
+
+
+class SlowProcesses:
+    """The slow processes of a generation, named when they become slow, change, and are over."""
+
+    def __init__(self) -> None:
+        self._named: dict[int, Slow] = {}
+
+    def look(self, windows: Mapping[int, Window]) -> dict[int, tuple[Slow, str]]:
+        """Return the facts, and a line for people, of each process for which they have changed.
+
+        Args:
+          windows: of all processes of the generation.
+        """
+        if len(windows) < 2:
+            return {}
+        compared = Comparison(windows)
+        found = compared.slow()
+        news = {i: it for i, it in found.items() if self._has_changed(i, it, compared)}
+        lines = {i: (it, _line(i, it)) for i, it in news.items()}
+        for i in [i for i in self._named if i not in found and compared.is_over(i)]:
+            del self._named[i]
+            lines[i] = (it := compared.of(i)), _end_line(i, it)
+        self._named |= news
+        return lines
+
+    def _has_changed(self, process: int, now: Slow, compared: Comparison) -> bool:
+        before = self._named.get(process)
+        if before is None:
+            return True
+        if max(now.share, before.share) > _CHANGE * min(now.share, before.share):
+            return True
+        others_us = compared.excess_us(process, before.part)
+        return now.part != before.part and now.own_us - now.usual_us > _CHANGE * others_us
+
+
+def _line(process: int, slow: Slow) -> str:
+    return (
+        f"process {process} is slow: the others wait {slow.share:.0%} of each step for it "
+        f"({_ms(slow.cost_us)} of {_ms(slow.step_us)} ms). It loses the time {PARTS[slow.part]}: "
+        f"{_ms(slow.own_us)} ms of a step, {_ms(slow.usual_us)} ms on the others."
+    )
+
+
+def _end_line(process: int, slow: Slow) -> str:
+    return (
+        f"process {process} is not slow any more: the others wait {slow.share:.0%} of each step "
+        f"for it ({_ms(slow.cost_us)} of {_ms(slow.step_us)} ms)."
+    )
+
+
+def _ms(us: int) -> str:
+    return f"{us / 1000:.1f}"

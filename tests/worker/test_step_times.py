@@ -1,0 +1,131 @@
+import pytest
+
+from jdp.worker import step_times
+from jdp.worker.progress_board import Board
+from jdp.worker.step_clock import DispatchedStep, StepClock
+from jdp.worker.step_times import NUM_RECORDS, StepRecord, window_of
+
+MS = 1_000_000
+
+
+@pytest.mark.parametrize("num_written", [0, 1, 24, 25, 26, 27, 28, 100])
+def test_the_latest_records_are_read_in_order(num_written):
+    board = Board.create(2)
+    for i in range(num_written):
+        board.slot(0).times.write(StepRecord(1, i))
+    last = range(max(0, num_written - NUM_RECORDS), num_written)
+    assert [it.step_ns for it in board.slot(0).times.latest()] == [*last]
+    assert board.slot(0).times.num_written == num_written
+    assert board.slot(1).times.latest() == []
+
+
+def test_a_new_process_has_no_records():
+    slot = Board.create(1).slot(0)
+    slot.times.write(StepRecord(1, 5))
+    slot.claim(generation=1, timeout_s=1.0)
+    assert slot.times.latest() == []
+    slot.times.write(StepRecord(1, 5))
+    slot.clear()
+    assert slot.times.latest() == []
+
+
+def test_records_that_are_overwritten_while_they_are_read_are_left_out(monkeypatch):
+    times = Board.create(1).slot(0).times
+    for i in range(40):
+        times.write(StepRecord(1, i))
+    place, has_written = step_times._place, []
+
+    def slow_place(number):
+        if not has_written:
+            has_written.append(True)
+            for i in range(40, 45):
+                times.write(StepRecord(1, i))
+        return place(number)
+
+    monkeypatch.setattr(step_times, "_place", slow_place)
+    seen = [it.step_ns for it in times.latest()]
+    assert seen == [*range(19, 40)]  # 15 to 17 are gone, and 18 may be half written
+
+
+@pytest.mark.parametrize("num_odd", [0, 2, 3])
+def test_few_steps_change_no_number_of_a_window(num_odd):
+    usual = StepRecord(2, 40 * MS, data_ns=4 * MS, host_ns=2 * MS, waited_ns=10 * MS)
+    odd = StepRecord(1, 5000 * MS, 9 * MS, 1000 * MS, 3000 * MS)
+    window = window_of(7, [usual] * (NUM_RECORDS - num_odd) + [odd] * num_odd)
+    assert window[:7] == (7, 25, 20000, 2000, 1000, 12000, 5000)
+    assert (window.waited_low, window.idle, window.idle_low) == (5000, 3000, 3000)
+    assert (window.waited_high, window.idle_high) == (
+        (5000, 3000) if num_odd < 3 else (3_000_000, 1_009_000)
+    )
+
+
+@pytest.fixture
+def clock():
+    clock = StepClock(Board.create(1).slot(0))
+    yield clock
+    clock.stop_clock()
+
+
+def records_of(clock, *calls):
+    for call, end, waited in calls:
+        clock.record_end(call, end * MS, waited * MS)
+    return clock._slot.times.latest()
+
+
+def call(dispatched, *data_waits, is_usual=True):
+    waits = [(begin * MS, end * MS) for begin, end in data_waits]
+    return DispatchedStep(None, dispatched * MS, waits, is_usual)
+
+
+def test_the_time_between_two_ends_is_the_sum_of_its_parts(clock):
+    first = call(5), 100, 7
+    # Its devices were done at 100; the batch came at 120, and the step was dispatched at 130.
+    second = call(130, (90, 120)), 170, 20
+    assert records_of(clock, first, second) == [StepRecord(1, 70 * MS, 20 * MS, 10 * MS, 13 * MS)]
+
+
+def test_what_happens_while_the_devices_run_costs_nothing(clock):
+    first, second = (call(5), 100, 0), (call(90, (10, 20), (60, 85)), 140, 0)
+    assert records_of(clock, first, second) == [StepRecord(1, 40 * MS, 0, 0, 0)]
+
+
+def test_several_waits_for_batches_before_a_step_add_up(clock):
+    first, second = (call(5), 100, 0), (call(130, (95, 105), (110, 120)), 140, 0)
+    assert records_of(clock, first, second) == [StepRecord(1, 40 * MS, 15 * MS, 15 * MS, 0)]
+
+
+def test_a_step_does_not_wait_longer_than_it_runs(clock):
+    # Two collectives of it may wait at the same time.
+    first, second = (call(5), 100, 0), (call(90), 140, 70)
+    assert records_of(clock, first, second) == [StepRecord(1, 40 * MS, 0, 0, 40 * MS)]
+
+
+def test_short_steps_share_a_record(clock):
+    steps = [(call(10 * i), 10 * i + 5, i) for i in range(6)]
+    assert records_of(clock, *steps) == [StepRecord(4, 40 * MS, 0, 20 * MS, 4 * MS)]
+
+
+def test_steps_after_a_save_or_a_compilation_are_left_out(clock):
+    saved = call(400, is_usual=False), 500, 5
+    steps = (call(5), 100, 0), saved, (call(450), 540, 5)
+    assert records_of(clock, *steps) == [StepRecord(1, 40 * MS, 0, 0, 0)]
+
+
+class Output:
+    def block_until_ready(self):
+        pass
+
+
+class Deleted:
+    def block_until_ready(self):
+        raise RuntimeError("Array has been deleted.")
+
+
+def test_an_output_that_fails_leaves_its_step_and_the_next_out():
+    slot = Board.create(1).slot(0)
+    clock = StepClock(slot)
+    for output in (Output(), Output(), Deleted(), Output()):
+        clock.begin_dispatch()
+        clock.end_dispatch(output)
+    clock.stop_clock(30.0)
+    assert clock._sums.num_steps == 1
