@@ -27,7 +27,9 @@ def is_jaxpr(value: Any) -> bool:
 
 def bodies(eqn: Any) -> list[Any]:
     """Return all jaxprs in the parameters of an equation."""
-    return _jaxprs_in(eqn.params.values())
+    values = eqn.params.values()
+    # The set of types is built in C: a step has thousands of equations, and few have a body.
+    return [] if {*map(type, values)} <= _PLAIN else _jaxprs_in(values)
 
 
 def with_bodies(jaxpr: Any) -> list[Any]:
@@ -96,14 +98,11 @@ _PLAIN: set[type] = set()
 
 def _jaxprs_in(values: Collection[Any]) -> list[Any]:
     found: list[Any] = []
-    # The set of types is built in C: a step has thousands of equations, and few have a body.
-    if {*map(type, values)} <= _PLAIN:
-        return found
     for value in values:
         if type(value) in _PLAIN:
             continue
         if type(value) is tuple or isinstance(value, (tuple, list)):
-            found += _jaxprs_in(value) if value else []
+            found += [] if {*map(type, value)} <= _PLAIN else _jaxprs_in(value)
         elif is_jaxpr(value):
             found.append(opened(value))
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
