@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
-import jax
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
@@ -34,8 +33,7 @@ def bodies(eqn: Any) -> list[Any]:
 
 def with_bodies(jaxpr: Any) -> list[Any]:
     """Return a jaxpr and all bodies in it, each once."""
-    found = {}
-    left = [opened(jaxpr)]
+    found, left = {}, [opened(jaxpr)]
     while left:
         body = left.pop()
         if id(body) not in found:
@@ -250,24 +248,3 @@ def _strings_in(values: Any) -> set[str]:
 def hides_a_function(eqn: Any) -> bool:
     """Whether an equation holds a Python function in place of a jaxpr."""
     return any(callable(value) and not isinstance(value, type) for value in eqn.params.values())
-
-
-def expanded(eqn: Any, mesh: Any, manual: frozenset[str]) -> Any | None:
-    """Return the body of a high-level primitive, traced on `mesh` with `manual` axes, or None."""
-    primitive = eqn.params.get("_prim")
-    try:
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in primitive.in_avals_flat]
-
-        def expand(*flat: Any) -> Any:
-            args = jax.tree.unflatten(primitive.in_tree, flat)
-            return jax.tree.leaves(primitive.expand(*args))
-
-        # Trace inside a shard_map, so that the axes are bound that the body may name.
-        spec = PartitionSpec()
-        mapped = jax.shard_map(
-            expand, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=manual, check_vma=False
-        )
-        (mapped_eqn,) = opened(jax.make_jaxpr(mapped)(*shapes)).eqns
-    except Exception:  # A foreign primitive may raise anything.
-        return None
-    return mapped_body(mapped_eqn)
