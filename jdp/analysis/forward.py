@@ -55,6 +55,6 @@ class Forward:
         if eqn.primitive.name in jaxprs.CALLS and (body := jaxprs.called_body(eqn)) is not None:
             return self.outputs(body, operands, inside)
         value = self._join(operands)
-        for body in list(jaxprs.bodies(eqn)) * 2:  # twice: a loop's results return as inputs
+        for body in jaxprs.bodies(eqn) * 2:  # twice: a loop's results return as inputs
             value = self._join([value, *self.outputs(body, [value] * len(body.invars), inside)])
         return [value] * len(eqn.outvars)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
-from jdp.analysis import jaxprs
+from jdp.analysis import high_level, jaxprs
 from jdp.analysis.cells import Cell
 from jdp.analysis.lattice import Lattice
 from jdp.analysis.partitioned import first_shift
@@ -216,7 +216,7 @@ class Interpreter:
         """Return the traced body of a high-level primitive, None if it cannot be traced."""
         if id(eqn) not in self._expanded:
             manual = self.lattice.names(self.everywhere)
-            self._expanded[id(eqn)] = jaxprs.expanded(eqn, self._mesh, manual)
+            self._expanded[id(eqn)] = high_level.expanded(eqn, self._mesh, manual)
         return self._expanded[id(eqn)]
 
     def record_deadlock(self, eqn: Any, absent: int, axes: int) -> None:

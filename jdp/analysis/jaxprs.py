@@ -2,10 +2,9 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
-import jax
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
@@ -25,13 +24,33 @@ def is_jaxpr(value: Any) -> bool:
     return hasattr(opened(value), "eqns")
 
 
-def bodies(eqn: Any) -> Iterator[Any]:
+def bodies(eqn: Any) -> list[Any]:
     """Return all jaxprs in the parameters of an equation."""
-    return _jaxprs_in(eqn.params.values())
+    values = eqn.params.values()
+    # The set of types is built in C: a step has thousands of equations, and few have a body.
+    return [] if {*map(type, values)} <= _PLAIN else _jaxprs_in(values)
 
 
-def equations(jaxpr: Any, *, mapped: bool = True) -> Iterator[Any]:
-    """Yield the equations of a jaxpr and of all bodies in it, in order, each body once.
+def with_bodies(jaxpr: Any) -> list[Any]:
+    """Return a jaxpr and all bodies in it, each once."""
+    found, left = {}, [opened(jaxpr)]
+    while left:
+        body = left.pop()
+        if id(body) not in found:
+            found[id(body)] = body
+            for eqn in body.eqns:
+                if eqn.params:
+                    left += bodies(eqn)
+    return [*found.values()]
+
+
+def primitive_names(jaxpr: Any) -> set[str]:
+    """Return the names of the primitives of a jaxpr and of all bodies in it."""
+    return {eqn.primitive.name for body in with_bodies(jaxpr) for eqn in body.eqns}
+
+
+def equations(jaxpr: Any, *, mapped: bool = True) -> list[Any]:
+    """Return the equations of a jaxpr and of all bodies in it, in order, each body once.
 
     Args:
       jaxpr: the program to read.
@@ -41,53 +60,56 @@ def equations(jaxpr: Any, *, mapped: bool = True) -> Iterator[Any]:
     def enter(place: bool, eqn: Any) -> bool | None:
         return place if mapped or eqn.primitive.name != "shard_map" else None
 
-    return (eqn for eqn, _ in placed_equations(jaxpr, True, enter))
+    return [eqn for eqn, _ in placed_equations(jaxpr, True, enter)]
 
 
 def placed_equations(
     jaxpr: Any, place: _Place, enter: Callable[[_Place, Any], _Place | None]
-) -> Iterator[tuple[Any, _Place]]:
-    """Yield what `equations` yields, each with its place; a body comes once for each of its places.
+) -> list[tuple[Any, _Place]]:
+    """Return what `equations` returns, each with its place; a body comes once for each place.
 
     Args:
       jaxpr: the program to read.
       place: the place of the equations of `jaxpr` itself.
       enter: returns the place of an equation's bodies from the equation's own; None skips them.
     """
-    return _placed(opened(jaxpr), place, enter, set())
+    found: list[tuple[Any, _Place]] = []
+    _add_placed(found, opened(jaxpr), place, enter, set())
+    return found
 
 
-def _placed(jaxpr: Any, place: Any, enter: Any, seen: set[Any]) -> Iterator[tuple[Any, Any]]:
+def _add_placed(found: list[Any], jaxpr: Any, place: Any, enter: Any, seen: set[Any]) -> None:
     if (id(jaxpr), place) in seen:  # called from several places
         return
     seen.add((id(jaxpr), place))
     for eqn in jaxpr.eqns:
-        yield eqn, place
-        for body in bodies(eqn):
+        found.append((eqn, place))
+        for body in bodies(eqn) if eqn.params else ():
             inside = enter(place, eqn)
             if inside is not None:
-                yield from _placed(body, inside, enter, seen)
+                _add_placed(found, body, inside, enter, seen)
 
 
 # Types whose values hold no jaxpr, such as int. Most parameters have one of these types.
 _PLAIN: set[type] = set()
 
 
-def _jaxprs_in(values: Any) -> Iterator[Any]:
+def _jaxprs_in(values: Collection[Any]) -> list[Any]:
+    found: list[Any] = []
     for value in values:
         if type(value) in _PLAIN:
             continue
-        if isinstance(value, (tuple, list)):
-            yield from _jaxprs_in(value)
+        if type(value) is tuple or isinstance(value, (tuple, list)):
+            found += [] if {*map(type, value)} <= _PLAIN else _jaxprs_in(value)
         elif is_jaxpr(value):
-            yield opened(value)
+            found.append(opened(value))
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             # The dataclass with which a Pallas kernel chooses its blocks.
-            yield from _jaxprs_in(
-                getattr(value, each.name, None) for each in dataclasses.fields(value)
-            )
+            fields = dataclasses.fields(value)
+            found += _jaxprs_in([getattr(value, each.name, None) for each in fields])
         elif not hasattr(value, "jaxpr"):  # the attribute may be None here, and a jaxpr elsewhere
             _PLAIN.add(type(value))
+    return found
 
 
 def called(eqn: Any) -> Any | None:
@@ -226,24 +248,3 @@ def _strings_in(values: Any) -> set[str]:
 def hides_a_function(eqn: Any) -> bool:
     """Whether an equation holds a Python function in place of a jaxpr."""
     return any(callable(value) and not isinstance(value, type) for value in eqn.params.values())
-
-
-def expanded(eqn: Any, mesh: Any, manual: frozenset[str]) -> Any | None:
-    """Return the body of a high-level primitive, traced on `mesh` with `manual` axes, or None."""
-    primitive = eqn.params.get("_prim")
-    try:
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in primitive.in_avals_flat]
-
-        def expand(*flat: Any) -> Any:
-            args = jax.tree.unflatten(primitive.in_tree, flat)
-            return jax.tree.leaves(primitive.expand(*args))
-
-        # Trace inside a shard_map, so that the axes are bound that the body may name.
-        spec = PartitionSpec()
-        mapped = jax.shard_map(
-            expand, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=manual, check_vma=False
-        )
-        (mapped_eqn,) = opened(jax.make_jaxpr(mapped)(*shapes)).eqns
-    except Exception:  # A foreign primitive may raise anything.
-        return None
-    return mapped_body(mapped_eqn)

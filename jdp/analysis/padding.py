@@ -142,7 +142,7 @@ class _Walk:
         if name in collectives.RULES and name != "jdp_mark":
             self.is_weighed |= any(kind in (_Kind.MASK, _Kind.COUNT) for kind in operands)
             return unknown
-        if any(True for _ in jaxprs.bodies(eqn)):
+        if jaxprs.bodies(eqn):
             return unknown
         if name == "div" and operands[1] == _Kind.COUNT:
             self.lines[source(eqn)] = None

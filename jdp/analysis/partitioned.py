@@ -63,7 +63,7 @@ def first_shift(jaxpr: Any, around: Any, num_axes: int) -> Any | None:
         shifts = (eqn for eqn in inside if eqn.primitive.name in _SHIFTS)
         return next((eqn for eqn in shifts if not _is_local(eqn)), None)
     with_arrays = [eqn for eqn in inside if not all(map(_is_number, (*eqn.invars, *eqn.outvars)))]
-    innermost = (eqn for eqn in with_arrays if not any(True for _ in jaxprs.bodies(eqn)))
+    innermost = (eqn for eqn in with_arrays if not jaxprs.bodies(eqn))
     if with_arrays:
         return next(innermost, with_arrays[0])
     return None if all(map(_is_number, jaxpr.outvars)) else around

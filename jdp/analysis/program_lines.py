@@ -107,7 +107,7 @@ def _recorded(text: str, eqn: Any, texts: dict[str, tuple[str, str]]) -> str:
 def _line(eqn: Any) -> str:
     name, params = eqn.primitive.name, sorted(eqn.params.items())
     operands, results = [*map(_operand, eqn.invars)], [_type(x.aval) for x in eqn.outvars]
-    if any(True for _ in bodies(eqn)):
+    if bodies(eqn):
         # A body captures arrays, and returns them, in the order in which it was traced.
         operands, results = sorted(operands), sorted(results)
         params = [(key, value) for key, value in params if not isinstance(value, (tuple, list))]

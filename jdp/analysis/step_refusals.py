@@ -144,7 +144,7 @@ def _wrong_gather(step: Any, traced: Traced) -> Iterator[str]:
 
 
 def _primitives(step: Any) -> set[str]:
-    return {eqn.primitive.name for eqn in jaxprs.equations(step.params["jaxpr"])}
+    return jaxprs.primitive_names(step.params["jaxpr"])
 
 
 def _forward_mode(step: Any, report: Report) -> Iterator[str]:

@@ -87,7 +87,7 @@ def _wide_gradients(body: Any, traced: Traced) -> dict[str, str]:
             return [_Gradient()] * len(eqn.outvars)
         if eqn.primitive.name == "jdp_mark" and eqn.params["kind"] == OF_MASTERS and value.is_wide:
             found[f"grads{eqn.params['path']}"] = value.line
-        if here.is_transposed and value.of_rows and next(jaxprs.bodies(eqn), None) is None:
+        if here.is_transposed and value.of_rows and not jaxprs.bodies(eqn):
             line = value.line or source_lines.source(eqn)
             return [_Gradient(True, True, line)] * len(eqn.outvars)
         return None

@@ -115,8 +115,9 @@ class _Waits:
         self._kinds: dict[int, frozenset[bool]] = {}
         self._num_within = itertools.count()
         self._within: frozenset[int] = frozenset()
-        body = _without_unread(jaxpr)
-        if False in self.of(body):
+        # Most programs run no collective of XLA's, so look for one first.
+        if False in self.of(jaxprs.opened(jaxpr)):
+            body = _without_unread(jaxpr)
             self.follow(body, [0] * len(body.invars))
 
     @property
@@ -127,7 +128,7 @@ class _Waits:
     def of(self, jaxpr: Any) -> frozenset[bool]:
         """Return the kinds of operations in a jaxpr: True for native ones, False for XLA's."""
         if id(jaxpr) not in self._kinds:
-            names = {eqn.primitive.name for eqn in jaxprs.equations(jaxpr)}
+            names = jaxprs.primitive_names(jaxpr)
             kinds = {True} if names & call_order.NATIVE else set()
             self._kinds[id(jaxpr)] = frozenset(kinds | ({False} if names & _XLA else set()))
         return self._kinds[id(jaxpr)]
@@ -176,7 +177,7 @@ class _Waits:
             outs = self.follow(body, ins[num_first:])
             return [_common(pair) for pair in zip(carry, outs, strict=True)]
         # One round of a scan: XLA may run the body without a loop.
-        bodies = list(jaxprs.bodies(eqn))
+        bodies = jaxprs.bodies(eqn)
         if len(bodies) == 1 and len(bodies[0].invars) == len(ins):
             outs = self.follow(bodies[0], ins)
             if len(outs) == len(eqn.outvars):

@@ -66,23 +66,26 @@ def _chains(jaxpr: Any, entering: _Places, known: _Known) -> tuple[_Chains, _Pla
     found = _Chains(0, frozenset(), False)
     given = {id(jaxpr.invars[i]) for i in entering}
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in NATIVE:
+        name = eqn.primitive.name
+        if name in NATIVE:
             token, passed_on = id(eqn.invars[TOKEN]), id(eqn.outvars[0])
             number = frozenset([eqn.params["number"]])
             found = found.joined(_Chains(int(token not in given), number, False))
             given.discard(token)  # a second call with this token may run beside the first
             given.add(passed_on)
             continue
-        if eqn.params.get("target_name") == START:  # a start does not block
+        if name == "ffi_call" and eqn.params["target_name"] == START:  # it does not block
             number = frozenset([int(dict(eqn.params["attributes"])["bucket"])])
             found = found.joined(_Chains(0, number, False))
-        bodies = list(jaxprs.bodies(eqn))
+        bodies = jaxprs.bodies(eqn) if eqn.params else []
+        if not bodies:
+            continue
         taken = _places(eqn.invars, given)
         if not _hands_on(eqn, bodies):
             for body in bodies:
                 found = found.joined(_chains(body, frozenset(), known)[0])
             continue
-        of_body = _of_loop if eqn.primitive.name == "scan" else _chains
+        of_body = _of_loop if name == "scan" else _chains
         within, leaving = of_body(bodies[0], taken, known, *_counts(eqn))
         found = found.joined(within)
         given -= {id(eqn.invars[i]) for i in taken}

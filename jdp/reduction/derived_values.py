@@ -95,7 +95,7 @@ def _is_traced(constant: Any) -> bool:
 
 
 def _is_heavy(eqn: Any) -> bool:
-    return eqn.primitive.name in _HEAVY or any(True for _ in jaxprs.bodies(eqn))
+    return eqn.primitive.name in _HEAVY or bool(jaxprs.bodies(eqn))
 
 
 def _is_local(eqn: Any) -> bool:

@@ -123,7 +123,8 @@ def late_choices(jaxpr: Any) -> set[bool | None]:
     True or False: whether it reduces late, where its caller leaves that to the platform. None: it
     does not, for it would only on more ranks than one.
     """
-    marks = (eqn for eqn in jaxprs.equations(jaxpr) if eqn.primitive.name == "jdp_mark")
+    eqns = (body.eqns for body in jaxprs.with_bodies(jaxpr))
+    marks = [each for body in eqns for each in body if each.primitive.name == "jdp_mark"]
     return {_CHOICES[eqn.params["kind"]] for eqn in marks if eqn.params["kind"] in _CHOICES}
 
 

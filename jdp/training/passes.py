@@ -91,35 +91,39 @@ def build(rank_program: RankProgram, probed: Pass) -> Pass:
     """
     uniform, jaxpr = probed.proved.gradients, probed.jaxpr
     is_ordered = bool(probed.traced.found.split)
-    choices = _choose(probed.choices, jaxpr)
+    choices, why_xla = _choose(probed.choices, jaxpr)
     if uniform is None and not is_ordered and choices == probed.choices:
-        call_order.require(_why_xla(jaxpr))
+        call_order.require(why_xla)
         return probed
     choices = choices._replace(
         uniform=uniform, ready=order_of_gradients(jaxpr) if is_ordered else None
     )
     program, jaxpr, traced = _traced(rank_program, choices, probed.inputs)
-    chosen = _choose(choices, jaxpr)
+    chosen, why_xla = _choose(choices, jaxpr)
     if chosen != choices:  # the reductions that it leaves out had kept some calls in order
         choices = chosen
         program, jaxpr, traced = _traced(rank_program, choices, probed.inputs)
+        why_xla = _why_xla(jaxpr)
     again = step_refusals.proved if None in late_choices(jaxpr) else step_refusals.check
     proved = again(jaxpr, traced)
-    call_order.require(_why_xla(jaxpr))
+    call_order.require(why_xla)
     return Pass(probed.inputs, choices, program, jaxpr, traced, proved)
 
 
-def _choose(choices: Choices, jaxpr: Any) -> Choices:
-    """Return the choices, and how the native calls of the program that they gave must run.
+def _choose(choices: Choices, jaxpr: Any) -> tuple[Choices, str | None]:
+    """Return how the native calls of a program must run, and why it must not make any, or None.
 
     Gathers overwrite no array that is read later.
+
+    Args:
+      choices: with which the program was traced.
+      jaxpr: the program.
     """
-    why_xla = choices.why_xla or _why_xla(jaxpr)
-    return choices._replace(
-        why_xla=why_xla,
-        in_place=choices.in_place and not overwritten.is_read_later(jaxpr),
-        beside_xla=not why_xla and (choices.beside_xla or beside_xla.runs_beside(jaxpr)),
-    )
+    why_not = _why_xla(jaxpr)
+    why_xla = choices.why_xla or why_not
+    is_beside = not why_xla and (choices.beside_xla or beside_xla.runs_beside(jaxpr))
+    in_place = choices.in_place and not overwritten.is_read_later(jaxpr)
+    return choices._replace(why_xla=why_xla, beside_xla=is_beside, in_place=in_place), why_not
 
 
 def _why_xla(jaxpr: Any) -> str | None:

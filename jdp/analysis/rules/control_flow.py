@@ -126,7 +126,7 @@ def _name(eqn: Any) -> str:
 
 def unknown(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
     """Analyse the bodies of a primitive without a rule; without bodies, its results may differ."""
-    if any(True for _ in jaxprs.bodies(eqn)) or interp.trusts_unknown:
+    if jaxprs.bodies(eqn) or interp.trusts_unknown:
         return joined(interp, eqn, ins)
     interp.record.add("unknown", eqn)
     joined(interp, eqn, ins)  # records deadlocks and opaque primitives
@@ -160,7 +160,7 @@ def joined(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
     for operand in ins:
         value |= value_of(operand)
     value = lattice.mix(value)
-    bodies = list(jaxprs.bodies(eqn))
+    bodies = jaxprs.bodies(eqn)
     if not bodies and jaxprs.hides_a_function(eqn):
         interp.opaque.setdefault(_name(eqn))
     before = None
