@@ -1,10 +1,11 @@
 """The predicted time of a step: its schedule at the likely, the best and the worst rates."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jdp.inspect import timeline
 from jdp.inspect.calibration import CollectiveLaw
 from jdp.inspect.hlo import HloProgram
+from jdp.inspect.kernels import Kernel
 from jdp.inspect.measured import INTERVAL
 from jdp.inspect.rates import Rate
 from jdp.inspect.report import StepTime
@@ -75,6 +76,7 @@ def predicted(
     num_ranks: int,
     num_hosts: int,
     laws: Mapping[tuple[str, str], CollectiveLaw] | None = None,
+    kernels: Sequence[Kernel] = (),
 ) -> StepTime:
     """Return the predicted time of a step with its interval.
 
@@ -85,9 +87,10 @@ def predicted(
       num_ranks: number of ranks.
       num_hosts: number of hosts.
       laws: as for `Likely`.
+      kernels: its Pallas kernels.
     """
     low_s, high_s = (
-        timeline.simulate(program, Likely(rates, num_ranks, num_hosts, which, laws)).step_s
+        timeline.simulate(program, Likely(rates, num_ranks, num_hosts, which, laws), kernels).step_s
         for which in ("high", "low")
     )
     return StepTime(
