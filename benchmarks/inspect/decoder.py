@@ -9,6 +9,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
 import jdp
@@ -104,7 +105,7 @@ def _layer(sizes: Decoder, x: jax.Array, block: Any) -> jax.Array:
     q, k, v = ((inside @ block[name]).reshape(rows, length, -1, head) for name in "qkv")
     k, v = (jnp.repeat(y, sizes.heads // sizes.kv_heads, axis=2) for y in (k, v))
     context = _attention(sizes, q, k, v).reshape(x.shape)
-    x = x + jax.ad_checkpoint.checkpoint_name(context, "context") @ block["o"]
+    x = x + checkpoint_name(context, "context") @ block["o"]
     inside = _norm(sizes, x, block["norm2"])
     hidden = inside @ block["up"]
     hidden = jax.nn.silu(inside @ block["gate"]) * hidden if sizes.gated else jax.nn.gelu(hidden)

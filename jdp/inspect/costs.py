@@ -9,6 +9,10 @@ from jdp.inspect.hlo import Instruction
 from jdp.inspect.kernels import Kernel
 
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_TRANSCENDENTAL = frozenset(
+    "exponential exponential-minus-one log log-plus-one tanh logistic power sine cosine tan erf "
+    "atan2 cbrt".split()
+)
 _CALLS_OF_ONE = ("all-reduce", "all-reduce-start", "reduce", "while", "conditional")
 
 
@@ -67,6 +71,14 @@ class Costs:
                     total[dtype] = total.get(dtype, 0) + flops
             self._flops[name] = total
         return self._flops[name]
+
+    def transcendentals(self, one: Instruction) -> int:
+        """Return how many exponentials, logarithms and the like an instruction computes."""
+        return sum(
+            hlo.num_elements(each.shape)
+            for each in [one, *self.inside(one)]
+            if each.op in _TRANSCENDENTAL
+        )
 
     def num_bytes(self, one: Instruction, shapes: dict[str, str]) -> int:
         """Count the bytes that are read and written: of an array that is sliced, the slice."""

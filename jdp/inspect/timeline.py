@@ -25,7 +25,9 @@ _SIMULATED = 3
 class Speeds(Protocol):
     """How long operations take."""
 
-    def compute_s(self, flops: Mapping[str, float], num_bytes: float) -> float:
+    def compute_s(
+        self, flops: Mapping[str, float], num_bytes: float, transcendentals: float = 0
+    ) -> float:
         """Return the seconds of an operation, given the operations of its matmuls by dtype."""
         ...
 
@@ -166,7 +168,8 @@ class _Simulation:
                 f"the operations of the Pallas kernel {kernel.name}; give its pallas_call a "
                 "cost_estimate="
             )
-        took_s = self._speeds.compute_s(flops, self._costs.num_bytes(one, self._shapes[name]))
+        num_bytes = self._costs.num_bytes(one, self._shapes[name])
+        took_s = self._speeds.compute_s(flops, num_bytes, self._costs.transcendentals(one))
         self.timeline.flops.update(flops)
         self.timeline.computing_s += took_s
         label = _label(one, bool(flops))

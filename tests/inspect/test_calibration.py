@@ -21,9 +21,15 @@ FOUND = Calibration(
     versions={"jax": "0.12.0"},
     matmul_flops_per_s={"float32": 1e11},
     memory_bytes_per_s=1e10,
+    cached_bytes_per_s=2e10,
+    transcendentals_per_s=4e8,
+    operation_start_s=1e-7,
     num_compute_ranks=2,
     shared_matmul_flops_per_s={"float32": 6e10},
     shared_memory_bytes_per_s=7e9,
+    shared_cached_bytes_per_s=1e10,
+    shared_transcendentals_per_s=2e8,
+    shared_operation_start_s=2e-7,
     rates=(LAW, dataclasses.replace(LAW, num_processes=2)),
 )
 
@@ -46,7 +52,7 @@ def test_a_rate_is_found_by_operation_algorithm_ranks_and_processes():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", json.dumps({"format": 2}), json.dumps({"format": 1, "rates": [{}]})],
+    ["", "[]", "{}", json.dumps({"format": 1}), json.dumps({"format": 2, "rates": [{}]})],
 )
 def test_a_file_of_another_format_is_refused_with_its_path(text, tmp_path):
     path = tmp_path / "file.json"

@@ -10,10 +10,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jdp.inspect.calibration import CACHED_BYTES
 from jdp.inspect.exact import require
 
 _WIDTH = {"cpu": 1024}  # rows and columns of the matmul; on others:
 _WIDTH_ELSEWHERE = 8192
+_NUM_TIMES = 64  # operations of a loop, so that the start of a program is a small part
 _ELEMENTS = 2**24  # of the scaled array: 64 MiB, more than caches hold
 _NUM_ROUNDS = 7
 _PERIOD = 3
@@ -57,6 +59,26 @@ def memory_bytes_per_s(mesh: Mesh) -> float:
     return 2 * 4 * _ELEMENTS / seconds
 
 
+def loop_s(mesh: Mesh, operation: Callable[[Any], Any], num_elements: int, right: float) -> float:
+    """Return the seconds of an operation on an array, one of many in a loop.
+
+    Args:
+      mesh: the devices, with one axis, which all run the loop.
+      operation: elementwise, on an array of zeros.
+      num_elements: of the array on each device, float32.
+      right: each element of the result after `_NUM_TIMES` runs.
+
+    Raises:
+      WrongResultError: if an element is wrong.
+    """
+    x = np.zeros((mesh.size, num_elements), np.float32)
+    run = _on_all(
+        mesh, lambda x, old: jax.lax.fori_loop(0, _NUM_TIMES, lambda i, x: operation(x), x),
+    )
+    expected = np.full(num_elements, right, np.float32)
+    return _seconds(run, _placed(mesh, x), _placed(mesh, x), expected, "a loop") / _NUM_TIMES
+
+
 def rates(mesh: Mesh) -> dict[str, Any]:
     """Return the fields of `Calibration` that are about computation.
 
@@ -72,6 +94,11 @@ def rates(mesh: Mesh) -> dict[str, Any]:
             dtype: matmul_flops_per_s(devices, dtype) for dtype in dtypes
         }
         found[f"{prefix}memory_bytes_per_s"] = memory_bytes_per_s(devices)
+        size = CACHED_BYTES // 8
+        cached_s = loop_s(devices, lambda x: x + 1, size, _NUM_TIMES)
+        found[f"{prefix}cached_bytes_per_s"] = CACHED_BYTES / cached_s
+        found[f"{prefix}transcendentals_per_s"] = size / loop_s(devices, jnp.tanh, size, 0.0)
+        found[f"{prefix}operation_start_s"] = loop_s(devices, lambda x: x + 1, 8, _NUM_TIMES)
     return found
 
 
