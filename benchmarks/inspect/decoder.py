@@ -168,7 +168,7 @@ def training(sizes: Decoder, stage: int) -> tuple[Any, Any]:
     adam = optax.adamw(1e-4, b2=0.95, weight_decay=0.1)
     bfloat16 = jnp.bfloat16
     if stage:
-        gathered = {"gather_dtype": bfloat16} if stage == 3 else {}
+        gathered: Any = {"gather_dtype": bfloat16} if stage == 3 else {}
         tx = jdp.sharded(adam, stage=stage, reduce_dtype=bfloat16, **gathered)
     else:
         tx = jdp.replicated(adam, reduce_dtype=bfloat16)

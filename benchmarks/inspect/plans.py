@@ -3,8 +3,8 @@
     python -m benchmarks.inspect.plans             about 10 minutes on 2 idle cores
     python -m benchmarks.inspect.plans --quick     a short run, to see that it works
 
-Measures the rates of this machine first (`jdp bench --calibrate`), predicts every plan, and only then
-times the plans, all in alternating rounds. Prints its table and writes it to benchmarks/results/,
+Measures the rates of this machine first (`jdp bench --calibrate`), predicts every plan, and only
+then times the plans, all in alternating rounds. Prints its table and writes it to benchmarks/results/,
 that of a quick run to out/benchmarks/.
 """
 

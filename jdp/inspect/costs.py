@@ -24,9 +24,7 @@ class Costs:
       kernels: its Pallas kernels.
     """
 
-    def __init__(
-        self, computations: dict[str, list[Instruction]], kernels: Sequence[Kernel] = ()
-    ):
+    def __init__(self, computations: dict[str, list[Instruction]], kernels: Sequence[Kernel] = ()):
         self._computations = computations
         self._kernels = kernels
         self._flops: dict[str, dict[str, float]] = {}
