@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
+from jax.experimental.pallas.ops.gpu import attention
 
 import jdp
 
@@ -28,7 +29,8 @@ class Decoder(NamedTuple):
       length: tokens in a row.
       gated: SwiGLU, root mean squares and an output matrix (LLaMA), or GELU, layer norms, learned
         positions and the embedding as output matrix (GPT).
-      flash: whether attention is a fused kernel.
+      saves_dots: whether the backward pass finds the products of the forward pass in memory, or
+        computes each layer again.
     """
 
     layers: int
@@ -39,7 +41,7 @@ class Decoder(NamedTuple):
     vocabulary: int
     length: int
     gated: bool
-    flash: bool = True
+    saves_dots: bool = True
 
 
 def shapes(sizes: Decoder) -> Any:
@@ -80,12 +82,13 @@ def loss_fn(sizes: Decoder, params: Any, tokens: jax.Array) -> jax.Array:
     x = params["tokens"].astype(jnp.bfloat16)[tokens]
     if not sizes.gated:
         x = x + params["positions"].astype(jnp.bfloat16)
-    # Products of the weights are kept, what comes cheaply from them is computed again: MaxText's
-    # policy "minimal_flash".
+    # MaxText's policy "minimal_flash": what comes cheaply from the products is computed again.
     policy = jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
         jax.checkpoint_policies.save_only_these_names("context"),
     )
+    if not sizes.saves_dots:
+        policy = jax.checkpoint_policies.nothing_saveable
     layer = jax.checkpoint(functools.partial(_layer, sizes), policy=policy)
     for block in params["layers"]:
         x = layer(x, block)
@@ -104,22 +107,12 @@ def _layer(sizes: Decoder, x: jax.Array, block: Any) -> jax.Array:
     head = dim // sizes.heads
     q, k, v = ((inside @ block[name]).reshape(rows, length, -1, head) for name in "qkv")
     k, v = (jnp.repeat(y, sizes.heads // sizes.kv_heads, axis=2) for y in (k, v))
-    context = _attention(sizes, q, k, v).reshape(x.shape)
+    context = attention.mha(q, k, v, None, causal=True, sm_scale=head**-0.5).reshape(x.shape)
     x = x + checkpoint_name(context, "context") @ block["o"]
     inside = _norm(sizes, x, block["norm2"])
     hidden = inside @ block["up"]
     hidden = jax.nn.silu(inside @ block["gate"]) * hidden if sizes.gated else jax.nn.gelu(hidden)
     return x + hidden @ block["down"]
-
-
-def _attention(sizes: Decoder, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    if sizes.flash:
-        from jax.experimental.pallas.ops.gpu import attention
-
-        return attention.mha(q, k, v, None, causal=True, sm_scale=q.shape[-1] ** -0.5)
-    scores = jnp.einsum("rthd,rshd->rhts", q, k) * q.shape[-1] ** -0.5
-    scores = jnp.where(jnp.tri(q.shape[1], dtype=bool), scores, -jnp.inf)
-    return jnp.einsum("rhts,rshd->rthd", jax.nn.softmax(scores), v)
 
 
 @contextmanager

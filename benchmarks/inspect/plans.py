@@ -4,8 +4,8 @@
     python -m benchmarks.inspect.plans --quick     a short run, to see that it works
 
 Measures the rates of this machine first (`jdp bench --calibrate`), predicts every plan, and only
-then times the plans, all in alternating rounds. Prints its table and writes it to benchmarks/results/,
-that of a quick run to out/benchmarks/.
+then times the plans, all in alternating rounds. Prints its table and writes it to
+benchmarks/results/, that of a quick run to out/benchmarks/.
 """
 
 import argparse
