@@ -25,7 +25,9 @@ ASSUMPTIONS = (
 
 
 class _Speeds:
-    def compute_s(self, flops: Mapping[str, float], num_bytes: float) -> float:
+    def compute_s(
+        self, flops: Mapping[str, float], num_bytes: float, transcendentals: float = 0
+    ) -> float:
         return max(sum(flops.values()) / FLOPS_PER_S, num_bytes / BYTES_PER_S)
 
     def transfer_s(self, kind: str, algorithm: str, num_bytes: float) -> float:

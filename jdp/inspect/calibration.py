@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2
+# Bytes that an operation reads and writes at the rate of a cache.
+CACHED_BYTES = 2**23
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +79,15 @@ class Calibration:
         device, while all other devices idle.
       memory_bytes_per_s: bytes read and written per second by one device that scales a large
         array, while all other devices idle.
-      num_compute_ranks: number of devices that computed at once for the next two fields.
+      cached_bytes_per_s: the same for an array of which CACHED_BYTES are read and written.
+      transcendentals_per_s: hyperbolic tangents per second by one device.
+      operation_start_s: seconds of an operation that does next to nothing, by one device.
+      num_compute_ranks: number of devices that computed at once for the fields `shared_*`.
       shared_matmul_flops_per_s: dtype -> the same for each device, while all compute.
       shared_memory_bytes_per_s: the same for each device, while all compute.
+      shared_cached_bytes_per_s: the same.
+      shared_transcendentals_per_s: the same.
+      shared_operation_start_s: the same.
       rates: laws of the collectives.
     """
 
@@ -92,9 +100,15 @@ class Calibration:
     versions: Mapping[str, str]
     matmul_flops_per_s: Mapping[str, float]
     memory_bytes_per_s: float
+    cached_bytes_per_s: float
+    transcendentals_per_s: float
+    operation_start_s: float
     num_compute_ranks: int
     shared_matmul_flops_per_s: Mapping[str, float]
     shared_memory_bytes_per_s: float
+    shared_cached_bytes_per_s: float
+    shared_transcendentals_per_s: float
+    shared_operation_start_s: float
     rates: tuple[CollectiveLaw, ...]
 
     def rate(

@@ -2,12 +2,17 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from jdp.inspect import hlo
+from jdp.inspect import hlo, kernels
 from jdp.inspect.hlo import Instruction
+from jdp.inspect.kernels import Kernel
 
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_TRANSCENDENTAL = frozenset(
+    "exponential exponential-minus-one log log-plus-one tanh logistic power sine cosine tan erf "
+    "atan2 cbrt".split()
+)
 _CALLS_OF_ONE = ("all-reduce", "all-reduce-start", "reduce", "while", "conditional")
 
 
@@ -16,10 +21,12 @@ class Costs:
 
     Args:
       computations: of the program, see `hlo.parse`.
+      kernels: its Pallas kernels.
     """
 
-    def __init__(self, computations: dict[str, list[Instruction]]):
+    def __init__(self, computations: dict[str, list[Instruction]], kernels: Sequence[Kernel] = ()):
         self._computations = computations
+        self._kernels = kernels
         self._flops: dict[str, dict[str, float]] = {}
 
     def inside(self, one: Instruction) -> Iterator[Instruction]:
@@ -27,6 +34,10 @@ class Costs:
         if one.op not in _CALLS_OF_ONE:
             for name in one.called()[:1]:
                 yield from self._computations.get(name, [])
+
+    def kernel(self, one: Instruction) -> Kernel | None:
+        """Return the Pallas kernel that an instruction runs, None if it runs none."""
+        return kernels.find(one, self._kernels)
 
     def flops(self, one: Instruction, shapes: dict[str, str]) -> dict[str, float]:
         """Return the floating-point operations of the matmuls in an instruction, by dtype.
@@ -39,6 +50,8 @@ class Costs:
             return {_dtype(one, shapes): hlo.dot_flops(one, shapes)}
         if _LABELS.search(one.attributes()):
             return {_dtype(one, shapes): _convolution_flops(one, shapes)}
+        if kernel := self.kernel(one):
+            return {_dtype(one, shapes): kernel.flops} if kernel.flops else {}
         if re.search("gemm|matmul|dot", one.target()):
             # [m, k] [k, n] -> [m, n]: the product of all sizes is the square of m k n.
             sizes = [hlo.num_elements(shapes[x]) for x in one.operands()[:2]]
@@ -57,8 +70,18 @@ class Costs:
             self._flops[name] = total
         return self._flops[name]
 
+    def transcendentals(self, one: Instruction) -> int:
+        """Return how many exponentials, logarithms and the like an instruction computes."""
+        return sum(
+            hlo.num_elements(each.shape)
+            for each in [one, *self.inside(one)]
+            if each.op in _TRANSCENDENTAL
+        )
+
     def num_bytes(self, one: Instruction, shapes: dict[str, str]) -> int:
         """Count the bytes that are read and written: of an array that is sliced, the slice."""
+        if (kernel := self.kernel(one)) and kernel.num_bytes is not None:
+            return int(kernel.num_bytes)
         inner = list(self.inside(one)) if one.op in ("fusion", "fusion-start", "call") else []
         if one.op.endswith("-start"):  # its type includes its operands
             one = one._replace(shape=inner[-1].shape if inner else one.shape)

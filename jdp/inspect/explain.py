@@ -78,7 +78,8 @@ def explain(
     chosen = rates_of(where, rates, here.rates)
     laws = {} if _OF_LINKS & {*(rates or {})} else here.laws
     speeds = Likely(chosen, num_ranks, where.num_hosts, laws=laws)
-    simulated = timeline.simulate(program, speeds)
+    kernels = found.traced.kernels
+    simulated = timeline.simulate(program, speeds, kernels)
     transfers = list(simulated.transfers.values())
     matches = matched.match(program, transfers, found.traced.collectives)
     buckets = [
@@ -92,7 +93,7 @@ def explain(
         num_ranks=num_ranks,
         memory=memory,
         buckets=tuple(buckets),
-        time=predicted(program, simulated, chosen, num_ranks, where.num_hosts, laws),
+        time=predicted(program, simulated, chosen, num_ranks, where.num_hosts, laws, kernels),
         rates=chosen,
         laws=tuple(laws.values()),
         findings=tuple(findings_of(Facts(found, transfers, buckets, memory))),

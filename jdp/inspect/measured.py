@@ -49,16 +49,24 @@ def measured(target: TargetDevices) -> MeasuredRates:
 
 def _of_devices(found: Calibration, num_ranks: int) -> dict[str, Rate]:
     flops, memory = found.matmul_flops_per_s, found.memory_bytes_per_s
+    cached, transcendentals = found.cached_bytes_per_s, found.transcendentals_per_s
+    start_s = found.operation_start_s
     if num_ranks > 1:
         # On CPUs ranks share the cores and the memory of the host.
         share = found.num_compute_ranks / num_ranks if found.platform == "cpu" else 1.0
         flops = {name: share * x for name, x in found.shared_matmul_flops_per_s.items()}
         memory = share * found.shared_memory_bytes_per_s
+        cached = share * found.shared_cached_bytes_per_s
+        transcendentals = share * found.shared_transcendentals_per_s
+        start_s = found.shared_operation_start_s / share
     source = f"measured here (jdp bench --calibrate, {found.date[:10]})"
     values = {
         "matmul_flops": flops.get("bfloat16"),
         "matmul_flops_f32": flops.get("float32"),
         "memory_bytes_per_s": memory,
+        "cached_bytes_per_s": cached,
+        "transcendentals_per_s": transcendentals,
+        "operation_start_s": start_s,
     }
     low, likely, high = INTERVAL
     return {

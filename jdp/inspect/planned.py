@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from jdp.analysis import jaxprs, source_lines
 from jdp.analysis.marks import LOCAL
 from jdp.collectives import call_order
+from jdp.inspect.kernels import Kernel, kernel_of
 from jdp.jax_compat import opened, scan_counts
 
 _KINDS = {
@@ -69,10 +70,12 @@ class TracedStep(NamedTuple):
     Attributes:
       collectives: those it asks for, in order.
       callbacks: names of the callbacks to the host, each with the author's line.
+      kernels: its Pallas kernels.
     """
 
     collectives: list[Planned]
     callbacks: list[tuple[str, str]]
+    kernels: list[Kernel]
 
 
 def planned(jaxpr: Any, names: Sequence[str]) -> TracedStep:
@@ -85,13 +88,14 @@ def planned(jaxpr: Any, names: Sequence[str]) -> TracedStep:
     walk = _PlanWalk()
     body = opened(jaxpr)
     walk.run(body, dict(zip(body.invars, names, strict=False)), in_loop=False)
-    return TracedStep(walk.found, walk.callbacks)
+    return TracedStep(walk.found, walk.callbacks, walk.kernels)
 
 
 class _PlanWalk:
     def __init__(self) -> None:
         self.found: list[Planned] = []
         self.callbacks: list[tuple[str, str]] = []
+        self.kernels: list[Kernel] = []
 
     def run(self, jaxpr: Any, paths: dict[Any, str], *, in_loop: bool) -> dict[Any, str]:
         """Walk a body, and return the name of each of its variables that has one."""
@@ -109,6 +113,8 @@ class _PlanWalk:
                         paths[out] = _path(atom, paths)
             elif "callback" in name or name in ("outfeed", "infeed"):
                 self.callbacks.append((_callback_name(eqn), source_lines.source(eqn)))
+            elif name == "pallas_call":
+                self.kernels.append(kernel_of(eqn))
             elif not self._bodies(eqn, name, paths, in_loop):
                 self._names(eqn, name, paths)
         return paths

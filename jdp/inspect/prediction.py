@@ -1,10 +1,11 @@
 """The predicted time of a step: its schedule at the likely, the best and the worst rates."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jdp.inspect import timeline
-from jdp.inspect.calibration import CollectiveLaw
+from jdp.inspect.calibration import CACHED_BYTES, CollectiveLaw
 from jdp.inspect.hlo import HloProgram
+from jdp.inspect.kernels import Kernel
 from jdp.inspect.measured import INTERVAL
 from jdp.inspect.rate import Rate
 from jdp.inspect.report import StepTime
@@ -43,6 +44,9 @@ class Likely:
         other = {"low": "high", "high": "low"}.get(which, which)
         self._matmul, self._matmul_f32 = rate("matmul_flops"), rate("matmul_flops_f32")
         self._memory, self._link = rate("memory_bytes_per_s"), rate("link_bytes_per_s")
+        self._cached = rate("cached_bytes_per_s") if "cached_bytes_per_s" in rates else self._memory
+        name = "transcendentals_per_s"
+        self._transcendentals = rate(name) if name in rates else float("inf")
         self._start_s = getattr(rates["operation_start_s"], other)
         self._reduction_start_s = getattr(rates["reduction_start_s"], other)
         if num_hosts > 1:
@@ -50,12 +54,16 @@ class Likely:
             self._reduction_start_s *= 2
         self._num_ranks = num_ranks
 
-    def compute_s(self, flops: Mapping[str, float], num_bytes: float) -> float:
-        """Return the seconds of an operation, of its matmuls or its memory."""
+    def compute_s(
+        self, flops: Mapping[str, float], num_bytes: float, transcendentals: float = 0
+    ) -> float:
+        """Return the seconds of an operation: of its matmuls, memory or exponentials."""
         wide = sum(value for dtype, value in flops.items() if dtype in ("f32", "f64"))
         narrow = sum(flops.values()) - wide
         matmul_s = wide / self._matmul_f32 + narrow / self._matmul
-        return self._start_s + max(matmul_s, num_bytes / self._memory)
+        memory = self._cached if num_bytes <= CACHED_BYTES else self._memory
+        exponentials_s = transcendentals / self._transcendentals
+        return self._start_s + max(matmul_s, num_bytes / memory, exponentials_s)
 
     def transfer_s(self, kind: str, algorithm: str, num_bytes: float) -> float:
         """Return the seconds of a collective: measured, or its start and its bytes over links."""
@@ -75,6 +83,7 @@ def predicted(
     num_ranks: int,
     num_hosts: int,
     laws: Mapping[tuple[str, str], CollectiveLaw] | None = None,
+    kernels: Sequence[Kernel] = (),
 ) -> StepTime:
     """Return the predicted time of a step with its interval.
 
@@ -85,9 +94,10 @@ def predicted(
       num_ranks: number of ranks.
       num_hosts: number of hosts.
       laws: as for `Likely`.
+      kernels: its Pallas kernels.
     """
     low_s, high_s = (
-        timeline.simulate(program, Likely(rates, num_ranks, num_hosts, which, laws)).step_s
+        timeline.simulate(program, Likely(rates, num_ranks, num_hosts, which, laws), kernels).step_s
         for which in ("high", "low")
     )
     return StepTime(

@@ -35,6 +35,8 @@ UNITS = {
     "matmul_flops": "FLOP/s",
     "matmul_flops_f32": "FLOP/s",
     "memory_bytes_per_s": "B/s",
+    "cached_bytes_per_s": "B/s",
+    "transcendentals_per_s": "1/s",
     "link_bytes_per_s": "B/s",
     "host_link_bytes_per_s": "B/s",
     "reduction_start_s": "s",

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -10,6 +10,7 @@ from jdp.collectives import call_order
 from jdp.inspect import hlo
 from jdp.inspect.costs import Costs
 from jdp.inspect.hlo import HloProgram, Instruction
+from jdp.inspect.kernels import Kernel
 from jdp.inspect.transfers import SentArrays, collective_in, number_of, transfer_of
 
 # These move no data, or only start operations that are counted elsewhere.
@@ -24,7 +25,9 @@ _SIMULATED = 3
 class Speeds(Protocol):
     """How long operations take."""
 
-    def compute_s(self, flops: Mapping[str, float], num_bytes: float) -> float:
+    def compute_s(
+        self, flops: Mapping[str, float], num_bytes: float, transcendentals: float = 0
+    ) -> float:
         """Return the seconds of an operation, given the operations of its matmuls by dtype."""
         ...
 
@@ -54,14 +57,15 @@ class Timeline:
     unknown: list[str] = field(default_factory=list)
 
 
-def simulate(program: HloProgram, speeds: Speeds) -> Timeline:
+def simulate(program: HloProgram, speeds: Speeds, kernels: Sequence[Kernel] = ()) -> Timeline:
     """Run the schedule of a program on two lanes, one transfer at a time.
 
     Args:
       program: for one device, in the order in which its operations run.
       speeds: how long its operations take.
+      kernels: its Pallas kernels.
     """
-    run = _Simulation(program, speeds)
+    run = _Simulation(program, speeds, kernels)
     run.computation(program.entry, ())
     run.timeline.step_s = run.now_s
     return run.timeline
@@ -77,9 +81,9 @@ class _UnderWay:
 
 
 class _Simulation:
-    def __init__(self, program: HloProgram, speeds: Speeds):
+    def __init__(self, program: HloProgram, speeds: Speeds, kernels: Sequence[Kernel]):
         self._program, self._speeds = program, speeds
-        self._costs = Costs(program.computations)
+        self._costs = Costs(program.computations, kernels)
         self._shapes: dict[str, dict[str, str]] = {}
         self.timeline = Timeline()
         self.now_s = 0.0
@@ -159,7 +163,13 @@ class _Simulation:
 
     def _compute(self, one: Instruction, name: str) -> None:
         flops = self._costs.flops(one, self._shapes[name])
-        took_s = self._speeds.compute_s(flops, self._costs.num_bytes(one, self._shapes[name]))
+        if (kernel := self._costs.kernel(one)) and kernel.flops is None:
+            self.timeline.unknown.append(
+                f"the operations of the Pallas kernel {kernel.name}; give its pallas_call a "
+                "cost_estimate="
+            )
+        num_bytes = self._costs.num_bytes(one, self._shapes[name])
+        took_s = self._speeds.compute_s(flops, num_bytes, self._costs.transcendentals(one))
         self.timeline.flops.update(flops)
         self.timeline.computing_s += took_s
         label = _label(one, bool(flops))

@@ -47,6 +47,18 @@ def test_the_script_of_the_readme_is_explained_as_it_stands(script, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_plans_are_compared_from_the_command_line(script):
+    done = explained(f"{script}:step", "--on", "cpu:4", "--json", "--compare", "stage=0,3",
+                     "bucket_bytes=1k,4M")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    plans = json.loads(done.stdout)
+    assert sorted((x["plan"]["stage"], x["plan"]["bucket_bytes"]) for x in plans) == [
+        (0, 2**10), (0, 2**22), (3, 2**10), (3, 2**22)
+    ]  # fmt: skip
+    times = [x["time"]["likely_s"] for x in plans]
+    assert times == sorted(times)
+
+
 def test_a_step_that_is_not_called_is_an_error_with_those_that_are(script):
     done = explained(f"{script}:train", "--on", "cpu:1")
     assert done.returncode == 1 and not done.stdout

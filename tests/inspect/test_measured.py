@@ -8,7 +8,9 @@ import optax
 import pytest
 
 import jdp
-from jdp.inspect.calibration import Calibration, CollectiveLaw
+from jdp.inspect.calibration import CACHED_BYTES, Calibration, CollectiveLaw
+from jdp.inspect.prediction import Likely
+from jdp.inspect.rates import Rate
 
 ALL_REDUCE = CollectiveLaw(
     "all-reduce", "direct", 2, 1, "float32", 1.0, 1e6, 0.0, ((1, 1.0), (1 << 30, 8.0))
@@ -23,9 +25,15 @@ MEASURED = Calibration(
     versions={},
     matmul_flops_per_s={"float32": 3e9},
     memory_bytes_per_s=5e9,
+    cached_bytes_per_s=2e10,
+    transcendentals_per_s=4e8,
+    operation_start_s=1e-7,
     num_compute_ranks=2,
     shared_matmul_flops_per_s={"float32": 2e9},
     shared_memory_bytes_per_s=4e9,
+    shared_cached_bytes_per_s=1e10,
+    shared_transcendentals_per_s=2e8,
+    shared_operation_start_s=2e-7,
     rates=(ALL_REDUCE,),
 )
 
@@ -55,13 +63,15 @@ def test_measured_rates_come_before_assumed_ones_and_after_given_ones(calibrated
     assert found["matmul_flops_f32"].value == 2e9
     assert found["matmul_flops_f32"].source.startswith("measured here")
     assert found["memory_bytes_per_s"].value == 7.0
-    assert found["operation_start_s"].source.startswith("assumed")
+    assert found["reduction_start_s"].source.startswith("assumed")
 
 
 def test_ranks_that_share_the_cores_share_the_measured_rates(calibrated):
     calibrated()
     assert explained("cpu:1").rates["matmul_flops_f32"].value == 3e9
     assert explained("cpu:4").rates["matmul_flops_f32"].value == 1e9
+    starts = [explained(f"cpu:{n}").rates["operation_start_s"].value for n in (1, 2, 4)]
+    assert starts == pytest.approx([1e-7, 2e-7, 4e-7])
 
 
 def test_a_collective_takes_its_measured_time(calibrated):
@@ -80,6 +90,28 @@ def test_a_given_link_is_used_in_place_of_the_measured_time(calibrated):
     assert not found.laws
     [bucket] = found.buckets
     assert bucket.took_s == pytest.approx(2 * 256 * 64 * 4 / 2 / 1e6)
+
+
+# 1,000 exponentials at 1e6 a second; without them 8,000 bytes at 1e9 a second, or at 1e8 where
+# they do not stay in a cache.
+@pytest.mark.parametrize(
+    ("num_bytes", "exponentials", "seconds"),
+    [(8000, 1000, 1e-3), (8000, 0, 8e-6), (CACHED_BYTES + 1, 0, (CACHED_BYTES + 1) / 1e8)],
+)
+def test_an_operation_takes_its_slowest_part(num_bytes, exponentials, seconds):
+    given = {
+        "matmul_flops": 1e9,
+        "matmul_flops_f32": 1e9,
+        "memory_bytes_per_s": 1e8,
+        "cached_bytes_per_s": 1e9,
+        "transcendentals_per_s": 1e6,
+        "link_bytes_per_s": 1.0,
+        "operation_start_s": 0.0,
+        "reduction_start_s": 0.0,
+    }
+    rates = {name: Rate(x, x, x, "", "") for name, x in given.items()}
+    found = Likely(rates, 1, 1).compute_s({}, num_bytes, exponentials)
+    assert found == pytest.approx(seconds)
 
 
 def test_rates_of_another_kind_of_device_are_not_used(calibrated):

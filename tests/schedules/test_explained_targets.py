@@ -78,6 +78,9 @@ def test_gradients_between_gpus_are_named_also_where_xla_packs_them(h200s):
     assert {bucket.num_bytes for bucket in large} == {2 * LAYER}
     assert all(bucket.num_merged == 2 for bucket in large)
     assert any(bucket.hidden_bytes for bucket in large)
+    # The sum of the first layers begins after the last matmul.
+    (merged,) = [finding for finding in found.findings if finding.kind == "merged-buckets"]
+    assert "2 collectives" in merged.text and "8.0 MiB" in merged.text
     assert found.memory.limit == 151397597184
     assert found.rates["memory_bytes_per_s"].source.startswith("XLA's device description")
 

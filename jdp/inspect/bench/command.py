@@ -185,5 +185,10 @@ def _calibrate(_: str, arguments: Sequence[str]) -> int:
             f"memory: {found.memory_bytes_per_s / 1e9:.1f} GB/s by one device, "
             f"{found.shared_memory_bytes_per_s / 1e9:.1f} by each of {found.num_compute_ranks}"
         )
+        print(
+            f"exponentials: {found.transcendentals_per_s / 1e9:.2f} G/s by one device, "
+            f"{found.shared_transcendentals_per_s / 1e9:.2f} by each of {found.num_compute_ranks}; "
+            f"an operation starts in {found.operation_start_s * 1e6:.2f} us"
+        )
         print(f"wrote {found.save()}")
     return 0

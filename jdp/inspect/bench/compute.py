@@ -10,10 +10,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jdp.inspect.calibration import CACHED_BYTES
 from jdp.inspect.exact import require
 
 _WIDTH = {"cpu": 1024}  # rows and columns of the matmul; on others:
 _WIDTH_ELSEWHERE = 8192
+# Operations of a program, so many that its own start is a small part of their time.
+_NUM_TIMES, _NUM_TINY = 64, 512
 _ELEMENTS = 2**24  # of the scaled array: 64 MiB, more than caches hold
 _NUM_ROUNDS = 7
 _PERIOD = 3
@@ -57,6 +60,48 @@ def memory_bytes_per_s(mesh: Mesh) -> float:
     return 2 * 4 * _ELEMENTS / seconds
 
 
+def loop_s(mesh: Mesh, operation: Callable[[Any], Any], num_elements: int, right: float) -> float:
+    """Return the seconds of an operation on an array, one of many in a loop.
+
+    Args:
+      mesh: the devices, with one axis, which all run the loop.
+      operation: elementwise, on an array of zeros.
+      num_elements: of the array on each device, float32.
+      right: each element of the result, after `_NUM_TIMES` iterations.
+
+    Raises:
+      WrongResultError: if an element is wrong.
+    """
+    x = np.zeros((mesh.size, num_elements), np.float32)
+    run = _on_all(
+        mesh, lambda x, old: jax.lax.fori_loop(0, _NUM_TIMES, lambda i, x: operation(x), x)
+    )
+    expected = np.full(num_elements, right, np.float32)
+    return _seconds(run, _placed(mesh, x), _placed(mesh, x), expected, "a loop") / _NUM_TIMES
+
+
+def operation_start_s(mesh: Mesh) -> float:
+    """Return the seconds of an operation on 8 numbers, one of many that follow each other.
+
+    XLA compiles a loop of such operations to one, so they are written one by one.
+
+    Args:
+      mesh: the devices, with one axis, which all run them.
+
+    Raises:
+      WrongResultError: if a number is wrong.
+    """
+
+    def chain(x: Any, old: Any) -> Any:
+        for _ in range(_NUM_TINY):
+            x = jax.lax.optimization_barrier(x + 1)
+        return x
+
+    x = _placed(mesh, np.zeros((mesh.size, 8), np.float32))
+    right = np.full(8, _NUM_TINY, np.float32)
+    return _seconds(_on_all(mesh, chain), x, x, right, "a chain") / _NUM_TINY
+
+
 def rates(mesh: Mesh) -> dict[str, Any]:
     """Return the fields of `Calibration` that are about computation.
 
@@ -72,6 +117,12 @@ def rates(mesh: Mesh) -> dict[str, Any]:
             dtype: matmul_flops_per_s(devices, dtype) for dtype in dtypes
         }
         found[f"{prefix}memory_bytes_per_s"] = memory_bytes_per_s(devices)
+        size = CACHED_BYTES // 8
+        cached_s = loop_s(devices, lambda x: x + 1, size, _NUM_TIMES)
+        tanh_s = loop_s(devices, jnp.tanh, size, 0.0)
+        found[f"{prefix}cached_bytes_per_s"] = CACHED_BYTES / cached_s
+        found[f"{prefix}transcendentals_per_s"] = size / tanh_s
+        found[f"{prefix}operation_start_s"] = operation_start_s(devices)
     return found
 
 

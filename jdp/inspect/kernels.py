@@ -1,0 +1,50 @@
+"""Pallas kernels of a traced step, whose work their compiled text does not show."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jdp.inspect import hlo
+from jdp.inspect.hlo import Instruction
+
+
+class Kernel(NamedTuple):
+    """A Pallas kernel.
+
+    Attributes:
+      name: of it, as `pl.pallas_call(name=)` or its function has it.
+      result: dims of each of its results.
+      flops: floating-point operations of its `cost_estimate`, None without one.
+      num_bytes: bytes that it reads and writes, None without a `cost_estimate`.
+    """
+
+    name: str
+    result: tuple[tuple[int, ...], ...]
+    flops: float | None
+    num_bytes: float | None
+
+
+def kernel_of(eqn: Any) -> Kernel:
+    """Return the kernel of a `pallas_call` equation."""
+    cost = eqn.params.get("cost_estimate")
+    name = str(eqn.params.get("name") or "")
+    result = tuple(tuple(out.aval.shape) for out in eqn.outvars)
+    if cost is None:
+        return Kernel(name, result, None, None)
+    return Kernel(name, result, float(cost.flops), float(cost.bytes_accessed))
+
+
+def find(one: Instruction, kernels: Sequence[Kernel]) -> Kernel | None:
+    """Return the kernel that a custom call runs, found by its name and the shapes of its results.
+
+    Args:
+      one: an instruction.
+      kernels: of the program.
+    """
+    name = one.op_name()
+    if one.op != "custom-call" or not name.endswith("pallas_call"):
+        return None
+    result = tuple(array.dims for array in hlo.arrays(one.shape))
+    for kernel in kernels:
+        if kernel.result == result and kernel.name in name:
+            return kernel
+    return None
