@@ -1,4 +1,4 @@
-"""Counts the lines that a program differs in from training on one device, in the source files."""
+"""Counts the lines of a program that training on one device does not have, in the source files."""
 
 import ast
 import difflib
@@ -13,7 +13,7 @@ _PROGRAMS = Path(__file__).parent / "programs"
 
 
 def of_program(name: str) -> int:
-    """Count the lines of a contestant's program that are new, changed or gone."""
+    """Count the lines of a contestant's program that are new or changed."""
     one = CONTESTANTS[name]
     plain = _PROGRAMS / f"{ONE_DEVICE[one.framework]}.py"
     return difference(plain.read_text(), (_PROGRAMS / f"{one.program}.py").read_text())
@@ -29,16 +29,15 @@ def of_functions(pairs: list[tuple[Callable | None, Callable]]) -> int:
 
 
 def difference(plain: str, own: str) -> int:
-    """Count the lines of code that differ, without comments, docstrings and layout.
+    """Count the lines of `own` that `plain` does not have, without comments, docstrings and layout.
 
     >>> difference("x = 1\\ny = 2\\n", "# a comment\\nx = 1\\ny = 3\\nz = 4\\n")
     2
     """
     a, b = _lines(plain), _lines(own)
     matcher = difflib.SequenceMatcher(None, a, b, autojunk=False)
-    return sum(
-        max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in matcher.get_opcodes() if tag != "equal"
-    )
+    blocks = matcher.get_matching_blocks()
+    return len(b) - sum(block.size for block in blocks)
 
 
 def _lines(source: str) -> list[str]:

@@ -61,6 +61,16 @@ def functions() -> dict:
     if num_processes > 1:
         address = f"127.0.0.1:{port}"
         jax.distributed.initialize(address, num_processes, index, initialization_timeout=60)
+    return worker_of(folder, is_tiny).functions(f"jax {jax.__version__}")
+
+
+def worker_of(folder: Path, is_tiny: bool) -> Worker:
+    """Return the contestants of this process.
+
+    Args:
+      folder: of the files that write_tasks.py wrote.
+      is_tiny: whether they were written for the tiny models.
+    """
 
     def make(name: str, model: str, k: int, num_ranks: int) -> tuple[TrainedByJax, ExpectedRun]:
         one, problem = CONTESTANTS[name], jax_task.problem_of(model, is_tiny)
@@ -72,7 +82,7 @@ def functions() -> dict:
     def barrier() -> None:
         multihost_utils.sync_global_devices("before a run")
 
-    return Worker(make, barrier).functions(f"jax {jax.__version__}")
+    return Worker(make, barrier)
 
 
 if __name__ == "__main__":

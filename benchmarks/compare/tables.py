@@ -18,7 +18,7 @@ JDP = "jdp.replicated"
 def section(model: str, k: int, rows: Sequence[Row]) -> Section:
     """Return the table of one model."""
     return Section(
-        f"{model}, {k} micro-batch{'es' if k > 1 else ''}",
+        f"{model}, {_plural(k, 'micro-batch')}",
         "",
         [{**row, **_cells(row)} for row in rows],
         {
@@ -110,11 +110,19 @@ def losses(rows: Sequence[Row]) -> list[str]:
         ours = by_key.get((model, k, ranks, COUNTERPART.get(name, JDP)))
         if ours is not None and _is_faster(row, ours):
             times = row["rows_per_s"] / ours["rows_per_s"]
+            setup = f"{model}, {_plural(k, 'micro-batch')}, {_on(ranks)}"
             found.append(
-                f"{model}, {ranks} ranks, {k} micro-batches: {name} does {times:.2f} times the rows "
-                f"of {ours['contestant']}."
+                f"{setup}: {name} does {times:.2f} times the rows of {ours['contestant']}."
             )
     return found
+
+
+def _on(ranks: str) -> str:
+    return _plural(int(ranks), "rank") if ranks.isdigit() else ranks
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
 
 
 def _is_faster(row: Row, ours: Mapping[str, Any]) -> bool:
