@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -78,7 +79,7 @@ def num_ranks(ranks: str) -> int:
 
 
 def measure(
-    started: Teams, model: str, k: int, *, ranks: Sequence[str], budget_s: float, min_rounds: int
+    started: Teams, model: str, k: int, *, ranks: Sequence[str], end: float, min_rounds: int
 ) -> Measured:
     """Prepare and time every contestant.
 
@@ -87,8 +88,8 @@ def measure(
       model: one of the models of jax_task.py.
       k: number of micro-batches.
       ranks: see `Run`.
-      budget_s: seconds for all rounds, after which no new one begins.
-      min_rounds: minimum number of rounds, even if they exceed the budget.
+      end: `time.perf_counter()` at which no new round begins.
+      min_rounds: minimum number of rounds, even if they end later.
     """
     runs = [
         (team, Run(name, where))
@@ -115,6 +116,7 @@ def measure(
         for team, run in runs
         if run not in errors
     }
+    budget_s = end - time.perf_counter()
     found = rounds.alternate(clocks, budget_s=budget_s, min_rounds=min_rounds)
     seconds = {run: found[_key(run)] for _, run in runs if run not in errors}
     return Measured(seconds, facts, errors)

@@ -33,7 +33,8 @@ class TrainedByTorch:
     def __init__(self, program, given, batch, rank):
         self._module = importlib.import_module(f"benchmarks.compare.programs.{program}")
         self._task, self._batch, self._rank = given, batch, rank
-        self._step, self._model = None, None
+        self._step: Any = None
+        self._model: Any = None
 
     def start(self):
         self._step, self._model = self._module.program(self._task)

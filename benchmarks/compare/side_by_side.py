@@ -28,8 +28,9 @@ from benchmarks.step import explicit_models
 
 RANKS = ("1", "2", "4", measure.PROCESSES)
 # Accumulation matters to where a program communicates.
-MICRO_BATCHES = {"mlp": (1, 4), "conv": (1,), "transformer": (1, 4)}
-BUDGET_S, MIN_ROUNDS = 75.0, 5
+MICRO_BATCHES = {"mlp": (1,), "conv": (1,), "transformer": (1, 4)}
+# Preparing and rounds; each model has an equal share of the seconds that are left when it begins.
+TOTAL_S, MIN_ROUNDS = 740.0, 3
 
 
 def main() -> None:
@@ -44,11 +45,13 @@ def main() -> None:
         ranks = options.ranks
         with measure.all_teams(Path(folder), found.torch, ranks, is_tiny=options.quick) as started:
             versions = sorted({team.ask("about")[0] for team in started.values()})
-            for model in options.models:
-                for k in MICRO_BATCHES[model]:
-                    sections.append(_section(started, model, k, options))
-                    print(f"\n{sections[-1].title} ({time.perf_counter() - begin:.0f} s)\n")
-                    print(sections[-1].text + "\n\n" + report.table(sections[-1]), flush=True)
+            setups = [(model, k) for model in options.models for k in MICRO_BATCHES[model]]
+            for number, (model, k) in enumerate(setups):
+                now = time.perf_counter()
+                end = now + (begin + TOTAL_S - now) / (len(setups) - number)
+                sections.append(_section(started, model, k, options, end))
+                print(f"\n{sections[-1].title} ({time.perf_counter() - begin:.0f} s)\n")
+                print(sections[-1].text + "\n\n" + report.table(sections[-1]), flush=True)
     sections[0] = sections[0]._replace(text=_explained(versions, load) + sections[0].text)
     sys.argv = ["PYTHON" if word == options.torch_python else word for word in sys.argv]
     where = report.SCRATCH if options.quick else report.RESULTS
@@ -58,10 +61,9 @@ def main() -> None:
     print("\n".join(tables.losses(rows)) or "nowhere beyond the intervals")
 
 
-def _section(started: measure.Teams, model: str, k: int, options: Any) -> Section:
-    effort = {"budget_s": 0.0, "min_rounds": 1} if options.quick else {}
-    effort = {"budget_s": BUDGET_S, "min_rounds": MIN_ROUNDS} | effort
-    found = measure.measure(started, model, k, ranks=options.ranks, **effort)
+def _section(started: measure.Teams, model: str, k: int, options: Any, end: float) -> Section:
+    end, min_rounds = (0.0, 1) if options.quick else (end, MIN_ROUNDS)
+    found = measure.measure(started, model, k, ranks=options.ranks, end=end, min_rounds=min_rounds)
     problem = jax_task.problem_of(model, options.quick)
     num_rows = jax_task.TINY_ROWS if options.quick else jax_task.NUM_ROWS[model]
     lines = {name: changed_lines.of_program(name) for name in CONTESTANTS}

@@ -1,7 +1,7 @@
 """A training that every contestant does, and its file. Needs NumPy alone, for PyTorch's sake."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,7 +32,9 @@ def write(path: Path, file: TaskFile) -> None:
     """Write the file of a task, in NumPy's format."""
     groups = {"params": file.params, "batch": file.batch, "expected": file.expected}
     groups |= {f"alone_{num_ranks}": arrays for num_ranks, arrays in file.alone.items()}
-    flat = {f"{group}:{name}": x for group, arrays in groups.items() for name, x in arrays.items()}
+    flat: dict[str, Any] = {
+        f"{group}:{name}": x for group, arrays in groups.items() for name, x in arrays.items()
+    }
     np.savez(path, **flat)
 
 

@@ -97,7 +97,7 @@ def test_a_contestant_that_becomes_wrong_in_the_rounds_gets_no_row():
             return [{"seconds": 0.5, "difference": 1e-6, "memory_mb": 2.0}]
 
     started = {(JAX, "2"): Process()}
-    found = measure.measure(started, "mlp", 1, ranks=["2"], budget_s=0, min_rounds=3)
+    found = measure.measure(started, "mlp", 1, ranks=["2"], end=0, min_rounds=3)
     assert found.errors == {Run("pmap", "2"): "element 5 is wrong"}
     lines = dict.fromkeys(CONTESTANTS, 1)
     rows = measure.rows_of(found, "mlp", 1, 32, lines)
