@@ -30,7 +30,7 @@ oldest = $(call find,$(FOR_OLDEST),(3, 11) <= sys.version_info < (3, 12))
 pip = $(1)/bin/python -m pip install -q --no-compile --disable-pip-version-check --no-input
 pytest = $(1)/bin/python -m pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: help demo test test-oldest test-schedules schedules wheel release-check fuzz lint docs bench clean
+.PHONY: help demo test test-oldest test-schedules schedules wheel release-check fuzz lint docs bench compare clean
 
 help:  ## this list
 	sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -112,6 +112,10 @@ docs: .venv-docs/pins  ## the pages and the reference, in out/docs; a link to no
 
 bench: .venv/ready  ## the step's overhead against hand-written JAX
 	.venv/bin/python -m benchmarks.step.overhead
+
+# PyTorch takes part where JDP_TORCH_PYTHON or the folder .venv-torch has it.
+compare: .venv/ready  ## jdp beside jit, shard_map, PyTorch's DDP and FSDP2 ...: a quarter of an hour
+	.venv/bin/python -m benchmarks.compare.side_by_side
 
 clean:  ## remove the environments and what was built
 	rm -rf .venv .venv-* jdp/lib build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

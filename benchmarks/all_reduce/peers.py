@@ -14,11 +14,14 @@ from benchmarks.harness.team import Team
 from jdp.launch.host import spawn
 
 _PATHS = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-_ENVIRONMENT = {
+ENVIRONMENT = {
     # The environment in which `jdp run` starts processes on CPUs, also for the peers.
     "GLIBC_TUNABLES": spawn.environment({})["GLIBC_TUNABLES"],
     "PYTHONPATH": os.pathsep.join(filter(None, _PATHS)),
 }
+# An environment of PyTorch's own, since it pins other packages than JAX does.
+_TORCH_FOLDER = Path(__file__).resolve().parents[2] / ".venv-torch"
+INSTALL_TORCH = "python3 -m venv .venv-torch && .venv-torch/bin/pip install torch numpy"
 TORCH, MPI = "torch gloo", "Open MPI"
 
 
@@ -39,7 +42,7 @@ class Peers(NamedTuple):
         """Return the requirement that is missing, for each peer that cannot run."""
         reasons = {}
         if self.torch is None:
-            reasons[TORCH] = "no Python with torch (--torch-python)"
+            reasons[TORCH] = f"no Python with torch. To install it: {INSTALL_TORCH}"
         if self.mpi is None:
             reasons[MPI] = "no Python with mpi4py (--mpi-python)"
         elif self.mpirun is None:
@@ -48,8 +51,15 @@ class Peers(NamedTuple):
 
 
 def find(torch_python: str | None, mpi_python: str | None) -> Peers:
-    """Find the peers that were not passed, in this Python."""
+    """Find the peers that were not passed.
+
+    PyTorch is looked for in the variable JDP_TORCH_PYTHON, in the folder `.venv-torch`, and in this
+    Python; mpi4py in this Python.
+    """
     has = {name: importlib.util.find_spec(name) is not None for name in ("torch", "mpi4py")}
+    torch_python = torch_python or os.environ.get("JDP_TORCH_PYTHON")
+    if torch_python is None and (_TORCH_FOLDER / "bin" / "python").exists():
+        torch_python = str(_TORCH_FOLDER / "bin" / "python")
     torch_python = torch_python or (sys.executable if has["torch"] else None)
     mpi_python = mpi_python or (sys.executable if has["mpi4py"] else None)
     return Peers(torch_python, mpi_python, shutil.which("mpirun"))
@@ -61,7 +71,7 @@ def jax_team(num_processes: int, num_devices: int) -> Team:
         "JAX_NUM_CPU_DEVICES": str(num_devices),
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "",  # a number of devices there would take precedence
-        **_ENVIRONMENT,
+        **ENVIRONMENT,
     }
     return Team(_commands(sys.executable, "jax", num_processes), num_processes, environment)
 
@@ -71,14 +81,14 @@ def torch_team(python: str, num_processes: int) -> Team:
     return Team(
         _commands(python, "torch", num_processes),
         num_processes,
-        _ENVIRONMENT | {"OMP_NUM_THREADS": "1"},
+        ENVIRONMENT | {"OMP_NUM_THREADS": "1"},
     )
 
 
 def memcpy_team(num_processes: int) -> Team:
     """Start processes of `rank_memcpy.py`."""
     commands = [[sys.executable, *_rank("memcpy")]] * num_processes
-    return Team(commands, num_processes, _ENVIRONMENT)
+    return Team(commands, num_processes, ENVIRONMENT)
 
 
 def mpi_team(peers: Peers, num_processes: int) -> Team:
@@ -86,7 +96,7 @@ def mpi_team(peers: Peers, num_processes: int) -> Team:
     assert peers.mpirun and peers.mpi
     command = [peers.mpirun, "-n", str(num_processes), peers.mpi, *_rank("mpi")]
     is_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return Team([command], num_processes, _ENVIRONMENT | (is_root if os.geteuid() == 0 else {}))
+    return Team([command], num_processes, ENVIRONMENT | (is_root if os.geteuid() == 0 else {}))
 
 
 @contextlib.contextmanager

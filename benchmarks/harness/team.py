@@ -109,6 +109,7 @@ class Team:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+        self._log.close()
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         # Through `_become`, so that a foreign program ends with this process too.

@@ -38,6 +38,26 @@ def _transformer_loss(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
     return jnp.mean(per_row), per_row
 
 
+def _conv_loss(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    x = batch["image"]
+    for number, layer in enumerate(params["layers"]):
+        y = _convolution(x, layer["w"], 1 + number % 2)
+        x = jax.nn.relu(y + _like(layer["b"], y))
+    logits = jnp.mean(x, axis=(1, 2)) @ params["head"]
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["label"][:, None], axis=-1)
+    per_row = -jnp.mean(picked, axis=1)
+    return jnp.mean(per_row), per_row
+
+
+# JAX has no rule for a convolution with weights of this type, so each rank calls its own.
+def _convolution(x: jax.Array, weights: jax.Array, stride: int) -> jax.Array:
+    return jax.shard_map(
+        lambda x, weights: models.convolution(x, weights, stride),
+        in_specs=(P("data"), P(reduced={"data"})),
+        out_specs=P("data"),
+    )(x, weights)
+
+
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
     return x * lax.rsqrt(square + 1e-6).astype(x.dtype) * _like(scale, x)
@@ -51,4 +71,19 @@ def _like(leaf: jax.Array, x: jax.Array) -> jax.Array:
 
 # Converts a loss of models.py to `(params, batch) -> (loss, loss of each row)`: a mean inside the
 # loop would be reduced in each micro-batch, while the losses of rows are summed locally.
-LOSSES: dict[Any, Any] = {models.mlp_loss: _mlp_loss, models.transformer_loss: _transformer_loss}
+LOSSES: dict[Any, Any] = {
+    models.mlp_loss: _mlp_loss,
+    models.conv_loss: _conv_loss,
+    models.transformer_loss: _transformer_loss,
+}
+
+# The functions that were rewritten, with the ones that they replace.
+REWRITTEN: dict[Any, list[tuple[Any, Any]]] = {
+    models.mlp_loss: [(models.mlp_loss, _mlp_loss), (None, _like)],
+    models.conv_loss: [(models.conv_loss, _conv_loss), (None, _convolution), (None, _like)],
+    models.transformer_loss: [
+        (models.transformer_loss, _transformer_loss),
+        (models.rms_norm, _norm),
+        (None, _like),
+    ],
+}

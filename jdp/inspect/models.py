@@ -69,14 +69,15 @@ def transformer_loss(params: Any, batch: Any) -> jax.Array:
     inputs, targets = batch["text"][:, :-1], batch["text"][:, 1:]
     x = params["bytes"][inputs] + params["positions"]
     for block in params["blocks"]:
-        x = x + attention(block, _norm(x, block["norm1"]))
-        x = x + jax.nn.gelu(_norm(x, block["norm2"]) @ block["up"]) @ block["down"]
-    logits = (_norm(x, params["norm"]) @ params["head"]).astype(jnp.float32)
+        x = x + attention(block, rms_norm(x, block["norm1"]))
+        x = x + jax.nn.gelu(rms_norm(x, block["norm2"]) @ block["up"]) @ block["down"]
+    logits = (rms_norm(x, params["norm"]) @ params["head"]).astype(jnp.float32)
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
     return -jnp.mean(picked)
 
 
-def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return `x` over the root of the mean of its squares, times `scale`, `[..., d]`."""
     square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
     return x * jax.lax.rsqrt(square + 1e-6).astype(x.dtype) * scale
 

@@ -31,7 +31,9 @@ class Collective(NamedTuple):
 
 
 class _NoTime:
-    def compute_s(self, flops: Mapping[str, float], num_bytes: float) -> float:
+    def compute_s(
+        self, flops: Mapping[str, float], num_bytes: float, transcendentals: float = 0
+    ) -> float:
         return 0.0
 
     def transfer_s(self, kind: str, algorithm: str, num_bytes: float) -> float:

@@ -1,0 +1,33 @@
+"""Train with `jit`, and constrain each micro-batch to be spread over the ranks."""
+
+import functools
+
+import jax
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.compare.jax_task import TX, State
+from benchmarks.compare.micro_batches import mean_gradient
+
+
+def program(task):
+    mesh = jax.make_mesh((task.num_ranks,), ("data",), (AxisType.Auto,), devices=task.devices)
+
+    def split(x):
+        parts = x.reshape(task.num_micro_batches, -1, *x.shape[1:])
+        return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, P(None, "data")))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, batch):
+        parts = jax.tree.map(split, batch)
+        loss, grads = mean_gradient(task.loss_fn, state.params, parts)
+        updates, opt_state = TX.update(grads, state.opt_state, state.params)
+        return State(optax.apply_updates(state.params, updates), opt_state), loss
+
+    def start():
+        params = task.params()
+        return jax.device_put(State(params, TX.init(params)), NamedSharding(mesh, P()))
+
+    batch = jax.device_put(task.batch, NamedSharding(mesh, P("data")))
+    return step, start, batch
