@@ -89,6 +89,7 @@ def test_a_long_report_is_cut(monkeypatch):
 @pytest.mark.parametrize(
     ("address", "why"),
     [("localhost", "host:port"), (f"127.0.0.1:{free_port()}", "refused")],
+    ids=["no port", "nobody listens"],
 )
 def test_without_the_service_one_line_says_why(address, why, monkeypatch):
     text = asked(address, monkeypatch)
