@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jdp.analysis import jaxprs
+from jdp.analysis import eqn_axes, jaxprs
 from jdp.analysis.cells import Cell, value_of
 from jdp.analysis.interpreter import Interpreter, move
 from jdp.analysis.provenance import Provenance
@@ -38,12 +38,12 @@ def analyse(
     Returns:
       The classes of the outputs, with the deadlocks and marks that were found.
     """
-    manual = jaxprs.manual_axes(eqn)
+    manual = eqn_axes.manual_axes(eqn)
     interp = Interpreter(RULES, UNKNOWN, eqn.params["mesh"], manual, trusts_unknown=trusts_unknown)
     body = jaxprs.mapped_body(eqn)
     ins: list[Any] = []
     for variable, spec in zip(body.invars, eqn.params["in_specs"], strict=True):
-        value = interp.lattice.mixed | interp.lattice.axes(jaxprs.spec_axes(spec))
+        value = interp.lattice.mixed | interp.lattice.axes(eqn_axes.spec_axes(spec))
         ins.append(Cell(value) if jaxprs.is_ref(variable) else value)
     for variable, operand in zip(body.invars, eqn.invars, strict=True):
         if numbers and not jaxprs.is_literal(operand):
@@ -74,7 +74,7 @@ def analyse(
 def _sources(eqn: Any, outputs: tuple[Any, ...]) -> tuple[str, ...]:
     body = jaxprs.mapped_body(eqn)
     specs = zip(outputs, eqn.params["out_specs"], strict=True)
-    torn = [bool(out.axes and out.axes - jaxprs.spec_axes(spec)) for out, spec in specs]
+    torn = [bool(out.axes and out.axes - eqn_axes.spec_axes(spec)) for out, spec in specs]
     if not any(torn):
         return ("",) * len(torn)
     makers = {variable: each for each in body.eqns for variable in each.outvars}

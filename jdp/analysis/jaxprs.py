@@ -2,11 +2,11 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+import functools
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from jax.extend.core import Literal
-from jax.sharding import PartitionSpec
 
 from jdp.jax_compat import opened, scan_counts
 
@@ -31,9 +31,18 @@ def bodies(eqn: Any) -> list[Any]:
     return [] if {*map(type, values)} <= _PLAIN else _jaxprs_in(values)
 
 
-def with_bodies(jaxpr: Any) -> list[Any]:
+# Several questions about one program begin with all of its bodies.
+_remembered = functools.lru_cache(maxsize=8)
+
+
+def with_bodies(jaxpr: Any) -> tuple[Any, ...]:
     """Return a jaxpr and all bodies in it, each once."""
-    found, left = {}, [opened(jaxpr)]
+    return _with_bodies(opened(jaxpr))
+
+
+@_remembered
+def _with_bodies(jaxpr: Any) -> tuple[Any, ...]:
+    found, left = {}, [jaxpr]
     while left:
         body = left.pop()
         if id(body) not in found:
@@ -41,12 +50,17 @@ def with_bodies(jaxpr: Any) -> list[Any]:
             for eqn in body.eqns:
                 if eqn.params:
                     left += bodies(eqn)
-    return [*found.values()]
+    return (*found.values(),)
 
 
-def primitive_names(jaxpr: Any) -> set[str]:
+def primitive_names(jaxpr: Any) -> frozenset[str]:
     """Return the names of the primitives of a jaxpr and of all bodies in it."""
-    return {eqn.primitive.name for body in with_bodies(jaxpr) for eqn in body.eqns}
+    return _primitive_names(opened(jaxpr))
+
+
+@_remembered
+def _primitive_names(jaxpr: Any) -> frozenset[str]:
+    return frozenset(eqn.primitive.name for body in with_bodies(jaxpr) for eqn in body.eqns)
 
 
 def equations(jaxpr: Any, *, mapped: bool = True) -> list[Any]:
@@ -201,48 +215,6 @@ def solver_parts(eqn: Any) -> tuple[tuple[Any, int], tuple[Any, int], int]:
 def mapped_body(eqn: Any) -> Any:
     """Return the body of a shard_map, which every rank runs."""
     return opened(eqn.params["jaxpr"])
-
-
-def manual_axes(eqn: Any) -> frozenset[str]:
-    """Return the names of the axes that a shard_map makes manual."""
-    return frozenset(eqn.params["newly_manual_axes"])
-
-
-def spec_axes(spec: PartitionSpec) -> set[Any]:
-    """Return the names of the axes along which arrays with this spec differ, also partial sums."""
-    found = set(spec.unreduced)
-    for entry in spec.partitions:
-        found.update(entry if isinstance(entry, tuple) else (entry,))
-    return found
-
-
-def collective_axes(eqn: Any) -> tuple[Any, ...]:
-    """Return the axes of a collective: names of mesh axes, or positions of dims under a vmap."""
-    axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
-    return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
-
-
-def groups(eqn: Any) -> Sequence[Sequence[int]] | None:
-    """Return the groups of ranks of a collective, None if all ranks form one group."""
-    found = eqn.params.get("axis_index_groups")
-    return found if found is not None and len(found) > 1 else None
-
-
-def named_axes(eqn: Any) -> set[str]:
-    """Return every string in the parameters of an equation that may be the name of an axis."""
-    return _strings_in(value for key, value in eqn.params.items() if key != "name")
-
-
-def _strings_in(values: Any) -> set[str]:
-    found = set()
-    for value in values:
-        if isinstance(value, str):
-            found.add(value)
-        elif isinstance(value, PartitionSpec):
-            found |= spec_axes(value)
-        elif isinstance(value, (tuple, list, set, frozenset)):
-            found |= _strings_in(value)
-    return found
 
 
 def hides_a_function(eqn: Any) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jdp.analysis import deadlocks, jaxprs, reductions
+from jdp.analysis import deadlocks, eqn_axes, reductions
 from jdp.analysis.decisions import decision, without_skipped
 from jdp.analysis.explanation import why
 from jdp.analysis.report import Report
@@ -44,7 +44,7 @@ def _torn_outputs(
 ) -> Iterator[str]:
     grouped: dict[tuple[str, ...], list[str]] = {}
     for i, spec in enumerate(eqn.params["out_specs"]):
-        torn = report.outputs[i].axes.intersection(names) - jaxprs.spec_axes(spec)
+        torn = report.outputs[i].axes.intersection(names) - eqn_axes.spec_axes(spec)
         if not torn:
             continue
         back = report.back(torn)
@@ -83,7 +83,7 @@ _MENDS = {
 
 def _torn_refs(eqn: Any, report: Report, names: tuple[str, ...]) -> Iterator[str]:
     for i, value in report.refs:
-        torn = value.axes.intersection(names) - jaxprs.spec_axes(eqn.params["in_specs"][i])
+        torn = value.axes.intersection(names) - eqn_axes.spec_axes(eqn.params["in_specs"][i])
         if torn:
             yield with_code(
                 "JDP106",

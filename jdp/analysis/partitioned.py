@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jdp.analysis import jaxprs
+from jdp.analysis import eqn_axes, jaxprs
 
 # XLA's partitioner sends the edges of a split dim to the neighbours with a collective-permute, in
 # which all devices take part. Its other collectives stay among devices that share a data rank.
@@ -30,7 +30,7 @@ def bfloat16_reductions(eqn: Any) -> list[Any]:
 
     def enter(manual: frozenset[str], inner: Any) -> frozenset[str] | None:
         if inner.primitive.name == "shard_map":
-            manual = manual | jaxprs.manual_axes(inner)
+            manual = manual | eqn_axes.manual_axes(inner)
         return None if manual >= every else manual
 
     manual = enter(frozenset(), eqn)

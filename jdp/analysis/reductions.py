@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from jdp.analysis import jaxprs
+from jdp.analysis import eqn_axes
 from jdp.analysis.findings import Marked
 from jdp.analysis.marks import LOCAL, SYNCED
 from jdp.analysis.provenance import Provenance
@@ -86,7 +86,7 @@ def times(eqn: Any, axes: Collection[str], collective: Any = None) -> str:
       axes: names of the axes that are summed over.
       collective: the equation of the sum, if it may be over groups of ranks.
     """
-    groups = None if collective is None else jaxprs.groups(collective)
+    groups = None if collective is None else eqn_axes.groups(collective)
     num_ranks = math.prod(eqn.params["mesh"].shape[name] for name in axes)
     num_ranks = num_ranks if groups is None else len(groups[0])
     return f"{num_ranks} times" if num_ranks > 1 else "n times (on n ranks)"

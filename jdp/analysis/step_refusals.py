@@ -143,7 +143,7 @@ def _wrong_gather(step: Any, traced: Traced) -> Iterator[str]:
             )
 
 
-def _primitives(step: Any) -> set[str]:
+def _primitives(step: Any) -> frozenset[str]:
     return jaxprs.primitive_names(step.params["jaxpr"])
 
 

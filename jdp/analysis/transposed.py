@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jdp.analysis import jaxprs, source_lines
+from jdp.analysis import eqn_axes, jaxprs, source_lines
 from jdp.analysis.forward import Forward
 from jdp.analysis.marks import MICRO_BATCH, OWN_WEIGHT, WEIGHTED_SUM
 from jdp.analysis.report import Report
@@ -163,5 +163,5 @@ def _name(eqn: Any) -> str:
 def _communicates(eqn: Any, axes: frozenset[str]) -> bool:
     name = eqn.primitive.name
     if name in _COLLECTIVES:
-        return not axes.isdisjoint(jaxprs.collective_axes(eqn))
-    return name not in RULES and not axes.isdisjoint(jaxprs.named_axes(eqn))
+        return not axes.isdisjoint(eqn_axes.collective_axes(eqn))
+    return name not in RULES and not axes.isdisjoint(eqn_axes.named_axes(eqn))

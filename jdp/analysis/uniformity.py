@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jdp import axis
-from jdp.analysis import jaxprs
+from jdp.analysis import eqn_axes, jaxprs
 from jdp.analysis.analyse import analyse, find_shard_maps
 from jdp.analysis.forward import Forward
 from jdp.analysis.loop_refusals import refusals, unknown_primitives
@@ -55,7 +55,7 @@ def uniformity(
     called = getattr(f, "__name__", type(f).__name__)
     traced = _trace(f, args, kwargs)
     shard_maps = find_shard_maps(traced.jaxpr)
-    over_axis = {id(eqn): eqn for eqn in shard_maps if jaxprs.manual_axes(eqn).issuperset(names)}
+    over_axis = {id(eqn): eqn for eqn in shard_maps if eqn_axes.manual_axes(eqn).issuperset(names)}
     if not over_axis:
         raise ValueError(with_code("JDP128", _nothing_found(called, shard_maps, names)))
     reports = {key: analyse(eqn) for key, eqn in over_axis.items()}
@@ -95,7 +95,7 @@ def _numbered(eqn: Any) -> list[str]:
 
 def _nothing_found(called: str, shard_maps: list[Any], names: tuple[str, ...]) -> str:
     text = f"`{called}` has no shard_map or pmap over {spelled(names)}"
-    others = frozenset[str]().union(*map(jaxprs.manual_axes, shard_maps))
+    others = frozenset[str]().union(*map(eqn_axes.manual_axes, shard_maps))
     if not others:
         return f"{text}: there are no ranks in it that could differ."
     return (

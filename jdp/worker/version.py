@@ -1,6 +1,7 @@
 """The version of jdp that is installed."""
 
 import functools
+import re
 
 
 @functools.cache  # It looks through sys.path, and each commit holds it.
@@ -9,6 +10,9 @@ def version() -> str:
     from importlib import metadata  # which takes longer than all of `import jdp`
 
     try:
-        return metadata.version("jdp")
+        found = metadata.distribution("jdp").read_text("METADATA") or ""
     except metadata.PackageNotFoundError:
-        return "0+unknown"
+        found = ""
+    # Not `metadata.version`, which parses the whole description, in the first trace of a step.
+    match = re.search(r"^Version: (\S+)$", found.partition("\n\n")[0], re.M)
+    return match[1] if match else "0+unknown"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jdp.analysis import jaxprs
+from jdp.analysis import eqn_axes, jaxprs
 from jdp.analysis.interpreter import Interpreter
 from jdp.analysis.marks import ALL_REDUCED, AVERAGED, MEAN, SHARD, SHARE, SUMMED
 from jdp.analysis.rules import sums
@@ -12,7 +12,7 @@ from jdp.analysis.rules import sums
 
 def _all_reduce(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     axes = _meet(interp, eqn)
-    groups = jaxprs.groups(eqn)
+    groups = eqn_axes.groups(eqn)
     if groups is None:
         return [sums.all_reduced(interp, eqn, x, i, axes) for i, x in enumerate(ins)]
     if len({len(group) for group in groups}) == 1:
@@ -80,7 +80,7 @@ def _native_take(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
 
 def _agree(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     axes = _meet(interp, eqn)
-    if jaxprs.groups(eqn) is not None:
+    if eqn_axes.groups(eqn) is not None:
         return ins
     sums.record_gathered(interp, eqn, ins[0], axes)
     return [interp.lattice.agree(x, axes) for x in ins]
@@ -96,7 +96,7 @@ def _exchange(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _scatter_sum(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    axes = interp.lattice.axes(jaxprs.collective_axes(eqn))
+    axes = interp.lattice.axes(eqn_axes.collective_axes(eqn))
     return sums.undivided(interp, eqn, _exchange(interp, eqn, ins), ins[0], 0, axes)
 
 
@@ -105,7 +105,7 @@ def _pass_on(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
 
 
 def _rank(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
-    return _spread(interp, 0, interp.lattice.axes(jaxprs.collective_axes(eqn)))
+    return _spread(interp, 0, interp.lattice.axes(eqn_axes.collective_axes(eqn)))
 
 
 def _mark(interp: Interpreter, eqn: Any, ins: list[int]) -> int:
@@ -139,7 +139,7 @@ def _meet(interp: Interpreter, eqn: Any, *, in_groups: bool = True) -> int:
     A collective in groups needs only the ranks along its axes. One that sends from rank to rank is
     a single operation of all devices.
     """
-    axes = interp.lattice.axes(jaxprs.collective_axes(eqn))
+    axes = interp.lattice.axes(eqn_axes.collective_axes(eqn))
     absent = interp.where & axes if in_groups else interp.where
     if absent and axes:
         interp.record_deadlock(eqn, absent, axes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jdp.analysis import jaxprs, kernels
+from jdp.analysis import eqn_axes, jaxprs, kernels
 from jdp.analysis.cells import Cell, value_of
 from jdp.analysis.forward import Forward
 from jdp.analysis.interpreter import Interpreter
@@ -87,8 +87,8 @@ def _solve(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
 
 def _shard_map(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
     lattice = interp.lattice
-    split = [lattice.axes(jaxprs.spec_axes(spec)) for spec in eqn.params["in_specs"]]
-    joined = [lattice.axes(jaxprs.spec_axes(spec)) for spec in eqn.params["out_specs"]]
+    split = [lattice.axes(eqn_axes.spec_axes(spec)) for spec in eqn.params["in_specs"]]
+    joined = [lattice.axes(eqn_axes.spec_axes(spec)) for spec in eqn.params["out_specs"]]
     inner = []
     for value, axes in zip(ins, split, strict=True):
         if isinstance(value, Cell):
@@ -96,7 +96,7 @@ def _shard_map(interp: Interpreter, eqn: Any, ins: list[Any]) -> list[Any]:
         elif axes:
             value = lattice.mix(value | axes | lattice.data)
         inner.append(value)
-    with interp.manual_too(jaxprs.manual_axes(eqn)):
+    with interp.manual_too(eqn_axes.manual_axes(eqn)):
         outs = interp.body(jaxprs.mapped_body(eqn), inner, eqn)
     return [
         value_of(value) & ~axes | lattice.over("unsummed", axes)
@@ -153,7 +153,7 @@ def joined(interp: Interpreter, eqn: Any, ins: list[Any]) -> Any:
     Each body is analysed with this join as its inputs. It is also written into every Ref.
     """
     lattice = interp.lattice
-    axes = lattice.axes(jaxprs.named_axes(eqn)) & interp.everywhere
+    axes = lattice.axes(eqn_axes.named_axes(eqn)) & interp.everywhere
     if axes and interp.where:
         interp.record_deadlock(eqn, interp.where, axes)
     value = axes | (lattice.data if axes else 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jdp.analysis import jaxprs
+from jdp.analysis import eqn_axes, jaxprs
 from jdp.analysis.marks import ALL_REDUCED
 from jdp.reduction.flat_program import FlatProgram, FlatValue
 
@@ -44,12 +44,12 @@ def _names(eqn: Any, axes: Sequence[str]) -> bool:
     if eqn.primitive.name == "jdp_mark":
         return False
     inside = (inner for body in jaxprs.bodies(eqn) for inner in jaxprs.equations(body))
-    return any(not jaxprs.named_axes(each).isdisjoint(axes) for each in (eqn, *inside))
+    return any(not eqn_axes.named_axes(each).isdisjoint(axes) for each in (eqn, *inside))
 
 
 def _agrees(eqn: Any, axes: Sequence[str]) -> bool:
     if eqn.primitive.name == "jdp_mark":
         return eqn.params["kind"] == ALL_REDUCED and {*eqn.params["axes"]} >= {*axes}
-    if eqn.primitive.name not in _AGREEING or jaxprs.groups(eqn) is not None:
+    if eqn.primitive.name not in _AGREEING or eqn_axes.groups(eqn) is not None:
         return False
-    return {*jaxprs.collective_axes(eqn)} >= {*axes}
+    return {*eqn_axes.collective_axes(eqn)} >= {*axes}
