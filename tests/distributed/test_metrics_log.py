@@ -103,7 +103,7 @@ def test_a_line_that_a_killed_process_did_not_complete_is_written_again(path):
     assert without_time(lines(path)) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
 
 
-def test_the_file_of_an_earlier_run_is_refused_and_kept(path):
+def test_the_file_of_an_earlier_run_is_refused_and_kept(path, before_init):
     before = '{"step": 1, "time": 1.0, "loss": 1.0}\n{"step": 200, "time": 2.0, "loss": 2.0}\n'
     path.write_text(before)
     with pytest.raises(ValueError, match="metrics.jsonl.* 200, .* 1.*--resume"):
