@@ -33,7 +33,7 @@ from support.mixed_precision import (
 from support.training import ranks
 
 import jdp
-from jdp.collectives import shards, xla_shards
+from jdp.collectives import shards
 
 
 @pytest.mark.parametrize("sent", [None, BF16], ids=str)
@@ -106,7 +106,7 @@ def test_what_travels_has_the_dtype_that_was_asked_for(options, gathered, scatte
 
 
 def test_xla_gathers_the_bits_of_16_bit_floats_which_it_would_widen(monkeypatch):
-    monkeypatch.setattr(shards, "_chosen", lambda *_: xla_shards)
+    monkeypatch.setattr(shards, "is_native", lambda *_: False)
     state, step = state_of(2, tx(gather_dtype=BF16)), jdp.train_step(differentiated)
     text = step.lower(state, batch(2)).compile().as_text()
     assert set(re.findall(r"= (\w+)\[[\d,]*\][^=]* all-gather\(", text)) == {"u16"}
