@@ -10,9 +10,11 @@ def version() -> str:
     from importlib import metadata  # which takes longer than all of `import jdp`
 
     try:
-        found = metadata.distribution("jdp").read_text("METADATA") or ""
+        package = metadata.distribution("jdp")
     except metadata.PackageNotFoundError:
-        found = ""
+        return "0+unknown"
+    # METADATA of what is installed, PKG-INFO of sources that were built.
+    found = package.read_text("METADATA") or package.read_text("PKG-INFO") or ""
     # Not `metadata.version`, which parses the whole description, in the first trace of a step.
     match = re.search(r"^Version: (\S+)$", found.partition("\n\n")[0], re.M)
     return match[1] if match else "0+unknown"
