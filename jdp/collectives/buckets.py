@@ -1,7 +1,7 @@
 """Groups of gradient leaves that are reduced together, planned by their bytes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,21 @@ def plan(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], bucket_bytes: int) 
         filling[dtype] = bucket, used + num_bytes
     # With several dtypes, the bucket that was started first may be the last to be complete.
     return sorted(buckets, key=lambda bucket: bucket[-1], reverse=True)
+
+
+def summed(
+    leaves: Sequence[jax.Array],
+    bucket_bytes: int,
+    all_reduce: Callable[[list[list[jax.Array]], tuple[str, ...]], list[list[jax.Array]]],
+    axes: tuple[str, ...],
+) -> list[jax.Array]:
+    """Sum leaves over ranks, in the buckets of `plan`, and return the sums in the leaves' order."""
+    buckets = plan(leaves, bucket_bytes)
+    sums = all_reduce([[leaves[i] for i in bucket] for bucket in buckets], axes)
+    found = {}
+    for bucket, values in zip(buckets, sums, strict=True):
+        found.update(zip(bucket, values, strict=True))
+    return [found[i] for i in range(len(leaves))]
 
 
 def pack(bucket: Sequence[jax.Array]) -> jax.Array:

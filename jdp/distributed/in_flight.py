@@ -77,10 +77,7 @@ def latest_call() -> StepCall | None:
 def settle() -> None:
     """Wait for all steps in flight, and leave their errors to the next step."""
     for call in tuple(_calls):
-        try:
-            call.weight.block_until_ready()
-        except RuntimeError:
-            pass
+        _wait_for(call)
 
 
 class Unchecked:
@@ -116,8 +113,15 @@ def require_right_states() -> None:
 
 
 def accept_new_state() -> None:
-    """Record that training continues with a state that all processes got from one source."""
+    """Record that training continues with a state that all processes got from one source.
+
+    Training steps that failed led to a state that is given up, and JAX may have raised their errors
+    already where the author read a value. So these are forgotten; others are checked as before.
+    """
     this_process.current.state_error = None
+    right = [call for call in _calls if not (call.spec.returns_state and _wait_for(call))]
+    _calls.clear()
+    _calls.extend(right)
 
 
 def _drain(num_left: int) -> None:
@@ -173,6 +177,15 @@ def failed(call: StepCall, is_gone: bool, error: Exception) -> RuntimeError:
     reason = this_process.current.why_over or failed_run.reason(error)
     text = f"{call} failed: {reason}.{cause} {gone}"
     return RuntimeError(with_code("JDP214", text))
+
+
+def _wait_for(call: StepCall) -> bool:
+    """Wait for a call, and return whether it failed while it ran."""
+    try:
+        call.weight.block_until_ready()
+    except RuntimeError:
+        return not call.is_deleted()
+    return False
 
 
 def _forget(spec: StepSpec) -> None:

@@ -1,5 +1,6 @@
 """`sync_gradients`: local gradients in, their mean over ranks out. It chooses the scale."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -107,12 +108,9 @@ def reduced(
     bound, step = axis.is_bound(axis_name), step_context.current(axis_name)
     if bound and step is None:  # a step of jdp's is never typed, and to ask takes a while
         gradient_checks.require_local(paths, leaves, axis_name)
-    if weight is not None:
-        weight = row_weight.valid(weight)
     if weight is not None or not mean:
         gradient_checks.require_unreduced(paths, leaves)
-    if weight is None:
-        weight = step_context.default_weight(axis_name, "jdp.sync_gradients")
+    weight = _valid_weight(weight, axis_name)
     to_send = _to_send(paths, step, weight, mean)
     leaves = _marked(paths, leaves, step, weight, axis_name)
     weights, scale = weighted_sum.factors(weight, axis_name, mean=mean)
@@ -129,24 +127,27 @@ def reduced(
         mesh = mesh if mesh is not None or around is None else around.mesh
         if step is not None and collectives.starts_when_ready(all_reduce, mesh):
             to_send = _as_ready(paths, to_send, step)
-        sent = {i: leaves[i] for i in to_send}
+        sent = [leaves[i] for i in to_send]
         if reduce_dtype is not None:
-            sent = {i: mixed_precision.cast(leaf, reduce_dtype) for i, leaf in sent.items()}
-        plan = buckets.plan([sent[i] for i in to_send], bucket_bytes)
-        plan = [[to_send[i] for i in bucket] for bucket in plan]
-        planned = [[sent[i] for i in bucket] for bucket in plan]
+            sent = [mixed_precision.cast(leaf, reduce_dtype) for leaf in sent]
+        reduce = functools.partial(all_reduce, scale=scale, mesh=mesh)
         with weights.named():
-            reduced = all_reduce(planned, axes, scale=scale, mesh=mesh)
-        for bucket, values in zip(plan, reduced, strict=True):
-            for i, value in zip(bucket, values, strict=True):
-                if reduce_dtype is not None:
-                    value = mixed_precision.cast(value, leaves[i].dtype)
-                leaves[i] = weights.total(value)
+            sums = buckets.summed(sent, bucket_bytes, reduce, axes)
+        for i, value in zip(to_send, sums, strict=True):
+            if reduce_dtype is not None:
+                value = mixed_precision.cast(value, leaves[i].dtype)
+            leaves[i] = weights.total(value)
         if step is not None:
-            step.reductions.append(reduction(all_reduce, [*sent.values()]))
+            step.reductions.append(reduction(all_reduce, sent))
     if bound:
         leaves = _marked_total(leaves, weight, axes, mean=mean)
     return leaves
+
+
+def _valid_weight(weight: jax.Array | None, axis_name: AxisName) -> jax.Array | None:
+    if weight is not None:
+        return row_weight.valid(weight)
+    return step_context.default_weight(axis_name, "jdp.sync_gradients")
 
 
 def _marked(

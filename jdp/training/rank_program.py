@@ -173,17 +173,8 @@ class RankProgram:
         explained = self._explaining(layout, [state, *split.state])
         with explained, order, entered as scope, forward_mode.refused(spec.name, scope):
             wholes = state_shards.whole(split.state, shard_axes)
-            held = layout.joined([state, *wholes])
-            positional, named = spec.by_keyword(rest)
-            given_state = pytrees.restore(held)
-            state_shards.claim(given_state)
-            tree = jax.tree.structure(given_state)  # which the author's function may change
-            call = functools.partial(self._call, split.batch, positional, named)
-            if spec.returns_state:
-                returned = call(given_state)
-            else:
-                returned = read_in_time.call(call, given_state, split.batch)
-            new_state, metrics = self._pair(returned, tree)
+            given_state = pytrees.restore(layout.joined([state, *wholes]))
+            new_state, metrics = self._returned(given_state, split.batch, rest)
             metrics, rows = reported.take_rows(metrics)
             reported.require_numbers(metrics)
             own_metrics = reported.float_scalars(metrics)
@@ -194,13 +185,26 @@ class RankProgram:
                 differs = checksums.differ(pieces, sums, axis.size(spec.axis_name))
             new_groups, new_layout, _ = parted(jax.tree.map(_strong, new_state), self.mesh)
             arrays, *parts = state_shards.parts(new_groups, shard_axes)
-            weight = scope.total
-            if weight is None:
-                weight = jnp.float32((scope.num_rows or 0) * axis.size(spec.axis_name))
+            weight = self._weight(scope)
         raw_weight = None if scope.raw_weight is None else scope.raw_weight.reshape(1)
         reports = RankReports(differs, raw_weight)
         uniform = UniformOutputs(arrays, metrics, weight, own_metrics, new_layout, scope.found())
         return RankOutputs(uniform, SplitOutputs(rows, reports, parts))
+
+    def _returned(self, state: Any, batch: Any, rest: Sequence[Any]) -> tuple[Any, Any]:
+        """Return the new state and the metrics of the author's function on this rank."""
+        positional, named = self.spec.by_keyword(rest)
+        state_shards.claim(state)
+        tree = jax.tree.structure(state)  # which the author's function may change
+        call = functools.partial(self._call, batch, positional, named)
+        returned = call(state) if self.spec.returns_state else read_in_time.call(call, state, batch)
+        return self._pair(returned, tree)
+
+    def _weight(self, scope: step_context.Scope) -> jax.Array:
+        """Return the weight of the global batch: its rows where nothing weighs them."""
+        if scope.total is not None:
+            return scope.total
+        return jnp.float32((scope.num_rows or 0) * axis.size(self.spec.axis_name))
 
     def _call(self, batch: Any, positional: Sequence[Any], named: Any, state: Any) -> Any:
         return self.spec.fn(state, batch, *positional, **named)

@@ -47,6 +47,46 @@ def test_a_step_that_fails_leaves_the_calls_of_other_steps_to_be_checked(monkeyp
     assert [code_of(in_flight.drain) for _ in range(3)] == ["JDP214", "JDP212", None]
 
 
+fails = []
+
+
+@jdp.train_step
+def may_fail(state, batch):
+    def add_one(x):
+        if fails:
+            raise ValueError("no such file")
+        return np.float32(x + 1)
+
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+    value = jax.pure_callback(add_one, shape, batch.sum())
+    return state + jdp.mean_over_ranks(value), {}
+
+
+def test_a_failure_that_the_author_caught_is_not_reported_again_after_restore(tmp_path):
+    ranks(2)
+    rows = np.zeros(2, np.float32)
+    with jdp.Checkpointer(tmp_path, save_every=3) as ckpt:
+        state = ckpt.restore(jnp.float32(0))
+        for _ in range(3):
+            state, _ = may_fail(state, rows)
+            ckpt.step(state)
+    fails.append(1)
+    try:
+        state, _ = may_fail(state, rows)
+        with pytest.raises(RuntimeError, match="no such file"):
+            jax.block_until_ready(state)  # an error of JAX's, which jdp cannot see
+    finally:
+        fails.clear()
+    weighted(jnp.float32(0), -np.ones(2, np.float32))  # not a training step: reported as ever
+    with jdp.Checkpointer(tmp_path, resume=True) as ckpt:
+        state = ckpt.restore(jnp.float32(0))
+        assert code_of(in_flight.drain) == "JDP212"
+        for _ in range(9):
+            state, _ = may_fail(state, rows)
+            ckpt.step(state)
+    assert float(state) == 12
+
+
 def test_a_call_whose_arrays_were_deleted_by_hand_is_no_error():
     ranks(2)
     state, _ = add_mean(jnp.float32(0), np.ones(2, np.float32))

@@ -22,33 +22,35 @@ class Case(NamedTuple):
       faults: (kind, rank, steps since the case before, from 4 to 20); None for the steps: in the
         generation that comes next. After 20 steps there are a commit and a checkpoint.
       cause: a pattern of the text.
+      codes: of the causes, each a pattern.
     """
 
     faults: list[tuple[str, int, int | None]]
     cause: str
+    codes: tuple[str, ...] = ("JDP302",)
 
 
 # The same rank not too often within a minute: its place would stay empty for a while.
 CASES = {
     "killed": Case([("kill", 1, 7)], "process 1 .* SIGKILL"),
-    "raises": Case([("fail", 2, 5)], "process 2 .* exit code 1"),
+    "raises": Case([("fail", 2, 5)], "process 2 .* exit code 1", ("JDP301",)),
     "process 0 killed": Case([("kill", 0, 18)], "process 0 .* SIGKILL"),
-    "out of memory": Case([("out of memory", 1, 9)], "process 1 .* exit code 1"),
-    "exits early": Case(
-        [("exit early", 2, 8)], "exit code 1|process 2 (came to the end|.* no progress)"
-    ),
+    "out of memory": Case([("out of memory", 1, 9)], "process 1 .* exit code 1", ("JDP301",)),
+    "exits early": Case([("exit early", 2, 8)], "exit code 1|process 2 ", ("JDP30[134]",)),
     "dies when a commit begins": Case([("kill in a commit 1", 0, 16)], "process 0 .* SIGKILL"),
-    "hangs": Case([("hang", 1, 11)], "process 1 .* no progress"),
-    "hangs in a collective": Case([("hang in a collective", 2, 6)], "process 2 .* no progress"),
+    "hangs": Case([("hang", 1, 11)], "process 1 ", ("JDP303",)),
+    "hangs in a collective": Case([("hang in a collective", 2, 6)], "process 2 ", ("JDP303",)),
     "dies inside a commit": Case([("kill in a commit 2", 0, 16)], "process 0 .* SIGKILL"),
-    "is stopped": Case([("stop", 1, 10)], "process 1 .* no progress"),
-    "hangs and holds the GIL": Case([("hang with the GIL", 2, 5)], "process 2 .* no progress"),
+    "is stopped": Case([("stop", 1, 10)], "process 1 ", ("JDP303",)),
+    "hangs and holds the GIL": Case([("hang with the GIL", 2, 5)], "process 2 ", ("JDP303",)),
     "dies when a commit ends": Case([("kill in a commit 3", 0, 16)], "process 0 .* SIGKILL"),
-    "exits at once": Case([("exit at once", 1, 4)], "process 1 came to the end"),
+    "exits at once": Case([("exit at once", 1, 4)], "^process 1 ", ("JDP30[14]",)),
     "two at once": Case([("kill", 1, 12), ("kill", 2, 12)], "process [12] .* SIGKILL"),
     "dies in a checkpoint": Case([("kill in a checkpoint", 0, SAVE_EVERY)], "process 0 .* SIGKILL"),
     "the next generation fails, too": Case(
-        [("kill", 1, 13), ("kill", 2, None)], "process 1 .* SIGKILL.*, then process 2 .* SIGKILL"
+        [("kill", 1, 13), ("kill", 2, None)],
+        "process 1 .* SIGKILL.*, then process 2 .* SIGKILL",
+        ("JDP302", "JDP302"),
     ),
     "without standbys": Case([("kill", 0, 14)], "process 0 .* SIGKILL"),
 }
@@ -79,8 +81,11 @@ def run(trainings):
 @pytest.mark.parametrize("name", CASES)
 def test_the_run_goes_on_if_one(run, name):
     _, _, records = run
-    assert re.search(CASES[name].cause, records[name]["cause"])
-    assert 0 <= records[name]["lost_steps"] <= 2 * COMMIT_EVERY
+    case, record = CASES[name], records[name]
+    assert re.search(case.cause, record["cause"])
+    codes = zip(case.codes, record["error_codes"], strict=True)
+    assert all(re.fullmatch(*each) for each in codes), record
+    assert 0 <= record["lost_steps"] <= 2 * COMMIT_EVERY
 
 
 def test_no_more_is_lost_than_two_commits_are_apart(run):

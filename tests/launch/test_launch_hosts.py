@@ -199,7 +199,7 @@ def test_the_death_of_the_leaders_host_loses_nothing(hosts):
     other.until_true(lambda: "generation 0" in other.output, "its commit")
     leader.process.kill()
     other.until_true(lambda: not {*pids} & {*other.alive()}, "end of its processes")
-    other.until_true(lambda: "leader is lost" in other.output, "line about it")
+    other.until_true(lambda: "JDP311" in other.output, "line about it")
     again = run.add(0)
     again.pids(1, 2)
     assert {again.finish(), other.finish()} == {0}

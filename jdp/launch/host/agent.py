@@ -23,6 +23,7 @@ import signal
 import socket
 from typing import Any, NamedTuple
 
+from jdp.error_codes import with_code
 from jdp.launch.host.commit_saver import save_commit
 from jdp.launch.host.coordinator_port import CoordinatorPort
 from jdp.launch.host.leader_connection import Link, start_task
@@ -139,11 +140,11 @@ class Host:
             return
         if self._generation is not None and self._generation.is_stopping:
             return  # the run ends anyway, and its processes may be saving
+        lost = f"the leader is lost: {why}."
         if self._signal is not None:
-            return self._finish(128 + self._signal, f"the leader is lost: {why}")
-        self._resources.say(
-            f"the leader is lost: {why}. This host kills its processes and looks for it again."
-        )
+            return self._finish(128 + self._signal, with_code("JDP311", lost))
+        lost += " This host kills its processes and looks for it again."
+        self._resources.say(with_code("JDP311", lost))
         if self._generation is not None:
             self._generation.kill_processes()
         else:

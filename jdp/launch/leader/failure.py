@@ -16,6 +16,7 @@ class Cause:
       text: in words.
       code: exit code of the run if it ends with this.
       full_text: for people, with the traceback or the last output of the process.
+      error_code: such as "JDP301", the code of the page about it; "" if nothing is wrong.
       silent_s: seconds until it was noticed.
       is_of_program: whether a process failed, not a host.
       error: the last line of the traceback if the script raised; `full_text` has the whole.
@@ -28,6 +29,7 @@ class Cause:
     text: str
     code: int
     full_text: str
+    error_code: str
     silent_s: float = 0.0
     is_of_program: bool = True
     error: str = ""
@@ -56,8 +58,8 @@ def exit_of_process(
       no such file
     """
     text = f"{_who(process_id, host, pid)} {in_words(returncode)}"
-    code = "JDP302" if returncode < 0 else "JDP301"
-    lines = [with_code(code, f"the cause: {text}")]
+    error_code = "JDP302" if returncode < 0 else "JDP301"
+    lines = [with_code(error_code, f"the cause: {text}")]
     if traceback:
         lines += [f"  {line}" for line in traceback.rstrip().splitlines()]
     elif last_lines:
@@ -66,6 +68,7 @@ def exit_of_process(
         text,
         exit_code(returncode),
         "\n".join(lines),
+        error_code,
         error=(traceback or "").rstrip().rpartition("\n")[2],
         step=step,
         # A process that is killed may be reported after processes that failed because of its
@@ -77,7 +80,8 @@ def exit_of_process(
 def stall_of_process(process_id: int, host: str, pid: int, stalled_s: float, report: str) -> Cause:
     """Return the cause that a process made no progress, and the others waited for it."""
     text = f"{_who(process_id, host, pid)} made no progress for {stalled_s:.1f} s"
-    return Cause(text, STALLED, with_code("JDP303", f"the cause: {report}"), stalled_s)
+    full_text = with_code("JDP303", f"the cause: {report}")
+    return Cause(text, STALLED, full_text, "JDP303", stalled_s)
 
 
 def early_end(process_id: int, other: int, grace_s: float) -> Cause:
@@ -87,7 +91,8 @@ def early_end(process_id: int, other: int, grace_s: float) -> Cause:
         f"it for {grace_s:g} s in a later step"
     )
     advice = "All processes must make the same steps."
-    return Cause(text, 1, with_code("JDP304", f"the cause: {text}. {advice}"), grace_s)
+    full_text = with_code("JDP304", f"the cause: {text}. {advice}")
+    return Cause(text, 1, full_text, "JDP304", grace_s)
 
 
 def after_end(why: Cause, process_id: int) -> Cause:
@@ -101,12 +106,12 @@ def loss_of_host(host: str, why: str, silent_s: float) -> Cause:
     """Return the cause that a host was lost, or was silent for too long."""
     text = f"host {host} was lost: {why}"
     full_text = with_code("JDP305", f"the cause: {text}.")
-    return Cause(text, 1, full_text, silent_s, is_of_program=False)
+    return Cause(text, 1, full_text, "JDP305", silent_s, is_of_program=False)
 
 
 def growth() -> Cause:
     """Return the cause that there is room for more processes."""
-    return Cause("there is room for more processes", 0, "", grows=True)
+    return Cause("there is room for more processes", 0, "", "", grows=True)
 
 
 def _who(process_id: int, host: str, pid: int) -> str:

@@ -197,8 +197,9 @@ class Leader:
     # No process of the generation is left.
     def _decide(self, generation: Generation) -> None:
         why = generation.cause
-        text = why.text if why is not None else ""
-        self._events.write("generation ended", generation=generation.number, cause=text)
+        text, code = ("", "") if why is None else (why.text, why.error_code)
+        facts = {"generation": generation.number, "cause": text, "error_code": code}
+        self._events.write("generation ended", **facts)
         if generation.saved:
             saved = f"saved {generation.closed_step}".rstrip()
             self._over(

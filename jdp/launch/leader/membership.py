@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from jdp.error_codes import with_code
 from jdp.launch.leader import failure, rank_assignment
 from jdp.launch.leader.admission import Admission, Refusal
 from jdp.launch.leader.event_log import Events
@@ -94,11 +95,11 @@ class Membership:
             return Refusal("the run is over.", True)
         run_ids = {facts["run_id"], self._options.rdzv_id} - {None}
         if len(run_ids) > 1:
-            return Refusal(
+            text = (
                 f"its --rdzv-id is {facts['run_id']!r}, and that of this run is "
-                f"{self._options.rdzv_id!r}.",
-                True,
+                f"{self._options.rdzv_id!r}."
             )
+            return Refusal(with_code("JDP312", text), True)
         for remote in [*self.remotes]:
             if remote.id == facts["id"]:
                 self._remove(remote, "it joined again")

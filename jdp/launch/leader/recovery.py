@@ -67,6 +67,7 @@ class Outage:
             lost = max(self._step - self._restored_step, 0)
         return {
             "cause": self.text,
+            "error_codes": [cause.error_code for cause in self._causes if cause.error_code],
             **{name: round(value, 4) for name, value in seconds.items()},
             "restored_step": self._restored_step,
             "lost_steps": lost,
