@@ -64,8 +64,8 @@ def test_a_slow_process_of_another_host_is_named_by_the_leader_alone(hosts):
     leads, follows = run.add(0), run.add(1)
     (slow,) = leads.until("slow")
     assert (slow["process_id"], slow["part"], slow["share"]) == (1, "compute", 0.2)
-    assert "process 1 is slow" in leads.output
     assert {leads.finish(), follows.finish()} == {0}
+    assert "process 1 is slow" in leads.output
     assert "is slow" not in follows.output
 
 
