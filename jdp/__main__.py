@@ -1,5 +1,7 @@
 """The command `jdp`, and `python -m jdp`: chooses a command, and imports no other."""
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -32,9 +34,22 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: its name and arguments. Default: the command line.
 
     Returns:
-      The exit code: 2 if there is no such command or its arguments are wrong.
+      The exit code: 2 if there is no such command or its arguments are wrong, 141 if the reader of
+      the output has closed it.
     """
     command, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if command == "run":
+        return _run(arguments)
+    try:
+        code = _print_answer(command, arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as under `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its exit
+        return 128 + signal.SIGPIPE
+    return code
+
+
+def _print_answer(command: str, arguments: Sequence[str]) -> int:
     if command in ("-h", "--help"):
         print(_HELP)
         return 0
@@ -43,8 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"jdp {version()}")
         return 0
-    if command == "run":
-        return _run(arguments)
     if command == "bench":
         from jdp.inspect.bench.command import main as bench
 

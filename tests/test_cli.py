@@ -257,3 +257,15 @@ def test_the_version_is_that_of_the_installed_package():
     except metadata.PackageNotFoundError:
         right = "0+unknown"
     assert shown == ["jdp", right] and named == [right, "False"]
+
+
+@pytest.mark.parametrize(
+    "command", ["--help", "explain-error --help", "plan --model params=1e9,layers=4,tokens=64"]
+)
+def test_a_reader_that_closes_the_output_ends_a_command_without_a_traceback(command):
+    command = [sys.executable, "-m", "jdp", *command.split()]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    process.stdout = None
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (141, b"")

@@ -1,4 +1,4 @@
-"""What a process counts for people who watch the run: rows, waiting, commits, its last loss."""
+"""Counts of a process for people who watch the run: rows, waiting, commits, its last loss."""
 
 from typing import NamedTuple
 

@@ -50,6 +50,7 @@ class Environment:
     """
 
     def __init__(self, folder, path):
+        self.path = os.pathsep.join([str(folder / "bin"), *path])
         venv.create(folder, with_pip=False)
         self._python = folder / "bin" / "python"
         # Their .pth files, and with them an editable jdp, have no effect there.
@@ -60,7 +61,7 @@ class Environment:
             name: value
             for name, value in os.environ.items()
             if name not in ("PYTHONPATH", "CXX", "JDP_CUDA")
-        } | {"PATH": os.pathsep.join([str(folder / "bin"), *path]), "VIRTUAL_ENV": str(folder)}
+        } | {"PATH": self.path, "VIRTUAL_ENV": str(folder)}
         self._folder = folder
 
     def run(self, *arguments):
@@ -90,7 +91,7 @@ def trains_natively(environment):
         "print(runtime.why_missing() is None and str(pathlib.Path(jdp.__file__)).startswith("
         "sys.prefix))",
     )
-    [*blocks] = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     environment.run("-c", "\n".join(blocks))
     report = environment.run("-m", "jdp", "doctor", "--json")
     assert '"healthy": true' in report
@@ -119,9 +120,8 @@ def test_the_wheel_is_for_all_pythons_and_has_the_library_but_no_sources():
 
 
 def test_the_wheel_trains_natively_without_a_compiler(tmp_path):
-    environment = Environment(tmp_path / "env", path=["/nowhere"])
-    found = [name for name in COMPILERS if shutil.which(name, path="/nowhere")]
-    assert not found
+    environment = Environment(tmp_path / "env", path=[])
+    assert not [name for name in COMPILERS if shutil.which(name, path=environment.path)]
     environment.install(the("*.whl"))
     trains_natively(environment)
 

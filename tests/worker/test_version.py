@@ -1,18 +1,8 @@
-"""The version of jdp is that of its package."""
+"""The version of sources that are not installed; `tests/test_cli.py` has that of a package."""
 
-import tomllib
 from importlib import metadata
-from pathlib import Path
 
-import jdp
 from jdp.worker.version import version
-
-ROOT = Path(__file__).parents[2]
-
-
-def test_the_version_is_that_of_the_package():
-    written = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert version() == jdp.__version__ == metadata.version("jdp") == written
 
 
 def test_sources_that_were_built_and_not_installed_have_their_version(tmp_path, monkeypatch):

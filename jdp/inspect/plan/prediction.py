@@ -15,10 +15,10 @@ from jdp.inspect.plan.workload import Workload
 
 
 class PlanOptions(NamedTuple):
-    """What all rows of a plan share.
+    """The options that all rows of a plan share.
 
     Attributes:
-      model: what is trained.
+      model: the model that is trained.
       per_host: GPUs of a host.
       gather_bytes: bytes of a gathered parameter.
       reduce_bytes: bytes of a reduced gradient.

@@ -178,7 +178,7 @@ def profile(folder: str | os.PathLike[str], *, steps: range) -> Profile:
 
     Returns:
       A context manager. If the block ends before the last step, a warning says so, and the profile
-      has the steps before. If it raises, JAX's profiler is stopped and the error goes on. Errors
+      has the steps before. If it raises, JAX's profiler is stopped and the error is raised. Errors
       of writing are raised where the block ends.
 
     Raises:

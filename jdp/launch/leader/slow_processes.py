@@ -75,7 +75,7 @@ class Comparison:
             name: _Medians([getattr(each, name) for each in windows.values()])
             for name in Window._fields
         }
-        # Whoever does not come last waits, if waits are known.
+        # Each process but the last one waits, if waits are known.
         self._knows_waits = any(each.waited_high for each in windows.values())
 
     def slow(self) -> dict[int, Slow]:
