@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from support.per_rank import assert_equal_bits, per_rank
 from support.training import assert_close, batch, loss_fn, plain_step, ranks, sgd, state
+from support.transforms import each_transform
 
 import jdp
 from jdp.collectives import call_chains, native, xla
@@ -102,17 +103,7 @@ def _as_psum(x):
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize(
-    "of",
-    [
-        lambda f: jax.grad(lambda x: (f(x) ** 3).sum()),
-        lambda f: lambda x: jax.jvp(f, (x,), (x * x,))[1],
-        lambda f: jax.hessian(lambda x: (f(x) ** 3).sum()),
-        lambda f: jax.vmap(f),
-        lambda f: jax.grad(lambda x: (jax.vmap(f)(jnp.stack([x, x * x])) ** 2).sum()),
-    ],
-    ids=["grad", "jvp", "hessian", "vmap", "grad of vmap"],
-)
+@each_transform()
 def test_transforms_as_psum_does(make_mesh, of, check_vma):
     mesh, x = make_mesh(3), rows(3, 4)
     mine = per_rank(mesh, of(total), x, check_vma=check_vma)

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from support.per_rank import per_rank
+from support.transforms import each_transform
 
 from jdp.collectives import native_shards
 from jdp.collectives.cpu import runtime as cpu_runtime
@@ -113,18 +114,9 @@ def test_one_array_that_two_results_overwrite_gives_two_results(make_mesh):
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize(
-    "of",
-    [
-        lambda f: jax.grad(lambda x: (f(x) ** 3).sum()),
-        lambda f: lambda x: jax.jvp(f, (x,), (x * x,))[1],
-        lambda f: jax.hessian(lambda x: (f(x) ** 3).sum()),
-        lambda f: lambda x: jax.vmap(f, in_axes=1)(jnp.stack([x, x * x], 1)),
-        lambda f: jax.grad(lambda x: (jax.vmap(f)(jnp.stack([x, x * x])) ** 2).sum()),
-        lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c)[:2], c), x, None, length=3)[0],
-        lambda f: lambda x: jax.grad(lambda x: jax.checkpoint(f)(x).prod())(x),
-    ],
-    ids=["grad", "jvp", "hessian", "vmap", "grad of vmap", "scan", "checkpoint"],
+@each_transform(
+    scan=lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c)[:2], c), x, None, length=3)[0],
+    checkpoint=lambda f: jax.grad(lambda x: jax.checkpoint(f)(x).prod()),
 )
 def test_transforms_as_a_gather_that_overwrites_nothing(make_mesh, of, check_vma):
     def call(x, is_over):

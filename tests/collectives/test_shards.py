@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from support.per_rank import assert_equal_bits, per_rank
+from support.transforms import each_transform
 
 from jdp import collectives
 from jdp.collectives import native_shards, shards, xla_shards
@@ -220,17 +221,7 @@ def gathered(algorithm, x):
 @needs_library
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("call", [scattered, gathered])
-@pytest.mark.parametrize(
-    "of",
-    [
-        lambda f: jax.grad(lambda x: (f(x) ** 3).sum()),
-        lambda f: lambda x: jax.jvp(f, (x,), (x * x,))[1],
-        lambda f: jax.hessian(lambda x: (f(x) ** 3).sum()),
-        lambda f: lambda x: jax.vmap(f, in_axes=1)(jnp.stack([x, x * x], 1)),
-        lambda f: jax.grad(lambda x: (jax.vmap(f)(jnp.stack([x, x * x])) ** 2).sum()),
-    ],
-    ids=["grad", "jvp", "hessian", "vmap", "grad of vmap"],
-)
+@each_transform()
 def test_transforms_as_xla_does(make_mesh, of, call, check_vma):
     mesh, x = make_mesh(3), numbers(3, (6,)) - 4
     mine = per_rank(mesh, of(lambda x: call(native_shards, x)), x, check_vma=check_vma)

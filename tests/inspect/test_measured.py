@@ -6,34 +6,22 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from support.calibrations import FOUND
 
 import jdp
-from jdp.inspect.calibration import CACHED_BYTES, Calibration, CollectiveLaw
+from jdp.inspect.calibration import CACHED_BYTES, CollectiveLaw
 from jdp.inspect.prediction import Likely
 from jdp.inspect.rates import Rate
 
 ALL_REDUCE = CollectiveLaw(
     "all-reduce", "direct", 2, 1, "float32", 1.0, 1e6, 0.0, ((1, 1.0), (1 << 30, 8.0))
 )
-MEASURED = Calibration(
-    host="here",
-    platform="cpu",
-    device_kind="cpu",
-    num_devices=2,
-    num_cores=2,
-    date="2026-11-25T00:00:00",
-    versions={},
+MEASURED = dataclasses.replace(
+    FOUND,
     matmul_flops_per_s={"float32": 3e9},
     memory_bytes_per_s=5e9,
-    cached_bytes_per_s=2e10,
-    transcendentals_per_s=4e8,
-    operation_start_s=1e-7,
-    num_compute_ranks=2,
     shared_matmul_flops_per_s={"float32": 2e9},
     shared_memory_bytes_per_s=4e9,
-    shared_cached_bytes_per_s=1e10,
-    shared_transcendentals_per_s=2e8,
-    shared_operation_start_s=2e-7,
     rates=(ALL_REDUCE,),
 )
 
