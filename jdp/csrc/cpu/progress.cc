@@ -11,8 +11,7 @@ std::atomic<Progress*> current{&own};
 void set_progress(Progress* progress) { current.store(progress, std::memory_order_release); }
 
 void add_wait(int64_t wait_ns) {
-  current.load(std::memory_order_acquire)
-      ->waited_ns.fetch_add(wait_ns, std::memory_order_relaxed);
+  current.load(std::memory_order_acquire)->waited_ns.fetch_add(wait_ns, std::memory_order_relaxed);
 }
 
 ProgressScope::ProgressScope(int32_t bucket) : progress_(current.load(std::memory_order_acquire)) {

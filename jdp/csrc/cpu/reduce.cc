@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "bucket.h"
-#include "prefetch.h"
 
 namespace jdp {
 namespace {
@@ -91,9 +90,7 @@ void reduce_to_slices(const T* const* inputs, int num_inputs, T* const* slices, 
       inputs, num_inputs, count, scale, [&](int64_t offset, const T* results, int64_t size) {
         runs_of_whole(run, num_inputs, begin + offset, size,
                       [&](int rank, int64_t at, int64_t done, int64_t length) {
-                        T* const to = slices[rank] + at;
-                        std::memcpy(to, results + done, length * sizeof(T));
-                        prefetch_to_write(to + length, length * sizeof(T));
+                        std::memcpy(slices[rank] + at, results + done, length * sizeof(T));
                       });
       });
 }

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "prefetch.h"
 #include "reduce.h"
 
 namespace jdp {
@@ -66,7 +65,6 @@ void gather_in_place(const Buckets& buckets, size_t index, int64_t begin, int64_
                     if (rank == owner) continue;
                     auto* to = static_cast<std::byte*>(buckets[rank]->leaf(index).out);
                     std::memcpy(to + begin + offset, from, length);
-                    prefetch_to_write(to + begin + offset + length, length);
                   }
                 });
 }
