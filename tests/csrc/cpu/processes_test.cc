@@ -108,7 +108,8 @@ void test_processes_with_one_and_with_several_ranks_get_the_sum() {
   }
 }
 
-// The rank that comes last waits for nobody, and a process waits once, whatever its number of ranks.
+// The rank that comes last waits for nobody, and a process waits once, whatever its number of
+// ranks.
 void test_a_process_counts_how_long_it_waits_for_others() {
   constexpr int64_t kLateNs = 200'000'000;
   constexpr int kSteps = 2;
