@@ -71,8 +71,20 @@ def _section(started: measure.Teams, model: str, k: int, options: Any, end: floa
         explicit_models.REWRITTEN[problem.loss_fn]
     )
     section = tables.section(model, k, measure.rows_of(found, model, k, num_rows, lines))
-    left_out = [f"{run.name} on {run.ranks}: {why}" for run, why in found.errors.items()]
-    return section._replace(text=" ".join(["Left out:", *left_out] if left_out else []))
+    return section._replace(text=_left_out(found.errors))
+
+
+def _left_out(errors: dict[measure.Run, str]) -> str:
+    """Return a sentence for each error that left contestants out."""
+    of_error: dict[str, dict[str, list[str]]] = {}
+    for run, error in errors.items():
+        of_error.setdefault(error, {}).setdefault(run.name, []).append(run.ranks)
+    return "\n\n".join(
+        "Left out: "
+        + "; ".join(f"{name} on {', '.join(ranks)}" for name, ranks in runs.items())
+        + f". {error}"
+        for error, runs in of_error.items()
+    )
 
 
 def _explained(versions: list[str], load: float) -> str:

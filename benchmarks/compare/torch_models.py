@@ -40,7 +40,7 @@ class Convolution(nn.Module):
         self.w, self.b, self._stride = nn.Parameter(w), nn.Parameter(b), stride
 
     def forward(self, x):
-        return F.relu(F.conv2d(x, self.w, self.b, self._stride, padding=1))
+        return F.silu(F.conv2d(x, self.w, self.b, self._stride, padding=1))
 
 
 class ConvNet(nn.Module):

@@ -57,9 +57,12 @@ class Worker:
         """
         try:
             self._made[key] = self._make(name, *setup)
-            self._run(key)  # compiles
+            first = self.run(key)  # compiles
             memory = PeakMemory()
-            return {**self._run(key), "memory_mb": memory.megabytes()}
+            # Also after a wrong result: the ranks of other processes may be right, and run it.
+            second = self.run(key)
+            wrong = [found for found in (first, second) if "error" in found]
+            return wrong[0] if wrong else {**second, "memory_mb": memory.megabytes()}
         except Exception as error:
             self._made.pop(key, None)
             return {"error": f"{type(error).__name__}: {error}"[:2000]}
@@ -71,12 +74,6 @@ class Worker:
           "error" if they are wrong, or the "seconds" of a step and the "difference" from one
           device, as a share of the change of a parameter.
         """
-        try:
-            return self._run(key)
-        except exact.WrongResultError as error:
-            return {"error": str(error)}
-
-    def _run(self, key: str) -> dict[str, Any]:
         trained, expected = self._made[key]
         trained.start()
         trained.run(1)
@@ -84,7 +81,11 @@ class Worker:
         begin = time.perf_counter()
         trained.run(NUM_STEPS - 1)
         seconds = (time.perf_counter() - begin) / (NUM_STEPS - 1)
-        for part in trained.gather():
-            expected.require(*part)
+        parts = trained.gather()
         trained.drop()
+        try:
+            for part in parts:
+                expected.require(*part)
+        except exact.WrongResultError as error:
+            return {"error": str(error)}
         return {"seconds": seconds, "difference": expected.difference}

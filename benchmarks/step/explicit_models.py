@@ -42,7 +42,7 @@ def _conv_loss(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
     x = batch["image"]
     for number, layer in enumerate(params["layers"]):
         y = _convolution(x, layer["w"], 1 + number % 2)
-        x = jax.nn.relu(y + _like(layer["b"], y))
+        x = jax.nn.silu(y + _like(layer["b"], y))
     logits = jnp.mean(x, axis=(1, 2)) @ params["head"]
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["label"][:, None], axis=-1)
     per_row = -jnp.mean(picked, axis=1)

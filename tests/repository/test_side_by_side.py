@@ -11,9 +11,12 @@ import pytest
 
 from benchmarks.all_reduce import peers
 from benchmarks.compare import changed_lines, measure, rank_jax, tables, task, teams
+from benchmarks.compare.checked import ExpectedRun
 from benchmarks.compare.contestants import CONTESTANTS, JAX, TORCH, taking_part
 from benchmarks.compare.measure import Measured, Run
 from benchmarks.compare.programs import no_reduction, shard_map
+from benchmarks.compare.task import NUM_STEPS
+from benchmarks.compare.worker import Worker
 
 ROOT = Path(__file__).parents[2]
 # JAX fails to compile explicit sharding with a shard_map of one rank in the convolutions.
@@ -84,6 +87,31 @@ def test_a_rank_that_differs_is_found(folder, monkeypatch):
     worker = rank_jax.worker_of(folder, is_tiny=True)
     found = worker.prepare("it", "JAX, no reduction", "mlp", 1, 3)
     assert "wrong result on rank 2" in found["error"]
+
+
+def test_a_process_with_a_wrong_result_trains_as_often_as_the_others():
+    class Trained:
+        def __init__(self, found):
+            self.found, self.num_steps = np.float32([found]), 0
+
+        def start(self):
+            pass
+
+        def run(self, num_steps):
+            self.num_steps += num_steps  # with the other ranks, which would wait for it
+
+        def gather(self):
+            return [("w", self.found, 0)]
+
+        drop = start
+
+    made = {key: Trained(found) for key, found in (("right", 2), ("wrong", 3))}
+    expected = {"w": np.float64([1])}, {"w": np.float64([2])}
+    worker = Worker(lambda key: (made[key], ExpectedRun(key, *expected)), lambda: None)
+    found = {key: worker.prepare(key, key) for key in made}
+    assert "error" not in found["right"]
+    assert "'wrong' computed a wrong result on rank 0" in found["wrong"]["error"]
+    assert made["right"].num_steps == made["wrong"].num_steps == 2 * NUM_STEPS
 
 
 def test_a_contestant_that_becomes_wrong_in_the_rounds_gets_no_row():
