@@ -1,5 +1,6 @@
 """Whether one chain of tokens orders all native calls of a program."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jdp.analysis import jaxprs
@@ -8,6 +9,9 @@ from jdp.collectives.call_order import NATIVE, START, TOKEN
 # XLA gives a rank two threads that may block on other ranks, and its own collectives use one, so
 # only one chain of native calls is safe.
 _MAX_CHAINS = 1
+
+# It returns its operands, see `reduction.tied`.
+_TIED = "jdp_tied"
 
 
 def why_unordered(jaxpr: Any) -> str | None:
@@ -64,11 +68,13 @@ def _chains(jaxpr: Any, entering: _Places, known: _Known) -> tuple[_Chains, _Pla
     if key in known:
         return known[key]
     found = _Chains(0, frozenset(), False)
-    given = {id(jaxpr.invars[i]) for i in entering}
+    given = _Tokens(id(jaxpr.invars[i]) for i in entering)
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
+        if name == _TIED:
+            given.rename(eqn)
         if name in NATIVE:
-            token, passed_on = id(eqn.invars[TOKEN]), id(eqn.outvars[0])
+            token, passed_on = given.origin(eqn.invars[TOKEN]), id(eqn.outvars[0])
             number = frozenset([eqn.params["number"]])
             found = found.joined(_Chains(int(token not in given), number, False))
             given.discard(token)  # a second call with this token may run beside the first
@@ -88,14 +94,31 @@ def _chains(jaxpr: Any, entering: _Places, known: _Known) -> tuple[_Chains, _Pla
         of_body = _of_loop if name == "scan" else _chains
         within, leaving = of_body(bodies[0], taken, known, *_counts(eqn))
         found = found.joined(within)
-        given -= {id(eqn.invars[i]) for i in taken}
+        given -= {given.origin(eqn.invars[i]) for i in taken}
         given |= {id(eqn.outvars[i]) for i in leaving}
     known[key] = found, _places(jaxpr.outvars, given)
     return known[key]
 
 
-def _places(atoms: Any, given: set[int]) -> _Places:
-    return frozenset(i for i, atom in enumerate(atoms) if id(atom) in given)
+class _Tokens(set[int]):
+    """The ids of the variables that hold the token of the last call of a chain."""
+
+    def __init__(self, ids: Iterable[int]):
+        super().__init__(ids)
+        self._origin: dict[int, int] = {}  # a variable -> the one whose value it has
+
+    def origin(self, atom: Any) -> int:
+        """Return the id of the variable that a value comes from."""
+        return self._origin.get(id(atom), id(atom))
+
+    def rename(self, eqn: Any) -> None:
+        """Record that the results of an equation are its operands."""
+        for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
+            self._origin[id(result)] = self.origin(operand)
+
+
+def _places(atoms: Any, given: _Tokens) -> _Places:
+    return frozenset(i for i, atom in enumerate(atoms) if given.origin(atom) in given)
 
 
 def _hands_on(eqn: Any, bodies: list[Any]) -> bool:

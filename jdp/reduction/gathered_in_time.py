@@ -36,6 +36,7 @@ class Evaluation:
       whole: positions of the other inputs that are parameters.
       capacity: bytes of whole parameters that are gathered together, > 0.
       after: an array that is there before the first gather, None if there is none.
+      is_native: whether shards are gathered and scattered by native calls.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class Evaluation:
         whole: Sequence[int],
         capacity: int,
         after: jax.Array | None,
+        is_native: bool,
     ):
+        self._is_native = is_native
         self._program = program
         self._shards = {program.ins[i]: shard for i, shard in shards.items()}
         self._capacity = capacity
@@ -94,8 +97,9 @@ class Evaluation:
                 return
             grads = [self._values[outs[i]] for i in chosen]
             if not self._shards:
-                # No gather waits for sent gradients, and XLA would send all of it together, last.
-                grads = tied.after(grads, self._sent)
+                if not self._is_native:
+                    # No gather waits for them, and XLA would send all of it together, last.
+                    grads = tied.after(grads, self._sent)
                 self._sent_before, self._sent = self._sent, []
             results = send(chosen, grads)
             sent.update(zip(chosen, results, strict=True))
@@ -116,11 +120,14 @@ class Evaluation:
         # A gradient has the time of one group to be sent in.
         self._ties = [*self._used_last, *self._sent_before]
         self._sent_before, self._sent = self._sent, []
-        values = tied.after([part.value for part in parts], ties)
+        if self._is_native:
+            tied.next_call_after(ties)
+        else:
+            values = tied.after([part.value for part in parts], ties)
+            parts = [part._replace(value=x) for part, x in zip(parts, values, strict=True)]
         if (scope := step_context.innermost()) is not None:
             scope.groups.add(self._capacity)
-        later = [part._replace(value=x) for part, x in zip(parts, values, strict=True)]
-        wholes = known_shards.gathered(later, self._capacity)
+        wholes = known_shards.gathered(parts, self._capacity)
         self._gathered.update(zip(members, wholes, strict=True))
 
     def _keep(self, operation: FlatOperation, *, is_user: bool) -> None:

@@ -7,7 +7,7 @@ author has no known shard: this rank's slice of it is one.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -74,6 +74,13 @@ def gathered(
     for bucket, joined in zip(plan, results, strict=True):
         wholes |= dict(zip(bucket, joined, strict=True))
     return [remember(wholes[i], part) for i, part in enumerate(found)]
+
+
+def are_native(found: Iterable[Shard]) -> bool:
+    """Whether native calls gather these shards where this is traced, and scatter gradients."""
+    scope = step_context.innermost()
+    mesh = None if scope is None else scope.mesh
+    return all(shards.is_native(axes, mesh) for axes in {part.axes for part in found})
 
 
 def remember(whole: jax.Array, part: Shard) -> jax.Array:

@@ -47,6 +47,7 @@ def call(function: Callable[[Any], Any], state: Any, batch: Any) -> Any:
             whole=[],
             capacity=_capacity(list(shards.values())),
             after=gathered_in_time.first_floats(batch),
+            is_native=known_shards.are_native(shards.values()),
         )
         arrays = iter(evaluation.run([], lambda chosen, values: values))
     return trees[0].unflatten([next(arrays) if it is None else it[0] for it in others])

@@ -142,6 +142,7 @@ class ShardGradients:
                 whole=[i for i in range(num_leaves) if i not in self._shards],
                 capacity=self._bucket_bytes,
                 after=first_floats(batch),
+                is_native=known_shards.are_native(self._shards.values()),
             )
             outs = evaluation.run(
                 [first + i for i in self._sent if has_gradient[i]],

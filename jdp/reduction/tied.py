@@ -9,6 +9,8 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
+from jdp.collectives import call_order
+
 
 def after(values: Sequence[jax.Array], others: Sequence[jax.Array]) -> list[jax.Array]:
     """Return values unchanged, but not before some others have been computed.
@@ -29,6 +31,20 @@ def after(values: Sequence[jax.Array], others: Sequence[jax.Array]) -> list[jax.
         return list(values)
     count = len(values)
     return _tied_p.bind(*values, *others, count=count)[:count]
+
+
+def next_call_after(others: Sequence[jax.Array]) -> None:
+    """Let the next native call of this program wait for arrays, and copy nothing.
+
+    Native calls take a token from the call before. It alone waits, where `after` would write each
+    value that a call takes into new memory.
+
+    Args:
+      others: arrays; those that are not floats are not waited for.
+    """
+    token = call_order.first_token()
+    if token is not None:
+        call_order.passed(*after([token], others))
 
 
 # (*values, *others) -> the same. The proof and liveness look at each operand by itself.

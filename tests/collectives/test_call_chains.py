@@ -12,6 +12,7 @@ import jdp
 from jdp.collectives import call_order, native
 from jdp.collectives.call_chains import why_unordered
 from jdp.collectives.cpu import runtime as cpu_runtime
+from jdp.reduction import tied
 
 pytestmark = pytest.mark.skipif(
     cpu_runtime.why_missing() is not None, reason=f"{cpu_runtime.why_missing()}"
@@ -57,17 +58,34 @@ def differentiated(x):
     return jax.grad(lambda x: without_token(total, x).sum())(x)
 
 
+def waiting(x):
+    """The next call waits for a value, and so does another value for the token of the last one."""
+    (later,) = tied.after([x], [call_order.first_token()])
+    tied.next_call_after([x])
+    return total(later)
+
+
+def of_a_token_and_its_copy(x):
+    x, token = total(x), call_order.first_token()
+    (copy,) = tied.after([token], [x])
+    both = [call_order.threaded(total)(each, x)[1] for each in (token, copy)]
+    return both[0] + both[1]
+
+
 ONE_CHAIN = {
     "a loop": lambda x: loop(total, x),
     "calls, a loop, calls": lambda x: total(loop(total, total(x))),
     "several calls in each turn": lambda x: loop(lambda x: total(total(x) + 1), x),
     "two loops": lambda x: loop(total, loop(total, x) + 1),
     "a loop in a loop": lambda x: loop(lambda x: loop(total, x), x),
+    "a call that waits": lambda x: total(waiting(total(x))),
+    "a call that waits, in a loop": lambda x: loop(waiting, total(x)),
     "a function in a loop": lambda x: loop(
         lambda x: handed_on_by_jit(total)(x), total(x)
     ),
 }  # fmt: skip
 MORE = {
+    "a token and its copy": of_a_token_and_its_copy,
     "a call behind a loop without a token": lambda x: total(without_token(total, x)),
     "turns that follow the same call": of_a_token_from_outside,
     "loops that follow the same call": of_two_loops_beside_each_other,
@@ -110,7 +128,10 @@ def test_calls_that_may_run_beside_each_other_are_found(make_mesh, name):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("name", ["calls, a loop, calls", "a loop in a loop", "two loops"])
+@pytest.mark.parametrize(
+    "name",
+    ["calls, a loop, calls", "a loop in a loop", "two loops", "a call that waits, in a loop"],
+)
 def test_sums_in_such_loops_are_exact(make_mesh, name, num_ranks):
     x = np.arange(num_ranks * 5, dtype=np.float32).reshape(num_ranks, 5)
     found = mapped(make_mesh, ONE_CHAIN[name], num_ranks)(x.reshape(-1))
@@ -119,6 +140,7 @@ def test_sums_in_such_loops_are_exact(make_mesh, name, num_ranks):
         "calls, a loop, calls": once * more * more,
         "a loop in a loop": once * num_ranks**8,
         "two loops": (once * more + 1) * num_ranks**3,
+        "a call that waits, in a loop": once * num_ranks**3,
     }[name]
     np.testing.assert_array_equal(found, np.tile(expected, num_ranks))
 

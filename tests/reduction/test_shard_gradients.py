@@ -1,6 +1,7 @@
 """At stage 3 `jdp.value_and_grad` gives the gradients of whole parameters, from shards."""
 
 import logging
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from support.training import assert_close, fetched, ranks
 import jdp
 from jdp.analysis.liveness import used_inputs
 from jdp.collectives import shards
+from jdp.collectives.cpu import runtime
 from jdp.jax_compat import opened
 from jdp.reduction import known_shards, tied, whole_gradients
 
@@ -266,6 +268,20 @@ def test_integer_parameters_are_refused_as_by_jax():
 def test_what_a_gather_only_waits_for_counts_as_unread():
     program = jax.make_jaxpr(lambda x, y: tied.after([x], [y]))(1.0, 2.0)
     assert used_inputs(opened(program)) == (True, False)
+
+
+@pytest.mark.skipif(runtime.why_missing() is not None, reason=f"{runtime.why_missing()}")
+def test_native_gathers_take_shards_where_they_lie():
+    def step(state, rows):
+        loss, grads = jdp.value_and_grad(dense)(state.params, rows)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    ranks(2)
+    state = jdp.TrainState.create(params(), stage_3())
+    text = jdp.train_step(step).lower(state, batch()).as_text()
+    assert text.count(f"@{runtime.ALL_GATHER}(") == 5  # of four groups, one of them again
+    # A `select` lets a value wait for another, and copies it. Only the token may wait.
+    assert set(re.findall(r"stablehlo.select .*, tensor<(.*)f32>", text)) == {"1x"}
 
 
 @pytest.mark.parametrize("mean", [True, False])

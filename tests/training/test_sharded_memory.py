@@ -110,7 +110,7 @@ GROUP = 1 / 12
 TEMPORARY = {
     1: lambda n: 1,
     2: lambda n: (1 + GROUP) / n,
-    3: lambda n: (1 + 2 * GROUP) / n + 2 * GROUP,
+    3: lambda n: (1 + GROUP) / n + GROUP,
 }
 
 
