@@ -26,7 +26,12 @@ ASSUMPTIONS = (
 
 class _Speeds:
     def compute_s(
-        self, flops: Mapping[str, float], num_bytes: float, transcendentals: float = 0
+        self,
+        flops: Mapping[str, float],
+        num_bytes: float,
+        transcendentals: float = 0,
+        *,
+        is_strided: bool = False,
     ) -> float:
         return max(sum(flops.values()) / FLOPS_PER_S, num_bytes / BYTES_PER_S)
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-FORMAT = 2
+FORMAT = 3
 # Bytes that an operation reads and writes at the rate of a cache.
 CACHED_BYTES = 2**23
 
@@ -64,6 +64,25 @@ class CollectiveLaw:
 
 
 @dataclasses.dataclass(frozen=True)
+class Slowness:
+    """How many times as long operations take in training steps as by themselves.
+
+    Attributes:
+      matmul: of matmuls, beside large ones.
+      elementwise: of others that read arrays in order, beside a loop over one array.
+      strided: of those that read or write an array across its rows, beside the same.
+      start: of the start of an operation, beside that of a tiny one that follows another.
+      largest_error: the largest |predicted / measured - 1| of the steps that these are fitted to.
+    """
+
+    matmul: float
+    elementwise: float
+    strided: float
+    start: float
+    largest_error: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Calibration:
     """The measured rates of one machine.
 
@@ -82,12 +101,14 @@ class Calibration:
       cached_bytes_per_s: the same for an array of which CACHED_BYTES are read and written.
       transcendentals_per_s: hyperbolic tangents per second by one device.
       operation_start_s: seconds of an operation that does next to nothing, by one device.
+      slowness: of training steps on one device.
       num_compute_ranks: number of devices that computed at once for the fields `shared_*`.
       shared_matmul_flops_per_s: dtype -> the same for each device, while all compute.
       shared_memory_bytes_per_s: the same for each device, while all compute.
       shared_cached_bytes_per_s: the same.
       shared_transcendentals_per_s: the same.
       shared_operation_start_s: the same.
+      shared_slowness: the same.
       rates: laws of the collectives.
     """
 
@@ -103,12 +124,14 @@ class Calibration:
     cached_bytes_per_s: float
     transcendentals_per_s: float
     operation_start_s: float
+    slowness: Slowness
     num_compute_ranks: int
     shared_matmul_flops_per_s: Mapping[str, float]
     shared_memory_bytes_per_s: float
     shared_cached_bytes_per_s: float
     shared_transcendentals_per_s: float
     shared_operation_start_s: float
+    shared_slowness: Slowness
     rates: tuple[CollectiveLaw, ...]
 
     def rate(
@@ -158,6 +181,8 @@ def load(platform: str, path: Path | None = None) -> Calibration | None:
         if found.pop("format") != FORMAT:
             raise ValueError("it has another format")
         found["rates"] = tuple(map(_read_rate, found["rates"]))
+        for name in ("slowness", "shared_slowness"):
+            found[name] = Slowness(**found[name])
         return Calibration(**found)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(

@@ -78,6 +78,19 @@ class Costs:
             if each.op in _TRANSCENDENTAL
         )
 
+    def is_strided(self, one: Instruction, shapes: dict[str, str]) -> bool:
+        """Whether an instruction reads or writes an array across its rows.
+
+        Args:
+          one: the instruction.
+          shapes: type of each instruction of its computation, by name.
+        """
+        if hlo.changes_order(one, shapes):
+            return True
+        inner = list(self.inside(one)) if one.op in ("fusion", "call") else []
+        own = {each.name: each.shape for each in inner}
+        return any(hlo.changes_order(each, own) for each in inner)
+
     def num_bytes(self, one: Instruction, shapes: dict[str, str]) -> int:
         """Count the bytes that are read and written: of an array that is sliced, the slice."""
         if (kernel := self.kernel(one)) and kernel.num_bytes is not None:

@@ -50,7 +50,7 @@ def measured(target: TargetDevices) -> MeasuredRates:
 def _of_devices(found: Calibration, num_ranks: int) -> dict[str, Rate]:
     flops, memory = found.matmul_flops_per_s, found.memory_bytes_per_s
     cached, transcendentals = found.cached_bytes_per_s, found.transcendentals_per_s
-    start_s = found.operation_start_s
+    start_s, slowness = found.operation_start_s, found.slowness
     if num_ranks > 1:
         # On CPUs ranks share the cores and the memory of the host.
         share = found.num_compute_ranks / num_ranks if found.platform == "cpu" else 1.0
@@ -58,19 +58,20 @@ def _of_devices(found: Calibration, num_ranks: int) -> dict[str, Rate]:
         memory = share * found.shared_memory_bytes_per_s
         cached = share * found.shared_cached_bytes_per_s
         transcendentals = share * found.shared_transcendentals_per_s
-        start_s = found.shared_operation_start_s / share
+        start_s, slowness = found.shared_operation_start_s / share, found.shared_slowness
     source = f"measured here (jdp bench --calibrate, {found.date[:10]})"
-    values = {
+    alone = {
         "matmul_flops": flops.get("bfloat16"),
         "matmul_flops_f32": flops.get("float32"),
         "memory_bytes_per_s": memory,
         "cached_bytes_per_s": cached,
         "transcendentals_per_s": transcendentals,
-        "operation_start_s": start_s,
+        "operation_start_s": slowness.start * start_s,
     }
-    low, likely, high = INTERVAL
-    return {
-        name: Rate(likely * value, low * value, high * value, UNITS[name], source)
-        for name, value in values.items()
-        if value
-    }
+    rates = {name: Rate(x, x, x, UNITS[name], source) for name, x in alone.items() if x}
+    error = min(max(slowness.largest_error, INTERVAL[2] - 1), 0.75)
+    source = source.replace("here", "here, on training steps")
+    for kind in ("matmul", "elementwise", "strided"):
+        times, name = getattr(slowness, kind), f"{kind}_times"
+        rates[name] = Rate(times, (1 - error) * times, (1 + error) * times, UNITS[name], source)
+    return rates

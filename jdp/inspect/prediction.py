@@ -48,6 +48,10 @@ class Likely:
         name = "transcendentals_per_s"
         self._transcendentals = rate(name) if name in rates else float("inf")
         self._start_s = getattr(rates["operation_start_s"], other)
+        self._times = {
+            kind: getattr(rates[f"{kind}_times"], other) if f"{kind}_times" in rates else 1.0
+            for kind in ("matmul", "elementwise", "strided")
+        }
         self._reduction_start_s = getattr(rates["reduction_start_s"], other)
         if num_hosts > 1:
             self._link = min(self._link, rate("host_link_bytes_per_s"))
@@ -55,7 +59,12 @@ class Likely:
         self._num_ranks = num_ranks
 
     def compute_s(
-        self, flops: Mapping[str, float], num_bytes: float, transcendentals: float = 0
+        self,
+        flops: Mapping[str, float],
+        num_bytes: float,
+        transcendentals: float = 0,
+        *,
+        is_strided: bool = False,
     ) -> float:
         """Return the seconds of an operation: of its matmuls, memory or exponentials."""
         wide = sum(value for dtype, value in flops.items() if dtype in ("f32", "f64"))
@@ -63,7 +72,9 @@ class Likely:
         matmul_s = wide / self._matmul_f32 + narrow / self._matmul
         memory = self._cached if num_bytes <= CACHED_BYTES else self._memory
         exponentials_s = transcendentals / self._transcendentals
-        return self._start_s + max(matmul_s, num_bytes / memory, exponentials_s)
+        kind = "matmul" if flops else "strided" if is_strided else "elementwise"
+        longest_s = max(matmul_s, num_bytes / memory, exponentials_s)
+        return self._start_s + self._times[kind] * longest_s
 
     def transfer_s(self, kind: str, algorithm: str, num_bytes: float) -> float:
         """Return the seconds of a collective: measured, or its start and its bytes over links."""

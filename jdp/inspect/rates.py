@@ -41,6 +41,10 @@ UNITS = {
     "host_link_bytes_per_s": "B/s",
     "reduction_start_s": "s",
     "operation_start_s": "s",
+    # How many times as long operations take in a step as those rates say.
+    "matmul_times": "times",
+    "elementwise_times": "times",
+    "strided_times": "times",
 }
 
 

@@ -26,7 +26,12 @@ class Speeds(Protocol):
     """How long operations take."""
 
     def compute_s(
-        self, flops: Mapping[str, float], num_bytes: float, transcendentals: float = 0
+        self,
+        flops: Mapping[str, float],
+        num_bytes: float,
+        transcendentals: float = 0,
+        *,
+        is_strided: bool = False,
     ) -> float:
         """Return the seconds of an operation, given the operations of its matmuls by dtype."""
         ...
@@ -169,7 +174,9 @@ class _Simulation:
                 "cost_estimate="
             )
         num_bytes = self._costs.num_bytes(one, self._shapes[name])
-        took_s = self._speeds.compute_s(flops, num_bytes, self._costs.transcendentals(one))
+        is_strided = not flops and self._costs.is_strided(one, self._shapes[name])
+        exponentials = self._costs.transcendentals(one)
+        took_s = self._speeds.compute_s(flops, num_bytes, exponentials, is_strided=is_strided)
         self.timeline.flops.update(flops)
         self.timeline.computing_s += took_s
         label = _label(one, bool(flops))

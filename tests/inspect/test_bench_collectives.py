@@ -154,8 +154,11 @@ def test_processes_agree_on_times_and_on_wrong_results(processes):
 def test_a_calibration_has_every_collective_and_keeps_those_of_other_numbers_of_ranks(
     tmp_path, monkeypatch, make_mesh
 ):
-    from jdp.inspect.bench import calibrate, compute
+    from jdp.inspect.bench import calibrate, compute, training_steps
 
+    small = training_steps.models.mlp(width=8, num_layers=2, num_rows=5)
+    monkeypatch.setattr(training_steps, "_models", lambda: [small])
+    monkeypatch.setattr(training_steps, "_BUDGET_S", 0.0)
     monkeypatch.setattr(calibrate, "_BYTES", (64, 256))
     monkeypatch.setattr(known_values, "OPERATIONS", ("all-reduce", "all-gather"))
     monkeypatch.setattr(calibrate, "_SETTING", collectives.Setting(num_rounds=1, in_place=True))
@@ -173,5 +176,6 @@ def test_a_calibration_has_every_collective_and_keeps_those_of_other_numbers_of_
     assert set(found.matmul_flops_per_s) == {"float32", "bfloat16"}
     numbers = [*found.matmul_flops_per_s.values(), found.memory_bytes_per_s]
     assert np.isfinite(numbers).all() and min(numbers) > 0
+    assert found.slowness.matmul > 0 and found.shared_slowness.matmul > 0
     again = calibrate.calibrate(make_mesh(2), lines.append)  # 3 ranks are kept
     assert {rate.num_ranks for rate in again.rates} == {2, 3}

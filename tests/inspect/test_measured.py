@@ -9,9 +9,9 @@ import pytest
 from support.calibrations import FOUND
 
 import jdp
-from jdp.inspect.calibration import CACHED_BYTES, CollectiveLaw
+from jdp.inspect.calibration import CACHED_BYTES, CollectiveLaw, Slowness
 from jdp.inspect.prediction import Likely
-from jdp.inspect.rates import Rate
+from jdp.inspect.rates import UNITS, Rate
 
 ALL_REDUCE = CollectiveLaw(
     "all-reduce", "direct", 2, 1, "float32", 1.0, 1e6, 0.0, ((1, 1.0), (1 << 30, 8.0))
@@ -62,6 +62,25 @@ def test_ranks_that_share_the_cores_share_the_measured_rates(calibrated):
     assert starts == pytest.approx([1e-7, 2e-7, 4e-7])
 
 
+def test_the_slowness_of_training_steps_is_part_of_the_rates(calibrated):
+    alone = explained("cpu:1").rates  # without a calibration
+    assert not {"matmul_times", "elementwise_times", "strided_times"} & alone.keys()
+    calibrated(
+        slowness=Slowness(2.0, 3.0, 4.0, 5.0, 0.5),
+        shared_slowness=Slowness(6.0, 7.0, 8.0, 9.0, 0.1),
+    )
+    one, all_ = (explained(f"cpu:{n}").rates for n in (1, 2))
+    kinds = "matmul_times", "elementwise_times", "strided_times"
+    assert [one[kind].value for kind in kinds] == [2.0, 3.0, 4.0]
+    assert [all_[kind].value for kind in kinds] == [6.0, 7.0, 8.0]
+    starts = [rates["operation_start_s"].value for rates in (one, all_)]
+    assert starts == pytest.approx([5 * 1e-7, 9 * 2e-7])
+    # The interval is that of the worst step, and at least a quarter.
+    assert (one["strided_times"].low, one["strided_times"].high) == (2.0, 6.0)
+    assert (all_["strided_times"].low, all_["strided_times"].high) == (6.0, 10.0)
+    assert one["matmul_flops_f32"].low == one["matmul_flops_f32"].high == 3e9
+
+
 def test_a_collective_takes_its_measured_time(calibrated):
     calibrated()
     found = explained("cpu:2")
@@ -100,6 +119,25 @@ def test_an_operation_takes_its_slowest_part(num_bytes, exponentials, seconds):
     rates = {name: Rate(x, x, x, "", "") for name, x in given.items()}
     found = Likely(rates, 1, 1).compute_s({}, num_bytes, exponentials)
     assert found == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [(({"f32": 8e9}, 1), 16.0), (({}, 1e9), 3.0), (({}, 1e9, 0, True), 4.0)],
+)
+@pytest.mark.parametrize(("which", "of_high"), [("value", 0), ("low", 1), ("high", -1)])
+def test_a_factor_multiplies_the_operations_of_its_kind(given, seconds, which, of_high):
+    ones = dict.fromkeys(UNITS, Rate(1e9, 1e9, 1e9, "", ""))
+    ones |= {name: Rate(0.0, 0.0, 0.0, "", "") for name in UNITS if name.endswith("start_s")}
+    # The best speed, which `high` asks for, is that of the lowest factor.
+    factors = {"matmul_times": 2.0, "elementwise_times": 3.0, "strided_times": 4.0}
+    times = {name: Rate(x, x - 1, x + 1, "", "") for name, x in factors.items()}
+    flops, num_bytes, *rest = given
+    strided = {"is_strided": True} if rest else {}
+    likely = Likely({**ones, **times}, 1, 1, which)
+    alone = max(8.0 if flops else 0.0, num_bytes / 1e9)
+    expected = seconds + of_high * alone
+    assert likely.compute_s(flops, num_bytes, **strided) == pytest.approx(expected)
 
 
 def test_rates_of_another_kind_of_device_are_not_used(calibrated):

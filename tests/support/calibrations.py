@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jdp.inspect.calibration import Calibration, CollectiveLaw
+from jdp.inspect.calibration import Calibration, CollectiveLaw, Slowness
 
 LAW = CollectiveLaw(
     "all-reduce", "direct", 2, 1, "float32", 2e-6, 1e9, 0.25, ((1024, 3e-6), (4096, 6e-6))
@@ -20,11 +20,13 @@ FOUND = Calibration(
     cached_bytes_per_s=2e10,
     transcendentals_per_s=4e8,
     operation_start_s=1e-7,
+    slowness=Slowness(1.0, 1.0, 1.0, 1.0, 0.0),
     num_compute_ranks=2,
     shared_matmul_flops_per_s={"float32": 6e10},
     shared_memory_bytes_per_s=7e9,
     shared_cached_bytes_per_s=1e10,
     shared_transcendentals_per_s=2e8,
     shared_operation_start_s=2e-7,
+    shared_slowness=Slowness(1.0, 1.0, 1.0, 1.0, 0.0),
     rates=(LAW, dataclasses.replace(LAW, num_processes=2)),
 )

@@ -190,5 +190,11 @@ def _calibrate(_: str, arguments: Sequence[str]) -> int:
             f"{found.shared_transcendentals_per_s / 1e9:.2f} by each of {found.num_compute_ranks}; "
             f"an operation starts in {found.operation_start_s * 1e6:.2f} us"
         )
+        for times, where in ((found.slowness, "one device"), (found.shared_slowness, "all")):
+            print(
+                f"in training steps on {where}, matmuls take {times.matmul:.2f} times as long, "
+                f"elementwise operations {times.elementwise:.2f}, strided ones {times.strided:.2f} "
+                f"and starts {times.start:.2f} times, within {times.largest_error:.0%}"
+            )
         print(f"wrote {found.save()}")
     return 0

@@ -10,8 +10,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jdp.inspect.bench import training_steps
 from jdp.inspect.calibration import CACHED_BYTES
 from jdp.inspect.exact import require
+from jdp.inspect.rate import Rate
+from jdp.inspect.rates import UNITS
 
 _WIDTH = {"cpu": 1024}  # rows and columns of the matmul; on others:
 _WIDTH_ELSEWHERE = 8192
@@ -123,7 +126,21 @@ def rates(mesh: Mesh) -> dict[str, Any]:
         found[f"{prefix}cached_bytes_per_s"] = CACHED_BYTES / cached_s
         found[f"{prefix}transcendentals_per_s"] = size / tanh_s
         found[f"{prefix}operation_start_s"] = operation_start_s(devices)
+        found[f"{prefix}slowness"] = training_steps.slowness(devices, _by_name(found, prefix))
     return found
+
+
+def _by_name(found: Mapping[str, Any], prefix: str) -> dict[str, Rate]:
+    """Return measured rates under the names that a prediction has for them."""
+    flops = found[f"{prefix}matmul_flops_per_s"]
+    values = {"matmul_flops": flops["bfloat16"], "matmul_flops_f32": flops["float32"]}
+    own = (
+        "memory_bytes_per_s", "cached_bytes_per_s", "transcendentals_per_s", "operation_start_s"
+    )  # fmt: skip
+    values |= {name: found[f"{prefix}{name}"] for name in own}
+    # A step without collectives uses no link.
+    values |= {"link_bytes_per_s": 1.0, "reduction_start_s": 0.0}
+    return {name: Rate(x, x, x, UNITS[name], "measured here") for name, x in values.items()}
 
 
 def _on_all(mesh: Mesh, function: Callable, donate: Any = ()) -> Any:

@@ -32,7 +32,12 @@ class Collective(NamedTuple):
 
 class _NoTime:
     def compute_s(
-        self, flops: Mapping[str, float], num_bytes: float, transcendentals: float = 0
+        self,
+        flops: Mapping[str, float],
+        num_bytes: float,
+        transcendentals: float = 0,
+        *,
+        is_strided: bool = False,
     ) -> float:
         return 0.0
 

@@ -1,0 +1,200 @@
+"""How long training steps compute, beside what the rates of single operations say.
+
+A large matmul, and a loop over an array in a cache, are the best that a device does. In a step
+matrices are smaller, some are transposed, arrays are read across their rows, and operations wait
+for threads. Factors are fitted to steps whose operations are counted as `explain` counts them, and
+which are timed.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdp.inspect import models, rounds, timeline
+from jdp.inspect.calibration import Slowness
+from jdp.inspect.exact import require
+from jdp.inspect.hlo import HloProgram
+from jdp.inspect.models import SmallModel
+from jdp.inspect.prediction import Likely
+from jdp.inspect.rate import Rate, given
+
+_NUM_STEPS, _BUDGET_S = 4, 6.0
+_TOLERANCE = 1e-3  # of the largest element of a leaf
+_LEARNING_RATE, _MOMENTUM = 1e-3, 0.9
+
+
+class TimedStep(NamedTuple):
+    """A step that was timed.
+
+    Attributes:
+      alone_s: seconds of its operations by themselves: matmuls, elementwise ones, strided ones, and
+        the starts of all.
+      seconds: of the step.
+    """
+
+    alone_s: tuple[float, float, float, float]
+    seconds: float
+
+
+def slowness(mesh: Mesh, rates: Mapping[str, Rate]) -> Slowness:
+    """Time training steps without collectives, and return how slow their operations are.
+
+    Args:
+      mesh: the devices, which all compute the same.
+      rates: of single operations on these devices, by the names of `rates.UNITS`.
+
+    Raises:
+      WrongResultError: if a parameter of a step is wrong.
+    """
+    made = {model.name: _made(mesh, model) for model in _models()}
+    clocks = {name: clock for name, (clock, _) in made.items()}
+    found = rounds.alternate(clocks, budget_s=_BUDGET_S, warm_up=1)
+    return fitted(
+        [
+            TimedStep(alone_s(program, rates), float(np.median(found[name])) / _NUM_STEPS)
+            for name, (_, program) in made.items()
+        ]
+    )
+
+
+def fitted(steps: Sequence[TimedStep]) -> Slowness:
+    """Fit the factors to the times of steps, with small relative errors.
+
+    Where the steps do not tell two factors apart, these are one.
+
+    Args:
+      steps: at least one.
+
+    >>> fitted([TimedStep((1.0, 0.0, 0.0, 0.0), 3.0), TimedStep((1.0, 4.0, 0.0, 0.0), 13.0)])
+    Slowness(matmul=3.0, elementwise=2.5, strided=3.0, start=3.0, largest_error=0.0)
+    """
+    shares = np.array([step.alone_s for step in steps])
+    shares /= np.array([[step.seconds] for step in steps])
+    factors = _least_squares(shares)
+    error = float(np.abs(shares @ factors - 1).max())
+    return Slowness(*(float(f"{x:.4g}") for x in (*factors, round(error, 6))))
+
+
+def _groupings(num: int) -> Iterator[list[int]]:
+    """Yield the ways in which factors may be one: for each the number of its group."""
+    for groups in itertools.product(range(num), repeat=num):
+        firsts = list(dict.fromkeys(groups))
+        if firsts == list(range(len(firsts))):
+            yield list(groups)
+
+
+def _least_squares(shares: np.ndarray) -> np.ndarray:
+    """Return the positive factors with which the shares of each step come closest to 1."""
+    num_steps, num = shares.shape
+    best, least = np.ones(num), float("inf")
+    for groups in _groupings(num):
+        joined = np.zeros((num_steps, max(groups) + 1))
+        np.add.at(joined, (slice(None), groups), shares)
+        found, _, rank, _ = np.linalg.lstsq(joined, np.ones(num_steps), rcond=1e-6)
+        residual = float(np.sum((joined @ found - 1) ** 2))
+        if rank == joined.shape[1] and found.min() > 0 and residual < least - 1e-9:
+            best, least = found[groups], residual
+    return best
+
+
+class _Recorder:
+    """Speeds that add up the seconds of operations by kind."""
+
+    def __init__(self, rates: Mapping[str, Rate]):
+        self._start_s = rates["operation_start_s"].value
+        no_start = {"operation_start_s": given(0.0, "s")}
+        self._likely = Likely({**rates, **no_start}, num_ranks=1, num_hosts=1)
+        self.alone_s = [0.0] * 4
+
+    def compute_s(
+        self,
+        flops: Mapping[str, float],
+        num_bytes: float,
+        transcendentals: float = 0,
+        *,
+        is_strided: bool = False,
+    ) -> float:
+        kind = 0 if flops else 2 if is_strided else 1
+        self.alone_s[kind] += self._likely.compute_s(flops, num_bytes, transcendentals)
+        self.alone_s[3] += self._start_s
+        return 0.0
+
+    def transfer_s(self, kind: str, algorithm: str, num_bytes: float) -> float:
+        return 0.0
+
+
+def alone_s(program: HloProgram, rates: Mapping[str, Rate]) -> tuple[float, float, float, float]:
+    """Return the seconds of the operations of a program by themselves, as in `TimedStep`."""
+    recorder = _Recorder(rates)
+    timeline.simulate(program, recorder)
+    matmul, elementwise, strided, start = recorder.alone_s
+    return matmul, elementwise, strided, start
+
+
+# Small and large ones, with more and with less beside their matmuls.
+def _models() -> list[SmallModel]:
+    return [
+        models.mlp(width=256, num_layers=3, num_rows=32)._replace(name="narrow mlp"),
+        models.mlp(width=384, num_layers=6, num_rows=64)._replace(name="deep mlp"),
+        models.mlp(width=768, num_layers=2, num_rows=192),
+        models.transformer(dim=64, num_layers=3, num_rows=8, length=64),
+        models.transformer(dim=96, num_layers=4, num_rows=24, length=24),
+        models.transformer(dim=192, num_layers=2, num_rows=8, length=48),
+    ]
+
+
+def _made(mesh: Mesh, model: SmallModel) -> tuple[Callable[[], float], HloProgram]:
+    """Return a clock of `_NUM_STEPS` steps that also checks them, and the compiled step."""
+    name, num = mesh.axis_names[0], mesh.size
+
+    def step(state: Any, batch: Any) -> Any:
+        params, momentum = state
+        grads = jax.grad(model.loss_fn)(params, batch)
+        momentum = jax.tree.map(lambda m, g: _MOMENTUM * m + g, momentum, grads)
+        return jax.tree.map(lambda p, m: p - _LEARNING_RATE * m, params, momentum), momentum
+
+    specs: Any = {"in_specs": (P(), P(name)), "out_specs": P(), "check_vma": False}
+    run: Any = jax.jit(jax.shard_map(step, mesh=mesh, **specs), donate_argnums=0)
+    whole = jax.tree.map(lambda x: np.concatenate([x] * num), model.batch)
+    batch = jax.device_put(whole, NamedSharding(mesh, P(name)))
+    start = model.params, jax.tree.map(np.zeros_like, model.params)
+    right = _right(step, start, model.batch, mesh.devices.flat[0])
+
+    def place() -> Any:
+        return jax.block_until_ready(jax.device_put(start, NamedSharding(mesh, P())))
+
+    def clock() -> float:
+        state = jax.block_until_ready(run(place(), batch))  # into the caches
+        begin = time.perf_counter()
+        for _ in range(_NUM_STEPS):
+            state = run(state, batch)
+        jax.block_until_ready(state)
+        seconds = time.perf_counter() - begin
+        for leaf, expected in zip(jax.tree.leaves(state), right, strict=True):
+            _require(leaf, expected, model.name)
+        return seconds
+
+    return clock, HloProgram(run.lower(place(), batch).compile().as_text())
+
+
+def _right(step: Any, state: Any, batch: Any, device: Any) -> list[np.ndarray]:
+    """Return the leaves of the state after the steps of one run on one device."""
+    alone: Any = jax.jit(step)
+    state, batch = jax.device_put((state, batch), device)
+    for _ in range(_NUM_STEPS + 1):
+        state = alone(state, batch)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+
+def _require(leaf: jax.Array, expected: np.ndarray, name: str) -> None:
+    for rank, shard in enumerate(leaf.addressable_shards):
+        require(
+            shard.data, expected, contestant="XLA", rank=rank, round_number=0,
+            what=f"the state of {name}", tolerance=_TOLERANCE * float(np.abs(expected).max()),
+        )  # fmt: skip
