@@ -37,20 +37,27 @@ _remembered = functools.lru_cache(maxsize=8)
 
 def with_bodies(jaxpr: Any) -> tuple[Any, ...]:
     """Return a jaxpr and all bodies in it, each once."""
-    return _with_bodies(opened(jaxpr))
+    return (*_nested(opened(jaxpr))[0].values(),)
+
+
+def bodies_by_equation(jaxpr: Any) -> dict[int, list[Any]]:
+    """Return the bodies of each equation that has some, by its id, also of those in bodies."""
+    return _nested(opened(jaxpr))[1]
 
 
 @_remembered
-def _with_bodies(jaxpr: Any) -> tuple[Any, ...]:
-    found, left = {}, [jaxpr]
+def _nested(jaxpr: Any) -> tuple[dict[int, Any], dict[int, list[Any]]]:
+    found: dict[int, Any] = {}
+    by_equation, left = {}, [jaxpr]
     while left:
         body = left.pop()
         if id(body) not in found:
             found[id(body)] = body
             for eqn in body.eqns:
-                if eqn.params:
-                    left += bodies(eqn)
-    return (*found.values(),)
+                if eqn.params and (inner := bodies(eqn)):
+                    by_equation[id(eqn)] = inner
+                    left += inner
+    return found, by_equation
 
 
 def primitive_names(jaxpr: Any) -> frozenset[str]:

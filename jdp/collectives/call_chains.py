@@ -20,7 +20,7 @@ def why_unordered(jaxpr: Any) -> str | None:
     JAX traces a user's jitted function once for all its calls. The program then has its all-reduces
     several times, with the same numbers, and not ordered by jdp's token.
     """
-    found, _ = _chains(jaxpr, frozenset(), {})
+    found, _ = _chains(jaxpr, frozenset(), _Known(jaxprs.bodies_by_equation(jaxpr)))
     if found.is_repeated:
         return "a function that reduces is called twice in one program, and JAX traced it once."
     if found.num_chains > _MAX_CHAINS:
@@ -52,7 +52,19 @@ class _Chains(NamedTuple):
 
 # Positions of inputs that are the token of the last call before a jaxpr, or of outputs: in it.
 _Places = frozenset[int]
-_Known = dict[tuple[int, _Places], tuple[_Chains, _Places]]
+_NONE: _Places = frozenset()
+
+
+class _Known(dict[tuple[int, _Places], tuple[_Chains, _Places]]):
+    """The chains of the bodies that were read.
+
+    Args:
+      bodies: of the equations of the program, see `jaxprs.bodies_by_equation`.
+    """
+
+    def __init__(self, bodies: dict[int, list[Any]]):
+        super().__init__()
+        self.bodies = bodies
 
 
 def _chains(jaxpr: Any, entering: _Places, known: _Known) -> tuple[_Chains, _Places]:
@@ -83,7 +95,7 @@ def _chains(jaxpr: Any, entering: _Places, known: _Known) -> tuple[_Chains, _Pla
         if name == "ffi_call" and eqn.params["target_name"] == START:  # it does not block
             number = frozenset([int(dict(eqn.params["attributes"])["bucket"])])
             found = found.joined(_Chains(0, number, False))
-        bodies = jaxprs.bodies(eqn) if eqn.params else []
+        bodies = known.bodies.get(id(eqn)) if eqn.params else None
         if not bodies:
             continue
         taken = _places(eqn.invars, given)
@@ -111,6 +123,10 @@ class _Tokens(set[int]):
         """Return the id of the variable that a value comes from."""
         return self._origin.get(id(atom), id(atom))
 
+    def holds(self, atom: Any) -> bool:
+        """Whether a value is one of the tokens."""
+        return self.origin(atom) in self
+
     def rename(self, eqn: Any) -> None:
         """Record that the results of an equation are its operands."""
         for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
@@ -118,7 +134,7 @@ class _Tokens(set[int]):
 
 
 def _places(atoms: Any, given: _Tokens) -> _Places:
-    return frozenset(i for i, atom in enumerate(atoms) if given.origin(atom) in given)
+    return frozenset([i for i, atom in enumerate(atoms) if given.holds(atom)]) if given else _NONE
 
 
 def _hands_on(eqn: Any, bodies: list[Any]) -> bool:

@@ -169,13 +169,14 @@ def _traced(rank_program: RankProgram, choices: Choices, inputs: Inputs) -> tupl
     """Trace one program of a step, in a jit of its own: a jaxpr before the outer trace ends."""
     program = _mapped(rank_program, inputs, choices)
     traced = program.trace(*inputs.args)
+    leaving = traced.out_info  # JAX makes it anew each time
     described = Traced(
         spec=rank_program.spec,
         platform=axis.platform(rank_program.mesh),
         inputs=inputs.names,
         mask=inputs.mask,
-        outputs=_outputs(rank_program.spec, traced.out_info),
-        found=traced.out_info.uniform.found,
+        outputs=_outputs(rank_program.spec, leaving),
+        found=leaving.uniform.found,
     )
     return program, traced.jaxpr, described
 
