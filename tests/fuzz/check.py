@@ -110,6 +110,8 @@ def _torn(name, shards, *, is_stacked):
 
 def _differences(program, name, shards, expected, slack):
     found = []
+    if np.isinf(slack):  # it diverged: small dtypes overflow where wide ones do not
+        return found
     for rank, index, data in shards:
         part, data = expected[index], np.asarray(data, np.float64)
         scale = 1 + np.max(np.abs(part), initial=0)

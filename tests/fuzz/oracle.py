@@ -48,7 +48,7 @@ def slack(p):
     want = _train(problem(p), 0.0)
     largest = max(np.max(np.abs(x), initial=0) for x in jax.tree.leaves(want[0]["params"]))
     if not largest < _WILD:
-        return jax.tree.map(lambda x: np.full(np.shape(x), 1e300), want)
+        return jax.tree.map(lambda x: np.full(np.shape(x), np.inf), want)
     dtype = "float32" if p.dtype == "mixed" else p.dtype
     moved = _train(problem(p), float(jnp.finfo(dtype).eps))
     return jax.tree.map(
