@@ -30,7 +30,7 @@ oldest = $(call find,$(FOR_OLDEST),(3, 11) <= sys.version_info < (3, 12))
 pip = $(1)/bin/python -m pip install -q --no-compile --disable-pip-version-check --no-input
 pytest = $(1)/bin/python -m pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: help demo test test-oldest test-ray test-schedules schedules wheel release-check fuzz lint docs bench compare clean
+.PHONY: help demo test test-oldest test-ray test-notebook test-schedules schedules wheel release-check fuzz lint docs bench compare clean
 
 help:  ## this list
 	sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -49,7 +49,7 @@ test: .venv/ready  ## all tests on the newest JAX, then a part of them on the ol
 		$(call pytest,.venv)
 		$(MAKE) --no-print-directory test-oldest
 	fi
-	$(MAKE) --no-print-directory test-ray test-schedules .venv-wheel/pins
+	$(MAKE) --no-print-directory test-notebook test-ray test-schedules .venv-wheel/pins
 	if [ -e .venv-wheel/why ]; then cat .venv-wheel/why; else $(MAKE) --no-print-directory release-check; fi
 
 # C++ is tested by itself once: its tests do not call JAX. SETS=1000 is all sets of parameters.
@@ -62,6 +62,9 @@ with = if [ -e .venv-$(1)/why ]; then cat .venv-$(1)/why; else \
 
 test-ray: .venv-ray/ready  ## train in processes that Ray starts on two nodes of this machine, and kill some
 	$(call with,ray)
+
+test-notebook: .venv-notebook/ready  ## run examples/notebook.ipynb, and press stop in the middle
+	$(call with,notebook)
 
 # Each environment has the plugin for GPUs and nothing else of its own, and needs no GPU.
 schedules = if [ -e $(1)/why ]; then cat $(1)/why; else \
@@ -184,8 +187,8 @@ define stand_on
 	$(CURDIR)/$(2)/bin/python -c "$$site" > "$$($(1)/bin/python -c "$$site")/below.pth"
 endef
 
-# The same, with Ray. Apart from .venv, so that the tests do not depend on its requirements.
-.venv-ray/ready: .venv-%/ready: requirements/%.txt .venv/pins
+# The same, with Ray, or a kernel for notebooks. Apart from .venv, so that the tests do not depend on their requirements.
+.venv-ray/ready .venv-notebook/ready: .venv-%/ready: requirements/%.txt .venv/pins
 	$(MAKE) --no-print-directory .venv/ready
 	$(call stand_on,.venv-$*,.venv)
 	if ! $(call pip,.venv-$*) --no-deps -r requirements/$*.txt; then
