@@ -30,7 +30,7 @@ oldest = $(call find,$(FOR_OLDEST),(3, 11) <= sys.version_info < (3, 12))
 pip = $(1)/bin/python -m pip install -q --no-compile --disable-pip-version-check --no-input
 pytest = $(1)/bin/python -m pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: help demo test test-oldest test-schedules schedules wheel release-check fuzz lint docs bench compare clean
+.PHONY: help demo test test-oldest test-ray test-notebook test-schedules schedules wheel release-check fuzz lint docs bench compare clean
 
 help:  ## this list
 	sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -49,13 +49,22 @@ test: .venv/ready  ## all tests on the newest JAX, then a part of them on the ol
 		$(call pytest,.venv)
 		$(MAKE) --no-print-directory test-oldest
 	fi
-	$(MAKE) --no-print-directory test-schedules .venv-wheel/pins
+	$(MAKE) --no-print-directory test-notebook test-ray test-schedules .venv-wheel/pins
 	if [ -e .venv-wheel/why ]; then cat .venv-wheel/why; else $(MAKE) --no-print-directory release-check; fi
 
 # C++ is tested by itself once: its tests do not call JAX. SETS=1000 is all sets of parameters.
 SETS ?= 2
 test-oldest: .venv-oldest/ready  ## on the oldest JAX all but the slow tests, each with 2 sets of its parameters
 	$(call pytest,.venv-oldest) -m "not slow" --sets $(SETS) --ignore tests/csrc
+
+with = if [ -e .venv-$(1)/why ]; then cat .venv-$(1)/why; else \
+	.venv-$(1)/bin/python -m pytest -q tests/repository/test_$(1).py; fi
+
+test-ray: .venv-ray/ready  ## train in processes that Ray starts on two nodes of this machine, and kill some
+	$(call with,ray)
+
+test-notebook: .venv-notebook/ready  ## run examples/notebook.ipynb, and press stop in the middle
+	$(call with,notebook)
 
 # Each environment has the plugin for GPUs and nothing else of its own, and needs no GPU.
 schedules = if [ -e $(1)/why ]; then cat $(1)/why; else \
@@ -177,6 +186,15 @@ define stand_on
 	site='import sysconfig; print(sysconfig.get_path("purelib"))'
 	$(CURDIR)/$(2)/bin/python -c "$$site" > "$$($(1)/bin/python -c "$$site")/below.pth"
 endef
+
+# The same, with Ray, or a kernel for notebooks. Apart from .venv, so that the tests do not depend on their requirements.
+.venv-ray/ready .venv-notebook/ready: .venv-%/ready: requirements/%.txt .venv/pins
+	$(MAKE) --no-print-directory .venv/ready
+	$(call stand_on,.venv-$*,.venv)
+	if ! $(call pip,.venv-$*) --no-deps -r requirements/$*.txt; then
+		echo "tests/repository/test_$*.py did not run: requirements/$*.txt cannot be installed." > .venv-$*/why
+	fi
+	touch $@
 
 # The same, and further packages of its own. `why` says what is missing.
 define install_gpu

@@ -88,6 +88,10 @@ class Step:
                 _wait_for_first_step()
         return pytrees.restore(state), metrics, weight
 
+    def __reduce__(self) -> tuple[type["Step"], tuple[StepSpec]]:
+        """Return its options alone: programs and devices are of this process."""
+        return Step, (self.spec,)
+
     def without_donation(self) -> "Step":
         """Return the same step, which does not donate the state that goes in."""
         return Step(dataclasses.replace(self.spec, donate=False))
