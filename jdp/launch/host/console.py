@@ -1,6 +1,7 @@
 """The console of a launcher: lines of processes, and below them how far the run is."""
 
 import os
+import select
 import sys
 import time
 from typing import IO
@@ -80,6 +81,7 @@ class Console:
     def end(self) -> None:
         """End the live line, or show the last summary if plain lines were shown before."""
         if self._live is not None:
+            self.refresh()  # the last lines of output may have erased it just now
             self._put(STDERR, self._live.end())
             self._live = None
         elif self._has_plain:
@@ -116,10 +118,22 @@ class Console:
         if stream in self._closed:
             return
         try:
-            self.streams[stream].write(data)
-            self.streams[stream].flush()
+            _write_all(self.streams[stream], data)
         except OSError:  # as under `| head`
             self._closed.add(stream)
+
+
+def _write_all(stream: IO[bytes], data: bytes) -> None:
+    """Write and flush, also where another program has made the stream non-blocking."""
+    while True:
+        try:
+            data = data[stream.write(data) or 0 :]  # None of a raw one that is full
+            stream.flush()
+            if not data:
+                return
+        except BlockingIOError as error:
+            data = data[error.characters_written :]
+        select.select([], [stream], [])
 
 
 def _is_terminal(stream: IO[bytes]) -> bool:
