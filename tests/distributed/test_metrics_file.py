@@ -1,5 +1,6 @@
 """The file of `jdp.log` stays whole, and its writer in nobody's way, whatever goes wrong."""
 
+import errno
 import fcntl
 import json
 import os
@@ -36,6 +37,18 @@ def test_a_file_that_another_run_writes_is_refused(path, monkeypatch):
         fcntl.flock(of_the_other, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="metrics.jsonl.*file="):
             jdp.log({"loss": 1.0}, 2, file=path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_warned_about_once(path, monkeypatch, caplog, number):
+    def flock(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for step in (1, 2):
+        jdp.log({"loss": 1.0}, step, file=path)
+    assert [line["step"] for line in lines(path)] == [1, 2]
+    assert caplog.text.count(str(path)) == 1 and os.strerror(number) in caplog.text
 
 
 def test_lines_that_a_full_disk_refused_can_be_read_past(path):

@@ -93,6 +93,13 @@ def test_without_a_launcher_a_script_may_keep_checkpoints_of_its_own(life, path)
     assert not path.with_name("metrics.jsonl.run").exists()
 
 
+def test_a_process_of_a_launcher_writes_nothing_before_it_has_its_number(path, monkeypatch):
+    monkeypatch.setattr(launcher_client, "current", lambda: SimpleNamespace(assignment=None))
+    with pytest.raises(RuntimeError, match=r"jdp\.init\(\)"):
+        jdp.log({"loss": 1.0}, 0, file=path)
+    assert not path.exists()
+
+
 def test_a_file_that_was_moved_away_leaves_no_name_behind_that_counts(life, path):
     life("a", 0, 1)
     path.rename(path.with_suffix(".old"))

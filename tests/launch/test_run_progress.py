@@ -102,7 +102,7 @@ def test_the_loss_and_what_is_kept_are_the_latest_and_outlive_a_generation():
 @pytest.mark.parametrize("loss", [math.nan, -math.inf])
 def test_a_loss_that_json_lacks_is_a_text_among_the_events(loss, tmp_path):
     events = Events(tmp_path / "events.jsonl", pytest.fail)
-    events.write("progress", **RunSummary(1, loss, *[None] * 5, 0, 1.0)._asdict())
+    events.write("progress", **RunSummary(1, loss, 2.0, None, None, None, None, 0, 1.0)._asdict())
     events.close_file()
     [line] = (tmp_path / "events.jsonl").read_text().splitlines()
     found = json.loads(line, parse_constant=pytest.fail)
