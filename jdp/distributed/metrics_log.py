@@ -156,7 +156,8 @@ def _scalars(prefix: str, metrics: Mapping[str, Any]) -> Any:
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             if not value.is_fully_replicated:
                 raise ValueError(f"metrics[{name!r}] lies on another process alone.")
-        yield name, value
+        # The author may write to an array of NumPy before the thread reads it.
+        yield name, value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _is_of_numbers(dtype: Any) -> bool:
