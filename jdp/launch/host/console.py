@@ -137,7 +137,8 @@ def _write_all(stream: IO[bytes], data: bytes) -> None:
 
 
 def _is_terminal(stream: IO[bytes]) -> bool:
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
+    # rich takes both for terminals of 80 columns that know no sequences.
+    return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def _same_terminal(streams: dict[int, IO[bytes]]) -> set[int]:
