@@ -3,10 +3,13 @@
 import os
 import pty
 import select
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
+from support.launcher import PACKAGES
 from support.screen import Screen
 
 from jdp.launch.host.console import Console
@@ -35,6 +38,34 @@ def test_the_last_line_is_there_when_output_came_just_before_the_end(options, mo
             data += seen.read(1 << 16)
         screen.write(data)
     assert screen.lines == ["jdp run: over", "step 7 · ETTR 100.0 %"]
+
+
+def test_a_path_that_is_not_text_is_shown(options, tmp_path):
+    with open(tmp_path / "err", "wb") as err:
+        Console(options, err, err).say(os.fsdecode(b"/logs\xff cannot be written"))
+    assert (tmp_path / "err").read_bytes() == rb"jdp run: /logs\udcff cannot be written" + b"\n"
+
+
+PROGRAM = """
+import os, sys
+os.set_blocking(2, False)
+for _ in range(1000):
+    try:
+        os.write(2, b"x" * 1000)
+    except BlockingIOError:
+        break
+from jdp.launch import run
+print("full", flush=True)
+run._say("the cause: " + "y" * 100_000)
+"""
+
+
+def test_the_cause_of_the_end_reaches_a_full_pipe_that_does_not_block():
+    command = [sys.executable, "-c", PROGRAM]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, env={"PYTHONPATH": PACKAGES}) as process:
+        assert process.stdout.readline() == b"full\n"
+        _, found = process.communicate(timeout=60)
+    assert found.lstrip(b"x") == b"jdp run: the cause: " + b"y" * 100_000 + b"\n"
 
 
 # A pipe holds 64 KiB: more than some lines, less than one; raw and buffered streams.

@@ -47,7 +47,8 @@ class Console:
 
     def say(self, text: str) -> None:
         """Write a line of the launcher's own."""
-        self.write(STDERR, f"jdp run: {text}\n".encode())
+        # As Python's standard error does: a path may have bytes that are no text.
+        self.write(STDERR, f"jdp run: {text}\n".encode(errors="backslashreplace"))
 
     def prefix(self, name: str, number: int) -> bytes:
         """Return the beginning of each line of a process; empty if there is only one process."""
@@ -118,12 +119,12 @@ class Console:
         if stream in self._closed:
             return
         try:
-            _write_all(self.streams[stream], data)
+            write_all(self.streams[stream], data)
         except OSError:  # as under `| head`
             self._closed.add(stream)
 
 
-def _write_all(stream: IO[bytes], data: bytes) -> None:
+def write_all(stream: IO[bytes], data: bytes) -> None:
     """Write and flush, also where another program has made the stream non-blocking."""
     while True:
         try:
