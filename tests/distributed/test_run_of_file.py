@@ -71,6 +71,13 @@ def test_a_resumed_run_takes_the_file_over(life, monkeypatch):
         life("a", 1, 5)
 
 
+def test_a_run_that_is_not_to_resume_does_not_take_the_file_over(life, monkeypatch):
+    life("a", 0, 1, 2)
+    monkeypatch.setenv("JDP_RESUME", "false")
+    with pytest.raises(ValueError, match="earlier run"):
+        life("b", 0, 3)
+
+
 def test_a_run_whose_checkpointer_has_restored_continues(life):
     life("a", 0, 1, 2)
     this_process.current.has_restored = True
