@@ -10,6 +10,7 @@ import pytest
 
 from jdp.__main__ import main
 from jdp.launch.options.options import Options, parse
+from jdp.worker import launcher_client
 from jdp.worker.local_devices import num_cpus, num_gpus
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -83,6 +84,15 @@ def test_the_command_line_comes_before_jdp_variables_and_these_before_torchruns(
     assert (options.max_restarts, options.standbys) == (2, 7)
     assert options.resume and not options.standalone
     assert parsed("--max-restarts 3 train.py", **environment).max_restarts == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "resumes"), [("1", True), ("True", True), ("on", True), ("no", False), ("0", False)]
+)
+def test_a_launcher_reads_a_switch_as_its_processes_do(monkeypatch, value, resumes):
+    monkeypatch.setenv("JDP_RESUME", value)
+    assert parsed("train.py", JDP_RESUME=value).resume == resumes
+    assert launcher_client.is_asked_to_resume() == resumes
 
 
 def test_a_wrong_variable_is_named():

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 import time
 import weakref
 from typing import Any
@@ -236,7 +235,7 @@ class Session:
     def _resumes(self, resume: bool | None) -> bool:
         if self._assigned is not None and self._assigned.resumes:
             return True
-        return os.environ.get("JDP_RESUME", "") not in ("", "0") if resume is None else resume
+        return launcher_client.is_asked_to_resume() if resume is None else resume
 
     def _require_equal_ranks(self) -> None:
         with progress.COMPARING:

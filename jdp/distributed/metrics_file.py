@@ -1,6 +1,7 @@
 """A file of metrics, to which a thread writes lines while the steps still run."""
 
 import contextlib
+import errno
 import fcntl
 import io
 import json
@@ -30,6 +31,8 @@ _MAX_WAITING = 1000
 _END_S = 10.0
 # A process that was just killed may still be exiting.
 _LOCK_S = 5.0
+# Of file systems without locks, such as Lustre that was mounted without -o flock.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 OWN_NAMES = ("step", "time")
 
 # Open files of this process. A forked child shares their locks, and may outlive this process.
@@ -146,6 +149,14 @@ def _lock(file: io.FileIO, path: Path) -> None:
                     "Write jdp.log(..., file=...) with another file."
                 ) from None
             time.sleep(0.02)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return _log.warning(
+                "jdp: %s cannot be locked (%s), so a second run that writes it would not be "
+                "noticed. Give each run a file of its own.",
+                *(path, error.strerror),
+            )
 
 
 # Drops a line that a killed process did not complete.
@@ -160,7 +171,7 @@ def _read(file: io.FileIO, path: Path, first_step: int) -> dict[frozenset[str], 
             try:
                 values = json.loads(line)
                 step, names = int(values["step"]), frozenset(values) - {*OWN_NAMES}
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 raise ValueError(
                     f"line {number} of {path} is not a line of metrics. Write jdp.log(..., "
                     "file=...) with another file."
@@ -209,7 +220,11 @@ def _append(file: io.FileIO, line: bytes) -> None:
 
 def _number(value: Any) -> Any:
     found = np.asarray(value)
-    return float(found.item()) if jax.numpy.issubdtype(found.dtype, np.floating) else found.item()
+    # An item of a wide dtype is one of NumPy's, not Python's.
+    for kind, convert in ((np.floating, float), (np.complexfloating, complex)):
+        if jax.numpy.issubdtype(found.dtype, kind):
+            return convert(found.item())
+    return found.item()
 
 
 def _in_json(value: Any) -> Any:

@@ -13,8 +13,11 @@ import numpy as np
 from jdp.distributed.metrics_file import OWN_NAMES, MetricsFile
 from jdp.pytrees import is_deleted
 from jdp.validation import int_at_least
+from jdp.worker import launcher_client
 
 _FLUSH_S = 10.0
+# The launcher reads the step after the last one in 8 bytes; TensorBoard has as many.
+_MAX_STEP = 2**63 - 1
 
 
 def log(
@@ -35,18 +38,19 @@ def log(
     Args:
       metrics: names and scalars: arrays of one element, or numbers. A mapping in it adds its name:
         `{"eval": {"loss": x}}` is written as "eval/loss". NaN and infinities become strings.
-      step: number of the step, >= 0. With a Checkpointer call this before `checkpointer.step`, with
-        `checkpointer.steps + 1`: after SIGTERM a run continues behind the saved state, and a later
-        call of this step would never be made.
+      step: number of the step, from 0 to 2**63 - 2. With a Checkpointer call this before
+        `checkpointer.step`, with `checkpointer.steps + 1`: after SIGTERM a run continues behind the
+        saved state, and a later call of this step would never be made.
       file: is created if it does not exist; relative to the working directory.
       also: gets what is written, in the thread: a function `also(step, values)`, for example
         `lambda step, values: wandb.log(values, step=step)`, or a writer of TensorBoard, with a
         method `add_scalar(name, value, step)`.
 
     Raises:
-      TypeError: if a metric is not a number, or `also` is neither.
+      TypeError: if `metrics` is not a mapping, a metric is not a number, or `also` is neither.
       ValueError: if a metric is not a scalar, was donated, or is named "step", "time" or as
         another one; or if the file holds the steps of an earlier run.
+      RuntimeError: before `jdp.init` in a process of `jdp run`.
       OSError: if a line of an earlier call could not be written.
 
     >>> import json, tempfile, jdp
@@ -59,8 +63,11 @@ def log(
     (10, 0.5, 3)
     """
     step = int_at_least("step", step, least=0)
+    if step >= _MAX_STEP:
+        raise ValueError(f"step must be less than 2**63 - 1, not {step}.")
     scalars = _by_name(metrics)
     hand_out = _handed_to(also)
+    _require_assignment()
     if jax.process_index() != 0:
         return
     path = Path(file).expanduser().resolve()
@@ -98,7 +105,23 @@ atexit.register(end)
 os.register_at_fork(after_in_child=_open.__init__)
 
 
+# Standbys run the code before `jdp.init()`, too, and a process has no number there.
+def _require_assignment() -> None:
+    member = launcher_client.current()
+    if member is not None and member.assignment is None:
+        raise RuntimeError(
+            "jdp.log was called before jdp.init(). Each process and each standby of `jdp run` "
+            "would write there, since none knows yet whether it is process 0. Call jdp.init() "
+            "first."
+        )
+
+
 def _by_name(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"metrics must be a mapping from names to numbers, not {type(metrics).__name__}. For "
+            'example jdp.log({"loss": loss}, step).'
+        )
     found: dict[str, Any] = {}
     for name, value in _scalars("", metrics):
         if name in found:
@@ -122,8 +145,8 @@ def _scalars(prefix: str, metrics: Mapping[str, Any]) -> Any:
             )
         if is_deleted(value):
             raise ValueError(f"metrics[{name!r}] was donated to a step and is gone.")
-        array = value if hasattr(value, "dtype") else np.asarray(value)
-        if not any(jax.numpy.issubdtype(array.dtype, kind) for kind in (np.number, np.bool_)):
+        array = value if hasattr(value, "dtype") else _array(name, value)
+        if not _is_of_numbers(array.dtype):
             raise TypeError(f"metrics[{name!r}] must be a number, got dtype {array.dtype}.")
         if array.size != 1:
             raise ValueError(
@@ -133,7 +156,23 @@ def _scalars(prefix: str, metrics: Mapping[str, Any]) -> Any:
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             if not value.is_fully_replicated:
                 raise ValueError(f"metrics[{name!r}] lies on another process alone.")
-        yield name, value
+        # The author may write to an array of NumPy before the thread reads it.
+        yield name, value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _is_of_numbers(dtype: Any) -> bool:
+    is_number = any(jax.numpy.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
+    return is_number and dtype.kind != "m"  # NumPy takes a timedelta64 for an integer
+
+
+def _array(name: str, value: Any) -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except ValueError as error:  # of lists of different lengths
+        raise ValueError(
+            f"metrics[{name!r}] is not a scalar: {error} Write its mean, or each element under a "
+            "name of its own."
+        ) from None
 
 
 def _handed_to(also: Any) -> Callable[[int, dict[str, Any]], None]:

@@ -4,7 +4,6 @@
 own in the file would be a row without a step for all that read it.
 """
 
-import os
 from pathlib import Path
 
 from jdp.distributed import this_process
@@ -27,7 +26,7 @@ def may_continue(path: Path, *, is_later: bool) -> bool:
       is_later: whether the first step of this process is later than that of the file.
     """
     assigned = _assignment()
-    if os.environ.get("JDP_RESUME", "") not in ("", "0"):
+    if launcher_client.is_asked_to_resume():
         return True
     if assigned is None:
         return is_later or this_process.current.has_restored

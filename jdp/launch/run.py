@@ -12,6 +12,7 @@ import sys
 
 from jdp.error_codes import with_code
 from jdp.launch.host.agent import Host, Outcome
+from jdp.launch.host.console import write_all
 from jdp.launch.host.worker_process import HostResources
 from jdp.launch.leader.leader import Leader
 from jdp.launch.options.options import Options
@@ -137,4 +138,5 @@ def _record_bug(bug: asyncio.Future[Outcome], context: dict) -> None:
 # Before the logs are opened, and after they are closed.
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):
-        print(f"jdp run: {text}", file=sys.stderr, flush=True)
+        data = f"jdp run: {text}\n".encode(errors="backslashreplace")
+        write_all(sys.stderr.buffer, data)

@@ -21,6 +21,8 @@ from jdp.worker import source_digest
 from jdp.worker.messages import MAX_LINE_BYTES, decode, encode
 
 VARIABLE = "JDP_LAUNCHER"
+# Values of a variable that switch an option on, in lower case.
+SWITCHED_ON = frozenset(["1", "true", "yes", "on"])
 
 
 class Assignment(NamedTuple):
@@ -159,6 +161,11 @@ def invitation(**where: int) -> dict[str, str]:
         "package": str(source_digest.PACKAGE),
     }
     return {VARIABLE: json.dumps({**where, **build})}
+
+
+def is_asked_to_resume() -> bool:
+    """Whether JDP_RESUME asks for a run to continue; `jdp run` reads it in the same way."""
+    return os.environ.get("JDP_RESUME", "").lower() in SWITCHED_ON
 
 
 @functools.cache

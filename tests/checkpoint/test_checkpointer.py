@@ -220,6 +220,14 @@ def test_the_environment_may_say_that_this_is_a_resumption(tmp_path, monkeypatch
         counted(tmp_path, 7, resume=False)
 
 
+@pytest.mark.parametrize("value", ["0", "", "false", "No"])
+def test_a_variable_that_is_switched_off_is_no_resumption(tmp_path, monkeypatch, value):
+    counted(tmp_path, 3)
+    monkeypatch.setenv("JDP_RESUME", value)
+    with pytest.raises(RuntimeError, match="step 3 .*--resume"):
+        counted(tmp_path, 5)
+
+
 def test_a_resumption_of_nothing_begins_anew_and_says_so(tmp_path, caplog):
     assert counted(tmp_path, 2, resume=True)["n"] == 2
     [record] = caplog.records

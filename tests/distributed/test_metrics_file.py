@@ -1,5 +1,6 @@
 """The file of `jdp.log` stays whole, and its writer in nobody's way, whatever goes wrong."""
 
+import errno
 import fcntl
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from support.processes import environment
 
@@ -36,6 +38,18 @@ def test_a_file_that_another_run_writes_is_refused(path, monkeypatch):
         fcntl.flock(of_the_other, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="metrics.jsonl.*file="):
             jdp.log({"loss": 1.0}, 2, file=path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_warned_about_once(path, monkeypatch, caplog, number):
+    def flock(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for step in (1, 2):
+        jdp.log({"loss": 1.0}, step, file=path)
+    assert [line["step"] for line in lines(path)] == [1, 2]
+    assert caplog.text.count(str(path)) == 1 and os.strerror(number) in caplog.text
 
 
 def test_lines_that_a_full_disk_refused_can_be_read_past(path):
@@ -82,6 +96,16 @@ def test_a_metric_that_is_donated_before_it_is_written_is_an_error_of_the_next_c
     metrics_log.flush()
     with pytest.raises(ValueError, match="'loss'.* step 2 "):
         jdp.log({"loss": 3.0}, 3, file=path)
+
+
+def test_an_array_of_numpy_has_the_value_that_it_had_when_it_was_logged(path):
+    goes_on = threading.Event()
+    jdp.log({"loss": 1.0}, 1, file=path, also=lambda *each: goes_on.wait(60))
+    loss = np.array([2.0])
+    jdp.log({"loss": loss}, 2, file=path)
+    loss[:] = 3.0
+    goes_on.set()
+    assert [line["loss"] for line in lines(path)] == [1.0, 2.0]
 
 
 def test_threads_may_write_the_first_lines_at_once(path):

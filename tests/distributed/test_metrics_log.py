@@ -49,8 +49,9 @@ def test_a_line_holds_the_step_and_the_values(path):
 
 
 def test_values_that_json_lacks_are_written_as_text(path):
-    jdp.log({"a": jnp.nan, "b": -np.inf, "c": 1 + 2j}, 0, file=path)
-    assert without_time(lines(path)) == [{"step": 0, "a": "nan", "b": "-inf", "c": "(1+2j)"}]
+    jdp.log({"a": jnp.nan, "b": -np.inf, "c": 1 + 2j, "d": np.clongdouble(3)}, 0, file=path)
+    [line] = without_time(lines(path))
+    assert line == {"step": 0, "a": "nan", "b": "-inf", "c": "(1+2j)", "d": "(3+0j)"}
 
 
 def test_a_call_does_not_wait_for_the_step(path, make_mesh):
@@ -111,11 +112,16 @@ def test_the_file_of_an_earlier_run_is_refused_and_kept(path, before_init):
     assert path.read_text() == before
 
 
-def test_a_file_of_something_else_is_refused_and_kept(path):
-    path.write_text("step,loss\n1,0.5\n")
+@pytest.mark.parametrize(
+    "before",
+    ["step,loss\n1,0.5\n", '{"step": 1e999}\n', "[" * 100_000 + "\n", "\n", "\0\n"],
+    ids=["a table", "infinity", "deep", "empty", "zero"],
+)
+def test_a_file_of_something_else_is_refused_and_kept(path, before):
+    path.write_text(before)
     with pytest.raises(ValueError, match="line 1 of .*metrics.jsonl"):
         jdp.log({"loss": 2.0}, 2, file=path)
-    assert path.read_text() == "step,loss\n1,0.5\n"
+    assert path.read_text() == before
 
 
 @pytest.mark.parametrize(
@@ -128,6 +134,11 @@ def test_a_file_of_something_else_is_refused_and_kept(path):
         ({"a/b": 1, "a": {"b": 2}}, 1, ValueError, "'a/b'"),
         ({"loss": 1.0}, -1, ValueError, "step.*-1"),
         ({"loss": 1.0}, 1.5, TypeError, "step.*1.5"),
+        ({"loss": 1.0}, 2**63 - 1, ValueError, "step.*9223372036854775807"),
+        (np.float32(1.5), 1, TypeError, r"float32.*jdp.log\(\{"),
+        (None, 1, TypeError, r"NoneType.*jdp.log\(\{"),
+        ({"a": {"b": [[1], [2, 3]]}}, 1, ValueError, "'a/b'"),
+        ({"took": np.timedelta64(3, "s")}, 1, TypeError, "'took'.*timedelta"),
     ],
 )
 def test_refuses_and_writes_nothing(path, metrics, step, error, match):

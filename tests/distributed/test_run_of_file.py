@@ -71,6 +71,13 @@ def test_a_resumed_run_takes_the_file_over(life, monkeypatch):
         life("a", 1, 5)
 
 
+def test_a_run_that_is_not_to_resume_does_not_take_the_file_over(life, monkeypatch):
+    life("a", 0, 1, 2)
+    monkeypatch.setenv("JDP_RESUME", "false")
+    with pytest.raises(ValueError, match="earlier run"):
+        life("b", 0, 3)
+
+
 def test_a_run_whose_checkpointer_has_restored_continues(life):
     life("a", 0, 1, 2)
     this_process.current.has_restored = True
@@ -91,6 +98,13 @@ def test_without_a_launcher_a_script_may_keep_checkpoints_of_its_own(life, path)
     with pytest.raises(ValueError, match="earlier run"):
         life(None, 0, 1)
     assert not path.with_name("metrics.jsonl.run").exists()
+
+
+def test_a_process_of_a_launcher_writes_nothing_before_it_has_its_number(path, monkeypatch):
+    monkeypatch.setattr(launcher_client, "current", lambda: SimpleNamespace(assignment=None))
+    with pytest.raises(RuntimeError, match=r"jdp\.init\(\)"):
+        jdp.log({"loss": 1.0}, 0, file=path)
+    assert not path.exists()
 
 
 def test_a_file_that_was_moved_away_leaves_no_name_behind_that_counts(life, path):

@@ -148,7 +148,7 @@ def test_a_terminal_that_becomes_narrow_has_a_line_that_fits(terminal):
     run.end()
 
 
-@pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"NO_COLOR": "1"}])
+@pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"TERM": "unknown"}, {"NO_COLOR": "1"}])
 def test_a_plain_terminal_gets_no_sequence_that_it_does_not_know(terminal, variables):
     run = terminal(
         changes="from jdp.launch.host import console; console.PLAIN_S = 0.1", **variables

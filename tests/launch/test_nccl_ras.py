@@ -1,6 +1,7 @@
 """The client of NCCL's RAS service, against a server that speaks its protocol; not against NCCL."""
 
 import asyncio
+import re
 import socket
 import threading
 
@@ -88,14 +89,28 @@ def test_a_long_report_is_cut(monkeypatch):
 
 @pytest.mark.parametrize(
     ("address", "why"),
-    [("localhost", "host:port"), (f"127.0.0.1:{free_port()}", "refused")],
-    ids=["no port", "nobody listens"],
+    [
+        ("localhost", "host:port"),
+        ("localhost:65536", "host:port"),
+        ("localhost:²", "host:port"),
+        (f"127.0.0.1:{free_port()}", " Connection refused."),
+        ("nohost.invalid:28028", "[Nn]ame "),  # not "Unknown error -2"
+    ],
+    ids=["no port", "large port", "no digit", "nobody listens", "no host"],
 )
 def test_without_the_service_one_line_says_why(address, why, monkeypatch):
     text = asked(address, monkeypatch)
-    assert why in text
+    assert re.search(why, text)
     assert address in text
     assert "\n" not in text
+
+
+def test_a_name_with_several_addresses_has_one_reason(monkeypatch):
+    port, real = free_port(), socket.getaddrinfo
+    # As where localhost is ::1 and 127.0.0.1.
+    both = [real(f"127.0.0.{i}", port, type=socket.SOCK_STREAM)[0] for i in (1, 2)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *each, **more: both)
+    assert " has no report: Connection refused. " in asked(f"localhost:{port}", monkeypatch)
 
 
 def test_another_service_at_that_port_is_said_in_one_line(monkeypatch):

@@ -1,8 +1,13 @@
 """How far a run is: exact numbers from statuses at known times."""
 
+import json
+import math
+
 import pytest
 
+from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.run_progress import WINDOW_S, RunProgress
+from jdp.launch.run_summary import RunSummary
 from jdp.worker.phases import DATA
 from jdp.worker.process_status import ProcessStatus
 from jdp.worker.run_counts import RunCounts
@@ -92,6 +97,16 @@ def test_the_loss_and_what_is_kept_are_the_latest_and_outlive_a_generation():
     progress.begin_generation(103.0, 2, dict.fromkeys((0, 1), {"step": 30, "tier": "commit"}))
     found = progress.summary(103.0)
     assert (found.loss, found.commit, found.checkpoint, found.recoveries) == (0.5, 30, 20, 1)
+
+
+@pytest.mark.parametrize("loss", [math.nan, -math.inf])
+def test_a_loss_that_json_lacks_is_a_text_among_the_events(loss, tmp_path):
+    events = Events(tmp_path / "events.jsonl", pytest.fail)
+    events.write("progress", **RunSummary(1, loss, 2.0, None, None, None, None, 0, 1.0)._asdict())
+    events.close_file()
+    [line] = (tmp_path / "events.jsonl").read_text().splitlines()
+    found = json.loads(line, parse_constant=pytest.fail)
+    assert (found["step"], found["loss"], found["ettr"]) == (1, str(loss), 1.0)
 
 
 def test_a_commit_counts_once_all_hosts_have_it():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jdp.launch.leader.progress_watch import ProgressWatch
-from jdp.launch.leader.slow_processes import PARTS, Comparison, SlowProcesses
+from jdp.launch.leader.slow_processes import PARTS, SEVERAL, Comparison, SlowProcesses
 from jdp.worker.step_times import NUM_RECORDS, StepRecord, window_of
 
 US, MS = 1000, 1_000_000
@@ -129,6 +129,30 @@ def test_a_cost_or_a_part_that_changes_is_said_once():
     said = lines_of(steps)
     assert [end // 100 for end, _, _ in said] == [0, 2, 3]
     assert ["17%" in said[0][2], "38%" in said[1][2], "host" in said[2][2]] == [True] * 3
+
+
+# Late by 4 ms in each step, in its input, on its host and in its computation in turn.
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_a_process_that_is_late_in_all_parts_in_turn_loses_the_time_in_several(size):
+    turns = [with_slow(size - 1, size, 4.0, part) for part in PARTS]
+    steps = [[turns[n % 3][i] for n in range(100)] for i in range(size)]
+    ((end, process, line),) = lines_of(steps)
+    assert (end, process) == (NUM_RECORDS, size - 1)
+    assert "several" in line and "24.0 ms of a step, 20.0 ms on the others" in line
+    slow = Comparison(windows(*steps)).slow()[process]
+    assert (slow.part, slow.cost_us, slow.own_us, slow.usual_us) == (SEVERAL, 4000, 24000, 20000)
+
+
+def test_of_several_parts_the_one_that_begins_to_dominate_is_said_once():
+    turns = [with_slow(1, 2, 4.0, part) for part in PARTS]
+    steps = [
+        [turns[n % 3][i] for n in range(100)]
+        + [turns[0][i] for n in range(100)]
+        + [turns[n % 3][i] for n in range(100)]
+        for i in range(2)
+    ]
+    first, second = lines_of(steps)
+    assert ("several" in first[2], "input" in second[2], second[0] // 100) == (True, True, 1)
 
 
 # By threes: the last processes of a step take turns, as on a machine with equal noise on all.

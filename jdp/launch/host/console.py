@@ -1,6 +1,7 @@
 """The console of a launcher: lines of processes, and below them how far the run is."""
 
 import os
+import select
 import sys
 import time
 from typing import IO
@@ -46,7 +47,8 @@ class Console:
 
     def say(self, text: str) -> None:
         """Write a line of the launcher's own."""
-        self.write(STDERR, f"jdp run: {text}\n".encode())
+        # As Python's standard error does: a path may have bytes that are no text.
+        self.write(STDERR, f"jdp run: {text}\n".encode(errors="backslashreplace"))
 
     def prefix(self, name: str, number: int) -> bytes:
         """Return the beginning of each line of a process; empty if there is only one process."""
@@ -80,6 +82,7 @@ class Console:
     def end(self) -> None:
         """End the live line, or show the last summary if plain lines were shown before."""
         if self._live is not None:
+            self.refresh()  # the last lines of output may have erased it just now
             self._put(STDERR, self._live.end())
             self._live = None
         elif self._has_plain:
@@ -116,14 +119,27 @@ class Console:
         if stream in self._closed:
             return
         try:
-            self.streams[stream].write(data)
-            self.streams[stream].flush()
+            write_all(self.streams[stream], data)
         except OSError:  # as under `| head`
             self._closed.add(stream)
 
 
+def write_all(stream: IO[bytes], data: bytes) -> None:
+    """Write and flush, also where another program has made the stream non-blocking."""
+    while True:
+        try:
+            data = data[stream.write(data) or 0 :]  # None of a raw one that is full
+            stream.flush()
+            if not data:
+                return
+        except BlockingIOError as error:
+            data = data[error.characters_written :]
+        select.select([], [stream], [])
+
+
 def _is_terminal(stream: IO[bytes]) -> bool:
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
+    # rich takes both for terminals of 80 columns that know no sequences.
+    return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def _same_terminal(streams: dict[int, IO[bytes]]) -> set[int]:

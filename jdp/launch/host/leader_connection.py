@@ -1,6 +1,7 @@
 """A host's connection to the leader: found, proved, kept alive, and found again."""
 
 import asyncio
+import os
 import socket
 import time
 from collections.abc import Callable, Coroutine
@@ -92,7 +93,7 @@ class Link:
         timeout_s = self._options.heartbeat_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                connection = await _connect(self._address, timeout_s)
+                connection = await connect(self._address, timeout_s)
                 self._channel = Channel(connection, self._receive, self._disconnected)
                 why = await self._answer
         except TimeoutError:
@@ -175,8 +176,12 @@ def start_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     return task
 
 
-# Tries all addresses of the name in turn, each for an equal part of the time.
-async def _connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
+async def connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
+    """Return a connection to a name and port: to the first address of the name that answers.
+
+    Raises:
+      OSError: if none does within `timeout_s`, of which each address has an equal part.
+    """
     found = await asyncio.get_running_loop().getaddrinfo(*address, type=socket.SOCK_STREAM)
     whys = []
     for family, kind, number, _, where in found:
@@ -184,8 +189,10 @@ async def _connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
             async with asyncio.timeout(timeout_s / len(found)):
                 return await _connect_to(socket.socket(family, kind, number), where)
         except OSError as error:
-            whys.append(error.strerror or f"no answer from {where[0]}")
-    raise OSError("; ".join(whys))
+            # asyncio replaces the text of an error number.
+            number = error.errno
+            whys.append(os.strerror(number) if number else f"no answer from {where[0]}")
+    raise OSError("; ".join(dict.fromkeys(whys)))
 
 
 async def _connect_to(connection: socket.socket, where: Any) -> socket.socket:

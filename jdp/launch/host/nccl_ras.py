@@ -8,6 +8,8 @@ was written after NCCL's documentation and client, and never run against NCCL.
 import asyncio
 import os
 
+from jdp.launch.host.leader_connection import connect
+
 _DEFAULT = "localhost:28028"
 # NCCL waits so long for answers of other processes, and then for as long again.
 _LEG_S = 5
@@ -26,8 +28,7 @@ async def ask() -> str:
     try:
         report = await _asked(address)
     except (OSError, ValueError) as error:  # TimeoutError is an OSError
-        number = getattr(error, "errno", None)
-        why = os.strerror(number) if number else str(error)
+        why = getattr(error, "strerror", None) or str(error)
         return (
             f"NCCL's RAS service at {address} has no report: {why}. NCCL has it since 2.24, if "
             "NCCL_RAS_ENABLE is not 0 and NCCL_RAS_ADDR is that of the processes."
@@ -48,7 +49,7 @@ async def _asked(address: str) -> str:
 
 async def _connected(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     host, _, port = address.rpartition(":")
-    if not port.isdigit():
+    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
         raise ValueError("NCCL_RAS_ADDR must be host:port, such as localhost:28028")
     for _ in range(_NUM_TRIES):
         try:
@@ -60,7 +61,8 @@ async def _connected(address: str) -> tuple[asyncio.StreamReader, asyncio.Stream
 
 
 async def _greeted(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection(host, port)
+    connection = await connect((host, port), _GREETING_S)
+    reader, writer = await asyncio.open_connection(sock=connection)
     try:
         answer = await _answer(reader, writer, "CLIENT PROTOCOL 2")
         if not answer.startswith("SERVER PROTOCOL "):

@@ -1,6 +1,7 @@
 """The events of a run, as a record for programs to read."""
 
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,13 @@ class Events:
         self.close_file = self._file.close_file
 
     def write(self, event: str, **facts: Any) -> None:
-        """Write the name of an event, `time.time()`, and its facts."""
-        record = json.dumps({"event": event, "at": time.time(), **facts})
-        self._file.write(record.encode() + b"\n")
+        """Write the name of an event, `time.time()`, and its facts.
+
+        NaN and infinities, which JSON lacks, become strings, as in the lines of `jdp.log`.
+        """
+        record = {"event": event, "at": time.time()} | {k: _in_json(v) for k, v in facts.items()}
+        self._file.write(json.dumps(record).encode() + b"\n")
+
+
+def _in_json(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

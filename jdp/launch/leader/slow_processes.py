@@ -25,6 +25,8 @@ PARTS = {
     "compute": "in its computation",
     "host": "on its host, between steps",
 }
+# The part of a process that loses most of the cost in none of them alone.
+SEVERAL = "several"
 
 
 class Slow(NamedTuple):
@@ -33,9 +35,11 @@ class Slow(NamedTuple):
     Attributes:
       cost_us: how long the others wait for it in each step.
       step_us: of the step.
-      part: of its time in which it is slower than the others, a key of PARTS.
-      own_us: its time in that part.
-      usual_us: time of the others in that part.
+      part: of its time in which it is slower than the others, a key of PARTS. SEVERAL if it loses
+        less than half of the cost there, for example since it is late in turns in its input and on
+        its host.
+      own_us: its time in that part, or of SEVERAL in all of them.
+      usual_us: likewise, of the others.
     """
 
     cost_us: int
@@ -102,16 +106,24 @@ class Comparison:
 
     def of(self, process: int) -> Slow:
         """Return the facts of a process, slow or not."""
+        cost_us, step_us = max(0, self._cost_us(process)), self._windows[process].step
         part = max(PARTS, key=lambda part: self.excess_us(process, part))
         own_us = getattr(self._windows[process], part)
         usual_us = self._medians[part].without(own_us)
-        step_us = self._windows[process].step
-        return Slow(max(0, self._cost_us(process)), step_us, part, own_us, usual_us)
+        if own_us - usual_us < _HALF * cost_us:
+            times_us = {i: self._own_us(each) for i, each in self._windows.items()}
+            part, own_us = SEVERAL, times_us[process]
+            usual_us = _Medians([*times_us.values()]).without(own_us)
+        return Slow(cost_us, step_us, part, own_us, usual_us)
 
     def excess_us(self, process: int, part: str) -> int:
         """Return how much longer than the others a process takes in a part."""
         own_us = getattr(self._windows[process], part)
         return own_us - self._medians[part].without(own_us)
+
+    # The time of a step that is not spent on waiting, as far as the waits are known.
+    def _own_us(self, window: Window) -> int:
+        return window.step - window.waited if self._knows_waits else window.idle
 
     def _cost_us(self, process: int) -> int:
         excess_us = self.excess_us(process, "waited" if self._knows_waits else "idle")
@@ -155,14 +167,17 @@ class SlowProcesses:
             return True
         if max(now.share, before.share) > _CHANGE * min(now.share, before.share):
             return True
-        others_us = compared.excess_us(process, before.part)
-        return now.part != before.part and now.own_us - now.usual_us > _CHANGE * others_us
+        if now.part in (before.part, SEVERAL):
+            return False
+        before_us = 0 if before.part == SEVERAL else compared.excess_us(process, before.part)
+        return now.own_us - now.usual_us > _CHANGE * before_us
 
 
 def _line(process: int, slow: Slow) -> str:
+    where = PARTS.get(slow.part, "in several parts (input, computation, host)")
     return (
         f"process {process} is slow: the others wait {slow.share:.0%} of each step for it "
-        f"({_ms(slow.cost_us)} of {_ms(slow.step_us)} ms). It loses the time {PARTS[slow.part]}: "
+        f"({_ms(slow.cost_us)} of {_ms(slow.step_us)} ms). It loses the time {where}: "
         f"{_ms(slow.own_us)} ms of a step, {_ms(slow.usual_us)} ms on the others."
     )
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from jdp.launch.options.flag_types import DEFAULT_PORT, Range, spelled
 from jdp.launch.options.flags import WITHOUT_MEANING, Parser, dest_of
+from jdp.worker.launcher_client import SWITCHED_ON
 
 
 class Options(NamedTuple):
@@ -200,5 +201,5 @@ def _from_environment(parser: Parser, environment: Mapping[str, str]) -> Iterato
             flag = action.option_strings[-1]
             if action.nargs != 0:
                 yield variable, f"{flag}={value}"
-            elif value.lower() in ("1", "true", "yes"):
+            elif value.lower() in SWITCHED_ON:
                 yield variable, flag
