@@ -27,6 +27,12 @@ def split(
 
     Each part is (rows, keys); `join(keys)` puts the keys into `rest`. With `is_whole` the loop has
     all k parts and there is no last, None, unless it is smaller.
+
+    Args:
+      batch: tree of arrays `[r, ...]`.
+      rest: further arguments of the loss; typed random keys in it are split.
+      k: number of micro-batches, >= 2.
+      is_whole: whether the loop has all k parts.
     """
     is_whole = is_whole and num_rows(batch) % k == 0
     m = k if is_whole else k - 1

@@ -42,6 +42,10 @@ def around(axis_name: AxisName) -> Scope | None:
 def default_weight(axis_name: AxisName, caller: str) -> jax.Array | None:
     """Return the weight of the step over these axes, None where every rank counts the same.
 
+    Args:
+      axis_name: that the caller reduces over.
+      caller: name of the function, for the error.
+
     Raises:
       ValueError: if the step is one over other axes, too, or over some of these, and has a weight.
     """
@@ -74,6 +78,10 @@ def share_of(weight: jax.Array, axis_name: AxisName) -> jax.Array:
     """Return this rank's share of the weight of all ranks: `[]` float in 0 to 1.
 
     A batch of which nothing counts at all gives 0, not 0 / 0. A sum that overflows gives NaN.
+
+    Args:
+      weight: `[]` float, of this rank's rows, >= 0.
+      axis_name: of the ranks.
     """
     scope = current(axis_name)
     if scope is not None and weight is scope.weight and scope.total is not None:
