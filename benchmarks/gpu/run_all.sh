@@ -61,7 +61,7 @@ build() {
 		jdp/csrc/cuda/*.cu jdp/csrc/cuda/*.cc & pids+=($!)
 	compile -o "$BIN/virtual_ranks" tests/csrc/cuda/virtual_ranks.cu & pids+=($!)
 	compile -o "$BIN/several_processes" tests/csrc/cuda/several_processes.cu \
-		jdp/csrc/cuda/{kernels.cu,communicator.cc,start_finish.cc,plan.cc} & pids+=($!)
+		jdp/csrc/cuda/{kernels.cu,communicator.cc,peers.cc,start_finish.cc,plan.cc} & pids+=($!)
 	compile -o "$BIN/bench_ring" benchmarks/gpu/bench_ring.cu & pids+=($!)
 	for pid in "${pids[@]}"; do wait "$pid" || return 1; done
 }

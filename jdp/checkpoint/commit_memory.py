@@ -151,6 +151,10 @@ class CommitMemory:
     def finish(self, draft: Draft, facts: dict[str, Any]) -> None:
         """Make a draft, whose values are all written, the latest commit.
 
+        Args:
+          draft: of `begin`, with all values written.
+          facts: what is known of the state, such as its step and its leaves; JSON can hold it.
+
         Raises:
           OSError: if the host is out of memory; the newer commit is intact.
         """

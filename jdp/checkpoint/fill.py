@@ -73,16 +73,20 @@ def fill(
     differences = _listed("", changed) + _listed("only there: ", unused)
     differences += _listed("only in the given state: ", missing)
     if changed or (differences and not (keeps_missing and found)):
-        raise ValueError(
-            f"{where} does not have the leaves of the given state: {'; '.join(differences)}. That "
-            f"is another model or optimizer, and its values would mean something else. {instead}"
-        )
+        raise _of_another_model(where, differences, instead)
     if differences and jax.process_index() == 0:
         text = "jdp: took %d leaves from %s; %s."
         _log.warning(text, len(found), where, "; ".join(differences))
     for i, value in found.items():
         leaves[i] = _placed_split(leaves[i], value)
     return treedef.unflatten(leaves), [leaves[i] for i in found]
+
+
+def _of_another_model(where: str, differences: Sequence[str], instead: str) -> ValueError:
+    return ValueError(
+        f"{where} does not have the leaves of the given state: {'; '.join(differences)}. That "
+        f"is another model or optimizer, and its values would mean something else. {instead}"
+    )
 
 
 def _shown(name: str) -> str:

@@ -30,6 +30,12 @@ class TargetBox(NamedTuple):
     def of_box(cls, offset: int, shape: Sequence[int], box: Box, itemsize: int) -> "TargetBox":
         """Return the place of a box of an array that begins at `offset`.
 
+        Args:
+          offset: bytes from the start of the memory to the array.
+          shape: of the array.
+          box: `(start, stop)` for each dim.
+          itemsize: bytes of an element.
+
         >>> TargetBox.of_box(100, (4, 6), ((0, 4), (2, 4)), 4)
         TargetBox(offset=108, run_bytes=8, loops=((4, 24),))
         >>> TargetBox.of_box(0, (4, 6), ((2, 4), (0, 6)), 4)

@@ -41,7 +41,11 @@ def copies(
 def kept(
     arrays: Sequence[jax.Array], parts: Sequence[shards.LeafPart], hosts: tuple[int, ...]
 ) -> list[int]:
-    """Return the numbers of the parts that `copies` returns, without communication."""
+    """Return the numbers of the parts that `copies` returns, without communication.
+
+    Args:
+      arrays, parts, hosts: as for `copies`.
+    """
     found = set()
     for mesh, pairs, leaves in _exchanges(arrays, parts, hosts):
         for leaf, numbers in leaves.items():

@@ -50,6 +50,10 @@ class Finder:
         All processes must find the pieces of the same states; those with `here=False` only take
         part in gathering, and write their parts.
 
+        Args:
+          state: any tree, whose arrays are written.
+          here: whether this process writes the leaves that are not split.
+
         Raises:
           ValueError: if the state was donated.
         """
@@ -71,12 +75,20 @@ class Finder:
         return WrittenPieces(self._leaves, pieces, split)
 
     def local_pieces(self, state: Any, *, here: bool) -> list[StatePiece]:
-        """Return the pieces that are known without communication; gathered leaves are left out."""
+        """Return the pieces that are known without communication; gathered leaves are left out.
+
+        Args:
+          state, here: as for `find`.
+        """
         arrays = [*map(without_key, self._described(state))]
         return _all_pieces(arrays, self._parts, here=here, without=self._apart)
 
     def num_bytes(self, state: Any, *, here: bool) -> int:
-        """Return the size of all pieces in the form of a commit, without communication."""
+        """Return the size of all pieces in the form of a commit, without communication.
+
+        Args:
+          state, here: as for `find`.
+        """
         arrays = self._described(state)
         split = {part.leaf for part in self._parts}
         whole = [leaf for i, leaf in enumerate(self._leaves) if i not in split] if here else []

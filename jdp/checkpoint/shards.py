@@ -24,6 +24,10 @@ def parts_of(leaf: int, x: jax.Array) -> list[LeafPart]:
     """Return the parts of an array that is split, equal on all processes.
 
     The first process that holds a part writes it.
+
+    Args:
+      leaf: position of the array among the leaves of its state.
+      x: a global array.
     """
     writers: dict[Box, int] = {}
     for device, index in x.sharding.devices_indices_map(x.shape).items():
@@ -34,6 +38,10 @@ def parts_of(leaf: int, x: jax.Array) -> list[LeafPart]:
 
 def box_of(index: Any, shape: Sequence[int]) -> Box:
     """Return an index of an array as a box.
+
+    Args:
+      index: a slice for each dim, as a sharding returns it.
+      shape: of the whole array.
 
     >>> box_of((slice(None), slice(4, 8)), (3, 8))
     ((0, 3), (4, 8))

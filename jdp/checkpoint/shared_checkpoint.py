@@ -65,6 +65,10 @@ def write(folder: Folder, facts: dict[str, Any], values: Sequence[np.ndarray], n
 def require_shared(folder: Folder, owner: str) -> None:
     """Refuse a directory that is not the one in which process 0 holds the lock.
 
+    Args:
+      folder: the directory as this process sees it.
+      owner: the mark of the lock, as process 0 reads it.
+
     Raises:
       OSError: if it is another one.
     """

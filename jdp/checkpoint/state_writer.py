@@ -55,6 +55,10 @@ class StateWriter:
     def begin_write(self, state: Any, facts: dict[str, Any]) -> None:
         """Wait for the previous write, copy a state so it may be donated, and start writing it.
 
+        Args:
+          state: the state of the step that has just been called.
+          facts: that are written with it: step, position of the data, life.
+
         Raises:
           ValueError: if the state was donated.
           RuntimeError: if a step that led to the previous state failed a check.
@@ -119,6 +123,11 @@ def commit_writer(memory: CommitMemory | None, *, is_here: bool, num_local: int)
     """Return the writer of the commits of this host, which has `num_local` processes.
 
     Without a memory, there is nothing that it may write.
+
+    Args:
+      memory: of this process for commits; None if it writes none.
+      is_here: whether this process writes the leaves that are not split.
+      num_local: processes of this host.
     """
 
     holds_earlier = is_here
@@ -143,7 +152,13 @@ def commit_writer(memory: CommitMemory | None, *, is_here: bool, num_local: int)
 
 
 def checkpoint_writer(folder: Folder, *, keep: int, is_here: bool) -> StateWriter:
-    """Return the writer of checkpoints to a folder; it keeps the last `keep`."""
+    """Return the writer of checkpoints to a folder; it keeps the last `keep`.
+
+    Args:
+      folder: the directory of checkpoints.
+      keep: how many checkpoints stay there, >= 1.
+      is_here: whether this process writes the leaves that are not split.
+    """
     number = itertools.count()
 
     def write(facts: dict[str, Any], values: list[np.ndarray]) -> None:

@@ -58,7 +58,14 @@ def summed(
     all_reduce: Callable[[list[list[jax.Array]], tuple[str, ...]], list[list[jax.Array]]],
     axes: tuple[str, ...],
 ) -> list[jax.Array]:
-    """Sum leaves over ranks, in the buckets of `plan`, and return the sums in the leaves' order."""
+    """Sum leaves over ranks, in the buckets of `plan`, and return the sums in the leaves' order.
+
+    Args:
+      leaves: arrays of any shapes and dtypes.
+      bucket_bytes: capacity of one bucket in bytes, > 0.
+      all_reduce: sums all buckets, in their order, over `axes`.
+      axes: names of the axes of the ranks.
+    """
     buckets = plan(leaves, bucket_bytes)
     sums = all_reduce([[leaves[i] for i in bucket] for bucket in buckets], axes)
     found = {}

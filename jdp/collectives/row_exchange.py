@@ -27,7 +27,13 @@ class Collectives(Protocol):
     num_ranks: int
 
     def gathered(self, token: Token, x: jax.Array, name: str) -> tuple[Token, jax.Array]:
-        """Return the arrays of all ranks, joined along dim 0."""
+        """Return the arrays of all ranks, joined along dim 0.
+
+        Args:
+          token: of the native call before.
+          x: `[r, ...]`, of the same shape on all ranks.
+          name: of the values, such as "ids".
+        """
         ...
 
     def sent(

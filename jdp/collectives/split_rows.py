@@ -64,7 +64,15 @@ def _resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
 
 @take_p.def_abstract_eval
 def taken_type(part: Any, ids: Any, *, dim: int, axes: tuple[str, ...], num_ranks: int) -> Any:
-    """Return the type of the rows of a lookup."""
+    """Return the type of the rows of a lookup.
+
+    Args:
+      part: `[...]`, this rank's part of the table.
+      ids: integers of any shape.
+      dim: along which the table is split.
+      axes: names of the axes of the ranks.
+      num_ranks: that share the table.
+    """
     whole = _resized(part.shape, dim, part.shape[dim] * num_ranks)
     return jax.core.ShapedArray((*ids.shape, *whole[1:]), part.dtype)
 
@@ -73,7 +81,16 @@ def taken_type(part: Any, ids: Any, *, dim: int, axes: tuple[str, ...], num_rank
 def added_type(
     rows: Any, ids: Any, *, num_rows: int, dim: int, axes: tuple[str, ...], num_ranks: int
 ) -> Any:
-    """Return the type of this rank's part of a sum of rows."""
+    """Return the type of this rank's part of a sum of rows.
+
+    Args:
+      rows: `[*ids.shape, ...]`, a row to add for each id.
+      ids: integers of any shape.
+      num_rows: of the whole table.
+      dim: along which the table is split.
+      axes: names of the axes of the ranks.
+      num_ranks: that share the table; divides that dim.
+    """
     whole = (num_rows, *rows.shape[ids.ndim :])
     return jax.core.ShapedArray(_resized(whole, dim, whole[dim] // num_ranks), rows.dtype)
 

@@ -8,7 +8,7 @@ import time
 from typing import Any, Protocol
 
 from jdp.distributed.fail_fast import leave_if_failed
-from jdp.worker import progress
+from jdp.worker import watching
 
 # How long the end of a loop waits for the item in progress. A loader that hangs must not block the
 # program after the loop. Its thread ends after that item, if the item is ever complete.
@@ -76,7 +76,7 @@ class Loops:
     def end_all(self) -> None:
         """End all loops. Exit with code 1 if one of them ended differently on other processes."""
         leave_if_failed()
-        progress.record_end()
+        watching.record_end()
         for loop in list(self.compared):
             loop.stop()
         if self.compared:  # only loops with a problem are left

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import jax
 
 from jdp.distributed import cluster_env, fail_fast, preemption
-from jdp.worker import progress, source_files
+from jdp.worker import source_files, watching
 from jdp.worker.launcher_client import Assignment, current
 from jdp.worker.local_devices import num_gpus
 
@@ -50,7 +50,7 @@ def join() -> None:
         assignment = launched.park(_prepare)
         if not jax.distributed.is_initialized():
             start = time.monotonic()
-            progress.record_joining()
+            watching.record_joining()
             _connect_as(assignment)
             launched.tell("joined", s=time.monotonic() - start)
     elif not jax.distributed.is_initialized():

@@ -49,6 +49,10 @@ def ends_within(timeout_s: float, write: Callable[[], object]) -> bool:
 
     For a process that ends: writing waits for process 0 without a deadline, forever where that is
     stopped. The thread of a function that has not ended is left behind.
+
+    Args:
+      timeout_s: seconds to wait for it.
+      write: the function; its errors are ignored.
     """
 
     def run() -> None:

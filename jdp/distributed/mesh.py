@@ -13,7 +13,7 @@ from jdp.axis import AxisName
 from jdp.distributed import initialize, kv_store, this_process
 from jdp.distributed.checks import startup
 from jdp.validation import int_at_least
-from jdp.worker import progress
+from jdp.worker import watching
 
 
 def init(
@@ -84,7 +84,7 @@ def init(
     startup.require_start(mesh, timeout_s)
     if mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu":
         kv_store.keep_programs_of_all()
-    progress.begin_watching(timeout_s, jax.process_index(), jax.process_count())
+    watching.begin_watching(timeout_s, jax.process_index(), jax.process_count())
     this_process.current.mesh = mesh
     return mesh
 

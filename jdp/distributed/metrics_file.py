@@ -60,7 +60,13 @@ class MetricsFile:
         self._thread.start()
 
     def put(self, step: int, scalars: dict[str, Any], hand_out: Callable[..., None]) -> None:
-        """Have the thread write a line, unless the file has it; raise its error of earlier ones."""
+        """Have the thread write a line, unless the file has it; raise its error of earlier ones.
+
+        Args:
+          step: of the values.
+          scalars: values by name: numbers, or `[]` arrays that a step may still compute.
+          hand_out: called as `hand_out(step, values)` in the thread, once the values are known.
+        """
         if self._error is not None:
             error, self._error = self._error, None
             raise error

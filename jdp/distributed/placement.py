@@ -1,6 +1,6 @@
 """Copy a state onto the mesh."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -62,12 +62,8 @@ def placed(
     if not may_be_split:
         for i in targets:
             _require_same_mesh(*named[i], mesh)
-    if targets and not NamedSharding(mesh, PartitionSpec()).is_fully_addressable:
-        # Only over a mesh of several processes: a process that trains alone must not wait for
-        # others.
-        is_new = [i in targets and not _is_on(leaf, mesh) for i, leaf in enumerate(leaves)]
-        compared = [leaf if new else None for leaf, new in zip(leaves, is_new, strict=True)]
-        state_check.agreed(treedef.unflatten(compared))
+    if targets:
+        _require_agreement(treedef, leaves, targets, mesh)
     copies = _copies([leaves[i] for i in targets], [*targets.values()])
     for i, leaf in zip(targets, copies, strict=True):
         leaves[i] = leaf
@@ -94,6 +90,27 @@ def copy_to(leaf: Any, sharding: NamedSharding) -> jax.Array:
     # Copy a NumPy array, since JAX may use its memory for a device.
     value = np.asarray(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def _require_agreement(
+    treedef: Any, leaves: Sequence[Any], targets: Mapping[int, NamedSharding], mesh: Mesh
+) -> None:
+    """Refuse a state whose values differ between processes, before they become one array.
+
+    Args:
+      treedef: of the state.
+      leaves: of the state.
+      targets: index of a leaf that is copied -> sharding of the copy.
+      mesh: on which leaves stay that are already there.
+
+    Raises:
+      ValueError: if a leaf that is new on the mesh differs between processes.
+    """
+    if NamedSharding(mesh, PartitionSpec()).is_fully_addressable:
+        return  # a process that trains alone must not wait for others
+    is_new = [i in targets and not _is_on(leaf, mesh) for i, leaf in enumerate(leaves)]
+    compared = [leaf if new else None for leaf, new in zip(leaves, is_new, strict=True)]
+    state_check.agreed(treedef.unflatten(compared))
 
 
 def _copies(leaves: list[Any], targets: Sequence[NamedSharding]) -> list[jax.Array]:

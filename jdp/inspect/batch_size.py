@@ -99,14 +99,11 @@ def find_batch_size(
     first = compiled(num_rows if is_step else 1)
     if granularity is None:
         granularity = first.num_ranks if is_step else 1
+    of_rank = num_rows // first.num_ranks
     if max_rows is None:
-        max_rows = 1024 * num_rows if is_step else num_rows // first.num_ranks
-    unit = int_at_least("granularity", granularity, least=1)
-    candidates: Sequence[int] = range(
-        unit, int_at_least("max_rows", max_rows, least=unit) + 1, unit
-    )
+        max_rows = 1024 * num_rows if is_step else of_rank
+    candidates = _multiples(granularity, max_rows)
     if not is_step:  # others would fill up the last micro-batch with a copy of the rows
-        of_rank = num_rows // first.num_ranks
         candidates = [rows for rows in candidates if of_rank % rows == 0]
     search = _Search(
         lambda rows: allocated_bytes(compiled(rows).compiled),
@@ -115,15 +112,7 @@ def find_batch_size(
     )
     if num_rows in candidates and is_step:
         search.known[candidates.index(num_rows)] = allocated_bytes(first.compiled)
-    most = search.most()
-    larger = search.known.get(most + 1)
-    return BatchSize(
-        rows=candidates[most],
-        num_bytes=search.known[most],
-        next_rows=None if larger is None else candidates[most + 1],
-        next_bytes=larger,
-        num_compiled=len(search.known),
-    )
+    return search.largest()
 
 
 class _Search:
@@ -137,7 +126,23 @@ class _Search:
         self._bytes_of, self._limit, self._candidates = bytes_of, limit, candidates
         self.known: dict[int, int] = {}
 
-    def most(self) -> int:
+    def largest(self) -> BatchSize:
+        """Return the largest batch that fits.
+
+        Raises:
+          ValueError: if not even the fewest rows fit.
+        """
+        most = self._most()
+        larger = self.known.get(most + 1)
+        return BatchSize(
+            rows=self._candidates[most],
+            num_bytes=self.known[most],
+            next_rows=None if larger is None else self._candidates[most + 1],
+            next_bytes=larger,
+            num_compiled=len(self.known),
+        )
+
+    def _most(self) -> int:
         """Return the last position that fits, where the next one does not."""
         if not self._candidates or not self._fits(0):
             took = of_bytes(self.known.get(0, 0))
@@ -178,6 +183,11 @@ class _Search:
 def _with_rows(leaf: Any, rows: int) -> jax.ShapeDtypeStruct:
     dtype = getattr(leaf, "dtype", None) or jnp.result_type(leaf)
     return jax.ShapeDtypeStruct((rows, *jnp.shape(leaf)[1:]), dtype)
+
+
+def _multiples(granularity: int, max_rows: int) -> Sequence[int]:
+    unit = int_at_least("granularity", granularity, least=1)
+    return range(unit, int_at_least("max_rows", max_rows, least=unit) + 1, unit)
 
 
 def _limit(first: StepForDevices, limit_bytes: int | None) -> int:

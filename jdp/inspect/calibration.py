@@ -137,7 +137,14 @@ class Calibration:
     def rate(
         self, operation: str, algorithm: str, num_ranks: int, num_processes: int = 1
     ) -> CollectiveLaw | None:
-        """Return the law of a collective, or None if it was not measured."""
+        """Return the law of a collective, or None if it was not measured.
+
+        Args:
+          operation: such as "all-reduce".
+          algorithm: such as "native".
+          num_ranks: that take part.
+          num_processes: among which the ranks are divided.
+        """
         wanted = (operation, algorithm, num_ranks, num_processes)
         for rate in self.rates:
             if (rate.operation, rate.algorithm, rate.num_ranks, rate.num_processes) == wanted:

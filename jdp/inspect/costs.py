@@ -92,7 +92,12 @@ class Costs:
         return any(hlo.changes_order(each, own) for each in inner)
 
     def num_bytes(self, one: Instruction, shapes: dict[str, str]) -> int:
-        """Count the bytes that are read and written: of an array that is sliced, the slice."""
+        """Count the bytes that are read and written: of an array that is sliced, the slice.
+
+        Args:
+          one: the instruction.
+          shapes: the type of each value, by name.
+        """
         if (kernel := self.kernel(one)) and kernel.num_bytes is not None:
             return int(kernel.num_bytes)
         inner = list(self.inside(one)) if one.op in ("fusion", "fusion-start", "call") else []

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jdp.inspect import results
+
 _EPILOG = """\
 The script runs up to its first call of the step, on CPUs and with its own data; that call is
 explained and not made. What follows the script's name and -- goes to the script:
@@ -85,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DEVICES",
         help='"8xH200", "16xH100" (two hosts), "v5e:2x4", "cpu:4"; default: the devices here',
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--png", metavar="FILE", help="draw the schedule on two lanes")
+    results.add_json(parser, "print JSON", takes_file=False)
+    results.add_png(parser, "draw the schedule on two lanes")
     parser.add_argument(
         "--rate",
         metavar="NAME=VALUE",

@@ -16,6 +16,10 @@ _LARGEST = {"bfloat16": 2**8, "float16": 2**11, "float32": 2**24, "float64": 2**
 def modulus(num_ranks: int, dtype: str) -> int:
     """Return the number m of distinct input values: sums over the ranks are below m num_ranks.
 
+    Args:
+      num_ranks: whose values are added up.
+      dtype: of the values, by name.
+
     Raises:
       ValueError: if the dtype holds no sums over so many ranks exactly.
 
@@ -33,7 +37,15 @@ def modulus(num_ranks: int, dtype: str) -> int:
 
 
 def values(rank: int, call: int, start: int, size: int, m: int) -> np.ndarray:
-    """Return elements start to start + size of a rank's input, `[size]` int64."""
+    """Return elements start to start + size of a rank's input, `[size]` int64.
+
+    Args:
+      rank: whose input it is.
+      call: number of the call; calls have other values.
+      start: the first element.
+      size: number of elements.
+      m: the `modulus`: values are from 0 to m - 1.
+    """
     period = (np.arange(start, start + min(size, m)) + OF_RANK * rank + OF_CALL * call) % m
     return np.resize(period, size)
 

@@ -18,7 +18,14 @@ class SmallModel(NamedTuple):
 
 
 def mlp(*, width: int, num_layers: int, num_rows: int, dtype: Any = np.float32) -> SmallModel:
-    """Make `num_layers` square layers, and a regression with random targets."""
+    """Make `num_layers` square layers, and a regression with random targets.
+
+    Args:
+      width: inputs and outputs of each layer.
+      num_layers: at least 1.
+      num_rows: of the batch.
+      dtype: of parameters and batch, a float.
+    """
     random = np.random.default_rng(0)
     params = [
         {"w": _normal(random, (width, width), width, dtype), "b": np.zeros(width, dtype)}
@@ -29,7 +36,12 @@ def mlp(*, width: int, num_layers: int, num_rows: int, dtype: Any = np.float32) 
 
 
 def mlp_loss(params: Any, batch: Any) -> jax.Array:
-    """Return the mean squared error, `[]`."""
+    """Return the mean squared error, `[]`.
+
+    Args:
+      params: of `mlp`, any float dtype.
+      batch: `x` and `y`, `[r, width]`.
+    """
     x = batch["x"]
     for layer in params[:-1]:
         x = jax.nn.gelu(x @ layer["w"] + layer["b"])
@@ -40,7 +52,15 @@ def mlp_loss(params: Any, batch: Any) -> jax.Array:
 def transformer(
     *, dim: int, num_layers: int, num_rows: int, length: int, dtype: Any = np.float32
 ) -> SmallModel:
-    """Make a decoder over 256 kinds of bytes (pre-norm, heads of 32), and random text."""
+    """Make a decoder over 256 kinds of bytes (pre-norm, heads of 32), and random text.
+
+    Args:
+      dim: of the residual stream; a multiple of 32.
+      num_layers: number of blocks.
+      num_rows: of the batch.
+      length: bytes of a row that are predicted.
+      dtype: of the parameters, a float.
+    """
     random = np.random.default_rng(0)
     blocks = [
         {
@@ -65,7 +85,12 @@ def transformer(
 
 
 def transformer_loss(params: Any, batch: Any) -> jax.Array:
-    """Return the mean cross-entropy of the next byte, `[]`."""
+    """Return the mean cross-entropy of the next byte, `[]`.
+
+    Args:
+      params: of `transformer`, any float dtype.
+      batch: `text`, `[r, length + 1]` int32 from 0 to 255.
+    """
     inputs, targets = batch["text"][:, :-1], batch["text"][:, 1:]
     x = params["bytes"][inputs] + params["positions"]
     for block in params["blocks"]:
@@ -84,7 +109,12 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 # r: rows, t and s: positions, h: heads, d: dim of a head.
 def attention(block: Any, x: jax.Array) -> jax.Array:
-    """Return causal attention with heads of 32, `[r, t, d]`."""
+    """Return causal attention with heads of 32, `[r, t, d]`.
+
+    Args:
+      block: `qkv` `[d, 3 d]` and `out` `[d, d]`.
+      x: `[r, t, d]`; 32 divides d.
+    """
     num_rows, length, dim = x.shape
     heads = (num_rows, length, dim // 32, 32)
     q, k, v = (part.reshape(heads) for part in jnp.split(x @ block["qkv"], 3, axis=-1))

@@ -44,7 +44,12 @@ def alternate(
 
 
 def interval(values: np.ndarray, *, num_samples: int = 2000) -> tuple[float, float]:
-    """Return the 95 % bootstrap interval of the median (Efron 1979)."""
+    """Return the 95 % bootstrap interval of the median (Efron 1979).
+
+    Args:
+      values: `[n]`, the measurements.
+      num_samples: how often they are drawn again.
+    """
     random = np.random.default_rng(0)
     samples = random.choice(values, (num_samples, len(values)))
     low, high = np.percentile(np.median(samples, axis=1), [2.5, 97.5])

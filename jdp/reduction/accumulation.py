@@ -27,6 +27,12 @@ def split(
 
     Each part is (rows, keys); `join(keys)` puts the keys into `rest`. With `is_whole` the loop has
     all k parts and there is no last, None, unless it is smaller.
+
+    Args:
+      batch: tree of arrays `[r, ...]`.
+      rest: further arguments of the loss; typed random keys in it are split.
+      k: number of micro-batches, >= 2.
+      is_whole: whether the loop has all k parts.
     """
     is_whole = is_whole and num_rows(batch) % k == 0
     m = k if is_whole else k - 1
@@ -128,19 +134,23 @@ def accumulated(
     carry, rows = lax.scan(add, axis.as_typed_like(nothing, one_more), looped)
     carry, last_rows = (carry, None) if last is None else add(carry, last)
     token, (totals, sums) = carry
-    if is_scaled:
-        sums = jax.tree.map(lambda s: mark(s, kind=ROUNDS, path="", axes=()), sums)
-    else:
-        divisors = [row_weight.divisor(total) for total in totals]
-        sums = tuple(
-            jax.tree.map(lambda s, divisor=divisor: s / divisor, tree)
-            for tree, divisor in zip(sums, divisors, strict=True)
-        )
-    means = jax.tree.map(lambda s, x: s.astype(x.dtype), sums, like)
+    means = _means(totals, sums, is_scaled=is_scaled)
+    means = jax.tree.map(lambda s, x: s.astype(x.dtype), means, like)
     joined = [stacked.reshape(-1, *stacked.shape[2:]) for stacked in rows]
     if last_rows is not None:
         joined = [jnp.concatenate(parts) for parts in zip(joined, last_rows, strict=True)]
     return token, means, joined
+
+
+def _means(totals: tuple, sums: tuple, *, is_scaled: bool) -> Any:
+    """Divide each tree of sums by its total weight, unless that is 1."""
+    if is_scaled:
+        return jax.tree.map(lambda s: mark(s, kind=ROUNDS, path="", axes=()), sums)
+    divisors = [row_weight.divisor(total) for total in totals]
+    return tuple(
+        jax.tree.map(lambda s, divisor=divisor: s / divisor, tree)
+        for tree, divisor in zip(sums, divisors, strict=True)
+    )
 
 
 def _require_equal_shapes(last: Any, others: Any) -> None:

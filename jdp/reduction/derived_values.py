@@ -63,7 +63,13 @@ def find_derived(
 def sources_of(
     values: Collection[FlatValue], derived: dict[FlatValue, Derived], split: Collection[FlatValue]
 ) -> tuple[FlatValue, ...]:
-    """Return the split parameters that some values are computed from, in order."""
+    """Return the split parameters that some values are computed from, in order.
+
+    Args:
+      values: of a flat program.
+      derived: how values are computed from parameters, see `find_derived`.
+      split: the split parameters.
+    """
     found: dict[FlatValue, None] = {}
     for value in values:
         if value in split:

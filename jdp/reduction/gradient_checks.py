@@ -13,6 +13,11 @@ from jdp.reduction import known_shards
 def require_local(paths: Sequence[str], leaves: Sequence[jax.Array], axis_name: AxisName) -> None:
     """Refuse gradients that JAX has summed over the ranks already.
 
+    Args:
+      paths: of the gradients, for the error.
+      leaves: the gradients.
+      axis_name: that they are to be averaged over.
+
     Raises:
       ValueError: naming the first one.
     """
@@ -30,6 +35,10 @@ def require_local(paths: Sequence[str], leaves: Sequence[jax.Array], axis_name: 
 
 def require_unreduced(paths: Sequence[str], leaves: Sequence[Any]) -> None:
     """Refuse gradients that jdp knows to be means over the ranks.
+
+    Args:
+      paths: of the gradients, for the error.
+      leaves: the gradients.
 
     Raises:
       ValueError: naming the first one.

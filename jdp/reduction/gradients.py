@@ -17,9 +17,11 @@ from jdp.reduction import (
     gradient_checks,
     mixed_precision,
     row_weight,
+    send_order,
     step_context,
     weighted_sum,
 )
+from jdp.reduction.scope import Reduction, Scope
 
 # No effect on `collectives.xla` on CPU, where XLA merges psums whatever their size. For GPUs a
 # first guess, to be measured there: nothing hides the bucket that is sent last.
@@ -104,32 +106,23 @@ def reduced(
     reduce_dtype: Any = None,
 ) -> list[jax.Array]:
     """Return the means of gradients that are called by their paths; see `sync_gradients`."""
-    leaves = [require_float(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+    leaves = _checked(paths, leaves, axis_name, is_mean_of_step=weight is None and mean)
     bound, step = axis.is_bound(axis_name), step_context.current(axis_name)
-    if bound and step is None:  # a step of jdp's is never typed, and to ask takes a while
-        gradient_checks.require_local(paths, leaves, axis_name)
-    if weight is not None or not mean:
-        gradient_checks.require_unreduced(paths, leaves)
     weight = _valid_weight(weight, axis_name)
-    to_send = _to_send(paths, step, weight, mean)
+    to_send = send_order.to_send(paths, step, weight, mean)
     leaves = _marked(paths, leaves, step, weight, axis_name)
     weights, scale = weighted_sum.factors(weight, axis_name, mean=mean)
     for i in to_send:  # Divided before the sum, or float16 would overflow.
         leaves[i] = weights.term(leaves[i])
     axes = axis.in_mesh_order(axis_name)
-    is_alone = step is not None and bound and axis.size(axes) == 1
-    if is_alone and all_reduce in collectives.ALGORITHMS:
-        # XLA keeps a psum over one rank, and its copies took as long as the rest of a step. An
-        # algorithm of the author's is called all the same, since jdp does not know its effect.
+    if bound and step is not None and _is_alone(axes, all_reduce):
         leaves = [mark(leaf, kind=ALL_REDUCED, path="", axes=axes) for leaf in leaves]
     elif bound:
         around = step_context.around(axes)  # also where these are some of the step's axes
         mesh = mesh if mesh is not None or around is None else around.mesh
         if step is not None and collectives.starts_when_ready(all_reduce, mesh):
-            to_send = _as_ready(paths, to_send, step)
-        sent = [leaves[i] for i in to_send]
-        if reduce_dtype is not None:
-            sent = [mixed_precision.cast(leaf, reduce_dtype) for leaf in sent]
+            to_send = send_order.as_ready(paths, to_send, step)
+        sent = _in_dtype([leaves[i] for i in to_send], reduce_dtype)
         reduce = functools.partial(all_reduce, scale=scale, mesh=mesh)
         with weights.named():
             sums = buckets.summed(sent, bucket_bytes, reduce, axes)
@@ -139,9 +132,33 @@ def reduced(
             leaves[i] = weights.total(value)
         if step is not None:
             step.reductions.append(reduction(all_reduce, sent))
-    if bound:
-        leaves = _marked_total(leaves, weight, axes, mean=mean)
-    return leaves
+    return _marked_total(leaves, weight, axes, mean=mean) if bound else leaves
+
+
+def _checked(
+    paths: Sequence[str], leaves: Sequence[Any], axis_name: AxisName, *, is_mean_of_step: bool
+) -> list[jax.Array]:
+    """Return gradients as arrays, and refuse those that cannot be averaged here."""
+    floats = [require_float(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+    # A step of jdp's is never typed, and to ask takes a while.
+    if axis.is_bound(axis_name) and step_context.current(axis_name) is None:
+        gradient_checks.require_local(paths, floats, axis_name)
+    if not is_mean_of_step:
+        gradient_checks.require_unreduced(paths, floats)
+    return floats
+
+
+def _is_alone(axes: tuple[str, ...], all_reduce: AllReduce) -> bool:
+    """Whether there is one rank, and no need to call the algorithm.
+
+    XLA keeps a psum over one rank, and its copies took as long as the rest of a step. An algorithm
+    of the author's is called all the same, since jdp does not know its effect.
+    """
+    return axis.size(axes) == 1 and all_reduce in collectives.ALGORITHMS
+
+
+def _in_dtype(leaves: list[jax.Array], dtype: Any) -> list[jax.Array]:
+    return leaves if dtype is None else [mixed_precision.cast(leaf, dtype) for leaf in leaves]
 
 
 def _valid_weight(weight: jax.Array | None, axis_name: AxisName) -> jax.Array | None:
@@ -153,7 +170,7 @@ def _valid_weight(weight: jax.Array | None, axis_name: AxisName) -> jax.Array | 
 def _marked(
     paths: Sequence[str],
     leaves: list[jax.Array],
-    step: step_context.Scope | None,
+    step: Scope | None,
     weight: jax.Array | None,
     axis_name: AxisName,
 ) -> list[jax.Array]:
@@ -169,21 +186,10 @@ def _marked(
     return leaves
 
 
-def _as_ready(
-    paths: Sequence[str], to_send: Sequence[int], step: step_context.Scope
-) -> Sequence[int]:
-    """Order gradients so that `buckets.plan`, which takes the last first, sends the ready ones."""
-    step.split.update(paths)
-    ready = step.choices.ready
-    if ready is None:
-        return to_send
-    return sorted(to_send, key=lambda i: -ready.get(paths[i], 0))
-
-
-def reduction(all_reduce: AllReduce, leaves: Sequence[jax.Array]) -> step_context.Reduction:
+def reduction(all_reduce: AllReduce, leaves: Sequence[jax.Array]) -> Reduction:
     """Return how gradients were reduced in the trace that runs now."""
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    return step_context.Reduction(all_reduce, jax.extend.core.get_opaque_trace_state(), num_bytes)
+    return Reduction(all_reduce, jax.extend.core.get_opaque_trace_state(), num_bytes)
 
 
 def _marked_total(
@@ -197,24 +203,12 @@ def _marked_total(
     return leaves
 
 
-def _to_send(
-    paths: Sequence[str], step: step_context.Scope | None, weight: jax.Array | None, mean: bool
-) -> Sequence[int]:
-    """Return the positions of the gradients that `scan_layers` has not averaged."""
-    if step is None or step.choices.uniform is None:
-        return range(len(paths))
-    if weight is not step.weight:
-        raise ValueError(
-            "jdp.sync_gradients(weight=...) got gradients that jdp.scan_layers averaged already, "
-            "in the backward pass, by the weight of the step: the weight given here would not "
-            "apply to them. Write jdp.train_step(weight=...), or jdp.scan_layers(..., late=False)."
-        )
-    uniform = step.choices.uniform
-    return [i for i, path in enumerate(paths) if not mean or path not in uniform]
-
-
 def require_float(path: str, leaf: Any) -> jax.Array:
     """Return a gradient as an array, and refuse one that cannot be averaged.
+
+    Args:
+      path: of the gradient in its tree, for the error.
+      leaf: an array or a number.
 
     Raises:
       TypeError: if it is not a real float of at least 16 bits.

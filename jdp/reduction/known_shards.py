@@ -142,7 +142,13 @@ def known(whole: Any) -> Shard | None:
 
 
 def own(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """Return this rank's slice along `dim` of an array that is the same on every rank."""
+    """Return this rank's slice along `dim` of an array that is the same on every rank.
+
+    Args:
+      whole: of any shape.
+      dim: along which it is split; the number of ranks divides it.
+      axes: names of the mesh axes of the ranks that split it.
+    """
     found = known(whole)
     if found is not None and found.dim == dim and found.axes == axes:
         return found.value
@@ -150,5 +156,11 @@ def own(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
 
 
 def entering(value: jax.Array, dim: int, axes: tuple[str, ...]) -> Shard:
-    """Return the shard of a leaf of the state, marked for the proof."""
+    """Return the shard of a leaf of the state, marked for the proof.
+
+    Args:
+      value: this rank's slice.
+      dim: along which the leaf is split.
+      axes: names of the mesh axes that split it.
+    """
     return Shard(mark(value, kind=SHARD, path="", axes=axes), dim, axes)

@@ -54,7 +54,13 @@ class WholeGradients:
     def differentiate(
         self, loss_fn: Callable[..., Any], has_aux: bool, batch: Any, rest: tuple
     ) -> tuple[Any, LeafGradients]:
-        """Return the value of a loss and its gradients."""
+        """Return the value of a loss and its gradients.
+
+        Args:
+          loss_fn, has_aux: unused; those of `value_and_grad` count.
+          batch: rows of this rank.
+          rest: further arguments.
+        """
         value, grads = self._value_and_grad(self._seen, batch, *rest)
         if self._seen is not self._params:
             grads = mixed_precision.like_masters(grads, self._params)

@@ -2,7 +2,8 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,8 @@ from jdp.reduction import (
 from jdp.reduction.accumulation import accumulated, num_rows, require_typed_keys, split
 from jdp.reduction.local_gradients import WholeGradients, local_value_and_grad
 from jdp.reduction.reported import take_rows
-from jdp.reduction.shard_gradients import LeafGradients
+from jdp.reduction.scope import Scope
+from jdp.reduction.shard_gradients import LeafGradients, ShardGradients
 from jdp.validation import int_at_least
 
 # The share of a micro-batch in the loss of the step is known only after the last one.
@@ -99,45 +101,51 @@ def value_and_grad(
         options |= {"accumulate": accumulate, "micro_batch_rows": micro_batch_rows}
         return integer_parameters.left_out(loss_fn, functools.partial(value_and_grad, **options))
 
-    def local(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
-        k = _num_micro_batches(batch, accumulate, micro_batch_rows)
-        step = step_context.current(axis_name)
-        weight_fn = weight if weight is not None or step is None else step.weight_fn
-        is_own = step is not None and weight is not None and weight is not step.weight_fn
-        derivative = shard_gradients.of(params, axis_name, is_sent=k == 1 or not is_own)
+    loss = _MicroBatchedLoss(loss_fn, has_aux, weight, axis_name)
+
+    @functools.wraps(loss_fn)
+    def named(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
+        with mixed_precision.named_loss(params):
+            k = _num_micro_batches(batch, accumulate, micro_batch_rows)
+            return loss.differentiate(params, batch, rest, k)
+
+    return named
+
+
+class _MicroBatchedLoss(NamedTuple):
+    """A loss whose micro-batches are differentiated; the fields are those of `value_and_grad`."""
+
+    loss_fn: Callable[..., Any]
+    has_aux: bool
+    weight: Callable[[Any], Any] | None
+    axis_name: AxisName
+
+    def differentiate(self, params: Any, batch: Any, rest: tuple, k: int) -> tuple[Any, Any]:
+        """Return the value of the loss, and this rank's gradient, in k micro-batches."""
+        step = step_context.current(self.axis_name)
+        weight_fn = self.weight if self.weight is not None or step is None else step.weight_fn
+        is_own = step is not None and self.weight is not None and self.weight is not step.weight_fn
+        derivative = shard_gradients.of(params, self.axis_name, is_sent=k == 1 or not is_own)
         if derivative is None:
             # Here, not in the jitted part: only here it shows whether the values are typed.
-            derivative = WholeGradients(params, local_value_and_grad(loss_fn, has_aux, axis_name))
+            of_rows = local_value_and_grad(self.loss_fn, self.has_aux, self.axis_name)
+            derivative = WholeGradients(params, of_rows)
         if k == 1:
-            value, grads = derivative.differentiate(loss_fn, has_aux, batch, rest)
+            value, grads = derivative.differentiate(self.loss_fn, self.has_aux, batch, rest)
             return value, derivative.whole(grads)
-        why_no_gradient = _OWN_WEIGHT if is_own else ""
         looped, last, join = split(batch, rest, k, is_whole=step_context.platform() == "cpu")
-        rows_of_loop = num_rows(looped[0], dim=1)
         # Multiplying by 1 / 2**i is exact. It becomes part of the loop's own sum, where a division
         # behind the loop reads and writes all gradients once more.
         is_scaled = weight_fn is None and last is None and k & (k - 1) == 0
-        full = 1 / k if is_scaled else 1
+        full, rows_of_loop = 1 / k if is_scaled else 1, num_rows(looped[0], dim=1)
 
-        def part(micro_batch: Any) -> Any:
-            batch, keys = micro_batch
-            options = {"nested": True, "why_no_gradient": why_no_gradient}
-            with step_context.entered(axis_name, batch, weight_fn, **options) as micro:
-                value, grads = derivative.differentiate(loss_fn, has_aux, batch, join(keys))
-            means, rows = take_rows(value)
-            means = _require_means(means)
-            # `full`, but for a last one that is smaller.
-            count = jnp.asarray(full * num_rows(batch) / rows_of_loop, float)
-            own = count if micro.weight is None else micro.weight
-            if not grads.means:
-                return (own,), ((means, grads.local),), rows
-            # A mean over all ranks counts by the weight of all of them.
-            of_all = own if micro.weight is None else row_weight.total_weight(own, axis_name)
-            return (own, of_all), ((means, grads.local), grads.means), rows
+        def entered(batch: Any) -> Any:
+            options: Any = {"nested": True, "why_no_gradient": _OWN_WEIGHT if is_own else ""}
+            return step_context.entered(self.axis_name, batch, weight_fn, **options)
 
-        part.__name__ = part.__qualname__ = MICRO_BATCH
-        # One trace for all its uses: shapes, keys, the scan, the last one.
-        part = jax.jit(call_order.threaded(part))
+        part = self._part(
+            derivative, join, entered, lambda batch: full * num_rows(batch) / rows_of_loop
+        )
         token = call_order.first_token() if derivative.sends else None
         require_typed_keys(part, token, looped, rest)
         token, ((means, grads), *reduced), rows = accumulated(
@@ -148,12 +156,42 @@ def value_and_grad(
         whole = derivative.whole(LeafGradients(grads, *reduced))
         return pytrees.put_nodes(means, rows), whole
 
-    @functools.wraps(loss_fn)
-    def named(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
-        with mixed_precision.named_loss(params):
-            return local(params, batch, *rest)
+    def _part(
+        self,
+        derivative: WholeGradients | ShardGradients,
+        join: Callable[[dict], tuple],
+        entered: Callable[[Any], AbstractContextManager[Scope]],
+        count: Callable[[Any], float],
+    ) -> Callable[[Any, Any], Any]:
+        """Return the jitted function of one micro-batch, as `accumulated` calls it.
 
-    return named
+        Args:
+          derivative: differentiates in the parameters.
+          join: puts the keys of a micro-batch into `rest`.
+          entered: the scope of a micro-batch.
+          count: how much a micro-batch counts where nothing weighs its rows: 1, or 1 / k, but for
+            a last one that is smaller.
+        """
+
+        def part(micro_batch: Any) -> Any:
+            batch, keys = micro_batch
+            with entered(batch) as micro:
+                value, grads = derivative.differentiate(
+                    self.loss_fn, self.has_aux, batch, join(keys)
+                )
+            means, rows = take_rows(value)
+            means = _require_means(means)
+            rows_count = jnp.asarray(count(batch), float)
+            own = rows_count if micro.weight is None else micro.weight
+            if not grads.means:
+                return (own,), ((means, grads.local),), rows
+            # A mean over all ranks counts by the weight of all of them.
+            of_all = own if micro.weight is None else row_weight.total_weight(own, self.axis_name)
+            return (own, of_all), ((means, grads.local), grads.means), rows
+
+        part.__name__ = part.__qualname__ = MICRO_BATCH
+        # One trace for all its uses: shapes, keys, the scan, the last one.
+        return jax.jit(call_order.threaded(part))
 
 
 def _require_choice(accumulate: int | None, micro_batch_rows: int | None) -> None:

@@ -67,7 +67,12 @@ def _dtype(option: str, given: Any) -> np.dtype:
 
 
 def narrower(leaf: Any, dtype: np.dtype | None) -> np.dtype | None:
-    """Return the dtype if a leaf is a float of more bits, None if it stays as it is."""
+    """Return the dtype if a leaf is a float of more bits, None if it stays as it is.
+
+    Args:
+      leaf: an array or number.
+      dtype: a float; None for no change.
+    """
     own = jnp.result_type(leaf)
     if dtype is None or not jnp.issubdtype(own, jnp.floating):
         return None

@@ -80,11 +80,9 @@ def replicated(
     axis.names(axis_name)
     buckets.plan([], bucket_bytes)  # These complain here, not at the first step.
     reduce_dtype = mixed_precision.float_dtype("reduce_dtype", reduce_dtype)
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(
-            f"jdp.replicated got a {type(tx).__name__}, which is not an optax transformation: it "
-            "has no init and update. Write jdp.replicated(optax.sgd(0.1))."
-        )
+    _require_transformation(tx)
+    options: dict[str, Any] = dict(axis_name=axis_name, all_reduce=all_reduce)
+    options |= dict(bucket_bytes=bucket_bytes, mean=mean, reduce_dtype=reduce_dtype)
     wrapped = optax.with_extra_args_support(tx)
 
     def update(
@@ -97,24 +95,23 @@ def replicated(
         if not synced:
             if params is not None:
                 require_shapes(updates, params)
-            updates = gradients.sync_gradients(
-                updates,
-                axis_name=axis_name,
-                all_reduce=all_reduce,
-                bucket_bytes=bucket_bytes,
-                mean=mean,
-                reduce_dtype=reduce_dtype,
-            )
+            updates = gradients.sync_gradients(updates, **options)
         else:
             updates = _marked_as_synced(updates, axis.names(axis_name))
         return wrapped.update(updates, state, params, **extra)
 
     setattr(update, "axis_name", axis_name)  # noqa: B010 - types know no attributes of functions
     setattr(update, "reduce_dtype", reduce_dtype)  # noqa: B010
-    options = dict(tx=tx, axis_name=axis_name, all_reduce=all_reduce, bucket_bytes=bucket_bytes)
-    options |= dict(mean=mean, reduce_dtype=reduce_dtype)
-    setattr(update, "options", options)  # noqa: B010
+    setattr(update, "options", {"tx": tx, **options})  # noqa: B010
     return Replicated(wrapped.init, update)
+
+
+def _require_transformation(tx: Any) -> None:
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"jdp.replicated got a {type(tx).__name__}, which is not an optax transformation: it "
+            "has no init and update. Write jdp.replicated(optax.sgd(0.1))."
+        )
 
 
 def _marked_as_synced(grads: Any, axes: tuple[str, ...]) -> Any:

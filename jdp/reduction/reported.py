@@ -13,6 +13,7 @@ from jdp import axis, collectives, pytrees
 from jdp.axis import AxisName
 from jdp.reduction import row_weight, step_context
 from jdp.reduction.metrics import is_rows
+from jdp.reduction.scope import Scope
 
 
 def take_rows(tree: Any) -> tuple[Any, list[jax.Array]]:
@@ -132,7 +133,7 @@ def _reduced(
 
 # As the gradients went: a collective of XLA's beside jdp's own costs a wake-up of all ranks on CPU,
 # and on GPU the first JAX puts off all reductions to hide that one.
-def _summed(x: jax.Array, axis_name: AxisName, step: step_context.Scope | None) -> jax.Array:
+def _summed(x: jax.Array, axis_name: AxisName, step: Scope | None) -> jax.Array:
     axes = axis.names(axis_name)
     if step is not None and step.reductions:
         last = step.reductions[-1]

@@ -54,14 +54,24 @@ def valid(given: Any) -> jax.Array:
 
 
 def total_weight(weight: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Sum a weight over the ranks: `[]` float."""
+    """Sum a weight over the ranks: `[]` float.
+
+    Args:
+      weight: `[]` float, of this rank's rows.
+      axis_name: of the ranks; where it is not bound there is one rank.
+    """
     # float64 where JAX has it: float32 shares would cost float64 gradients their last digits.
     weight = jnp.asarray(weight, float)
     return lax.psum(weight, axis.names(axis_name)) if axis.is_bound(axis_name) else weight
 
 
 def weighed(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Multiply by a weight, in at least float32; a weight of 0 gives 0, even for NaN."""
+    """Multiply by a weight, in at least float32; a weight of 0 gives 0, even for NaN.
+
+    Args:
+      x: an array of floats.
+      weight: `[]` float, or of the shape of `x` under a vmap.
+    """
     # For each leaf of a model, and lax takes a fifth of the time to trace that jnp does.
     dtype = jnp.promote_types(jnp.promote_types(x.dtype, jnp.float32), weight.dtype)
     if weight.ndim:  # under vmap

@@ -90,12 +90,26 @@ def scan_layers(
     if not is_late:
         stacked = params if xs is None else (params, xs)
         return lax.scan(f, init, stacked, reverse=reverse, unroll=unroll)
-    params = _shared(params, axes)
     if step is not None:
         step.reverse_only.add(NAME)
         if step.choices.late:  # for the proof alone, and perhaps on another platform
             all_reduce = collectives.xla
+    params = _shared(params, axes)
     hooks = Hooks(floats_of(params), axes, all_reduce, reverse)
+    return _reduced_late(_inner(f), init, params, xs, hooks, reverse=reverse, unroll=unroll)
+
+
+def _reduced_late(
+    f: Callable[..., Any], init: Any, params: Any, xs: Any, hooks: Hooks, **options: Any
+) -> tuple[Any, Any]:
+    """Scan over the layers; the hooks reduce their gradients in the backward loop.
+
+    Args:
+      f: the function of a layer.
+      init, params, xs: as for `scan_layers`; `params` are marked as shared.
+      hooks: of the floats among `params`.
+      options: `reverse` and `unroll`.
+    """
     leaves, treedef = jax.tree.flatten(params)
     others = [None if is_float(leaf) else leaf for leaf in leaves]
     floats, slot = hooks.enter(floats_of(params))
@@ -105,11 +119,11 @@ def scan_layers(
         floats, carry, slot, tokens = hooks.begin(floats, carry, slot)
         left = iter(floats)
         layer = treedef.unflatten([next(left) if leaf is None else leaf for leaf in others])
-        carry, y = _inner(f)(carry, layer if xs is None else (layer, x))
+        carry, y = f(carry, layer if xs is None else (layer, x))
         return hooks.end(carry, slot, tokens), y
 
     x: Any = (floats, others, xs)
-    (carry, _), ys = lax.scan(body, (init, slot), x, reverse=reverse, unroll=unroll)
+    (carry, _), ys = lax.scan(body, (init, slot), x, **options)
     return carry, ys
 
 

@@ -56,6 +56,12 @@ def scattered(
 
 
 def proved(part: jax.Array, axes: tuple[str, ...], *, mean: bool) -> jax.Array:
-    """Return a shard of a mean or sum over the ranks of some axes, marked for the proof."""
+    """Return a shard of a mean or sum over the ranks of some axes, marked for the proof.
+
+    Args:
+      part: this rank's slice of the mean or sum.
+      axes: names of the mesh axes of the ranks.
+      mean: whether it is a mean.
+    """
     part = mark(part, kind=SHARD, path="", axes=axes)
     return mark(part, kind=MEAN if mean else SUMMED, path="", axes=axes)

@@ -127,7 +127,14 @@ class ShardGradients:
     def differentiate(
         self, loss_fn: Callable[..., Any], has_aux: bool, batch: Any, rest: tuple
     ) -> tuple[Any, LeafGradients]:
-        """Return the value of `loss_fn(params, batch, *rest)`, and the gradients."""
+        """Return the value of `loss_fn(params, batch, *rest)`, and the gradients.
+
+        Args:
+          loss_fn: `(params, batch, *rest) -> loss`, or `(loss, aux)`.
+          has_aux: whether it returns `aux`.
+          batch: rows of this rank.
+          rest: further arguments.
+        """
         num_leaves = len(self._leaves)
         own_shards = [self._shards[i].value for i in self._sent]
         with known_shards.forgotten_after():

@@ -161,13 +161,7 @@ def sharded(
     gather_dtype = mixed_precision.float_dtype("gather_dtype", gather_dtype)
     if gather_dtype is not None and stage != 3:
         raise ValueError(_not_gathered(gather_dtype, stage))
-    names = axis.names(axis_name)
-    axes = None if over is None else axis.names(over)
-    if axes is not None and not set(axes) <= set(names):
-        raise ValueError(
-            f"over={over!r} is not among the axes {names} that gradients are reduced over. Write "
-            f"over={names[-1]!r}, or name all data axes in axis_name=."
-        )
+    axes = _axes_to_split_over(over, axis_name)
     options: dict[str, Any] = {"axis_name": axis_name, "all_reduce": all_reduce}
     options |= {"bucket_bytes": bucket_bytes, "mean": mean}
     base = replicated(tx, **options, reduce_dtype=reduce_dtype)
@@ -177,6 +171,17 @@ def sharded(
     setattr(base.update, "sharding", sharding)  # noqa: B010 - as in `replicated`
     setattr(base.update, "wrapped", optax.with_extra_args_support(tx))  # noqa: B010
     return Sharded(base.init, base.update)
+
+
+def _axes_to_split_over(over: AxisName | None, axis_name: AxisName) -> tuple[str, ...] | None:
+    names = axis.names(axis_name)
+    axes = None if over is None else axis.names(over)
+    if axes is not None and not set(axes) <= set(names):
+        raise ValueError(
+            f"over={over!r} is not among the axes {names} that gradients are reduced over. Write "
+            f"over={names[-1]!r}, or name all data axes in axis_name=."
+        )
+    return axes
 
 
 def _not_gathered(dtype: np.dtype, stage: int) -> str:

@@ -20,7 +20,7 @@ from jdp.reduction import (
     weighted_sum,
 )
 from jdp.reduction.known_shards import Shard
-from jdp.reduction.step_context import Scope
+from jdp.reduction.scope import Scope
 from jdp.reduction.weighted_sum import Weighting
 
 _log = logging.getLogger("jdp")

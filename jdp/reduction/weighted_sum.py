@@ -21,6 +21,7 @@ from jdp.analysis.marks import WEIGHTED_SUM
 from jdp.axis import AxisName
 from jdp.reduction import row_weight, step_context
 from jdp.reduction.row_weight import weighed
+from jdp.reduction.scope import Scope
 
 
 class Weighting(NamedTuple):
@@ -141,7 +142,7 @@ def without_transpose(tree: Any, why_not: str) -> Any:
     )
 
 
-def _why_not(step: step_context.Scope, share: jax.Array) -> str:
+def _why_not(step: Scope, share: jax.Array) -> str:
     why_not = step.why_no_gradient
     if not why_not and axis.varying_axes(share):
         why_not = (

@@ -7,6 +7,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp import pytrees
+from jdp.axis import AxisName
 from jdp.distributed import mesh
 from jdp.training.likely_causes import likely_cause
 from jdp.training.step import Step
@@ -70,26 +71,10 @@ def check_step(
     ...
     ValueError: ... The loss is summed over rows instead of averaged...
     """
-    if not isinstance(step, Step) or not step.spec.returns_state:
-        raise TypeError(
-            f"check_step got {getattr(step, '__name__', step)!r}, which is not decorated with "
-            "jdp.train_step: it compares the states that train steps return."
-        )
-    given = {"state": state, "batch": batch, "rest": rest, **keywords}
-    for name, tree in given.items():
-        pytrees.require_alive(name, tree, "Give what no step has donated, or a copy made before.")
+    _require_train_step(step)
+    _require_alive({"state": state, "batch": batch, "rest": rest, **keywords})
     ranks = mesh.mesh_of(jax.tree.leaves(state), step.spec.axis_name)
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"check_step needs all ranks in one process, and {jax.process_count()} share this "
-            "mesh. Run it in one process with virtual devices: jdp.init(cpu_ranks=4)."
-        )
-    num_ranks = mesh.num_ranks(ranks, step.spec.axis_name)
-    if num_ranks == 1:
-        raise ValueError(
-            "check_step compares all ranks with one, and this mesh has 1 rank: any step would "
-            "pass. Make ranks of virtual devices: jdp.init(cpu_ranks=4)."
-        )
+    num_ranks = _several_ranks(ranks, step.spec.axis_name)
     num_steps = int_at_least("num_steps", num_steps, least=1)
     step = step.without_donation()
     start, batch, rest, keywords = _on_host((pytrees.hold(state), batch, rest, keywords))
@@ -112,20 +97,59 @@ def check_step(
             owned=findings.owned,
         )
         if beyond(found.leaves) or beyond(found.metrics):
-            lowered = step.lower(_on(start, ranks), batch, *rest, **keywords)
-            named = str(lowered.as_text(debug_info=True))
-            found = replace(found, cause=likely_cause(found, str(lowered.as_text()), named))
+            found = _explained(found, step.lower(_on(start, ranks), batch, *rest, **keywords))
             break
     print(found)
-    if found.cause is not None:
-        worst = (beyond(found.leaves) or beyond(found.metrics))[0]
-        after = "" if found.num_steps == 1 else f" after {found.num_steps} steps"
-        raise ValueError(
-            f"`{step.__name__}` computes something else on {num_ranks} ranks than on one: "
-            f"`{worst.path}` differs by {worst.difference:.2e}{after}, and rounding explains at "
-            f"most {worst.allowed:.2e}. {found.cause}"
-        )
+    _require_equal(step, found)
     return found
+
+
+def _require_train_step(step: Any) -> None:
+    if not isinstance(step, Step) or not step.spec.returns_state:
+        raise TypeError(
+            f"check_step got {getattr(step, '__name__', step)!r}, which is not decorated with "
+            "jdp.train_step: it compares the states that train steps return."
+        )
+
+
+def _require_alive(given: dict[str, Any]) -> None:
+    for name, tree in given.items():
+        pytrees.require_alive(name, tree, "Give what no step has donated, or a copy made before.")
+
+
+def _several_ranks(ranks: Mesh, axis_name: AxisName) -> int:
+    """Return how many ranks a mesh has; a ValueError if they cannot be compared with one."""
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"check_step needs all ranks in one process, and {jax.process_count()} share this "
+            "mesh. Run it in one process with virtual devices: jdp.init(cpu_ranks=4)."
+        )
+    num_ranks = mesh.num_ranks(ranks, axis_name)
+    if num_ranks == 1:
+        raise ValueError(
+            "check_step compares all ranks with one, and this mesh has 1 rank: any step would "
+            "pass. Make ranks of virtual devices: jdp.init(cpu_ranks=4)."
+        )
+    return num_ranks
+
+
+def _explained(found: StepDifference, lowered: Any) -> StepDifference:
+    """Return a difference with its likely cause, found in the lowered step."""
+    named = str(lowered.as_text(debug_info=True))
+    return replace(found, cause=likely_cause(found, str(lowered.as_text()), named))
+
+
+def _require_equal(step: Step, found: StepDifference) -> None:
+    """Raise a ValueError with the worst difference if a cause for one was found."""
+    if found.cause is None:
+        return
+    worst = (beyond(found.leaves) or beyond(found.metrics))[0]
+    after = "" if found.num_steps == 1 else f" after {found.num_steps} steps"
+    raise ValueError(
+        f"`{step.__name__}` computes something else on {found.num_ranks} ranks than on one: "
+        f"`{worst.path}` differs by {worst.difference:.2e}{after}, and rounding explains at "
+        f"most {worst.allowed:.2e}. {found.cause}"
+    )
 
 
 def _on_host(tree: Any) -> Any:

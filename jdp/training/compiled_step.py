@@ -19,7 +19,7 @@ from jdp.distributed.checks import arguments, startup, traced_programs
 from jdp.distributed.mesh import num_ranks
 from jdp.error_codes import with_code
 from jdp.reduction import reported, weighted_sum
-from jdp.reduction.step_context import Choices
+from jdp.reduction.scope import Choices
 from jdp.step_spec import StepSpec
 from jdp.training import passes, uncached
 from jdp.training.rank_program import RankOutputs, RankProgram

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from jdp.analysis import line_of, step_refusals
 from jdp.reduction import scanned_layers
-from jdp.reduction.step_context import Scope
+from jdp.reduction.scope import Scope
 
 
 @contextlib.contextmanager

@@ -13,10 +13,11 @@ from jdp.collectives import beside_xla, call_chains, call_order, overwritten
 from jdp.data.dataset import find_mask
 from jdp.reduction.overlap.ready_order import order_of_gradients
 from jdp.reduction.scanned_layers import late_choices
-from jdp.reduction.step_context import Choices
+from jdp.reduction.scope import Choices
 from jdp.step_spec import StepSpec
-from jdp.training.rank_program import RankOutputs, RankProgram, SplitInputs, StateLayout, parted
+from jdp.training.rank_program import RankOutputs, RankProgram, SplitInputs
 from jdp.training.shard_layout import OWN
+from jdp.training.state_layout import StateLayout, parted
 
 
 class Inputs(NamedTuple):

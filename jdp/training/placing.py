@@ -44,6 +44,12 @@ def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
 def require_batch(spec: StepSpec, batch: Any, num_rest: int, error: Exception) -> None:
     """Refuse the state of an optimizer in the place of the batch.
 
+    Args:
+      spec: the step.
+      batch: the second argument.
+      num_rest: how many arguments follow it.
+      error: why the batch could not be placed.
+
     Raises:
       TypeError: from `error`, if that is what the batch is.
     """
@@ -66,6 +72,11 @@ def _is_of_optimizer(node: Any) -> bool:
 
 def place_rest(name: str, arg: Any, where: Mesh) -> Any:
     """Place a further argument of a step, which is the same on every rank.
+
+    Args:
+      name: of the argument, for the error.
+      arg: any tree of arrays and numbers.
+      where: the mesh of the step.
 
     Raises:
       TypeError: if it holds neither arrays nor numbers.
@@ -112,6 +123,10 @@ def _buffer(leaf: Any) -> Any:
 
 def require_alive(spec: StepSpec, args: Sequence[Any]) -> None:
     """Refuse arguments of a step that hold a donated leaf.
+
+    Args:
+      spec: the step.
+      args: its arguments, in order.
 
     Raises:
       ValueError: naming the first one.

@@ -11,42 +11,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jdp import axis, jax_compat, pytrees, rank_state
+from jdp import axis, jax_compat, pytrees
 from jdp.analysis.traced import TraceFindings
 from jdp.collectives import call_order
 from jdp.distributed.checks import checksums
 from jdp.distributed.step_call import RankReports
 from jdp.reduction import optimizer, read_in_time, reported, step_context
 from jdp.reduction.overlap import wait_order
-from jdp.reduction.step_context import Choices
+from jdp.reduction.scope import Choices, Scope
 from jdp.step_spec import StepSpec
 from jdp.training import forward_mode, shard_layout, state_shards, unknown_value
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class StateLayout:
-    """How a state is put together from its arrays.
-
-    Attributes:
-      treedef: of the state, as `pytrees.hold` returns it.
-      groups: for each array how it is split over the ranks, see `shard_layout`.
-    """
-
-    treedef: Any
-    groups: tuple[int, ...]
-
-    def joined(self, lists: Sequence[Sequence[Any]]) -> Any:
-        """Return the state whose leaves `parted` sorted into lists."""
-        left = [iter(leaves) for leaves in lists]
-        return self.treedef.unflatten([next(left[group]) for group in self.groups])
-
-    def parted(self, leaves: Sequence[Any]) -> list[list[Any]]:
-        """Sort a list with one entry for each array into one list for each group."""
-        lists: list[list[Any]] = [[] for _ in range(shard_layout.NUM_GROUPS)]
-        for leaf, group in zip(leaves, self.groups, strict=True):
-            lists[group].append(leaf)
-        return lists
+from jdp.training.state_layout import StateLayout, parted
 
 
 class SplitInputs(NamedTuple):
@@ -84,21 +59,6 @@ class RankOutputs(NamedTuple):
     def state(self) -> Any:
         """Return the new state, as `pytrees.hold` returns it."""
         return self.uniform.layout.joined([self.uniform.state, *self.split.state])
-
-
-def parted(state: Any, mesh: Mesh) -> tuple[list[list[Any]], StateLayout, tuple[str, ...]]:
-    """Return the arrays of a state by group, its layout, and the axes that shards are split over.
-
-    Raises:
-      ValueError: if an array of `per_rank` has no first dim.
-      TypeError: if a leaf of `per_rank` is not an array.
-    """
-    rank_state.require_dims(pytrees.restore(state))
-    held = pytrees.hold(state)
-    leaves, treedef = jax.tree.flatten(held)
-    groups, axes = shard_layout.groups(held, mesh)
-    layout = StateLayout(treedef, tuple(groups))
-    return layout.parted(leaves), layout, axes
 
 
 @dataclass(frozen=True)
@@ -200,7 +160,7 @@ class RankProgram:
         returned = call(state) if self.spec.returns_state else read_in_time.call(call, state, batch)
         return self._pair(returned, tree)
 
-    def _weight(self, scope: step_context.Scope) -> jax.Array:
+    def _weight(self, scope: Scope) -> jax.Array:
         """Return the weight of the global batch: its rows where nothing weighs them."""
         if scope.total is not None:
             return scope.total

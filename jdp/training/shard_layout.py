@@ -42,7 +42,12 @@ def groups(state: Any, mesh: Mesh) -> tuple[list[int], tuple[str, ...]]:
 
 
 def specs(axis_name: Sequence[str], shard_axes: Sequence[str]) -> tuple[PartitionSpec, ...]:
-    """Return the partition of each group over the mesh, but for the uniform one."""
+    """Return the partition of each group over the mesh, but for the uniform one.
+
+    Args:
+      axis_name: names of the data axes.
+      shard_axes: names of the mesh axes that shards are split over.
+    """
     dims = (PartitionSpec(*[None] * dim, tuple(shard_axes)) for dim in range(_NUM_DIMS))
     return (PartitionSpec(tuple(axis_name)), *dims)
 

@@ -9,7 +9,14 @@ from jdp.worker.process_status import BEFORE, ENDED, ProcessStatus
 def hang_report(
     now: float, verdict: str, statuses: Mapping[int, ProcessStatus], causes: list[int]
 ) -> str:
-    """Return the report of a run that hangs because others wait for the processes `causes`."""
+    """Return the report of a run that hangs because others wait for the processes `causes`.
+
+    Args:
+      now: monotonic time of the statuses, in seconds.
+      verdict: the first line.
+      statuses: of all processes.
+      causes: processes that the others wait for.
+    """
     advice = _advice([statuses[i] for i in causes], [*statuses.values()])
     return "\n".join([verdict, *_lines(now, statuses, causes), f"  {advice}"])
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import os
 from collections.abc import Callable
 
 from jdp.worker import launcher_client, phases
@@ -67,3 +68,12 @@ def _own_slot() -> Slot:
 
 
 own = OwnProgress()
+
+
+# A forked child, which may load data, does not write to the slot of this process.
+def _forked() -> None:
+    own.slot = Board.create(1).slot(0)
+    own.step_clock = None
+
+
+os.register_at_fork(after_in_child=_forked)

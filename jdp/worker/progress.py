@@ -1,16 +1,10 @@
-"""The progress of this process: written where the launcher reads it, or watched by itself."""
+"""The phases and steps of this process, written where its launcher or its own watch reads them."""
 
-import atexit
-import math
-import os
 import time
 
 from jdp.worker import launcher_client, phases
 from jdp.worker.own_progress import own
-from jdp.worker.process_status import ENDED
-from jdp.worker.progress_board import Board, record
-from jdp.worker.step_clock import StepClock
-from jdp.worker.watchdog import SelfWatch, show_stacks_when_asked
+from jdp.worker.progress_board import record
 
 
 class Phase:
@@ -68,7 +62,7 @@ class Data(Phase):
     __slots__ = ()
 
     def __enter__(self) -> None:
-        if own.phases[0][0] is _STARTING:
+        if own.phases[0][0] is STARTING:
             own.phases[0] = own.unstepped
         own.phases.append((self._record, own.slot.enter(self._record)))
 
@@ -105,7 +99,7 @@ def _leave_phase(phase: bytes) -> None:
         own.phases.remove(next(it for it in reversed(own.phases) if it[0] is phase))
 
 
-_STARTING = record(phases.STARTING)
+STARTING = record(phases.STARTING)
 _STEP = record(phases.STEP)
 TRAIN_STEP = TrainStep()
 EVAL_STEP = Phase(phases.STEP)
@@ -151,58 +145,6 @@ def phase(name: str, *, timeout_s: float | None = None) -> Phase:
     return Phase(name, timeout_s or 0.0)
 
 
-def record_joining() -> None:
-    """Record that this process waits for the others, until `begin_watching`."""
-    own.phases[0] = record(phases.JOINING), time.monotonic_ns()
-    own.slot.enter(*own.phases[-1])
-    show_stacks_when_asked()
-
-
-def begin_watching(timeout_s: float | None, process: int = 0, num_processes: int = 1) -> None:
-    """Begin to watch this process, or begin anew.
-
-    Args:
-      timeout_s: seconds that a step may take, > 0; None: no limit.
-      process: index of this process.
-      num_processes: that train together.
-
-    Raises:
-      ValueError: if `timeout_s` is not positive.
-    """
-    if timeout_s is not None and not timeout_s > 0:
-        raise ValueError(
-            f"timeout_s={timeout_s} would end the run before its first step. Write the seconds "
-            "after which a step that is not done never will be, such as 600, or None."
-        )
-    limit_s = math.inf if timeout_s is None else timeout_s
-    own.longest_wait_s = limit_s * phases.PATIENCE
-    launcher = launcher_client.current()
-    is_alone = launcher is None and num_processes == 1
-    # No other process waits for user code here, which may take days.
-    own_limit_s = math.inf if is_alone else 0.0
-    own.between = record(phases.BETWEEN, own_limit_s), 0
-    # The entire step is user code here and may include compilation.
-    own.between_own = record(phases.BETWEEN, own_limit_s or own.longest_wait_s), 0
-    own.unstepped = record(phases.UNSTEPPED, own_limit_s), 0
-    own.phases[0] = _STARTING, time.monotonic_ns()
-    own.num_steps = own.num_counted = 0
-    own.is_first_step, own.compile_s = not is_alone, 0.0
-    assigned = None if launcher is None else launcher.assignment
-    own.slot.claim(assigned.generation if assigned else 0, limit_s)
-    own.slot.enter(*own.phases[-1])
-    # Handlers run last in, first out. With several processes, JAX's handler is registered by now,
-    # and a process waits for the others in it.
-    atexit.unregister(_end)
-    atexit.register(_end)
-    _stop_watch()
-    if not is_alone:
-        show_stacks_when_asked()
-    is_launched = launcher is not None
-    own.watch = SelfWatch(own.slot, limit_s, process, is_launched=is_launched, is_alone=is_alone)
-    own.watch.start(lambda: own.num_running())
-    own.step_clock = StepClock(own.slot) if is_launched else None
-
-
 def compiling_begins() -> None:
     """Record that a step is traced, and will be compiled."""
     _COMPILING.__enter__()
@@ -220,33 +162,3 @@ def _tell_first_step() -> None:
     if launcher is not None:
         seconds = time.monotonic() - launcher.woken
         launcher.tell("first_step", s=seconds, compile_s=own.compile_s)
-
-
-def record_end() -> None:
-    """Record that the script has ended, before the process waits for others in its exit."""
-    own.slot.enter(record(ENDED))
-    launcher = launcher_client.current()
-    if launcher is not None:
-        launcher.tell_end(steps=own.num_steps)
-
-
-def _stop_watch() -> None:
-    if own.watch is not None:
-        own.watch.stop_watching()
-    if own.step_clock is not None:
-        own.step_clock.stop_clock()
-        own.step_clock = None
-
-
-def _end() -> None:
-    _stop_watch()
-    record_end()
-
-
-# A forked child, which may load data, does not write to the slot of this process.
-def _forked() -> None:
-    own.slot = Board.create(1).slot(0)
-    own.step_clock = None
-
-
-os.register_at_fork(after_in_child=_forked)

@@ -42,7 +42,12 @@ def of_code(rooms: Sequence[str] = (".",), package: Path = PACKAGE) -> str:
 
 
 def is_build_of(digest: str | None, package: str | None) -> bool:
-    """Whether another process of this host, with this digest and folder of jdp, runs this build."""
+    """Whether another process of this host, with this digest and folder of jdp, runs this build.
+
+    Args:
+      digest: of its sources, as `of_bytes` returns it; None if it has sent none.
+      package: its folder of jdp; None if it has sent none.
+    """
     if digest == of_bytes(PROTOCOL):
         return True
     try:

@@ -76,7 +76,13 @@ class StepClock:
             self.record_end(call, time.monotonic_ns(), self._slot.waited_ns())
 
     def record_end(self, call: DispatchedStep, end_ns: int, waited_ns: int) -> None:
-        """Record that a step has ended, and how long this process has waited in all its steps."""
+        """Record that a step has ended, and how long this process has waited in all its steps.
+
+        Args:
+          call: the step.
+          end_ns: monotonic time at which it ended.
+          waited_ns: nanoseconds that this process has waited for others so far, in all steps.
+        """
         last_ns, self._end_ns = self._end_ns, end_ns
         waited_ns, self._waited_ns = waited_ns - self._waited_ns, waited_ns
         if not last_ns or not call.is_usual:

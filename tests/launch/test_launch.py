@@ -46,8 +46,8 @@ def test_a_launcher_with_closed_streams_runs_and_recovers(jdp_run):
 
 
 BEGINS = """
-from jdp.worker import progress
-progress.begin_watching(600.0, a.process_id, a.num_processes)
+from jdp.worker import progress, watching
+watching.begin_watching(600.0, a.process_id, a.num_processes)
 """
 # What Python does before it has ended.
 FORGETS = "import faulthandler; faulthandler.unregister(signal.SIGQUIT)"
@@ -538,8 +538,8 @@ def test_a_launcher_that_has_other_children_leaves_their_helpers_alone(jdp_run):
 
 
 HANGS = """
-from jdp.worker import progress
-progress.begin_watching(1.0, a.process_id, a.num_processes)
+from jdp.worker import progress, watching
+watching.begin_watching(1.0, a.process_id, a.num_processes)
 for step in range(30 if a.process_id == a.generation == 0 else 10**9):
     with progress.TRAIN_STEP: time.sleep(0.01)
     if (folder / "done").exists(): sys.exit()
@@ -566,7 +566,7 @@ def test_a_process_that_never_comes_to_init_is_named_and_not_waited_for(jdp_run)
         "--nproc-per-node=2",
         "--timeout-s=0.5",
         before="time.sleep(99 if os.environ['RANK'] == '1' else 0)",
-        init="from jdp.worker import progress; progress.record_joining(); time.sleep(99)",
+        init="from jdp.worker import watching; watching.record_joining(); time.sleep(99)",
     )
     assert run.wait() == 124
     assert BEFORE in run.output

@@ -311,9 +311,9 @@ def test_what_a_killed_process_may_have_written_half_is_compiled_again(
     os.utime(folder / "jit_f-1-cache", (long_ago, long_ago))
     run = jdp_run(
         after=f"""
-from jdp.worker import progress
+from jdp.worker import progress, watching
 if a.generation == 0:
-    progress.begin_watching(60.0)
+    watching.begin_watching(60.0)
     with progress.phase({phase!r}):
         for name in "jit_g-2-cache", "mine.txt": Path({str(folder)!r}, name).touch()
         os.kill(os.getpid(), signal.SIGKILL)

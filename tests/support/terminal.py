@@ -18,8 +18,8 @@ from support.screen import Screen
 TRAINS = """
 from jdp.worker.progress_board import Board
 slot = Board.attach(launcher.board_file).slot(launcher.slot)
-from jdp.worker import progress
-progress.begin_watching(600.0, a.process_id, a.num_processes)
+from jdp.worker import progress, watching
+watching.begin_watching(600.0, a.process_id, a.num_processes)
 def go(steps, rows=25, loss=None):
     for _ in range(steps):
         with progress.DATA:

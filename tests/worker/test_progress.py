@@ -15,7 +15,7 @@ from support.processes import environment
 
 import jdp
 from jdp.distributed import agree
-from jdp.worker import phases, progress
+from jdp.worker import phases, progress, watching
 from jdp.worker.progress_board import NATIVE
 
 
@@ -29,7 +29,7 @@ def now_in():
 
 @pytest.fixture
 def alone():
-    progress.begin_watching(600.0)
+    watching.begin_watching(600.0)
 
 
 def test_a_process_starts_and_is_between_steps_once_it_made_one(alone):
@@ -43,7 +43,7 @@ def test_a_process_starts_and_is_between_steps_once_it_made_one(alone):
 
 
 def test_a_loop_of_ones_own_makes_a_step_with_each_step_of_its_checkpointer():
-    progress.begin_watching(600.0, process=0, num_processes=2)
+    watching.begin_watching(600.0, process=0, num_processes=2)
     for i in range(1, 4):
         progress.count_step()
         assert (now_in(), where().steps, where().limit_s) == (phases.BETWEEN, i, 3600.0)
@@ -61,7 +61,7 @@ def test_a_step_that_train_step_has_counted_is_not_counted_by_the_checkpointer_a
 
 
 def test_a_process_is_watched_from_its_first_batch_on():
-    progress.begin_watching(600.0, process=0, num_processes=2)
+    watching.begin_watching(600.0, process=0, num_processes=2)
     with jdp.phase("of the author's"):
         pass
     assert now_in() == phases.STARTING
@@ -70,7 +70,7 @@ def test_a_process_is_watched_from_its_first_batch_on():
 
 
 def test_all_reduces_are_progress(alone):
-    progress.begin_watching(0.2)
+    watching.begin_watching(0.2)
     before_s = where().progress_s
     memory = np.frombuffer(own_numbers(), np.int64)
     memory[1] += 1
@@ -239,8 +239,8 @@ def test_what_a_process_forks_off_does_not_speak_for_it(alone):
     program = f"""
 import os
 from jdp.distributed import agree
-from jdp.worker import progress
-progress.begin_watching(None)
+from jdp.worker import progress, watching
+watching.begin_watching(None)
 if not (child := os.fork()):
     with progress.TRAIN_STEP:
         pass

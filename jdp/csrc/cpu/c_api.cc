@@ -5,7 +5,7 @@
 
 #include "communicator.h"
 #include "progress.h"
-#include "rendezvous.h"
+#include "rendezvous_registry.h"
 
 namespace {
 

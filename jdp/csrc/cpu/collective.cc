@@ -2,7 +2,7 @@
 #include "communicator.h"
 #include "float_mode.h"
 #include "progress.h"
-#include "rendezvous.h"
+#include "rendezvous_registry.h"
 
 namespace jdp {
 

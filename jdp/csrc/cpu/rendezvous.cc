@@ -4,13 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <tuple>
-#include <utility>
 
-#include "cpu_link.h"
 #include "tiles.h"
 
 namespace jdp {
@@ -27,60 +21,23 @@ constexpr int kMaxNapsLate = 10;
 constexpr int kMaxNapsLate = 500;
 #endif
 
-// Guards the membership of all rendezvous.
-std::mutex& registry_mutex() {
+}  // namespace
+
+std::mutex& rendezvous_mutex() {
   static std::mutex* mutex = new std::mutex;  // outlives threads that still wait at exit
   return *mutex;
 }
 
-// One call of all ranks of a group. Once all have joined, every running rank claims and computes
-// tiles of all ranks' leaves, so a rank that sleeps or has no core delays no other.
-class Rendezvous {
- public:
-  Rendezvous(const Call& first, const Bucket& bucket, uint64_t nth)
-      : first_(first),
-        nth_(nth),
-        num_expected_(first.num_ranks),
-        buckets_(first.num_ranks),
-        is_working_(first.num_ranks) {
-    const int64_t element_bytes = visit(bucket.type(), [](auto zero) { return sizeof zero; });
-    tile_ = kTileBytes / element_bytes;
-    num_tiles_ = (bucket.count() + tile_ - 1) / tile_;
-  }
-
-  // Returns true once all expected ranks have joined. The caller holds the registry's mutex.
-  bool join(const Call& call, const Bucket& bucket);
-
-  // Waits for the other ranks, and computes tiles.
-  Status take_part(const Call& call, const Bucket& bucket);
-
- private:
-  std::string disagreement(const Call& call, const Bucket& bucket) const;
-  Status wait_for_ranks(const Call& call);
-  Status wait_for_neighbour(const Call& call, Counter& counter, uint32_t target, Neighbour whose);
-  Status give_up(const Status& why);
-  Status failure();
-  void open();
-  void do_tiles(int rank);
-  void wait_for_tiles(const Call& call);
-
-  const Call first_;
-  const uint64_t nth_;
-  int num_joined_ = 0;
-  int num_expected_;
-  std::vector<const Bucket*> buckets_;  // by rank
-  int64_t tile_;                        // elements
-  int64_t num_tiles_;
-  std::unique_ptr<Mailbox[]> mailboxes_;  // of the ring; by sender
-
-  Status status_;   // the error, if any; guarded by the registry's mutex
-  Counter opened_;  // 1: all ranks have joined, or the call failed
-  Counter failed_;  // 1: the call failed
-  std::atomic<int64_t> next_tile_{0};
-  std::atomic<int64_t> num_done_{0};
-  std::vector<std::atomic<bool>> is_working_;  // by rank: may be computing a tile
-  Counter finished_;                           // 1: all tiles are done
-};
+Rendezvous::Rendezvous(const Call& first, const Bucket& bucket, uint64_t nth)
+    : first_(first),
+      nth_(nth),
+      num_expected_(first.num_ranks),
+      buckets_(first.num_ranks),
+      is_working_(first.num_ranks) {
+  const int64_t element_bytes = visit(bucket.type(), [](auto zero) { return sizeof zero; });
+  tile_ = kTileBytes / element_bytes;
+  num_tiles_ = (bucket.count() + tile_ - 1) / tile_;
+}
 
 std::string Rendezvous::disagreement(const Call& call, const Bucket& bucket) const {
   if (call.num_ranks != first_.num_ranks || call.algorithm != first_.algorithm ||
@@ -131,7 +88,7 @@ void Rendezvous::open() {
 }
 
 Status Rendezvous::give_up(const Status& why) {
-  const std::lock_guard<std::mutex> lock(registry_mutex());
+  const std::lock_guard<std::mutex> lock(rendezvous_mutex());
   if (status_.ok()) {
     status_ = why;
     advance(failed_, 1);
@@ -141,7 +98,7 @@ Status Rendezvous::give_up(const Status& why) {
 }
 
 Status Rendezvous::failure() {
-  const std::lock_guard<std::mutex> lock(registry_mutex());
+  const std::lock_guard<std::mutex> lock(rendezvous_mutex());
   return status_;
 }
 
@@ -149,7 +106,7 @@ Status Rendezvous::wait_for_ranks(const Call& call) {
   const Stopwatch watch;
   while (!wait_briefly(opened_, 1)) {
     if (!aborted() && !watch.expired()) continue;
-    const std::lock_guard<std::mutex> lock(registry_mutex());
+    const std::lock_guard<std::mutex> lock(rendezvous_mutex());
     if (reached(opened_, 1)) break;
     std::vector<int> missing;
     for (int rank = 0; rank < call.num_ranks; ++rank) {
@@ -234,46 +191,5 @@ void Rendezvous::wait_for_tiles(const Call& call) {
     std::abort();
   }
 }
-
-class Registry {
- public:
-  std::shared_ptr<Rendezvous> join(const Call& call, const Bucket& bucket) {
-    const std::lock_guard<std::mutex> lock(registry_mutex());
-    const Key key{call.run, call.group, call.bucket};
-    std::shared_ptr<Rendezvous>& place = rendezvous_[key];
-    if (!place) {
-      const uint64_t nth = ++num_calls_[{call.group, call.bucket}];
-      place = std::make_shared<Rendezvous>(call, bucket, nth);
-    }
-    const std::shared_ptr<Rendezvous> rendezvous = place;
-    if (rendezvous->join(call, bucket)) rendezvous_.erase(key);
-    return rendezvous;
-  }
-
-  void forget() {
-    const std::lock_guard<std::mutex> lock(registry_mutex());
-    rendezvous_.clear();
-    num_calls_.clear();
-  }
-
- private:
-  using Key = std::tuple<int64_t, int32_t, int32_t>;
-  // A failed rendezvous stays until all its ranks have joined, so that late ones fail too.
-  std::map<Key, std::shared_ptr<Rendezvous>> rendezvous_;
-  std::map<std::pair<int32_t, int32_t>, uint64_t> num_calls_;  // by group and bucket
-};
-
-Registry& registry() {
-  static Registry* only = new Registry;
-  return *only;
-}
-
-}  // namespace
-
-Status collective_in_process(const Call& call, const Bucket& bucket) {
-  return registry().join(call, bucket)->take_part(call, bucket);
-}
-
-void forget_rendezvous() { registry().forget(); }
 
 }  // namespace jdp

@@ -44,6 +44,10 @@ def default_algorithms(operation: str, platform: str) -> tuple[str, ...]:
     """Return the algorithms that are timed where none are named.
 
     jdp's code for GPUs has never run there, so it is timed only where it is named.
+
+    Args:
+      operation: such as "all-reduce".
+      platform: of the devices: "cpu" or "gpu".
     """
     known = [name for name in trial.algorithms(operation) if name != AUTO]
     on_gpu = ("direct", "ring", "native")
@@ -52,6 +56,13 @@ def default_algorithms(operation: str, platform: str) -> tuple[str, ...]:
 
 def sizes(first: int, last: int, factor: int, *, itemsize: int, num_ranks: int) -> list[int]:
     """Return the numbers of elements from `first` to `last` bytes, multiples of `num_ranks`.
+
+    Args:
+      first: smallest size, in bytes.
+      last: largest size, in bytes.
+      factor: between sizes, >= 2.
+      itemsize: bytes of an element.
+      num_ranks: by which all sizes are divisible.
 
     >>> sizes(16, 100, 2, itemsize=4, num_ranks=3)  # 12, 24, 60 bytes
     [3, 6, 15]
@@ -70,6 +81,10 @@ def bus_factor(operation: str, num_ranks: int) -> float:
 
     It is the number of bytes that each rank must send through its link, at least, for each byte
     of the array, so that bus bandwidths of any number of ranks compare with the link's.
+
+    Args:
+      operation: "all-reduce", "reduce-scatter", "all-gather" or "all-to-all".
+      num_ranks: at least 1.
 
     >>> bus_factor("all-reduce", 4), bus_factor("all-gather", 4)
     (1.5, 0.75)

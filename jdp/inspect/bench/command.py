@@ -3,7 +3,9 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from jdp.inspect import results
 from jdp.inspect.bench import flags
 
 OPERATIONS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
@@ -107,8 +109,7 @@ def _timed(operation: str, names: Sequence[str] | None, options: argparse.Namesp
 
     from jdp.inspect.bench import collectives, output
 
-    if options.png:
-        output.require_matplotlib()
+    results.require_matplotlib(options.png)
     if options.d in ("float64", "int64", "uint64"):
         jax.config.update("jax_enable_x64", True)
     mesh = flags.started(options.cpu_ranks)
@@ -119,12 +120,8 @@ def _timed(operation: str, names: Sequence[str] | None, options: argparse.Namesp
         options.b, options.e, options.f,
         itemsize=jnp.dtype(options.d).itemsize, num_ranks=mesh.size,
     )  # fmt: skip
-    processes = len({device.process_index for device in mesh.devices.flat})
-    title = (
-        f"{operation} of {mesh.size} ranks in {processes} process{'es' * (processes > 1)}, "
-        f"{options.d}, {'in' if options.in_place else 'out of'} place"
-    )
-    shows = is_first and options.json != "-"
+    title = _title(operation, mesh, options)
+    shows = is_first and options.json != results.STDOUT
     if shows:
         print(f"{output.heading(facts)}\n{title}; every result checked on every rank")
         print(output.aligned(list(output.COLUMNS)))
@@ -143,6 +140,14 @@ def _timed(operation: str, names: Sequence[str] | None, options: argparse.Namesp
     if is_first and options.png:
         output.draw(options.png, rows, title)
     return 0
+
+
+def _title(operation: str, mesh: Any, options: argparse.Namespace) -> str:
+    processes = len({device.process_index for device in mesh.devices.flat})
+    return (
+        f"{operation} of {mesh.size} ranks in {processes} process{'es' * (processes > 1)}, "
+        f"{options.d}, {'in' if options.in_place else 'out of'} place"
+    )
 
 
 def _step(_: str, arguments: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jdp.inspect import calibration
+from jdp.inspect import calibration, results
 from jdp.inspect.bench import faults, flags
 from jdp.inspect.bench.fault_costs import PARTS
 from jdp.inspect.bench.faulty_launch import FaultSetting, FaultyRunError
@@ -28,7 +28,43 @@ _SHARES = ("ettr", "repeated", "committing", "down")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `jdp bench faults`, and return the exit code."""
+    """Run `jdp bench faults`.
+
+    Args:
+      arguments: of the command line, after `faults`.
+
+    Returns:
+      The exit code: 0, or 1 if a run did not end as it should.
+
+    Raises:
+      ValueError: if an argument is wrong.
+    """
+    options = _parser().parse_args(arguments)
+    results.require_matplotlib(options.png)
+    try:
+        states = [flags.read_bytes(word) for word in options.state.split(",")]
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"--state {options.state}: {error}.") from None
+    setting = FaultSetting(
+        options.mtbf, options.faults, options.nproc_per_node, options.step_s, seed=options.seed
+    )
+    quiet = options.json == results.STDOUT
+    try:
+        rows = _rows(states, setting, quiet=quiet)
+    except FaultyRunError as error:
+        print(f"jdp bench faults: {error}", file=sys.stderr)
+        return 1
+    law = _law(rows)
+    if law and not quiet:
+        print(f"restoring: {law['alpha_s']:.3f} s + bytes / {law['bytes_per_s']:.3g}")
+    if options.json:
+        _write_json(rows, law, options.json)
+    if options.png:
+        _draw(options.png, rows)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jdp bench faults",
         description=_DESCRIPTION,
@@ -47,35 +83,9 @@ def main(arguments: Sequence[str]) -> int:
     text = "seconds that a step takes at least (default 0.1)"
     parser.add_argument("--step-s", type=_seconds, default=0.1, metavar="S", help=text)
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default 0)")
-    text = "print JSON in place of a table, or write it to FILE"
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=text)
-    parser.add_argument("--png", metavar="FILE", help="draw a picture (needs matplotlib)")
-    options = parser.parse_args(arguments)
-    if options.png:
-        from jdp.inspect.bench import output
-
-        output.require_matplotlib()
-    try:
-        states = [flags.read_bytes(word) for word in options.state.split(",")]
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(f"--state {options.state}: {error}.") from None
-    setting = FaultSetting(
-        options.mtbf, options.faults, options.nproc_per_node, options.step_s, seed=options.seed
-    )
-    quiet = options.json == "-"
-    try:
-        rows = _rows(states, setting, quiet=quiet)
-    except FaultyRunError as error:
-        print(f"jdp bench faults: {error}", file=sys.stderr)
-        return 1
-    law = _law(rows)
-    if law and not quiet:
-        print(f"restoring: {law['alpha_s']:.3f} s + bytes / {law['bytes_per_s']:.3g}")
-    if options.json:
-        _write_json(rows, law, options.json)
-    if options.png:
-        _draw(options.png, rows)
-    return 0
+    results.add_json(parser)
+    results.add_png(parser)
+    return parser
 
 
 def _seconds(text: str) -> float:

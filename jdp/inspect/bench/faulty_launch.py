@@ -108,6 +108,11 @@ class FaultyLaunch:
     def until(self, is_there: Callable[[], Any], what: str, deadline_s: float) -> Any:
         """Wait until a condition holds, and return its value.
 
+        Args:
+          is_there: returns the value, false until the condition holds.
+          what: the thing that is waited for, for errors.
+          deadline_s: seconds after which it is too late.
+
         Raises:
           FaultyRunError: if it takes longer, or the run ends before.
         """

@@ -5,6 +5,7 @@ import contextlib
 import os
 from typing import Any
 
+from jdp.inspect import results
 from jdp.worker.local_devices import num_cpus, num_gpus
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -35,9 +36,8 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     text = "virtual CPU devices of each process (default on a machine without accelerators: its "
     text += "cores, at least 2)"
     parser.add_argument("--cpu-ranks", type=read_positive, metavar="N", help=text)
-    text = "print JSON in place of a table, or write it to FILE (under jdp run)"
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=text)
-    parser.add_argument("--png", metavar="FILE", help="draw a picture (needs matplotlib)")
+    results.add_json(parser, "print JSON in place of a table, or write it to FILE (under jdp run)")
+    results.add_png(parser)
 
 
 def started(cpu_ranks: int | None) -> Any:

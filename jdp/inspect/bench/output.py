@@ -6,12 +6,12 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import jax
 import jaxlib
 
+from jdp.inspect import results
 from jdp.worker.local_devices import num_cpus
 from jdp.worker.version import version
 
@@ -74,20 +74,13 @@ def aligned(cells: Sequence[str]) -> str:
 
 
 def write_json(result: Mapping[str, Any], where: str) -> None:
-    """Print a result as JSON if `where` is "-", else write it to that file."""
-    text = json.dumps(result, indent=1)
-    if where == "-":
-        print(text)
-    else:
-        Path(where).write_text(text + "\n")
+    """Write a result as JSON.
 
-
-def require_matplotlib() -> None:
-    """Raise a ValueError if pictures cannot be drawn."""
-    try:
-        import matplotlib  # noqa: F401 - only whether it is there
-    except ImportError:
-        raise ValueError("--png needs matplotlib: pip install matplotlib.") from None
+    Args:
+      result: facts of the machine and what was measured; numbers, texts, lists and dicts.
+      where: see `results.write`.
+    """
+    results.write(json.dumps(result, indent=1), where)
 
 
 def draw(path: str, rows: Sequence[Mapping[str, Any]], title: str) -> None:

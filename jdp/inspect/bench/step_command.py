@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import optax
 
-from jdp.inspect import models
+from jdp.inspect import models, results
 from jdp.inspect.bench import flags, output
 from jdp.inspect.bench.step import Made, Make, StepSetting, measure
 from jdp.reduction.micro_batches import value_and_grad
@@ -39,28 +39,21 @@ COLUMNS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `jdp bench step`, and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="jdp bench step",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("model", metavar="MODEL")
-    text = "numbers of ranks, such as 1,2,4 (default: powers of 2 up to all devices)"
-    parser.add_argument("--ranks", metavar="N,...", help=text)
-    parser.add_argument("--rows", type=flags.read_positive, help="rows of each rank (default 64)")
-    text = "steps of a run (default 5)"
-    parser.add_argument("--steps", type=flags.read_positive, default=5, help=text)
-    text = "rounds, each with two runs (default 5)"
-    parser.add_argument("--rounds", type=flags.read_positive, default=5, help=text)
-    flags.add_common(parser)
-    options = parser.parse_args(arguments)
-    if options.png:
-        output.require_matplotlib()
-    make, setting = (
-        found_model(options.model),
-        StepSetting(options.rows or 64, options.steps, options.rounds),
-    )
+    """Run `jdp bench step`.
+
+    Args:
+      arguments: of the command line, after `step`.
+
+    Returns:
+      The exit code, 0.
+
+    Raises:
+      ValueError: if an argument is wrong, or there are several processes.
+    """
+    options = _parser().parse_args(arguments)
+    results.require_matplotlib(options.png)
+    make = found_model(options.model)
+    setting = StepSetting(options.rows or 64, options.steps, options.rounds)
     mesh = flags.started(options.cpu_ranks)
     if jax.process_count() > 1:
         raise ValueError(
@@ -69,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     facts, numbers = output.machine(), _numbers(options.ranks, mesh.size)
     rows = measure(make, numbers, setting)
-    if options.json != "-":
+    if options.json != results.STDOUT:
         print(f"{output.heading(facts)}\n{options.model}, {setting.rows} rows for each rank")
         print(output.aligned(list(COLUMNS)))
         for row in rows:
@@ -84,6 +77,24 @@ def main(arguments: Sequence[str]) -> int:
     if options.png:
         _draw(options.png, rows)
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jdp bench step",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL")
+    text = "numbers of ranks, such as 1,2,4 (default: powers of 2 up to all devices)"
+    parser.add_argument("--ranks", metavar="N,...", help=text)
+    parser.add_argument("--rows", type=flags.read_positive, help="rows of each rank (default 64)")
+    text = "steps of a run (default 5)"
+    parser.add_argument("--steps", type=flags.read_positive, default=5, help=text)
+    text = "rounds, each with two runs (default 5)"
+    parser.add_argument("--rounds", type=flags.read_positive, default=5, help=text)
+    flags.add_common(parser)
+    return parser
 
 
 def found_model(name: str) -> Make:

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from jdp.inspect import results
 from jdp.inspect.doctor.diagnosis import ERROR, Diagnosis, checked, is_healthy, text
 from jdp.worker.local_devices import num_cpus, num_gpus
 from jdp.worker.version import version
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     text_of = "print JSON, to paste into an issue, or write it to FILE (under jdp run, which marks "
     text_of += "the lines of each process)"
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=text_of)
+    results.add_json(parser, text_of)
     text_of = "virtual CPU devices on a machine without accelerators (default: its cores, 2 to 4)"
     parser.add_argument("--cpu-ranks", type=int, metavar="N", help=text_of)
     options = parser.parse_args(arguments)
@@ -169,10 +170,9 @@ def _unable(error: Exception) -> Diagnosis:
 
 
 def _show(by_process, healthy: bool, json_to: str | None) -> None:
-    if json_to in (None, "-"):
-        print(_json(by_process, healthy) if json_to else _report(by_process, healthy))
-    else:
-        Path(json_to).write_text(_json(by_process, healthy) + "\n")
+    if json_to is not None:
+        results.write(_json(by_process, healthy), json_to)
+    if json_to != results.STDOUT:
         print(_report(by_process, healthy))
 
 

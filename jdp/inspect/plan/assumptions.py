@@ -125,6 +125,10 @@ def with_calibration(known: Assumptions, found: calibration.Calibration) -> Assu
 def with_recovery(known: Assumptions, path: Path) -> Assumptions:
     """Return assumptions with the recovery that `jdp bench faults --json=FILE` measured.
 
+    Args:
+      known: the assumptions so far.
+      path: the file.
+
     Raises:
       ValueError: if the file does not hold such a measurement.
     """
@@ -160,6 +164,10 @@ def with_recovery(known: Assumptions, path: Path) -> Assumptions:
 
 def with_given(known: Assumptions, values: Mapping[str, float]) -> Assumptions:
     """Return assumptions with values of the user.
+
+    Args:
+      known: the assumptions so far.
+      values: of `--set`, in the units of `known`.
 
     Raises:
       ValueError: if there is no such assumption, or its value cannot be.

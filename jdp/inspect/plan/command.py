@@ -1,12 +1,11 @@
 """The command `jdp plan`."""
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jdp.inspect import calibration
+from jdp.inspect import calibration, results
 from jdp.inspect.bench.flags import read_bytes, read_positive
 from jdp.inspect.calibration import Calibration
 from jdp.inspect.gpus import GPUS
@@ -37,8 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     chosen = _parser().parse_args(arguments)
     try:
-        if chosen.png and importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--png needs matplotlib: pip install matplotlib.")
+        results.require_matplotlib(chosen.png)
         hosts, methods = question.read_hosts(chosen.hosts), question.read_methods(chosen.methods)
         measured = _calibration(chosen.calibration)
         options, known = _options(chosen, measured), _known(chosen, measured)
@@ -48,12 +46,10 @@ def main(arguments: Sequence[str]) -> int:
     rows = [
         prediction.predict(options, known, method, number) for method in methods for number in hosts
     ]
-    if chosen.json != "-":
+    if chosen.json != results.STDOUT:
         print(report.table(rows, known))
-    if chosen.json == "-":
-        print(report.to_json(rows, known))
-    elif chosen.json:
-        Path(chosen.json).write_text(report.to_json(rows, known) + "\n")
+    if chosen.json:
+        results.write(report.to_json(rows, known), chosen.json)
     if chosen.png:
         report.draw(rows, chosen.png)
     return 0
@@ -130,6 +126,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bucket-bytes", type=read_bytes, default=size, metavar="BYTES", help=text)
     text = "bytes of a GPU beside its state: activations and rows (default 0)"
     parser.add_argument("--activations", type=read_bytes, metavar="BYTES", help=text)
+    _add_assumptions(parser)
+    results.add_json(parser)
+    results.add_png(parser, "draw efficiency over GPUs (needs matplotlib)")
+    return parser
+
+
+def _add_assumptions(parser: argparse.ArgumentParser) -> None:
     text = "how ranks are slow by chance (default lognormal); set its straggler_scale"
     parser.add_argument("--straggler", choices=KINDS, default="lognormal", help=text)
     parser.add_argument("--seed", type=int, default=0, help="of the stragglers (default 0)")
@@ -143,12 +146,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recovery", metavar="FILE", help=text)
     text = "set an assumption; the output lists them"
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
-    text = "print JSON in place of a table, or write it to FILE"
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=text)
-    parser.add_argument(
-        "--png", metavar="FILE", help="draw efficiency over GPUs (needs matplotlib)"
-    )
-    return parser
 
 
 def _seconds(text: str) -> float:

@@ -37,7 +37,14 @@ class Model(NamedTuple):
     def workload(
         self, known: Mapping[str, float], gather_bytes: float, reduce_bytes: float, bucket: float
     ) -> Workload:
-        """Return what one rank computes, at assumed rates."""
+        """Return what one rank computes, at assumed rates.
+
+        Args:
+          known: the assumptions by name: `matmul_flops`, `memory_bytes_per_s`, `forward_share`.
+          gather_bytes: of a parameter where it is gathered.
+          reduce_bytes: of a gradient where it is reduced.
+          bucket: capacity of a bucket, in bytes.
+        """
         compute_s = self.step_s
         if not compute_s:
             compute_s = FLOPS_PER_PARAM * self.params * self.tokens / known["matmul_flops"]

@@ -50,7 +50,13 @@ class Program:
         self._overlaps = overlaps
 
     def add(self, lane: str, seconds: float, after: Iterable[int] = ()) -> int:
-        """Append a task, and return its position."""
+        """Append a task, and return its position.
+
+        Args:
+          lane: the resource that it takes.
+          seconds: that it takes.
+          after: positions of the tasks that must end before.
+        """
         self.tasks.append(Task(lane, seconds, tuple(after)))
         return len(self.tasks) - 1
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jdp.inspect import results
 from jdp.inspect.profiling import trace_file
 from jdp.inspect.profiling.summary import CollectiveTimes, RankSteps, Summary, summarize
 
@@ -104,8 +105,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", metavar="FOLDER", help="that jdp.profile(folder, ...) wrote")
-    parser.add_argument("--json", action="store_true", help="print JSON, times in nanoseconds")
-    parser.add_argument("--png", metavar="FILE", help="draw the steps of all ranks")
+    results.add_json(parser, "print JSON, times in nanoseconds", takes_file=False)
+    results.add_png(parser, "draw the steps of all ranks")
     parser.add_argument(
         "--trace", metavar="FILE", help=f"of all ranks; default: FOLDER/{trace_file.MERGED}"
     )

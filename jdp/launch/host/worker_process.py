@@ -226,6 +226,10 @@ class Process:
 def gpus_of_slots(num_gpus: int, num_slots: int) -> list[list[int] | None]:
     """Share the GPUs of a host among its slots.
 
+    Args:
+      num_gpus: of this host; 0 for training on CPUs.
+      num_slots: processes of this host, >= 1.
+
     Raises:
       ValueError: if they cannot be shared evenly.
 

@@ -61,7 +61,6 @@ class Leader:
         self._number = -1  # of the last generation
         self._run_id = options.rdzv_id
         self._signal: int | None = None
-        self._restored: int | None = None  # step of the last checkpoint that was restored
         self._last_commits: LastCommits | None = None  # of a run that gives up
         self._report = RunReport(show, self._events)
         self._recoveries = Recoveries(options, say, self._events, self._report)
@@ -133,8 +132,6 @@ class Leader:
         if not generation.record_told(remote, what=what, **facts):
             return
         # All processes have sent this message now.
-        if what == "restored" and facts["facts"].get("tier") == "checkpoint":
-            self._restored = facts["facts"]["step"]
         self._recoveries.record_told_by_all(what, generation)
         if what == "first_step":
             for each in self.members.remotes:  # also those without processes of this generation
@@ -220,7 +217,7 @@ class Leader:
     # Ends the run when its latest commit is on the disk.
     def _give_up(self, code: int, why: str) -> None:
         self.members.is_ending = True
-        self._last_commits = LastCommits(code, why, self._restored)
+        self._last_commits = LastCommits(code, why, self._recoveries.checkpoint_step)
         self._last_commits.ask(self.members.remotes)
 
     def _over(self, code: int, why: str) -> None:

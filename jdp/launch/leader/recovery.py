@@ -92,6 +92,7 @@ class Recoveries:
 
     Attributes:
       stepped: whether some generation has finished a step, so that the program works.
+      checkpoint_step: step of the last checkpoint that was restored, None before the first.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Recoveries:
         report: RunReport,
     ) -> None:
         self.stepped = False
+        self.checkpoint_step: int | None = None
         self._budget = RestartBudget(options.max_restarts, options.restart_window_s)
         self._outage: Outage | None = None
         self._say, self._events, self._report = say, events, report
@@ -135,8 +137,11 @@ class Recoveries:
 
     def record_told_by_all(self, what: str, generation: Generation) -> None:
         """Record that all processes have sent a message; the first step ends the outage."""
+        told = [*generation.told[what].values()]
+        if what == "restored" and told[-1].get("tier") == "checkpoint":
+            self.checkpoint_step = told[-1]["step"]
         if self._outage is not None:
-            self._outage.record_told_by_all(what, generation.told[what].values())
+            self._outage.record_told_by_all(what, told)
         if what != "first_step":
             return
         self.stepped = True

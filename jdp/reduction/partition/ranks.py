@@ -121,7 +121,13 @@ class Ranks:
         return parts.own_slice(x, dim, self.axes)
 
     def gather(self, x: jax.Array, dim: int | Ravel, shape: tuple[int, ...]) -> jax.Array:
-        """Return the whole array of a slice along `dim`, and record it."""
+        """Return the whole array of a slice along `dim`, and record it.
+
+        Args:
+          x: this rank's slice.
+          dim: along which it was cut.
+          shape: of the whole array.
+        """
         name = self.stack[0].primitive.name if self.stack else "output"
         num_bytes = math.prod(shape) * x.dtype.itemsize
         self.gathers.append(Gather(name, shape, num_bytes, self.line()))

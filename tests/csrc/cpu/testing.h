@@ -22,7 +22,7 @@
 
 #include "call.h"
 #include "communicator.h"
-#include "rendezvous.h"
+#include "rendezvous_registry.h"
 
 #define CHECK(condition)                                                             \
   do {                                                                               \

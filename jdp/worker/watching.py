@@ -1,0 +1,86 @@
+"""The watch over this process, by its launcher or by itself, from `init` to its exit."""
+
+import atexit
+import math
+import time
+
+from jdp.worker import launcher_client, phases
+from jdp.worker.own_progress import own
+from jdp.worker.process_status import ENDED
+from jdp.worker.progress import STARTING
+from jdp.worker.progress_board import record
+from jdp.worker.step_clock import StepClock
+from jdp.worker.watchdog import SelfWatch, show_stacks_when_asked
+
+
+def record_joining() -> None:
+    """Record that this process waits for the others, until `begin_watching`."""
+    own.phases[0] = record(phases.JOINING), time.monotonic_ns()
+    own.slot.enter(*own.phases[-1])
+    show_stacks_when_asked()
+
+
+def begin_watching(timeout_s: float | None, process: int = 0, num_processes: int = 1) -> None:
+    """Begin to watch this process, or begin anew.
+
+    Args:
+      timeout_s: seconds that a step may take, > 0; None: no limit.
+      process: index of this process.
+      num_processes: that train together.
+
+    Raises:
+      ValueError: if `timeout_s` is not positive.
+    """
+    if timeout_s is not None and not timeout_s > 0:
+        raise ValueError(
+            f"timeout_s={timeout_s} would end the run before its first step. Write the seconds "
+            "after which a step that is not done never will be, such as 600, or None."
+        )
+    limit_s = math.inf if timeout_s is None else timeout_s
+    own.longest_wait_s = limit_s * phases.PATIENCE
+    launcher = launcher_client.current()
+    is_alone = launcher is None and num_processes == 1
+    # No other process waits for user code here, which may take days.
+    own_limit_s = math.inf if is_alone else 0.0
+    own.between = record(phases.BETWEEN, own_limit_s), 0
+    # The entire step is user code here and may include compilation.
+    own.between_own = record(phases.BETWEEN, own_limit_s or own.longest_wait_s), 0
+    own.unstepped = record(phases.UNSTEPPED, own_limit_s), 0
+    own.phases[0] = STARTING, time.monotonic_ns()
+    own.num_steps = own.num_counted = 0
+    own.is_first_step, own.compile_s = not is_alone, 0.0
+    assigned = None if launcher is None else launcher.assignment
+    own.slot.claim(assigned.generation if assigned else 0, limit_s)
+    own.slot.enter(*own.phases[-1])
+    # Handlers run last in, first out. With several processes, JAX's handler is registered by now,
+    # and a process waits for the others in it.
+    atexit.unregister(_end)
+    atexit.register(_end)
+    _stop_watch()
+    if not is_alone:
+        show_stacks_when_asked()
+    is_launched = launcher is not None
+    own.watch = SelfWatch(own.slot, limit_s, process, is_launched=is_launched, is_alone=is_alone)
+    own.watch.start(lambda: own.num_running())
+    own.step_clock = StepClock(own.slot) if is_launched else None
+
+
+def record_end() -> None:
+    """Record that the script has ended, before the process waits for others in its exit."""
+    own.slot.enter(record(ENDED))
+    launcher = launcher_client.current()
+    if launcher is not None:
+        launcher.tell_end(steps=own.num_steps)
+
+
+def _stop_watch() -> None:
+    if own.watch is not None:
+        own.watch.stop_watching()
+    if own.step_clock is not None:
+        own.step_clock.stop_clock()
+        own.step_clock = None
+
+
+def _end() -> None:
+    _stop_watch()
+    record_end()
