@@ -1,0 +1,62 @@
+"""Whether the files that a command writes at its end can be written, asked before it measures."""
+
+import os
+from pathlib import Path
+
+
+def require_writable(flag: str, path: str | None) -> None:
+    """Raise an error if a file cannot be written.
+
+    Args:
+      flag: such as `--json`, for the error.
+      path: of the file; None and "-" name none.
+
+    Raises:
+      ValueError: with the reason, and what to write.
+
+    >>> require_writable("--json", "missing/plan.json")
+    Traceback (most recent call last):
+    ValueError: --json=missing/plan.json cannot be written: there is no folder missing. Create it, \
+or name a file in another folder.
+    """
+    if path is None or path == "-":
+        return
+    file = Path(path)
+    if not file.parent.is_dir():
+        raise ValueError(
+            f"{flag}={path} cannot be written: there is no folder {file.parent}. Create it, or "
+            "name a file in another folder."
+        )
+    if file.is_dir():
+        raise ValueError(f"{flag}={path} is a folder. Name a file in it.")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(
+            f"{flag}={path} cannot be written: this user has no permission. Name a file in "
+            "another folder."
+        )
+
+
+def require_picture(path: str | None) -> None:
+    """Raise an error if a picture cannot be drawn into a file.
+
+    Args:
+      path: of `--png`; None if there shall be no picture.
+
+    Raises:
+      ValueError: if matplotlib is not installed, does not know the suffix, or the file cannot be
+        written.
+    """
+    if path is None:
+        return
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise ValueError("--png needs matplotlib: pip install matplotlib.") from None
+    suffix = Path(path).suffix.lower().removeprefix(".")
+    known = FigureCanvasBase.get_supported_filetypes()
+    if suffix and suffix not in known:
+        raise ValueError(
+            f"--png={path}: matplotlib draws no .{suffix} files. Write a suffix that it knows, "
+            f"such as .png, or one of {', '.join(sorted(known))}."
+        )
+    require_writable("--png", path)
