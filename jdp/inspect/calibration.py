@@ -159,7 +159,7 @@ def load(platform: str, path: Path | None = None) -> Calibration | None:
             raise ValueError("it has another format")
         found["rates"] = tuple(map(_read_rate, found["rates"]))
         return Calibration(**found)
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"the calibration of this machine, {path}, is not that of this jdp (format {FORMAT}): "
             f"{error}. Predicted times would have no basis. {again}"

@@ -46,8 +46,13 @@ def _explained(
     from jdp.inspect import comparison
     from jdp.inspect.explain import explain
     from jdp.inspect.first_call import first_call
+    from jdp.inspect.output_files import require_picture
     from jdp.inspect.targets import MissingPluginError
 
+    try:
+        require_picture(options.png)
+    except ValueError as error:
+        return _fail(str(error), 2)
     try:
         call = first_call(script, name, of_script)
     except ValueError as error:

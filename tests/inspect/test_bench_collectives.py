@@ -94,7 +94,22 @@ def test_an_algorithm_that_cannot_run_is_left_out_with_the_reason(monkeypatch, c
 
 
 @pytest.mark.parametrize(
-    "arguments", [["all-reduce", "-f", "1"], ["all-reduce", "-a", "tree"], ["broadcast"]]
+    "arguments",
+    [
+        ["all-reduce", "-f", "1"],
+        ["all-reduce", "-a", "tree"],
+        ["all-reduce", "-a", ""],
+        ["all-reduce", "-b", "64M", "-e", "4096"],
+        ["all-reduce", "-d", "float33"],
+        ["all-reduce", "-d", "bool"],
+        ["all-reduce", "--json=missing/rows.json"],
+        ["all-reduce", "--png=rows.xyz"],
+        ["step", "mlp", "--json=missing/rows.json"],
+        ["step", "mlp", "--png=missing/rows.png"],
+        ["faults", "--json=missing/rows.json"],
+        ["broadcast"],
+    ],
+    ids=" ".join,
 )
 def test_wrong_arguments_are_named(arguments, capsys):
     assert main(["bench", *arguments]) == 2

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jdp.inspect.bench import flags
 
@@ -93,11 +94,16 @@ def _collective(operation: str, arguments: Sequence[str]) -> int:
     parser.add_argument("--in-place", action="store_true", help=text)
     flags.add_common(parser)
     options = parser.parse_args(arguments)
-    names = options.a.split(",") if options.a else None
+    names = options.a.split(",") if options.a is not None else None
     if wrong := set(names or ()) - set(known):
         raise ValueError(f"there is no algorithm {min(wrong)!r}. Write some of {','.join(known)}.")
     if options.f < 2:
         raise ValueError(f"-f {options.f} would never reach the largest size. Write at least 2.")
+    if options.b > options.e:
+        raise ValueError(
+            f"the smallest size, -b {options.b}, is above the largest, -e {options.e}, so nothing "
+            "would be timed. Exchange them."
+        )
     return _timed(operation, names, options)
 
 
@@ -105,25 +111,25 @@ def _timed(operation: str, names: Sequence[str] | None, options: argparse.Namesp
     import jax
     import jax.numpy as jnp
 
+    from jdp.inspect import known_values
     from jdp.inspect.bench import collectives, output
+    from jdp.inspect.output_files import require_picture, require_writable
 
-    if options.png:
-        output.require_matplotlib()
     if options.d in ("float64", "int64", "uint64"):
         jax.config.update("jax_enable_x64", True)
     mesh = flags.started(options.cpu_ranks)
     facts, is_first = output.machine(), jax.process_index() == 0
+    if is_first:
+        require_writable("--json", options.json)
+        require_picture(options.png)
+    known_values.modulus(mesh.size, options.d)  # refuses a dtype without exact sums
     names = names or collectives.default_algorithms(operation, facts["platform"])
     setting = collectives.Setting(options.d, options.n, options.w, options.in_place)
     elements = collectives.sizes(
         options.b, options.e, options.f,
         itemsize=jnp.dtype(options.d).itemsize, num_ranks=mesh.size,
     )  # fmt: skip
-    processes = len({device.process_index for device in mesh.devices.flat})
-    title = (
-        f"{operation} of {mesh.size} ranks in {processes} process{'es' * (processes > 1)}, "
-        f"{options.d}, {'in' if options.in_place else 'out of'} place"
-    )
+    title = _title(operation, mesh, options)
     shows = is_first and options.json != "-"
     if shows:
         print(f"{output.heading(facts)}\n{title}; every result checked on every rank")
@@ -143,6 +149,14 @@ def _timed(operation: str, names: Sequence[str] | None, options: argparse.Namesp
     if is_first and options.png:
         output.draw(options.png, rows, title)
     return 0
+
+
+def _title(operation: str, mesh: Any, options: argparse.Namespace) -> str:
+    processes = len({device.process_index for device in mesh.devices.flat})
+    return (
+        f"{operation} of {mesh.size} ranks in {processes} process{'es' * (processes > 1)}, "
+        f"{options.d}, {'in' if options.in_place else 'out of'} place"
+    )
 
 
 def _step(_: str, arguments: Sequence[str]) -> int:

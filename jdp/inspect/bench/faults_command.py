@@ -14,6 +14,7 @@ from jdp.inspect import calibration
 from jdp.inspect.bench import faults, flags
 from jdp.inspect.bench.fault_costs import PARTS
 from jdp.inspect.bench.faulty_launch import FaultSetting, FaultyRunError
+from jdp.inspect.output_files import require_picture, require_writable
 from jdp.worker.local_devices import num_cpus
 from jdp.worker.version import version
 
@@ -51,10 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=text)
     parser.add_argument("--png", metavar="FILE", help="draw a picture (needs matplotlib)")
     options = parser.parse_args(arguments)
-    if options.png:
-        from jdp.inspect.bench import output
-
-        output.require_matplotlib()
+    require_writable("--json", options.json)
+    require_picture(options.png)
     try:
         states = [flags.read_bytes(word) for word in options.state.split(",")]
     except argparse.ArgumentTypeError as error:

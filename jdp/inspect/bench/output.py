@@ -82,14 +82,6 @@ def write_json(result: Mapping[str, Any], where: str) -> None:
         Path(where).write_text(text + "\n")
 
 
-def require_matplotlib() -> None:
-    """Raise a ValueError if pictures cannot be drawn."""
-    try:
-        import matplotlib  # noqa: F401 - only whether it is there
-    except ImportError:
-        raise ValueError("--png needs matplotlib: pip install matplotlib.") from None
-
-
 def draw(path: str, rows: Sequence[Mapping[str, Any]], title: str) -> None:
     """Plot time and bus bandwidth over bytes, a line for each algorithm.
 

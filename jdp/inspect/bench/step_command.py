@@ -14,6 +14,7 @@ import optax
 from jdp.inspect import models
 from jdp.inspect.bench import flags, output
 from jdp.inspect.bench.step import Made, Make, StepSetting, measure
+from jdp.inspect.output_files import require_picture, require_writable
 from jdp.reduction.micro_batches import value_and_grad
 from jdp.reduction.optimizer import replicated
 from jdp.training.decorators import train_step
@@ -55,8 +56,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=flags.read_positive, default=5, help=text)
     flags.add_common(parser)
     options = parser.parse_args(arguments)
-    if options.png:
-        output.require_matplotlib()
+    require_writable("--json", options.json)
+    require_picture(options.png)
     make, setting = (
         found_model(options.model),
         StepSetting(options.rows or 64, options.steps, options.rounds),
@@ -134,11 +135,12 @@ def _built_in(name: str, num_rows: int, all_reduce: Any) -> Made:
 def _numbers(text: str | None, num_devices: int) -> list[int]:
     if text is None:
         return [1 << i for i in range(num_devices.bit_length())]
-    found = [int(word) if word.isdigit() else 0 for word in text.split(",")]
+    found = [int(word) if word.isdecimal() else 0 for word in text.split(",")]
+    more = f", or --cpu-ranks {max(found)} for more" if max(found) > num_devices else ""
     if wrong := [number for number in found if not 1 <= number <= num_devices]:
         raise ValueError(
-            f"--ranks {text} asks for {wrong[0]} ranks, and there are {num_devices} devices. Write "
-            f"numbers from 1 to {num_devices}, or --cpu-ranks {max(found)} for more."
+            f"--ranks {text!r} asks for {wrong[0]} ranks, and there are {num_devices} devices. "
+            f"Write numbers from 1 to {num_devices}{more}."
         )
     return found
 

@@ -45,7 +45,8 @@ def _cells(row: Row) -> list[str]:
 
 def _aligned(cells: Sequence[str]) -> str:
     widths = (10, 6, 7, 23, 14, 11, 10, 22, 26, 13)
-    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+    # Between two cells there is a blank, even if one is wider than its column.
+    return "".join(f" {cell:>{width - 1}}" for cell, width in zip(cells, widths, strict=True))
 
 
 def to_json(rows: Sequence[Row], known: Assumptions) -> str:
