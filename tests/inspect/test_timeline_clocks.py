@@ -1,12 +1,17 @@
 """`jdp timeline` compares the clocks of hosts by the collectives that both ran."""
 
+import dataclasses
 import random
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from support import profiled
 from support.profiled import bucket, process, step
 
 from jdp.__main__ import main
+from jdp.inspect.hlo import HloProgram, Instruction
 from jdp.inspect.profiling import trace_file
 from jdp.inspect.profiling.clocks import shifts
 from jdp.inspect.profiling.summary import summarize
@@ -51,6 +56,54 @@ def test_processes_of_another_host_are_shifted_alike():
     traces = process(0, slices), process(1, early, clock="two"), process(2, late, clock="two")
     # Process 1 may be 4 ms early and 1 ms late, process 2 1 ms early and 4 ms late.
     assert shifts(traces) == [(0, 0), (0, MS), (0, MS)]
+
+
+# As the gathers of a state that is split within each host: they would bound the clocks wrongly.
+def test_collectives_of_groups_of_ranks_do_not_compare_clocks():
+    same, shift = two_hosts(5 * MS)
+    grouped = [
+        trace_file.ProcessTrace(
+            trace.facts,
+            [
+                dataclasses.replace(each, facts=each.facts | {"num_groups": 2})
+                if each.kind == trace_file.COMMUNICATION
+                else each
+                for each in trace.slices
+            ],
+        )
+        for trace in (same, shift)
+    ]
+    assert shifts(grouped)[1] == (0, None)
+
+
+@pytest.mark.parametrize(("axes", "groups"), [("a", 3), ("b", 2), (("a", "b"), 1)])
+def test_the_groups_of_a_collective_are_read_from_its_program(axes, groups, before_init):
+    mesh = jax.make_mesh((2, 3), ("a", "b"), devices=jax.devices()[:6])
+    summed = jax.shard_map(
+        lambda x: jax.lax.psum(x, axes), mesh=mesh, in_specs=P(), out_specs=P(),
+        check_vma=False,
+    )  # fmt: skip
+    text = jax.jit(summed).lower(np.ones((2, 3), np.float32)).compile().as_text()
+    program = HloProgram(text)
+    [found] = [one for one in program.computations[program.entry] if one.op == "all-reduce"]
+    assert found.num_groups() == groups
+
+
+@pytest.mark.parametrize(
+    ("attribute", "groups"),
+    [
+        ("{}", 1),
+        ("{{0,1,2}}", 1),
+        ("{{0,1},{2,3}}", 2),
+        ("[4,2]<=[8]", 4),
+        ("[1,8]<=[8]", 1),
+        ("mesh['a'=2,'b'=3] {'a'}", 3),
+        ("mesh['a'=2,'b'=3] {'b','a'}", 1),
+    ],
+)
+def test_every_notation_of_groups_is_read(attribute, groups):
+    rest = f"%x), channel_id=1, replica_groups={attribute}, use_global_device_ids=true"
+    assert Instruction("r", "f32[8]", "all-reduce", rest).num_groups() == groups
 
 
 def test_clocks_of_hosts_that_were_not_compared_are_not_called_those_of_one_host(tmp_path, capsys):

@@ -65,7 +65,9 @@ def _meetings(trace: ProcessTrace) -> _Meetings:
         steps = [(x.begin, x.end, x.facts["step"]) for x in own if x.kind == trace_file.STEP]
         seen: dict[tuple, int] = {}
         for each in sorted(own, key=lambda x: x.begin):
-            if each.facts.get("collective") not in _MEETS:
+            # Groups of ranks do not wait for each other.
+            is_of_groups = each.facts.get("num_groups", 1) > 1
+            if is_of_groups or each.facts.get("collective") not in _MEETS:
                 continue
             step = next((n for begin, end, n in steps if begin <= each.begin < end), None)
             if step is None:

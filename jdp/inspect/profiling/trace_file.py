@@ -36,7 +36,7 @@ class Slice:
       end: the same.
       rank: that it belongs to; None for a slice of the process.
       facts: what else is known, for JSON: `step` of a STEP and a CALL; `collective`, `bytes`,
-        `algorithm`, `op` and `leaves` of a COMMUNICATION.
+        `algorithm`, `op`, `leaves` and `num_groups` of a COMMUNICATION.
     """
 
     kind: str
