@@ -113,15 +113,12 @@ def _timed(operation: str, names: Sequence[str] | None, options: argparse.Namesp
 
     from jdp.inspect import known_values
     from jdp.inspect.bench import collectives, output
-    from jdp.inspect.output_files import require_picture, require_writable
 
     if options.d in ("float64", "int64", "uint64"):
         jax.config.update("jax_enable_x64", True)
     mesh = flags.started(options.cpu_ranks)
     facts, is_first = output.machine(), jax.process_index() == 0
-    if is_first:
-        require_writable("--json", options.json)
-        require_picture(options.png)
+    _require_files(mesh, options)
     known_values.modulus(mesh.size, options.d)  # refuses a dtype without exact sums
     names = names or collectives.default_algorithms(operation, facts["platform"])
     setting = collectives.Setting(options.d, options.n, options.w, options.in_place)
@@ -149,6 +146,26 @@ def _timed(operation: str, names: Sequence[str] | None, options: argparse.Namesp
     if is_first and options.png:
         output.draw(options.png, rows, title)
     return 0
+
+
+def _require_files(mesh: Any, options: argparse.Namespace) -> None:
+    """Raise a ValueError on all processes if the first one cannot write its files."""
+    import jax
+
+    from jdp.distributed import agree
+    from jdp.inspect.output_files import require_picture, require_writable
+
+    refused = None
+    if jax.process_index() == 0:
+        try:
+            require_writable("--json", options.json)
+            require_picture(options.png)
+        except ValueError as error:
+            refused = str(error)
+    found = agree.all_gather(agree.peers(mesh), refused, what="the files of jdp bench")
+    for text in found.values():
+        if text is not None:
+            raise ValueError(text)
 
 
 def _title(operation: str, mesh: Any, options: argparse.Namespace) -> str:
