@@ -155,6 +155,18 @@ def test_cells_that_are_wider_than_their_columns_stay_apart(capsys):
     assert line.split()[:3] == ["replicated", str(hosts), str(8 * hosts)]
 
 
+# The update of a third of the parameters saves more than the links of a host cost, and links that
+# are slow beside fast computation do not change that.
+@pytest.mark.parametrize("method", ["replicated", "stage1", "stage3", "hsdp"])
+def test_each_prediction_lies_in_its_interval(method):
+    model = "--model", "params=1.7e10,layers=27,tokens=10083,leaves=1", "--gpus-per-host", "3"
+    rows = planned(*model, "--methods", method, "--straggler", "none")["predicted"]
+    for row in rows:
+        assert row["low_s"] <= row["step_s"] <= row["high_s"]
+        assert row["efficiency_low"] <= row["efficiency"] <= row["efficiency_high"]
+        assert 0 <= row["ettr_low"] <= row["ettr"] <= row["ettr_high"] <= 1
+
+
 # Published runs, with one fitted constant
 
 
