@@ -51,6 +51,10 @@ def _explained(
     from jdp.inspect.targets import MissingPluginError
 
     try:
+        results.require_picture(options.png)
+    except ValueError as error:
+        return _fail(str(error), 2)
+    try:
         call = first_call(script, name, of_script)
     except ValueError as error:
         if "never called" not in str(error):

@@ -21,12 +21,18 @@ def modulus(num_ranks: int, dtype: str) -> int:
       dtype: of the values, by name.
 
     Raises:
-      ValueError: if the dtype holds no sums over so many ranks exactly.
+      ValueError: if the dtype holds no sums over so many ranks exactly, or there is no such dtype.
 
     >>> modulus(8, "float32"), modulus(8, "bfloat16"), modulus(60, "int8")
     (251, 31, 3)
     """
-    largest = _LARGEST[dtype] if dtype in _LARGEST else int(np.iinfo(dtype).max)
+    try:
+        largest = _LARGEST[dtype] if dtype in _LARGEST else int(np.iinfo(dtype).max)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{dtype!r} is not a dtype whose sums are known exactly. Write one of "
+            f"{', '.join(_LARGEST)}, or a dtype of integers such as int32."
+        ) from None
     for prime in _PRIMES:
         if num_ranks * (prime - 1) <= largest:
             return prime

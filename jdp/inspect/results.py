@@ -1,7 +1,7 @@
-"""`--json` and `--png`: where the results of a command go."""
+"""`--json` and `--png`: where the results of a command go, asked before it measures."""
 
 import argparse
-import importlib.util
+import os
 from pathlib import Path
 
 STDOUT = "-"
@@ -39,17 +39,62 @@ def add_png(
     parser.add_argument("--png", metavar="FILE", help=text)
 
 
-def require_matplotlib(png: str | None) -> None:
-    """Refuse `--png` where pictures cannot be drawn, before anything is measured.
+def require_writable(flag: str, path: str | None) -> None:
+    """Raise an error if a file cannot be written.
 
     Args:
-      png: value of `--png`; None needs no matplotlib.
+      flag: such as `--json`, for the error.
+      path: of the file; None and `STDOUT` name none.
 
     Raises:
-      ValueError: if matplotlib is not installed.
+      ValueError: with the reason, and what to write.
+
+    >>> require_writable("--json", "missing/plan.json")
+    Traceback (most recent call last):
+    ValueError: --json=missing/plan.json cannot be written: there is no folder missing. Create it, \
+or name a file in another folder.
     """
-    if png and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--png needs matplotlib: pip install matplotlib.")
+    if path is None or path == STDOUT:
+        return
+    file = Path(path)
+    if not file.parent.is_dir():
+        raise ValueError(
+            f"{flag}={path} cannot be written: there is no folder {file.parent}. Create it, or "
+            "name a file in another folder."
+        )
+    if file.is_dir():
+        raise ValueError(f"{flag}={path} is a folder. Name a file in it.")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(
+            f"{flag}={path} cannot be written: this user has no permission. Name a file in "
+            "another folder."
+        )
+
+
+def require_picture(path: str | None) -> None:
+    """Raise an error if a picture cannot be drawn into a file.
+
+    Args:
+      path: of `--png`; None if there shall be no picture.
+
+    Raises:
+      ValueError: if matplotlib is not installed, does not know the suffix, or the file cannot be
+        written.
+    """
+    if path is None:
+        return
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise ValueError("--png needs matplotlib: pip install matplotlib.") from None
+    suffix = Path(path).suffix.lower().removeprefix(".")
+    known = FigureCanvasBase.get_supported_filetypes()
+    if suffix and suffix not in known:
+        raise ValueError(
+            f"--png={path}: matplotlib draws no .{suffix} files. Write a suffix that it knows, "
+            f"such as .png, or one of {', '.join(sorted(known))}."
+        )
+    require_writable("--png", path)
 
 
 def write(text: str, where: str) -> None:

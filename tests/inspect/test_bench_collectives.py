@@ -1,5 +1,6 @@
 """`jdp bench` times what it has compared with exact results, and ends at a wrong one."""
 
+import argparse
 import json
 
 import numpy as np
@@ -94,7 +95,22 @@ def test_an_algorithm_that_cannot_run_is_left_out_with_the_reason(monkeypatch, c
 
 
 @pytest.mark.parametrize(
-    "arguments", [["all-reduce", "-f", "1"], ["all-reduce", "-a", "tree"], ["broadcast"]]
+    "arguments",
+    [
+        ["all-reduce", "-f", "1"],
+        ["all-reduce", "-a", "tree"],
+        ["all-reduce", "-a", ""],
+        ["all-reduce", "-b", "64M", "-e", "4096"],
+        ["all-reduce", "-d", "float33"],
+        ["all-reduce", "-d", "bool"],
+        ["all-reduce", "--json=missing/rows.json"],
+        ["all-reduce", "--png=rows.xyz"],
+        ["step", "mlp", "--json=missing/rows.json"],
+        ["step", "mlp", "--png=missing/rows.png"],
+        ["faults", "--json=missing/rows.json"],
+        ["broadcast"],
+    ],
+    ids=" ".join,
 )
 def test_wrong_arguments_are_named(arguments, capsys):
     assert main(["bench", *arguments]) == 2
@@ -138,6 +154,23 @@ def error_of_processes():
         return str(error)
     finally:
         Calls.summed = right
+
+
+def refusal_of_processes():
+    from jdp.distributed.mesh import init
+    from jdp.inspect.bench import command
+
+    options = argparse.Namespace(json="missing/rows.json", png=None)
+    try:
+        command._require_files(init(), options)
+    except ValueError as error:
+        return str(error)
+
+
+# The first process alone writes the file. The others would wait for it in a collective.
+def test_all_processes_refuse_a_file_that_the_first_one_cannot_write(processes):
+    one, other = processes(2).run(refusal_of_processes)
+    assert one == other and "--json=missing/rows.json" in one
 
 
 @NEEDS_LIBRARY

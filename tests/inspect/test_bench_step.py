@@ -82,6 +82,7 @@ def test_the_step_without_communication_is_checked_on_every_rank(tmp_path):
         (["cnn"], "'cnn'"),
         (["missing.py:make"], "missing.py"),
         (["mlp", "--ranks", "1,9"], "9 ranks, and there are 8"),
+        (["mlp", "--ranks", ""], "from 1 to 8.\n"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, named, capsys):

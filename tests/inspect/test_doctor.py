@@ -9,7 +9,7 @@ from jdp.__main__ import main
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.collectives.cpu.calls import Calls
 from jdp.collectives.cpu.primitive import all_reduce_p
-from jdp.inspect.doctor import devices, limits, sums
+from jdp.inspect.doctor import command, devices, limits, sums
 from jdp.inspect.doctor.diagnosis import Diagnosis, checked, is_healthy, text
 
 NEEDS_LIBRARY = pytest.mark.skipif(
@@ -38,6 +38,21 @@ def test_a_healthy_machine_is_healthy(capsys, monkeypatch):
         of_sums = checks[f"{operation}, devices of a process"]
         assert of_sums["facts"] == {"ranks": 8, "results": 32, "wrong": []}
     assert "secret" not in json.dumps(found)
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "two"])
+def test_a_number_of_ranks_below_1_is_refused(number, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--cpu-ranks", number])
+    assert ended.value.code == 2 and repr(number) in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_printed_and_the_exit_code_is_2(monkeypatch, capsys):
+    found = {0: [Diagnosis("devices", "ok", "8 x cpu")]}
+    monkeypatch.setattr(command, "_examined", lambda cpu_ranks: found)
+    assert main(["doctor", "--json=missing/report.json"]) == 2
+    output = capsys.readouterr()
+    assert "8 x cpu" in output.out and "missing/report.json" in output.err
 
 
 @NEEDS_LIBRARY

@@ -110,12 +110,61 @@ def test_measured_links_and_recoveries_are_used(capsys):
         ("--model params=7e9,layers=0,step_s=1", "layers=0"),
         ("--model params=7e9,depth=2,step_s=1", "depth"),
         ("--model params=inf,layers=2,step_s=1", "params=inf"),
+        ("--model params=7e9,layers=2,step_s=1,params=1", "params twice"),
+        # A million layers would be simulated for hours.
+        ("--model params=7e9,layers=1000000,step_s=1", "6e+06 pieces"),
+        ("--model params=7e9,layers=32,step_s=1,micro_batches=1000", "leaves=1"),
+        ("--hosts \u00b2", "1:2048"),  # a digit, and not a decimal one
+        ("--set mtbf_gpu_s=inf", "mtbf_gpu_s=inf"),
+        ("--set detection_s=inf", "detection_s=inf"),
+        ("--straggler none --set straggler_scale=0.1", "straggler_scale=0.1"),
+        ("--calibration .", "jdp bench --calibrate"),
+        ("--recovery without_numbers.json", "jdp bench faults"),
+        ("--json=missing/plan.json", "folder missing"),
+        ("--json=.", "--json=."),
+        ("--png=missing/plan.png", "folder missing"),
+        ("--png=plan.xyz", ".xyz"),
     ],
 )
 def test_bad_input_is_refused_with_what_to_write(arguments, named, capsys):
+    names = "state_bytes detection_s re_forming_s tracing_s loading_s restoring_s first_step_s"
+    row = dict.fromkeys(names.split())
+    unknown = {"rows": [row], "restoring": None, "host": "h", "date": "2026-11-26"}
+    Path("without_numbers.json").write_text(json.dumps(unknown))
     assert main(["plan", *MODEL, *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert error.startswith("jdp plan: ") and named in error
+
+
+def test_seconds_that_are_not_a_number_are_refused_with_an_example(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *MODEL, "--missing-host-s", "long"])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and "'long'" in error and "600" in error
+
+
+def test_a_method_that_is_named_twice_is_shown_once():
+    found = planned("--methods", "hsdp,stage1,hsdp")["predicted"]
+    assert [row["method"] for row in found] == ["hsdp", "hsdp", "stage1", "stage1"]
+
+
+def test_cells_that_are_wider_than_their_columns_stay_apart(capsys):
+    hosts = 10**20
+    assert main(["plan", *MODEL, "--hosts", str(hosts), "--methods", "replicated"]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "replicated " in line][:1]
+    assert line.split()[:3] == ["replicated", str(hosts), str(8 * hosts)]
+
+
+# The update of a third of the parameters saves more than the links of a host cost, and links that
+# are slow beside fast computation do not change that.
+@pytest.mark.parametrize("method", ["replicated", "stage1", "stage3", "hsdp"])
+def test_each_prediction_lies_in_its_interval(method):
+    model = "--model", "params=1.7e10,layers=27,tokens=10083,leaves=1", "--gpus-per-host", "3"
+    rows = planned(*model, "--methods", method, "--straggler", "none")["predicted"]
+    for row in rows:
+        assert row["low_s"] <= row["step_s"] <= row["high_s"]
+        assert row["efficiency_low"] <= row["efficiency"] <= row["efficiency_high"]
+        assert 0 <= row["ettr_low"] <= row["ettr"] <= row["ettr_high"] <= 1
 
 
 # Published runs, with one fitted constant

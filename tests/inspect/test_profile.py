@@ -332,6 +332,19 @@ def test_the_files_of_an_earlier_profile_are_replaced(tmp_path):
     assert after["run"] != before and after["steps"] == [1, 2]
 
 
+def test_a_loop_that_changes_the_working_directory_has_its_profile_in_one_folder(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    training.ranks(2)
+    with jdp.profile("profile", steps=range(2, 4)):
+        monkeypatch.chdir("elsewhere")
+        run(plain_step, training.state(training.sgd()))
+    assert [each.rank for each in summarize(tmp_path / "profile").ranks]
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_an_error_of_writing_is_raised_where_the_block_ends(tmp_path, monkeypatch):
     def full(*_):
         raise OSError("No space left")

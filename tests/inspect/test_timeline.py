@@ -11,7 +11,6 @@ from support.profiled import bucket, computes, phase, process, step
 from jdp.__main__ import main
 from jdp.inspect.profiling import spans, trace_file
 from jdp.inspect.profiling.breakdown import Activity, parts_of
-from jdp.inspect.profiling.clocks import shifts
 from jdp.inspect.profiling.summary import summarize
 from jdp.worker import phases
 
@@ -146,55 +145,31 @@ def test_the_merged_trace_has_all_processes_on_one_clock(tmp_path):
                       for process, rank in ((0, 0), (0, 1), (1, 2), (1, 3))}  # fmt: skip
 
 
-# What the ranks of two hosts did, by a true clock; the second host's is `skew` ahead.
-def two_hosts(skew, lag=50_000, seed=0, num_steps=20):
-    draw = random.Random(seed)
-    first, second = [], []
-    for number in range(num_steps):
-        at = number * 10 * MS
-        entered = [at + draw.randrange(3 * MS), at + draw.randrange(3 * MS)]
-        left = [max(entered) + draw.randrange(1, lag) for _ in entered]
-        for slices, rank, shift in ((first, 0, 0), (second, 1, skew)):
-            slices += [
-                step(number, at + shift, at + 10 * MS + shift, rank),
-                bucket("b", entered[rank] + shift, left[rank] + shift, rank),
-            ]
-    return (
-        process(0, first, num_processes=2, clock="one"),
-        process(1, second, num_processes=2, clock="two"),
-    )
-
-
-@pytest.mark.parametrize("skew", [0, 1, 3_700_000, -250 * MS])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_known_skew_of_two_hosts_is_found_within_the_error_that_is_stated(skew, seed):
-    same, shift = shifts(two_hosts(skew, seed=seed))
-    assert (same.ns, same.within) == (0, 0)
-    assert abs(shift.ns + skew) <= shift.within
-    assert shift.within <= 50_000  # no more than ranks take to leave a collective
-
-
-def test_processes_of_one_host_are_not_shifted():
-    first, second = two_hosts(0)
-    facts = {**second.facts, "clock": "one"}
-    found = shifts([first, trace_file.ProcessTrace(facts, second.slices)])
-    assert [(each.ns, each.within) for each in found] == [(0, 0), (0, 0)]
-
-
-def test_a_clock_that_cannot_be_compared_is_not_shifted_and_said(tmp_path):
-    first, second = two_hosts(5 * MS)
-    alone = [each for each in second.slices if each.kind == trace_file.STEP]
-    second = trace_file.ProcessTrace(second.facts, alone)
-    profiled.write(tmp_path, first, second)
+# A stale file of a host whose clock is an hour ahead looks later than all others.
+def test_the_profile_is_that_of_process_0_also_if_clocks_differ(tmp_path):
+    profiled.write(
+        tmp_path,
+        two_ranks(num_processes=2, run="new"),
+        two_ranks(process_number=1, ranks=(2, 3), num_processes=4, run="old",
+                  start_ns=profiled.START_NS + 3_600_000 * MS, clock="two"),
+    )  # fmt: skip
     found = summarize(tmp_path)
-    assert found.shifts[1] == (0, None)
+    assert sorted(each.rank for each in found.ranks) == [0, 1]
     assert [note for note in found.notes if note.startswith("process 1: ")]
-    # A clock that jumps contradicts itself.
-    jumping = [bucket("b", 0, 1, 1), step(0, 0, 2, 1), bucket("b", 9 * MS, 9 * MS + 1, 1),
-               step(1, 9 * MS, 10 * MS, 1)]  # fmt: skip
-    met = [bucket("b", 0, 1, 0), step(0, 0, 2, 0), bucket("b", 3, 4, 0), step(1, 2, 5, 0)]
-    traces = process(0, met), process(1, jumping, clock="two")
-    assert shifts(traces)[1] == (0, None)
+
+
+def test_a_profile_in_a_folder_that_cannot_be_written_is_shown(tmp_path, capsys):
+    profiled.write(tmp_path, two_ranks())
+    trace = tmp_path / "missing" / "trace.json.gz"
+    assert main(["timeline", str(tmp_path), "--trace", str(trace)]) == 1
+    output = capsys.readouterr()
+    assert "2 ranks, steps 3 to 4" in output.out and "--trace" in output.err
+
+
+def test_a_picture_of_an_unknown_kind_is_refused(tmp_path, capsys):
+    profiled.write(tmp_path, two_ranks())
+    assert main(["timeline", str(tmp_path), "--png", f"{tmp_path}/steps.xyz"]) == 1
+    assert ".xyz" in capsys.readouterr().err
 
 
 def damaged(path, how):
@@ -203,15 +178,23 @@ def damaged(path, how):
         path.write_bytes(content[: len(content) // 2])
     elif how == "empty":
         path.write_bytes(b"")
+    elif how == "a changed byte":  # the first of the data: zlib's error, not gzip's
+        first = content.index(b"\0", 10) + 1
+        path.write_bytes(content[:first] + b"\xff" + content[first + 1 :])
     elif how == "not compressed":
         path.write_bytes(b"{}")
     else:
-        other = {"a list": [], "other JSON": {}, "another format": {"otherData": {"jdp": 2}},
+        event = {"ph": "X", "ts": 0, "dur": 1, "cat": "step", "name": "step", "args": {}}
+        other = {"a list": [],
+                 "a text as facts": {"otherData": {"jdp": 1}, "traceEvents": [event | {"ts": "0"}]},
+                 "a list as event": {"otherData": {"jdp": 1}, "traceEvents": [[]]},
+                 "other JSON": {}, "another format": {"otherData": {"jdp": 2}},
                  "no events": {"otherData": {"jdp": 1}}}[how]  # fmt: skip
         path.write_bytes(gzip.compress(json.dumps(other).encode()))
 
 
-@pytest.mark.parametrize("how", ["cut", "empty", "not compressed", "a list", "other JSON",
+@pytest.mark.parametrize("how", ["cut", "empty", "a changed byte", "not compressed",
+                                 "a text as facts", "a list as event", "a list", "other JSON",
                                  "another format", "no events"])  # fmt: skip
 def test_damaged_and_missing_processes_are_named_and_the_others_are_shown(how, tmp_path, capsys):
     profiled.write(

@@ -95,11 +95,16 @@ def _collective(operation: str, arguments: Sequence[str]) -> int:
     parser.add_argument("--in-place", action="store_true", help=text)
     flags.add_common(parser)
     options = parser.parse_args(arguments)
-    names = options.a.split(",") if options.a else None
+    names = options.a.split(",") if options.a is not None else None
     if wrong := set(names or ()) - set(known):
         raise ValueError(f"there is no algorithm {min(wrong)!r}. Write some of {','.join(known)}.")
     if options.f < 2:
         raise ValueError(f"-f {options.f} would never reach the largest size. Write at least 2.")
+    if options.b > options.e:
+        raise ValueError(
+            f"the smallest size, -b {options.b}, is above the largest, -e {options.e}, so nothing "
+            "would be timed. Exchange them."
+        )
     return _timed(operation, names, options)
 
 
@@ -107,13 +112,15 @@ def _timed(operation: str, names: Sequence[str] | None, options: argparse.Namesp
     import jax
     import jax.numpy as jnp
 
+    from jdp.inspect import known_values
     from jdp.inspect.bench import collectives, output
 
-    results.require_matplotlib(options.png)
     if options.d in ("float64", "int64", "uint64"):
         jax.config.update("jax_enable_x64", True)
     mesh = flags.started(options.cpu_ranks)
     facts, is_first = output.machine(), jax.process_index() == 0
+    _require_files(mesh, options)
+    known_values.modulus(mesh.size, options.d)  # refuses a dtype without exact sums
     names = names or collectives.default_algorithms(operation, facts["platform"])
     setting = collectives.Setting(options.d, options.n, options.w, options.in_place)
     elements = collectives.sizes(
@@ -140,6 +147,25 @@ def _timed(operation: str, names: Sequence[str] | None, options: argparse.Namesp
     if is_first and options.png:
         output.draw(options.png, rows, title)
     return 0
+
+
+def _require_files(mesh: Any, options: argparse.Namespace) -> None:
+    """Raise a ValueError on all processes if the first one cannot write its files."""
+    import jax
+
+    from jdp.distributed import agree
+
+    refused = None
+    if jax.process_index() == 0:
+        try:
+            results.require_writable("--json", options.json)
+            results.require_picture(options.png)
+        except ValueError as error:
+            refused = str(error)
+    found = agree.all_gather(agree.peers(mesh), refused, what="the files of jdp bench")
+    for text in found.values():
+        if text is not None:
+            raise ValueError(text)
 
 
 def _title(operation: str, mesh: Any, options: argparse.Namespace) -> str:

@@ -40,7 +40,8 @@ def main(arguments: Sequence[str]) -> int:
       ValueError: if an argument is wrong.
     """
     options = _parser().parse_args(arguments)
-    results.require_matplotlib(options.png)
+    results.require_writable("--json", options.json)
+    results.require_picture(options.png)
     try:
         states = [flags.read_bytes(word) for word in options.state.split(",")]
     except argparse.ArgumentTypeError as error:

@@ -19,14 +19,14 @@ def read_bytes(text: str) -> int:
     """
     unit = text[-1:].upper() if text[-1:].isalpha() else ""
     number = text[: len(text) - len(unit)]
-    if unit not in _UNITS or not number.isdigit() or int(number) < 1:
+    if unit not in _UNITS or not number.isdecimal() or int(number) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, such as 4K or 64M")
     return int(number) * _UNITS[unit]
 
 
 def read_positive(text: str) -> int:
     """Read a whole number from 1."""
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return int(text)
 

@@ -51,7 +51,8 @@ def main(arguments: Sequence[str]) -> int:
       ValueError: if an argument is wrong, or there are several processes.
     """
     options = _parser().parse_args(arguments)
-    results.require_matplotlib(options.png)
+    results.require_writable("--json", options.json)
+    results.require_picture(options.png)
     make = found_model(options.model)
     setting = StepSetting(options.rows or 64, options.steps, options.rounds)
     mesh = flags.started(options.cpu_ranks)
@@ -145,11 +146,12 @@ def _built_in(name: str, num_rows: int, all_reduce: Any) -> Made:
 def _numbers(text: str | None, num_devices: int) -> list[int]:
     if text is None:
         return [1 << i for i in range(num_devices.bit_length())]
-    found = [int(word) if word.isdigit() else 0 for word in text.split(",")]
+    found = [int(word) if word.isdecimal() else 0 for word in text.split(",")]
+    more = f", or --cpu-ranks {max(found)} for more" if max(found) > num_devices else ""
     if wrong := [number for number in found if not 1 <= number <= num_devices]:
         raise ValueError(
-            f"--ranks {text} asks for {wrong[0]} ranks, and there are {num_devices} devices. Write "
-            f"numbers from 1 to {num_devices}, or --cpu-ranks {max(found)} for more."
+            f"--ranks {text!r} asks for {wrong[0]} ranks, and there are {num_devices} devices. "
+            f"Write numbers from 1 to {num_devices}{more}."
         )
     return found
 

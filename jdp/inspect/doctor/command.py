@@ -6,10 +6,12 @@ import functools
 import json
 import os
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jdp.inspect import results
+from jdp.inspect.bench.flags import read_positive
 from jdp.inspect.doctor.diagnosis import ERROR, Diagnosis, checked, is_healthy, text
 from jdp.worker.local_devices import num_cpus, num_gpus
 from jdp.worker.version import version
@@ -25,7 +27,8 @@ rank. Takes some 10 s on 2 CPU cores, most of it to compile.
                                               two hosts: the same command on each
 """
 _EPILOG = """\
-exit codes: 0 healthy (there may be warnings)   1 an error was found"""
+exit codes: 0 healthy (there may be warnings)   1 an error was found
+            2 the arguments are wrong"""
 _INIT_TIMEOUT_S = 120.0
 _MAX_CPU_RANKS = 4
 
@@ -49,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     text_of += "the lines of each process)"
     results.add_json(parser, text_of)
     text_of = "virtual CPU devices on a machine without accelerators (default: its cores, 2 to 4)"
-    parser.add_argument("--cpu-ranks", type=int, metavar="N", help=text_of)
+    parser.add_argument("--cpu-ranks", type=read_positive, metavar="N", help=text_of)
     options = parser.parse_args(arguments)
     try:
         by_process = _examined(options.cpu_ranks)
@@ -57,7 +60,13 @@ def main(arguments: Sequence[str]) -> int:
         by_process = {0: [_unable(error)]}
     healthy = is_healthy(by_process)
     if min(by_process) == _own_number():
-        _show(by_process, healthy, options.json)
+        try:
+            _show(by_process, healthy, options.json)
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):
+                raise
+            print(f"jdp doctor: --json={options.json} was not written: {error}.", file=sys.stderr)
+            return 2
     return 0 if healthy else 1
 
 
@@ -170,10 +179,10 @@ def _unable(error: Exception) -> Diagnosis:
 
 
 def _show(by_process, healthy: bool, json_to: str | None) -> None:
+    if json_to != results.STDOUT:  # first: the file may fail
+        print(_report(by_process, healthy))
     if json_to is not None:
         results.write(_json(by_process, healthy), json_to)
-    if json_to != results.STDOUT:
-        print(_report(by_process, healthy))
 
 
 def _report(by_process, healthy: bool) -> str:

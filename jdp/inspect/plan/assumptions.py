@@ -148,6 +148,9 @@ def with_recovery(known: Assumptions, path: Path) -> Assumptions:
                 "restoring_s": law["alpha_s"],
                 "restore_bytes_per_s": float(law["bytes_per_s"]),
             }
+        parts = {name: float(value) for name, value in parts.items()}
+        if wrong := [name for name, value in parts.items() if not value >= 0]:
+            raise ValueError(f"its {wrong[0]} is {parts[wrong[0]]}")
         where = f"measured on {found['host']} (jdp bench faults, {found['date'][:10]})"
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
@@ -179,9 +182,10 @@ def with_given(known: Assumptions, values: Mapping[str, float]) -> Assumptions:
             )
         may_be_zero = name.endswith("_s") and not name.endswith(("_per_s", "mtbf_gpu_s"))
         may_be_zero |= name == STRAGGLER
-        if not (value > 0 or (value == 0 and may_be_zero)) or math.isnan(value):
+        if not (0 < value < math.inf or (value == 0 and may_be_zero)):
+            least = "at least 0" if may_be_zero else "above 0"
             raise ValueError(
-                f"--set {name}={value:g} must be {'at least 0' if may_be_zero else 'above 0'}, in "
+                f"--set {name}={value:g} must be {least} and finite, in "
                 f"{known[name].unit or 'parts of 1'}. It is {known[name].value:.3g} by default."
             )
         if name in ("forward_share", STRAGGLER) and value >= 1:

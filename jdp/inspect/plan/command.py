@@ -11,7 +11,7 @@ from jdp.inspect.calibration import Calibration
 from jdp.inspect.gpus import GPUS
 from jdp.inspect.plan import assumptions, prediction, question, report
 from jdp.inspect.plan.schedule import METHODS
-from jdp.inspect.plan.stragglers import KINDS
+from jdp.inspect.plan.stragglers import KINDS, NONE
 
 _DESCRIPTION = """\
 How long would a step take on many hosts, how much memory, and how much of the
@@ -36,7 +36,8 @@ def main(arguments: Sequence[str]) -> int:
     """
     chosen = _parser().parse_args(arguments)
     try:
-        results.require_matplotlib(chosen.png)
+        results.require_writable("--json", chosen.json)
+        results.require_picture(chosen.png)
         hosts, methods = question.read_hosts(chosen.hosts), question.read_methods(chosen.methods)
         measured = _calibration(chosen.calibration)
         options, known = _options(chosen, measured), _known(chosen, measured)
@@ -77,7 +78,13 @@ def _known(chosen: argparse.Namespace, measured: Calibration | None) -> assumpti
         known = assumptions.with_calibration(known, measured)
     if chosen.recovery:
         known = assumptions.with_recovery(known, Path(chosen.recovery))
-    return assumptions.with_given(known, dict(map(_setting, chosen.set)))
+    given = dict(map(_setting, chosen.set))
+    if chosen.straggler == NONE and assumptions.STRAGGLER in given:
+        raise ValueError(
+            f"--set {assumptions.STRAGGLER}={given[assumptions.STRAGGLER]:g} has no effect with "
+            "--straggler none, which takes all ranks to be equally fast. Leave out one of them."
+        )
+    return assumptions.with_given(known, given)
 
 
 def _calibration(text: str | None) -> Calibration | None:
@@ -149,7 +156,12 @@ def _add_assumptions(parser: argparse.ArgumentParser) -> None:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
     if not 0 <= value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds from 0 to 1e9, such as 600"
+        )
     return value

@@ -59,8 +59,10 @@ class Row(NamedTuple):
       low_s: time of a step at the best of all assumed rates.
       high_s: at the worst.
       efficiency: time of a step on one GPU that holds everything, over `step_s`.
-      efficiency_low: with fast computation, slow links and many stragglers.
-      efficiency_high: with slow computation, fast links and few stragglers.
+      efficiency_low: the lowest of this one, that with fast computation, slow links and many
+        stragglers, and that with slow computation, fast links and few stragglers. Which of them it
+        is depends on whether links cost more than a split update saves.
+      efficiency_high: the highest of them.
       memory_bytes: of a rank: state, gradients, groups, and `activation_bytes`.
       fits: whether this is less than a GPU has.
       commit_every: steps between commits.
@@ -113,9 +115,10 @@ def predict(options: PlanOptions, known: Assumptions, method: str, hosts: int) -
     memory = rank_memory(workload, deployment).total + options.activation_bytes
     low_s, _ = _bound(options, values(known, "fast"), method, hosts)
     high_s, _ = _bound(options, values(known, "slow"), method, hosts)
+    efficiency = workload.alone_s() / step
     # Communication costs most where computation is fast.
-    _, worst = _bound(options, values(known, "slow", "fast"), method, hosts)
-    _, best = _bound(options, values(known, "fast", "slow"), method, hosts)
+    mixed = values(known, "slow", "fast"), values(known, "fast", "slow")
+    ends = [efficiency, *(_bound(options, rates, method, hosts)[1] for rates in mixed)]
     every = options.commit_every or _best_interval(options, likely, workload, deployment, step)
     usual, slow, fast = (
         _failures(options, values(known, which), workload, deployment)
@@ -132,9 +135,9 @@ def predict(options: PlanOptions, known: Assumptions, method: str, hosts: int) -
         straggler_s=step - compute_s - update_s - exposed,
         low_s=low_s,
         high_s=high_s,
-        efficiency=workload.alone_s() / step,
-        efficiency_low=worst,
-        efficiency_high=best,
+        efficiency=efficiency,
+        efficiency_low=min(ends),
+        efficiency_high=max(ends),
         memory_bytes=memory,
         fits=memory <= likely["memory_bytes"],
         commit_every=every,

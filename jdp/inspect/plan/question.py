@@ -12,6 +12,7 @@ FLOPS_PER_PARAM = 6
 # Adam reads and writes a parameter and two numbers, and reads its gradient, all in float32.
 _UPDATE_BYTES = 28
 _MODEL = "params=7e9,layers=32,tokens=16384"
+_MOST_PIECES = 100_000
 _KEYS = ("params", "layers", "tokens", "step_s", "micro_batches", "leaves")
 
 
@@ -70,9 +71,30 @@ def read_model(text: str) -> Model:
     >>> read_model("params=7e9,layers=32,step_s=1.5").step_s
     1.5
     """
+    found = _read_numbers(text)
+    missing = [name for name in ("params", "layers") if name not in found]
+    if missing or ("tokens" in found) == ("step_s" in found):
+        raise ValueError(
+            f"--model {text} needs params, layers, and either tokens (of a GPU in a step) or "
+            f"step_s (seconds of the forward and backward pass of one GPU). Write {_MODEL}."
+        )
+    _require_few_pieces(text, found)
+    return Model(
+        params=found["params"],
+        layers=int(found["layers"]),
+        tokens=found.get("tokens", 0.0),
+        step_s=found.get("step_s", 0.0),
+        micro_batches=int(found.get("micro_batches", 1)),
+        leaves=int(found.get("leaves", 6)),
+    )
+
+
+def _read_numbers(text: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for word in text.split(","):
-        name, _, number = word.partition("=")
+        name, _, number = word.strip().partition("=")
+        if name in found:
+            raise ValueError(f"--model {text} gives {name} twice. Write it once.")
         try:
             found[name] = float(number)
         except ValueError:
@@ -87,20 +109,19 @@ def read_model(text: str) -> Model:
             raise ValueError(f"--model {text}: {name}={number} must be above 0 and finite.")
         if name in ("layers", "micro_batches", "leaves") and found[name] % 1:
             raise ValueError(f"--model {text}: {name}={number} must be a whole number.")
-    missing = [name for name in ("params", "layers") if name not in found]
-    if missing or ("tokens" in found) == ("step_s" in found):
+    return found
+
+
+def _require_few_pieces(text: str, found: Mapping[str, float]) -> None:
+    counts = [found.get("layers", 1), found.get("leaves", 6), found.get("micro_batches", 1)]
+    pieces = math.prod(counts)
+    if pieces > _MOST_PIECES:
+        layers, leaves, micro_batches = counts
         raise ValueError(
-            f"--model {text} needs params, layers, and either tokens (of a GPU in a step) or "
-            f"step_s (seconds of the forward and backward pass of one GPU). Write {_MODEL}."
+            f"--model {text}: {layers:.0f} layers x {leaves:.0f} leaves x {micro_batches:.0f} "
+            f"micro_batches are {pieces:.3g} pieces of a step, and more than {_MOST_PIECES} would "
+            "take minutes to simulate. Write leaves=1, or fewer micro_batches."
         )
-    return Model(
-        params=found["params"],
-        layers=int(found["layers"]),
-        tokens=found.get("tokens", 0.0),
-        step_s=found.get("step_s", 0.0),
-        micro_batches=int(found.get("micro_batches", 1)),
-        leaves=int(found.get("leaves", 6)),
-    )
 
 
 def read_hosts(text: str) -> list[int]:
@@ -114,7 +135,7 @@ def read_hosts(text: str) -> list[int]:
     """
     first, colon, last = text.partition(":")
     words = [first, last] if colon else text.split(",")
-    numbers = [int(word) if word.isdigit() else 0 for word in words]
+    numbers = [int(word) if word.isdecimal() else 0 for word in words]
     if min(numbers) < 1 or (colon and numbers[0] > numbers[1]):
         raise ValueError(
             f"--hosts {text} is not a number of hosts from 1. Write 4, 1,2,3, or 1:2048 for the "
@@ -133,7 +154,7 @@ def read_methods(text: str) -> list[str]:
     Raises:
       ValueError: if there is no such method.
     """
-    names = text.split(",")
+    names = list(dict.fromkeys(text.split(",")))
     if wrong := [name for name in names if name not in METHODS]:
         raise ValueError(f"there is no method {wrong[0]!r}. Write some of {','.join(METHODS)}.")
     return names

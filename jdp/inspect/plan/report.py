@@ -44,8 +44,8 @@ def _cells(row: Row) -> list[str]:
 
 
 def _aligned(cells: Sequence[str]) -> str:
-    widths = (10, 6, 7, 23, 14, 11, 10, 22, 26, 13)
-    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+    widths = (10, 5, 6, 22, 13, 10, 9, 21, 25, 12)
+    return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
 
 def to_json(rows: Sequence[Row], known: Assumptions) -> str:

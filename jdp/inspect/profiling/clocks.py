@@ -14,6 +14,8 @@ from jdp.inspect.profiling.trace_file import ProcessTrace
 # In these a rank needs something of every other rank.
 _MEETS = frozenset(["all-reduce", "reduce-scatter", "all-gather", "all-to-all"])
 
+_Meetings = dict[tuple, tuple[int, int]]  # a collective -> last entered, first left
+
 
 class Shift(NamedTuple):
     """What is added to the clock of a process to make it that of the first process.
@@ -30,27 +32,28 @@ class Shift(NamedTuple):
 
 def shifts(traces: Sequence[ProcessTrace]) -> list[Shift]:
     """Return the shift of each process, to the clock of the first one."""
-    first = traces[0]
-    met = _meetings(first)
-    return [_shift(first, met, each) for each in traces]
+    met: dict[str, list[_Meetings]] = {}
+    for trace in traces:
+        met.setdefault(trace.facts["clock"], []).append(_meetings(trace))
+    clocks = [trace.facts["clock"] for trace in traces]
+    found = {clock: _shift(met[clocks[0]], its) for clock, its in met.items() if clock != clocks[0]}
+    return [found.get(clock, Shift(0, 0)) for clock in clocks]
 
 
-def _shift(first: ProcessTrace, met: dict, trace: ProcessTrace) -> Shift:
-    if trace.facts["clock"] == first.facts["clock"]:
-        return Shift(0, 0)
+def _shift(first: Sequence[_Meetings], other: Sequence[_Meetings]) -> Shift:
+    """Return the shift of a clock, from all pairs of a process of the first clock and one of it."""
     # With x added to its clock, no process leaves before the other one enters.
-    low, high = None, None
-    for key, (entered, left) in _meetings(trace).items():
-        if key in met:
-            first_entered, first_left = met[key]
-            low = max(first_entered - left, low if low is not None else first_entered - left)
-            high = min(first_left - entered, high if high is not None else first_left - entered)
-    if low is None or high is None or low > high:
+    pairs = [(a[key], b[key]) for a in first for b in other for key in a.keys() & b.keys()]
+    if not pairs:
+        return Shift(0, None)
+    low = max(first_entered - left for (first_entered, _), (_, left) in pairs)
+    high = min(first_left - entered for (_, first_left), (entered, _) in pairs)
+    if low > high:
         return Shift(0, None)
     return Shift((low + high) // 2, (high - low + 1) // 2)
 
 
-def _meetings(trace: ProcessTrace) -> dict[tuple, tuple[int, int]]:
+def _meetings(trace: ProcessTrace) -> _Meetings:
     """Return for each collective when the last rank entered and the first rank left, in ns.
 
     The key is the step, the collective, and how often it ran in the step before.
@@ -62,7 +65,9 @@ def _meetings(trace: ProcessTrace) -> dict[tuple, tuple[int, int]]:
         steps = [(x.begin, x.end, x.facts["step"]) for x in own if x.kind == trace_file.STEP]
         seen: dict[tuple, int] = {}
         for each in sorted(own, key=lambda x: x.begin):
-            if each.facts.get("collective") not in _MEETS:
+            # Groups of ranks do not wait for each other.
+            is_of_groups = each.facts.get("num_groups", 1) > 1
+            if is_of_groups or each.facts.get("collective") not in _MEETS:
                 continue
             step = next((n for begin, end, n in steps if begin <= each.begin < end), None)
             if step is None:

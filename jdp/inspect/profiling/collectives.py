@@ -21,6 +21,7 @@ class Collective(NamedTuple):
       num_bytes: of its whole arrays on one rank, in one run.
       algorithm: `native`, `split` or `xla`.
       leaves: names of the arrays that it takes.
+      num_groups: of ranks, each of which runs it by itself; 1 if all ranks meet.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Collective(NamedTuple):
     num_bytes: int
     algorithm: str
     leaves: tuple[str, ...]
+    num_groups: int = 1
 
 
 class _NoTime:
@@ -105,4 +107,7 @@ def _collective(transfer: SentArrays, match: matched.Match) -> Collective:
     number = transfer.instruction.name if transfer.number is None else transfer.number
     more = f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
     title = f"{'bucket' if is_bucket else transfer.kind} {number}: {leaves[0] if leaves else ''}"
-    return Collective(title + more, transfer.kind, transfer.num_bytes, transfer.algorithm, leaves)
+    num_bytes, num_groups = transfer.num_bytes, transfer.instruction.num_groups()
+    return Collective(
+        title + more, transfer.kind, num_bytes, transfer.algorithm, leaves, num_groups
+    )

@@ -32,16 +32,24 @@ def main(arguments: Sequence[str]) -> int:
     if not folder.is_dir():
         return _fail(f"there is no folder {options.folder!r}.", 2)
     try:
+        results.require_picture(options.png)
         found = summarize(folder)
-        merged = Path(options.trace or folder / trace_file.MERGED)
-        trace_file.write(merged, found.traces, found.begins())
         if options.png:
             from jdp.inspect.profiling.drawing import draw
 
             draw(found, options.png)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError) as error:
         return _fail(str(error), 1)
     print(json.dumps(found.to_json(), indent=1) if options.json else table(found))
+    merged = Path(options.trace or folder / trace_file.MERGED)
+    try:
+        trace_file.write(merged, found.traces, found.begins())
+    except OSError as error:  # such as a folder of another user, whose profile can be read
+        return _fail(
+            f"the trace of all ranks was not written: {error}. Write --trace FILE in a folder that "
+            "you may write.",
+            1,
+        )
     if not options.json:
         print(f"\nAll ranks in one trace, for https://ui.perfetto.dev: {merged}")
     return 0
@@ -85,14 +93,16 @@ def _collective_line(each: CollectiveTimes) -> str:
 
 
 def _clocks(found: Summary) -> str:
+    if len({trace.facts["clock"] for trace in found.traces}) == 1:
+        return "Clocks: of one host, not shifted."
     unlike = [
         f"process {trace.facts['process']} by {shift.ns / 1e6:+.3f} ms, within "
         f"{shift.within / 1e6:.3f} ms"
         for trace, shift in zip(found.traces, found.shifts, strict=True)
-        if shift.within
+        if shift.within is not None and trace.facts["clock"] != found.traces[0].facts["clock"]
     ]
     if not unlike:
-        return "Clocks: of one host, not shifted."
+        return "Clocks: of several hosts, and none could be compared. See the notes."
     return "Clocks, compared by common collectives: shifted " + "; ".join(unlike) + "."
 
 

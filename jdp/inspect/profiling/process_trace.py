@@ -116,7 +116,8 @@ def _slice(one: Operation, rank: int, known: Mapping[str, Collective]) -> Slice:
         facts: dict[str, Any] = {"op": one.name}
         if found is not None:
             facts |= {"collective": found.kind, "bytes": found.num_bytes,
-                      "algorithm": found.algorithm, "leaves": list(found.leaves)}  # fmt: skip
+                      "algorithm": found.algorithm, "leaves": list(found.leaves),
+                      "num_groups": found.num_groups}  # fmt: skip
         name = one.name if found is None else found.name
         return Slice(trace_file.COMMUNICATION, name, one.begin, one.end, rank, facts)
     return Slice(trace_file.COMPUTATION, one.name, one.begin, one.end, rank)

@@ -207,7 +207,7 @@ def profile(folder: str | os.PathLike[str], *, steps: range) -> Profile:
             f"steps={steps} must be at least one step, from 0, without gaps: steps count from the "
             "begin of the block. Write for example steps=range(10, 20)."
         )
-    return Profile(Path(folder), steps)
+    return Profile(Path(folder).absolute(), steps)  # the loop may change the working directory
 
 
 def _require_none_runs() -> None:

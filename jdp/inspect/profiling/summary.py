@@ -135,9 +135,10 @@ def summarize(folder: Path) -> Summary:
         notes += trace.facts.get("notes", [])
         if shift.within is None:
             notes.append(
-                f"process {trace.facts['process']}: its clock could not be compared, since it ran "
-                f"no collective together with process {traces[0].facts['process']}; it is not "
-                "shifted."
+                f"process {trace.facts['process']}: its clock could not be compared, since its "
+                f"host ran no collective together with that of process "
+                f"{traces[0].facts['process']}, or their collectives contradict each other; it is "
+                "not shifted."
             )
     ranks.sort(key=RankSteps.own_ns, reverse=True)
     return Summary(traces, shifts, ranks, _collectives(traces, ranks), notes)
@@ -152,7 +153,9 @@ def _read(folder: Path) -> tuple[list[ProcessTrace], list[str]]:
             notes.append(f"process {process}: {path.name} is damaged and left out: {error}.")
     if not traces:
         return [], notes
-    run = max(traces, key=lambda trace: trace.facts["start_ns"]).facts["run"]
+    # Every run has a process 0, which replaces its file; clocks of hosts may differ.
+    latest = max(traces, key=lambda trace: (trace.facts["process"] == 0, trace.facts["start_ns"]))
+    run = latest.facts["run"]
     for trace in traces:
         if trace.facts["run"] != run:
             notes.append(

@@ -7,6 +7,7 @@ nanosecond, and in `otherData` the facts of the process.
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,7 @@ class Slice:
       end: the same.
       rank: that it belongs to; None for a slice of the process.
       facts: what else is known, for JSON: `step` of a STEP and a CALL; `collective`, `bytes`,
-        `algorithm`, `op` and `leaves` of a COMMUNICATION.
+        `algorithm`, `op`, `leaves` and `num_groups` of a COMMUNICATION.
     """
 
     kind: str
@@ -115,7 +116,7 @@ def read(path: Path) -> ProcessTrace:
             facts[name]
     except KeyError as error:
         raise ValueError(f"it has no {error}") from None
-    except (OSError, EOFError, ValueError, TypeError) as error:
+    except (OSError, EOFError, ValueError, TypeError, AttributeError, zlib.error) as error:
         raise ValueError(f"{error}") from None
     return ProcessTrace(facts, slices)
 
