@@ -86,6 +86,8 @@ def test_the_loss_of_two_leaders_costs_no_bits(tmp_path):
         subprocess.run([*within[0], "ip", "link", "set", "wire", "down"], check=True)
         (tmp_path / "leash").write_text("20")
         second.until_true((tmp_path / "2 ranks at 20").exists, "step 20 of two hosts")
+        [ended], [formed] = first.until("generation ended"), second.events("formed")
+        assert ended["at"] < formed["at"], "processes of two generations ran at the same time"
         assert not first.alive() and len(first.events("formed")) == 1
         first.process.kill()
 

@@ -3,12 +3,16 @@
 import itertools
 import random
 import signal
+from types import SimpleNamespace
 
 import pytest
 from support import launcher
 
 from jdp.launch.claim import claim_of
 from jdp.launch.electorate import Electorate
+from jdp.launch.host import leader_search
+from jdp.launch.host.leader_search import LeaderSearch
+from jdp.launch.rendezvous import Rendezvous
 
 TOKEN = {"JDP_TOKEN": "a secret"}
 
@@ -234,3 +238,46 @@ def test_hosts_with_different_lists_are_refused(jdp_run):
     assert listed in other.output and own in other.output
     first.process.send_signal(signal.SIGTERM)
     assert first.wait() == 128 + signal.SIGTERM
+
+
+@pytest.fixture
+def search(monkeypatch):
+    """search(own, generation): a LeaderSearch of three addresses, on a clock that a test sets."""
+
+    def search(own, generation):
+        addresses = [("a", 1), ("b", 2), ("c", 3)]
+        made = LeaderSearch(Rendezvous(addresses, own), 5.0, lambda: generation, lambda: None)
+        made.clock = [100.0]
+        clock = SimpleNamespace(monotonic=lambda: made.clock[0])
+        monkeypatch.setattr(leader_search, "time", clock)
+        return made
+
+    return search
+
+
+# The leader hears nothing for 5 s of a host that has left it, counts it as lost after 7.5 s, and
+# then kills its processes.
+def test_a_host_follows_another_leader_after_a_silent_one_has_killed_its_processes(search):
+    host = search(own=1, generation=0)
+    host.record_joined(0)
+    host.begin(is_leader_dead=False)
+    host.clock[0] += 9.9
+    assert host.places() == [0] and not host.begins_to_lead()
+    host.clock[0] += 0.2
+    assert host.places() == [2, 0] and host.begins_to_lead()
+    assert host.leads and host.places() == [1]
+
+
+def test_the_first_that_lives_leads_and_those_behind_it_give_it_time(search):
+    for own, num_rounds in ((1, 1), (2, 2)):
+        host = search(own, generation=0)
+        host.record_joined(0)
+        host.begin(is_leader_dead=True)
+        assert [host.begins_to_lead() for _ in range(num_rounds)][-1]
+        assert host.places() == [own]
+
+
+def test_a_launcher_that_knows_no_generation_leads_only_if_it_is_the_first(search):
+    first, second, unlisted = search(0, -1), search(1, -1), search(None, 3)
+    assert first.begins_to_lead()
+    assert not any([host.begins_to_lead() for host in (second, unlisted) for _ in range(9)])
