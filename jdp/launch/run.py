@@ -2,19 +2,16 @@
 
 import asyncio
 import contextlib
-import errno
-import ipaddress
 import os
 import secrets
 import signal
-import socket
 import sys
 
-from jdp.error_codes import with_code
+from jdp.launch import rendezvous
+from jdp.launch.candidacy import Candidacy
 from jdp.launch.host.agent import Host, Outcome
 from jdp.launch.host.console import write_all
 from jdp.launch.host.worker_process import HostResources
-from jdp.launch.leader.leader import Leader
 from jdp.launch.options.options import Options
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -32,14 +29,14 @@ def run(options: Options) -> int:
     """
     _open_standard_streams()
     try:
-        address, listener = _rendezvous(options)
+        meeting = rendezvous.find(options)
         resources = HostResources(options)
         resources.orphans.start_adopting()
     except (OSError, ValueError) as error:
         _say(str(error))
         return 2
     try:
-        outcome = asyncio.run(_run(options, resources, address, listener))
+        outcome = asyncio.run(_run(options, resources, meeting))
     finally:
         try:
             resources.release()
@@ -53,19 +50,18 @@ def run(options: Options) -> int:
 async def _run(
     options: Options,
     resources: HostResources,
-    address: tuple[str, int],
-    listener: socket.socket | None,
+    meeting: rendezvous.Rendezvous,
 ) -> Outcome:
     loop = asyncio.get_running_loop()
     bug: asyncio.Future[Outcome] = loop.create_future()
     loop.set_exception_handler(lambda loop, context: _record_bug(bug, context))
     token = options.token or secrets.token_hex(16)
-    leader = None
-    if listener is not None:
-        leader = Leader(options, token, listener, resources.say, resources.logs.show_summary)
-    host = Host(options, token, address, resources, leads=leader is not None)
-    if leader is not None:
-        leader.members.home = host.id
+    candidacy = Candidacy(
+        *(options, token, meeting, resources.say, resources.logs.show_summary),
+        resigned=lambda: host.search.resign(),
+    )
+    host = Host(options, token, meeting, resources, candidacy.lead)
+    host.search.lead_if_alone()
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             loop.add_signal_handler(number, host.stop, number)
@@ -73,50 +69,11 @@ async def _run(
     try:
         await asyncio.wait([host.over, bug], return_when=asyncio.FIRST_COMPLETED)
         outcome = host.over.result() if host.over.done() else bug.result()
-        if leader is not None:
-            await leader.finish_run(*outcome)
+        await candidacy.end(*outcome)
         return outcome
     finally:
+        meeting.release()
         await host.leave()
-
-
-# The address where the hosts meet, and a socket that listens there if this launcher leads.
-def _rendezvous(options: Options) -> tuple[tuple[str, int], socket.socket | None]:
-    if options.nnodes[1] == 1 or options.rdzv_endpoint is None:
-        return _listening(("127.0.0.1", 0))
-    name, _, port = options.rdzv_endpoint.rpartition(":")
-    address = name.strip("[]"), int(port)
-    if options.node_rank:
-        return address, None
-    try:
-        return _listening(_address_here(*address))
-    except OSError as error:
-        # The address is of another host, or another launcher of this host leads.
-        if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE) and options.node_rank is None:
-            return address, None
-        text = (
-            f"host 0 leads, and cannot listen at {options.rdzv_endpoint}: {error.strerror}. Give "
-            "--rdzv-endpoint an address of this host and a free port."
-        )
-        raise ValueError(with_code("JDP310", text)) from error
-
-
-# The address to listen at when the others know this host by `name`. Many hosts resolve their own
-# name to a loopback address, which no other host can reach, or not at all: then all addresses, "".
-def _address_here(name: str, port: int) -> tuple[str, int]:
-    try:
-        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0]
-    except socket.gaierror:
-        return "", port
-    is_alias = ipaddress.ip_address(found).is_loopback and name not in (found, "localhost")
-    return ("" if is_alias else str(found)), port
-
-
-def _listening(address: tuple[str, int]) -> tuple[tuple[str, int], socket.socket]:
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    listener = socket.create_server(address, family=family, backlog=128)
-    own, port = listener.getsockname()[:2]
-    return ("127.0.0.1" if own == "0.0.0.0" else own, port), listener
 
 
 # A daemon may have closed them. The next files would get their descriptors, which are pipes in the

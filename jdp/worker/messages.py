@@ -25,12 +25,19 @@ From a host to the leader:
   commit saved  step, ...          its latest commit is in the checkpoint directory, or an error
   beat    at, statuses, windows    its time, the statuses of its processes, times of their steps
   nccl    report                   the report of NCCL's RAS service, or why there is none
+On a second connection, where several hosts may lead (`jdp/launch/transport/lifeline.py`):
+  lifeline  id, proof              from a host: this connection shows its death, and the leader's
+  attached  proof                  from the leader: from now on it does
+  farewell                         from both: the connection ends, and the launcher lives
 From the leader to a host:
-  challenge  nonce, protocol, code  asks for a proof that the host knows the token
-  welcome    proof, is_running     the host has joined; the leader's proof; a generation lives
+  challenge  nonce, protocol, ...  asks for a proof that the host knows the token; with the claim
+                                   of the leader, see `jdp/launch/claim.py`
+  welcome    proof, is_running,    the host has joined; the leader's proof; a generation lives;
+             leader                id of the leader's launcher
   refused    why, is_final         the host may not join, for now or at all
   go         first, slots, ...     start your part of a generation
-  stepped                          each process has finished a step: start standbys
+  stepped    electorate            each process has finished a step: start standbys
+  resigned                         another leader has a better claim: join that one
   end                              kill your part of the generation
   stop       signal                ask your processes to end, by a signal if there is one
   dump       process_ids, ...      have your processes show their stacks, these on the console;

@@ -18,6 +18,7 @@ import pytest
 
 from jdp.launch.host import spawn
 from jdp.launch.host.leader_connection import Link
+from jdp.launch.host.leader_search import LeaderSearch
 from jdp.launch.host.standby_pool import Standbys
 from jdp.launch.host.worker_process import gpus_of_slots
 from jdp.launch.leader import failure as failures
@@ -386,13 +387,12 @@ def test_a_host_says_that_who_listens_is_no_leader_of_its_jdp(greeting, why):
             joining = Link(
                 options,
                 "token",
-                listener.getsockname(),
+                LeaderSearch.of_one(listener.getsockname()),
                 introduce=dict,
                 received=print,
                 joined=print,
                 lost=print,
                 gave_up=found.set_result,
-                leads=False,
             )
             listener.setblocking(False)
             visitor, _ = await asyncio.get_running_loop().sock_accept(listener)
@@ -426,8 +426,7 @@ def test_a_host_tries_all_addresses_of_the_leader(monkeypatch, request, first):
         link = Link(
             options,
             "token",
-            ("leader", 7),
-            leads=False,
+            LeaderSearch.of_one(("leader", 7)),
             introduce=dict,
             joined=lambda is_running: joined.set_result(""),
             received=lambda kind, facts: None,

@@ -21,16 +21,21 @@ import functools
 import secrets
 import signal
 import socket
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jdp.error_codes import with_code
 from jdp.launch.host.commit_saver import save_commit
 from jdp.launch.host.coordinator_port import CoordinatorPort
-from jdp.launch.host.leader_connection import Link, start_task
+from jdp.launch.host.known_electors import KnownElectors
+from jdp.launch.host.leader_connection import Link
+from jdp.launch.host.leader_search import LeaderSearch
 from jdp.launch.host.local_generation import NO_NEWS, LocalGeneration
 from jdp.launch.host.standby_pool import Standbys
 from jdp.launch.host.worker_process import HostResources, Process
 from jdp.launch.options.options import Options
+from jdp.launch.rendezvous import Rendezvous
+from jdp.launch.transport.connection import start_task
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.launcher_client import Assignment
 
@@ -48,8 +53,11 @@ class Outcome(NamedTuple):
 class Host:
     """This host's part in a run; the arguments are those of `Link` and `Process`.
 
+    `lead` is called with the id of this launcher when it is to lead.
+
     Attributes:
       id: of this launcher alone.
+      search: where this host looks for its leader.
       over: done when the run is over for this host.
     """
 
@@ -57,15 +65,16 @@ class Host:
         self,
         options: Options,
         token: str,
-        address: tuple[str, int],
+        rendezvous: Rendezvous,
         resources: HostResources,
-        leads: bool,
+        lead: Callable[[str], None],
     ) -> None:
         self.id = secrets.token_hex(8)
         self.over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._options, self._resources = options, resources
         self._port = CoordinatorPort()
         self._number, self._stepped, self._run_id = -1, False, options.rdzv_id
+        self._electors = KnownElectors()
         self._generation: LocalGeneration | None = None  # the one that has processes here
         self._standbys = Standbys(
             options.num_standbys,
@@ -77,11 +86,16 @@ class Host:
         self._was_signalled = False  # this launcher; `_signal` may come from another host
         self._uses_jdp = False  # whether one of its processes called jdp.init()
         self._changed = asyncio.Event()
+        self.search = LeaderSearch(
+            rendezvous,
+            options.heartbeat_timeout_s,
+            generation=lambda: self._number,
+            lead=lambda: lead(self.id),
+        )
         self._link = Link(
             options,
             token,
-            address,
-            leads,
+            self.search,
             introduce=self._introduce,
             joined=lambda is_running: self._standbys.fill() if is_running else None,
             received=self._receive,
@@ -124,6 +138,9 @@ class Host:
 
     def _introduce(self) -> dict[str, Any]:
         return {
+            "listed": self.search.own,
+            "endpoints": self._options.rdzv_endpoint,
+            "electorate": self._electors.facts(self._link),
             "id": self.id,
             "name": socket.gethostname(),
             "address": self._options.local_addr,
@@ -143,7 +160,8 @@ class Host:
         lost = f"the leader is lost: {why}."
         if self._signal is not None:
             return self._finish(128 + self._signal, with_code("JDP311", lost))
-        lost += " This host kills its processes and looks for it again."
+        wanted = "a leader" if self.search.is_elective else "it"
+        lost += f" This host kills its processes and looks for {wanted} again."
         self._resources.say(with_code("JDP311", lost))
         if self._generation is not None:
             self._generation.kill_processes()
@@ -164,6 +182,7 @@ class Host:
                 self._go(**facts)
             case "stepped":
                 self._stepped = True
+                self._electors.record(facts["electorate"])
                 self._standbys.fill()
             case "stop":
                 self._stop(facts["signal"])
@@ -171,6 +190,8 @@ class Host:
                 self._generation.kill_processes()
             case "dump" if self._generation is not None:
                 self._generation.show_stacks(**facts)
+            case "resigned" if self._generation is None:
+                self._link.follow_another()
             case "save commit":
                 self._saver = start_task(self._save_commit())
             case "over":
@@ -181,7 +202,10 @@ class Host:
 
     # --- processes ---
 
-    def _go(self, first: int, slots: list[int], **common: Any) -> None:
+    def _go(
+        self, first: int, slots: list[int], electorate: dict[str, Any] | None, **common: Any
+    ) -> None:
+        self._electors.record_generation(electorate, self._link.leader)
         if first == 0:
             self._port.release()  # process 0 listens there now
         self._number, self._run_id = common["generation"], common["run_id"]

@@ -1,16 +1,16 @@
 """A host's connection to the leader: found, proved, kept alive, and found again."""
 
 import asyncio
-import os
-import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 from jdp.error_codes import with_code
+from jdp.launch.host.leader_lifeline import LeaderLifeline
+from jdp.launch.host.leader_search import LeaderSearch
 from jdp.launch.options.options import Options
 from jdp.launch.transport import token_auth
-from jdp.launch.transport.connection import Channel
+from jdp.launch.transport.connection import Channel, connect, start_task
 from jdp.worker import source_digest
 
 RETRY_S = 0.5
@@ -20,21 +20,25 @@ class Link:
     """Joins the run, and notices when the leader is lost.
 
     Args:
-      options, token, address: of the run; where the leader listens.
-      leads: whether the leader runs in this process, and cannot be lost alone.
+      options, token: of the run.
+      search: decides where to look for the leader.
       introduce: returns the facts of `join`, apart from the proof.
       joined: is called when this host has joined, with whether a generation lives.
       received: is called with kind and facts of each message after that.
       lost: is called with the reason when the leader is lost.
       gave_up: is called with the reason when this host cannot join.
+
+    Attributes:
+      is_joined: whether it has joined.
+      leader: id of the launcher that leads, or led last.
+      has_leader_died: whether that launcher is known to have died.
     """
 
     def __init__(
         self,
         options: Options,
         token: str,
-        address: tuple[str, int],
-        leads: bool,
+        search: LeaderSearch,
         introduce: Callable[[], dict[str, Any]],
         joined: Callable[[bool], None],
         received: Callable[[str, dict[str, Any]], None],
@@ -42,13 +46,15 @@ class Link:
         gave_up: Callable[[str], None],
     ) -> None:
         self.is_joined = False
-        self._options, self._token, self._address = options, token, address
-        self._leads, self._introduce, self._joined = leads, introduce, joined
+        self.leader, self.has_leader_died = "", False
+        self._options, self._token, self._search = options, token, search
+        self._introduce, self._joined = introduce, joined
         self._received, self._lost, self._gave_up = received, lost, gave_up
         self._channel: Channel | None = None
         self._nonces = "", ""  # of the leader, of this host
         self._answer: asyncio.Future[str] | None = None  # "" or why this host may not join now
         self._lease_s = 0.0  # time.monotonic() at which the leader counts as lost
+        self._lifeline: LeaderLifeline | None = None
         self._task = start_task(self._join())
 
     def send(self, kind: str, **facts: Any) -> None:
@@ -59,28 +65,49 @@ class Link:
     def beat(self, **facts: Any) -> None:
         """Send a beat, and give up a leader that has not answered for too long."""
         self.send("beat", at=time.monotonic(), **facts)
-        if self.is_joined and not self._leads and time.monotonic() > self._lease_s:
+        if self.is_joined and not self._search.leads and time.monotonic() > self._lease_s:
+            self._end_lifeline()
             self._disconnected(f"silent for {self._options.heartbeat_timeout_s:g} s")
 
     def join_again(self) -> None:
         """Look for a leader again."""
+        self._task.cancel()
+        self._task = start_task(self._join_again())
+
+    def follow_another(self) -> None:
+        """Look for another leader, since this one has resigned."""
+        self.leave()
+        self._search.end_wait()
         self._task = start_task(self._join())
 
     def leave(self) -> None:
         """Leave the run."""
         self.is_joined = False
         self._task.cancel()
-        if self._channel is not None:
-            self._channel.close_connection()
+        self._close_channel()
+        self._end_lifeline()
+
+    async def _join_again(self) -> None:
+        self.has_leader_died = self._lifeline is not None and await self._lifeline.shows_death()
+        self._end_lifeline()
+        self._search.begin(self.has_leader_died)
+        await self._join()
+
+    def _end_lifeline(self) -> None:
+        if self._lifeline is not None:
+            self._lifeline.leave()
+            self._lifeline = None
 
     async def _join(self) -> None:
         give_up, why = time.monotonic() + self._options.join_timeout_s, ""
         while time.monotonic() < give_up:
-            why = await self._try()
-            if not why:
-                return
-            await asyncio.sleep(RETRY_S)
-        where = "{}:{}".format(*self._address)
+            for place in self._search.places():
+                why = await self._try(place)
+                if not why:
+                    return
+            if not self._search.begins_to_lead():
+                await asyncio.sleep(RETRY_S)
+        where = " or ".join("{}:{}".format(*address) for address in self._search.addresses)
         text = (
             f"no leader at {where} let this host join within {self._options.join_timeout_s:g} s: "
             f"{why}. Is `jdp run` running there, and may this host connect to that port?"
@@ -88,12 +115,14 @@ class Link:
         self._gave_up(with_code("JDP307", text))
 
     # Returns the reason for a failure, "" on success.
-    async def _try(self) -> str:
+    async def _try(self, place: int) -> str:
+        address = self._search.addresses[place]
         self._answer = asyncio.get_running_loop().create_future()
         timeout_s = self._options.heartbeat_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                connection = await connect(self._address, timeout_s)
+                connect_s = min(timeout_s, self._search.connect_timeout_s)
+                connection = await connect(address, connect_s)
                 self._channel = Channel(connection, self._receive, self._disconnected)
                 why = await self._answer
         except TimeoutError:
@@ -102,6 +131,11 @@ class Link:
             return error.strerror or str(error)
         if why:
             self._close_channel()
+        else:
+            self._search.record_joined(place)
+            if self._search.is_elective:
+                own = self._introduce()["id"]
+                self._lifeline = LeaderLifeline(self._token, address, own)
         return why
 
     def _close_channel(self) -> None:
@@ -112,9 +146,11 @@ class Link:
         match kind:
             # An unauthenticated peer may send the first three kinds, but not the others.
             case "challenge":
-                self._prove(str(facts.get("nonce")), facts.get("protocol"), facts.get("code"))
+                given = (facts.get(name) for name in ("protocol", "code", "claim"))
+                self._prove(str(facts.get("nonce")), *given)
             case "welcome":
                 self._enter(facts.get("proof"), bool(facts.get("is_running")))
+                self.leader = str(facts.get("leader"))
             case "refused":
                 self._refused(str(facts.get("why")), bool(facts.get("is_final")))
             case "beat" if self.is_joined:
@@ -122,8 +158,10 @@ class Link:
             case _ if self.is_joined:
                 self._received(kind, facts)
 
-    def _prove(self, nonce: str, its_bytes: object, its_code: object) -> None:
+    def _prove(self, nonce: str, its_bytes: object, its_code: object, claim: object) -> None:
         assert self._channel is not None
+        if not self._search.is_better(claim):
+            return self._answer_with("this host has a better claim to lead")
         rooms = source_digest.PROTOCOL
         if its_bytes != source_digest.of_bytes(rooms) and its_code != source_digest.of_code(rooms):
             return self._end(
@@ -141,7 +179,7 @@ class Link:
         if not token_auth.is_proof(proof, self._token, "leader", *self._nonces):
             text = "the launcher at that address does not know the token of this run."
             return self._end(with_code("JDP309", text))
-        self.is_joined = True
+        self.is_joined, self.has_leader_died = True, False
         self._lease_s = time.monotonic() + self._options.heartbeat_timeout_s
         self._answer_with("")
         self._joined(is_running)
@@ -167,41 +205,3 @@ class Link:
             self._lost(why)
         else:
             self._answer_with(why)
-
-
-def start_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Start a task whose error goes to the event loop, as that of a callback does."""
-    task = asyncio.create_task(work)
-    task.add_done_callback(lambda done: None if done.cancelled() else done.result())
-    return task
-
-
-async def connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
-    """Return a connection to a name and port: to the first address of the name that answers.
-
-    Raises:
-      OSError: if none does within `timeout_s`, of which each address has an equal part.
-    """
-    found = await asyncio.get_running_loop().getaddrinfo(*address, type=socket.SOCK_STREAM)
-    whys = []
-    for family, kind, number, _, where in found:
-        try:
-            async with asyncio.timeout(timeout_s / len(found)):
-                return await _connect_to(socket.socket(family, kind, number), where)
-        except OSError as error:
-            # asyncio replaces the text of an error number.
-            number = error.errno
-            whys.append(os.strerror(number) if number else f"no answer from {where[0]}")
-    raise OSError("; ".join(dict.fromkeys(whys)))
-
-
-async def _connect_to(connection: socket.socket, where: Any) -> socket.socket:
-    connection.setblocking(False)
-    try:
-        await asyncio.get_running_loop().sock_connect(connection, where)
-    except BaseException:
-        connection.close()
-        raise
-    # Messages are answers to each other, so TCP must not wait for more data.
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection

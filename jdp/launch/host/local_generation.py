@@ -20,9 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jdp.launch.host import nccl_ras
-from jdp.launch.host.leader_connection import start_task
 from jdp.launch.host.worker_process import Process
 from jdp.launch.options.options import Options
+from jdp.launch.transport.connection import start_task
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.hang_detector import Watch
 from jdp.worker.hang_report import in_seconds

@@ -8,7 +8,7 @@ was written after NCCL's documentation and client, and never run against NCCL.
 import asyncio
 import os
 
-from jdp.launch.host.leader_connection import connect
+from jdp.launch.transport.connection import connect
 
 _DEFAULT = "localhost:28028"
 # NCCL waits so long for answers of other processes, and then for as long again.

@@ -38,6 +38,9 @@ class Admission:
       admit: is called with the channel of an admitted host, the facts of its `join` and the
         leader's proof, and sends `welcome` with that.
       code: digest of this build without comments; None if no other host can come.
+      claim: returns the claim of this leader, see `jdp/launch/host/leader_search.py`.
+      attach: is called with the channel of a lifeline, the facts of its message and the leader's
+        proof.
     """
 
     def __init__(
@@ -47,9 +50,11 @@ class Admission:
         judge: Callable[[dict[str, Any]], Refusal | None],
         admit: Callable[[Channel, dict[str, Any], str], None],
         code: str | None = None,
+        claim: Callable[[], list[int]] = lambda: [],
+        attach: Callable[[Channel, dict[str, Any], str], None] = lambda *ignored: None,
     ) -> None:
         self._listener, self._token, self._judge, self._admit = listener, token, judge, admit
-        self._code = code
+        self._code, self._claim, self._attach = code, claim, attach
         self._visitors: dict[Channel, None] = {}  # oldest first
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         is_unlimited = limit == resource.RLIM_INFINITY
@@ -81,7 +86,8 @@ class Admission:
         self._visitors[visitor] = None
         self._loop.call_later(VISITOR_S, self._dismiss, visitor)
         protocol = source_digest.of_bytes(source_digest.PROTOCOL)
-        visitor.send("challenge", nonce=nonce, protocol=protocol, code=self._code)
+        claim = self._claim()
+        visitor.send("challenge", nonce=nonce, protocol=protocol, code=self._code, claim=claim)
 
     def _dismiss(self, visitor: Channel) -> None:
         if visitor in self._visitors:
@@ -95,15 +101,18 @@ class Admission:
     def _visited(self, visitor: Channel, nonce: str, kind: str, facts: dict[str, Any]) -> None:
         nonces = nonce, str(facts.pop("nonce", ""))
         given = facts.pop("proof", None)
-        if kind != "join" or not token_auth.is_proof(given, self._token, "host", *nonces):
+        if kind not in ("join", "lifeline") or not token_auth.is_proof(
+            given, self._token, "host", *nonces
+        ):
             refusal: Refusal | None = Refusal(
                 with_code("JDP309", "its token is not that of this run."), True
             )
         else:
-            refusal = self._judge(facts)
+            refusal = self._judge(facts) if kind == "join" else None
         if refusal is not None:
             visitor.send("refused", **refusal._asdict())
             return self._dismiss(visitor)
         del self._visitors[visitor]
         visitor.max_line_bytes = MAX_LINE_BYTES
-        self._admit(visitor, facts, token_auth.proof(self._token, "leader", *nonces))
+        enter = self._admit if kind == "join" else self._attach
+        enter(visitor, facts, token_auth.proof(self._token, "leader", *nonces))

@@ -1,7 +1,9 @@
 """The leader of a run: it begins generations on hosts, and recovers after a failure.
 
-The launcher that listens at the rendezvous address leads. A `Host` manages its own processes, as on
-any other host, so a run on one host has a single `RemoteHost`.
+The launcher that listens at the rendezvous address leads. If there are several addresses, the hosts
+choose one (`jdp/launch/host/leader_search.py`), which may form the generations for which it has a
+quorum (`jdp/launch/electorate.py`). A `Host` manages its own processes, as on any other host, so a
+run on one host has a single `RemoteHost`.
 `jdp/worker/messages.py` lists the messages between hosts and the leader.
 
 States, and what ends them:
@@ -26,6 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jdp.launch.leader import failure, rank_assignment
+from jdp.launch.leader.electors import Electors
 from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.failure import Cause
 from jdp.launch.leader.generation import Generation, State
@@ -44,7 +47,13 @@ LOOK_S = 0.2
 
 
 class Leader:
-    """Decides for all hosts; `show` gets how far the run is, the others are of `Membership`."""
+    """Decides for all hosts.
+
+    `show` gets how far the run is, the others are of `Membership`.
+
+    Attributes:
+      number: of the last generation.
+    """
 
     def __init__(
         self,
@@ -53,12 +62,14 @@ class Leader:
         listener: socket.socket,
         say: Callable[[str], None],
         show: Callable[[RunSummary], None],
+        claim: Callable[[], list[int]] = lambda: [],
     ) -> None:
         self._options, self._say = options, say
         self._events = Events(options.log_dir and options.log_dir / "events.jsonl", say)
-        self._gathering = Gathering(options, is_start=True)
+        self._electors = Electors(len(options.endpoints) or 1)
+        self._gathering = Gathering(options, True, self._electors)
         self._generation: Generation | None = None  # the running one
-        self._number = -1  # of the last generation
+        self.number = -1  # of the last generation
         self._run_id = options.rdzv_id
         self._signal: int | None = None
         self._last_commits: LastCommits | None = None  # of a run that gives up
@@ -66,9 +77,20 @@ class Leader:
         self._recoveries = Recoveries(options, say, self._events, self._report)
         self._timer: asyncio.TimerHandle | None = None
         self.members = Membership(
-            options, token, listener, say, self._events, self._joined, self._receive, self._lost
+            *(options, token, listener, say, self._events),
+            *(self._joined, self._receive, self._lost, self._died, claim),
         )
         self._consider()
+
+    @property
+    def has_generation(self) -> bool:
+        """Whether a generation is running."""
+        return self._generation is not None
+
+    def resign(self) -> None:
+        """Stop leading, since another one leads; no generation may be running."""
+        self.members.resign()
+        self._stop()
 
     async def finish_run(self, code: int, why: str, timeout_s: float = 5.0) -> None:
         """Report to all hosts how the run ended, wait until they have left, and stop.
@@ -78,6 +100,9 @@ class Leader:
         if not self.members.is_over:
             self._over(code, why)
         await self.members.end_connections(timeout_s)
+        self._stop()
+
+    def _stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._events.close_file()
@@ -86,7 +111,8 @@ class Leader:
 
     def _joined(self, remote: RemoteHost, facts: dict[str, Any]) -> bool:
         # A restarted leader continues where the hosts are.
-        self._number = max(self._number, remote.generation)
+        self.number = max(self.number, remote.generation)
+        self._electors.record_join(facts.get("electorate"))
         self._recoveries.stepped = self._recoveries.stepped or facts["stepped"]
         self._run_id = self._run_id or facts["run_id"]
         asyncio.get_running_loop().call_soon(self._consider)
@@ -99,6 +125,10 @@ class Leader:
         elif self._options.nnodes[1] > 1:
             self._say(f"{why.text}.")
         asyncio.get_running_loop().call_soon(self._consider)
+
+    def _died(self, remote: RemoteHost) -> None:
+        self._electors.record_death(remote)
+        self._consider()
 
     def _receive(self, remote: RemoteHost, kind: str, facts: dict[str, Any]) -> None:
         remote.heard = time.monotonic()
@@ -134,8 +164,9 @@ class Leader:
         # All processes have sent this message now.
         self._recoveries.record_told_by_all(what, generation)
         if what == "first_step":
+            electorate = self._electors.record_step()
             for each in self.members.remotes:  # also those without processes of this generation
-                each.channel.send("stepped")
+                each.channel.send("stepped", electorate=electorate)
 
     def _ended(self, remote: RemoteHost, generation: int, port: int, step: int | None) -> None:
         remote.port = port
@@ -212,7 +243,7 @@ class Leader:
         else:
             generation.blame(time.monotonic())
             self._recoveries.record_failure(why, generation)
-            self._gathering = Gathering(self._options, is_start=False)
+            self._gathering = Gathering(self._options, False, self._electors)
 
     # Ends the run when its latest commit is on the disk.
     def _give_up(self, code: int, why: str) -> None:
@@ -236,13 +267,14 @@ class Leader:
             self._give_up(1, error)
 
     def _form(self, chosen: Plan) -> None:
-        self._number += 1
+        self.number += 1
         self._run_id = self._run_id or secrets.token_hex(4)
         self._generation = Generation(
-            self._number, chosen, self._options, self._say, self._events, self._report
+            self.number, chosen, self._options, self._say, self._events, self._report
         )
         self._generation.start(
-            resumes=self._number > 0 or self._options.resume,
+            resumes=self.number > 0 or self._options.resume,
             run_id=self._run_id,
+            electorate=self._electors.form((part.remote for part in chosen), self.members.home),
             coordinator=rank_assignment.coordinator(chosen, self.members.home),
         )

@@ -15,6 +15,7 @@ from jdp.launch.leader.failure import Cause
 from jdp.launch.leader.remote_host import RemoteHost
 from jdp.launch.options.options import Options
 from jdp.launch.transport.connection import Channel
+from jdp.launch.transport.lifeline import LIFELINE_S, Lifeline
 from jdp.worker import source_digest
 
 
@@ -26,6 +27,8 @@ class Membership:
       joined: is called with a host and the facts of its `join`; returns whether a generation lives.
       received: is called with a host, and kind and facts of its message.
       lost: is called with a host that is gone, and the cause that it would be.
+      died: is called with a host whose launcher has died.
+      claim: of `Admission`.
 
     Attributes:
       remotes: the hosts.
@@ -44,15 +47,19 @@ class Membership:
         joined: Callable[[RemoteHost, dict[str, Any]], bool],
         received: Callable[[RemoteHost, str, dict[str, Any]], None],
         lost: Callable[[RemoteHost, Cause], None],
+        died: Callable[[RemoteHost], None],
+        claim: Callable[[], list[int]],
     ) -> None:
         self.remotes: list[RemoteHost] = []
         self.home = ""
         self.is_ending = self.is_over = False
         self._all_left = asyncio.Event()
         self._options, self._say, self._events = options, say, events
-        self._joined, self._received, self._lost = joined, received, lost
+        self._joined, self._received, self._lost, self._died = joined, received, lost, died
         code = source_digest.of_code(source_digest.PROTOCOL) if options.nnodes[1] > 1 else None
-        self._admission = Admission(listener, token, self._refusal, self._admit, code)
+        self._admission = Admission(
+            listener, token, self._refusal, self._admit, code, claim, self._attach
+        )
 
     def could_form_more(self, now: float, num_processes: int) -> bool:
         """Whether a generation with more processes than that could be formed at once."""
@@ -88,7 +95,15 @@ class Membership:
             pass  # A host that misses the message detects the loss of its leader.
         self._admission.stop_listening()
         for remote in self.remotes:
-            remote.channel.close_connection()
+            remote.end_connection()
+
+    def resign(self) -> None:
+        """Send all hosts to another leader, and stop listening."""
+        self.is_ending = self.is_over = True
+        self._admission.stop_listening()
+        for remote in self.remotes:
+            remote.channel.send("resigned")
+            remote.end_connection()
 
     def _refusal(self, facts: dict[str, Any]) -> Refusal | None:
         if self.is_ending:
@@ -100,6 +115,14 @@ class Membership:
                 f"{self._options.rdzv_id!r}."
             )
             return Refusal(with_code("JDP312", text), True)
+        own = self._options.rdzv_endpoint
+        listed = facts.get("endpoints") or own
+        if listed != own and "," in f"{listed}{own}":
+            return Refusal(
+                f"its --rdzv-endpoint is {listed}, and that of the leader {own}. A list of hosts "
+                "must be the same on all of them, or two could lead at the same time.",
+                True,
+            )
         for remote in [*self.remotes]:
             if remote.id == facts["id"]:
                 self._remove(remote, "it joined again")
@@ -114,16 +137,24 @@ class Membership:
         channel.received = functools.partial(self._received, remote)
         channel.closed = functools.partial(self._remove, remote)
         self.remotes.append(remote)
-        channel.send("welcome", proof=proof, is_running=self._joined(remote, facts))
+        is_running = self._joined(remote, facts)
+        channel.send("welcome", proof=proof, is_running=is_running, leader=self.home)
         most = self._options.nnodes[1]
         if most > 1:
             self._say(f"host {remote.name} joined: {len(self.remotes)} of {most}.")
         self._events.write("host joined", host=remote.name, num_hosts=len(self.remotes))
 
+    def _attach(self, channel: Channel, facts: dict[str, Any], proof: str) -> None:
+        for remote in self.remotes:
+            if remote.id == facts.get("id"):
+                remote.lifeline = Lifeline(channel, functools.partial(self._died, remote))
+                return channel.send("attached", proof=proof)
+        channel.close_connection()
+
     def _remove(self, remote: RemoteHost, why: str) -> None:
         if remote not in self.remotes:
             return
-        remote.channel.close_connection()
+        remote.end_connection(LIFELINE_S if not remote.channel.is_open else 0.0)
         self.remotes.remove(remote)
         self._check_all_left()
         if not self.is_over:

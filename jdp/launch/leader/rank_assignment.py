@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jdp.error_codes import with_code
+from jdp.launch.leader.electors import Electors
 from jdp.launch.leader.remote_host import RemoteHost
 from jdp.launch.options.options import Options
 from jdp.worker.process_status import ProcessStatus
@@ -101,8 +102,9 @@ class Gathering:
     later hosts of that kind make the run grow when they arrive.
     """
 
-    def __init__(self, options: Options, is_start: bool) -> None:
+    def __init__(self, options: Options, is_start: bool, electors: Electors | None = None) -> None:
         self._options, self._is_start = options, is_start
+        self._electors = electors or Electors(1)
         self._since = time.monotonic()
         self._enough_since: float | None = None
 
@@ -115,24 +117,38 @@ class Gathering:
         """
         least, most = self._options.nnodes
         chosen = make(remotes, least, now)
-        if chosen is None:
+        if chosen is None or not self._may_form(chosen):
             self._enough_since = None
             return None
         if self._enough_since is None:
             self._enough_since = now
         waited_s = now - self._enough_since
         may_wait = self._is_start and waited_s < self._options.last_call_timeout_s
+        may_wait = may_wait and self._electors.may_still_come(remotes)
         return None if may_wait and len(chosen) < most else chosen
 
     def timeout_error(self, remotes: list[RemoteHost], now: float) -> str | None:
         """Return the error that too few hosts have joined in time; None if there is time left."""
         least, most = self._options.nnodes
-        if len(remotes) >= least or now - self._since <= self._options.join_timeout_s:
+        may_form = self._electors.may_form(remotes)
+        if (
+            len(remotes) >= least and may_form
+        ) or now - self._since <= self._options.join_timeout_s:
             return None
         there = ", ".join(remote.name for remote in remotes) or "none"
+        if not may_form:
+            return with_code(
+                "JDP306",
+                f"too few of the hosts of --rdzv-endpoint joined ({there}) within "
+                f"{self._options.join_timeout_s:g} s: the others may be alive, and continue "
+                "without these. Start `jdp run` on them, or wait longer with --join-timeout-s.",
+            )
         return with_code(
             "JDP306",
             f"only {len(remotes)} of at least {least} hosts joined ({there}) within "
             f"{self._options.join_timeout_s:g} s. Start `jdp run` on the other hosts, or ask for "
             f"fewer with --nnodes 1:{most}, or wait longer with --join-timeout-s.",
         )
+
+    def _may_form(self, plan: Plan) -> bool:
+        return self._electors.may_form(part.remote for part in plan)

@@ -1,9 +1,11 @@
 """A host as the leader sees it, and its slots for processes."""
 
+import asyncio
 import time
 from typing import Any
 
 from jdp.launch.transport.connection import Channel
+from jdp.launch.transport.lifeline import Lifeline
 
 # A slot that fails twice within WINDOW_S is left out for REST_S, the next time for twice that, and
 # so on up to MAX_REST_S. If the run needs the slot, all processes wait for BACKOFF_S, twice that
@@ -56,6 +58,8 @@ class RemoteHost:
       leader_address: of the leader, as the host sees it.
       port: free on the host, for a coordinator.
       least: number of processes without which the host cannot take part.
+      listed: its place in --rdzv-endpoint; None if it may not lead.
+      lifeline: shows its death, if several hosts may lead.
       generation: the last one in which it took part.
       took_part: whether it took part since it joined.
       is_ready: whether a change would be quick, since its standbys wait, or it has none.
@@ -71,10 +75,20 @@ class RemoteHost:
         self.host_id: int | None = facts["host_id"]
         self.least, most = facts["num_processes"]
         self.slots = [HostSlot() for _ in range(most)]
+        self.listed: int | None = facts.get("listed")
+        self.lifeline: Lifeline | None = None
         self.generation = facts["generation"]
         self.took_part = False
         self.is_ready = False
         self.heard = time.monotonic()
+
+    def end_connection(self, lifeline_after_s: float = 0.0) -> None:
+        """Close the connection; the lifeline may show for some seconds that the host has died."""
+        self.channel.close_connection()
+        if self.lifeline is not None and not lifeline_after_s:
+            self.lifeline.leave()
+        elif self.lifeline is not None:
+            asyncio.get_running_loop().call_later(lifeline_after_s, self.lifeline.leave)
 
     def take_part(self, generation: int) -> None:
         """Record that the host takes part in a generation, which uses up its standbys."""

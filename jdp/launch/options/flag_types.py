@@ -110,6 +110,20 @@ def read_endpoint(text: str) -> str:
     return f"{match[1]}:{match[2] or DEFAULT_PORT}"
 
 
+def read_endpoints(text: str) -> str:
+    """Read the addresses of hosts that may lead, separated by commas, the first claim first.
+
+    >>> read_endpoints("host0,host1:7")
+    'host0:29400,host1:7'
+    """
+    endpoints = [read_endpoint(each) for each in text.split(",")]
+    if len({*endpoints}) < len(endpoints):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has an address twice: each host that may lead needs its own"
+        )
+    return ",".join(endpoints)
+
+
 def read_streams(text: str) -> dict[int, int]:
     """Read torchrun's form of streams: bits by local rank; -1 stands for all.
 

@@ -8,7 +8,7 @@ from jdp.launch.options.flag_types import (
     DEFAULT_PORT,
     read_conf,
     read_count,
-    read_endpoint,
+    read_endpoints,
     read_port,
     read_processes,
     read_range,
@@ -153,8 +153,9 @@ def _add_hosts(parser: Parser) -> None:
     group = parser.add_argument_group("several hosts")
     text = "hosts: 2, or 1:4 for at least 1 and at most 4 (default 1)"
     parser.flag(group, "--nnodes", text, type=read_range("hosts"), metavar="N")
-    text = f"where they meet: one of the hosts, which leads (port {DEFAULT_PORT} if left out)"
-    parser.flag(group, "--rdzv-endpoint", text, type=read_endpoint, metavar="HOST:PORT")
+    text = f"where they meet: one of the hosts, which leads (port {DEFAULT_PORT} if left out), or "
+    text += "several, as in host0,host1,host2: if the one that leads is lost, the next one leads"
+    parser.flag(group, "--rdzv-endpoint", text, type=read_endpoints, metavar="HOST:PORT")
     text = "with --master-port: another way to write --rdzv-endpoint"
     parser.flag(group, "--master-addr", text, metavar="HOST")
     parser.flag(group, "--master-port", None, type=read_port)

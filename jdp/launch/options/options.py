@@ -53,6 +53,18 @@ class Options(NamedTuple):
             return 0
         return self.nproc_per_node[1] if self.standbys is None else self.standbys
 
+    @property
+    def endpoints(self) -> list[tuple[str, int]]:
+        """The addresses of the hosts that may lead, from --rdzv-endpoint; [] for one host.
+
+        >>> Options((), (2, 2), rdzv_endpoint="host0:7,[fe80::1]:8").endpoints
+        [('host0', 7), ('fe80::1', 8)]
+        """
+        if self.nnodes[1] == 1:
+            return []
+        parts = [each.rpartition(":") for each in (self.rdzv_endpoint or "").split(",") if each]
+        return [(name.strip("[]"), int(port)) for name, _, port in parts]
+
     def argv(self) -> list[str]:
         """Return the command line of one process.
 
@@ -163,6 +175,11 @@ def _require_consistent_hosts(options: Options) -> None:
         raise ValueError(
             f"{at_most} hosts must know where to meet. Add, the same on all of them, "
             f"--rdzv-endpoint FIRST_HOST:{DEFAULT_PORT}"
+        )
+    if len(options.endpoints) > at_most:
+        raise ValueError(
+            f"--rdzv-endpoint lists {len(options.endpoints)} hosts that may lead, and --nnodes "
+            f"allows {at_most} hosts. List at most as many as there are."
         )
     if not options.token:
         raise ValueError(

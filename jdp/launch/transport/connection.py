@@ -1,14 +1,18 @@
 """One end of a connection on which messages are sent and received."""
 
 import asyncio
+import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from jdp.worker.messages import MAX_LINE_BYTES, decode, encode
 
 # An end with so much unread data has stopped, and is given up.
 _MAX_UNSENT_BYTES = 4 * MAX_LINE_BYTES
+
+# The reason for an orderly end of a connection.
+CLOSED = "connection closed"
 
 
 class Channel:
@@ -58,7 +62,7 @@ class Channel:
             except OSError as error:
                 return self._lose(error.strerror or "connection lost")
             if not data:
-                return self._lose("connection closed")
+                return self._lose(CLOSED)
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
                 self._receive(line)
@@ -103,3 +107,45 @@ class Channel:
         if self.is_open:
             self.close_connection()
             self._loop.call_soon(self.closed, why)
+
+
+def start_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Start a task whose error goes to the event loop, as that of a callback does."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda done: None if done.cancelled() else done.result())
+    return task
+
+
+async def connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
+    """Return a connection to a name and port: to the first address of the name that answers.
+
+    Args:
+      address: name or IP address, and port.
+      timeout_s: seconds, > 0, of which each address has an equal part.
+
+    Raises:
+      OSError: if none answers, with the system's words for it.
+    """
+    found = await asyncio.get_running_loop().getaddrinfo(*address, type=socket.SOCK_STREAM)
+    whys = []
+    for family, kind, number, _, where in found:
+        try:
+            async with asyncio.timeout(timeout_s / len(found)):
+                return await _connect_to(socket.socket(family, kind, number), where)
+        except OSError as error:
+            # asyncio replaces the text of an error number.
+            number = error.errno
+            whys.append(os.strerror(number) if number else f"no answer from {where[0]}")
+    raise OSError("; ".join(dict.fromkeys(whys)))
+
+
+async def _connect_to(connection: socket.socket, where: Any) -> socket.socket:
+    connection.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(connection, where)
+    except BaseException:
+        connection.close()
+        raise
+    # Messages are answers to each other, so TCP must not wait for more data.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection

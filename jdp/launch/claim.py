@@ -1,0 +1,19 @@
+"""How good the claim of a launcher to lead is."""
+
+
+def claim_of(has_generation: bool, generation: int, listed: int) -> list[int]:
+    """Return the claim of a launcher; the smallest of all leads.
+
+    The launchers of a run must agree on an order, or two would wait for each other. One that leads
+    a running generation comes first, then one that knows the latest generation, then the first in
+    `--rdzv-endpoint`. A launcher that was started again knows none.
+
+    Args:
+      has_generation: whether it leads a generation that runs.
+      generation: the last one that it knows; -1 if it knows none.
+      listed: its place in `--rdzv-endpoint`.
+
+    >>> min(claim_of(False, -1, 0), claim_of(False, 7, 2), claim_of(False, 7, 1))
+    [1, -7, 1]
+    """
+    return [0 if has_generation else 1, -generation, listed]

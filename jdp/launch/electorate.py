@@ -1,0 +1,82 @@
+"""The rule by which at most one leader at a time may form generations, whatever the network does.
+
+It counts only where `--rdzv-endpoint` lists several hosts that may lead. The *electors* are the
+launchers of the listed hosts in the last generation. The next one needs more than half of those
+that live, or half of them with the one that led. An elector counts as living until its death was
+seen (`jdp/launch/transport/lifeline.py`); silence proves nothing.
+
+Each generation with other hosts changes the electors. Until all of the new ones have made a step,
+and so know of the change, a quorum of the old and of the new ones is needed. After that the old
+ones are superseded, and whoever hears of it forgets them. Two leaders that do not know of each
+other would both need a quorum of the last electors that both know. Those quorums have a host in
+common, and a host is connected to one leader at a time.
+
+A launcher that starts again knows nothing, so it is a new one and not an elector. When all listed
+hosts are there, nobody else can lead, and no quorum is needed.
+"""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+
+class Electorate(NamedTuple):
+    """The electors that a host knows of, and the deaths.
+
+    Attributes:
+      groups: ids of launchers by name of the group, the one that led first. A quorum of each is
+        needed.
+      superseded: names of earlier groups.
+      dead: ids of launchers that have died.
+
+    >>> electorate = Electorate().changed("0", ["a", "b", "c"])
+    >>> electorate.has_quorum({"b", "c"}), electorate.has_quorum({"c"})
+    (True, False)
+    >>> electorate = electorate.changed("1", ["b", "c"]).settled("1")
+    >>> electorate.has_quorum({"b"}), electorate.has_quorum({"c"})
+    (True, False)
+    >>> electorate.with_dead("b").has_quorum({"c"})
+    True
+    """
+
+    groups: dict[str, list[str]] = {}  # noqa: RUF012
+    superseded: list[str] = []  # noqa: RUF012
+    dead: list[str] = []  # noqa: RUF012
+
+    def has_quorum(self, present: Collection[str]) -> bool:
+        """Whether hosts with these ids may form a generation; False without electors."""
+        groups = self.groups.values()
+        return bool(groups) and all(self._has_quorum_of(it, present) for it in groups)
+
+    def _has_quorum_of(self, group: list[str], present: Collection[str]) -> bool:
+        living = [each for each in group if each not in self.dead]
+        surplus = 2 * sum(each in present for each in living) - len(living)
+        return surplus > 0 or (surplus == 0 and group[0] in present)
+
+    def missing(self, present: Collection[str]) -> set[str]:
+        """Return the electors that are not known to have died, and are not in `present`."""
+        return {each for group in self.groups.values() for each in group} - {*present, *self.dead}
+
+    def with_dead(self, launcher: str) -> "Electorate":
+        """Return it with one more death."""
+        return self._replace(dead=_union(self.dead, [launcher]))
+
+    def merged(self, other: "Electorate") -> "Electorate":
+        """Return all that both know."""
+        superseded = _union(self.superseded, other.superseded)
+        groups = {**self.groups, **other.groups}
+        groups = {name: group for name, group in groups.items() if name not in superseded}
+        return Electorate(groups, superseded, _union(self.dead, other.dead))
+
+    def changed(self, name: str, group: list[str]) -> "Electorate":
+        """Return it with a new group beside the others."""
+        return self._replace(groups={**self.groups, name: group})
+
+    def settled(self, name: str) -> "Electorate":
+        """Return it when all electors of this group know of it: it supersedes the others."""
+        others = [each for each in self.groups if each != name]
+        superseded = _union(self.superseded, others)
+        return self._replace(groups={name: self.groups[name]}, superseded=superseded)
+
+
+def _union(some: list[str], more: list[str]) -> list[str]:
+    return [*dict.fromkeys([*some, *more])]
