@@ -85,11 +85,11 @@ class Costs:
           one: the instruction.
           shapes: type of each instruction of its computation, by name.
         """
-        if hlo.changes_order(one, shapes):
+        if changes_order(one, shapes):
             return True
         inner = list(self.inside(one)) if one.op in ("fusion", "call") else []
         own = {each.name: each.shape for each in inner}
-        return any(hlo.changes_order(each, own) for each in inner)
+        return any(changes_order(each, own) for each in inner)
 
     def num_bytes(self, one: Instruction, shapes: dict[str, str]) -> int:
         """Count the bytes that are read and written: of an array that is sliced, the slice.
@@ -116,6 +116,33 @@ class Costs:
                 whole -= 2 * hlo.num_bytes(each.shape)
                 whole += hlo.num_bytes(own[each.operands()[1]])
         return max(whole, 0)
+
+
+def changes_order(one: Instruction, shapes: dict[str, str]) -> bool:
+    """Whether the elements of the result of a copy or transpose lie in another order.
+
+    Args:
+      one: an instruction.
+      shapes: type of each instruction of its computation, by name.
+
+    >>> text = "f32[2,3]{1,0} f32[3,2]{0,1} f32[3,2]{1,0}".split()
+    >>> turned = [Instruction("t", x, "transpose", "%x), dimensions={1,0}") for x in text[1:]]
+    >>> [changes_order(each, {"x": text[0]}) for each in turned]
+    [False, True]
+    """
+    if one.op not in ("copy", "transpose"):
+        return False
+    given, made = (hlo.arrays(shape) for shape in (shapes.get(one.operands()[0], ""), one.shape))
+    if not given or not made:
+        return False
+    dims = list(range(len(made[0].dims)))
+    if one.op == "transpose":
+        found = re.search(r"\bdimensions=\{([\d,]*)\}", one.rest)
+        dims = [int(dim) for dim in found[1].split(",")] if found and found[1] else dims
+    before, after = given[0].order(), [dims[i] for i in made[0].order()]
+    # Dims of size 1 may stand anywhere.
+    sizes = given[0].dims
+    return [i for i in before if sizes[i] > 1] != [i for i in after if sizes[i] > 1]
 
 
 def _dtype(one: Instruction, shapes: dict[str, str]) -> str:

@@ -225,33 +225,6 @@ def _bits(dtype: str) -> int:
     return _BITS.get(dtype, 8)  # the others are floats of 8 bits
 
 
-def changes_order(one: Instruction, shapes: dict[str, str]) -> bool:
-    """Whether the elements of the result of a copy or transpose lie in another order.
-
-    Args:
-      one: an instruction.
-      shapes: type of each instruction of its computation, by name.
-
-    >>> text = "f32[2,3]{1,0} f32[3,2]{0,1} f32[3,2]{1,0}".split()
-    >>> turned = [Instruction("t", x, "transpose", "%x), dimensions={1,0}") for x in text[1:]]
-    >>> [changes_order(each, {"x": text[0]}) for each in turned]
-    [False, True]
-    """
-    if one.op not in ("copy", "transpose"):
-        return False
-    given, made = (arrays(shape) for shape in (shapes.get(one.operands()[0], ""), one.shape))
-    if not given or not made:
-        return False
-    dims = list(range(len(made[0].dims)))
-    if one.op == "transpose":
-        found = re.search(r"\bdimensions=\{([\d,]*)\}", one.rest)
-        dims = [int(dim) for dim in found[1].split(",")] if found and found[1] else dims
-    before, after = given[0].order(), [dims[i] for i in made[0].order()]
-    # Dims of size 1 may stand anywhere.
-    sizes = given[0].dims
-    return [i for i in before if sizes[i] > 1] != [i for i in after if sizes[i] > 1]
-
-
 @functools.lru_cache(maxsize=4096)
 def arrays(shape: str) -> tuple[Array, ...]:
     """Return the arrays in a type, such as `(f32[8,2]{1,0}, s32[])`."""
