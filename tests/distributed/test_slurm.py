@@ -111,6 +111,38 @@ def test_tasks_of_srun_on_two_nodes_are_the_processes_of_one_run(slurm, folder, 
     facts_of(folder, num_processes=4)
 
 
+# On one node: with PMIx, Slurm 22.05 could not start tasks on two nodes of one host.
+def test_tasks_of_srun_with_pmix_are_the_processes_of_one_run(slurm, folder, variables):
+    loads = slurm.run("srun", "-N1", "-n1", "--mpi=pmix", "printenv", "PMIX_RANK")
+    if loads.returncode != 0 and "load" in loads.stderr:
+        pytest.skip(f"Slurm cannot load PMIx: {loads.stderr}")
+    assert loads.stdout == "0\n", loads.stderr
+    arguments = ("-N1", "-n2", "--mpi=pmix", *command(folder))
+    ended = slurm.run("srun", *arguments, variables=variables)
+    assert ended.returncode == 0, ended.stderr
+    facts_of(folder, num_processes=2)
+
+
+GPUS = """
+import json, os
+from jdp.distributed.cluster_env import find
+visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+numbers = find(os.environ).devices(len(visible), os.environ)
+print(json.dumps([visible[i] for i in numbers] or visible))
+"""
+
+
+# The scheduler binds two GPUs to each task, or all tasks see all four.
+@pytest.mark.parametrize("flags", [("--gpus-per-task=2",), ("--gpus-per-node=4",)])
+def test_tasks_of_a_node_take_different_gpus(slurm, variables, flags):
+    arguments = ("-N1", "-n2", *flags, sys.executable, "-c", GPUS)
+    ended = slurm.run("srun", *arguments, variables=variables)
+    assert ended.returncode == 0, ended.stderr
+    taken = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert [len(each) for each in taken] == [2, 2]
+    assert len({gpu for each in taken for gpu in each}) == 4
+
+
 def test_a_script_without_srun_trains_alone(slurm, folder, variables):
     # The batch script sees SLURM_NTASKS=4, and three tasks that nobody starts.
     script = folder / "job.sh"

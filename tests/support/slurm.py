@@ -7,6 +7,7 @@ connect to the name of the first node. Each node is a slurmd of its own.
 import contextlib
 import os
 import shutil
+import stat
 import subprocess
 import time
 from pathlib import Path
@@ -88,10 +89,9 @@ class Slurm:
             (self.folder / f"spool-{node}").mkdir()
         lines.append(f"PartitionName=all Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE")
         (self.folder / "slurm.conf").write_text("\n".join(lines) + "\n")
-        # slurmd only looks whether the files exist, and takes the variables from their count.
-        files = [self.folder / f"gpu{number}" for number in range(8)]
-        for file in files:
-            file.touch()
+        # GPUs that nobody opens: slurmd needs devices, and these are /dev/null.
+        for number in range(8):
+            os.mknod(self.folder / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))
         gres = f"Name=gpu File={self.folder}/gpu[0-7]\n"
         (self.folder / "gres.conf").write_text(gres)
         key, socket = self.folder / "munge.key", self.folder / "munge.socket"
