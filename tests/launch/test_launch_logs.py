@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 
-from jdp.launch.host.output import TAIL_LINES, Logs
+from jdp.launch.host.output import Logs
+from jdp.launch.host.worker_output import TAIL_LINES
 from jdp.launch.options.options import parse
 
 TIMEOUT_S = 10.0
@@ -242,6 +243,23 @@ def test_what_a_standby_wrote_before_it_was_wanted_is_never_shown():
     output.assign(0, 0, 1)
     goes_on.set()
     assert run.end()[0] == ""
+
+
+def test_what_a_standby_writes_as_soon_as_it_is_wanted_is_shown():
+    run = Run()
+    writer, output = run.add(standby=True)
+    writer.write("importing\n")
+    output.hold()  # it waits now
+    output.last_lines()
+    writer.write("loading\n")
+    writer.write("in error\n", "stderr")
+    assert "loading" in output.last_lines()  # read before the thread hears that it is wanted
+    output.assign(3, 0, 1)
+    output.last_lines()
+    writer.write("training\n")
+    out, err = run.end()
+    assert out == "[process 3] loading\n[process 3] training\n"
+    assert err == "[process 3] in error\n"
 
 
 def test_a_dead_process_has_its_last_lines_at_once():

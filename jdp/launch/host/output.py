@@ -5,106 +5,24 @@ launcher, but never the launcher itself. Only that thread touches a `WorkerOutpu
 """
 
 import os
-import re
 import selectors
 import socket
 import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import IO
 
 from jdp.launch.append_file import AppendFile
 from jdp.launch.host.console import Console
-from jdp.launch.host.line_splitter import LineSplitter
-from jdp.launch.options.flag_types import STDERR, STDOUT
+from jdp.launch.host.worker_output import WorkerOutput
 from jdp.launch.options.options import Options
 from jdp.launch.run_summary import RunSummary
 
 # Size of a read from a pipe, and the most reads in a drain: a pipe on Linux holds up to 1 MiB.
 _READ_BYTES = 2**16
 _MAX_READS = 2**20 // _READ_BYTES + 1
-
-# Number of last lines kept for each process, and the length each line is cut to.
-TAIL_LINES = 50
-TAIL_LINE_CHARS = 1000
-
-# JAX's CPU collectives write such a line for each rank. It goes to the files only, unless the
-# script wrote to the same line.
-_GLOO = re.compile(
-    rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. "
-    rb"Expected number of connected peer ranks is : \d+\s*"
-)
-
-
-class WorkerOutput:
-    """The output of one process. Made by `Logs.add`."""
-
-    def __init__(self, logs: "Logs", process: subprocess.Popen[bytes], local_rank: int) -> None:
-        self.local_rank = local_rank
-        self.prefix = b""
-        self.is_standby = False
-        self.is_revealed = False
-        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        assert process.stdout is not None and process.stderr is not None
-        self.pipes = {process.stdout: STDOUT, process.stderr: STDERR}
-        self._file = logs.open_file(f"before_init/{socket.gethostname()}_{process.pid}.log")
-        self._splitters = {STDOUT: LineSplitter(), STDERR: LineSplitter()}
-        self._logs = logs
-
-    def assign(self, process_id: int, local_rank: int, generation: int) -> None:
-        """Call the process by its number, and show the output of a standby, from now on."""
-        self._logs.post(lambda: self._assign(process_id, local_rank, generation))
-
-    def reveal(self) -> None:
-        """Show the process on the console from now on, against --local-ranks-filter."""
-        self.is_revealed = True  # not posted: its next output may be read before a posted call runs
-
-    def last_lines(self, timeout_s: float = 1.0) -> list[str]:
-        """Return the last lines, at most TAIL_LINES, with all that an ended process has written."""
-        done: Future[list[str]] = Future()
-
-        def collect() -> None:
-            self._logs.drain(self)
-            # Include an unterminated line.
-            rests = [splitter.rest for splitter in self._splitters.values() if splitter.rest]
-            done.set_result([*self.tail, *map(_text, rests)][-TAIL_LINES:])
-
-        self._logs.post(collect)
-        try:
-            return done.result(timeout_s)
-        except TimeoutError:  # the console is stopped
-            return list(self.tail)
-
-    def receive(self, stream: int, data: bytes) -> None:
-        """Show and write bytes read from `stream`; empty at its end. In the thread."""
-        for line in self._splitters[stream].split(data):
-            self._file.write(line)
-            if _GLOO.fullmatch(line):
-                continue
-            if not line.endswith(b"\r"):
-                self.tail.append(_text(line))
-            if not self.is_standby:
-                self._logs.show(self, stream, line)
-
-    def close_file(self) -> None:
-        """Close the file of the log folder."""
-        self._file.close_file()
-
-    def _assign(self, process_id: int, local_rank: int, generation: int) -> None:
-        self._logs.drain(self)
-        self.local_rank, self.is_standby = local_rank, False
-        self.prefix = self._logs.prefix(f"process {process_id}", process_id)
-        before = self._file
-        if before.path is not None:
-            before.close_file()
-            # Not renamed: a run that was resumed may have written to the new file before.
-            self._file = self._logs.open_file(f"generation_{generation}/process_{process_id}.log")
-            self._file.append_contents(before.path)
-        if not self.pipes:
-            self.close_file()
 
 
 class Logs:
@@ -241,7 +159,3 @@ class Logs:
         for output in [*self._outputs]:
             self.drain(output)
         self.console.end()
-
-
-def _text(line: bytes) -> str:
-    return line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2][:TAIL_LINE_CHARS]

@@ -201,6 +201,7 @@ class Process:
     def _receive(self, kind: str, facts: dict[str, Any]) -> None:
         if kind == "parked":
             self.parked = True
+            self._output.hold()
         elif kind == "restored":
             self.restored_step = facts["step"]
         elif kind == "ended":
