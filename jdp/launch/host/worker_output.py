@@ -27,7 +27,7 @@ _GLOO = re.compile(
 )
 
 
-class Reader(Protocol):
+class OutputReader(Protocol):
     """Reads the pipes of all processes in one thread: `Logs`."""
 
     def prefix(self, name: str, number: int) -> bytes:
@@ -54,7 +54,7 @@ class Reader(Protocol):
 class WorkerOutput:
     """The output of one process. Made by `Logs.add`."""
 
-    def __init__(self, logs: Reader, process: subprocess.Popen[bytes], local_rank: int) -> None:
+    def __init__(self, logs: OutputReader, process: subprocess.Popen[bytes], local_rank: int) -> None:
         self.local_rank = local_rank
         self.prefix = b""
         self.is_standby = False
