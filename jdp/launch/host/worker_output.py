@@ -54,7 +54,9 @@ class OutputReader(Protocol):
 class WorkerOutput:
     """The output of one process. Made by `Logs.add`."""
 
-    def __init__(self, logs: OutputReader, process: subprocess.Popen[bytes], local_rank: int) -> None:
+    def __init__(
+        self, logs: OutputReader, process: subprocess.Popen[bytes], local_rank: int
+    ) -> None:
         self.local_rank = local_rank
         self.prefix = b""
         self.is_standby = False

@@ -32,15 +32,14 @@ from jdp.launch.leader.electors import Electors
 from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.failure import Cause
 from jdp.launch.leader.generation import Generation, State
-from jdp.launch.leader.last_commits import LastCommits
 from jdp.launch.leader.membership import Membership
 from jdp.launch.leader.rank_assignment import Gathering, Plan
 from jdp.launch.leader.recovery import Recoveries
 from jdp.launch.leader.remote_host import RemoteHost
+from jdp.launch.leader.run_end import RunEnd
 from jdp.launch.leader.run_report import RunReport
 from jdp.launch.options.options import Options
 from jdp.launch.run_summary import RunSummary
-from jdp.worker.exit_codes import SAVED
 
 # Interval in seconds between checks for stalls and silent hosts.
 LOOK_S = 0.2
@@ -72,7 +71,6 @@ class Leader:
         self.number = -1  # of the last generation
         self._run_id = options.rdzv_id
         self._signal: int | None = None
-        self._last_commits: LastCommits | None = None  # of a run that gives up
         self._report = RunReport(show, self._events)
         self._recoveries = Recoveries(options, say, self._events, self._report)
         self._timer: asyncio.TimerHandle | None = None
@@ -80,6 +78,7 @@ class Leader:
             *(options, token, listener, say, self._events),
             *(self._joined, self._receive, self._lost, self._died, claim),
         )
+        self._end = RunEnd(self.members, self._events, self._report, self._recoveries)
         self._consider()
 
     @property
@@ -98,7 +97,7 @@ class Leader:
         `code` and `why` count if the run is not over yet.
         """
         if not self.members.is_over:
-            self._over(code, why)
+            self._end.finish(code, why)
         await self.members.end_connections(timeout_s)
         self._stop()
 
@@ -106,8 +105,6 @@ class Leader:
         if self._timer is not None:
             self._timer.cancel()
         self._events.close_file()
-
-    # --- hosts and their messages ---
 
     def _joined(self, remote: RemoteHost, facts: dict[str, Any]) -> bool:
         # A restarted leader continues where the hosts are.
@@ -143,8 +140,8 @@ class Leader:
                 self._generation.record_exit(remote, **facts)
             case "ended":
                 self._ended(remote, **facts)
-            case "commit saved" if self._last_commits is not None:
-                self._last_commits.record_answer(remote, facts)
+            case "commit saved":
+                self._end.record_saved(remote, facts)
             case "nccl":
                 self._say(facts["report"])
             case "stop":
@@ -155,8 +152,6 @@ class Leader:
         remote.channel.send("beat", at=at)
         if self._generation is not None:
             self._generation.record_statuses(remote, remote.heard - at, **news)
-
-    # --- events of a generation ---
 
     def _told(self, generation: Generation, remote: RemoteHost, what: str, **facts: Any) -> None:
         if not generation.record_told(remote, what=what, **facts):
@@ -176,12 +171,10 @@ class Leader:
     def _asked_to_stop(self, number: int, at_once: bool) -> None:
         self._signal = self._signal or number
         generation = self._generation
-        if at_once and self._last_commits is not None:
-            self._over(*self._last_commits.outcome())
+        if at_once:
+            self._end.look(at_once=True)
         if at_once and generation is not None and generation.state is State.STOPPING:
             generation.kill_processes()
-
-    # --- decisions ---
 
     # After each message and on a timer.
     def _consider(self) -> None:
@@ -189,10 +182,9 @@ class Leader:
             return
         now = time.monotonic()
         self.members.remove_silent_hosts(now)
-        if self._last_commits is not None:
-            if self._last_commits.are_saved(self.members.remotes):
-                return self._over(*self._last_commits.outcome())
-            return self._wake(now)
+        if self._end.is_saving:
+            self._end.look()
+            return None if self.members.is_over else self._wake(now)
         generation = self._generation
         if generation is not None and not generation.parts:
             self._generation = None
@@ -228,43 +220,20 @@ class Leader:
         text, code = ("", "") if why is None else (why.text, why.error_code)
         facts = {"generation": generation.number, "cause": text, "error_code": code}
         self._events.write("generation ended", **facts)
-        if generation.saved:
-            saved = f"saved {generation.closed_step}".rstrip()
-            self._over(
-                SAVED, f"it {saved} and ended; the same command with --resume continues there."
-            )
-        elif self._signal is not None and not generation.is_finished:
-            self._give_up(128 + self._signal, "")
-        elif why is None or generation.is_done:
-            before = self._recoveries.text
-            self._over(0, before and f"{before}. There was no step left to make after that.")
-        elif reason := self._recoveries.reason_to_end(why, generation):
-            self._give_up(why.code, f"{why.full_text}\n{reason}")
-        else:
-            generation.blame(time.monotonic())
-            self._recoveries.record_failure(why, generation)
-            self._gathering = Gathering(self._options, False, self._electors)
-
-    # Ends the run when its latest commit is on the disk.
-    def _give_up(self, code: int, why: str) -> None:
-        self.members.is_ending = True
-        self._last_commits = LastCommits(code, why, self._recoveries.checkpoint_step)
-        self._last_commits.ask(self.members.remotes)
-
-    def _over(self, code: int, why: str) -> None:
-        self._report.end_run()
-        self._events.write("over", code=code, why=why)
-        self.members.end_run(code=code, why=why)
-
-    # --- forming a generation ---
+        if self._end.follows(generation, self._signal):
+            return
+        assert why is not None
+        generation.blame(time.monotonic())
+        self._recoveries.record_failure(why, generation)
+        self._gathering = Gathering(self._options, False, self._electors)
 
     def _gather(self, now: float) -> None:
         if self._signal is not None:
-            return self._give_up(128 + self._signal, "")
+            return self._end.give_up(128 + self._signal, "")
         if chosen := self._gathering.plan(self.members.remotes, now):
             self._form(chosen)
         elif error := self._gathering.timeout_error(self.members.remotes, now):
-            self._give_up(1, error)
+            self._end.give_up(1, error)
 
     def _form(self, chosen: Plan) -> None:
         self.number += 1
