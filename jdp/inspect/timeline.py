@@ -2,15 +2,15 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from jdp.collectives import call_order
 from jdp.inspect import hlo
 from jdp.inspect.costs import Costs
 from jdp.inspect.hlo import HloProgram, Instruction
 from jdp.inspect.kernels import Kernel
+from jdp.inspect.speeds import Speeds
 from jdp.inspect.transfers import SentArrays, collective_in, number_of, transfer_of
 
 # These move no data, or only start operations that are counted elsewhere.
@@ -20,25 +20,6 @@ _FREE = set(
 )
 # Loops run so often; the time of further iterations is that of the last one.
 _SIMULATED = 3
-
-
-class Speeds(Protocol):
-    """How long operations take."""
-
-    def compute_s(
-        self,
-        flops: Mapping[str, float],
-        num_bytes: float,
-        transcendentals: float = 0,
-        *,
-        is_strided: bool = False,
-    ) -> float:
-        """Return the seconds of an operation, given the operations of its matmuls by dtype."""
-        ...
-
-    def transfer_s(self, kind: str, algorithm: str, num_bytes: float) -> float:
-        """Return the seconds of a collective, given the bytes of its whole arrays on one rank."""
-        ...
 
 
 @dataclass
@@ -241,16 +222,14 @@ class _Simulation:
 
     def _span(self, lane: str, begin_s: float, end_s: float, label: str) -> None:
         spans = self.timeline.spans
-        if lane == "computation" and spans and spans[-1][0] == lane and spans[-1][2] == begin_s:
-            if spans[-1][3] == label:
-                spans[-1] = (lane, spans[-1][1], end_s, label)
-                return
-        spans.append((lane, begin_s, end_s, label))
+        last = spans[-1] if spans else ("", 0.0, 0.0, "")
+        if lane == "computation" and (last[0], *last[2:]) == (lane, begin_s, label):
+            spans[-1] = (lane, last[1], end_s, label)
+        else:
+            spans.append((lane, begin_s, end_s, label))
 
 
 def _label(one: Instruction, is_matmul: bool) -> str:
     name = one.op_name()
     way = "backward" if "transpose(" in name else "forward" if "jvp(" in name else "update"
-    if not name:
-        way = "other"
-    return f"{way} matmul" if is_matmul else way
+    return f"{way if name else 'other'}{' matmul' * is_matmul}"

@@ -206,26 +206,31 @@ def _calibrate(_: str, arguments: Sequence[str]) -> int:
     is_first = jax.process_index() == 0
     found = calibrate(mesh, print if is_first else lambda text: None)
     if is_first:
-        for dtype, flops in found.matmul_flops_per_s.items():
-            shared = found.shared_matmul_flops_per_s[dtype]
-            print(
-                f"matmul in {dtype}: {flops / 1e9:.1f} GFLOP/s by one device, {shared / 1e9:.1f} "
-                f"by each of {found.num_compute_ranks}"
-            )
-        print(
-            f"memory: {found.memory_bytes_per_s / 1e9:.1f} GB/s by one device, "
-            f"{found.shared_memory_bytes_per_s / 1e9:.1f} by each of {found.num_compute_ranks}"
-        )
-        print(
-            f"exponentials: {found.transcendentals_per_s / 1e9:.2f} G/s by one device, "
-            f"{found.shared_transcendentals_per_s / 1e9:.2f} by each of {found.num_compute_ranks}; "
-            f"an operation starts in {found.operation_start_s * 1e6:.2f} us"
-        )
-        for times, where in ((found.slowness, "one device"), (found.shared_slowness, "all")):
-            print(
-                f"in training steps on {where}, matmuls take {times.matmul:.2f} times as long, "
-                f"elementwise operations {times.elementwise:.2f}, strided ones {times.strided:.2f} "
-                f"and starts {times.start:.2f} times, within {times.largest_error:.0%}"
-            )
+        _say_rates(found)
         print(f"wrote {found.save()}")
     return 0
+
+
+def _say_rates(found: Any) -> None:
+    """Print the rates of computation of a calibration."""
+    for dtype, flops in found.matmul_flops_per_s.items():
+        shared = found.shared_matmul_flops_per_s[dtype]
+        print(
+            f"matmul in {dtype}: {flops / 1e9:.1f} GFLOP/s by one device, {shared / 1e9:.1f} "
+            f"by each of {found.num_compute_ranks}"
+        )
+    print(
+        f"memory: {found.memory_bytes_per_s / 1e9:.1f} GB/s by one device, "
+        f"{found.shared_memory_bytes_per_s / 1e9:.1f} by each of {found.num_compute_ranks}"
+    )
+    print(
+        f"exponentials: {found.transcendentals_per_s / 1e9:.2f} G/s by one device, "
+        f"{found.shared_transcendentals_per_s / 1e9:.2f} by each of {found.num_compute_ranks}; "
+        f"an operation starts in {found.operation_start_s * 1e6:.2f} us"
+    )
+    for times, where in ((found.slowness, "one device"), (found.shared_slowness, "all")):
+        print(
+            f"in training steps on {where}, matmuls take {times.matmul:.2f} times as long, "
+            f"elementwise operations {times.elementwise:.2f}, strided ones {times.strided:.2f} "
+            f"and starts {times.start:.2f} times, within {times.largest_error:.0%}"
+        )

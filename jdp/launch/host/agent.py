@@ -18,16 +18,14 @@ over.
 import asyncio
 import contextlib
 import functools
-import secrets
 import signal
-import socket
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jdp.error_codes import with_code
 from jdp.launch.host.commit_saver import save_commit
 from jdp.launch.host.coordinator_port import CoordinatorPort
-from jdp.launch.host.known_electors import KnownElectors
+from jdp.launch.host.known_run import KnownRun
 from jdp.launch.host.leader_connection import Link
 from jdp.launch.host.leader_search import LeaderSearch
 from jdp.launch.host.local_generation import NO_NEWS, LocalGeneration
@@ -56,7 +54,6 @@ class Host:
     `lead` is called with the id of this launcher when it is to lead.
 
     Attributes:
-      id: of this launcher alone.
       search: where this host looks for its leader.
       over: done when the run is over for this host.
     """
@@ -69,17 +66,15 @@ class Host:
         resources: HostResources,
         lead: Callable[[str], None],
     ) -> None:
-        self.id = secrets.token_hex(8)
         self.over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._options, self._resources = options, resources
         self._port = CoordinatorPort()
-        self._number, self._stepped, self._run_id = -1, False, options.rdzv_id
-        self._electors = KnownElectors()
+        self._run = KnownRun(options)
         self._generation: LocalGeneration | None = None  # the one that has processes here
         self._standbys = Standbys(
             options.num_standbys,
             start=lambda local_id: self._start(local_id, None),
-            ready=lambda: self._link.send("ready", generation=self._number),
+            ready=lambda: self._link.send("ready", generation=self._run.generation),
             say=resources.say,
         )
         self._signal: int | None = None
@@ -87,10 +82,9 @@ class Host:
         self._uses_jdp = False  # whether one of its processes called jdp.init()
         self._changed = asyncio.Event()
         self.search = LeaderSearch(
-            rendezvous,
-            options.heartbeat_timeout_s,
-            generation=lambda: self._number,
-            lead=lambda: lead(self.id),
+            *(rendezvous, options.heartbeat_timeout_s),
+            generation=lambda: self._run.generation,
+            lead=lambda: lead(self._run.id),
         )
         self._link = Link(
             options,
@@ -134,23 +128,8 @@ class Host:
         self._link.leave()
         self._port.release()
 
-    # --- the leader ---
-
     def _introduce(self) -> dict[str, Any]:
-        return {
-            "listed": self.search.own,
-            "endpoints": self._options.rdzv_endpoint,
-            "electorate": self._electors.facts(self._link),
-            "id": self.id,
-            "name": socket.gethostname(),
-            "address": self._options.local_addr,
-            "port": self._port.number,
-            "num_processes": self._options.nproc_per_node,
-            "host_id": self._options.node_rank,
-            "run_id": self._run_id,
-            "generation": self._number,
-            "stepped": self._stepped,
-        }
+        return self._run.introduce(self._link, self._port.number, self.search.own)
 
     def _lost_leader(self, why: str) -> None:
         if self.over.done():
@@ -181,8 +160,7 @@ class Host:
             case "go":
                 self._go(**facts)
             case "stepped":
-                self._stepped = True
-                self._electors.record(facts["electorate"])
+                self._run.record_step(facts["electorate"])
                 self._standbys.fill()
             case "stop":
                 self._stop(facts["signal"])
@@ -200,15 +178,13 @@ class Host:
     async def _save_commit(self) -> None:
         self._link.send("commit saved", **await save_commit(self._resources))
 
-    # --- processes ---
-
     def _go(
         self, first: int, slots: list[int], electorate: dict[str, Any] | None, **common: Any
     ) -> None:
-        self._electors.record_generation(electorate, self._link.leader)
+        number, run_id = common["generation"], common["run_id"]
+        self._run.record_generation(number, run_id, electorate, self._link.leader)
         if first == 0:
             self._port.release()  # process 0 listens there now
-        self._number, self._run_id = common["generation"], common["run_id"]
         self._generation = LocalGeneration(
             self._options,
             self._link.send,
@@ -253,7 +229,7 @@ class Host:
         port = self._port.renew()
         if not self._link.is_joined:
             return self._link.join_again()
-        self._link.send("ended", generation=self._number, port=port, step=generation.step)
+        self._link.send("ended", generation=self._run.generation, port=port, step=generation.step)
 
     def _stop(self, number: int | None) -> None:
         self._signal = self._signal or number
