@@ -79,7 +79,7 @@ class RunEnd:
             self.finish(*commits.outcome())
 
     def finish(self, code: int, why: str) -> None:
-        """Tell all hosts how the run ended.
+        """End the run, and send its exit code to all hosts.
 
         Args:
           code: its exit code.
