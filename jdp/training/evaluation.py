@@ -38,7 +38,7 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any, **keywo
 
     Raises:
       ValueError: if there are no batches.
-      TypeError: if `step` is no `eval_step`, or takes other arguments.
+      TypeError: if `step` is not an `eval_step`, or takes other arguments.
 
     >>> import numpy as np, jdp
     >>> mesh = jdp.init(cpu_ranks=2)

@@ -1,5 +1,6 @@
 """Steps compiled for 8 TPUs, which are not there, reduce as on other devices. Needs libtpu."""
 
+import functools
 import importlib.util
 import os
 import re
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdp
 from benchmarks.harness import models
+from jdp.inspect.compiled import compile_step
 
 ROOT = Path(__file__).parents[2]
 TOPOLOGY = "v5e:2x4"
@@ -107,3 +109,41 @@ def test_scanned_layers_are_reduced_in_the_loop_only_where_that_was_asked_for(la
     assert set(collectives) == {"all-reduce"}
     in_loop = re.search(r"all-reduce[^\n]*op_name=\"[^\"]*while/body", text)
     assert bool(in_loop) == late
+
+
+def compiled_for(step, make_state, batch, mesh):
+    """The collectives of a step whose state is placed as the step wants it, and its arguments."""
+    jdp.init(devices=jax.devices("cpu")[:8])
+    state = jax.eval_shape(make_state)
+    found = compile_step(step, (state, batch), {}, mesh)
+    names = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+    collectives = re.findall(rf" ({names})(?:-start)?\(", found.compiled.as_text())
+    return set(collectives), found.compiled.memory_analysis().argument_size_in_bytes
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_each_stage_splits_its_state_and_gathers_parameters(stage, accumulate, transformer, mesh):
+    step = transformer_step(transformer.loss_fn, accumulate=accumulate)
+    sizes = {}
+    for name, make in (("whole", jdp.replicated), ("split", jdp.sharded)):
+        options = {"stage": stage, "min_size": 1024} if name == "split" else {}
+        tx = make(optax.sgd(1e-3, momentum=0.9), **options)
+        made = functools.partial(jdp.TrainState.create, transformer.params, tx)
+        collectives, sizes[name] = compiled_for(step, made, transformer.batch, mesh)
+    assert "all-gather" in collectives and collectives & {"reduce-scatter", "all-reduce"}
+    # Momentum takes as much as parameters; of what is split, a rank has an eighth.
+    expected = 1 / 8 if stage == 3 else (1 + 1 / 8) / 2
+    assert sizes["split"] / sizes["whole"] == pytest.approx(expected, rel=0.15)
+
+
+def test_an_evaluation_averages_over_the_ranks(transformer, mesh):
+    @jdp.eval_step
+    def measure(state, batch):
+        return {"loss": transformer.loss_fn(state.params, batch)}
+
+    def make_state():
+        return jdp.TrainState.create(transformer.params, jdp.replicated(optax.sgd(0.1)))
+
+    collectives, _ = compiled_for(measure, make_state, transformer.batch, mesh)
+    assert collectives == {"all-reduce"}
