@@ -1,10 +1,10 @@
 """Assumes times for a compiled schedule, and sums up how much of its reductions is hidden."""
 
 import bisect
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jdp.inspect.hlo import HloProgram
+from jdp.inspect.speeds import Work
 from jdp.inspect.timeline import simulate
 
 MiB = 2**20
@@ -25,15 +25,8 @@ ASSUMPTIONS = (
 
 
 class _Speeds:
-    def compute_s(
-        self,
-        flops: Mapping[str, float],
-        num_bytes: float,
-        transcendentals: float = 0,
-        *,
-        is_strided: bool = False,
-    ) -> float:
-        return max(sum(flops.values()) / FLOPS_PER_S, num_bytes / BYTES_PER_S)
+    def compute_s(self, work: Work) -> float:
+        return max(sum(work.flops.values()) / FLOPS_PER_S, work.num_bytes / BYTES_PER_S)
 
     def transfer_s(self, kind: str, algorithm: str, num_bytes: float) -> float:
         if kind != "all-reduce":

@@ -70,7 +70,7 @@ class Slowness:
     Attributes:
       matmul: of matmuls, beside large ones.
       elementwise: of others that read arrays in order, beside a loop over one array.
-      strided: of those that read or write an array across its rows, beside the same.
+      strided: of operations that read or write an array across its rows, beside the same.
       start: of the start of an operation, beside that of a tiny one that follows another.
       largest_error: the largest |predicted / measured - 1| of the steps that these are fitted to.
     """

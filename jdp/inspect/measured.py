@@ -59,7 +59,7 @@ def _of_devices(found: Calibration, num_ranks: int) -> dict[str, Rate]:
         cached = share * found.shared_cached_bytes_per_s
         transcendentals = share * found.shared_transcendentals_per_s
         start_s, slowness = found.shared_operation_start_s / share, found.shared_slowness
-    source = f"measured here (jdp bench --calibrate, {found.date[:10]})"
+    by = f"(jdp bench --calibrate, {found.date[:10]})"
     alone = {
         "matmul_flops": flops.get("bfloat16"),
         "matmul_flops_f32": flops.get("float32"),
@@ -68,9 +68,11 @@ def _of_devices(found: Calibration, num_ranks: int) -> dict[str, Rate]:
         "transcendentals_per_s": transcendentals,
         "operation_start_s": slowness.start * start_s,
     }
-    rates = {name: Rate(x, x, x, UNITS[name], source) for name, x in alone.items() if x}
+    rates = {
+        name: Rate(x, x, x, UNITS[name], f"measured here {by}") for name, x in alone.items() if x
+    }
     error = min(max(slowness.largest_error, INTERVAL[2] - 1), 0.75)
-    source = source.replace("here", "here, on training steps")
+    source = f"measured here, on training steps {by}"
     for kind in ("matmul", "elementwise", "strided"):
         times, name = getattr(slowness, kind), f"{kind}_times"
         rates[name] = Rate(times, (1 - error) * times, (1 + error) * times, UNITS[name], source)

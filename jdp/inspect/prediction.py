@@ -9,6 +9,7 @@ from jdp.inspect.kernels import Kernel
 from jdp.inspect.measured import INTERVAL
 from jdp.inspect.rate import Rate
 from jdp.inspect.report import StepTime
+from jdp.inspect.speeds import Work
 from jdp.inspect.timeline import Timeline
 
 # How much of its whole arrays a rank sends, over (n - 1) / n.
@@ -58,22 +59,15 @@ class Likely:
             self._reduction_start_s *= 2
         self._num_ranks = num_ranks
 
-    def compute_s(
-        self,
-        flops: Mapping[str, float],
-        num_bytes: float,
-        transcendentals: float = 0,
-        *,
-        is_strided: bool = False,
-    ) -> float:
+    def compute_s(self, work: Work) -> float:
         """Return the seconds of an operation: of its matmuls, memory or exponentials."""
-        wide = sum(value for dtype, value in flops.items() if dtype in ("f32", "f64"))
-        narrow = sum(flops.values()) - wide
+        wide = sum(value for dtype, value in work.flops.items() if dtype in ("f32", "f64"))
+        narrow = sum(work.flops.values()) - wide
         matmul_s = wide / self._matmul_f32 + narrow / self._matmul
-        memory = self._cached if num_bytes <= CACHED_BYTES else self._memory
-        exponentials_s = transcendentals / self._transcendentals
-        kind = "matmul" if flops else "strided" if is_strided else "elementwise"
-        longest_s = max(matmul_s, num_bytes / memory, exponentials_s)
+        memory = self._cached if work.num_bytes <= CACHED_BYTES else self._memory
+        exponentials_s = work.transcendentals / self._transcendentals
+        kind = "matmul" if work.flops else "strided" if work.is_strided else "elementwise"
+        longest_s = max(matmul_s, work.num_bytes / memory, exponentials_s)
         return self._start_s + self._times[kind] * longest_s
 
     def transfer_s(self, kind: str, algorithm: str, num_bytes: float) -> float:

@@ -1,21 +1,30 @@
 """How long the operations of a simulated program take."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+
+class Work(NamedTuple):
+    """The work of one operation.
+
+    Attributes:
+      flops: operations of its matmuls, by dtype.
+      num_bytes: that it reads and writes.
+      transcendentals: number of its exponentials and the like.
+      is_strided: whether it reads or writes an array across its rows.
+    """
+
+    flops: Mapping[str, float]
+    num_bytes: float
+    transcendentals: float = 0
+    is_strided: bool = False
 
 
 class Speeds(Protocol):
     """How long operations take."""
 
-    def compute_s(
-        self,
-        flops: Mapping[str, float],
-        num_bytes: float,
-        transcendentals: float = 0,
-        *,
-        is_strided: bool = False,
-    ) -> float:
-        """Return the seconds of an operation, given the operations of its matmuls by dtype."""
+    def compute_s(self, work: Work) -> float:
+        """Return the seconds of an operation."""
         ...
 
     def transfer_s(self, kind: str, algorithm: str, num_bytes: float) -> float:

@@ -10,7 +10,7 @@ from jdp.inspect import hlo
 from jdp.inspect.costs import Costs
 from jdp.inspect.hlo import HloProgram, Instruction
 from jdp.inspect.kernels import Kernel
-from jdp.inspect.speeds import Speeds
+from jdp.inspect.speeds import Speeds, Work
 from jdp.inspect.transfers import SentArrays, collective_in, number_of, transfer_of
 
 # These move no data, or only start operations that are counted elsewhere.
@@ -154,10 +154,15 @@ class _Simulation:
                 f"the operations of the Pallas kernel {kernel.name}; give its pallas_call a "
                 "cost_estimate="
             )
-        num_bytes = self._costs.num_bytes(one, self._shapes[name])
-        is_strided = not flops and self._costs.is_strided(one, self._shapes[name])
-        exponentials = self._costs.transcendentals(one)
-        took_s = self._speeds.compute_s(flops, num_bytes, exponentials, is_strided=is_strided)
+        shapes = self._shapes[name]
+        took_s = self._speeds.compute_s(
+            Work(
+                flops,
+                self._costs.num_bytes(one, shapes),
+                self._costs.transcendentals(one),
+                not flops and self._costs.is_strided(one, shapes),
+            )
+        )
         self.timeline.flops.update(flops)
         self.timeline.computing_s += took_s
         label = _label(one, bool(flops))
@@ -177,7 +182,7 @@ class _Simulation:
         if target == call_order.DONE:
             self._done(f"ring {number}")
             # The operands and results of a done are its bucket, out of and into place.
-            took_s = self._speeds.compute_s({}, 2 * hlo.num_bytes(one.shape))
+            took_s = self._speeds.compute_s(Work({}, 2 * hlo.num_bytes(one.shape)))
             self.now_s += took_s
             self.timeline.computing_s += took_s
             return

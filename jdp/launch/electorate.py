@@ -7,7 +7,7 @@ seen (`jdp/launch/transport/lifeline.py`); silence proves nothing.
 
 Each generation with other hosts changes the electors. Until all of the new ones have made a step,
 and so know of the change, a quorum of the old and of the new ones is needed. After that the old
-ones are superseded, and whoever hears of it forgets them. Two leaders that do not know of each
+ones are superseded, and a host that hears of it forgets them. Two leaders that do not know of each
 other would both need a quorum of the last electors that both know. Those quorums have a host in
 common, and a host is connected to one leader at a time.
 

@@ -138,7 +138,7 @@ def reduced(
 def _checked(
     paths: Sequence[str], leaves: Sequence[Any], axis_name: AxisName, *, is_mean_of_step: bool
 ) -> list[jax.Array]:
-    """Return gradients as arrays, and refuse those that cannot be averaged here."""
+    """Return gradients as arrays, and refuse one that cannot be averaged here."""
     floats = [require_float(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
     # A step of jdp's is never typed, and to ask takes a while.
     if axis.is_bound(axis_name) and step_context.current(axis_name) is None:

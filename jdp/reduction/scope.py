@@ -1,4 +1,4 @@
-"""`Scope`: the data axis, the rows and the weight of one trace of a step, and what it records."""
+"""`Scope`: the data axis, the rows and the weight of one trace of a step, and its records."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -38,7 +38,7 @@ def as_ready(paths: Sequence[str], positions: Sequence[int], step: Scope) -> Seq
 
     Args:
       paths: of all gradients.
-      positions: positions of those that are sent.
+      positions: of the gradients to send.
       step: the step that is traced, which records the paths as split.
     """
     step.split.update(paths)

@@ -21,7 +21,7 @@ def after(values: Sequence[jax.Array], others: Sequence[jax.Array]) -> list[jax.
 
     Args:
       values: arrays of any shape and dtype.
-      others: arrays; those that are not floats are not waited for.
+      others: arrays. Only floats are waited for.
 
     >>> float(after([jnp.float32(2)], [jnp.float32(jnp.nan)])[0])
     2.0
@@ -40,7 +40,7 @@ def next_call_after(others: Sequence[jax.Array]) -> None:
     value that a call takes into new memory.
 
     Args:
-      others: arrays; those that are not floats are not waited for.
+      others: arrays. Only floats are waited for.
     """
     token = call_order.first_token()
     if token is not None:

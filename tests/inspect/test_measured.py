@@ -12,6 +12,7 @@ import jdp
 from jdp.inspect.calibration import CACHED_BYTES, CollectiveLaw, Slowness
 from jdp.inspect.prediction import Likely
 from jdp.inspect.rates import UNITS, Rate
+from jdp.inspect.speeds import Work
 
 ALL_REDUCE = CollectiveLaw(
     "all-reduce", "direct", 2, 1, "float32", 1.0, 1e6, 0.0, ((1, 1.0), (1 << 30, 8.0))
@@ -117,7 +118,7 @@ def test_an_operation_takes_its_slowest_part(num_bytes, exponentials, seconds):
         "reduction_start_s": 0.0,
     }
     rates = {name: Rate(x, x, x, "", "") for name, x in given.items()}
-    found = Likely(rates, 1, 1).compute_s({}, num_bytes, exponentials)
+    found = Likely(rates, 1, 1).compute_s(Work({}, num_bytes, exponentials))
     assert found == pytest.approx(seconds)
 
 
@@ -132,12 +133,11 @@ def test_a_factor_multiplies_the_operations_of_its_kind(given, seconds, which, o
     # The best speed, which `high` asks for, is that of the lowest factor.
     factors = {"matmul_times": 2.0, "elementwise_times": 3.0, "strided_times": 4.0}
     times = {name: Rate(x, x - 1, x + 1, "", "") for name, x in factors.items()}
-    flops, num_bytes, *rest = given
-    strided = {"is_strided": True} if rest else {}
+    flops, num_bytes, *_ = given
     likely = Likely({**ones, **times}, 1, 1, which)
     alone = max(8.0 if flops else 0.0, num_bytes / 1e9)
     expected = seconds + of_high * alone
-    assert likely.compute_s(flops, num_bytes, **strided) == pytest.approx(expected)
+    assert likely.compute_s(Work(*given)) == pytest.approx(expected)
 
 
 def test_rates_of_another_kind_of_device_are_not_used(calibrated):

@@ -5,7 +5,7 @@ import pytest
 
 import jdp
 from jdp.inspect.bench import training_steps
-from jdp.inspect.bench.training_steps import TimedStep, fitted
+from jdp.inspect.bench.training_steps import AloneSeconds, TimedStep, fitted
 from jdp.inspect.exact import WrongResultError
 from jdp.inspect.hlo import HloProgram
 from jdp.inspect.rate import Rate
@@ -29,7 +29,7 @@ ENTRY %main (x: f32[4,8], y: f32[8,4]) -> f32[8,4] {
 
 
 def test_operations_are_added_up_by_kind():
-    found = training_steps.alone_s(HloProgram(PROGRAM), RATES)
+    found = training_steps.alone_seconds(HloProgram(PROGRAM), RATES)
     bytes_of_sum, bytes_of_turned = 3 * 128, 2 * 128
     # The bytes of the product take longer than its operations: 320 against 256.
     assert found == pytest.approx((320e-9, bytes_of_sum * 1e-9, bytes_of_turned * 1e-9, 3.0))
@@ -39,15 +39,15 @@ def test_operations_are_added_up_by_kind():
 def test_factors_of_exact_times_are_found(factors):
     random = np.random.default_rng(0)
     alone = random.uniform(0.1, 1.0, (6, 4)) * [1.0, 0.1, 0.02, 0.01]
-    found = fitted([TimedStep(tuple(each), float(each @ factors)) for each in alone])
+    found = fitted([TimedStep(AloneSeconds(*each), float(each @ factors)) for each in alone])
     got = found.matmul, found.elementwise, found.strided, found.start
     assert got == pytest.approx(factors, rel=1e-3) and found.largest_error < 1e-6
 
 
 def test_a_kind_that_would_have_a_negative_factor_is_joined_to_another():
     # By itself the second kind would have to give back time.
-    steps = [((1.0, 0.0, 0.0, 0.0), 2.0), ((1.0, 1.0, 0.0, 0.0), 1.5), ((2.0, 1.0, 0.0, 0.0), 4.0)]
-    found = fitted([TimedStep(*step) for step in steps])
+    steps = [((1.0, 0.0), 2.0), ((1.0, 1.0), 1.5), ((2.0, 1.0), 4.0)]
+    found = fitted([TimedStep(AloneSeconds(*alone), seconds) for alone, seconds in steps])
     assert found.matmul == found.elementwise > 0
     assert 0 < found.largest_error < 1
 

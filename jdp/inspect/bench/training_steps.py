@@ -23,22 +23,33 @@ from jdp.inspect.hlo import HloProgram
 from jdp.inspect.models import SmallModel
 from jdp.inspect.prediction import Likely
 from jdp.inspect.rate import Rate, given
+from jdp.inspect.speeds import Work
 
 _NUM_STEPS, _BUDGET_S = 4, 6.0
 _TOLERANCE = 1e-3  # of the largest element of a leaf
 _LEARNING_RATE, _MOMENTUM = 1e-3, 0.9
 
 
-class TimedStep(NamedTuple):
-    """A step that was timed.
+class AloneSeconds(NamedTuple):
+    """The seconds of the operations of a step by themselves, added up by kind.
 
     Attributes:
-      alone_s: seconds of its operations by themselves: matmuls, elementwise ones, strided ones, and
-        the starts of all.
-      seconds: of the step.
+      matmul: of matmuls.
+      elementwise: of others that read arrays in order.
+      strided: of operations that read or write an array across its rows.
+      start: of the starts of all.
     """
 
-    alone_s: tuple[float, float, float, float]
+    matmul: float = 0.0
+    elementwise: float = 0.0
+    strided: float = 0.0
+    start: float = 0.0
+
+
+class TimedStep(NamedTuple):
+    """A step that was timed: its operations by themselves, and its own seconds."""
+
+    alone: AloneSeconds
     seconds: float
 
 
@@ -57,7 +68,7 @@ def slowness(mesh: Mesh, rates: Mapping[str, Rate]) -> Slowness:
     found = rounds.alternate(clocks, budget_s=_BUDGET_S, warm_up=1)
     return fitted(
         [
-            TimedStep(alone_s(program, rates), float(np.median(found[name])) / _NUM_STEPS)
+            TimedStep(alone_seconds(program, rates), float(np.median(found[name])) / _NUM_STEPS)
             for name, (_, program) in made.items()
         ]
     )
@@ -71,10 +82,10 @@ def fitted(steps: Sequence[TimedStep]) -> Slowness:
     Args:
       steps: at least one.
 
-    >>> fitted([TimedStep((1.0, 0.0, 0.0, 0.0), 3.0), TimedStep((1.0, 4.0, 0.0, 0.0), 13.0)])
+    >>> fitted([TimedStep(AloneSeconds(1.0), 3.0), TimedStep(AloneSeconds(1.0, 4.0), 13.0)])
     Slowness(matmul=3.0, elementwise=2.5, strided=3.0, start=3.0, largest_error=0.0)
     """
-    shares = np.array([step.alone_s for step in steps])
+    shares = np.array([step.alone for step in steps])
     shares /= np.array([[step.seconds] for step in steps])
     factors = _least_squares(shares)
     error = float(np.abs(shares @ factors - 1).max())
@@ -110,31 +121,23 @@ class _Recorder:
         self._start_s = rates["operation_start_s"].value
         no_start = {"operation_start_s": given(0.0, "s")}
         self._likely = Likely({**rates, **no_start}, num_ranks=1, num_hosts=1)
-        self.alone_s = [0.0] * 4
+        self.alone = AloneSeconds()
 
-    def compute_s(
-        self,
-        flops: Mapping[str, float],
-        num_bytes: float,
-        transcendentals: float = 0,
-        *,
-        is_strided: bool = False,
-    ) -> float:
-        kind = 0 if flops else 2 if is_strided else 1
-        self.alone_s[kind] += self._likely.compute_s(flops, num_bytes, transcendentals)
-        self.alone_s[3] += self._start_s
+    def compute_s(self, work: Work) -> float:
+        kind = "matmul" if work.flops else "strided" if work.is_strided else "elementwise"
+        own = {kind: getattr(self.alone, kind) + self._likely.compute_s(work)}
+        self.alone = self.alone._replace(**own, start=self.alone.start + self._start_s)
         return 0.0
 
     def transfer_s(self, kind: str, algorithm: str, num_bytes: float) -> float:
         return 0.0
 
 
-def alone_s(program: HloProgram, rates: Mapping[str, Rate]) -> tuple[float, float, float, float]:
-    """Return the seconds of the operations of a program by themselves, as in `TimedStep`."""
+def alone_seconds(program: HloProgram, rates: Mapping[str, Rate]) -> AloneSeconds:
+    """Return the seconds of the operations of a program at some rates, by kind."""
     recorder = _Recorder(rates)
     timeline.simulate(program, recorder)
-    matmul, elementwise, strided, start = recorder.alone_s
-    return matmul, elementwise, strided, start
+    return recorder.alone
 
 
 # Small and large ones, with more and with less beside their matmuls.

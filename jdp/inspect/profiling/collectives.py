@@ -7,6 +7,7 @@ from jdp import jax_compat
 from jdp.inspect import explain, matched, timeline
 from jdp.inspect.hlo import HloProgram
 from jdp.inspect.planned import Planned, SentLeaf, planned
+from jdp.inspect.speeds import Work
 from jdp.inspect.transfers import SentArrays
 
 _REDUCES = ("all-reduce", "reduce-scatter")
@@ -33,14 +34,7 @@ class Collective(NamedTuple):
 
 
 class _NoTime:
-    def compute_s(
-        self,
-        flops: Mapping[str, float],
-        num_bytes: float,
-        transcendentals: float = 0,
-        *,
-        is_strided: bool = False,
-    ) -> float:
+    def compute_s(self, work: Work) -> float:
         return 0.0
 
     def transfer_s(self, kind: str, algorithm: str, num_bytes: float) -> float:

@@ -49,7 +49,7 @@ class KnownRun:
         Args:
           link: to the leader.
           port: on which process 0 would listen on this host.
-          listed: place of this host among those that may lead, None if it is not one of them.
+          listed: place of this host among the hosts that may lead, None if it may not.
         """
         return {
             "listed": listed,

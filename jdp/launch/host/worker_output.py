@@ -118,7 +118,7 @@ class WorkerOutput:
         self._file.close_file()
 
     def _hold(self) -> None:
-        self._logs.drain(self)  # what it wrote before it waited
+        self._logs.drain(self)  # its lines from before it waited
         self._held = deque(maxlen=_HELD_LINES)
 
     def _assign(self, process_id: int, local_rank: int, generation: int) -> None:
