@@ -68,9 +68,8 @@ def _of_devices(found: Calibration, num_ranks: int) -> dict[str, Rate]:
         "transcendentals_per_s": transcendentals,
         "operation_start_s": slowness.start * start_s,
     }
-    rates = {
-        name: Rate(x, x, x, UNITS[name], f"measured here {by}") for name, x in alone.items() if x
-    }
+    source = f"measured here {by}"
+    rates = {name: Rate(x, x, x, UNITS[name], source) for name, x in alone.items() if x}
     error = min(max(slowness.largest_error, INTERVAL[2] - 1), 0.75)
     source = f"measured here, on training steps {by}"
     for kind in ("matmul", "elementwise", "strided"):

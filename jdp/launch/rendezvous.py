@@ -42,7 +42,7 @@ class Rendezvous:
         return self._socket.dup()
 
     def turn_away(self) -> None:
-        """Close each connection to the own address, so that its host looks for a leader elsewhere."""
+        """Close each connection to the own address, so that hosts look for a leader elsewhere."""
         if self._socket is not None:
             asyncio.get_running_loop().add_reader(self._socket, self._turn_away)
 
