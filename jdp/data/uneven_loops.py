@@ -120,8 +120,9 @@ class _Loop:
             self._mine = mine = LoopEnd(self._me, self._num_batches, how, text)
         if how == "error":
             self._raised.set()  # this process raises the error itself
-        if self._first is None and kv_store.offer(f"{self._prefix}/first", json.dumps(mine)):
-            self._first = mine
+        with self._lock:  # not beside the watcher, whose comparison may delete the keys
+            if self._first is None and kv_store.offer(f"{self._prefix}/first", json.dumps(mine)):
+                self._first = mine
         self._compare()
 
     def stop(self) -> None:

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import traceback
 
 import jax
@@ -237,6 +238,33 @@ def nested():
     wait_until(lambda: not threads())
     group = "-".join(map(str, agree.peers(batch["x"].sharding.mesh)))
     return found, kv_store.keys(f"jdp/lockstep/{group}/")
+
+
+def end_slowly():
+    """Keys that are left by loops whose first end is reported late on one process."""
+    jdp.init()
+    offer = kv_store.offer
+
+    def offer_late(key, value):
+        if jax.process_index() == 1 and key.endswith("/first"):
+            time.sleep(0.2)
+        return offer(key, value)
+
+    kv_store.offer = offer_late
+    try:
+        for _ in range(3):
+            for batch in jdp.shard_batches(loader(2)):
+                group = "-".join(map(str, agree.peers(batch["x"].sharding.mesh)))
+        wait_until(lambda: not threads())
+    finally:
+        kv_store.offer = offer
+    agree.all_gather((0, 1), None, what="that all loops ended")
+    return kv_store.keys(f"jdp/lockstep/{group}/")
+
+
+def test_a_late_report_leaves_no_key_behind(two_processes):
+    for keys in two_processes.run(end_slowly, timeout_s=TIMEOUT_S):
+        assert not [key for key in keys if key.endswith("/first")]
 
 
 def test_loops_follow_and_contain_each_other_and_leave_little_behind(processes):
