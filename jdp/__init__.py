@@ -79,7 +79,8 @@ __all__ = sorted(_MODULES)
 
 if not TYPE_CHECKING:  # A type checker would accept any name.
     # `jdp run` needs no JAX, so nothing is imported before a name is asked for. Then everything is,
-    # so that a standby, which waits in `init`, has imported what the script needs after it.
+    # so that a standby, which waits in `init`, has imported what the script needs after it; except
+    # for the tools of `jdp.inspect`, which few scripts use.
     def __getattr__(name):
         import importlib
 
@@ -89,8 +90,9 @@ if not TYPE_CHECKING:  # A type checker would accept any name.
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if not _MODULES[name]:  # itself a room, which a room may ask for while it is imported
             return importlib.import_module(f"jdp.{name}")
+        wanted = _MODULES[name]
         for public, module in _MODULES.items():
-            if module:
+            if module == wanted or module and not module.startswith("inspect."):
                 globals()[public] = getattr(importlib.import_module(f"jdp.{module}"), public)
         return globals()[name]
 

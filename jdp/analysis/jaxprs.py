@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ CALLS = frozenset(
     "custom_vmap_call eval_jaxpr jit linear_call remat2 remat_opt xla_metadata_call".split()
 )
 _Place = TypeVar("_Place")
+_Found = TypeVar("_Found")
 _CALLED = ("jaxpr", "call_jaxpr", "call", "callee", "fwd_jaxpr")
 
 
@@ -31,13 +33,26 @@ def bodies(eqn: Any) -> list[Any]:
     return [] if {*map(type, values)} <= _PLAIN else _jaxprs_in(values)
 
 
-# Several questions about one program begin with all of its bodies.
-_remembered = functools.lru_cache(maxsize=8)
+def _remembered(fn: Callable[[Any], _Found]) -> Callable[[Any], _Found]:
+    """Remember results for as long as the jaxpr lives: several questions about a program ask again.
+
+    A result must not hold the jaxpr, and with it the constants of its program.
+    """
+    known: weakref.WeakKeyDictionary[Any, _Found] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(fn)
+    def remembering(jaxpr: Any) -> _Found:
+        if (found := known.get(jaxpr)) is None:
+            found = known[jaxpr] = fn(jaxpr)
+        return found
+
+    return remembering
 
 
 def with_bodies(jaxpr: Any) -> tuple[Any, ...]:
     """Return a jaxpr and all bodies in it, each once."""
-    return (*_nested(opened(jaxpr))[0].values(),)
+    jaxpr = opened(jaxpr)
+    return jaxpr, *_nested(jaxpr)[0]
 
 
 def bodies_by_equation(jaxpr: Any) -> dict[int, list[Any]]:
@@ -46,7 +61,8 @@ def bodies_by_equation(jaxpr: Any) -> dict[int, list[Any]]:
 
 
 @_remembered
-def _nested(jaxpr: Any) -> tuple[dict[int, Any], dict[int, list[Any]]]:
+def _nested(jaxpr: Any) -> tuple[tuple[Any, ...], dict[int, list[Any]]]:
+    """Return all bodies in a jaxpr, and those of each equation by its id."""
     found: dict[int, Any] = {}
     by_equation, left = {}, [jaxpr]
     while left:
@@ -57,7 +73,7 @@ def _nested(jaxpr: Any) -> tuple[dict[int, Any], dict[int, list[Any]]]:
                 if eqn.params and (inner := bodies(eqn)):
                     by_equation[id(eqn)] = inner
                     left += inner
-    return found, by_equation
+    return tuple(found.values())[1:], by_equation
 
 
 def primitive_names(jaxpr: Any) -> frozenset[str]:

@@ -76,7 +76,6 @@ def place_batch(batch: Any, where: Mesh, axis_name: tuple[str, ...]) -> Any:
     Raises:
       ValueError: if a leaf is a scalar, leaves have different first dims, the number of ranks does
         not divide these, or an array belongs to one of several processes.
-        by the ranks, or the array is of one process among several.
       TypeError: if a leaf does not hold numbers.
     """
     named, treedef = host_arrays.flattened(batch, "`batch`")

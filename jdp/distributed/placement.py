@@ -110,7 +110,7 @@ def _require_agreement(
         return  # a process that trains alone must not wait for others
     is_new = [i in targets and not _is_on(leaf, mesh) for i, leaf in enumerate(leaves)]
     compared = [leaf if new else None for leaf, new in zip(leaves, is_new, strict=True)]
-    state_check.agreed(treedef.unflatten(compared))
+    state_check.agreed(treedef.unflatten(compared), mesh)
 
 
 def _copies(leaves: list[Any], targets: Sequence[NamedSharding]) -> list[jax.Array]:

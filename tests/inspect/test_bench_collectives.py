@@ -158,11 +158,11 @@ def error_of_processes():
 
 def refusal_of_processes():
     from jdp.distributed.mesh import init
-    from jdp.inspect.bench import command
+    from jdp.inspect.bench import flags
 
     options = argparse.Namespace(json="missing/rows.json", png=None)
     try:
-        command._require_files(init(), options)
+        flags.require_files(init(), options)
     except ValueError as error:
         return str(error)
 

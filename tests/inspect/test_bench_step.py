@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+import jdp
 from jdp import collectives
 from jdp.__main__ import main
 from jdp.inspect.bench import step, step_command
@@ -74,6 +75,49 @@ def test_the_step_without_communication_is_checked_on_every_rank(tmp_path):
     np.testing.assert_array_equal(
         np.array(weights), 1 - np.array([[1.5, 2.5, 3.5], [7.5, 8.5, 9.5], [13.5, 14.5, 15.5]])
     )
+
+
+def rows_of_processes(script, forgets):
+    setting = StepSetting(rows=2, num_steps=2, num_rounds=1)
+    right, collectives.auto = collectives.auto, step._none if forgets else collectives.auto
+    try:
+        return step.measure(step_command.found_model(script), [1, 2, 4, 6], setting)
+    except step.exact.WrongResultError as error:
+        return str(error)
+    finally:
+        collectives.auto = right
+        jdp.init()
+
+
+# One rank and two are of process 0 alone; the others wait.
+def test_three_processes_time_ranks_of_one_two_and_three(tmp_path, processes):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    script = f"{tmp_path}/train.py:make"
+    first, *others = processes(3).run(rows_of_processes, script, False)
+    assert [(row["ranks"], row["processes"]) for row in first] == [(1, 1), (2, 1), (4, 2), (6, 3)]
+    assert all(row["difference"] == 0 and row["step_ms"] > 0 for row in first)
+    assert all(other == first for other in others)
+    first, *others = processes(3).run(rows_of_processes, script, True)
+    assert "2 ranks" in first and all(other == first for other in others)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_devices", "num_local", "right"),
+    [
+        (None, 8, 8, [1, 2, 4, 8]),
+        (None, 3, 3, [1, 2, 3]),
+        (None, 6, 2, [1, 2, 4, 6]),
+        (None, 9, 3, [1, 2, 9]),
+        ("3,6", 9, 3, [3, 6]),
+        ("4,6", 9, 3, "4 ranks, and there are 9 devices. Write at most 3, or 3 for each"),
+    ],
+)
+def test_numbers_of_ranks_are_of_one_process_or_of_whole_ones(text, num_devices, num_local, right):
+    if isinstance(right, list):
+        assert step_command._numbers(text, num_devices, num_local) == right
+    else:
+        with pytest.raises(ValueError, match=right):
+            step_command._numbers(text, num_devices, num_local)
 
 
 @pytest.mark.parametrize(

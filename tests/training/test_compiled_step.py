@@ -1,5 +1,9 @@
 """What a call of a compiled step does in Python; behaviour is in `test_step.py`."""
 
+import gc
+import weakref
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -8,6 +12,7 @@ from support.python_calls import python_calls
 from support.training import ranks
 
 import jdp
+from jdp.distributed import in_flight
 from jdp.training.compiled_step import CompiledStep
 
 
@@ -59,3 +64,26 @@ def train_as_on_gpus():
 def test_a_step_of_several_processes_is_tuned_by_the_bytes_that_it_sends(processes):
     options = {"xla_gpu_all_reduce_combine_threshold_bytes": 8 * 2**20}
     assert processes(2).run(train_as_on_gpus) == [(-2.0, [None, options])] * 2
+
+
+# A table that the step closes over is part of its program, and as large as the author likes.
+def table_of_a_dropped_step():
+    table = jnp.arange(4.0)
+
+    @jdp.train_step
+    def step(state, batch):
+        grads = {"w": state.params["w"] * table * batch.mean()}
+        return state.apply_gradients(grads), {}
+
+    state = jdp.TrainState.create({"w": np.ones(4, np.float32)}, jdp.replicated(optax.sgd(0.1)))
+    step(state, np.ones(4, np.float32))
+    in_flight.drain()
+    return weakref.ref(table)
+
+
+def test_a_dropped_step_leaves_nothing_of_its_program():
+    ranks(2)
+    table = table_of_a_dropped_step()
+    jax.clear_caches()
+    gc.collect()
+    assert table() is None

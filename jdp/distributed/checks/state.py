@@ -6,17 +6,19 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from jdp.distributed import agree, kv_store
 from jdp.error_codes import with_code
 from jdp.pytrees import is_array, is_key, without_key
 
 
-def agreed(tree: Any, *, broadcast: bool = False) -> Any:
+def agreed(tree: Any, mesh: Mesh | None = None, *, broadcast: bool = False) -> Any:
     """Return the tree, after checking that every process holds the same one.
 
     Args:
       tree: any tree of arrays and numbers. Leaves that several processes share are not compared.
+      mesh: whose processes call this. Default: all processes do.
       broadcast: return the tree of process 0 instead, without comparing values.
 
     Raises:
@@ -24,15 +26,18 @@ def agreed(tree: Any, *, broadcast: bool = False) -> Any:
     """
     if jax.process_count() == 1:
         return tree
+    group = tuple(range(jax.process_count()))
+    if mesh is not None and kv_store.is_open():
+        group = agree.peers(mesh)
     named, treedef = jax.tree_util.tree_flatten_with_path(tree)
     local = [i for i, (_, leaf) in enumerate(named) if _is_local(leaf)]
     leaves = [leaf for _, leaf in named]
     shapes = [_described(path, leaf) for path, leaf in named]
-    if pair := _odd_ones([_digest(repr(shapes).encode())])[0]:
+    if pair := _odd_ones(group, [_digest(repr(shapes).encode())])[0]:
         odd, usual = pair
         text = (
-            f"the state has other leaves, shapes or dtypes on process {odd} than on process "
-            f"{usual}{_first_difference(pair, shapes)}. All processes must build the same model."
+            f"the state has other leaves, shapes or dtypes on process {odd} than on process {usual}"
+            f"{_first_difference(group, pair, shapes)}. All processes must build the same model."
         )
         raise ValueError(with_code("JDP202", text))
     if broadcast:
@@ -42,7 +47,7 @@ def agreed(tree: Any, *, broadcast: bool = False) -> Any:
                 value = jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaves[i]))
             leaves[i] = value
         return jax.tree.unflatten(treedef, leaves)
-    pairs = _odd_ones([_digest(_numbers(leaves[i]).tobytes()) for i in local])
+    pairs = _odd_ones(group, [_digest(_numbers(leaves[i]).tobytes()) for i in local])
     for i, pair in zip(local, pairs, strict=True):
         if pair is not None:
             odd, usual = pair
@@ -74,10 +79,9 @@ def _described(path: tuple, leaf: Any) -> str:
 
 
 # Return the first difference between two processes' leaves as a clause; "" without a store.
-def _first_difference(pair: tuple[int, int], shapes: list[str]) -> str:
+def _first_difference(group: tuple[int, ...], pair: tuple[int, int], shapes: list[str]) -> str:
     if not kv_store.is_open():
         return ""
-    group = tuple(range(jax.process_count()))
     index = agree.first_difference(pair, group, shapes)
     mine = shapes[index] if index < len(shapes) else "no more"
     gathered = agree.all_gather(group, mine, what="leaves")
@@ -90,18 +94,17 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-# Return, for each digest, the `odd_one` of all processes.
-def _odd_ones(digests: list[str]) -> list[tuple[int, int] | None]:
-    gathered = _all_gather(digests) if digests else {}
+# Return, for each digest, the `odd_one` of a group of processes.
+def _odd_ones(group: tuple[int, ...], digests: list[str]) -> list[tuple[int, int] | None]:
+    gathered = _all_gather(group, digests) if digests else {}
     each = [{process: its[n] for process, its in gathered.items()} for n in range(len(digests))]
     return [agree.odd_one(its) for its in each]
 
 
 # Use the store, which compiles nothing. Without it, JAX may still know the other processes.
-def _all_gather(digests: list[str]) -> dict[int, list[str]]:
+def _all_gather(group: tuple[int, ...], digests: list[str]) -> dict[int, list[str]]:
     if kv_store.is_open():
-        everyone = tuple(range(jax.process_count()))
-        return agree.all_gather(everyone, digests, what="the state")
+        return agree.all_gather(group, digests, what="the state")
     numbers = [np.frombuffer(bytes.fromhex(digest), np.uint32) for digest in digests]
     gathered = np.asarray(multihost_utils.process_allgather(np.stack(numbers)))
     return dict(enumerate([[number.tobytes().hex() for number in each] for each in gathered]))

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -28,6 +29,26 @@ class Lines(Protocol):
         ...
 
 
+class Traced:
+    """A program whose lines nobody has asked for.
+
+    Args:
+      name: of its step.
+      facts: JSON: on what the program may depend that is not the author's.
+      lines_of: returns the lines of the program.
+    """
+
+    def __init__(self, name: str, facts: Any, lines_of: Callable[[], Lines]):
+        self.name, self.facts = name, facts
+        self._lines_of: Callable[[], Lines] | None = lines_of
+
+    def take_lines(self) -> Lines:
+        """Return the lines, and let go of the program. Only once."""
+        lines_of, self._lines_of = self._lines_of, None
+        assert lines_of is not None
+        return lines_of()
+
+
 class TracedPrograms:
     """Programs by their kind: the name of the step, and all on which its program may depend.
 
@@ -38,24 +59,18 @@ class TracedPrograms:
 
     def __init__(self) -> None:
         self._kinds: dict[str, dict[str, Lines]] = {}
-        # Programs whose lines nobody has asked for: without a Checkpointer, nobody does.
-        self._traced: deque[tuple[str, Any, Callable[[], Lines]]] = deque(maxlen=_MAX_KINDS)
+        # Their steps hold them: a process that drops a step also drops its program.
+        self._traced: deque[weakref.ref[Traced]] = deque(maxlen=_MAX_KINDS)
 
-    def record(self, name: str, facts: Any, lines_of: Callable[[], Lines]) -> None:
-        """Record a program.
-
-        Args:
-          name: of its step.
-          facts: JSON: on what the program may depend that is not the author's.
-          lines_of: returns the lines of the program.
-        """
-        self._traced.append((name, facts, lines_of))
+    def record(self, traced: Traced) -> None:
+        """Record a program, for as long as the caller holds it or until its lines are asked for."""
+        self._traced.append(weakref.ref(traced))
 
     def kinds(self) -> dict[str, dict[str, Lines]]:
         """Return the programs by kind and digest."""
         while self._traced:
-            name, facts, lines_of = self._traced.popleft()
-            self._add(name, facts, lines_of())
+            if (traced := self._traced.popleft()()) is not None:
+                self._add(traced.name, traced.facts, traced.take_lines())
         return {kind: {**programs} for kind, programs in self._kinds.items()}
 
     def _add(self, name: str, facts: Any, lines: Lines) -> None:

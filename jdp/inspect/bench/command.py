@@ -20,7 +20,7 @@ exit code 1.
   jdp bench faults --mtbf 60                       10 minutes for each state
   jdp bench --calibrate                            2 to 5 minutes
 
-The first four and --calibrate also run across processes:
+All but the faults also run across processes:
   jdp run --nproc-per-node 2 -m jdp bench all-reduce
 
 jdp bench WHAT --help prints the flags of each."""
@@ -119,7 +119,7 @@ def _timed(operation: str, names: Sequence[str] | None, options: argparse.Namesp
         jax.config.update("jax_enable_x64", True)
     mesh = flags.started(options.cpu_ranks)
     facts, is_first = output.machine(), jax.process_index() == 0
-    _require_files(mesh, options)
+    flags.require_files(mesh, options)
     known_values.modulus(mesh.size, options.d)  # refuses a dtype without exact sums
     names = names or collectives.default_algorithms(operation, facts["platform"])
     setting = collectives.Setting(options.d, options.n, options.w, options.in_place)
@@ -147,25 +147,6 @@ def _timed(operation: str, names: Sequence[str] | None, options: argparse.Namesp
     if is_first and options.png:
         output.draw(options.png, rows, title)
     return 0
-
-
-def _require_files(mesh: Any, options: argparse.Namespace) -> None:
-    """Raise a ValueError on all processes if the first one cannot write its files."""
-    import jax
-
-    from jdp.distributed import agree
-
-    refused = None
-    if jax.process_index() == 0:
-        try:
-            results.require_writable("--json", options.json)
-            results.require_picture(options.png)
-        except ValueError as error:
-            refused = str(error)
-    found = agree.all_gather(agree.peers(mesh), refused, what="the files of jdp bench")
-    for text in found.values():
-        if text is not None:
-            raise ValueError(text)
 
 
 def _title(operation: str, mesh: Any, options: argparse.Namespace) -> str:

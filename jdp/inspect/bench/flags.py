@@ -51,3 +51,27 @@ def started(cpu_ranks: int | None) -> Any:
         with contextlib.suppress(RuntimeError):  # a backend runs already
             jax.config.update("jax_num_cpu_devices", cpu_ranks or max(2, num_cpus()))
     return init(timeout_s=None)
+
+
+def require_files(mesh: Any, options: argparse.Namespace) -> None:
+    """Raise a ValueError on all processes if the first one cannot write its files.
+
+    Args:
+      mesh: the mesh of all processes.
+      options: `json` and `png`, of `add_common`.
+    """
+    import jax
+
+    from jdp.distributed import agree
+
+    refused = None
+    if jax.process_index() == 0:
+        try:
+            results.require_writable("--json", options.json)
+            results.require_picture(options.png)
+        except ValueError as error:
+            refused = str(error)
+    found = agree.all_gather(agree.peers(mesh), refused, what="the files of jdp bench")
+    for text in found.values():
+        if text is not None:
+            raise ValueError(text)

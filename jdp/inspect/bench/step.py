@@ -10,8 +10,11 @@ import numpy as np
 
 from jdp import collectives
 from jdp.analysis.marks import ALL_REDUCED, mark
+from jdp.data.sharding import Layout, batch_sharding
+from jdp.distributed import agree
 from jdp.distributed.mesh import init
 from jdp.inspect import exact, rounds
+from jdp.inspect.trial import Case, Trial
 
 # Relative to the largest element of a leaf: the order of float32 sums differs.
 TOLERANCE = 1e-4
@@ -36,13 +39,16 @@ class StepSetting(NamedTuple):
 def measure(make: Make, numbers: Sequence[int], setting: StepSetting) -> list[dict[str, Any]]:
     """Time steps on several numbers of ranks, and return a row for each.
 
+    All processes must make the same call.
+
     Args:
-      make: makes a step, its state and a batch on the mesh of `init`.
-      numbers: numbers of ranks; 1 is added.
+      make: makes a step, its state and a global batch of NumPy arrays on the mesh of `init`.
+      numbers: numbers of ranks, of one process or of whole processes; 1 is added.
       setting: how to time.
 
     Raises:
-      WrongResultError: if a state differs from that of one device by more than TOLERANCE.
+      WrongResultError: on every process, if a state differs from that of one device by more than
+        TOLERANCE.
     """
     numbers = sorted({1, *numbers})
     made: dict[tuple[int, bool], _Contestant] = {}
@@ -61,6 +67,7 @@ def measure(make: Make, numbers: Sequence[int], setting: StepSetting) -> list[di
         rows.append(
             {
                 "ranks": num_ranks,
+                "processes": made[num_ranks, True].num_processes,
                 "step_ms": float(np.median(seconds)) * 1e3,
                 "rows_per_s": setting.rows * num_ranks / float(np.median(seconds)),
                 "efficiency": float(np.median(alone / seconds)),
@@ -75,36 +82,64 @@ class _Contestant:
     """Runs of a step on some ranks, from the same initial state each time.
 
     Without the all-reduce each rank trains on its own rows, so its state must be that of one device
-    with these rows.
+    with these rows. Processes without such a rank wait.
     """
 
     def __init__(self, make: Make, num_ranks: int, setting: StepSetting, *, all_reduces: bool):
-        self._num_steps, self._num_ranks = setting.num_steps, num_ranks
+        self._num_steps, self._devices = setting.num_steps, jax.devices()[:num_ranks]
         self._name = f"{num_ranks} ranks" + ("" if all_reduces else " without all-reduce")
+        self.difference, self._start = 0.0, None
+        self.num_processes = len({device.process_index for device in self._devices})
+        if not (own := [i for i, x in enumerate(self._devices) if x in jax.local_devices()]):
+            return
         rows = setting.rows * num_ranks
         self._expected = _expected(make, rows, num_ranks, setting, all_reduces)
-        init(devices=jax.devices()[:num_ranks], timeout_s=None)
-        all_reduce = collectives.auto if all_reduces else _none
-        self._step, self._start, self._batch = make(rows, all_reduce)
-        self.difference = 0.0
+        mesh = init(devices=self._devices, timeout_s=None)
+        self._step, self._start, batch = make(rows, collectives.auto if all_reduces else _none)
+        part = slice(own[0] * setting.rows, (own[-1] + 1) * setting.rows)
+        batch = jax.tree.map(operator.itemgetter(part), batch)
+        self._batch = Layout.of(batch, batch_sharding(mesh, "data")).place(batch)
+        # A sum of one element: processes that leave it start at nearly the same time.
+        self._barrier = Trial([Case("all-reduce", "xla", "float32", 1)], mesh)
 
     def clock(self) -> float:
-        """Return the seconds of a step, whose results are compared."""
+        """Return the seconds of a step on the slowest process; all compare its results.
+
+        Raises:
+          WrongResultError: on every process, if a result on any rank is wrong.
+        """
+        seconds, wrong = 0.0, None
+        if self._start is not None:
+            seconds, state = self._timed()
+            try:
+                self._check(state)
+            except exact.WrongResultError as error:
+                wrong = str(error)
+        everyone = tuple(range(jax.process_count()))
+        mine = [seconds, self.difference, wrong]
+        found = agree.all_gather(everyone, mine, what="the results of jdp bench step")
+        for process, (_, _, text) in found.items():
+            if text is not None:
+                where = f"process {process}: " if len(everyone) > 1 else ""
+                raise exact.WrongResultError(f"{where}{text}")
+        self.difference = max(difference for _, difference, _ in found.values())
+        return max(seconds for seconds, _, _ in found.values())
+
+    def _timed(self) -> tuple[float, Any]:
         state = jax.block_until_ready(jax.tree.map(jax.numpy.copy, self._start))
+        self._barrier.prepare()
+        self._barrier()
         begin = time.perf_counter()
         for _ in range(self._num_steps):
             state, _ = self._step(state, self._batch)
         jax.block_until_ready(state)
-        seconds = (time.perf_counter() - begin) / self._num_steps
-        self._check(state)
-        return seconds
+        return (time.perf_counter() - begin) / self._num_steps, state
 
     def _check(self, state: Any) -> None:
         found = jax.tree_util.tree_leaves_with_path(state)
-        devices = list(jax.devices()[: self._num_ranks])
         for number, (path, leaf) in enumerate(found):
             for shard in leaf.addressable_shards:
-                rank = devices.index(shard.device)
+                rank = self._devices.index(shard.device)
                 right = self._expected[rank % len(self._expected)][number][shard.index]
                 exact.require(
                     value := np.asarray(shard.data),
@@ -124,7 +159,7 @@ def _expected(
     make: Make, num_rows: int, num_ranks: int, setting: StepSetting, all_reduces: bool
 ) -> list[list[np.ndarray]]:
     """Return the leaves of the last state of one device, for all rows or those of each rank."""
-    init(devices=jax.devices()[:1], timeout_s=None)
+    init(devices=jax.local_devices()[:1], timeout_s=None)
     found = []
     for rank in range(1 if all_reduces else num_ranks):
         step, state, batch = make(num_rows, collectives.auto)

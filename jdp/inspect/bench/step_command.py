@@ -23,13 +23,15 @@ _DESCRIPTION = """\
 How much faster is a training step on n ranks than on one, and how much of it
 is communication that nothing hides? Each rank gets the same number of rows.
 The state after each timed run is compared with that of one device. Takes about
-a minute.
+a minute. Under jdp run, n ranks are some of the first process, or those of the
+first processes; a step takes as long as on the slowest of them.
 
 MODEL is mlp, transformer, or FILE.py:NAME, a function (num_rows, all_reduce) of
 yours that returns a jdp.train_step, its state and a batch of that many rows, and
 gives all_reduce to jdp.replicated or jdp.sharded."""
 COLUMNS = {
     "ranks": "{ranks}",
+    "processes": "{processes}",
     "step ms": "{step_ms:.3f}",
     "rows/s": "{rows_per_s:.1f}",
     "efficiency": "{efficiency:.2f}",
@@ -48,36 +50,39 @@ def main(arguments: Sequence[str]) -> int:
       The exit code, 0.
 
     Raises:
-      ValueError: if an argument is wrong, or there are several processes.
+      ValueError: if an argument is wrong.
     """
     options = _parser().parse_args(arguments)
-    results.require_writable("--json", options.json)
-    results.require_picture(options.png)
     make = found_model(options.model)
     setting = StepSetting(options.rows or 64, options.steps, options.rounds)
     mesh = flags.started(options.cpu_ranks)
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"there are {jax.process_count()} processes, and `jdp bench step` compares numbers of "
-            "ranks of one. Run it without `jdp run`."
-        )
-    facts, numbers = output.machine(), _numbers(options.ranks, mesh.size)
+    flags.require_files(mesh, options)
+    facts, numbers = output.machine(), _numbers(options.ranks, mesh.size, jax.local_device_count())
     rows = measure(make, numbers, setting)
+    if jax.process_index() == 0:
+        _show(options, facts, setting, rows)
+    return 0
+
+
+def _show(
+    options: argparse.Namespace, facts: Any, setting: StepSetting, rows: Sequence[Any]
+) -> None:
+    """Print the rows as a table, and write the files that are asked for."""
     if options.json != results.STDOUT:
         print(f"{output.heading(facts)}\n{options.model}, {setting.rows} rows for each rank")
         print(output.aligned(list(COLUMNS)))
         for row in rows:
             print(output.aligned([form.format(**row) for form in COLUMNS.values()]))
-        if max(numbers) > facts["num_cores"] and facts["platform"] == "cpu":
+        most = max(row["ranks"] for row in rows)
+        if most > facts["num_cores"] and facts["platform"] == "cpu":
             print(
-                f"{max(numbers)} ranks share {facts['num_cores']} cores: an efficiency of "
-                f"{facts['num_cores'] / max(numbers):.2f} would be full use of them."
+                f"{most} ranks share {facts['num_cores']} cores: an efficiency of "
+                f"{facts['num_cores'] / most:.2f} would be full use of them."
             )
     if options.json:
         output.write_json({**facts, "model": options.model, "rows": rows}, options.json)
     if options.png:
         _draw(options.png, rows)
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -143,17 +148,23 @@ def _built_in(name: str, num_rows: int, all_reduce: Any) -> Made:
     return step, TrainState.create(problem.params, tx), problem.batch
 
 
-def _numbers(text: str | None, num_devices: int) -> list[int]:
+def _numbers(text: str | None, num_devices: int, num_local: int) -> list[int]:
+    """Return the numbers of ranks: some of one process, or all ranks of the first processes."""
+    possible = [n for n in range(1, num_devices + 1) if n <= num_local or n % num_local == 0]
     if text is None:
-        return [1 << i for i in range(num_devices.bit_length())]
+        return [n for n in possible if n.bit_count() == 1 or n == num_devices]
     found = [int(word) if word.isdecimal() else 0 for word in text.split(",")]
-    more = f", or --cpu-ranks {max(found)} for more" if max(found) > num_devices else ""
-    if wrong := [number for number in found if not 1 <= number <= num_devices]:
-        raise ValueError(
-            f"--ranks {text!r} asks for {wrong[0]} ranks, and there are {num_devices} devices. "
-            f"Write numbers from 1 to {num_devices}{more}."
-        )
-    return found
+    if not (wrong := [number for number in found if number not in possible]):
+        return found
+    if num_local < num_devices:
+        right = f"at most {num_local}, or {num_local} for each of several processes"
+    else:
+        more = f", or --cpu-ranks {max(found)} for more" if max(found) > num_devices else ""
+        right = f"numbers from 1 to {num_devices}{more}"
+    raise ValueError(
+        f"--ranks {text!r} asks for {wrong[0]} ranks, and there are {num_devices} devices. "
+        f"Write {right}."
+    )
 
 
 def _draw(path: str, rows: Sequence[dict[str, Any]]) -> None:
