@@ -8,6 +8,7 @@ from jdp.checkpoint.pieces import require_alive
 from jdp.checkpoint.restore import require_position
 from jdp.checkpoint.saved_leaves import describe
 from jdp.checkpoint.session import Session
+from jdp.distributed import this_process
 from jdp.validation import allows, int_at_least
 
 
@@ -196,11 +197,15 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+    def __exit__(self, kind: Any, error: BaseException | None, *_: object) -> None:
+        if error is None:
             self.close()
         elif self._session is not None:
-            self._session.end_session()
+            this_process.current.leaving_by = error
+            try:
+                self._session.end_session()
+            finally:
+                this_process.current.leaving_by = None
 
     def _recorded(self, state: Any, batches: Any) -> Session:
         session = self._session

@@ -14,22 +14,19 @@ from jax.sharding import Mesh, NamedSharding
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.data import current_loop
 from jdp.data.loop_ends import LoopEnd, Problem, problem_of
-from jdp.distributed import agree, kv_store, this_process
-from jdp.distributed.fail_fast import UNCAUGHT, OtherFailedError
+from jdp.distributed import agree, fail_fast, kv_store, this_process
+from jdp.distributed.fail_fast import OtherFailedError
 from jdp.error_codes import with_code
 
-# When the loops are known to differ, a process has this long to request its next batch, where the
-# error is raised. Then its waits for other ranks are aborted, and last the process exits.
+# When the loops differ, a process has this long to request its next batch, where the error is
+# raised. Then its waits for other ranks are aborted, and last the process exits.
 GRACE_S, LAST_GRACE_S = 1.0, 3.0
 
-# A thread in the store's client aborts the process at interpreter shutdown, so it checks this often
-# whether to stop.
+# A thread that waits in the store aborts the interpreter's shutdown, so it often checks for one.
 _POLL_S = 0.5
 
 # How long a process that has left its loop has to report the exception that ended the loop.
 _UNCAUGHT_S = 0.3
-
-_TEXT_CHARACTERS = 600
 
 
 def hand_out_equally(
@@ -45,10 +42,9 @@ def hand_out_equally(
 
     Raises:
       ValueError: on every process, when it requests its next batch, if one has ended or left its
-        loop after another number of batches. stderr has the error at once. If a process waits in a
-        step that the others do not run, `runtime.abort` ends the wait; if that step reduces by
-        psum, the process exits with code 1. A process that has left its loop gets the error in its
-        next loop, or when the program ends. The run cannot continue.
+        loop after another number of batches. stderr has the error at once. A process that waits in
+        a step that the others do not run is woken by `runtime.abort`, or exits if the step reduces
+        by psum. One that has left its loop gets the error in its next loop, or at its end.
       RuntimeError: likewise if `batches` raises on another process; or if a process does not end
         its loop for `agree.timeout_s()` after this one.
     """
@@ -100,7 +96,7 @@ class _Loop:
             self._wait_for_others()
             return None
         except Exception as error:
-            self.end("error", repr(error)[:_TEXT_CHARACTERS])
+            self.end("error", repr(error)[: fail_fast.TEXT_CHARACTERS])
             with self._propagating_errors():
                 raise
         with self._lock:
@@ -190,9 +186,10 @@ class _Loop:
             self._compare()
             if problem := self._wait_for(f"{self._prefix}.verdict"):
                 self._problem = Problem(*problem)
-                # An uncaught exception leaves a loop a moment before it is reported.
-                if not self._problem.is_failure and (uncaught := self._uncaught(_UNCAUGHT_S)):
-                    self._problem = Problem(True, uncaught)
+                # An uncaught exception leaves a loop before it is reported.
+                if not self._problem.is_failure:
+                    cause = fail_fast.uncaught(self._peers, timeout_s=_UNCAUGHT_S, or_own=True)
+                    self._problem = Problem(True, cause) if cause else self._problem
         except OtherFailedError as error:
             self._problem = Problem(True, str(error))
         except Exception as error:  # the store is closed, and the run cannot continue
@@ -200,27 +197,24 @@ class _Loop:
             self._problem = Problem(True, text)
         if self._problem is None:
             current_loop.current.compared.discard(self)
-        elif self._mine is None or self._mine.how != "error":  # its own error is more specific
-            this_process.current.why_over = self._problem.text
+        elif not self._has_failed():
+            this_process.current.why_over = self._problem.text  # its own error is more specific
         self._settled.set()
         if self._problem is not None and not this_process.current.is_interrupted:
             self._get_out(self._problem.text)
+
+    def _has_failed(self) -> bool:
+        """Whether an error of this process ended its loop."""
+        is_leaving = this_process.current.leaving_by is not None
+        return is_leaving or self._mine is not None and self._mine.how == "error"
 
     def _wait_for(self, key: str, unless: Callable[[], bool] = lambda: False) -> Any:
         text = None
         while text is None and not unless() and not self._stop.is_set():
             text = kv_store.get(key, timeout_s=_POLL_S)
-            if text is None and (uncaught := self._uncaught(0.0)):
+            if text is None and (uncaught := fail_fast.uncaught(self._peers, timeout_s=0.0)):
                 raise OtherFailedError(uncaught)
         return None if text is None else json.loads(text)
-
-    # Return a text if an uncaught exception ends another process.
-    def _uncaught(self, timeout_s: float) -> str | None:
-        text = kv_store.get(UNCAUGHT, timeout_s=timeout_s)
-        process, how = json.loads(text or '[-1, ""]')
-        if process not in self._peers or process == self._me:
-            return None
-        return with_code("JDP208", f"process {process} {how}, so no process can continue")
 
     # End this process's wait in a step that the others do not run.
     def _get_out(self, problem: str) -> None:

@@ -9,12 +9,14 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
 import jax
 
 from jdp.distributed import kv_store, metrics_log, this_process
+from jdp.error_codes import with_code
 from jdp.worker.exit_codes import SAVED
 from jdp.worker.launcher_client import current
 from jdp.worker.own_progress import own
@@ -24,7 +26,8 @@ MAX_TRACEBACK_CHARS = 80_000
 
 # The key under which an uncaught exception is reported to the other processes' loops over batches.
 UNCAUGHT = "jdp/uncaught"
-_TEXT_CHARACTERS = 600
+# Of the text of an exception in a report to other processes.
+TEXT_CHARACTERS = 600
 
 # A failing process reports to the others, waits up to 2 s until they have read the report, and
 # prints its traceback. If process 0 exited before, JAX would end this process during that time.
@@ -34,6 +37,7 @@ _GRACE_S = 3.0
 _INTERRUPT_GRACE_S = 1.0
 # How long the last lines of `jdp.log` may take.
 _LINES_S = 1.0
+_POLL_S = 0.05
 # How long a failure may take to report; then the traceback is shown all the same.
 _REPORT_S = 2.0
 
@@ -64,7 +68,7 @@ def _show_and_leave(
     assert this_process.current.excepthook is not None
     # Count the error as progress, so that a launcher reports the error and not a hang.
     own.slot.write_progress()
-    _report_uncaught(error)
+    report_uncaught(error)
     this_process.current.excepthook(kind, error, where)
     _leave_by(kind, error, where)
 
@@ -83,17 +87,42 @@ def _leave_by(kind: type[BaseException], error: BaseException, where: TracebackT
     _leave(130 if is_interrupted else 1, text)
 
 
-def _report_uncaught(error: BaseException) -> None:
-    """Report an exception to the loops of other processes, unless such a loop caused it."""
+def report_uncaught(error: BaseException) -> None:
+    """Report an exception to the loops of other processes, unless such a loop caused it.
+
+    Args:
+      error: nothing catches it, or other processes cannot go on without this one anyway.
+    """
     this_process.current.is_interrupted = isinstance(error, KeyboardInterrupt)
     if this_process.current.why_over is not None or isinstance(error, OtherFailedError):
         return
     how = "was interrupted (Ctrl-C)"
     if not this_process.current.is_interrupted:
-        how = f"failed with {type(error).__name__}: {error}"[:_TEXT_CHARACTERS]
+        how = f"failed with {type(error).__name__}: {error}"[:TEXT_CHARACTERS]
     if kv_store.is_open():
         text = json.dumps([jax.process_index(), how])
         kv_store.ends_within(_REPORT_S, lambda: kv_store.offer(UNCAUGHT, text))
+
+
+def uncaught(peers: Sequence[int], *, timeout_s: float, or_own: bool = False) -> str | None:
+    """Return a text about the uncaught exception of a process, or None if there is none in time.
+
+    Args:
+      peers: the processes whose exceptions count.
+      timeout_s: how long to wait for one, >= 0.
+      or_own: whether that of this process counts, too. It is reported if it leaves a `with` block
+        of jdp, since Python does not report it before the block is left.
+    """
+    end = time.monotonic() + timeout_s
+    while True:
+        if or_own and this_process.current.leaving_by is not None:
+            report_uncaught(this_process.current.leaving_by)
+        text = kv_store.get(UNCAUGHT, timeout_s=min(timeout_s, _POLL_S))
+        process, how = json.loads(text or '[-1, ""]')
+        if process in peers and (or_own or process != jax.process_index()):
+            return with_code("JDP208", f"process {process} {how}, so no process can continue")
+        if time.monotonic() >= end:
+            return None
 
 
 def end_process(error: Exception) -> None:

@@ -16,6 +16,8 @@ class ThisProcess:
       state_error: the error of a training step that ran to its end and was wrong, which makes later
         states wrong too; None if there is none.
       why_over: why no process can continue, as found by a loop over batches; None if they can.
+      leaving_by: the exception that leaves a `with` block of jdp, while the block still waits;
+        None otherwise. Python reports an uncaught one only after all blocks.
       is_interrupted: whether an interrupt (Ctrl-C) ends this process.
       has_restored: whether a Checkpointer has restored a saved state.
       has_reported_failure: whether this process has reported its failure to the launcher.
@@ -27,6 +29,7 @@ class ThisProcess:
         self.excepthook: Callable[..., Any] | None = None
         self.state_error: str | None = None
         self.why_over: str | None = None
+        self.leaving_by: BaseException | None = None
         self.is_interrupted = False
         self.has_restored = False
         self.has_reported_failure = False

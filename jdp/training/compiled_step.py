@@ -59,7 +59,7 @@ class CompiledStep:
         self.mesh = mesh
         self.spec = spec
         self.jaxprs: deque[tuple[Any, list[str]]] = deque(maxlen=_MAX_JAXPRS)
-        self._traced_programs: deque[traced_programs.Traced] = deque(maxlen=_MAX_JAXPRS)
+        self._traced_programs: deque[traced_programs.TracedProgram] = deque(maxlen=_MAX_JAXPRS)
         self._is_part = is_part
         self._first_runs = self.arguments = None
         if mesh.is_multi_process and not is_part:
@@ -175,7 +175,7 @@ class CompiledStep:
             probed = passes.probe(self._rank_program, self._choices, args, self._args[1])
             if self.spec.returns_state:
                 lines_of = functools.partial(program_lines.lines_of, probed.jaxpr)
-                traced = traced_programs.Traced(self.spec.name, self._facts(args), lines_of)
+                traced = traced_programs.TracedProgram(self.spec.name, self._facts(args), lines_of)
                 traced_programs.current.record(traced)
                 self._traced_programs.append(traced)
             built = passes.build(self._rank_program, probed)

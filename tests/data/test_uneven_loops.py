@@ -373,3 +373,27 @@ def test_the_last_line_is_the_true_cause_on_every_process(how, code, last, cause
     assert other_code == 1
     assert re.search(f"OtherFailedError: process 1 .*{cause}.*JDP208", other_err.splitlines()[-1])
     assert "itertools" not in err + other_err
+
+
+# Its exit waits for pending writes, before Python reports the error.
+SLOW_CHECKPOINTER = """
+import time, jdp
+class Session:
+    end_session = lambda self: time.sleep(2)
+ckpt = jdp.Checkpointer({!r})
+ckpt._session = Session()
+loops = [loop]
+del loop  # else the program holds the loop, and the error does not end it
+with ckpt:
+    for batch in loops.pop():
+        1 / 0
+"""
+
+
+@pytest.mark.xdist_group("processes")
+def test_an_error_is_the_cause_while_a_checkpointer_still_waits(tmp_path):
+    ends = "for batch in loop: pass", SLOW_CHECKPOINTER.format(str(tmp_path))
+    (_, _, other_err), (code, _, err) = end_in_a_loop(1, 3, how=ends)
+    assert (code, err.splitlines()[-1]) == (1, "ZeroDivisionError: division by zero")
+    assert re.search("OtherFailedError: process 1 .*ZeroDivision.*JDP208", other_err)
+    assert "itertools" not in err + other_err

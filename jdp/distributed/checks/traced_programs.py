@@ -29,7 +29,7 @@ class Lines(Protocol):
         ...
 
 
-class Traced:
+class TracedProgram:
     """A program whose lines nobody has asked for.
 
     Args:
@@ -60,9 +60,9 @@ class TracedPrograms:
     def __init__(self) -> None:
         self._kinds: dict[str, dict[str, Lines]] = {}
         # Their steps hold them: a process that drops a step also drops its program.
-        self._traced: deque[weakref.ref[Traced]] = deque(maxlen=_MAX_KINDS)
+        self._traced: deque[weakref.ref[TracedProgram]] = deque(maxlen=_MAX_KINDS)
 
-    def record(self, traced: Traced) -> None:
+    def record(self, traced: TracedProgram) -> None:
         """Record a program, for as long as the caller holds it or until its lines are asked for."""
         self._traced.append(weakref.ref(traced))
 
