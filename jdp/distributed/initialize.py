@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import jax
 
 from jdp.distributed import cluster_env, fail_fast, preemption
-from jdp.worker import source_files, watching
+from jdp.worker import source_digest, source_files, watching
 from jdp.worker.launcher_client import Assignment, current
 from jdp.worker.local_devices import num_gpus
 
@@ -67,6 +67,7 @@ def _prepare() -> None:
     # JAX imports this module when it lowers its first program, which takes 20 ms.
     with contextlib.suppress(ImportError):
         importlib.import_module("jaxlib.mlir.dialects.mhlo")
+    source_digest.of_bytes()  # which processes compare, and which is remembered
     # A full collection would take 60 ms in the next half second. After `freeze`, later collections
     # skip the objects that exist now.
     gc.collect()

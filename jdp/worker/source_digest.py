@@ -3,6 +3,7 @@
 import ast
 import functools
 import hashlib
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -56,9 +57,21 @@ def is_build_of(digest: str | None, package: str | None) -> bool:
         return False
 
 
+# Every process reads all files when it starts. `pathlib` would take three times as long.
 def _files(rooms: Sequence[str], package: Path) -> list[tuple[str, bytes]]:
-    paths = sorted(path for room in rooms for path in (package / room).rglob("*.py"))
-    return [(str(path.relative_to(package)), path.read_bytes()) for path in paths]
+    paths = sorted(
+        os.path.join(folder, name)
+        for room in rooms
+        for folder, _, names in os.walk(os.path.normpath(package / room))
+        for name in names
+        if name.endswith(".py")
+    )
+    return [(os.path.relpath(path, package), _content(path)) for path in paths]
+
+
+def _content(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def _digest(parts: Iterable[bytes]) -> str:
