@@ -20,6 +20,39 @@ def num_rows(batch: Any, dim: int = 0) -> int:
     return shapes[0][dim] if shapes and len(shapes[0]) > dim else 1
 
 
+def num_micro_batches(batch: Any, accumulate: int | None, micro_batch_rows: int | None) -> int:
+    """Return the number of micro-batches of a batch.
+
+    Args:
+      batch: tree of arrays with rows as first dim.
+      accumulate: the number, >= 1; None for 1.
+      micro_batch_rows: the largest number of rows of each, which determines the number, or None.
+
+    Raises:
+      ValueError: if a leaf has other rows than the first, or `accumulate` does not divide them.
+    """
+    rows_here = num_rows(batch)
+    if micro_batch_rows is not None:
+        k, option = max(1, -(-rows_here // micro_batch_rows)), f"{micro_batch_rows=}"
+    else:
+        k, option = accumulate or 1, f"{accumulate=}"
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch) if k > 1 else ():
+        name, shape = f"`batch{jax.tree_util.keystr(path)}`", jnp.shape(leaf)
+        rows = f"{option}, but {name} has {shape[0] if shape else 'no'} rows on each rank"
+        if micro_batch_rows is None and (not shape or shape[0] % k):
+            raise ValueError(
+                f"{rows}, which is not divisible by {k}. Choose a batch size that is a multiple of "
+                "ranks * accumulate, or give the number of rows that fit into memory: "
+                "micro_batch_rows=."
+            )
+        if micro_batch_rows is not None and shape[:1] != (rows_here,):
+            raise ValueError(
+                f"{rows}, and the first leaf has {rows_here}: row i of every leaf must belong "
+                "together. Give what is not per row as a further argument."
+            )
+    return k
+
+
 def split(
     batch: Any, rest: tuple, k: int, *, is_whole: bool
 ) -> tuple[Any, Any, Callable[[dict], tuple]]:

@@ -19,7 +19,13 @@ from jdp.reduction import (
     shard_gradients,
     step_context,
 )
-from jdp.reduction.accumulation import accumulated, num_rows, require_typed_keys, split
+from jdp.reduction.accumulation import (
+    accumulated,
+    num_micro_batches,
+    num_rows,
+    require_typed_keys,
+    split,
+)
 from jdp.reduction.local_gradients import WholeGradients, local_value_and_grad
 from jdp.reduction.reported import take_rows
 from jdp.reduction.scope import Scope
@@ -106,8 +112,12 @@ def value_and_grad(
     @functools.wraps(loss_fn)
     def named(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
         with mixed_precision.named_loss(params):
-            k = _num_micro_batches(batch, accumulate, micro_batch_rows)
-            return loss.differentiate(params, batch, rest, k)
+            k = num_micro_batches(batch, accumulate, micro_batch_rows)
+            derivative = loss.derivative(params, k)
+            if k > 1:
+                return loss.accumulate(derivative, batch, rest, k)
+            value, grads = derivative.differentiate(loss_fn, has_aux, batch, rest)
+            return value, derivative.whole(grads)
 
     return named
 
@@ -120,19 +130,26 @@ class _MicroBatchedLoss(NamedTuple):
     weight: Callable[[Any], Any] | None
     axis_name: AxisName
 
-    def differentiate(self, params: Any, batch: Any, rest: tuple, k: int) -> tuple[Any, Any]:
-        """Return the value of the loss, and this rank's gradient, in k micro-batches."""
+    def derivative(self, params: Any, k: int) -> WholeGradients | ShardGradients:
+        """Return the derivative with respect to parameters, for k micro-batches."""
+        of = shard_gradients.of(params, self.axis_name, is_sent=k == 1 or not self._weights()[1])
+        # Here, not in the jitted part: only here it shows whether the values are typed.
+        return of or WholeGradients(
+            params, local_value_and_grad(self.loss_fn, self.has_aux, self.axis_name)
+        )
+
+    def _weights(self) -> tuple[Callable[[Any], Any] | None, bool]:
+        """Return the weight of rows, and whether it is another one than that of the step."""
         step = step_context.current(self.axis_name)
-        weight_fn = self.weight if self.weight is not None or step is None else step.weight_fn
-        is_own = step is not None and self.weight is not None and self.weight is not step.weight_fn
-        derivative = shard_gradients.of(params, self.axis_name, is_sent=k == 1 or not is_own)
-        if derivative is None:
-            # Here, not in the jitted part: only here it shows whether the values are typed.
-            of_rows = local_value_and_grad(self.loss_fn, self.has_aux, self.axis_name)
-            derivative = WholeGradients(params, of_rows)
-        if k == 1:
-            value, grads = derivative.differentiate(self.loss_fn, self.has_aux, batch, rest)
-            return value, derivative.whole(grads)
+        of_step = None if step is None else step.weight_fn
+        is_own = step is not None and self.weight is not None and self.weight is not of_step
+        return self.weight or of_step, is_own
+
+    def accumulate(
+        self, derivative: WholeGradients | ShardGradients, batch: Any, rest: tuple, k: int
+    ) -> tuple[Any, Any]:
+        """Return the value of the loss, and this rank's gradient, in k > 1 micro-batches."""
+        weight_fn, is_own = self._weights()
         looped, last, join = split(batch, rest, k, is_whole=step_context.platform() == "cpu")
         # Multiplying by 1 / 2**i is exact. It becomes part of the loop's own sum, where a division
         # behind the loop reads and writes all gradients once more.
@@ -203,30 +220,6 @@ def _require_choice(accumulate: int | None, micro_batch_rows: int | None) -> Non
     for name, number in (("accumulate", accumulate), ("micro_batch_rows", micro_batch_rows)):
         if number is not None:
             int_at_least(name, number, least=1)
-
-
-def _num_micro_batches(batch: Any, accumulate: int | None, micro_batch_rows: int | None) -> int:
-    """Choose the number of micro-batches, after a look at the rows."""
-    rows_here = num_rows(batch)
-    if micro_batch_rows is not None:
-        k, option = max(1, -(-rows_here // micro_batch_rows)), f"{micro_batch_rows=}"
-    else:
-        k, option = accumulate or 1, f"{accumulate=}"
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch) if k > 1 else ():
-        name, shape = f"`batch{jax.tree_util.keystr(path)}`", jnp.shape(leaf)
-        rows = f"{option}, but {name} has {shape[0] if shape else 'no'} rows on each rank"
-        if micro_batch_rows is None and (not shape or shape[0] % k):
-            raise ValueError(
-                f"{rows}, which is not divisible by {k}. Choose a batch size that is a multiple of "
-                "ranks * accumulate, or give the number of rows that fit into memory: "
-                "micro_batch_rows=."
-            )
-        if micro_batch_rows is not None and shape[:1] != (rows_here,):
-            raise ValueError(
-                f"{rows}, and the first leaf has {rows_here}: row i of every leaf must belong "
-                "together. Give what is not per row as a further argument."
-            )
-    return k
 
 
 def _require_means(value: Any) -> Any:

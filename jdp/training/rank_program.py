@@ -156,18 +156,17 @@ class RankProgram:
         positional, named = self.spec.by_keyword(rest)
         state_shards.claim(state)
         tree = jax.tree.structure(state)  # which the author's function may change
-        call = functools.partial(self._call, batch, positional, named)
-        returned = call(state) if self.spec.returns_state else read_in_time.call(call, state, batch)
-        return self._pair(returned, tree)
+        fn = self.spec.fn
+        if self.spec.returns_state:  # JAX records the whole stack for each operation of the author
+            return self._pair(fn(state, batch, *positional, **named), tree)
+        call = lambda state: fn(state, batch, *positional, **named)  # noqa: E731
+        return self._pair(read_in_time.call(call, state, batch), tree)
 
     def _weight(self, scope: Scope) -> jax.Array:
         """Return the weight of the global batch: its rows where nothing weighs them."""
         if scope.total is not None:
             return scope.total
         return jnp.float32((scope.num_rows or 0) * axis.size(self.spec.axis_name))
-
-    def _call(self, batch: Any, positional: Sequence[Any], named: Any, state: Any) -> Any:
-        return self.spec.fn(state, batch, *positional, **named)
 
     @contextlib.contextmanager
     def _explaining(self, layout: StateLayout, lists: Sequence[Sequence[Any]]) -> Iterator[None]:
