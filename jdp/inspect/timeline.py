@@ -125,6 +125,7 @@ class _Simulation:
         """Return the seconds of a computation by itself."""
         if name not in self._seconds:
             alone = _Simulation(self._program, self._speeds, self._costs)
+            alone._seconds = self._seconds
             alone.computation(name, ())
             self._seconds[name] = alone.now_s
         return self._seconds[name]
