@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(arguments)
     try:
         code = _print_answer(command, arguments)
-        sys.stdout.flush()
+        print(end="", flush=True)  # without an error where stdout is closed
     except BrokenPipeError:  # as under `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its exit
         return 128 + signal.SIGPIPE

@@ -279,3 +279,9 @@ def test_a_reader_that_closes_the_output_ends_a_command_without_a_traceback(comm
     process.stdout = None
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (141, b"")
+
+
+def test_a_command_whose_output_is_closed_ends_without_a_traceback():
+    command = f"'{sys.executable}' -m jdp explain-error JDP101 >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -1,6 +1,7 @@
 """Assumes times for a compiled schedule, and sums up how much of its reductions is hidden."""
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdp.inspect.hlo import HloProgram
@@ -28,7 +29,9 @@ class _Speeds:
     def compute_s(self, work: Work) -> float:
         return max(sum(work.flops.values()) / FLOPS_PER_S, work.num_bytes / BYTES_PER_S)
 
-    def transfer_s(self, kind: str, algorithm: str, num_bytes: float) -> float:
+    def transfer_s(
+        self, kind: str, algorithm: str, num_bytes: float, group: Sequence[int] = ()
+    ) -> float:
         if kind != "all-reduce":
             raise ValueError(f"the time of {kind} is unknown.")
         return all_reduce_s(num_bytes)

@@ -197,8 +197,10 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, *_: object) -> None:
-        if error is None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None = None, *_: object
+    ) -> None:
+        if kind is None:
             self.close()
         elif self._session is not None:
             this_process.current.leaving_by = error

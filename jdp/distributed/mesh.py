@@ -134,7 +134,8 @@ def num_ranks(mesh: Mesh, axis_name: AxisName) -> int:
 def _cpu_devices(num: int) -> list[jax.Device]:
     num = int_at_least("cpu_ranks", num, least=1)
     try:
-        jax.config.update("jax_num_cpu_devices", num)
+        if jax.config.jax_num_cpu_devices < num:  # JAX_NUM_CPU_DEVICES may ask for more
+            jax.config.update("jax_num_cpu_devices", num)
         jax.config.update("jax_platforms", "cpu")
     except RuntimeError:
         pass  # a backend is already running, and may have enough devices

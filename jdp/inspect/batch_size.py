@@ -1,5 +1,7 @@
 """`find_batch_size`: the most rows that fit into memory, from compiled steps."""
 
+import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -7,9 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jdp.inspect.compiled import StepForDevices, compile_step
+from jdp.inspect.compiled import TooLargeError, compile_step, devices_of
+from jdp.inspect.given import dtype_of
 from jdp.inspect.memory import allocated_bytes
-from jdp.inspect.report import of_bytes
+from jdp.inspect.row_search import Search
+from jdp.inspect.targets import TargetDevices
 from jdp.training.step import Step
 from jdp.validation import int_at_least
 
@@ -24,7 +28,8 @@ class BatchSize(NamedTuple):
       rows: of the batch over all ranks, or of a micro-batch of one rank.
       num_bytes: of memory that the step takes on one rank.
       next_rows: the next larger number of rows; None if `rows` is the largest.
-      next_bytes: that it would take: more than the limit.
+      next_bytes: that it would take: more than the limit. None if `rows` is the largest, or XLA
+        compiles no step with more, for TPUs with too little memory.
       num_compiled: how many steps were compiled to find out.
     """
 
@@ -71,8 +76,9 @@ def find_batch_size(
       The rows, and the memory of that step and of the next larger one.
 
     Raises:
-      ValueError: if not even the fewest rows fit, or there is no limit.
-      TypeError: if a number is not an integer.
+      ValueError: if not even the fewest rows fit, there is no limit, no number of rows can be
+        tried, or the arrays of the batch have different first dims.
+      TypeError: if a number is not an integer, or `step` neither a step nor returns one.
 
     >>> import jax, jax.numpy as jnp, optax, jdp
     >>> mesh = jdp.init(cpu_ranks=2)
@@ -86,117 +92,111 @@ def find_batch_size(
     >>> found.num_bytes <= 2**20 < found.next_bytes, found.next_rows - found.rows
     (True, 2)
     """
-    args = (batch, *rest)
-
-    def compiled(rows: int) -> StepForDevices:
-        if not isinstance(step, Step):
-            return compile_step(step(rows), (state, *args), keywords, on)
-        given = jax.tree.map(lambda leaf: _with_rows(leaf, rows), batch)
-        return compile_step(step, (state, given, *rest), keywords, on)
-
-    num_rows = max((jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch)), default=1)
     is_step = isinstance(step, Step)
-    first = compiled(num_rows if is_step else 1)
-    if granularity is None:
-        granularity = first.num_ranks if is_step else 1
-    of_rank = num_rows // first.num_ranks
-    if max_rows is None:
-        max_rows = 1024 * num_rows if is_step else of_rank
-    candidates = _multiples(granularity, max_rows)
-    if not is_step:  # others would fill up the last micro-batch with a copy of the rows
-        candidates = [rows for rows in candidates if of_rank % rows == 0]
-    search = _Search(
-        lambda rows: allocated_bytes(compiled(rows).compiled),
-        _limit(first, limit_bytes),
-        candidates,
+    num_rows = _num_rows(batch)
+    first = step if is_step else _made(step, 1)
+    where, num_ranks = devices_of(first, (state, batch, *rest), keywords, on)
+    if is_step:
+        candidates = _of_batch(num_rows, num_ranks, granularity, max_rows)
+    else:
+        candidates = _of_micro_batch(num_rows // num_ranks, granularity, max_rows)
+
+    def bytes_of(rows: int) -> float:
+        used, given = (step, _with_rows(batch, rows)) if is_step else (_made(step, rows), batch)
+        try:
+            found = compile_step(used, (state, given, *rest), keywords, on)
+        except TooLargeError:
+            return math.inf
+        return allocated_bytes(found.compiled)
+
+    search = Search(bytes_of, _limit(where, limit_bytes), candidates)
+    if is_step and num_rows in candidates:
+        search.fits(candidates.index(num_rows))
+    most = search.last_that_fits()
+    next_bytes = search.known.get(most + 1, math.inf)
+    return BatchSize(
+        rows=candidates[most],
+        num_bytes=int(search.known[most]),
+        next_rows=candidates[most + 1] if most + 1 < len(candidates) else None,
+        next_bytes=int(next_bytes) if math.isfinite(next_bytes) else None,
+        num_compiled=len(search.known),
     )
-    if num_rows in candidates and is_step:
-        search.known[candidates.index(num_rows)] = allocated_bytes(first.compiled)
-    return search.largest()
 
 
-class _Search:
-    """The search among numbers of rows, by their positions.
+def _with_rows(batch: Any, rows: int) -> Any:
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((rows, *jnp.shape(leaf)[1:]), dtype_of(leaf)), batch
+    )
 
-    Attributes:
-      known: bytes of memory of the steps that were compiled, by position.
-    """
 
-    def __init__(self, bytes_of: Callable[[int], int], limit: int, candidates: Sequence[int]):
-        self._bytes_of, self._limit, self._candidates = bytes_of, limit, candidates
-        self.known: dict[int, int] = {}
-
-    def largest(self) -> BatchSize:
-        """Return the largest batch that fits.
-
-        Raises:
-          ValueError: if not even the fewest rows fit.
-        """
-        most = self._most()
-        larger = self.known.get(most + 1)
-        return BatchSize(
-            rows=self._candidates[most],
-            num_bytes=self.known[most],
-            next_rows=None if larger is None else self._candidates[most + 1],
-            next_bytes=larger,
-            num_compiled=len(self.known),
+def _of_batch(
+    num_rows: int, num_ranks: int, granularity: int | None, max_rows: int | None
+) -> Sequence[int]:
+    """Return the numbers of rows of a batch that are tried."""
+    unit = num_ranks if granularity is None else granularity
+    unit = int_at_least("granularity", unit, least=1)
+    if unit % num_ranks:
+        raise ValueError(
+            f"granularity={unit}, but the rows of a batch are split over {num_ranks} ranks. Write "
+            f"granularity={-(-unit // num_ranks) * num_ranks}, or leave it out."
         )
-
-    def _most(self) -> int:
-        """Return the last position that fits, where the next one does not."""
-        if not self._candidates or not self._fits(0):
-            took = of_bytes(self.known.get(0, 0))
-            raise ValueError(
-                f"the fewest rows, {next(iter(self._candidates), 0)}, take {took} on each rank, "
-                f"and the limit is {of_bytes(self._limit)}. Shard the state (jdp.sharded), or take "
-                "a smaller model."
-            )
-        fits = max(i for i in self.known if self._fits(i))
-        beyond = min((i for i in self.known if i > fits), default=None)
-        while fits < len(self._candidates) - 1 and beyond != fits + 1:
-            i = self._next(fits, beyond)
-            if self._fits(i):
-                fits = i
-            else:
-                beyond = i
-        return fits
-
-    def _fits(self, i: int) -> bool:
-        if i not in self.known:
-            self.known[i] = self._bytes_of(self._candidates[i])
-        return self.known[i] <= self._limit
-
-    def _next(self, fits: int, beyond: int | None) -> int:
-        """Return a position to try: where a line meets the limit, or the middle."""
-        guess = 2 * fits + 1 if beyond is None else (fits + beyond) // 2
-        others = [i for i in self.known if i != fits]
-        # Every third one is the middle, for memory that does not grow along a line.
-        if others and len(self.known) % 3:
-            other = beyond or max(others)
-            slope = (self.known[fits] - self.known[other]) / (fits - other)
-            if slope > 0:
-                guess = fits + int((self._limit - self.known[fits]) / slope)
-        largest = len(self._candidates) - 1 if beyond is None else beyond - 1
-        return min(max(guess, fits + 1), largest)
+    most = 1024 * num_rows if max_rows is None else max_rows
+    return range(unit, int_at_least("max_rows", most, least=unit) + 1, unit)
 
 
-def _with_rows(leaf: Any, rows: int) -> jax.ShapeDtypeStruct:
-    dtype = getattr(leaf, "dtype", None) or jnp.result_type(leaf)
-    return jax.ShapeDtypeStruct((rows, *jnp.shape(leaf)[1:]), dtype)
+def _of_micro_batch(num_rows: int, granularity: int | None, max_rows: int | None) -> Sequence[int]:
+    """Return the numbers of rows of a micro-batch that are tried, of a rank with `num_rows`."""
+    unit = int_at_least("granularity", 1 if granularity is None else granularity, least=1)
+    most = num_rows if max_rows is None else int_at_least("max_rows", max_rows, least=1)
+    # Others would fill up the last micro-batch with a copy of the rows.
+    found = [rows for rows in range(unit, most + 1, unit) if num_rows % rows == 0]
+    if not found:
+        raise ValueError(
+            f"a rank has {num_rows} rows, and no multiple of granularity={unit} up to {most} "
+            "divides them. Give a smaller granularity, or another number of rows."
+        )
+    return found
 
 
-def _multiples(granularity: int, max_rows: int) -> Sequence[int]:
-    unit = int_at_least("granularity", granularity, least=1)
-    return range(unit, int_at_least("max_rows", max_rows, least=unit) + 1, unit)
+def _num_rows(batch: Any) -> int:
+    """Return the number of rows of a batch, which all of its arrays have."""
+    named = jax.tree_util.tree_leaves_with_path(batch)
+    shapes = {f"batch{jax.tree_util.keystr(path)}": jnp.shape(leaf) for path, leaf in named}
+    rows = {shape[:1] for shape in shapes.values()}
+    if len(rows) != 1 or () in rows or (0,) in rows:
+        found = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise ValueError(
+            "find_batch_size changes the first dim of all arrays of the batch, which must be equal "
+            f"and at least 1. The batch has {found or 'no arrays'}."
+        )
+    return rows.pop()[0]
 
 
-def _limit(first: StepForDevices, limit_bytes: int | None) -> int:
+def _made(make_step: Callable[[int], Step], rows: int) -> Step:
+    found = make_step(rows) if _takes_rows(make_step) else None
+    if not isinstance(found, Step):
+        raise TypeError(
+            f"find_batch_size takes a step that jdp.train_step or jdp.eval_step decorates, or a "
+            f"function that returns one for a number of rows. {make_step!r} is neither."
+        )
+    return found
+
+
+def _takes_rows(make_step: Any) -> bool:
+    try:
+        inspect.signature(make_step).bind(1)
+    except (TypeError, ValueError):  # of an undecorated step, say, which takes a state and a batch
+        return False
+    return True
+
+
+def _limit(where: TargetDevices, limit_bytes: int | None) -> int:
     if limit_bytes is not None:
         return int_at_least("limit_bytes", limit_bytes, least=1)
-    memory = first.where.memory_bytes()
+    memory = where.memory_bytes()
     if memory is None:
         raise ValueError(
-            f"find_batch_size does not know how much memory {first.where.name} has. Write "
+            f"find_batch_size does not know how much memory {where.name} has. Write "
             "limit_bytes=, the memory that the step may take on one rank."
         )
     return int(_OF_GPU * memory)

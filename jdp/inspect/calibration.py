@@ -191,7 +191,7 @@ def load(platform: str, path: Path | None = None) -> Calibration | None:
         for name in ("slowness", "shared_slowness"):
             found[name] = Slowness(**found[name])
         return Calibration(**found)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"the calibration of this machine, {path}, is not that of this jdp (format {FORMAT}): "
             f"{error}. Predicted times would have no basis. {again}"

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jdp.distributed import mesh as meshes
+from jdp.inspect import results
 from jdp.inspect.explain import explain
 from jdp.inspect.report import StepReport, of_bytes, of_s
 from jdp.reduction.optimizer import Replicated, replicated
@@ -79,7 +80,8 @@ def table(plans: Sequence[RankedPlan]) -> str:
     """Return a line for each plan."""
     first = plans[0].report
     lines = [
-        f"{first.step} on {first.on}: {len(plans)} plans by predicted step time",
+        f"{first.step} on {first.on}: {len(plans)} plan{'s' * (len(plans) > 1)} by predicted step "
+        "time",
         f"  {'plan':<34}{'step':>10}{'interval':>24}{'exposed':>10}{'memory':>12}",
     ]
     for options, report in plans:
@@ -96,7 +98,7 @@ def table(plans: Sequence[RankedPlan]) -> str:
 def to_json(plans: Sequence[RankedPlan]) -> str:
     """Return the options and the report of each plan, in their order."""
     values = [{"plan": plan.options, **json.loads(plan.report.to_json())} for plan in plans]
-    return json.dumps(values, indent=1)
+    return results.to_json(values)
 
 
 def _shape(leaf: Any) -> Any:

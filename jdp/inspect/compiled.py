@@ -36,10 +36,14 @@ class StepForDevices(NamedTuple):
     program: HloProgram
 
 
-def compile_step(
+class TooLargeError(ValueError):
+    """Raised where XLA does not compile a step, since a device has too little memory for it."""
+
+
+def devices_of(
     step: Step, args: tuple, keywords: dict[str, Any], on: str | Mesh | None
-) -> StepForDevices:
-    """Compile a step for devices that need not be here.
+) -> tuple[TargetDevices, int]:
+    """Return the devices that a step is to be compiled for, and the number of ranks.
 
     Args:
       step: a decorated function.
@@ -57,16 +61,42 @@ def compile_step(
         )
     spec, args = step.bound(args, keywords)
     where = target(on or _mesh(args, spec), spec.axis_name)
+    return where, meshes.num_ranks(where.mesh, spec.axis_name)
+
+
+def compile_step(
+    step: Step, args: tuple, keywords: dict[str, Any], on: str | Mesh | None
+) -> StepForDevices:
+    """Compile a step for devices that need not be here.
+
+    Args:
+      step, args, keywords, on: as for `devices_of`.
+
+    Raises:
+      TypeError: if `step` is not decorated.
+      TooLargeError: if XLA finds that a device has too little memory, which it does for TPUs.
+    """
+    where, num_ranks = devices_of(step, args, keywords, on)
+    spec, args = step.bound(args, keywords)
     shapes = given.shapes_on(where.mesh, spec, args)
     num_positional = len(args) - len(spec.keywords)
     called = {name: shapes[i] for i, name in spec.keywords}
-    traced = step.trace(*shapes[:num_positional], **called)
+    traced = step.trace_on(where.mesh, shapes[:num_positional], called)
     names = [path for i, arg in enumerate(shapes) for path in spec.paths(i, arg)]
-    compiled = traced.lower().compile()
+    try:
+        compiled = traced.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise TooLargeError(
+            f"`{spec.name}` takes more memory than a device of {where.name} has: "
+            f"{str(error).splitlines()[0]} Take fewer rows or micro-batches "
+            "(jdp.find_batch_size), or shard the state (jdp.sharded)."
+        ) from error
     return StepForDevices(
         spec=spec,
         where=where,
-        num_ranks=meshes.num_ranks(where.mesh, spec.axis_name),
+        num_ranks=num_ranks,
         args=shapes,
         traced=planned.planned(traced.jaxpr, names),
         compiled=compiled,

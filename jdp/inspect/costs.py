@@ -2,17 +2,23 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
-from jdp.inspect import hlo, kernels
+from jdp.inspect import convolutions, hlo, kernels
 from jdp.inspect.hlo import Instruction
 from jdp.inspect.kernels import Kernel
 
-_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _TRANSCENDENTAL = frozenset(
     "exponential exponential-minus-one log log-plus-one tanh logistic power sine cosine tan erf "
     "atan2 cbrt".split()
 )
+# Calls of libraries without floating-point operations: of jdp, of Python, of random bits, of sorts.
+_WITHOUT_FLOPS = re.compile("^jdp_|callback|threefry|Sharding|AllocateBuffer|TopK")
+# These read a part of their first operand, or change a part of it in place.
+_SLICING = frozenset(("slice", "dynamic-slice", "gather"))
+_IN_PLACE = frozenset(("dynamic-update-slice", "scatter"))
 _CALLS_OF_ONE = ("all-reduce", "all-reduce-start", "reduce", "while", "conditional")
 
 
@@ -39,6 +45,23 @@ class Costs:
         """Return the Pallas kernel that an instruction runs, None if it runs none."""
         return kernels.find(one, self._kernels)
 
+    def uncounted(self, one: Instruction) -> str:
+        """Return which floating-point operations `flops` does not count, in words; empty if none.
+
+        Args:
+          one: an instruction without matmuls.
+        """
+        if kernel := self.kernel(one):
+            if kernel.flops is not None:
+                return ""
+            name = kernel.name or "without a name"
+            return (
+                f"the operations of the Pallas kernel {name}; give its pallas_call a cost_estimate="
+            )
+        if one.op != "custom-call" or _WITHOUT_FLOPS.search(one.target()):
+            return ""
+        return f"the operations of {one.target()}, which a library computes"
+
     def flops(self, one: Instruction, shapes: dict[str, str]) -> dict[str, float]:
         """Return the floating-point operations of the matmuls in an instruction, by dtype.
 
@@ -48,15 +71,12 @@ class Costs:
         """
         if one.op == "dot":
             return {_dtype(one, shapes): hlo.dot_flops(one, shapes)}
-        if _LABELS.search(one.attributes()):
-            return {_dtype(one, shapes): _convolution_flops(one, shapes)}
+        if convolutions.is_convolution(one):
+            return {_dtype(one, shapes): convolutions.flops(one, shapes)}
         if kernel := self.kernel(one):
             return {_dtype(one, shapes): kernel.flops} if kernel.flops else {}
-        if re.search("gemm|matmul|dot", one.target()):
-            # [m, k] [k, n] -> [m, n]: the product of all sizes is the square of m k n.
-            sizes = [hlo.num_elements(shapes[x]) for x in one.operands()[:2]]
-            result = hlo.arrays(one.shape)[0].num_elements()
-            return {_dtype(one, shapes): 2 * (sizes[0] * sizes[1] * result) ** 0.5}
+        if len(one.operands()) > 1 and re.search("gemm|matmul|dot", one.target()):
+            return {_dtype(one, shapes): _library_flops(one, shapes)}
         name = next(iter(one.called()), None)
         if name not in self._computations or one.op in _CALLS_OF_ONE:
             return {}
@@ -72,6 +92,8 @@ class Costs:
 
     def transcendentals(self, one: Instruction) -> int:
         """Return how many exponentials, logarithms and the like an instruction computes."""
+        if kernel := self.kernel(one):
+            return int(kernel.transcendentals)
         return sum(
             hlo.num_elements(each.shape)
             for each in [one, *self.inside(one)]
@@ -101,21 +123,75 @@ class Costs:
         if (kernel := self.kernel(one)) and kernel.num_bytes is not None:
             return int(kernel.num_bytes)
         inner = list(self.inside(one)) if one.op in ("fusion", "fusion-start", "call") else []
-        if one.op.endswith("-start"):  # its type includes its operands
-            one = one._replace(shape=inner[-1].shape if inner else one.shape)
-        whole = sum(hlo.num_bytes(shapes.get(x, "")) for x in one.operands())
-        whole += hlo.num_bytes(one.shape)
-        if one.op in ("dynamic-slice", "dynamic-update-slice"):
-            inner = [one]
-        own = {each.name: each.shape for each in inner if each is not one} or shapes
+        if not inner:
+            return _bytes_alone(one, shapes)
+        own = {each.name: each.shape for each in inner}
+        users: dict[str, list[Instruction]] = defaultdict(list)
         for each in inner:
-            if each.op == "dynamic-slice":
-                whole -= hlo.num_bytes(own[each.operands()[0]])
-                whole += hlo.num_bytes(each.shape)
-            elif each.op == "dynamic-update-slice":
-                whole -= 2 * hlo.num_bytes(each.shape)
-                whole += hlo.num_bytes(own[each.operands()[1]])
-        return max(whole, 0)
+            for name in dict.fromkeys(each.operands()):
+                users[name].append(each)
+        parameters = {int(x.rest.split(")")[0]): x for x in inner if x.op == "parameter"}
+        read = 0
+        for i, name in enumerate(one.operands()):
+            enters = parameters.get(i)
+            whole = hlo.num_bytes(shapes.get(name, ""))
+            read += whole if enters is None else _bytes_read(enters, users, own)
+        return read + _bytes_written(inner, own)
+
+
+def _bytes_alone(one: Instruction, shapes: Mapping[str, str]) -> int:
+    """Return the bytes that an operation outside of fusions reads and writes."""
+    sizes = [hlo.num_bytes(shapes.get(x, "")) for x in one.operands()]
+    if one.op in _SLICING:
+        return 2 * hlo.num_bytes(one.shape) + sum(sizes[1:])
+    if one.op in _IN_PLACE:
+        # A scatter adds to what it changes.
+        return sum(sizes[1:]) + (1 + (one.op == "scatter")) * _bytes_changed(one, shapes)
+    result = hlo.num_bytes(one.shape)
+    return sum(sizes) + (result - sum(sizes) if one.op.endswith("-start") else result)
+
+
+def _bytes_read(
+    one: Instruction, users: Mapping[str, Sequence[Instruction]], shapes: Mapping[str, str]
+) -> int:
+    """Return the bytes that a fusion reads of an array that enters it: of a slice, the slice."""
+    whole = hlo.num_bytes(one.shape)
+    read = whole if one.is_root else 0
+    for user in users[one.name]:
+        is_array = [i for i, name in enumerate(user.operands()) if name == one.name] == [0]
+        if user.op == "bitcast":
+            read += _bytes_read(user, users, shapes)
+        elif user.op in _SLICING and is_array:
+            read += hlo.num_bytes(user.shape)
+        elif user.op == "scatter" and is_array:
+            read += _bytes_changed(user, shapes)
+        elif user.op != "dynamic-update-slice" or not is_array:
+            read = whole
+    return min(read, whole)
+
+
+def _bytes_written(inner: Sequence[Instruction], shapes: Mapping[str, str]) -> int:
+    """Return the bytes that a fusion writes: of an array that is changed in place, the change."""
+    by_name = {one.name: one for one in inner}
+    root = next((one for one in inner if one.is_root), inner[-1])
+    written, made = 0, [root]
+    while made:
+        one = made.pop()
+        if one.op in ("tuple", "bitcast"):
+            made += [by_name[x] for x in one.operands()]
+        else:
+            is_in_place = one.op in _IN_PLACE
+            written += _bytes_changed(one, shapes) if is_in_place else hlo.num_bytes(one.shape)
+    return written
+
+
+def _bytes_changed(one: Instruction, shapes: Mapping[str, str]) -> int:
+    """Return the bytes of an array that an operation changes in place."""
+    operands = one.operands()
+    if one.op == "dynamic-update-slice":
+        return hlo.num_bytes(shapes[operands[1]])
+    # A scatter takes arrays, indices, and as many updates as arrays.
+    return sum(hlo.num_bytes(shapes[x]) for x in operands[len(operands) // 2 + 1 :])
 
 
 def changes_order(one: Instruction, shapes: dict[str, str]) -> bool:
@@ -151,17 +227,11 @@ def _dtype(one: Instruction, shapes: dict[str, str]) -> str:
     return min(found, key=lambda dtype: hlo.Array(dtype, (8,), "").num_bytes(), default="f32")
 
 
-def _convolution_flops(one: Instruction, shapes: dict[str, str]) -> float:
-    """Return the operations of a convolution, which a matmul on a TPU is, too."""
-    found = _LABELS.search(one.attributes())
-    assert found is not None
-    kernel = hlo.arrays(shapes[one.operands()[1]])[0].dims
-    output = hlo.arrays(one.shape)[0].dims
-    if re.search("[Bb]ackward", one.target()):  # computes an operand of the one that is meant
-        kernel, output = (
-            (output, kernel) if "Filter" in one.target() else (
-                kernel, hlo.arrays(shapes[one.operands()[0]])[0].dims
-            )
-        )  # fmt: skip
-    num_outputs = kernel[found[2].index("o")] or 1
-    return 2 * math.prod(output) * math.prod(kernel) / num_outputs
+def _library_flops(one: Instruction, shapes: dict[str, str]) -> float:
+    """Return the operations of a matmul that a library computes, such as cuBLAS."""
+    lhs, rhs = (hlo.arrays(shapes[x])[0] for x in one.operands()[:2])
+    result = hlo.arrays(one.shape)[0].num_elements()
+    if found := _CONTRACTED.search(one.rest):
+        return 2.0 * result * math.prod(lhs.dims[int(i)] for i in re.findall(r"\d+", found[1]))
+    # [m, k] [k, n] -> [m, n]: the product of all sizes is the square of m k n.
+    return 2 * (lhs.num_elements() * rhs.num_elements() * result) ** 0.5

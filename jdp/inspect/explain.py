@@ -14,7 +14,7 @@ from jdp.inspect.measured import measured
 from jdp.inspect.memory import memory_of
 from jdp.inspect.planned import SentLeaf
 from jdp.inspect.prediction import Likely, predicted
-from jdp.inspect.rates import rates_of
+from jdp.inspect.rates import given_rates, rates_of
 from jdp.inspect.report import Bucket, StepReport
 from jdp.inspect.transfers import SentArrays
 from jdp.training.step import Step
@@ -57,7 +57,8 @@ def explain(
       ValueError: if there is no such target or rate, the rows cannot be split, or the step is
         refused, as it would be when it runs.
       MissingPluginError: if this environment cannot compile for the target; says what to install.
-      TypeError: if `step` is not decorated.
+      TypeError: if `step` is not decorated, `on` is neither a text nor a mesh, or a rate is not a
+        number.
 
     >>> import jax, jax.numpy as jnp, optax, jdp
     >>> mesh = jdp.init(cpu_ranks=2)
@@ -72,11 +73,12 @@ def explain(
     >>> [finding.kind for finding in report.findings]
     ['replicated-optimizer-state']
     """
+    given = given_rates(rates)  # before minutes of compiling
     found = compile_step(step, (state, batch, *rest), keywords, on)
     where, program, num_ranks = found.where, found.program, found.num_ranks
     here = measured(where)
-    chosen = rates_of(where, rates, here.rates)
-    laws = {} if _OF_LINKS & {*(rates or {})} else here.laws
+    chosen = rates_of(where, given, here.rates)
+    laws = {} if _OF_LINKS & {*given} else here.laws
     speeds = Likely(chosen, num_ranks, where.num_hosts, laws=laws)
     kernels = found.traced.kernels
     simulated = timeline.simulate(program, speeds, kernels)

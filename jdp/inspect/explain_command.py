@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,17 +28,23 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
       The exit code: 1 if the step cannot be explained, 2 if the arguments are wrong.
     """
-    given, _, of_script = _split(arguments)
+    given, of_script = _split(arguments)
     options = _parser().parse_args(given)
     script, _, name = options.step.rpartition(":")
     if not script or not name.isidentifier():
         return _fail(f"{options.step!r} names no step. Write train.py:step.", 2)
     if not Path(script).is_file():
         return _fail(f"there is no file {script!r}.", 2)
+    if options.png and options.compare:
+        return _fail(
+            f"--png={options.png} draws one schedule, and --compare explains several plans. Leave "
+            "out one of the two.",
+            2,
+        )
     if options.on:
         # The script makes its state on CPUs; as many as there are ranks, if these are CPUs.
         os.environ["JAX_PLATFORMS"] = "cpu"
-        if found := re.fullmatch(r"cpu:(\d+)", options.on):
+        if found := re.fullmatch(r"cpu:([1-9][0-9]*)", options.on):
             os.environ["JAX_NUM_CPU_DEVICES"] = found[1]
     return _explained(options, script, name, of_script)
 
@@ -47,27 +54,34 @@ def _explained(
 ) -> int:
     from jdp.inspect import comparison
     from jdp.inspect.explain import explain
-    from jdp.inspect.first_call import first_call
-    from jdp.inspect.targets import MissingPluginError
+    from jdp.inspect.first_call import NeverCalledError, first_call
+    from jdp.inspect.rates import given_rates
+    from jdp.inspect.targets import MissingPluginError, require_name
 
+    rates, names = dict(options.rate), [name for name, _ in options.compare]
+    if len({*names}) < len(names):
+        return _fail(f"--compare names {names[-1]} twice. Write its values after one name.", 2)
     try:
+        if options.on:
+            require_name(options.on)
+        given_rates(rates)
         results.require_picture(options.png)
     except ValueError as error:
         return _fail(str(error), 2)
     try:
         call = first_call(script, name, of_script)
-    except ValueError as error:
-        if "never called" not in str(error):
-            raise
+    except NeverCalledError as error:
         return _fail(str(error), 1)
-    chosen: dict[str, Any] = dict(on=options.on, rates=dict(options.rate), **call.keywords)
+    chosen: dict[str, Any] = dict(on=options.on, rates=rates, **call.keywords)
     try:
         if options.compare:
             plans = comparison.compare(call.step, call.args, dict(options.compare), **chosen)
             print(comparison.to_json(plans) if options.json else comparison.table(plans))
             return 0
         report = explain(call.step, *call.args, **chosen)
-    except (MissingPluginError, ValueError) as error:
+    except (MissingPluginError, ValueError, TypeError, RuntimeError) as error:
+        if not _is_of_jdp(error):
+            raise  # the author's code failed, whose lines are in the traceback
         return _fail(str(error), 1)
     print(report.to_json() if options.json else report)
     if options.png:
@@ -112,12 +126,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _split(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     arguments = list(arguments)
-    if "--" not in arguments:
-        return arguments, "", []
-    i = arguments.index("--")
-    return arguments[:i], "--", arguments[i + 1 :]
+    i = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:i], arguments[i + 1 :]
 
 
 def _rate(text: str) -> tuple[str, float]:
@@ -140,6 +152,14 @@ def _choice(text: str) -> tuple[str, list[int]]:
             f"{text!r} is not OPTION=VALUES, such as bucket_bytes=1M,4M or stage=0,1,3"
         )
     return name, numbers
+
+
+def _is_of_jdp(error: BaseException) -> bool:
+    """Whether a line of jdp raised an error, whose text then says what to change."""
+    from jdp.analysis import source_lines
+
+    frames = traceback.extract_tb(error.__traceback__)
+    return source_lines.is_of_jdp(frame.filename for frame in frames[-1:])
 
 
 def _fail(text: str, code: int) -> int:

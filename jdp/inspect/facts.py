@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jdp.inspect.compiled import StepForDevices
-from jdp.inspect.memory import Memory
+from jdp.inspect.memory import Memory, category
 from jdp.inspect.report import Bucket
 from jdp.inspect.transfers import SentArrays
 
@@ -42,7 +42,7 @@ def parameters(facts: Facts) -> list[tuple[str, Any]]:
     """Return the parameters in the state, each with its path."""
     named = jax.tree_util.tree_leaves_with_path(facts.step.args[0])
     found = [(jax.tree_util.keystr(path), leaf) for path, leaf in named]
-    return [(name, leaf) for name, leaf in found if "params" in name]
+    return [(name, leaf) for name, leaf in found if category(f"args[0]{name}") == "parameters"]
 
 
 def _has_optimizer(node: Any) -> bool:

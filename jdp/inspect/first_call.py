@@ -1,6 +1,7 @@
 """Run a script up to the first call of a step, to learn the step and its arguments."""
 
 import contextlib
+import os
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,9 +25,12 @@ class FirstCall(NamedTuple):
     keywords: dict[str, Any]
 
 
-class _FoundError(BaseException):  # no `except Exception` of the script catches it
-    def __init__(self, call: FirstCall):
-        self.call = call
+class NeverCalledError(ValueError):
+    """Raised if a script ends and has not called the step."""
+
+
+class _FoundError(BaseException):
+    """Ends the script. No `except Exception` of the script catches it."""
 
 
 def first_call(script: str, name: str, arguments: Sequence[str]) -> FirstCall:
@@ -40,30 +44,60 @@ def first_call(script: str, name: str, arguments: Sequence[str]) -> FirstCall:
       arguments: command line of the script.
 
     Raises:
-      ValueError: if the script ends and has not called the step.
+      NeverCalledError: if the script ends and has not called the step.
     """
     given = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
+    found: list[FirstCall] = []
     others: list[str] = []
+    how = "ended"
     try:
         # What it prints does not go between the lines of the report.
-        with _intercepted(name, others), contextlib.redirect_stdout(sys.stderr):
+        with _intercepted(name, found, others), _stdout_to_stderr():
             runpy.run_path(script, run_name="__main__")
-    except _FoundError as found:
-        return found.call
+    except _FoundError:
+        pass
+    except SystemExit as error:
+        how = "ended" if error.code in (None, 0) else f"ended with `exit({error.code!r})`"
+    except Exception:
+        if not found:  # a script that catches everything may fail where the step returned nothing
+            raise
     finally:
         sys.argv, sys.path[0] = given
-    called = f"It called {', '.join(dict.fromkeys(others))}" if others else "It called no step"
-    raise ValueError(f"{script} ended, and never called the step `{name}`. {called}.")
+    if found:
+        return found[0]
+    called = f"It called {', '.join(dict.fromkeys(others))}." if others else "It called no step."
+    raise NeverCalledError(
+        f"{script} {how}, and never called the step `{name}`. {called} A step is a function that "
+        "jdp.train_step or jdp.eval_step decorates, and its name is that of the function."
+    )
 
 
 @contextlib.contextmanager
-def _intercepted(name: str, others: list[str]) -> Iterator[None]:
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send what the script, its child processes and its libraries print to stderr."""
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            stdout = os.dup(1)
+        except OSError:  # closed
+            yield
+            return
+        os.dup2(2, 1)
+        try:
+            yield
+        finally:
+            os.dup2(stdout, 1)
+            os.close(stdout)
+
+
+@contextlib.contextmanager
+def _intercepted(name: str, found: list[FirstCall], others: list[str]) -> Iterator[None]:
     run = Step.run
 
     def intercept(step: Step, *args: Any, **keywords: Any) -> Any:
         if step.__name__ == name:
-            raise _FoundError(FirstCall(step, args, keywords))
+            found.append(FirstCall(step, args, keywords))
+            raise _FoundError
         others.append(step.__name__)
         return run(step, *args, **keywords)
 

@@ -41,6 +41,12 @@ def shapes_on(mesh: Mesh, spec: StepSpec, args: tuple) -> tuple:
     )
 
 
+def dtype_of(leaf: Any) -> Any:
+    """Return the dtype that an array has on a device: of 64 bits, it mostly has 32 there."""
+    dtype = getattr(leaf, "dtype", None) or jnp.result_type(leaf)
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+
+
 class _Placing:
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
@@ -52,8 +58,7 @@ class _Placing:
         where = getattr(leaf, "sharding", None)
         if isinstance(where, NamedSharding) and where.mesh == self._mesh:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-        dtype = getattr(leaf, "dtype", None) or jnp.result_type(leaf)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, spec))
+        return jax.ShapeDtypeStruct(shape, dtype_of(leaf), sharding=NamedSharding(self._mesh, spec))
 
 
 def _state(state: Any, mesh: Mesh, spec: StepSpec, num_ranks: int) -> Any:

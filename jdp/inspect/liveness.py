@@ -9,7 +9,7 @@ from jdp.inspect.hlo import HloProgram, Instruction
 # These make no array, or name one that another operation has made.
 _ALIASES = frozenset(
     "parameter constant tuple get-tuple-element bitcast while after-all partition-id replica-id "
-    "optimization-barrier conditional".split()
+    "opt-barrier conditional".split()
 )
 
 

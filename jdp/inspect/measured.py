@@ -5,12 +5,9 @@ from typing import NamedTuple
 
 from jdp.inspect import calibration
 from jdp.inspect.calibration import Calibration, CollectiveLaw
-from jdp.inspect.rate import Rate
+from jdp.inspect.rate import Rate, time_interval
 from jdp.inspect.rates import UNITS
 from jdp.inspect.targets import TargetDevices
-
-# A busy machine, or other sizes than the measured ones: the lowest, likely and highest rate.
-INTERVAL = 0.75, 1.0, 1.25
 
 # Name of the algorithm in a calibration -> in a compiled program.
 _ALGORITHMS = {"direct": "native", "native": "native", "xla": "xla"}
@@ -48,17 +45,21 @@ def measured(target: TargetDevices) -> MeasuredRates:
 
 
 def _of_devices(found: Calibration, num_ranks: int) -> dict[str, Rate]:
-    flops, memory = found.matmul_flops_per_s, found.memory_bytes_per_s
+    flops, memory = dict(found.matmul_flops_per_s), found.memory_bytes_per_s
     cached, transcendentals = found.cached_bytes_per_s, found.transcendentals_per_s
     start_s, slowness = found.operation_start_s, found.slowness
     if num_ranks > 1:
-        # On CPUs ranks share the cores and the memory of the host.
+        # On CPUs ranks share the cores and the memory of the host. None is faster than by itself.
         share = found.num_compute_ranks / num_ranks if found.platform == "cpu" else 1.0
-        flops = {name: share * x for name, x in found.shared_matmul_flops_per_s.items()}
-        memory = share * found.shared_memory_bytes_per_s
-        cached = share * found.shared_cached_bytes_per_s
-        transcendentals = share * found.shared_transcendentals_per_s
-        start_s, slowness = found.shared_operation_start_s / share, found.shared_slowness
+        flops = {
+            name: min(share * x, flops.get(name, share * x))
+            for name, x in found.shared_matmul_flops_per_s.items()
+        }
+        memory = min(memory, share * found.shared_memory_bytes_per_s)
+        cached = min(cached, share * found.shared_cached_bytes_per_s)
+        transcendentals = min(transcendentals, share * found.shared_transcendentals_per_s)
+        start_s = max(start_s, found.shared_operation_start_s / share)
+        slowness = found.shared_slowness
     by = f"(jdp bench --calibrate, {found.date[:10]})"
     alone = {
         "matmul_flops": flops.get("bfloat16"),
@@ -66,13 +67,18 @@ def _of_devices(found: Calibration, num_ranks: int) -> dict[str, Rate]:
         "memory_bytes_per_s": memory,
         "cached_bytes_per_s": cached,
         "transcendentals_per_s": transcendentals,
-        "operation_start_s": slowness.start * start_s,
     }
     source = f"measured here {by}"
     rates = {name: Rate(x, x, x, UNITS[name], source) for name, x in alone.items() if x}
-    error = min(max(slowness.largest_error, INTERVAL[2] - 1), 0.75)
+    # Each of these multiplies the time of operations, so the error of a step is theirs.
+    factors = {
+        "operation_start_s": slowness.start * start_s,
+        "matmul_times": slowness.matmul,
+        "elementwise_times": slowness.elementwise,
+        "strided_times": slowness.strided,
+    }
+    shortest, longest = time_interval(slowness.largest_error)
     source = f"measured here, on training steps {by}"
-    for kind in ("matmul", "elementwise", "strided"):
-        times, name = getattr(slowness, kind), f"{kind}_times"
-        rates[name] = Rate(times, (1 - error) * times, (1 + error) * times, UNITS[name], source)
+    for name, value in factors.items():
+        rates[name] = Rate(value, shortest * value, longest * value, UNITS[name], source)
     return rates

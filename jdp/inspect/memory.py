@@ -1,5 +1,6 @@
 """The memory that a compiled step takes on one rank, by what it is for."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,14 +96,17 @@ def allocated_bytes(compiled: Any) -> int:
 
 
 def category(name: str) -> str:
-    """Return what an argument is for, by its name in the program, such as `args[0].params['w']`."""
+    """Return what an argument is for, by its name in the program, such as `args[0].params['w']`.
+
+    >>> [category(f"args[0]{path}") for path in (".params['w']", ".params_ema", "['params'].w")]
+    ['parameters', 'other_state', 'parameters']
+    """
     argument, _, path = name.partition("]")
     if argument == "args[1":
         return "batch"
     if argument != "args[0":
         return "other_arguments"
-    if ".opt_state" in path or "['opt_state']" in path:
-        return "optimizer_state"
-    if ".params" in path or "['params']" in path:
-        return "parameters"
+    for part, found in (("opt_state", "optimizer_state"), ("params", "parameters")):
+        if re.search(rf"\.{part}\b|\['{part}'\]", path):
+            return found
     return "other_state"

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jax.interpreters import partial_eval
+
 from jdp.analysis import jaxprs, source_lines
 from jdp.analysis.marks import LOCAL
 from jdp.collectives import call_order
@@ -87,6 +89,8 @@ def planned(jaxpr: Any, names: Sequence[str]) -> TracedStep:
     """
     walk = _PlanWalk()
     body = opened(jaxpr)
+    # XLA drops a gather whose result nobody reads, of an array that the step only passes on, say.
+    body, _ = partial_eval.dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)
     walk.run(body, dict(zip(body.invars, names, strict=False)), in_loop=False)
     return TracedStep(walk.found, walk.callbacks, walk.kernels)
 
@@ -111,7 +115,7 @@ class _PlanWalk:
                 for atom, out in zip(taken, eqn.outvars[-len(taken) :], strict=False):
                     if _path(atom, paths):
                         paths[out] = _path(atom, paths)
-            elif "callback" in name or name in ("outfeed", "infeed"):
+            elif "callback" in name or name in ("debug_print", "outfeed", "infeed"):
                 self.callbacks.append((_callback_name(eqn), source_lines.source(eqn)))
             elif name == "pallas_call":
                 self.kernels.append(kernel_of(eqn))

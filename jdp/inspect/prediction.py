@@ -6,8 +6,7 @@ from jdp.inspect import timeline
 from jdp.inspect.calibration import CACHED_BYTES, CollectiveLaw
 from jdp.inspect.hlo import HloProgram
 from jdp.inspect.kernels import Kernel
-from jdp.inspect.measured import INTERVAL
-from jdp.inspect.rate import Rate
+from jdp.inspect.rate import Rate, time_interval
 from jdp.inspect.report import StepTime
 from jdp.inspect.speeds import Work
 from jdp.inspect.timeline import Timeline
@@ -36,7 +35,7 @@ class Likely:
         laws: Mapping[tuple[str, str], CollectiveLaw] | None = None,
     ):
         self._laws = laws or {}
-        self._slowness = 1 / dict(zip(("low", "value", "high"), INTERVAL, strict=True))[which]
+        self._which = which
 
         def rate(name: str) -> float:
             return getattr(rates[name], which)
@@ -54,10 +53,9 @@ class Likely:
             for kind in ("matmul", "elementwise", "strided")
         }
         self._reduction_start_s = getattr(rates["reduction_start_s"], other)
-        if num_hosts > 1:
-            self._link = min(self._link, rate("host_link_bytes_per_s"))
-            self._reduction_start_s *= 2
-        self._num_ranks = num_ranks
+        between = rate("host_link_bytes_per_s") if num_hosts > 1 else self._link
+        self._slowest = min(self._link, between)
+        self._num_ranks, self._ranks_of_host = num_ranks, max(1, num_ranks // num_hosts)
 
     def compute_s(self, work: Work) -> float:
         """Return the seconds of an operation: of its matmuls, memory or exponentials."""
@@ -70,15 +68,23 @@ class Likely:
         longest_s = max(matmul_s, work.num_bytes / memory, exponentials_s)
         return self._start_s + self._times[kind] * longest_s
 
-    def transfer_s(self, kind: str, algorithm: str, num_bytes: float) -> float:
+    def transfer_s(
+        self, kind: str, algorithm: str, num_bytes: float, group: Sequence[int] = ()
+    ) -> float:
         """Return the seconds of a collective: measured, or its start and its bytes over links."""
-        n = self._num_ranks
+        n = len(group) or self._num_ranks
         if n == 1:
             return self._start_s
-        if law := self._laws.get((kind, algorithm)):
-            return self._slowness * law.seconds(num_bytes)
+        # The laws are those of all ranks.
+        if n == self._num_ranks and (law := self._laws.get((kind, algorithm))):
+            # Measured times differ from the law; between two of them, it is a line through both.
+            is_between = law.points[0][0] <= num_bytes <= law.points[-1][0]
+            shortest, longest = time_interval(0.0 if is_between else law.largest_error)
+            factor = {"value": 1.0, "low": longest, "high": shortest}[self._which]
+            return factor * law.seconds(num_bytes)
         sent = _SENT.get(kind, 1.0) * num_bytes * (n - 1) / n
-        return self._reduction_start_s + sent / self._link
+        hosts = {rank // self._ranks_of_host for rank in group or range(self._num_ranks)}
+        return self._reduction_start_s + sent / (self._link if len(hosts) == 1 else self._slowest)
 
 
 def predicted(

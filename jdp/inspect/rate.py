@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 PUBLISHED, ASSUMED, GIVEN = "published", "assumed", "given"
+LEAST_ERROR, MOST_ERROR = 0.25, 0.75
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,28 @@ class Rate:
     unit: str
     source: str
 
+    def times(self, factor: float, why: str) -> "Rate":
+        """Return the rate multiplied by a factor, with the reason added to its source."""
+        value, low, high = (factor * x for x in (self.value, self.low, self.high))
+        return Rate(value, low, high, self.unit, f"{self.source}{why}")
+
     def __str__(self) -> str:
         interval = "" if self.low == self.high else f" ({self.low:.3g} to {self.high:.3g})"
         return f"{self.value:.3g}{interval} {self.unit}: {self.source}"
+
+
+def time_interval(error: float) -> tuple[float, float]:
+    """Return the shortest and the longest time that a predicted time of 1 may stand for.
+
+    Args:
+      error: the largest |predicted / measured - 1| that was seen, >= 0. At least `LEAST_ERROR` is
+        taken, for a busy machine, and at most `MOST_ERROR` for the longest time.
+
+    >>> [round(x, 3) for x in time_interval(0.5)]  # predicted / measured was 1.5 at most
+    [0.667, 2.0]
+    """
+    error = max(error, LEAST_ERROR)
+    return 1 / (1 + error), 1 / (1 - min(error, MOST_ERROR))
 
 
 def given(value: float, unit: str) -> Rate:

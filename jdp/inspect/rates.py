@@ -1,16 +1,19 @@
 """How fast devices and links are: each rate with its interval, and where it is known from."""
 
+import math
 import os
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jdp.inspect.gpus import NCCL_START_S, NVLINK, OTHER_NVLINK, VLLM
+from jdp.inspect.gpus import GPUS, NCCL_START_S, NVLINK, OTHER_NVLINK, VLLM
 from jdp.inspect.rate import ASSUMED, PUBLISHED, Rate
 from jdp.inspect.rate import given as as_given
 from jdp.inspect.targets import TargetDevices
 
 DESCRIBED = "XLA's device description"
+_DATA_SHEET = f"{PUBLISHED} (NVIDIA's data sheet)"
+_OF_DEVICES = ("matmul_flops", "matmul_flops_f32", "memory_bytes_per_s")
 
 # What a real program reaches of a peak: lowest, likely, highest.
 _OF_MATMUL_PEAK, _OF_MEMORY_PEAK = (0.45, 0.65, 0.8), (0.7, 0.85, 0.95)
@@ -48,32 +51,72 @@ UNITS = {
 }
 
 
+def given_rates(values: Mapping[str, float] | None) -> dict[str, Rate]:
+    """Return the rates that a user gave.
+
+    Args:
+      values: by name, > 0; the start of an operation or reduction may be 0.
+
+    Raises:
+      ValueError: if there is no such rate, or its value is not possible.
+      TypeError: if these are not numbers by name.
+    """
+    if not isinstance(values or {}, Mapping):
+        raise TypeError(f'rates={values!r} must be a dict such as {{"matmul_flops": 600e12}}.')
+    found = {}
+    for name, value in (values or {}).items():
+        if name not in UNITS:
+            raise ValueError(f"there is no rate {name!r}. Rates are {', '.join(UNITS)}.")
+        if isinstance(value, str | bool) or not hasattr(value, "__float__"):
+            raise TypeError(f"the rate {name}={value!r} must be a number, in {UNITS[name]}.")
+        number = float(value)
+        may_be_0 = name.endswith("_start_s")
+        if not math.isfinite(number) or number < 0 or number == 0 and not may_be_0:
+            least = "at least 0" if may_be_0 else "more than 0"
+            raise ValueError(
+                f"the rate {name}={value} must be finite and {least}, in {UNITS[name]}."
+            )
+        found[name] = as_given(number, UNITS[name])
+    return found
+
+
 def rates_of(
     target: TargetDevices,
-    given: Mapping[str, float] | None = None,
+    given: Mapping[str, Rate] | None = None,
     measured: Mapping[str, Rate] | None = None,
 ) -> dict[str, Rate]:
     """Return the rates of a target: given ones, then measured ones, then known ones.
 
     Args:
       target: the devices.
-      given: rates by name, > 0.
+      given: rates by name.
       measured: rates by name.
 
     Raises:
-      ValueError: if there is no such rate, or it is not positive.
+      ValueError: if one is missing, of a GPU that nobody has described.
     """
     known = {"gpu": _gpu, "tpu": _tpu}.get(target.platform, _cpu)(target)
     if target.num_hosts == 1:
         known.pop("host_link_bytes_per_s", None)
-    known |= measured or {}
-    for name, value in (given or {}).items():
-        if name not in UNITS:
-            raise ValueError(f"there is no rate {name!r}. Rates are {', '.join(UNITS)}.")
-        if not value > 0 and not (value == 0 and name.endswith("_start_s")):
-            raise ValueError(f"the rate {name}={value} must be positive, in {UNITS[name]}.")
-        known[name] = as_given(value, UNITS[name])
+    else:
+        start_s = known["reduction_start_s"]
+        known["reduction_start_s"] = start_s.times(2, ", twice that within a host")
+    known |= {**(measured or {}), **(given or {})}
+    missing = [name for name in _OF_DEVICES if name not in known]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} of {target.device_kind} are not known. Measure them there with "
+            f"jdp bench --calibrate, or give them: rates=dict({missing[0]}=..., ...)."
+        )
     return known
+
+
+def _of_peak(
+    name: str, peak: float, source: str, parts: tuple[float, float, float] | None = None
+) -> Rate:
+    """Return the part of a peak that programs reach, with the peak in its source."""
+    parts = parts or (_OF_MEMORY_PEAK if name == "memory_bytes_per_s" else _OF_MATMUL_PEAK)
+    return _rate(name, peak, parts, f"{source}, {parts[1]:.0%} of {peak:.3g}")
 
 
 def _rate(name: str, peak: float, parts: tuple[float, float, float], source: str) -> Rate:
@@ -82,32 +125,37 @@ def _rate(name: str, peak: float, parts: tuple[float, float, float], source: str
 
 
 def _gpu(target: TargetDevices) -> dict[str, Rate]:
-    text = target.description
-    kind = next((name for name in NVLINK if f" {name} " in f" {target.device_kind} "), "")
-    clock = _number(text, "core_count") * 2
-    peaks = {bits: clock * _matrix_rate(text, key) for bits, key in ((16, 16), (32, 11))}
-    of_peak = "{}, {:.0%} of {:.3g}"
-
-    def described(name: str, peak: float, parts: tuple[float, float, float]) -> Rate:
-        return _rate(name, peak, parts, of_peak.format(DESCRIBED, parts[1], peak))
-
+    kind = next((name for name in GPUS if re.search(rf"\b{name}\b", target.device_kind)), "")
+    peaks, source = _gpu_peaks(target.description, kind)
     if kind.startswith("H"):
-        source = f"{PUBLISHED} ({VLLM})"
-        link = _rate("link_bytes_per_s", NVLINK[kind], (0.85, 1, 1.1), source)
+        link = _rate("link_bytes_per_s", NVLINK[kind], (0.85, 1, 1.1), f"{PUBLISHED} ({VLLM})")
     else:
         link = _rate("link_bytes_per_s", NVLINK.get(kind, OTHER_NVLINK), (0.6, 1, 1.3), ASSUMED)
     nics = f"{ASSUMED}: eight links of 400 Gb/s for each host, 90 % of them"
     return {
-        "matmul_flops": described("matmul_flops", peaks[16], _OF_MATMUL_PEAK),
-        "matmul_flops_f32": described("matmul_flops_f32", peaks[32], _OF_MATMUL_PEAK),
-        "memory_bytes_per_s": described(
-            "memory_bytes_per_s", _number(text, "memory_bandwidth"), _OF_MEMORY_PEAK
-        ),
+        **{name: _of_peak(name, peak, source) for name, peak in peaks.items()},
         "link_bytes_per_s": link,
         "host_link_bytes_per_s": _rate("host_link_bytes_per_s", 360e9, (0.5, 1, 1.1), nics),
         "reduction_start_s": Rate(NCCL_START_S, 10e-6, 40e-6, "s", link.source),
         "operation_start_s": Rate(1.5e-6, 0.5e-6, 4e-6, "s", ASSUMED),
     }
+
+
+def _gpu_peaks(description: str, kind: str) -> tuple[dict[str, float], str]:
+    """Return the peaks of a GPU, and where they are known from; none for an unknown one."""
+    if description:
+        clock = _number(description, "core_count") * 2
+        peaks = (
+            clock * _matrix_rate(description, 16),
+            clock * _matrix_rate(description, 11),
+            _number(description, "memory_bandwidth"),
+        )
+        return dict(zip(_OF_DEVICES, peaks, strict=True)), DESCRIBED
+    if kind not in GPUS:
+        return {}, ""
+    flops, memory, _ = GPUS[kind]
+    # TensorFloat-32 has half the rate of bfloat16.
+    return dict(zip(_OF_DEVICES, (flops, flops / 2, memory), strict=True)), _DATA_SHEET
 
 
 def _number(text: str, name: str) -> float:
@@ -135,12 +183,13 @@ def _tpu(target: TargetDevices) -> dict[str, Rate]:
     source = f"{PUBLISHED} (cloud.google.com/tpu/docs)"
     if found is None:
         found, source = _TPUS["v5p"], f"{ASSUMED}, as of a v5p"
+    links, of_links = found.links / 8, (0.3, 0.5, 0.8)
     return {
-        "matmul_flops": _rate("matmul_flops", found.flops, _OF_MATMUL_PEAK, source),
+        "matmul_flops": _of_peak("matmul_flops", found.flops, source),
         # A float32 product is three or more of bfloat16, unless JAX's default precision is left.
-        "matmul_flops_f32": _rate("matmul_flops_f32", found.flops, (0.1, 0.6, 0.8), source),
-        "memory_bytes_per_s": _rate("memory_bytes_per_s", found.memory, _OF_MEMORY_PEAK, source),
-        "link_bytes_per_s": _rate("link_bytes_per_s", found.links / 8, (0.3, 0.5, 0.8), source),
+        "matmul_flops_f32": _of_peak("matmul_flops_f32", found.flops, source, (0.1, 0.6, 0.8)),
+        "memory_bytes_per_s": _of_peak("memory_bytes_per_s", found.memory, source),
+        "link_bytes_per_s": _of_peak("link_bytes_per_s", links, source, of_links),
         "reduction_start_s": Rate(10e-6, 3e-6, 30e-6, "s", ASSUMED),
         "operation_start_s": Rate(0.5e-6, 0.1e-6, 2e-6, "s", ASSUMED),
     }

@@ -1,12 +1,12 @@
 """The report of `explain`: values, their text and their JSON."""
 
 import dataclasses
-import json
 from dataclasses import dataclass
 
+from jdp.inspect import results
 from jdp.inspect.calibration import CollectiveLaw
 from jdp.inspect.memory import Memory
-from jdp.inspect.rate import Rate
+from jdp.inspect.rate import Rate, time_interval
 
 _MEMORY = (
     ("parameters", "parameters"),
@@ -134,11 +134,14 @@ class StepReport:
     spans: tuple[tuple[str, float, float, str], ...] = dataclasses.field(default=(), repr=False)
 
     def to_json(self) -> str:
-        """Return the report as JSON: its attributes by name, bytes and seconds as numbers."""
+        """Return the report as JSON: its attributes by name, bytes and seconds as numbers.
+
+        A number that is not finite is null: `bytes_per_s` of a law whose time does not grow.
+        """
         values = dataclasses.asdict(self)
         del values["spans"]
         values["memory"]["total"] = self.memory.total
-        return json.dumps(values, indent=1)
+        return results.to_json(values)
 
     def __str__(self) -> str:
         sections = [self._head(), self._memory(), self._buckets(), self._time(), self._findings()]
@@ -187,7 +190,7 @@ class StepReport:
             *(f"  {name} = {rate}" for name, rate in self.rates.items()),
             *(
                 f"  {law.operation} ({law.algorithm}, {law.num_ranks} ranks): measured here, "
-                f"{of_s(law.alpha_s)} and {law.bytes_per_s:.3g} B/s"
+                f"{of_s(law.alpha_s)} and {law.bytes_per_s:.3g} B/s, {_interval(law)}"
                 for law in self.laws
             ),
             *(f"  not counted: {text}" for text in self.unknown),
@@ -201,6 +204,15 @@ class StepReport:
         for i, finding in enumerate(self.findings, 1):
             lines += [f"  {i}. {finding.kind}: {finding.text}", f"     {finding.advice}"]
         return "\n".join(lines)
+
+
+def _interval(law: CollectiveLaw) -> str:
+    between, beyond = time_interval(0.0), time_interval(law.largest_error)
+    text = "{:.2g} to {:.2g} times as long".format(*between)
+    if beyond == between:
+        return text
+    sizes = [of_bytes(num_bytes) for num_bytes, _ in (law.points[0], law.points[-1])]
+    return f"{text} for {sizes[0]} to {sizes[1]}, else {'{:.2g} to {:.2g}'.format(*beyond)}"
 
 
 def _named(leaves: tuple[str, ...]) -> str:

@@ -1,8 +1,11 @@
 """`--json` and `--png`: where the results of a command go, asked before it measures."""
 
 import argparse
+import json
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 STDOUT = "-"
 
@@ -95,6 +98,29 @@ def require_picture(path: str | None) -> None:
             f"such as .png, or one of {', '.join(sorted(known))}."
         )
     require_writable("--png", path)
+
+
+def to_json(values: Any) -> str:
+    """Return values as JSON that every parser reads: a number that is not finite is null.
+
+    Args:
+      values: numbers, texts, None, lists, tuples and dicts with texts as keys.
+
+    >>> print(to_json({"alpha_s": 2e-06, "bytes_per_s": float("inf")}))
+    {
+     "alpha_s": 2e-06,
+     "bytes_per_s": null
+    }
+    """
+    return json.dumps(_finite(values), indent=1, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write(text: str, where: str) -> None:

@@ -1,6 +1,6 @@
 """How long the operations of a simulated program take."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -27,6 +27,15 @@ class Speeds(Protocol):
         """Return the seconds of an operation."""
         ...
 
-    def transfer_s(self, kind: str, algorithm: str, num_bytes: float) -> float:
-        """Return the seconds of a collective, given the bytes of its whole arrays on one rank."""
+    def transfer_s(
+        self, kind: str, algorithm: str, num_bytes: float, group: Sequence[int] = ()
+    ) -> float:
+        """Return the seconds of a collective.
+
+        Args:
+          kind: such as `all-reduce`.
+          algorithm: such as `native`.
+          num_bytes: of its whole arrays on one rank.
+          group: the ranks that meet; none for all.
+        """
         ...

@@ -1,5 +1,6 @@
 """The devices that a step is compiled for: those of this process, or others that are not here."""
 
+import functools
 import importlib.util
 import os
 import re
@@ -11,6 +12,8 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
+
+from jdp.distributed import mesh as meshes
 
 # The names of GPUs in XLA's descriptions, by the names that people use.
 GPUS = {
@@ -72,23 +75,55 @@ def target(on: str | Mesh, axis_names: tuple[str, ...]) -> TargetDevices:
       axis_names: names of the data axis. Of two, the first is over hosts.
 
     Raises:
-      ValueError: if there is no such target.
+      ValueError: if there is no such target, or the mesh has no such axis.
+      TypeError: if it is neither a text nor a mesh.
       MissingPluginError: if this environment cannot compile for it; says what to install.
     """
     if isinstance(on, Mesh):
-        hosts = {device.process_index for device in on.devices.flat}
-        kind = on.devices.flat[0].device_kind
-        return TargetDevices(
-            f"cpu:{on.size}" if kind == "cpu" else f"{on.size}x{kind}", on, len(hosts)
-        )
-    if found := re.fullmatch(r"cpu:(\d+)", on):
-        devices = _cpu_devices(int(found[1]))
+        return _of_mesh(on, axis_names)
+    if not isinstance(on, str):
+        raise TypeError(f"on={on!r} is neither a text nor a jax.sharding.Mesh. Write {_FORMS}.")
+    require_name(on)
+    if on.startswith("cpu:"):
+        devices = _cpu_devices(int(on.removeprefix("cpu:")))
         return TargetDevices(on, _mesh(devices, axis_names, num_hosts=1))
-    if (found := re.fullmatch(r"(\d+)x(\w+)", on)) and found[2].upper() in GPUS:
-        return _gpus(on, int(found[1]), found[2].upper(), axis_names)
-    if re.fullmatch(r"v\d\w*:\d+(x\d+)*", on):
+    if on.startswith("v"):
         return _tpus(on, axis_names)
-    raise ValueError(f"there is no target {on!r}. Write {_FORMS}.")
+    num, _, kind = on.partition("x")
+    return _gpus(on, int(num), kind.upper(), axis_names)
+
+
+def require_name(on: str) -> None:
+    """Raise an error if a text is not the name of a target.
+
+    Raises:
+      ValueError: lists the forms of names.
+
+    >>> require_name("cpu:0")
+    Traceback (most recent call last):
+    ValueError: there is no target 'cpu:0'. Write "8xH200" for GPUs (A100, H100, H200, B200, \
+GB200, B300), "v5e:2x4" for a topology of TPUs, or "cpu:4".
+    """
+    forms = (r"cpu:[1-9][0-9]*", r"v\d\w*:\d+(x\d+)*", rf"(?i:[1-9][0-9]*x({'|'.join(GPUS)}))")
+    if not any(re.fullmatch(form, on) for form in forms):
+        raise ValueError(f"there is no target {on!r}. Write {_FORMS}.")
+
+
+def _of_mesh(mesh: Mesh, axis_names: tuple[str, ...]) -> TargetDevices:
+    meshes.require_axes(mesh, axis_names)
+    first, size = mesh.devices.flat[0], mesh.size
+    if first.platform == "cpu":
+        hosts = {device.process_index for device in mesh.devices.flat}
+        return TargetDevices(f"cpu:{size}", mesh, len(hosts))
+    name = f"{size}x{first.device_kind}"
+    if first.platform == "tpu":  # whose links are the same within a host and between hosts
+        return TargetDevices(name, mesh)
+    hosts = {device.process_index for device in mesh.devices.flat}
+    try:
+        description = gpu_description(first.device_kind)
+    except MissingPluginError:  # of JAX before 0.12, or of another kind of GPU
+        description = ""
+    return TargetDevices(name, mesh, len(hosts), description)
 
 
 def _mesh(devices: Any, axis_names: tuple[str, ...], num_hosts: int) -> Mesh:
@@ -119,9 +154,13 @@ def _cpu_devices(num: int) -> list[Any]:
 
 
 def _gpus(name: str, num: int, kind: str, axis_names: tuple[str, ...]) -> TargetDevices:
-    num_hosts = max(1, -(-num // GPUS_PER_HOST))
-    if num < 1 or num % num_hosts:
-        raise ValueError(f"{name}: {num} GPUs do not fill hosts of {GPUS_PER_HOST} equally.")
+    num_hosts = -(-num // GPUS_PER_HOST)
+    if num % num_hosts:
+        equal = -(-num // num_hosts) * num_hosts
+        raise ValueError(
+            f"{name}: {num} GPUs are not the same number on each of {num_hosts} hosts, of "
+            f"{GPUS_PER_HOST} GPUs at most. Write {equal}x{kind}."
+        )
     description = gpu_description(GPUS[kind])
     devices = gpu_devices(description, num_hosts, num // num_hosts)
     return TargetDevices(name, _mesh(devices, axis_names, num_hosts), num_hosts, description)
@@ -151,6 +190,7 @@ def gpu_devices(description: str, num_hosts: int, num_per_host: int) -> list[Any
     return list(topology.devices)
 
 
+@functools.cache  # the library has hundreds of megabytes
 def gpu_description(name: str) -> str:
     """Return XLA's own description of a GPU, which its CUDA plugin carries since JAX 0.12.
 
@@ -169,13 +209,13 @@ def gpu_description(name: str) -> str:
             "needed): pip install 'jdp[explain-gpu]'"
         )
     library = libraries[0].read_bytes()
-    start_of_name, end = f'name: "{name}"'.encode(), f'device_description_str: "{name}"'.encode()
-    if start_of_name not in library:
+    end = f'device_description_str: "{name}"'.encode()  # in every description; `name:` is in some
+    if end not in library:
         raise MissingPluginError(
             f"this CUDA plugin does not describe {name}; that of JAX 0.12 does."
         )
-    start = library.rindex(b"gpu_device_info {", 0, library.index(start_of_name))
-    stop = library.index(end, start) + len(end)
+    stop = library.index(end) + len(end)
+    start = library.rindex(b"gpu_device_info {", 0, stop)
     lines = library[start:stop].decode().splitlines()
     # JAX 0.10 knows no such field.
     return "\n".join(line for line in lines if "collective_memory_granularity" not in line)

@@ -16,7 +16,7 @@ from jdp.inspect.transfers import SentArrays, collective_in, number_of, transfer
 # These move no data, or only start operations that are counted elsewhere.
 _FREE = set(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id "
-    "optimization-barrier".split()
+    "opt-barrier".split()
 )
 # Loops run so often; the time of further iterations is that of the last one.
 _SIMULATED = 3
@@ -51,7 +51,7 @@ def simulate(program: HloProgram, speeds: Speeds, kernels: Sequence[Kernel] = ()
       speeds: how long its operations take.
       kernels: its Pallas kernels.
     """
-    run = _Simulation(program, speeds, kernels)
+    run = _Simulation(program, speeds, Costs(program.computations, kernels))
     run.computation(program.entry, ())
     run.timeline.step_s = run.now_s
     return run.timeline
@@ -67,10 +67,10 @@ class _UnderWay:
 
 
 class _Simulation:
-    def __init__(self, program: HloProgram, speeds: Speeds, kernels: Sequence[Kernel]):
-        self._program, self._speeds = program, speeds
-        self._costs = Costs(program.computations, kernels)
+    def __init__(self, program: HloProgram, speeds: Speeds, costs: Costs):
+        self._program, self._speeds, self._costs = program, speeds, costs
         self._shapes: dict[str, dict[str, str]] = {}
+        self._seconds: dict[str, float] = {}  # of the branches of conditionals
         self.timeline = Timeline()
         self.now_s = 0.0
         self._free_s = 0.0  # when the communicating lane is
@@ -106,6 +106,8 @@ class _Simulation:
         except ValueError:
             num_times = 1
             self.timeline.unknown.append(f"the loop {one.name} was counted once")
+        if not num_times:
+            return
         body = next(iter(re.findall(r"\bbody=%?([\w.\-]+)", one.rest)))
         for _ in range(min(num_times, _SIMULATED) - 1):
             self.computation(body, (*trips, num_times))
@@ -117,8 +119,16 @@ class _Simulation:
         branches = [name for name in one.called() if name in self._program.computations]
         if branches:
             self.timeline.unknown.append(f"of {one.name} the longest branch was counted")
-            longest = max(branches, key=lambda name: len(self._program.computations[name]))
-            self.computation(longest, trips)
+            self.computation(max(branches, key=self._alone_s), trips)
+
+    def _alone_s(self, name: str) -> float:
+        """Return the seconds of a computation by itself."""
+        if name not in self._seconds:
+            alone = _Simulation(self._program, self._speeds, self._costs)
+            alone._seconds = self._seconds
+            alone.computation(name, ())
+            self._seconds[name] = alone.now_s
+        return self._seconds[name]
 
     def _totals(self) -> tuple:
         found = self.timeline
@@ -149,11 +159,8 @@ class _Simulation:
 
     def _compute(self, one: Instruction, name: str) -> None:
         flops = self._costs.flops(one, self._shapes[name])
-        if (kernel := self._costs.kernel(one)) and kernel.flops is None:
-            self.timeline.unknown.append(
-                f"the operations of the Pallas kernel {kernel.name}; give its pallas_call a "
-                "cost_estimate="
-            )
+        if not flops and (missing := self._costs.uncounted(one)):
+            self.timeline.unknown.append(missing)
         shapes = self._shapes[name]
         took_s = self._speeds.compute_s(
             Work(
@@ -198,7 +205,9 @@ class _Simulation:
             self._done(handle)
 
     def _start(self, handle: str, transfer: SentArrays) -> None:
-        took_s = self._speeds.transfer_s(transfer.kind, transfer.algorithm, transfer.num_bytes)
+        took_s = self._speeds.transfer_s(
+            transfer.kind, transfer.algorithm, transfer.num_bytes, transfer.group
+        )
         begin_s = max(self._free_s, self.now_s)
         self._free_s = begin_s + took_s
         if not transfer.runs:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from jdp.collectives import call_order
 from jdp.collectives.cpu import runtime as cpu_runtime
-from jdp.inspect import hlo
+from jdp.inspect import hlo, replica_groups
 from jdp.inspect.costs import Costs
 from jdp.inspect.hlo import Array, Instruction
 
@@ -32,6 +32,7 @@ class SentArrays:
       arrays: the arrays that it takes, without padding or packing.
       num_bytes: of its whole arrays on one rank, in one run.
       trips: for each loop around it the number of iterations, outermost first.
+      group: the ranks of its first group; none if all ranks meet, or it is not known.
       runs: how often it runs in a step.
       took_s: seconds of all runs.
       exposed_s: seconds for which computation waited for them.
@@ -50,6 +51,7 @@ class SentArrays:
     arrays: list[Array]
     num_bytes: int
     trips: tuple[int, ...]
+    group: tuple[int, ...] = ()
     runs: int = 0
     took_s: float = 0.0
     exposed_s: float = 0.0
@@ -96,7 +98,10 @@ def transfer_of(
     num_bytes = sum(array.num_bytes() for array in taken)
     if kind == "all-gather":
         num_bytes = max(num_bytes, _gathered_bytes(one, num_bytes, algorithm))
-    return SentArrays(one, computation, kind, algorithm, number_of(inner), taken, num_bytes, trips)
+    return SentArrays(
+        one, computation, kind, algorithm, number_of(inner), taken, num_bytes, trips,
+        replica_groups.first_group(inner),
+    )  # fmt: skip
 
 
 def collective_in(one: Instruction, costs: Costs) -> Instruction | None:

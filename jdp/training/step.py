@@ -102,7 +102,17 @@ class Step:
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Trace and prove the step for these arguments: arrays or `ShapeDtypeStruct`s."""
-        compiled, args, *_ = self._prepare(args, kwargs)
+        return self.trace_on(None, args, kwargs)
+
+    def trace_on(self, where: Mesh | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Trace as `trace` does, on a mesh, which a state without arrays does not name.
+
+        Args:
+          where: the mesh. Default: that of the state.
+          args: the arguments.
+          kwargs: those by keyword.
+        """
+        compiled, args, *_ = self._prepare(args, kwargs, where)
         return compiled.trace(*args, is_compiled=True)
 
     def findings(self, *args: Any, **kwargs: Any) -> TraceFindings:
@@ -112,7 +122,7 @@ class Step:
         return found
 
     def _prepare(
-        self, args: tuple, kwargs: dict[str, Any]
+        self, args: tuple, kwargs: dict[str, Any], where: Mesh | None = None
     ) -> tuple[CompiledStep, tuple, bool, bool]:
         """Return `(compiled, placed arguments, is_traced, is_returned)`.
 
@@ -123,7 +133,7 @@ class Step:
         if self._holds_others:
             state = pytrees.hold(state)
         leaves = jax.tree.leaves(state)
-        where = mesh.mesh_of(leaves, spec.axis_name)
+        where = mesh.mesh_of(leaves, spec.axis_name) if where is None else where
         # A state that the last call returned is placed, and no two of its leaves share a buffer.
         is_returned = known_leaves.are(self._returned, leaves)
         is_traced = not is_returned and _holds_tracer(leaves)

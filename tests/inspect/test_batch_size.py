@@ -1,5 +1,7 @@
 """The batch that is found fits, and the next larger one does not, by what XLA allocates."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,9 @@ import optax
 import pytest
 
 import jdp
+from jdp.inspect import batch_size
+from jdp.inspect.compiled import TooLargeError
+from jdp.inspect.row_search import Search
 
 DIM = 32
 
@@ -77,3 +82,73 @@ def test_a_limit_that_not_even_one_row_of_each_rank_fits_is_an_error(state):
 def test_without_a_limit_it_asks_for_one(state):
     with pytest.raises(ValueError, match="limit_bytes="):
         jdp.find_batch_size(make_step(), state, rows(8))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"granularity": 3}, ValueError, "granularity=3.*2 ranks.*granularity=4"),
+        ({"granularity": 0}, ValueError, "granularity.*at least 1"),
+        ({"granularity": 4, "max_rows": 2}, ValueError, "max_rows.*at least 4"),
+        ({"limit_bytes": 1e6}, TypeError, "limit_bytes.*1000000.0"),
+    ],
+)
+def test_options_that_no_batch_has_are_an_error(options, error, match, state):
+    with pytest.raises(error, match=match):
+        jdp.find_batch_size(make_step(), state, rows(8), **{"limit_bytes": 2**20, **options})
+
+
+@pytest.mark.parametrize(
+    ("batch", "match"),
+    [
+        ({}, "no arrays"),
+        ({"x": np.zeros((8, DIM)), "step": np.float32(1)}, r"batch\['step'\] \[\]"),
+        ({"x": np.zeros((8, DIM)), "y": np.zeros(4)}, r"\[8, 32\].*batch\['y'\] \[4\]"),
+    ],
+)
+def test_a_batch_whose_arrays_have_no_equal_first_dim_is_an_error(batch, match, state):
+    with pytest.raises(ValueError, match=match):
+        jdp.find_batch_size(make_step(), state, batch, limit_bytes=2**20)
+
+
+def test_micro_batches_of_which_none_divides_the_rows_are_an_error(state):
+    make = lambda rows: make_step(micro_batch_rows=rows)  # noqa: E731
+    with pytest.raises(ValueError, match="7 rows.*granularity=3"):
+        jdp.find_batch_size(make, state, rows(14), limit_bytes=2**20, granularity=3)
+
+
+@pytest.mark.parametrize("step", [lambda state, batch: (state, {}), lambda rows: None, 3])
+def test_a_function_that_is_neither_a_step_nor_makes_one_is_refused(step, state):
+    with pytest.raises(TypeError, match=r"jdp\.train_step"):
+        jdp.find_batch_size(step, state, rows(8), limit_bytes=2**20)
+
+
+@pytest.mark.parametrize("first", [8, 1024])
+def test_rows_that_xla_does_not_compile_do_not_fit(first, state, monkeypatch):
+    # As for TPUs: XLA says itself that more than 100 rows take too much memory.
+    original = batch_size.compile_step
+
+    def compile_step(step, args, *others):
+        if args[1]["x"].shape[0] > 100:
+            raise TooLargeError
+        return original(step, args, *others)
+
+    monkeypatch.setattr(batch_size, "compile_step", compile_step)
+    found = jdp.find_batch_size(make_step(), state, rows(first), limit_bytes=2**40)
+    assert (found.rows, found.next_rows, found.next_bytes) == (100, 102, None)
+    assert found.num_bytes == allocated(make_step(), state, 100) and found.num_compiled <= 16
+
+
+@pytest.mark.parametrize("limit", [0, 1, 37, 998, 999, 5000])
+@pytest.mark.parametrize("known", [0, 500, 999])
+def test_the_search_ends_at_the_last_number_that_fits(limit, known):
+    asked = []
+
+    def bytes_of(rows):
+        asked.append(rows)
+        return math.inf if rows > 700 else rows
+
+    search = Search(bytes_of, limit, range(1000))
+    search.fits(known)
+    assert search.last_that_fits() == min(limit, 700)
+    assert len(asked) == len({*asked}) <= 20

@@ -26,7 +26,15 @@ def test_a_rate_is_found_by_operation_algorithm_ranks_and_processes():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", json.dumps({"format": 2}), json.dumps({"format": 3, "rates": [{}]})],
+    [
+        "",
+        "[]",
+        "{}",
+        "null",
+        '"text"',
+        json.dumps({"format": 2}),
+        json.dumps({"format": 3, "rates": [{}]}),
+    ],
 )
 def test_a_file_of_another_format_is_refused_with_its_path(text, tmp_path):
     path = tmp_path / "file.json"

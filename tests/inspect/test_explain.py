@@ -163,8 +163,24 @@ def test_a_given_rate_is_what_the_prediction_takes():
     sent = 3 * 4 * (DIM * DIM + DIM) + 4
     assert found.time.exposed_s == pytest.approx(sent / 1e6)
     assert found.rates["link_bytes_per_s"].source == "given"
-    with pytest.raises(ValueError, match="no rate 'speed'"):
-        jdp.explain(step_of(loss_fn), state, batch, rates={"speed": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("rates", "error", "match"),
+    [
+        ({"speed": 1.0}, ValueError, "'speed'.*matmul_flops"),
+        ({"matmul_flops": float("nan")}, ValueError, "nan.*FLOP/s"),
+        ({"matmul_flops": float("inf")}, ValueError, "inf.*FLOP/s"),
+        ({"matmul_times": 0}, ValueError, "matmul_times=0.*more than 0"),
+        ({"operation_start_s": -1e-9}, ValueError, "-1e-09.*at least 0"),
+        ({"matmul_flops": "1e9"}, TypeError, "'1e9'.*FLOP/s"),
+        ({"matmul_flops": None}, TypeError, "None.*FLOP/s"),
+        ([("matmul_flops", 1e9)], TypeError, "dict"),
+    ],
+)
+def test_a_rate_that_is_not_possible_is_refused_before_the_step_is_compiled(rates, error, match):
+    with pytest.raises(error, match=match):
+        jdp.explain(None, None, None, rates=rates)
 
 
 def test_a_matmul_in_a_loop_counts_once_per_iteration():
@@ -178,6 +194,20 @@ def test_a_matmul_in_a_loop_counts_once_per_iteration():
 
     found = jdp.explain(step, state, np.zeros((32, DIM), np.float32))
     assert found.time.matmul_flops == 11 * 2 * 32 * DIM * DIM
+
+
+def test_a_library_whose_operations_are_not_counted_is_named_and_a_sort_is_not():
+    jdp.init(devices=jax.devices()[:1])
+
+    @jdp.eval_step
+    def step(state, x):
+        random = jax.random.normal(jax.random.key(0), x.shape)
+        largest = lax.top_k(x + random, 2)[0].sum()
+        return {"least": jnp.linalg.cholesky(state).sum() + largest}
+
+    found = jdp.explain(step, np.eye(8, dtype=np.float32), np.zeros((4, 8), np.float32))
+    (text,) = found.unknown
+    assert "potrf" in text and text in str(found)
 
 
 def test_json_has_the_numbers_of_the_report():
@@ -210,6 +240,45 @@ def test_a_state_of_shapes_alone_is_explained():
     assert found.memory.parameters == sum(x.nbytes for x in jax.tree.leaves(params))
 
 
+@pytest.mark.parametrize("state", [{}, None, {"scale": 1.0}], ids=["empty", "none", "number"])
+def test_a_state_without_arrays_is_explained_for_the_ranks_that_are_asked_for(state):
+    jdp.init(devices=jax.devices()[:2])
+
+    @jdp.train_step
+    def step(state, x):
+        return state, {"mean": x.mean()}
+
+    found = jdp.explain(step, state, np.zeros((16, 8), np.float32), on="cpu:4")
+    assert (found.num_ranks, found.memory.batch) == (4, 16 // 4 * 8 * 4)
+    (bucket,) = found.buckets
+    assert (bucket.kind, bucket.leaves, bucket.num_bytes) == ("all-reduce", ("a scalar",), 4)
+
+
+@pytest.mark.filterwarnings("error")
+def test_arrays_of_64_bits_have_32_on_the_devices():
+    jdp.init(devices=jax.devices()[:2])
+    found = jdp.explain(
+        step_of(lambda params, batch: jnp.mean((batch["x"] @ params) * batch["y"][:, None])),
+        jdp.TrainState.create(np.zeros((8, 4)), optimizer(0)),
+        {"x": np.zeros((16, 8)), "y": np.arange(16)},
+        on="cpu:4",
+    )
+    assert (found.memory.parameters, found.memory.batch) == (8 * 4 * 4, 4 * (8 + 1) * 4)
+
+
+def test_a_gather_that_xla_drops_gives_its_name_to_no_other():
+    # Stage 2 of scanned layers gathers the whole state in its trace, and XLA only the parameters.
+    jdp.init(devices=jax.devices()[:3])
+
+    def loss_fn(params, x):
+        return jnp.mean(jdp.scan_layers(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0])
+
+    state = jdp.TrainState.create(np.ones((5, 48, 48), np.float32), optimizer(2))
+    found = jdp.explain(step_of(loss_fn, accumulate=2), state, np.ones((12, 48), np.float32))
+    gathered = [bucket.leaves for bucket in found.buckets if bucket.kind == "all-gather"]
+    assert gathered and not [name for leaves in gathered for name in leaves if "opt_state" in name]
+
+
 def test_state_of_ranks_grows_with_the_ranks_and_of_rows_does_not():
     jdp.init(devices=jax.devices()[:2])
 
@@ -231,12 +300,27 @@ def test_rows_that_cannot_be_split_are_an_error_with_the_numbers():
         jdp.explain(step_of(loss_fn), state, batch, on="cpu:3")
 
 
-@pytest.mark.parametrize("on", ["8xT1000", "gpu", "cpu:x", "v5e"])
+@pytest.mark.parametrize("on", ["8xT1000", "gpu", "cpu:x", "cpu:0", "0xH200", "v5e", "cpu:4 "])
 def test_an_unknown_target_is_an_error_that_lists_the_forms(on):
     params, batch, loss_fn = problem("mlp")
     jdp.init(devices=jax.devices()[:1])
     state = jdp.TrainState.create(params, optimizer(0))
     with pytest.raises(ValueError, match="8xH200.*v5e:2x4.*cpu:4"):
+        jdp.explain(step_of(loss_fn), state, batch, on=on)
+
+
+@pytest.mark.parametrize(
+    ("on", "error", "match"),
+    [
+        (4, TypeError, "on=4.*8xH200.*cpu:4"),
+        (jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",)), ValueError, "'x'.*'data'"),
+    ],
+)
+def test_devices_that_are_no_target_are_an_error(on, error, match):
+    params, batch, loss_fn = problem("mlp")
+    jdp.init(devices=jax.devices()[:1])
+    state = jdp.TrainState.create(params, optimizer(0))
+    with pytest.raises(error, match=match):
         jdp.explain(step_of(loss_fn), state, batch, on=on)
 
 

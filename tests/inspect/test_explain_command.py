@@ -59,6 +59,14 @@ def test_plans_are_compared_from_the_command_line(script):
     assert times == sorted(times)
 
 
+def test_a_script_for_two_ranks_is_explained_for_four(script):
+    text = script.read_text().replace("jdp.init()", "jdp.init(cpu_ranks=2)")
+    script.write_text(text.replace("\n\nx =", "\nassert mesh.size == 2\n\nx ="))
+    done = explained(f"{script}:step", "--on", "cpu:4")
+    assert done.returncode == 0, done.stderr
+    assert "step on cpu:4 (4 ranks)" in done.stdout
+
+
 def test_a_step_that_is_not_called_is_an_error_with_those_that_are(script):
     done = explained(f"{script}:train", "--on", "cpu:1")
     assert done.returncode == 1 and not done.stdout
@@ -90,3 +98,36 @@ def test_the_command_starts_without_jax(tmp_path):
     code = "import sys; from jdp.__main__ import main; main(['--help']); "
     code += "sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--on", "cpu:0"], "'cpu:0'"),
+        (["--rate", "speed=1"], "'speed'"),
+        (["--rate", "matmul_flops=nan"], "nan"),
+        (["--png", "lanes.png", "--compare", "stage=0,1"], "--compare"),
+    ],
+)
+def test_options_that_cannot_be_are_an_error_before_the_script_runs(
+    options, text, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
+    path = tmp_path / "train.py"
+    path.write_text("raise AssertionError('the script ran')")
+    assert main(["explain", f"{path}:step", *options]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_an_error_of_the_authors_code_has_its_line_and_one_of_jdp_is_one_line(script):
+    text = script.read_text()
+    wrong = text.replace("    loss, grads =", "    raise ValueError('mine')\n    loss, grads =")
+    assert wrong != text
+    script.write_text(wrong)
+    done = explained(f"{script}:step", "--on", "cpu:1")
+    assert done.returncode == 1 and "raise ValueError('mine')" in done.stderr
+    script.write_text(text.replace('{"loss": loss}', '{"loss": batch["x"]}'))
+    done = explained(f"{script}:step", "--on", "cpu:2")
+    assert done.returncode == 1 and "(jdp explain-error JDP102)" in done.stderr
+    assert "Traceback" not in done.stderr

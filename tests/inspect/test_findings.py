@@ -113,11 +113,14 @@ def test_gradients_of_16_bits_in_float32_on_the_wire():
     assert "wide-wire" not in kinds(plain, dtype=jnp.bfloat16)
 
 
-def test_a_callback_to_the_host():
+@pytest.mark.parametrize(
+    "call", [lambda x: jax.debug.callback(lambda x: None, x), lambda x: jax.debug.print("{}", x)]
+)
+def test_a_callback_to_the_host(call):
     @jdp.train_step
     def calling(state, x):
         grads = jax.grad(loss_fn)(state.params, x)
-        jax.debug.callback(lambda norm: None, optax.tree.norm(grads))
+        call(optax.tree.norm(grads))
         return state.apply_gradients(grads), {}
 
     assert "test_findings.py" in kinds(calling)["host-callback"].text

@@ -1,6 +1,7 @@
 """`explain` predicts with the rates that `jdp bench --calibrate` measured on this host."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -76,10 +77,53 @@ def test_the_slowness_of_training_steps_is_part_of_the_rates(calibrated):
     assert [all_[kind].value for kind in kinds] == [6.0, 7.0, 8.0]
     starts = [rates["operation_start_s"].value for rates in (one, all_)]
     assert starts == pytest.approx([5 * 1e-7, 9 * 2e-7])
-    # The interval is that of the worst step, and at least a quarter.
-    assert (one["strided_times"].low, one["strided_times"].high) == (2.0, 6.0)
-    assert (all_["strided_times"].low, all_["strided_times"].high) == (6.0, 10.0)
+    # A step was predicted 1.5 times too long, or half as long as it was; at least a quarter counts.
+    for name in ("matmul_times", "elementwise_times", "strided_times", "operation_start_s"):
+        for rate, error in ((one[name], 0.5), (all_[name], 0.25)):
+            assert rate.value == pytest.approx((1 + error) * rate.low)
+            assert rate.value == pytest.approx((1 - error) * rate.high)
     assert one["matmul_flops_f32"].low == one["matmul_flops_f32"].high == 3e9
+
+
+def test_ranks_that_share_the_cores_are_no_faster_than_one_by_itself(calibrated):
+    # 8 ranks were measured: 2 of them have 4 times the cores, but each is one device.
+    calibrated(num_compute_ranks=8)
+    found = explained("cpu:2").rates
+    alone = explained("cpu:1").rates
+    for name in ("matmul_flops_f32", "memory_bytes_per_s", "cached_bytes_per_s",
+                 "transcendentals_per_s", "operation_start_s"):  # fmt: skip
+        assert found[name].value == alone[name].value
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "error", "times"),
+    [
+        # Between two measured times nothing but a busy machine is taken into account.
+        (1 << 29, 0.5, (1 / 1.25, 1 / 0.75)),
+        (1 << 31, 0.5, (1 / 1.5, 2.0)),
+        (1 << 31, 0.1, (1 / 1.25, 1 / 0.75)),
+        # A law that was 4 times too high once says nothing of the longest time.
+        (1 << 31, 3.0, (1 / 4, 4.0)),
+    ],
+)
+def test_the_interval_of_a_collective_follows_from_the_error_of_its_law(num_bytes, error, times):
+    law = dataclasses.replace(ALL_REDUCE, largest_error=error)
+    ones = dict.fromkeys(UNITS, Rate(1.0, 1.0, 1.0, "", ""))
+    low, likely, high = (
+        Likely(ones, 2, 1, which, {("all-reduce", "native"): law}).transfer_s(
+            "all-reduce", "native", num_bytes
+        )
+        for which in ("high", "value", "low")
+    )
+    assert likely == law.seconds(num_bytes)
+    assert (low / likely, high / likely) == pytest.approx(times)
+
+
+def test_a_time_that_does_not_grow_is_null_in_json(calibrated):
+    calibrated(rates=(dataclasses.replace(ALL_REDUCE, bytes_per_s=float("inf")),))
+    text = explained("cpu:2").to_json()
+    (law,) = json.loads(text, parse_constant=pytest.fail)["laws"]
+    assert law["bytes_per_s"] is None and law["points"] == [[1, 1.0], [1 << 30, 8.0]]
 
 
 def test_a_collective_takes_its_measured_time(calibrated):
@@ -90,6 +134,7 @@ def test_a_collective_takes_its_measured_time(calibrated):
     assert bucket.took_s == ALL_REDUCE.seconds(256 * 64 * 4) > 1.0
     assert found.time.low_s < found.time.likely_s < found.time.high_s
     assert "all-reduce (direct, 2 ranks): measured here" in str(found)
+    assert "0.8 to 1.3 times as long" in str(found)
 
 
 def test_a_given_link_is_used_in_place_of_the_measured_time(calibrated):

@@ -11,6 +11,8 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jdp
 from jdp import collectives
@@ -118,6 +120,44 @@ def test_two_hosts_have_a_slower_link(h200s):
     assert "host_link_bytes_per_s" in found.rates
 
 
+def test_a_mesh_of_gpus_is_explained_as_the_name_of_its_gpus_is(h200s):
+    tx = jdp.replicated(optax.sgd(0.1), all_reduce=collectives.xla)
+    mesh = targets.target(h200s, ("data",)).mesh
+    named, found = report(h200s, tx), report(mesh, tx)
+    assert found.on == "8xNVIDIA H200 141GB HBM3e"
+    assert (found.time, found.rates, found.memory) == (named.time, named.rates, named.memory)
+
+
+@pytest.mark.parametrize("kind", targets.GPUS)
+def test_every_gpu_of_the_list_is_described(kind, h200s):
+    if DESCRIBED:
+        pytest.skip("one description stands for all")
+    text = targets.gpu_description(targets.GPUS[kind])
+    assert text.startswith("gpu_device_info {") and text.count("gpu_device_info {") == 1
+    assert text.endswith(f'device_description_str: "{targets.GPUS[kind]}"')
+
+
+def test_shards_within_a_host_take_the_links_of_the_host(h200s):
+    axes = ("outer", "inner")
+    mesh = jax.make_mesh((1, 1), axes, devices=jax.devices("cpu")[:1])
+    tx = jdp.sharded(optax.sgd(0.1), stage=3, axis_name=axes, over="inner")
+
+    @jdp.train_step(axis_name=axes)
+    def step(state, x):
+        value_and_grad = jdp.value_and_grad(loss_fn, axis_name=axes)
+        return state.apply_gradients(value_and_grad(state.params, x)[1]), {}
+
+    params = [jax.device_put(np.zeros((DIM, DIM), np.float32), NamedSharding(mesh, P()))]
+    state = jdp.TrainState.create(params, tx)
+    rates = {"link_bytes_per_s": 1e9, "host_link_bytes_per_s": 1e6, "reduction_start_s": 0.0}
+    rows = jax.ShapeDtypeStruct((64, DIM), jnp.float32)
+    found = jdp.explain(step, state, rows, on="16xH200", rates=rates)
+    seconds = {x.kind: x.took_s for x in found.buckets if x.num_bytes >= LAYER // 8}
+    # 8 ranks of a host gather a layer; 2 ranks of two hosts sum an eighth of its gradient.
+    assert seconds["all-gather"] == pytest.approx(LAYER * 7 / 8 / 1e9)
+    assert seconds["all-reduce"] == pytest.approx(LAYER / 8 / 1e6)
+
+
 @pytest.fixture(scope="module")
 def tpus():
     if importlib.util.find_spec("libtpu") is None:
@@ -147,3 +187,24 @@ def test_tiles_that_are_filled_up_are_found(tpus):
     found = jdp.explain(step, state, np.zeros((8, 65536), np.float32), on=tpus)
     (padding,) = [finding for finding in found.findings if finding.kind == "padding"]
     assert padding.saved_bytes >= params.nbytes // 3
+
+
+def test_a_step_that_xla_does_not_compile_for_its_memory_is_an_error_that_says_so(tpus):
+    jdp.init(devices=jax.devices("cpu")[:1])
+    params = jax.ShapeDtypeStruct((4 * DIM, 4 * DIM), jnp.float32)
+    tx = jdp.replicated(optax.sgd(0.1))
+    state = jax.eval_shape(lambda: jdp.TrainState.create(jnp.zeros(params.shape, params.dtype), tx))
+
+    @jdp.train_step
+    def step(state, x):
+        grads = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) @ w))(state.params)
+        return state.apply_gradients(grads), {}
+
+    rows = jax.ShapeDtypeStruct((2**24, 4 * DIM), jnp.float32)
+    with pytest.raises(ValueError, match="memory.*v5e:2x4.*find_batch_size"):
+        jdp.explain(step, state, rows, on=tpus)
+    # The memory of a v5e is 16 GiB, and the limit more.
+    found = jdp.find_batch_size(
+        step, state, rows, on=tpus, limit_bytes=2**40, granularity=2**21, max_rows=2**23
+    )
+    assert found.num_bytes < 2**34 and found.next_rows is not None and found.next_bytes is None

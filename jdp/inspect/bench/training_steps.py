@@ -129,7 +129,9 @@ class _Recorder:
         self.alone = self.alone._replace(**own, start=self.alone.start + self._start_s)
         return 0.0
 
-    def transfer_s(self, kind: str, algorithm: str, num_bytes: float) -> float:
+    def transfer_s(
+        self, kind: str, algorithm: str, num_bytes: float, group: Sequence[int] = ()
+    ) -> float:
         return 0.0
 
 

@@ -37,7 +37,9 @@ class _NoTime:
     def compute_s(self, work: Work) -> float:
         return 0.0
 
-    def transfer_s(self, kind: str, algorithm: str, num_bytes: float) -> float:
+    def transfer_s(
+        self, kind: str, algorithm: str, num_bytes: float, group: Sequence[int] = ()
+    ) -> float:
         return 0.0
 
 

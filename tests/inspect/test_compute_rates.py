@@ -1,0 +1,107 @@
+"""The rates of `jdp bench --calibrate` divide by the operations that the programs really have.
+
+XLA could merge or drop operations of a program that is timed, and a rate would then be too high. So
+the compiled programs are counted as `explain` counts them, and the numbers are known by hand.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdp
+from jdp.inspect import timeline
+from jdp.inspect.bench import compute, training_steps
+from jdp.inspect.calibration import CACHED_BYTES, Slowness
+from jdp.inspect.exact import WrongResultError
+from jdp.inspect.hlo import HloProgram
+
+MIB = 2**20
+
+
+class Recorder:
+    """Speeds that keep the work of each operation."""
+
+    def __init__(self):
+        self.works = []
+
+    def compute_s(self, work):
+        self.works.append(work)
+        return 1.0
+
+    def transfer_s(self, kind, algorithm, num_bytes, group=()):
+        raise AssertionError("a program of one rank has a collective")
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """The compiled programs of what is timed, each of which takes a second."""
+    found = []
+
+    def seconds(run, x, other, right, what):
+        found.append(HloProgram(run.lower(x, other).compile().as_text()))
+        return 1.0
+
+    monkeypatch.setattr(compute, "_seconds", seconds)
+    return found
+
+
+@pytest.fixture
+def mesh():
+    return jdp.init(devices=jax.devices()[:1])
+
+
+def counted(program):
+    """Return the simulated operations, with all iterations of loops, and their kinds of work."""
+    recorder = Recorder()
+    return timeline.simulate(program, recorder).step_s, recorder.works
+
+
+def test_the_chain_of_tiny_operations_has_as_many_as_its_time_is_divided_by(mesh, programs):
+    rate = compute.operation_start_s(mesh)
+    seconds, works = counted(programs[0])
+    assert seconds == len(works) and 1 / rate == 512
+    # One more where XLA copies the argument.
+    assert 512 <= len(works) <= 513
+    assert {work.num_bytes for work in works} == {2 * 8 * 4}
+
+
+def test_an_operation_of_the_cached_loop_reads_and_writes_what_its_rate_says(mesh, programs):
+    compute.loop_s(mesh, lambda x: x + 1, CACHED_BYTES // 8, 64.0)
+    large = [work for work in counted(programs[0])[1] if work.num_bytes >= MIB]
+    assert large and {work.num_bytes for work in large} == {CACHED_BYTES}
+    assert {(work.transcendentals, *work.flops) for work in large} == {(0,)}
+
+
+def test_an_operation_of_the_loop_of_tangents_has_one_for_each_element(mesh, programs):
+    compute.loop_s(mesh, jnp.tanh, MIB, 0.0)
+    works = [work for work in counted(programs[0])[1] if work.transcendentals]
+    assert {work.transcendentals for work in works} == {MIB}
+
+
+def test_each_rate_is_its_work_over_its_seconds(mesh, programs, monkeypatch):
+    slowness = Slowness(1.0, 1.0, 1.0, 1.0, 0.0)
+    monkeypatch.setattr(training_steps, "slowness", lambda mesh, rates: slowness)
+    monkeypatch.setitem(compute._WIDTH, "cpu", 4)
+    monkeypatch.setattr(compute, "_ELEMENTS", 256)
+    found = compute.rates(mesh)
+    for prefix in ("", "shared_"):
+        assert found[f"{prefix}matmul_flops_per_s"] == dict.fromkeys(
+            ("float32", "bfloat16"), 2 * 4**3
+        )
+        assert found[f"{prefix}memory_bytes_per_s"] == 2 * 4 * 256
+        # 64 operations in a second, each on a cache of 8 MiB or on a million numbers.
+        assert found[f"{prefix}cached_bytes_per_s"] == 64 * CACHED_BYTES
+        assert found[f"{prefix}transcendentals_per_s"] == 64 * MIB
+        assert found[f"{prefix}operation_start_s"] == 1 / 512
+        assert found[f"{prefix}slowness"] == slowness
+
+
+@pytest.mark.parametrize("right", [64.0, 63.0, np.nan])
+def test_a_loop_whose_result_is_wrong_has_no_rate(right, make_mesh):
+    run = lambda: compute.loop_s(make_mesh(3), lambda x: x + 1, 5, right)  # noqa: E731
+    if right == 64.0:
+        assert run() > 0
+        return
+    with pytest.raises(WrongResultError, match="a loop"):
+        run()

@@ -1,0 +1,78 @@
+"""The first call of a step is found whatever the script does with the end of its run."""
+
+import pytest
+
+from jdp.inspect.first_call import NeverCalledError, first_call
+
+STEP = """\
+import sys, threading
+import jdp
+
+@jdp.train_step
+def step(state, batch):
+    return state, {}
+
+@jdp.train_step
+def warm_up(state, batch):
+    raise AssertionError
+
+jdp.init(cpu_ranks=1)
+"""
+
+
+@pytest.fixture
+def called(tmp_path):
+    def called(lines, name="step"):
+        path = tmp_path / "a script \u00fc.py"
+        path.write_text(STEP + lines, encoding="utf-8")
+        return first_call(str(path), name, ["--lr", "1"])
+
+    return called
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "step(1, batch=sys.argv[1:])",
+        "sys.exit(step(1, batch=sys.argv[1:]))",
+        # A script that tries again would go on without the step's result.
+        "try:\n    step(1, batch=sys.argv[1:])\nexcept:\n    pass\nstep(2, 3)",
+        "try:\n    step(1, batch=sys.argv[1:])\nexcept BaseException:\n    sys.exit(1)",
+        "try:\n    step(1, batch=sys.argv[1:])\nexcept:\n    state, _ = None",
+    ],
+)
+def test_the_first_call_is_found(lines, called):
+    found = called(lines)
+    assert (found.args, found.keywords) == ((1,), {"batch": ["--lr", "1"]})
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_call_in_another_thread_is_found(called):
+    thread = "thread = threading.Thread(target=step, args=(1, 2))"
+    assert called(f"{thread}\nthread.start()\nthread.join()").args == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        ("", "ended, and"),
+        ("sys.exit(0)", "ended, and"),
+        ("sys.exit(3)", r"ended with `exit\(3\)`"),
+        ("sys.exit('no data')", r"ended with `exit\('no data'\)`"),
+    ],
+)
+def test_a_script_that_ends_before_it_calls_the_step_is_an_error(end, how, called):
+    with pytest.raises(NeverCalledError, match=f"ü.py {how}.*`step`.*no step.*jdp.train_step"):
+        called(end)
+
+
+def test_what_the_script_and_its_children_print_is_not_in_the_answer(called, capfd):
+    called("import os, subprocess\nprint('own')\nos.write(1, b'raw ')\n"
+           "subprocess.run(['echo', 'child'])\nstep(1, 2)")  # fmt: skip
+    out, err = capfd.readouterr()
+    assert not out and sorted(err.split()) == ["child", "own", "raw"]
+
+
+def test_an_error_of_the_script_is_its_own(called):
+    with pytest.raises(ZeroDivisionError):
+        called("1 / 0")

@@ -1,0 +1,151 @@
+"""Each rate has its source; a collective takes the link between the ranks that meet."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jdp import collectives
+from jdp.inspect import replica_groups, targets, timeline
+from jdp.inspect.hlo import HloProgram, Instruction
+from jdp.inspect.prediction import Likely
+from jdp.inspect.rate import Rate, given
+from jdp.inspect.rates import UNITS, given_rates, rates_of
+from jdp.inspect.targets import TargetDevices
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def devices(platform, kind, num_hosts=1, description=""):
+    """Devices that this machine has not."""
+    found = [SimpleNamespace(platform=platform, device_kind=kind, process_index=0)] * 8
+    mesh = SimpleNamespace(devices=np.array(found, object), size=8)
+    return TargetDevices("8 of them", mesh, num_hosts, description)
+
+
+# Peaks of NVIDIA's data sheets; 65 % of those of matmuls, 85 % of that of memory.
+@pytest.mark.parametrize(
+    ("kind", "flops", "memory"),
+    [(H100, 989e12, 3.35e12), ("NVIDIA A100-SXM4-80GB", 312e12, 2.04e12),
+     ("NVIDIA B200", 2250e12, 8e12)],
+)  # fmt: skip
+def test_a_gpu_that_xla_does_not_describe_has_published_rates(kind, flops, memory):
+    found = rates_of(devices("gpu", kind))
+    assert found["matmul_flops"].value == pytest.approx(0.65 * flops)
+    assert found["matmul_flops_f32"].value == pytest.approx(0.65 * flops / 2)
+    assert found["memory_bytes_per_s"].value == pytest.approx(0.85 * memory)
+    assert "65% of" in found["matmul_flops"].source and "data sheet" in found["matmul_flops"].source
+
+
+def test_the_links_of_an_a100_are_its_own():
+    links = [rates_of(devices("gpu", kind))["link_bytes_per_s"].value
+             for kind in ("NVIDIA A100-SXM4-80GB", "NVIDIA B200")]  # fmt: skip
+    assert links == [230e9, 700e9]
+
+
+def test_an_unknown_gpu_asks_for_its_rates_and_takes_them():
+    names = ("matmul_flops", "matmul_flops_f32", "memory_bytes_per_s")
+    with pytest.raises(ValueError, match=f"{', '.join(names)}.*NVIDIA T1000.*--calibrate"):
+        rates_of(devices("gpu", "NVIDIA T1000"))
+    some = given_rates({"matmul_flops": 1e12, "memory_bytes_per_s": jnp.float32(1e9)})
+    measured = {"matmul_flops_f32": Rate(5e11, 5e11, 5e11, "FLOP/s", "measured")}
+    found = rates_of(devices("gpu", "NVIDIA T1000"), some, measured)
+    assert [found[name].value for name in names] == [1e12, 5e11, 1e9]
+
+
+def test_a_rate_of_a_tpu_names_the_peak_of_which_it_is_a_part():
+    found = rates_of(devices("tpu", "TPU v5 lite"))
+    assert found["memory_bytes_per_s"].value == pytest.approx(0.85 * 819e9)
+    assert "85% of 8.19e+11" in found["memory_bytes_per_s"].source
+    assert "60% of 1.97e+14" in found["matmul_flops_f32"].source
+
+
+def test_the_start_between_hosts_is_printed_as_it_is_used():
+    one, two = (rates_of(devices("gpu", H100, num_hosts=n)) for n in (1, 2))
+    assert two["reduction_start_s"].value == 2 * one["reduction_start_s"].value
+    assert "twice" in two["reduction_start_s"].source
+    own = rates_of(devices("gpu", H100, 2), given_rates({"reduction_start_s": 7.0}))
+    assert Likely({**own, "operation_start_s": given(0.0, "s")}, 16, 2).transfer_s(
+        "all-reduce", "xla", 0.0
+    ) == pytest.approx(7.0)
+
+
+ONES = dict.fromkeys(UNITS, given(1.0, "")) | {"reduction_start_s": given(0.0, "s")}
+
+
+@pytest.mark.parametrize(
+    ("group", "seconds"),
+    [
+        # 100 bytes a second within a host of 4 ranks, 10 between hosts: 800 (n - 1) / n bytes.
+        ((), 800 * 7 / 8 / 10),
+        (tuple(range(8)), 800 * 7 / 8 / 10),
+        ((0, 1, 2, 3), 800 * 3 / 4 / 100),
+        ((2, 3), 800 / 2 / 100),
+        ((0, 4), 800 / 2 / 10),
+        ((5,), 1.0),
+    ],
+)
+def test_ranks_of_one_host_meet_over_the_links_of_the_host(group, seconds):
+    rates = ONES | {"link_bytes_per_s": given(100.0, ""), "host_link_bytes_per_s": given(10.0, "")}
+    likely = Likely(rates, num_ranks=8, num_hosts=2)
+    assert likely.transfer_s("all-gather", "xla", 800.0, group) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "group"),
+    [
+        ("{}", ()),
+        ("{{0,1,2}}", (0, 1, 2)),
+        ("{{4,1},{2,3}}", (1, 4)),
+        ("[4,2]<=[8]", (0, 1)),
+        ("[2,4]<=[4,2]T(1,0)", (0, 2, 4, 6)),
+        ("[1,8]<=[8]", tuple(range(8))),
+        ("mesh['a'=2,'b'=3] {'a'}", (0, 3)),
+        ("mesh['a'=2,'b'=3] {'b'}", (0, 1, 2)),
+        ("mesh['a'=2,'b'=3] {'b','a'}", tuple(range(6))),
+    ],
+)
+def test_the_first_group_is_read_in_every_notation(attribute, group):
+    rest = f"%x), channel_id=1, replica_groups={attribute}, use_global_device_ids=true"
+    assert replica_groups.first_group(Instruction("r", "f32[8]", "all-reduce", rest)) == group
+
+
+def test_a_native_call_between_the_ranks_of_one_axis_has_as_many(before_init):
+    mesh = jax.make_mesh((2, 3), ("outer", "inner"), devices=jax.devices()[:6])
+    for axes, num in (("inner", 3), ("outer", 2), (("outer", "inner"), 6)):
+        summed = jax.shard_map(
+            lambda x, axes=axes: collectives.native([[x]], axes, mesh=mesh)[0][0], mesh=mesh,
+            in_specs=P(), out_specs=P(), check_vma=False,
+        )  # fmt: skip
+        text = jax.jit(summed).lower(np.ones((2, 3), np.float32)).compile().as_text()
+        (transfer,) = timeline.simulate(HloProgram(text), NoTime()).transfers.values()
+        assert (transfer.algorithm, transfer.group) == ("native", tuple(range(num)))
+
+
+class NoTime:
+    def compute_s(self, work):
+        return 0.0
+
+    def transfer_s(self, kind, algorithm, num_bytes, group=()):
+        return 0.0
+
+
+def test_gpus_of_a_mesh_are_described_as_those_of_their_name(monkeypatch):
+    found = Mesh(np.array(jax.devices()[:2]), ("data",))
+    asked = []
+    monkeypatch.setattr(targets, "gpu_description", lambda name: asked.append(name) or "its text")
+    gpus = SimpleNamespace(platform="gpu", device_kind=H100, process_index=0)
+    fake = SimpleNamespace(
+        devices=np.array([gpus] * 2, object), size=2, axis_names=found.axis_names
+    )
+    assert targets._of_mesh(fake, ("data",)).description == "its text" and asked == [H100]
+
+    def missing(name):
+        raise targets.MissingPluginError
+
+    monkeypatch.setattr(targets, "gpu_description", missing)
+    assert targets._of_mesh(fake, ("data",)).description == ""
