@@ -87,7 +87,7 @@ class Membership:
                 self._remove(remote, f"silent for {now - remote.heard:.1f} s")
 
     def go_on_without_lost_hosts(self) -> None:
-        """Say farewell to lost hosts: they must not see the death of this launcher from now on."""
+        """Send lost hosts a farewell: from now on they must not see the death of this launcher."""
         for remote in self._lost_remotes:
             remote.end_connection()
         self._lost_remotes.clear()
