@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 import random
+import re
 import signal
 import socket
 import threading
@@ -258,6 +259,12 @@ def test_hosts_that_know_no_generation_begin_none_until_all_that_may_lead_are_th
     first, second = run.add(0), run.add(1)
     assert {first.wait(), second.wait()} == {1}
     assert "JDP306" in first.output and not first.events("formed")
+
+
+@pytest.mark.parametrize("wrong", ["a..b", "x" * 64, "a:0", "fe80::1", "", "a"])
+def test_a_list_with_a_wrong_address_or_one_twice_is_refused(wrong):
+    with pytest.raises(ValueError, match=re.escape(f"{wrong}' ")):
+        parse(["--nnodes=1:2", f"--rdzv-endpoint=a,{wrong}", "train.py"], TOKEN)
 
 
 def test_hosts_with_different_lists_are_refused(jdp_run):
