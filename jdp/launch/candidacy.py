@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from jdp.launch.claim import claim_of
+from jdp.launch.claim import claim_of, read_claim
 from jdp.launch.host.leader_connection import RETRY_S
 from jdp.launch.leader.leader import Leader
 from jdp.launch.options.options import Options
@@ -74,8 +74,19 @@ class Candidacy:
                 if place == own:
                     continue
                 claim = await _peek(address)
+                if claim and claim[2] != place:
+                    await asyncio.sleep(2 * RETRY_S)  # until the launcher there finds this one
+                    return self._leader.give_up(self._other_list(place, claim[2]))
                 if claim and claim < self._claim():
                     return self._resign()
+
+    def _other_list(self, place: int, its_place: int) -> str:
+        name, port = self._rendezvous.addresses[place]
+        return (
+            f"{name}:{port} has place {place} in --rdzv-endpoint {self._options.rdzv_endpoint}, "
+            f"but the launcher there takes itself for the host of place {its_place}: two hosts "
+            "could lead at the same time. Give all hosts the same list, with each host once."
+        )
 
     def _resign(self) -> None:
         leader, self._leader = self._leader, None
@@ -91,7 +102,7 @@ async def _peek(address: Address) -> list[int] | None:
 
     def hear(kind: str, facts: dict[str, Any]) -> None:
         if not heard.done():
-            heard.set_result(facts.get("claim") if kind == "challenge" else None)
+            heard.set_result(read_claim(facts.get("claim")) if kind == "challenge" else None)
 
     with contextlib.suppress(OSError):  # a timeout, too
         async with asyncio.timeout(_PEEK_S):

@@ -17,3 +17,14 @@ def claim_of(has_generation: bool, generation: int, listed: int) -> list[int]:
     [1, -7, 1]
     """
     return [0 if has_generation else 1, -generation, listed]
+
+
+def read_claim(given: object) -> list[int] | None:
+    """Return a claim that a stranger may have sent; None if it is not a claim.
+
+    >>> read_claim([1, 1, 0]), read_claim([1, "1", 0]), read_claim(None)
+    ([1, 1, 0], None, None)
+    """
+    if isinstance(given, list) and len(given) == 3 and all(type(each) is int for each in given):
+        return given
+    return None

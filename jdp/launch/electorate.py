@@ -9,12 +9,18 @@ Each generation with other hosts changes the electors. Until all of the new ones
 and so know of the change, a quorum of the old and of the new ones is needed. After that the old
 ones are superseded, and a host that hears of it forgets them. Two leaders that do not know of each
 other would both need a quorum of the last electors that both know. Those quorums have a host in
-common, and a host is connected to one leader at a time.
+common, and a host is connected to one leader at a time. A leader that goes on without a host says
+farewell to it, so that the host does not count the leader as dead later: it may know less by then.
 
 A launcher that starts again knows nothing, so it is a new one and not an elector. When all listed
 hosts are there, nobody else can lead, and no quorum is needed.
+
+Groups of electors are numbered, and a settled one supersedes all with a lower number. One of these
+that its leader did not know never made a step, or it would have had a host in common with it. So
+what hosts keep and send does not grow with the number of changes.
 """
 
+import secrets
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -24,14 +30,14 @@ class Electorate(NamedTuple):
 
     Attributes:
       groups: ids of launchers by name of the group, the one that led first. A quorum of each is
-        needed.
-      superseded: names of earlier groups.
-      dead: ids of launchers that have died.
+        needed. A name is the number of the group and some random text.
+      superseded: number of the last group that is superseded, with all before it; -1 for none.
+      dead: ids of electors that have died.
 
-    >>> electorate = Electorate().changed("0", ["a", "b", "c"])
+    >>> electorate = Electorate().changed(["a", "b", "c"])
     >>> electorate.has_quorum({"b", "c"}), electorate.has_quorum({"c"})
     (True, False)
-    >>> electorate = electorate.changed("1", ["b", "c"]).settled("1")
+    >>> electorate = electorate.changed(["b", "c"]).settled(["b", "c"])
     >>> electorate.has_quorum({"b"}), electorate.has_quorum({"c"})
     (True, False)
     >>> electorate.with_dead("b").has_quorum({"c"})
@@ -39,7 +45,7 @@ class Electorate(NamedTuple):
     """
 
     groups: dict[str, list[str]] = {}  # noqa: RUF012
-    superseded: list[str] = []  # noqa: RUF012
+    superseded: int = -1
     dead: list[str] = []  # noqa: RUF012
 
     def has_quorum(self, present: Collection[str]) -> bool:
@@ -58,25 +64,30 @@ class Electorate(NamedTuple):
 
     def with_dead(self, launcher: str) -> "Electorate":
         """Return it with one more death."""
-        return self._replace(dead=_union(self.dead, [launcher]))
+        return self.merged(Electorate(dead=[launcher]))
 
     def merged(self, other: "Electorate") -> "Electorate":
         """Return all that both know."""
-        superseded = _union(self.superseded, other.superseded)
+        superseded = max(self.superseded, other.superseded)
         groups = {**self.groups, **other.groups}
-        groups = {name: group for name, group in groups.items() if name not in superseded}
-        return Electorate(groups, superseded, _union(self.dead, other.dead))
+        groups = {name: group for name, group in groups.items() if _number(name) > superseded}
+        electors = {each for group in groups.values() for each in group}
+        dead = [each for each in dict.fromkeys([*self.dead, *other.dead]) if each in electors]
+        return Electorate(groups, superseded, dead)
 
-    def changed(self, name: str, group: list[str]) -> "Electorate":
-        """Return it with a new group beside the others."""
-        return self._replace(groups={**self.groups, name: group})
+    def changed(self, group: list[str]) -> "Electorate":
+        """Return it with a new group, numbered higher than the others."""
+        number = 1 + max([self.superseded, *map(_number, self.groups)])
+        return self._replace(groups={**self.groups, f"{number}-{secrets.token_hex(4)}": group})
 
-    def settled(self, name: str) -> "Electorate":
+    def settled(self, group: list[str]) -> "Electorate":
         """Return it when all electors of this group know of it: it supersedes the others."""
-        others = [each for each in self.groups if each != name]
-        superseded = _union(self.superseded, others)
-        return self._replace(groups={name: self.groups[name]}, superseded=superseded)
+        latest = max(self.groups, key=_number, default="")
+        # Others may have come to be known since it began, which are numbered higher.
+        if not latest or self.groups[latest] != group:
+            return self.changed(group).settled(group)
+        return self.merged(Electorate(superseded=_number(latest) - 1))
 
 
-def _union(some: list[str], more: list[str]) -> list[str]:
-    return [*dict.fromkeys([*some, *more])]
+def _number(name: str) -> int:
+    return int(name.partition("-")[0])

@@ -77,6 +77,8 @@ def find(options: Options) -> Rendezvous:
             return Rendezvous(addresses)
         return Rendezvous(addresses, options.node_rank, _hold_own(options))
     for i, address in enumerate(addresses):
+        if not _may_be_here(address[0]):
+            continue
         try:
             return Rendezvous(addresses, i, _listening(_address_here(*address)))
         except OSError as error:
@@ -101,6 +103,18 @@ def _cannot_listen(rank: int, address: Address, error: OSError) -> ValueError:
         "--rdzv-endpoint an address of this host and a free port."
     )
     return ValueError(with_code("JDP310", text))
+
+
+# Whether a name can mean this host: one that cannot be found may be that of another host, which is
+# not registered yet.
+def _may_be_here(name: str) -> bool:
+    own = socket.gethostname()
+    if name.partition(".")[0].lower() == own.partition(".")[0].lower():
+        return True
+    try:
+        return bool(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+    except OSError:
+        return False
 
 
 # The address to listen at when the others know this host by `name`. Many hosts resolve their own

@@ -16,7 +16,8 @@ From a host to a process:
   go          an `Assignment`   its number and generation
 
 From a host to the leader:
-  join    id, proof, ...           the host, and the proof that it knows the token
+  join    id, proof, ...           the host, the proof that it knows the token, and the past of the
+                                   run as it knows it (`jdp/launch/run_history.py`)
   ready   generation               a change would be quick: its standbys wait, or it has none
   told    process_id, what, ...    a message of one of its processes
   exited  process_id, ...          a process ended by itself
@@ -26,8 +27,9 @@ From a host to the leader:
   beat    at, statuses, windows    its time, the statuses of its processes, times of their steps
   nccl    report                   the report of NCCL's RAS service, or why there is none
 On a second connection, where several hosts may lead (`jdp/launch/transport/lifeline.py`):
-  lifeline  id, proof              from a host: this connection shows its death, and the leader's
-  attached  proof                  from the leader: from now on it does
+  lifeline  id, source, proof      from a host: this connection shows its death, and the leader's;
+                                   its own end
+  attached  proof, is_direct       from the leader: from now on it does, unless through a proxy
   farewell                         from both: the connection ends, and the launcher lives
 From the leader to a host:
   challenge  nonce, protocol, ...  asks for a proof that the host knows the token; with the claim
@@ -36,7 +38,8 @@ From the leader to a host:
              leader                id of the leader's launcher
   refused    why, is_final         the host may not join, for now or at all
   go         first, slots, ...     start your part of a generation
-  stepped    electorate            each process has finished a step: start standbys
+  stepped    known                 each process has finished a step: start standbys; the electors
+                                   and the past of the run, as in `go`
   resigned                         another leader has a better claim: join that one
   end                              kill your part of the generation
   stop       signal                ask your processes to end, by a signal if there is one

@@ -1,18 +1,33 @@
 """Several hosts that may lead: when the leader is lost, at most one other host leads."""
 
+import asyncio
+import contextlib
 import itertools
+import json
 import random
+import re
 import signal
+import socket
+import threading
 from types import SimpleNamespace
 
 import pytest
 from support import launcher
 
+from jdp.launch import rendezvous
 from jdp.launch.claim import claim_of
 from jdp.launch.electorate import Electorate
 from jdp.launch.host import leader_search
+from jdp.launch.host.leader_lifeline import LeaderLifeline
 from jdp.launch.host.leader_search import LeaderSearch
+from jdp.launch.leader.event_log import Events
+from jdp.launch.leader.membership import Membership
+from jdp.launch.leader.remote_host import RemoteHost
+from jdp.launch.options.options import parse
 from jdp.launch.rendezvous import Rendezvous
+from jdp.launch.transport.connection import Channel
+from jdp.launch.transport.lifeline import Lifeline
+from jdp.worker.messages import decode, encode
 
 TOKEN = {"JDP_TOKEN": "a secret"}
 
@@ -28,7 +43,7 @@ def subsets(members):
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_two_halves_never_both_have_a_quorum_whatever_deaths_each_has_seen(size):
     electors = [*range(size)]
-    electorate = Electorate({"": electors})
+    electorate = Electorate().changed(electors)
     for dead in subsets(electors):
         living = {*electors} - dead
         for one in subsets(living):
@@ -76,8 +91,9 @@ class World:
                 self.leader_of[host] = leader
                 self.took_part.discard(host)
             self.learn(leader, self.known.get(host, Electorate()))
+        # A leader says farewell to hosts that it goes on without, and when it follows another one.
         for host in {*self.ids} - {*present}:
-            if self.leader_of.get(host) == leader:
+            if self.leader_of.get(host) in present:
                 del self.leader_of[host]
         if len(present) < self.size and not self.known[leader].has_quorum(present):
             return
@@ -85,14 +101,13 @@ class World:
         self.generations.append(present)
         self.num_formed += 1
         self.num_of_minorities += 2 * len(present) <= self.size
-        name = str(self.num_formed)
-        self.known[leader] = self.known[leader].changed(name, present)
+        self.known[leader] = self.known[leader].changed(present)
         got = [host for host in present if host == leader or self.may(0.8)]
         for host in got:
             self.learn(host, self.known[leader])
             self.took_part.add(host)
         if got == present and self.may(0.7):
-            self.known[leader] = self.known[leader].settled(name)
+            self.known[leader] = self.known[leader].settled(present)
             for host in present:
                 if self.may(0.8):
                     self.learn(host, self.known[leader])
@@ -121,15 +136,35 @@ def test_two_generations_never_run_at_once_in_a_world_of_accidents(size):
 
 
 def test_a_launcher_that_started_again_does_not_count_as_the_one_that_died():
-    electorate = Electorate({"": ["a", "b", "c"]})
+    electorate = Electorate().changed(["a", "b", "c"])
     assert not electorate.has_quorum({"b", "a again"})
 
 
-def test_electors_that_were_superseded_are_forgotten_and_deaths_are_not():
-    early = Electorate({"0": ["a", "b"]})
-    late = early.changed("1", ["b", "c"]).settled("1")
+def test_electors_that_were_superseded_are_forgotten():
+    early = Electorate().changed(["a", "b"])
+    late = early.changed(["b", "c"]).settled(["b", "c"])
     for merged in (early.with_dead("a").merged(late), late.merged(early.with_dead("a"))):
-        assert merged.groups == {"1": ["b", "c"]} and merged.dead == ["a"]
+        assert [*merged.groups.values()] == [["b", "c"]] and merged.dead == []
+
+
+def test_a_settled_group_supersedes_one_with_a_higher_number_that_became_known_later():
+    first = Electorate().changed(["a", "b", "c"])
+    ours = first.changed(["a", "b"])
+    rival = first.changed(["c"]).changed(["c", "d"])
+    settled = ours.merged(rival).settled(["a", "b"])
+    assert [*settled.groups.values()] == [["a", "b"]]
+    assert settled.merged(rival) == rival.merged(settled) == settled
+
+
+def test_what_hosts_know_of_electors_does_not_grow_with_the_number_of_losses():
+    electorate, sizes = Electorate().changed(["0", "1", "2"]), []
+    for i in range(3, 1000):
+        electorate = electorate.with_dead(str(i - 3)).changed([str(i - 1), str(i - 2)])
+        electorate = electorate.settled([str(i - 1), str(i - 2)])
+        electorate = electorate.changed([str(i - 1), str(i - 2), str(i)])
+        electorate = electorate.settled([str(i - 1), str(i - 2), str(i)])
+        sizes.append(len(json.dumps(electorate)))
+    assert max(sizes) <= sizes[0] + 20
 
 
 @pytest.mark.parametrize(
@@ -226,6 +261,12 @@ def test_hosts_that_know_no_generation_begin_none_until_all_that_may_lead_are_th
     assert "JDP306" in first.output and not first.events("formed")
 
 
+@pytest.mark.parametrize("wrong", ["a..b", "x" * 64, "a:0", "fe80::1", "", "a"])
+def test_a_list_with_a_wrong_address_or_one_twice_is_refused(wrong):
+    with pytest.raises(ValueError, match=re.escape(f"{wrong}' ")):
+        parse(["--nnodes=1:2", f"--rdzv-endpoint=a,{wrong}", "train.py"], TOKEN)
+
+
 def test_hosts_with_different_lists_are_refused(jdp_run):
     run = Hosts(jdp_run, 2)
     first = run.add(0)
@@ -238,6 +279,196 @@ def test_hosts_with_different_lists_are_refused(jdp_run):
     assert listed in other.output and own in other.output
     first.process.send_signal(signal.SIGTERM)
     assert first.wait() == 128 + signal.SIGTERM
+
+
+def test_hosts_whose_lists_have_another_order_end_with_an_error(jdp_run):
+    run = Hosts(jdp_run, 2, "--join-timeout-s=20")
+    first = run.add(0)
+    run.endpoints = ",".join(reversed(run.endpoints.split(",")))
+    second = run.add(0)
+    assert {first.wait(), second.wait()} == {1}
+    for host in (first, second):
+        assert (
+            "place 1" in host.output
+            and "place 0" in host.output
+            and run.endpoints[:15] in host.output
+        )
+
+
+def test_a_list_with_two_names_of_one_host_is_an_error(jdp_run):
+    run = Hosts(jdp_run, 2, "--join-timeout-s=20")
+    run.endpoints = f"127.0.0.1:{(port := launcher.free_port())},localhost:{port}"
+    host = run.add(0)
+    assert host.wait() == 1
+    assert f"localhost:{port} has place 1" in host.output and "of place 0" in host.output
+
+
+def test_hosts_with_different_heartbeat_timeouts_are_refused(jdp_run):
+    run = Hosts(jdp_run, 2)
+    first = run.add(0)
+    first.until("host joined")
+    run._flags = *run._flags, "--heartbeat-timeout-s=3.5"
+    other = run.add(1)
+    assert other.wait() == 1
+    assert "--heartbeat-timeout-s is 3.5" in other.output and "leader 1" in other.output
+    first.process.send_signal(signal.SIGTERM)
+    assert first.wait() == 128 + signal.SIGTERM
+
+
+def test_losses_of_leaders_count_towards_max_restarts(jdp_run):
+    run = Hosts(jdp_run, 3, "--max-restarts=1")
+    first, second, third = [run.add(rank) for rank in range(3)]
+    first.pids(0, 3)
+    first.process.kill()
+    second.pids(1, 2)
+    [recovered] = second.until("recovered")
+    assert recovered["error_codes"] == ["JDP311"]
+    second.process.kill()
+    assert third.wait() == 1
+    assert not third.events("formed") and "--max-restarts 1 " in third.output
+
+
+def test_a_failure_that_a_lost_leader_has_counted_counts(jdp_run):
+    run = Hosts(jdp_run, 2, "--max-restarts=2", after="if a.generation == 0: sys.exit(3)")
+    first, second = run.add(0), run.add(1)
+    first.pids(1, 2)
+    first.process.kill()
+    second.pids(2, 1)
+    [progress] = [e for e in second.events("recovered")]
+    assert progress["generation"] == 2
+    first = run.add(0)
+    second.pids(3, 2)
+    second.process.kill()
+    assert first.wait() == 1 and "2 failures" in first.output
+
+
+@contextlib.contextmanager
+def proxy(port):
+    """A port that leads to this one, until `cut()` ends all connections, in order."""
+    listener, ends = socket.create_server(("127.0.0.1", 0)), []
+
+    def copy(source, target):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def accept():
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = listener.accept()
+                far = socket.create_connection(("127.0.0.1", port))
+                ends.extend([near, far])
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=copy, args=pair, daemon=True).start()
+
+    def cut():
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        for end in ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield SimpleNamespace(port=listener.getsockname()[1], cut=cut)
+    finally:
+        with contextlib.suppress(OSError):
+            cut()
+        for end in ends:
+            end.close()
+
+
+def test_the_end_of_a_proxy_is_not_taken_for_the_death_of_the_leader(jdp_run):
+    run = Hosts(jdp_run, 2, "--join-timeout-s=5")
+    port = int(run.endpoints.partition(",")[0].rpartition(":")[2])
+    first = run.add(0)
+    first.until("host joined")
+    with proxy(port) as between:
+        through = f"""
+from jdp.launch.transport import connection
+connect = connection.connect
+async def through(address, timeout_s):
+    name, port = address
+    return await connect((name, {between.port} if port == {port} else port), timeout_s)
+connection.connect = through
+"""
+        second = run.add(1, changes=through)
+        pids = first.pids(0, 2)
+        between.cut()
+        assert second.wait() == 1 and "JDP306" in second.output
+    assert not second.events("formed") and pids[1] not in second.alive()
+    first.pids(1, 1)
+    assert "through a proxy" in first.output
+    assert first.finish() == 0
+
+
+def test_a_host_that_leaves_while_its_lifeline_opens_is_not_taken_for_dead():
+    async def leave():
+        loop, listener = asyncio.get_running_loop(), socket.create_server(("127.0.0.1", 0))
+        with listener:
+            listener.setblocking(False)
+            lifeline = LeaderLifeline("token", listener.getsockname(), "a")
+            leader, _ = await loop.sock_accept(listener)
+        with leader:
+            leader.setblocking(False)
+            await loop.sock_sendall(leader, encode("challenge", {"nonce": "1"}))
+            read = await loop.sock_recv(leader, 1 << 16)
+            lifeline.leave()
+            while data := await loop.sock_recv(leader, 1 << 16):
+                read += data
+        return [decode(line)[0] for line in read.splitlines()]
+
+    assert asyncio.run(asyncio.wait_for(leave(), 10.0)) == ["lifeline", "farewell"]
+
+
+def test_a_leader_says_farewell_to_a_lost_host_before_it_goes_on():
+    facts = {"id": "b", "name": "b", "address": None, "port": 7, "num_processes": [1, 1]}
+    facts |= {"host_id": None, "generation": 0}
+
+    async def go_on():
+        options = parse(["--nnodes=1:2", "--rdzv-endpoint=a,b", "train.py"], TOKEN)
+        members = Membership(
+            *(options, "token", socket.create_server(("127.0.0.1", 0)), print, Events(None, print)),
+            *(lambda *_: None for _ in range(5)),
+        )
+        (main, other), (lifeline, host) = socket.socketpair(), socket.socketpair()
+        remote = RemoteHost(Channel(main), facts)
+        remote.lifeline = Lifeline(Channel(lifeline), lambda: None, is_direct=True)
+        members.remotes.append(remote)
+        remote.channel.close_connection()
+        members._remove(remote, "lost")
+        host.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            host.recv(99)  # the lifeline may still show the death of the host
+        members.go_on_without_lost_hosts()
+        members.resign()
+        with other, host:
+            return decode(host.recv(99))
+
+    assert asyncio.run(go_on()) == ("farewell", {})
+
+
+def test_a_name_that_cannot_be_found_is_that_of_another_host(monkeypatch):
+    find_address, own = socket.getaddrinfo, socket.gethostname()
+
+    def unknown(name, *args, **more):
+        if name in (own, "other"):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return find_address(name, *args, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+
+    async def place(*names):
+        listed = ",".join(f"{name}:{launcher.free_port()}" for name in names)
+        flags = "--nnodes=1:2", f"--rdzv-endpoint={listed}"
+        found = rendezvous.find(parse([*flags, "train.py"], TOKEN))
+        found.release()
+        return found.own
+
+    assert asyncio.run(place("other", "127.0.0.1")) == 1
+    assert asyncio.run(place("other", own)) == 1
+    assert asyncio.run(place("other")) is None
 
 
 @pytest.fixture

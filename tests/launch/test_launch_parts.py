@@ -448,6 +448,7 @@ def test_a_host_that_dies_while_it_joins_is_lost_and_no_bug():
     options = parse(["--nnodes=2", "--rdzv-endpoint=a:7", "train.py"], {"JDP_TOKEN": "token"})
     facts = {"id": "a", "name": "a", "address": None, "port": 7, "num_processes": [1, 1]}
     facts |= {"host_id": None, "run_id": None, "generation": -1, "stepped": False, "nonce": "2"}
+    facts |= {"heartbeat_timeout_s": 5.0, "history": {}, "loss": None}
 
     async def join():
         said, bugs, loop = [], [], asyncio.get_running_loop()

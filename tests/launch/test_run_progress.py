@@ -29,6 +29,21 @@ def test_there_is_nothing_to_show_before_the_first_step():
     assert progress.summary(1.0) is None
 
 
+def test_the_next_leader_goes_on_with_recoveries_and_lost_time():
+    first = begun(at=100.0)
+    first.record(110.0, {0: status(5)})
+    first.record_failure(110.0, 5, grows=False)
+    first.begin_generation(112.0, 1, {0: {"step": 5, "tier": "commit"}})
+    first.record(112.0, {0: status(0)})
+    second = RunProgress()
+    second.take_over(first.history(115.0).moved(1000.0))
+    second.record_failure(1120.0, 9, grows=False)
+    second.begin_generation(1124.0, 1, {0: {"step": 9, "tier": "commit"}})
+    second.record(1124.0, {0: status(0)})
+    found = second.summary(1200.0)
+    assert (found.step, found.recoveries, found.ettr) == (9, 2, 1 - (2 + 4) / 100)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_steps_and_rows_are_those_that_all_processes_have_called(size):
     progress = begun(size, step=40, tier="commit")

@@ -137,6 +137,7 @@ class Host:
         if self._generation is not None and self._generation.is_stopping:
             return  # the run ends anyway, and its processes may be saving
         lost = f"the leader is lost: {why}."
+        self._run.record_loss(self.search.leader, why, self._link.silent_s)
         if self._signal is not None:
             return self._finish(128 + self._signal, with_code("JDP311", lost))
         wanted = "a leader" if self.search.is_elective else "it"
@@ -160,7 +161,7 @@ class Host:
             case "go":
                 self._go(**facts)
             case "stepped":
-                self._run.record_step(facts["electorate"])
+                self._run.record_step(facts["known"])
                 self._standbys.fill()
             case "stop":
                 self._stop(facts["signal"])
@@ -178,11 +179,9 @@ class Host:
     async def _save_commit(self) -> None:
         self._link.send("commit saved", **await save_commit(self._resources))
 
-    def _go(
-        self, first: int, slots: list[int], electorate: dict[str, Any] | None, **common: Any
-    ) -> None:
+    def _go(self, first: int, slots: list[int], known: dict[str, Any], **common: Any) -> None:
         number, run_id = common["generation"], common["run_id"]
-        self._run.record_generation(number, run_id, electorate, self._link.leader)
+        self._run.record_generation(number, run_id, known, self._link.leader)
         if first == 0:
             self._port.release()  # process 0 listens there now
         self._generation = LocalGeneration(
@@ -221,6 +220,7 @@ class Host:
     def _ended(self) -> None:
         generation, self._generation = self._generation, None
         assert generation is not None
+        self._run.step = generation.step
         if self.over.done():
             return
         if not self._link.is_joined and (generation.saved or self._signal is not None):

@@ -2,11 +2,13 @@
 
 import secrets
 import socket
+import time
 from typing import Any
 
 from jdp.launch.host.known_electors import KnownElectors
 from jdp.launch.host.leader_connection import Link
 from jdp.launch.options.options import Options
+from jdp.launch.run_history import LeaderLoss, RunHistory
 
 
 class KnownRun:
@@ -15,33 +17,48 @@ class KnownRun:
     Attributes:
       id: of this launcher alone.
       generation: number of the last one, -1 before the first.
+      step: the last that all processes of this host called in it; None if it is not known.
     """
 
     def __init__(self, options: Options) -> None:
         self.id = secrets.token_hex(8)
         self.generation = -1
+        self.step: int | None = None
         self._options, self._run_id = options, options.rdzv_id
         self._has_stepped = False  # whether a generation has made a step
         self._electors = KnownElectors()
+        self._history = RunHistory()
+        self._loss: LeaderLoss | None = None  # of the leader of the last generation
 
     def record_generation(
-        self, number: int, run_id: str, electorate: dict[str, Any] | None, leader: str
+        self, number: int, run_id: str, known: dict[str, Any], leader: str
     ) -> None:
         """Record a generation in which this host takes part.
 
         Args:
           number: of it.
           run_id: of the run.
-          electorate: facts of `Electorate`; None if only one host may lead.
+          known: `electorate`, facts of `Electorate`, None if only one host may lead; and `history`.
           leader: id of the launcher that leads it.
         """
         self.generation, self._run_id = number, run_id
-        self._electors.record_generation(electorate, leader)
+        self.step, self._loss = None, None
+        self._record_history(known["history"])
+        self._electors.record_generation(known["electorate"], leader)
 
-    def record_step(self, electorate: dict[str, Any] | None) -> None:
-        """Record that all processes of a generation have made a step."""
+    def record_step(self, known: dict[str, Any]) -> None:
+        """Record that all processes of a generation have made a step; `known` as above."""
         self._has_stepped = True
-        self._electors.record(electorate)
+        self._record_history(known["history"])
+        self._electors.record(known["electorate"])
+
+    def record_loss(self, leader: str, why: str, silent_s: float) -> None:
+        """Record that the leader at an address is lost, with the seconds of silence before that."""
+        text = f"the leader at {leader} was lost: {why}"
+        self._loss = self._loss or LeaderLoss(text, time.monotonic(), silent_s)
+
+    def _record_history(self, facts: dict[str, Any]) -> None:
+        self._history = RunHistory(**facts).moved(time.monotonic())
 
     def introduce(self, link: Link, port: int, listed: int | None) -> dict[str, Any]:
         """Return the facts of `join`, apart from the proof.
@@ -51,7 +68,11 @@ class KnownRun:
           port: on which process 0 would listen on this host.
           listed: place of this host among the hosts that may lead, None if it may not.
         """
+        now, loss = time.monotonic(), self._loss
         return {
+            "history": self._history.moved(-now).facts(),
+            "loss": loss and loss._replace(step=self.step).moved(-now)._asdict(),
+            "heartbeat_timeout_s": self._options.heartbeat_timeout_s,
             "listed": listed,
             "endpoints": self._options.rdzv_endpoint,
             "electorate": self._electors.facts(link),

@@ -57,6 +57,11 @@ class Link:
         self._lifeline: LeaderLifeline | None = None
         self._task = start_task(self._join())
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the leader has answered."""
+        return max(0.0, time.monotonic() - self._lease_s + self._options.heartbeat_timeout_s)
+
     def send(self, kind: str, **facts: Any) -> None:
         """Send a message to the leader, if there is one."""
         if self.is_joined and self._channel is not None:

@@ -5,7 +5,7 @@ import contextlib
 from typing import Any
 
 from jdp.launch.transport import token_auth
-from jdp.launch.transport.connection import Channel, connect, start_task
+from jdp.launch.transport.connection import Channel, connect, source_of, start_task
 from jdp.launch.transport.lifeline import LIFELINE_S, Lifeline
 
 # To open it; a leader that is busy may take long.
@@ -55,16 +55,21 @@ class LeaderLifeline:
             if kind == "challenge":
                 nonces[0] = str(facts.get("nonce"))
                 own = {"nonce": nonces[1], "proof": token_auth.proof(self._token, "host", *nonces)}
-                channel.send("lifeline", id=self._launcher, **own)
+                channel.send("lifeline", id=self._launcher, source=source, **own)
             elif token_auth.is_proof(facts.get("proof"), self._token, "leader", *nonces):
                 # At once: the end of the connection may be the next to be read.
-                self._lifeline = Lifeline(channel, lambda: None)
+                is_direct = bool(facts.get("is_direct"))
+                self._lifeline = Lifeline(channel, lambda: None, is_direct)
                 ended.set()
 
         async with asyncio.timeout(_OPEN_S):
-            channel = Channel(await connect(self._address, _OPEN_S), receive, lambda _: ended.set())
+            connection = await connect(self._address, _OPEN_S)
+            source = source_of(connection.getsockname())
+            channel = Channel(connection, receive, lambda _: ended.set())
             try:
                 await ended.wait()
             finally:
                 if self._lifeline is None:
+                    # The leader may have taken it for a lifeline already, and the end for a death.
+                    channel.send("farewell")
                     channel.close_connection()

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 
-from jdp.launch.claim import claim_of
+from jdp.launch.claim import claim_of, read_claim
 from jdp.launch.rendezvous import Address, Rendezvous
 
 # After a leader was silent for the heartbeat timeout T and this host has left it, the leader hears
@@ -54,6 +54,12 @@ class LeaderSearch:
         """Seconds to wait for a connection: others are tried after that."""
         return 1.0 if self.is_elective else math.inf
 
+    @property
+    def leader(self) -> str:
+        """The address of the leader that this host joined last, as text."""
+        name, port = self.addresses[self._joined or 0]
+        return f"{name}:{port}"
+
     def lead_if_alone(self) -> None:
         """Lead at once if no other host may."""
         if not self.is_elective and self.own is not None:
@@ -95,7 +101,8 @@ class LeaderSearch:
         """Whether a leader with this claim should lead this host."""
         if self.leads or not self.is_elective or self.own is None:
             return True
-        return isinstance(claim, list) and claim < claim_of(False, self._generation(), self.own)
+        given = read_claim(claim)
+        return given is not None and given < claim_of(False, self._generation(), self.own)
 
     def begins_to_lead(self) -> bool:
         """Record that no place had a leader for this host, and return whether it leads now."""

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from jdp.error_codes import with_code
 from jdp.launch.transport import token_auth
-from jdp.launch.transport.connection import Channel
+from jdp.launch.transport.connection import Channel, source_of
 from jdp.worker import source_digest
 from jdp.worker.messages import MAX_LINE_BYTES
 
 # A connection that has not proved that it knows the token may send so much, and take so long.
-VISITOR_BYTES = 4096
+VISITOR_BYTES = 1 << 16
 VISITOR_S = 10.0
 # Of more connections the oldest one is closed: a host proves itself at once. They may have a
 # quarter of the descriptors that this process may open.
@@ -80,7 +80,12 @@ class Admission:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         nonce = token_auth.make_nonce()
         addresses = connection.getsockname()[0], address[0]
-        visitor = Channel(connection, max_line_bytes=VISITOR_BYTES, addresses=addresses)
+        visitor = Channel(
+            connection,
+            max_line_bytes=VISITOR_BYTES,
+            addresses=addresses,
+            source=source_of(address),
+        )
         visitor.received = functools.partial(self._visited, visitor, nonce)
         visitor.closed = lambda why: self._dismiss(visitor)
         self._visitors[visitor] = None

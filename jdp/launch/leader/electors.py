@@ -1,6 +1,5 @@
 """The leader's part in the rule of `jdp/launch/electorate.py`: which generations it may form."""
 
-import secrets
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,7 +17,7 @@ class Electors:
     def __init__(self, num_listed: int) -> None:
         self._num_listed = num_listed
         self._electorate = Electorate()
-        self._group = ""  # name of the electors of the last generation that this leader formed
+        self._group: list[str] = []  # the electors of the last generation that this leader formed
 
     def record_join(self, known: dict[str, Any] | None) -> None:
         """Record what a host that has joined knows of electors."""
@@ -52,20 +51,16 @@ class Electors:
         if self._num_listed == 1:
             return None
         group = sorted(_listed(remotes).values(), key=lambda launcher: launcher != home)
-        known = self._electorate.groups
-        if [*known.values()] == [group]:
-            [self._group] = known
-        else:
-            self._group = secrets.token_hex(8)
-            self._electorate = self._electorate.changed(self._group, group)
+        self._group = group
+        if [*self._electorate.groups.values()] != [group]:
+            self._electorate = self._electorate.changed(group)
         return self._electorate._asdict()
 
     def record_step(self) -> dict[str, Any] | None:
         """Record that all processes of the generation have made a step, and return the facts."""
         if self._num_listed == 1:
             return None
-        if self._group in self._electorate.groups:
-            self._electorate = self._electorate.settled(self._group)
+        self._electorate = self._electorate.settled(self._group)
         return self._electorate._asdict()
 
 

@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from jdp.error_codes import with_code
+from jdp.launch.run_history import LeaderLoss
 from jdp.worker.exit_codes import STALLED, exit_code, in_words
 
 
@@ -136,6 +137,17 @@ def loss_of_host(host: str, why: str, silent_s: float) -> Cause:
     text = f"host {host} was lost: {why}"
     full_text = with_code("JDP305", f"the cause: {text}.")
     return Cause(text, 1, full_text, "JDP305", silent_s, is_of_program=False)
+
+
+def loss_of_leader(loss: LeaderLoss) -> Cause:
+    """Return the cause that the leader before this one was lost, as a host has seen it."""
+    full_text = with_code("JDP311", f"the cause: {loss.why}.")
+    return Cause(
+        *(loss.why, 1, full_text, "JDP311", loss.silent_s),
+        is_of_program=False,
+        step=loss.step,
+        noticed=loss.at,
+    )
 
 
 def growth() -> Cause:

@@ -21,7 +21,6 @@ kills its processes immediately.
 """
 
 import asyncio
-import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -38,6 +37,7 @@ from jdp.launch.leader.recovery import Recoveries
 from jdp.launch.leader.remote_host import RemoteHost
 from jdp.launch.leader.run_end import RunEnd
 from jdp.launch.leader.run_report import RunReport
+from jdp.launch.leader.succession import Succession
 from jdp.launch.options.options import Options
 from jdp.launch.run_summary import RunSummary
 
@@ -49,9 +49,6 @@ class Leader:
     """Decides for all hosts.
 
     `show` gets how far the run is, the others are of `Membership`.
-
-    Attributes:
-      number: of the last generation.
     """
 
     def __init__(
@@ -68,11 +65,10 @@ class Leader:
         self._electors = Electors(len(options.endpoints) or 1)
         self._gathering = Gathering(options, True, self._electors)
         self._generation: Generation | None = None  # the running one
-        self.number = -1  # of the last generation
-        self._run_id = options.rdzv_id
         self._signal: int | None = None
         self._report = RunReport(show, self._events)
         self._recoveries = Recoveries(options, say, self._events, self._report)
+        self._succession = Succession(options.rdzv_id, self._electors, self._recoveries)
         self._timer: asyncio.TimerHandle | None = None
         self.members = Membership(
             *(options, token, listener, say, self._events),
@@ -82,9 +78,18 @@ class Leader:
         self._consider()
 
     @property
+    def number(self) -> int:
+        """The number of the last generation."""
+        return self._succession.number
+
+    @property
     def has_generation(self) -> bool:
         """Whether a generation is running."""
         return self._generation is not None
+
+    def give_up(self, why: str) -> None:
+        """End the run with an error."""
+        self._end.give_up(1, why)
 
     def resign(self) -> None:
         """Stop leading, since another one leads; no generation may be running."""
@@ -92,10 +97,7 @@ class Leader:
         self._stop()
 
     async def finish_run(self, code: int, why: str, timeout_s: float = 5.0) -> None:
-        """Report to all hosts how the run ended, wait until they have left, and stop.
-
-        `code` and `why` count if the run is not over yet.
-        """
+        """End the run, unless it is over, wait until all hosts have left, and stop."""
         if not self.members.is_over:
             self._end.finish(code, why)
         await self.members.end_connections(timeout_s)
@@ -107,11 +109,7 @@ class Leader:
         self._events.close_file()
 
     def _joined(self, remote: RemoteHost, facts: dict[str, Any]) -> bool:
-        # A restarted leader continues where the hosts are.
-        self.number = max(self.number, remote.generation)
-        self._electors.record_join(facts.get("electorate"))
-        self._recoveries.stepped = self._recoveries.stepped or facts["stepped"]
-        self._run_id = self._run_id or facts["run_id"]
+        self._succession.record_join(remote, facts)
         asyncio.get_running_loop().call_soon(self._consider)
         return self._generation is not None
 
@@ -159,9 +157,9 @@ class Leader:
         # All processes have sent this message now.
         self._recoveries.record_told_by_all(what, generation)
         if what == "first_step":
-            electorate = self._electors.record_step()
+            known = self._succession.record_step()
             for each in self.members.remotes:  # also those without processes of this generation
-                each.channel.send("stepped", electorate=electorate)
+                each.channel.send("stepped", known=known)
 
     def _ended(self, remote: RemoteHost, generation: int, port: int, step: int | None) -> None:
         remote.port = port
@@ -236,14 +234,15 @@ class Leader:
             self._end.give_up(1, error)
 
     def _form(self, chosen: Plan) -> None:
-        self.number += 1
-        self._run_id = self._run_id or secrets.token_hex(4)
+        if reason := self._succession.take_over():
+            return self._end.give_up(1, reason)
+        self.members.go_on_without_lost_hosts()
+        facts = self._succession.begin_generation(chosen, self.members.home)
         self._generation = Generation(
             self.number, chosen, self._options, self._say, self._events, self._report
         )
         self._generation.start(
             resumes=self.number > 0 or self._options.resume,
-            run_id=self._run_id,
-            electorate=self._electors.form((part.remote for part in chosen), self.members.home),
             coordinator=rank_assignment.coordinator(chosen, self.members.home),
+            **facts,
         )

@@ -18,6 +18,12 @@ from jdp.launch.transport.connection import Channel
 from jdp.launch.transport.lifeline import LIFELINE_S, Lifeline
 from jdp.worker import source_digest
 
+_THROUGH_PROXY = (
+    "host {} is connected through a proxy or NAT, which hides the death of a launcher. So a dead "
+    "launcher counts as alive, and the run continues only with a majority of the hosts of "
+    "--rdzv-endpoint. Name addresses there at which hosts reach each other directly."
+)
+
 
 class Membership:
     """The hosts that have joined, in the order in which they did.
@@ -51,6 +57,7 @@ class Membership:
         claim: Callable[[], list[int]],
     ) -> None:
         self.remotes: list[RemoteHost] = []
+        self._lost_remotes: list[RemoteHost] = []  # whose lifelines may still show their death
         self.home = ""
         self.is_ending = self.is_over = False
         self._all_left = asyncio.Event()
@@ -78,6 +85,12 @@ class Membership:
         for remote in [*self.remotes]:
             if remote.id != self.home and now - remote.heard > silence_s:
                 self._remove(remote, f"silent for {now - remote.heard:.1f} s")
+
+    def go_on_without_lost_hosts(self) -> None:
+        """Send lost hosts a farewell: from now on they must not see the death of this launcher."""
+        for remote in self._lost_remotes:
+            remote.end_connection()
+        self._lost_remotes.clear()
 
     def end_run(self, **outcome: Any) -> None:
         """Report to all hosts how the run ended."""
@@ -123,6 +136,13 @@ class Membership:
                 "must be the same on all of them, or two could lead at the same time.",
                 True,
             )
+        timeouts_s = facts["heartbeat_timeout_s"], self._options.heartbeat_timeout_s
+        if timeouts_s[0] != timeouts_s[1]:
+            text = (
+                "its --heartbeat-timeout-s is {:g}, and that of the leader {:g}. A host must end "
+                "its processes before others go on without it: give all hosts the same."
+            )
+            return Refusal(text.format(*timeouts_s), True)
         for remote in [*self.remotes]:
             if remote.id == facts["id"]:
                 self._remove(remote, "it joined again")
@@ -147,8 +167,12 @@ class Membership:
     def _attach(self, channel: Channel, facts: dict[str, Any], proof: str) -> None:
         for remote in self.remotes:
             if remote.id == facts.get("id"):
-                remote.lifeline = Lifeline(channel, functools.partial(self._died, remote))
-                return channel.send("attached", proof=proof)
+                is_direct = facts.get("source") == channel.source
+                died = functools.partial(self._died, remote)
+                remote.lifeline = Lifeline(channel, died, is_direct)
+                if not is_direct:
+                    self._say(_THROUGH_PROXY.format(remote.name))
+                return channel.send("attached", proof=proof, is_direct=is_direct)
         channel.close_connection()
 
     def _remove(self, remote: RemoteHost, why: str) -> None:
@@ -156,6 +180,7 @@ class Membership:
             return
         remote.end_connection(LIFELINE_S if not remote.channel.is_open else 0.0)
         self.remotes.remove(remote)
+        self._lost_remotes.append(remote)
         self._check_all_left()
         if not self.is_over:
             self._events.write("host lost", host=remote.name, why=why)

@@ -10,6 +10,7 @@ from jdp.launch.leader.generation import Generation
 from jdp.launch.leader.restart_budget import RestartBudget
 from jdp.launch.leader.run_report import RunReport
 from jdp.launch.options.options import Options
+from jdp.launch.run_history import RunHistory
 
 # The messages that all processes send in turn, and the name of the time before each.
 _PARTS = {"joined": "form_s", "restored": "restore_s", "first_step": "step_s"}
@@ -126,10 +127,30 @@ class Recoveries:
         """Record that the run continues after this generation, which ended for this cause."""
         if not why.grows:
             self._budget.record_failure(why, _step(why, generation), why.noticed)
+        self._begin_outage(why, generation.step if generation.stepped else None)
+
+    def history(self) -> RunHistory:
+        """Return the past of the run, for the next leader."""
+        return self._report.history()._replace(failures=self._budget.failures())
+
+    def take_over(self, history: RunHistory, why: Cause) -> str:
+        """Begin with the past of the run, whose last leader was lost with its generation.
+
+        Returns:
+          The reason to end the run after this failure, too; "" to continue.
+        """
+        self._budget.take_over(history.failures)
+        self._report.take_over(history)
+        if reason := self._budget.reason_to_end(why, why.step, why.noticed):
+            return f"{why.full_text}\nIt is not started again: {reason}."
+        self._budget.record_failure(why, why.step, why.noticed)
+        self._begin_outage(why, why.step)
+        return ""
+
+    def _begin_outage(self, why: Cause, step: int | None) -> None:
         # The output of the process may not be shown otherwise.
         if why.error:
             self._say(why.full_text)
-        step = generation.step if generation.stepped else None
         self._report.record_failure(why.noticed - why.silent_s, step, grows=why.grows)
         if self._outage is None:
             self._outage = Outage(step)

@@ -64,6 +64,14 @@ class RestartBudget:
         """Record that the run continues after a failure; arguments as for `reason_to_end`."""
         self._failures.append(_Failure(now, step, why.error))
 
+    def failures(self) -> list[tuple[float, int | None, str]]:
+        """Return time, step and error of each failure that counts."""
+        return [*self._failures]
+
+    def take_over(self, failures: list[tuple[float, int | None, str]]) -> None:
+        """Begin with the failures that another leader has recorded."""
+        self._failures = [_Failure(*each) for each in failures]
+
     def _is_over(self, failure: _Failure, step: int | None, now: float) -> bool:
         is_past = failure.step is None or step is None or step > failure.step
         return is_past and now - failure.at > self._window_s

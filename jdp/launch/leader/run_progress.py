@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jdp.launch.run_history import RunHistory
 from jdp.launch.run_summary import RunSummary
 from jdp.worker.phases import DATA
 from jdp.worker.process_status import ProcessStatus
@@ -48,6 +49,15 @@ class RunProgress:
         self._loss: tuple[int, float] | None = None
         self._commit: int | None = None
         self._checkpoint: int | None = None
+
+    def history(self, now: float) -> RunHistory:
+        """Return what another leader would need to go on; an outage that lasts ends now."""
+        return RunHistory([], self._began, self._all_lost_s(now), self._recoveries)
+
+    def take_over(self, history: RunHistory) -> None:
+        """Begin with what another leader has recorded."""
+        self._began, self._lost_s = history.began, history.lost_s
+        self._recoveries = history.recoveries
 
     def begin_generation(
         self, now: float, size: int, restored: Mapping[int, dict[str, Any]]
@@ -118,7 +128,7 @@ class RunProgress:
         """Return how far the run is; None before its first step."""
         if self._began is None:
             return None
-        lost_s = self._lost_s + (0.0 if self._outage is None else now - self._outage)
+        lost_s = self._all_lost_s(now)
         return RunSummary(
             self._step,
             self._loss and self._loss[1],
@@ -128,6 +138,9 @@ class RunProgress:
             self._recoveries,
             ettr=1 - lost_s / max(now - self._began, lost_s, 1e-9),
         )
+
+    def _all_lost_s(self, now: float) -> float:
+        return self._lost_s + (0.0 if self._outage is None else now - self._outage)
 
     # A commit counts once all that write it have it: hosts, or the processes of a split state.
     def _record_kept(self, counts: list[Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.run_progress import RunProgress
+from jdp.launch.run_history import RunHistory
 from jdp.launch.run_summary import RunSummary
 from jdp.worker.process_status import ProcessStatus
 
@@ -27,6 +28,14 @@ class RunReport:
         self._show, self._events = show, events
         self._progress = RunProgress()
         self._show_at, self._event_at = -math.inf, math.inf
+
+    def history(self) -> RunHistory:
+        """Return the past of the run, without failures."""
+        return self._progress.history(time.monotonic())
+
+    def take_over(self, history: RunHistory) -> None:
+        """Begin with the past of the run under another leader."""
+        self._progress.take_over(history)
 
     def begin_generation(self, size: int, restored: Mapping[int, dict[str, Any]]) -> None:
         """Record that all processes of a generation have made their first step."""

@@ -102,12 +102,20 @@ def read_endpoint(text: str) -> str:
     ('[fe80::1]:7', 'host0:29400')
     """
     match = re.fullmatch(r"(\[[^]]+\]|[^:\[\]\s]+)(?::(\d+))?", text)
-    if not match or not 0 < int(match[2] or DEFAULT_PORT) < 2**16:
+    if not match or not _is_name(match[1]) or not 0 < int(match[2] or DEFAULT_PORT) < 2**16:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not an address: write address:port, as in "
             f"10.0.0.1:{DEFAULT_PORT} or [fe80::1]:{DEFAULT_PORT}"
         )
     return f"{match[1]}:{match[2] or DEFAULT_PORT}"
+
+
+# Whether DNS can have it: parts of 1 to 63 characters.
+def _is_name(text: str) -> bool:
+    try:
+        return bool(text.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def read_endpoints(text: str) -> str:

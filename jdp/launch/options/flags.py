@@ -174,7 +174,7 @@ def _add_hosts(parser: Parser) -> None:
     parser.flag(group, "--join-timeout-s", text, type=read_seconds, metavar="S")
     text = "wait S seconds for more than the least number of hosts (default 5)"
     parser.flag(group, "--last-call-timeout-s", text, type=read_seconds, metavar="S")
-    text = "a host that is silent for S seconds is lost (default 5)"
+    text = "a host that is silent for S seconds is lost, the same S on all hosts (default 5)"
     parser.flag(group, "--heartbeat-timeout-s", text, type=read_seconds, metavar="S")
 
 

@@ -26,6 +26,7 @@ class Channel:
       max_line_bytes: a longer line ends the connection.
       addresses: of this end and of the other. Kept here, since a socket forgets them when the
         other end is gone.
+      source: `source_of` the end that has connected, as this end sees it.
     """
 
     def __init__(
@@ -35,11 +36,12 @@ class Channel:
         closed: Callable[[str], None] = lambda why: None,
         max_line_bytes: int = MAX_LINE_BYTES,
         addresses: tuple[str, str] = ("", ""),
+        source: str = "",
     ) -> None:
         connection.setblocking(False)
         self.is_open = True
         self.received = received
-        self.max_line_bytes, self.addresses = max_line_bytes, addresses
+        self.max_line_bytes, self.addresses, self.source = max_line_bytes, addresses, source
         self.closed = closed
         self._socket = connection
         self._rest, self._unsent = b"", b""
@@ -107,6 +109,16 @@ class Channel:
         if self.is_open:
             self.close_connection()
             self._loop.call_soon(self.closed, why)
+
+
+def source_of(address: tuple[Any, ...]) -> str:
+    """Return the address and port of a socket as text, the same on both hosts.
+
+    >>> source_of(("fe80::1%eth0", 7, 0, 2))
+    'fe80::1 7'
+    """
+    name, port = address[:2]
+    return f"{name.partition('%')[0]} {port}"
 
 
 def start_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

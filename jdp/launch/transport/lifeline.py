@@ -16,14 +16,19 @@ class Lifeline:
     network is cut, nothing is seen, and a reset by a firewall is not an orderly end. So an orderly
     end without a farewell means that the other launcher is dead, and its processes with it.
 
+    A proxy between them (a service mesh, `ssh -L`) has connections of its own, and closes them in
+    order when the network behind it is cut. So a connection through one shows no death.
+
     Args:
       channel: of an authenticated peer.
       died: is called once if the other launcher has died.
+      is_direct: whether no proxy is between both ends.
     """
 
-    def __init__(self, channel: Channel, died: Callable[[], None]) -> None:
+    def __init__(self, channel: Channel, died: Callable[[], None], is_direct: bool) -> None:
         self.has_died = False
         self._channel, self._died, self._said_farewell = channel, died, False
+        self._is_direct = is_direct
         channel.received, channel.closed = self._receive, self._closed
 
     def leave(self) -> None:
@@ -35,6 +40,6 @@ class Lifeline:
         self._said_farewell = self._said_farewell or kind == "farewell"
 
     def _closed(self, why: str) -> None:
-        if why == CLOSED and not self._said_farewell:
+        if why == CLOSED and self._is_direct and not self._said_farewell:
             self.has_died = True
             self._died()
