@@ -76,7 +76,6 @@ def place_batch(batch: Any, where: Mesh, axis_name: tuple[str, ...]) -> Any:
     Raises:
       ValueError: if a leaf is a scalar, leaves have different first dims, the number of ranks does
         not divide these, or an array belongs to one of several processes.
-        by the ranks, or the array is of one process among several.
       TypeError: if a leaf does not hold numbers.
     """
     named, treedef = host_arrays.flattened(batch, "`batch`")
@@ -116,6 +115,12 @@ def _rows_error(path: tuple, leaf: Any, first: tuple[tuple, Any], ranks: int) ->
             return (
                 f"{name} is the single value {leaf!r}: JAX takes a list as a tree of separate "
                 "values. Give an array, np.asarray(values), and keep strings out of the batch."
+            )
+    if not rows and hasattr(leaf, "__iter__") and not hasattr(leaf, "shape"):
+        if not isinstance(leaf, (str, bytes)):
+            return (
+                f"{name} is a {type(leaf).__name__}, not a tree of arrays. If it hands out "
+                "batches, call the step with each: for batch in batches."
             )
     if not rows and np.asarray(leaf).dtype == object:
         return (
