@@ -44,7 +44,8 @@ class Checkpointer:
         `jdp.check_replicas`. Each device reads its copy of the state once.
 
     Raises:
-      ValueError: if a number is out of its range, or `directory` is a URL.
+      TypeError: if a number is not an integer, or `directory` is not a path.
+      ValueError: if a number is out of its range, or `directory` is a URL or empty.
 
     >>> import tempfile, jax.numpy as jnp, jdp
     >>> directory = tempfile.mkdtemp()

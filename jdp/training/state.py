@@ -211,7 +211,7 @@ def _other_tree(grads: Any, params: Any) -> str:
     else:
         found = f"{pytrees.kind_of(grads)} with the leaves {named(grads)}"
     return (
-        f"the gradients are {found}; params are {pytrees.kind_of(params)} with the leaves "
+        f"the gradients are {found}; params is {pytrees.kind_of(params)} with the leaves "
         f"{named(params)}, and each parameter needs its own gradient. Differentiate with respect "
         "to state.params as a whole, and take the gradients alone: loss, grads = "
         f"jax.value_and_grad(loss_fn)(state.params, batch).{_of_nnx(grads)}"
