@@ -5,6 +5,7 @@ python examples/digits.py --ranks 0    # every device of this machine, such as i
 """
 
 import argparse
+import math
 import sys
 
 import flax.linen as nn
@@ -18,7 +19,7 @@ from sklearn.datasets import load_digits
 
 import jdp
 
-BATCH_SIZE = 56  # over all ranks: 1, 2, 4, 7 or 8 of them share it equally
+BATCH_SIZE = 56  # over all ranks, or the next multiple of their number
 NUM_TEST = 397  # a prime, which no batch size divides
 MIN_ACCURACY = 0.97
 MAX_DIFFERENCE = 1e-5
@@ -46,17 +47,18 @@ def test(state, batch):
     return {"accuracy": hits.mean(where=batch["mask"])}  # without the rows that pad the last batch
 
 
-def fit(rows, num_epochs):
+def fit(rows, batch_size, num_epochs):
     """Train on the mesh of the last `jdp.init`; return the state, and the loss of each epoch."""
     state = jdp.TrainState.create(model.init(jax.random.key(0), rows["image"][:1]), optimizer)
-    batches = jdp.batches(rows, BATCH_SIZE, epochs=num_epochs, tail="drop")  # 1,400 divide
+    num_steps = math.ceil(num_epochs * len(rows["label"]) / batch_size)
+    batches = jdp.batches(rows, batch_size, num_steps=num_steps)
     losses, reported = [], []
     with Progress("{task.description}", BarColumn(), transient=True) as progress:
-        bar = progress.add_task("", total=len(batches) * BATCH_SIZE)
+        bar = progress.add_task("", total=num_steps * batch_size)
         for batch in batches:
             state, metrics = train(state, batch)
             reported.append([metrics["loss"], metrics["accuracy"]])
-            progress.advance(bar, BATCH_SIZE)
+            progress.advance(bar, batch_size)
             if batches.epoch > len(losses):  # not in each step: reading a metric waits for it
                 loss, accuracy = np.mean(reported, axis=0)
                 losses.append(loss)
@@ -98,13 +100,14 @@ def main():
 
     mesh = jdp.init(cpu_ranks=args.ranks or None)
     train_rows, test_rows = digits()
-    many, losses = fit(train_rows, args.epochs)
-    test_batches = jdp.batches(test_rows, BATCH_SIZE, epochs=1, shuffle=False)
+    batch_size = math.ceil(BATCH_SIZE / mesh.size) * mesh.size
+    many, losses = fit(train_rows, batch_size, args.epochs)
+    test_batches = jdp.batches(test_rows, batch_size, epochs=1, shuffle=False)
     accuracy = jdp.evaluate(test, many, test_batches)["accuracy"]
     print(f"ranks: {mesh.size}, test accuracy: {accuracy:.2%} of {NUM_TEST} rows\n")
 
     jdp.init(devices=jax.devices()[:1])
-    one, losses_of_one = fit(train_rows, args.epochs)
+    one, losses_of_one = fit(train_rows, batch_size, args.epochs)
     pairs = zip(*(jax.tree.leaves(jax.device_get(s.params)) for s in (many, one)), strict=True)
     difference = np.max([np.abs(a - b).max() for a, b in pairs])
     print(f"ranks: 1, largest difference of a parameter: {difference:.1e}\n")

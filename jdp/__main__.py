@@ -85,13 +85,17 @@ def _print_answer(command: str, arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    from jdp.launch.options import options
+    from jdp.launch.options import options, program
 
     try:
         chosen = options.parse(arguments)
+        if not (chosen.module or chosen.no_python):
+            program.require_program(chosen.command)
     except ValueError as error:
         print(f"jdp run: {error}", file=sys.stderr)
         return 2
+    if misplaced := program.misplaced_flags(chosen.command):
+        print(f"jdp run: {misplaced}", file=sys.stderr)
     # Not needed for --help and errors, and slower to import than the rest.
     from jdp.launch.run import run
 

@@ -17,6 +17,18 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, _ARRAYS)
 
 
+def kind_of(value: Any) -> str:
+    """Return what a value is, for an error, with an article.
+
+    >>> kind_of(jnp.ones(2)), kind_of({})
+    ('an array', 'a dict')
+    """
+    if isinstance(value, jax.Array):  # a tracer, too
+        return "an array"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+
+
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is a typed random key, such as `jax.random.key(0)`."""
     return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -19,8 +19,8 @@ class Checkpointer:
     launcher (there are no commits without `jdp run`); a run recovers from it when a process dies.
     A *checkpoint*, every `save_every` steps, at the end and after SIGTERM, goes to disk. Both are
     written in the background, from values copied before the next step can donate the state. A step
-    waits only if the previous commit or checkpoint is still being written, so a crash never loses
-    more steps than the intervals allow. Commits occupy twice the memory of the state on each host.
+    waits only if the previous commit or checkpoint is still being written, so a crash loses
+    at most the steps of two intervals. Commits occupy twice the memory of the state on each host.
     CPU devices write into it themselves; on other devices, and without jdp's native library, a
     copy for commits permanently occupies the size of the state on one device of each host. The
     copy for a checkpoint takes as much while it is being written.
@@ -45,7 +45,8 @@ class Checkpointer:
         `jdp.check_replicas`. Each device reads its copy of the state once.
 
     Raises:
-      ValueError: if a number is out of its range, or `directory` is a URL.
+      TypeError: if a number is not an integer, or `directory` is not a path.
+      ValueError: if a number is out of its range, or `directory` is a URL or empty.
 
     >>> import tempfile, jax.numpy as jnp, jdp
     >>> directory = tempfile.mkdtemp()

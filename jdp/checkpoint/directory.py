@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jdp.checkpoint import orbax_files
-from jdp.checkpoint.directory_lock import locked
+from jdp.checkpoint.directory_lock import folder_path, locked
 
 _NAME = re.compile(r"(\d+)-(\d+)")
 _NAME_OF_PART = re.compile(r"\d+-\d+(\.\d+)?")
@@ -45,12 +45,7 @@ class Folder:
     """The checkpoints of one run, in a folder that is made when it is locked."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        if "://" in str(path):
-            raise ValueError(
-                f"{path} is not a folder on a disk: a file there could not be locked against other "
-                "runs. Give a path, perhaps of a bucket that is mounted."
-            )
-        self.path = Path(path).expanduser().absolute()
+        self.path = folder_path(path)
         self._lock: Any = None
 
     def lock(self, *, resumes: bool = False, timeout_s: float | None = None) -> None:

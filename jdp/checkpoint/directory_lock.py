@@ -1,4 +1,4 @@
-"""The lock that keeps two runs from writing to one directory."""
+"""The path of a directory of checkpoints, and the lock that keeps two runs out of it."""
 
 import contextlib
 import datetime
@@ -8,7 +8,7 @@ import socket
 import time
 import weakref
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 # A process that was just killed may still be exiting. An NFS server keeps the lock of a process
 # that died with its host for 90 s.
@@ -17,6 +17,34 @@ _TIMEOUT_S, _LOST_TIMEOUT_S = 2.0, 120.0
 
 # Lock files of this process. A forked child shares them, and may outlive this process.
 _files: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
+
+
+def folder_path(given: Any) -> Path:
+    """Return the absolute path of a directory of checkpoints.
+
+    Args:
+      given: by the user, a text or a path; `~` is the home.
+
+    Raises:
+      TypeError: if it is neither.
+      ValueError: if it is empty, or a URL.
+    """
+    if not isinstance(given, (str, os.PathLike)):
+        raise TypeError(
+            f"the directory of checkpoints is {given!r}, which is not a path. Write "
+            'jdp.Checkpointer("checkpoints").'
+        )
+    if not os.fspath(given):
+        raise ValueError(
+            "the directory of checkpoints is an empty text, which would be the working directory. "
+            'Write "checkpoints", or "." if that is meant.'
+        )
+    if "://" in str(given):
+        raise ValueError(
+            f"{given} is not a folder on a disk: a file there could not be locked against other "
+            "runs. Give a path, perhaps of a bucket that is mounted."
+        )
+    return Path(given).expanduser().absolute()
 
 
 def locked(path: Path, *, resumes: bool, timeout_s: float | None = None) -> BinaryIO:

@@ -6,6 +6,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jdp.axis import AxisName
+from jdp.data import host_arrays
 from jdp.data.dataset import reader
 from jdp.data.loader_batches import LoaderBatches
 from jdp.data.loops import Batches, Target
@@ -137,6 +138,7 @@ def shard_batches(
       the loop got. The run then continues at that batch, on the same number of processes.
 
     Raises:
+      TypeError: if `loader` is an array or a dict, whose items are not batches.
       TypeError, ValueError: in the loop, before the batch is placed: if a leaf is a scalar or does
         not hold numbers; if numbers of rows differ between leaves or processes, or the process's
         ranks do not divide them; if a later batch differs from the first; if processes return
@@ -149,5 +151,7 @@ def shard_batches(
     >>> [batch["x"].tolist() for batch in placed]
     [[0, 0], [1, 1]]
     """
+    instead = "jdp.batches(dataset, batch_size, num_steps=...)"
+    host_arrays.require_batches("shard_batches", loader, instead)
     target = Target(axis_name, mesh, int_at_least("prefetch", prefetch, least=0))
     return LoaderBatches(loader, target)

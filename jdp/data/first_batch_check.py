@@ -1,13 +1,22 @@
 """Check before a loop that the batches of all processes are consistent."""
 
+import logging
+import re
+import zlib
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
 
 from jdp.data.sharding import Layout
 from jdp.distributed import agree
 from jdp.error_codes import with_code
 
 _TEXT_CHARACTERS = 600
+_ARGUMENT = re.compile(r"\w+=[^,()]+")  # of jdp.batches, as in seed=0
+
+_log = logging.getLogger("jdp")
 
 
 class FirstBatch(NamedTuple):
@@ -16,26 +25,65 @@ class FirstBatch(NamedTuple):
     digest: str  # equal if everything except the number of rows is equal
     rows_per_rank: int
     text: str
+    first_row: int = 0  # the number of its first row in the global batch
+    checksum: int | None = None  # of its rows, if a loader handed them over
 
 
 _NO_BATCH = FirstBatch("", 0, "no batches")
 
 
-def require_equal_layouts(peers: tuple[int, ...], layout: Layout | None, facts: str) -> None:
+def require_equal_layouts(
+    peers: tuple[int, ...], layout: Layout | None, facts: str, batch: Any = None
+) -> None:
     """Compare the layouts of the first batches of all processes.
 
     Args:
       peers: the processes, which all call this.
       layout: layout of this process's first batch, None if it has no batch.
       facts: a text of further values that must be equal.
+      batch: the rows of this process, a tree of NumPy arrays, if a loader handed them over: a
+        warning says if all processes have the same ones.
 
     Raises:
       ValueError: if the processes' layouts or facts differ.
       RuntimeError: if another process failed to make its first batch, or does not call this.
     """
     report = _NO_BATCH if layout is None else _report(layout, facts)
+    if layout is not None and batch is not None and len(peers) > 1:
+        first_row = int(layout.rows[0])
+        report = report._replace(first_row=first_row, checksum=_checksum(batch))
     gathered = agree.all_gather(peers, report, what="first batches")
-    require_agreement({process: FirstBatch(*each) for process, each in gathered.items()})
+    reports = {process: FirstBatch(*each) for process, each in gathered.items()}
+    require_agreement(reports)
+    if jax.process_index() == min(peers) and (text := why_repeated(reports)):
+        _log.warning(text)
+
+
+def why_repeated(reports: Mapping[int, FirstBatch]) -> str | None:
+    """Return a warning if all processes handed over the same rows; None if they did not.
+
+    >>> one = FirstBatch("3f", 2, "x float32[4, 8]", first_row=0, checksum=7)
+    >>> why_repeated({0: one, 1: one._replace(first_row=4)})
+    'the 2 processes pass equal first batches to jdp.shard_batches, ...
+    >>> why_repeated({0: one, 1: one._replace(first_row=4, checksum=8)})
+    """
+    parts = {report.first_row for report in reports.values()}
+    checksums = {report.checksum for report in reports.values()}
+    if len(parts) == 1 or len(checksums) > 1 or None in checksums:
+        return None
+    return (
+        f"the {len(reports)} processes pass equal first batches to jdp.shard_batches, so that each "
+        f"row counts {len(parts)} times. Let each process pass rows of its own, such as "
+        "rows[jax.process_index()::jax.process_count()]; or write jdp.batches(dataset, ...), which "
+        "takes the whole dataset on every process."
+    )
+
+
+def _checksum(batch: Any) -> int:
+    found = 0
+    for leaf in jax.tree.leaves(batch):
+        found = zlib.crc32(np.asarray(leaf).tobytes(), found)
+    return found
 
 
 def require_agreement(reports: Mapping[int, FirstBatch]) -> None:
@@ -51,6 +99,15 @@ def require_agreement(reports: Mapping[int, FirstBatch]) -> None:
     if pair is None:
         return
     odd, usual = pair
+    other, ours = (set(_ARGUMENT.findall(reports[process].text)) for process in pair)
+    if other and ours and other != ours:
+        text = (
+            f"process {odd} has {', '.join(sorted(other - ours))} where process {usual} has "
+            f"{', '.join(sorted(ours - other))}: rows of a batch would come twice or never. Give "
+            "jdp.batches the same arguments and the whole dataset on every process; each reads "
+            "rows of its own."
+        )
+        raise ValueError(with_code("JDP209", text))
     text = (
         f"process {odd} begins with {reports[odd].rows_per_rank} rows per rank "
         f"({reports[odd].text}), process {usual} with {reports[usual].rows_per_rank} "

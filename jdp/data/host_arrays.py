@@ -60,6 +60,28 @@ def opened(tree: Any) -> Any:
     return jax.tree.map(of, tree)
 
 
+def require_batches(function: str, batches: Any, instead: str) -> None:
+    """Refuse rows where a function takes an iterable of batches.
+
+    Args:
+      function: its name, for the error.
+      batches: its argument.
+      instead: what to write for rows.
+
+    Raises:
+      TypeError: if it is text, a mapping or an array, whose items are not batches.
+
+    >>> require_batches("evaluate", {"x": np.ones(2)}, "jdp.batches(...)")
+    Traceback (most recent call last):
+    TypeError: evaluate takes an iterable of batches, got a dict. Write jdp.batches(...) ...
+    """
+    if isinstance(batches, Mapping | str | bytes) or hasattr(batches, "shape"):
+        raise TypeError(
+            f"{function} takes an iterable of batches, got a {type(batches).__name__}. Write "
+            f"{instead} for a dataset, or [batch] for a single batch."
+        )
+
+
 def array(leaf: Any, name: str) -> np.ndarray:
     """Convert a leaf to NumPy, without a copy if it is already an array.
 

@@ -223,7 +223,7 @@ def place(
         with agree.propagating_errors(peers, "while it made its first batch"):
             first = next(host_batches, _END)
             layout = None if first is _END else Layout.of(first, sharding)
-        require_equal_layouts(peers, layout, facts)
+        require_equal_layouts(peers, layout, facts, None if facts else first)
     if layout is None:
         return
     placed = prefetch(_placed(layout, first, host_batches), target.prefetch)

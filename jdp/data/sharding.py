@@ -116,6 +116,12 @@ def _rows_error(path: tuple, leaf: Any, first: tuple[tuple, Any], ranks: int) ->
                 f"{name} is the single value {leaf!r}: JAX takes a list as a tree of separate "
                 "values. Give an array, np.asarray(values), and keep strings out of the batch."
             )
+    if not rows and hasattr(leaf, "__iter__") and not hasattr(leaf, "shape"):
+        if not isinstance(leaf, (str, bytes)):
+            return (
+                f"{name} is a {type(leaf).__name__}, not a tree of arrays. If it hands out "
+                "batches, call the step with each: for batch in batches."
+            )
     if not rows and np.asarray(leaf).dtype == object:
         return (
             f"{name} is a {type(leaf).__name__}, which JAX does not open: a batch is a tree of "

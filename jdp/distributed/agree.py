@@ -24,6 +24,11 @@ _num_gathered: Counter[tuple[int, ...]] = Counter()
 # Number of gathers of each group that found a failure, of this process or another.
 _num_failures: Counter[tuple[int, ...]] = Counter()
 _NUM_BLOCKS, _GRACE_S = 256, 2.0
+_SAME_CALLS = (
+    "All processes of a mesh must make the same calls in the same order: look for a call below "
+    "`if jax.process_index() == 0`, such as jdp.TrainState.create, a loop over jdp.batches, "
+    "Checkpointer.restore or jdp.evaluate."
+)
 # The store does not accept an infinite timeout.
 _SLICE_S = 60.0
 
@@ -70,7 +75,7 @@ def all_gather(group: tuple[int, ...], value: Any, *, what: str, of: str = "") -
             text = (
                 f"process {process} did not come within {timeout_s():g} s to compare {what}{of} "
                 f"with process {me}: it has ended, hangs, or does something else. Its output may "
-                "show why. All processes of a mesh must make the same calls in the same order."
+                f"show why. {_SAME_CALLS}"
             )
             raise RuntimeError(with_code("JDP207", text))
         answer = json.loads(text)
@@ -82,7 +87,7 @@ def all_gather(group: tuple[int, ...], value: Any, *, what: str, of: str = "") -
             _num_failures[group] += 1
             text = (
                 f"process {process} compares {answer['what']} while process {me} compares {what}"
-                f"{of}. All processes of a mesh must make the same calls in the same order."
+                f"{of}. {_SAME_CALLS}"
             )
             raise RuntimeError(with_code("JDP207", text))
         found[process] = answer["value"]

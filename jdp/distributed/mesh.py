@@ -49,9 +49,10 @@ def init(
       The mesh. Rank r is its r-th device along `axis_name`.
 
     Raises:
-      ValueError: if `mesh` has no such axis, `cpu_ranks` comes too late, or `timeout_s` is not
-        positive; on every process, if a process has other versions, devices, XLA_FLAGS or another
-        mesh.
+      TypeError: if an option has another type.
+      ValueError: if `mesh` has no such axis, a device is listed twice, `cpu_ranks` comes too late,
+        or `timeout_s` is not positive; on every process, if a process has other versions, devices,
+        XLA_FLAGS or another mesh.
       RuntimeError: if the other processes cannot be found, or JAX is already running.
 
     >>> import jdp
@@ -66,10 +67,11 @@ def init(
             "jdp.init(cpu_ranks=4) for ranks of this CPU, jdp.init(devices=...) for some devices, "
             "jdp.init() for all."
         )
-    if devices is not None and not len(devices):
-        raise ValueError("init got devices=[], but a mesh needs at least one: leave devices= out.")
+    if devices is not None:
+        _require_devices(devices)
     if sum(choice is not None for choice in (mesh, cpu_ranks, devices)) > 1:
         raise ValueError("init takes only one of mesh, cpu_ranks and devices: each names devices.")
+    watching.require_limit(timeout_s)
     initialize.join()
     if mesh is None:
         if len(wanted) > 1:
@@ -87,6 +89,22 @@ def init(
     watching.begin_watching(timeout_s, jax.process_index(), jax.process_count())
     this_process.current.mesh = mesh
     return mesh
+
+
+def _require_devices(devices: Any) -> None:
+    if isinstance(devices, int) or not all(isinstance(each, jax.Device) for each in devices):
+        raise TypeError(
+            f"init got devices={devices!r}, which is not a list of devices. Write "
+            "jdp.init(devices=jax.devices()[:4]), or jdp.init(cpu_ranks=4) for ranks of this CPU."
+        )
+    if not len(devices):
+        raise ValueError("init got devices=[], but a mesh needs at least one: leave devices= out.")
+    if len(set(devices)) < len(devices):
+        raise ValueError(
+            f"init got {len(devices)} devices, of which {len(set(devices))} are different, but "
+            "each rank needs a device of its own. List each once, or write "
+            f"jdp.init(cpu_ranks={len(devices)}) for virtual devices of this CPU."
+        )
 
 
 def current_mesh() -> Mesh:

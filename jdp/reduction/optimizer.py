@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdp import axis, collectives
+from jdp import axis, collectives, pytrees
 from jdp.analysis.marks import SYNCED, mark
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce, buckets
@@ -65,7 +65,8 @@ def replicated(
       already and hands them straight to `tx`.
 
     Raises:
-      TypeError: if `tx` is not an optax transformation, or `bucket_bytes` is not an integer.
+      TypeError: if `tx` is not an optax transformation or is wrapped already, `all_reduce` is not a
+        function, or `bucket_bytes` is not an integer.
       ValueError: if `reduce_dtype` is not a real float of at least 16 bits;
         from `update`, if a gradient's shape is not its parameter's, or another optax
         transformation stands around this one.
@@ -81,6 +82,7 @@ def replicated(
     buckets.plan([], bucket_bytes)  # These complain here, not at the first step.
     reduce_dtype = mixed_precision.float_dtype("reduce_dtype", reduce_dtype)
     _require_transformation(tx)
+    _require_all_reduce(all_reduce)
     options: dict[str, Any] = dict(axis_name=axis_name, all_reduce=all_reduce)
     options |= dict(bucket_bytes=bucket_bytes, mean=mean, reduce_dtype=reduce_dtype)
     wrapped = optax.with_extra_args_support(tx)
@@ -106,7 +108,21 @@ def replicated(
     return Replicated(wrapped.init, update)
 
 
+def _require_all_reduce(all_reduce: Any) -> None:
+    if not callable(all_reduce):
+        raise TypeError(
+            f"all_reduce={all_reduce!r} is not a function. Write all_reduce=jdp.collectives.auto, "
+            "or another function of jdp.collectives."
+        )
+
+
 def _require_transformation(tx: Any) -> None:
+    if isinstance(tx, Replicated):
+        raise TypeError(
+            "the optimizer is in jdp.replicated(...) or jdp.sharded(...) already, and would send "
+            "its gradients twice, and split nothing. Write one of the two, outermost: "
+            "jdp.sharded(optax.adam(1e-3))."
+        )
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
             f"jdp.replicated got a {type(tx).__name__}, which is not an optax transformation: it "
@@ -146,6 +162,11 @@ def require_outermost(tx: Any) -> None:
     """
     if isinstance(tx, Replicated):
         return
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"tx is {pytrees.kind_of(tx)}, which is not an optimizer. Write "
+            "TrainState.create(params, jdp.replicated(optax.sgd(0.1))): the parameters come first."
+        )
     made_by = getattr(getattr(tx, "update", None), "__qualname__", type(tx).__name__).split(".")[0]
     raise TypeError(
         f"the optimizer (made by {made_by!r}) is not wrapped in jdp.replicated: each rank would "

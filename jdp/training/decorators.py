@@ -109,4 +109,18 @@ def _decorated(fn: Any, axis_name: AxisName, weight: Any, **options: Any) -> Any
             f"weight= must be a function of the batch, got {weight!r}. For example "
             'weight=lambda batch: batch["mask"].sum().'
         )
-    return decorate if fn is None else decorate(fn)
+    if fn is None:
+        return decorate
+    if isinstance(fn, Step):
+        raise TypeError(
+            f"`{fn.__name__}` is decorated with jdp.train_step or jdp.eval_step already. Leave one "
+            "of the two decorators out; a step that calls another one calls the undecorated "
+            "function."
+        )
+    if not callable(fn):
+        raise TypeError(
+            f"the decorator got {fn!r}, which is not a function. Write @jdp.train_step above "
+            "def step(state, batch); options are given by name, as in "
+            '@jdp.train_step(axis_name="data").'
+        )
+    return decorate(fn)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jdp.data import host_arrays
 from jdp.data.dataset import find_mask
 from jdp.data.loops import Batches
 from jdp.distributed import in_flight
@@ -38,7 +39,8 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any, **keywo
 
     Raises:
       ValueError: if there are no batches.
-      TypeError: if `step` is not an `eval_step`, or takes other arguments.
+      TypeError: if `step` is not an `eval_step`, or takes other arguments; if `batches` is an array
+        or a dict.
 
     >>> import numpy as np, jdp
     >>> mesh = jdp.init(cpu_ranks=2)
@@ -57,6 +59,8 @@ def evaluate(step: Step, state: Any, batches: Iterable[Any], *rest: Any, **keywo
             f"evaluate got {getattr(step, '__name__', step)!r}, which is not decorated with "
             "jdp.eval_step: a train step would change and donate the state."
         )
+    instead = "jdp.batches(dataset, batch_size, epochs=1, shuffle=False)"
+    host_arrays.require_batches("evaluate", batches, instead)
     if isinstance(batches, Batches):
         batches.position = 0
     counter = progress.own.slot.counter

@@ -74,10 +74,7 @@ def trainable_flags(params: Any, trainable: Any) -> tuple[bool, ...]:
     elif callable(trainable):
         chosen = [bool(trainable(jax.tree_util.keystr(path), leaf)) for path, leaf in named]
     else:
-        spread = jax.tree.map(
-            lambda flag, part: jax.tree.map(lambda _: flag, part), trainable, params
-        )
-        chosen = [bool(flag) for flag in jax.tree.leaves(spread)]
+        chosen = _spread(trainable, params)
     flags = tuple(
         flag and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
         for flag, (_, leaf) in zip(chosen, named, strict=True)
@@ -85,6 +82,27 @@ def trainable_flags(params: Any, trainable: Any) -> tuple[bool, ...]:
     if not any(flags):
         raise ValueError(
             f"none of the {len(flags)} leaves of params trains: the step would change nothing. "
-            "Give float parameters, and a trainable= that selects some of them."
+            "Give float parameters, and a trainable= that selects some of them"
+            f"{_shown(named) if callable(trainable) else ''}."
         )
     return flags
+
+
+def _shown(named: list[tuple[Any, Any]]) -> str:
+    paths = [f'"{jax.tree_util.keystr(path)}"' for path, _ in named[:3]]
+    return f": it gets paths such as {', '.join(paths)}"
+
+
+def _spread(trainable: Any, params: Any) -> list[bool]:
+    """Return a flag for each leaf of the parameters, given a tree like them or a prefix of it."""
+    try:
+        spread = jax.tree.map(
+            lambda flag, part: jax.tree.map(lambda _: flag, part), trainable, params
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"trainable={trainable!r:.200} is not a tree like params, or a prefix of it: "
+            f"{jax.tree.map(lambda _: True, params)!r:.400} lets all leaves train. Or give a "
+            'function, such as lambda path, leaf: "bias" not in path.'
+        ) from error
+    return [bool(flag) for flag in jax.tree.leaves(spread)]

@@ -41,29 +41,34 @@ def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def require_batch(spec: StepSpec, batch: Any, num_rest: int, error: Exception) -> None:
-    """Refuse the state of an optimizer in the place of the batch.
+def require_batch(spec: StepSpec, batch: Any, num_rest: int) -> None:
+    """Refuse a state, or the state of an optimizer, in the place of the batch.
 
     Args:
       spec: the step.
       batch: the second argument.
       num_rest: how many arguments follow it.
-      error: why the batch could not be placed.
 
     Raises:
-      TypeError: from `error`, if that is what the batch is.
+      TypeError: if that is what the batch is.
     """
     nodes = jax.tree.leaves(batch, is_leaf=_is_of_optimizer)
     found = next(filter(_is_of_optimizer, nodes), None)
-    if found is None or not num_rest:
+    if found is None:
         return
-    state, optimizer, data = map(spec.argument, range(3))
+    kind, (state, second, data) = type(found).__name__, map(spec.argument, range(3))
+    text = f"`{second}` holds {pytrees.kind_of(found)}, but the second argument of a step is the "
+    if num_rest:
+        raise TypeError(
+            f"{text}batch. The state is one argument, and one value that the step returns: call "
+            f"`{spec.name}(({state}, {second}), {data})`, and begin the step with "
+            f"`{state}, {second} = state`."
+        )
     raise TypeError(
-        f"`{optimizer}` holds a {type(found).__name__}, but the second argument of a step is the "
-        "batch. The state is one argument, and one value that the step returns: call "
-        f"`{spec.name}(({state}, {optimizer}), {data})`, and begin the step with "
-        f"`{state}, {optimizer} = state`."
-    ) from error
+        f"{text}batch, which is split over the ranks. A step takes the state first: "
+        f"`def {spec.name}(state, batch)`, called as `{spec.name}(state, batch)` with the {kind} "
+        "in the state."
+    )
 
 
 def _is_of_optimizer(node: Any) -> bool:

@@ -20,7 +20,7 @@ from jdp.reduction import optimizer, read_in_time, reported, step_context
 from jdp.reduction.overlap import wait_order
 from jdp.reduction.scope import Choices, Scope
 from jdp.step_spec import StepSpec
-from jdp.training import forward_mode, shard_layout, state_shards, unknown_value
+from jdp.training import forward_mode, hints, shard_layout, state_shards, unknown_value
 from jdp.training.state_layout import StateLayout, parted
 
 
@@ -130,7 +130,7 @@ class RankProgram:
         order = call_order.entered(
             why_not=choices.why_xla, series=self.series, beside_xla=choices.beside_xla
         )
-        explained = self._explaining(layout, [state, *split.state])
+        explained = self._explaining(layout, [state, *split.state], split.batch, rest)
         with explained, order, entered as scope, forward_mode.refused(spec.name, scope):
             wholes = state_shards.whole(split.state, shard_axes)
             given_state = pytrees.restore(layout.joined([state, *wholes]))
@@ -169,10 +169,15 @@ class RankProgram:
         return jnp.float32((scope.num_rows or 0) * axis.size(self.spec.axis_name))
 
     @contextlib.contextmanager
-    def _explaining(self, layout: StateLayout, lists: Sequence[Sequence[Any]]) -> Iterator[None]:
+    def _explaining(
+        self, layout: StateLayout, lists: Sequence[Sequence[Any]], batch: Any, rest: Sequence[Any]
+    ) -> Iterator[None]:
         """Raise an error of jdp's where the author's functions ask for a value of an argument."""
         try:
             yield
+        except (NameError, ValueError) as error:
+            hints.add_hint(error, self.spec, batch, rest, axis.size(self.spec.axis_name))
+            raise
         except TypeError as error:
             held = layout.joined(lists)
             paths, *parts = layout.parted(self.spec.paths(0, held))
@@ -180,6 +185,7 @@ class RankProgram:
             named |= {f"split.state[{i}]": names for i, names in enumerate(parts)}
             text = unknown_value.explained(error, self.spec, named)
             if text is None:
+                hints.add_hint(error, self.spec, batch, rest, axis.size(self.spec.axis_name))
                 raise
             raise TypeError(text) from error
 
@@ -189,7 +195,7 @@ class RankProgram:
             return None, returned
         is_tuple = isinstance(returned, tuple)
         if not is_tuple or len(returned) != 2:
-            found = f"{len(returned)} values" if is_tuple else f"a {type(returned).__name__}"
+            found = f"{len(returned)} values" if is_tuple else pytrees.kind_of(returned)
             raise TypeError(
                 f"`{self.spec.name}` returned {found}, but a train step returns "
                 "`(state, metrics)`. Write `return state, {}` where there is nothing to report."

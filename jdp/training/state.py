@@ -206,11 +206,24 @@ def _other_tree(grads: Any, params: Any) -> str:
         paths = [f"`{jax.tree_util.keystr(path)}`" for path, _ in leaves[:3]]
         return f"{len(leaves)} ({', '.join(paths)}{', ...' if len(leaves) > 3 else ''})"
 
+    if isinstance(grads, jax.Array):
+        found = "a single array. jax.value_and_grad returns (loss, grads), in this order"
+    else:
+        found = f"{pytrees.kind_of(grads)} with the leaves {named(grads)}"
     return (
-        f"the gradients are a {type(grads).__name__} with the leaves {named(grads)}, params a "
-        f"{type(params).__name__} with {named(params)}, and each parameter wants its own gradient. "
-        "Differentiate with respect to state.params as a whole, and take the gradients alone: "
-        "loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)."
+        f"the gradients are {found}; params is {pytrees.kind_of(params)} with the leaves "
+        f"{named(params)}, and each parameter needs its own gradient. Differentiate with respect "
+        "to state.params as a whole, and take the gradients alone: loss, grads = "
+        f"jax.value_and_grad(loss_fn)(state.params, batch).{_of_nnx(grads)}"
+    )
+
+
+def _of_nnx(grads: Any) -> str:
+    if not type(grads).__module__.startswith("flax.nnx"):
+        return ""
+    return (
+        " nnx.grad returns a State. Make one the params, too: graph, params = nnx.split(model, "
+        "nnx.Param), and model = nnx.merge(graph, params) in the loss."
     )
 
 

@@ -149,8 +149,8 @@ class Step:
         except RuntimeError:
             placing.require_alive(spec, [state, batch])
             raise
-        except ValueError as error:
-            placing.require_batch(spec, batch, len(rest), error)
+        except ValueError:
+            placing.require_batch(spec, batch, len(rest))
             raise
         rest = [placing.place_rest(spec.argument(i), arg, where) for i, arg in enumerate(rest, 2)]
         # A batch that is split over several ranks is a copy already.
@@ -160,6 +160,7 @@ class Step:
         key = where, is_traced, spec.keywords
         compiled = self._compiled_steps.get(key)
         if compiled is None:
+            placing.require_batch(spec, batch, len(rest))  # placed, as an empty one is
             compiled = self._compiled_steps[key] = CompiledStep(spec, where, is_part=is_traced)
         return compiled, (state, batch, *rest), is_traced, is_returned
 
@@ -209,6 +210,8 @@ class Step:
                 " A decorated method is not bound to its object: decorate the bound one, "
                 f"self.{self.__name__} = jdp.train_step(self._{self.__name__}) in __init__."
             )
+        elif len(self.spec.signature.parameters) < 2:
+            hint = " A step takes a state and a batch: def step(state, batch)."
         return f"{self.__name__}{self.spec.signature}: {error}.{hint}"
 
 

@@ -2,7 +2,9 @@
 
 import atexit
 import math
+import numbers
 import time
+from typing import Any
 
 from jdp.worker import launcher_client, phases
 from jdp.worker.own_progress import own
@@ -20,6 +22,27 @@ def record_joining() -> None:
     show_stacks_when_asked()
 
 
+def require_limit(timeout_s: Any) -> None:
+    """Refuse a limit that is not a positive number or None.
+
+    Raises:
+      TypeError: if it is not a number.
+      ValueError: if it is not positive.
+    """
+    if timeout_s is None:
+        return
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, numbers.Real):
+        raise TypeError(
+            f"timeout_s={timeout_s!r} is not a number of seconds. Write timeout_s=600, or None "
+            "for no limit."
+        )
+    if not float(timeout_s) > 0:  # NaN is not, either
+        raise ValueError(
+            f"timeout_s={timeout_s} would end the run before its first step. Write more seconds "
+            "than the longest step can take, such as 600, or None for no limit."
+        )
+
+
 def begin_watching(timeout_s: float | None, process: int = 0, num_processes: int = 1) -> None:
     """Begin to watch this process, or begin anew.
 
@@ -31,11 +54,7 @@ def begin_watching(timeout_s: float | None, process: int = 0, num_processes: int
     Raises:
       ValueError: if `timeout_s` is not positive.
     """
-    if timeout_s is not None and not timeout_s > 0:
-        raise ValueError(
-            f"timeout_s={timeout_s} would end the run before its first step. Write the seconds "
-            "after which a step that is not done never will be, such as 600, or None."
-        )
+    require_limit(timeout_s)
     limit_s = math.inf if timeout_s is None else timeout_s
     own.longest_wait_s = limit_s * phases.PATIENCE
     launcher = launcher_client.current()

@@ -221,6 +221,12 @@ def test_a_url_is_no_folder():
         Folder("gs://bucket/run")
 
 
+@pytest.mark.parametrize("path, error", [("", ValueError), (None, TypeError), (3, TypeError)])
+def test_what_names_no_folder_is_refused(path, error):
+    with pytest.raises(error, match="directory of checkpoints"):
+        Folder(path)
+
+
 HOLDER = """
 import sys, time
 from jdp.checkpoint.directory import Folder

@@ -1,5 +1,6 @@
 """Two processes of two ranks: each reads its own rows, and wrong ones are refused on both."""
 
+import logging
 import re
 
 import jax
@@ -92,6 +93,25 @@ def test_a_processs_batch_lies_on_its_ranks_in_order(order, processes):
 
 
 # In turn, so that all processes agree on what comes next after each failure.
+def repeated():
+    """Whether the log warns of loaders that give equal rows on both processes, and other rows."""
+    mesh, me, found = mesh_of(ORDERS["blocks"]), jax.process_index(), []
+    logger = logging.getLogger("jdp")
+    for rows in (np.ones(4), np.full(4, me)):
+        records = []
+        handler = logging.Handler()
+        handler.emit = records.append  # type: ignore[method-assign]
+        logger.addHandler(handler)
+        list(shard_batches([rows], mesh=mesh))
+        logger.removeHandler(handler)
+        found.append(any("counts 2 times" in record.getMessage() for record in records))
+    return found
+
+
+def test_a_loader_that_gives_every_process_the_same_rows_is_reported_once(processes):
+    assert processes(2).run(repeated) == [[True, False], [False, False]]
+
+
 def refusals():
     mesh, odd = mesh_of(ORDERS["blocks"]), jax.process_index() == 1
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdp.data.first_batch_check import FirstBatch, require_agreement
+from jdp.data.first_batch_check import FirstBatch, require_agreement, why_repeated
 
 USUAL = FirstBatch("3f2a", 2, "['x'] float32[4, 8]")
 
@@ -37,3 +37,33 @@ def test_other_shapes_are_named():
 def test_a_process_without_batches_is_named():
     with pytest.raises(ValueError, match=r"process 1 .* 0 rows .*JDP209"):
         require_agreement({0: USUAL, 1: FirstBatch("", 0, "no batches")})
+
+
+def test_arguments_that_differ_are_named_alone():
+    usual = USUAL._replace(text="Sampler(num_rows=9, seed=0), position=0, ['x'] float32[4, 8]")
+    odd = usual._replace(digest="77", text=usual.text.replace("seed=0", "seed=1"))
+    with pytest.raises(ValueError, match="process 1 has seed=1 .*process 0 has seed=0") as caught:
+        require_agreement({0: usual, 1: odd})
+    assert "num_rows" not in str(caught.value) and "JDP209" in str(caught.value)
+
+
+# (first row in the global batch, checksum) of each process
+@pytest.mark.parametrize(
+    "parts, is_repeated",
+    [
+        ([(0, 5), (4, 5)], True),
+        ([(0, 5), (4, 6)], False),
+        ([(0, 5), (0, 5)], False),  # along another mesh axis processes share rows
+        ([(0, 5), (0, 5), (4, 5), (4, 5)], True),
+        ([(0, None), (4, None)], False),  # of jdp.batches
+        ([(0, 5)], False),
+    ],
+)
+def test_equal_rows_of_a_loader_on_processes_with_other_rows_are_reported(parts, is_repeated):
+    reports = {
+        process: USUAL._replace(first_row=first_row, checksum=checksum)
+        for process, (first_row, checksum) in enumerate(parts)
+    }
+    text = why_repeated(reports)
+    assert bool(text) == is_repeated
+    assert text is None or "counts 2 times" in text

@@ -114,6 +114,12 @@ def test_a_loader_without_a_state_is_refused_before_training(loader, tmp_path, m
             ckpt.restore({"n": 0}, jdp.shard_batches(loader))
 
 
+@pytest.mark.parametrize("rows", [{"x": np.ones(4)}, np.ones((4, 2)), "rows"])
+def test_rows_in_the_place_of_a_loader_are_refused(rows):
+    with pytest.raises(TypeError, match=r"shard_batches takes an iterable.*jdp\.batches\("):
+        jdp.shard_batches(rows)
+
+
 @pytest.mark.parametrize("raw", [iterator_of_grain(), a_generator(), Stateful()], ids=type)
 def test_a_loader_itself_is_refused_since_it_may_be_ahead(raw, tmp_path):
     with jdp.Checkpointer(tmp_path) as ckpt:

@@ -225,6 +225,19 @@ def test_what_is_no_optax_transformation_is_refused(tx, kind):
         jdp.replicated(tx)
 
 
+@pytest.mark.parametrize("outer", [jdp.replicated, jdp.sharded])
+@pytest.mark.parametrize("inner", [jdp.replicated, jdp.sharded])
+def test_an_optimizer_is_wrapped_once(outer, inner):
+    with pytest.raises(TypeError, match="already"):
+        outer(inner(optax.sgd(0.1)))
+
+
+@pytest.mark.parametrize("wrap", [jdp.replicated, jdp.sharded])
+def test_an_algorithm_is_a_function(wrap):
+    with pytest.raises(TypeError, match="all_reduce='ring' .*jdp.collectives.auto"):
+        wrap(optax.sgd(0.1), all_reduce="ring")
+
+
 def test_an_optimizer_that_is_part_of_a_tree_keeps_its_axis():
     tx = jax.tree.map(lambda part: part, jdp.replicated(optax.sgd(0.5), axis_name="batch"))
     assert isinstance(tx, Replicated) and tx.axis_name == "batch"

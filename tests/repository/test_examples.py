@@ -86,8 +86,10 @@ def test_digits_is_learnt_alike_on_four_ranks_and_on_one(tmp_path):
 
 
 def test_digits_fails_if_it_misses_its_target(tmp_path):
-    ended = start("digits.py", "--epochs=1", folder=tmp_path)
+    # On a number of ranks that does not divide the usual batch.
+    ended = start("digits.py", "--ranks=3", "--epochs=1", folder=tmp_path)
     assert ended.returncode == 1 and "expected at least 97%" in ended.stderr
+    assert "ranks: 3, test accuracy" in ended.stdout
 
 
 def test_language_model_goes_on_with_the_same_bits_after_an_interruption(tmp_path):

@@ -110,6 +110,12 @@ def test_nothing_counted_is_nan():
     assert np.isnan(jdp.evaluate(measure, jnp.float32(1), [batch])["mean"])
 
 
+@pytest.mark.parametrize("rows", [{"x": np.ones(4)}, np.ones(4), "rows"])
+def test_rows_in_the_place_of_batches_are_refused(rows):
+    with pytest.raises(TypeError, match=r"evaluate takes an iterable of batches.*\[batch\]"):
+        jdp.evaluate(jdp.eval_step(lambda state, batch: {}), None, rows)
+
+
 def test_a_step_that_trains_is_refused():
     with pytest.raises(TypeError, match="jdp.eval_step"):
         jdp.evaluate(jdp.train_step(lambda s, b: (s, {})), None, [])

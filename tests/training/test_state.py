@@ -1,4 +1,5 @@
 import copy
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,17 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from support import training
-from support.training import assert_close, batch, loss_fn, plain_step, ranks, sgd, state, train
+from support.training import (
+    assert_close,
+    batch,
+    loss_fn,
+    params,
+    plain_step,
+    ranks,
+    sgd,
+    state,
+    train,
+)
 
 import jdp
 
@@ -86,6 +97,22 @@ def test_a_state_can_be_copied():
 def test_nothing_to_train_is_refused():
     with pytest.raises(ValueError, match="3 leaves .*trainable="):
         state(trainable=False)
+
+
+def test_paths_that_a_function_gets_are_shown_if_it_selects_none():
+    with pytest.raises(ValueError, match=r"\['b'\].*\['v'\].*\['w'\]"):
+        state(trainable=lambda path, leaf: path == "w")
+
+
+@pytest.mark.parametrize("trainable", [{"q": True}, ["w"], {"w": {"x": True}}])
+def test_a_tree_of_what_trains_that_is_not_like_params_is_refused(trainable):
+    with pytest.raises(ValueError, match=re.escape(f"trainable={trainable!r} ")):
+        state(trainable=trainable)
+
+
+def test_parameters_in_the_place_of_the_optimizer_are_told_from_one():
+    with pytest.raises(TypeError, match="tx is a dict.*parameters come first"):
+        jdp.TrainState.create(sgd(), params())
 
 
 def test_a_seed_out_of_range_is_refused():
@@ -308,7 +335,7 @@ def test_rows_of_another_length_are_refused():
     "wrong, message",
     [
         (lambda grads: (jnp.float32(0), grads), r" tuple .* 4 \(`\[0\]`, "),
-        (lambda grads: {"w": grads["w"]}, r" dict .* 1 \(`\['w'\]`\), params"),
+        (lambda grads: {"w": grads["w"]}, r" dict .* 1 \(`\['w'\]`\); params"),
     ],
     ids=["with the loss", "of a part"],
 )

@@ -797,6 +797,27 @@ def test_init_says_how_to_ask_for_ranks():
         jdp.init(devices=[])
 
 
+@pytest.mark.parametrize(
+    "devices, error, text",
+    [
+        ([0, 0, 1], ValueError, "3 devices, of which 2 are different"),
+        (4, TypeError, "devices=4"),
+        (["cpu"], TypeError, "not a list of devices"),
+    ],
+)
+def test_each_rank_has_a_device_of_its_own(devices, error, text):
+    if error is ValueError:
+        devices = [jax.devices()[i] for i in devices]
+    with pytest.raises(error, match=text):
+        jdp.init(devices=devices)
+
+
+@pytest.mark.parametrize("timeout_s", ["10", True, (3,)])
+def test_a_time_limit_is_a_number(timeout_s):
+    with pytest.raises(TypeError, match="timeout_s=.*number of seconds"):
+        jdp.init(timeout_s=timeout_s)
+
+
 @pytest.mark.skipif(cpu_runtime.why_missing() is not None, reason="needs the native library")
 def test_steps_in_one_jit_number_their_reductions_differently():
     ranks(2)

@@ -1,0 +1,88 @@
+"""Sentences about what to write, for errors that JAX raises while it traces a step."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdp.analysis import line_of
+from jdp.step_spec import StepSpec
+
+_UNBOUND = re.compile(r"unbound axis name: (\w+)")
+_SHAPES = re.compile(r"incompatible shapes|dot_general requires|Incompatible shapes")
+
+
+def add_hint(
+    error: Exception, spec: StepSpec, batch: Any, rest: Sequence[Any], num_ranks: int
+) -> None:
+    """Add a sentence to an error if a usual mistake with steps explains it.
+
+    Args:
+      error: from tracing the author's function.
+      spec: the step.
+      batch: a rank's rows, any tree.
+      rest: the further arguments, whole on each rank.
+      num_ranks: that share the batch.
+    """
+    text = str(error)
+    hint = None
+    if isinstance(error, NameError):
+        hint = _of_axis(text, spec)
+    elif isinstance(error, jax.errors.TracerBoolConversionError):
+        hint = _of_choice(error)
+    elif _SHAPES.search(text):
+        hint = _of_rows(spec, batch, rest, num_ranks)
+    elif "requires real- or complex-valued inputs" in text:
+        hint = (
+            "differentiate with respect to the parameters alone, not to a whole state with its "
+            "step number: jax.value_and_grad(loss_fn)(state.params, batch). For parameters that "
+            "are integers write jdp.value_and_grad(loss_fn, allow_int=True)."
+        )
+    if hint is not None:
+        error.add_note(f"jdp: in `{spec.name}`, {hint}")
+
+
+def _of_axis(text: str, spec: StepSpec) -> str | None:
+    found = _UNBOUND.search(text)
+    if found is None:
+        return None
+    names = spec.axis_name if len(spec.axis_name) > 1 else spec.axis_name[0]
+    return (
+        f"the ranks are the axis {names!r}, and there is no axis {found[1]!r}. Write {names!r} in "
+        "its place, or leave a mean of gradients and of metrics out: jdp.replicated(tx) averages "
+        "gradients, and a step its float metrics. To keep the name, write "
+        f"jdp.init(axis_name={found[1]!r}), and axis_name={found[1]!r} in jdp.train_step, "
+        "jdp.replicated and jdp.batches."
+    )
+
+
+def _of_choice(error: Exception) -> str:
+    line = line_of(error)
+    return (
+        f"Python chooses by a value{f' at {line}' if line else ''} that is known only when the "
+        "step runs, such as the number of a rank: all ranks run one program, which is traced once. "
+        "Write jnp.where(flag, a, b), or jax.lax.cond(flag, f, g, x) around code without "
+        "collectives. What one process does alone, such as printing, goes behind the call of the "
+        "step: if jax.process_index() == 0."
+    )
+
+
+def _of_rows(spec: StepSpec, batch: Any, rest: Sequence[Any], num_ranks: int) -> str | None:
+    """Return a hint if a further argument has as many rows as the batch of all ranks."""
+    leaves = jax.tree.leaves(batch)
+    if num_ranks == 1 or not leaves or not jnp.shape(leaves[0]):
+        return None
+    rows = jnp.shape(leaves[0])[0]
+    for i, arg in enumerate(rest, 2):
+        if any(jnp.shape(leaf)[:1] == (rows * num_ranks,) for leaf in jax.tree.leaves(arg)):
+            first, other = spec.argument(1), spec.argument(i)
+            return (
+                f"each of {num_ranks} ranks has {rows} rows of `{first}` and all "
+                f"{rows * num_ranks} of `{other}`: only the second argument of a step is split "
+                f"over the ranks. If rows of the two belong together, make them one batch: call "
+                f"{spec.name}({spec.argument(0)}, ({first}, {other})), and begin the step with "
+                f"{first}, {other} = batch."
+            )
+    return None

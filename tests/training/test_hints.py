@@ -1,0 +1,170 @@
+"""Mistakes in steps and their calls: the error, or a note on JAX's error, says what to write."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from support.training import batch, loss_fn, params, plain_step, ranks, sgd, state
+
+import jdp
+
+
+def notes(error, step, *args):
+    """The notes of jdp on the error of a step."""
+    with pytest.raises(error) as caught:
+        step(*args)
+    return [note for note in getattr(caught.value, "__notes__", []) if note.startswith("jdp: ")]
+
+
+def with_mean_over(axis):
+    def step(state, batch):
+        grads = jax.grad(loss_fn)(state.params, batch)
+        return state.apply_gradients(lax.pmean(grads, axis)), {}
+
+    return jdp.train_step(step)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_the_axis_of_a_pmap_that_was_ported_is_named(num_ranks):
+    ranks(num_ranks)
+    (note,) = notes(NameError, with_mean_over("batch"), state(), batch())
+    assert "'data'" in note and "jdp.init(axis_name='batch')" in note
+
+
+def test_the_error_of_another_name_has_no_note():
+    def step(state, batch):
+        raise NameError("name 'x' is not defined")
+
+    ranks(2)
+    assert notes(NameError, jdp.train_step(step), state(), batch()) == []
+
+
+def test_a_python_choice_by_the_rank_is_named():
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        if lax.axis_index("data") == 0:
+            return plain_step(state, batch)
+        return state, {"loss": 0.0}
+
+    (note,) = notes(jax.errors.TracerBoolConversionError, step, state(), batch())
+    assert "test_hints.py:" in note and "jax.process_index() == 0" in note
+
+
+@jdp.train_step
+def columns_step(state, x, y):
+    def loss(p):
+        return jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"] + p["b"] - y) ** 2)
+
+    return state.apply_gradients(jax.grad(loss)(state.params)), {}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_rows_that_are_two_arguments_are_named_where_they_do_not_fit(num_ranks):
+    ranks(num_ranks)
+    columns = batch()
+    (note,) = notes(TypeError, columns_step, state(), columns["x"], columns["y"])
+    assert f"{num_ranks} ranks has {24 // num_ranks} rows of `x`" in note
+    assert "all 24 of `y`" in note and "columns_step(state, (x, y))" in note
+
+
+def test_rows_that_do_not_fit_the_model_have_no_note():
+    ranks(2)
+    assert notes(TypeError, jdp.train_step(plain_step), state(), {"x": np.ones((4, 3))}) == []
+
+
+def test_a_gradient_of_the_whole_state_is_named():
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        grads = jax.grad(lambda state: loss_fn(state.params, batch))(state)
+        return state.apply_gradients(grads), {}
+
+    (note,) = notes(TypeError, step, state(), batch())
+    assert "jax.value_and_grad(loss_fn)(state.params, batch)" in note
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9], ids=["no leaves", "rows"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_optimizer_state_as_the_batch_is_refused_whatever_its_leaves(momentum, num_ranks):
+    ranks(num_ranks)
+    tx = jdp.replicated(optax.sgd(0.1, momentum=momentum))
+
+    @jdp.train_step
+    def fit(params, opt_state, batch):
+        raise AssertionError
+
+    weights = {"w": np.ones(6, np.float32)}
+    with pytest.raises(TypeError, match=r"`fit\(\(params, opt_state\), batch\)`"):
+        fit(weights, tx.init(weights), batch())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_state_as_the_batch_is_told_from_rows(num_ranks):
+    ranks(num_ranks)
+    with pytest.raises(
+        TypeError, match=r"`batch` holds a TrainState.*`plain_step\(state, batch\)`"
+    ):
+        jdp.train_step(plain_step)(batch(), state())
+
+
+def test_a_loop_as_the_batch_is_told_from_rows():
+    ranks(2)
+    batches = jdp.batches(batch(), 8, num_steps=1)
+    with pytest.raises(ValueError, match="`batch` is a Batches.*for batch in batches"):
+        jdp.train_step(plain_step)(state(), batches)
+
+
+@pytest.mark.parametrize("fn", ["data", 3, params()], ids=["axis", "number", "dict"])
+@pytest.mark.parametrize("decorator", [jdp.train_step, jdp.eval_step])
+def test_only_a_function_is_decorated(decorator, fn):
+    with pytest.raises(TypeError, match="not a function.*def step"):
+        decorator(fn)
+
+
+@pytest.mark.parametrize("decorator", [jdp.train_step, jdp.eval_step])
+def test_a_function_is_decorated_once(decorator):
+    with pytest.raises(TypeError, match="`plain_step` is decorated .* already"):
+        decorator(jdp.train_step(plain_step))
+
+
+def test_a_step_of_one_argument_is_told_to_take_a_batch():
+    with pytest.raises(TypeError, match=r"def step\(state, batch\)"):
+        jdp.train_step(lambda state: (state, {}))(state(), batch())
+
+
+def test_a_traced_value_is_called_an_array():
+    ranks(2)
+    with pytest.raises(TypeError, match="returned an array, but"):
+        jdp.train_step(lambda state, batch: loss_fn(state.params, batch))(state(), batch())
+
+
+def test_loss_and_gradients_in_the_other_order_are_named():
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        grads, loss = jax.value_and_grad(loss_fn)(state.params, batch)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    with pytest.raises(ValueError, match=r"a single array.*\(loss, grads\), in this order"):
+        step(state(), batch())
+
+
+def test_an_nnx_model_as_params_is_told_how_to_be_split():
+    from flax import nnx
+
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        grads = nnx.grad(lambda model: jnp.mean(model(batch["x"]) ** 2))(state.params)
+        return state.apply_gradients(grads), {}
+
+    made = jdp.TrainState.create(nnx.Linear(5, 1, rngs=nnx.Rngs(0)), sgd())
+    with pytest.raises(ValueError, match=r"nnx\.split\(model, nnx\.Param\)"):
+        step(made, batch())
