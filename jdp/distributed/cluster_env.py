@@ -74,7 +74,8 @@ class ProcessPlace(NamedTuple):
 def find(environment: Mapping[str, str]) -> ProcessPlace | None:
     """Return the place of this process among several, or None if it is alone.
 
-    With WORLD_SIZE=1 it is alone, whatever the other variables are. Empty variables do not count.
+    With WORLD_SIZE=1 or JAX_NUM_PROCESSES=1 it is alone, whatever the other variables are. Empty
+    variables do not count.
 
     Raises:
       RuntimeError: if it is one of several processes and cannot find the others, or a variable has
@@ -86,15 +87,14 @@ def find(environment: Mapping[str, str]) -> ProcessPlace | None:
     'a:7'
     """
     environment = {name: value for name, value in environment.items() if value}
-    if environment.get("WORLD_SIZE") == "1":
+    if "1" in (environment.get("WORLD_SIZE"), environment.get("JAX_NUM_PROCESSES")):
         return None
     for place_of in (_torchrun, _jax, _open_mpi, _slurm, _other_mpi, _kubernetes):
         place = place_of(environment)
         if place is not None:
             return place
     _require_all(_TORCHRUN, environment)
-    if environment.get("JAX_NUM_PROCESSES") != "1":
-        _require_all(_JAX, environment)
+    _require_all(_JAX, environment)
     _require_no_pmix(environment)
     return None
 
@@ -142,7 +142,7 @@ def _torchrun(environment: Mapping[str, str]) -> ProcessPlace | None:
 
 # JAX reads the address by itself, but neither of the numbers.
 def _jax(environment: Mapping[str, str]) -> ProcessPlace | None:
-    if not set(_JAX) <= set(environment) or environment["JAX_NUM_PROCESSES"] == "1":
+    if not set(_JAX) <= set(environment):
         return None
     coordinator = environment["JAX_COORDINATOR_ADDRESS"]
     if not re.search(r":\d+$", coordinator):

@@ -414,6 +414,8 @@ def test_processes_whose_last_one_does_not_come_end_with_the_address_where_they_
         (torchrun(2, 7)[1], ProcessPlace("deactivate", 2, 1, "localhost:7", 1)),
         (jax_names(2, 7)[1], ProcessPlace("deactivate", 2, 1, "localhost:7")),
         (jax_names(1, 7)[0], None),
+        # One process of Ray, on a host where srun started Ray.
+        ({**slurm(2, 7)[1], **jax_names(1, 7)[0]}, None),
         ({"JAX_COORDINATOR_ADDRESS": "a:7"}, None),
         (slurm(2, 7)[1], ProcessPlace("deactivate", 2, 1, "localhost:7", 1, 2)),
         # MPI of Slurm itself, by srun --mpi=pmi2.
