@@ -86,13 +86,20 @@ def train_loop(config):  # in each process; in new ones after a death
                 ray.train.report({"step": checkpointer.steps, **metrics})
 
 
+# Ray would start the processes anew, and again, if it was they that found a wrong number.
+def at_least_1(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--storage", default="ray_train", help="folder that all hosts see")
-    add("--workers", type=int, default=2, help="processes")
-    add("--steps", type=int, default=3000, help="optimizer steps of the whole run")
-    add("--save-every", type=int, default=100, help="steps between two checkpoints")
+    add("--workers", type=at_least_1, default=2, help="processes")
+    add("--steps", type=at_least_1, default=3000, help="optimizer steps of the whole run")
+    add("--save-every", type=at_least_1, default=100, help="steps between two checkpoints")
     add("--max-failures", type=int, default=3, help="how often Ray starts the processes again")
     add("--resume", action="store_true", help="continue the run in this folder")
     args = parser.parse_args()

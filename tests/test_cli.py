@@ -116,6 +116,47 @@ def test_a_host_has_the_number_that_its_scheduler_gives_it(variable):
     assert parsed("train.py", SLURM_NODEID="2").node_rank is None
 
 
+# Two hosts of Slurm, and this one of two tasks of the second.
+STEP = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1"}
+STEP |= {"SLURM_PROCID": "1", "JDP_TOKEN": "secret"}
+
+
+def test_in_a_step_on_one_host_the_number_of_slurm_says_nothing():
+    # Two launchers in an interactive shell, or a step for each host: all have number 0.
+    alone = {**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}
+    assert parsed(SEVERAL, **alone).node_rank is None
+    assert parsed(SEVERAL, **STEP).node_rank == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "4 launchers on 2 hosts.* --ntasks-per-node=1"),
+        ({"SLURM_NODEID": "3"}, "SLURM_NODEID=3, .* at most 3, .* 0 to 2"),
+        ({"SLURM_NODEID": "one"}, "SLURM_NODEID=one"),
+        ({"JOB_COMPLETION_INDEX": "7"}, "JOB_COMPLETION_INDEX=7.* Kubernetes"),
+    ],
+)
+def test_launchers_that_a_scheduler_cannot_have_meant_are_refused(changes, text):
+    with pytest.raises(ValueError, match=text):
+        parsed(SEVERAL, **{**STEP, **changes})
+
+
+@pytest.mark.parametrize(
+    ("line", "changes", "warns"),
+    [
+        ("train.py", {"SLURM_PROCID": "0"}, True),
+        ("train.py", {}, False),  # once is enough
+        ("--standalone train.py", {"SLURM_PROCID": "0"}, False),
+        (SEVERAL, {"SLURM_PROCID": "0"}, False),
+        ("train.py", {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, False),
+    ],
+)
+def test_a_launcher_says_that_the_other_tasks_of_slurm_train_apart(line, changes, warns, capsys):
+    parsed(line, **{**STEP, **changes})
+    assert ("--nnodes" in capsys.readouterr().err) == warns
+
+
 def test_standalone_is_one_host_whatever_the_environment_says():
     options = parsed(
         "--standalone train.py", JDP_NNODES="4", JDP_RDZV_ENDPOINT="host0", JDP_NODE_RANK="3"
@@ -153,7 +194,18 @@ def test_gpus_are_the_devices_of_the_driver(tmp_path):
     for name in ("nvidia0", "nvidia11", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert num_gpus({}, tmp_path) == 2
-    assert num_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == 0
+
+
+# CUDA stops at the first name that is not a device. Slurm before 21 hid all GPUs by NoDevFiles.
+@pytest.mark.parametrize(
+    ("visible", "num"),
+    [
+        *(("-1", 0), ("-1,0", 0), ("0,,1", 1), ("1, 0", 2), ("1,0,x", 2)),
+        *(("NoDevFiles", 0), ("none", 0), ("GPU-8932f937,MIG-GPU-8932f937/1/2", 2)),
+    ],
+)
+def test_gpus_are_those_that_cuda_sees(visible, num):
+    assert num_gpus({"CUDA_VISIBLE_DEVICES": visible}) == num
 
 
 @pytest.mark.parametrize(
@@ -181,6 +233,7 @@ def test_gpus_are_the_devices_of_the_driver(tmp_path):
         ("--node-rank 1 x", "--node-rank 1 .*--nnodes 1.* 0 to 0"),
         ("--token-file /no/such/file x", "--token-file.*/no/such/file"),
         ("--token-file /dev/null x", "/dev/null.*openssl rand"),
+        (f"--token-file {sys.executable} x", "python.* not text.*openssl rand"),
         ("--lr 3 train.py", "--lr.*--help"),
         ("--run-path x", "--run-path"),
         ("--virtual-local-rank x", "--virtual-local-rank"),
@@ -247,7 +300,7 @@ def test_the_command_for_slurm_is_one_that_jdp_understands(tmp_path):
     token = (tmp_path / "token").read_text().strip()
     options = parse(arguments, {"SLURM_NODEID": "1", "JDP_TOKEN": token})
     assert (command, options.nnodes, options.node_rank) == ("run", (2, 2), 1)
-    assert (options.rdzv_endpoint, options.resume) == ("host0:29400", True)
+    assert (options.rdzv_endpoint, options.resume) == ("host0:20007", True)
     assert len(token) == 32
     # What was saved is gone on with.
     assert ended.returncode == 75

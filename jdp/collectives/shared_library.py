@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 LIB = Path(__file__).parent.parent / "lib"
+_VERSION = "jdp_ffi_api_version"
 
 
 class Loaded(NamedTuple):
@@ -48,8 +49,13 @@ def load(
         functions = ctypes.CDLL(str(path))
     except OSError as error:
         return Loaded(None, f"{path.name} does not load: {error}.")
+    wanted = {*signatures, *(name for names in handlers.values() for name in names.values())}
+    absent = sorted(name for name in {_VERSION, *wanted} if not hasattr(functions, name))
+    if absent:
+        text = f"it has no {absent[0]}, so it is of another version of jdp: install jdp again"
+        return Loaded(None, f"{path.name} does not load: {text}.")
     # A handler newer than XLA would prevent the entire backend from starting.
-    built_with = divmod(functions.jdp_ffi_api_version(), 1000)
+    built_with = divmod(getattr(functions, _VERSION)(), 1000)
     if runtime is None or built_with[0] != runtime[0] or built_with > runtime:
         return Loaded(
             None,

@@ -5,8 +5,12 @@ waits for others that were not started, and would assign one GPU to each process
 """
 
 import importlib.util
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
+
+from jdp.distributed import slurm_step
+from jdp.distributed.variables import number, size_and_id
 
 # Variables of mpiexec for MPICH and Intel MPI: number of processes, number of this one, its number
 # on this host, and number of processes on this host.
@@ -16,6 +20,8 @@ _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{x}" for x in ("SIZE", "RANK", "LOCAL_RANK",
 # processes, number of this one, and where process 0 listens.
 _TORCHRUN = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 _JAX = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS")
+# Variables that srun sets for each of its tasks.
+_SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
 
 
 class ProcessPlace(NamedTuple):
@@ -45,11 +51,19 @@ class ProcessPlace(NamedTuple):
           num_gpus: number of GPUs that the process sees.
           environment: environment variables. JAX_LOCAL_DEVICE_IDS wins, as in JAX.
 
+        Raises:
+          RuntimeError: if JAX_LOCAL_DEVICE_IDS does not list numbers.
+
         >>> ProcessPlace("slurm", local_id=1, num_local=2).devices(8, {})
         [4, 5, 6, 7]
         """
-        if environment.get("JAX_LOCAL_DEVICE_IDS"):
-            return [int(number) for number in environment["JAX_LOCAL_DEVICE_IDS"].split(",")]
+        if listed := environment.get("JAX_LOCAL_DEVICE_IDS"):
+            if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", listed):
+                raise RuntimeError(
+                    f"JAX_LOCAL_DEVICE_IDS={listed!r} does not number the GPUs of this process: "
+                    "write numbers from 0, as in 0,1."
+                )
+            return [int(number) for number in listed.split(",")]
         bound = environment.get("SLURM_GPUS_ON_NODE", str(num_gpus)) != str(num_gpus)
         if bound or num_gpus < self.num_local or self.num_local == 1:
             return []
@@ -60,35 +74,48 @@ class ProcessPlace(NamedTuple):
 def find(environment: Mapping[str, str]) -> ProcessPlace | None:
     """Return the place of this process among several, or None if it is alone.
 
-    With WORLD_SIZE=1 it is alone, whatever the other variables are.
+    With WORLD_SIZE=1 or JAX_NUM_PROCESSES=1 it is alone, whatever the other variables are. Empty
+    variables do not count.
 
     Raises:
-      RuntimeError: if it is one of several processes and cannot find the others.
+      RuntimeError: if it is one of several processes and cannot find the others, or a variable has
+        a value that it cannot have.
 
     >>> find({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}) is None  # an allocation, without srun
     True
     >>> find({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7"}).coordinator
     'a:7'
     """
-    if environment.get("WORLD_SIZE") == "1":
+    environment = {name: value for name, value in environment.items() if value}
+    if "1" in (environment.get("WORLD_SIZE"), environment.get("JAX_NUM_PROCESSES")):
         return None
     for place_of in (_torchrun, _jax, _open_mpi, _slurm, _other_mpi, _kubernetes):
         place = place_of(environment)
         if place is not None:
             return place
     _require_all(_TORCHRUN, environment)
-    if environment.get("JAX_NUM_PROCESSES") != "1":
-        _require_all(_JAX, environment)
+    _require_all(_JAX, environment)
+    _require_no_pmix(environment)
     return None
+
+
+# Without Slurm or mpiexec, as by prun, PMIx gives the number of a process and not of all.
+def _require_no_pmix(environment: Mapping[str, str]) -> None:
+    if "SLURM_PROCID" not in environment and number("PMIX_RANK", environment, 0) > 0:
+        raise RuntimeError(
+            f"PMIX_RANK={environment['PMIX_RANK']} means that this is one of several processes, "
+            "but it can't find the others by PMIx. Start with mpiexec or jdp run, or set "
+            "WORLD_SIZE=1 if each process trains alone."
+        )
 
 
 # The first of `names` is the number of processes.
 def _require_all(names: tuple[str, ...], environment: Mapping[str, str]) -> None:
-    number, *_ = names
+    size, *_ = names
     missing = [name for name in names if name not in environment]
-    if number in environment and missing:
+    if size in environment and missing:
         raise RuntimeError(
-            f"{number}={environment[number]} means that this is one of several processes, but it "
+            f"{size}={environment[size]} means that this is one of several processes, but it "
             f"can't find the others without {', '.join(missing)}. Start it with jdp run, or set "
             "WORLD_SIZE=1 if it runs alone."
         )
@@ -103,27 +130,32 @@ def _torchrun(environment: Mapping[str, str]) -> ProcessPlace | None:
             "JAX's processes need to find each other. Start the script with jdp run in place of "
             "torchrun; it takes the same flags."
         )
+    address, port = environment["MASTER_ADDR"], number("MASTER_PORT", environment)
     return ProcessPlace(
         "deactivate",
-        int(environment["WORLD_SIZE"]),
-        int(environment["RANK"]),
-        f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}",
-        int(environment.get("LOCAL_RANK", 0)),
-        int(environment.get("LOCAL_WORLD_SIZE", 1)),
+        *size_and_id(_TORCHRUN, environment),
+        f"[{address}]:{port}" if re.fullmatch(r"[^\[]*:.*", address) else f"{address}:{port}",
+        number("LOCAL_RANK", environment, 0),
+        number("LOCAL_WORLD_SIZE", environment, 1),
     )
 
 
 # JAX reads the address by itself, but neither of the numbers.
 def _jax(environment: Mapping[str, str]) -> ProcessPlace | None:
-    if not set(_JAX) <= set(environment) or environment["JAX_NUM_PROCESSES"] == "1":
+    if not set(_JAX) <= set(environment):
         return None
-    number, process_id, coordinator = (environment[name] for name in _JAX)
-    return ProcessPlace("deactivate", int(number), int(process_id), coordinator)
+    coordinator = environment["JAX_COORDINATOR_ADDRESS"]
+    if not re.search(r":\d+$", coordinator):
+        raise RuntimeError(
+            f"JAX_COORDINATOR_ADDRESS={coordinator} has no port, at which process 0 would listen: "
+            f"write a port that is free on its host, as in {coordinator.rstrip(':')}:29400."
+        )
+    return ProcessPlace("deactivate", *size_and_id(_JAX, environment), coordinator)
 
 
 # Check this before Slurm: inside a Slurm job, mpiexec starts its own daemons with srun.
 def _open_mpi(environment: Mapping[str, str]) -> ProcessPlace | None:
-    if int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) == 1:
+    if number("OMPI_COMM_WORLD_SIZE", environment, 1) == 1:
         return None
     # Before version 5, a variable holds the address of mpiexec. Since then, only MPI itself knows
     # it.
@@ -133,7 +165,7 @@ def _open_mpi(environment: Mapping[str, str]) -> ProcessPlace | None:
 
 
 def _other_mpi(environment: Mapping[str, str]) -> ProcessPlace | None:
-    if int(environment.get("PMI_SIZE", 1)) == 1:
+    if number("PMI_SIZE", environment, 1) == 1:
         return None
     return _mpi("mpi4py", _PMI, environment)
 
@@ -149,33 +181,27 @@ def _mpi(method: str, names: tuple[str, ...], environment: Mapping[str, str]) ->
         )
     return ProcessPlace(
         method,
-        int(environment[size]),
-        int(environment[rank]),
-        local_id=int(environment.get(local_rank, 0)),
-        num_local=int(environment.get(local_size, 1)),
+        *size_and_id(names, environment),
+        local_id=number(local_rank, environment, 0),
+        num_local=number(local_size, environment, 1),
     )
 
 
 # SLURM_NTASKS, which JAX reads, is also set in an allocation without srun.
 def _slurm(environment: Mapping[str, str]) -> ProcessPlace | None:
-    if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) == 1 or "SLURM_PROCID" not in environment:
+    if number("SLURM_STEP_NUM_TASKS", environment, 1) == 1 or "SLURM_PROCID" not in environment:
         return None
+    # mpiexec of MPICH and Intel MPI starts daemons by srun, and these its processes.
+    if "MPI_LOCALNRANKS" in environment and number("PMI_SIZE", environment, 1) > 1:
+        return None
+    _require_all(_SLURM, environment)
     return ProcessPlace(
-        "slurm",
-        int(environment["SLURM_STEP_NUM_TASKS"]),
-        int(environment["SLURM_PROCID"]),
-        local_id=int(environment.get("SLURM_LOCALID", 0)),
-        num_local=_tasks_here(environment),
+        "deactivate",
+        *size_and_id(_SLURM, environment),
+        environment.get("JAX_COORDINATOR_ADDRESS") or slurm_step.coordinator(environment),
+        number("SLURM_LOCALID", environment, 0),
+        slurm_step.num_tasks_here(environment),
     )
-
-
-# SLURM_STEP_TASKS_PER_NODE="4(x2),3" means two hosts with 4 tasks, and one with 3.
-def _tasks_here(environment: Mapping[str, str]) -> int:
-    tasks = []
-    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
-        number, _, times = part.rstrip(")").partition("(x")
-        tasks += [int(number)] * int(times or 1)
-    return tasks[min(int(environment.get("SLURM_NODEID", 0)), len(tasks) - 1)]
 
 
 # A pod knows its own number but not the number of pods, for which JAX asks Kubernetes.
@@ -191,4 +217,4 @@ def _kubernetes(environment: Mapping[str, str]) -> ProcessPlace | None:
             "JAX_COORDINATOR_ADDRESS, or WORLD_SIZE=1 if each pod trains alone."
         )
     # JAX has this method, but no name for it.
-    return ProcessPlace(None, process_id=int(environment["JOB_COMPLETION_INDEX"]))
+    return ProcessPlace(None, process_id=number("JOB_COMPLETION_INDEX", environment))

@@ -3,10 +3,13 @@
 import contextlib
 import gc
 import importlib
+import math
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 
@@ -18,6 +21,7 @@ from jdp.worker.local_devices import num_gpus
 # How long processes wait for each other to join; JAX's own default. Under a launcher, the launcher
 # reports a missing process and stops the run.
 JOIN_TIMEOUT_S = 300
+_JAX_WAITS_LONGER_S = 60
 _LAUNCHED_TIMEOUT_S = 24 * 3600
 
 # Without a launcher, only JAX notices that a process is gone. It ends the others after this time;
@@ -105,13 +109,14 @@ def _connect(place: cluster_env.ProcessPlace) -> None:
     )
 
 
-def _initialize(timeout_s: int, **place) -> None:
+def _initialize(timeout_s: int, **place: Any) -> None:
     address = place["coordinator_address"]
     if address is not None and place["process_id"] > 0:
         _wait_for(address, timeout_s)
     try:
-        with _without_grpc_proxy():
-            jax.distributed.initialize(initialization_timeout=timeout_s, **place)
+        with _without_grpc_proxy(), _ends_unless_joined(timeout_s, place):
+            limit_s = math.ceil(timeout_s) + _JAX_WAITS_LONGER_S
+            jax.distributed.initialize(initialization_timeout=limit_s, **place)
     except RuntimeError as error:
         if "must be called before" in str(error):
             raise RuntimeError(
@@ -120,6 +125,26 @@ def _initialize(timeout_s: int, **place) -> None:
                 "jdp.init() to the top of the program."
             ) from error
         raise
+
+
+# JAX aborts a process that has waited too long, with addresses of C++ functions and no reason.
+@contextlib.contextmanager
+def _ends_unless_joined(timeout_s: float, place: Mapping[str, Any]) -> Iterator[None]:
+    """End this process with an error if the block has not ended in time."""
+    names = ("process_id", "num_processes", "coordinator_address")
+    process_id, number, address = (place[name] for name in names)
+    error = TimeoutError(
+        f"process {process_id} has waited {timeout_s} s at {address or 'the address of process 0'} "
+        f"for the others, and not all {number or 'processes'} came. Check that all of them run, "
+        "each with a number of its own, and that their hosts can connect to that address."
+    )
+    timer = threading.Timer(timeout_s, fail_fast.end_process, [error])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager

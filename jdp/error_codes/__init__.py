@@ -1,8 +1,6 @@
 """Stable codes of errors, each with a page: cause, why it matters, what to write, an example."""
 
-from pathlib import Path
-
-_PAGES = Path(__file__).with_name("pages")
+from typing import Any
 
 
 def with_code(code: str, text: str) -> str:
@@ -20,7 +18,8 @@ def with_code(code: str, text: str) -> str:
 
 def codes() -> list[str]:
     """Return all codes, in order."""
-    return sorted(path.stem for path in _PAGES.glob("*.md"))
+    names = (page.name for page in _pages().iterdir())
+    return sorted(name.removesuffix(".md") for name in names if name.endswith(".md"))
 
 
 def page(code: str) -> str | None:
@@ -29,10 +28,18 @@ def page(code: str) -> str | None:
     Args:
       code: such as "JDP101", in upper or lower case.
     """
-    path = _PAGES / f"{code.upper()}.md"
-    return path.read_text(encoding="utf-8") if code.upper() in codes() else None
+    if code.upper() not in codes():
+        return None
+    return (_pages() / f"{code.upper()}.md").read_text(encoding="utf-8")
 
 
 def title(code: str) -> str:
     """Return the first line of the page of a code, without the code."""
     return (page(code) or "").partition("\n")[0].removeprefix(f"# {code}: ")
+
+
+# The folder of the pages, also where jdp is in a zip file.
+def _pages() -> Any:
+    from importlib import resources  # not for each `import jdp`
+
+    return resources.files(__name__) / "pages"

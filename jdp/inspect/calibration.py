@@ -10,6 +10,7 @@ import json
 import os
 import re
 import socket
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,10 @@ class Calibration:
 
 def default_path(platform: str) -> Path:
     """Return the path of this host's file for a platform."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # a user without a home, as in a container
+        cache = tempfile.gettempdir()
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
     return Path(cache, "jdp", "calibration", f"{host}_{platform}.json")
 

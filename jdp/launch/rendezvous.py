@@ -5,6 +5,7 @@ import contextlib
 import errno
 import ipaddress
 import socket
+import sys
 
 from jdp.error_codes import with_code
 from jdp.launch.options.options import Options
@@ -90,10 +91,28 @@ def find(options: Options) -> Rendezvous:
 
 def _hold_own(options: Options) -> socket.socket:
     rank = options.node_rank or 0
+    name, port = options.endpoints[rank]
     try:
-        return _listening(_address_here(*options.endpoints[rank]))
+        return _listening_as(name, port)
     except OSError as error:
-        raise _cannot_listen(rank, options.endpoints[rank], error) from error
+        raise _cannot_listen(rank, (name, port), error) from error
+
+
+# The scheduler says that the others know this host by `name`. That may lead to an address that it
+# does not have: of a Service or a router, or of the pod that had this name before.
+def _listening_as(name: str, port: int) -> socket.socket:
+    address = _address_here(name, port)
+    try:
+        return _listening(address)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL or name == address[0]:
+            raise
+    print(
+        f"jdp run: {name} is {address[0]}, which is not an address of this host, so it listens at "
+        f"port {port} of all its addresses.",
+        file=sys.stderr,
+    )
+    return _listening(("", port))
 
 
 def _cannot_listen(rank: int, address: Address, error: OSError) -> ValueError:

@@ -5,6 +5,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+# A number, or a name that begins with letters such as GPU-8f2a or MIG-GPU-8f2a.
+_DEVICE = re.compile(r"\d+$|(GPU|MIG)-")
+
 
 def num_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
     """Count the GPUs that a process started with `environment` would find.
@@ -21,8 +24,8 @@ def num_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("
     for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if name in environment:
             listed = [device.strip() for device in environment[name].split(",")]
-            # CUDA stops at the first that is none, as -1 or an empty one.
-            ends = [i for i, device in enumerate(listed) if not device or device.startswith("-")]
+            # CUDA stops at the first that is not a device: -1, an empty one, or Slurm's NoDevFiles.
+            ends = [i for i, device in enumerate(listed) if not _DEVICE.match(device)]
             return min(ends, default=len(listed))
     return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in devices.glob("nvidia*"))
 

@@ -137,6 +137,17 @@ def test_a_file_that_is_no_library_is_refused(tmp_path):
     assert re.match(f"libjdp_cpu.so .*{path}", in_child(program))
 
 
+# As after an update of the sources without a new build.
+def test_a_library_without_a_function_of_these_sources_is_refused():
+    program = """
+        import _ctypes, json, pathlib
+        from jdp.collectives.cpu import runtime as library
+        library._PATH = pathlib.Path(_ctypes.__file__)
+        print(json.dumps(library.why_missing()))
+    """
+    assert re.search("_ctypes.* has no jdp_.* install jdp again.$", in_child(program))
+
+
 @needs_library
 @pytest.mark.parametrize(
     "dtype", "float32 float16 bfloat16 int8 int16 int32 uint8 uint16 uint32".split()

@@ -394,6 +394,18 @@ def test_a_first_process_that_does_not_come_is_named():
     assert "0.2 s" in error and f"localhost:{port}" in error
 
 
+@several
+def test_processes_whose_last_one_does_not_come_end_with_the_address_where_they_meet():
+    port = free_port()
+    before = "initialize.JOIN_TIMEOUT_S = 4"
+    ended = run(*[program(before)] * 2, variables=jax_names(3, port)[:2])
+    for process_id, (code, _, errors) in enumerate(ended):
+        assert code == 1, errors
+        error = errors.splitlines()[-1]
+        assert error.startswith(f"TimeoutError: process {process_id} "), errors
+        assert "all 3 " in error and "4 s" in error and f"localhost:{port}" in error
+
+
 @pytest.mark.parametrize(
     ("variables", "place"),
     [
@@ -402,10 +414,23 @@ def test_a_first_process_that_does_not_come_is_named():
         (torchrun(2, 7)[1], ProcessPlace("deactivate", 2, 1, "localhost:7", 1)),
         (jax_names(2, 7)[1], ProcessPlace("deactivate", 2, 1, "localhost:7")),
         (jax_names(1, 7)[0], None),
+        # One process of Ray, on a host where srun started Ray.
+        ({**slurm(2, 7)[1], **jax_names(1, 7)[0]}, None),
         ({"JAX_COORDINATOR_ADDRESS": "a:7"}, None),
-        (slurm(2, 7)[1], ProcessPlace("slurm", 2, 1, None, 1, 2)),
+        (slurm(2, 7)[1], ProcessPlace("deactivate", 2, 1, "localhost:7", 1, 2)),
+        # MPI of Slurm itself, by srun --mpi=pmi2.
+        (
+            {**slurm(2, 7)[1], "PMI_SIZE": "2", "PMI_RANK": "1"},
+            ProcessPlace("deactivate", 2, 1, "localhost:7", 1, 2),
+        ),
+        (dict.fromkeys([*torchrun(2, 7)[0], *slurm(2, 7)[0]], ""), None),
+        (
+            {**torchrun(2, 7)[1], "MASTER_ADDR": "fe80::1"},
+            ProcessPlace("deactivate", 2, 1, "[fe80::1]:7", 1),
+        ),
         ({**slurm(1, 7)[0], "SLURM_NTASKS": "4"}, None),
         ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, None),
+        ({**slurm(1, 7)[0], "PMIX_RANK": "0"}, None),
     ],
 )
 def test_a_place_follows_from_the_variables(variables, place):
@@ -428,6 +453,7 @@ PMI = dict(zip(cluster_env._PMI, "4312", strict=True))
         (PMI, ProcessPlace("mpi4py", 4, 3, None, 1, 2)),
         # mpiexec in a job of Slurm starts its daemons by srun, one on each host.
         ({**slurm(2, 7)[0], **OPEN_MPI}, ProcessPlace("mpi4py", 4, 3, None, 0, 2)),
+        ({**slurm(2, 7)[0], **PMI}, ProcessPlace("mpi4py", 4, 3, None, 1, 2)),
         (
             {"KUBERNETES_SERVICE_HOST": "a", "JOB_COMPLETION_INDEX": "3"},
             ProcessPlace(None, None, 3),
@@ -461,6 +487,13 @@ def test_a_place_follows_from_the_variables_if_the_package_is_installed(
             "JAX_NUM_PROCESSES=4 .* without JAX_PROCESS_ID",
         ),
         (PMI, "PMI_SIZE=4 .* pip install mpi4py"),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}, "=4 .* SLURM_STEP_NODELIST, SLURM_"),
+        ({"PMIX_RANK": "1"}, "PMIX_RANK=1 .* mpiexec or jdp run"),
+        ({**jax_names(2, 7)[0], "JAX_PROCESS_ID": "one"}, "JAX_PROCESS_ID='one'"),
+        ({**jax_names(2, 7)[0], "JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID=2 .*=2 .* 0 to 1"),
+        ({**jax_names(2, 7)[0], "JAX_COORDINATOR_ADDRESS": "a"}, "=a has no port.* a:29400"),
+        ({**torchrun(2, 7)[0], "MASTER_PORT": "http"}, "MASTER_PORT='http'"),
+        ({**slurm(2, 7)[0], "SLURM_NODEID": "-1"}, "SLURM_NODEID='-1'"),
         (
             {"KUBERNETES_SERVICE_HOST": "a", "JOB_COMPLETION_INDEX": "3"},
             "JOB_COMPLETION_INDEX=3 .* jdp run --nnodes.* examples/kubernetes/indexed_job.yaml",
@@ -491,9 +524,41 @@ def test_processes_of_a_host_share_its_gpus(local_id, num_local, num_gpus, varia
     assert place.devices(num_gpus, variables) == devices
 
 
+@pytest.mark.parametrize("listed", ["all", "0;1", "-1"])
+def test_local_devices_that_are_not_numbers_are_refused(listed):
+    with pytest.raises(RuntimeError, match=f"JAX_LOCAL_DEVICE_IDS='{listed}'.* 0,1"):
+        ProcessPlace("deactivate").devices(8, {"JAX_LOCAL_DEVICE_IDS": listed})
+
+
 @pytest.mark.parametrize(
     ("tasks", "host", "num"), [("4", 0, 4), ("4(x2),3", 1, 4), ("4(x2),3", 2, 3)]
 )
 def test_the_number_of_processes_of_a_host_is_that_of_slurm(tasks, host, num):
     variables = {**slurm(2, 7)[0], "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": str(host)}
     assert find(variables).num_local == num
+
+
+# As Slurm writes the hosts of a step.
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        *(("node7", "node7"), ("a,b[1-2]", "a"), ("n[01-03,7]", "n01"), ("n[5]", "n5")),
+        *(("node[007,010-015],login", "node007"), ("rack1-n[2-3]-ib,x", "rack1-n2-ib")),
+        *(("r[1-2]n[3-4]", "r1n3"), ("10.0.0.[1-4]", "10.0.0.1")),
+    ],
+)
+def test_process_0_listens_on_the_first_host_of_the_step(hosts, first):
+    variables = {**slurm(2, 7)[0], "SLURM_STEP_NODELIST": hosts}
+    assert find(variables).coordinator == f"{first}:7"
+
+
+def test_steps_and_jobs_of_slurm_have_ports_of_their_own():
+    def port(job, step):
+        own = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+        variables = {k: v for k, v in slurm(2, 7)[0].items() if k != "JAX_COORDINATOR_PORT"}
+        return int(find({**variables, **own}).coordinator.rpartition(":")[2])
+
+    ports = [port(job, step) for job in range(4000, 4200) for step in range(4)]
+    assert len({*ports}) == len(ports)
+    assert 61440 <= min(ports) and max(ports) <= 65535
+    assert port(77, 0) == 61517  # JAX's own

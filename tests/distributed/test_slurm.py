@@ -157,6 +157,23 @@ def test_a_script_without_srun_trains_alone(slurm, folder, variables):
     facts_of(folder, num_processes=1)
 
 
+# They run at the same time on the same node, where JAX would take one port for both.
+def test_steps_of_a_job_train_apart(slurm, folder, variables):
+    words, steps = " ".join(map(str, command(folder)[:2])), []
+    for name in "ab":
+        (folder / name).mkdir()
+        steps.append(f"srun --overlap -N1 -n2 {words} {folder}/{name} || touch {folder}/failed &")
+    script = folder / "job.sh"
+    script.write_text("\n".join(["#!/bin/bash", *steps, "wait"]))
+    arguments = ("sbatch", "--wait", "-N1", "-n4", f"--output={folder}/output", script)
+    ended = slurm.run(*arguments, variables=variables)
+    assert ended.returncode == 0 and not (folder / "failed").exists(), (
+        folder / "output"
+    ).read_text()
+    for name in "ab":
+        facts_of(folder / name, num_processes=2)
+
+
 def test_jobs_of_an_array_train_apart(slurm, folder, variables):
     script = folder / "job.sh"
     words = " ".join(map(str, command(folder)))
@@ -174,8 +191,8 @@ def test_jobs_of_an_array_train_apart(slurm, folder, variables):
 
 def test_the_example_is_requeued_after_sigterm_and_resumes(slurm, folder, variables):
     text = (ROOT / "examples" / "slurm.sh").read_text()
-    assert ":29400" in text
-    text = text.replace(":29400", f":{free_port()}")
+    assert "$first:$port" in text
+    text = text.replace("$first:$port", f"$first:{free_port()}")
     (folder / "slurm.sh").write_text(text.replace(" train.py\n", f" train.py {folder} slow\n"))
     python = Path(sys.executable)
     (folder / "jdp").write_text(f'#!/bin/sh\nexec {python} -m jdp "$@"\n')

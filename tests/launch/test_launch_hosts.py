@@ -397,6 +397,37 @@ def test_a_second_leader_at_one_endpoint_is_an_error(hosts):
     assert leader.wait() == 128 + signal.SIGTERM
 
 
+# A name of TEST-NET-1, as that of a Service, or of the pod that had the name before.
+ELSEWHERE = """
+import socket
+known, there = socket.getaddrinfo, ("192.0.2.7", 0)
+socket.getaddrinfo = lambda name, *args, **more: (
+    [(socket.AF_INET, socket.SOCK_STREAM, 6, "", there)] if name == "train-0.train"
+    else known(name, *args, **more)
+)
+"""
+
+
+def test_a_leader_whose_name_leads_elsewhere_listens_at_all_its_addresses(jdp_run):
+    port = launcher.free_port()
+
+    def host(rank, name):
+        where = f"--rdzv-endpoint={name}:{port}", f"--node-rank={rank}"
+        return jdp_run("--nnodes=2", *where, changes=ELSEWHERE, **TOKEN)
+
+    leader, other = host(0, "train-0.train"), host(1, "127.0.0.1")
+    leader.pids(0, 2)
+    assert {leader.finish(), other.finish()} == {0}
+    assert "192.0.2.7" in leader.output
+
+
+def test_an_address_of_another_host_is_an_error_at_once(jdp_run):
+    where = f"--rdzv-endpoint=192.0.2.7:{launcher.free_port()}", "--node-rank=0"
+    run = jdp_run("--nnodes=2", *where, **TOKEN)
+    assert run.wait() == 2
+    assert "192.0.2.7" in run.output and "JDP310" in run.output
+
+
 def test_the_leader_shows_how_far_the_processes_of_all_hosts_are(hosts):
     run = hosts("--nnodes=2", "--nproc-per-node=2", init=TRAINS, after=AFTER, changes=OFTEN)
     leader, other = run.add(0), run.add(1)

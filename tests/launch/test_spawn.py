@@ -2,14 +2,17 @@
 
 import asyncio
 import os
+import pwd
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from jdp.inspect import calibration
 from jdp.launch.host import spawn
 from jdp.launch.host.reaper import MARK, Guardian
 from jdp.launch.host.worker_process import HostResources, Process
@@ -293,6 +296,18 @@ def test_what_the_environment_says_comes_before_what_jdp_would_say():
     assert spawn.environment(own) == own
     assert {"PYTHONUNBUFFERED", "JAX_COMPILATION_CACHE_DIR", "GLIBC_TUNABLES"} <= set(usual)
     assert "OMP_NUM_THREADS" not in usual
+
+
+def test_a_user_without_a_home_has_a_folder_of_programs(tmp_path, monkeypatch):
+    def nobody(uid):
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = Path(spawn.environment({})["JAX_COMPILATION_CACHE_DIR"])
+    assert found.is_relative_to(tmp_path)
+    assert calibration.default_path("cpu").is_relative_to(tmp_path)
 
 
 def test_huge_pages_are_for_hosts_without_gpus():

@@ -78,7 +78,7 @@ def test_every_command_is_understood(tmp_path, monkeypatch):
     found = 0
     for path in COMMANDS:
         for arguments in jdp_runs(path.read_text()):
-            values = {"$SLURM_NNODES": "2", "$first:29400": "host0:29400"}
+            values = {"$SLURM_NNODES": "2", "$first:$port": "host0:29400"}
             arguments = [values.get(argument, argument) for argument in arguments]
             chosen = options.parse(arguments, {"JDP_TOKEN": "secret"})
             assert chosen.command[0].endswith(".py") or chosen.module, arguments

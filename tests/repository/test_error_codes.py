@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,29 @@ ROOT = Path(__file__).parents[2]
 SOURCES = [path for path in (ROOT / "jdp").rglob("*.py") if "error_codes" not in path.parts]
 USED = {code for path in SOURCES for code in re.findall(r'"(JDP\d+)"', path.read_text())}
 DEADLINE_S = 120
+PACKED = ("__init__.py", "pages/JDP310.md")
 PARTS = ["**Cause.** ", "**Why it matters.** ", "**What to write.** ", "```python\n"]
 
 
 def test_the_codes_that_are_used_are_those_with_a_page():
     assert len(USED) > 30
     assert sorted(USED) == error_codes.codes()
+
+
+def test_the_pages_are_found_in_a_zip_file(tmp_path):
+    package = ROOT / "jdp"
+    with zipfile.ZipFile(tmp_path / "jdp.zip", "w") as packed:
+        for name in ("__init__.py", "__main__.py", *("error_codes/" + x for x in PACKED)):
+            packed.write(package / name, f"jdp/{name}")
+    done = subprocess.run(
+        [sys.executable, "-m", "jdp", "explain-error", "JDP310"],
+        env={"PYTHONPATH": str(tmp_path / "jdp.zip")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.stdout == error_codes.page("JDP310"), done.stderr
 
 
 @pytest.mark.parametrize("code", error_codes.codes())

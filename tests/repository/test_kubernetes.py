@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +119,19 @@ def test_launchers_meet_at_the_first_pod_and_save_within_the_grace_period(name):
         assert options.resume
         grace_s = pod.job["template"]["spec"]["terminationGracePeriodSeconds"]
         assert options.shutdown_timeout_s < grace_s
+
+
+def test_what_the_page_says_for_going_on_without_pod_0_fits_the_indexed_job():
+    page = (ROOT / "docs" / "running.md").read_text()
+    (flags,) = re.findall(r"`(--nnodes=1:2 [^`]*)`", page)
+    (policy,) = re.findall(r"`(successPolicy: [^`]*)`", page)
+    pods = pods_of("indexed_job")
+    options = parse([*flags.split(), "train.py"], pods[1].environment)
+    assert options.endpoints == [(pod.address, 29400) for pod in pods]
+    assert (options.nnodes, options.node_rank) == ((1, 2), 1)
+    job = copy.deepcopy(MANIFESTS["indexed_job"][-1])
+    job["spec"] |= yaml.safe_load(policy)
+    assert SCHEMAS["Job"].from_dict(job).to_dict() == job
 
 
 def test_the_service_of_an_indexed_job_gives_its_pods_names_before_they_are_ready():

@@ -201,3 +201,13 @@ def test_a_run_with_a_killed_process_ends_with_the_bits_of_one_without(
     jax.tree.map(np.testing.assert_array_equal, found, without_ray)
     for name, values in on_one_device(example).items():
         np.testing.assert_allclose(found[name], values, atol=1e-5)
+
+
+def test_a_wrong_number_ends_the_example_before_ray_starts(environment, tmp_path):
+    example = ROOT / "examples" / "ray_train.py"
+    command = [sys.executable, example, f"--storage={tmp_path}/run", "--steps=0"]
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert ended.returncode == 2 and "--steps" in ended.stderr, ended.stderr
+    assert not (tmp_path / "run").exists()

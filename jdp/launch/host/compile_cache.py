@@ -1,6 +1,7 @@
 """The folder of compiled programs, which a process that takes over reads and need not compile."""
 
 import os
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,10 +15,20 @@ _SUFFIX = "-cache"  # of JAX's entries
 _JUST_NOW_S = 1.0
 
 
-def folder(inherited: Mapping[str, str]) -> Path:
-    """Return the folder of programs of all runs, should the environment name no other."""
-    caches = inherited.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    return Path(caches, "jdp", "xla")
+def folder(inherited: Mapping[str, str]) -> str:
+    """Return the folder of programs of all runs: that of the environment, or else of the user.
+
+    A user without a home, as in a container with an arbitrary user id, gets a new one.
+    """
+    if VARIABLE in inherited:
+        return inherited[VARIABLE]
+    caches = inherited.get("XDG_CACHE_HOME")
+    if not caches:
+        try:
+            caches = Path.home() / ".cache"
+        except RuntimeError:
+            caches = tempfile.mkdtemp(prefix="jdp-cache-")
+    return str(Path(caches, "jdp", "xla"))
 
 
 def drop_torn(folder: Path) -> None:

@@ -81,7 +81,7 @@ def environment(
         # A crash inside a library shows where each thread was.
         "PYTHONFAULTHANDLER": "1",
         # A process that takes over finds the programs of the process before.
-        compile_cache.VARIABLE: str(compile_cache.folder(inherited)),
+        compile_cache.VARIABLE: compile_cache.folder(inherited),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
     }

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from jdp.launch.options import scheduled
 from jdp.launch.options.flag_types import DEFAULT_PORT, Range, spelled
 from jdp.launch.options.flags import WITHOUT_MEANING, Parser, dest_of
 from jdp.worker.launcher_client import SWITCHED_ON
@@ -136,10 +137,13 @@ def _options(given: dict, environment: Mapping[str, str]) -> Options:
     chosen = {name: given[name] for name in Options._fields if given.get(name) is not None}
     if "local_ranks_filter" in chosen:
         chosen["local_ranks_filter"] = chosen["local_ranks_filter"] or None
-    if chosen.get("nnodes", (1, 1))[1] > 1 and "node_rank" not in chosen:
-        chosen |= _node_rank(environment)
+    if "node_rank" not in chosen:
+        chosen |= scheduled.node_rank(environment, chosen.get("nnodes", (1, 1))[1])
     options = Options(**chosen)
     _require_consistent(options)
+    warning = scheduled.warning_if_alone(environment)
+    if warning and options.nnodes[1] == 1 and not options.standalone:
+        print(f"jdp run: {warning}", file=sys.stderr)
     return options
 
 
@@ -189,19 +193,15 @@ def _require_consistent_hosts(options: Options) -> None:
         )
 
 
-# The number of this host in a scheduler: Kubernetes' Indexed Job, Slurm, torchrun.
-def _node_rank(environment: Mapping[str, str]) -> dict[str, int]:
-    for name in ("JOB_COMPLETION_INDEX", "SLURM_NODEID", "GROUP_RANK"):
-        if name in environment:
-            return {"node_rank": int(environment[name])}
-    return {}
-
-
 def _read_token(file: Path) -> str:
     try:
         token = file.read_text().strip()
     except OSError as error:
         raise ValueError(f"--token-file {file} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"--token-file {file} holds bytes that are not text. Try openssl rand -hex 16 > {file}"
+        ) from None
     if not token:
         raise ValueError(f"--token-file {file} is empty. Try openssl rand -hex 16 > {file}")
     return token
