@@ -53,8 +53,8 @@ test: .venv/ready  ## all tests on the newest JAX, then a part of them on the ol
 	if [ -e .venv-wheel/why ]; then cat .venv-wheel/why; else $(MAKE) --no-print-directory release-check; fi
 
 # C++ is tested by itself once: its tests do not call JAX. SETS=1000 is all sets of parameters.
-SETS ?= 2
-test-oldest: .venv-oldest/ready  ## on the oldest JAX all but the slow tests, each with 2 sets of its parameters
+SETS ?= 1
+test-oldest: .venv-oldest/ready  ## on the oldest JAX all but the slow tests, each with one set of its parameters
 	$(call pytest,.venv-oldest) -m "not slow" --sets $(SETS) --ignore tests/csrc
 
 with = if [ -e .venv-$(1)/why ]; then cat .venv-$(1)/why; else \

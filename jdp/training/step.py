@@ -98,7 +98,7 @@ class Step:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Trace, prove and lower the step for these arguments: arrays or `ShapeDtypeStruct`s."""
-        return self.trace(*args, **kwargs).lower()
+        return self.trace_on(None, args, kwargs).lower()
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Trace and prove the step for these arguments: arrays or `ShapeDtypeStruct`s."""

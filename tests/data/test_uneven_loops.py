@@ -313,7 +313,7 @@ jax.distributed.initialize(address, 2, index)
 import jdp, numpy as np
 
 jdp.init()
-loop = jdp.shard_batches(np.full(2, i) for i in range(10))
+loop = jdp.shard_batches(np.full(2, 10 * index + i) for i in range(10))
 for _ in range(num_batches):
     next(loop)
 exec(sys.argv[4])

@@ -54,7 +54,7 @@ def params(p):
     leaves = [np.asarray(x, jnp.dtype(names[i % len(names)])) for i, x in enumerate(leaves)]
     tree = treedef.unflatten(leaves)
     if p.model == "integer":
-        tree["integer"] = np.arange(4, dtype=np.int32)
+        tree["integer"] = np.arange(d, dtype=np.int32) % 4
     return tree
 
 
