@@ -43,6 +43,8 @@ def environment() -> dict[str, Any]:
     command = [script.name]
     if script.is_relative_to(_ROOT):
         command = ["-m", ".".join(script.relative_to(_ROOT).with_suffix("").parts)]
+    # Nobody else has this machine's folders.
+    command += [os.path.relpath(x, _ROOT) if os.path.isabs(x) else x for x in sys.argv[1:]]
     return {
         "date": datetime.date.today().isoformat(),
         "hardware": f"{os.cpu_count()} x {_cpu()}",
@@ -51,7 +53,7 @@ def environment() -> dict[str, Any]:
         "jaxlib": jaxlib.__version__,
         "optax": optax.__version__,
         "commit": _commit(),
-        "command": shlex.join(["python", *command, *sys.argv[1:]]),
+        "command": shlex.join(["python", *command]),
     }
 
 

@@ -177,6 +177,7 @@ class _Loop:
         self.raise_problem()
 
     def _watch(self) -> None:
+        is_own = False  # whether an exception of this process ended the loop
         try:
             # The process that ended first knows "first", which may be deleted before it reads it.
             first = self._wait_for(f"{self._prefix}/first", unless=lambda: self._first is not None)
@@ -187,9 +188,10 @@ class _Loop:
             if problem := self._wait_for(f"{self._prefix}.verdict"):
                 self._problem = Problem(*problem)
                 # An uncaught exception leaves a loop before it is reported.
-                if not self._problem.is_failure:
-                    cause = fail_fast.uncaught(self._peers, timeout_s=_UNCAUGHT_S, or_own=True)
-                    self._problem = Problem(True, cause) if cause else self._problem
+                if not self._problem.is_failure and (
+                    cause := fail_fast.uncaught(self._peers, timeout_s=_UNCAUGHT_S, or_own=True)
+                ):
+                    is_own, self._problem = cause[0] == self._me, Problem(True, cause[1])
         except OtherFailedError as error:
             self._problem = Problem(True, str(error))
         except Exception as error:  # the store is closed, and the run cannot continue
@@ -197,23 +199,19 @@ class _Loop:
             self._problem = Problem(True, text)
         if self._problem is None:
             current_loop.current.compared.discard(self)
-        elif not self._has_failed():
-            this_process.current.why_over = self._problem.text  # its own error is more specific
+        elif not is_own and (self._mine is None or self._mine.how != "error"):
+            # An error of this process is more specific than the problem.
+            this_process.current.why_over = self._problem.text
         self._settled.set()
         if self._problem is not None and not this_process.current.is_interrupted:
             self._get_out(self._problem.text)
-
-    def _has_failed(self) -> bool:
-        """Whether an error of this process ended its loop."""
-        is_leaving = this_process.current.leaving_by is not None
-        return is_leaving or self._mine is not None and self._mine.how == "error"
 
     def _wait_for(self, key: str, unless: Callable[[], bool] = lambda: False) -> Any:
         text = None
         while text is None and not unless() and not self._stop.is_set():
             text = kv_store.get(key, timeout_s=_POLL_S)
             if text is None and (uncaught := fail_fast.uncaught(self._peers, timeout_s=0.0)):
-                raise OtherFailedError(uncaught)
+                raise OtherFailedError(uncaught[1])
         return None if text is None else json.loads(text)
 
     # End this process's wait in a step that the others do not run.

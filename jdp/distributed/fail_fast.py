@@ -104,8 +104,10 @@ def report_uncaught(error: BaseException) -> None:
         kv_store.ends_within(_REPORT_S, lambda: kv_store.offer(UNCAUGHT, text))
 
 
-def uncaught(peers: Sequence[int], *, timeout_s: float, or_own: bool = False) -> str | None:
-    """Return a text about the uncaught exception of a process, or None if there is none in time.
+def uncaught(
+    peers: Sequence[int], *, timeout_s: float, or_own: bool = False
+) -> tuple[int, str] | None:
+    """Return the process with an uncaught exception and a text about it, or None if none has one.
 
     Args:
       peers: the processes whose exceptions count.
@@ -120,7 +122,8 @@ def uncaught(peers: Sequence[int], *, timeout_s: float, or_own: bool = False) ->
         text = kv_store.get(UNCAUGHT, timeout_s=min(timeout_s, _POLL_S))
         process, how = json.loads(text or '[-1, ""]')
         if process in peers and (or_own or process != jax.process_index()):
-            return with_code("JDP208", f"process {process} {how}, so no process can continue")
+            text = f"process {process} {how}, so no process can continue"
+            return process, with_code("JDP208", text)
         if time.monotonic() >= end:
             return None
 

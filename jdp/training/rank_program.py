@@ -159,8 +159,11 @@ class RankProgram:
         fn = self.spec.fn
         if self.spec.returns_state:  # JAX records the whole stack for each operation of the author
             return self._pair(fn(state, batch, *positional, **named), tree)
-        call = lambda state: fn(state, batch, *positional, **named)  # noqa: E731
-        return self._pair(read_in_time.call(call, state, batch), tree)
+
+        def measured(state: Any) -> Any:
+            return fn(state, batch, *positional, **named)
+
+        return self._pair(read_in_time.call(measured, state, batch), tree)
 
     def _weight(self, scope: Scope) -> jax.Array:
         """Return the weight of the global batch: its rows where nothing weighs them."""

@@ -367,3 +367,9 @@ def test_the_overview_names_every_program_and_every_page_of_results():
     missing = {path.stem for path in alone if f"`{path.parent.name}.{path.stem}`" not in overview}
     pages = {path.stem.split("_", 2)[2] for path in (folder / "results").glob("*.md")}
     assert not missing | {page for page in pages if f"`{page}`" not in overview}
+
+
+def test_a_page_names_no_folder_of_the_machine(monkeypatch):
+    beside = report.RESULTS.parents[2] / "before"
+    monkeypatch.setattr(sys, "argv", ["measure.py", str(beside), "--quick"])
+    assert report.environment()["command"] == "python measure.py ../before --quick"
