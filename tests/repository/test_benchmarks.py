@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jdp
 from benchmarks.all_reduce import loops, rank_jax
 from benchmarks.gpu import measure
-from benchmarks.harness import exact, hlo, models, timing
+from benchmarks.harness import exact, hlo, models, report, timing
 from benchmarks.harness.oracle import Oracle
 from benchmarks.step import call_cost, contestants, lineup, trace_cost
 from jdp.analysis.marks import mark
@@ -371,5 +371,5 @@ def test_the_overview_names_every_program_and_every_page_of_results():
 
 def test_a_page_names_no_folder_of_the_machine(monkeypatch):
     beside = report.RESULTS.parents[2] / "before"
-    monkeypatch.setattr(sys, "argv", ["measure.py", str(beside), "--quick"])
+    monkeypatch.setattr(sys, "argv", ["/measure.py", str(beside), "--quick"])
     assert report.environment()["command"] == "python measure.py ../before --quick"
