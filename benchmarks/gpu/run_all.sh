@@ -1,7 +1,9 @@
 #!/bin/bash
 # Builds, tests and measures the CUDA side of jdp on a machine with one GPU, in under 8 minutes:
 #
-#     benchmarks/gpu/run_all.sh [FOLDER]
+#     benchmarks/gpu/run_all.sh [FOLDER [STAGE...]]
+#
+# runs all stages, or those that are named.
 #
 # Needs nvcc, and a python3 (or $PYTHON) with JAX's CUDA plugin, optax, flax. Tables go to
 # benchmarks/results/, logs to FOLDER (out/gpu). A failed stage is reported, and the others still
@@ -13,6 +15,7 @@ cd "$(dirname "$0")/../.."
 
 PYTHON=${PYTHON:-python3}
 OUT=${1:-out/gpu}
+ONLY=("${@:2}")
 BUDGET_S=470
 INCLUDE=(-Ijdp/csrc -Itests/csrc/cuda)
 
@@ -33,6 +36,7 @@ failed=()
 stage() {
 	local name=$1 limit_s=$2 begin=$SECONDS
 	shift 2
+	if ((${#ONLY[@]})) && [[ " ${ONLY[*]} " != *" $name "* ]]; then return; fi
 	local left_s=$((BUDGET_S - SECONDS))
 	((limit_s < left_s)) || limit_s=$left_s
 	if ((limit_s < 5)); then

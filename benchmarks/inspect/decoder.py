@@ -1,7 +1,7 @@
-"""Decoders at the sizes of published training runs, as `jdp.train_step`s that are never run."""
+"""Decoders at the sizes of published training runs, as `jdp.train_step`s."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -151,12 +151,15 @@ def _norm(sizes: Decoder, x: jax.Array, scale: jax.Array) -> jax.Array:
     return (wide * jax.lax.rsqrt(square + 1e-5)).astype(x.dtype) * scale.astype(x.dtype)
 
 
-def training(sizes: Decoder, stage: int) -> tuple[Any, Any]:
-    """Return the step of a decoder under Adam, and its state as shapes.
+def training(sizes: Decoder, stage: int) -> tuple[Any, Callable[[Any], Any]]:
+    """Return the step of a decoder under Adam, and a function that makes its state.
 
     Args:
       sizes: of the decoder.
       stage: of `jdp.sharded`; 0 is `jdp.replicated`.
+
+    Returns:
+      The step, and `make(params) -> state`. Under `jax.eval_shape`, `shapes` are enough.
     """
     adam = optax.adamw(1e-4, b2=0.95, weight_decay=0.1)
     bfloat16 = jnp.bfloat16
@@ -171,8 +174,4 @@ def training(sizes: Decoder, stage: int) -> tuple[Any, Any]:
         loss, grads = jdp.value_and_grad(functools.partial(loss_fn, sizes))(state.params, tokens)
         return state.apply_gradients(grads), {"loss": loss}
 
-    def make() -> Any:
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes(sizes))
-        return jdp.TrainState.create(zeros, tx)
-
-    return step, jax.eval_shape(make)
+    return step, lambda params: jdp.TrainState.create(params, tx)

@@ -102,7 +102,9 @@ def _row(name: str, run: Run, *, is_whole: bool) -> dict[str, Any]:
 
 def _predicted(run: Run, layers: int) -> dict[str, float]:
     """Return the prediction for a run with some number of layers."""
-    step, state = decoder.training(run.sizes._replace(layers=layers), run.stage)
+    sizes = run.sizes._replace(layers=layers)
+    step, make = decoder.training(sizes, run.stage)
+    state = jax.eval_shape(make, decoder.shapes(sizes))
     tokens = jax.ShapeDtypeStruct((run.gpus * run.rows, run.sizes.length), jnp.int32)
     with decoder.stated_costs(run.sizes, run.rows):
         found = explain(step, state, tokens, on=f"{run.gpus}xH100")

@@ -17,10 +17,10 @@ from types import SimpleNamespace
 import pytest
 
 from jdp.launch.host import spawn
+from jdp.launch.host.gpu_slots import SHARE, gpus_of_slots, memory_of_shared
 from jdp.launch.host.leader_connection import Link
 from jdp.launch.host.leader_search import LeaderSearch
 from jdp.launch.host.standby_pool import Standbys
-from jdp.launch.host.worker_process import gpus_of_slots
 from jdp.launch.leader import failure as failures
 from jdp.launch.leader import rank_assignment
 from jdp.launch.leader import remote_host as remotes
@@ -241,11 +241,20 @@ def test_a_standby_that_cannot_run_is_replaced_when_standbys_are_filled_up():
     assert [each.take_standby().name for _ in range(2)] == ["w", "n"]
 
 
-def test_gpus_are_shared_evenly_or_not_at_all():
-    assert gpus_of_slots(8, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert gpus_of_slots(0, 3) == [None] * 3
-    with pytest.raises(ValueError, match="8 .* 3 "):
-        gpus_of_slots(8, 3)
+def test_gpus_are_divided_evenly_or_not_at_all():
+    assert gpus_of_slots(8, 2, {}) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert gpus_of_slots(0, 3, {}) == [None] * 3
+    with pytest.raises(ValueError, match="3 .* 8 GPUs .* one of 1, 2, 4, 8;"):
+        gpus_of_slots(8, 3, {SHARE: "1"})
+
+
+def test_processes_share_gpus_and_their_memory_where_nccl_is_told_so():
+    with pytest.raises(ValueError, match=f"6 .* 2 GPUs .* one of 1, 2; .*{SHARE}=1.* 3 of them"):
+        gpus_of_slots(2, 6, {})
+    assert gpus_of_slots(2, 6, {SHARE: "1"}) == [[0], [0], [0], [1], [1], [1]]
+    assert memory_of_shared(2, 6, {}) == {"XLA_CLIENT_MEM_FRACTION": "0.25"}
+    assert memory_of_shared(2, 6, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}) == {}
+    assert memory_of_shared(8, 2, {}) == memory_of_shared(0, 2, {}) == {}
 
 
 def test_a_proof_is_of_one_part_one_token_and_one_connection():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jdp.launch.host import compile_cache, spawn
+from jdp.launch.host.gpu_slots import gpus_of_slots, memory_of_shared
 from jdp.launch.host.orphans import Orphans
 from jdp.launch.host.output import Logs
 from jdp.launch.host.reaper import Guardian
@@ -27,7 +28,7 @@ class HostResources:
     """Resources that the processes of this host share.
 
     Raises:
-      ValueError: if the GPUs of this host cannot be shared evenly.
+      ValueError: if the GPUs of this host cannot be divided evenly.
 
     Attributes:
       gpus: of each slot.
@@ -37,14 +38,16 @@ class HostResources:
     """
 
     def __init__(self, options: Options) -> None:
-        self.gpus = gpus_of_slots(num_gpus(), options.nproc_per_node[1])
+        num_slots = options.nproc_per_node[1]
+        self.gpus = gpus_of_slots(num_gpus(), num_slots)
         self.orphans = Orphans()
         self.guardian = Guardian(self.orphans.add_own, self.orphans.remove_own)
         self.logs = Logs(options)
         self.command = options.argv()
-        own = self.guardian.environment | ({"JDP_RESUME": "1"} if options.resume else {})
+        own = self.guardian.environment | memory_of_shared(num_gpus(), num_slots)
+        own |= {"JDP_RESUME": "1"} if options.resume else {}
         self.variables = spawn.environment(num_gpus=num_gpus(), **own)
-        self.board = Board.create(options.nproc_per_node[1] + options.num_standbys)
+        self.board = Board.create(num_slots + options.num_standbys)
         self.free_slots = [*range(self.board.num_slots)]
         self.commit_file = os.memfd_create("jdp-commit")
 
@@ -222,28 +225,3 @@ class Process:
         self._resources.guardian.remove(self.popen.pid)
         self._resources.free_slots.append(self._slot_index)
         self._died(self)
-
-
-def gpus_of_slots(num_gpus: int, num_slots: int) -> list[list[int] | None]:
-    """Share the GPUs of a host among its slots.
-
-    Args:
-      num_gpus: of this host; 0 for training on CPUs.
-      num_slots: processes of this host, >= 1.
-
-    Raises:
-      ValueError: if they cannot be shared evenly.
-
-    >>> gpus_of_slots(4, 2)
-    [[0, 1], [2, 3]]
-    """
-    if not num_gpus:
-        return [None] * num_slots
-    if num_gpus % num_slots:
-        raise ValueError(
-            f"this host has {num_gpus} GPUs, which {num_slots} processes cannot share evenly. "
-            f"Write --nproc-per-node with a number that divides {num_gpus}, or 1: one process "
-            "drives all GPUs."
-        )
-    each = num_gpus // num_slots
-    return [[*range(i * each, (i + 1) * each)] for i in range(num_slots)]
