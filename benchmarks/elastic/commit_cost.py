@@ -3,6 +3,7 @@
     python -m benchmarks.elastic.commit_cost           in ten minutes on 2 cores
     python -m benchmarks.elastic.commit_cost --quick   tiny rounds, to see that it works
 
+On a GPU set XLA_FLAGS=--xla_gpu_deterministic_ops=true, since the bits of two runs are compared.
 Prints its tables and writes them to benchmarks/results/, those of a quick run to out/benchmarks/.
 """
 
@@ -36,11 +37,17 @@ MIB = 1 << 20
 _kept_open: list[socket.socket] = []
 
 
-MODELS = (
-    functools.partial(models.mlp, width=512, num_layers=4, num_rows=512),
-    functools.partial(models.transformer, dim=128, num_layers=4, num_rows=32, length=32),
-    functools.partial(models.mlp, width=1024, num_layers=6, num_rows=1024),
-)
+MODELS = {
+    "cpu": (
+        functools.partial(models.mlp, width=512, num_layers=4, num_rows=512),
+        functools.partial(models.transformer, dim=128, num_layers=4, num_rows=32, length=32),
+        functools.partial(models.mlp, width=1024, num_layers=6, num_rows=1024),
+    ),
+    "gpu": (
+        functools.partial(models.mlp, width=2048, num_layers=4, num_rows=16384),
+        functools.partial(models.transformer, dim=1024, num_layers=4, num_rows=16, length=512),
+    ),
+}
 
 
 def main() -> None:
@@ -57,8 +64,11 @@ def main() -> None:
         help="minimum number of rounds, even if they exceed the budget",
     )
     args = parser.parse_args()
+    # Several processes use the GPU.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     launched()
-    mesh = jdp.init(cpu_ranks=4)
+    jax.config.update("jax_num_cpu_devices", 4)
+    mesh = jdp.init(devices=jax.devices())
     if args.model is not None:
         print(json.dumps(measure(args.model, budget_s=args.budget_s, min_rounds=args.min_rounds)))
         return
@@ -99,7 +109,7 @@ def step_cost(*, num_processes: int, budget_s: float, min_rounds: int) -> Sectio
       min_rounds: minimum number of rounds of each, even if they exceed the budget.
     """
     rows = []
-    for number in range(len(MODELS)):
+    for number in range(len(MODELS[jax.default_backend()])):
         command = [sys.executable, "-m", "benchmarks.elastic.commit_cost", f"--model={number}"]
         command += [f"--budget-s={budget_s}", f"--min-rounds={min_rounds}"]
         found = [
@@ -128,9 +138,9 @@ def step_cost(*, num_processes: int, budget_s: float, min_rounds: int) -> Sectio
         )
     return Section(
         "Cost of commits",
-        f"{COMMIT_EVERY} steps with one commit over {COMMIT_EVERY} without, on 4 ranks of one "
-        "process, Adam, all in one training run. The commit starts in the middle and is complete "
-        "before the clock stops. Rounds of two runs each, in alternating order, and their median; "
+        f"{COMMIT_EVERY} steps with one commit over {COMMIT_EVERY} without, on "
+        f"{jax.device_count()} ranks of one process, Adam, all in one training run. The commit "
+        "starts in the middle and is complete before the clock stops. Rounds of two runs each, in alternating order, and their median; "
         f"of {num_processes} such processes the median, the least and the most. A commit moves "
         "twice the state's bytes: the device reads them, and writes them into the memory of "
         "commits. The floor is the time of this copy alone, if it does not overlap with the steps. "
@@ -154,7 +164,7 @@ def step_cost(*, num_processes: int, budget_s: float, min_rounds: int) -> Sectio
 
 def measure(number: int, *, budget_s: float, min_rounds: int) -> dict[str, Any]:
     """Measure a model in this process."""
-    problem = MODELS[number]()
+    problem = MODELS[jax.default_backend()][number]()
     training = _Training(problem)
     found = timing.compare(
         training.with_commit, training.without, budget_s=budget_s, min_rounds=min_rounds
@@ -236,7 +246,7 @@ def restore_time(mesh: jax.sharding.Mesh, *, rounds: int) -> Section:
     """Time `Checkpointer.restore` of a commit.
 
     Args:
-      mesh: mesh of 4 ranks.
+      mesh: mesh of the ranks.
       rounds: number of restores of each model.
     """
     rows = [

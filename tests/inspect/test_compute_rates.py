@@ -38,7 +38,7 @@ def programs(monkeypatch):
     """The compiled programs of what is timed, each of which takes a second."""
     found = []
 
-    def seconds(run, x, other, right, what):
+    def seconds(run, x, other, right, what, num_calls=1):
         found.append(HloProgram(run.lower(x, other).compile().as_text()))
         return 1.0
 

@@ -55,7 +55,7 @@ def test_a_kind_that_would_have_a_negative_factor_is_joined_to_another():
 def test_steps_on_three_ranks_are_timed_and_their_state_is_compared(monkeypatch):
     mesh = jdp.init(cpu_ranks=3)
     small = training_steps.models.mlp(width=8, num_layers=2, num_rows=5)
-    monkeypatch.setattr(training_steps, "_models", lambda: [small])
+    monkeypatch.setattr(training_steps, "_models", lambda platform: [small])
     monkeypatch.setattr(training_steps, "_BUDGET_S", 0.0)
     found = training_steps.slowness(mesh, RATES)
     assert found.matmul > 0 and np.isfinite(found.largest_error)

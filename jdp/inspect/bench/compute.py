@@ -18,11 +18,15 @@ from jdp.inspect.rates import UNITS
 
 _WIDTH = {"cpu": 1024}  # rows and columns of the matmul; on others:
 _WIDTH_ELSEWHERE = 8192
+# Matmuls in a row: others than CPUs begin one while the host starts the next.
+_NUM_MATMULS_ELSEWHERE = 8
 # Operations of a program, so many that its own start is a small part of their time.
 _NUM_TIMES, _NUM_TINY = 64, 512
-_ELEMENTS = 2**24  # of the scaled array: 64 MiB, more than caches hold
-# On CPUs XLA of JAX 0.10 drops barriers first, and makes one operation of all between them.
-_WITH_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+# Elements of the scaled array: more than caches hold, which are 50 MiB and more on GPUs.
+_ELEMENTS, _ELEMENTS_ELSEWHERE = 2**24, 2**27
+# On CPUs XLA of JAX 0.10 drops barriers first, and makes one operation of all between them. On GPUs
+# it drops them last, and cannot run what then is left of them.
+_WITH_BARRIERS = {"cpu": {"xla_disable_hlo_passes": "cse_barrier_expander"}}
 _NUM_ROUNDS = 7
 _PERIOD = 3
 
@@ -37,19 +41,21 @@ def matmul_flops_per_s(mesh: Mesh, dtype: str) -> float:
     Raises:
       WrongResultError: if an element of a product is wrong.
     """
-    width = _WIDTH.get(mesh.devices.flat[0].platform, _WIDTH_ELSEWHERE)
+    platform = mesh.devices.flat[0].platform
+    width = _WIDTH.get(platform, _WIDTH_ELSEWHERE)
+    num_calls = 1 if platform == "cpu" else _NUM_MATMULS_ELSEWHERE
     # Element (i, j) of the product is width * (i mod 3) * (j mod 3): exact in every dtype.
     small = np.arange(width) % _PERIOD
     a = np.broadcast_to(small[:, None], (mesh.size, width, width)).astype(jnp.dtype(dtype))
     b = np.broadcast_to(small[None, :], (mesh.size, width, width)).astype(jnp.dtype(dtype))
     run = _on_all(mesh, lambda a, b: a @ b)
     right = (width * small[:, None] * small[None, :]).astype(jnp.dtype(dtype))
-    seconds = _seconds(run, _placed(mesh, a), _placed(mesh, b), right, f"a matmul in {dtype}")
-    return 2 * width**3 / seconds
+    a, b = _placed(mesh, a), _placed(mesh, b)
+    return 2 * width**3 / _seconds(run, a, b, right, f"a matmul in {dtype}", num_calls)
 
 
 def memory_bytes_per_s(mesh: Mesh) -> float:
-    """Return the bytes that each device reads and writes per second, while all scale an array.
+    """Return the bytes that each device reads and writes per second, while all change an array.
 
     Args:
       mesh: the devices, with one axis.
@@ -57,6 +63,10 @@ def memory_bytes_per_s(mesh: Mesh) -> float:
     Raises:
       WrongResultError: if an element is wrong.
     """
+    if mesh.devices.flat[0].platform != "cpu":
+        # Once is so short that the start of the program would count.
+        size = _ELEMENTS_ELSEWHERE
+        return 2 * 4 * size / loop_s(mesh, lambda x: x + 1, size, _NUM_TIMES)
     whole = np.resize(np.arange(251, dtype=np.float32), _ELEMENTS)
     x = np.broadcast_to(whole, (mesh.size, _ELEMENTS))
     old = np.zeros_like(x)
@@ -104,7 +114,8 @@ def operation_start_s(mesh: Mesh) -> float:
 
     x = _placed(mesh, np.zeros((mesh.size, 8), np.float32))
     right = np.full(8, _NUM_TINY, np.float32)
-    run = _on_all(mesh, chain, compiler_options=_WITH_BARRIERS)
+    options = _WITH_BARRIERS.get(mesh.devices.flat[0].platform)
+    run = _on_all(mesh, chain, compiler_options=options)
     return _seconds(run, x, x, right, "a chain") / _NUM_TINY
 
 
@@ -159,16 +170,20 @@ def _placed(mesh: Mesh, x: np.ndarray) -> jax.Array:
     return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
 
 
-def _seconds(run: Any, x: jax.Array, other: jax.Array, right: np.ndarray, what: str) -> float:
-    """Return the median seconds of `run`, whose results are checked on every device."""
+def _seconds(
+    run: Any, x: jax.Array, other: jax.Array, right: np.ndarray, what: str, num_calls: int = 1
+) -> float:
+    """Return the median seconds of `run`, whose last results are checked on every device."""
     seconds, result = [], run(x, other)
     for number in range(_NUM_ROUNDS):
         if other.is_deleted():
             other = result
         jax.block_until_ready(other)
         begin = time.perf_counter()
-        result = jax.block_until_ready(run(x, other))
-        seconds.append(time.perf_counter() - begin)
+        for _ in range(num_calls):
+            result = run(x, other)
+        jax.block_until_ready(result)
+        seconds.append((time.perf_counter() - begin) / num_calls)
         for shard in result.addressable_shards:
             rank = shard.index[0].start or 0
             require(shard.data, right, contestant="XLA", rank=rank, round_number=number, what=what)

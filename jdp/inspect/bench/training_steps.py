@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -63,7 +64,7 @@ def slowness(mesh: Mesh, rates: Mapping[str, Rate]) -> Slowness:
     Raises:
       WrongResultError: if a parameter of a step is wrong.
     """
-    made = {model.name: _made(mesh, model) for model in _models()}
+    made = {model.name: _made(mesh, model) for model in _models(mesh.devices.flat[0].platform)}
     clocks = {name: clock for name, (clock, _) in made.items()}
     found = rounds.alternate(clocks, budget_s=_BUDGET_S, warm_up=1)
     return fitted(
@@ -143,7 +144,17 @@ def alone_seconds(program: HloProgram, rates: Mapping[str, Rate]) -> AloneSecond
 
 
 # Small and large ones, with more and with less beside their matmuls.
-def _models() -> list[SmallModel]:
+def _models(platform: str) -> list[SmallModel]:
+    if platform != "cpu":
+        return [
+            models.mlp(width=1024, num_layers=4, num_rows=4096)._replace(name="narrow mlp"),
+            models.mlp(width=4096, num_layers=2, num_rows=8192),
+            models.mlp(width=4096, num_layers=2, num_rows=8192, dtype=jnp.bfloat16)._replace(
+                name="mlp in bfloat16"
+            ),
+            models.transformer(dim=512, num_layers=2, num_rows=16, length=512),
+            models.transformer(dim=1024, num_layers=1, num_rows=8, length=1024),
+        ]
     return [
         models.mlp(width=256, num_layers=3, num_rows=32)._replace(name="narrow mlp"),
         models.mlp(width=384, num_layers=6, num_rows=64)._replace(name="deep mlp"),

@@ -1,8 +1,8 @@
 """The operations that ran on the devices of a process, read from JAX's profile.
 
 On CPUs each operation of a program is an event of a thread, with its device, its program and its
-run. On GPUs each kernel is an event of a stream. The format of GPUs was read from documents and
-profiles of others: jdp has never run on one.
+run. On GPUs each kernel is an event of a stream; XLA runs most of a step as a CUDA graph, whose
+kernels all bear the name of the graph.
 """
 
 import re
@@ -22,6 +22,8 @@ _COMMUNICATES = re.compile(
 _CONTAINS = re.compile(r"(while|conditional|call)(\.\d+)?$")
 _GPU = re.compile(r"/device:GPU:(\d+)$")
 _STREAM = re.compile(r"Stream #")
+# An operation of XLA that launches a CUDA graph.
+_GRAPH = re.compile(r"command_buffer")
 
 
 class Operation(NamedTuple):
@@ -92,6 +94,8 @@ def _kernels(line: Any, start: int) -> list[Operation]:
         begin = start + round(event.start_ns)
         end = begin + round(event.duration_ns)
         name, program = str(stats.get("hlo_op", event.name)), str(stats.get("hlo_module", ""))
+        if _GRAPH.match(name):
+            name = event.name
         found.append(Operation(name, event.name, program, None, begin, end))
     return found
 
