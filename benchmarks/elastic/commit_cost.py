@@ -140,7 +140,8 @@ def step_cost(*, num_processes: int, budget_s: float, min_rounds: int) -> Sectio
         "Cost of commits",
         f"{COMMIT_EVERY} steps with one commit over {COMMIT_EVERY} without, on "
         f"{jax.device_count()} ranks of one process, Adam, all in one training run. The commit "
-        "starts in the middle and is complete before the clock stops. Rounds of two runs each, in alternating order, and their median; "
+        "starts in the middle and is complete before the clock stops. Rounds of two runs each, in "
+        "alternating order, and their median; "
         f"of {num_processes} such processes the median, the least and the most. A commit moves "
         "twice the state's bytes: the device reads them, and writes them into the memory of "
         "commits. The floor is the time of this copy alone, if it does not overlap with the steps. "

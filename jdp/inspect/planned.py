@@ -105,16 +105,17 @@ class _PlanWalk:
         """Walk a body, and return the name of each of its variables that has one."""
         before = None
         for eqn in jaxpr.eqns:
-            name = eqn.primitive.name
+            name = _name(eqn)
             # JAX makes one sum for each leaf of a bucket, one after the other.
             is_same, before = before is not None and _is_like(before, eqn), eqn
             if name in _KINDS or name in call_order.NATIVE:
                 self._collective(eqn, name, paths, in_loop, is_same=is_same)
                 # What was gathered or summed keeps its name.
-                taken = _operands(eqn, name)
-                for atom, out in zip(taken, eqn.outvars[-len(taken) :], strict=False):
-                    if _path(atom, paths):
-                        paths[out] = _path(atom, paths)
+                if name != call_order.START:
+                    taken = _operands(eqn, name)
+                    _pass_on(taken, eqn.outvars[-len(taken) :], paths)
+            elif name == call_order.DONE:  # of two tokens and the leaves: a token and the leaves
+                _pass_on(eqn.invars[2:], eqn.outvars[1:], paths)
             elif "callback" in name or name in ("debug_print", "outfeed", "infeed"):
                 self.callbacks.append((_callback_name(eqn), source_lines.source(eqn)))
             elif name == "pallas_call":
@@ -132,12 +133,13 @@ class _PlanWalk:
         ]
         if not leaves:
             return
-        native = name in call_order.NATIVE
+        native = name in call_order.NATIVE or name == call_order.START
         if is_same and not native and self.found:
             self.found[-1].leaves.extend(leaves)
             return
         kind = _KINDS.get(name) or name.removeprefix("jdp_").replace("_", "-")
-        number = eqn.params.get("number", eqn.params.get("bucket")) if native else None
+        params = dict(eqn.params["attributes"]) if name == call_order.START else eqn.params
+        number = params.get("number", params.get("bucket")) if native else None
         self.found.append(
             Planned(
                 kind,
@@ -177,9 +179,7 @@ class _PlanWalk:
             paths[eqn.outvars[0]] = f"grads{eqn.params['path']}"
             return
         if name in ("optimization_barrier", "jdp_tied"):
-            for atom, out in zip(eqn.invars, eqn.outvars, strict=True):
-                if _path(atom, paths):
-                    paths[out] = _path(atom, paths)
+            _pass_on(eqn.invars, eqn.outvars, paths)
             return
         (out, *others), atoms = eqn.outvars or [None], [x for x in eqn.invars if _path(x, paths)]
         if out is None or others or not atoms:
@@ -195,6 +195,17 @@ class _PlanWalk:
                 paths[out] = _path(named[0], paths)
         elif name in ("dynamic_slice", "slice", "squeeze") and ".params" in _path(atoms[0], paths):
             paths[out] = _path(atoms[0], paths)
+
+
+def _name(eqn: Any) -> str:
+    """Return the name of an equation's primitive, or of the call between GPUs that it is."""
+    target = str(eqn.params.get("target_name", ""))
+    return target if target in (call_order.START, call_order.DONE) else eqn.primitive.name
+
+
+def _pass_on(atoms: Sequence[Any], results: Sequence[Any], paths: dict[Any, str]) -> None:
+    pairs = zip(atoms, results, strict=False)
+    paths |= {out: _path(atom, paths) for atom, out in pairs if _path(atom, paths)}
 
 
 def _is_like(one: Any, other: Any) -> bool:
@@ -217,9 +228,8 @@ def _inner(body: Any, atoms: Sequence[Any], paths: dict[Any, str]) -> dict[Any, 
 
 def _outer(eqn: Any, body: Any, inner: dict[Any, str], paths: dict[Any, str]) -> None:
     if len(body.outvars) == len(eqn.outvars):
-        for atom, out in zip(body.outvars, eqn.outvars, strict=True):
-            if _path(atom, inner):
-                paths[out] = _path(atom, inner)
+        pairs = zip(body.outvars, eqn.outvars, strict=True)
+        paths |= {out: _path(atom, inner) for atom, out in pairs if _path(atom, inner)}
 
 
 def _path(atom: Any, paths: dict[Any, str]) -> str:

@@ -90,8 +90,11 @@ def transfer_of(
         skipped = call_order.TOKEN + 1
         taken = [a for x in one.operands()[skipped:] for a in hlo.arrays(shapes.get(x, ""))]
         kind, algorithm = _NATIVE[target], "native"
-    elif target == call_order.START:  # the first operand is the scale
-        taken = [array for array in taken if array.dims or array.dtype not in ("f32", "f64")]
+    elif target == call_order.START:
+        if one is inner:  # the first operand is the scale
+            taken = taken[1:]
+        else:  # in a fusion it may be any of them
+            taken = [array for array in taken if array.dims or array.dtype not in ("f32", "f64")]
         kind, algorithm = "all-reduce", "split"
     else:
         kind, algorithm = inner.op.removesuffix("-start"), "xla"

@@ -7,6 +7,7 @@ from jdp import jax_compat
 from jdp.inspect import explain, matched, timeline
 from jdp.inspect.hlo import HloProgram
 from jdp.inspect.planned import Planned, SentLeaf, planned
+from jdp.inspect.profiling.device_operations import Operation
 from jdp.inspect.speeds import Work
 from jdp.inspect.transfers import SentArrays
 
@@ -62,6 +63,33 @@ def collectives_of(
             program = max(texts[name], key=lambda each: len(_names(each) & set(ran)))
             found[name] = _collectives(program, jaxprs.get(name, ()))
     return found
+
+
+def by_order(
+    ran: Sequence[Operation], known: Mapping[str, Mapping[str, Collective]]
+) -> dict[str, dict[str, Collective]]:
+    """Return the collectives by the names that a device's profile has for them.
+
+    XLA's collectives between GPUs bear there the name of the operation that XLA then divided into a
+    start and a done, which is not in the compiled program any more. They begin in the order of the
+    program, since all are in one stream.
+
+    Args:
+      ran: the operations of the device, in order.
+      known: name of program -> of operation -> collective.
+    """
+    found = {name: dict(of_program) for name, of_program in known.items()}
+    for name, of_program in found.items():
+        names = [each.name for each in ran if each.program == name and each.is_of_nccl()]
+        strange = [each for each in dict.fromkeys(names) if each not in of_program]
+        left = [each for each in of_program if each not in names and _is_of_xla(of_program[each])]
+        if len(strange) == len(left):
+            of_program |= {new: of_program[old] for new, old in zip(strange, left, strict=True)}
+    return found
+
+
+def _is_of_xla(collective: Collective) -> bool:
+    return collective.algorithm == "xla"
 
 
 def _names(program: HloProgram) -> set[str]:

@@ -19,6 +19,7 @@ _COMMUNICATES = re.compile(
     r"(jdp_(all|reduce|ring|take_rows|add_rows)|psum|pmax|pmin|ppermute|all[-_]reduce|"
     r"all[-_]gather|reduce[-_]scatter|all[-_]to[-_]all|collective[-_]permute|ncclDevKernel|ncclKernel)"
 )
+_NCCL = re.compile(r"nccl(Dev)?Kernel")
 _CONTAINS = re.compile(r"(while|conditional|call)(\.\d+)?$")
 _GPU = re.compile(r"/device:GPU:(\d+)$")
 _STREAM = re.compile(r"Stream #")
@@ -48,6 +49,10 @@ class Operation(NamedTuple):
     def looks_like_communication(self) -> bool:
         """Whether it is a collective, by its name alone."""
         return any(_COMMUNICATES.match(name) for name in (self.name, self.kernel))
+
+    def is_of_nccl(self) -> bool:
+        """Whether it is a kernel of NCCL."""
+        return _NCCL.match(self.kernel) is not None
 
 
 class ProgramRun(NamedTuple):

@@ -11,7 +11,7 @@ import jax
 
 from jdp.distributed import this_process
 from jdp.inspect.profiling import device_operations, trace_file
-from jdp.inspect.profiling.collectives import Collective, collectives_of
+from jdp.inspect.profiling.collectives import Collective, by_order, collectives_of
 from jdp.inspect.profiling.device_operations import Operation, ProgramRun
 from jdp.inspect.profiling.marks import MarkedCall
 from jdp.inspect.profiling.trace_file import ProcessTrace, Slice
@@ -51,7 +51,8 @@ def process_trace(
             continue
         own = _runs(ran, calls)
         slices += [Slice(trace_file.PROGRAM, run.program, run.begin, run.end, rank) for run in own]
-        slices += [_slice(one, rank, known.get(one.program, {})) for one in ran]
+        named = by_order(ran, known)
+        slices += [_slice(one, rank, named.get(one.program, {})) for one in ran]
         ends = _ends(ran, calls)
         if ends is None:
             notes.append(f"rank {rank}: its steps end where the process's calls return, because "
