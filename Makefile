@@ -30,7 +30,7 @@ oldest = $(call find,$(FOR_OLDEST),(3, 11) <= sys.version_info < (3, 12))
 pip = $(1)/bin/python -m pip install -q --no-compile --disable-pip-version-check --no-input
 pytest = $(1)/bin/python -m pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: help demo test test-oldest test-ray test-notebook test-schedules schedules wheel release-check fuzz lint docs bench compare clean
+.PHONY: help demo test test-oldest test-gpu test-ray test-notebook test-schedules schedules wheel release-check fuzz lint docs bench compare clean
 
 help:  ## this list
 	sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -56,6 +56,9 @@ test: .venv/ready  ## all tests on the newest JAX, then a part of them on the ol
 SETS ?= 1
 test-oldest: .venv-oldest/ready  ## on the oldest JAX all but the slow tests, each with one set of its parameters
 	$(call pytest,.venv-oldest) -m "not slow" --sets $(SETS) --ignore tests/csrc
+
+test-gpu:  ## on a machine with a GPU, in an environment with jdp, its tests' packages and JAX's CUDA plugin
+	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false python3 -m pytest -q -m gpu tests/gpu
 
 with = if [ -e .venv-$(1)/why ]; then cat .venv-$(1)/why; else \
 	.venv-$(1)/bin/python -m pytest -q tests/repository/test_$(1).py; fi

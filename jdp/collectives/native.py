@@ -33,8 +33,8 @@ def native(
 ) -> list[list[jax.Array]]:
     """Sum every leaf over `axis_name` in compiled code of jdp's own, on CPUs or GPUs of one host.
 
-    The GPU code was compiled but has never been run, so before the first use its results are
-    compared with those of `lax.psum`. Unlike the CPU code, it has no derivatives.
+    The GPU code ran with all ranks on one GPU, and never between GPUs, so before the first use its
+    results are compared with those of `lax.psum`. Unlike the CPU code, it has no derivatives.
 
     Args:
       buckets: lists of leaves, one dtype each; any shapes. bfloat16 and float16 are added up in
@@ -94,7 +94,7 @@ def why_not(axes: tuple[str, ...], mesh: Mesh | None) -> str | None:
     """
     if _platform(mesh) == "gpu":
         return (
-            "the ranks are on GPUs, where it has not been measured yet; to try it, write "
+            "the ranks are on GPUs, between which it has not been measured yet; to try it, write "
             "all_reduce=jdp.collectives.native."
         )
     return _why_unable(axes, mesh)

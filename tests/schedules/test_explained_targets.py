@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdp
+from benchmarks.gpu import programs
 from jdp import collectives
 from jdp.inspect import targets
 
@@ -85,6 +86,17 @@ def test_gradients_between_gpus_are_named_also_where_xla_packs_them(h200s):
     assert "2 collectives" in merged.text and "8.0 MiB" in merged.text
     assert found.memory.limit == 151397597184
     assert found.rates["memory_bytes_per_s"].source.startswith("XLA's device description")
+
+
+def test_leaves_of_the_ring_between_gpus_have_names_and_scalars_have_bytes(h200s):
+    programs.register_handlers()
+    found = report(h200s, jdp.replicated(optax.sgd(0.1), all_reduce=collectives.split))
+    assert {bucket.algorithm for bucket in found.buckets} == {"split"}
+    layers = [(bucket.leaves, bucket.num_bytes) for bucket in found.buckets if bucket.leaves]
+    # As the backward pass finishes them; the loss and its weight are scalars.
+    large = [each for each in layers if each[1] == LAYER]
+    assert large == [((f"grads[{i}]",), LAYER) for i in reversed(range(NUM_LAYERS))]
+    assert all(num_bytes > 0 for _, num_bytes in layers)
 
 
 def test_the_leaves_of_one_bucket_are_not_merged_buckets(h200s):

@@ -1,6 +1,6 @@
 """GPUs of one host that reduce together: connect them, and test a first reduction.
 
-This code has never run on GPUs.
+It ran between two processes that share a GPU, and never between GPUs.
 """
 
 import base64

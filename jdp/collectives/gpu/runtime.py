@@ -1,6 +1,6 @@
 """The native CUDA library: communicators of GPUs, as the ranks of this process see them.
 
-It was built and loaded without a GPU. Its GPU code has never run.
+It ran on one GPU, with ranks of one process and of several. Between GPUs it has never run.
 """
 
 import ctypes

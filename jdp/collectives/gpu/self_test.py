@@ -1,7 +1,7 @@
 """A reduction of known numbers between GPUs, compared with lax.psum before the first use.
 
 A matmul runs at the same time, as in a step: XLA must be able to load it while the reduction
-waits. This test was compiled and never run.
+waits. It ran between two processes on one GPU.
 """
 
 from typing import Any

@@ -43,7 +43,7 @@ class CannotRun(Exception):  # noqa: N818 - not an error of the benchmark
 def default_algorithms(operation: str, platform: str) -> tuple[str, ...]:
     """Return the algorithms that are timed where none are named.
 
-    jdp's code for GPUs has never run there, so it is timed only where it is named.
+    jdp's code for GPUs was never measured between GPUs, so it is timed only where it is named.
 
     Args:
       operation: such as "all-reduce".
