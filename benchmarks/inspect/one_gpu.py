@@ -142,7 +142,7 @@ def _row(name: str, made: Made) -> tuple[dict[str, Any], Any]:
         "unknown": list(map(str, known.unknown)),
     }
     for of, found in (("known", known), ("calibrated", measured)):
-        time_of = found and found.time
+        time_of = found.time if found else None
         row |= {
             f"{of}_s": time_of.likely_s if time_of else float("nan"),
             f"{of}_low_s": time_of.low_s if time_of else float("nan"),
