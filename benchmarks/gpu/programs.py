@@ -155,6 +155,7 @@ def _state(model: Model, tx: Any, mesh: Mesh, *, stacked: bool) -> jdp.TrainStat
     )
 
 
+@functools.cache  # JAX takes one handler for each name.
 def register_handlers() -> str:
     """Register the ring's handlers, so that XLA compiles calls to them, and return their kind."""
     built = Path(jdp.__file__).parent / "lib" / "libjdp_cuda.so"
