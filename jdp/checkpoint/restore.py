@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdp.checkpoint.broadcast import broadcast
 from jdp.checkpoint.edits import Edits
 from jdp.checkpoint.fill import fill
 from jdp.checkpoint.find import Found, Latest
@@ -16,6 +15,7 @@ from jdp.checkpoint.shards import SplitValue
 from jdp.checkpoint.sources import Saved, Sources
 from jdp.checkpoint.state_writer import KEY_OF_LOADER, state_of_data
 from jdp.distributed import agree
+from jdp.distributed.broadcast import broadcast
 from jdp.distributed.checks import known_leaves
 
 
@@ -89,7 +89,7 @@ def _loaded(group: tuple[int, ...], found: Latest, sources: Sources) -> Saved:
         facts = gathered[found.source]
         leaves = leaves_of(facts)
         data = np.concatenate([np.zeros(0, np.uint8), *pack(values)]) if is_source else None
-        values = unpack(broadcast(data, packed_bytes(leaves)), leaves)
+        values = unpack(broadcast(data, packed_bytes(leaves), group), leaves)
     return facts, values
 
 

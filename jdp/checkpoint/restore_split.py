@@ -10,9 +10,9 @@ import numpy as np
 
 from jdp import pytrees, rank_state
 from jdp.checkpoint import shards
-from jdp.checkpoint.broadcast import broadcast
 from jdp.checkpoint.saved_leaves import SavedLeaf, describe, leaves_of
 from jdp.distributed import agree
+from jdp.distributed.broadcast import broadcast
 
 
 class Readable(Protocol):
@@ -45,7 +45,7 @@ def split_values(
     leaves, pieces = leaves_of(facts), dict(enumerate(shards.pieces(facts)))
     needed = {*pieces} if state is None else _needed(state, leaves, pieces)
     sources = _sources(group, state, needed, readable) if len(group) > 1 else {}
-    transfer = _Transfer(shards.described(facts), readable, needed, sources)
+    transfer = _Transfer(shards.described(facts), readable, needed, sources, group)
     of: dict[int, dict[int, shards.LeafPart]] = defaultdict(dict)
     for n, part in pieces.items():
         of[part.leaf][n] = part
@@ -60,6 +60,7 @@ class _Transfer:
       readable: what this process can read.
       needed: numbers of the pieces that it needs.
       sources: number of each piece that some process cannot read -> the process that sends it.
+      group: the processes among which they are sent.
     """
 
     def __init__(
@@ -68,9 +69,10 @@ class _Transfer:
         readable: Readable,
         needed: set[int],
         sources: dict[int, int],
+        group: tuple[int, ...],
     ) -> None:
         self._described, self._readable = described, readable
-        self._needed, self._sources = needed, sources
+        self._needed, self._sources, self._group = needed, sources, group
 
     def fetch(self, numbers: Sequence[int]) -> dict[int, np.ndarray]:
         """Return the pieces that this process needs."""
@@ -83,7 +85,7 @@ class _Transfer:
                 leaf, data = self._described[n], None
                 if n in sent:
                     data = np.ascontiguousarray(values[n]).reshape(-1).view(np.uint8)
-                received = broadcast(data, leaf.num_bytes)
+                received = broadcast(data, leaf.num_bytes, self._group)
                 if n in self._needed and n not in values:
                     values[n] = received.view(jnp.dtype(leaf.dtype)).reshape(leaf.shape)
         return {n: value for n, value in values.items() if n in self._needed}

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jdp import axis
+from jdp.axis import AxisName
 from jdp.distributed import placement
+from jdp.distributed.checks import state as state_check
 from jdp.distributed.mesh import mesh_of, num_ranks
 from jdp.reduction.optimizer import Replicated
 from jdp.reduction.sharded import sharding_of
@@ -16,6 +18,22 @@ from jdp.training import shard_layout
 
 _log = logging.getLogger("jdp")
 _logged: set[str] = set()
+
+
+def of_the_first_process(tree: Any, axis_name: AxisName) -> Any:
+    """Return a tree with the values of the first process of the mesh; all of its processes call it.
+
+    Args:
+      tree: of arrays and numbers. Arrays that several processes share stay as they are.
+      axis_name: name of the data axis, or a tuple of names.
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    shared = [leaf for leaf in arrays if not leaf.is_fully_addressable]
+    try:
+        mesh = mesh_of(shared, axis_name)
+    except RuntimeError:
+        mesh = None
+    return state_check.agreed(tree, mesh, broadcast=True)
 
 
 def placed(state: Any, *, copy: bool) -> Any:

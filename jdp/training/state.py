@@ -11,7 +11,6 @@ import optax
 
 from jdp import axis, pytrees
 from jdp.analysis.marks import SOURCE, mark
-from jdp.distributed.checks import state as state_check
 from jdp.reduction import mixed_precision, optimizer, sharded_update
 from jdp.reduction.optimizer import Replicated
 from jdp.reduction.sharded import Sharded, sharding_of
@@ -65,8 +64,8 @@ class TrainState:
             `(path, leaf) -> bool` with path as in `"['encoder']['kernel']"`. Default: all. The
             gradients of the others are never reduced, and the optimizer never sees them.
           seed: where `key` and `shared_key` start, 0 <= seed < 2**32.
-          broadcast: several processes: take the values of process 0. Otherwise
-            all processes must give the same ones.
+          broadcast: several processes: take the values of the first process of the mesh, which is
+            process 0 of most. Otherwise all its processes must give the same ones.
 
         Returns:
           The state. The arrays given are copied, never donated.
@@ -95,7 +94,7 @@ class TrainState:
         numbers = {"step": np.int32(0), "seed": np.uint32(seed)}
         given = {"params": params, "model_state": model_state, **numbers}
         if broadcast:
-            given = state_check.agreed(given, broadcast=True)
+            given = new_state.of_the_first_process(given, tx.axis_name)
         fields: dict[str, Any] = {**given, "opt_state": None, "tx": tx, "trainable": ()}
         state = new_state.placed(cls(**fields), copy=True)
         flags = parameters.trainable_flags(state.params, trainable)

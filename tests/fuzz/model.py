@@ -125,6 +125,13 @@ def optimizer(p):
             optax.sgd(rate, momentum=0.5), 2
         ).gradient_transformation(),
         "adam": lambda: optax.adam(0.1, eps=1e-3),
+        "labelled": lambda: optax.multi_transform(
+            {"matrix": optax.sgd(rate, momentum=0.9), "other": optax.sgd(rate / 2)},
+            lambda tree: jax.tree.map(lambda x: "matrix" if jnp.ndim(x) > 1 else "other", tree),
+        ),
+        "injected": lambda: optax.inject_hyperparams(optax.sgd)(
+            optax.linear_schedule(rate, rate / 4, p.num_steps), momentum=0.5
+        ),
     }[p.optimizer]()
 
 

@@ -101,7 +101,7 @@ CHOICES = {
     "tiny": [False, True],
     "trainable": ["all", "tree", "path"],
     "state": ["none", "rank", "rows"],
-    "optimizer": ["sgd", "momentum", "clip", "trust", "multi_steps", "adam"],
+    "optimizer": "sgd momentum clip trust multi_steps adam labelled injected".split(),
     "loss": [
         *("rows", "batch_mean", "batch_sum", "all_gather", "maml", "global_mean"),
         *("jvp", "linearize", "vmap"),
@@ -150,6 +150,8 @@ def is_valid(p):
         and (p.tx_order == "same" or p.noise != "rank")
         # Adam divides rounding errors by rounding errors, unless they are small.
         and (p.optimizer != "adam" or p.dtype == "float64")
+        # A rate that is injected has the dtype of the first parameter.
+        and (p.optimizer != "injected" or p.dtype == "float64")
         and (not p.tiny or p.optimizer in ("sgd", "momentum"))
         # jax.value_and_grad(allow_int=True) is the only gradient that allows integers.
         and (p.model != "integer" or (p.split == "whole" and p.run != "typed" and p.grad == "jax"))

@@ -9,6 +9,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jdp.distributed import agree, kv_store
+from jdp.distributed.broadcast import broadcast as broadcast_bytes
 from jdp.error_codes import with_code
 from jdp.pytrees import is_array, is_key, without_key
 
@@ -19,7 +20,7 @@ def agreed(tree: Any, mesh: Mesh | None = None, *, broadcast: bool = False) -> A
     Args:
       tree: any tree of arrays and numbers. Leaves that several processes share are not compared.
       mesh: whose processes call this. Default: all processes do.
-      broadcast: return the tree of process 0 instead, without comparing values.
+      broadcast: return the values of the first of them instead, without comparing values.
 
     Raises:
       ValueError: on every process, naming the first leaf that differs, and its process.
@@ -41,11 +42,9 @@ def agreed(tree: Any, mesh: Mesh | None = None, *, broadcast: bool = False) -> A
         )
         raise ValueError(with_code("JDP202", text))
     if broadcast:
-        values = multihost_utils.broadcast_one_to_all([_numbers(leaves[i]) for i in local])
-        for i, value in zip(local, values, strict=True):
-            if is_key(leaves[i]):
-                value = jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaves[i]))
-            leaves[i] = value
+        received = _of_the_first(group, [leaves[i] for i in local])
+        for i, leaf in zip(local, received, strict=True):
+            leaves[i] = leaf
         return jax.tree.unflatten(treedef, leaves)
     pairs = _odd_ones(group, [_digest(_numbers(leaves[i]).tobytes()) for i in local])
     for i, pair in zip(local, pairs, strict=True):
@@ -55,10 +54,28 @@ def agreed(tree: Any, mesh: Mesh | None = None, *, broadcast: bool = False) -> A
                 f"`{jax.tree_util.keystr(named[i][0])}` has other values on process {odd} than on "
                 f"process {usual}, so the ranks would train different models. Use the same seed on "
                 "every process, or write TrainState.create(..., broadcast=True) to take process "
-                "0's."
+                f"{group[0]}'s."
             )
             raise ValueError(with_code("JDP203", text))
     return tree
+
+
+def _of_the_first(group: tuple[int, ...], leaves: list[Any]) -> list[Any]:
+    """Return the values of the first process of a group, in leaves of the same shapes."""
+    values = [_numbers(leaf) for leaf in leaves]
+    ends = np.cumsum([0, *(value.nbytes for value in values)])
+    data = None
+    if jax.process_index() == group[0]:
+        words = [np.ascontiguousarray(value).reshape(-1).view(np.uint8) for value in values]
+        data = np.concatenate([np.zeros(0, np.uint8), *words])
+    data = broadcast_bytes(data, int(ends[-1]), group)
+    found: list[Any] = []
+    for leaf, value, start, end in zip(leaves, values, ends, ends[1:], strict=False):
+        new: Any = data[start:end].view(value.dtype).reshape(value.shape)
+        if is_key(leaf):
+            new = jax.random.wrap_key_data(new, impl=jax.random.key_impl(leaf))
+        found.append(new)
+    return found
 
 
 def _is_local(leaf: Any) -> bool:
