@@ -10,6 +10,7 @@ from jdp.distributed import agree
 from jdp.inspect import calibration, known_values
 from jdp.inspect.bench import collectives, compute, output
 from jdp.inspect.calibration import Calibration, CollectiveLaw
+from jdp.inspect.law_fit import fitted
 
 _BYTES = (2**12, 2**16, 2**20, 2**22, 2**24)
 # As in a compiled step, whose gradients are not read again.
@@ -73,7 +74,7 @@ def _rates(mesh: Mesh, operation: str, say: Callable[[str], None]) -> list[Colle
     for name in dict.fromkeys(row["algorithm"] for row in rows):
         own = [row for row in rows if row["algorithm"] == name]
         points = tuple((row["bytes"], row["median_s"]) for row in own)
-        alpha, beta, error = calibration.fitted(points)
+        alpha, beta, error = fitted(points)
         rate = CollectiveLaw(
             operation, name, mesh.size, own[0]["processes"], own[0]["dtype"], alpha, beta, error,
             points,

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import functools
-import json
 import os
 import socket
 import sys
@@ -199,4 +198,4 @@ def _json(by_process, healthy: bool) -> str:
     checks = [
         {"process": process, **vars(it)} for process, found in by_process.items() for it in found
     ]
-    return json.dumps({"jdp": version(), "healthy": healthy, "checks": checks}, indent=1)
+    return results.to_json({"jdp": version(), "healthy": healthy, "checks": checks})

@@ -93,7 +93,7 @@ def write(path: Path, traces: Sequence[ProcessTrace], begins: Sequence[int]) -> 
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with gzip.open(partial, "wt", compresslevel=3) as file:
-            json.dump(content, file, separators=(",", ":"))
+            json.dump(content, file, separators=(",", ":"), allow_nan=False)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
