@@ -1,6 +1,7 @@
 """The state of this process in a run, in one place."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jax.sharding import Mesh
@@ -33,6 +34,19 @@ class ThisProcess:
         self.is_interrupted = False
         self.has_restored = False
         self.has_reported_failure = False
+
+    @contextlib.contextmanager
+    def leaving(self, error: BaseException | None) -> Iterator[None]:
+        """Record the exception that leaves a `with` block of jdp, while the block still waits.
+
+        Args:
+          error: the exception that the `__exit__` of the block got.
+        """
+        before, self.leaving_by = self.leaving_by, error
+        try:
+            yield
+        finally:
+            self.leaving_by = before
 
 
 current = ThisProcess()

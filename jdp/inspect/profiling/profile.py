@@ -58,11 +58,14 @@ class Profile:
         if self._steps.start <= 1:
             self._start()
 
-    def __exit__(self, kind: type | None, *exception: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None = None, *_: object
+    ) -> None:
         self._marks.end()
         _active.clear()
         if kind is not None:
-            self._abandon()
+            with this_process.current.leaving(error):  # JAX takes seconds to write a long profile
+                self._abandon()
             return
         if self._begin is not None:
             self._stop()
