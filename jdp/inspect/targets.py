@@ -14,6 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from jdp.distributed import mesh as meshes
+from jdp.worker.local_devices import require_few_cpu_ranks
 
 # The names of GPUs in XLA's descriptions, by the names that people use.
 GPUS = {
@@ -107,6 +108,8 @@ GB200, B300), "v5e:2x4" for a topology of TPUs, or "cpu:4".
     forms = (r"cpu:[1-9][0-9]*", r"v\d\w*:\d+(x\d+)*", rf"(?i:[1-9][0-9]*x({'|'.join(GPUS)}))")
     if not any(re.fullmatch(form, on) for form in forms):
         raise ValueError(f"there is no target {on!r}. Write {_FORMS}.")
+    if on.startswith("cpu:"):
+        require_few_cpu_ranks("the number of ranks of cpu:N", int(on.removeprefix("cpu:")))
 
 
 def _of_mesh(mesh: Mesh, axis_names: tuple[str, ...]) -> TargetDevices:

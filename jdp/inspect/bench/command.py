@@ -176,7 +176,7 @@ def _calibrate(_: str, arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--cpu-ranks", type=flags.read_positive, metavar="N", help="virtual CPU devices"
+        "--cpu-ranks", type=flags.read_cpu_ranks, metavar="N", help="virtual CPU devices"
     )
     options = parser.parse_args(arguments)
     import jax

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jdp.inspect import results
-from jdp.inspect.bench.flags import read_positive
+from jdp.inspect.bench.flags import read_cpu_ranks
 from jdp.inspect.doctor.diagnosis import ERROR, Diagnosis, checked, is_healthy, text
 from jdp.worker.local_devices import num_cpus, num_gpus
 from jdp.worker.version import version
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     text_of += "the lines of each process)"
     results.add_json(parser, text_of)
     text_of = "virtual CPU devices on a machine without accelerators (default: its cores, 2 to 4)"
-    parser.add_argument("--cpu-ranks", type=read_positive, metavar="N", help=text_of)
+    parser.add_argument("--cpu-ranks", type=read_cpu_ranks, metavar="N", help=text_of)
     options = parser.parse_args(arguments)
     try:
         by_process = _examined(options.cpu_ranks)
