@@ -12,6 +12,7 @@ class ThisProcess:
 
     Attributes:
       mesh: the mesh of the last `jdp.init`; None before it.
+      hosts: the name of the host of each process of that mesh, by process, if it has several.
       timeout_s: how long this process waits for others in comparisons, in seconds; inf: no limit.
       excepthook: the `sys.excepthook` that `fail_fast` replaced; None before.
       state_error: the error of a training step that ran to its end and was wrong, which makes later
@@ -26,6 +27,7 @@ class ThisProcess:
 
     def __init__(self) -> None:
         self.mesh: Mesh | None = None
+        self.hosts: dict[int, str] = {}
         self.timeout_s = 300.0
         self.excepthook: Callable[..., Any] | None = None
         self.state_error: str | None = None
