@@ -18,7 +18,7 @@ from typing import Any
 
 from jdp.inspect import results
 
-FORMAT = 3
+FORMAT = 4
 # Bytes that an operation reads and writes at the rate of a cache.
 CACHED_BYTES = 2**23
 
@@ -74,7 +74,8 @@ class Slowness:
     Attributes:
       matmul: of matmuls, beside large ones.
       elementwise: of others that read arrays in order, beside a loop over one array.
-      strided: of operations that read or write an array across its rows, beside the same.
+      strided: of operations that compute while they read or write an array across its rows, beside
+        the same.
       start: of the start of an operation, beside that of a tiny one that follows another.
       largest_error: the largest |predicted / measured - 1| of the steps that these are fitted to.
     """
