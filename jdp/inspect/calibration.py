@@ -187,14 +187,17 @@ def load(platform: str, path: Path | None = None) -> Calibration | None:
     Raises:
       ValueError: if the file cannot be read, or has another format.
     """
-    path = path or default_path(platform)
+    default = default_path(platform)
+    path = path or default
     if not path.exists():
         return None
-    again = f"Measure again: jdp bench --calibrate, which replaces {path}."
+    again = "Measure again: jdp bench --calibrate, which " + (
+        "replaces it." if path == default else f"writes {default}, and name that file."
+    )
     try:
         found = json.loads(path.read_text())
         if found.pop("format") != FORMAT:
-            raise ValueError("it has another format")
+            raise ValueError("it has another one")
         found["rates"] = tuple(map(_read_rate, found["rates"]))
         for name in ("slowness", "shared_slowness"):
             found[name] = Slowness(**found[name])
@@ -204,8 +207,8 @@ def load(platform: str, path: Path | None = None) -> Calibration | None:
         return result
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"the calibration of this machine, {path}, is not that of this jdp (format {FORMAT}): "
-            f"{error}. Predicted times would have no basis. {again}"
+            f"the calibration {path} is not one of this jdp, whose format is {FORMAT}: "
+            f"{results.why_unreadable(error)}. Predicted times would have no basis. {again}"
         ) from error
 
 

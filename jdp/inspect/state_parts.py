@@ -24,11 +24,11 @@ def parts_of(state: Any) -> dict[str, str]:
     >>> parts_of((params, optax.sgd(0.1, momentum=0.9).init(params)))
     {"[1][0].trace['w']": 'optimizer_state'}
     """
-    found = {}
+    found: dict[str, str] = {}
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=_has_part):
-        part = _part(node)
-        for inner, _ in jax.tree_util.tree_leaves_with_path(node) if part else ():
-            found[jax.tree_util.keystr((*path, *inner))] = part
+        if part := _part(node):
+            for inner, _ in jax.tree_util.tree_leaves_with_path(node):
+                found[jax.tree_util.keystr((*path, *inner))] = part
     return found
 
 

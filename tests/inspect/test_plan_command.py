@@ -143,6 +143,9 @@ def test_rates_without_a_limit_are_null_in_json_and_read_back(capsys):
         ("--straggler none --set straggler_scale=0.1", "straggler_scale=0.1"),
         ("--calibration .", "jdp bench --calibrate"),
         ("--recovery without_numbers.json", "jdp bench faults"),
+        ("--recovery without_rows.json", "it has no row."),
+        ("--recovery list.json", "its values have other types"),
+        ("--recovery text.json", "it is not JSON"),
         ("--json=missing/plan.json", "folder missing"),
         ("--json=.", "--json=."),
         ("--png=missing/plan.png", "folder missing"),
@@ -154,6 +157,9 @@ def test_bad_input_is_refused_with_what_to_write(arguments, named, capsys):
     row = dict.fromkeys(names.split())
     unknown = {"rows": [row], "restoring": None, "host": "h", "date": "2026-11-26"}
     Path("without_numbers.json").write_text(json.dumps(unknown))
+    Path("without_rows.json").write_text(json.dumps(unknown | {"rows": []}))
+    Path("list.json").write_text("[]")
+    Path("text.json").write_text("recovery")
     assert main(["plan", *MODEL, *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert error.startswith("jdp plan: ") and named in error

@@ -8,6 +8,7 @@ from pathlib import Path
 from jdp.inspect import calibration
 from jdp.inspect.gpus import GPUS, NVLINK, OTHER_NVLINK, VLLM
 from jdp.inspect.rate import ASSUMED, LEAST_GIVEN, MOST_GIVEN, PUBLISHED, Rate, given
+from jdp.inspect.results import why_unreadable
 
 _NCCL = f"{PUBLISHED} (NCCL's tuning model, src/graph/tuning.cc: ring, simple and LL128)"
 _FAULTS = "measured on 3 CPU processes (benchmarks/results, faults); a larger program takes longer"
@@ -133,6 +134,8 @@ def with_recovery(known: Assumptions, path: Path) -> Assumptions:
     """
     try:
         found = json.loads(path.read_text())
+        if not found["rows"]:
+            raise ValueError("it has no row")
         row = max(found["rows"], key=lambda it: it["state_bytes"])
         parts = {
             "detection_s": row["detection_s"],
@@ -153,8 +156,8 @@ def with_recovery(known: Assumptions, path: Path) -> Assumptions:
         where = f"measured on {found['host']} (jdp bench faults, {found['date'][:10]})"
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"--recovery {path} is not a measurement of recoveries ({error!r}). Make one: "
-            "jdp bench faults --state 1M,100M --json=recovery.json."
+            f"--recovery {path} is not a measurement of recoveries: {why_unreadable(error)}. Make "
+            "one: jdp bench faults --state 1M,100M --json=recovery.json."
         ) from error
     return known | {
         name: _part(
