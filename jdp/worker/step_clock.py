@@ -10,6 +10,8 @@ from jdp.worker.step_times import StepRecord
 
 # Shorter steps share a record, so that a window is not one moment of a busy machine.
 _LEAST_NS = 33_000_000
+# Waits that are kept for a step; further ones count as time on the host.
+_MOST_WAITS = 1000
 
 
 class DispatchedStep(NamedTuple):
@@ -35,11 +37,6 @@ class HostWaits(NamedTuple):
     others: list[tuple[int, int]]
     paused: list[tuple[int, int]]
 
-    @classmethod
-    def none(cls) -> "HostWaits":
-        """Return the waits of a thread that has not waited."""
-        return cls([], [], [])
-
     def within(self, begin_ns: int, end_ns: int) -> tuple[int, int, int]:
         """Return the nanoseconds of each kind between two times. None counts twice.
 
@@ -50,6 +47,9 @@ class HostWaits(NamedTuple):
         both_ns = _covered([*self.data, *self.others], begin_ns, end_ns)
         all_ns = _covered([*self.data, *self.others, *self.paused], begin_ns, end_ns)
         return data_ns, both_ns - data_ns, all_ns - both_ns
+
+
+_NONE = HostWaits([], [], [])
 
 
 class CopiedState(NamedTuple):
@@ -77,7 +77,7 @@ class StepClock:
         self.is_usual = False
         self._slot = slot
         self._was_usual = True
-        self._waits = HostWaits.none()
+        self._waits = _NONE
         self._dispatched_ns = 0
         self._calls: SimpleQueue[DispatchedStep | CopiedState | None] = SimpleQueue()
         self._end_ns = self._waited_ns = 0  # of the last step
@@ -88,11 +88,19 @@ class StepClock:
 
     def add_data_wait(self, begin_ns: int, end_ns: int) -> None:
         """Record a wait for a batch."""
-        self._waits.data.append((begin_ns, end_ns))
+        self._add(0, begin_ns, end_ns)
 
     def add_pause(self, begin_ns: int, end_ns: int, *, for_others: bool = False) -> None:
         """Record that the training thread did something else than steps, or waited for others."""
-        self._waits[1 if for_others else 2].append((begin_ns, end_ns))
+        self._add(1 if for_others else 2, begin_ns, end_ns)
+
+    # In a loop without `train_step` no dispatch takes them away.
+    def _add(self, kind: int, begin_ns: int, end_ns: int) -> None:
+        if self._waits is _NONE:
+            self._waits = HostWaits([], [], [])
+        waits = self._waits[kind]
+        if len(waits) < _MOST_WAITS:
+            waits.append((begin_ns, end_ns))
 
     def add_copy(self, outputs: list[Any]) -> None:
         """Record that the devices copy the state of the last step; `outputs` are ready then."""
@@ -113,7 +121,7 @@ class StepClock:
         self._calls.put(
             DispatchedStep(output, self._dispatched_ns, self._waits, is_counted, waits_in_xla)
         )
-        self._was_usual, self._waits, self.is_usual = self.is_usual, HostWaits.none(), True
+        self._was_usual, self._waits, self.is_usual = self.is_usual, _NONE, True
 
     def stop_clock(self, timeout_s: float = 1.0) -> None:
         """End the thread, after the steps that run."""

@@ -133,6 +133,16 @@ def test_a_copy_of_the_state_before_a_step_is_a_pause(clock):
     ]
 
 
+def test_waits_of_a_loop_without_steps_do_not_pile_up(clock):
+    for i in range(2000):
+        clock.add_data_wait(i, i + 1)
+        clock.add_pause(i, i + 1)
+    assert [len(each) for each in clock._waits] == [1000, 0, 1000]
+    clock.end_dispatch(Output())
+    clock.add_data_wait(0, 1)
+    assert [len(each) for each in clock._waits] == [1, 0, 0]
+
+
 def test_steps_that_wait_in_xla_are_counted(clock):
     steps = [(call(10 * i, waits_in_xla=i > 2), 10 * i, 0) for i in range(1, 6)]
     (record,) = records_of(clock, *steps)
