@@ -20,7 +20,7 @@ from jdp.inspect.bench import collectives, faults, step
 from jdp.inspect.bench.faulty_launch import FaultSetting
 from jdp.inspect.bench.faulty_run import COMMIT_EVERY
 from jdp.inspect.bench.step_command import found_model
-from jdp.inspect.calibration import fitted
+from jdp.inspect.law_fit import fitted
 from jdp.inspect.plan.fabric import Fabric
 from jdp.inspect.plan.failures import Failures
 from jdp.inspect.plan.schedule import REPLICATED, Deployment, program_of

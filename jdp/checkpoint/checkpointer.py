@@ -204,11 +204,8 @@ class Checkpointer:
         if kind is None:
             self.close()
         elif self._session is not None:
-            this_process.current.leaving_by = error
-            try:
+            with this_process.current.leaving(error):
                 self._session.end_session()
-            finally:
-                this_process.current.leaving_by = None
 
     def _recorded(self, state: Any, batches: Any) -> Session:
         session = self._session

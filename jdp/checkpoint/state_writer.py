@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -64,14 +65,17 @@ class StateWriter:
           RuntimeError: if a step that led to the previous state failed a check.
           OSError: if there is no memory for a commit.
         """
+        begin_ns = time.monotonic_ns()
         self.wait()
-        progress.own.record_unusual()
         self._steps.require_right()
         taken = self._snapshots.take_snapshot(state, here=self._is_here)
         self._steps = in_flight.Unchecked()
+        if isinstance(taken, CommitSnapshot):
+            progress.own.record_copy(taken.copying)
         if taken is not None:
             facts = {**facts, "leaves": taken.leaves, **taken.split}
             self._job = self._pool.submit(self._write_taken, facts, taken, self._steps)
+        progress.own.record_pause(begin_ns)
 
     def prepare_for(self, state: Any, hosts: tuple[int, ...]) -> None:
         """Allocate the memory of commits in the thread, because mapping it may take seconds.

@@ -37,6 +37,11 @@ _CONTROL_FLOW = {"cond", "scan", "while"}
 _MAX_BODIES = 10_000
 
 
+def has_collectives_of_xla(jaxpr: Any) -> bool:
+    """Whether a program has collectives of XLA's, in which ranks wait for each other."""
+    return bool(jaxprs.primitive_names(jaxpr) & _XLA)
+
+
 def runs_beside(jaxpr: Any) -> bool:
     """Whether a native call and a collective of XLA's in a program do not depend on each other.
 

@@ -48,7 +48,7 @@ def add(call: StepCall) -> None:
     """Record that a call is running."""
     _calls.append(call)
     if progress.own.step_clock is not None and call.spec.returns_state:
-        progress.own.step_clock.end_dispatch(call.weight)
+        progress.own.step_clock.end_dispatch(call.weight, call.waits_in_xla)
 
 
 def make_room() -> None:

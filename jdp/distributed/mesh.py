@@ -14,6 +14,7 @@ from jdp.distributed import initialize, kv_store, this_process
 from jdp.distributed.checks import startup
 from jdp.validation import int_at_least
 from jdp.worker import watching
+from jdp.worker.local_devices import require_few_cpu_ranks
 
 
 def init(
@@ -35,8 +36,8 @@ def init(
     Args:
       mesh: a mesh of your own, with any further axes; jdp uses only `axis_name`.
       axis_name: name of the data axis, or a tuple of names of axes of `mesh` that form it.
-      cpu_ranks: train on this many virtual CPU devices, >= 1. Must precede anything that asks JAX
-        for a device.
+      cpu_ranks: train on this many virtual CPU devices, 1 to 1024. Must precede anything that asks
+        JAX for a device.
       devices: the devices of the mesh, in rank order. Default: all devices of all processes.
       timeout_s: seconds, > 0, after which a run that completes no step is ended with exit code 124;
         after 30 s it reports where each process is. Compiling, evaluating, saving and the time
@@ -151,6 +152,7 @@ def num_ranks(mesh: Mesh, axis_name: AxisName) -> int:
 
 def _cpu_devices(num: int) -> list[jax.Device]:
     num = int_at_least("cpu_ranks", num, least=1)
+    require_few_cpu_ranks("cpu_ranks", num)
     try:
         if jax.config.jax_num_cpu_devices < num:  # JAX_NUM_CPU_DEVICES may ask for more
             jax.config.update("jax_num_cpu_devices", num)

@@ -36,6 +36,7 @@ class StepCall(NamedTuple):
       why_invalid: returns an error for invalid weights of ranks, given `weight` and
         `reports.weight`; None if they are valid.
       jaxprs: the latest programs of the step on its mesh, each with the names of its inputs.
+      waits_in_xla: whether its ranks may wait for each other in collectives of XLA's.
       reports: the reports of the ranks; None while the call is being dispatched.
       weight: the weight of the batch, `[]` float. It is ready when the call has run.
     """
@@ -47,6 +48,7 @@ class StepCall(NamedTuple):
     check: Callable[[], None]
     why_invalid: Callable[[jax.Array, jax.Array], str | None]
     jaxprs: Sequence[tuple[Any, list[str]]] = ()
+    waits_in_xla: bool = False
     reports: RankReports | None = None
     weight: Any = None
 

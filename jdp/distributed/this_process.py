@@ -1,6 +1,7 @@
 """The state of this process in a run, in one place."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jax.sharding import Mesh
@@ -11,6 +12,7 @@ class ThisProcess:
 
     Attributes:
       mesh: the mesh of the last `jdp.init`; None before it.
+      hosts: the name of the host of each process of that mesh, by process, if it has several.
       timeout_s: how long this process waits for others in comparisons, in seconds; inf: no limit.
       excepthook: the `sys.excepthook` that `fail_fast` replaced; None before.
       state_error: the error of a training step that ran to its end and was wrong, which makes later
@@ -25,6 +27,7 @@ class ThisProcess:
 
     def __init__(self) -> None:
         self.mesh: Mesh | None = None
+        self.hosts: dict[int, str] = {}
         self.timeout_s = 300.0
         self.excepthook: Callable[..., Any] | None = None
         self.state_error: str | None = None
@@ -33,6 +36,19 @@ class ThisProcess:
         self.is_interrupted = False
         self.has_restored = False
         self.has_reported_failure = False
+
+    @contextlib.contextmanager
+    def leaving(self, error: BaseException | None) -> Iterator[None]:
+        """Record the exception that leaves a `with` block of jdp, while the block still waits.
+
+        Args:
+          error: the exception that the `__exit__` of the block got.
+        """
+        before, self.leaving_by = self.leaving_by, error
+        try:
+            yield
+        finally:
+            self.leaving_by = before
 
 
 current = ThisProcess()

@@ -7,15 +7,18 @@ fields of `Calibration`. `docs/bench.md` describes them.
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-FORMAT = 3
+from jdp.inspect import results
+
+FORMAT = 4
 # Bytes that an operation reads and writes at the rate of a cache.
 CACHED_BYTES = 2**23
 
@@ -71,7 +74,8 @@ class Slowness:
     Attributes:
       matmul: of matmuls, beside large ones.
       elementwise: of others that read arrays in order, beside a loop over one array.
-      strided: of operations that read or write an array across its rows, beside the same.
+      strided: of operations that compute while they read or write an array across its rows, beside
+        the same.
       start: of the start of an operation, beside that of a tiny one that follows another.
       largest_error: the largest |predicted / measured - 1| of the steps that these are fitted to.
     """
@@ -156,7 +160,7 @@ class Calibration:
         """Write the file, in place of an earlier one, and return its path."""
         path = path or default_path(self.platform)
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1)
+        text = results.to_json({"format": FORMAT, **dataclasses.asdict(self)})
         part = path.with_suffix(f".{os.getpid()}.part")
         part.write_text(text + "\n")
         part.replace(path)
@@ -183,65 +187,44 @@ def load(platform: str, path: Path | None = None) -> Calibration | None:
     Raises:
       ValueError: if the file cannot be read, or has another format.
     """
-    path = path or default_path(platform)
+    default = default_path(platform)
+    path = path or default
     if not path.exists():
         return None
-    again = f"Measure again: jdp bench --calibrate, which replaces {path}."
+    again = "Measure again: jdp bench --calibrate, which " + (
+        "replaces it." if path == default else f"writes {default}, and name that file."
+    )
     try:
         found = json.loads(path.read_text())
         if found.pop("format") != FORMAT:
-            raise ValueError("it has another format")
+            raise ValueError("it has another one")
         found["rates"] = tuple(map(_read_rate, found["rates"]))
         for name in ("slowness", "shared_slowness"):
             found[name] = Slowness(**found[name])
-        return Calibration(**found)
+        result = Calibration(**found)
+        for part in (result, result.slowness, result.shared_slowness, *result.rates):
+            _require_numbers(part)
+        return result
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"the calibration of this machine, {path}, is not that of this jdp (format {FORMAT}): "
-            f"{error}. Predicted times would have no basis. {again}"
+            f"the calibration {path} is not one of this jdp, whose format is {FORMAT}: "
+            f"{results.why_unreadable(error)}. Predicted times would have no basis. {again}"
         ) from error
 
 
 def _read_rate(found: dict[str, Any]) -> CollectiveLaw:
     found["points"] = tuple((num_bytes, seconds) for num_bytes, seconds in found["points"])
-    return CollectiveLaw(**found)
+    law = CollectiveLaw(**found)
+    return dataclasses.replace(law, bytes_per_s=read_bytes_per_s(law.bytes_per_s))
 
 
-def fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
-    """Fit t = alpha + bytes / beta to measured times, with small relative errors.
-
-    Args:
-      points: (bytes, seconds), of at least two sizes.
-
-    Returns:
-      alpha in seconds, >= 0; beta in bytes per second, > 0, inf if the time does not grow; and the
-      largest relative error of the law.
-
-    >>> fitted([(1000, 3e-6), (2000, 4e-6), (4000, 6e-6)])
-    (2e-06, 1000000000.0, 0.0)
-    """
-    alpha, slope = _least_squares(points)
-    if alpha < 0:  # through 0: weighted, so that each point counts by its relative error
-        alpha = 0.0
-        slope = sum(b / t for b, t in points) / sum((b / t) ** 2 for b, t in points)
-    if slope <= 0:
-        alpha, slope = len(points) / sum(1 / t for _, t in points), 0.0
-    alpha, beta = _rounded(alpha), _rounded(1 / slope) if slope else float("inf")
-    worst = max(abs((alpha + b / beta) / t - 1) for b, t in points)
-    return alpha, beta, round(worst, 6)
+def _require_numbers(part: Calibration | Slowness | CollectiveLaw) -> None:
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if field.type is float and not isinstance(value, int | float):
+            raise TypeError(f"{field.name} is {value!r}, and not a number")
 
 
-def _least_squares(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    # Of (alpha + slope * b) / t - 1: the normal equations of two unknowns.
-    aa = sum(1 / t**2 for _, t in points)
-    ab = sum(b / t**2 for b, t in points)
-    bb = sum((b / t) ** 2 for b, t in points)
-    ya, yb = sum(1 / t for _, t in points), sum(b / t for b, t in points)
-    determinant = aa * bb - ab * ab
-    if determinant <= 1e-12 * aa * bb:
-        raise ValueError(f"{len(points)} points of one size fix no law. Measure several sizes.")
-    return (ya * bb - yb * ab) / determinant, (aa * yb - ab * ya) / determinant
-
-
-def _rounded(x: float) -> float:
-    return float(f"{x:.6g}")
+def read_bytes_per_s(written: float | None) -> float:
+    """Return the `bytes_per_s` of a law that a file of JSON holds, where null stands for inf."""
+    return math.inf if written is None else float(written)

@@ -19,6 +19,8 @@ _WITHOUT_FLOPS = re.compile("^jdp_|callback|threefry|Sharding|AllocateBuffer|Top
 # These read a part of their first operand, or change a part of it in place.
 _SLICING = frozenset(("slice", "dynamic-slice", "gather"))
 _IN_PLACE = frozenset(("dynamic-update-slice", "scatter"))
+# A fusion of these alone computes nothing.
+_MOVES = frozenset("parameter copy transpose bitcast reshape tuple get-tuple-element".split())
 _CALLS_OF_ONE = ("all-reduce", "all-reduce-start", "reduce", "while", "conditional")
 
 
@@ -101,17 +103,19 @@ class Costs:
         )
 
     def is_strided(self, one: Instruction, shapes: dict[str, str]) -> bool:
-        """Whether an instruction reads or writes an array across its rows.
+        """Whether an instruction computes while it reads or writes an array across its rows.
+
+        XLA's CPU backend does that element by element. A transpose by itself goes by blocks and is
+        about as fast as other copies.
 
         Args:
           one: the instruction.
           shapes: type of each instruction of its computation, by name.
         """
-        if changes_order(one, shapes):
-            return True
         inner = list(self.inside(one)) if one.op in ("fusion", "call") else []
         own = {each.name: each.shape for each in inner}
-        return any(changes_order(each, own) for each in inner)
+        changes = any(changes_order(each, own) for each in inner)
+        return changes and any(each.op not in _MOVES for each in inner)
 
     def num_bytes(self, one: Instruction, shapes: dict[str, str]) -> int:
         """Count the bytes that are read and written: of an array that is sliced, the slice.

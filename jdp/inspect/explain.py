@@ -16,6 +16,7 @@ from jdp.inspect.planned import SentLeaf
 from jdp.inspect.prediction import Likely, predicted
 from jdp.inspect.rates import given_rates, rates_of
 from jdp.inspect.report import Bucket, StepReport
+from jdp.inspect.state_parts import parts_of
 from jdp.inspect.transfers import SentArrays
 from jdp.training.step import Step
 
@@ -88,7 +89,7 @@ def explain(
         _bucket(transfer, match, simulated.step_s)
         for transfer, match in zip(transfers, matches, strict=True)
     ]
-    memory = memory_of(found.compiled, program, where.memory_bytes())
+    memory = memory_of(found.compiled, program, parts_of(found.args[0]), where.memory_bytes())
     return StepReport(
         step=found.spec.name,
         on=where.name,

@@ -29,7 +29,12 @@ def main(arguments: Sequence[str]) -> int:
       The exit code: 1 if the step cannot be explained, 2 if the arguments are wrong.
     """
     given, of_script = _split(arguments)
-    options = _parser().parse_args(given)
+    options, unknown = _parser().parse_known_args(given)
+    if unknown:
+        text = (
+            f"{' '.join(unknown)!r} is not an option of jdp explain. Write what goes to the script"
+        )
+        return _fail(f"{text} after --: jdp explain {options.step} -- {' '.join(unknown)}", 2)
     script, _, name = options.step.rpartition(":")
     if not script or not name.isidentifier():
         return _fail(f"{options.step!r} names no step. Write train.py:step.", 2)

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 
 from jdp.inspect.compiled import StepForDevices
-from jdp.inspect.memory import Memory, category
+from jdp.inspect.memory import Memory
 from jdp.inspect.report import Bucket
+from jdp.inspect.state_parts import category, parts_of
 from jdp.inspect.transfers import SentArrays
 
 # What is smaller is not worth a change.
@@ -40,9 +41,10 @@ def train_states(facts: Facts) -> list[Any]:
 
 def parameters(facts: Facts) -> list[tuple[str, Any]]:
     """Return the parameters in the state, each with its path."""
-    named = jax.tree_util.tree_leaves_with_path(facts.step.args[0])
+    state = facts.step.args[0]
+    parts, named = parts_of(state), jax.tree_util.tree_leaves_with_path(state)
     found = [(jax.tree_util.keystr(path), leaf) for path, leaf in named]
-    return [(name, leaf) for name, leaf in found if category(f"args[0]{name}") == "parameters"]
+    return [it for it in found if category(f"args[0]{it[0]}", parts) == "parameters"]
 
 
 def _has_optimizer(node: Any) -> bool:

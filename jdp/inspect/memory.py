@@ -1,11 +1,12 @@
 """The memory that a compiled step takes on one rank, by what it is for."""
 
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jdp.inspect import liveness
 from jdp.inspect.hlo import HloProgram
+from jdp.inspect.state_parts import category
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,15 @@ class Memory:
         return self.arguments + self.temporary + self.outputs + self.code
 
 
-def memory_of(compiled: Any, program: HloProgram, limit: int | None) -> Memory:
+def memory_of(
+    compiled: Any, program: HloProgram, parts: Mapping[str, str], limit: int | None
+) -> Memory:
     """Return the memory of a compiled step.
 
     Args:
       compiled: the step.
       program: the same, read from its text.
+      parts: of its state, from `parts_of`.
       limit: bytes of memory of a device, None if it is not known.
     """
     allocated = compiled.memory_analysis()
@@ -70,7 +74,7 @@ def memory_of(compiled: Any, program: HloProgram, limit: int | None) -> Memory:
         ("parameters", "optimizer_state", "other_state", "batch", "other_arguments"), 0
     )
     for name, array in program.parameters.items():
-        sizes[category(name)] += array.padded_bytes()
+        sizes[category(name, parts)] += array.padded_bytes()
     temporary = allocated.temp_size_in_bytes
     live = liveness.fullest(program)
     # XLA lets more arrays share memory than the order of operations shows.
@@ -93,20 +97,3 @@ def allocated_bytes(compiled: Any) -> int:
     found = compiled.memory_analysis()
     arrays = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     return arrays + found.temp_size_in_bytes + found.generated_code_size_in_bytes
-
-
-def category(name: str) -> str:
-    """Return what an argument is for, by its name in the program, such as `args[0].params['w']`.
-
-    >>> [category(f"args[0]{path}") for path in (".params['w']", ".params_ema", "['params'].w")]
-    ['parameters', 'other_state', 'parameters']
-    """
-    argument, _, path = name.partition("]")
-    if argument == "args[1":
-        return "batch"
-    if argument != "args[0":
-        return "other_arguments"
-    for part, found in (("opt_state", "optimizer_state"), ("params", "parameters")):
-        if re.search(rf"\.{part}\b|\['{part}'\]", path):
-            return found
-    return "other_state"

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 PUBLISHED, ASSUMED, GIVEN = "published", "assumed", "given"
+# A number of the user is far within these, and sums and quotients of such numbers are finite.
+LEAST_GIVEN, MOST_GIVEN = 1e-30, 1e30
 LEAST_ERROR, MOST_ERROR = 0.25, 0.75
 
 

@@ -123,6 +123,23 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def why_unreadable(error: Exception) -> str:
+    """Return in words why a file of jdp could not be read, given the error that its content raised.
+
+    >>> why_unreadable(KeyError("rows")), why_unreadable(TypeError("list indices must be integers"))
+    ("it has no 'rows'", 'its values have other types')
+    """
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return "it is not JSON"
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, TypeError | AttributeError):
+        return "its values have other types"
+    return str(error)
+
+
 def write(text: str, where: str) -> None:
     """Print a text, or write it to a file.
 

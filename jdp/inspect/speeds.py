@@ -11,7 +11,7 @@ class Work(NamedTuple):
       flops: operations of its matmuls, by dtype.
       num_bytes: that it reads and writes.
       transcendentals: number of its exponentials and the like.
-      is_strided: whether it reads or writes an array across its rows.
+      is_strided: whether it computes while it reads or writes an array across its rows.
     """
 
     flops: Mapping[str, float]

@@ -13,7 +13,9 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
+from jdp.distributed import hosts
 from jdp.distributed import mesh as meshes
+from jdp.worker.local_devices import require_few_cpu_ranks
 
 # The names of GPUs in XLA's descriptions, by the names that people use.
 GPUS = {
@@ -107,23 +109,24 @@ GB200, B300), "v5e:2x4" for a topology of TPUs, or "cpu:4".
     forms = (r"cpu:[1-9][0-9]*", r"v\d\w*:\d+(x\d+)*", rf"(?i:[1-9][0-9]*x({'|'.join(GPUS)}))")
     if not any(re.fullmatch(form, on) for form in forms):
         raise ValueError(f"there is no target {on!r}. Write {_FORMS}.")
+    if on.startswith("cpu:"):
+        require_few_cpu_ranks("the number of ranks of cpu:N", int(on.removeprefix("cpu:")))
 
 
 def _of_mesh(mesh: Mesh, axis_names: tuple[str, ...]) -> TargetDevices:
     meshes.require_axes(mesh, axis_names)
     first, size = mesh.devices.flat[0], mesh.size
+    num_hosts = hosts.num_hosts({device.process_index for device in mesh.devices.flat})
     if first.platform == "cpu":
-        hosts = {device.process_index for device in mesh.devices.flat}
-        return TargetDevices(f"cpu:{size}", mesh, len(hosts))
+        return TargetDevices(f"cpu:{size}", mesh, num_hosts)
     name = f"{size}x{first.device_kind}"
     if first.platform == "tpu":  # whose links are the same within a host and between hosts
         return TargetDevices(name, mesh)
-    hosts = {device.process_index for device in mesh.devices.flat}
     try:
         description = gpu_description(first.device_kind)
     except MissingPluginError:  # of JAX before 0.12, or of another kind of GPU
         description = ""
-    return TargetDevices(name, mesh, len(hosts), description)
+    return TargetDevices(name, mesh, num_hosts, description)
 
 
 def _mesh(devices: Any, axis_names: tuple[str, ...], num_hosts: int) -> Mesh:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jdp import axis, pytrees
 from jdp.analysis import program_lines
@@ -21,7 +21,7 @@ from jdp.error_codes import with_code
 from jdp.reduction import reported, weighted_sum
 from jdp.reduction.scope import Choices
 from jdp.step_spec import StepSpec
-from jdp.training import passes, uncached
+from jdp.training import passes, placing, uncached
 from jdp.training.rank_program import RankOutputs, RankProgram
 from jdp.worker import progress
 from jdp.worker.version import version
@@ -53,6 +53,8 @@ class CompiledStep:
 
     Attributes:
       jaxprs: the latest programs that were traced, each with the names of its inputs.
+      waits_in_xla: whether ranks may wait for each other in collectives of XLA's, in the program
+        that was traced last.
     """
 
     def __init__(self, spec: StepSpec, mesh: Mesh, *, is_part: bool = False):
@@ -61,6 +63,7 @@ class CompiledStep:
         self.jaxprs: deque[tuple[Any, list[str]]] = deque(maxlen=_MAX_JAXPRS)
         self._traced_programs: deque[traced_programs.TracedProgram] = deque(maxlen=_MAX_JAXPRS)
         self._is_part = is_part
+        self.waits_in_xla = False
         self._first_runs = self.arguments = None
         if mesh.is_multi_process and not is_part:
             self._first_runs = startup.FirstRuns(mesh, spec.name)
@@ -180,6 +183,7 @@ class CompiledStep:
                 self._traced_programs.append(traced)
             built = passes.build(self._rank_program, probed)
             self.jaxprs.append((built.jaxpr, built.inputs.names))
+            self.waits_in_xla = self._waits_in_xla(built.jaxpr)
             self._log_gathers(built.traced.found.gathers)
             leaving = built.program(*built.inputs.args)
             if self._loses_order(built.jaxpr):
@@ -199,12 +203,17 @@ class CompiledStep:
             [[str(x.dtype), x.shape] for x in map(jax.typeof, jax.tree.leaves(args))],
         ]
 
+    # XLA itself may add collectives where the mesh has other axes.
+    def _has_other_axes(self) -> bool:
+        return num_ranks(self.mesh, self.spec.axis_name) != self.mesh.size
+
+    def _waits_in_xla(self, jaxpr: Any) -> bool:
+        return self._has_other_axes() or beside_xla.has_collectives_of_xla(jaxpr)
+
     def _loses_order(self, jaxpr: Any) -> bool:
         if self.mesh.size == 1 or axis.platform(self.mesh) != "cpu":
             return False
-        # XLA itself may add collectives where the mesh has other axes.
-        is_known = num_ranks(self.mesh, self.spec.axis_name) == self.mesh.size
-        return not is_known or beside_xla.loses_order(jaxpr)
+        return self._has_other_axes() or beside_xla.loses_order(jaxpr)
 
     def _uncached(self, leaving: RankOutputs) -> RankOutputs:
         """Compile the program that is being traced without JAX's cache."""
@@ -232,19 +241,5 @@ class CompiledStep:
         if uniform.found.weighed:
             why_not = with_code("JDP125", _NO_GRADIENT.format(self.spec.name))
             state, metrics = weighted_sum.without_transpose((state, metrics), why_not)
-        return self._pinned(old, state), metrics, uniform.weight, split.reports, uniform.found
-
-    def _pinned(self, old: Any, new: Any) -> Any:
-        # On a mesh with further axes the compiler chooses how the new state is split over them. If
-        # that were not as the old state is split, the next call would compile again.
-        old_tree, (leaves, tree) = jax.tree.structure(old), jax.tree.flatten(new)
-        if len(self.mesh.axis_names) == len(self.spec.axis_name) or tree != old_tree:
-            return new
-        shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(self._args[0])]
-        pinned = [
-            jax.lax.with_sharding_constraint(leaf, where)
-            if isinstance(where, NamedSharding)
-            else leaf
-            for leaf, where in zip(leaves, shardings, strict=True)
-        ]
-        return jax.tree.unflatten(tree, pinned)
+        pinned = placing.pinned(old, state, self._args[0], self.mesh, self.spec)
+        return pinned, metrics, uniform.weight, split.reports, uniform.found

@@ -14,6 +14,30 @@ from jdp.step_spec import StepSpec
 from jdp.training import shard_layout
 
 
+def pinned(old: Any, new: Any, given: Any, where: Mesh, spec: StepSpec) -> Any:
+    """Return a new state that is split like the old one, while a step is traced.
+
+    On a mesh with further axes the compiler chooses how the new state is split over them. If that
+    were not as the old state is split, the next call would compile again.
+
+    Args:
+      old: the state that goes in, as a tracer.
+      new: the state that comes out.
+      given: the old state as the caller gave it.
+      where: the mesh.
+      spec: the step.
+    """
+    old_tree, (leaves, tree) = jax.tree.structure(old), jax.tree.flatten(new)
+    if len(where.axis_names) == len(spec.axis_name) or tree != old_tree:
+        return new
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(given)]
+    leaves = [
+        jax.lax.with_sharding_constraint(leaf, each) if isinstance(each, NamedSharding) else leaf
+        for leaf, each in zip(leaves, shardings, strict=True)
+    ]
+    return jax.tree.unflatten(tree, leaves)
+
+
 def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
     """Place a state that no step returned, and copy what is aliased in it.
 

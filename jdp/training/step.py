@@ -83,7 +83,9 @@ class Step:
             finally:
                 in_flight.end_call()
             self._returned[:] = map(weakref.ref, jax.tree.leaves(state))
-            in_flight.add(call._replace(reports=reports, weight=weight))
+            in_flight.add(
+                call._replace(waits_in_xla=compiled.waits_in_xla, reports=reports, weight=weight)
+            )
             if progress.own.is_first_step and self.spec.returns_state:
                 _wait_for_first_step()
         return pytrees.restore(state), metrics, weight

@@ -3,7 +3,9 @@
 import ctypes
 import math
 import os
+import time
 from collections.abc import Callable
+from typing import Any
 
 from jdp.worker import launcher_client, phases
 from jdp.worker.progress_board import NATIVE, Board, Slot, record
@@ -50,6 +52,22 @@ class OwnProgress:
         """Record that the time until the next step does not show how fast the process is."""
         if self.step_clock is not None:
             self.step_clock.is_usual = False
+
+    def record_pause(self, begin_ns: int, *, for_others: bool = False) -> None:
+        """Record that the training thread has made no steps since `begin_ns`, and why.
+
+        Args:
+          begin_ns: monotonic time.
+          for_others: whether it waited for other processes.
+        """
+        if self.step_clock is not None:
+            self.step_clock.is_usual = False
+            self.step_clock.add_pause(begin_ns, time.monotonic_ns(), for_others=for_others)
+
+    def record_copy(self, outputs: list[Any]) -> None:
+        """Record that the devices copy the state of the last step; `outputs` are ready then."""
+        if self.step_clock is not None:
+            self.step_clock.add_copy(outputs)
 
 
 def native_numbers() -> int:

@@ -25,8 +25,9 @@ class Phase:
         own.record_unusual()
 
     def __exit__(self, *exception: object) -> None:
-        _leave_phase(self._record)
+        begin_ns = _leave_phase(self._record)
         own.slot.enter(*own.phases[-1])
+        own.record_pause(begin_ns, for_others=self is WAITING)
 
 
 class TrainStep:
@@ -67,11 +68,11 @@ class Data(Phase):
         own.phases.append((self._record, own.slot.enter(self._record)))
 
     def __exit__(self, *exception: object) -> None:
-        begin_ns, end_ns = dict(own.phases)[self._record], time.monotonic_ns()
+        begin_ns, end_ns = _leave_phase(self._record), time.monotonic_ns()
         own.slot.counter.add_data_wait(end_ns - begin_ns)
         if own.step_clock is not None:
             own.step_clock.add_data_wait(begin_ns, end_ns)
-        super().__exit__(*exception)
+        own.slot.enter(*own.phases[-1])
 
 
 def count_step() -> None:
@@ -92,11 +93,14 @@ def _record_step() -> None:
         _tell_first_step()
 
 
-def _leave_phase(phase: bytes) -> None:
+def _leave_phase(phase: bytes) -> int:
+    """Leave a phase, and return the monotonic time at which it began."""
     if own.phases[-1][0] is phase:
-        own.phases.pop()
-    else:  # a phase of another thread began later and is still active
-        own.phases.remove(next(it for it in reversed(own.phases) if it[0] is phase))
+        return own.phases.pop()[1]
+    # A phase of another thread began later and is still active.
+    left = next(it for it in reversed(own.phases) if it[0] is phase)
+    own.phases.remove(left)
+    return left[1]
 
 
 STARTING = record(phases.STARTING)

@@ -1,11 +1,13 @@
 """The times of the latest training steps of a process, in memory that its launcher reads.
 
-The time from the end of a step on the devices to the end of the next one has four parts:
+The time from the end of a step on the devices to the end of the next one has five parts:
 
   data     the devices had nothing to do, and the process waited for a batch
+  paused   the devices had nothing to do since the process saved, evaluated or was in a phase of the
+           author's; or they copied the state for a commit
   host     the devices had nothing to do for another reason: code between steps, dispatch
-  waited   the process waited in a collective for a rank of another process. Known for collectives
-           of jdp's library alone; elsewhere 0, and the wait counts as computation
+  waited   the process waited for others: in a collective of jdp's library, or between steps. In
+           XLA's collectives the wait is not known and counts as computation
   compute  the rest
 """
 
@@ -17,19 +19,24 @@ from typing import NamedTuple
 NUM_RECORDS = 25
 # A slot is being written at any time, and readers may be late by another.
 _NUM_SLOTS = NUM_RECORDS + 2
-_RECORD = struct.Struct("5q")
+_RECORD = struct.Struct("7q")
 _BEGIN = 64
 NUM_BYTES = 64 * -(-(_BEGIN + _NUM_SLOTS * _RECORD.size) // 64)
 
 
 class StepRecord(NamedTuple):
-    """Some steps in a row, and the nanoseconds that they took together."""
+    """Some steps in a row, and the nanoseconds that they took together.
+
+    `num_in_xla` of the steps ran collectives of XLA's too, in which waits are not known.
+    """
 
     num_steps: int
     step_ns: int
     data_ns: int = 0
     host_ns: int = 0
     waited_ns: int = 0
+    paused_ns: int = 0
+    num_in_xla: int = 0
 
 
 class StepTimes:
@@ -38,7 +45,8 @@ class StepTimes:
     >>> times = StepTimes(memoryview(bytearray(NUM_BYTES)))
     >>> times.write(StepRecord(num_steps=1, step_ns=20_000_000, waited_ns=4_000_000))
     >>> times.latest()
-    [StepRecord(num_steps=1, step_ns=20000000, data_ns=0, host_ns=0, waited_ns=4000000)]
+    [StepRecord(num_steps=1, step_ns=20000000, data_ns=0, host_ns=0, waited_ns=4000000, \
+paused_ns=0, num_in_xla=0)]
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -80,9 +88,10 @@ class Window(NamedTuple):
     Attributes:
       num_written: records that the process has written so far.
       num_records: of them in this window.
-      step, data, host, compute, waited: medians.
+      step, data, host, paused, compute, waited: medians.
       waited_low, waited_high: nine of ten records have at least, at most so much `waited`.
-      idle, idle_low, idle_high: likewise for `data` and `host` together.
+      idle, idle_low, idle_high: likewise for `data`, `host` and `paused` together.
+      knows_waits: 1 if all waits of these steps are known, 0 if XLA has collectives in one.
     """
 
     num_written: int
@@ -90,6 +99,7 @@ class Window(NamedTuple):
     step: int
     data: int
     host: int
+    paused: int
     compute: int
     waited: int
     waited_low: int
@@ -97,6 +107,7 @@ class Window(NamedTuple):
     idle: int
     idle_low: int
     idle_high: int
+    knows_waits: int
 
 
 def window_of(num_written: int, records: Sequence[StepRecord]) -> Window:
@@ -111,9 +122,10 @@ def window_of(num_written: int, records: Sequence[StepRecord]) -> Window:
     def ordered(of: Sequence[int]) -> list[int]:
         return sorted(ns // it.num_steps // 1000 for ns, it in zip(of, records, strict=True))
 
-    idle = ordered([it.data_ns + it.host_ns for it in records])
+    idle = ordered([it.data_ns + it.host_ns + it.paused_ns for it in records])
     waited = ordered([it.waited_ns for it in records])
-    compute = [it.step_ns - it.data_ns - it.host_ns - it.waited_ns for it in records]
+    rest = [it.data_ns + it.host_ns + it.paused_ns + it.waited_ns for it in records]
+    compute = [it.step_ns - ns for ns, it in zip(rest, records, strict=True)]
     middle, few = len(records) // 2, len(records) // 10
     return Window(
         num_written,
@@ -121,6 +133,7 @@ def window_of(num_written: int, records: Sequence[StepRecord]) -> Window:
         ordered([it.step_ns for it in records])[middle],
         ordered([it.data_ns for it in records])[middle],
         ordered([it.host_ns for it in records])[middle],
+        ordered([it.paused_ns for it in records])[middle],
         ordered(compute)[middle],
         waited[middle],
         waited[few],
@@ -128,4 +141,5 @@ def window_of(num_written: int, records: Sequence[StepRecord]) -> Window:
         idle[middle],
         idle[few],
         idle[-1 - few],
+        int(not any(it.num_in_xla for it in records)),
     )

@@ -374,24 +374,35 @@ def test_the_last_line_is_the_true_cause_on_every_process(how, code, last, cause
     assert "itertools" not in err + other_err
 
 
-# Its exit waits for pending writes, before Python reports the error.
+# Their exits wait for pending writes, before Python reports the error.
 SLOW_CHECKPOINTER = """
-import time, jdp
 class Session:
     end_session = lambda self: time.sleep(2)
-ckpt = jdp.Checkpointer({!r})
-ckpt._session = Session()
+block = jdp.Checkpointer({!r})
+block._session = Session()
+"""
+SLOW_PROFILE = """
+from jdp import jax_compat
+from jdp.inspect.profiling.profile import Profile
+jax_compat.stop_profiler = lambda: time.sleep(2)
+Profile.__enter__ = lambda profile: None  # where processes compare the steps
+block = Profile(pathlib.Path({!r}), range(0, 1))
+block._begin = 1  # it records
+"""
+FAILS = """
 loops = [loop]
 del loop  # else the program holds the loop, and the error does not end it
-with ckpt:
+with block:
     for batch in loops.pop():
         1 / 0
 """
 
 
 @pytest.mark.xdist_group("processes")
-def test_an_error_is_the_cause_while_a_checkpointer_still_waits(tmp_path):
-    ends = "for batch in loop: pass", SLOW_CHECKPOINTER.format(str(tmp_path))
+@pytest.mark.parametrize("block", [SLOW_CHECKPOINTER, SLOW_PROFILE], ids=["save", "profile"])
+def test_an_error_is_the_cause_while_a_block_of_jdp_still_waits(block, tmp_path):
+    fails = "import pathlib, time, jdp\n" + block.format(str(tmp_path)) + FAILS
+    ends = "for batch in loop: pass", fails
     (_, _, other_err), (code, _, err) = end_in_a_loop(1, 3, how=ends)
     assert (code, err.splitlines()[-1]) == (1, "ZeroDivisionError: division by zero")
     assert re.search("OtherFailedError: process 1 .*ZeroDivision.*JDP208", other_err)

@@ -1,10 +1,13 @@
 """`jdp bench` times what it has compared with exact results, and ends at a wrong one."""
 
 import argparse
+import dataclasses
 import json
+import os
 
 import numpy as np
 import pytest
+from support.calibrations import FOUND
 
 from jdp.__main__ import main
 from jdp.collectives import native_shards
@@ -212,3 +215,33 @@ def test_a_calibration_has_every_collective_and_keeps_those_of_other_numbers_of_
     assert found.slowness.matmul > 0 and found.shared_slowness.matmul > 0
     again = calibrate.calibrate(make_mesh(2), lines.append)  # 3 ranks are kept
     assert {rate.num_ranks for rate in again.rates} == {2, 3}
+
+
+def calibrated_by_processes(cache):
+    from jdp.distributed.mesh import init
+    from jdp.inspect.bench import calibrate
+
+    os.environ["XDG_CACHE_HOME"] = cache
+    kept = calibrate._BYTES, known_values.OPERATIONS, calibrate._SETTING
+    calibrate._BYTES, known_values.OPERATIONS = (64, 256), ("all-reduce",)
+    calibrate._SETTING = collectives.Setting(num_rounds=1, in_place=True)
+    try:
+        return calibrate.calibrate(init(), lambda line: None)
+    finally:
+        del os.environ["XDG_CACHE_HOME"]
+        calibrate._BYTES, known_values.OPERATIONS, calibrate._SETTING = kept
+
+
+# Beside other processes no device computes alone.
+@NEEDS_LIBRARY
+def test_processes_add_laws_to_a_calibration_and_keep_its_computation(processes, tmp_path):
+    earlier = dataclasses.replace(FOUND, versions=output.machine()["versions"])
+    earlier.save(tmp_path / "jdp" / "calibration" / calibration.default_path("cpu").name)
+    found, none = processes(2).run(calibrated_by_processes, str(tmp_path))
+    assert none is None
+    assert set(earlier.rates) < set(found.rates)
+    assert {law.num_processes for law in set(found.rates) - set(earlier.rates)} == {2}
+    same = dataclasses.replace(
+        found, rates=earlier.rates, date=earlier.date, host=earlier.host, num_cores=2
+    )
+    assert same == earlier

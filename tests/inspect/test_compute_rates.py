@@ -84,7 +84,7 @@ def test_each_rate_is_its_work_over_its_seconds(mesh, programs, monkeypatch):
     monkeypatch.setattr(training_steps, "slowness", lambda mesh, rates: slowness)
     monkeypatch.setitem(compute._WIDTH, "cpu", 4)
     monkeypatch.setattr(compute, "_ELEMENTS", 256)
-    found = compute.rates(mesh)
+    found = compute.alone(mesh) | compute.together(mesh, mesh.size)
     for prefix in ("", "shared_"):
         assert found[f"{prefix}matmul_flops_per_s"] == dict.fromkeys(
             ("float32", "bfloat16"), 2 * 4**3

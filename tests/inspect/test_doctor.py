@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+import jdp
 from jdp.__main__ import main
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.collectives.cpu.calls import Calls
@@ -45,6 +46,15 @@ def test_a_number_of_ranks_below_1_is_refused(number, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--cpu-ranks", number])
     assert ended.value.code == 2 and repr(number) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["bench", "all-reduce"], ["bench", "--calibrate"]])
+def test_more_ranks_than_xla_can_start_are_refused(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--cpu-ranks", "1000000"])
+    assert ended.value.code == 2 and "1024" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"cpu_ranks is 1025, .* at most 1024"):
+        jdp.init(cpu_ranks=1025)
 
 
 def test_a_report_that_cannot_be_written_is_printed_and_the_exit_code_is_2(monkeypatch, capsys):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 import jdp
@@ -290,6 +291,31 @@ def test_state_of_ranks_grows_with_the_ranks_and_of_rows_does_not():
     state = {"own": jdp.per_rank(jnp.zeros((2, 8))), "rows": jdp.per_rank(jnp.zeros((16, 8)))}
     found = jdp.explain(step, state, np.zeros((16, 8), np.float32), on="cpu:4")
     assert found.memory.other_state == 4 * (1 * 8 + 4 * 8)
+
+
+# Parameters [4, 3] and statistics [3]; two moments of Adam, its count and that of nnx.Optimizer.
+@pytest.mark.parametrize("is_split", [True, False])
+def test_parameters_of_nnx_modules_are_parameters(is_split):
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((4, 3)))
+            self.mean = nnx.BatchStat(jnp.zeros(3))
+
+    jdp.init(devices=jax.devices()[:2])
+    model = Model()
+    graph, state = nnx.split((model, nnx.Optimizer(model, optimizer(0), wrt=nnx.Param)))
+
+    @jdp.train_step
+    def step(state, x):
+        model, tx = nnx.merge(graph, state) if is_split else state
+        grads = nnx.grad(lambda model: jnp.mean((x @ model.w) ** 2))(model)
+        tx.update(model, grads)
+        return nnx.state((model, tx)) if is_split else (model, tx), {}
+
+    state = state if is_split else nnx.merge(graph, state)
+    memory = jdp.explain(step, state, np.ones((2, 4), np.float32)).memory
+    assert (memory.parameters, memory.other_state) == (48, 12)
+    assert memory.optimizer_state == 2 * 48 + 8
 
 
 def test_rows_that_cannot_be_split_are_an_error_with_the_numbers():

@@ -104,7 +104,9 @@ def test_the_command_starts_without_jax(tmp_path):
     ("options", "text"),
     [
         (["--on", "cpu:0"], "'cpu:0'"),
+        (["--on", "cpu:1000000"], "1000000, and a process has at most 1024"),
         (["--rate", "speed=1"], "'speed'"),
+        (["--lr", "0.1"], "train.py:step -- --lr 0.1"),
         (["--rate", "matmul_flops=nan"], "nan"),
         (["--png", "lanes.png", "--compare", "stage=0,1"], "--compare"),
     ],

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from support.calibrations import FOUND
 
 import jdp
+from jdp.collectives.cpu import runtime
 from jdp.inspect.calibration import CACHED_BYTES, CollectiveLaw, Slowness
 from jdp.inspect.prediction import Likely
 from jdp.inspect.rates import UNITS, Rate
@@ -183,6 +185,26 @@ def test_a_factor_multiplies_the_operations_of_its_kind(given, seconds, which, o
     alone = max(8.0 if flops else 0.0, num_bytes / 1e9)
     expected = seconds + of_high * alone
     assert likely.compute_s(Work(*given)) == pytest.approx(expected)
+
+
+def explained_by_processes(cache):
+    os.environ["XDG_CACHE_HOME"] = cache
+    try:
+        jdp.init()
+        found = explained(None)
+    finally:
+        del os.environ["XDG_CACHE_HOME"]
+    bucket, _ = found.buckets  # and a checksum of the arguments
+    return found.laws, found.rates["matmul_flops_f32"].source, bucket.took_s, [*found.rates]
+
+
+@pytest.mark.skipif(runtime.why_missing() is not None, reason="needs the compiled library")
+def test_processes_of_one_host_are_predicted_by_their_own_laws(calibrated, processes, tmp_path):
+    several = dataclasses.replace(ALL_REDUCE, num_ranks=4, num_processes=2)
+    calibrated(rates=(ALL_REDUCE, dataclasses.replace(several, num_processes=1), several))
+    for laws, source, took_s, rates in processes(2).run(explained_by_processes, str(tmp_path)):
+        assert laws == (several,) and took_s == several.seconds(256 * 64 * 4)
+        assert source.startswith("measured here") and "host_link_bytes_per_s" not in rates
 
 
 def test_rates_of_another_kind_of_device_are_not_used(calibrated):

@@ -1,6 +1,8 @@
 """`jdp plan` prints what it predicts and assumes, and refuses what it cannot answer."""
 
+import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from support.calibrations import FOUND
 
 from benchmarks.plan import published
 from jdp.__main__ import main
+from jdp.inspect.bench import output
 from jdp.inspect.plan import assumptions
 
 MODEL = ["--model", "params=1e9,layers=4,tokens=8192"]
@@ -81,6 +84,23 @@ def test_measured_links_and_recoveries_are_used(capsys):
     assert "measured here, direct on 2 ranks" in capsys.readouterr().out
 
 
+def test_rates_without_a_limit_are_null_in_json_and_read_back(capsys):
+    dataclasses.replace(
+        FOUND, rates=(dataclasses.replace(FOUND.rates[0], bytes_per_s=math.inf),)
+    ).save()
+    names = "state_bytes detection_s re_forming_s tracing_s loading_s restoring_s first_step_s"
+    law = {"alpha_s": 1.0, "bytes_per_s": math.inf}
+    recovery = {"host": "host0", "date": "2026-11-25T12:00", "restoring": law}
+    recovery["rows"] = [dict.fromkeys(names.split(), 1)]
+    output.write_json(recovery, "recovery.json")
+    json.loads(Path("recovery.json").read_text(), parse_constant=pytest.fail)
+    planned("--calibration", "--recovery", "recovery.json")
+    found = json.loads(Path("found.json").read_text(), parse_constant=pytest.fail)["assumed"]
+    table = capsys.readouterr().out
+    for name in ("link_bytes_per_s", "restore_bytes_per_s"):
+        assert found[name]["value"] is None and f"  {name} = inf B/s: measured" in table
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -98,6 +118,9 @@ def test_measured_links_and_recoveries_are_used(capsys):
         ("--set straggler_scale=2", "straggler_scale=2"),
         ("--set forward_share=1", "forward_share=1"),
         ("--set matmul_flops=nan", "matmul_flops=nan"),
+        ("--set matmul_flops=1e-300", "1e-30"),
+        ("--set network_bytes_per_s=1e300", "1e+30"),
+        ("--model params=7e9,layers=2,tokens=1e300", "tokens=1e300"),
         ("--set speed=1", "matmul_flops"),
         ("--set matmul_flops", "matmul_flops"),
         ("--calibration", "jdp bench --calibrate"),
@@ -120,6 +143,9 @@ def test_measured_links_and_recoveries_are_used(capsys):
         ("--straggler none --set straggler_scale=0.1", "straggler_scale=0.1"),
         ("--calibration .", "jdp bench --calibrate"),
         ("--recovery without_numbers.json", "jdp bench faults"),
+        ("--recovery without_rows.json", "it has no row."),
+        ("--recovery list.json", "its values have other types"),
+        ("--recovery text.json", "it is not JSON"),
         ("--json=missing/plan.json", "folder missing"),
         ("--json=.", "--json=."),
         ("--png=missing/plan.png", "folder missing"),
@@ -131,6 +157,9 @@ def test_bad_input_is_refused_with_what_to_write(arguments, named, capsys):
     row = dict.fromkeys(names.split())
     unknown = {"rows": [row], "restoring": None, "host": "h", "date": "2026-11-26"}
     Path("without_numbers.json").write_text(json.dumps(unknown))
+    Path("without_rows.json").write_text(json.dumps(unknown | {"rows": []}))
+    Path("list.json").write_text("[]")
+    Path("text.json").write_text("recovery")
     assert main(["plan", *MODEL, *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert error.startswith("jdp plan: ") and named in error

@@ -15,15 +15,21 @@ from jdp.inspect.rates import UNITS
 RATES = {name: Rate(1e9, 1e9, 1e9, "", "") for name in UNITS if not name.endswith("times")}
 RATES |= {"operation_start_s": Rate(1.0, 1.0, 1.0, "s", "")}
 
-# 4 x 8 x 4 multiplications and additions; 3 arrays of 32 numbers; 2 of them, one turned.
+# 4 x 8 x 4 multiplications and additions; 3 arrays of 32 numbers; 2 of them, a sum that is turned.
 PROGRAM = """HloModule it
+
+%turn (p: f32[4,8]) -> f32[8,4] {
+  %p = f32[4,8]{1,0} parameter(0)
+  %two = f32[4,8]{1,0} add(%p, %p)
+  ROOT %t = f32[8,4]{1,0} transpose(%two), dimensions={1,0}
+}
 
 ENTRY %main (x: f32[4,8], y: f32[8,4]) -> f32[8,4] {
   %x = f32[4,8]{1,0} parameter(0)
   %y = f32[8,4]{1,0} parameter(1)
   %product = f32[4,4]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
   %sum = f32[4,8]{1,0} add(%x, %x)
-  ROOT %turned = f32[8,4]{1,0} transpose(%sum), dimensions={1,0}
+  ROOT %turned = f32[8,4]{1,0} fusion(%sum), kind=kLoop, calls=%turn
 }
 """
 

@@ -22,8 +22,8 @@ def recorded(process, number):
     return StepRecord(num_steps, *(each * US for each in us))
 
 
-def step(ms=20.0, *, data=0.0, host=0.5, waited=0.0):
-    return StepRecord(1, *(round(each * MS) for each in (ms, data, host, waited)))
+def step(ms=20.0, *, data=0.0, host=0.5, waited=0.0, paused=0.0):
+    return StepRecord(1, *(round(each * MS) for each in (ms, data, host, waited, paused)))
 
 
 def windows(*records_of_processes):
@@ -46,7 +46,8 @@ def lines_of(steps_of_processes, every=1):
 
 def with_slow(process, size, late_ms, part="compute", knows_waits=True):
     """A step of all processes, of which one is late. Each step of the others takes 20 ms."""
-    own = {"compute": {}, "data": {"data": late_ms}, "host": {"host": late_ms + 0.5}}
+    own = {"compute": {}, "host": {"host": late_ms + 0.5}}
+    own |= {name: {name: late_ms} for name in ("data", "paused")}
     slow = step(20 + late_ms, **own[part])
     usual = step(20 + late_ms, waited=late_ms if knows_waits else 0.0)
     return [slow if i == process else usual for i in range(size)]
@@ -65,7 +66,7 @@ def test_a_slow_process_is_named_with_its_part_and_its_cost(size, process, part,
     assert slow.own_us - slow.usual_us == late_ms * 1000
 
 
-@pytest.mark.parametrize("part", ["data", "host"])
+@pytest.mark.parametrize("part", ["data", "host", "paused"])
 @pytest.mark.parametrize(("size", "process"), [(2, 0), (3, 2), (8, 3)])
 def test_without_known_waits_idle_devices_name_a_process(size, process, part):
     one = with_slow(process, size, 4.0, part, knows_waits=False)
@@ -76,6 +77,22 @@ def test_without_known_waits_idle_devices_name_a_process(size, process, part):
 def test_without_known_waits_a_slow_computation_cannot_be_seen():
     one = with_slow(1, 2, 20.0, knows_waits=False)
     assert Comparison(windows(*[[each] * NUM_RECORDS for each in one])).slow() == {}
+
+
+# The others wait for it in a collective of XLA's, and then a little in those of jdp's library.
+@pytest.mark.parametrize("part", ["data", "host", "paused"])
+def test_in_mixed_steps_idle_devices_name_a_process(part):
+    one = [it._replace(num_in_xla=1, waited_ns=MS // 5) for it in with_slow(1, 3, 4.0, part)]
+    found = Comparison(windows(*[[each] * NUM_RECORDS for each in one])).slow()
+    assert {i: (it.part, it.cost_us) for i, it in found.items()} == {1: (part, 4000)}
+    one = [each._replace(num_in_xla=0) for each in one]
+    assert Comparison(windows(*[[each] * NUM_RECORDS for each in one])).slow() == {}
+
+
+def test_in_mixed_steps_waits_name_a_process_that_computes_longer():
+    one = [each._replace(num_in_xla=1) for each in with_slow(2, 3, 4.0)]
+    found = Comparison(windows(*[[each] * NUM_RECORDS for each in one])).slow()
+    assert {i: (it.part, it.cost_us) for i, it in found.items()} == {2: ("compute", 4000)}
 
 
 def test_two_slow_processes_of_eight_are_both_named():
@@ -135,7 +152,7 @@ def test_a_cost_or_a_part_that_changes_is_said_once():
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_a_process_that_is_late_in_all_parts_in_turn_loses_the_time_in_several(size):
     turns = [with_slow(size - 1, size, 4.0, part) for part in PARTS]
-    steps = [[turns[n % 3][i] for n in range(100)] for i in range(size)]
+    steps = [[turns[n % 4][i] for n in range(100)] for i in range(size)]
     ((end, process, line),) = lines_of(steps)
     assert (end, process) == (NUM_RECORDS, size - 1)
     assert "several" in line and "24.0 ms of a step, 20.0 ms on the others" in line
@@ -146,9 +163,9 @@ def test_a_process_that_is_late_in_all_parts_in_turn_loses_the_time_in_several(s
 def test_of_several_parts_the_one_that_begins_to_dominate_is_said_once():
     turns = [with_slow(1, 2, 4.0, part) for part in PARTS]
     steps = [
-        [turns[n % 3][i] for n in range(100)]
+        [turns[n % 4][i] for n in range(100)]
         + [turns[0][i] for n in range(100)]
-        + [turns[n % 3][i] for n in range(100)]
+        + [turns[n % 4][i] for n in range(100)]
         for i in range(2)
     ]
     first, second = lines_of(steps)
@@ -172,14 +189,19 @@ def test_1000_steps_with_heavy_tails_and_no_slow_process_give_no_alarm(size, see
     rng = random.Random(seed)
     steps = [[] for _ in range(size)]
     for _ in range(1000):
-        own = [20 + min(0.5 * rng.paretovariate(1.1), 2000) for _ in range(size)]
-        for i, each in enumerate(own):
-            steps[i].append(step(max(own), waited=max(own) - each))
+        late = [min(0.5 * rng.paretovariate(1.1), 2000) for _ in range(size)]
+        for i, each in enumerate(late):
+            # Of odd seeds: late in their input, and also in collectives of XLA's.
+            one = step(20 + max(late), waited=max(late) - each, data=each * (seed % 2))
+            steps[i].append(one._replace(num_in_xla=seed % 2))
     assert lines_of(steps, every=3) == []
 
 
-def test_what_was_recorded_on_a_busy_machine_gives_no_alarm():
-    steps = [[recorded(i, n) for n in range(len(NOISE[0]))] for i in range(3)]
+@pytest.mark.parametrize("in_xla", [0, 1])
+def test_what_was_recorded_on_a_busy_machine_gives_no_alarm(in_xla):
+    steps = [
+        [recorded(i, n)._replace(num_in_xla=in_xla) for n in range(len(NOISE[0]))] for i in range(3)
+    ]
     assert len(steps[0]) > 2 * NUM_RECORDS
     assert lines_of(steps) == []
 

@@ -1,8 +1,10 @@
+from queue import SimpleQueue
+
 import pytest
 
 from jdp.worker import step_times
 from jdp.worker.progress_board import Board
-from jdp.worker.step_clock import DispatchedStep, StepClock
+from jdp.worker.step_clock import DispatchedStep, HostWaits, StepClock
 from jdp.worker.step_times import NUM_RECORDS, StepRecord, window_of
 
 MS = 1_000_000
@@ -52,7 +54,7 @@ def test_few_steps_change_no_number_of_a_window(num_odd):
     usual = StepRecord(2, 40 * MS, data_ns=4 * MS, host_ns=2 * MS, waited_ns=10 * MS)
     odd = StepRecord(1, 5000 * MS, 9 * MS, 1000 * MS, 3000 * MS)
     window = window_of(7, [usual] * (NUM_RECORDS - num_odd) + [odd] * num_odd)
-    assert window[:7] == (7, 25, 20000, 2000, 1000, 12000, 5000)
+    assert window[:8] == (7, 25, 20000, 2000, 1000, 0, 12000, 5000)
     assert (window.waited_low, window.idle, window.idle_low) == (5000, 3000, 3000)
     assert (window.waited_high, window.idle_high) == (
         (5000, 3000) if num_odd < 3 else (3_000_000, 1_009_000)
@@ -72,9 +74,9 @@ def records_of(clock, *calls):
     return clock._slot.times.latest()
 
 
-def call(dispatched, *data_waits, is_usual=True):
-    waits = [(begin * MS, end * MS) for begin, end in data_waits]
-    return DispatchedStep(None, dispatched * MS, waits, is_usual)
+def call(dispatched, *data, others=(), paused=(), is_counted=True, waits_in_xla=False):
+    kinds = [[(begin * MS, end * MS) for begin, end in each] for each in (data, others, paused)]
+    return DispatchedStep(None, dispatched * MS, HostWaits(*kinds), is_counted, waits_in_xla)
 
 
 def test_the_time_between_two_ends_is_the_sum_of_its_parts(clock):
@@ -106,9 +108,66 @@ def test_short_steps_share_a_record(clock):
 
 
 def test_steps_after_a_save_or_a_compilation_are_left_out(clock):
-    saved = call(400, is_usual=False), 500, 5
+    saved = call(400, is_counted=False), 500, 5
     steps = (call(5), 100, 0), saved, (call(450), 540, 5)
     assert records_of(clock, *steps) == [StepRecord(1, 40 * MS, 0, 0, 0)]
+
+
+def test_pauses_and_waits_between_steps_are_parts_of_their_own(clock):
+    first = call(5), 100, 0
+    # At 110 the process saved: until 150, and it waited for the others from 120 to 130.
+    second = call(160, (90, 105), others=[(120, 130)], paused=[(110, 150)]), 200, 4
+    assert records_of(clock, first, second) == [
+        StepRecord(1, 100 * MS, 5 * MS, 15 * MS, waited_ns=14 * MS, paused_ns=30 * MS)
+    ]
+
+
+def test_a_copy_of_the_state_before_a_step_is_a_pause(clock):
+    records_of(clock, (call(5), 100, 0))
+    clock.record_copy(115 * MS)
+    # The step after the next does not wait for that copy.
+    later = (call(101), 150, 0), (call(102), 190, 0)
+    assert records_of(clock, *later) == [
+        StepRecord(1, 50 * MS, host_ns=1 * MS, paused_ns=14 * MS),
+        StepRecord(1, 40 * MS),
+    ]
+
+
+def test_waits_of_a_loop_without_steps_do_not_pile_up(clock):
+    for i in range(2000):
+        clock.add_data_wait(i, i + 1)
+        clock.add_pause(i, i + 1)
+    assert [len(each) for each in clock._waits] == [1000, 0, 1000]
+    clock.end_dispatch(Output())
+    clock.add_data_wait(0, 1)
+    assert [len(each) for each in clock._waits] == [1, 0, 0]
+
+
+def test_steps_that_wait_in_xla_are_counted(clock):
+    steps = [(call(10 * i, waits_in_xla=i > 2), 10 * i, 0) for i in range(1, 6)]
+    (record,) = records_of(clock, *steps)
+    assert (record.num_steps, record.num_in_xla) == (4, 3)
+    assert [window_of(1, [it]).knows_waits for it in (record, StepRecord(1, MS))] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("unusual", "counted"),
+    [
+        ("0100", [1, 0, 1, 1]),  # as after a checkpoint
+        ("1111", [0, 1, 1, 1]),  # with commit_every=1
+        ("0101", [1, 0, 1, 0]),
+        ("0110", [1, 0, 1, 1]),
+    ],
+)
+def test_steps_after_something_else_count_if_it_comes_before_each(unusual, counted):
+    clock = StepClock(Board.create(1).slot(0))
+    clock.stop_clock()
+    clock._calls, clock.is_usual = SimpleQueue(), True
+    for each in unusual:
+        if each == "1":
+            clock.is_usual = False
+        clock.end_dispatch(Output())
+    assert [int(clock._calls.get().is_counted) for _ in unusual] == counted
 
 
 class Output:
@@ -127,5 +186,6 @@ def test_an_output_that_fails_leaves_its_step_and_the_next_out():
     for output in (Output(), Output(), Deleted(), Output()):
         clock.begin_dispatch()
         clock.end_dispatch(output)
+        clock.add_copy([output])
     clock.stop_clock(30.0)
     assert clock._sums.num_steps == 1

@@ -2,9 +2,7 @@
 
 import functools
 import math
-import os
 import zlib
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -13,6 +11,7 @@ from jax.sharding import Mesh
 
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.distributed import agree, kv_store
+from jdp.distributed.hosts import own_host
 from jdp.worker import progress
 
 
@@ -87,7 +86,7 @@ def groups(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
 
 def why_on_several(peers: tuple[int, ...]) -> str | None:
     """Return a sentence that names a process on another host, or None. All `peers` call this."""
-    me, host = jax.process_index(), _host()
+    me, host = jax.process_index(), own_host()
     for process, theirs in agree.all_gather(peers, host, what="hosts").items():
         if theirs != host:
             return f"process {process} is on another host than process {me}."
@@ -138,9 +137,3 @@ def _why_not_open(key: int, groups: list[list[int]], made: list[list[int] | str]
     except OSError as error:
         return str(error)
     return None
-
-
-# Processes on one host see each other in /proc. A network namespace counts as a host.
-def _host() -> str:
-    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid")]
-    return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces])

@@ -12,10 +12,11 @@ import jax
 import jaxlib
 from jax.sharding import Mesh
 
-from jdp.distributed import agree, call_log
+from jdp.distributed import agree, call_log, this_process
 from jdp.distributed.call_log import Call
 from jdp.distributed.checks import different_calls
 from jdp.distributed.checks.program import ProgramText, require_program, require_schedule
+from jdp.distributed.hosts import own_host
 from jdp.error_codes import with_code
 from jdp.worker import launcher_client, source_digest
 from jdp.worker.phases import PATIENCE
@@ -41,7 +42,10 @@ def require_start(mesh: Mesh, timeout_s: float | None) -> None:
     agree.set_timeout_s(300.0 if timeout_s is None else timeout_s)
     group = agree.peers(mesh)
     if len(group) > 1:
-        facts = agree.all_gather(group, _facts(mesh), what="versions in jdp.init")
+        mine = _facts(mesh), own_host()
+        gathered = agree.all_gather(group, mine, what="versions in jdp.init")
+        facts = {process: its for process, (its, _) in gathered.items()}
+        this_process.current.hosts = {process: host for process, (_, host) in gathered.items()}
         if len({its["jdp"] for its in facts.values()}) > 1:  # perhaps only in comments
             build = f"{version()} (code {source_digest.of_code()})"
             builds = agree.all_gather(group, build, what="builds of jdp")

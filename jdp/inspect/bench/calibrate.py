@@ -1,25 +1,33 @@
 """`jdp bench --calibrate`: the rates of this machine, saved for predictions."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jdp.distributed import agree
+from jdp.distributed import agree, hosts
 from jdp.inspect import calibration, known_values
 from jdp.inspect.bench import collectives, compute, output
 from jdp.inspect.calibration import Calibration, CollectiveLaw
+from jdp.inspect.law_fit import fitted
 
+_ALONE = (
+    "matmul_flops_per_s", "memory_bytes_per_s", "cached_bytes_per_s", "transcendentals_per_s",
+    "operation_start_s", "slowness",
+)  # fmt: skip
+_COMPUTATION = (*_ALONE, *(f"shared_{name}" for name in _ALONE))
 _BYTES = (2**12, 2**16, 2**20, 2**22, 2**24)
 # As in a compiled step, whose gradients are not read again.
 _SETTING = collectives.Setting(num_rounds=5, in_place=True)
 
 
-def calibrate(mesh: Mesh, say: Callable[[str], None]) -> Calibration:
+def calibrate(mesh: Mesh, say: Callable[[str], None]) -> Calibration | None:
     """Measure computation and collectives, and return the rates.
 
     Rates of other numbers of ranks and processes in an earlier file of this host are kept.
+    Processes but the first one of the mesh return None.
 
     Args:
       mesh: all devices. In one process also the first 2, 4, 8, ... of them are measured.
@@ -30,15 +38,38 @@ def calibrate(mesh: Mesh, say: Callable[[str], None]) -> Calibration:
         for operation in known_values.OPERATIONS:
             for rate in _rates(part, operation, say):
                 rates[_key(rate)] = rate
-    own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    local = Mesh(np.array(own), mesh.axis_names, axis_types=mesh.axis_types)
-    measured = compute.rates(local)
     facts = output.machine()
     del facts["load"]
     earlier = calibration.load(facts["platform"]) if _is_readable(facts["platform"]) else None
     if earlier is not None and earlier.versions == facts["versions"]:
         rates = {**{_key(rate): rate for rate in earlier.rates}, **rates}
-    return Calibration(**facts, **measured, rates=tuple(rates.values()))
+    else:
+        earlier = None
+    computation = _computation(mesh, earlier)
+    if jax.process_index() != agree.peers(mesh)[0]:
+        return None
+    return Calibration(**{**facts, **computation}, rates=tuple(rates.values()))
+
+
+def _computation(mesh: Mesh, earlier: Calibration | None) -> dict[str, Any]:
+    """Return the fields of a calibration about computation, on the first process of a mesh.
+
+    With several processes they are those of an earlier file, if there is one: one process measured
+    them, and could keep all other devices idle.
+    """
+    group, me = agree.peers(mesh), jax.process_index()
+    own = [device for device in mesh.devices.flat if device.process_index == me]
+    local = Mesh(np.array(own), mesh.axis_names, axis_types=mesh.axis_types)
+    if len(group) == 1:
+        return compute.alone(local) | compute.together(local, mesh.size)
+    known = agree.all_gather(group, earlier is not None, what="whether computation is measured")
+    if known[group[0]]:
+        names = ("num_devices", "num_compute_ranks", *_COMPUTATION)
+        return {name: getattr(earlier, name) for name in names} if me == group[0] else {}
+    found = compute.alone(local) if me == group[0] else {}
+    agree.all_gather(group, None, what="that one device has computed alone")
+    num_here = sum(hosts.is_here(device.process_index) for device in mesh.devices.flat)
+    return found | compute.together(local, num_here)
 
 
 def _is_readable(platform: str) -> bool:
@@ -73,7 +104,7 @@ def _rates(mesh: Mesh, operation: str, say: Callable[[str], None]) -> list[Colle
     for name in dict.fromkeys(row["algorithm"] for row in rows):
         own = [row for row in rows if row["algorithm"] == name]
         points = tuple((row["bytes"], row["median_s"]) for row in own)
-        alpha, beta, error = calibration.fitted(points)
+        alpha, beta, error = fitted(points)
         rate = CollectiveLaw(
             operation, name, mesh.size, own[0]["processes"], own[0]["dtype"], alpha, beta, error,
             points,

@@ -176,7 +176,7 @@ def _calibrate(_: str, arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--cpu-ranks", type=flags.read_positive, metavar="N", help="virtual CPU devices"
+        "--cpu-ranks", type=flags.read_cpu_ranks, metavar="N", help="virtual CPU devices"
     )
     options = parser.parse_args(arguments)
     import jax
@@ -184,9 +184,8 @@ def _calibrate(_: str, arguments: Sequence[str]) -> int:
     from jdp.inspect.bench.calibrate import calibrate
 
     mesh = flags.started(options.cpu_ranks)
-    is_first = jax.process_index() == 0
-    found = calibrate(mesh, print if is_first else lambda text: None)
-    if is_first:
+    found = calibrate(mesh, print if jax.process_index() == 0 else lambda text: None)
+    if found is not None:
         _say_rates(found)
         print(f"wrote {found.save()}")
     return 0

@@ -122,28 +122,37 @@ def operation_start_s(mesh: Mesh) -> float:
     return _seconds(run, x, x, right, "a chain") / _NUM_TINY
 
 
-def rates(mesh: Mesh) -> dict[str, Any]:
-    """Return the fields of `Calibration` that are about computation.
+def alone(mesh: Mesh) -> dict[str, Any]:
+    """Return the fields of `Calibration` about computation by one device, the first of a mesh."""
+    first = mesh.devices.reshape(-1)[:1]
+    return _rates(Mesh(first, mesh.axis_names, axis_types=mesh.axis_types), "")
+
+
+def together(mesh: Mesh, num_ranks: int) -> dict[str, Any]:
+    """Return the fields of `Calibration` about computation by several devices at once.
 
     Args:
-      mesh: all devices; the first of them computes alone.
+      mesh: all devices of this process.
+      num_ranks: devices that compute at once, with those of other processes of this host.
     """
-    alone = Mesh(mesh.devices.reshape(-1)[:1], mesh.axis_names, axis_types=mesh.axis_types)
+    return {"num_compute_ranks": num_ranks, **_rates(mesh, "shared_")}
+
+
+def _rates(devices: Mesh, prefix: str) -> dict[str, Any]:
     dtypes = ("float32", "bfloat16")
-    of: Mapping[str, Mesh] = {"": alone, "shared_": mesh}
-    found: dict[str, Any] = {"num_compute_ranks": mesh.size}
-    for prefix, devices in of.items():
-        found[f"{prefix}matmul_flops_per_s"] = {
+    found: dict[str, Any] = {
+        f"{prefix}matmul_flops_per_s": {
             dtype: matmul_flops_per_s(devices, dtype) for dtype in dtypes
         }
-        found[f"{prefix}memory_bytes_per_s"] = memory_bytes_per_s(devices)
-        size = CACHED_BYTES // 8
-        cached_s = loop_s(devices, lambda x: x + 1, size, _NUM_TIMES)
-        tanh_s = loop_s(devices, jnp.tanh, size, 0.0)
-        found[f"{prefix}cached_bytes_per_s"] = CACHED_BYTES / cached_s
-        found[f"{prefix}transcendentals_per_s"] = size / tanh_s
-        found[f"{prefix}operation_start_s"] = operation_start_s(devices)
-        found[f"{prefix}slowness"] = training_steps.slowness(devices, _by_name(found, prefix))
+    }
+    found[f"{prefix}memory_bytes_per_s"] = memory_bytes_per_s(devices)
+    size = CACHED_BYTES // 8
+    cached_s = loop_s(devices, lambda x: x + 1, size, _NUM_TIMES)
+    tanh_s = loop_s(devices, jnp.tanh, size, 0.0)
+    found[f"{prefix}cached_bytes_per_s"] = CACHED_BYTES / cached_s
+    found[f"{prefix}transcendentals_per_s"] = size / tanh_s
+    found[f"{prefix}operation_start_s"] = operation_start_s(devices)
+    found[f"{prefix}slowness"] = training_steps.slowness(devices, _by_name(found, prefix))
     return found
 
 

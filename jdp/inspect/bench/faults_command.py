@@ -10,10 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jdp.inspect import calibration, results
+from jdp.inspect import results
 from jdp.inspect.bench import faults, flags
 from jdp.inspect.bench.fault_costs import PARTS
 from jdp.inspect.bench.faulty_launch import FaultSetting, FaultyRunError
+from jdp.inspect.law_fit import fitted
 from jdp.worker.local_devices import num_cpus
 from jdp.worker.version import version
 
@@ -139,7 +140,7 @@ def _law(rows: Sequence[dict[str, Any]]) -> dict[str, float] | None:
     points = [(row["state_bytes"], row["restoring_s"]) for row in rows]
     if len({num_bytes for num_bytes, _ in points}) < 2:
         return None
-    alpha, beta, error = calibration.fitted(points)
+    alpha, beta, error = fitted(points)
     return {"alpha_s": alpha, "bytes_per_s": beta, "largest_error": error}
 
 

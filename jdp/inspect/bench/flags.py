@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from jdp.inspect import results
-from jdp.worker.local_devices import num_cpus, num_gpus
+from jdp.worker.local_devices import num_cpus, num_gpus, require_few_cpu_ranks
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -31,11 +31,21 @@ def read_positive(text: str) -> int:
     return int(text)
 
 
+def read_cpu_ranks(text: str) -> int:
+    """Read the number of virtual CPU devices of a process."""
+    num = read_positive(text)
+    try:
+        require_few_cpu_ranks("--cpu-ranks", num)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return num
+
+
 def add_common(parser: argparse.ArgumentParser) -> None:
     """Add the flags of all commands that use devices of this process."""
     text = "virtual CPU devices of each process (default on a machine without accelerators: its "
     text += "cores, at least 2)"
-    parser.add_argument("--cpu-ranks", type=read_positive, metavar="N", help=text)
+    parser.add_argument("--cpu-ranks", type=read_cpu_ranks, metavar="N", help=text)
     results.add_json(parser, "print JSON in place of a table, or write it to FILE (under jdp run)")
     results.add_png(parser)
 

@@ -1,6 +1,5 @@
 """How the results of `jdp bench` are shown: a table, JSON, a picture."""
 
-import json
 import os
 import socket
 import sys
@@ -80,7 +79,7 @@ def write_json(result: Mapping[str, Any], where: str) -> None:
       result: facts of the machine and what was measured; numbers, texts, lists and dicts.
       where: see `results.write`.
     """
-    results.write(json.dumps(result, indent=1), where)
+    results.write(results.to_json(result), where)
 
 
 def draw(path: str, rows: Sequence[Mapping[str, Any]], title: str) -> None:

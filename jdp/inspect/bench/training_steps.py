@@ -37,7 +37,7 @@ class AloneSeconds(NamedTuple):
     Attributes:
       matmul: of matmuls.
       elementwise: of others that read arrays in order.
-      strided: of operations that read or write an array across its rows.
+      strided: of operations that compute while they read or write an array across its rows.
       start: of the starts of all.
     """
 

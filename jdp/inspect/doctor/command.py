@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import functools
-import json
 import os
 import socket
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jdp.inspect import results
-from jdp.inspect.bench.flags import read_positive
+from jdp.inspect.bench.flags import read_cpu_ranks
 from jdp.inspect.doctor.diagnosis import ERROR, Diagnosis, checked, is_healthy, text
 from jdp.worker.local_devices import num_cpus, num_gpus
 from jdp.worker.version import version
@@ -52,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     text_of += "the lines of each process)"
     results.add_json(parser, text_of)
     text_of = "virtual CPU devices on a machine without accelerators (default: its cores, 2 to 4)"
-    parser.add_argument("--cpu-ranks", type=read_positive, metavar="N", help=text_of)
+    parser.add_argument("--cpu-ranks", type=read_cpu_ranks, metavar="N", help=text_of)
     options = parser.parse_args(arguments)
     try:
         by_process = _examined(options.cpu_ranks)
@@ -199,4 +198,4 @@ def _json(by_process, healthy: bool) -> str:
     checks = [
         {"process": process, **vars(it)} for process, found in by_process.items() for it in found
     ]
-    return json.dumps({"jdp": version(), "healthy": healthy, "checks": checks}, indent=1)
+    return results.to_json({"jdp": version(), "healthy": healthy, "checks": checks})

@@ -1,14 +1,14 @@
 """The numbers that a plan assumes: each with its interval and source, and how to set it."""
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from jdp.inspect import calibration
 from jdp.inspect.gpus import GPUS, NVLINK, OTHER_NVLINK, VLLM
-from jdp.inspect.rate import ASSUMED, PUBLISHED, Rate, given
+from jdp.inspect.rate import ASSUMED, LEAST_GIVEN, MOST_GIVEN, PUBLISHED, Rate, given
+from jdp.inspect.results import why_unreadable
 
 _NCCL = f"{PUBLISHED} (NCCL's tuning model, src/graph/tuning.cc: ring, simple and LL128)"
 _FAULTS = "measured on 3 CPU processes (benchmarks/results, faults); a larger program takes longer"
@@ -134,6 +134,8 @@ def with_recovery(known: Assumptions, path: Path) -> Assumptions:
     """
     try:
         found = json.loads(path.read_text())
+        if not found["rows"]:
+            raise ValueError("it has no row")
         row = max(found["rows"], key=lambda it: it["state_bytes"])
         parts = {
             "detection_s": row["detection_s"],
@@ -146,7 +148,7 @@ def with_recovery(known: Assumptions, path: Path) -> Assumptions:
         if law:
             parts |= {
                 "restoring_s": law["alpha_s"],
-                "restore_bytes_per_s": float(law["bytes_per_s"]),
+                "restore_bytes_per_s": calibration.read_bytes_per_s(law["bytes_per_s"]),
             }
         parts = {name: float(value) for name, value in parts.items()}
         if wrong := [name for name, value in parts.items() if not value >= 0]:
@@ -154,8 +156,8 @@ def with_recovery(known: Assumptions, path: Path) -> Assumptions:
         where = f"measured on {found['host']} (jdp bench faults, {found['date'][:10]})"
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"--recovery {path} is not a measurement of recoveries ({error!r}). Make one: "
-            "jdp bench faults --state 1M,100M --json=recovery.json."
+            f"--recovery {path} is not a measurement of recoveries: {why_unreadable(error)}. Make "
+            "one: jdp bench faults --state 1M,100M --json=recovery.json."
         ) from error
     return known | {
         name: _part(
@@ -182,10 +184,10 @@ def with_given(known: Assumptions, values: Mapping[str, float]) -> Assumptions:
             )
         may_be_zero = name.endswith("_s") and not name.endswith(("_per_s", "mtbf_gpu_s"))
         may_be_zero |= name == STRAGGLER
-        if not (0 < value < math.inf or (value == 0 and may_be_zero)):
-            least = "at least 0" if may_be_zero else "above 0"
+        if not (LEAST_GIVEN <= value <= MOST_GIVEN or (value == 0 and may_be_zero)):
+            zero = "0, or " if may_be_zero else ""
             raise ValueError(
-                f"--set {name}={value:g} must be {least} and finite, in "
+                f"--set {name}={value:g} must be {zero}from {LEAST_GIVEN:g} to {MOST_GIVEN:g}, in "
                 f"{known[name].unit or 'parts of 1'}. It is {known[name].value:.3g} by default."
             )
         if name in ("forward_share", STRAGGLER) and value >= 1:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from jdp.inspect.plan.schedule import METHODS
 from jdp.inspect.plan.workload import Workload, uniform
+from jdp.inspect.rate import LEAST_GIVEN, MOST_GIVEN
 
 # A forward pass multiplies and adds once for each parameter and token, a backward pass twice.
 FLOPS_PER_PARAM = 6
@@ -105,8 +106,10 @@ def _read_numbers(text: str) -> dict[str, float]:
             raise ValueError(
                 f"--model {text}: there is no {name!r}. Write some of {', '.join(_KEYS)}."
             )
-        if not 0 < found[name] < math.inf:
-            raise ValueError(f"--model {text}: {name}={number} must be above 0 and finite.")
+        if not LEAST_GIVEN <= found[name] <= MOST_GIVEN:
+            raise ValueError(
+                f"--model {text}: {name}={number} must be from {LEAST_GIVEN:g} to {MOST_GIVEN:g}."
+            )
         if name in ("layers", "micro_batches", "leaves") and found[name] % 1:
             raise ValueError(f"--model {text}: {name}={number} must be a whole number.")
     return found

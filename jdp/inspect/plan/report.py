@@ -1,10 +1,10 @@
 """How a plan is shown: tables, JSON, and a picture of efficiency over GPUs."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jdp.inspect import results
 from jdp.inspect.plan.assumptions import Assumptions
 from jdp.inspect.plan.prediction import Row
 
@@ -54,7 +54,7 @@ def to_json(rows: Sequence[Row], known: Assumptions) -> str:
         "predicted": [row._asdict() | {"effective": row.effective} for row in rows],
         "assumed": {name: vars(rate) for name, rate in known.items()},
     }
-    return json.dumps(found, indent=1)
+    return results.to_json(found)
 
 
 def draw(rows: Sequence[Row], path: str | Path) -> None:

@@ -1,7 +1,6 @@
 """`jdp timeline`: its arguments, and what it prints."""
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
             draw(found, options.png)
     except (ValueError, OSError) as error:
         return _fail(str(error), 1)
-    print(json.dumps(found.to_json(), indent=1) if options.json else table(found))
+    print(results.to_json(found.to_json()) if options.json else table(found))
     merged = Path(options.trace or folder / trace_file.MERGED)
     try:
         trace_file.write(merged, found.traces, found.begins())

@@ -58,11 +58,14 @@ class Profile:
         if self._steps.start <= 1:
             self._start()
 
-    def __exit__(self, kind: type | None, *exception: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None = None, *_: object
+    ) -> None:
         self._marks.end()
         _active.clear()
         if kind is not None:
-            self._abandon()
+            with this_process.current.leaving(error):  # JAX takes seconds to write a long profile
+                self._abandon()
             return
         if self._begin is not None:
             self._stop()
@@ -182,8 +185,8 @@ def profile(folder: str | os.PathLike[str], *, steps: range) -> Profile:
       of writing are raised where the block ends.
 
     Raises:
-      ValueError, TypeError: here, if `steps` is not such a range; where the block begins, if
-        processes have different steps.
+      ValueError, TypeError: here, if `folder` is not a path or `steps` not such a range; where the
+        block begins, if processes have different steps.
       RuntimeError: where the block begins, if a profile runs already, also one of JAX's.
       OSError: where the block begins, if `folder` cannot be written.
 
@@ -200,6 +203,8 @@ def profile(folder: str | os.PathLike[str], *, steps: range) -> Profile:
     ...     sorted(os.listdir(folder))
     ['process-0', 'process-0.perfetto.json.gz']
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f'folder must be a path, such as "profile", not {folder!r}.')
     if not isinstance(steps, range):
         raise TypeError(f"steps must be a range, such as range(10, 20), not {steps!r}.")
     if steps.step != 1 or len(steps) == 0 or steps.start < 0:

@@ -13,7 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jdp.inspect.results import why_unreadable
+
 _SUFFIX = ".perfetto.json.gz"
+# What the content of a damaged file raises.
+_DAMAGES = (OSError, EOFError, KeyError, ValueError, TypeError, AttributeError, zlib.error)
 MERGED = f"merged{_SUFFIX}"
 FORMAT = 1
 
@@ -93,7 +97,7 @@ def write(path: Path, traces: Sequence[ProcessTrace], begins: Sequence[int]) -> 
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with gzip.open(partial, "wt", compresslevel=3) as file:
-            json.dump(content, file, separators=(",", ":"))
+            json.dump(content, file, separators=(",", ":"), allow_nan=False)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -114,10 +118,8 @@ def read(path: Path) -> ProcessTrace:
         slices = [_slice(event) for event in content["traceEvents"] if event["ph"] == "X"]
         for name in ("run", "process", "num_processes", "clock", "start_ns", "ranks", "platform"):
             facts[name]
-    except KeyError as error:
-        raise ValueError(f"it has no {error}") from None
-    except (OSError, EOFError, ValueError, TypeError, AttributeError, zlib.error) as error:
-        raise ValueError(f"{error}") from None
+    except _DAMAGES as error:
+        raise ValueError(why_unreadable(error)) from None
     return ProcessTrace(facts, slices)
 
 

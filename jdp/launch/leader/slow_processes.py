@@ -2,7 +2,8 @@
 
 All processes of a run take the same time for a step, since they reduce together. So a slow process
 shows in the parts of that time: it waits less than the others. Where waits are not known (see
-`step_times`), its devices idle more than those of the others before a step.
+`step_times`), its devices idle more than those of the others before a step. In steps that wait in
+jdp's library and in XLA's collectives too, it shows in one of the two.
 """
 
 import bisect
@@ -24,6 +25,7 @@ PARTS = {
     "data": "in its input",
     "compute": "in its computation",
     "host": "on its host, between steps",
+    "paused": "in its commits, saves and other phases",
 }
 # The part of a process that loses most of the cost in none of them alone.
 SEVERAL = "several"
@@ -79,13 +81,15 @@ class Comparison:
             name: _Medians([getattr(each, name) for each in windows.values()])
             for name in Window._fields
         }
-        # Each process but the last one waits, if waits are known.
-        self._knows_waits = any(each.waited_high for each in windows.values())
+        has_waits = any(each.waited_high for each in windows.values())
+        knows_waits = has_waits and all(each.knows_waits for each in windows.values())
+        # Names of the numbers that show a slow process. Each process but the last one waits.
+        self._measures = ["waited"] * has_waits + ["idle"] * (not knows_waits)
 
     def slow(self) -> dict[int, Slow]:
         """Return the slow processes.
 
-        >>> usual = Window(25, 25, 20000, 0, 500, 15000, 4500, 4000, 5000, 500, 400, 600)
+        >>> usual = Window(25, 25, 20000, 0, 500, 0, 15000, 4500, 4000, 5000, 500, 400, 600, 1)
         >>> late = usual._replace(compute=19500, waited=0, waited_low=0, waited_high=0)
         >>> found = Comparison({0: usual, 1: usual, 2: usual, 3: late}).slow()
         >>> [(process, it.part, it.share) for process, it in found.items()]
@@ -97,21 +101,27 @@ class Comparison:
 
     def _is_slow(self, process: int) -> bool:
         least_us = max(LEAST_US, LEAST_SHARE * self._windows[process].step)
-        return self._cost_us(process) >= least_us and self._clear_us(process) >= _HALF * least_us
+        return any(
+            self._cost_us(process, measure) >= least_us
+            and self._clear_us(process, measure) >= _HALF * least_us
+            for measure in self._measures
+        )
 
     def is_over(self, process: int) -> bool:
         """Whether a process that was slow is no longer."""
         least_us = max(LEAST_US, LEAST_SHARE * self._windows[process].step)
-        return self._cost_us(process) < _HALF * least_us
+        return all(self._cost_us(process, it) < _HALF * least_us for it in self._measures)
 
     def of(self, process: int) -> Slow:
         """Return the facts of a process, slow or not."""
-        cost_us, step_us = max(0, self._cost_us(process)), self._windows[process].step
+        costs_us = {measure: self._cost_us(process, measure) for measure in self._measures}
+        measure = max(costs_us, key=costs_us.__getitem__)
+        cost_us, step_us = max(0, costs_us[measure]), self._windows[process].step
         part = max(PARTS, key=lambda part: self.excess_us(process, part))
         own_us = getattr(self._windows[process], part)
         usual_us = self._medians[part].without(own_us)
         if own_us - usual_us < _HALF * cost_us:
-            times_us = {i: self._own_us(each) for i, each in self._windows.items()}
+            times_us = {i: _own_us(each, measure) for i, each in self._windows.items()}
             part, own_us = SEVERAL, times_us[process]
             usual_us = _Medians([*times_us.values()]).without(own_us)
         return Slow(cost_us, step_us, part, own_us, usual_us)
@@ -121,20 +131,21 @@ class Comparison:
         own_us = getattr(self._windows[process], part)
         return own_us - self._medians[part].without(own_us)
 
-    # The time of a step that is not spent on waiting, as far as the waits are known.
-    def _own_us(self, window: Window) -> int:
-        return window.step - window.waited if self._knows_waits else window.idle
-
-    def _cost_us(self, process: int) -> int:
-        excess_us = self.excess_us(process, "waited" if self._knows_waits else "idle")
-        return -excess_us if self._knows_waits else excess_us
+    def _cost_us(self, process: int, measure: str) -> int:
+        excess_us = self.excess_us(process, measure)
+        return -excess_us if measure == "waited" else excess_us
 
     # The cost in nearly all steps of the process and of the others.
-    def _clear_us(self, process: int) -> int:
+    def _clear_us(self, process: int, measure: str) -> int:
         own = self._windows[process]
-        if self._knows_waits:
+        if measure == "waited":
             return self._medians["waited_low"].without(own.waited_low) - own.waited_high
         return own.idle_low - self._medians["idle_high"].without(own.idle_high)
+
+
+# The time of a step that is not spent on waiting, as far as the waits are known.
+def _own_us(window: Window, measure: str) -> int:
+    return window.step - window.waited if measure == "waited" else window.idle
 
 
 class SlowProcesses:
@@ -174,7 +185,7 @@ class SlowProcesses:
 
 
 def _line(process: int, slow: Slow) -> str:
-    where = PARTS.get(slow.part, "in several parts (input, computation, host)")
+    where = PARTS.get(slow.part, "in several parts (input, computation, host, commits)")
     return (
         f"process {process} is slow: the others wait {slow.share:.0%} of each step for it "
         f"({_ms(slow.cost_us)} of {_ms(slow.step_us)} ms). It loses the time {where}: "

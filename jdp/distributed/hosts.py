@@ -1,0 +1,38 @@
+"""Which processes of a run share a host."""
+
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+
+from jdp.distributed import this_process
+
+
+def own_host() -> str:
+    """Return a name of this host. A network namespace, such as of a container, counts as a host."""
+    try:  # processes of one host see each other in /proc
+        spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid")]
+        return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces])
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+def is_here(process: int) -> bool:
+    """Whether a process is on the host of this one, as `jdp.init` has found."""
+    known, me = this_process.current.hosts, jax.process_index()
+    return process == me or (process in known and known[process] == known.get(me))
+
+
+def num_hosts(processes: Iterable[int]) -> int:
+    """Return the number of hosts that some processes are on, as `jdp.init` has found.
+
+    Args:
+      processes: their numbers, at least one. Each counts as a host if `jdp.init` was not called.
+
+    >>> num_hosts([0])
+    1
+    """
+    known = this_process.current.hosts
+    return len({known.get(process, str(process)) for process in processes})
