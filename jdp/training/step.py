@@ -98,7 +98,8 @@ class Step:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Trace, prove and lower the step for these arguments: arrays or `ShapeDtypeStruct`s."""
-        return self.trace_on(None, args, kwargs).lower()
+        compiled, args, *_ = self._prepare(args, kwargs)
+        return compiled.trace(*args, is_compiled=True).lower()
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Trace and prove the step for these arguments: arrays or `ShapeDtypeStruct`s."""
