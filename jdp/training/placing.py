@@ -112,10 +112,19 @@ def place_rest(name: str, arg: Any, where: Mesh) -> Any:
     return jax.tree.map(place, arg)
 
 
-def copy_donated(args: list[Any], donated: list[Any]) -> list[Any]:
-    """Copy the leaves of other arguments that are leaves of the state, which is donated."""
-    ids = {id(leaf) for leaf in donated if isinstance(leaf, jax.Array)}
-    return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in ids else leaf, args)
+def copy_donated(args: list[Any], donated: Sequence[Any]) -> list[Any]:
+    """Copy the leaves of other arguments that are leaves of the state, which is donated.
+
+    Args:
+      args: trees.
+      donated: the leaves of the state.
+    """
+    shared = {id(leaf) for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)}
+    # This runs in every call for every leaf, so avoid a Python loop.
+    if shared.isdisjoint(map(id, donated)):
+        return args
+    shared.intersection_update(map(id, donated))
+    return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in shared else leaf, args)
 
 
 def _buffer(leaf: Any) -> Any:

@@ -143,6 +143,7 @@ class Step:
             held = pytrees.hold(state)
             self._holds_others = held is not state or isinstance(state, pytrees.Held)
             state = placing.place_state(held, where, spec)
+            leaves = jax.tree.leaves(state)
         if jax_compat.DELETED_ARRAY_CRASHES and pytrees.any_deleted((state, batch, rest)):
             placing.require_alive(spec, [state, batch, *rest])
         try:
@@ -156,7 +157,7 @@ class Step:
         rest = [placing.place_rest(spec.argument(i), arg, where) for i, arg in enumerate(rest, 2)]
         # A batch that is split over several ranks is a copy already.
         if spec.donate and (rest or mesh.num_ranks(where, spec.axis_name) == 1):
-            batch, *rest = placing.copy_donated([batch, *rest], jax.tree.leaves(state))
+            batch, *rest = placing.copy_donated([batch, *rest], leaves)
         is_traced = is_traced or _holds_tracer((batch, rest))
         key = where, is_traced, spec.keywords
         compiled = self._compiled_steps.get(key)
