@@ -30,7 +30,9 @@ def record() -> None:
         if name == "__main__" or (is_below and _is_authors(name, path)):
             file = Path(path or script).resolve()
             try:
-                _lines.setdefault(str(file.relative_to(root)), file.read_bytes().splitlines())
+                key = str(file.relative_to(root))
+                if key not in _lines:
+                    _lines[key] = file.read_bytes().splitlines()
             except (OSError, ValueError):  # removed since, or a link to another folder
                 continue
 
