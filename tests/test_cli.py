@@ -263,12 +263,8 @@ def test_the_exit_code_of_a_wrong_command_is_2(capsys):
     assert "jdp COMMAND" in capsys.readouterr().out
 
 
-# -X importtime writes a line for each module that is imported.
-@pytest.mark.parametrize(
-    "arguments",
-    [["-m", "jdp", "run", "--help"], ["-c", "import jdp.launch.run"], ["-c", "import jdp"]],
-)
-def test_the_launcher_needs_no_jax(arguments):
+def imported(*arguments):
+    """The modules that a Python imports: -X importtime writes a line for each."""
     ended = subprocess.run(
         [sys.executable, "-X", "importtime", *arguments],
         env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
@@ -277,9 +273,19 @@ def test_the_launcher_needs_no_jax(arguments):
         timeout=60,
     )
     assert ended.returncode == 0, ended.stderr
-    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
-    assert "jdp" in imported
-    assert not {"jax", "numpy", "flax"} & imported
+    found = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
+    assert "jdp" in found
+    return found
+
+
+@pytest.mark.parametrize("imports", ["jdp.launch.run", "jdp"])
+def test_the_launcher_needs_no_jax(imports):
+    assert not {"jax", "numpy", "flax"} & imported("-c", f"import {imports}")
+
+
+def test_help_imports_what_it_prints_alone():
+    unused = {"jax", "numpy", "flax", "socket", "threading", "json", "hashlib", "inspect", "ast"}
+    assert not unused & imported("-m", "jdp", "run", "--help")
 
 
 def test_the_command_for_slurm_is_one_that_jdp_understands(tmp_path):

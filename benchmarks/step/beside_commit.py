@@ -93,15 +93,17 @@ def _options() -> argparse.Namespace:
 def _in_a_process(checkout: Path, quick: bool) -> dict[str, Cost]:
     """Measure one checkout: imports its jdp, but the benchmarks of this checkout."""
     environment = {**os.environ, "PYTHONPATH": f"{checkout}{os.pathsep}{_HERE}"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed jdp is compiled
+    environment["PYTHONPYCACHEPREFIX"] = str(report.SCRATCH / "bytecode")
 
     def output(command: list[str]) -> str:
         python = [sys.executable, *command]
         return subprocess.check_output(python, env=environment, cwd=checkout, text=True)
 
-    costs = {
-        what: Cost(_median(lambda command=command: output(command), 5))
-        for what, command in COMMANDS.items()
-    }
+    costs = {}
+    for what, command in COMMANDS.items():
+        output(command)  # compiles it
+        costs[what] = Cost(_median(lambda command=command: output(command), 5))
     one = [str(Path(__file__).resolve()), str(checkout), "--one", *["--quick"] * quick]
     measured = json.loads(output(one).splitlines()[-1])
     return costs | {what: Cost(*cost) for what, cost in measured.items()}
@@ -137,14 +139,18 @@ def _lowering(problem: models.Problem, num_ranks: int, k: int) -> Cost:
     batch = jax.device_put(problem.batch, rows)
     texts = []
 
-    def lower() -> None:
+    def clear() -> None:
         jax.clear_caches()
-        gc.collect()
+        gc.collect()  # takes longer the more is imported
+
+    def lower() -> None:
         step = contestants.jdp_step(problem.loss_fn, mesh, k)
         texts.append(step.lower(state, batch).as_text())
 
+    clear()
     num_calls = _num_calls(lower)
-    return Cost(_median(lower, 3), num_calls, hashlib.sha256(texts[-1].encode()).hexdigest())
+    seconds = _median(lower, 3, before=clear)
+    return Cost(seconds, num_calls, hashlib.sha256(texts[-1].encode()).hexdigest())
 
 
 def _call(num_leaves: int, num_times: int) -> Cost:
@@ -164,9 +170,12 @@ def _num_calls(fn: Callable[[], Any]) -> int:
     return pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
 
 
-def _median(fn: Callable[[], Any], num_times: int) -> float:
+def _median(
+    fn: Callable[[], Any], num_times: int, before: Callable[[], Any] = lambda: None
+) -> float:
     times = []
     for _ in range(num_times):
+        before()
         start = time.perf_counter()
         fn()
         times.append(time.perf_counter() - start)

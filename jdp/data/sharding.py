@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdp import axis
 from jdp.axis import AxisName
 from jdp.data import host_arrays
-from jdp.distributed.mesh import num_ranks, require_axes
+from jdp.distributed.mesh import num_ranks, require_axes, sharding_of_rows
 
 
 def batch_sharding(mesh: Mesh, axis_name: AxisName) -> NamedSharding:
@@ -80,7 +80,7 @@ def place_batch(batch: Any, where: Mesh, axis_name: tuple[str, ...]) -> Any:
     """
     named, treedef = host_arrays.flattened(batch, "`batch`")
     ranks = num_ranks(where, axis_name)
-    sharding = NamedSharding(where, PartitionSpec(axis_name))
+    sharding = sharding_of_rows(where, axis_name)
     rows = np.shape(named[0][1])[:1] if named else ()
     for path, leaf in named:
         if not rows or np.shape(leaf)[:1] != rows or rows[0] == 0 or rows[0] % ranks:

@@ -31,6 +31,10 @@ HEARTBEAT_TIMEOUT_S = 30
 # jumped by more, JAX would abort every process.
 _LAUNCHED_HEARTBEAT_TIMEOUT_S = 30 * 24 * 3600
 
+# JAX imports the first two when it lowers its first program, in 20 ms; `socket` the third when it
+# connects to a host by name.
+_LATE_IMPORTS = ("jaxlib.mlir.dialects.mhlo", "jaxlib.mlir.dialects.builtin", "encodings.idna")
+
 _GRPC_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 
 # An address at which no other host could reach this process.
@@ -68,9 +72,9 @@ def join() -> None:
 
 # Work that a standby process does before other processes wait for it.
 def _prepare() -> None:
-    # JAX imports this module when it lowers its first program, which takes 20 ms.
-    with contextlib.suppress(ImportError):
-        importlib.import_module("jaxlib.mlir.dialects.mhlo")
+    for name in _LATE_IMPORTS:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     source_digest.of_bytes()  # which processes compare, and which is remembered
     # A full collection would take 60 ms in the next half second. After `freeze`, later collections
     # skip the objects that exist now.

@@ -1,12 +1,13 @@
 """The mesh: the devices of the data axis."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jdp import axis
 from jdp.axis import AxisName
@@ -134,20 +135,33 @@ def mesh_of(leaves: Sequence[Any], axis_name: AxisName) -> Mesh:
       ValueError: if the mesh of `init` has no such axis.
       RuntimeError: if no leaf is on a mesh with that axis and `init` was not called.
     """
-    wanted = axis.names(axis_name)
+    names = axis.names(axis_name)
+    wanted = set(names)
     for leaf in leaves:
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            if set(wanted) <= set(sharding.mesh.axis_names):
+            if wanted.issubset(sharding.mesh.axis_names):
                 return sharding.mesh
     mesh = current_mesh()
-    require_axes(mesh, wanted)
+    require_axes(mesh, names)
     return mesh
 
 
 def num_ranks(mesh: Mesh, axis_name: AxisName) -> int:
     """Return the number of ranks of `mesh` along `axis_name`, a name or a tuple of names."""
-    return math.prod(mesh.shape[name] for name in axis.names(axis_name))
+    names = axis_name if isinstance(axis_name, tuple) else axis.names(axis_name)
+    return _num_ranks(mesh, names)
+
+
+@functools.lru_cache  # each call of a step asks
+def _num_ranks(mesh: Mesh, names: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[name] for name in axis.names(names))
+
+
+@functools.lru_cache
+def sharding_of_rows(mesh: Mesh, names: tuple[str, ...]) -> NamedSharding:
+    """Return how the rows of a batch are split over the ranks of `mesh` along some of its axes."""
+    return NamedSharding(mesh, PartitionSpec(names))
 
 
 def _cpu_devices(num: int) -> list[jax.Device]:

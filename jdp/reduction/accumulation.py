@@ -127,9 +127,7 @@ def _first(looped: Any) -> Any:
     return jax.tree.map(lambda x: x[0], looped)
 
 
-def accumulated(
-    part: Callable[[Any, Any], Any], token: Any, looped: Any, last: Any, *, is_scaled: bool
-) -> Any:
+def accumulated(part: Any, token: Any, looped: Any, last: Any, *, is_scaled: bool) -> Any:
     """Average `part(token, micro_batch)` by weight, and join the rows; return the token, too.
 
     Args:
@@ -141,9 +139,10 @@ def accumulated(
       is_scaled: whether the weights sum to 1.
     """
     first = _first(looped)
-    _, (_, like, _) = jax.eval_shape(part, token, first)
+    of_one = part.trace(token, first).out_info  # in two frames less than jax.eval_shape
+    _, (_, like, _) = of_one
     if last is not None:
-        _require_equal_shapes(jax.eval_shape(part, token, last)[1][1], like)
+        _require_equal_shapes(part.trace(token, last).out_info[1][1], like)
 
     def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))  # bfloat16 loses digits
@@ -163,8 +162,9 @@ def accumulated(
         return (token, (totals, tuple(added))), rows
 
     nothing = token, (tuple(jnp.zeros((), float) for _ in like), jax.tree.map(zeros, like))
-    one_more, _ = jax.eval_shape(add, nothing, first)
-    carry, rows = lax.scan(add, axis.as_typed_like(nothing, one_more), looped)
+    if any(map(axis.varying_axes, jax.tree.leaves(of_one))):  # and so do sums, by their types
+        nothing = axis.as_typed_like(nothing, jax.eval_shape(add, nothing, first)[0])
+    carry, rows = lax.scan(add, nothing, looped)
     carry, last_rows = (carry, None) if last is None else add(carry, last)
     token, (totals, sums) = carry
     means = _means(totals, sums, is_scaled=is_scaled)

@@ -9,19 +9,17 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jdp import axis, pytrees
+from jdp import axis
 from jdp.analysis import program_lines
-from jdp.analysis.step_refusals import Proved
+from jdp.analysis.traced import TraceFindings
 from jdp.collectives import beside_xla, call_order
 from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.collectives.xla import combine_options, group_options
 from jdp.distributed.checks import arguments, startup, traced_programs
 from jdp.distributed.mesh import num_ranks
-from jdp.error_codes import with_code
-from jdp.reduction import reported, weighted_sum
 from jdp.reduction.scope import Choices
 from jdp.step_spec import StepSpec
-from jdp.training import passes, placing, uncached
+from jdp.training import passes, step_results, uncached
 from jdp.training.rank_program import RankOutputs, RankProgram
 from jdp.worker import progress
 from jdp.worker.version import version
@@ -30,16 +28,6 @@ _log = logging.getLogger("jdp")
 
 # A step has one for each set of shapes.
 _MAX_JAXPRS = 8
-
-# Inside a step the transpose of a weighted mean is made for the gradient of a loss, which the step
-# weighs once more when it reduces it. Around the step nothing does.
-_NO_GRADIENT = (
-    "jax.grad, jax.vjp or jax.jacrev goes through the whole of `{}`, which has a weight=: that "
-    "gradient would be wrong where ranks weigh differently. Take the gradient inside the step, or "
-    "leave out weight= and return the loss "
-    '`(losses * batch["mask"]).mean() / jdp.mean_over_ranks(batch["mask"].mean())`. Forward mode, '
-    "such as jax.jvp, is right."
-)
 
 
 class CompiledStep:
@@ -79,8 +67,11 @@ class CompiledStep:
         self._on_mesh = self._new_on_mesh()
         self._jitted = self._new_jit()
         self._is_tuned = is_part or axis.platform(mesh) != "gpu"
-        # While a step is called or traced: its arguments as the caller gave them, not tracers.
+        # While a step is called or traced: its arguments as the caller gave them, not tracers, and
+        # the program that JAX traces next.
         self._args: tuple = ()
+        self._built: passes.Pass | None = None
+        self._is_new = True
         self._is_compiling = self._is_uncached = self._holds_cache = False
         self._has_logged = False
 
@@ -122,13 +113,13 @@ class CompiledStep:
             self._end_call(has_compiled=not is_compiled)
 
     def _run(self, *args: Any) -> Any:
-        if not self._is_tuned:
-            self._tune(args)
+        if self._is_new:
+            self._build_first(args)
         return self._jitted(*args)
 
     def _traced(self, *args: Any) -> Any:
-        if not self._is_tuned:
-            self._tune(args)
+        if self._is_new:
+            self._build_first(args)
         return self._jitted.trace(*args)
 
     def _begin_call(self, args: tuple) -> None:
@@ -143,7 +134,7 @@ class CompiledStep:
             uncached.begin()
 
     def _end_call(self, *, has_compiled: bool) -> None:
-        self._args = ()
+        self._args, self._built = (), None
         if self._holds_cache:
             self._holds_cache = False
             if has_compiled:  # else the caller compiles it, at any time
@@ -152,11 +143,35 @@ class CompiledStep:
             self._is_compiling = False
             progress.compiling_ends()
 
-    def _tune(self, args: tuple) -> None:
+    def _build_first(self, args: tuple) -> None:
+        """Build the first program, for the trace of `on_mesh` that follows.
+
+        JAX records the whole Python stack for each operation that it traces: each frame is about a
+        hundredth of the time. Here the author's function is not below the frames of that trace.
+        """
+        self._begin_compiling()
+        probed = passes.probe(self._rank_program, self._choices, args, self._args[1])
+        self._built = self._build(args, probed)
+        self._is_new = False
+        if not self._is_tuned:
+            self._tune(self._built.traced.found)
+
+    def _begin_compiling(self) -> None:
+        if not self._is_compiling:
+            self._is_compiling = True
+            progress.compiling_begins()
+
+    def _build(self, args: tuple, probed: passes.Pass) -> passes.Pass:
+        if self.spec.returns_state:
+            lines_of = functools.partial(program_lines.lines_of, probed.jaxpr)
+            traced = traced_programs.TracedProgram(self.spec.name, self._facts(args), lines_of)
+            traced_programs.current.record(traced)
+            self._traced_programs.append(traced)
+        return passes.build(self._rank_program, probed)
+
+    def _tune(self, found: TraceFindings) -> None:
         """Choose how XLA merges reductions, by the bytes of gradients of the first shapes."""
         self._is_tuned = True
-        # The same function as in `_jitted`, so that JAX traces it once.
-        *_, found = self._jitted.trace(*args).out_info
         options = combine_options(found.gradient_bytes)
         options |= group_options(found.group_bytes, num_ranks(self.mesh, self.spec.axis_name))
         self._jitted = self._new_jit(options)
@@ -169,26 +184,21 @@ class CompiledStep:
         def on_mesh(*args: Any) -> Any:
             if self._first_runs is not None:
                 self._first_runs.on_trace()
-            # JAX comes here only to trace, and compiles afterwards.
-            if not self._is_compiling:
-                self._is_compiling = True
-                progress.compiling_begins()
-            # The proof runs inside of JAX's trace: its error ends the trace, so that JAX never
-            # caches a program that was refused.
-            probed = passes.probe(self._rank_program, self._choices, args, self._args[1])
-            if self.spec.returns_state:
-                lines_of = functools.partial(program_lines.lines_of, probed.jaxpr)
-                traced = traced_programs.TracedProgram(self.spec.name, self._facts(args), lines_of)
-                traced_programs.current.record(traced)
-                self._traced_programs.append(traced)
-            built = passes.build(self._rank_program, probed)
+            built, self._built = self._built, None
+            if built is None:
+                # The error of a proof ends this trace: JAX caches no program that was refused.
+                self._begin_compiling()
+                probed = passes.probe(self._rank_program, self._choices, args, self._args[1])
+                built = self._build(args, probed)
             self.jaxprs.append((built.jaxpr, built.inputs.names))
             self.waits_in_xla = self._waits_in_xla(built.jaxpr)
             self._log_gathers(built.traced.found.gathers)
-            leaving = built.program(*built.inputs.args)
+            leaving = built.program(*passes.given(args, built.inputs.layout))
             if self._loses_order(built.jaxpr):
                 leaving = self._uncached(leaving)
-            return self._returned(args[0], leaving, built.proved)
+            state, *others = step_results.put_together(self.spec, leaving, built.proved)
+            state = step_results.pinned(self.spec, self.mesh, state, args[0], self._args[0])
+            return state, *others
 
         on_mesh.__name__ = on_mesh.__qualname__ = self.spec.name
         return on_mesh
@@ -231,15 +241,3 @@ class CompiledStep:
                 self.spec.name,
                 "; ".join(gathers),
             )
-
-    def _returned(self, old: Any, leaving: RankOutputs, proved: Proved) -> tuple:
-        """Put together the results of the ranks: `(state, metrics, weight, reports, found)`."""
-        uniform, split = leaving
-        metrics = reported.with_uniform(uniform.metrics, uniform.own_metrics, proved.own_metrics)
-        metrics = pytrees.put_nodes(metrics, split.rows)
-        state = leaving.state()
-        if uniform.found.weighed:
-            why_not = with_code("JDP125", _NO_GRADIENT.format(self.spec.name))
-            state, metrics = weighted_sum.without_transpose((state, metrics), why_not)
-        pinned = placing.pinned(old, state, self._args[0], self.mesh, self.spec)
-        return pinned, metrics, uniform.weight, split.reports, uniform.found

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdp import axis
+from jdp import axis, pytrees
 from jdp.analysis import step_refusals, wide_losses
 from jdp.analysis.step_refusals import Proved
 from jdp.analysis.traced import WEIGHT, Output, Traced
@@ -58,21 +58,34 @@ class Pass(NamedTuple):
     proved: Proved
 
 
+def given(args: tuple, layout: StateLayout) -> tuple:
+    """Return the arguments of `RankProgram.mapped`.
+
+    Args:
+      args: of the step: arrays, tracers or `ShapeDtypeStruct`s.
+      layout: of the state.
+    """
+    state, batch, *rest = args
+    uniform, *parts = layout.parted(jax.tree.leaves(pytrees.hold(state)))
+    return (uniform, SplitInputs(batch, parts), *rest)
+
+
 def probe(rank_program: RankProgram, choices: Choices, args: tuple, batch: Any) -> Pass:
     """Trace a step, and prove it: here, on other platforms and on more ranks.
 
     Args:
       rank_program: makes its programs.
       choices: of the one here.
-      args: of the step.
-      batch: the one among them, as it is outside of the trace.
+      args: of the step: arrays, tracers or `ShapeDtypeStruct`s.
+      batch: the one among them, as the caller gave it.
 
     Raises:
       ValueError: if one of these programs is not the same training on every rank, or a loss did
         not see parameters in the dtype that they are gathered in.
     """
     inputs = _inputs(rank_program, args, batch)
-    program, jaxpr, traced = _traced(rank_program, choices, inputs)
+    program = _mapped(rank_program, inputs, choices)
+    jaxpr, traced = _result(rank_program, inputs, program.trace(*inputs.args))
     proved = _prove(rank_program, inputs, jaxpr, traced)
     wide_losses.require_narrow(jaxpr, traced)
     return Pass(inputs, choices, program, jaxpr, traced, proved)
@@ -152,14 +165,13 @@ def _prove(rank_program: RankProgram, inputs: Inputs, jaxpr: Any, traced: Traced
 def _inputs(rank_program: RankProgram, args: tuple, batch: Any) -> Inputs:
     spec = rank_program.spec
     state, traced_batch, *rest = args
-    (uniform, *parts), layout, shard_axes = parted(state, rank_program.mesh)
+    _, layout, shard_axes = parted(state, rank_program.mesh)
     names, *names_of_parts = layout.parted(spec.paths(0, state))
     mask = find_mask(batch)
     masks = [len(names) + i for i, leaf in enumerate(jax.tree.leaves(batch)) if leaf is mask]
     names += [*spec.paths(1, traced_batch), *itertools.chain.from_iterable(names_of_parts)]
     names += itertools.chain.from_iterable(spec.paths(i, arg) for i, arg in enumerate(rest, 2))
-    given = (uniform, SplitInputs(traced_batch, parts), *rest)
-    return Inputs(given, layout, shard_axes, names, masks[0] if masks else None)
+    return Inputs(given(args, layout), layout, shard_axes, names, masks[0] if masks else None)
 
 
 def _mapped(rank_program: RankProgram, inputs: Inputs, choices: Choices) -> Any:
@@ -167,9 +179,12 @@ def _mapped(rank_program: RankProgram, inputs: Inputs, choices: Choices) -> Any:
 
 
 def _traced(rank_program: RankProgram, choices: Choices, inputs: Inputs) -> tuple[Any, Any, Traced]:
-    """Trace one program of a step, in a jit of its own: a jaxpr before the outer trace ends."""
     program = _mapped(rank_program, inputs, choices)
-    traced = program.trace(*inputs.args)
+    return program, *_result(rank_program, inputs, program.trace(*inputs.args))
+
+
+def _result(rank_program: RankProgram, inputs: Inputs, traced: Any) -> tuple[Any, Traced]:
+    """Return the jaxpr of a program that was traced, and the names of its leaves."""
     leaving = traced.out_info  # JAX makes it anew each time
     described = Traced(
         spec=rank_program.spec,
@@ -179,7 +194,7 @@ def _traced(rank_program: RankProgram, choices: Choices, inputs: Inputs) -> tupl
         outputs=_outputs(rank_program.spec, leaving),
         found=leaving.uniform.found,
     )
-    return program, traced.jaxpr, described
+    return traced.jaxpr, described
 
 
 def _outputs(spec: StepSpec, leaving: RankOutputs) -> list[Output]:

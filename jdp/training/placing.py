@@ -14,30 +14,6 @@ from jdp.step_spec import StepSpec
 from jdp.training import shard_layout
 
 
-def pinned(old: Any, new: Any, given: Any, where: Mesh, spec: StepSpec) -> Any:
-    """Return a new state that is split like the old one, while a step is traced.
-
-    On a mesh with further axes the compiler chooses how the new state is split over them. If that
-    were not as the old state is split, the next call would compile again.
-
-    Args:
-      old: the state that goes in, as a tracer.
-      new: the state that comes out.
-      given: the old state as the caller gave it.
-      where: the mesh.
-      spec: the step.
-    """
-    old_tree, (leaves, tree) = jax.tree.structure(old), jax.tree.flatten(new)
-    if len(where.axis_names) == len(spec.axis_name) or tree != old_tree:
-        return new
-    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(given)]
-    leaves = [
-        jax.lax.with_sharding_constraint(leaf, each) if isinstance(each, NamedSharding) else leaf
-        for leaf, each in zip(leaves, shardings, strict=True)
-    ]
-    return jax.tree.unflatten(tree, leaves)
-
-
 def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
     """Place a state that no step returned, and copy what is aliased in it.
 
@@ -136,10 +112,19 @@ def place_rest(name: str, arg: Any, where: Mesh) -> Any:
     return jax.tree.map(place, arg)
 
 
-def copy_donated(args: list[Any], donated: list[Any]) -> list[Any]:
-    """Copy the leaves of other arguments that are leaves of the state, which is donated."""
-    ids = {id(leaf) for leaf in donated if isinstance(leaf, jax.Array)}
-    return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in ids else leaf, args)
+def copy_donated(args: list[Any], donated: Sequence[Any]) -> list[Any]:
+    """Copy the leaves of other arguments that are leaves of the state, which is donated.
+
+    Args:
+      args: trees.
+      donated: the leaves of the state.
+    """
+    shared = {id(leaf) for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)}
+    # This runs in every call for every leaf, so avoid a Python loop.
+    if shared.isdisjoint(map(id, donated)):
+        return args
+    shared.intersection_update(map(id, donated))
+    return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in shared else leaf, args)
 
 
 def _buffer(leaf: Any) -> Any:

@@ -120,12 +120,10 @@ class RankProgram:
         *rest: Any,
     ) -> RankOutputs:
         spec = self.spec
-        given: Any = ()
-        if self.checksum_spec is not None:
-            rest, given = rest[:-1], rest[-1]
-        options: Any = {"mesh": self.mesh, "choices": choices}
+        rest, given = (rest[:-1], rest[-1]) if self.checksum_spec is not None else (rest, ())
         in_parts = pytrees.restore(layout.joined([state, *split.state]))
-        options["reduce_dtype"] = optimizer.reduce_dtype_of(in_parts)
+        dtype = optimizer.reduce_dtype_of(in_parts)
+        options: Any = {"mesh": self.mesh, "choices": choices, "reduce_dtype": dtype}
         entered = step_context.entered(spec.axis_name, split.batch, spec.weight_fn, **options)
         order = call_order.entered(
             why_not=choices.why_xla, series=self.series, beside_xla=choices.beside_xla
@@ -134,15 +132,17 @@ class RankProgram:
         with explained, order, entered as scope, forward_mode.refused(spec.name, scope):
             wholes = state_shards.whole(split.state, shard_axes)
             given_state = pytrees.restore(layout.joined([state, *wholes]))
-            new_state, metrics = self._returned(given_state, split.batch, rest)
+            state_shards.claim(given_state)
+            tree = jax.tree.structure(given_state)  # which the author's function may change
+            positional, named = spec.by_keyword(rest)
+            # Called here: JAX records the whole stack for each operation of the author.
+            call = spec.fn if spec.returns_state else self._measured
+            returned = call(given_state, split.batch, *positional, **named)
+            new_state, metrics = self._pair(returned, tree)
             metrics, rows = reported.take_rows(metrics)
             reported.require_numbers(metrics)
             own_metrics = reported.float_scalars(metrics)
-            pieces = None if self.checksum_spec is None else checksums.pieces(rest, given)
-            metrics, sums = reported.averaged(metrics, spec.axis_name, pieces)
-            differs = None
-            if pieces is not None and sums is not None:
-                differs = checksums.differ(pieces, sums, axis.size(spec.axis_name))
+            metrics, differs = self._averaged(metrics, rest, given)
             new_groups, new_layout, _ = parted(jax.tree.map(_strong, new_state), self.mesh)
             arrays, *parts = state_shards.parts(new_groups, shard_axes)
             weight = self._weight(scope)
@@ -151,19 +151,28 @@ class RankProgram:
         uniform = UniformOutputs(arrays, metrics, weight, own_metrics, new_layout, scope.found())
         return RankOutputs(uniform, SplitOutputs(rows, reports, parts))
 
-    def _returned(self, state: Any, batch: Any, rest: Sequence[Any]) -> tuple[Any, Any]:
-        """Return the new state and the metrics of the author's function on this rank."""
-        positional, named = self.spec.by_keyword(rest)
-        state_shards.claim(state)
-        tree = jax.tree.structure(state)  # which the author's function may change
-        fn = self.spec.fn
-        if self.spec.returns_state:  # JAX records the whole stack for each operation of the author
-            return self._pair(fn(state, batch, *positional, **named), tree)
+    def _averaged(self, metrics: Any, rest: Sequence[Any], given: Any) -> tuple[Any, Any]:
+        """Return the means of metrics over the ranks, and whether arguments differ: None or bool.
+
+        Args:
+          metrics: of this rank, without rows.
+          rest: the arguments behind the batch.
+          given: their checksums, if processes compare arguments.
+        """
+        axis_name = self.spec.axis_name
+        pieces = None if self.checksum_spec is None else checksums.pieces(rest, given)
+        metrics, sums = reported.averaged(metrics, axis_name, pieces)
+        if pieces is None or sums is None:
+            return metrics, None
+        return metrics, checksums.differ(pieces, sums, axis.size(axis_name))
+
+    def _measured(self, state: Any, batch: Any, *rest: Any, **named: Any) -> Any:
+        """Return the metrics of the author's function on this rank."""
 
         def measured(state: Any) -> Any:
-            return fn(state, batch, *positional, **named)
+            return self.spec.fn(state, batch, *rest, **named)
 
-        return self._pair(read_in_time.call(measured, state, batch), tree)
+        return read_in_time.call(measured, state, batch)
 
     def _weight(self, scope: Scope) -> jax.Array:
         """Return the weight of the global batch: its rows where nothing weighs them."""

@@ -100,7 +100,8 @@ class Step:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Trace, prove and lower the step for these arguments: arrays or `ShapeDtypeStruct`s."""
-        return self.trace_on(None, args, kwargs).lower()
+        compiled, args, *_ = self._prepare(args, kwargs)
+        return compiled.trace(*args, is_compiled=True).lower()
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Trace and prove the step for these arguments: arrays or `ShapeDtypeStruct`s."""
@@ -144,6 +145,7 @@ class Step:
             held = pytrees.hold(state)
             self._holds_others = held is not state or isinstance(state, pytrees.Held)
             state = placing.place_state(held, where, spec)
+            leaves = jax.tree.leaves(state)
         if jax_compat.DELETED_ARRAY_CRASHES and pytrees.any_deleted((state, batch, rest)):
             placing.require_alive(spec, [state, batch, *rest])
         try:
@@ -157,7 +159,7 @@ class Step:
         rest = [placing.place_rest(spec.argument(i), arg, where) for i, arg in enumerate(rest, 2)]
         # A batch that is split over several ranks is a copy already.
         if spec.donate and (rest or mesh.num_ranks(where, spec.axis_name) == 1):
-            batch, *rest = placing.copy_donated([batch, *rest], jax.tree.leaves(state))
+            batch, *rest = placing.copy_donated([batch, *rest], leaves)
         is_traced = is_traced or _holds_tracer((batch, rest))
         key = where, is_traced, spec.keywords
         compiled = self._compiled_steps.get(key)

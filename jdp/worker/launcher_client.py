@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 
 from jdp.worker import source_digest
 from jdp.worker.messages import MAX_LINE_BYTES, decode, encode
+from jdp.worker.switches import SWITCHED_ON
 
 VARIABLE = "JDP_LAUNCHER"
-# Values of a variable that switch an option on, in lower case.
-SWITCHED_ON = frozenset(["1", "true", "yes", "on"])
 
 
 class Assignment(NamedTuple):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 # Lines of the files that were read, by their paths relative to the folder of the script.
 _lines: dict[str, list[bytes]] = {}
+# Names of the modules that were looked at: a recovery has no time for all of them.
+_seen: set[str] = set()
 
 
 def record() -> None:
@@ -24,7 +26,8 @@ def record() -> None:
     while (root / "__init__.py").exists():  # of `python -m package.train`
         root = root.parent
     prefix = f"{root}/"
-    for name, module in [*sys.modules.items()]:
+    for name, module in [item for item in [*sys.modules.items()] if item[0] not in _seen]:
+        _seen.add(name)
         path = getattr(module, "__dict__", {}).get("__file__")
         is_below = isinstance(path, str) and path.startswith(prefix)
         if name == "__main__" or (is_below and _is_authors(name, path)):

@@ -1,6 +1,8 @@
 """What a call of a compiled step does in Python; behaviour is in `test_step.py`."""
 
+import contextlib
 import gc
+import sys
 import weakref
 
 import jax
@@ -30,6 +32,61 @@ def test_a_compiled_step_takes_the_fast_path_of_jit():
     # What JAX calls in Python where its C++ does not know a signature, or has seen it fail once.
     assert "cache_miss" in first
     assert "cache_miss" not in later
+
+
+def frames_of_jdp():
+    """The functions of jdp that the caller runs below, outermost first."""
+    frame, names = sys._getframe(1), []
+    while frame:
+        if frame.f_globals["__name__"].startswith("jdp."):
+            names.append(frame.f_code.co_qualname)
+        frame = frame.f_back
+    return names[::-1]
+
+
+# JAX records the whole Python stack for each operation that it traces.
+def test_a_first_trace_of_the_author_is_below_few_frames():
+    ranks(2)
+    found = []
+
+    @jdp.train_step
+    def step(state, batch):
+        found.append(frames_of_jdp())
+        return state.apply_gradients({"w": batch.mean(0)}), {}
+
+    state = jdp.TrainState.create({"w": jnp.zeros(3)}, jdp.replicated(optax.sgd(0.1)))
+    step(state, jnp.ones((4, 3)))
+    step_and_program = ["Step.__call__", "Step.run", "CompiledStep.__call__", "CompiledStep._run"]
+    passes = ["CompiledStep._build_first", "probe", "RankProgram._on_rank"]
+    assert found == [[*step_and_program, *passes]]  # and not below `on_mesh`, in a second trace
+
+
+def on_an_explicit_mesh():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    return jdp.init(mesh)
+
+
+@pytest.mark.parametrize("init", [lambda: ranks(1), lambda: ranks(3), on_an_explicit_mesh])
+@pytest.mark.parametrize("is_set", [False, True])
+def test_the_author_is_traced_once_for_each_set_of_shapes(init, is_set):
+    mesh, num_traces = init(), 0
+
+    @jdp.train_step
+    def step(state, batch, scale, key):
+        nonlocal num_traces
+        num_traces += 1
+        noise = jax.random.normal(key, (3,))
+        return state.apply_gradients({"w": scale * batch.mean(0) + noise}), {}
+
+    state = jdp.TrainState.create({"w": np.zeros(3)}, jdp.replicated(optax.sgd(0.1)))
+    found = []
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        for num_rows in (12, 12, 24, 24):
+            batch = np.ones((num_rows, 3), np.float32)
+            state, _ = step(state, batch, 2.0, jax.random.key(num_rows))
+            found.append(num_traces)
+        step.lower(state, batch, 2.0, jax.random.key(0))
+    assert [*found, num_traces] == [1, 1, 2, 2, 2]
 
 
 def train_as_on_gpus():

@@ -14,9 +14,10 @@ LINES = ["import os", "rate = 0.1", "steps = 10"]
 
 READS = """
 import json, sys
-import part.model, unlisted
 from jdp.worker import source_files
 source_files.record()
+import part.model, unlisted
+source_files.record()  # what is new since
 print(json.dumps(source_files.digests()))
 """
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jdp.launch.options import scheduled
 from jdp.launch.options.flag_types import DEFAULT_PORT, Range, spelled
 from jdp.launch.options.flags import WITHOUT_MEANING, Parser, dest_of
-from jdp.worker.launcher_client import SWITCHED_ON
+from jdp.worker.switches import SWITCHED_ON
 
 
 class Options(NamedTuple):
