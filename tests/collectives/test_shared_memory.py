@@ -234,7 +234,7 @@ def open_memory_that_cannot_be_looked_for():
     mesh, started, told = mesh_of_all(("data", "unseen"), (4, 1)), time.monotonic(), None
     with pytest.MonkeyPatch.context() as patch:
         if jax.process_index() == 1:
-            patch.setattr(shared_memory, "_host", fail)
+            patch.setattr(shared_memory, "own_host", fail)
         try:
             shared_memory.why_apart(mesh, ("data",))
         except (OSError, RuntimeError) as error:
