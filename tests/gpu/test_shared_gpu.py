@@ -59,7 +59,6 @@ def test_after_a_kill_the_parameters_are_exact(variant, two, tmp_path):
     for each in reports(tmp_path, 2):
         assert each["wrong"] == 0, run.output
         assert each["restored"] > 0, run.output
-    print([e for e in run.events("first_step") + run.events("restored")], run.output[-3000:])
 
 
 def test_a_hang_ends_the_run_with_nccls_own_report(two, tmp_path):
@@ -67,4 +66,3 @@ def test_a_hang_ends_the_run_with_nccls_own_report(two, tmp_path):
     run = two("xla", "--timeout-s=15", "--standbys=0", "--max-restarts=0")
     assert run.wait() == 124, run.output
     assert "the report of NCCL's RAS service" in run.output
-    print(run.output[-6000:])
