@@ -1,18 +1,17 @@
 """Map the rows of a batch to processes, and place them on the devices."""
 
-import functools
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jdp import axis
 from jdp.axis import AxisName
 from jdp.data import host_arrays
-from jdp.distributed.mesh import num_ranks, require_axes
+from jdp.distributed.mesh import num_ranks, require_axes, sharding_of_rows
 
 
 def batch_sharding(mesh: Mesh, axis_name: AxisName) -> NamedSharding:
@@ -27,12 +26,7 @@ def batch_sharding(mesh: Mesh, axis_name: AxisName) -> NamedSharding:
     """
     names = axis.names(axis_name)
     require_axes(mesh, names)
-    return _row_sharding(mesh, tuple(names))
-
-
-@functools.lru_cache  # each call of a step asks
-def _row_sharding(mesh: Mesh, names: tuple[str, ...]) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec(names))
+    return sharding_of_rows(mesh, tuple(names))
 
 
 def num_blocks(sharding: NamedSharding) -> int:
@@ -86,7 +80,7 @@ def place_batch(batch: Any, where: Mesh, axis_name: tuple[str, ...]) -> Any:
     """
     named, treedef = host_arrays.flattened(batch, "`batch`")
     ranks = num_ranks(where, axis_name)
-    sharding = _row_sharding(where, axis_name)
+    sharding = sharding_of_rows(where, axis_name)
     rows = np.shape(named[0][1])[:1] if named else ()
     for path, leaf in named:
         if not rows or np.shape(leaf)[:1] != rows or rows[0] == 0 or rows[0] % ranks:

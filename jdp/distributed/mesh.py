@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jdp import axis
 from jdp.axis import AxisName
@@ -156,6 +156,12 @@ def num_ranks(mesh: Mesh, axis_name: AxisName) -> int:
 @functools.lru_cache  # each call of a step asks
 def _num_ranks(mesh: Mesh, names: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[name] for name in axis.names(names))
+
+
+@functools.lru_cache
+def sharding_of_rows(mesh: Mesh, names: tuple[str, ...]) -> NamedSharding:
+    """Return how the rows of a batch are split over the ranks of `mesh` along some of its axes."""
+    return NamedSharding(mesh, PartitionSpec(names))
 
 
 def _cpu_devices(num: int) -> list[jax.Device]:
