@@ -337,7 +337,8 @@ def test_a_failure_that_a_lost_leader_has_counted_counts(jdp_run):
     [progress] = [e for e in second.events("recovered")]
     assert progress["generation"] == 2
     first = run.add(0)
-    second.pids(3, 2)
+    # Told after the first step of both: so the first host knows that it is an elector for good.
+    second.until("running", 2, generation=3)
     second.process.kill()
     assert first.wait() == 1 and "2 failures" in first.output
 
