@@ -5,18 +5,19 @@ launchers of the listed hosts in the last generation. The next one needs more th
 that live, or half of them with the one that led. An elector counts as living until its death was
 seen (`jdp/launch/transport/lifeline.py`); silence proves nothing.
 
-Each generation with other hosts changes the electors. Until all of the new ones have made a step,
-and so know of the change, a quorum of the old and of the new ones is needed. After that the old
-ones are superseded, and a host that hears of it forgets them. Two leaders that do not know of each
-other would both need a quorum of the last electors that both know. Those quorums have a host in
-common, and a host is connected to one leader at a time. A leader that goes on without a host says
-farewell to it, so that the host does not count the leader as dead later: it may know less by then.
+Each generation with other hosts changes the electors. All of the new ones know of the change once
+their processes have found each other. Until then a quorum of the old and of the new ones is needed.
+After that the old ones are superseded, and a host that hears of it forgets them. Two leaders that
+do not know of each other would both need a quorum of the last electors that both know. Those
+quorums have a host in common, and a host is connected to one leader at a time. A leader that goes
+on without a host says farewell to it, so that the host does not count the leader as dead later: it
+may know less by then.
 
 A launcher that starts again knows nothing, so it is a new one and not an elector. When all listed
 hosts are there, nobody else can lead, and no quorum is needed.
 
 Groups of electors are numbered, and a settled one supersedes all with a lower number. One of these
-that its leader did not know never made a step, or it would have had a host in common with it. So
+that its leader did not know was never settled, or it would have had a host in common with it. So
 what hosts keep and send does not grow with the number of changes.
 """
 

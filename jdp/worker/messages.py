@@ -38,8 +38,9 @@ From the leader to a host:
              leader                id of the leader's launcher
   refused    why, is_final         the host may not join, for now or at all
   go         first, slots, ...     start your part of a generation
-  stepped    known                 each process has finished a step: start standbys; the electors
-                                   and the past of the run, as in `go`
+  settled    known                 each process has found the others, so all hosts have got `go`;
+                                   the electors and the past of the run, as in `go`
+  stepped    known                 each process has finished a step: start standbys; as in `settled`
   resigned                         another leader has a better claim: join that one
   end                              kill your part of the generation
   stop       signal                ask your processes to end, by a signal if there is one

@@ -315,6 +315,19 @@ def test_hosts_with_different_heartbeat_timeouts_are_refused(jdp_run):
     assert first.wait() == 128 + signal.SIGTERM
 
 
+def test_a_host_whose_processes_have_joined_goes_on_if_the_leader_dies_before_a_step(jdp_run):
+    run = Hosts(jdp_run, 2, init="if a.generation == 2: time.sleep(60)")
+    first, second = run.add(0), run.add(1)
+    first.pids(0, 2)
+    first.process.kill()
+    second.pids(1, 1)
+    first = run.add(0)
+    second.until("restored", 2, generation=2)  # told after "joined" of both
+    second.process.kill()
+    first.pids(3, 1)
+    assert not second.events("first_step", generation=2) and first.finish() == 0
+
+
 def test_losses_of_leaders_count_towards_max_restarts(jdp_run):
     run = Hosts(jdp_run, 3, "--max-restarts=1")
     first, second, third = [run.add(rank) for rank in range(3)]

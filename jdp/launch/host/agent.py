@@ -2,8 +2,7 @@
 
 States, and what ends them:
 
-  joining       the host looks for the leader. Until it is let in (waiting), or the join timeout
-                (over)
+  joining       the host looks for the leader. Until it joins (waiting), or the timeout (over)
   waiting       the host has joined. Until `go` (a generation)
   a generation  processes of it run here, see `local_generation.py`. Until all of them have ended
                 and were waited for (waiting)
@@ -11,8 +10,7 @@ States, and what ends them:
 
 If the leader is lost, the other hosts continue without this one. So this host kills its processes
 and joins again once they have ended; it keeps its standbys and commit memory. Processes that were
-asked to end may first use their shutdown timeout, since their checkpoint counts; then the run is
-over.
+asked to end may use their shutdown timeout first, since their checkpoint counts; then it is over.
 """
 
 import asyncio
@@ -160,6 +158,8 @@ class Host:
         match kind:
             case "go":
                 self._go(**facts)
+            case "settled":
+                self._run.record_past(facts["known"])
             case "stepped":
                 self._run.record_step(facts["known"])
                 self._standbys.fill()

@@ -46,11 +46,15 @@ class KnownRun:
         self._record_history(known["history"])
         self._electors.record_generation(known["electorate"], leader)
 
+    def record_past(self, known: dict[str, Any]) -> None:
+        """Record what the leader knows; `known` as above."""
+        self._record_history(known["history"])
+        self._electors.record(known["electorate"])
+
     def record_step(self, known: dict[str, Any]) -> None:
         """Record that all processes of a generation have made a step; `known` as above."""
         self._has_stepped = True
-        self._record_history(known["history"])
-        self._electors.record(known["electorate"])
+        self.record_past(known)
 
     def record_loss(self, leader: str, why: str, silent_s: float) -> None:
         """Record that the leader at an address is lost, with the seconds of silence before that."""

@@ -56,8 +56,8 @@ class Electors:
             self._electorate = self._electorate.changed(group)
         return self._electorate._asdict()
 
-    def record_step(self) -> dict[str, Any] | None:
-        """Record that all processes of the generation have made a step, and return the facts."""
+    def settle(self) -> dict[str, Any] | None:
+        """Record that all hosts of the generation know its electors, and return the facts."""
         if self._num_listed == 1:
             return None
         self._electorate = self._electorate.settled(self._group)

@@ -156,10 +156,10 @@ class Leader:
             return
         # All processes have sent this message now.
         self._recoveries.record_told_by_all(what, generation)
-        if what == "first_step":
-            known = self._succession.record_step()
+        if what in ("joined", "first_step"):
+            known = self._succession.settle()
             for each in self.members.remotes:  # also those without processes of this generation
-                each.channel.send("stepped", known=known)
+                each.channel.send("settled" if what == "joined" else "stepped", known=known)
 
     def _ended(self, remote: RemoteHost, generation: int, port: int, step: int | None) -> None:
         remote.port = port

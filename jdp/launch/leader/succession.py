@@ -72,9 +72,9 @@ class Succession:
         electorate = self._electors.form((part.remote for part in plan), home)
         return {"run_id": self.run_id, "known": self._known(electorate)}
 
-    def record_step(self) -> dict[str, Any]:
-        """Record that all processes of the generation have made a step, and return the facts."""
-        return self._known(self._electors.record_step())
+    def settle(self) -> dict[str, Any]:
+        """Record that all hosts of the generation know its electors, and return the facts."""
+        return self._known(self._electors.settle())
 
     def _known(self, electorate: dict[str, Any] | None) -> dict[str, Any]:
         history = self._recoveries.history().moved(-time.monotonic())
