@@ -193,7 +193,8 @@ def test_a_calibration_has_every_collective_and_keeps_those_of_other_numbers_of_
     from jdp.inspect.bench import calibrate, compute, training_steps
 
     small = training_steps.models.mlp(width=8, num_layers=2, num_rows=5)
-    monkeypatch.setattr(training_steps, "_models", lambda platform: [small])
+    trainings = [training_steps.Training(small)]
+    monkeypatch.setattr(training_steps, "_trainings", lambda platform: trainings)
     monkeypatch.setattr(training_steps, "_BUDGET_S", 0.0)
     monkeypatch.setattr(calibrate, "_BYTES", (64, 256))
     monkeypatch.setattr(known_values, "OPERATIONS", ("all-reduce", "all-gather"))

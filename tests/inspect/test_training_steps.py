@@ -1,11 +1,12 @@
 """The factors of training steps are those that their times were made with."""
 
+import jax
 import numpy as np
 import pytest
 
 import jdp
 from jdp.inspect.bench import training_steps
-from jdp.inspect.bench.training_steps import AloneSeconds, TimedStep, fitted
+from jdp.inspect.bench.training_steps import AloneSeconds, TimedStep, Training, fitted
 from jdp.inspect.exact import WrongResultError
 from jdp.inspect.hlo import HloProgram
 from jdp.inspect.rate import Rate
@@ -58,10 +59,12 @@ def test_a_kind_that_would_have_a_negative_factor_is_joined_to_another():
     assert 0 < found.largest_error < 1
 
 
-def test_steps_on_three_ranks_are_timed_and_their_state_is_compared(monkeypatch):
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_steps_on_three_ranks_are_timed_and_their_state_is_compared(monkeypatch, num_micro_batches):
     mesh = jdp.init(cpu_ranks=3)
-    small = training_steps.models.mlp(width=8, num_layers=2, num_rows=5)
-    monkeypatch.setattr(training_steps, "_models", lambda platform: [small])
+    small = training_steps.models.mlp(width=8, num_layers=2, num_rows=6)
+    trainings = [Training(small, num_micro_batches)]
+    monkeypatch.setattr(training_steps, "_trainings", lambda platform: trainings)
     monkeypatch.setattr(training_steps, "_BUDGET_S", 0.0)
     found = training_steps.slowness(mesh, RATES)
     assert found.matmul > 0 and np.isfinite(found.largest_error)
@@ -69,3 +72,18 @@ def test_steps_on_three_ranks_are_timed_and_their_state_is_compared(monkeypatch)
     monkeypatch.setattr(training_steps, "_right", lambda *args: [1.01 * x for x in right(*args)])
     with pytest.raises(WrongResultError, match="the state of mlp"):
         training_steps.slowness(mesh, RATES)
+
+
+def test_micro_batches_have_the_gradients_of_the_whole_batch():
+    model = training_steps.models.mlp(width=8, num_layers=2, num_rows=6)
+    whole, split = (Training(model, num).gradients(model.params, model.batch) for num in (1, 3))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), whole, split)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_the_steps_of_a_platform_have_names_of_their_own_and_rows_that_divide(platform):
+    trainings = training_steps._trainings(platform)
+    assert len({each.name for each in trainings}) == len(trainings)
+    for each in trainings:
+        rows = {len(x) for x in each.model.batch.values()}
+        assert all(num % each.num_micro_batches == 0 for num in rows)

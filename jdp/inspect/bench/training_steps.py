@@ -26,7 +26,7 @@ from jdp.inspect.prediction import Likely
 from jdp.inspect.rate import Rate, given
 from jdp.inspect.speeds import Work
 
-_NUM_STEPS, _BUDGET_S = 4, 6.0
+_NUM_STEPS, _BUDGET_S = 4, 9.0
 _TOLERANCE = 1e-3  # of the largest element of a leaf
 _LEARNING_RATE, _MOMENTUM = 1e-3, 0.9
 
@@ -47,6 +47,32 @@ class AloneSeconds(NamedTuple):
     start: float = 0.0
 
 
+class Training(NamedTuple):
+    """A model, and how many micro-batches it sums the gradients of in a step."""
+
+    model: SmallModel
+    num_micro_batches: int = 1
+
+    @property
+    def name(self) -> str:
+        """The model with its number of micro-batches."""
+        return f"{self.model.name} in {self.num_micro_batches}"
+
+    def gradients(self, params: Any, batch: Any) -> Any:
+        """Return the gradients of the mean loss, of one micro-batch after the other."""
+        num = self.num_micro_batches
+        gradient = jax.grad(self.model.loss_fn)
+        if num == 1:
+            return gradient(params, batch)
+        split = jax.tree.map(lambda x: x.reshape(num, -1, *x.shape[1:]), batch)
+
+        def add(total: Any, rows: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, gradient(params, rows)), None
+
+        total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), split)
+        return jax.tree.map(lambda x: x / num, total)
+
+
 class TimedStep(NamedTuple):
     """A step that was timed: its operations by themselves, and its own seconds."""
 
@@ -64,7 +90,8 @@ def slowness(mesh: Mesh, rates: Mapping[str, Rate]) -> Slowness:
     Raises:
       WrongResultError: if a parameter of a step is wrong.
     """
-    made = {model.name: _made(mesh, model) for model in _models(mesh.devices.flat[0].platform)}
+    trainings = _trainings(mesh.devices.flat[0].platform)
+    made = {training.name: _made(mesh, training) for training in trainings}
     clocks = {name: clock for name, (clock, _) in made.items()}
     found = rounds.alternate(clocks, budget_s=_BUDGET_S, warm_up=1)
     return fitted(
@@ -143,35 +170,39 @@ def alone_seconds(program: HloProgram, rates: Mapping[str, Rate]) -> AloneSecond
     return recorder.alone
 
 
-# Small and large ones, with more and with less beside their matmuls.
-def _models(platform: str) -> list[SmallModel]:
+# Small and large ones, with more and with less beside their matmuls, and in micro-batches, whose
+# arrays are smaller than those of other steps.
+def _trainings(platform: str) -> list[Training]:
     if platform != "cpu":
+        narrow = models.mlp(width=1024, num_layers=4, num_rows=4096)._replace(name="narrow mlp")
+        large = models.mlp(width=4096, num_layers=2, num_rows=8192)
+        half = models.mlp(width=4096, num_layers=2, num_rows=8192, dtype=jnp.bfloat16)
+        short = models.transformer(dim=512, num_layers=2, num_rows=16, length=512)
+        long = models.transformer(dim=1024, num_layers=1, num_rows=8, length=1024)
         return [
-            models.mlp(width=1024, num_layers=4, num_rows=4096)._replace(name="narrow mlp"),
-            models.mlp(width=4096, num_layers=2, num_rows=8192),
-            models.mlp(width=4096, num_layers=2, num_rows=8192, dtype=jnp.bfloat16)._replace(
-                name="mlp in bfloat16"
-            ),
-            models.transformer(dim=512, num_layers=2, num_rows=16, length=512),
-            models.transformer(dim=1024, num_layers=1, num_rows=8, length=1024),
+            *(Training(narrow), Training(large), Training(large, 4)),
+            *(Training(half._replace(name="mlp in bfloat16")), Training(short)),
+            *(Training(long), Training(long, 4)),
         ]
+    deep = models.mlp(width=384, num_layers=6, num_rows=64)._replace(name="deep mlp")
+    wide = models.mlp(width=768, num_layers=2, num_rows=192)
+    thin = models.transformer(dim=96, num_layers=4, num_rows=24, length=24)
     return [
-        models.mlp(width=256, num_layers=3, num_rows=32)._replace(name="narrow mlp"),
-        models.mlp(width=384, num_layers=6, num_rows=64)._replace(name="deep mlp"),
-        models.mlp(width=768, num_layers=2, num_rows=192),
-        models.transformer(dim=64, num_layers=3, num_rows=8, length=64),
-        models.transformer(dim=96, num_layers=4, num_rows=24, length=24),
-        models.transformer(dim=192, num_layers=2, num_rows=8, length=48),
+        Training(models.mlp(width=256, num_layers=3, num_rows=32)._replace(name="narrow mlp")),
+        *(Training(deep), Training(deep, 4), Training(wide), Training(wide, 4)),
+        Training(models.transformer(dim=64, num_layers=3, num_rows=8, length=64)),
+        *(Training(thin), Training(thin, 4)),
+        Training(models.transformer(dim=192, num_layers=2, num_rows=8, length=48)),
     ]
 
 
-def _made(mesh: Mesh, model: SmallModel) -> tuple[Callable[[], float], HloProgram]:
+def _made(mesh: Mesh, training: Training) -> tuple[Callable[[], float], HloProgram]:
     """Return a clock of `_NUM_STEPS` steps that also checks them, and the compiled step."""
-    name, num = mesh.axis_names[0], mesh.size
+    name, num, model = mesh.axis_names[0], mesh.size, training.model
 
     def step(state: Any, batch: Any) -> Any:
         params, momentum = state
-        grads = jax.grad(model.loss_fn)(params, batch)
+        grads = training.gradients(params, batch)
         momentum = jax.tree.map(lambda m, g: _MOMENTUM * m + g, momentum, grads)
         return jax.tree.map(lambda p, m: p - _LEARNING_RATE * m, params, momentum), momentum
 
@@ -193,7 +224,7 @@ def _made(mesh: Mesh, model: SmallModel) -> tuple[Callable[[], float], HloProgra
         jax.block_until_ready(state)
         seconds = time.perf_counter() - begin
         for leaf, expected in zip(jax.tree.leaves(state), right, strict=True):
-            _require(leaf, expected, model.name)
+            _require(leaf, expected, training.name)
         return seconds
 
     return clock, HloProgram(run.lower(place(), batch).compile().as_text())
