@@ -41,22 +41,21 @@ void test_gives_slices_and_wholes_of_all_types_and_cuts() {
       {{61, 65}},
       {{1, 3}, {0, 1}, {5, 1}, {43, 3}, {1, 0}, {1, 4099}, {2, 1030}},
       {{7, 30, 6}, {7, 30, 210}, {2, 1030, 5}, {97, 1, 97}, {1, 97, 1}}};
+  // Any two of the edges meet, and not all at once.
+  size_t turn = flushes_subnormals ? 2 : 0;
   for (const Way& way : kDirectWays) {
     for (int num_ranks : {1, 2, 3, 8}) {
       make_segment(num_ranks);
       for (size_t i = 0; i < buckets.size(); ++i) {
-        const int shift = static_cast<int>(i % 4);
-        gives_slices_and_wholes<float>(way, num_ranks, buckets[i], shift);
-        gives_slices_and_wholes<double>(way, num_ranks, buckets[i], shift);
-        gives_slices_and_wholes<BFloat16>(way, num_ranks, buckets[i], shift);
-        gives_slices_and_wholes<Float16>(way, num_ranks, buckets[i], shift);
-        gives_slices_and_wholes<uint8_t>(way, num_ranks, buckets[i], shift);
-        gives_slices_and_wholes<uint16_t>(way, num_ranks, buckets[i], shift);
-        gives_slices_and_wholes<uint32_t>(way, num_ranks, buckets[i], shift);
-        gives_slices_and_wholes<uint64_t>(way, num_ranks, buckets[i], shift);
+        on_some_types(turn + i, [&](auto element) {
+          const int shift = static_cast<int>((turn / 2 + i) % 4);
+          gives_slices_and_wholes<decltype(element)>(way, num_ranks, buckets[i], shift);
+        });
       }
       reset();
+      ++turn;
     }
+    ++turn;
   }
 }
 
@@ -64,9 +63,9 @@ void test_gives_slices_and_wholes_of_many_tiles_and_rounds() {
   for (const Way& way : kDirectWays) {
     for (int num_ranks : {2, 3}) {
       make_segment(num_ranks);
-      gives_slices_and_wholes<float>(way, num_ranks, {{1, (1 << 19) + 3}}, 1);
+      gives_slices_and_wholes<float>(way, num_ranks, {{1, (1 << 18) + 3}}, 1);
       gives_slices_and_wholes<float>(way, num_ranks,
-                                     {{1009, 509}, {40009, 3}, {509, 1009, 509 * 1009}}, 0);
+                                     {{1009, 257}, {20011, 3}, {257, 1009, 257 * 1009}}, 0);
       gives_slices_and_wholes<BFloat16>(
           way, num_ranks, {{100, 1}, {3, (1 << 17) + 3}, {1, 7}, {8, 1 << 13, 1 << 7}}, 3);
       reset();

@@ -24,23 +24,22 @@ void gives_sums(const Way& way, int num_ranks, const std::vector<int64_t>& count
 void test_gives_sums_of_all_types_and_sizes() {
   const std::vector<std::vector<int64_t>> buckets = {
       {0}, {1}, {15}, {16}, {17}, {997}, {3, 0, 1, 129, 0, 4099, 2}};
+  // Any two of the edges meet, and not all at once.
+  size_t turn = flushes_subnormals ? 2 : 0;
   for (const Way& way : kWays) {
     for (int num_ranks : {1, 2, 3, 4, 5, 8}) {
       make_segment(num_ranks);
       for (size_t i = 0; i < buckets.size(); ++i) {
-        const bool in_place = i % 2 == 0;
-        const int shift = static_cast<int>(i % 4);
-        gives_sums<float>(way, num_ranks, buckets[i], in_place, shift);
-        gives_sums<double>(way, num_ranks, buckets[i], !in_place, shift);
-        gives_sums<BFloat16>(way, num_ranks, buckets[i], in_place, shift);
-        gives_sums<Float16>(way, num_ranks, buckets[i], !in_place, shift);
-        gives_sums<uint8_t>(way, num_ranks, buckets[i], in_place, shift);
-        gives_sums<uint16_t>(way, num_ranks, buckets[i], !in_place, shift);
-        gives_sums<uint32_t>(way, num_ranks, buckets[i], in_place, shift);
-        gives_sums<uint64_t>(way, num_ranks, buckets[i], !in_place, shift);
+        on_some_types(turn + i, [&](auto element) {
+          const bool in_place = turn / 3 % 2 == 0;
+          const int shift = static_cast<int>((turn / 2 + i) % 4);
+          gives_sums<decltype(element)>(way, num_ranks, buckets[i], in_place, shift);
+        });
       }
       reset();
+      ++turn;
     }
+    ++turn;
   }
 }
 

@@ -84,6 +84,25 @@ inline const Way kWays[] = {{"in process, direct", 0, Algorithm::kDirect},
                             {"segment, direct", 1, Algorithm::kDirect},
                             {"segment, ring", 1, Algorithm::kRing}};
 
+// Calls body(T()) for two of the eight types of elements, and for all of them in four turns.
+template <typename Body>
+void on_some_types(size_t turn, const Body& body) {
+  switch (turn % 4) {
+    case 0:
+      body(float());
+      return body(uint8_t());
+    case 1:
+      body(double());
+      return body(uint16_t());
+    case 2:
+      body(BFloat16());
+      return body(uint32_t());
+    case 3:
+      body(Float16());
+      return body(uint64_t());
+  }
+}
+
 // Creates a communicator for threads of this process, as if they were processes.
 inline void make_segment(int num_ranks, int64_t communicator = 1, int32_t group = 0) {
   uint64_t nonce = 0;
