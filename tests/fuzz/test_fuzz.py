@@ -49,7 +49,7 @@ def test_sharded_programs_train_as_plain_jax_does(runner, program):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seconds", "processes"), [(40, (1,)), (20, (2, 3))], ids=str)
+@pytest.mark.parametrize(("seconds", "processes"), [(20, (1,)), (12, (2, 3))], ids=str)
 def test_random_programs_train_as_plain_jax_does(seconds, processes):
     report = hunt.hunt(seconds, lanes=(processes,), most_failures=1)
     print(report)
