@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdp import jax_compat
+
 _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, jax.ShapeDtypeStruct)
 
 
@@ -65,8 +67,11 @@ def is_not_compiled(dtype: Any) -> bool:
 
 def is_deleted(leaf: Any) -> bool:
     """Whether a leaf was donated, or its memory given back otherwise."""
-    is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-    return is_concrete and leaf.is_deleted()
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        return False
+    if jax_compat.DONATES_SOME_SHARDS and not leaf.is_deleted():
+        return any(shard.data.is_deleted() for shard in leaf.addressable_shards)
+    return leaf.is_deleted()
 
 
 def any_deleted(tree: Any) -> bool:
