@@ -254,6 +254,10 @@ def test_processes_share_gpus_and_their_memory_where_nccl_is_told_so():
     assert gpus_of_slots(2, 6, {SHARE: "1"}) == [[0], [0], [0], [1], [1], [1]]
     assert memory_of_shared(2, 6, {}) == {"XLA_CLIENT_MEM_FRACTION": "0.25"}
     assert memory_of_shared(2, 6, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}) == {}
+    # JAX ignores an empty variable, and would take three quarters for each process.
+    assert memory_of_shared(1, 2, {"XLA_CLIENT_MEM_FRACTION": ""}) == {
+        "XLA_CLIENT_MEM_FRACTION": "0.375"
+    }
     assert memory_of_shared(8, 2, {}) == memory_of_shared(0, 2, {}) == {}
 
 

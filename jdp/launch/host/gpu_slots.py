@@ -57,11 +57,12 @@ def memory_of_shared(
 
     Args:
       num_gpus, num_slots: as for `gpus_of_slots`.
-      environment: if it says already how much memory JAX takes, the result is empty.
+      environment: if it says already how much memory JAX takes, the result is empty. JAX takes an
+        empty variable for none.
 
     >>> memory_of_shared(1, 2, {})
     {'XLA_CLIENT_MEM_FRACTION': '0.375'}
     """
-    if not 0 < num_gpus < num_slots or any(name in environment for name in _OF_MEMORY):
+    if not 0 < num_gpus < num_slots or any(map(environment.get, _OF_MEMORY)):
         return {}
     return {_FRACTION: f"{_TAKEN * num_gpus / num_slots:.3g}"}
