@@ -93,6 +93,18 @@ def test_arena_residency_barrier_and_plan_of_the_host(program, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_process_makes_no_context_on_a_gpu_that_it_does_not_drive(tmp_path):
+    if CXX is None:
+        pytest.skip("needs a C++ compiler: g++, clang++ or $CXX")
+    driver = tmp_path / "libcuda.so.1"
+    flags = ["-shared", "-fPIC", f"-Wl,-soname,{driver.name}", "-o", str(driver)]
+    subprocess.run([*CXX.split(), *flags, str(CUDA / "driver.cc")], check=True)
+    linked = ["-Wl,--no-as-needed", str(driver), f"-Wl,-rpath,{tmp_path}", "-ldl"]
+    program = compiled(tmp_path, "device_test.cc", f"-I{CUDA / 'stand_in'}", *linked)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_kernels_benchmark_detects_every_wrong_element(tmp_path):
     if CXX is None:
         pytest.skip("needs a C++ compiler: g++, clang++ or $CXX")
