@@ -8,6 +8,7 @@ import pytest
 from support.calibrations import FOUND, LAW
 
 from jdp.inspect import calibration
+from jdp.inspect.bench.calibrate import require_own_gpus
 from jdp.inspect.law_fit import fitted
 
 SAVED = {"format": calibration.FORMAT, **dataclasses.asdict(FOUND)}
@@ -83,3 +84,11 @@ def test_the_law_has_the_alpha_and_the_beta_of_its_points(points, law):
 def test_points_of_one_size_fix_no_law():
     with pytest.raises(ValueError, match="2 points"):
         fitted([(8, 1.0), (8, 2.0)])
+
+
+def test_processes_that_may_share_a_gpu_are_not_measured():
+    share = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    with pytest.raises(ValueError, match=r"NCCL_MULTI_RANK_GPU_ENABLE=1 .* 2 processes"):
+        require_own_gpus("gpu", 2, share)
+    for right in (("gpu", 1, share), ("cpu", 2, share), ("gpu", 2, {})):
+        require_own_gpus(*right)
