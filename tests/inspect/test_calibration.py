@@ -8,7 +8,7 @@ import pytest
 from support.calibrations import FOUND, LAW
 
 from jdp.inspect import calibration
-from jdp.inspect.bench.calibrate import require_own_gpus
+from jdp.inspect.bench import calibrate, output
 from jdp.inspect.law_fit import fitted
 
 SAVED = {"format": calibration.FORMAT, **dataclasses.asdict(FOUND)}
@@ -89,6 +89,24 @@ def test_points_of_one_size_fix_no_law():
 def test_processes_that_may_share_a_gpu_are_not_measured():
     share = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     with pytest.raises(ValueError, match=r"NCCL_MULTI_RANK_GPU_ENABLE=1 .* 2 processes"):
-        require_own_gpus("gpu", 2, share)
+        calibrate.require_own_gpus("gpu", 2, share)
     for right in (("gpu", 1, share), ("cpu", 2, share), ("gpu", 2, {})):
-        require_own_gpus(*right)
+        calibrate.require_own_gpus(*right)
+
+
+@pytest.mark.parametrize(
+    ("changed", "num_kept"), [({}, 2), ({"device_kind": "another"}, 0), ({"versions": {}}, 0)]
+)
+def test_laws_of_other_devices_or_versions_are_not_kept(
+    changed, num_kept, make_mesh, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    here = {name: output.machine()[name] for name in ("versions", "device_kind")}
+    dataclasses.replace(FOUND, **here | changed).save()
+    computed = {name: getattr(FOUND, name) for name in calibrate._COMPUTATION}
+    monkeypatch.setattr(calibrate, "_meshes", lambda mesh: [])
+    monkeypatch.setattr(
+        calibrate, "_computation", lambda mesh, earlier: {**computed, "num_compute_ranks": 1}
+    )
+    found = calibrate.calibrate(make_mesh(2), print)
+    assert found is not None and len(found.rates) == num_kept

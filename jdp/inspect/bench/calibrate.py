@@ -47,7 +47,8 @@ def calibrate(mesh: Mesh, say: Callable[[str], None]) -> Calibration | None:
     facts = output.machine()
     del facts["load"]
     earlier = calibration.load(facts["platform"]) if _is_readable(facts["platform"]) else None
-    if earlier is not None and earlier.versions == facts["versions"]:
+    same = ("versions", "device_kind")  # a host may have got other GPUs
+    if earlier is not None and all(getattr(earlier, name) == facts[name] for name in same):
         rates = {**{_key(rate): rate for rate in earlier.rates}, **rates}
     else:
         earlier = None
