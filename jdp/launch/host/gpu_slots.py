@@ -46,7 +46,7 @@ def gpus_of_slots(
     raise ValueError(
         f"{num_slots} processes cannot divide the {num_gpus} GPU{'s' * (num_gpus > 1)} of this "
         f"host evenly. Write --nproc-per-node with one of {', '.join(map(str, divisors))}; with 1, "
-        f"one process drives all GPUs.{shared}"
+        f"one process drives all GPUs. To train on CPUs, set JAX_PLATFORMS=cpu.{shared}"
     )
 
 
