@@ -61,6 +61,9 @@ def test_names_of_collectives_are_known_without_the_text_of_the_program():
     names = "jdp_all_reduce.3 psum.7 all-reduce-start.1 all_gather.2 reduce-scatter all-to-all.1"
     assert all(map(looks, names.split()))
     assert looks("fusion", gpu_profile.NCCL)
+    ours = "void jdp::(anonymous namespace)::{}<float, (jdp::Algorithm)0>(jdp::Arguments)"
+    assert looks("ffi_call.3", ours.format("reduce_kernel"))
+    assert not looks("ffi_call.4", ours.format("copy_kernel"))
     assert not any(map(looks, ["dot.3", "reduce.1", "gather.2", "fusion", "copy", "scatter"]))
 
 

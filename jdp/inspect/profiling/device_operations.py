@@ -17,7 +17,8 @@ from jax.profiler import ProfileData
 
 # XLA names these plainly, if a program's text is not at hand: those of jdp, JAX, XLA, and NCCL.
 _COMMUNICATES = re.compile(
-    r"(jdp_(all|reduce|ring|take_rows|add_rows)|psum|pmax|pmin|ppermute|all[-_]reduce|"
+    r"(jdp_(all|reduce|ring|take_rows|add_rows)|(void )?jdp::.*\breduce_kernel\b|"
+    r"psum|pmax|pmin|ppermute|all[-_]reduce|"
     r"all[-_]gather|reduce[-_]scatter|all[-_]to[-_]all|collective[-_]permute|nccl\w*Kernel)"
 )
 # ncclKernel up to NCCL 2.18, then ncclDevKernel; in symmetric memory ncclSymDevKernel (2.27) and
