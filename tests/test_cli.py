@@ -180,7 +180,8 @@ def test_as_many_stand_by_as_run_unless_nothing_is_restarted(line, num):
 
 
 def test_processes_are_counted_by_what_the_host_has(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
     cpus = (num_cpus(), num_cpus())
     for word, number in (("gpu", (3, 3)), ("auto", (3, 3)), ("cpu", cpus)):
         assert parsed(f"--nproc-per-node {word} train.py").nproc_per_node == number
@@ -200,12 +201,30 @@ def test_gpus_are_the_devices_of_the_driver(tmp_path):
 @pytest.mark.parametrize(
     ("visible", "num"),
     [
-        *(("-1", 0), ("-1,0", 0), ("0,,1", 1), ("1, 0", 2), ("1,0,x", 2)),
-        *(("NoDevFiles", 0), ("none", 0), ("GPU-8932f937,MIG-GPU-8932f937/1/2", 2)),
+        *(("-1", 0), ("-1,0", 0), ("0,,1", 1), ("1, 0", 2), ("1,0,x", 2), ("1,2,0", 1)),
+        *(("NoDevFiles", 0), ("none", 0), ("0,1,0", 0), ("00,0", 0), ("", 0), (" 1 ", 1)),
+        *(("GPU-8932f937,GPU-61c0", 2), ("GPU-61c0,1", 1), ("GPU-61c0,GPU-61c0", 0)),
+        # CUDA uses one part of a GPU in a process, whatever is listed.
+        *(("MIG-GPU-8932f937/1/2,MIG-GPU-8932f937/1/3", 1), ("MIG-61c0", 1)),
     ],
 )
-def test_gpus_are_those_that_cuda_sees(visible, num):
-    assert num_gpus({"CUDA_VISIBLE_DEVICES": visible}) == num
+def test_gpus_are_those_that_cuda_sees(visible, num, tmp_path):
+    for name in ("nvidia2", "nvidia5", "nvidiactl"):
+        (tmp_path / name).touch()
+    assert num_gpus({"CUDA_VISIBLE_DEVICES": visible}, tmp_path) == num
+
+
+def test_numbers_of_gpus_count_where_no_device_file_says_how_many_there_are(tmp_path):
+    assert num_gpus({"CUDA_VISIBLE_DEVICES": "2,3"}, tmp_path) == 2  # as under WSL
+
+
+@pytest.mark.parametrize(
+    ("platforms", "num"),
+    [("cpu", 0), ("tpu,cpu", 0), ("CPU", 0), ("", 1), ("cuda,cpu", 1), ("cpu, gpu", 1)],
+)
+def test_a_process_that_jax_keeps_on_cpus_has_no_gpu(platforms, num, tmp_path):
+    (tmp_path / "nvidia0").touch()
+    assert num_gpus({"JAX_PLATFORMS": platforms}, tmp_path) == num
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ there.
 import ctypes
 import functools
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,12 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jdp  # noqa: E402
-from benchmarks.harness import exact, models, report, timing
-from benchmarks.harness.oracle import Oracle, Training
+from benchmarks.harness import exact, report, timing
 from benchmarks.harness.report import Section
-from benchmarks.step import contestants
-from benchmarks.step.lineup import start
 
 TOKEN = jax.ShapeDtypeStruct((1,), jnp.float32)
 NUM_BUCKETS = 32
@@ -39,7 +36,6 @@ def main() -> None:
     for part in (
         lambda: ring_sections(lines),
         lambda: [call_section(library)],
-        lambda: [step_section()],
     ):
         try:
             for section in part():
@@ -51,13 +47,16 @@ def main() -> None:
         for row in section.rows:
             row["gpu"] = gpu()
     print("wrote", report.write(report.RESULTS, "ring", gpu().split(",")[0], sections))
-    sys.exit(len(sections) < 6)
+    sys.exit(len(sections) < 5)
 
 
+@functools.cache  # nvidia-smi takes up to seconds, and each row names the GPU
 def gpu() -> str:
-    """Return name, driver and compiler."""
+    """Return name, driver and compiler, as far as they are installed."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     card = subprocess.check_output(query, text=True).splitlines()[0]
+    if shutil.which("nvcc") is None:
+        return card
     nvcc = subprocess.check_output(["nvcc", "--version"], text=True).split("release ")[1][:4]
     return f"{card}, nvcc {nvcc}"
 
@@ -200,40 +199,6 @@ class Calls:
             round_number=self._round,
             what=f"{NUM_BUCKETS} buckets after {CALLS} calls",
         )
-
-
-def step_section() -> Section:
-    """Time the decorated step beside plain jit."""
-    mesh = jdp.init(devices=jax.devices()[:1])
-    rows = []
-    for problem in (
-        models.mlp(width=2048, num_layers=4, num_rows=8192),
-        models.transformer(dim=512, num_layers=3, num_rows=32, length=256),
-    ):
-        batch = jax.device_put(problem.batch)
-        # Ten steps, then the same ten again: float32 products on a GPU are rounded differently.
-        with jax.default_matmul_precision("highest"):
-            oracle = Oracle(problem, num_steps=10, num_runs=1)
-            clocks = []
-            for label, make in (("jdp", contestants.jdp_step), ("jit", contestants.jit_natural)):
-                step = make(problem.loss_fn, mesh, 1)
-                begin = functools.partial(start, label, problem, mesh)
-                one = Training(label, step, begin, batch, oracle)
-                clocks.append(exact.checked(one, timing.until_ready))
-            compared = timing.compare(*clocks, budget_s=6, warm_up=2)
-        rows.append({"model": problem.name, **compared._asdict()})
-    return Section(
-        "The decorated step beside plain jit, one GPU",
-        f"{gpu()}. jdp / jit, the median of pairs, and its 95 % interval. Ten steps in a row. "
-        + exact.CHECKED,
-        rows,
-        {
-            "model": "{model}",
-            "jit, s for ten": "{second_s:.6f}",
-            "jdp / jit": "{ratio:.3f}",
-            "interval": "{low:.3f} to {high:.3f}",
-        },
-    )
 
 
 if __name__ == "__main__":

@@ -87,7 +87,9 @@ stage bench 110 bash -c bench
 stage virtual_ranks 150 "$PYTHON" tests/csrc/cuda/ring_cases.py "$BIN/virtual_ranks"
 stage two_processes 40 "$BIN/several_processes" 2
 stage three_processes 50 "$BIN/several_processes" 3
-stage measure 120 "$PYTHON" -m benchmarks.gpu.measure "$BIN/libjdp_cuda.so" "$OUT/bench_ring.jsonl"
+stage measure 60 "$PYTHON" -m benchmarks.gpu.measure "$BIN/libjdp_cuda.so" "$OUT/bench_ring.jsonl"
+stage calibrated 60 "$PYTHON" -m benchmarks.gpu.calibrated
+stage step 120 "$PYTHON" -m benchmarks.gpu.step
 # racecheck checks shared memory, which the kernels do not use; memcheck and synccheck matter.
 for tool in memcheck synccheck racecheck; do
 	if command -v compute-sanitizer > /dev/null; then
@@ -98,6 +100,6 @@ for tool in memcheck synccheck racecheck; do
 done
 
 tail -n 3 "$OUT"/{virtual_ranks,two_processes,three_processes}.log 2> /dev/null
-cat "$OUT/measure.log" 2> /dev/null
+cat "$OUT"/{measure,calibrated,step}.log 2> /dev/null
 say "$SECONDS s in all; failed: ${failed[*]:-none}"
 ((${#failed[@]} == 0))

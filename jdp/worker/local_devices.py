@@ -9,29 +9,52 @@ from pathlib import Path
 # process aborts.
 MAX_CPU_RANKS = 1024
 
-# A number, or a name that begins with letters such as GPU-8f2a or MIG-GPU-8f2a.
-_DEVICE = re.compile(r"\d+$|(GPU|MIG)-")
+# Under which names JAX_PLATFORMS lets JAX use a GPU.
+_OF_GPUS = {"gpu", "cuda", "rocm"}
+_MIG = "MIG-"
 
 
 def num_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
     """Count the GPUs that a process started with `environment` would find.
 
     Args:
-      environment: CUDA_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES are obeyed.
+      environment: JAX_PLATFORMS, CUDA_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES are obeyed.
       devices: where the driver's device files lie.
 
-    >>> num_gpus({"CUDA_VISIBLE_DEVICES": "2,3"}, Path("/dev"))
+    >>> num_gpus({"CUDA_VISIBLE_DEVICES": "GPU-8f2a,GPU-61c0"})
     2
-    >>> num_gpus({"CUDA_VISIBLE_DEVICES": ""}, Path("/dev"))
+    >>> num_gpus({"CUDA_VISIBLE_DEVICES": ""})
     0
     """
+    platforms = {name.strip().lower() for name in environment.get("JAX_PLATFORMS", "").split(",")}
+    if platforms != {""} and not platforms & _OF_GPUS:
+        return 0
+    present = sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in devices.glob("nvidia*"))
     for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if name in environment:
-            listed = [device.strip() for device in environment[name].split(",")]
-            # CUDA stops at the first that is not a device: -1, an empty one, or Slurm's NoDevFiles.
-            ends = [i for i, device in enumerate(listed) if not _DEVICE.match(device)]
-            return min(ends, default=len(listed))
-    return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in devices.glob("nvidia*"))
+            return _num_listed(environment[name], present or None)
+    return present
+
+
+def _num_listed(text: str, num_present: int | None) -> int:
+    """Return how many of the listed devices CUDA uses, where `num_present` are there, if known."""
+    listed = [device.strip() for device in text.split(",")]
+    # Numbers, or names of one kind, such as GPU-8f2a or MIG-GPU-8f2a/1/0.
+    kind = next((kind for kind in ("GPU-", _MIG) if listed[0].startswith(kind)), "")
+    found: list[str | int] = []
+    for device in listed:
+        if kind:
+            known: str | int | None = device if device.startswith(kind) else None
+        else:
+            known = int(device) if re.fullmatch(r"[0-9]+", device) else None
+        if known is None or isinstance(known, int) and known >= (num_present or known + 1):
+            # CUDA stops at the first that is not a device: -1, an empty one, Slurm's NoDevFiles.
+            break
+        if known in found:
+            return 0  # CUDA then uses none
+        found.append(known)
+    # A process can use one part of a GPU at most.
+    return min(len(found), 1) if kind == _MIG else len(found)
 
 
 def require_few_cpu_ranks(name: str, num: int) -> None:

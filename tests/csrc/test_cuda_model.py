@@ -93,6 +93,29 @@ def test_arena_residency_barrier_and_plan_of_the_host(program, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_process_makes_no_context_on_a_gpu_that_it_does_not_drive(tmp_path):
+    if CXX is None:
+        pytest.skip("needs a C++ compiler: g++, clang++ or $CXX")
+    driver = tmp_path / "libcuda.so.1"
+    flags = ["-shared", "-fPIC", f"-Wl,-soname,{driver.name}", "-o", str(driver)]
+    subprocess.run([*CXX.split(), *flags, str(CUDA / "driver.cc")], check=True)
+    linked = ["-Wl,--no-as-needed", str(driver), f"-Wl,-rpath,{tmp_path}", "-ldl"]
+    program = compiled(tmp_path, "device_test.cc", f"-I{CUDA / 'stand_in'}", *linked)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+
+
+def test_work_of_a_communicator_is_ordered_and_a_failed_call_leaves_nothing_behind(tmp_path):
+    if CXX is None:
+        pytest.skip("needs a C++ compiler: g++, clang++ or $CXX")
+    names = ["communicator.cc", "peers.cc", "start_finish.cc", "plan.cc"]
+    sources = [str(ROOT / "jdp" / "csrc" / "cuda" / name) for name in names]
+    flags = [f"-I{CUDA}", f"-I{CUDA / 'stand_in'}", str(CUDA / "stand_in" / "runtime.cc"), "-ldl"]
+    program = compiled(tmp_path, "communicator_test.cc", *sources, *flags)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_kernels_benchmark_detects_every_wrong_element(tmp_path):
     if CXX is None:
         pytest.skip("needs a C++ compiler: g++, clang++ or $CXX")

@@ -6,9 +6,13 @@ NCCL refuses two ranks on one GPU unless it is 2.30 or newer and NCCL_MULTI_RANK
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
+from support import profiled
+
+from jdp.inspect.profiling import trace_file
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,6 +22,7 @@ pytestmark = [
     ),
 ]
 
+SHAPES = ("a", "b", "c", "d", "e")
 SCRIPT = Path(__file__).with_name("whole_numbers.py").read_text()
 
 
@@ -66,3 +71,36 @@ def test_a_hang_ends_the_run_with_nccls_own_report(two, tmp_path):
     run = two("xla", "--timeout-s=15", "--standbys=0", "--max-restarts=0")
     assert run.wait() == 124, run.output
     assert "the report of NCCL's RAS service" in run.output
+
+
+def test_two_processes_take_no_more_memory_than_one_where_the_variable_is_empty(two, tmp_path):
+    run = two("xla", "--standbys=0", XLA_CLIENT_MEM_FRACTION="")
+    assert run.wait() == 0, run.output
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    total = 2**20 * float(subprocess.check_output(query, text=True).splitlines()[0])
+    assert sum(each["memory_bytes"] for each in reports(tmp_path, 2)) <= 0.8 * total
+
+
+# On GPUs the native kernels are those of jdp's split pair.
+@pytest.mark.parametrize(
+    ("variant", "algorithm"), [("xla", "xla"), ("native", "split"), ("stage3", "xla")]
+)
+def test_each_sum_in_a_profile_has_the_names_of_its_leaves(variant, algorithm, two, tmp_path):
+    (tmp_path / "profile").mkdir()
+    run = two(variant, "--standbys=0")
+    assert run.wait() == 0, run.output
+    require_named(tmp_path / "profile", algorithm)
+
+
+def require_named(folder, algorithm):
+    for rank in range(2):
+        trace = profiled.read(folder, rank)
+        steps = [each.facts["step"] for each in profiled.of_rank(trace, rank, trace_file.STEP)]
+        assert steps == [4, 5] and not trace.facts["notes"]
+        sent = profiled.of_rank(trace, rank, trace_file.COMMUNICATION)
+        assert not [each.name for each in sent if "collective" not in each.facts]
+        sums = [x for x in sent if x.facts["collective"] in ("all-reduce", "reduce-scatter")]
+        leaves = {leaf for each in sums for leaf in each.facts["leaves"]}
+        assert leaves >= {f"grads['{name}']" for name in SHAPES}, leaves
+        large = [x for x in sums if x.facts["bytes"] > 1000]
+        assert {each.facts["algorithm"] for each in large} == {algorithm}

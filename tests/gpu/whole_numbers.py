@@ -1,9 +1,11 @@
 """Train on whole numbers, where each sum is exact: `whole_numbers.py VARIANT FOLDER [STEPS]`.
 
 Each process compares its part of the final parameters with the exact ones, and writes to
-FOLDER/PID.json how many elements differ. FOLDER/pause makes process 1 wait in the middle.
+FOLDER/PID.json how many elements differ. FOLDER/pause makes process 1 wait in the middle. If there
+is a FOLDER/profile, it gets a profile of two steps.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -71,8 +73,11 @@ def main(variant, folder, num_steps=12):
     state = jdp.TrainState.create(zeros, optimizer(variant))
     data = {"x": rows(num_steps)}
     batches = jdp.batches(data, NUM_ROWS, num_steps=num_steps, shuffle=False)
-    me = jax.process_index()
-    with jdp.Checkpointer(folder / "checkpoints", commit_every=COMMIT_EVERY) as checkpointer:
+    me, profile = jax.process_index(), contextlib.nullcontext()
+    if (folder / "profile").exists():
+        profile = jdp.profile(folder / "profile", steps=range(4, 6))
+    keeper = jdp.Checkpointer(folder / "checkpoints", commit_every=COMMIT_EVERY)
+    with keeper as checkpointer, profile:
         state = checkpointer.restore(state, batches)
         restored = checkpointer.steps
         for batch in batches:
@@ -86,6 +91,7 @@ def main(variant, folder, num_steps=12):
         "restored": restored,
         "platform": jax.local_devices()[0].platform,
         "processes": jax.process_count(),
+        "memory_bytes": (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"),
     }
     (folder / f"{os.getpid()}.json").write_text(json.dumps(report))
 

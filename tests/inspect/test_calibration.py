@@ -8,6 +8,7 @@ import pytest
 from support.calibrations import FOUND, LAW
 
 from jdp.inspect import calibration
+from jdp.inspect.bench import calibrate, output
 from jdp.inspect.law_fit import fitted
 
 SAVED = {"format": calibration.FORMAT, **dataclasses.asdict(FOUND)}
@@ -83,3 +84,29 @@ def test_the_law_has_the_alpha_and_the_beta_of_its_points(points, law):
 def test_points_of_one_size_fix_no_law():
     with pytest.raises(ValueError, match="2 points"):
         fitted([(8, 1.0), (8, 2.0)])
+
+
+def test_processes_that_may_share_a_gpu_are_not_measured():
+    share = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    with pytest.raises(ValueError, match=r"NCCL_MULTI_RANK_GPU_ENABLE=1 .* 2 processes"):
+        calibrate.require_own_gpus("gpu", 2, share)
+    for right in (("gpu", 1, share), ("cpu", 2, share), ("gpu", 2, {})):
+        calibrate.require_own_gpus(*right)
+
+
+@pytest.mark.parametrize(
+    ("changed", "num_kept"), [({}, 2), ({"device_kind": "another"}, 0), ({"versions": {}}, 0)]
+)
+def test_laws_of_other_devices_or_versions_are_not_kept(
+    changed, num_kept, make_mesh, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    here = {name: output.machine()[name] for name in ("versions", "device_kind")}
+    dataclasses.replace(FOUND, **here | changed).save()
+    computed = {name: getattr(FOUND, name) for name in calibrate._COMPUTATION}
+    monkeypatch.setattr(calibrate, "_meshes", lambda mesh: [])
+    monkeypatch.setattr(
+        calibrate, "_computation", lambda mesh, earlier: {**computed, "num_compute_ranks": 1}
+    )
+    found = calibrate.calibrate(make_mesh(2), print)
+    assert found is not None and len(found.rates) == num_kept

@@ -244,7 +244,7 @@ def test_a_standby_that_cannot_run_is_replaced_when_standbys_are_filled_up():
 def test_gpus_are_divided_evenly_or_not_at_all():
     assert gpus_of_slots(8, 2, {}) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert gpus_of_slots(0, 3, {}) == [None] * 3
-    with pytest.raises(ValueError, match="3 .* 8 GPUs .* one of 1, 2, 4, 8;"):
+    with pytest.raises(ValueError, match="3 .* 8 GPUs .* one of 1, 2, 4, 8;.* JAX_PLATFORMS=cpu"):
         gpus_of_slots(8, 3, {SHARE: "1"})
 
 
@@ -254,6 +254,10 @@ def test_processes_share_gpus_and_their_memory_where_nccl_is_told_so():
     assert gpus_of_slots(2, 6, {SHARE: "1"}) == [[0], [0], [0], [1], [1], [1]]
     assert memory_of_shared(2, 6, {}) == {"XLA_CLIENT_MEM_FRACTION": "0.25"}
     assert memory_of_shared(2, 6, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}) == {}
+    # JAX ignores an empty variable, and would take three quarters for each process.
+    assert memory_of_shared(1, 2, {"XLA_CLIENT_MEM_FRACTION": ""}) == {
+        "XLA_CLIENT_MEM_FRACTION": "0.375"
+    }
     assert memory_of_shared(8, 2, {}) == memory_of_shared(0, 2, {}) == {}
 
 

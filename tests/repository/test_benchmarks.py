@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jdp
 from benchmarks.all_reduce import loops, rank_jax
 from benchmarks.gpu import measure
+from benchmarks.gpu import step as gpu_step
 from benchmarks.harness import exact, hlo, models, report, timing
 from benchmarks.harness.oracle import Oracle
 from benchmarks.step import call_cost, contestants, lineup, trace_cost
@@ -373,3 +374,16 @@ def test_a_page_names_no_folder_of_the_machine(monkeypatch):
     beside = report.RESULTS.parents[2] / "before"
     monkeypatch.setattr(sys, "argv", ["/measure.py", str(beside), "--quick"])
     assert report.environment()["command"] == "python measure.py ../before --quick"
+
+
+def test_the_step_on_one_gpu_is_compared_with_jit_and_a_wrong_one_is_found(monkeypatch):
+    problem = models.mlp(width=8, num_layers=2, num_rows=4)
+    (row,) = gpu_step.measured([problem], budget_s=0)
+    assert (row["model"], row["num_rounds"]) == ("mlp", 3) and row["ratio"] > 0
+
+    def twice(loss_fn, mesh, k):
+        return contestants.jit_natural(lambda params, batch: 2 * loss_fn(params, batch), mesh, k)
+
+    monkeypatch.setitem(gpu_step._MAKERS, "jit", twice)
+    with pytest.raises(exact.WrongResultError, match="'jit'.* the loss"):
+        list(gpu_step.measured([problem], budget_s=0))

@@ -124,6 +124,8 @@ class Communicator {
   Status map_peer(const Blob& blob);
   Status probe(cudaError_t (*launch)(const Arguments&, uint32_t*, cudaStream_t), const char* what);
   Arguments arguments() const;
+  // Forgets the buckets of earlier runs.
+  void begin_run();
   Flight* find_flight(int bucket);
   Flight* claim_flight(int bucket);
   Status no_room(int bucket, int64_t bytes) const;

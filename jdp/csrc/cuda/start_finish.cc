@@ -67,8 +67,17 @@ Communicator::Flight* Communicator::find_flight(int bucket) {
   return nullptr;
 }
 
+void Communicator::begin_run() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  // What is still in flight is of a run that ended with an error between a start and its done.
+  for (Flight& flight : flights_) {
+    if (flight.in_flight) regions_.free(flight.region);
+    flight.in_flight = false;
+  }
+}
+
 Communicator::Flight* Communicator::claim_flight(int bucket) {
-  // If it is still in flight, the step of its start was abandoned before its done.
+  // If it is still in flight, an iteration of a loop has ended before its done.
   Flight* flight = find_flight(bucket);
   if (flight) {
     regions_.free(flight->region);
@@ -106,7 +115,10 @@ Status Communicator::start(int64_t run, int bucket, Type type, const std::vector
     return devices_ ? devices_->wait(ordinal_, where, timeout_s()) : Status();
   };
   const std::string where = "bucket " + std::to_string(bucket) + " of run " + std::to_string(run);
-  if (run != std::exchange(last_run_, run)) JDP_RETURN_IF_ERROR(all_at("the first ring, " + where));
+  if (run != std::exchange(last_run_, run)) {
+    begin_run();
+    JDP_RETURN_IF_ERROR(all_at("the first ring, " + where));
+  }
   const Status status = enqueue(bucket, type, leaves, scale, stream);
   if (!status.ok()) {
     give_up(status);

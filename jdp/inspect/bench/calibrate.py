@@ -1,6 +1,7 @@
 """`jdp bench --calibrate`: the rates of this machine, saved for predictions."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jdp.inspect.bench import collectives, compute, output
 from jdp.inspect.calibration import Calibration, CollectiveLaw
 from jdp.inspect.law_fit import fitted
 
+_SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
 _ALONE = (
     "matmul_flops_per_s", "memory_bytes_per_s", "cached_bytes_per_s", "transcendentals_per_s",
     "operation_start_s", "slowness",
@@ -32,7 +34,11 @@ def calibrate(mesh: Mesh, say: Callable[[str], None]) -> Calibration | None:
     Args:
       mesh: all devices. In one process also the first 2, 4, 8, ... of them are measured.
       say: prints a line.
+
+    Raises:
+      ValueError: if processes may share GPUs.
     """
+    require_own_gpus(mesh.devices.flat[0].platform, len(agree.peers(mesh)))
     rates: dict[tuple, CollectiveLaw] = {}
     for part in _meshes(mesh):
         for operation in known_values.OPERATIONS:
@@ -41,7 +47,8 @@ def calibrate(mesh: Mesh, say: Callable[[str], None]) -> Calibration | None:
     facts = output.machine()
     del facts["load"]
     earlier = calibration.load(facts["platform"]) if _is_readable(facts["platform"]) else None
-    if earlier is not None and earlier.versions == facts["versions"]:
+    same = ("versions", "device_kind")  # a host may have got other GPUs
+    if earlier is not None and all(getattr(earlier, name) == facts[name] for name in same):
         rates = {**{_key(rate): rate for rate in earlier.rates}, **rates}
     else:
         earlier = None
@@ -49,6 +56,27 @@ def calibrate(mesh: Mesh, say: Callable[[str], None]) -> Calibration | None:
     if jax.process_index() != agree.peers(mesh)[0]:
         return None
     return Calibration(**{**facts, **computation}, rates=tuple(rates.values()))
+
+
+def require_own_gpus(
+    platform: str, num_processes: int, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Raise an error if processes may share GPUs, on which they take turns.
+
+    Args:
+      platform: of the devices.
+      num_processes: of the mesh.
+      environment: NCCL_MULTI_RANK_GPU_ENABLE=1 lets them share a GPU.
+
+    Raises:
+      ValueError: if they may.
+    """
+    if platform == "gpu" and num_processes > 1 and environment.get(_SHARE) == "1":
+        raise ValueError(
+            f"{_SHARE}=1 lets these {num_processes} processes share a GPU, on which they take "
+            "turns: jdp explain would predict each GPU too slow. Unset it, and start at most as "
+            "many processes as there are GPUs."
+        )
 
 
 def _computation(mesh: Mesh, earlier: Calibration | None) -> dict[str, Any]:

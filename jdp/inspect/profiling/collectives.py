@@ -66,26 +66,39 @@ def collectives_of(
 
 
 def by_order(
-    ran: Sequence[Operation], known: Mapping[str, Mapping[str, Collective]]
+    ran: Mapping[int, Sequence[Operation]], known: Mapping[str, Mapping[str, Collective]]
 ) -> dict[str, dict[str, Collective]]:
-    """Return the collectives by the names that a device's profile has for them.
+    """Return the collectives by the names that a profile has for them.
 
     XLA's collectives between GPUs bear there the name of the operation that XLA then divided into a
     start and a done, which is not in the compiled program any more. They begin in the order of the
-    program, since all are in one stream.
+    program, if all are in one stream. Where their number, their kinds or the devices contradict
+    that order, they are left without names.
 
     Args:
-      ran: the operations of the device, in order.
+      ran: the operations of each device, in order.
       known: name of program -> of operation -> collective.
     """
     found = {name: dict(of_program) for name, of_program in known.items()}
     for name, of_program in found.items():
-        names = [each.name for each in ran if each.program == name and each.is_of_nccl()]
-        strange = [each for each in dict.fromkeys(names) if each not in of_program]
-        left = [each for each in of_program if each not in names and _is_of_xla(of_program[each])]
-        if len(strange) == len(left):
-            of_program |= {new: of_program[old] for new, old in zip(strange, left, strict=True)}
+        owns = [[each for each in of_device if each.program == name] for of_device in ran.values()]
+        pairs = [_paired(own, of_program) for own in owns if own]
+        if pairs and all(each == pairs[0] for each in pairs):
+            of_program |= pairs[0]
     return found
+
+
+def _paired(
+    own: Sequence[Operation], of_program: Mapping[str, Collective]
+) -> dict[str, Collective]:
+    """Return the collectives of a program whose operations have other names on a device."""
+    names = {each.name for each in own}
+    strange = {x.name: x for x in reversed(own) if x.is_of_nccl() and x.name not in of_program}
+    left = [x for old, x in of_program.items() if old not in names and _is_of_xla(x)]
+    first = sorted(strange.values(), key=lambda x: x.begin)
+    if len(first) != len(left) or not all(map(Operation.may_be, first, [x.kind for x in left])):
+        return {}
+    return {one.name: collective for one, collective in zip(first, left, strict=True)}
 
 
 def _is_of_xla(collective: Collective) -> bool:

@@ -7,7 +7,8 @@ kernels all bear the name of the graph.
 
 import re
 import warnings
-from collections import Counter, defaultdict
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,15 +17,26 @@ from jax.profiler import ProfileData
 
 # XLA names these plainly, if a program's text is not at hand: those of jdp, JAX, XLA, and NCCL.
 _COMMUNICATES = re.compile(
-    r"(jdp_(all|reduce|ring|take_rows|add_rows)|psum|pmax|pmin|ppermute|all[-_]reduce|"
-    r"all[-_]gather|reduce[-_]scatter|all[-_]to[-_]all|collective[-_]permute|ncclDevKernel|ncclKernel)"
+    r"(jdp_(all|reduce|ring|take_rows|add_rows)|(void )?jdp::.*\breduce_kernel\b|"
+    r"psum|pmax|pmin|ppermute|all[-_]reduce|"
+    r"all[-_]gather|reduce[-_]scatter|all[-_]to[-_]all|collective[-_]permute|nccl\w*Kernel)"
 )
-_NCCL = re.compile(r"nccl(Dev)?Kernel")
+# ncclKernel up to NCCL 2.18, then ncclDevKernel; in symmetric memory ncclSymDevKernel (2.27) and
+# ncclSymkDevKernel (since 2.28).
+_NCCL = re.compile(r"nccl\w*Kernel_([A-Za-z]+)")
+_NCCL_KINDS = {
+    "AllReduce": {"all-reduce"},
+    "AllGather": {"all-gather"},
+    "ReduceScatter": {"reduce-scatter"},
+    "SendRecv": {"all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast"},
+}
 _CONTAINS = re.compile(r"(while|conditional|call)(\.\d+)?$")
 _GPU = re.compile(r"/device:GPU:(\d+)$")
 _STREAM = re.compile(r"Stream #")
 # An operation of XLA that launches a CUDA graph.
 _GRAPH = re.compile(r"command_buffer")
+# Operations with which all others are compared.
+_MOST_TRIED = 50
 
 
 class Operation(NamedTuple):
@@ -53,6 +65,11 @@ class Operation(NamedTuple):
     def is_of_nccl(self) -> bool:
         """Whether it is a kernel of NCCL."""
         return _NCCL.match(self.kernel) is not None
+
+    def may_be(self, kind: str) -> bool:
+        """Whether a kernel of NCCL may belong to a collective such as `all-reduce`."""
+        found = _NCCL.match(self.kernel)
+        return found is not None and kind in _NCCL_KINDS.get(found[1], {kind})
 
 
 class ProgramRun(NamedTuple):
@@ -98,7 +115,7 @@ def _kernels(line: Any, start: int) -> list[Operation]:
         stats = dict(event.stats)
         begin = start + round(event.start_ns)
         end = begin + round(event.duration_ns)
-        name, program = str(stats.get("hlo_op", event.name)), str(stats.get("hlo_module", ""))
+        name, program = str(stats.get("hlo_op") or event.name), str(stats.get("hlo_module", ""))
         if _GRAPH.match(name):
             name = event.name
         found.append(Operation(name, event.name, program, None, begin, end))
@@ -154,16 +171,38 @@ def runs(found: Sequence[Operation], program: str, num_runs: int) -> list[Progra
         time of each operation that ran so often belongs to the k-th run.
     """
     own = [each for each in found if each.program == program]
-    grouped: dict[Any, list[Operation]] = defaultdict(list)
     if all(each.run is not None for each in own):
+        numbered: dict[Any, list[Operation]] = defaultdict(list)
         for each in own:
-            grouped[each.run].append(each)
+            numbered[each.run].append(each)
+        groups = list(numbered.values())
     else:
-        times = Counter(each.name for each in own)
-        seen: Counter[str] = Counter()
-        for each in own:
-            if times[each.name] == num_runs:
-                grouped[seen[each.name]].append(each)
-                seen[each.name] += 1
-    spans = [(min(x.begin for x in group), max(x.end for x in group)) for group in grouped.values()]
+        groups = [list(group) for group in zip(*_once_in_each_run(own, num_runs), strict=True)]
+    spans = [(min(x.begin for x in group), max(x.end for x in group)) for group in groups]
     return [ProgramRun(program, begin, end) for begin, end in sorted(spans)]
+
+
+def _once_in_each_run(own: Sequence[Operation], num_runs: int) -> list[list[Operation]]:
+    """Return the times of each operation that ran once in each run of a program.
+
+    Args:
+      own: the operations of the program on one device, in order.
+      num_runs: how often it ran.
+    """
+    by_name: dict[str, list[Operation]] = defaultdict(list)
+    for each in own:
+        by_name[each.name].append(each)
+    # A loop in a branch, or another program of that name, may also have run one so often: but in
+    # fewer runs, or not once between any two times of the others.
+    often = {name: [x.begin for x in own] for name, own in by_name.items() if len(own) == num_runs}
+    longest = max((own[-1] - own[0] for own in often.values()), default=0)
+    often = {name: own for name, own in often.items() if 2 * (own[-1] - own[0]) >= longest}
+    tried = list(often.values())[:: 1 + len(often) // _MOST_TRIED]
+    fitting = [[name for name, own in often.items() if _take_turns(one, own)] for one in tried]
+    return [by_name[name] for name in max(fitting, key=len, default=[])]
+
+
+def _take_turns(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether exactly one time of each lies between two times of the other; both ascend."""
+    shifts = {bisect_right(one, begin) - k for k, begin in enumerate(other)}
+    return shifts in ({0}, {1})

@@ -39,19 +39,17 @@ def process_trace(
     found = device_operations.read(profile)
     ranks = _ranks()
     jaxprs = {_program(call): call.call.jaxprs for call in calls if call.call is not None}
-    known = collectives_of(_names(found), jaxprs)
+    ranked = {device: ran for device, ran in found.items() if device in ranks}
+    named = by_order(ranked, collectives_of(_names(found), jaxprs))
     slices = _phases(marks, begin, calls[-1].end)
     for i, call in enumerate(calls):
         slices.append(Slice(trace_file.CALL, f"step {first + i}", call.begin, call.end, None,
                             {"step": first + i}))  # fmt: skip
     notes = []
-    for device, ran in found.items():
-        rank = ranks.get(device)
-        if rank is None:  # a device outside of the mesh
-            continue
+    for device, ran in ranked.items():  # others are outside of the mesh
+        rank = ranks[device]
         own = _runs(ran, calls)
         slices += [Slice(trace_file.PROGRAM, run.program, run.begin, run.end, rank) for run in own]
-        named = by_order(ran, known)
         slices += [_slice(one, rank, named.get(one.program, {})) for one in ran]
         ends = _ends(ran, calls)
         if ends is None:

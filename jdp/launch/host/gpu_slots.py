@@ -46,7 +46,7 @@ def gpus_of_slots(
     raise ValueError(
         f"{num_slots} processes cannot divide the {num_gpus} GPU{'s' * (num_gpus > 1)} of this "
         f"host evenly. Write --nproc-per-node with one of {', '.join(map(str, divisors))}; with 1, "
-        f"one process drives all GPUs.{shared}"
+        f"one process drives all GPUs. To train on CPUs, set JAX_PLATFORMS=cpu.{shared}"
     )
 
 
@@ -57,11 +57,12 @@ def memory_of_shared(
 
     Args:
       num_gpus, num_slots: as for `gpus_of_slots`.
-      environment: if it says already how much memory JAX takes, the result is empty.
+      environment: if it says already how much memory JAX takes, the result is empty. JAX takes an
+        empty variable for none.
 
     >>> memory_of_shared(1, 2, {})
     {'XLA_CLIENT_MEM_FRACTION': '0.375'}
     """
-    if not 0 < num_gpus < num_slots or any(name in environment for name in _OF_MEMORY):
+    if not 0 < num_gpus < num_slots or any(map(environment.get, _OF_MEMORY)):
         return {}
     return {_FRACTION: f"{_TAKEN * num_gpus / num_slots:.3g}"}

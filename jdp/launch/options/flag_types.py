@@ -89,7 +89,8 @@ def read_processes(text: str) -> Range:
     gpus = num_gpus()
     if text == "gpu" and not gpus:
         raise argparse.ArgumentTypeError(
-            "there is no GPU on this host, or CUDA_VISIBLE_DEVICES hides all: write a number"
+            "there is no GPU on this host, or CUDA_VISIBLE_DEVICES or JAX_PLATFORMS hides all: "
+            "write a number"
         )
     number = num_cpus() if text == "cpu" or not gpus else gpus
     return number, number

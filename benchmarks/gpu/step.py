@@ -1,0 +1,106 @@
+"""Times the decorated step beside plain jit on one GPU: `python -m benchmarks.gpu.step`.
+
+Most of the time is compiling: three programs for each model, whose matmuls XLA would each try in
+dozens of kernels of its own compiler. It takes those of cuBLAS here, in all three. Each row is
+printed when it is measured; `--quick` takes small models, also on CPUs.
+"""
+
+import argparse
+import functools
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+import jdp
+from benchmarks.gpu.measure import gpu
+from benchmarks.harness import exact, models, report, timing
+from benchmarks.harness.models import Problem
+from benchmarks.harness.oracle import Oracle, Training
+from benchmarks.harness.report import Section
+from benchmarks.step import contestants
+from benchmarks.step.lineup import start
+
+_MAKERS = {"jdp": contestants.jdp_step, "jit": contestants.jit_natural}
+_NUM_STEPS = 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The decorated step beside plain jit, one GPU.")
+    parser.add_argument("--quick", action="store_true", help="small models, also on CPUs")
+    options = parser.parse_args()
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_triton_gemm=false"
+    if jax.default_backend() != "gpu" and not options.quick:
+        sys.exit(f"benchmarks.gpu.step needs a GPU; JAX found {jax.default_backend()}.")
+    hardware = gpu() if jax.default_backend() == "gpu" else report.hardware()
+    rows = []
+    for row in measured(_problems(options.quick), budget_s=0.5 if options.quick else 4):
+        rows.append({**row, "gpu": hardware})
+        print(report.table(_section(rows[-1:])), flush=True)
+    folder = report.SCRATCH if options.quick else report.RESULTS
+    print("wrote", report.write(folder, "step_one_gpu", hardware.split(",")[0], [_section(rows)]))
+
+
+def _problems(is_quick: bool) -> list[Problem]:
+    if is_quick:
+        return [models.mlp(width=32, num_layers=2, num_rows=16)]
+    return [
+        # So short that the time of the host shows.
+        models.mlp(width=256, num_layers=4, num_rows=256)._replace(name="small mlp"),
+        models.mlp(width=2048, num_layers=4, num_rows=4096),
+        models.transformer(dim=512, num_layers=1, num_rows=32, length=256),
+    ]
+
+
+def measured(problems: Sequence[Problem], *, budget_s: float) -> Iterator[dict[str, Any]]:
+    """Yield a row for each model, once it is measured.
+
+    Args:
+      problems: the models.
+      budget_s: seconds for the rounds of each of them.
+
+    Raises:
+      exact.WrongResultError: if a step computed a wrong result.
+    """
+    mesh = jdp.init(devices=jax.devices()[:1])
+    for problem in problems:
+        began = time.perf_counter()
+        batch = jax.device_put(problem.batch)
+        # Ten steps, then the same ten again: float32 products on a GPU are rounded differently.
+        with jax.default_matmul_precision("highest"):
+            oracle = Oracle(problem, num_steps=_NUM_STEPS, num_runs=1)
+            clocks = []
+            for label, make in _MAKERS.items():
+                step = make(problem.loss_fn, mesh, 1)
+                begin = functools.partial(start, label, problem, mesh)
+                one = Training(label, step, begin, batch, oracle)
+                clocks.append(exact.checked(one, timing.until_ready))
+                clocks[-1]()
+            ready_s = time.perf_counter() - began
+            print(f"{problem.name}: compiled and checked after {ready_s:.1f} s", flush=True)
+            compared = timing.compare(*clocks, budget_s=budget_s)
+        yield {"model": problem.name, "ready_s": ready_s, **compared._asdict()}
+
+
+def _section(rows: list[dict[str, Any]]) -> Section:
+    return Section(
+        "The decorated step beside plain jit, one GPU",
+        f"{rows[0]['gpu']}. jdp / jit, the median of pairs, and its 95 % interval. Ten steps in a "
+        "row, with matmuls of cuBLAS in full float32. " + exact.CHECKED,
+        rows,
+        {
+            "model": "{model}",
+            "jit, s for ten": "{second_s:.6f}",
+            "jdp / jit": "{ratio:.3f}",
+            "interval": "{low:.3f} to {high:.3f}",
+            "rounds": "{num_rounds}",
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""The programs that `jdp bench --calibrate` times on GPUs have the kernels that it divides by."""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.gpu import topology
+from jdp.inspect.bench import compute
+from jdp.inspect.calibration import CACHED_BYTES
+from jdp.inspect.hlo import HloProgram
+
+DESCRIBED = os.environ.get("JDP_TARGET_CONFIG")
+# These run no kernel.
+FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """kernels(fn): the kernels of the program that `fn(mesh)` would time, by operation."""
+    try:
+        mesh = topology.mesh_of_h200s(1, DESCRIBED and Path(DESCRIBED).read_text())
+    except topology.UnavailableError as reason:
+        pytest.skip(str(reason))
+    found = []
+
+    def seconds(run, x, other, right, what, num_calls=1):
+        found.append(HloProgram(run.lower(x, other).compile().as_text()))
+        return 1.0
+
+    def placed(mesh, x):
+        where = NamedSharding(mesh, P(mesh.axis_names[0]))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    monkeypatch.setattr(compute, "_seconds", seconds)
+    monkeypatch.setattr(compute, "_placed", placed)
+
+    def kernels(fn):
+        fn(mesh)
+        program = found.pop()
+        return Counter(one.op for one in program.computations[program.entry] if one.op not in FREE)
+
+    return kernels
+
+
+def test_a_loop_over_an_array_is_a_kernel_for_each_iteration_and_no_copy(kernels):
+    assert kernels(compute.memory_bytes_per_s) == {"fusion": 64}
+    size = CACHED_BYTES // 8
+    for operation in (lambda x: x + 1, jnp.tanh):
+        assert kernels(lambda mesh, f=operation: compute.loop_s(mesh, f, size, 0.0)) == {
+            "fusion": 64
+        }
+
+
+def test_a_chain_of_operations_is_a_kernel_for_each(kernels):
+    assert kernels(compute.operation_start_s) == {"fusion": 512}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_matmul_is_one_kernel(dtype, kernels):
+    found = kernels(lambda mesh: compute.matmul_flops_per_s(mesh, dtype))
+    assert sum(found.values()) == 1
