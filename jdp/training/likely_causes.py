@@ -66,7 +66,9 @@ def _have_few_digits(evidence: _Evidence) -> LeafDifference | None:
     return evidence.worst_if(are_small and bool(re.search(r"[x<]b?f16>", evidence.program)))
 
 
-_STATISTICS = re.compile(r"batch_stats|running_|moving_|(\['|\.)(mean|var)('\]|$|\b)")
+_STATISTICS = re.compile(
+    r"batch_stats|running_|moving_|(mean|var)_ema|(\['|\.)(mean|var)('\]|$|\b)"
+)
 
 
 def _statistics(evidence: _Evidence) -> LeafDifference | None:
