@@ -7,8 +7,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp import pytrees
+from jdp.analysis.equal_draws import equal_draws
 from jdp.axis import AxisName
 from jdp.distributed import mesh
+from jdp.reduction.accumulation import num_rows
 from jdp.training.likely_causes import likely_cause
 from jdp.training.step import Step
 from jdp.training.step_differences import (
@@ -97,7 +99,8 @@ def check_step(
             owned=findings.owned,
         )
         if beyond(found.leaves) or beyond(found.metrics):
-            found = _explained(found, step.lower(_on(start, ranks), batch, *rest, **keywords))
+            traced = step.trace(_on(start, ranks), batch, *rest, **keywords)
+            found = _explained(found, traced, num_rows(batch) // num_ranks)
             break
     print(found)
     _require_equal(step, found)
@@ -133,10 +136,11 @@ def _several_ranks(ranks: Mesh, axis_name: AxisName) -> int:
     return num_ranks
 
 
-def _explained(found: StepDifference, lowered: Any) -> StepDifference:
-    """Return a difference with its likely cause, found in the lowered step."""
+def _explained(found: StepDifference, traced: Any, rows_of_rank: int) -> StepDifference:
+    """Return a difference with its likely cause, found in the traced step."""
+    lowered, draws = traced.lower(), equal_draws(traced.jaxpr, rows_of_rank)
     named = str(lowered.as_text(debug_info=True))
-    return replace(found, cause=likely_cause(found, str(lowered.as_text()), named))
+    return replace(found, cause=likely_cause(found, str(lowered.as_text()), named, draws))
 
 
 def _require_equal(step: Step, found: StepDifference) -> None:
