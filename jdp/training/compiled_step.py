@@ -36,9 +36,9 @@ class CompiledStep:
     Args:
       spec: the step.
       mesh: where it runs.
+      floats: paths of Python floats in the state, see `parameters.floats_of_equinox`.
       is_part: whether it is traced into a larger program of the author's; that one is not
         compared between processes.
-      floats: paths of Python floats in the state, see `parameters.floats_of_equinox`.
 
     Attributes:
       jaxprs: the latest programs that were traced, each with the names of its inputs.
@@ -46,7 +46,7 @@ class CompiledStep:
         that was traced last.
     """
 
-    def __init__(self, spec: StepSpec, mesh: Mesh, *, is_part: bool, floats: frozenset[str]):
+    def __init__(self, spec: StepSpec, mesh: Mesh, floats: frozenset[str], is_part: bool):
         self.mesh = mesh
         self.spec = spec
         self.jaxprs: deque[tuple[Any, list[str]]] = deque(maxlen=_MAX_JAXPRS)

@@ -157,9 +157,8 @@ class RankProgram:
             arrays, *parts = state_shards.parts(new_groups, shard_axes)
             weight = self._weight(scope)
         raw_weight = None if scope.raw_weight is None else scope.raw_weight.reshape(1)
-        reports = RankReports(differs, raw_weight)
         uniform = UniformOutputs(arrays, metrics, weight, own_metrics, new_layout, scope.found())
-        return RankOutputs(uniform, SplitOutputs(rows, reports, parts))
+        return RankOutputs(uniform, SplitOutputs(rows, RankReports(differs, raw_weight), parts))
 
     def _averaged(self, metrics: Any, rest: Sequence[Any], given: Any) -> tuple[Any, Any]:
         """Return the means of metrics over the ranks, and whether arguments differ: None or bool.

@@ -167,8 +167,7 @@ class Step:
         if compiled is None:
             placing.require_batch(spec, batch, len(rest))  # placed, as an empty one is
             floats = parameters.floats_of_equinox(given_state)
-            compiled = CompiledStep(spec, where, is_part=is_traced, floats=floats)
-            self._compiled_steps[key] = compiled
+            compiled = self._compiled_steps[key] = CompiledStep(spec, where, floats, is_traced)
         return compiled, (state, batch, *rest), is_traced, is_returned
 
     def bound(self, args: tuple, kwargs: dict[str, Any]) -> tuple[StepSpec, tuple]:
