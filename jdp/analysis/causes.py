@@ -125,9 +125,10 @@ def _advice(output: Output) -> str:
     return _STATISTICS if _MODEL_STATE.search(output.path) else _STATE
 
 
-# The states of Flax linen and nnx, and those of Equinox, whose paths in JAX are numbers.
+# The states of Flax linen and nnx, of Haiku, and those of Equinox, whose paths in JAX are numbers.
 _MODEL_STATE = re.compile(
-    r"model_state|batch_stats|running_|moving_|(\['|\.)(mean|var)('\]|\.|$)|<flat index"
+    r"model_state|batch_stats|running_|moving_|(\['|\.)(mean|var)('\]|\.|$)|(mean|var)_ema'\]|/ema_"
+    r"|<flat index"
 )
 
 

@@ -86,7 +86,9 @@ class Provenance(WayBack):
                 continue
             operands = [Node(each.frame, atom) for atom in eqn.invars]
             differing = [operand for operand in operands if self.differs(operand)]
-            same = [operand for operand in operands if not self.differs(operand)]
+            # A choice that all ranks make alike does not combine what it chooses from.
+            first = 1 if eqn.primitive.name == "select_n" else 0
+            same = [operand for operand in operands[first:] if not self.differs(operand)]
             if not differing:
                 self._add_source(each, sources)
             elif reduced := [one for one in same if any(self._reductions(one, only_same=True))]:

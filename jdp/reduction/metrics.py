@@ -42,14 +42,10 @@ def mean_over_ranks(
     >>> jax.vmap(lambda x: mean_over_ranks(x), axis_name="data")(jax.numpy.arange(4.0))
     Array([1.5, 1.5, 1.5, 1.5], dtype=float32)
     """
-    leaves, treedef = jax.tree.flatten(x)
-    leaves = [jnp.asarray(leaf) for leaf in leaves]
-    for leaf in leaves:
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise TypeError(
-                f"mean_over_ranks of {leaf.dtype}{list(leaf.shape)}: the mean of integers is not "
-                "an integer. Write jdp.sum_over_ranks(x) for counts, or cast to float32."
-            )
+    named, treedef = jax.tree_util.tree_flatten_with_path(x)
+    leaves = [jnp.asarray(leaf) for _, leaf in named]
+    for (path, _), leaf in zip(named, leaves, strict=True):
+        _require_float(path, leaf)
         _require_digits("mean_over_ranks", leaf)
     if weight is not None:
         weight = row_weight.valid(weight)
@@ -113,6 +109,23 @@ def _wide(leaf: Any) -> jax.Array:
 def _float_like(total: jax.Array, leaf: Any) -> jax.Array:
     is_float = jnp.issubdtype(total.dtype, jnp.inexact)
     return total.astype(jnp.result_type(leaf)) if is_float else total
+
+
+def _require_float(path: tuple, leaf: jax.Array) -> None:
+    if jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return
+    where, of_tree = "", ""
+    if path:
+        where = f", at x{jax.tree_util.keystr(path)}"
+        of_tree = (
+            " One that all ranks have the same, such as a count of steps beside batch statistics, "
+            "needs no mean: jax.tree.map(lambda x: jdp.mean_over_ranks(x) if "
+            "jnp.issubdtype(x.dtype, jnp.floating) else x, stats)."
+        )
+    raise TypeError(
+        f"mean_over_ranks of {leaf.dtype}{list(leaf.shape)}{where}: the mean of integers is not "
+        f"an integer. Write jdp.sum_over_ranks(x) for counts, or cast to float32.{of_tree}"
+    )
 
 
 def _require_digits(caller: str, leaf: Any) -> None:

@@ -37,6 +37,11 @@ _OWN_WEIGHT = (
     "jdp.value_and_grad(weight=...) is not the weight of the step, which weighs the ranks. Give "
     "the weight to jdp.train_step(weight=...) alone, which then also weighs the micro-batches."
 )
+_NO_ROWS = (
+    "accumulate= and micro_batch_rows= split the rows that follow the parameters, and got none: "
+    "rows that the loss closes over cannot be split. Write loss_fn(params, batch), and call "
+    "jdp.value_and_grad(loss_fn, ...)(params, batch)."
+)
 
 
 def value_and_grad(
@@ -70,7 +75,8 @@ def value_and_grad(
 
     Args:
       loss_fn: `loss_fn(params, batch, *rest) -> loss`, the mean over the rows of `batch`; with
-        `has_aux` `-> (loss, aux)`.
+        `has_aux` `-> (loss, aux)`. `loss_fn(params)`, which closes over its rows, cannot be split
+        into micro-batches.
       accumulate: number k of micro-batches, >= 1; this rank's rows must divide by it. Give this
         or `micro_batch_rows`; without either, one go.
       micro_batch_rows: the most rows of this rank in one micro-batch, >= 1. k is as small as that
@@ -92,8 +98,8 @@ def value_and_grad(
       ValueError: if the rows do not divide by `accumulate`; if a leaf of the batch has other rows
         than the first; if both `accumulate` and `micro_batch_rows` are given.
       TypeError: if `aux` holds a leaf of which no mean is defined; a parameter is not a float,
-        without `allow_int`; the loss draws from a raw `jax.random.PRNGKey` of `rest`; or a number
-        of micro-batches or rows is not an integer.
+        without `allow_int`; the loss draws from a raw `jax.random.PRNGKey` of `rest`; a number of
+        micro-batches or rows is not an integer; or there are several, and no batch is given.
 
     >>> import jax.numpy as jnp
     >>> loss_fn = lambda w, x: jnp.mean((w * x) ** 2)
@@ -110,13 +116,15 @@ def value_and_grad(
     loss = _MicroBatchedLoss(loss_fn, has_aux, weight, axis_name)
 
     @functools.wraps(loss_fn)
-    def named(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
+    def named(params: Any, *args: Any) -> tuple[Any, Any]:
+        if not args and ((accumulate or 1) > 1 or micro_batch_rows is not None):
+            raise TypeError(_NO_ROWS)
         with mixed_precision.named_loss(params):
-            k = num_micro_batches(batch, accumulate, micro_batch_rows)
+            k = num_micro_batches(args[0], accumulate, micro_batch_rows) if args else 1
             derivative = loss.derivative(params, k)
             if k > 1:
-                return loss.accumulate(derivative, batch, rest, k)
-            value, grads = derivative.differentiate(loss_fn, has_aux, batch, rest)
+                return loss.accumulate(derivative, args[0], args[1:], k)
+            value, grads = derivative.differentiate(loss_fn, has_aux, args)
             return value, derivative.whole(grads)
 
     return named
@@ -193,9 +201,8 @@ class _MicroBatchedLoss(NamedTuple):
         def part(micro_batch: Any) -> Any:
             batch, keys = micro_batch
             with entered(batch) as micro:
-                value, grads = derivative.differentiate(
-                    self.loss_fn, self.has_aux, batch, join(keys)
-                )
+                args = batch, *join(keys)
+                value, grads = derivative.differentiate(self.loss_fn, self.has_aux, args)
             means, rows = take_rows(value)
             means = _require_means(means)
             rows_count = jnp.asarray(count(batch), float)

@@ -125,20 +125,19 @@ class ShardGradients:
         return bool(self._in_time or self._sent)
 
     def differentiate(
-        self, loss_fn: Callable[..., Any], has_aux: bool, batch: Any, rest: tuple
+        self, loss_fn: Callable[..., Any], has_aux: bool, args: tuple
     ) -> tuple[Any, LeafGradients]:
-        """Return the value of `loss_fn(params, batch, *rest)`, and the gradients.
+        """Return the value of `loss_fn(params, *args)`, and the gradients.
 
         Args:
-          loss_fn: `(params, batch, *rest) -> loss`, or `(loss, aux)`.
+          loss_fn: `(params, *args) -> loss`, or `(loss, aux)`.
           has_aux: whether it returns `aux`.
-          batch: rows of this rank.
-          rest: further arguments.
+          args: rows of this rank, and further arguments; none for a loss that closes over them.
         """
         num_leaves = len(self._leaves)
         own_shards = [self._shards[i].value for i in self._sent]
         with known_shards.forgotten_after():
-            program, first, restored = self._traced(loss_fn, has_aux, batch, rest)
+            program, first, restored = self._traced(loss_fn, has_aux, args)
             # Not whether the loss reads a parameter: a rule of the author's may make its gradient.
             zeros = flat_program.zeros_of(program)
             has_gradient = [value not in zeros for value in program.outs[first:]]
@@ -148,7 +147,7 @@ class ShardGradients:
                 shards=self._in_time,
                 whole=[i for i in range(num_leaves) if i not in self._shards],
                 capacity=self._bucket_bytes,
-                after=first_floats(batch),
+                after=first_floats(args[:1]),
                 is_native=known_shards.are_native(self._shards.values()),
             )
             outs = evaluation.run(
@@ -165,9 +164,7 @@ class ShardGradients:
         ]
         return restored(outs[:first]), LeafGradients(local, means)
 
-    def _traced(
-        self, loss_fn: Callable[..., Any], has_aux: bool, batch: Any, rest: tuple
-    ) -> _TracedLoss:
+    def _traced(self, loss_fn: Callable[..., Any], has_aux: bool, args: tuple) -> _TracedLoss:
         others: list[Any] = []  # leaves of the value that are not arrays
         trees: list[Any] = []
 
@@ -177,7 +174,7 @@ class ShardGradients:
                 # Without an owner: a gradient inside of the loss is this rank's.
                 own = self._shards[i]._replace(value=value, owner=None)
                 leaves[i] = known_shards.remember(leaves[i], own)
-            return loss_fn(self._tree.unflatten(leaves), batch, *rest)
+            return loss_fn(self._tree.unflatten(leaves), *args)
 
         def program(leaves: list[Any], shards: list[Any]) -> Any:
             differentiate = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)

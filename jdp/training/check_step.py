@@ -7,8 +7,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp import pytrees
+from jdp.analysis.equal_draws import equal_draws
 from jdp.axis import AxisName
 from jdp.distributed import mesh
+from jdp.reduction.accumulation import num_rows
 from jdp.training.likely_causes import likely_cause
 from jdp.training.step import Step
 from jdp.training.step_differences import (
@@ -86,18 +88,18 @@ def check_step(
         states, reported = zip(*results, strict=True)
         one, many = map(pytrees.hold, states)
         limits: dict[str, Any] = {"tolerance": tolerance, "num_steps": number}
-        digits = max(digits_of(one), wire)
         found = StepDifference(
             leaves=compare("state", start, one, many, digits_of_change=wire, **limits),
             cause=None,
             num_ranks=num_ranks,
-            metrics=compare("metrics", None, *reported, digits=digits, **limits),
+            metrics=compare("metrics", None, *reported, digits=max(digits_of(one), wire), **limits),
             num_steps=number,
             gathers=findings.gathers,
             owned=findings.owned,
         )
         if beyond(found.leaves) or beyond(found.metrics):
-            found = _explained(found, step.lower(_on(start, ranks), batch, *rest, **keywords))
+            traced = step.trace(_on(start, ranks), batch, *rest, **keywords)
+            found = _explained(found, traced, batch)
             break
     print(found)
     _require_equal(step, found)
@@ -133,10 +135,11 @@ def _several_ranks(ranks: Mesh, axis_name: AxisName) -> int:
     return num_ranks
 
 
-def _explained(found: StepDifference, lowered: Any) -> StepDifference:
-    """Return a difference with its likely cause, found in the lowered step."""
+def _explained(found: StepDifference, traced: Any, batch: Any) -> StepDifference:
+    """Return a difference with its likely cause, found in the traced step."""
+    lowered, draws = traced.lower(), equal_draws(traced.jaxpr, num_rows(batch) // found.num_ranks)
     named = str(lowered.as_text(debug_info=True))
-    return replace(found, cause=likely_cause(found, str(lowered.as_text()), named))
+    return replace(found, cause=likely_cause(found, str(lowered.as_text()), named, draws))
 
 
 def _require_equal(step: Step, found: StepDifference) -> None:

@@ -36,6 +36,7 @@ class CompiledStep:
     Args:
       spec: the step.
       mesh: where it runs.
+      floats: paths of Python floats in the state, see `parameters.floats_of_equinox`.
       is_part: whether it is traced into a larger program of the author's; that one is not
         compared between processes.
 
@@ -45,7 +46,7 @@ class CompiledStep:
         that was traced last.
     """
 
-    def __init__(self, spec: StepSpec, mesh: Mesh, *, is_part: bool = False):
+    def __init__(self, spec: StepSpec, mesh: Mesh, floats: frozenset[str], is_part: bool):
         self.mesh = mesh
         self.spec = spec
         self.jaxprs: deque[tuple[Any, list[str]]] = deque(maxlen=_MAX_JAXPRS)
@@ -61,6 +62,7 @@ class CompiledStep:
             mesh,
             checksum_spec=None if self.arguments is None else self.arguments.spec,
             series=call_order.next_series(spec.name) if is_part else "",
+            floats=floats,
         )
         why_xla = call_order.PART_OF_ANOTHER if is_part else None
         self._choices = Choices(why_xla=why_xla, in_place=spec.donate and not is_part)

@@ -1,7 +1,7 @@
 """The likely cause of a difference between a step on one rank and on n."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,19 +9,23 @@ import numpy as np
 from jdp.training.step_differences import LeafDifference, StepDifference, beyond
 
 
-def likely_cause(found: StepDifference, program: str, named: str) -> str:
+def likely_cause(
+    found: StepDifference, program: str, named: str, equal_draws: Sequence[str] = ()
+) -> str:
     """Return why one rank and n ranks may differ.
 
     Args:
       found: the differences.
       program: text of the lowered step.
       named: the same text, with JAX's name of each operation.
+      equal_draws: lines that draw random numbers for rows, the same on every rank.
     """
     leaves = beyond(found.leaves)
     causes, prefix = (_CAUSES, "") if leaves else (_CAUSES_OF_METRICS, _METRIC)
-    evidence = _Evidence(found, leaves or beyond(found.metrics)[:1], program, named)
+    evidence = _Evidence(found, leaves or beyond(found.metrics)[:1], program, named, equal_draws)
     leaf, text = next((leaf, text) for find, text in causes if (leaf := find(evidence)))
-    return (prefix + text).format(leaf=leaf, num_ranks=found.num_ranks)
+    lines = ", ".join(equal_draws)
+    return (prefix + text).format(leaf=leaf, num_ranks=found.num_ranks, lines=lines)
 
 
 @dataclass(frozen=True)
@@ -31,13 +35,14 @@ class _Evidence:
     Attributes:
       found: all differences.
       wrong: the leaves of the state that are too far apart, at least one; or one metric.
-      program, named: see `likely_cause`.
+      program, named, equal_draws: see `likely_cause`.
     """
 
     found: StepDifference
     wrong: list[LeafDifference]
     program: str
     named: str
+    equal_draws: Sequence[str]
 
     def worst_if(self, applies: bool) -> LeafDifference | None:
         """Return the leaf that is furthest apart, if the cause applies."""
@@ -66,7 +71,9 @@ def _have_few_digits(evidence: _Evidence) -> LeafDifference | None:
     return evidence.worst_if(are_small and bool(re.search(r"[x<]b?f16>", evidence.program)))
 
 
-_STATISTICS = re.compile(r"batch_stats|running_|moving_|(\['|\.)(mean|var)('\]|$|\b)")
+_STATISTICS = re.compile(
+    r"batch_stats|running_|moving_|(mean|var)_ema|(\['|\.)(mean|var)('\]|$|\b)"
+)
 
 
 def _statistics(evidence: _Evidence) -> LeafDifference | None:
@@ -97,6 +104,10 @@ def _are_random(evidence: _Evidence) -> LeafDifference | None:
     return evidence.worst_if(bool(re.search("threefry|rng_bit_generator", evidence.program)))
 
 
+def _draw_alike(evidence: _Evidence) -> LeafDifference | None:
+    return evidence.worst_if(bool(evidence.equal_draws))
+
+
 def _may_be_clipped(evidence: _Evidence) -> LeafDifference | None:
     program = evidence.program
     cuts = "stablehlo.minimum" in program or "stablehlo.select" in program
@@ -110,6 +121,12 @@ def _any(evidence: _Evidence) -> LeafDifference | None:
 _FEW_DIGITS = (
     "The differences are small, and the step computes in bfloat16 or float16, which may explain "
     "them. Compare in float32, or with a larger tolerance=."
+)
+_DRAWN_ALIKE = (
+    "{lines} draws random numbers for the rows of a rank from a key that all ranks share: every "
+    "rank draws the same ones, where one rank draws others for each row. Draw from state.key, or "
+    "from jax.random.fold_in(key, jax.lax.axis_index('data')), and compare with a constant in "
+    "their place."
 )
 _RANDOM = (
     "The step draws random numbers: with state.key every rank draws its own (dropout, noise), "
@@ -154,6 +171,7 @@ _CAUSES: _Causes = [
         "own size, as Adam does, and rounding decides the step of one that cancels out to nearly "
         "0, such as that of a number added to all logits. Compare with optax.sgd.",
     ),
+    (_draw_alike, _DRAWN_ALIKE),
     (_are_random, _RANDOM),
     (
         _may_be_clipped,
@@ -185,6 +203,7 @@ _CAUSES_OF_METRICS: _Causes = [
         "It is a mean that was summed over ranks: write jdp.mean_over_ranks(x).",
     ),
     (_have_few_digits, _FEW_DIGITS),
+    (_draw_alike, _DRAWN_ALIKE),
     (_are_random, _RANDOM),
     (
         _any,

@@ -1,5 +1,7 @@
 """Which leaves of a tree are parameters, and which of them train."""
 
+import contextlib
+from collections.abc import Iterator, Set
 from typing import Any
 
 import jax
@@ -29,19 +31,73 @@ def require_no_numbers_of_modules(params: Any) -> None:
             )
 
 
+def floats_of_equinox(state: Any) -> frozenset[str]:
+    """Return the paths of Python floats in a state that are attributes of Equinox's modules.
+
+    Equinox does not differentiate in them, but in a step they are arrays, as all numbers are.
+
+    Args:
+      state: a state that no step returned.
+    """
+    if not any(type(leaf) in (float, complex) for leaf in jax.tree.leaves(state)):
+        return frozenset()
+    return frozenset(
+        jax.tree_util.keystr(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        if type(leaf) in (float, complex) and _is_of_equinox(state, path)
+    )
+
+
+@contextlib.contextmanager
+def not_trained(floats: frozenset[str], gradients: Set[str], state: str) -> Iterator[None]:
+    """Refuse, in place of any error in the body, gradients of Python floats of modules.
+
+    Args:
+      floats: paths in the state, from `floats_of_equinox`.
+      gradients: paths of the gradients that the body has reduced, in the tree of its parameters.
+      state: name of the state.
+
+    Raises:
+      TypeError: naming the first one.
+    """
+    try:
+        yield
+    finally:
+        for path in sorted(floats):
+            if any(gradient and path.endswith(gradient) for gradient in gradients):
+                raise TypeError(
+                    f"the step has a gradient with respect to `{state}{path}`, a Python number of "
+                    "a module, and the optimizer would train it: numbers of a state are arrays in "
+                    "a step, so eqx.filter_grad differentiates in them, as it does not under "
+                    "eqx.filter_jit. Keep them outside of the state: params, static = "
+                    "eqx.partition(model, eqx.is_inexact_array), and eqx.combine(params, static) "
+                    "in the loss. If it is to train, make it an array."
+                )
+
+
+def _is_of_equinox(tree: Any, path: tuple) -> bool:
+    classes = type(_parent(tree, path)).__mro__
+    return any(each.__module__.partition(".")[0] == "equinox" for each in classes)
+
+
 def _is_of_module(tree: Any, path: tuple) -> bool:
     """Whether a leaf is an attribute, but not of a named tuple, whose fields are like a dict's."""
     if not path or not isinstance(path[-1], jax.tree_util.GetAttrKey):
         return False
+    return not isinstance(_parent(tree, path), tuple)
+
+
+def _parent(tree: Any, path: tuple) -> Any:
+    """Return the node that holds a leaf, None if JAX opens a node above it in its own way."""
     try:
         for key in path[:-1]:
             if isinstance(key, jax.tree_util.GetAttrKey):
                 tree = getattr(tree, key.name)
             else:
                 tree = tree[key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key]
-    except (AttributeError, KeyError, TypeError):  # a node that JAX opens by a function of its own
-        return True
-    return not isinstance(tree, tuple)
+    except (AttributeError, KeyError, TypeError):
+        return None
+    return tree
 
 
 def trainable_flags(params: Any, trainable: Any) -> tuple[bool, ...]:

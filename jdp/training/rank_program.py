@@ -20,7 +20,14 @@ from jdp.reduction import optimizer, read_in_time, reported, step_context
 from jdp.reduction.overlap import wait_order
 from jdp.reduction.scope import Choices, Scope
 from jdp.step_spec import StepSpec
-from jdp.training import forward_mode, hints, shard_layout, state_shards, unknown_value
+from jdp.training import (
+    forward_mode,
+    hints,
+    parameters,
+    shard_layout,
+    state_shards,
+    unknown_value,
+)
 from jdp.training.state_layout import StateLayout, parted
 
 
@@ -71,12 +78,14 @@ class RankProgram:
       checksum_spec: how the checksums of the arguments are split, which are then the last argument;
         None where processes do not compare arguments.
       series: see `call_order.next_series`.
+      floats: paths of Python floats in the state, see `parameters.floats_of_equinox`.
     """
 
     spec: StepSpec
     mesh: Mesh
     checksum_spec: P | None
     series: str
+    floats: frozenset[str]
 
     def mapped(
         self, layout: StateLayout, shard_axes: tuple[str, ...], num_args: int, choices: Choices
@@ -137,7 +146,8 @@ class RankProgram:
             positional, named = spec.by_keyword(rest)
             # Called here: JAX records the whole stack for each operation of the author.
             call = spec.fn if spec.returns_state else self._measured
-            returned = call(given_state, split.batch, *positional, **named)
+            with parameters.not_trained(self.floats, scope.marked, spec.argument(0)):
+                returned = call(given_state, split.batch, *positional, **named)
             new_state, metrics = self._pair(returned, tree)
             metrics, rows = reported.take_rows(metrics)
             reported.require_numbers(metrics)
@@ -147,9 +157,8 @@ class RankProgram:
             arrays, *parts = state_shards.parts(new_groups, shard_axes)
             weight = self._weight(scope)
         raw_weight = None if scope.raw_weight is None else scope.raw_weight.reshape(1)
-        reports = RankReports(differs, raw_weight)
         uniform = UniformOutputs(arrays, metrics, weight, own_metrics, new_layout, scope.found())
-        return RankOutputs(uniform, SplitOutputs(rows, reports, parts))
+        return RankOutputs(uniform, SplitOutputs(rows, RankReports(differs, raw_weight), parts))
 
     def _averaged(self, metrics: Any, rest: Sequence[Any], given: Any) -> tuple[Any, Any]:
         """Return the means of metrics over the ranks, and whether arguments differ: None or bool.

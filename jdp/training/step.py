@@ -18,7 +18,7 @@ from jdp.distributed.checks import arguments, known_leaves
 from jdp.distributed.step_call import StepCall
 from jdp.reduction import reported, row_weight
 from jdp.step_spec import StepSpec
-from jdp.training import placing
+from jdp.training import parameters, placing
 from jdp.training.compiled_step import CompiledStep
 from jdp.training.interrupts import SHIELD
 from jdp.worker import progress
@@ -133,6 +133,7 @@ class Step:
         is what the last call of this step returned.
         """
         spec, (state, batch, *rest) = self.bound(args, kwargs)
+        given_state = state
         if self._holds_others:
             state = pytrees.hold(state)
         leaves = jax.tree.leaves(state)
@@ -165,7 +166,8 @@ class Step:
         compiled = self._compiled_steps.get(key)
         if compiled is None:
             placing.require_batch(spec, batch, len(rest))  # placed, as an empty one is
-            compiled = self._compiled_steps[key] = CompiledStep(spec, where, is_part=is_traced)
+            floats = parameters.floats_of_equinox(given_state)
+            compiled = self._compiled_steps[key] = CompiledStep(spec, where, floats, is_traced)
         return compiled, (state, batch, *rest), is_traced, is_returned
 
     def bound(self, args: tuple, kwargs: dict[str, Any]) -> tuple[StepSpec, tuple]:

@@ -474,6 +474,19 @@ def test_a_micro_batch_has_at_least_one_row():
         jdp.value_and_grad(loss_fn, micro_batch_rows=0)
 
 
+def test_a_loss_that_closes_over_its_rows_takes_parameters_alone():
+    rows = batch()
+    got = jdp.value_and_grad(lambda p: loss_fn(p, rows), accumulate=1)(training.params())
+    assert_close(got, jax.value_and_grad(loss_fn)(training.params(), rows))
+
+
+@pytest.mark.parametrize("split", [{"accumulate": 2}, {"micro_batch_rows": 8}], ids=str)
+def test_rows_that_a_loss_closes_over_are_not_split(split):
+    rows = batch()
+    with pytest.raises(TypeError, match=r"loss_fn\(params, batch\)"):
+        jdp.value_and_grad(lambda p: loss_fn(p, rows), **split)(training.params())
+
+
 def test_the_split_is_said_in_one_way():
     with pytest.raises(ValueError, match="accumulate=2 .*micro_batch_rows=4"):
         jdp.value_and_grad(loss_fn, accumulate=2, micro_batch_rows=4)

@@ -83,6 +83,12 @@ def clipped_alone(state, batch):
     return state.apply_gradients(grads), {}
 
 
+def noisy_alike(state, batch):
+    noise = jax.random.normal(state.shared_key, batch["x"].shape)
+    grads = jax.grad(loss_fn)(state.params, {**batch, "x": batch["x"] + noise})
+    return state.apply_gradients(grads), {}
+
+
 def noisy(state, batch):
     noise = jax.random.normal(state.key, batch["x"].shape)
     grads = jax.grad(loss_fn)(state.params, {**batch, "x": batch["x"] + noise})
@@ -97,6 +103,7 @@ def noisy(state, batch):
         (clipped_alone, "clip_by_global_norm"),
         (local_masked_mean, "(?!.*clip_by).* weight="),
         (noisy, r"state\.shared_key"),
+        (noisy_alike, r"test_check_step\.py:\d+ .*fold_in\(key, jax\.lax\.axis_index"),
     ],
 )
 def test_says_what_the_analysis_cannot_see(program, cause):

@@ -278,3 +278,45 @@ def test_equinox_module_with_leaves_that_are_no_arrays():
     got, want = train(4, step, make_state), train(1, step, make_state)
     assert got[0][0].activation is jnp.tanh
     assert_close(eqx.filter(got, eqx.is_array), eqx.filter(want, eqx.is_array))
+
+
+class Scaled(eqx.Module):
+    layer: eqx.nn.Linear
+    scale: float
+
+    def __call__(self, x):
+        return self.layer(x) / self.scale
+
+
+def scaled_step(tx, trained):
+    def step(state, batch):
+        model, opt_state = state
+
+        def loss_fn(part):
+            return squares(jax.vmap(eqx.combine(part, model))(batch["x"]), batch)
+
+        grads = eqx.filter_grad(loss_fn)(eqx.filter(model, trained))
+        updates, opt_state = tx.update(grads, opt_state)
+        return (eqx.apply_updates(model, updates), opt_state), {}
+
+    return jdp.train_step(step)
+
+
+def scaled_state(tx):
+    model = Scaled(eqx.nn.Linear(5, 1, key=jax.random.key(0)), 2.0)
+    return model, tx.init(eqx.filter(model, eqx.is_inexact_array))
+
+
+def test_number_of_an_equinox_module_that_would_be_trained_is_refused():
+    tx = sgd()
+    ranks(2)
+    with pytest.raises(TypeError, match=r"state\[0\]\.scale.*eqx\.partition"):
+        scaled_step(tx, eqx.is_inexact_array)(scaled_state(tx), batch())
+
+
+def test_number_of_an_equinox_module_that_is_not_trained_stays():
+    tx = sgd()
+    ranks(2)
+    only_layer = Scaled(layer=True, scale=False)
+    (model, _), _ = scaled_step(tx, only_layer)(scaled_state(tx), batch())
+    assert model.scale == 2.0

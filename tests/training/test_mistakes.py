@@ -193,3 +193,24 @@ def test_batch_statistics_of_a_library_are_told_from_parameters(make):
     made, fit = make()
     with pytest.raises(ValueError, match=r"jdp\.mean_over_ranks\(stats\).*axis_name=.*JDP101"):
         jdp.train_step(fit)(made, batch())
+
+
+def test_statistics_that_a_good_step_stores_are_not_blamed_on_the_choice():
+    ranks(2)
+    name = "batch_norm/~/mean_ema"  # as Haiku names it
+
+    def fit(state, batch):
+        new = {name: batch["x"].mean(0)}
+        is_good = jnp.isfinite(jdp.sum_over_ranks(batch["x"].sum()))
+        return jax.tree.map(lambda a, b: jnp.where(is_good, a, b), new, state), {}
+
+    depends = r"depends on `batch\['x'\]` \(this rank's rows\)\."
+    with pytest.raises(ValueError, match=rf"{depends}.*jdp\.mean_over_ranks\(stats\).*JDP101"):
+        jdp.train_step(fit)({name: np.zeros(5, "f")}, batch())
+
+
+def test_an_integer_beside_batch_statistics_is_named():
+    ranks(2)
+    stats = {"mean": np.zeros(5, "f"), "count": np.int32(1)}
+    with pytest.raises(TypeError, match=r"int32\[\], at x\['count'\].*jax\.tree\.map"):
+        jdp.train_step(lambda state, batch: (jdp.mean_over_ranks(state), {}))(stats, batch())

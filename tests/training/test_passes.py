@@ -31,7 +31,7 @@ def probed(num_ranks, weight=None, late=None):
     state = train, jdp.per_rank(jnp.zeros(8))
     batch = jnp.ones((8, 3)), jnp.ones(8)
     spec = StepSpec(fit, ("data",), weight, donate=False, returns_state=True)
-    made = RankProgram(spec, mesh, checksum_spec=None, series="")
+    made = RankProgram(spec, mesh, checksum_spec=None, series="", floats=frozenset())
     return made, passes.probe(made, Choices(), (state, batch, np.float32(1)), batch)
 
 

@@ -80,6 +80,11 @@ def rematerialised(state, rows):
     return state.apply_gradients(grads), {"loss": loss}
 
 
+def closing_over_its_rows(state, rows):
+    loss, grads = jdp.value_and_grad(lambda p: loss_fn(p, rows))(state.params)
+    return state.apply_gradients(grads), {"loss": loss}
+
+
 def weight(rows):
     return rows["counts"].sum()
 
@@ -113,6 +118,8 @@ CASES = [
     (guarded, 2, 3, {}),
     (decided, 3, 3, {}),
     (rematerialised, 2, 3, {}),
+    (closing_over_its_rows, 2, 3, {}),
+    (closing_over_its_rows, 3, 2, {}),
     (model.differentiated, 3, 3, {"state": with_frozen}),
     (model.plain, 2, 2, {"state": with_frozen}),
 ]
