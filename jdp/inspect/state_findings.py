@@ -46,7 +46,7 @@ def replicated_optimizer(facts: Facts) -> list[Finding]:
         if sharding_of(node.tx) is not None:
             continue
         for leaf in jax.tree.leaves(node.opt_state):
-            size, itemsize = leaf.size, jnp.dtype(leaf.dtype).itemsize
+            size, itemsize = leaf.size, leaf.dtype.itemsize  # also of random keys
             if size >= MIN_SIZE and any(dim % facts.step.num_ranks == 0 for dim in leaf.shape):
                 saved += size * itemsize * (facts.step.num_ranks - 1) // facts.step.num_ranks
     if facts.step.num_ranks == 1 or saved < MIN_BYTES:
