@@ -6,7 +6,7 @@ from collections.abc import Callable
 from jdp.inspect import hlo, state_findings
 from jdp.inspect.facts import MIN_BYTES, Facts, parameters, train_states
 from jdp.inspect.report import Bucket, Finding, of_bytes, of_s
-from jdp.reduction.sharded import sharding_of
+from jdp.reduction.sharding import sharding_of
 
 
 def findings_of(facts: Facts) -> list[Finding]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jdp.inspect.facts import MIN_BYTES, Facts, parameters, train_states
 from jdp.inspect.report import Finding, of_bytes
-from jdp.reduction.sharded import MIN_SIZE, sharding_of
+from jdp.reduction.sharding import MIN_SIZE, sharding_of
 
 
 def wide_wire(facts: Facts) -> list[Finding]:

@@ -13,7 +13,7 @@ from jdp import axis, pytrees
 from jdp.analysis.marks import SOURCE, mark
 from jdp.reduction import mixed_precision, optimizer, sharded_update
 from jdp.reduction.optimizer import Replicated
-from jdp.reduction.sharded import Sharded, sharding_of
+from jdp.reduction.sharding import Sharded, sharding_of
 from jdp.training import moment_digits, new_state, parameters, state_shards
 from jdp.validation import int_at_least
 
