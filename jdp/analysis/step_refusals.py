@@ -220,7 +220,8 @@ def _means(report: Report, traced: Traced) -> Iterator[str]:
     mend = (
         "Hand over the local gradient, which jdp weighs."
         if traced.found.weighed
-        else "Write apply_gradients(grads, synced=True), or hand over the local gradient."
+        else "Leave that mean out: the optimizer averages. Or keep it, with synced=True: in "
+        "apply_gradients of a jdp.TrainState, or in tx.update of another state."
     )
     for source, paths in reductions.means(report).items():
         yield (

@@ -245,5 +245,6 @@ def _differs(name: str, shape: tuple[int, ...], first: str, first_shape: tuple[i
         )
     return (
         f"{name} has {shape[0]} rows and {first} has {first_shape[0]}: row i of every leaf must "
-        "belong together. Give what is not per row as a further argument."
+        "belong together. Give what is not per row as a further argument. If rows differ in "
+        "size, as graphs do in their nodes, pack them into rows of one size (docs/data.md)."
     )

@@ -14,7 +14,8 @@ from jdp.inspect import results
 from jdp.inspect.explain import explain
 from jdp.inspect.report import StepReport, of_bytes, of_s
 from jdp.reduction.optimizer import Replicated, replicated
-from jdp.reduction.sharded import sharded, sharding_of
+from jdp.reduction.sharded import sharded
+from jdp.reduction.sharding import sharding_of
 from jdp.training.step import Step
 
 OPTIONS = ("stage", "bucket_bytes")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import optax
 
 from jdp.inspect.compiled import StepForDevices
 from jdp.inspect.memory import Memory
@@ -48,4 +49,6 @@ def parameters(facts: Facts) -> list[tuple[str, Any]]:
 
 
 def _has_optimizer(node: Any) -> bool:
-    return hasattr(node, "tx") and hasattr(node, "opt_state")
+    # An nnx.Rngs has attributes of every name.
+    is_optimizer = isinstance(getattr(node, "tx", None), optax.GradientTransformation)
+    return is_optimizer and hasattr(node, "opt_state")

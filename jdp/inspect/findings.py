@@ -1,11 +1,12 @@
 """What costs a compiled step memory or time, and what to write instead."""
 
+from collections import Counter
 from collections.abc import Callable
 
 from jdp.inspect import hlo, state_findings
 from jdp.inspect.facts import MIN_BYTES, Facts, parameters, train_states
 from jdp.inspect.report import Bucket, Finding, of_bytes, of_s
-from jdp.reduction.sharded import sharding_of
+from jdp.reduction.sharding import sharding_of
 
 
 def findings_of(facts: Facts) -> list[Finding]:
@@ -110,16 +111,23 @@ def _callback(facts: Facts) -> list[Finding]:
 
 
 def _not_of_jdp(facts: Facts) -> list[Finding]:
+    own = [bucket for bucket in facts.buckets if bucket.is_of_author]
+    if not own:
+        return []
+    lines = [line for line in dict.fromkeys(bucket.line for bucket in own) if line]
+    shown = ", ".join(lines[:3]) + (f" and {len(lines) - 3} more lines" if len(lines) > 3 else "")
+    kinds = Counter(bucket.kind for bucket in own)
+    counts = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    num_bytes = sum(bucket.num_bytes for bucket in own)
     return [
         Finding(
             "foreign-collective",
-            f"{bucket.kind} of {_shown(bucket)} ({of_bytes(bucket.num_bytes)}) is not jdp's"
-            f"{_at(bucket)}.",
-            "jdp neither chooses its algorithm nor hides it. Gradients: state.apply_gradients; "
-            "metrics: jdp.mean_over_ranks, jdp.sum_over_ranks.",
+            f"{len(own)} collectives are not jdp's: {counts}, {of_bytes(num_bytes)} in all"
+            f"{f' ({shown})' if shown else ''}.",
+            "jdp neither chooses their algorithm nor hides them. Leave them as they are if they "
+            "belong to the model, such as statistics of a BatchNorm. Gradients: "
+            "state.apply_gradients; metrics: jdp.mean_over_ranks, jdp.sum_over_ranks.",
         )
-        for bucket in facts.buckets
-        if bucket.is_of_author
     ]
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jdp.inspect.facts import MIN_BYTES, Facts, parameters, train_states
 from jdp.inspect.report import Finding, of_bytes
-from jdp.reduction.sharded import MIN_SIZE, sharding_of
+from jdp.reduction.sharding import MIN_SIZE, sharding_of
 
 
 def wide_wire(facts: Facts) -> list[Finding]:
@@ -46,7 +46,7 @@ def replicated_optimizer(facts: Facts) -> list[Finding]:
         if sharding_of(node.tx) is not None:
             continue
         for leaf in jax.tree.leaves(node.opt_state):
-            size, itemsize = leaf.size, jnp.dtype(leaf.dtype).itemsize
+            size, itemsize = leaf.size, leaf.dtype.itemsize  # also of random keys
             if size >= MIN_SIZE and any(dim % facts.step.num_ranks == 0 for dim in leaf.shape):
                 saved += size * itemsize * (facts.step.num_ranks - 1) // facts.step.num_ranks
     if facts.step.num_ranks == 1 or saved < MIN_BYTES:

@@ -12,7 +12,7 @@ from jdp import axis, collectives, pytrees
 from jdp.analysis.marks import SYNCED, mark
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce, buckets
-from jdp.reduction import gradients, mixed_precision, unsplit_state
+from jdp.reduction import gradients, mixed_precision
 
 
 class Replicated(optax.GradientTransformationExtraArgs):
@@ -92,8 +92,10 @@ def replicated(
     ) -> tuple[Any, Any]:
         caller = sys._getframe(1).f_globals.get("__name__", "")
         _require_outermost_call(caller)
-        if (sharding := getattr(update, "sharding", None)) is not None:
-            unsplit_state.log(sharding, axis_name, caller, state, params)
+        if (on_parts := getattr(update, "on_parts", None)) is not None:  # of `sharded`
+            split = on_parts(update, caller, updates, state, params, synced=synced, **extra)
+            if split is not None:
+                return split
         if not synced:
             if params is not None:
                 require_shapes(updates, params)

@@ -8,7 +8,7 @@ from jdp import axis
 from jdp.analysis.marks import LOCAL, MEAN, SHARD, SUMMED, mark
 from jdp.collectives import buckets, shards
 from jdp.reduction import gradients, known_shards, mixed_precision, step_context, weighted_sum
-from jdp.reduction.sharded import Sharded
+from jdp.reduction.sharding import Sharded
 
 
 def scattered(

@@ -1,83 +1,17 @@
 """`sharded`: optimizers whose state, gradients and parameters are split over the ranks."""
 
-from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jdp import axis, collectives
 from jdp.axis import AxisName
 from jdp.collectives import AllReduce
-from jdp.reduction import gradients, mixed_precision
-from jdp.reduction.optimizer import Replicated, replicated
+from jdp.reduction import gradients, mixed_precision, split_updates
+from jdp.reduction.optimizer import replicated
+from jdp.reduction.sharding import MIN_SIZE, Sharded, Sharding
 from jdp.validation import int_at_least, integer
-
-# Smaller leaves stay whole: splitting one saves less than the start of a transfer costs.
-MIN_SIZE = 2**12
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """The arrays that `sharded` splits, and the ranks.
-
-    Attributes:
-      stage: 1: optimizer state. 2: gradients, too. 3: parameters, too.
-      min_size: smaller leaves, in numbers, stay whole.
-      axes: the mesh axes that the parts are split over; None: all axes of the optimizer.
-      all_reduce: the algorithm for gradients that stay whole.
-      bucket_bytes: capacity of one bucket in bytes.
-      mean: average gradients; False adds them up.
-      keep_gathered: at stage 3 gather parameters once for each step, and keep them.
-      gather_dtype: at stage 3, in which a loss sees parameters; None: their own.
-    """
-
-    stage: int
-    min_size: int
-    axes: tuple[str, ...] | None
-    all_reduce: AllReduce
-    bucket_bytes: int
-    mean: bool
-    keep_gathered: bool = False
-    gather_dtype: np.dtype | None = None
-
-    @property
-    def keeps_params(self) -> bool:
-        """Whether all whole parameters are there throughout a step."""
-        return self.stage < 3 or self.keep_gathered
-
-    def dim(self, leaf: Any, num_shards: int) -> int | None:
-        """Return the dim along which a leaf is split over some ranks, None if it stays whole.
-
-        It is the largest one that divides, since that of stacked layers is a small one; the
-        first of several that are equal.
-
-        Args:
-          leaf: array or `ShapeDtypeStruct`.
-          num_shards: number of ranks that split it.
-        """
-        shape = np.shape(leaf)
-        if num_shards == 1 or np.prod(shape) < self.min_size:
-            return None
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            return None
-        dims = [i for i, size in enumerate(shape) if size and size % num_shards == 0]
-        return max(dims, key=lambda i: (shape[i], -i), default=None)
-
-
-class Sharded(Replicated):
-    """The result of `sharded`: an optax transformation that knows its axis and its `Sharding`."""
-
-    @property
-    def sharding(self) -> Sharding:
-        """The arrays that are split, and the ranks."""
-        return self.update.sharding  # type: ignore[attr-defined]
-
-    @property
-    def wrapped(self) -> optax.GradientTransformationExtraArgs:
-        """The optimizer itself, which sees mean gradients."""
-        return self.update.wrapped  # type: ignore[attr-defined]
 
 
 def sharded(
@@ -107,8 +41,9 @@ def sharded(
     is used, with `jax.value_and_grad` all at once. A leaf is split along its largest dim that the
     number of ranks divides; where none does, or below `min_size`, it stays whole.
 
-    What lies in a `jdp.TrainState` is split. In a step with another state, or in a `shard_map` of
-    your own, the transformation does what `jdp.replicated(tx)` does.
+    What lies in a `jdp.TrainState` is split. Of a state of Flax or an `nnx.Optimizer`, which have
+    `tx` and `opt_state`, the optimizer state is. In a step with another state, or in a `shard_map`
+    of your own, the transformation does what `jdp.replicated(tx)` does.
 
     Args:
       tx: the optimizer, with everything that belongs to it.
@@ -167,9 +102,9 @@ def sharded(
     base = replicated(tx, **options, reduce_dtype=reduce_dtype)
     options |= {"keep_gathered": keep_gathered, "gather_dtype": gather_dtype}
     del options["axis_name"]
-    sharding = Sharding(stage, min_size, axes, **options)
-    setattr(base.update, "sharding", sharding)  # noqa: B010 - as in `replicated`
+    setattr(base.update, "sharding", Sharding(stage, min_size, axes, **options))  # noqa: B010
     setattr(base.update, "wrapped", optax.with_extra_args_support(tx))  # noqa: B010
+    setattr(base.update, "on_parts", split_updates.updated)  # noqa: B010
     return Sharded(base.init, base.update)
 
 
@@ -192,8 +127,3 @@ def _not_gathered(dtype: np.dtype, stage: int) -> str:
         "digits in every step. Cast in the loss, jax.tree.map(lambda p: p.astype(jnp."
         f"{dtype.name}), params), or write stage=3, with keep_gathered=True to gather once a step."
     )
-
-
-def sharding_of(tx: Any) -> Sharding | None:
-    """Return the `Sharding` of an optimizer, None if it splits nothing."""
-    return tx.sharding if isinstance(tx, Sharded) else None

@@ -25,7 +25,7 @@ from jdp.reduction import (
 from jdp.reduction.known_shards import Shard
 from jdp.reduction.optimizer import Replicated, require_shapes
 from jdp.reduction.partition import Gather, Owned, Piece, partitioned
-from jdp.reduction.sharded import Sharded, Sharding
+from jdp.reduction.sharding import Sharded, Sharding
 from jdp.reduction.tree_arrays import TreeArrays
 
 
@@ -44,18 +44,18 @@ def updated(
       **extra: handed to the optimizer.
     """
     mixed_precision.mark_gradients(grads, tx)
-    axes = _shard_axes(tx)
+    axes = shard_axes(tx)
     if axes is None:
         updates, opt_state = tx.update(grads, opt_state, params, synced=synced, **extra)
         return optax.apply_updates(params, updates), opt_state
     assert isinstance(tx, Sharded)
     if not synced:
         require_shapes(grads, params)
-    update = _Update(tx, axes, jax.tree.structure(grads))
+    update = Update(tx, axes, jax.tree.structure(grads))
     return update.run(update.gradients(grads, synced), opt_state, params, extra)
 
 
-def _shard_axes(tx: Replicated) -> tuple[str, ...] | None:
+def shard_axes(tx: Replicated) -> tuple[str, ...] | None:
     """Return the axes that the state of the step being traced is split over, None if it is not."""
     if not isinstance(tx, Sharded) or not axis.is_bound(tx.axis_name):
         return None
@@ -65,20 +65,22 @@ def _shard_axes(tx: Replicated) -> tuple[str, ...] | None:
     return axes if lax.axis_size(axes) > 1 else None
 
 
-class _Update:
+class Update:
     """One update of a sharded optimizer on this rank.
 
     Args:
       tx: the optimizer.
       axes: names of the mesh axes that the state is split over.
       grad_tree: the structure of the gradients, that of the parameters for most optimizers.
+      applies: whether `run` adds the updates to the parameters; it returns them otherwise.
     """
 
-    def __init__(self, tx: Sharded, axes: tuple[str, ...], grad_tree: Any):
+    def __init__(self, tx: Sharded, axes: tuple[str, ...], grad_tree: Any, *, applies: bool = True):
         self._tx = tx
         self._axes = axes
         self._num_shards = lax.axis_size(axes)
         self._grad_tree = grad_tree
+        self._applies = applies
 
     def _dims(self, leaves: Sequence[Any]) -> list[int | None]:
         sharding: Sharding = self._tx.sharding
@@ -107,7 +109,8 @@ class _Update:
                 pieces[i] = Piece(known_shards.own(leaves[i], dim, self._axes), dim)
             else:
                 to_scatter[i] = dim
-        if self._tx.sharding.stage == 3 and self._tx.sharding.mean and not synced:
+        is_at_stage_3 = self._applies and self._tx.sharding.stage == 3
+        if is_at_stage_3 and self._tx.sharding.mean and not synced:
             whole_gradients.log([leaves[i] for i in to_scatter])
         pieces |= self._scattered(paths, leaves, to_scatter)
         pieces |= self._reduced(paths, leaves, to_reduce, synced)
@@ -162,13 +165,13 @@ class _Update:
             state, params, options = (
                 each.tree([next(left) for _ in each.arrays]) for each in given
             )
-            updates, new_state = self._tx.wrapped.update(grads, state, params, **options)
-            new_params = optax.apply_updates(params, updates)
-            returned[:] = [TreeArrays(new_params), TreeArrays(new_state)]
+            new, new_state = self._tx.wrapped.update(grads, state, params, **options)
+            new = optax.apply_updates(params, new) if self._applies else new
+            returned[:] = [TreeArrays(new), TreeArrays(new_state)]
             return [x for each in returned for x in each.arrays]
 
         state, old, options = (each.arrays for each in given)
-        is_in_place = self._is_in_place()
+        is_in_place = self._applies and self._is_in_place()
         args = [
             *pieces,
             *self._pieces(state),

@@ -23,26 +23,32 @@ def log(sharding: Any, axis_name: AxisName, caller: str, state: Any, params: Any
       sharding: `sharded.Sharding` of the optimizer.
       axis_name: its data axis.
       caller: the module that called its update.
-      state: of the optimizer.
+      state: of the optimizer, an empty tuple if it is split.
       params: the parameters, or None.
     """
     is_in_step = step_context.current(axis_name) is not None
     if caller == _UPDATE_OF_STATE and is_in_step:
         return
     num_ranks = axis.size(sharding.axes or axis_name)
-    leaves = [*jax.tree.leaves(state), *(jax.tree.leaves(params) if sharding.stage == 3 else ())]
-    arrays = [jnp.asarray(leaf) for leaf in leaves if pytrees.is_array(leaf)]
-    whole = [x for x in arrays if sharding.dim(x, num_ranks) is not None]
-    if not whole:
+    named = {"optimizer state": state, "parameters": params if sharding.stage == 3 else ()}
+    whole = {name: _split_elsewhere(sharding, tree, num_ranks) for name, tree in named.items()}
+    arrays = [x for found in whole.values() for x in found]
+    if not arrays:
         return
-    num_bytes = sum(x.size * x.dtype.itemsize for x in whole)
-    what = "optimizer state and parameters" if sharding.stage == 3 else "optimizer state"
+    num_bytes = sum(x.size * x.dtype.itemsize for x in arrays)
     message = (
-        f"jdp.sharded(stage={sharding.stage}) does not split {len(whole)} arrays of {what} here, "
-        f"{num_bytes:,} bytes on each of {num_ranks} ranks: only what lies in a jdp.TrainState is "
-        "split, in a jdp.train_step. Write state = jdp.TrainState.create(params, tx) and, in the "
-        "step, state.apply_gradients(grads)."
+        f"jdp.sharded(stage={sharding.stage}) does not split {len(arrays)} arrays of "
+        f"{' and '.join(name for name, found in whole.items() if found)} here, {num_bytes:,} bytes "
+        f"on each of {num_ranks} ranks. In a jdp.train_step a jdp.TrainState is split, and of "
+        "Flax's TrainState and nnx.Optimizer the optimizer state alone. Write state = "
+        "jdp.TrainState.create(params, tx) and, in the step, state.apply_gradients(grads)."
     )
     if message not in _logged:
         _logged.add(message)
         _log.warning(message)
+
+
+def _split_elsewhere(sharding: Any, tree: Any, num_ranks: int) -> list[jax.Array]:
+    """Return the arrays of a tree that would be split in a `TrainState`."""
+    arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if pytrees.is_array(leaf)]
+    return [x for x in arrays if sharding.dim(x, num_ranks) is not None]

@@ -19,7 +19,7 @@ from jdp.distributed.checks import arguments, startup, traced_programs
 from jdp.distributed.mesh import num_ranks
 from jdp.reduction.scope import Choices
 from jdp.step_spec import StepSpec
-from jdp.training import passes, step_results, uncached
+from jdp.training import hints, passes, step_results, uncached
 from jdp.training.rank_program import RankOutputs, RankProgram
 from jdp.worker import progress
 from jdp.worker.version import version
@@ -117,7 +117,11 @@ class CompiledStep:
     def _run(self, *args: Any) -> Any:
         if self._is_new:
             self._build_first(args)
-        return self._jitted(*args)
+        try:
+            return self._jitted(*args)
+        except ValueError as error:
+            hints.add_hint_of_lowering(error, self.spec)
+            raise
 
     def _traced(self, *args: Any) -> Any:
         if self._is_new:

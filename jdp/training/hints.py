@@ -1,4 +1,4 @@
-"""Sentences about what to write, for errors that JAX raises while it traces a step."""
+"""Sentences about what to write, for errors that JAX raises while it traces or lowers a step."""
 
 import re
 from collections.abc import Sequence
@@ -11,6 +11,9 @@ from jdp.analysis import line_of
 from jdp.step_spec import StepSpec
 
 _UNBOUND = re.compile(r"unbound axis name: (\w+)")
+_CONSTRAINT = re.compile(
+    r"manual axes .*with_sharding_constraint|with_sharding_constraint .*Auto axes"
+)
 _SHAPES = re.compile(r"incompatible shapes|dot_general requires|Incompatible shapes")
 
 
@@ -32,6 +35,8 @@ def add_hint(
         hint = _of_axis(text, spec)
     elif isinstance(error, jax.errors.TracerBoolConversionError):
         hint = _of_choice(error)
+    elif _CONSTRAINT.search(text):
+        hint = _of_constraint(text, spec)
     elif _SHAPES.search(text):
         hint = _of_rows(spec, batch, rest, num_ranks)
     elif "requires real- or complex-valued inputs" in text:
@@ -40,8 +45,24 @@ def add_hint(
             "step number: jax.value_and_grad(loss_fn)(state.params, batch). For parameters that "
             "are integers write jdp.value_and_grad(loss_fn, allow_int=True)."
         )
-    if hint is not None:
-        error.add_note(f"jdp: in `{spec.name}`, {hint}")
+    _add(error, spec, hint)
+
+
+def add_hint_of_lowering(error: Exception, spec: StepSpec) -> None:
+    """Add a sentence to an error that JAX raises when it lowers a traced step, not before.
+
+    Args:
+      error: of JAX.
+      spec: the step.
+    """
+    text = str(error)
+    _add(error, spec, _of_constraint(text, spec) if _CONSTRAINT.search(text) else None)
+
+
+def _add(error: Exception, spec: StepSpec, hint: str | None) -> None:
+    note = f"jdp: in `{spec.name}`, {hint}"
+    if hint is not None and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 def _of_axis(text: str, spec: StepSpec) -> str | None:
@@ -55,6 +76,19 @@ def _of_axis(text: str, spec: StepSpec) -> str | None:
         "gradients, and a step its float metrics. To keep the name, write "
         f"jdp.init(axis_name={found[1]!r}), and axis_name={found[1]!r} in jdp.train_step, "
         "jdp.replicated and jdp.batches."
+    )
+
+
+def _of_constraint(text: str, spec: StepSpec) -> str | None:
+    named = [name for name in spec.axis_name if f"'{name}'" in text]
+    if not named:
+        return None
+    return (
+        f"the axis {named[0]!r} is split before the step begins: a rank sees its own rows, and "
+        "whole parameters. Leave the constraint out; jdp.sharded(tx, stage=3) in the place of "
+        "jdp.replicated(tx) splits parameters. If a model of Flax asks for it "
+        f"(nn.with_partitioning(init, (..., {named[0]!r}))), unbox its parameters once, before the "
+        "state is made: params = flax.linen.unbox(params)."
     )
 
 

@@ -13,7 +13,7 @@ from jdp.distributed import placement
 from jdp.distributed.checks import state as state_check
 from jdp.distributed.mesh import mesh_of, num_ranks
 from jdp.reduction.optimizer import Replicated
-from jdp.reduction.sharded import sharding_of
+from jdp.reduction.sharding import sharding_of
 from jdp.training import shard_layout
 
 _log = logging.getLogger("jdp")

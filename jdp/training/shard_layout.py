@@ -9,7 +9,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jdp import axis, pytrees, rank_state
 from jdp.distributed.mesh import num_ranks
-from jdp.reduction.sharded import Sharding, sharding_of
+from jdp.reduction.optimizer import Replicated
+from jdp.reduction.sharding import Sharding, sharding_of
 
 # A state is handed through `shard_map` in groups of leaves that are split alike.
 UNIFORM, OWN = 0, 1
@@ -70,8 +71,8 @@ def partition(state: Any, mesh: Mesh) -> list[PartitionSpec | None]:
     restored = pytrees.restore(state)
     dims, axes = _dims(restored, mesh)
     specs: list[PartitionSpec | None] = []
-    for node in jax.tree.leaves(restored, is_leaf=_is_train_state):
-        is_sharded = _is_train_state(node) and sharding_of(node.tx) is not None
+    for node in jax.tree.leaves(restored, is_leaf=_is_optimizer):
+        is_sharded = _is_optimizer(node) and sharding_of(node.tx) is not None
         rule = PartitionSpec() if is_sharded else None
         specs += [rule] * len(jax.tree.leaves(node))
     for i, dim in enumerate(dims):
@@ -99,27 +100,38 @@ def partition_of_optimizer(opt_state: Any, tx: Any, mesh: Mesh) -> list[Partitio
     return [PartitionSpec(*() if dim is None else (*[None] * dim, axes)) for dim in dims]
 
 
-def with_split_gradients(state: Any) -> list[Any]:
-    """Return the nodes of a state that are a `TrainState` whose gradients are split."""
-    nodes = filter(_is_train_state, jax.tree.leaves(state, is_leaf=_is_train_state))
-    shardings = ((node, sharding_of(node.tx)) for node in nodes)
-    return [node for node, found in shardings if found is not None and found.stage >= 2]
+def with_split_gradients(state: Any) -> list[tuple[Any, Sequence[bool], Any]]:
+    """Return the parameters of a state whose gradients are split, which of them train, and `tx`.
+
+    Those of a `TrainState`; at stage 2 also those of Flax's, whose parameters never are parts.
+    """
+    found = []
+    for node in jax.tree.leaves(state, is_leaf=_is_optimizer):
+        sharding = sharding_of(node.tx) if _is_optimizer(node) else None
+        if sharding is None or sharding.stage < 2 or not hasattr(node, "params"):
+            continue
+        if _is_train_state(node):
+            found.append((node.params, node.trainable, node.tx))
+        elif sharding.stage == 2:
+            found.append((node.params, [True] * len(jax.tree.leaves(node.params)), node.tx))
+    return found
 
 
 def _dims(state: Any, mesh: Mesh) -> tuple[list[int | None], tuple[str, ...]]:
-    nodes = jax.tree.leaves(state, is_leaf=_is_train_state)
+    nodes = jax.tree.leaves(state, is_leaf=_is_optimizer)
     dims: list[int | None] = []
     found: set[tuple[str, ...]] = set()
     for node in nodes:
-        sharding = sharding_of(node.tx) if _is_train_state(node) else None
+        sharding = sharding_of(node.tx) if _is_optimizer(node) else None
         if sharding is None:
             dims += [None] * len(jax.tree.leaves(node))
             continue
         axes = _axes(node.tx, mesh)
         found.add(axes)
         find = _finder(sharding, num_ranks(mesh, axes))
-        is_split = {"params": sharding.stage == 3, "opt_state": True}
-        shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(node.params)}
+        is_of_jdp = _is_train_state(node)
+        is_split = {"params": is_of_jdp and sharding.stage == 3, "opt_state": True}
+        shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(node.params)} if is_of_jdp else set()
         for path, leaf in jax.tree_util.tree_leaves_with_path(node):
             name = getattr(path[0], "name", "")
             # Such an array in the shape of the parameters may be an average of them.
@@ -148,6 +160,11 @@ def _finder(sharding: Sharding, num_shards: int) -> Callable[[Any], int | None]:
         return None if dim is None or dim >= _NUM_DIMS else dim
 
     return find
+
+
+def _is_optimizer(node: Any) -> bool:
+    """Whether a node has an optimizer and its state: a `TrainState`, that of Flax, of nnx."""
+    return isinstance(getattr(node, "tx", None), Replicated) and hasattr(node, "opt_state")
 
 
 def _is_train_state(node: Any) -> bool:

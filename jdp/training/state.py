@@ -13,8 +13,8 @@ from jdp import axis, pytrees
 from jdp.analysis.marks import SOURCE, mark
 from jdp.reduction import mixed_precision, optimizer, sharded_update
 from jdp.reduction.optimizer import Replicated
-from jdp.reduction.sharded import Sharded, sharding_of
-from jdp.training import moment_digits, new_state, parameters, state_shards
+from jdp.reduction.sharding import Sharded, sharding_of
+from jdp.training import moment_digits, new_state, parameters, shared_variables, state_shards
 from jdp.validation import int_at_least
 
 
@@ -74,7 +74,8 @@ class TrainState:
           TypeError: if `tx` is not wrapped.
           ValueError: if processes give different values (naming the leaf), if nothing trains, if
             `params` and `model_state` lie on different meshes, if a leaf was donated, or has fewer
-            bits than `gather_dtype`, or if an average of the optimizer has too few bits to move.
+            bits than `gather_dtype`, if an average of the optimizer has too few bits to move, or if
+            a variable of nnx is at two places.
 
         >>> import jax.numpy as jnp, optax, jdp
         >>> state = jdp.TrainState.create({"w": jnp.ones(2)}, jdp.replicated(optax.sgd(0.5)))
@@ -88,6 +89,7 @@ class TrainState:
             pytrees.require_alive(
                 name, tree, "Give a copy that was made before: jax.tree.map(jnp.copy, ...)."
             )
+            shared_variables.require_unshared(name, tree)
         parameters.require_no_numbers_of_modules(params)
         if (sharding := sharding_of(tx)) is not None:
             mixed_precision.require_masters(params, sharding.gather_dtype)

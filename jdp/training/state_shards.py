@@ -32,8 +32,8 @@ def claim(state: Any) -> None:
     Args:
       state: any tree, as the author's function sees it.
     """
-    for node in shard_layout.with_split_gradients(state):
-        known_shards.claim(node.params, node.trainable, node.tx)
+    for params, flags, tx in shard_layout.with_split_gradients(state):
+        known_shards.claim(params, flags, tx)
 
 
 def parts(lists: Sequence[Sequence[jax.Array]], axes: tuple[str, ...]) -> list[list[jax.Array]]:

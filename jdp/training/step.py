@@ -18,7 +18,7 @@ from jdp.distributed.checks import arguments, known_leaves
 from jdp.distributed.step_call import StepCall
 from jdp.reduction import reported, row_weight
 from jdp.step_spec import StepSpec
-from jdp.training import parameters, placing
+from jdp.training import parameters, placing, shared_variables
 from jdp.training.compiled_step import CompiledStep
 from jdp.training.interrupts import SHIELD
 from jdp.worker import progress
@@ -143,6 +143,8 @@ class Step:
         is_traced = not is_returned and _holds_tracer(leaves)
         if not is_returned:
             placing.require_alive(spec, [state])
+            if spec.returns_state:
+                shared_variables.require_unshared(spec.argument(0), state)
             held = pytrees.hold(state)
             self._holds_others = held is not state or isinstance(state, pytrees.Held)
             state = placing.place_state(held, where, spec)

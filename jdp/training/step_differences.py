@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdp.reduction.sharded import Sharded
+from jdp.reduction.sharding import Sharded
 from jdp.training.state import TrainState
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 import jdp
@@ -139,6 +140,30 @@ def test_a_collective_of_the_authors():
 
     assert "test_findings.py" in kinds(own)["foreign-collective"].text
     assert not kinds(metric)
+
+
+def test_several_collectives_of_the_authors_are_one_finding():
+    @jdp.train_step
+    def own(state, x):
+        grads = jax.grad(loss_fn)(state.params, x)
+        most, least = lax.pmax(jnp.max(x), "data"), lax.pmin(jnp.min(x), "data")
+        return state.apply_gradients(grads), {"most": most, "least": least}
+
+    jdp.init(devices=jax.devices()[:2])
+    state = jdp.TrainState.create({"w": np.ones((DIM, DIM))}, jdp.replicated(optax.sgd(0.1)))
+    (found,) = jdp.explain(own, state, rows()).findings
+    assert found.kind == "foreign-collective" and "2 collectives" in found.text
+
+
+def test_random_streams_of_nnx_are_not_taken_for_an_optimizer():
+    @jdp.train_step
+    def step(pair, x):
+        state, streams = pair
+        return (plain.__wrapped__(state, x)[0], streams), {}
+
+    jdp.init(devices=jax.devices()[:2])
+    state = jdp.TrainState.create({"w": np.ones((DIM, DIM))}, jdp.replicated(optax.sgd(0.1)))
+    assert not jdp.explain(step, (state, nnx.Rngs(0)), rows()).findings
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -1,5 +1,6 @@
 """Mistakes in steps and their calls: the error, or a note on JAX's error, says what to write."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +40,47 @@ def test_the_error_of_another_name_has_no_note():
 
     ranks(2)
     assert notes(NameError, jdp.train_step(step), state(), batch()) == []
+
+
+def constrained(x, axes, *, own_mesh):
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    spec = jax.sharding.PartitionSpec(*axes)
+    return lax.with_sharding_constraint(
+        x, jax.sharding.NamedSharding(mesh, spec) if own_mesh else spec
+    )
+
+
+@pytest.mark.parametrize("own_mesh", [True, False])
+def test_a_constraint_of_the_rows_is_named(own_mesh):
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        return plain_step(
+            state, jax.tree.map(lambda x: constrained(x, ["data"], own_mesh=own_mesh), batch)
+        )
+
+    (note,) = notes(ValueError, step, state(), batch())
+    assert "Leave the constraint out" in note
+
+
+def test_a_module_of_flax_that_splits_its_parameters_trains_without_its_boxes():
+    ranks(2)
+    init = nn.with_partitioning(nn.initializers.ones, (None, "data"))
+    model = nn.Dense(4, kernel_init=init)
+    boxed = model.init(jax.random.key(0), np.ones((2, 3), np.float32))["params"]
+
+    @jdp.train_step
+    def step(state, batch):
+        grads = jax.grad(lambda p: model.apply({"params": p}, batch).mean())(state.params)
+        return state.apply_gradients(grads), {}
+
+    rows = np.arange(12, dtype=np.float32).reshape(4, 3)
+    (note,) = notes(ValueError, step, jdp.TrainState.create(boxed, sgd()), rows)
+    assert "flax.linen.unbox(params)" in note
+    new, _ = step(jdp.TrainState.create(nn.unbox(boxed), sgd()), rows)
+    expected = 1 - 0.1 * np.repeat(rows.mean(0)[:, None] / 4, 4, axis=1)  # a mean of 4 columns
+    np.testing.assert_allclose(new.params["kernel"], expected, rtol=1e-6)
 
 
 def test_a_python_choice_by_the_rank_is_named():

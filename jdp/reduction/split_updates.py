@@ -1,0 +1,46 @@
+"""Updates of a sharded optimizer whose state alone is split: of Flax's TrainState, of nnx."""
+
+from typing import Any
+
+import jax
+
+from jdp.reduction import known_shards, unsplit_state
+from jdp.reduction.optimizer import require_shapes
+from jdp.reduction.sharded_update import Update, shard_axes
+from jdp.reduction.sharding import Sharded
+
+
+def updated(
+    update: Any,
+    caller: str,
+    grads: Any,
+    opt_state: Any,
+    params: Any,
+    *,
+    synced: bool,
+    **extra: Any,
+) -> tuple[Any, Any] | None:
+    """Return the updates and the new state of an optimizer, None if its state is not split here.
+
+    Each rank computes its part of the updates, which are then gathered. The log names the arrays
+    that would be split in a `TrainState`, and are not here.
+
+    Args:
+      update: that of the optimizer, `jdp.sharded(...).update`.
+      caller: the module that called it.
+      grads: this rank's gradient, or with `synced` the mean of all ranks.
+      opt_state: of the optimizer.
+      params: the parameters, or None.
+      synced: whether `grads` are means over ranks already.
+      **extra: handed to the optimizer.
+    """
+    tx = Sharded(update.wrapped.init, update)
+    axes = shard_axes(tx)
+    is_split = axes is not None and any(map(known_shards.known, jax.tree.leaves(opt_state)))
+    unsplit_state.log(tx.sharding, tx.axis_name, caller, () if is_split else opt_state, params)
+    if axes is None or not is_split:
+        return None
+    if not synced and params is not None:
+        require_shapes(grads, params)
+    parts = Update(tx, axes, jax.tree.structure(grads), applies=False)
+    return parts.run(parts.gradients(grads, synced), opt_state, params, extra)
