@@ -142,9 +142,7 @@ class Step:
         is_returned = known_leaves.are(self._returned, leaves)
         is_traced = not is_returned and _holds_tracer(leaves)
         if not is_returned:
-            placing.require_alive(spec, [state])
-            if spec.returns_state:
-                shared_variables.require_unshared(spec.argument(0), state)
+            _require_usable(spec, state)
             held = pytrees.hold(state)
             self._holds_others = held is not state or isinstance(state, pytrees.Held)
             state = placing.place_state(held, where, spec)
@@ -234,6 +232,12 @@ def _wait_for_first_step() -> None:
     # The other processes may still compile, so this wait is allowed as much time as compiling.
     with progress.FIRST_STEP:
         in_flight.drain()
+
+
+def _require_usable(spec: StepSpec, state: Any) -> None:
+    placing.require_alive(spec, [state])
+    if spec.returns_state:
+        shared_variables.require_unshared(spec.argument(0), state)
 
 
 def _holds_tracer(tree: Any) -> bool:
