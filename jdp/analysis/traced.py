@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -12,8 +12,7 @@ from jdp.step_spec import StepSpec
 WEIGHT = "weight"
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """One output leaf of a step. Its texts are built only for errors."""
 
     tree: str  # name of its tree, as the author would write it

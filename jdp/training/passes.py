@@ -171,7 +171,11 @@ def _inputs(rank_program: RankProgram, args: tuple, batch: Any) -> Inputs:
     masks = [len(names) + i for i, leaf in enumerate(jax.tree.leaves(batch)) if leaf is mask]
     names += [*spec.paths(1, traced_batch), *itertools.chain.from_iterable(names_of_parts)]
     names += itertools.chain.from_iterable(spec.paths(i, arg) for i, arg in enumerate(rest, 2))
-    return Inputs(given(args, layout), layout, shard_axes, names, masks[0] if masks else None)
+    uniform, split, *rest = given(args, layout)
+    # A state has many arrays. JAX would also read the sharding and the layout of each.
+    uniform, parts = jax.tree.map(jax.typeof, (uniform, split.state))
+    given_types = uniform, SplitInputs(split.batch, parts), *rest
+    return Inputs(given_types, layout, shard_axes, names, masks[0] if masks else None)
 
 
 def _mapped(rank_program: RankProgram, inputs: Inputs, choices: Choices) -> Any:
@@ -185,7 +189,7 @@ def _traced(rank_program: RankProgram, choices: Choices, inputs: Inputs) -> tupl
 
 def _result(rank_program: RankProgram, inputs: Inputs, traced: Any) -> tuple[Any, Traced]:
     """Return the jaxpr of a program that was traced, and the names of its leaves."""
-    leaving = traced.out_info  # JAX makes it anew each time
+    leaving = traced.out_avals
     described = Traced(
         spec=rank_program.spec,
         platform=axis.platform(rank_program.mesh),
@@ -199,9 +203,9 @@ def _result(rank_program: RankProgram, inputs: Inputs, traced: Any) -> tuple[Any
 
 def _outputs(spec: StepSpec, leaving: RankOutputs) -> list[Output]:
     uniform, split = leaving
-    layout = uniform.layout
+    layout, tree = uniform.layout, f"new {spec.argument(0)}"
     states = [
-        Output(f"new {spec.argument(0)}", path, "rows" if group == OWN else "state", leaf)
+        Output(tree, path, "rows" if group == OWN else "state", leaf)
         for (path, leaf), group in zip(_named(leaving.state()), layout.groups, strict=True)
     ]
     arrays, *parts = layout.parted(states)
