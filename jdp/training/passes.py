@@ -165,16 +165,15 @@ def _prove(rank_program: RankProgram, inputs: Inputs, jaxpr: Any, traced: Traced
 def _inputs(rank_program: RankProgram, args: tuple, batch: Any) -> Inputs:
     spec = rank_program.spec
     state, traced_batch, *rest = args
-    _, layout, shard_axes = parted(state, rank_program.mesh)
+    (uniform, *parts), layout, shard_axes = parted(state, rank_program.mesh)
     names, *names_of_parts = layout.parted(spec.paths(0, state))
     mask = find_mask(batch)
     masks = [len(names) + i for i, leaf in enumerate(jax.tree.leaves(batch)) if leaf is mask]
     names += [*spec.paths(1, traced_batch), *itertools.chain.from_iterable(names_of_parts)]
     names += itertools.chain.from_iterable(spec.paths(i, arg) for i, arg in enumerate(rest, 2))
-    uniform, split, *rest = given(args, layout)
     # A state has many arrays. JAX would also read the sharding and the layout of each.
-    uniform, parts = jax.tree.map(jax.typeof, (uniform, split.state))
-    given_types = uniform, SplitInputs(split.batch, parts), *rest
+    uniform, parts = jax.tree.map(jax.typeof, (uniform, parts))
+    given_types = uniform, SplitInputs(traced_batch, parts), *rest
     return Inputs(given_types, layout, shard_axes, names, masks[0] if masks else None)
 
 
