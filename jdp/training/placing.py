@@ -130,7 +130,8 @@ def copy_donated(args: list[Any], donated: Sequence[Any]) -> list[Any]:
 def _buffer(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not leaf.size:
         return id(leaf)
-    # JAX keeps the list of `addressable_shards` with each array, some 15 objects on 4 devices.
+    # JAX keeps what it returns with each array: 2 objects here, and 27 for the list of
+    # `addressable_shards` on 8 devices.
     return pytrees.without_key(leaf).addressable_data(0).unsafe_buffer_pointer()
 
 
