@@ -8,7 +8,7 @@ import jax
 from jdp import axis, pytrees
 from jdp.analysis import step_refusals, wide_losses
 from jdp.analysis.step_refusals import Proved
-from jdp.analysis.traced import WEIGHT, Output, Traced
+from jdp.analysis.traced import WEIGHT, NamedTree, Output, Traced
 from jdp.collectives import beside_xla, call_chains, call_order, overwritten
 from jdp.data.dataset import find_mask
 from jdp.reduction.overlap.ready_order import order_of_gradients
@@ -202,25 +202,23 @@ def _result(rank_program: RankProgram, inputs: Inputs, traced: Any) -> tuple[Any
 
 def _outputs(spec: StepSpec, leaving: RankOutputs) -> list[Output]:
     uniform, split = leaving
-    layout, tree = uniform.layout, f"new {spec.argument(0)}"
+    layout, state = uniform.layout, leaving.state()
+    tree, leaves = NamedTree(f"new {spec.argument(0)}", state), jax.tree.leaves(state)
     states = [
-        Output(tree, path, "rows" if group == OWN else "state", leaf)
-        for (path, leaf), group in zip(_named(leaving.state()), layout.groups, strict=True)
+        Output(tree, i, "rows" if group == OWN else "state", leaf)
+        for i, (leaf, group) in enumerate(zip(leaves, layout.groups, strict=True))
     ]
     arrays, *parts = layout.parted(states)
     return [
         *arrays,
         *_described("metrics", "metric", uniform.metrics),
-        Output(WEIGHT, (), "metric", uniform.weight),
+        *_described(WEIGHT, "metric", uniform.weight),
         *_described("metrics", "own", uniform.own_metrics),
         *_described("rows", "rows", (split.rows, split.reports)),
         *itertools.chain.from_iterable(parts),
     ]
 
 
-def _described(tree: str, kind: str, leaves: Any) -> list[Output]:
-    return [Output(tree, path, kind, leaf) for path, leaf in _named(leaves)]
-
-
-def _named(tree: Any) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(tree)
+def _described(name: str, kind: str, leaves: Any) -> list[Output]:
+    tree = NamedTree(name, leaves)
+    return [Output(tree, i, kind, leaf) for i, leaf in enumerate(jax.tree.leaves(leaves))]
