@@ -144,8 +144,11 @@ def flags(tree: Any) -> list[bool]:
 
 def require_dims(tree: Any) -> None:
     """Refuse a tree with an array of `per_rank` that cannot be split, as `require_dim` does."""
+    own = flags(tree)
+    if not any(own):
+        return
     named = jax.tree_util.tree_leaves_with_path(tree)
-    for is_own, (path, leaf) in zip(flags(tree), named, strict=True):
+    for is_own, (path, leaf) in zip(own, named, strict=True):
         if is_own:
             require_dim(jax.tree_util.keystr(path), leaf)
 

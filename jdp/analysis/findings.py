@@ -31,7 +31,7 @@ class Deadlock:
     is_compilers: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Marked:
     """A mark (`marks.mark`), once for each equation.
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from jdp.analysis.bits import Bits
 
 # Operations that an interpreter calls most often, and with few different classes.
-_REMEMBERED = "add all_reduce contract decode divisions product quotient scale_by_number".split()
+_REMEMBERED = (
+    "add all_reduce contract decode divisions names product quotient scale_by_number".split()
+)
 
 
 class Lattice(Bits):

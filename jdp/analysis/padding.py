@@ -35,7 +35,9 @@ def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
       report: of its analysis.
       traced: the step as it was traced.
     """
-    averages = any(out.kind in ("state", "metric") and out.tree != WEIGHT for out in traced.outputs)
+    averages = any(
+        out.kind in ("state", "metric") and out.tree.name != WEIGHT for out in traced.outputs
+    )
     if traced.mask is None or not averages:  # jdp.evaluate takes the padding out of rows
         return
     if not used_inputs(jaxprs.mapped_body(step))[_place(report, traced)]:
@@ -88,7 +90,7 @@ def _weight_reads(body: Any, place: int, traced: Traced) -> bool:
     pass_over = Forward(any, lambda eqn, operands, _: None)
     depends = pass_over.outputs(body, [i == place for i in range(len(body.invars))])
     return any(
-        found for out, found in zip(traced.outputs, depends, strict=True) if out.tree == WEIGHT
+        found for out, found in zip(traced.outputs, depends, strict=True) if out.tree.name == WEIGHT
     )
 
 

@@ -156,18 +156,19 @@ class Record:
         seen: set[tuple[int, str]] = set()
         # Skip the line of the shard_map around everything: it is not specific enough.
         bodies = [body for _, body in self.calls_with_notes()]
-        found = [each for body in bodies for each in body._below("", seen)]
-        return [(note, line) for note, line in found if note.kind in kinds]
+        return [each for body in bodies for each in body._below(kinds, "", seen)]
 
-    def _below(self, around: str, seen: set[tuple[int, str]]) -> Iterator[tuple[_Note, str]]:
+    def _below(
+        self, kinds: tuple[str, ...], around: str, seen: set[tuple[int, str]]
+    ) -> Iterator[tuple[_Note, str]]:
         if (id(self), around) in seen:
             return
         seen.add((id(self), around))
         for note in self._notes.values():
             # JAX cuts tracebacks where it traces a body. If no line in the traceback is the
             # author's, use the line of the equation around the body.
-            if note.kind != "call":
+            if note.kind in kinds:
                 line = source(note.facts[0]) if note.kind == "shift" else ""
                 yield note, line or source(note.eqn) or around
-            elif note.facts[0].has_notes:
-                yield from note.facts[0]._below(source(note.eqn) or around, seen)
+            elif note.kind == "call" and note.facts[0].has_notes:
+                yield from note.facts[0]._below(kinds, source(note.eqn) or around, seen)

@@ -23,8 +23,9 @@ def refusals(eqn: Any, report: Report, names: Collection[str]) -> Iterator[str]:
       names: names of the mesh axes that form the data axis.
     """
     grouped: dict[tuple[str, str], list[str]] = {}
+    beside = _lines_of_varying(report)
     for found in report.marks:
-        if reason := _reason(eqn, report, found, names):
+        if reason := _reason(eqn, report, found, names, beside):
             grouped.setdefault((found.source, reason), []).append(f"`{found.path or 'grads'}`")
     for (source, reason), paths in grouped.items():
         yield reason.format(leaves=shown(paths), where=source or "jdp")
@@ -110,26 +111,32 @@ def repetition(eqn: Any, back: Provenance, node: Node | None, axes: Collection[s
     )
 
 
-def _reason(eqn: Any, report: Report, found: Marked, names: Collection[str]) -> str:
+def _reason(
+    eqn: Any, report: Report, found: Marked, names: Collection[str], beside: Collection[str]
+) -> str:
     value = found.value
     axes = frozenset(found.axes) | frozenset(names)
     if found.kind not in (LOCAL, SYNCED) or value.zero:
         return ""
-    back = report.back(axes)
     if repeated := value.repeated & axes:
+        back = report.back(axes)
         text = repetition(eqn, back, back.of_mark(found.eqn), repeated)
         return with_code("JDP122", "the gradient of {leaves} that comes to {where} " + text)
     total, line = value.total & axes, ""
     if not total:
         if not (value.unclear | value.undivided) & axes:
             return ""
-        if found.kind == LOCAL and not _is_alone(report, found):
+        # A user who reduces by hand reduces a whole tree. If a single gradient is reduced and
+        # others are not, its parameter multiplies a sum over ranks, such as losses divided by
+        # their number.
+        if found.kind == LOCAL and found.source in beside:
             return ""
         line = _undivided(report, found, value.undivided & axes)
         if line:
             total = value.undivided & axes
         elif found.kind == SYNCED or not value.unclear & axes:
             return ""
+    back = report.back(axes)
     node = back.of_mark(found.eqn)
     line = line or ("" if node is None else back.reduction(node)) or "something"
     too_large = times(eqn, total)
@@ -190,10 +197,7 @@ def _is_reduced(found: Marked) -> bool:
     return bool(found.value.reduced & axes) and not found.value.axes & axes
 
 
-def _is_alone(report: Report, found: Marked) -> bool:
-    # A user who reduces by hand reduces a whole tree. If a single gradient is reduced and others
-    # are not, its parameter multiplies a sum over ranks, such as losses divided by their number.
-    others = [each for each in report.marks if each.kind == LOCAL]
-    return not any(
-        each.value.axes & set(each.axes) for each in others if each.source == found.source
-    )
+def _lines_of_varying(report: Report) -> set[str]:
+    """Return the lines to which gradients come that nobody has reduced yet."""
+    local = (each for each in report.marks if each.kind == LOCAL)
+    return {each.source for each in local if not each.value.axes.isdisjoint(each.axes)}

@@ -53,7 +53,7 @@ def _metrics(traced: Traced) -> dict[int, Output]:
     reported = [
         (i, each)
         for i, each in enumerate(traced.outputs)
-        if each.kind == "metric" and each.tree != WEIGHT
+        if each.kind == "metric" and each.tree.name != WEIGHT
     ]
     return {next(own) if _is_averaged(each) else i: each for i, each in reported}
 

@@ -1,8 +1,9 @@
 """Names of the leaves of a traced step."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -12,19 +13,47 @@ from jdp.step_spec import StepSpec
 WEIGHT = "weight"
 
 
-@dataclass(frozen=True)
-class Output:
-    """One output leaf of a step. Its texts are built only for errors."""
+class NamedTree:
+    """A tree whose leaves errors name. The names are built only for errors.
 
-    tree: str  # name of its tree, as the author would write it
-    keys: tuple[Any, ...]  # path in that tree
-    kind: str  # "state", "metric", "rows", or "own": a metric before it is averaged
-    aval: Any  # shape and dtype, over all ranks
+    Args:
+      name: of the tree, as the author would write it.
+      tree: the tree.
+
+    >>> NamedTree("metrics", {"loss": 1.0, "norms": (2.0, 3.0)}).paths
+    ["metrics['loss']", "metrics['norms'][0]", "metrics['norms'][1]"]
+    """
+
+    def __init__(self, name: str, tree: Any):
+        self.name = name
+        self._tree = tree
+
+    @functools.cached_property
+    def paths(self) -> list[str]:
+        """The path of each leaf, as the author would write it."""
+        named = jax.tree_util.tree_leaves_with_path(self._tree)
+        return [self.name + jax.tree_util.keystr(path) for path, _ in named]
+
+
+class Output(NamedTuple):
+    """One output leaf of a step.
+
+    Attributes:
+      tree: the tree that it belongs to.
+      position: of the leaf in that tree.
+      kind: "state", "metric", "rows", or "own": a metric before it is averaged.
+      aval: shape and dtype, over all ranks.
+    """
+
+    tree: NamedTree
+    position: int
+    kind: str
+    aval: Any
 
     @property
     def path(self) -> str:
         """The leaf's path as the author would write it."""
-        return self.tree + jax.tree_util.keystr(self.keys)
+        return self.tree.paths[self.position]
 
     @property
     def type(self) -> str:

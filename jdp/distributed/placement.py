@@ -50,12 +50,12 @@ def placed(
             mesh = mesh_of(leaves, axis_name)
         except RuntimeError:
             return tree
-    flags = rank_state.flags(tree)
+    flags, names = rank_state.flags(tree), axis.names(axis_name)
     specs = partition if partition is not None else [None] * len(leaves)
     found = [
         _shard_target(leaf, spec, mesh, axis_name)
         if spec is not None and not flag
-        else _target(path, leaf, flag, mesh, axis_name, may_be_split)
+        else _target(path, leaf, flag, mesh, names, may_be_split)
         for (path, leaf), flag, spec in zip(named, flags, specs, strict=True)
     ]
     targets = {i: target for i, target in enumerate(found) if target is not None}
@@ -155,33 +155,33 @@ def _without(part: Any, names: set[str]) -> Any:
 
 
 def _target(
-    path: tuple, leaf: Any, is_own: bool, mesh: Mesh, axis_name: AxisName, may_be_split: bool
+    path: tuple, leaf: Any, is_own: bool, mesh: Mesh, names: tuple[str, ...], may_be_split: bool
 ) -> NamedSharding | None:
     """Return the sharding to copy a leaf to, None if it stays unchanged."""
     if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) or not is_array(leaf):
         return None
-    name, names = jax.tree_util.keystr(path), axis.names(axis_name)
     found = getattr(leaf, "sharding", None)
     sharding = found if isinstance(found, NamedSharding) else None
     if is_own:
-        rank_state.require_dim(name, leaf, num_ranks(mesh, axis_name))
+        rank_state.require_dim(jax.tree_util.keystr(path), leaf, num_ranks(mesh, names))
         spec = sharding.spec if sharding is not None and sharding.mesh == mesh else ()
         if spec and spec[0] is not None and axis.names(spec[0]) == names:
             return None
         # Along further axes it stays split as it was.
         return NamedSharding(mesh, PartitionSpec(names, *spec[1:]))
     if sharding is not None and not may_be_split:
-        _require_whole(name, leaf, sharding, axis_name)
+        _require_whole(path, leaf, sharding, names)
     is_here = sharding is not None and sharding.mesh == mesh
     return None if is_here else NamedSharding(mesh, PartitionSpec())
 
 
-def _require_whole(name: str, leaf: Any, sharding: NamedSharding, axis_name: AxisName) -> None:
+def _require_whole(path: tuple, leaf: Any, sharding: NamedSharding, names: tuple[str, ...]) -> None:
     split = {name for part in sharding.spec if part is not None for name in axis.names(part)}
-    if split & set(axis.names(axis_name)):
+    if not split.isdisjoint(names):
         raise ValueError(
-            f"`{name}` {leaf.dtype}{list(leaf.shape)} is split over {axis_name!r}, but every rank "
-            "needs the whole state. Place it with jax.sharding.PartitionSpec() on that axis."
+            f"`{jax.tree_util.keystr(path)}` {leaf.dtype}{list(leaf.shape)} is split over "
+            f"{', '.join(map(repr, names))}, but every rank needs the whole state. Place it with "
+            "jax.sharding.PartitionSpec() on that axis."
         )
 
 

@@ -157,7 +157,7 @@ class CompiledStep:
         """
         self._begin_compiling()
         probed = passes.probe(self._rank_program, self._choices, args, self._args[1])
-        self._built = self._build(args, probed)
+        self._built = self._build(probed)
         self._is_new = False
         if not self._is_tuned:
             self._tune(self._built.traced.found)
@@ -167,10 +167,13 @@ class CompiledStep:
             self._is_compiling = True
             progress.compiling_begins()
 
-    def _build(self, args: tuple, probed: passes.Pass) -> passes.Pass:
+    def _build(self, probed: passes.Pass) -> passes.Pass:
         if self.spec.returns_state:
+            # These hold the program alone, and none of the arguments.
+            types = probed.jaxpr.in_avals[-len(probed.inputs.names) :]  # without captured arrays
+            facts_of = functools.partial(_facts, types, self.mesh, self._is_part)
             lines_of = functools.partial(program_lines.lines_of, probed.jaxpr)
-            traced = traced_programs.TracedProgram(self.spec.name, self._facts(args), lines_of)
+            traced = traced_programs.TracedProgram(self.spec.name, facts_of, lines_of)
             traced_programs.current.record(traced)
             self._traced_programs.append(traced)
         return passes.build(self._rank_program, probed)
@@ -195,7 +198,7 @@ class CompiledStep:
                 # The error of a proof ends this trace: JAX caches no program that was refused.
                 self._begin_compiling()
                 probed = passes.probe(self._rank_program, self._choices, args, self._args[1])
-                built = self._build(args, probed)
+                built = self._build(probed)
             self.jaxprs.append((built.jaxpr, built.inputs.names))
             self.waits_in_xla = self._waits_in_xla(built.jaxpr)
             self._log_gathers(built.traced.found.gathers)
@@ -208,16 +211,6 @@ class CompiledStep:
 
         on_mesh.__name__ = on_mesh.__qualname__ = self.spec.name
         return on_mesh
-
-    def _facts(self, args: tuple) -> list[Any]:
-        """Return on what the program may depend that is not the author's."""
-        devices = [*self.mesh.devices.flat]
-        return [
-            [jax.__version__, version(), cpu_runtime.why_missing() is None, self._is_part],
-            [devices[0].platform, devices[0].device_kind, dict(self.mesh.shape)],
-            [device.process_index for device in devices],
-            [[str(x.dtype), x.shape] for x in map(jax.typeof, jax.tree.leaves(args))],
-        ]
 
     # XLA itself may add collectives where the mesh has other axes.
     def _has_other_axes(self) -> bool:
@@ -247,3 +240,14 @@ class CompiledStep:
                 self.spec.name,
                 "; ".join(gathers),
             )
+
+
+def _facts(types: Sequence[Any], mesh: Mesh, is_part: bool) -> list[Any]:
+    """Return on what a program may depend that is not the author's; `types`: of its arguments."""
+    devices = [*mesh.devices.flat]
+    return [
+        [jax.__version__, version(), cpu_runtime.why_missing() is None, is_part],
+        [devices[0].platform, devices[0].device_kind, dict(mesh.shape)],
+        [device.process_index for device in devices],
+        [[str(x.dtype), x.shape] for x in types],
+    ]

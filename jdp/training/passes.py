@@ -8,7 +8,7 @@ import jax
 from jdp import axis, pytrees
 from jdp.analysis import step_refusals, wide_losses
 from jdp.analysis.step_refusals import Proved
-from jdp.analysis.traced import WEIGHT, Output, Traced
+from jdp.analysis.traced import WEIGHT, NamedTree, Output, Traced
 from jdp.collectives import beside_xla, call_chains, call_order, overwritten
 from jdp.data.dataset import find_mask
 from jdp.reduction.overlap.ready_order import order_of_gradients
@@ -165,13 +165,16 @@ def _prove(rank_program: RankProgram, inputs: Inputs, jaxpr: Any, traced: Traced
 def _inputs(rank_program: RankProgram, args: tuple, batch: Any) -> Inputs:
     spec = rank_program.spec
     state, traced_batch, *rest = args
-    _, layout, shard_axes = parted(state, rank_program.mesh)
+    (uniform, *parts), layout, shard_axes = parted(state, rank_program.mesh)
     names, *names_of_parts = layout.parted(spec.paths(0, state))
     mask = find_mask(batch)
     masks = [len(names) + i for i, leaf in enumerate(jax.tree.leaves(batch)) if leaf is mask]
     names += [*spec.paths(1, traced_batch), *itertools.chain.from_iterable(names_of_parts)]
     names += itertools.chain.from_iterable(spec.paths(i, arg) for i, arg in enumerate(rest, 2))
-    return Inputs(given(args, layout), layout, shard_axes, names, masks[0] if masks else None)
+    # A state has many arrays. JAX would also read the sharding and the layout of each.
+    uniform, parts = jax.tree.map(jax.typeof, (uniform, parts))
+    given_types = uniform, SplitInputs(traced_batch, parts), *rest
+    return Inputs(given_types, layout, shard_axes, names, masks[0] if masks else None)
 
 
 def _mapped(rank_program: RankProgram, inputs: Inputs, choices: Choices) -> Any:
@@ -185,7 +188,7 @@ def _traced(rank_program: RankProgram, choices: Choices, inputs: Inputs) -> tupl
 
 def _result(rank_program: RankProgram, inputs: Inputs, traced: Any) -> tuple[Any, Traced]:
     """Return the jaxpr of a program that was traced, and the names of its leaves."""
-    leaving = traced.out_info  # JAX makes it anew each time
+    leaving = traced.out_avals
     described = Traced(
         spec=rank_program.spec,
         platform=axis.platform(rank_program.mesh),
@@ -199,25 +202,23 @@ def _result(rank_program: RankProgram, inputs: Inputs, traced: Any) -> tuple[Any
 
 def _outputs(spec: StepSpec, leaving: RankOutputs) -> list[Output]:
     uniform, split = leaving
-    layout = uniform.layout
+    layout, state = uniform.layout, leaving.state()
+    tree, leaves = NamedTree(f"new {spec.argument(0)}", state), jax.tree.leaves(state)
     states = [
-        Output(f"new {spec.argument(0)}", path, "rows" if group == OWN else "state", leaf)
-        for (path, leaf), group in zip(_named(leaving.state()), layout.groups, strict=True)
+        Output(tree, i, "rows" if group == OWN else "state", leaf)
+        for i, (leaf, group) in enumerate(zip(leaves, layout.groups, strict=True))
     ]
     arrays, *parts = layout.parted(states)
     return [
         *arrays,
         *_described("metrics", "metric", uniform.metrics),
-        Output(WEIGHT, (), "metric", uniform.weight),
+        *_described(WEIGHT, "metric", uniform.weight),
         *_described("metrics", "own", uniform.own_metrics),
         *_described("rows", "rows", (split.rows, split.reports)),
         *itertools.chain.from_iterable(parts),
     ]
 
 
-def _described(tree: str, kind: str, leaves: Any) -> list[Output]:
-    return [Output(tree, path, kind, leaf) for path, leaf in _named(leaves)]
-
-
-def _named(tree: Any) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(tree)
+def _described(name: str, kind: str, leaves: Any) -> list[Output]:
+    tree = NamedTree(name, leaves)
+    return [Output(tree, i, kind, leaf) for i, leaf in enumerate(jax.tree.leaves(leaves))]

@@ -30,23 +30,24 @@ class Lines(Protocol):
 
 
 class TracedProgram:
-    """A program whose lines nobody has asked for.
+    """A program whose facts and lines nobody has asked for.
 
     Args:
       name: of its step.
-      facts: JSON: on what the program may depend that is not the author's.
+      facts_of: returns JSON: on what the program may depend that is not the author's.
       lines_of: returns the lines of the program.
     """
 
-    def __init__(self, name: str, facts: Any, lines_of: Callable[[], Lines]):
-        self.name, self.facts = name, facts
-        self._lines_of: Callable[[], Lines] | None = lines_of
+    def __init__(self, name: str, facts_of: Callable[[], Any], lines_of: Callable[[], Lines]):
+        self.name = name
+        self._of: tuple[Callable[[], Any], Callable[[], Lines]] | None = facts_of, lines_of
 
-    def take_lines(self) -> Lines:
-        """Return the lines, and let go of the program. Only once."""
-        lines_of, self._lines_of = self._lines_of, None
-        assert lines_of is not None
-        return lines_of()
+    def take(self) -> tuple[Any, Lines]:
+        """Return the facts and the lines, and let go of the program. Only once."""
+        of, self._of = self._of, None
+        assert of is not None
+        facts_of, lines_of = of
+        return facts_of(), lines_of()
 
 
 class TracedPrograms:
@@ -70,7 +71,7 @@ class TracedPrograms:
         """Return the programs by kind and digest."""
         while self._traced:
             if (traced := self._traced.popleft()()) is not None:
-                self._add(traced.name, traced.facts, traced.take_lines())
+                self._add(traced.name, *traced.take())
         return {kind: {**programs} for kind, programs in self._kinds.items()}
 
     def _add(self, name: str, facts: Any, lines: Lines) -> None:
