@@ -13,16 +13,14 @@ from jdp import axis
 from jdp.analysis import program_lines
 from jdp.analysis.traced import TraceFindings
 from jdp.collectives import beside_xla, call_order
-from jdp.collectives.cpu import runtime as cpu_runtime
 from jdp.collectives.xla import combine_options, group_options
 from jdp.distributed.checks import arguments, startup, traced_programs
 from jdp.distributed.mesh import num_ranks
 from jdp.reduction.scope import Choices
 from jdp.step_spec import StepSpec
-from jdp.training import hints, passes, step_results, uncached
+from jdp.training import hints, passes, program_facts, step_results, uncached
 from jdp.training.rank_program import RankOutputs, RankProgram
 from jdp.worker import progress
-from jdp.worker.version import version
 
 _log = logging.getLogger("jdp")
 
@@ -171,7 +169,7 @@ class CompiledStep:
         if self.spec.returns_state:
             # These hold the program alone, and none of the arguments.
             types = probed.jaxpr.in_avals[-len(probed.inputs.names) :]  # without captured arrays
-            facts_of = functools.partial(_facts, types, self.mesh, self._is_part)
+            facts_of = functools.partial(program_facts.facts, types, self.mesh, self._is_part)
             lines_of = functools.partial(program_lines.lines_of, probed.jaxpr)
             traced = traced_programs.TracedProgram(self.spec.name, facts_of, lines_of)
             traced_programs.current.record(traced)
@@ -240,14 +238,3 @@ class CompiledStep:
                 self.spec.name,
                 "; ".join(gathers),
             )
-
-
-def _facts(types: Sequence[Any], mesh: Mesh, is_part: bool) -> list[Any]:
-    """Return on what a program may depend that is not the author's; `types`: of its arguments."""
-    devices = [*mesh.devices.flat]
-    return [
-        [jax.__version__, version(), cpu_runtime.why_missing() is None, is_part],
-        [devices[0].platform, devices[0].device_kind, dict(mesh.shape)],
-        [device.process_index for device in devices],
-        [[str(x.dtype), x.shape] for x in types],
-    ]

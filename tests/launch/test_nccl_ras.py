@@ -129,6 +129,7 @@ def test_a_hang_on_gpus_shows_the_report_and_one_on_cpus_does_not_ask(jdp_run, g
             "--max-restarts=0",
             "--standbys=0",
             after=HANGS,
+            JAX_PLATFORMS="cuda,cpu",
             CUDA_VISIBLE_DEVICES=gpus,
             NCCL_RAS_ADDR=service.address,
         )
