@@ -122,10 +122,10 @@ def _not_of_jdp(facts: Facts) -> list[Finding]:
     return [
         Finding(
             "foreign-collective",
-            f"{len(own)} collectives are not jdp's: {counts}, {of_bytes(num_bytes)} in all"
+            f"jdp did not ask for these collectives: {counts}, {of_bytes(num_bytes)} in all"
             f"{f' ({shown})' if shown else ''}.",
-            "jdp neither chooses their algorithm nor hides them. Leave them as they are if they "
-            "belong to the model, such as statistics of a BatchNorm. Gradients: "
+            "jdp neither chooses an algorithm for them nor hides them. Leave them if they belong "
+            "to the model, such as statistics of a BatchNorm. Gradients: "
             "state.apply_gradients; metrics: jdp.mean_over_ranks, jdp.sum_over_ranks.",
         )
     ]

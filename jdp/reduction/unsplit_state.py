@@ -20,7 +20,7 @@ def log(sharding: Any, axis_name: AxisName, caller: str, state: Any, params: Any
     """Log once, to the logger "jdp", the arrays that `jdp.sharded` finds whole on every rank.
 
     Args:
-      sharding: `sharded.Sharding` of the optimizer.
+      sharding: `sharding.Sharding` of the optimizer.
       axis_name: its data axis.
       caller: the module that called its update.
       state: of the optimizer, an empty tuple if it is split.
