@@ -141,7 +141,9 @@ def _described(value: Any) -> str:
         return _type(jax.typeof(value))
     x = without_key(value)
     x = np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x)
-    if x.ndim == 0:
+    if x.ndim == 0 and x.dtype != jax.dtypes.float0:
+        if not jnp.issubdtype(x.dtype, np.inexact):
+            return str(int(x))
         return f"{complex(x) if np.iscomplexobj(x) else float(x):.6g}"
     flat = x.reshape(-1)[:: 1 + x.size // _MOST_ELEMENTS]
     if not jnp.issubdtype(x.dtype, np.inexact):
