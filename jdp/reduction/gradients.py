@@ -15,6 +15,7 @@ from jdp.axis import AxisName
 from jdp.collectives import AllReduce, buckets
 from jdp.reduction import (
     gradient_checks,
+    loss_means,
     mixed_precision,
     row_weight,
     send_order,
@@ -123,10 +124,14 @@ def reduced(
         if step is not None and collectives.starts_when_ready(all_reduce, mesh):
             to_send = send_order.as_ready(paths, to_send, step)
         sent = _in_dtype([leaves[i] for i in to_send], reduce_dtype)
+        is_of_step = mean and step is not None and weight is step.weight
+        losses = loss_means.taken(step, all_reduce, mesh) if is_of_step and sent else []
         reduce = functools.partial(all_reduce, scale=scale, mesh=mesh)
         with weights.named():
-            sums = buckets.summed(sent, bucket_bytes, reduce, axes)
-        for i, value in zip(to_send, sums, strict=True):
+            along = [weights.term(loss_means.wide(loss)) for loss in losses]
+            sums = buckets.summed(sent, bucket_bytes, reduce, axes, along)
+        loss_means.record(step, losses, map(weights.total, sums[len(sent) :]))
+        for i, value in zip(to_send, sums, strict=False):
             if reduce_dtype is not None:
                 value = mixed_precision.cast(value, leaves[i].dtype)
             leaves[i] = weights.total(value)

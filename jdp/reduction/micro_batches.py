@@ -14,6 +14,7 @@ from jdp.axis import AxisName
 from jdp.collectives import call_order
 from jdp.reduction import (
     integer_parameters,
+    loss_means,
     mixed_precision,
     row_weight,
     shard_gradients,
@@ -123,9 +124,12 @@ def value_and_grad(
             k = num_micro_batches(args[0], accumulate, micro_batch_rows) if args else 1
             derivative = loss.derivative(params, k)
             if k > 1:
-                return loss.accumulate(derivative, args[0], args[1:], k)
-            value, grads = derivative.differentiate(loss_fn, has_aux, args)
-            return value, derivative.whole(grads)
+                value, grads = loss.accumulate(derivative, args[0], args[1:], k)
+            else:
+                value, local = derivative.differentiate(loss_fn, has_aux, args)
+                grads = derivative.whole(local)
+        loss_means.offer(step_context.current(axis_name), value)
+        return value, grads
 
     return named
 

@@ -1,6 +1,5 @@
 """The metrics that a step returns: averaged over the ranks, and joined row by row."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +8,9 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import axis, collectives, pytrees
+from jdp import axis, pytrees
 from jdp.axis import AxisName
-from jdp.reduction import row_weight, step_context
+from jdp.reduction import loss_means, row_weight, step_context
 from jdp.reduction.metrics import is_rows
 from jdp.reduction.scope import Scope
 
@@ -94,6 +93,8 @@ def averaged(
 ) -> tuple[Any, jax.Array | None]:
     """Average the float scalars of a tree over ranks and sum a vector, all by one collective.
 
+    Losses that were sent along with gradients have their means already.
+
     Args:
       tree: metrics of one rank; python floats count as arrays.
       axis_name: the data axis of the step being traced.
@@ -102,9 +103,15 @@ def averaged(
     Returns:
       The tree, in which other leaves are as they were, and the sum of the vector.
     """
-    leaves, treedef = jax.tree.flatten(tree)
-    leaves = [jnp.asarray(leaf) for leaf in leaves]
-    scalars = {i: x for i, x in enumerate(leaves) if _is_float_scalar(x)}
+    given, treedef = jax.tree.flatten(tree)
+    leaves = [jnp.asarray(leaf) for leaf in given]
+    step = step_context.current(axis_name)
+    scalars = {}
+    for i, leaf in enumerate(leaves):
+        if (mean := loss_means.known(step, given[i])) is not None:
+            leaves[i] = mean.astype(leaf.dtype)
+        elif _is_float_scalar(leaf):
+            scalars[i] = leaf
     if scalars or summed is not None:
         means, summed = _reduced([*scalars.values()], axis_name, summed)
         for i, mean in zip(scalars, means, strict=True):
@@ -138,14 +145,7 @@ def _summed(x: jax.Array, axis_name: AxisName, step: Scope | None) -> jax.Array:
     if step is not None and step.reductions:
         last = step.reductions[-1]
         is_here = last.trace == jax.extend.core.get_opaque_trace_state()
-        if is_here and _is_exact(last.all_reduce):
+        if is_here and loss_means.is_exact(last.all_reduce):
             ((total,),) = last.all_reduce([[x]], axes, scale=1.0, mesh=step.mesh)
             return total
     return lax.psum(x, axes) if axis.is_bound(axis_name) else x
-
-
-def _is_exact(all_reduce: Any) -> bool:
-    # One of the author's own may round what it sends, as gradients may be rounded.
-    while isinstance(all_reduce, functools.partial):
-        all_reduce = all_reduce.func
-    return all_reduce in collectives.ALGORITHMS

@@ -67,6 +67,8 @@ class Scope:
       reductions: how gradients were reduced in this trace, one after the other.
       gathers: what the update of a sharded optimizer gathers whole, a text each.
       owned: which matrices that update computes on one rank each, a text for each kind.
+      losses: losses that were computed in this trace, and not sent yet.
+      loss_means: id of a loss -> itself and its mean over the ranks, see `loss_means`.
       shards: id of a whole array -> itself and this rank's shard of it, see `known_shards`.
       groups: bytes of parameters that are gathered together, see `gathered_in_time`.
       loss_dtypes: id of a parameter -> itself, the dtype in which a loss sees it, and its
@@ -93,6 +95,8 @@ class Scope:
     reductions: list[Reduction] = field(default_factory=list)
     gathers: list[str] = field(default_factory=list)
     owned: list[str] = field(default_factory=list)
+    losses: list[Any] = field(default_factory=list)
+    loss_means: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     shards: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     groups: set[int] = field(default_factory=set)
     loss_dtypes: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)

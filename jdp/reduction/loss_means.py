@@ -1,0 +1,86 @@
+"""Means of losses over the ranks, sent along with the gradients of the loss.
+
+A step reports its loss as a mean. A collective for it alone, at the end of the step, makes all
+ranks wait for each other once more, which took 1 to 3 % of a step of 9 ms with two ranks on CPU.
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jdp import collectives, pytrees
+from jdp.collectives import AllReduce
+from jdp.reduction.scope import Scope
+
+
+def offer(step: Scope | None, value: Any) -> None:
+    """Record what a loss returned, for the next reduction of the step.
+
+    Args:
+      step: the step that is traced, if there is one.
+      value: tree of the loss and its aux, on this rank.
+    """
+    if step is not None and _is_here(step):
+        step.losses.extend(leaf for leaf in jax.tree.leaves(value) if _is_loss(leaf))
+
+
+def taken(step: Scope | None, all_reduce: AllReduce, mesh: Mesh | None) -> list[jax.Array]:
+    """Return the losses that an all-reduce of gradients takes along, which nobody else then sends.
+
+    None if it may round them, if it is called outside of the trace of the step, and if it starts
+    each bucket when that is complete: a loss with costly aux would hold up its bucket.
+
+    Args:
+      step: the step that is traced, if there is one.
+      all_reduce: the algorithm.
+      mesh: the mesh of the ranks; None if it is not known.
+    """
+    if step is None or not _is_here(step) or not is_exact(all_reduce):
+        return []
+    if collectives.starts_when_ready(all_reduce, mesh):
+        return []
+    losses = [*step.losses]
+    step.losses.clear()
+    return losses
+
+
+def is_exact(all_reduce: Any) -> bool:
+    """Whether an algorithm rounds no more than a sum has to. One of the author's own may."""
+    while isinstance(all_reduce, functools.partial):
+        all_reduce = all_reduce.func
+    return all_reduce in collectives.ALGORITHMS
+
+
+def wide(loss: jax.Array) -> jax.Array:
+    """Return a loss in a dtype in which its mean is computed, at least float32."""
+    return loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
+
+
+def record(step: Scope | None, losses: Sequence[jax.Array], means: Iterable[jax.Array]) -> None:
+    """Record the means of losses over the ranks: `[]` each, as `wide` returns the losses."""
+    for loss, mean in zip(losses, means, strict=True):
+        assert step is not None
+        step.loss_means[id(loss)] = loss, mean
+
+
+def known(step: Scope | None, leaf: Any) -> jax.Array | None:
+    """Return the mean of a metric over the ranks, if it is a loss that was sent; else None."""
+    if step is None or not _is_here(step):
+        return None
+    loss, mean = step.loss_means.get(id(leaf), (None, None))
+    return None if loss is None else mean
+
+
+def _is_here(step: Scope) -> bool:
+    return step.trace == jax.extend.core.get_opaque_trace_state()
+
+
+def _is_loss(leaf: Any) -> bool:
+    if not isinstance(leaf, jax.core.Tracer) or leaf.shape:
+        return False
+    return jnp.issubdtype(leaf.dtype, jnp.floating) and not pytrees.is_tiny_float(leaf.dtype)
