@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.extend.core
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jdp import axis, collectives
@@ -124,17 +123,14 @@ def reduced(
         if step is not None and collectives.starts_when_ready(all_reduce, mesh):
             to_send = send_order.as_ready(paths, to_send, step)
         sent = _in_dtype([leaves[i] for i in to_send], reduce_dtype)
-        is_of_step = mean and step is not None and weight is step.weight
-        losses = loss_means.taken(step, all_reduce, mesh) if is_of_step and sent else []
+        losses = loss_means.taken(step, weight, all_reduce, mesh) if mean and sent else []
+        along = [weights.term(loss_means.wide(loss)) for loss in losses]
         reduce = functools.partial(all_reduce, scale=scale, mesh=mesh)
         with weights.named():
-            along = [weights.term(loss_means.wide(loss)) for loss in losses]
             sums = buckets.summed(sent, bucket_bytes, reduce, axes, along)
-        loss_means.record(step, losses, map(weights.total, sums[len(sent) :]))
         for i, value in zip(to_send, sums, strict=False):
-            if reduce_dtype is not None:
-                value = mixed_precision.cast(value, leaves[i].dtype)
-            leaves[i] = weights.total(value)
+            leaves[i] = weights.total(mixed_precision.cast(value, leaves[i].dtype))
+        loss_means.record(step, losses, map(weights.total, sums[len(sent) :]))
         if step is not None:
             step.reductions.append(reduction(all_reduce, sent))
     return _marked_total(leaves, weight, axes, mean=mean) if bound else leaves
@@ -144,7 +140,9 @@ def _checked(
     paths: Sequence[str], leaves: Sequence[Any], axis_name: AxisName, *, is_mean_of_step: bool
 ) -> list[jax.Array]:
     """Return gradients as arrays, and refuse one that cannot be averaged here."""
-    floats = [require_float(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+    floats = [
+        gradient_checks.require_float(path, leaf) for path, leaf in zip(paths, leaves, strict=True)
+    ]
     # A step of jdp's is never typed, and to ask takes a while.
     if axis.is_bound(axis_name) and step_context.current(axis_name) is None:
         gradient_checks.require_local(paths, floats, axis_name)
@@ -206,35 +204,3 @@ def _marked_total(
     if weight is None and axis.size(axes) == 1:  # no division shows it
         return [mark(leaf, kind=MEAN, path="", axes=axes) for leaf in leaves]
     return leaves
-
-
-def require_float(path: str, leaf: Any) -> jax.Array:
-    """Return a gradient as an array, and refuse one that cannot be averaged.
-
-    Args:
-      path: of the gradient in its tree, for the error.
-      leaf: an array or a number.
-
-    Raises:
-      TypeError: if it is not a real float of at least 16 bits.
-    """
-    dtype = leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16:
-        return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
-    name = "float0" if dtype == jax.dtypes.float0 else dtype
-    found = f"the gradient `grads{path}` is {name}{list(jnp.shape(leaf))}"
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        raise TypeError(
-            f"{found}, and JAX's gradient of a complex parameter is the conjugate of the direction "
-            "of descent, which is easy to get wrong. Keep the real and imaginary parts as two "
-            "float parameters."
-        )
-    if jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"{found}, and a sum over ranks in fewer than 16 bits would round small gradients to "
-            f"0. Keep the parameter in float32 or bfloat16, and cast it to {dtype} in the loss."
-        )
-    raise TypeError(
-        f"{found}, but only floats have gradients that can be averaged. Differentiate with respect "
-        "to float leaves only; TrainState leaves integer parameters as they are."
-    )

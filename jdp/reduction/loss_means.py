@@ -29,20 +29,24 @@ def offer(step: Scope | None, value: Any) -> None:
         step.losses.extend(leaf for leaf in jax.tree.leaves(value) if _is_loss(leaf))
 
 
-def taken(step: Scope | None, all_reduce: AllReduce, mesh: Mesh | None) -> list[jax.Array]:
+def taken(
+    step: Scope | None, weight: jax.Array | None, all_reduce: AllReduce, mesh: Mesh | None
+) -> list[jax.Array]:
     """Return the losses that an all-reduce of gradients takes along, which nobody else then sends.
 
-    None if it may round them, if it is called outside of the trace of the step, and if it starts
-    each bucket when that is complete: a loss with costly aux would hold up its bucket.
+    None if it weighs ranks by another weight than the step, if it may round, if it is called
+    outside of the trace of the step, and if it starts each bucket when that is complete: aux may be
+    ready late.
 
     Args:
       step: the step that is traced, if there is one.
+      weight: `[]` float, of the gradients of this rank; None where every rank counts the same.
       all_reduce: the algorithm.
       mesh: the mesh of the ranks; None if it is not known.
     """
-    if step is None or not _is_here(step) or not is_exact(all_reduce):
+    if step is None or not _is_here(step) or weight is not step.weight:
         return []
-    if collectives.starts_when_ready(all_reduce, mesh):
+    if not is_exact(all_reduce) or collectives.starts_when_ready(all_reduce, mesh):
         return []
     losses = [*step.losses]
     step.losses.clear()
