@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from jdp.inspect import results
+from jdp.inspect.law_fit import fitted
 
-FORMAT = 4
+FORMAT = 5
 # Bytes that an operation reads and writes at the rate of a cache.
 CACHED_BYTES = 2**23
 
@@ -40,6 +41,7 @@ class CollectiveLaw:
         all-to-all, and the result of an all-gather.
       largest_error: the largest |predicted / measured - 1| over `points`.
       points: the measured (bytes, median seconds), ascending.
+      cpu_points: for the same bytes the median CPU seconds of a call, of all ranks together.
     """
 
     operation: str
@@ -51,13 +53,29 @@ class CollectiveLaw:
     bytes_per_s: float
     largest_error: float
     points: tuple[tuple[int, float], ...]
+    cpu_points: tuple[tuple[int, float], ...]
+
+    def on_shared_cores(self, num_cores: int) -> "CollectiveLaw":
+        """Return the law where more ranks than cores compute: one that waits leaves its core.
+
+        A call then takes its CPU time, divided by the cores.
+
+        Args:
+          num_cores: that the ranks share.
+        """
+        points = tuple((num_bytes, cpu_s / num_cores) for num_bytes, cpu_s in self.cpu_points)
+        alpha, beta, error = fitted(points)
+        return dataclasses.replace(
+            self, alpha_s=alpha, bytes_per_s=beta, largest_error=error, points=points
+        )
 
     def seconds(self, num_bytes: float) -> float:
         """Return the predicted seconds of one call: between measured sizes on the line between
         them, and otherwise by the law.
 
         >>> points = ((1000, 2e-5), (3000, 4e-5))
-        >>> rate = CollectiveLaw("all-reduce", "xla", 2, 1, "float32", 1e-5, 1e9, 0.5, points)
+        >>> cpu = ((1000, 1e-5), (3000, 2e-5))
+        >>> rate = CollectiveLaw("all-reduce", "xla", 2, 1, "float32", 1e-5, 1e9, 0.5, points, cpu)
         >>> round(rate.seconds(2000), 9), round(rate.seconds(1_000_000), 9)
         (3e-05, 0.00101)
         """
@@ -213,7 +231,8 @@ def load(platform: str, path: Path | None = None) -> Calibration | None:
 
 
 def _read_rate(found: dict[str, Any]) -> CollectiveLaw:
-    found["points"] = tuple((num_bytes, seconds) for num_bytes, seconds in found["points"])
+    for name in ("points", "cpu_points"):
+        found[name] = tuple((num_bytes, seconds) for num_bytes, seconds in found[name])
     law = CollectiveLaw(**found)
     return dataclasses.replace(law, bytes_per_s=read_bytes_per_s(law.bytes_per_s))
 

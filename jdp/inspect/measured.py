@@ -41,6 +41,8 @@ def measured(target: TargetDevices) -> MeasuredRates:
         for law in found.rates
         if (law.num_ranks, law.num_processes) == ranks and law.algorithm in _ALGORITHMS
     }
+    if found.platform == "cpu" and target.mesh.size > found.num_cores:
+        laws = {name: law.on_shared_cores(found.num_cores) for name, law in laws.items()}
     return MeasuredRates(_of_devices(found, target.mesh.size), laws)
 
 

@@ -65,6 +65,7 @@ def test_rows_have_the_bandwidths_of_nccl_tests(operation, capsys, tmp_path):
     for row in rows:
         assert (row["ranks"], row["rounds"], row["dtype"]) == (8, 2, "float32")
         assert 0 < row["min_s"] <= row["median_s"] <= row["max_s"]
+        assert 0 < row["cpu_s"] <= (os.cpu_count() or 1) * row["max_s"]
         assert row["algbw_bytes_per_s"] == pytest.approx(row["bytes"] / row["median_s"])
         factor = {"all-reduce": 14 / 8, "all-gather": 7 / 8}[operation]
         assert row["busbw_bytes_per_s"] == pytest.approx(factor * row["algbw_bytes_per_s"])

@@ -18,8 +18,9 @@ from jdp.inspect.rates import UNITS, Rate
 from jdp.inspect.speeds import Work
 
 ALL_REDUCE = CollectiveLaw(
-    "all-reduce", "direct", 2, 1, "float32", 1.0, 1e6, 0.0, ((1, 1.0), (1 << 30, 8.0))
-)
+    "all-reduce", "direct", 2, 1, "float32", 1.0, 1e6, 0.0, ((1, 1.0), (1 << 30, 8.0)),
+    ((1, 1.5), (1 << 30, 6.0)),
+)  # fmt: skip
 MEASURED = dataclasses.replace(
     FOUND,
     matmul_flops_per_s={"float32": 3e9},
@@ -95,6 +96,18 @@ def test_ranks_that_share_the_cores_are_no_faster_than_one_by_itself(calibrated)
     for name in ("matmul_flops_f32", "memory_bytes_per_s", "cached_bytes_per_s",
                  "transcendentals_per_s", "operation_start_s"):  # fmt: skip
         assert found[name].value == alone[name].value
+
+
+@pytest.mark.parametrize(("num_cores", "shared"), [(1, True), (2, False)])
+def test_more_ranks_than_cores_wait_for_no_more_than_the_cpu_time_of_a_collective(
+    calibrated, num_cores, shared
+):
+    calibrated(num_cores=num_cores)
+    ((law,), bucket) = (found := explained("cpu:2")).laws, found.buckets[0]
+    first, last = law.points
+    assert (first[1], last[1]) == ((1.5, 6.0) if shared else (1.0, 8.0))
+    slope = (last[1] - first[1]) / (last[0] - first[0])
+    assert bucket.exposed_s == pytest.approx(first[1] + slope * (256 * 64 * 4 - 1))
 
 
 @pytest.mark.parametrize(

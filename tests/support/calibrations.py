@@ -5,8 +5,9 @@ import dataclasses
 from jdp.inspect.calibration import Calibration, CollectiveLaw, Slowness
 
 LAW = CollectiveLaw(
-    "all-reduce", "direct", 2, 1, "float32", 2e-6, 1e9, 0.25, ((1024, 3e-6), (4096, 6e-6))
-)
+    "all-reduce", "direct", 2, 1, "float32", 2e-6, 1e9, 0.25, ((1024, 3e-6), (4096, 6e-6)),
+    ((1024, 4e-6), (4096, 8e-6)),
+)  # fmt: skip
 FOUND = Calibration(
     host="host0",
     platform="cpu",

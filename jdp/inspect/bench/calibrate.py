@@ -131,11 +131,13 @@ def _rates(mesh: Mesh, operation: str, say: Callable[[str], None]) -> list[Colle
     found = []
     for name in dict.fromkeys(row["algorithm"] for row in rows):
         own = [row for row in rows if row["algorithm"] == name]
-        points = tuple((row["bytes"], row["median_s"]) for row in own)
+        points, cpu_points = (
+            tuple((row["bytes"], row[name]) for row in own) for name in ("median_s", "cpu_s")
+        )
         alpha, beta, error = fitted(points)
         rate = CollectiveLaw(
             operation, name, mesh.size, own[0]["processes"], own[0]["dtype"], alpha, beta, error,
-            points,
+            points, cpu_points,
         )  # fmt: skip
         found.append(rate)
         say(

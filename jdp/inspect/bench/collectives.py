@@ -117,10 +117,10 @@ def measure(
     """
     able = list(algorithms)
     for size in elements:
-        clocks = {}
+        clocks: dict[str, _Clock] = {}
         for name in list(able):
             try:
-                clocks[name] = _clock(mesh, Case(operation, name, setting.dtype, size), setting)
+                clocks[name] = _Clock(mesh, Case(operation, name, setting.dtype, size), setting)
             except CannotRun as error:
                 able.remove(name)
                 skipped(name, str(error))
@@ -132,53 +132,75 @@ def measure(
                 max_rounds=setting.num_rounds,
                 warm_up=setting.warm_up,
             )
-            for name in clocks:
-                yield _row(mesh, Case(operation, name, setting.dtype, size), found)
+            for name, clock in clocks.items():
+                case = Case(operation, name, setting.dtype, size)
+                yield _row(mesh, case, found, float(np.median(clock.cpu_seconds)))
 
 
-def _clock(mesh: Mesh, case: Case, setting: Setting) -> Callable[[], float]:
-    most = _MAX_PPERMUTES if case.algorithm == "ppermute" else _MAX_CALLS
-    num_calls = max(1, min(most, 2 * _MiB // case.num_bytes))
-    made = Trial([case] * num_calls, mesh, in_place=setting.in_place)
-    group = agree.peers(mesh)
-    # XLA's sum of one element: processes that leave it start at nearly the same time.
-    start = Trial([Case("all-reduce", PEER, "float32", 1)], mesh) if len(group) > 1 else None
-    try:
-        made.prepare()
-        made()
-    except ValueError as error:  # of collectives.native, the same on all processes
-        raise CannotRun(str(error)) from error
-    _require_right(group, made)
+class _Clock:
+    """Times one call of a collective, and compares the results of each.
 
-    def clock() -> float:
-        made.prepare()
-        if start is not None:
-            start.prepare()
-            start()
-        begin = time.perf_counter()
-        made()
-        seconds = time.perf_counter() - begin
-        return max(_require_right(group, made, seconds)) / num_calls
+    Args:
+      mesh: the mesh of the ranks.
+      case: the collective.
+      setting: how to time.
 
-    return clock
+    Attributes:
+      cpu_seconds: CPU time of all threads and processes for one call, of each run.
+
+    Raises:
+      CannotRun: if the algorithm cannot run here.
+    """
+
+    def __init__(self, mesh: Mesh, case: Case, setting: Setting):
+        most = _MAX_PPERMUTES if case.algorithm == "ppermute" else _MAX_CALLS
+        self._num_calls = max(1, min(most, 2 * _MiB // case.num_bytes))
+        self._made = Trial([case] * self._num_calls, mesh, in_place=setting.in_place)
+        self._group = group = agree.peers(mesh)
+        self.cpu_seconds: list[float] = []
+        # XLA's sum of one element: processes that leave it start at nearly the same time.
+        one = Case("all-reduce", PEER, "float32", 1)
+        self._start = Trial([one], mesh) if len(group) > 1 else None
+        try:
+            self._made.prepare()
+            self._made()
+        except ValueError as error:  # of collectives.native, the same on all processes
+            raise CannotRun(str(error)) from error
+        _require_right(group, self._made)
+
+    def __call__(self) -> float:
+        """Return the seconds of a call on the slowest process."""
+        self._made.prepare()
+        if self._start is not None:
+            self._start.prepare()
+            self._start()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        self._made()
+        own = time.perf_counter() - begin, time.process_time() - cpu_begin
+        found = _require_right(self._group, self._made, own)
+        self.cpu_seconds.append(sum(cpu for _, cpu in found) / self._num_calls)
+        return max(seconds for seconds, _ in found) / self._num_calls
 
 
-def _require_right(group: tuple[int, ...], made: Trial, seconds: float = 0.0) -> list[float]:
-    """Check the results on all processes, and return the seconds of each."""
+def _require_right(
+    group: tuple[int, ...], made: Trial, seconds: tuple[float, float] = (0.0, 0.0)
+) -> list[tuple[float, float]]:
+    """Check the results on all processes, and return the wall and CPU seconds of each."""
     wrong = None
     try:
         made.check()
     except WrongResultError as error:
         wrong = str(error)
-    found = agree.all_gather(group, [seconds, wrong], what="the results of jdp bench")
-    for process, (_, text) in found.items():
+    mine = [*seconds, wrong]
+    found = agree.all_gather(group, mine, what="the results of jdp bench")
+    for process, (*_, text) in found.items():
         if text is not None:
             where = f"process {process}: " if len(group) > 1 else ""
             raise WrongResultError(f"{where}{text}")
-    return [seconds for seconds, _ in found.values()]
+    return [(wall, cpu) for wall, cpu, _ in found.values()]
 
 
-def _row(mesh: Mesh, case: Case, found: dict[str, np.ndarray]) -> dict[str, Any]:
+def _row(mesh: Mesh, case: Case, found: dict[str, np.ndarray], cpu_s: float) -> dict[str, Any]:
     seconds = found[case.algorithm]
     median = float(np.median(seconds))
     bandwidth = case.num_bytes / median
@@ -193,6 +215,7 @@ def _row(mesh: Mesh, case: Case, found: dict[str, np.ndarray]) -> dict[str, Any]
         "median_s": median,
         "min_s": float(seconds.min()),
         "max_s": float(seconds.max()),
+        "cpu_s": cpu_s,
         "algbw_bytes_per_s": bandwidth,
         "busbw_bytes_per_s": bandwidth * bus_factor(case.operation, mesh.size),
         "xla_over_this": peer,
