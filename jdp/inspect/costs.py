@@ -102,15 +102,11 @@ class Costs:
             if each.op in _TRANSCENDENTAL
         )
 
-    def is_strided(self, one: Instruction, shapes: dict[str, str]) -> bool:
+    def is_strided(self, one: Instruction) -> bool:
         """Whether an instruction computes while it reads or writes an array across its rows.
 
         XLA's CPU backend does that element by element. A transpose by itself goes by blocks and is
         about as fast as other copies.
-
-        Args:
-          one: the instruction.
-          shapes: type of each instruction of its computation, by name.
         """
         inner = list(self.inside(one)) if one.op in ("fusion", "call") else []
         own = {each.name: each.shape for each in inner}

@@ -167,7 +167,7 @@ class _Simulation:
                 flops,
                 self._costs.num_bytes(one, shapes),
                 self._costs.transcendentals(one),
-                not flops and self._costs.is_strided(one, shapes),
+                not flops and self._costs.is_strided(one),
             )
         )
         self.timeline.flops.update(flops)
