@@ -23,9 +23,6 @@ _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|called_computations|branch_computations)="
     r"\{?%?([\w.\-]+(?:, ?%[\w.\-]+)*)"
 )
-# {{0,1},{2,3}}, or [2,2]<=[4], or {} for all ranks; or mesh['a'=2,'b'=2] {'b'}.
-_GROUPS = re.compile(r"replica_groups=(?:\[(\d+),|\{((?:\{[\d,]*\},?)*)\})")
-_ON_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
@@ -83,17 +80,6 @@ class Instruction(NamedTuple):
     def attributes(self) -> str:
         """Return its attributes, without the metadata."""
         return self.rest.partition(")")[2].partition(", metadata={")[0]
-
-    def num_groups(self) -> int:
-        """Return the number of groups of ranks in which a collective runs; 1 if all meet."""
-        text = self.attributes()
-        if found := _ON_MESH.search(text):
-            named = re.findall(r"'([^']+)'", found[2])
-            sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
-            return math.prod(int(size) for axis, size in sizes.items() if axis not in named)
-        if found := _GROUPS.search(text):
-            return int(found[1]) if found[1] else max(found[2].count("{"), 1)
-        return 1
 
     def op_name(self) -> str:
         """Return the name that JAX gave it, such as `jit(step)/transpose(jvp())/dot_general`."""

@@ -96,7 +96,7 @@ def transfer_of(
         num_bytes = max(num_bytes, _gathered_bytes(one, num_bytes, algorithm))
     return SentArrays(
         one, computation, kind, algorithm, number_of(inner), taken, num_bytes,
-        replica_groups.first_group(inner),
+        next(iter(replica_groups.groups(inner)), ()),
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jdp import jax_compat
-from jdp.inspect import explain, matched, timeline
+from jdp.inspect import explain, matched, replica_groups, timeline
 from jdp.inspect.hlo import HloProgram
 from jdp.inspect.planned import Planned, SentLeaf, planned
 from jdp.inspect.profiling.device_operations import Operation
@@ -144,7 +144,7 @@ def _collective(transfer: SentArrays, match: matched.Match) -> Collective:
     number = transfer.instruction.name if transfer.number is None else transfer.number
     more = f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
     title = f"{'bucket' if is_bucket else transfer.kind} {number}: {leaves[0] if leaves else ''}"
-    num_bytes, num_groups = transfer.num_bytes, transfer.instruction.num_groups()
+    num_groups = len(replica_groups.groups(transfer.instruction)) or 1
     return Collective(
-        title + more, transfer.kind, num_bytes, transfer.algorithm, leaves, num_groups
+        title + more, transfer.kind, transfer.num_bytes, transfer.algorithm, leaves, num_groups
     )
