@@ -10,6 +10,7 @@ from jax import lax
 from jdp.analysis.marks import SHARED, mark
 from jdp.reduction.known_shards import Shard
 from jdp.reduction.layer_shards import LayerShards
+from jdp.reduction.overlap.identities import instantiated
 
 
 def scan(
@@ -125,7 +126,7 @@ class _LateScatter:
             return hook(*values), (values[-1], None)
 
         def backward(residuals: tuple, cotangents: tuple[list, list]) -> tuple:
-            gradient, slot = jax.tree.map(_instantiated, cotangents, is_leaf=_is_zero)
+            gradient, slot = instantiated(cotangents)
             nothing = jax.tree.map(jnp.zeros_like, residuals[0])
             if len(residuals) > 1:
                 return gradient, None, slot, nothing
@@ -136,11 +137,3 @@ class _LateScatter:
 
         hook.defvjp(forward, backward, symbolic_zeros=True)
         return hook(wholes, own, slot, self._share)
-
-
-def _is_zero(cotangent: Any) -> bool:
-    return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
-
-
-def _instantiated(cotangent: Any) -> Any:
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if _is_zero(cotangent) else cotangent
