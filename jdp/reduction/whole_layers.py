@@ -30,18 +30,11 @@ def scan(
     own, so that no more than two gradients of layers are whole at once.
 
     Args:
-      f: as `jdp.scan_layers` takes it, with `init`, `params`, `xs`, `reverse` and `unroll`.
-      init: the first carry.
-      params: the whole stacked parameters.
-      xs: further stacked arrays, or None.
+      f, init, params, xs, axes, reverse, unroll: as for `sharded_layers.scan`.
       parts: for each leaf of `params` its shard, None where its gradient is this rank's own.
-      axes: the ranks that gradients are averaged over.
-      reverse: run the last layer first.
-      unroll: as in `lax.scan`.
 
     Returns:
-      `(carry, ys)`. The gradient of a shard is this rank's part of the mean over ranks, weighted as
-      the step is; that of everything else this rank's own.
+      `(carry, ys)`, with the gradients of `sharded_layers.scan`.
     """
     named, tree = jax.tree_util.tree_flatten_with_path(params)
     is_split = [part is not None for part in parts]
