@@ -19,11 +19,7 @@ class _NotARow(Exception):
 
 
 class _BatchRows(Ranks):
-    """The rows of a batch, in the place of ranks: none needs another one.
-
-    Args:
-      size: the number of rows.
-    """
+    """The rows of a batch, in the place of ranks: none needs another one."""
 
     def __init__(self, size: int):
         super().__init__((), size)
