@@ -94,15 +94,11 @@ def _paired(
     """Return the collectives of a program whose operations have other names on a device."""
     names = {each.name for each in own}
     strange = {x.name: x for x in reversed(own) if x.is_of_nccl() and x.name not in of_program}
-    left = [x for old, x in of_program.items() if old not in names and _is_of_xla(x)]
+    left = [x for old, x in of_program.items() if old not in names and x.algorithm == "xla"]
     first = sorted(strange.values(), key=lambda x: x.begin)
     if len(first) != len(left) or not all(map(Operation.may_be, first, [x.kind for x in left])):
         return {}
     return {one.name: collective for one, collective in zip(first, left, strict=True)}
-
-
-def _is_of_xla(collective: Collective) -> bool:
-    return collective.algorithm == "xla"
 
 
 def _names(program: HloProgram) -> set[str]:
