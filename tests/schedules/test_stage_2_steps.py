@@ -1,8 +1,5 @@
 """A step at stage 2, compiled for 8 x H200 that are not there, sends while it computes."""
 
-import os
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -12,19 +9,9 @@ from jax.sharding import PartitionSpec as P
 from support.in_flight import bytes_in_flight
 
 import jdp
-from benchmarks.gpu import topology
 
-DESCRIBED = os.environ.get("JDP_TARGET_CONFIG")
 DIM, NUM_LAYERS, NUM_ROWS = 1024, 12, 8 * 64
 LAYER = 4 * DIM * DIM  # bytes; a group of gradients holds one layer
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    try:
-        return topology.mesh_of_h200s(described=DESCRIBED and Path(DESCRIBED).read_text())
-    except topology.UnavailableError as reason:
-        pytest.skip(str(reason))
 
 
 def listed(params, x):

@@ -1,8 +1,5 @@
 """Scanned layers whose parameters are shards, compiled for 8 x H200, gather and scatter unseen."""
 
-import os
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -13,18 +10,9 @@ from jax.sharding import PartitionSpec as P
 from support.in_flight import bytes_in_flight
 
 import jdp
-from benchmarks.gpu import programs, topology
+from benchmarks.gpu import programs
 
-DESCRIBED = os.environ.get("JDP_TARGET_CONFIG")
 RATE = 0.1
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    try:
-        return topology.mesh_of_h200s(described=DESCRIBED and Path(DESCRIBED).read_text())
-    except topology.UnavailableError as reason:
-        pytest.skip(str(reason))
 
 
 def loss_of(scan, layer):
