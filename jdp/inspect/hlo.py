@@ -99,14 +99,12 @@ class HloProgram:
       computations: the instructions of each computation, in the order in which they run.
       entry: name of the computation that runs first.
       parameters: for each argument its name, such as `args[0].params['w']`, and its type.
-      results: the types of its results.
     """
 
     def __init__(self, text: str):
         self.computations, self.entry = parse(text)
         entry = self.computations[self.entry]
         self.parameters = _parameters(entry)
-        self.results = next((arrays(one.shape) for one in entry if one.is_root), ())
         self._frames = _Frames(text)
 
     def where(self, one: Instruction) -> tuple[str, ...]:

@@ -60,7 +60,6 @@ def simulate(program: HloProgram, speeds: Speeds, kernels: Sequence[Kernel] = ()
 @dataclass
 class _UnderWay:
     ends_s: float
-    took_s: float
     transfer: SentArrays
     num_matmuls: int
     meanwhile: Counter[str]
@@ -214,9 +213,7 @@ class _Simulation:
         transfer.after_last_matmul = True
         transfer.took_s += took_s
         self._span("communication", begin_s, self._free_s, transfer.instruction.name)
-        self._under_way[handle] = _UnderWay(
-            self._free_s, took_s, transfer, self._num_matmuls, Counter()
-        )
+        self._under_way[handle] = _UnderWay(self._free_s, transfer, self._num_matmuls, Counter())
 
     def _done(self, handle: str) -> None:
         found = self._under_way.pop(handle, None)
