@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.in_flight import bytes_in_flight
+from support.training import step_of
 
 import jdp
 
@@ -31,10 +32,7 @@ def compiled(mesh, loss_fn, stage, k):
     def shape(sizes, *spec, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
-    @jdp.train_step
-    def step(state, x):
-        loss, grads = jdp.value_and_grad(loss_fn, accumulate=k)(state.params, x)
-        return state.apply_gradients(grads), {"loss": loss}
+    step = step_of(loss_fn, accumulate=k)
 
     tx = jdp.sharded(optax.sgd(0.1), stage=stage, bucket_bytes=LAYER)
     each = [shape((DIM, DIM)) for _ in range(NUM_LAYERS)]

@@ -8,6 +8,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.in_flight import bytes_in_flight
+from support.training import step_of
 
 import jdp
 from benchmarks.gpu import programs
@@ -56,10 +57,7 @@ def compiled(model, mesh):
     )
     loss_fn = loss_of(jdp.scan_layers, model.apply)
 
-    @jdp.train_step
-    def step(state, rows):
-        loss, grads = jdp.value_and_grad(loss_fn)(state.params, rows)
-        return state.apply_gradients(grads), {"loss": loss}
+    step = step_of(loss_fn)
 
     return step.lower(state, rows).compile()
 
