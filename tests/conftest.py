@@ -54,6 +54,13 @@ def mesh(request, make_mesh):
 
 
 @pytest.fixture
+def quick_compilation():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
 def before_init(monkeypatch):
     """This process has learned nothing by `jdp.init` yet; afterwards it knows what it knew."""
     monkeypatch.setattr(this_process, "current", this_process.ThisProcess())

@@ -139,8 +139,9 @@ class Provenance(WayBack):
         seen, waiting = set(), [node]
         while waiting:
             each = waiting.pop()
-            if each.key() in seen or not self.differs(each) or not _is_inexact(each.variable):
-                continue  # a boolean or an integer is not a gradient
+            may_be_gradient = jnp.issubdtype(each.variable.aval.dtype, jnp.inexact)
+            if each.key() in seen or not self.differs(each) or not may_be_gradient:
+                continue
             seen.add(each.key())
             eqn = self.maker(each)
             if eqn is not None and jaxprs.is_transposed(eqn):
@@ -227,10 +228,6 @@ class Provenance(WayBack):
 
 _MOVES = frozenset("convert_element_type copy copy_p reshape squeeze".split())
 _COLLECTIVES = frozenset(collectives.RULES) - {"axis_index"}
-
-
-def _is_inexact(variable: Any) -> bool:
-    return jnp.issubdtype(variable.aval.dtype, jnp.inexact)
 
 
 def _moves(eqn: Any) -> bool:

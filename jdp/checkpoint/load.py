@@ -78,7 +78,8 @@ def load(
     leaves = leaves_of(facts)
     paths = [parse(leaf.name) for leaf in leaves]
     wanted = [key for key, _ in parse(_path(part or ""))]
-    inside = {i: None for i, path in enumerate(paths) if _begins(path, wanted)}
+    begins = [[key for key, _ in path[: len(wanted)]] for path in paths]
+    inside = {i: None for i, begin in enumerate(begins) if begin == wanted}
     if wanted and not inside:
         parts = sorted({str(path[0][0]) for path in paths if path})
         raise ValueError(f"{where} has no {part!r}. Its parts are {parts}.")
@@ -122,10 +123,6 @@ def parse(path: str) -> list[tuple[str | int, str]]:
         keys.append((match[1] if match[2] is None else _literal(match[2]), match[0]))
         start = match.end()
     return keys
-
-
-def _begins(path: list[tuple[str | int, str]], wanted: list[str | int]) -> bool:
-    return [key for key, _ in path[: len(wanted)]] == wanted
 
 
 def _literal(text: str) -> str | int:

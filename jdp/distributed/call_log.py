@@ -35,7 +35,6 @@ class Described(NamedTuple):
     Attributes:
       what: description, such as "call 3 of `step`".
       name: name of the step; "" for a comparison.
-      name: of the step; "" for a comparison.
       shapes: path -> dtype and shape.
     """
 

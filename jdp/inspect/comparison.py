@@ -13,7 +13,7 @@ from jdp.distributed import mesh as meshes
 from jdp.inspect import results
 from jdp.inspect.explain import explain
 from jdp.inspect.report import StepReport, of_bytes, of_s
-from jdp.reduction.optimizer import Replicated, replicated
+from jdp.reduction.optimizer import has_optimizer, replicated
 from jdp.reduction.sharded import sharded
 from jdp.reduction.sharding import sharding_of
 from jdp.training.step import Step
@@ -57,7 +57,7 @@ def compare(
     if unknown:
         raise ValueError(f"cannot compare {unknown[0]!r}. Options are {', '.join(OPTIONS)}.")
     state, *others = args
-    if not any(map(_has_optimizer, jax.tree.leaves(state, is_leaf=_has_optimizer))):
+    if not any(map(has_optimizer, jax.tree.leaves(state, is_leaf=has_optimizer))):
         raise ValueError(
             "the state of this step has no jdp.replicated or jdp.sharded in a TrainState, whose "
             "options could be compared."
@@ -70,7 +70,7 @@ def compare(
     for values in itertools.product(*choices.values()):
         options = dict(zip(choices, values, strict=True))
         changed = jax.tree.map(
-            lambda node, options=options: _changed(node, options), state, is_leaf=_has_optimizer
+            lambda node, options=options: _changed(node, options), state, is_leaf=has_optimizer
         )
         report = explain(step, changed, *others, on=on, rates=rates, **keywords)
         plans.append(RankedPlan(options, report))
@@ -107,12 +107,8 @@ def _shape(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
 
 
-def _has_optimizer(node: Any) -> bool:
-    return isinstance(getattr(node, "tx", None), Replicated)
-
-
 def _changed(node: Any, options: Mapping[str, int]) -> Any:
-    if not _has_optimizer(node):
+    if not has_optimizer(node):
         return node
     sharding = sharding_of(node.tx)
     given: dict[str, Any] = {

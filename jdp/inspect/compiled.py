@@ -60,7 +60,8 @@ def devices_of(
             "jdp.train_step."
         )
     spec, args = step.bound(args, keywords)
-    where = target(on or _mesh(args, spec), spec.axis_name)
+    on = on or meshes.mesh_of(jax.tree.leaves(args[0]), spec.axis_name)
+    where = target(on, spec.axis_name)
     return where, meshes.num_ranks(where.mesh, spec.axis_name)
 
 
@@ -102,7 +103,3 @@ def compile_step(
         compiled=compiled,
         program=HloProgram(compiled.as_text()),
     )
-
-
-def _mesh(args: tuple, spec: StepSpec) -> Mesh:
-    return meshes.mesh_of(jax.tree.leaves(args[0]), spec.axis_name)

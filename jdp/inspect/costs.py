@@ -48,11 +48,7 @@ class Costs:
         return kernels.find(one, self._kernels)
 
     def uncounted(self, one: Instruction) -> str:
-        """Return which floating-point operations `flops` does not count, in words; empty if none.
-
-        Args:
-          one: an instruction without matmuls.
-        """
+        """Return which floating-point operations `flops` does not count, in words; "" if none."""
         if kernel := self.kernel(one):
             if kernel.flops is not None:
                 return ""
@@ -102,15 +98,11 @@ class Costs:
             if each.op in _TRANSCENDENTAL
         )
 
-    def is_strided(self, one: Instruction, shapes: dict[str, str]) -> bool:
+    def is_strided(self, one: Instruction) -> bool:
         """Whether an instruction computes while it reads or writes an array across its rows.
 
         XLA's CPU backend does that element by element. A transpose by itself goes by blocks and is
         about as fast as other copies.
-
-        Args:
-          one: the instruction.
-          shapes: type of each instruction of its computation, by name.
         """
         inner = list(self.inside(one)) if one.op in ("fusion", "call") else []
         own = {each.name: each.shape for each in inner}
@@ -118,12 +110,7 @@ class Costs:
         return changes and any(each.op not in _MOVES for each in inner)
 
     def num_bytes(self, one: Instruction, shapes: dict[str, str]) -> int:
-        """Count the bytes that are read and written: of an array that is sliced, the slice.
-
-        Args:
-          one: the instruction.
-          shapes: the type of each value, by name.
-        """
+        """Count the bytes that are read and written: of an array that is sliced, the slice."""
         if (kernel := self.kernel(one)) and kernel.num_bytes is not None:
             return int(kernel.num_bytes)
         inner = list(self.inside(one)) if one.op in ("fusion", "fusion-start", "call") else []

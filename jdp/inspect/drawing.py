@@ -21,15 +21,10 @@ def draw(report: StepReport, path: str | Path) -> None:
     Args:
       report: of `explain`.
       path: of the file; its suffix says the format.
-
-    Raises:
-      ImportError: if matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise ImportError("a picture needs matplotlib: pip install matplotlib") from error
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     figure = Figure(figsize=(12, 3.2), layout="constrained")
     axes = figure.subplots()
     unit = 1e3

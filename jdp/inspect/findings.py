@@ -16,7 +16,7 @@ def findings_of(facts: Facts) -> list[Finding]:
 
 def _reduction_in_loop(facts: Facts) -> list[Finding]:
     found = []
-    params = _param_sizes(facts)
+    params = {leaf.size for _, leaf in parameters(facts)}
     for transfer, bucket in zip(facts.transfers, facts.buckets, strict=True):
         sizes = {array.num_elements() for array in transfer.arrays} - {1}
         is_sum = bucket.kind in ("all-reduce", "reduce-scatter")
@@ -162,10 +162,6 @@ _LOOKS: tuple[Callable[[Facts], list[Finding]], ...] = (
     _merged,
     state_findings.padding,
 )
-
-
-def _param_sizes(facts: Facts) -> set[int]:
-    return {leaf.size for _, leaf in parameters(facts)}
 
 
 def _shown(bucket: Bucket) -> str:

@@ -2,12 +2,11 @@
 
 from typing import NamedTuple
 
+from jdp.inspect.rate import ASSUMED, PUBLISHED, Rate, part_of
+
 # NCCL's all-reduce on 8 GPUs of compute capability 9.0, published with vLLM's pull request 42324:
 # 128 MiB take 561 us, and nothing takes 20 us.
 NCCL_START_S, NCCL_BYTES_PER_S = 20e-6, 2 * 7 / 8 * 128 * 2**20 / 541e-6
-NVLINK = {"A100": 230e9, "H100": NCCL_BYTES_PER_S, "H200": NCCL_BYTES_PER_S}
-OTHER_NVLINK = 700e9
-VLLM = "NCCL on 8 GPUs, vLLM's pull request 42324"
 
 
 class Gpu(NamedTuple):
@@ -30,3 +29,15 @@ GPUS = {
     "H200": Gpu(989e12, 4.8e12, 141e9),
     "B200": Gpu(2250e12, 8e12, 180e9),
 }
+
+
+def nvlink(gpu: str) -> Rate:
+    """Return the bytes that a GPU sends to others of its host in a second.
+
+    Args:
+      gpu: one of `GPUS`; "" if it is another.
+    """
+    if gpu in ("H100", "H200"):
+        source = f"{PUBLISHED} (NCCL on 8 GPUs, vLLM's pull request 42324)"
+        return part_of(NCCL_BYTES_PER_S, (0.85, 1, 1.1), "B/s", source)
+    return part_of(230e9 if gpu == "A100" else 700e9, (0.6, 1, 1.3), "B/s", ASSUMED)

@@ -23,9 +23,6 @@ _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|called_computations|branch_computations)="
     r"\{?%?([\w.\-]+(?:, ?%[\w.\-]+)*)"
 )
-# {{0,1},{2,3}}, or [2,2]<=[4], or {} for all ranks; or mesh['a'=2,'b'=2] {'b'}.
-_GROUPS = re.compile(r"replica_groups=(?:\[(\d+),|\{((?:\{[\d,]*\},?)*)\})")
-_ON_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
@@ -84,17 +81,6 @@ class Instruction(NamedTuple):
         """Return its attributes, without the metadata."""
         return self.rest.partition(")")[2].partition(", metadata={")[0]
 
-    def num_groups(self) -> int:
-        """Return the number of groups of ranks in which a collective runs; 1 if all meet."""
-        text = self.attributes()
-        if found := _ON_MESH.search(text):
-            named = re.findall(r"'([^']+)'", found[2])
-            sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
-            return math.prod(int(size) for axis, size in sizes.items() if axis not in named)
-        if found := _GROUPS.search(text):
-            return int(found[1]) if found[1] else max(found[2].count("{"), 1)
-        return 1
-
     def op_name(self) -> str:
         """Return the name that JAX gave it, such as `jit(step)/transpose(jvp())/dot_general`."""
         found = _NAME.search(self.rest)
@@ -113,14 +99,12 @@ class HloProgram:
       computations: the instructions of each computation, in the order in which they run.
       entry: name of the computation that runs first.
       parameters: for each argument its name, such as `args[0].params['w']`, and its type.
-      results: the types of its results.
     """
 
     def __init__(self, text: str):
         self.computations, self.entry = parse(text)
         entry = self.computations[self.entry]
         self.parameters = _parameters(entry)
-        self.results = next((arrays(one.shape) for one in entry if one.is_root), ())
         self._frames = _Frames(text)
 
     def where(self, one: Instruction) -> tuple[str, ...]:

@@ -89,7 +89,8 @@ def _size(one: Instruction, operands: list[Live]) -> Live:
     arrays = hlo.arrays(one.shape)
     if one.op.endswith("-start"):  # its type begins with its operands
         arrays = arrays[len(one.operands()) :]
-    num_bytes = sum(array.padded_bytes() for array in arrays if _in_main(array))
+    # S(1) is a TPU's vector memory.
+    num_bytes = sum(array.padded_bytes() for array in arrays if "S(1)" not in array.layout)
     name = one.op_name()
     if not name and operands:  # made by XLA, as the packing of gradients is
         return Live(*(num_bytes if field else 0 for field in _one_of(operands[0])))
@@ -108,10 +109,6 @@ def _one_of(operand: Live) -> tuple[bool, bool, bool]:
 def _is_alias(one: Instruction) -> bool:
     is_in_place = "output_to_operand_aliasing=" in one.attributes()
     return one.op in _ALIASES or one.op.endswith("-done") or is_in_place
-
-
-def _in_main(array: hlo.Array) -> bool:
-    return "S(1)" not in array.layout  # a TPU's vector memory
 
 
 def _owners(computation: list[Instruction]) -> dict[str, tuple[str, ...]]:

@@ -53,7 +53,6 @@ class Planned:
       kind: such as `all-reduce`.
       number: of a native call, else None.
       leaves: the arrays that it takes.
-      in_loop: whether it is in the body of a loop.
       line: of the author's, such as `train.py:41`, empty if there is none.
       is_of_author: whether the author's code called it, not jdp's.
     """
@@ -61,7 +60,6 @@ class Planned:
     kind: str
     number: int | None
     leaves: list[SentLeaf]
-    in_loop: bool
     line: str
     is_of_author: bool
 
@@ -91,7 +89,7 @@ def planned(jaxpr: Any, names: Sequence[str]) -> TracedStep:
     body = opened(jaxpr)
     # XLA drops a gather whose result nobody reads, of an array that the step only passes on, say.
     body, _ = partial_eval.dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)
-    walk.run(body, dict(zip(body.invars, names, strict=False)), in_loop=False)
+    walk.run(body, dict(zip(body.invars, names, strict=False)))
     return TracedStep(walk.found, walk.callbacks, walk.kernels)
 
 
@@ -101,7 +99,7 @@ class _PlanWalk:
         self.callbacks: list[tuple[str, str]] = []
         self.kernels: list[Kernel] = []
 
-    def run(self, jaxpr: Any, paths: dict[Any, str], *, in_loop: bool) -> dict[Any, str]:
+    def run(self, jaxpr: Any, paths: dict[Any, str]) -> dict[Any, str]:
         """Walk a body, and return the name of each of its variables that has one."""
         before = None
         for eqn in jaxpr.eqns:
@@ -109,7 +107,7 @@ class _PlanWalk:
             # JAX makes one sum for each leaf of a bucket, one after the other.
             is_same, before = before is not None and _is_like(before, eqn), eqn
             if name in _KINDS or name in call_order.NATIVE:
-                self._collective(eqn, name, paths, in_loop, is_same=is_same)
+                self._collective(eqn, name, paths, is_same=is_same)
                 # What was gathered or summed keeps its name.
                 if name != call_order.START:
                     taken = _operands(eqn, name)
@@ -120,13 +118,11 @@ class _PlanWalk:
                 self.callbacks.append((_callback_name(eqn), source_lines.source(eqn)))
             elif name == "pallas_call":
                 self.kernels.append(kernel_of(eqn))
-            elif not self._bodies(eqn, name, paths, in_loop):
+            elif not self._bodies(eqn, name, paths):
                 self._names(eqn, name, paths)
         return paths
 
-    def _collective(
-        self, eqn: Any, name: str, paths: dict[Any, str], in_loop: bool, *, is_same: bool
-    ) -> None:
+    def _collective(self, eqn: Any, name: str, paths: dict[Any, str], *, is_same: bool) -> None:
         leaves = [
             SentLeaf(_path(atom, paths), _dtype(atom.aval.dtype), int(atom.aval.size))
             for atom in _operands(eqn, name)
@@ -141,26 +137,17 @@ class _PlanWalk:
         params = dict(eqn.params["attributes"]) if name == call_order.START else eqn.params
         number = params.get("number", params.get("bucket")) if native else None
         self.found.append(
-            Planned(
-                kind,
-                number,
-                leaves,
-                in_loop,
-                source_lines.source(eqn),
-                source_lines.is_of_author(eqn),
-            )
+            Planned(kind, number, leaves, source_lines.source(eqn), source_lines.is_of_author(eqn))
         )
 
-    def _bodies(self, eqn: Any, name: str, paths: dict[Any, str], in_loop: bool) -> bool:
+    def _bodies(self, eqn: Any, name: str, paths: dict[Any, str]) -> bool:
         """Walk the bodies of an equation, and return whether it has any."""
         bodies = [opened(body) for body in jaxprs.bodies(eqn)]
-        if name in ("scan", "while"):
-            in_loop = True
         if name == "while":
             cond, body, num_cond, num_body = jaxprs.while_parts(eqn)
             own = _inner(body, eqn.invars[num_cond:], paths)
-            self.run(cond, {}, in_loop=in_loop)
-            inner = self.run(body, own, in_loop=in_loop)
+            self.run(cond, {})
+            inner = self.run(body, own)
             _outer(eqn, body, inner, paths)
             return True
         for body in bodies:
@@ -171,7 +158,7 @@ class _PlanWalk:
                 for variable in body.invars[num_whole:]:
                     if variable in own:
                         own[variable] += " of one iteration"
-            _outer(eqn, body, self.run(body, own, in_loop=in_loop), paths)
+            _outer(eqn, body, self.run(body, own), paths)
         return bool(bodies)
 
     def _names(self, eqn: Any, name: str, paths: dict[Any, str]) -> None:

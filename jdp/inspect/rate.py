@@ -50,6 +50,12 @@ def time_interval(error: float) -> tuple[float, float]:
     return 1 / (1 + error), 1 / (1 - min(error, MOST_ERROR))
 
 
+def part_of(peak: float, parts: tuple[float, float, float], unit: str, source: str) -> Rate:
+    """Return the parts of a peak that are reached: the lowest, the likely and the highest."""
+    low, likely, high = (peak * part for part in parts)
+    return Rate(likely, low, high, unit, source)
+
+
 def given(value: float, unit: str) -> Rate:
     """Return a number that the user gave, which has no interval."""
     return Rate(value, value, value, unit, GIVEN)

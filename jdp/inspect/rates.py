@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jdp.inspect.gpus import GPUS, NCCL_START_S, NVLINK, OTHER_NVLINK, VLLM
-from jdp.inspect.rate import ASSUMED, PUBLISHED, Rate
+from jdp.inspect.gpus import GPUS, NCCL_START_S, nvlink
+from jdp.inspect.rate import ASSUMED, PUBLISHED, Rate, part_of
 from jdp.inspect.rate import given as as_given
 from jdp.inspect.targets import TargetDevices
 
@@ -87,11 +87,6 @@ def rates_of(
 ) -> dict[str, Rate]:
     """Return the rates of a target: given ones, then measured ones, then known ones.
 
-    Args:
-      target: the devices.
-      given: rates by name.
-      measured: rates by name.
-
     Raises:
       ValueError: if one is missing, of a GPU that nobody has described.
     """
@@ -120,17 +115,13 @@ def _of_peak(
 
 
 def _rate(name: str, peak: float, parts: tuple[float, float, float], source: str) -> Rate:
-    low, likely, high = (peak * part for part in parts)
-    return Rate(likely, low, high, UNITS[name], source)
+    return part_of(peak, parts, UNITS[name], source)
 
 
 def _gpu(target: TargetDevices) -> dict[str, Rate]:
     kind = next((name for name in GPUS if re.search(rf"\b{name}\b", target.device_kind)), "")
     peaks, source = _gpu_peaks(target.description, kind)
-    if kind.startswith("H"):
-        link = _rate("link_bytes_per_s", NVLINK[kind], (0.85, 1, 1.1), f"{PUBLISHED} ({VLLM})")
-    else:
-        link = _rate("link_bytes_per_s", NVLINK.get(kind, OTHER_NVLINK), (0.6, 1, 1.3), ASSUMED)
+    link = nvlink(kind)
     nics = f"{ASSUMED}: eight links of 400 Gb/s for each host, 90 % of them"
     return {
         **{name: _of_peak(name, peak, source) for name, peak in peaks.items()},

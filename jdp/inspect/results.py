@@ -33,12 +33,7 @@ def add_json(
 def add_png(
     parser: argparse.ArgumentParser, text: str = "draw a picture (needs matplotlib)"
 ) -> None:
-    """Add `--png`, with the file of the picture or None.
-
-    Args:
-      parser: of the command.
-      text: help.
-    """
+    """Add `--png`, with the file of the picture or None."""
     parser.add_argument("--png", metavar="FILE", help=text)
 
 

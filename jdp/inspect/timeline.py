@@ -52,7 +52,7 @@ def simulate(program: HloProgram, speeds: Speeds, kernels: Sequence[Kernel] = ()
       kernels: its Pallas kernels.
     """
     run = _Simulation(program, speeds, Costs(program.computations, kernels))
-    run.computation(program.entry, ())
+    run.computation(program.entry)
     run.timeline.step_s = run.now_s
     return run.timeline
 
@@ -60,7 +60,6 @@ def simulate(program: HloProgram, speeds: Speeds, kernels: Sequence[Kernel] = ()
 @dataclass
 class _UnderWay:
     ends_s: float
-    took_s: float
     transfer: SentArrays
     num_matmuls: int
     meanwhile: Counter[str]
@@ -77,30 +76,30 @@ class _Simulation:
         self._num_matmuls = 0
         self._under_way: dict[str, _UnderWay] = {}
 
-    def computation(self, name: str, trips: tuple[int, ...]) -> None:
-        """Run the operations of a computation, given the iterations of the loops around it."""
+    def computation(self, name: str) -> None:
+        """Run the operations of a computation."""
         computation = self._program.computations[name]
         if name not in self._shapes:
             self._shapes[name] = {one.name: one.shape for one in computation}
         for one in computation:
-            self._instruction(one, name, trips)
+            self._instruction(one, name)
 
-    def _instruction(self, one: Instruction, name: str, trips: tuple[int, ...]) -> None:
+    def _instruction(self, one: Instruction, name: str) -> None:
         inner = collective_in(one, self._costs)
         if one.op == "while":
-            self._loop(one, trips)
+            self._loop(one)
         elif one.op == "conditional":
-            self._branches(one, trips)
+            self._branches(one)
         elif one.op == "call" and not inner and not self._costs.flops(one, self._shapes[name]):
-            self.computation(one.called()[0], trips)
+            self.computation(one.called()[0])
         elif inner is not None:
-            self._collective(one, inner, name, trips)
+            self._collective(one, inner, name)
         elif one.op.endswith("-done"):
             self._done(next(iter(one.operands()), ""))
         elif one.op not in _FREE:
             self._compute(one, name)
 
-    def _loop(self, one: Instruction, trips: tuple[int, ...]) -> None:
+    def _loop(self, one: Instruction) -> None:
         try:
             num_times = hlo.times(one)
         except ValueError:
@@ -110,23 +109,23 @@ class _Simulation:
             return
         body = next(iter(re.findall(r"\bbody=%?([\w.\-]+)", one.rest)))
         for _ in range(min(num_times, _SIMULATED) - 1):
-            self.computation(body, (*trips, num_times))
+            self.computation(body)
         before = self._totals()
-        self.computation(body, (*trips, num_times))
+        self.computation(body)
         self._repeat(before, max(0, num_times - _SIMULATED))
 
-    def _branches(self, one: Instruction, trips: tuple[int, ...]) -> None:
+    def _branches(self, one: Instruction) -> None:
         branches = [name for name in one.called() if name in self._program.computations]
         if branches:
             self.timeline.unknown.append(f"of {one.name} the longest branch was counted")
-            self.computation(max(branches, key=self._alone_s), trips)
+            self.computation(max(branches, key=self._alone_s))
 
     def _alone_s(self, name: str) -> float:
         """Return the seconds of a computation by itself."""
         if name not in self._seconds:
             alone = _Simulation(self._program, self._speeds, self._costs)
             alone._seconds = self._seconds
-            alone.computation(name, ())
+            alone.computation(name)
             self._seconds[name] = alone.now_s
         return self._seconds[name]
 
@@ -167,7 +166,7 @@ class _Simulation:
                 flops,
                 self._costs.num_bytes(one, shapes),
                 self._costs.transcendentals(one),
-                not flops and self._costs.is_strided(one, shapes),
+                not flops and self._costs.is_strided(one),
             )
         )
         self.timeline.flops.update(flops)
@@ -182,9 +181,7 @@ class _Simulation:
             for transfer in self.timeline.transfers.values():
                 transfer.after_last_matmul = False
 
-    def _collective(
-        self, one: Instruction, inner: Instruction, name: str, trips: tuple[int, ...]
-    ) -> None:
+    def _collective(self, one: Instruction, inner: Instruction, name: str) -> None:
         target, number = inner.target(), number_of(inner)
         if target == call_order.DONE:
             self._done(f"ring {number}")
@@ -196,7 +193,7 @@ class _Simulation:
         key = f"{name}/{one.name}"
         transfer = self.timeline.transfers.get(key)
         if transfer is None:
-            transfer = transfer_of(one, inner, name, self._shapes[name], trips)
+            transfer = transfer_of(one, inner, name, self._shapes[name])
             self.timeline.transfers[key] = transfer
         is_ring = target == call_order.START
         handle = f"ring {number}" if is_ring else one.name
@@ -216,9 +213,7 @@ class _Simulation:
         transfer.after_last_matmul = True
         transfer.took_s += took_s
         self._span("communication", begin_s, self._free_s, transfer.instruction.name)
-        self._under_way[handle] = _UnderWay(
-            self._free_s, took_s, transfer, self._num_matmuls, Counter()
-        )
+        self._under_way[handle] = _UnderWay(self._free_s, transfer, self._num_matmuls, Counter())
 
     def _done(self, handle: str) -> None:
         found = self._under_way.pop(handle, None)

@@ -31,7 +31,6 @@ class SentArrays:
       number: of a native call, see `call_order.next_number`; None for XLA's.
       arrays: the arrays that it takes, without padding or packing.
       num_bytes: of its whole arrays on one rank, in one run.
-      trips: for each loop around it the number of iterations, outermost first.
       group: the ranks of its first group; none if all ranks meet, or it is not known.
       runs: how often it runs in a step.
       took_s: seconds of all runs.
@@ -50,7 +49,6 @@ class SentArrays:
     number: int | None
     arrays: list[Array]
     num_bytes: int
-    trips: tuple[int, ...]
     group: tuple[int, ...] = ()
     runs: int = 0
     took_s: float = 0.0
@@ -69,11 +67,7 @@ def number_of(inner: Instruction) -> int | None:
 
 
 def transfer_of(
-    one: Instruction,
-    inner: Instruction,
-    computation: str,
-    shapes: Mapping[str, str],
-    trips: tuple[int, ...],
+    one: Instruction, inner: Instruction, computation: str, shapes: Mapping[str, str]
 ) -> SentArrays:
     """Return a collective that has not run yet.
 
@@ -82,7 +76,6 @@ def transfer_of(
       inner: the collective that it is or holds, see `collective_in`.
       computation: name of the computation that holds it.
       shapes: type of each instruction of that computation, by name.
-      trips: iterations of the loops around it.
     """
     target = inner.target()
     taken = [array for x in one.operands() for array in hlo.arrays(shapes.get(x, ""))]
@@ -102,8 +95,8 @@ def transfer_of(
     if kind == "all-gather":
         num_bytes = max(num_bytes, _gathered_bytes(one, num_bytes, algorithm))
     return SentArrays(
-        one, computation, kind, algorithm, number_of(inner), taken, num_bytes, trips,
-        replica_groups.first_group(inner),
+        one, computation, kind, algorithm, number_of(inner), taken, num_bytes,
+        next(iter(replica_groups.groups(inner)), ()),
     )  # fmt: skip
 
 

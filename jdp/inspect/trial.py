@@ -115,7 +115,7 @@ class Trial:
           exact.WrongResultError: if one is wrong, with rank, element and size.
         """
         for number, (case, found) in enumerate(zip(self.cases, self._results, strict=True)):
-            call, m = self._call(number), self._moduli[number]
+            call, m = self._round % 1000 * len(self.cases) + number, self._moduli[number]
             for shard in found.addressable_shards:
                 rank = shard.index[0].start or 0
                 right = known_values.result(
@@ -140,9 +140,6 @@ class Trial:
         """Return the lowered program."""
         self.prepare()
         return self._run.lower(self._inputs, self._results)
-
-    def _call(self, number: int) -> int:
-        return self._round % 1000 * len(self.cases) + number
 
     def _input_size(self, case: Case) -> int:
         return known_values.input_size(case.operation, self._mesh.size, case.size)

@@ -48,7 +48,8 @@ def find_derived(
     """
     derived: dict[FlatValue, Derived] = {}
     # Values that depend on nothing but parameters, derived or kept.
-    pure = {*split, *whole, *(c for c in program.constants if not _is_traced(c.constant))}
+    known = [c for c in program.constants if not isinstance(c.constant, jax.core.Tracer)]
+    pure = {*split, *whole, *known}
     results = {*program.outs}
     for operation in program.operations:
         if not pure.issuperset(operation.ins) or not _is_local(operation.eqn):
@@ -90,18 +91,10 @@ def _derived(
     if sum(v.num_bytes() for v in operation.outs) * _REDUCTION <= max(v.num_bytes() for v in read):
         return None
     was_heavy = any(value in derived and derived[value].is_heavy for value in read)
-    is_heavy = _is_heavy(operation.eqn)
+    is_heavy = operation.eqn.primitive.name in _HEAVY or bool(jaxprs.bodies(operation.eqn))
     if was_heavy and is_heavy:
         return None
     return Derived(operation, sources, was_heavy or is_heavy)
-
-
-def _is_traced(constant: Any) -> bool:
-    return isinstance(constant, jax.core.Tracer)
-
-
-def _is_heavy(eqn: Any) -> bool:
-    return eqn.primitive.name in _HEAVY or bool(jaxprs.bodies(eqn))
 
 
 def _is_local(eqn: Any) -> bool:

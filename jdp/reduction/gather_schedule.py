@@ -1,24 +1,11 @@
 """When parameters that live as shards are gathered: in groups, in the order of their use."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from jdp.reduction.flat_program import FlatValue
 
 
-class GatherGroup(NamedTuple):
-    """Parameters that are gathered together.
-
-    Attributes:
-      start: position of the first operation that uses one of them.
-      members: the parameters.
-    """
-
-    start: int
-    members: list[FlatValue]
-
-
-def groups(uses: Sequence[Sequence[FlatValue]], capacity: int) -> list[GatherGroup]:
+def groups(uses: Sequence[Sequence[FlatValue]], capacity: int) -> dict[int, list[FlatValue]]:
     """Return the groups to gather, in order, so that two groups are in memory at any time.
 
     A parameter that is used again after the next group has begun is gathered again.
@@ -27,13 +14,17 @@ def groups(uses: Sequence[Sequence[FlatValue]], capacity: int) -> list[GatherGro
       uses: for each operation the parameters that it uses.
       capacity: bytes of a group of whole parameters, > 0. One operation may need more.
 
+    Returns:
+      Position of the first operation that uses a group -> the parameters of the group.
+
     >>> import jax
     >>> first, second, third = (FlatValue(jax.typeof(jax.numpy.ones(4))) for _ in range(3))
     >>> found = groups([[first], [second], [first], [third], [first]], capacity=16)
-    >>> [group.start for group in found], found[-1].members == [first]
+    >>> [*found], found[4] == [first]
     ([0, 1, 3, 4], True)
     """
-    found: list[GatherGroup] = []
+    found: dict[int, list[FlatValue]] = {}
+    last: list[FlatValue] = []
     place: dict[FlatValue, int] = {}  # parameter -> the latest group that it is in
     used = 0  # bytes of the group that is being filled
     for i, needed in enumerate(uses):
@@ -44,9 +35,9 @@ def groups(uses: Sequence[Sequence[FlatValue]], capacity: int) -> list[GatherGro
         if not found or used + num_bytes > capacity:
             missing = _missing(needed, place, len(found))
             num_bytes = sum(value.num_bytes() for value in missing)
-            found.append(GatherGroup(i, []))
+            found[i] = last = []
             used = 0
-        found[-1].members.extend(missing)
+        last.extend(missing)
         used += num_bytes
         place.update(dict.fromkeys(missing, len(found) - 1))
     return found

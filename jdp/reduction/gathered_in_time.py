@@ -61,8 +61,7 @@ class Evaluation:
         operations = program.operations
         self._kept = [op for op in operations if not any(v in self._derived for v in op.outs)]
         self._uses = [sources_of(op.ins, self._derived, self._shards.keys()) for op in self._kept]
-        groups = gather_schedule.groups(self._uses, capacity)
-        self._members = {group.start: group.members for group in groups}
+        self._members = gather_schedule.groups(self._uses, capacity)
         self._gathered: dict[FlatValue, jax.Array] = {}
         # Derived values, each with the gathered arrays that it was computed from.
         self._computed: dict[FlatValue, tuple[Any, list[jax.Array]]] = {}

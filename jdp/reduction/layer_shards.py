@@ -98,7 +98,7 @@ class LayerShards:
           gradient: this rank's, whole.
           share: see `share`.
         """
-        weights = self._weighted_by(share)
+        weights = self._weights.by_share(share)
         local = []
         for x, dtype, sent in zip(gradient, self._dtypes, self._reduce_dtypes, strict=True):
             before, _ = split_scale(self._scale, sent)
@@ -116,20 +116,13 @@ class LayerShards:
           sums: from `sums`.
           share: see `share`.
         """
-        weights = self._weighted_by(share)
+        weights = self._weights.by_share(share)
         scales = [split_scale(self._scale, dtype)[1] for dtype in self._reduce_dtypes]
         return [weights.total(scaled(x, by)) for x, by in zip(sums, scales, strict=True)]
 
     def proved(self, stacked: Sequence[jax.Array]) -> list[jax.Array]:
         """Return stacked means, marked for the proof."""
         return [proved(x, self._axes, mean=True) for x in stacked]
-
-    def _weighted_by(self, share: Any) -> weighted_sum.Weighting:
-        if share is None:
-            return self._weights
-        # From the custom_vjp, which JAX may keep for another trace: the share of that one.
-        share = lax.stop_gradient(share)
-        return self._weights._replace(forward=share, after=share)
 
     def _bucketed(self, leaves: Sequence[Any]) -> tuple[list[list[Any]], list[list[int]]]:
         values = [[leaves[i] for i in bucket] for bucket in self._plan]

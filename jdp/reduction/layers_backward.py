@@ -10,6 +10,7 @@ from jax import lax
 
 from jdp.reduction import tied
 from jdp.reduction.layer_loop import LayerLoop, Operands
+from jdp.reduction.overlap.identities import instantiated, is_zero
 from jdp.reduction.traced_layer import is_inexact
 
 
@@ -72,10 +73,10 @@ class _Backward:
         """Return the gradients, given the cotangents of the last carry and of the stacked y."""
         loop, operands, of = self._loop, self._operands, self._of
         # The cotangents that are not zero everywhere, by position.
-        own_ys = {i: y for i, y in enumerate(ys) if not _is_zero(y)}
+        own_ys = {i: y for i, y in enumerate(ys) if not is_zero(y)}
         shards = loop.shards
         late = shards.zeros() if of.shards else []
-        cotangent = [_instantiated(last[i]) for i in of.carry]
+        cotangent = [instantiated(last[i]) for i in of.carry]
         # XLA would gather it together with the first one of the way there.
         (first,) = tied.after([jnp.asarray(loop.first)], cotangent)
         state = (
@@ -153,11 +154,3 @@ def _with(values: Sequence[Any], positions: Sequence[int], new: Sequence[Any]) -
 def _at(positions: Sequence[int], values: Sequence[Any], size: int) -> list[Any]:
     found = dict(zip(positions, values, strict=True))
     return [found.get(i) for i in range(size)]
-
-
-def _is_zero(cotangent: Any) -> bool:
-    return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
-
-
-def _instantiated(cotangent: Any) -> Any:
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if _is_zero(cotangent) else cotangent

@@ -37,12 +37,7 @@ def local_value_and_grad(
 
 
 class WholeGradients:
-    """The derivative of losses with respect to whole parameters, as `ShardGradients` has it.
-
-    Args:
-      params: tree of parameters.
-      value_and_grad: of the loss.
-    """
+    """The derivative of losses with respect to whole parameters, as `ShardGradients` has it."""
 
     sends = False
 

@@ -141,16 +141,13 @@ def _marked_as_synced(grads: Any, axes: tuple[str, ...]) -> Any:
     return jax.tree_util.tree_map_with_path(noted, grads)
 
 
+def has_optimizer(node: Any) -> bool:
+    """Whether a node of a state has an optimizer of jdp's, its `tx`."""
+    return isinstance(getattr(node, "tx", None), Replicated)
+
+
 def reduce_dtype_of(state: Any) -> np.dtype | None:
-    """Return the dtype in which all optimizers of a state have gradients sent, None if none is.
-
-    Args:
-      state: any tree. An optimizer is the `tx` of a node of it.
-    """
-
-    def has_optimizer(node: Any) -> bool:
-        return isinstance(getattr(node, "tx", None), Replicated)
-
+    """Return the dtype in which all optimizers of a state have gradients sent, None if none is."""
     nodes = filter(has_optimizer, jax.tree.leaves(state, is_leaf=has_optimizer))
     found: set[np.dtype | None] = {node.tx.reduce_dtype for node in nodes}
     return found.pop() if len(found) == 1 else None

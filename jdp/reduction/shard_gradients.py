@@ -38,18 +38,6 @@ class LeafGradients(NamedTuple):
     means: Mapping[int, jax.Array] = MappingProxyType({})
 
 
-class _TracedLoss(NamedTuple):
-    """A loss with its gradients as one program.
-
-    Its inputs are the leaves of the parameters, and the shards of those that are sent. Its outputs
-    are the arrays of the value, then the gradients of all inputs.
-    """
-
-    program: FlatProgram
-    num_arrays: int
-    value: Callable[[Sequence[Any]], Any]
-
-
 def of(params: Any, axis_name: AxisName, *, is_sent: bool) -> "ShardGradients | None":
     """Return the object that differentiates in some parameters; None where JAX does.
 
@@ -164,7 +152,15 @@ class ShardGradients:
         ]
         return restored(outs[:first]), LeafGradients(local, means)
 
-    def _traced(self, loss_fn: Callable[..., Any], has_aux: bool, args: tuple) -> _TracedLoss:
+    def _traced(
+        self, loss_fn: Callable[..., Any], has_aux: bool, args: tuple
+    ) -> tuple[FlatProgram, int, Callable[[Sequence[Any]], Any]]:
+        """Return a loss with its gradients as one program.
+
+        Its inputs are the leaves of the parameters, and the shards of those that are sent. Its
+        outputs are the arrays of the value, then the gradients of all inputs. The number of those
+        arrays comes with it, and a function that makes the value of them.
+        """
         others: list[Any] = []  # leaves of the value that are not arrays
         trees: list[Any] = []
 
@@ -192,7 +188,7 @@ class ShardGradients:
             leaves = [next(left) if other is None else other[0] for other in others]
             return trees[0].unflatten(leaves)
 
-        return _TracedLoss(flat, others.count(None), restored)
+        return flat, others.count(None), restored
 
     def _nothing(self, i: int) -> jax.Array:
         """Return the gradient of a parameter that the loss does not read, marked for the proof."""

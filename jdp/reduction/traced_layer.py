@@ -32,11 +32,9 @@ class TracedLayer(NamedTuple):
         self, closed_over: Sequence, carry: Sequence, layer: Sequence, x: Sequence
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return the leaves of the next carry, and those of y."""
-        outs = self._function()(*closed_over, *carry, *layer, *x)
+        closed = jax.extend.core.ClosedJaxpr(self.jaxpr, [])
+        outs = jax.extend.core.jaxpr_as_fun(closed)(*closed_over, *carry, *layer, *x)
         return outs[: self.num_carry], outs[self.num_carry :]
-
-    def _function(self) -> Callable[..., list[jax.Array]]:
-        return jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(self.jaxpr, []))
 
 
 def traced(

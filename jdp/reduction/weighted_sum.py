@@ -56,6 +56,18 @@ class Weighting(NamedTuple):
             return x
         return _weigh(x, None, self.after, why_not=self.why_not)
 
+    def by_share(self, share: jax.Array | None) -> "Weighting":
+        """Return the weighting of the trace that a share of the weight is from.
+
+        Args:
+          share: handed on by a `jax.custom_vjp`, which JAX may keep for another trace; None where
+            all ranks count the same.
+        """
+        if share is None:
+            return self
+        share = lax.stop_gradient(share)  # A second derivative gives it a tangent of zeros.
+        return self._replace(forward=share, after=share)
+
     def named(self) -> contextlib.AbstractContextManager:
         """Name the collective that is traced inside, if it is transposed by this weighting."""
         return jax.named_scope(WEIGHTED_SUM) if self.is_adjoint else contextlib.nullcontext()

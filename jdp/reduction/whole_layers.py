@@ -10,6 +10,7 @@ from jax import lax
 from jdp.analysis.marks import SHARED, mark
 from jdp.reduction.known_shards import Shard
 from jdp.reduction.layer_shards import LayerShards
+from jdp.reduction.overlap.identities import instantiated
 
 
 def scan(
@@ -29,18 +30,11 @@ def scan(
     own, so that no more than two gradients of layers are whole at once.
 
     Args:
-      f: as `jdp.scan_layers` takes it, with `init`, `params`, `xs`, `reverse` and `unroll`.
-      init: the first carry.
-      params: the whole stacked parameters.
-      xs: further stacked arrays, or None.
+      f, init, params, xs, axes, reverse, unroll: as for `sharded_layers.scan`.
       parts: for each leaf of `params` its shard, None where its gradient is this rank's own.
-      axes: the ranks that gradients are averaged over.
-      reverse: run the last layer first.
-      unroll: as in `lax.scan`.
 
     Returns:
-      `(carry, ys)`. The gradient of a shard is this rank's part of the mean over ranks, weighted as
-      the step is; that of everything else this rank's own.
+      `(carry, ys)`, with the gradients of `sharded_layers.scan`.
     """
     named, tree = jax.tree_util.tree_flatten_with_path(params)
     is_split = [part is not None for part in parts]
@@ -125,7 +119,7 @@ class _LateScatter:
             return hook(*values), (values[-1], None)
 
         def backward(residuals: tuple, cotangents: tuple[list, list]) -> tuple:
-            gradient, slot = jax.tree.map(_instantiated, cotangents, is_leaf=_is_zero)
+            gradient, slot = instantiated(cotangents)
             nothing = jax.tree.map(jnp.zeros_like, residuals[0])
             if len(residuals) > 1:
                 return gradient, None, slot, nothing
@@ -136,11 +130,3 @@ class _LateScatter:
 
         hook.defvjp(forward, backward, symbolic_zeros=True)
         return hook(wholes, own, slot, self._share)
-
-
-def _is_zero(cotangent: Any) -> bool:
-    return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
-
-
-def _instantiated(cotangent: Any) -> Any:
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if _is_zero(cotangent) else cotangent

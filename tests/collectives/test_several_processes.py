@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from support import training
 from support.processes import ProcessError
 from support.threads import wait_until
-from support.training import assert_close, loss_fn, plain_step, state
+from support.training import assert_close, loss_fn, plain_step, state, step_of
 
 import jdp
 from jdp.collectives.cpu import runtime as cpu_runtime
@@ -33,10 +33,7 @@ def run(all_reduce=jdp.collectives.xla):
     """Train two epochs with a masked tail, then evaluate: what a process ends with."""
     jdp.init(devices=sorted(jax.devices(), key=lambda d: (d.process_index, d.id))[:4])
 
-    @jdp.train_step(weight=count)
-    def step(state, batch):
-        loss, grads = jdp.value_and_grad(masked_loss)(state.params, batch)
-        return state.apply_gradients(grads), {"loss": loss}
+    step = step_of(masked_loss, weight=count)
 
     @jdp.eval_step(weight=count)
     def measure(state, batch):

@@ -10,7 +10,8 @@ import traceback
 import jax
 import pytest
 from support import training
-from support.processes import ProcessError, environment, free_port
+from support.launcher import free_port
+from support.processes import ProcessError, environment
 from support.threads import wait_until
 
 import jdp

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from support.training import step_of
 
 import jdp
 from benchmarks.harness import models
@@ -43,15 +44,6 @@ def problem(name):
 def optimizer(stage, **options):
     tx = optax.adam(1e-3)
     return jdp.sharded(tx, stage=stage, **options) if stage else jdp.replicated(tx, **options)
-
-
-def step_of(loss_fn, **options):
-    @jdp.train_step
-    def step(state, batch):
-        loss, grads = jdp.value_and_grad(loss_fn, **options)(state.params, batch)
-        return state.apply_gradients(grads), {"loss": loss}
-
-    return step
 
 
 def shapes(tree):

@@ -10,7 +10,7 @@ from support.calibrations import FOUND
 
 from benchmarks.plan import published
 from jdp.__main__ import main
-from jdp.inspect.bench import output
+from jdp.inspect import results
 from jdp.inspect.plan import assumptions
 
 MODEL = ["--model", "params=1e9,layers=4,tokens=8192"]
@@ -92,7 +92,7 @@ def test_rates_without_a_limit_are_null_in_json_and_read_back(capsys):
     law = {"alpha_s": 1.0, "bytes_per_s": math.inf}
     recovery = {"host": "host0", "date": "2026-11-25T12:00", "restoring": law}
     recovery["rows"] = [dict.fromkeys(names.split(), 1)]
-    output.write_json(recovery, "recovery.json")
+    results.write(results.to_json(recovery), "recovery.json")
     json.loads(Path("recovery.json").read_text(), parse_constant=pytest.fail)
     planned("--calibration", "--recovery", "recovery.json")
     found = json.loads(Path("found.json").read_text(), parse_constant=pytest.fail)["assumed"]

@@ -96,22 +96,22 @@ def test_ranks_of_one_host_meet_over_the_links_of_the_host(group, seconds):
 
 
 @pytest.mark.parametrize(
-    ("attribute", "group"),
+    ("attribute", "groups"),
     [
-        ("{}", ()),
-        ("{{0,1,2}}", (0, 1, 2)),
-        ("{{4,1},{2,3}}", (1, 4)),
-        ("[4,2]<=[8]", (0, 1)),
-        ("[2,4]<=[4,2]T(1,0)", (0, 2, 4, 6)),
-        ("[1,8]<=[8]", tuple(range(8))),
-        ("mesh['a'=2,'b'=3] {'a'}", (0, 3)),
-        ("mesh['a'=2,'b'=3] {'b'}", (0, 1, 2)),
-        ("mesh['a'=2,'b'=3] {'b','a'}", tuple(range(6))),
+        ("{}", []),
+        ("{{0,1,2}}", [(0, 1, 2)]),
+        ("{{4,1},{2,3}}", [(1, 4), (2, 3)]),
+        ("[4,2]<=[8]", [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        ("[2,4]<=[4,2]T(1,0)", [(0, 2, 4, 6), (1, 3, 5, 7)]),
+        ("[1,8]<=[8]", [tuple(range(8))]),
+        ("mesh['a'=2,'b'=3] {'a'}", [(0, 3), (1, 4), (2, 5)]),
+        ("mesh['a'=2,'b'=3] {'b'}", [(0, 1, 2), (3, 4, 5)]),
+        ("mesh['a'=2,'b'=3] {'b','a'}", [tuple(range(6))]),
     ],
 )
-def test_the_first_group_is_read_in_every_notation(attribute, group):
+def test_groups_are_read_in_every_notation(attribute, groups):
     rest = f"%x), channel_id=1, replica_groups={attribute}, use_global_device_ids=true"
-    assert replica_groups.first_group(Instruction("r", "f32[8]", "all-reduce", rest)) == group
+    assert replica_groups.groups(Instruction("r", "f32[8]", "all-reduce", rest)) == groups
 
 
 def test_a_native_call_between_the_ranks_of_one_axis_has_as_many(before_init):

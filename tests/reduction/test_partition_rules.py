@@ -10,6 +10,8 @@ from support.per_rank import assert_equal_bits
 
 from jdp.reduction.partition import Piece, partitioned
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 A = (24, 48)  # each dim divides by 1, 2, 3 and 8
 B = (2, 24, 24)
 
@@ -129,13 +131,6 @@ def _run(mesh, cases):
 
 def _cut(x, dim, rank, n):
     return lax.dynamic_slice_in_dim(x, rank * (x.shape[dim] // n), x.shape[dim] // n, dim)
-
-
-@pytest.fixture(autouse=True)
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.parametrize("table", [LOCAL, ELSE], ids=["local", "else"])

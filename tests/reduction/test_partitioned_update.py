@@ -25,13 +25,6 @@ INSIDE = {"optax.scale_by_zoom_linesearch": "optax.lbfgs"}
 NO_SCALARS = ("optax.sm3",)
 
 
-@pytest.fixture
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def _problem(name, dtype=np.float32, num_steps=20):
     tx, params = OPTIMIZERS[name](), sliced.params(dtype)
     if name in NO_SCALARS:

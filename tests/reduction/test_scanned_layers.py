@@ -11,6 +11,21 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from support.layer_forms import (
+    any_carry,
+    backwards,
+    closed_over,
+    count_of,
+    counted,
+    gradient_penalty,
+    keys_and_whole_numbers,
+    layer,
+    mapped,
+    mean_loss,
+    rematerialised,
+    squares,
+    unrolled,
+)
 
 import jdp
 from jdp import collectives
@@ -39,15 +54,6 @@ def rows(num_rows=ROWS):
         "x": random.normal(size=(num_rows, WIDTH)).astype(np.float32),
         "count": random.integers(0, 3, num_rows).astype(np.float32),
     }
-
-
-def layer(x, w):
-    return jnp.tanh(x @ w["w"] + w["b"]), None
-
-
-def squares(scan, params, x, f=layer, **options):
-    x, _ = scan(f, x, params["layers"], **options)
-    return jnp.square(x @ params["out"] - 1)
 
 
 def plainly(loss_fn, params, batch, num_steps=2):
@@ -96,50 +102,12 @@ def num_reductions(mesh, loss_fn, params=None, **options):
 # One model, in all the forms in which layers are written
 
 
-def mean_loss(scan, params, batch):
-    return squares(scan, params, batch["x"]).mean()
-
-
-def rematerialised(scan, params, batch):
-    return squares(scan, params, batch["x"], f=jax.checkpoint(layer)).mean()
-
-
 def rematerialised_outside(scan, params, batch):
     return jax.checkpoint(functools.partial(squares, scan))(params, batch["x"]).mean()
 
 
 def jitted(scan, params, batch):
     return jax.jit(functools.partial(squares, scan))(params, batch["x"]).mean()
-
-
-def backwards(scan, params, batch):
-    return squares(scan, params, batch["x"], reverse=True).mean()
-
-
-def unrolled(scan, params, batch):
-    return squares(scan, params, batch["x"], unroll=3).mean()
-
-
-def closed_over(scan, params, batch):
-    # Over a parameter, and over what is computed from one and from this rank's rows.
-    moved = batch["x"].mean(axis=1, keepdims=True) * params["out"]
-
-    def f(x, w):
-        return layer(x + moved, w)[0] * params["out"], None
-
-    return squares(scan, params, batch["x"], f=f).mean()
-
-
-def any_carry(scan, params, batch):
-    def f(carry, w):
-        count, x, key = carry["count"], carry["x"], carry["key"]
-        noise = jax.random.normal(jax.random.fold_in(key, count), (WIDTH,))
-        x, _ = layer(x + noise, w)
-        return {"count": count + 1, "x": x, "key": key}, (count, x.mean())
-
-    carry = {"count": 0, "x": batch["x"], "key": jax.random.key(3)}
-    carry, (counts, means) = scan(f, carry, params["layers"])
-    return jnp.square(carry["x"] @ params["out"]).mean() + (counts * means).sum()
 
 
 def nested(scan, params, batch):
@@ -166,13 +134,6 @@ def no_layer(scan, params, batch):
     return squares(scan, {**params, "layers": none}, batch["x"]).mean()
 
 
-def gradient_penalty(scan, params, batch):
-    def output(x):
-        return squares(scan, params, x).sum()
-
-    return output(batch["x"]) / len(batch["x"]) + jnp.square(jax.grad(output)(batch["x"])).mean()
-
-
 def hessian_product(scan, params, batch):
     def product(x):
         # Of each row by itself: the gradient of many would be a mean over ranks already.
@@ -180,10 +141,6 @@ def hessian_product(scan, params, batch):
         return jnp.square(jax.jvp(gradient, (x,), (x,))[1]).sum()
 
     return jax.vmap(product)(batch["x"]).mean()
-
-
-def mapped(scan, params, batch):
-    return jax.vmap(lambda x: squares(scan, params, x))(batch["x"]).mean()
 
 
 def models(scan, params, batch, shared=()):
@@ -286,18 +243,9 @@ def test_leaves_of_several_dtypes_keep_theirs(make_mesh):
 
 
 def test_params_may_hold_keys_and_whole_numbers(make_mesh):
-    def loss_fn(scan, params, batch):
-        def f(x, layer_and_more):
-            w, key, number = layer_and_more
-            noise = jax.random.normal(jax.random.fold_in(key, number), (WIDTH,))
-            return layer(x + noise, w)[0], number
-
-        keys = jax.random.split(jax.random.key(5), NUM_LAYERS)
-        x, numbers = scan(f, batch["x"], (params["layers"], keys, jnp.arange(NUM_LAYERS)))
-        return jnp.square(x @ params["out"] - 1).mean() + numbers.sum()
-
-    want = plainly(loss_fn, parameters(), rows())
-    assert_close(trained(make_mesh(3), loss_fn, parameters(), rows()), want, 3e-6)
+    want = plainly(keys_and_whole_numbers, parameters(), rows())
+    got = trained(make_mesh(3), keys_and_whole_numbers, parameters(), rows())
+    assert_close(got, want, 3e-6)
 
 
 def test_xs_may_differ_from_rank_to_rank(make_mesh):
@@ -316,15 +264,6 @@ def test_xs_may_differ_from_rank_to_rank(make_mesh):
 
 
 # Weights and micro-batches
-
-
-def counted(scan, params, batch):
-    total = (squares(scan, params, batch["x"]) * batch["count"]).sum()
-    return total / jnp.maximum(batch["count"].sum(), 1)
-
-
-def count_of(batch):
-    return batch["count"].sum()
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
@@ -660,7 +599,7 @@ def test_what_is_wrong_on_more_ranks_is_refused_on_one(name, num_ranks, make_mes
     with pytest.raises(ValueError) as caught:
         jdp.train_step(step.__wrapped__)(state_of(make_mesh(num_ranks), parameters()), rows())
     assert text in str(caught.value)
-    assert "test_scanned_layers.py:" in str(caught.value)
+    assert re.search(r"(test_scanned_layers|layer_forms)\.py:\d", str(caught.value))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

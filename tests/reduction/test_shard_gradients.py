@@ -10,7 +10,7 @@ import optax
 import pytest
 from support import losses
 from support.losses import DIM, NUM_ROWS, batch, count, dense, masked, params
-from support.training import assert_close, fetched, ranks
+from support.training import assert_close, fetched, ranks, step_of
 
 import jdp
 from jdp.analysis.liveness import used_inputs
@@ -26,11 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the loss does not depend on")
 def train(n, tx, loss_fn, *, num_steps=2, weight=None, trainable=None, **options):
     """The parameters after some steps on n ranks, and the losses."""
     ranks(n)
-
-    @jdp.train_step(weight=weight)
-    def step(state, rows):
-        loss, grads = jdp.value_and_grad(loss_fn, **options)(state.params, rows)
-        return state.apply_gradients(grads), {"loss": loss}
+    step = step_of(loss_fn, weight=weight, **options)
 
     state, losses = jdp.TrainState.create(params(), tx, trainable=trainable), []
     for i in range(num_steps):

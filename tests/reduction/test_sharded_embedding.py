@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 from support import training
-from support.training import assert_close, fetched
+from support.training import assert_close, fetched, step_of
 
 import jdp
 from jdp.collectives import native_rows
@@ -222,10 +222,7 @@ def test_a_lookup_may_be_repeated_scanned_and_recomputed():
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_micro_batches(masked):
-    @jdp.train_step(weight=count_rows if masked else None)
-    def step(state, batch):
-        loss, grads = jdp.value_and_grad(loss_fn, accumulate=2)(state.params, batch)
-        return state.apply_gradients(grads), {"loss": loss}
+    step = step_of(loss_fn, weight=count_rows if masked else None, accumulate=2)
 
     _, got = trained(3, BY_ROWS, step, masked=masked, num_steps=2)
     assert_close(got, on_one_device(BY_ROWS, masked, num_steps=2))

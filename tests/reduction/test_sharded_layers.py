@@ -10,6 +10,21 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from support.layer_forms import (
+    any_carry,
+    backwards,
+    closed_over,
+    count_of,
+    counted,
+    gradient_penalty,
+    keys_and_whole_numbers,
+    layer,
+    mapped,
+    mean_loss,
+    rematerialised,
+    squares,
+    unrolled,
+)
 
 import jdp
 
@@ -38,15 +53,6 @@ def rows():
         "x": random.normal(size=(ROWS, WIDTH)).astype(np.float32),
         "count": random.integers(0, 3, ROWS).astype(np.float32),
     }
-
-
-def layer(x, w):
-    return jnp.tanh(x @ w["w"] + w["b"]), None
-
-
-def squares(scan, params, x, f=layer, **options):
-    x, _ = scan(f, x, params["layers"], **options)
-    return jnp.square(x @ params["out"] - 1)
 
 
 def plainly(loss_fn, params, batch, num_steps=2):
@@ -95,51 +101,13 @@ def assert_close(got, want, tolerance=1e-6):
 # One model, in all the forms in which layers are written
 
 
-def mean_loss(scan, params, batch):
-    return squares(scan, params, batch["x"]).mean()
-
-
-def rematerialised(scan, params, batch):
-    return squares(scan, params, batch["x"], f=jax.checkpoint(layer)).mean()
-
-
 def saving_products(scan, params, batch):
     f = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)
     return squares(scan, params, batch["x"], f=f).mean()
 
 
-def backwards(scan, params, batch):
-    return squares(scan, params, batch["x"], reverse=True).mean()
-
-
-def unrolled(scan, params, batch):
-    return squares(scan, params, batch["x"], unroll=3).mean()
-
-
 def unrolled_backwards(scan, params, batch):
     return squares(scan, params, batch["x"], unroll=True, reverse=True).mean()
-
-
-def closed_over(scan, params, batch):
-    # Over a parameter, and over what is computed from one and from this rank's rows.
-    moved = batch["x"].mean(axis=1, keepdims=True) * params["out"]
-
-    def f(x, w):
-        return layer(x + moved, w)[0] * params["out"], None
-
-    return squares(scan, params, batch["x"], f=f).mean()
-
-
-def any_carry(scan, params, batch):
-    def f(carry, w):
-        count, x, key = carry["count"], carry["x"], carry["key"]
-        noise = jax.random.normal(jax.random.fold_in(key, count), (WIDTH,))
-        x, _ = layer(x + noise, w)
-        return {"count": count + 1, "x": x, "key": key}, (count, x.mean())
-
-    carry = {"count": 0, "x": batch["x"], "key": jax.random.key(3)}
-    carry, (counts, means) = scan(f, carry, params["layers"])
-    return jnp.square(carry["x"] @ params["out"]).mean() + (counts * means).sum()
 
 
 def sum_that_begins_with_a_number(scan, params, batch):
@@ -157,17 +125,6 @@ def only_outputs(scan, params, batch):
 
     ys = scan(f, batch["x"] * params["out"], params["layers"])[1]
     return (ys["kept"] * ys["number"]).sum()
-
-
-def keys_and_whole_numbers(scan, params, batch):
-    def f(x, layer_and_more):
-        w, key, number = layer_and_more
-        noise = jax.random.normal(jax.random.fold_in(key, number), (WIDTH,))
-        return layer(x + noise, w)[0], number
-
-    keys = jax.random.split(jax.random.key(5), NUM_LAYERS)
-    x, numbers = scan(f, batch["x"], (params["layers"], keys, jnp.arange(NUM_LAYERS)))
-    return jnp.square(x @ params["out"] - 1).mean() + numbers.sum()
 
 
 def further_xs(scan, params, batch):
@@ -201,18 +158,6 @@ def used_elsewhere(scan, params, batch):
 def changed_before(scan, params, batch):
     halves = jax.tree.map(lambda x: x / 2, params["layers"])
     return squares(scan, {**params, "layers": halves}, batch["x"]).mean()
-
-
-def mapped(scan, params, batch):
-    return jax.vmap(lambda x: squares(scan, params, x))(batch["x"]).mean()
-
-
-def gradient_penalty(scan, params, batch):
-    def output(x):
-        return squares(scan, params, x).sum()
-
-    penalty = jnp.square(jax.grad(output)(batch["x"])).mean()
-    return output(batch["x"]) / len(batch["x"]) + penalty
 
 
 def mean_over_ranks(scan, params, batch):
@@ -330,15 +275,6 @@ def test_shards_over_one_of_two_axes_are_averaged_over_both():
 # Weights and micro-batches
 
 
-def counted(scan, params, batch):
-    total = (squares(scan, params, batch["x"]) * batch["count"]).sum()
-    return total / jnp.maximum(batch["count"].sum(), 1)
-
-
-def count_of(batch):
-    return batch["count"].sum()
-
-
 def counted_penalty(scan, params, batch):
     def output(x):
         return squares(scan, params, x).sum()
@@ -444,7 +380,7 @@ def along_the_parameters(scan, params, batch):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_derivative_of_forward_mode_is_refused_at_its_line(stage, make_mesh):
     state = state_of(make_mesh(2), parameters(), stage=stage)
-    with pytest.raises(ValueError, match=r"test_sharded_layers\.py:\d+.*late=False.*JDP111"):
+    with pytest.raises(ValueError, match=r"layer_forms\.py:\d+.*late=False.*JDP111"):
         step_of(along_the_parameters).lower(state, rows())
 
 

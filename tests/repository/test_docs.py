@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.processes import free_port
+from support.launcher import free_port
 
 from jdp.launch.options import flags, options
 

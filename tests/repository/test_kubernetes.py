@@ -11,7 +11,7 @@ from typing import NamedTuple
 import kubeflow_trainer_api.models as schemas
 import pytest
 import yaml
-from support.processes import free_port
+from support.launcher import free_port
 
 from jdp.distributed.cluster_env import find
 from jdp.launch.options.options import parse

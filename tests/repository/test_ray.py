@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from support.processes import free_port
+from support.launcher import free_port
 
 import jdp
 from jdp.checkpoint import directory

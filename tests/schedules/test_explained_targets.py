@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.training import step_of
 
 import jdp
 from benchmarks.gpu import programs
@@ -60,10 +61,7 @@ def report(on, tx, loss_fn=loss_fn, stacked=False):
         params = jax.ShapeDtypeStruct((NUM_LAYERS, DIM, DIM), jnp.float32)
     zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)  # noqa: E731
 
-    @jdp.train_step
-    def step(state, x):
-        loss, grads = jdp.value_and_grad(loss_fn)(state.params, x)
-        return state.apply_gradients(grads), {"loss": loss}
+    step = step_of(loss_fn)
 
     state = jax.eval_shape(lambda: jdp.TrainState.create(zeros(), tx))
     return jdp.explain(step, state, jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32), on=on)

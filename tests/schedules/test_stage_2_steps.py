@@ -1,8 +1,5 @@
 """A step at stage 2, compiled for 8 x H200 that are not there, sends while it computes."""
 
-import os
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -10,21 +7,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.in_flight import bytes_in_flight
+from support.training import step_of
 
 import jdp
-from benchmarks.gpu import topology
 
-DESCRIBED = os.environ.get("JDP_TARGET_CONFIG")
 DIM, NUM_LAYERS, NUM_ROWS = 1024, 12, 8 * 64
 LAYER = 4 * DIM * DIM  # bytes; a group of gradients holds one layer
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    try:
-        return topology.mesh_of_h200s(described=DESCRIBED and Path(DESCRIBED).read_text())
-    except topology.UnavailableError as reason:
-        pytest.skip(str(reason))
 
 
 def listed(params, x):
@@ -44,10 +32,7 @@ def compiled(mesh, loss_fn, stage, k):
     def shape(sizes, *spec, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
-    @jdp.train_step
-    def step(state, x):
-        loss, grads = jdp.value_and_grad(loss_fn, accumulate=k)(state.params, x)
-        return state.apply_gradients(grads), {"loss": loss}
+    step = step_of(loss_fn, accumulate=k)
 
     tx = jdp.sharded(optax.sgd(0.1), stage=stage, bucket_bytes=LAYER)
     each = [shape((DIM, DIM)) for _ in range(NUM_LAYERS)]

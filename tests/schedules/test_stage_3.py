@@ -1,32 +1,19 @@
 """A step at stage 3, compiled for 8 x H200 that are not there, gathers while it computes."""
 
-import os
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from benchmarks.gpu import topology
 from jdp.training import shard_layout
 
-DESCRIBED = os.environ.get("JDP_TARGET_CONFIG")
 DIM, NUM_LAYERS, NUM_ROWS = 1024, 12, 8 * 64
 LAYER = 4 * DIM * DIM  # bytes; a group of parameters holds one layer
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    try:
-        return topology.mesh_of_h200s(described=DESCRIBED and Path(DESCRIBED).read_text())
-    except topology.UnavailableError as reason:
-        pytest.skip(str(reason))
 
 
 def compiled(mesh, **options):

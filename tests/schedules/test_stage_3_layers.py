@@ -1,8 +1,5 @@
 """Scanned layers whose parameters are shards, compiled for 8 x H200, gather and scatter unseen."""
 
-import os
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -11,20 +8,12 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.in_flight import bytes_in_flight
+from support.training import step_of
 
 import jdp
-from benchmarks.gpu import programs, topology
+from benchmarks.gpu import programs
 
-DESCRIBED = os.environ.get("JDP_TARGET_CONFIG")
 RATE = 0.1
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    try:
-        return topology.mesh_of_h200s(described=DESCRIBED and Path(DESCRIBED).read_text())
-    except topology.UnavailableError as reason:
-        pytest.skip(str(reason))
 
 
 def loss_of(scan, layer):
@@ -68,10 +57,7 @@ def compiled(model, mesh):
     )
     loss_fn = loss_of(jdp.scan_layers, model.apply)
 
-    @jdp.train_step
-    def step(state, rows):
-        loss, grads = jdp.value_and_grad(loss_fn)(state.params, rows)
-        return state.apply_gradients(grads), {"loss": loss}
+    step = step_of(loss_fn)
 
     return step.lower(state, rows).compile()
 

@@ -13,6 +13,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.training import step_of
 
 import jdp
 from benchmarks.harness import models
@@ -68,15 +69,6 @@ def test_the_step_of_the_readme_sends_gradients_and_loss_at_once(mesh):
     )
 
 
-def transformer_step(loss_fn, **options):
-    @jdp.train_step
-    def step(state, batch):
-        loss, grads = jdp.value_and_grad(loss_fn, **options)(state.params, batch)
-        return state.apply_gradients(grads), {"loss": loss}
-
-    return step
-
-
 @pytest.fixture(scope="module")
 def transformer():
     return models.transformer(dim=128, num_layers=2, num_rows=32, length=32, dtype=jnp.bfloat16)
@@ -89,7 +81,7 @@ def test_a_transformer_is_reduced_outside_of_the_loop_of_micro_batches(
     # Parameters in bfloat16 keep averages in it, where b2=0.999 would round to 1.
     tx = jdp.replicated(optax.adam(1e-3, b2=0.99))
     state = on_cpu(lambda: jdp.TrainState.create(transformer.params, tx))
-    step = transformer_step(transformer.loss_fn, accumulate=accumulate)
+    step = step_of(transformer.loss_fn, accumulate=accumulate)
     collectives, text = compiled(step, state, transformer.batch, mesh)
     assert collectives and set(collectives) == {"all-reduce"}
     assert not re.search(r"all-reduce[^\n]*op_name=\"[^\"]*while/body", text)
@@ -104,7 +96,7 @@ def test_scanned_layers_are_reduced_in_the_loop_only_where_that_was_asked_for(la
         return jnp.mean(jdp.scan_layers(f, batch, params, late=late or None)[0] ** 2)
 
     state = on_cpu(lambda: jdp.TrainState.create(layers, jdp.replicated(optax.sgd(0.1))))
-    step = transformer_step(loss_fn)
+    step = step_of(loss_fn)
     collectives, text = compiled(step, state, np.ones((64, 128), np.float32), mesh)
     assert set(collectives) == {"all-reduce"}
     in_loop = re.search(r"all-reduce[^\n]*op_name=\"[^\"]*while/body", text)
@@ -124,7 +116,7 @@ def compiled_for(step, make_state, batch, mesh):
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_each_stage_splits_its_state_and_gathers_parameters(stage, accumulate, transformer, mesh):
-    step = transformer_step(transformer.loss_fn, accumulate=accumulate)
+    step = step_of(transformer.loss_fn, accumulate=accumulate)
     sizes = {}
     for name, make in (("whole", jdp.replicated), ("split", jdp.sharded)):
         options = {"stage": stage, "min_size": 1024} if name == "split" else {}

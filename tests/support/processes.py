@@ -12,7 +12,6 @@ import operator
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import IO
 
 import jax
+
+from support.launcher import free_port
 
 DEVICES_PER_PROCESS = 2
 
@@ -186,11 +187,6 @@ class Processes:
         child.log.seek(0)
         output = child.log.read().decode(errors="replace")
         return f"{end}; its last output was\n{output[-8000:]}"
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 # A child finds the test modules and jdp where the parent does.

@@ -12,8 +12,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from support.launcher import DIES_WITH_US
-from support.processes import free_port
+from support.launcher import DIES_WITH_US, free_port
 
 NODES = ("127.0.0.1", "127.0.0.2")
 START_TIMEOUT_S = 60.0

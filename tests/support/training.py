@@ -52,6 +52,17 @@ def plain_step(state, batch):
     return state.apply_gradients(grads), {"loss": loss}
 
 
+def step_of(loss_fn, weight=None, **options):
+    """A step that trains on a loss; the options are those of `jdp.value_and_grad`."""
+
+    @jdp.train_step(weight=weight)
+    def step(state, batch):
+        loss, grads = jdp.value_and_grad(loss_fn, **options)(state.params, batch)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    return step
+
+
 def train(n, step, make_state=state, num_steps=4, make_batch=batch):
     """Train from scratch on n ranks: `(state, metrics of every step)`, fetched."""
     ranks(n)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support import training
 from support.processes import DEVICES_PER_PROCESS
-from support.training import assert_close, predict, ranks, state
+from support.training import assert_close, predict, ranks, state, step_of
 
 import jdp
 
@@ -26,11 +26,7 @@ def count(batch):
 def train(n, batch_size, split=None, **run):
     """Parameters, losses and sizes of the batches on n ranks."""
     ranks(n)
-
-    @jdp.train_step(weight=count)
-    def step(state, batch):
-        loss, grads = jdp.value_and_grad(masked_loss, **(split or {}))(state.params, batch)
-        return state.apply_gradients(grads), {"loss": loss}
+    step = step_of(masked_loss, weight=count, **(split or {}))
 
     s, losses, sizes = state(), [], set()
     batches = jdp.batches(ROWS, batch_size, seed=3, **run)
@@ -103,11 +99,7 @@ def test_a_step_that_does_not_read_the_mask_is_refused():
 
 def train_in_processes(batch_size):
     mesh = jdp.init()
-
-    @jdp.train_step(weight=count)
-    def step(state, batch):
-        loss, grads = jdp.value_and_grad(masked_loss)(state.params, batch)
-        return state.apply_gradients(grads), {"loss": loss}
+    step = step_of(masked_loss, weight=count)
 
     s, losses, mine = state(), [], []
     for batch in jdp.batches(ROWS, batch_size, epochs=1, seed=3):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.training import ranks
+from support.training import ranks, step_of
 
 import jdp
 from benchmarks.harness import models
@@ -94,10 +94,7 @@ def held_and_temporary(tx, num_ranks):
             x = mlp(x, p)
         return jnp.square(x).mean()
 
-    @jdp.train_step
-    def step(state, x):
-        loss, grads = jdp.value_and_grad(loss_fn, accumulate=4)(state.params, x)
-        return state.apply_gradients(grads), {"loss": loss}
+    step = step_of(loss_fn, accumulate=4)
 
     state = jdp.TrainState.create(equal_layers(12), tx)
     rows = np.zeros((32 * num_ranks, DIM), np.float32)
@@ -183,10 +180,7 @@ def test_between_steps_a_rank_holds_what_the_table_of_the_guide_says(name, stage
     ranks(num_ranks)
     problem = PROBLEMS[name]()
 
-    @jdp.train_step
-    def step(state, batch):
-        loss, grads = jdp.value_and_grad(problem.loss_fn)(state.params, batch)
-        return state.apply_gradients(grads), {"loss": loss}
+    step = step_of(problem.loss_fn)
 
     tx = jdp.sharded(optax.adam(0.1), stage=stage, min_size=128)
     state = jdp.TrainState.create(problem.params, tx)

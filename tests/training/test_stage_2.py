@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType
 from support import sharded_training as model
 from support.sharded_training import batch, loss_fn, make_state, masked_loss, optimizer
-from support.training import assert_close, fetched, ranks
+from support.training import assert_close, fetched, ranks, step_of
 
 import jdp
 from jdp.analysis import jaxprs
@@ -249,11 +249,7 @@ def test_the_loop_over_micro_batches_carries_parts_of_gradients(stage, is_split)
 def temporary(stage, loss_fn, params, dim, **options):
     """Temporary bytes of a rank of a step."""
     ranks(8)
-
-    @jdp.train_step
-    def step(state, x):
-        loss, grads = jdp.value_and_grad(loss_fn, **options)(state.params, x)
-        return state.apply_gradients(grads), {"loss": loss}
+    step = step_of(loss_fn, **options)
 
     tx = jdp.sharded(optax.sgd(0.1), stage=stage, bucket_bytes=4 * dim * dim)
     state = jdp.TrainState.create(params, tx)

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.processes import environment, free_port
+from support.launcher import free_port
+from support.processes import environment
 
 from jdp.worker.hang_detector import Watch
 from jdp.worker.launcher_client import Assignment, invitation

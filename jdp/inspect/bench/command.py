@@ -143,7 +143,7 @@ def _timed(operation: str, names: Sequence[str] | None, options: argparse.Namesp
             print(f"{name} was left out: {reason}")
     if is_first and options.json:
         result = {**facts, "in_place": options.in_place, "rows": rows, "skipped": skipped}
-        output.write_json(result, options.json)
+        results.write(results.to_json(result), options.json)
     if is_first and options.png:
         output.draw(options.png, rows, title)
     return 0

@@ -123,8 +123,6 @@ def _show(row: dict[str, Any]) -> None:
 
 
 def _write_json(rows: Sequence[dict[str, Any]], law: dict[str, float] | None, to: str) -> None:
-    from jdp.inspect.bench import output
-
     facts = {
         "host": socket.gethostname(),
         "num_cores": num_cpus(),
@@ -132,7 +130,7 @@ def _write_json(rows: Sequence[dict[str, Any]], law: dict[str, float] | None, to
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"jdp": version()},
     }
-    output.write_json({**facts, "rows": rows, "restoring": law}, to)
+    results.write(results.to_json({**facts, "rows": rows, "restoring": law}), to)
 
 
 def _law(rows: Sequence[dict[str, Any]]) -> dict[str, float] | None:

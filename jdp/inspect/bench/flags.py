@@ -50,8 +50,14 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     results.add_png(parser)
 
 
-def started(cpu_ranks: int | None) -> Any:
-    """Choose the devices, join the processes, and return the mesh."""
+def started(cpu_ranks: int | None, *, most: int = 2**30, timeout_s: float | None = None) -> Any:
+    """Choose the devices, join the processes, and return the mesh.
+
+    Args:
+      cpu_ranks: of `--cpu-ranks`.
+      most: virtual CPU devices where `cpu_ranks` is None.
+      timeout_s: of `init`.
+    """
     import jax
 
     from jdp.distributed.mesh import init
@@ -59,8 +65,9 @@ def started(cpu_ranks: int | None) -> Any:
     is_chosen = "JAX_NUM_CPU_DEVICES" in os.environ or "XLA_FLAGS" in os.environ
     if cpu_ranks is not None or not (is_chosen or num_gpus()):
         with contextlib.suppress(RuntimeError):  # a backend runs already
-            jax.config.update("jax_num_cpu_devices", cpu_ranks or max(2, num_cpus()))
-    return init(timeout_s=None)
+            wanted = cpu_ranks or min(max(2, num_cpus()), most)
+            jax.config.update("jax_num_cpu_devices", wanted)
+    return init(timeout_s=timeout_s)
 
 
 def require_files(mesh: Any, options: argparse.Namespace) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jaxlib
 
-from jdp.inspect import results
 from jdp.worker.local_devices import num_cpus
 from jdp.worker.version import version
 
@@ -70,16 +69,6 @@ def line(row: Mapping[str, Any]) -> str:
 def aligned(cells: Sequence[str]) -> str:
     """Return cells of a table as a line, in columns of 12 characters."""
     return " ".join(f"{cell:>12}" for cell in cells)
-
-
-def write_json(result: Mapping[str, Any], where: str) -> None:
-    """Write a result as JSON.
-
-    Args:
-      result: facts of the machine and what was measured; numbers, texts, lists and dicts.
-      where: see `results.write`.
-    """
-    results.write(results.to_json(result), where)
 
 
 def draw(path: str, rows: Sequence[Mapping[str, Any]], title: str) -> None:

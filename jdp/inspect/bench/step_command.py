@@ -80,7 +80,8 @@ def _show(
                 f"{facts['num_cores'] / most:.2f} would be full use of them."
             )
     if options.json:
-        output.write_json({**facts, "model": options.model, "rows": rows}, options.json)
+        result = {**facts, "model": options.model, "rows": rows}
+        results.write(results.to_json(result), options.json)
     if options.png:
         _draw(options.png, rows)
 

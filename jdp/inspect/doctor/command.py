@@ -1,7 +1,6 @@
 """The command `jdp doctor`."""
 
 import argparse
-import contextlib
 import functools
 import os
 import socket
@@ -10,9 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jdp.inspect import results
-from jdp.inspect.bench.flags import read_cpu_ranks
+from jdp.inspect.bench import flags
 from jdp.inspect.doctor.diagnosis import ERROR, Diagnosis, checked, is_healthy, text
-from jdp.worker.local_devices import num_cpus, num_gpus
 from jdp.worker.version import version
 
 _DESCRIPTION = """\
@@ -51,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     text_of += "the lines of each process)"
     results.add_json(parser, text_of)
     text_of = "virtual CPU devices on a machine without accelerators (default: its cores, 2 to 4)"
-    parser.add_argument("--cpu-ranks", type=read_cpu_ranks, metavar="N", help=text_of)
+    parser.add_argument("--cpu-ranks", type=flags.read_cpu_ranks, metavar="N", help=text_of)
     options = parser.parse_args(arguments)
     try:
         by_process = _examined(options.cpu_ranks)
@@ -70,26 +68,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _examined(cpu_ranks: int | None) -> dict[int, list[Diagnosis]]:
-    import jax
-
-    _choose_cpu_ranks(jax, cpu_ranks)
     from jdp.distributed import agree
-    from jdp.distributed.mesh import init
 
-    mesh = init(timeout_s=_INIT_TIMEOUT_S)
+    mesh = flags.started(cpu_ranks, most=_MAX_CPU_RANKS, timeout_s=_INIT_TIMEOUT_S)
     group = agree.peers(mesh)
     found = [*_of_machine(mesh, len(group)), *_of_hosts(group), *_of_sums(mesh, group)]
     gathered = agree.all_gather(group, [vars(it) for it in found], what="the reports of jdp doctor")
     return {process: [Diagnosis(**it) for it in its] for process, its in gathered.items()}
-
-
-# Sums over one device would test nothing.
-def _choose_cpu_ranks(jax, cpu_ranks: int | None) -> None:
-    wanted = cpu_ranks or min(max(num_cpus(), 2), _MAX_CPU_RANKS)
-    is_chosen = "JAX_NUM_CPU_DEVICES" in os.environ or "XLA_FLAGS" in os.environ
-    if cpu_ranks is not None or not (is_chosen or num_gpus()):
-        with contextlib.suppress(RuntimeError):  # a backend runs already
-            jax.config.update("jax_num_cpu_devices", wanted)
 
 
 def _of_machine(mesh, num_processes: int) -> list[Diagnosis]:

@@ -32,12 +32,7 @@ class Diagnosis:
 
 
 def checked(check: str, examine: Callable[[], Diagnosis]) -> Diagnosis:
-    """Return the diagnosis of a check; a check that fails itself is an error of the machine.
-
-    Args:
-      check: name of the check.
-      examine: makes the diagnosis.
-    """
+    """Return the diagnosis of a check; a check that fails itself is an error of the machine."""
     try:
         return examine()
     except Exception as error:

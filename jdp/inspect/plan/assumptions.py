@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jdp.inspect import calibration
-from jdp.inspect.gpus import GPUS, NVLINK, OTHER_NVLINK, VLLM
-from jdp.inspect.rate import ASSUMED, LEAST_GIVEN, MOST_GIVEN, PUBLISHED, Rate, given
+from jdp.inspect.gpus import GPUS, nvlink
+from jdp.inspect.rate import ASSUMED, LEAST_GIVEN, MOST_GIVEN, PUBLISHED, Rate, given, part_of
 from jdp.inspect.results import why_unreadable
 
 _NCCL = f"{PUBLISHED} (NCCL's tuning model, src/graph/tuning.cc: ring, simple and LL128)"
@@ -65,24 +65,19 @@ def assumed(gpu: str, link: str) -> Assumptions:
             "Write 8x400 for eight cards of 400 Gbit/s, or 1x25 for one of 25."
         )
     peaks, source = GPUS[gpu], "{:.0%} of {:.4g}, NVIDIA's data sheet"
-    published = f"{PUBLISHED} ({VLLM})"
-    if gpu in ("H100", "H200"):
-        nvlink = _part(NVLINK[gpu], (0.85, 1, 1.1), "B/s", published)
-    else:
-        nvlink = _part(NVLINK.get(gpu, OTHER_NVLINK), (0.6, 1, 1.3), "B/s", ASSUMED)
     line = int(found[1]) * float(found[2]) * 1e9 / 8
     return {
-        "matmul_flops": _part(
+        "matmul_flops": part_of(
             peaks.flops, _OF_PEAK, "FLOP/s",
             source.format(_OF_PEAK[1], peaks.flops) + "; torchtitan reaches 33 to 58 %",
         ),
-        "memory_bytes_per_s": _part(
+        "memory_bytes_per_s": part_of(
             peaks.memory_bytes_per_s, _OF_MEMORY, "B/s",
             source.format(_OF_MEMORY[1], peaks.memory_bytes_per_s),
         ),
-        "memory_bytes": _part(peaks.memory_bytes, (1, 1, 1), "B", "NVIDIA's data sheet"),
-        "link_bytes_per_s": nvlink,
-        "network_bytes_per_s": _part(
+        "memory_bytes": part_of(peaks.memory_bytes, (1, 1, 1), "B", "NVIDIA's data sheet"),
+        "link_bytes_per_s": nvlink(gpu),
+        "network_bytes_per_s": part_of(
             line, _OF_NETWORK, "B/s", f"{ASSUMED}: {_OF_NETWORK[1]:.0%} of {link} Gbit/s of a host"
         ),
         **_DEFAULTS,
@@ -114,20 +109,18 @@ def with_calibration(known: Assumptions, found: calibration.Calibration) -> Assu
     flops = max(found.shared_matmul_flops_per_s.values())
     here = f"measured here (jdp bench --calibrate, {when})"
     return known | {
-        "matmul_flops": _part(flops, (0.75, 1, 1.25), "FLOP/s", here),
-        "memory_bytes_per_s": _part(found.shared_memory_bytes_per_s, (0.75, 1, 1.25), "B/s", here),
-        "link_bytes_per_s": _part(bus, (0.75, 1, 1.25), "B/s", source),
-        "link_hop_s": _part(hop, (0.75, 1, 1.25), "s", source),
+        "matmul_flops": part_of(flops, (0.75, 1, 1.25), "FLOP/s", here),
+        "memory_bytes_per_s": part_of(
+            found.shared_memory_bytes_per_s, (0.75, 1, 1.25), "B/s", here
+        ),
+        "link_bytes_per_s": part_of(bus, (0.75, 1, 1.25), "B/s", source),
+        "link_hop_s": part_of(hop, (0.75, 1, 1.25), "s", source),
         "collective_start_s": Rate(0.0, 0.0, 0.0, "s", f"in link_hop_s: {source}"),
     }
 
 
 def with_recovery(known: Assumptions, path: Path) -> Assumptions:
     """Return assumptions with the recovery that `jdp bench faults --json=FILE` measured.
-
-    Args:
-      known: the assumptions so far.
-      path: the file.
 
     Raises:
       ValueError: if the file does not hold such a measurement.
@@ -160,7 +153,7 @@ def with_recovery(known: Assumptions, path: Path) -> Assumptions:
             "one: jdp bench faults --state 1M,100M --json=recovery.json."
         ) from error
     return known | {
-        name: _part(
+        name: part_of(
             value, (0.75, 1, 1.5), "s" if name.endswith("ing_s") else known[name].unit, where
         )
         for name, value in parts.items()
@@ -214,8 +207,3 @@ def values(
             is_high = name.endswith(_FASTER) == (which == "fast")
             picked[name] = rate.high if is_high else rate.low
     return picked
-
-
-def _part(peak: float, parts: tuple[float, float, float], unit: str, source: str) -> Rate:
-    low, likely, high = (peak * part for part in parts)
-    return Rate(likely, low, high, unit, source)

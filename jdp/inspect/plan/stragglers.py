@@ -25,18 +25,6 @@ class Stragglers(NamedTuple):
     scale: float = 0.0
     seed: int = 0
 
-    def factor(self, share: float) -> float:
-        """Return the factor that a share of the ranks stays below, 0 < share < 1.
-
-        >>> round(Stragglers(LOGNORMAL, 0.1).factor(0.5), 4)  # the mean is 1, and the median lower
-        0.995
-        """
-        if self.kind == LOGNORMAL:
-            return math.exp(self.scale * (NormalDist().inv_cdf(share) - self.scale / 2))
-        if self.kind == EXPONENTIAL:
-            return 1 - self.scale - self.scale * math.log1p(-share)
-        return 1.0
-
     def slowest(self, num_ranks: int, num_samples: int = NUM_SAMPLES) -> list[float]:
         """Return samples of the factor of the slowest of `num_ranks` ranks.
 

@@ -1,7 +1,7 @@
 """The parts of a rank's step: waiting for data, computation, exposed communication, host."""
 
 import bisect
-from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from jdp.inspect.profiling import spans
@@ -44,10 +44,6 @@ class Activity(NamedTuple):
 def parts_of(activity: Activity, window: tuple[int, int]) -> Parts:
     """Return the parts of a step.
 
-    Args:
-      activity: of the rank.
-      window: when its step begins and ends.
-
     >>> rank = Activity([(0, 40)], [(30, 60)], [(0, 60)], [(60, 90)])
     >>> parts_of(rank, (0, 100))
     Parts(data=30, computation=40, communication=20, host=10)
@@ -62,22 +58,6 @@ def parts_of(activity: Activity, window: tuple[int, int]) -> Parts:
 
 def _within(times: Spans, window: tuple[int, int]) -> Spans:
     # Only the intervals near the window: a profile may have a million.
-    first = bisect.bisect_right(times, window[0], key=_end)
-    last = bisect.bisect_left(times, window[1], key=_begin)
+    first = bisect.bisect_right(times, window[0], key=itemgetter(1))
+    last = bisect.bisect_left(times, window[1], key=itemgetter(0))
     return spans.intersection(times[first:last], [window])
-
-
-def _begin(interval: tuple[int, int]) -> int:
-    return interval[0]
-
-
-def _end(interval: tuple[int, int]) -> int:
-    return interval[1]
-
-
-def mean(steps: Sequence[Parts]) -> tuple[float, float, float, float]:
-    """Return the mean of each part, in nanoseconds."""
-    data, computation, communication, host = (
-        sum(values) / len(steps) for values in zip(*steps, strict=True)
-    )
-    return data, computation, communication, host

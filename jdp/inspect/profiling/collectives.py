@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jdp import jax_compat
-from jdp.inspect import explain, matched, timeline
+from jdp.inspect import explain, matched, replica_groups, timeline
 from jdp.inspect.hlo import HloProgram
 from jdp.inspect.planned import Planned, SentLeaf, planned
 from jdp.inspect.profiling.device_operations import Operation
@@ -94,15 +94,11 @@ def _paired(
     """Return the collectives of a program whose operations have other names on a device."""
     names = {each.name for each in own}
     strange = {x.name: x for x in reversed(own) if x.is_of_nccl() and x.name not in of_program}
-    left = [x for old, x in of_program.items() if old not in names and _is_of_xla(x)]
+    left = [x for old, x in of_program.items() if old not in names and x.algorithm == "xla"]
     first = sorted(strange.values(), key=lambda x: x.begin)
     if len(first) != len(left) or not all(map(Operation.may_be, first, [x.kind for x in left])):
         return {}
     return {one.name: collective for one, collective in zip(first, left, strict=True)}
-
-
-def _is_of_xla(collective: Collective) -> bool:
-    return collective.algorithm == "xla"
 
 
 def _names(program: HloProgram) -> set[str]:
@@ -144,7 +140,7 @@ def _collective(transfer: SentArrays, match: matched.Match) -> Collective:
     number = transfer.instruction.name if transfer.number is None else transfer.number
     more = f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
     title = f"{'bucket' if is_bucket else transfer.kind} {number}: {leaves[0] if leaves else ''}"
-    num_bytes, num_groups = transfer.num_bytes, transfer.instruction.num_groups()
+    num_groups = len(replica_groups.groups(transfer.instruction)) or 1
     return Collective(
-        title + more, transfer.kind, num_bytes, transfer.algorithm, leaves, num_groups
+        title + more, transfer.kind, transfer.num_bytes, transfer.algorithm, leaves, num_groups
     )

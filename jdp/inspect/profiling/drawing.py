@@ -33,15 +33,10 @@ def draw(found: Summary, path: str | Path) -> None:
     Args:
       found: the profile.
       path: of the file; its suffix says the format.
-
-    Raises:
-      ImportError: if matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise ImportError("a picture needs matplotlib: pip install matplotlib") from error
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     ranks = found.ranks[:_MOST_RANKS]
     figure = Figure(figsize=(12, 2 + 0.55 * len(ranks)), layout="constrained")
     lanes, bars = figure.subplots(1, 2, width_ratios=(3, 2))

@@ -27,7 +27,10 @@ class RankSteps:
 
     def mean(self) -> tuple[float, float, float, float]:
         """Return the mean of each part, in nanoseconds; their sum is the mean step."""
-        return breakdown.mean(list(self.steps.values()))
+        data, computation, communication, host = (
+            sum(values) / len(self.steps) for values in zip(*self.steps.values(), strict=True)
+        )
+        return data, computation, communication, host
 
     def own_ns(self) -> float:
         """Return the mean time in which it does not wait for other ranks."""

@@ -117,7 +117,7 @@ class Gathering:
         """
         least, most = self._options.nnodes
         chosen = make(remotes, least, now)
-        if chosen is None or not self._may_form(chosen):
+        if chosen is None or not self._electors.may_form(part.remote for part in chosen):
             self._enough_since = None
             return None
         if self._enough_since is None:
@@ -149,6 +149,3 @@ class Gathering:
             f"{self._options.join_timeout_s:g} s. Start `jdp run` on the other hosts, or ask for "
             f"fewer with --nnodes 1:{most}, or wait longer with --join-timeout-s.",
         )
-
-    def _may_form(self, plan: Plan) -> bool:
-        return self._electors.may_form(part.remote for part in plan)

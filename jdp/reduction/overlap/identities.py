@@ -26,19 +26,22 @@ def hooked(same: Callable[..., Any], backward: Callable[..., Any]) -> Callable[.
 
     def pull_back(residuals: tuple, cotangents: Any) -> tuple:
         share, is_ours = residuals[0], len(residuals) == 1
-        cotangents = jax.tree.map(_instantiated, cotangents, is_leaf=_is_zero)
-        return *backward(share, cotangents, is_ours), jnp.float32(0)
+        return *backward(share, instantiated(cotangents), is_ours), jnp.float32(0)
 
     hook.defvjp(forward, pull_back, symbolic_zeros=True)
     return hook
 
 
-def _is_zero(cotangent: Any) -> bool:
+def is_zero(cotangent: Any) -> bool:
+    """Whether a cotangent is zero everywhere, which JAX says by its type."""
     return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
 
 
-def _instantiated(cotangent: Any) -> Any:
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if _is_zero(cotangent) else cotangent
+def instantiated(cotangents: Any) -> Any:
+    """Return a tree of cotangents with arrays of zeros in place of symbolic ones."""
+    return jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype) if is_zero(x) else x, cotangents, is_leaf=is_zero
+    )
 
 
 def together(values: Sequence[Any]) -> list[jax.Array]:
@@ -46,9 +49,6 @@ def together(values: Sequence[Any]) -> list[jax.Array]:
 
     A `jax.custom_vjp` function under `vmap` has one cotangent for an output that is not mapped:
     the sum over all rows, where its backward pass may need that of each.
-
-    Args:
-      values: arrays.
 
     >>> import jax, jax.numpy as jnp
     >>> jax.vmap(lambda x: together([x, jnp.float32(1)]))(jnp.arange(2.0))

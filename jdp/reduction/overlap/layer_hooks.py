@@ -93,7 +93,7 @@ class Hooks:
 
         def backward(share: Any, cotangents: tuple[list, list, Any]) -> tuple[list, Any]:
             shifted, slot, _ = cotangents
-            weights = self._weighted_by(share)
+            weights = self._weights.by_share(share)
             means = []
             for mean, others in zip(self._reduced(slot), shifted, strict=True):
                 mean = weights.total(mean)
@@ -130,7 +130,7 @@ class Hooks:
                 sums, gradient = lax.optimization_barrier((sums, gradient))
                 means = self._unpacked(sums)
             if share is not None:
-                weights = self._weighted_by(share)
+                weights = self._weights.by_share(share)
                 gradient = [weights.term(x) for x in gradient]
                 means = [weights.total(x) for x in means]
             return means, moving, self._sent(gradient), nothing
@@ -167,13 +167,6 @@ class Hooks:
         moving, slot = given[: len(moving)], given[len(moving) :]
         moving, slot = hook(moving, slot, tokens, None, self._witness)
         return with_floats(carry, moving), slot
-
-    def _weighted_by(self, share: jax.Array | None) -> weighted_sum.Weighting:
-        # Handed on by the hooks, which JAX may keep for another trace: the share of that one.
-        if share is None:
-            return self._weights
-        share = lax.stop_gradient(share)  # A second derivative gives it a tangent of zeros.
-        return self._weights._replace(forward=share, after=share)
 
     def _reduced(self, slot: list[jax.Array]) -> list[jax.Array]:
         if self._numbers:

@@ -19,11 +19,7 @@ class _NotARow(Exception):
 
 
 class _BatchRows(Ranks):
-    """The rows of a batch, in the place of ranks: none needs another one.
-
-    Args:
-      size: the number of rows.
-    """
+    """The rows of a batch, in the place of ranks: none needs another one."""
 
     def __init__(self, size: int):
         super().__init__((), size)
@@ -165,17 +161,13 @@ def is_faster(partitioner: Any, deal: Deal, num_parts: int, per_rank: int) -> bo
     row = cost_of(_traced_row(partitioner, deal), size)
     # Bytes that all ranks send together, without those that stay on their rank.
     moved = [part.ins[i] for i in deal.own() if deal.dims[i] is not None]
-    sent = sum(map(_num_bytes, moved)) / size
+    sent = sum(value.num_bytes() for value in moved) / size
     for value in part.outs:
         is_whole = out_dim(deal, value.aval, ranks) is None
-        sent += _num_bytes(value) / (1 if is_whole else size)
+        sent += value.num_bytes() / (1 if is_whole else size)
     padding = per_rank * size / (num_parts * deal.batch)
     sent *= num_parts * padding * (size - 1) / size
     return row.times(per_rank).and_(Cost(0, sent)).time() < slices.time()
-
-
-def _num_bytes(value: FlatValue) -> int:
-    return value.num_bytes()
 
 
 def out_dim(deal: Deal, aval: Any, ranks: Ranks) -> int | None:

@@ -52,11 +52,7 @@ class Probe(NamedTuple):
 
 
 class Partitioner:
-    """Runs programs of whole arrays on this rank's slices.
-
-    Args:
-      ranks: of the program.
-    """
+    """Runs programs of whole arrays on this rank's slices."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks

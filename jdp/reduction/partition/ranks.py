@@ -71,12 +71,7 @@ class Owned(NamedTuple):
 
 
 class Ranks:
-    """The ranks of one program, and a record of the values gathered from them.
-
-    Args:
-      axes: names of the mesh axes.
-      size: the number of ranks.
-    """
+    """The ranks of one program, and a record of the values gathered from them."""
 
     def __init__(self, axes: tuple[str, ...], size: int):
         self._axes, self.size = axes, size

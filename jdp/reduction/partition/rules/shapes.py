@@ -15,7 +15,9 @@ def _transpose(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
 
 def _squeeze(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
     removed = eqn.params["dimensions"]
-    return None if dim in removed else same(eqn, [dim], [dim - _before(removed, dim)])
+    if dim in removed:
+        return None
+    return same(eqn, [dim], [dim - sum(each < dim for each in removed)])
 
 
 def _expand_dims(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
@@ -100,10 +102,6 @@ def _dynamic_update_slice(eqn: Any, position: int, dim: int, ranks: Ranks) -> Pl
         return None
     ins: list[Dim] = [dim, dim, *[None] * (len(eqn.invars) - 2)]
     return same(eqn, ins, [dim])
-
-
-def _before(dims: Any, dim: int) -> int:
-    return sum(each < dim for each in dims)
 
 
 RULES = {
