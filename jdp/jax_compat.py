@@ -30,6 +30,15 @@ CPU_COPIES_SLICES = jax.__version_info__ < (0, 12, 0)
 INLINE_EARLY = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 
+def start_copy_to_host(array: jax.Array) -> None:
+    """Start copying an array to the host; its memory on a CPU is read in place.
+
+    JAX 0.11.2 never donates an array of a CPU of which it has made such a copy.
+    """
+    if any(device.platform != "cpu" for device in array.devices()):
+        array.copy_to_host_async()
+
+
 def opened(jaxpr: Any) -> Any:
     """Return the jaxpr without its constants: up to JAX 0.10 those are a wrapper around it."""
     return getattr(jaxpr, "jaxpr", jaxpr)
