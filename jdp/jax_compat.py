@@ -5,7 +5,10 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.interpreters import partial_eval
+from jax.sharding import Mesh
 
 # JAX 0.10 transposes `all_gather(to="invarying")` wrongly inside shard_map(check_vma=False).
 INVARYING_GATHER_HAS_WRONG_GRADIENT = jax.__version_info__ < (0, 11, 0)
@@ -25,9 +28,48 @@ CPU_SCATTER_DOES_NOT_WAIT = jax.__version_info__ < (0, 12, 0)
 # fused with that copy. Seen with 0.10.2, not with 0.12.0; versions between them were not tried.
 CPU_COPIES_SLICES = jax.__version_info__ < (0, 12, 0)
 
+# The compiler of JAX 0.11.2 crashes where an argument of `shard_map` beside others has no elements.
+CRASHES_ON_EMPTY_ARGUMENTS = jax.__version_info__ == (0, 11, 2)
+
 # For `jax.jit(inline=...)`: inline while the caller is traced. Since JAX 0.12 True means later,
 # which leaves a function to lower.
 INLINE_EARLY = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+
+
+def shard_map(f: Callable[..., Any], *, mesh: Mesh, **options: Any) -> Any:
+    """Return `jax.shard_map(f, ...)`, which also takes arrays without elements.
+
+    Where JAX would crash on them, they enter with elements, which f does not see.
+    """
+    if not CRASHES_ON_EMPTY_ARGUMENTS:
+        return jax.shard_map(f, mesh=mesh, **options)
+
+    def call(*args: Any) -> Any:
+        shapes = [*map(np.shape, jax.tree.leaves(args))]
+
+        def filled(x: Any) -> Any:
+            shape = [size or mesh.size for size in np.shape(x)]  # which any axes divide
+            return x if np.size(x) else jnp.zeros(shape, x.dtype)
+
+        def on_device(*args: Any) -> Any:
+            leaves, tree = jax.tree.flatten(args)
+            for i, shape in enumerate(shapes):
+                if 0 in shape:
+                    leaves[i] = leaves[i][tuple(slice(0 if size == 0 else None) for size in shape)]
+            return f(*jax.tree.unflatten(tree, leaves))
+
+        return jax.shard_map(on_device, mesh=mesh, **options)(*jax.tree.map(filled, args))
+
+    return call
+
+
+def start_copy_to_host(array: jax.Array) -> None:
+    """Start copying an array to the host; its memory on a CPU is read in place.
+
+    JAX 0.11.2 never donates an array of a CPU of which it has made such a copy.
+    """
+    if any(device.platform != "cpu" for device in array.devices()):
+        array.copy_to_host_async()
 
 
 def opened(jaxpr: Any) -> Any:

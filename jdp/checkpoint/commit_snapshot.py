@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdp import jax_compat
 from jdp.checkpoint import native_copy, shards
 from jdp.checkpoint.commit_memory import CommitMemory, Draft
 from jdp.checkpoint.device_copies import DeviceCopies
@@ -29,7 +30,7 @@ class CommitSnapshot(NamedTuple):
         """Copy the other pieces, and wait until the devices have copied theirs."""
         for piece, _, _ in self.others:
             if isinstance(piece.values, jax.Array):
-                piece.values.copy_to_host_async()
+                jax_compat.start_copy_to_host(piece.values)
         for piece, leaf, offset in self.others:
             room = self.draft.values[offset : offset + leaf.num_bytes].view(jnp.dtype(leaf.dtype))
             index = ... if piece.index is None else piece.index

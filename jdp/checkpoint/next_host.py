@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jdp import jax_compat
 from jdp.checkpoint import shards
 
 Rounds = tuple[tuple[tuple[int, int], ...], ...]  # pairs of positions in a mesh: source, target
@@ -108,7 +109,7 @@ def _mover(mesh: Mesh, specs: tuple[PartitionSpec, ...], pairs: tuple[tuple[int,
     def move(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(jax.lax.ppermute(x, mesh.axis_names, pairs) for x in arrays)
 
-    moved = jax.shard_map(move, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+    moved = jax_compat.shard_map(move, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
     return jax.jit(moved)
 
 

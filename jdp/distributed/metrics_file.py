@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdp import jax_compat
 from jdp.distributed import run_of_file
 from jdp.pytrees import is_deleted
 from jdp.worker.own_progress import own
@@ -76,7 +77,7 @@ class MetricsFile:
         self._last[names] = step
         for value in scalars.values():
             if isinstance(value, jax.Array):
-                value.copy_to_host_async()
+                jax_compat.start_copy_to_host(value)
         self._lines.put((step, time.time(), scalars, hand_out))
 
     def flush(self, timeout_s: float) -> None:

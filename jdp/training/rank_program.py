@@ -108,7 +108,7 @@ class RankProgram:
         if self.checksum_spec is not None:
             specs[-1] = self.checksum_spec
         return jax.jit(
-            jax.shard_map(
+            jax_compat.shard_map(
                 wait_order.update_between(on_rank) if choices.ready else on_rank,
                 mesh=self.mesh,
                 in_specs=tuple(specs),

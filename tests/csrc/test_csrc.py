@@ -16,7 +16,8 @@ LIBRARY = [
 ]
 TESTS = sorted((ROOT / "tests" / "csrc" / "cpu").glob("*_test.cc"))
 CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or "c++"
-FLAGS = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-pthread"]
+# -g1: lines and functions for the stacks that sanitizers print, in two thirds of the time of -g.
+FLAGS = ["-std=c++17", "-g1", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-pthread"]
 
 # Compiler flags, and the number of small steps: sanitizers make them slow.
 MODES = {

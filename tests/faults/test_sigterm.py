@@ -14,11 +14,12 @@ folder = Path(__file__).parent
 jdp.init()
 me = jax.process_index()
 
-# The work that the signal interrupts: in the first life it goes on for longer than JAX takes to
+# The work that the signal interrupts: in the first life it takes longer, once, than JAX takes to
 # notice a signal, which is a second.
 def long_work(name):
-    if name == MOMENT and not (folder / "resumes").exists():
-        (folder / f"works {me}").touch()
+    works = folder / f"works {me}"
+    if name == MOMENT and not works.exists() and not (folder / "resumes").exists():
+        works.touch()
         time.sleep(2.5)
 
 def loss_fn(w, batch):

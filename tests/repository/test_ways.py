@@ -1,5 +1,6 @@
 """The ways that ARCHITECTURE.md draws are those that a real run takes, and they stay short."""
 
+import functools
 import re
 import sys
 import threading
@@ -37,7 +38,12 @@ def drawn(title):
 
 def file_of(frame):
     """The file of jdp that a frame is in, but for the analysis."""
-    path = Path(frame.f_code.co_filename)
+    return inside_of_jdp(frame.f_code.co_filename)
+
+
+@functools.cache  # it is asked at every call that JAX makes
+def inside_of_jdp(filename):
+    path = Path(filename)
     inside = path.is_relative_to(PACKAGE) and not path.is_relative_to(PACKAGE / "analysis")
     return str(path.relative_to(PACKAGE.parent)) if inside else None
 

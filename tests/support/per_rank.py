@@ -5,6 +5,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jdp import jax_compat
+
 
 def per_rank(mesh, fn, *args, replicated=(), check_vma=False):
     """Call `fn` on every rank: `args[i][r]` for rank r, `replicated` for all of them.
@@ -17,7 +19,7 @@ def per_rank(mesh, fn, *args, replicated=(), check_vma=False):
         result = fn(*jax.tree.map(lambda x: x[0], args), *replicated)
         return jax.tree.map(lambda x: jax.numpy.asarray(x)[None], result)
 
-    mapped = jax.shard_map(
+    mapped = jax_compat.shard_map(
         on_rank, mesh=mesh, in_specs=(P(axes), P()), out_specs=P(axes), check_vma=check_vma
     )
     return jax.device_get(jax.jit(mapped)(args, replicated))

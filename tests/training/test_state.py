@@ -84,6 +84,31 @@ def test_an_empty_place_beside_a_frozen_parameter_is_no_leaf():
     assert s.params["empty"] is None
 
 
+def biased_step(state, batch):
+    def loss_fn_of(p):
+        return loss_fn(p, batch) + jnp.sum(p["none"]) + jnp.sum(p["no rows"] @ batch["x"].T)
+
+    loss, grads = jax.value_and_grad(loss_fn_of)(state.params)
+    return state.apply_gradients(grads), {"loss": loss}
+
+
+# JAX 0.11.2 crashes where it compiles a shard_map with such an argument.
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_parameters_without_elements_train_beside_others(num_ranks):
+    def make_state(has_empty=True):
+        empty = {"none": np.zeros((3, 0), np.float32), "no rows": np.zeros((0, 5), np.float32)}
+        return jdp.TrainState.create({**training.params(), **(empty if has_empty else {})}, sgd())
+
+    step = jdp.train_step(biased_step)
+    several, metrics = train(num_ranks, step, make_state)
+    want, _ = train(1, jdp.train_step(plain_step), lambda: make_state(has_empty=False))
+    assert (several.params.pop("none").shape, several.params.pop("no rows").shape) == (
+        (3, 0),
+        (0, 5),
+    )
+    assert_close(several.params, want.params)
+
+
 def test_a_parameter_that_is_no_array_is_named():
     with pytest.raises(TypeError, match=r"params\['f'\]` is a .*eqx\.partition"):
         jdp.TrainState.create({**training.params(), "f": jnp.tanh}, sgd())

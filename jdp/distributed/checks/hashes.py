@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp import axis, pytrees
+from jdp import axis, jax_compat, pytrees
 
 _ODD = [np.uint32(x) for x in (0x9E3779B1, 0x85EBCA77, 0x85EBCA6B, 0xC2B2AE35, 0x2C1B3C6D)]
 
@@ -71,7 +71,7 @@ def _program(where: Mesh, spec: P) -> Any:
 
     # No collective: it could deadlock with those of a step in flight.
     return jax.jit(
-        jax.shard_map(
+        jax_compat.shard_map(
             on_device,
             mesh=where,
             in_specs=(spec, P(), device),
