@@ -32,10 +32,10 @@ def warnings(step: Any, report: Report, traced: Traced) -> Iterator[str]:
     Args:
       step, report, traced: as for `refusals`.
     """
-    yield from _repeated(step, report, traced, _metrics(traced))
+    yield from _repeated(step, report, traced, metrics(traced))
     yield from _duplicated(step, report, traced)
     if _has_weight(traced):
-        yield from _unweighted(report, traced, _states(traced) | _metrics(traced))
+        yield from _unweighted(report, traced, _states(traced) | metrics(traced))
 
 
 def _has_weight(traced: Traced) -> bool:
@@ -47,7 +47,7 @@ def _states(traced: Traced) -> dict[int, Output]:
     return {i: output for i, output in enumerate(traced.outputs) if output.kind == "state"}
 
 
-def _metrics(traced: Traced) -> dict[int, Output]:
+def metrics(traced: Traced) -> dict[int, Output]:
     """Return the metrics by the positions of their own values, before they are averaged."""
     own = (i for i, output in enumerate(traced.outputs) if output.kind == "own")
     reported = [

@@ -16,6 +16,7 @@ from jdp.analysis import (
     deadlocks,
     find_shard_maps,
     jaxprs,
+    own_gradients,
     padding,
     reductions,
     scales,
@@ -73,6 +74,7 @@ def check(jaxpr: Any, traced: Traced) -> Proved:
         *_means(report, traced),
         *scales.warnings(step, report, traced),
         *padding.warnings(step, report, traced),
+        *own_gradients.warnings(report, traced),
     ):
         if warning not in traced.spec.warned:
             traced.spec.warned.add(warning)

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jdp import axis
 from jdp.axis import AxisName
 from jdp.data import host_arrays
+from jdp.data.batch_leaf import Leaf
 from jdp.distributed.mesh import num_ranks, require_axes, sharding_of_rows
 
 
@@ -139,17 +140,6 @@ def _rows_error(path: tuple, leaf: Any, first: tuple[tuple, Any], ranks: int) ->
     )
 
 
-class Leaf(NamedTuple):
-    """One leaf of a process's host batch."""
-
-    name: str
-    shape: tuple[int, ...]  # of this process's rows
-    dtype: np.dtype
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.dtype}{list(self.shape)}"
-
-
 @dataclass(frozen=True)
 class Layout:
     """The structure and placement of all batches of a loop."""
@@ -207,9 +197,9 @@ class Layout:
             host_arrays.require_fits(array, leaf.name)
             if leaf != first:
                 raise ValueError(
-                    f"a later batch has {leaf}, but the first one had {first}: the step was traced "
-                    "for the first, and all processes must run the same program. Drop a short last "
-                    'batch (drop_remainder, drop_last, tail="drop"), or pad and mask it.'
+                    f"a later batch has {leaf}, but the first one had {first}: the step was "
+                    "traced for the first, and all processes must run the same program. "
+                    + leaf.mend(first)
                 )
         return treedef.unflatten(map(self._place_leaf, arrays))
 

@@ -381,6 +381,7 @@ def test_a_step_warns_once_for_all_shapes_and_ranks():
 # What the analysis cannot see
 
 
+@pytest.mark.filterwarnings("ignore:.*JDP131")
 @pytest.mark.parametrize("program", scale.PROGRAMS, ids=lambda program: program.__name__)
 def test_a_wrong_scale_is_left_to_check_step(program):
     state, batch = corpus.training()

@@ -95,6 +95,7 @@ def noisy(state, batch):
     return state.apply_gradients(grads), {}
 
 
+@pytest.mark.filterwarnings("ignore:.*JDP131")
 @pytest.mark.parametrize(
     "program, cause",
     [
@@ -126,6 +127,7 @@ def logits_step(change):
     return jdp.train_step(step)
 
 
+@pytest.mark.filterwarnings("ignore:.*JDP131")
 @pytest.mark.parametrize("name", ["adam", "nadam"])
 @pytest.mark.parametrize("clips", [False, True])
 def test_rounding_that_an_optimizer_makes_large_is_told_from_clipping(name, clips):
@@ -255,6 +257,7 @@ METRICS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*JDP131")
 @pytest.mark.parametrize("kind", METRICS)
 def test_a_metric_that_is_not_that_of_the_whole_batch_is_named(kind):
     of, advice = METRICS[kind]
