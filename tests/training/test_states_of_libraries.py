@@ -204,3 +204,12 @@ def test_each_rank_updates_its_part(library):
         2,
         3,
     ]
+
+
+@pytest.mark.parametrize("library", [Flax, Nnx])
+def test_check_step_allows_for_the_digits_of_reduce_dtype(library):
+    ranks(3)
+    made = library()
+    tx = jdp.sharded(clipped_sgd(), min_size=2, reduce_dtype=jnp.bfloat16)
+    found = jdp.check_step(jdp.train_step(made.step), made.state(tx), batch())
+    assert max(leaf.difference for leaf in found.leaves) > 1e-5  # float32 would be closer
