@@ -103,7 +103,7 @@ def partition_of_optimizer(opt_state: Any, tx: Any, mesh: Mesh) -> list[Partitio
 def with_split_gradients(state: Any) -> list[tuple[Any, Sequence[bool], Any]]:
     """Return the parameters of a state whose gradients are split, which of them train, and `tx`.
 
-    Those of a `TrainState`; at stage 2 also those of Flax's, whose parameters never are parts.
+    Those of a `TrainState`, of jdp and of Flax.
     """
     found = []
     for node in jax.tree.leaves(state, is_leaf=_is_optimizer):
@@ -112,9 +112,20 @@ def with_split_gradients(state: Any) -> list[tuple[Any, Sequence[bool], Any]]:
             continue
         if _is_train_state(node):
             found.append((node.params, node.trainable, node.tx))
-        elif sharding.stage == 2:
+        else:
             found.append((node.params, [True] * len(jax.tree.leaves(node.params)), node.tx))
     return found
+
+
+def adds_whole_updates(state: Any) -> bool:
+    """Whether parameters of a state are split, and code other than jdp's adds updates to them."""
+    nodes = jax.tree.leaves(state, is_leaf=_is_optimizer)
+    return any(_splits_params(node) and not _is_train_state(node) for node in nodes)
+
+
+def _splits_params(node: Any) -> bool:
+    sharding = sharding_of(node.tx) if _is_optimizer(node) else None
+    return sharding is not None and sharding.stage == 3 and hasattr(node, "params")
 
 
 def _dims(state: Any, mesh: Mesh) -> tuple[list[int | None], tuple[str, ...]]:
@@ -129,9 +140,8 @@ def _dims(state: Any, mesh: Mesh) -> tuple[list[int | None], tuple[str, ...]]:
         axes = _axes(node.tx, mesh)
         found.add(axes)
         find = _finder(sharding, num_ranks(mesh, axes))
-        is_of_jdp = _is_train_state(node)
-        is_split = {"params": is_of_jdp and sharding.stage == 3, "opt_state": True}
-        shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(node.params)} if is_of_jdp else set()
+        is_split = {"params": sharding.stage == 3, "opt_state": True}
+        shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(getattr(node, "params", ()))}
         for path, leaf in jax.tree_util.tree_leaves_with_path(node):
             name = getattr(path[0], "name", "")
             # Such an array in the shape of the parameters may be an average of them.
