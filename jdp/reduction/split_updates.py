@@ -39,7 +39,8 @@ def updated(
     if caller != unsplit_state.UPDATE_OF_STATE:
         mixed_precision.mark_gradients(grads, tx)
     is_split = axes is not None and any(map(known_shards.known, jax.tree.leaves(opt_state)))
-    whole = () if is_split else opt_state, () if known_shards.are_of(tx) else params
+    has_parts = known_shards.are_of(tx) or any(map(known_shards.known, jax.tree.leaves(params)))
+    whole = () if is_split else opt_state, () if has_parts else params
     unsplit_state.log(tx.sharding, tx.axis_name, caller, *whole)
     if axes is None or not is_split:
         return None

@@ -39,9 +39,9 @@ def log(sharding: Any, axis_name: AxisName, caller: str, state: Any, params: Any
     message = (
         f"jdp.sharded(stage={sharding.stage}) does not split {len(arrays)} arrays of "
         f"{' and '.join(name for name, found in whole.items() if found)} here, {num_bytes:,} bytes "
-        f"on each of {num_ranks} ranks. In a jdp.train_step a jdp.TrainState and Flax's are split, "
-        "and of an nnx.Optimizer and its model the optimizer state alone. Write state = "
-        "jdp.TrainState.create(params, tx) and, in the step, state.apply_gradients(grads)."
+        f"on each of {num_ranks} ranks. In a jdp.train_step a jdp.TrainState is split, Flax's, and "
+        "an nnx.Optimizer with its model. Write state = jdp.TrainState.create(params, tx) and, in "
+        "the step, state.apply_gradients(grads)."
     )
     if message not in _logged:
         _logged.add(message)
