@@ -67,17 +67,22 @@ def flatten(
     program: Any,
     called: Callable[[Any], Any | None] = opened_call,
     calls: tuple[Any, ...] = (),
+    *,
+    drops_dead: bool = True,
 ) -> FlatProgram:
-    """Return the operations that the outputs of a program depend on, or that have effects.
+    """Return the operations of a program.
 
     Args:
       program: a jaxpr, with its constants.
       called: returns the program that an equation is opened into, None where it stays as it is.
       calls: the equations that the program is a body of, outermost first.
+      drops_dead: leave out operations that have no effect and that no output depends on.
     """
     ins = [FlatValue(variable.aval) for variable in jaxprs.opened(program).invars]
     flat = FlatProgram([], ins, [], [])
     flat.outs.extend(_append(program, ins, calls, flat, called))
+    if not drops_dead:
+        return flat
     needed = {*flat.outs}
     live = []
     for operation in reversed(flat.operations):

@@ -8,14 +8,19 @@ author has no known shard: this rank's slice of it is one.
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core
 
 from jdp import axis
 from jdp.analysis.marks import SHARD, WHOLE, mark
 from jdp.collectives import buckets, shards
 from jdp.reduction import mixed_precision, parts, step_context
+
+# JAX's trace, and the arrays that were remembered in it, see `recorded`.
+_record: ContextVar[tuple[Any, list[Any]] | None] = ContextVar("jdp_known_shards", default=None)
 
 
 class Shard(NamedTuple):
@@ -89,7 +94,25 @@ def remember(whole: jax.Array, part: Shard) -> jax.Array:
     scope = step_context.innermost()
     if scope is not None:
         scope.shards[id(whole)] = whole, part  # The array is kept, so that its id stays its own.
+    if (record := _record.get()) is not None and whole.dtype == part.value.dtype:
+        trace, found = record
+        if trace == jax.extend.core.get_opaque_trace_state():
+            found.append((whole, part))
     return whole
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[tuple[jax.Array, Shard]]]:
+    """Record the arrays that are remembered in the `with`, and their shards, in this trace alone.
+
+    They are the arrays of its type, not those that were gathered in fewer bits.
+    """
+    found: list[tuple[jax.Array, Shard]] = []
+    token = _record.set((jax.extend.core.get_opaque_trace_state(), found))
+    try:
+        yield found
+    finally:
+        _record.reset(token)
 
 
 @contextlib.contextmanager
@@ -139,6 +162,14 @@ def known(whole: Any) -> Shard | None:
     scope = step_context.innermost()
     found = None if scope is None else scope.shards.get(id(whole))
     return None if found is None else found[1]
+
+
+def are_of(owner: Any) -> bool:
+    """Whether an optimizer updates arrays of the step that live as shards."""
+    scope = step_context.innermost()
+    found = () if scope is None else scope.shards.values()
+    owners = (part.owner for _, part in found if part.owner is not None)
+    return any(each.update is owner.update for each in owners)
 
 
 def own(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:

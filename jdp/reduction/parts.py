@@ -23,7 +23,7 @@ def own_slice(whole: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
       dim: which dim is cut.
       axes: names of the mesh axes of the ranks.
     """
-    return _own_slice_p.bind(whole, dim=dim, axes=tuple(axes), size=lax.axis_size(axes))
+    return own_slice_p.bind(whole, dim=dim, axes=tuple(axes), size=lax.axis_size(axes))
 
 
 def part_of_whole(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -68,7 +68,7 @@ def combined(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 # A primitive: the position of the slice depends on the rank, and the proof would take the slice of
 # a uniform value for a varying one.
-_own_slice_p = Primitive("jdp_own_slice")
+own_slice_p = Primitive("jdp_own_slice")
 
 
 def _slice(x: jax.Array, *, dim: int, axes: tuple[str, ...], size: int) -> jax.Array:
@@ -76,7 +76,7 @@ def _slice(x: jax.Array, *, dim: int, axes: tuple[str, ...], size: int) -> jax.A
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * length, length, dim)
 
 
-@_own_slice_p.def_abstract_eval
+@own_slice_p.def_abstract_eval
 def _sliced_type(x: Any, *, dim: int, axes: tuple[str, ...], size: int) -> Any:
     shape = (*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
     return jax.core.ShapedArray(shape, x.dtype)
@@ -85,7 +85,7 @@ def _sliced_type(x: Any, *, dim: int, axes: tuple[str, ...], size: int) -> Any:
 def _batch(args: tuple, dims: tuple, *, dim: int, **params: Any) -> tuple[Any, int]:
     (x,), (batched,) = args, dims
     moved = dim + 1 if batched <= dim else dim
-    return _own_slice_p.bind(x, dim=moved, **params), batched
+    return own_slice_p.bind(x, dim=moved, **params), batched
 
 
 def _transpose(cotangent: Any, x: Any, *, dim: int, axes: tuple[str, ...], size: int) -> list[Any]:
@@ -95,6 +95,6 @@ def _transpose(cotangent: Any, x: Any, *, dim: int, axes: tuple[str, ...], size:
     return [lax.all_gather(cotangent, axes, axis=dim, tiled=True) / size]
 
 
-ad.deflinear2(_own_slice_p, _transpose)
-batching.primitive_batchers[_own_slice_p] = _batch
-mlir.register_lowering(_own_slice_p, mlir.lower_fun(_slice, multiple_results=False))
+ad.deflinear2(own_slice_p, _transpose)
+batching.primitive_batchers[own_slice_p] = _batch
+mlir.register_lowering(own_slice_p, mlir.lower_fun(_slice, multiple_results=False))

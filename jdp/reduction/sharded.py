@@ -41,9 +41,10 @@ def sharded(
     is used, with `jax.value_and_grad` all at once. A leaf is split along its largest dim that the
     number of ranks divides; where none does, or below `min_size`, it stays whole.
 
-    What lies in a `jdp.TrainState` is split. Of a state of Flax or an `nnx.Optimizer`, which have
-    `tx` and `opt_state`, the optimizer state is. In a step with another state, or in a `shard_map`
-    of your own, the transformation does what `jdp.replicated(tx)` does.
+    A `jdp.TrainState` is split, another state that has `params`, `tx` and `opt_state`, such as that
+    of Flax, and an `nnx.Optimizer` with the variables of models beside it that it updates. In a
+    step with another state, or in a `shard_map` of your own, the transformation does what
+    `jdp.replicated(tx)` does.
 
     Args:
       tx: the optimizer, with everything that belongs to it.

@@ -109,7 +109,7 @@ class Update:
                 pieces[i] = Piece(known_shards.own(leaves[i], dim, self._axes), dim)
             else:
                 to_scatter[i] = dim
-        is_at_stage_3 = self._applies and self._tx.sharding.stage == 3
+        is_at_stage_3 = self._tx.sharding.stage == 3 and known_shards.are_of(self._tx)
         if is_at_stage_3 and self._tx.sharding.mean and not synced:
             whole_gradients.log([leaves[i] for i in to_scatter])
         pieces |= self._scattered(paths, leaves, to_scatter)

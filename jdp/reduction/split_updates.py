@@ -1,10 +1,10 @@
-"""Updates of a sharded optimizer whose state alone is split: of Flax's TrainState, of nnx."""
+"""Updates of a sharded optimizer that other code adds to parameters: Flax's TrainState, nnx."""
 
 from typing import Any
 
 import jax
 
-from jdp.reduction import known_shards, unsplit_state
+from jdp.reduction import known_shards, mixed_precision, unsplit_state
 from jdp.reduction.optimizer import require_shapes
 from jdp.reduction.sharded_update import Update, shard_axes
 from jdp.reduction.sharding import Sharded
@@ -36,8 +36,12 @@ def updated(
     """
     tx = Sharded(update.wrapped.init, update)
     axes = shard_axes(tx)
+    if caller != unsplit_state.UPDATE_OF_STATE:
+        mixed_precision.mark_gradients(grads, tx)
     is_split = axes is not None and any(map(known_shards.known, jax.tree.leaves(opt_state)))
-    unsplit_state.log(tx.sharding, tx.axis_name, caller, () if is_split else opt_state, params)
+    has_parts = known_shards.are_of(tx) or any(map(known_shards.known, jax.tree.leaves(params)))
+    whole = () if is_split else opt_state, () if has_parts else params
+    unsplit_state.log(tx.sharding, tx.axis_name, caller, *whole)
     if axes is None or not is_split:
         return None
     if not synced and params is not None:

@@ -13,7 +13,7 @@ from jdp.reduction import step_context
 _log = logging.getLogger("jdp")
 _logged: set[str] = set()
 # The file whose updates are of a `TrainState`, see `sharded_update.updated`.
-_UPDATE_OF_STATE = "jdp.reduction.sharded_update"
+UPDATE_OF_STATE = "jdp.reduction.sharded_update"
 
 
 def log(sharding: Any, axis_name: AxisName, caller: str, state: Any, params: Any) -> None:
@@ -24,10 +24,10 @@ def log(sharding: Any, axis_name: AxisName, caller: str, state: Any, params: Any
       axis_name: its data axis.
       caller: the module that called its update.
       state: of the optimizer, an empty tuple if it is split.
-      params: the parameters, or None.
+      params: the parameters, an empty tuple if they are split, or None.
     """
     is_in_step = step_context.current(axis_name) is not None
-    if caller == _UPDATE_OF_STATE and is_in_step:
+    if caller == UPDATE_OF_STATE and is_in_step:
         return
     num_ranks = axis.size(sharding.axes or axis_name)
     named = {"optimizer state": state, "parameters": params if sharding.stage == 3 else ()}
@@ -39,9 +39,9 @@ def log(sharding: Any, axis_name: AxisName, caller: str, state: Any, params: Any
     message = (
         f"jdp.sharded(stage={sharding.stage}) does not split {len(arrays)} arrays of "
         f"{' and '.join(name for name, found in whole.items() if found)} here, {num_bytes:,} bytes "
-        f"on each of {num_ranks} ranks. In a jdp.train_step a jdp.TrainState is split, and of "
-        "Flax's TrainState and nnx.Optimizer the optimizer state alone. Write state = "
-        "jdp.TrainState.create(params, tx) and, in the step, state.apply_gradients(grads)."
+        f"on each of {num_ranks} ranks. In a jdp.train_step a jdp.TrainState is split, Flax's, and "
+        "an nnx.Optimizer with its model. Write state = jdp.TrainState.create(params, tx) and, in "
+        "the step, state.apply_gradients(grads)."
     )
     if message not in _logged:
         _logged.add(message)

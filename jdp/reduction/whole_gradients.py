@@ -16,11 +16,13 @@ def log(leaves: Sequence[Any]) -> None:
     if not num_bytes:
         return
     message = (
-        f"{len(leaves)} gradients of {num_bytes:,} bytes come to apply_gradients as whole arrays, "
+        f"{len(leaves)} gradients of {num_bytes:,} bytes come to the optimizer as whole arrays, "
         "so that stage=3 saves no memory inside of this step: their parameters are gathered at its "
         f"start, another {num_bytes:,} bytes. Write loss, grads = jdp.value_and_grad(loss_fn)("
         "state.params, batch), and hand on grads as they are: parameters are then gathered where "
-        "they are used, and gradients are averaged where they are computed."
+        "they are used, and gradients are averaged where they are computed. With a model of nnx, "
+        "differentiate in weights: graph, weights = nnx.split(model), and in the loss "
+        "nnx.merge(graph, weights, copy=True)."
     )
     if message not in _logged:
         _logged.add(message)

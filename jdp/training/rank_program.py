@@ -16,7 +16,7 @@ from jdp.analysis.traced import TraceFindings
 from jdp.collectives import call_order
 from jdp.distributed.checks import checksums
 from jdp.distributed.step_call import RankReports
-from jdp.reduction import optimizer, read_in_time, reported, step_context
+from jdp.reduction import early_slices, optimizer, read_in_time, reported, step_context
 from jdp.reduction.overlap import wait_order
 from jdp.reduction.scope import Choices, Scope
 from jdp.step_spec import StepSpec
@@ -100,7 +100,11 @@ class RankProgram:
           num_args: how many arguments there are.
           choices: how it differs from other programs of the step.
         """
-        on_rank = functools.partial(self._on_rank, layout, shard_axes, choices)
+        on_rank: Any = functools.partial(self._on_rank, layout, shard_axes, choices)
+        if choices.ready:
+            on_rank = wait_order.update_between(on_rank)
+        if layout.adds_whole_updates:
+            on_rank = early_slices.sliced_early(on_rank)
         axis_name = self.spec.axis_name
         rows: Any = P(axis_name)
         parts: Any = [*shard_layout.specs(axis_name, shard_axes or axis_name)]
@@ -109,7 +113,7 @@ class RankProgram:
             specs[-1] = self.checksum_spec
         return jax.jit(
             jax_compat.shard_map(
-                wait_order.update_between(on_rank) if choices.ready else on_rank,
+                on_rank,
                 mesh=self.mesh,
                 in_specs=tuple(specs),
                 out_specs=RankOutputs(P(), SplitOutputs(rows, rows, parts)),

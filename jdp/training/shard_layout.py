@@ -9,8 +9,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jdp import axis, pytrees, rank_state
 from jdp.distributed.mesh import num_ranks
-from jdp.reduction.optimizer import Replicated
 from jdp.reduction.sharding import Sharding, sharding_of
+from jdp.training import optimized
 
 # A state is handed through `shard_map` in groups of leaves that are split alike.
 UNIFORM, OWN = 0, 1
@@ -54,15 +54,12 @@ def specs(axis_name: Sequence[str], shard_axes: Sequence[str]) -> tuple[Partitio
 
 
 NUM_GROUPS = _FIRST_DIM + _NUM_DIMS
-# Fields of a `TrainState`; a class that inherits from it may have more.
-_FIELDS = ("step", "params", "opt_state", "model_state", "seed")
 
 
 def partition(state: Any, mesh: Mesh) -> list[PartitionSpec | None]:
     """Return for each array of a state how it is split over the ranks, None where no rule says.
 
-    A leaf of a `TrainState` that its optimizer leaves whole is whole, also if another optimizer
-    had split it.
+    A leaf that its optimizer leaves whole is whole, also if another optimizer had split it.
 
     Args:
       state: a state, or `pytrees.hold` of it.
@@ -71,9 +68,8 @@ def partition(state: Any, mesh: Mesh) -> list[PartitionSpec | None]:
     restored = pytrees.restore(state)
     dims, axes = _dims(restored, mesh)
     specs: list[PartitionSpec | None] = []
-    for node in jax.tree.leaves(restored, is_leaf=_is_optimizer):
-        is_sharded = _is_optimizer(node) and sharding_of(node.tx) is not None
-        rule = PartitionSpec() if is_sharded else None
+    for node, tx in optimized.nodes(restored):
+        rule = None if sharding_of(tx) is None else PartitionSpec()
         specs += [rule] * len(jax.tree.leaves(node))
     for i, dim in enumerate(dims):
         if dim is not None:
@@ -103,39 +99,51 @@ def partition_of_optimizer(opt_state: Any, tx: Any, mesh: Mesh) -> list[Partitio
 def with_split_gradients(state: Any) -> list[tuple[Any, Sequence[bool], Any]]:
     """Return the parameters of a state whose gradients are split, which of them train, and `tx`.
 
-    Those of a `TrainState`; at stage 2 also those of Flax's, whose parameters never are parts.
+    Those of a `TrainState`, of jdp and of Flax, and the variables that an optimizer of nnx updates.
     """
     found = []
-    for node in jax.tree.leaves(state, is_leaf=_is_optimizer):
-        sharding = sharding_of(node.tx) if _is_optimizer(node) else None
-        if sharding is None or sharding.stage < 2 or not hasattr(node, "params"):
-            continue
-        if _is_train_state(node):
-            found.append((node.params, node.trainable, node.tx))
-        elif sharding.stage == 2:
-            found.append((node.params, [True] * len(jax.tree.leaves(node.params)), node.tx))
+    for node, tx in optimized.nodes(state):
+        sharding = sharding_of(tx)
+        if sharding is not None and sharding.stage >= 2:
+            params = optimized.parameters(node)
+            flags = [True] * len(jax.tree.leaves(params))
+            is_of_jdp = optimized.is_train_state(node)
+            found.append((params, node.trainable if is_of_jdp else flags, tx))
     return found
 
 
+def adds_whole_updates(state: Any) -> bool:
+    """Whether parameters of a state are split, and code other than jdp's adds updates to them."""
+    return any(
+        sharding.stage == 3
+        and bool(jax.tree.leaves(optimized.parameters(node)))
+        and not optimized.is_train_state(node)
+        for node, tx in optimized.nodes(state)
+        if (sharding := sharding_of(tx)) is not None
+    )
+
+
 def _dims(state: Any, mesh: Mesh) -> tuple[list[int | None], tuple[str, ...]]:
-    nodes = jax.tree.leaves(state, is_leaf=_is_optimizer)
     dims: list[int | None] = []
     found: set[tuple[str, ...]] = set()
-    for node in nodes:
-        sharding = sharding_of(node.tx) if _is_optimizer(node) else None
+    for node, tx in optimized.nodes(state):
+        sharding = sharding_of(tx)
         if sharding is None:
             dims += [None] * len(jax.tree.leaves(node))
             continue
-        axes = _axes(node.tx, mesh)
+        axes = _axes(tx, mesh)
         found.add(axes)
         find = _finder(sharding, num_ranks(mesh, axes))
-        is_of_jdp = _is_train_state(node)
-        is_split = {"params": is_of_jdp and sharding.stage == 3, "opt_state": True}
-        shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(node.params)} if is_of_jdp else set()
+        is_at_3 = sharding.stage == 3
+        if not optimized.is_optimizer(node):
+            dims += [find(leaf) if is_at_3 else None for leaf in jax.tree.leaves(node)]
+            continue
+        is_split = {"params": is_at_3, "opt_state": True}
+        shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(optimized.parameters(node))}
         for path, leaf in jax.tree_util.tree_leaves_with_path(node):
             name = getattr(path[0], "name", "")
             # Such an array in the shape of the parameters may be an average of them.
-            is_beside = sharding.stage == 3 and name not in ("step", "seed")
+            is_beside = is_at_3 and name not in ("step", "seed")
             has_dim = is_split.get(name, is_beside and jnp.shape(leaf) in shapes)
             dims.append(find(leaf) if has_dim else None)
     if len(found) > 1:
@@ -160,13 +168,3 @@ def _finder(sharding: Sharding, num_shards: int) -> Callable[[Any], int | None]:
         return None if dim is None or dim >= _NUM_DIMS else dim
 
     return find
-
-
-def _is_optimizer(node: Any) -> bool:
-    """Whether a node has an optimizer and its state: a `TrainState`, that of Flax, of nnx."""
-    return isinstance(getattr(node, "tx", None), Replicated) and hasattr(node, "opt_state")
-
-
-def _is_train_state(node: Any) -> bool:
-    # Not by its class, whose module imports this one.
-    return all(hasattr(node, name) for name in ("tx", *_FIELDS))

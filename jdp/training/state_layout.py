@@ -19,10 +19,12 @@ class StateLayout:
     Attributes:
       treedef: of the state, as `pytrees.hold` returns it.
       groups: for each array how it is split over the ranks, see `shard_layout`.
+      adds_whole_updates: see `shard_layout`.
     """
 
     treedef: Any
     groups: tuple[int, ...]
+    adds_whole_updates: bool
 
     def joined(self, lists: Sequence[Sequence[Any]]) -> Any:
         """Return the state whose leaves `parted` sorted into lists."""
@@ -56,5 +58,6 @@ def parted(state: Any, mesh: Mesh) -> tuple[list[list[Any]], StateLayout, tuple[
     held = pytrees.hold(state)
     leaves, treedef = jax.tree.flatten(held)
     groups, axes = shard_layout.groups(held, mesh)
-    layout = StateLayout(treedef, tuple(groups))
+    adds = shard_layout.adds_whole_updates(pytrees.restore(held))
+    layout = StateLayout(treedef, tuple(groups), adds)
     return layout.parted(leaves), layout, axes

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdp.reduction.optimizer import Replicated
 from jdp.reduction.sharding import Sharded
-from jdp.training.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -140,11 +140,11 @@ def digits_of(state: Any) -> float:
 def digits_of_wire(state: Any) -> float:
     """Return the relative rounding of what optimizers gather and reduce; 0 if it is their own."""
 
-    def is_train_state(node: Any) -> bool:
-        return isinstance(node, TrainState)
+    def has_optimizer(node: Any) -> bool:
+        return isinstance(getattr(node, "tx", None), Replicated)
 
-    nodes = jax.tree.leaves(state, is_leaf=is_train_state)
-    found = [node.tx for node in nodes if is_train_state(node)]
+    nodes = jax.tree.leaves(state, is_leaf=has_optimizer)
+    found = [node.tx for node in nodes if has_optimizer(node)]
     dtypes = [tx.reduce_dtype for tx in found]
     dtypes += [tx.sharding.gather_dtype for tx in found if isinstance(tx, Sharded)]
     return max((float(jnp.finfo(dtype).eps) for dtype in dtypes if dtype is not None), default=0.0)

@@ -9,7 +9,8 @@ from jdp.step_spec import StepSpec
 
 # JAX names the arguments of the function that it traces, which is one of jdp's.
 _ASKED = re.compile(
-    r"the function (?:_on_rank|reading) at .* depends on the values? of the arguments? (.*)\.$",
+    r"the function (?:_on_rank|reading|recording) at .* depends on the values? of the "
+    r"arguments? (.*)\.$",
     re.MULTILINE,
 )
 _SEPARATORS = re.compile(r", and |, | and ")

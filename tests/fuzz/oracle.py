@@ -32,7 +32,10 @@ _WILD = 50
 
 def train(p):
     """Return what training must end with: state, metrics of each step; in float64."""
-    return _train(problem(p), 0.0)
+    state, metrics = _train(problem(p), 0.0)
+    if p.library != "jdp":  # Only a TrainState of jdp has a seed.
+        state = {name: value for name, value in state.items() if name != "seed"}
+    return state, metrics
 
 
 def slack(p):

@@ -15,6 +15,7 @@ class Program:
     order: str = "mesh"  # in which the step names two data axes
     tx_order: str = "same"  # in which the optimizer names them
     auto: int = 1  # devices on a further axis, which the compiler partitions
+    library: str = "jdp"  # whose state holds parameters and optimizer
     tx: str = "replicated"  # or jdp.sharded: "kept" is stage 3 with keep_gathered
     min_size: int = 1  # of a leaf that is split
     over: str = "all"  # the data axes that leaves are split over
@@ -90,6 +91,7 @@ CHOICES = {
     "order": ["mesh", "reversed"],
     "tx_order": ["same", "other"],
     "auto": [1, 2],
+    "library": ["jdp", "flax", "nnx"],
     "tx": ["replicated", "stage=1", "stage=2", "stage=3", "kept"],
     "min_size": [1, 10, 100],
     "over": ["all", "inner", "outer"],
@@ -123,7 +125,7 @@ CHOICES = {
 
 # What the result does not depend on: such programs share one run of the oracle.
 WAYS = tuple(
-    "order tx_order auto tx min_size over grad algorithm bucket_bytes run feed donate "
+    "order tx_order auto library tx min_size over grad algorithm bucket_bytes run feed donate "
     "compiler".split()
 )
 
@@ -162,6 +164,10 @@ def is_valid(p):
         and (p.loss != "global_mean" or p.split == "whole" or p.noise == "none")
         # A tangent of integers is not a number.
         and (p.model != "integer" or p.loss not in ("jvp", "linearize"))
+        # Only a TrainState of jdp has frozen parameters, keys, and state of ranks.
+        and (p.library == "jdp" or (p.trainable, p.state, p.noise) == ("all", "none", "none"))
+        # optax alone would add updates to integers.
+        and (p.library == "jdp" or (is_step and p.model != "integer"))
         # Only a step of jdp's splits state over the ranks.
         and (is_step or p.state == "none")
         # In a function of the author's own the weight is given at each call, for all axes at once.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jdp
-from fuzz import model
+from fuzz import model, states
 
 
 def optimizer(p):
@@ -71,6 +71,8 @@ def _loss(p, factor=1.0):
 
 def _given(p, state, batch):
     """Return what the loss of one rank is computed from: rows with its state, and a key."""
+    if p.library != "jdp":
+        return batch, None
     if p.state != "none":
         own = state.model_state["own"].value
         batch = batch | {"own": jnp.repeat(own, p.rows if p.state == "rank" else 1)}
@@ -79,7 +81,7 @@ def _given(p, state, batch):
 
 def body(p, factor=1.0):
     """Return the step of one rank: `(state, batch) -> (state, metrics)`."""
-    axes = p.axes
+    axes, library = p.axes, states.OF[p.library]
     weight = None if p.weight == "none" else _weight
     is_step = p.run == "train_step"
     how, _, number = p.split.partition("=")
@@ -104,7 +106,7 @@ def body(p, factor=1.0):
 
     def on_rank(state, batch):
         batch, key = _given(p, state, batch)
-        (loss, aux), grads = differentiate(state.params, batch, key)
+        (loss, aux), grads = differentiate(library.params(state), batch, key)
         given = {} if is_step or weight is None else {"weight": weight(batch)}
         synced = p.reduce in ("synced", "by_axis") or p.loss == "global_mean"
         if synced and p.loss != "global_mean":
@@ -132,7 +134,7 @@ def body(p, factor=1.0):
             own = state.model_state["own"].value
             moved = 0.5 * own + 0.1 * (moved if p.state == "rows" else moved.mean(keepdims=True))
             state = state.replace(model_state={"own": jdp.per_rank(moved)})
-        return state.apply_gradients(grads, synced=synced), metrics
+        return library.updated(state, grads, synced), metrics
 
     return on_rank
 
@@ -146,7 +148,8 @@ def evaluate(p):
     """Return a decorated step that reports the loss and changes nothing."""
 
     def on_rank(state, batch):
-        return {"before": _loss(p)(state.params, *_given(p, state, batch))[0]}
+        params = states.OF[p.library].params(state)
+        return {"before": _loss(p)(params, *_given(p, state, batch))[0]}
 
     return jdp.eval_step(on_rank, **_options(p))
 

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from fuzz import model, step
+from fuzz import model, states, step
 
 
 def train(p):
@@ -19,18 +19,24 @@ def train(p):
     if p.auto > 1:  # one parameter is split, by the compiler
         params["w1"] = jax.device_put(params["w1"], NamedSharding(mesh, P(None, "model")))
     given = jax.device_get(params)
-    state = jdp.TrainState.create(
-        params, tx, seed=p.seed, trainable=model.trainable(p, params), model_state=_own(p)
-    )
+    state = _state(p, params, tx)
     before = jax.device_get(state) if p.processes == 1 else None
     trained, metrics = _LOOPS[p.loop if p.run == "train_step" else p.run](p, mesh, state)
-    _require_same(given, params, "the arrays given to TrainState.create changed")
+    _require_same(given, params, "the arrays given to the state changed")
     if not p.donate and before is not None:
         _require_same(before, state, "donate=False, and the first state changed")
-    named = {name: getattr(trained, name) for name in ("params", "opt_state", "step", "seed")}
+    named = states.OF[p.library].named(trained)
     if p.state != "none":
         named["own"] = trained.model_state["own"].value
     return named, metrics
+
+
+def _state(p, params, tx):
+    if p.library != "jdp":
+        # A step donates the state, and with it arrays of the author's that it holds.
+        return states.OF[p.library].create(jax.tree.map(lambda x: x.copy(), params), tx)
+    trainable = model.trainable(p, params)
+    return jdp.TrainState.create(params, tx, seed=p.seed, trainable=trainable, model_state=_own(p))
 
 
 def _own(p):

@@ -106,7 +106,7 @@ def trained(library, tx, decorate):
 
 @pytest.mark.parametrize(
     "library, n, stage",
-    [(Flax, 3, 1), (Flax, 2, 2), (Flax, 8, 3), (Nnx, 8, 1), (Nnx, 3, 2), (WithoutParameters, 3, 1)],
+    [(Flax, 3, 1), (Flax, 2, 2), (Nnx, 8, 1), (Nnx, 3, 2), (WithoutParameters, 3, 1)],
 )
 def test_a_state_of_a_library_trains_as_one_device_with_the_optimizer_state_split(
     library, n, stage
@@ -119,12 +119,12 @@ def test_a_state_of_a_library_trains_as_one_device_with_the_optimizer_state_spli
     momentum = made.momentum(state)
     assert {shard.data.size for shard in momentum.addressable_shards} == {24 // n}
     assert len(momentum.addressable_shards) == n
-    for leaf in jax.tree.leaves(made.params(state)):  # on every rank
-        for shard in leaf.addressable_shards:
-            np.testing.assert_array_equal(shard.data, leaf.addressable_shards[0].data)
+    for leaf, value in zip(*map(jax.tree.leaves, (made.params(state), want)), strict=True):
+        for shard in leaf.addressable_shards:  # on every rank
+            np.testing.assert_allclose(shard.data, value[shard.index], rtol=1e-6, atol=1e-6)
 
 
-def test_gradients_of_a_state_of_flax_are_split_at_stage_2_alone():
+def test_gradients_of_a_state_of_flax_are_split_from_stage_2_on():
     seen = []
 
     class Recorded(Flax):
@@ -138,7 +138,7 @@ def test_gradients_of_a_state_of_flax_are_split_at_stage_2_alone():
     for stage in (1, 2, 3):
         tx = jdp.sharded(clipped_sgd(), stage=stage, min_size=2)
         assert_close(fetched(trained(Recorded(), tx, jdp.train_step).params), want, 1e-6)
-        assert all((part is not None and part.is_mean) == (stage == 2) for part in seen)
+        assert all((part is not None and part.is_mean) == (stage >= 2) for part in seen)
         seen.clear()
 
 
@@ -204,3 +204,12 @@ def test_each_rank_updates_its_part(library):
         2,
         3,
     ]
+
+
+@pytest.mark.parametrize("library", [Flax, Nnx])
+def test_check_step_allows_for_the_digits_of_reduce_dtype(library):
+    ranks(3)
+    made = library()
+    tx = jdp.sharded(clipped_sgd(), min_size=2, reduce_dtype=jnp.bfloat16)
+    found = jdp.check_step(jdp.train_step(made.step), made.state(tx), batch())
+    assert max(leaf.difference for leaf in found.leaves) > 1e-5  # float32 would be closer

@@ -18,7 +18,7 @@ def plan(eqn: Any, position: int, dim: int, ranks: Ranks) -> Plan | None:
     shapes = [atom.aval.shape for atom in eqn.invars]
     if not _fit(shapes, shape) or any(atom.aval.shape != shape for atom in eqn.outvars):
         return None
-    if shapes[position][dim] != shape[dim] or not _is_elementwise(eqn, len(shape)):
+    if shapes[position][dim] != shape[dim] or not is_elementwise(eqn, len(shape)):
         return None
     ins: list[Dim] = [dim if each and each[dim] == shape[dim] else None for each in shapes]
     return same(eqn, ins, [dim] * len(eqn.outvars))
@@ -33,7 +33,7 @@ def _fit(shapes: list[tuple[int, ...]], out: tuple[int, ...]) -> bool:
     )
 
 
-def _is_elementwise(eqn: Any, num_dims: int) -> bool:
+def is_elementwise(eqn: Any, num_dims: int) -> bool:
     """Whether each element of the results depends on the same element of the operands alone."""
     if eqn.primitive.name == "jdp_mark":
         return True

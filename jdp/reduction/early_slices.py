@@ -1,0 +1,134 @@
+"""Take a rank's slices before elementwise operations, so that nothing gathers their operands.
+
+`optax.apply_updates`, which Flax calls, adds whole updates to whole parameters, and the step keeps
+this rank's slice of each sum. That is the sum of two slices, which the rank had before they were
+gathered. It is computed from these, and XLA drops the gathers that nothing else reads.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jdp.reduction import flat_program, known_shards, parts
+from jdp.reduction.flat_program import FlatOperation, FlatProgram, FlatValue
+from jdp.reduction.partition.rules import elementwise
+
+
+class _Cut(NamedTuple):
+    """How a value is sliced: along which dim, over which mesh axes."""
+
+    dim: int
+    axes: tuple[str, ...]
+
+
+def sliced_early(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Compute slices of elementwise results from slices of the operands, where a rank has these.
+
+    Args:
+      fn: runs on every rank, in a `shard_map`.
+
+    Returns:
+      The same operations, but for slices of what is computed from gathered arrays.
+    """
+
+    def run(*args: Any) -> Any:
+        trees: list[Any] = []
+        cuts: list[_Cut] = []
+
+        # JAX names this function, and the arguments of `fn`, where Python asks for a value: see
+        # `unknown_value`.
+        def recording(*args: Any) -> list[list[Any]]:
+            with known_shards.recorded() as found:
+                leaves, tree = jax.tree.flatten(fn(*args))
+            trees.append(tree)
+            cuts.extend(_Cut(part.dim, part.axes) for _, part in found)
+            return [leaves, [whole for whole, _ in found], [part.value for _, part in found]]
+
+        setattr(recording, "__signature__", inspect.signature(fn))  # noqa: B010
+        # Among the operations whose results are not used are marks for the proof.
+        program = flat_program.flatten(jax.make_jaxpr(recording)(*args), drops_dead=False)
+        end = len(program.outs) - 2 * len(cuts)
+        wholes, own = program.outs[end : end + len(cuts)], program.outs[end + len(cuts) :]
+        run_program = _SlicedProgram(program, dict(zip(wholes, cuts, strict=True)))
+        values = run_program(jax.tree.leaves(args), dict(zip(wholes, own, strict=True)))
+        return trees[0].unflatten([values[out] for out in program.outs[:end]])
+
+    return run
+
+
+class _SlicedProgram:
+    """A program, and the values that slices are computed of.
+
+    Args:
+      program: the program.
+      known: arrays that were gathered, and how the slices are cut that they were gathered from.
+    """
+
+    def __init__(self, program: FlatProgram, known: Mapping[FlatValue, _Cut]):
+        self._program = program
+        # How each value is cut that is known, or computed element by element from such values.
+        self._cuts = dict(known)
+        for operation in program.operations:
+            cut = next((self._cuts[v] for v in operation.ins if v in self._cuts), None)
+            if cut is not None and _is_elementwise(operation):
+                self._cuts[operation.outs[0]] = cut
+        self._needed = {v for v in map(self._sliced, program.operations) if v is not None}
+        for operation in reversed(program.operations):
+            if not self._needed.isdisjoint(operation.outs) and operation.outs[0] not in known:
+                cut = self._cuts[operation.outs[0]]
+                self._needed.update(v for v in operation.ins if self._cuts.get(v) == cut)
+        self._needed.difference_update(known)
+
+    def _sliced(self, operation: FlatOperation) -> FlatValue | None:
+        """Return the operand if an operation is a slice that is computed early, None if not."""
+        if operation.eqn.primitive is not parts.own_slice_p:
+            return None
+        cut = _Cut(operation.eqn.params["dim"], operation.eqn.params["axes"])
+        (operand,) = operation.ins
+        return operand if self._cuts.get(operand) == cut else None
+
+    def __call__(
+        self, arguments: Sequence[Any], known: Mapping[FlatValue, FlatValue]
+    ) -> dict[FlatValue, Any]:
+        """Return the values of the inputs, the constants and the results of all operations.
+
+        Args:
+          arguments: one for each input.
+          known: array that was gathered -> the slice of this rank.
+        """
+        values = dict(zip(self._program.ins, arguments, strict=True))
+        values.update((value, value.constant) for value in self._program.constants)
+        slices: dict[FlatValue, Any] = {}
+
+        def slice_of(value: FlatValue, cut: _Cut) -> Any:
+            if self._cuts.get(value) != cut:
+                return parts.own_slice(values[value], *cut)
+            return values[known[value]] if value in known else slices[value]
+
+        for operation in self._program.operations:
+            if (operand := self._sliced(operation)) is not None:
+                values[operation.outs[0]] = slice_of(operand, self._cuts[operand])
+                continue
+            results = operation.run([values[v] for v in operation.ins])
+            values.update(zip(operation.outs, results, strict=True))
+            if not self._needed.isdisjoint(operation.outs):
+                (out,) = operation.outs
+                cut = self._cuts[out]
+                ins = [slice_of(v, cut) if v.aval.shape else values[v] for v in operation.ins]
+                (slices[out],) = operation.run(ins)
+        return values
+
+
+def _is_elementwise(operation: FlatOperation) -> bool:
+    """Whether slices of the operands give the slice of the one result.
+
+    Marks say something about a whole value, and are left as they are.
+    """
+    if len(operation.outs) != 1 or operation.eqn.primitive.name == "jdp_mark":
+        return False
+    shape = operation.outs[0].aval.shape
+    if any(value.aval.shape not in ((), shape) for value in operation.ins):
+        return False
+    return elementwise.is_elementwise(operation.eqn, len(shape))
