@@ -57,7 +57,7 @@ def summed(
     bucket_bytes: int,
     all_reduce: Callable[[list[list[jax.Array]], tuple[str, ...]], list[list[jax.Array]]],
     axes: tuple[str, ...],
-    scalars: Sequence[jax.Array] = (),
+    further: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
     """Sum leaves over ranks, in the buckets of `plan`, and return the sums in the leaves' order.
 
@@ -66,12 +66,12 @@ def summed(
       bucket_bytes: capacity of one bucket in bytes, > 0.
       all_reduce: sums all buckets, in their order, over `axes`.
       axes: names of the axes of the ranks.
-      scalars: further arrays, of few bytes, that are added to the last bucket of their dtype, and
-        whose sums follow those of the leaves.
+      further: arrays of few bytes, that are added to the last bucket of their dtype, and whose sums
+        follow those of the leaves.
     """
     buckets = plan(leaves, bucket_bytes)
-    leaves = [*leaves, *scalars]
-    for i in range(len(leaves) - len(scalars), len(leaves)):
+    leaves = [*leaves, *further]
+    for i in range(len(leaves) - len(further), len(leaves)):
         of_dtype = [bucket for bucket in buckets if leaves[bucket[0]].dtype == leaves[i].dtype]
         if of_dtype:
             of_dtype[-1].append(i)

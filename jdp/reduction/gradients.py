@@ -124,13 +124,13 @@ def reduced(
             to_send = send_order.as_ready(paths, to_send, step)
         sent = _in_dtype([leaves[i] for i in to_send], reduce_dtype)
         losses = loss_means.taken(step, weight, all_reduce, mesh) if mean and sent else []
-        along = [weights.term(loss_means.wide(loss)) for loss in losses]
+        along = [weights.term(x) for x in loss_means.packed(losses)]
         reduce = functools.partial(all_reduce, scale=scale, mesh=mesh)
         with weights.named():
             sums = buckets.summed(sent, bucket_bytes, reduce, axes, along)
         for i, value in zip(to_send, sums, strict=False):
             leaves[i] = weights.total(mixed_precision.cast(value, leaves[i].dtype))
-        loss_means.record(step, losses, map(weights.total, sums[len(sent) :]))
+        loss_means.record(step, losses, [weights.total(x) for x in sums[len(sent) :]])
         if step is not None:
             step.reductions.append(reduction(all_reduce, sent))
     return _marked_total(leaves, weight, axes, mean=mean) if bound else leaves

@@ -135,6 +135,20 @@ def test_a_loss_that_is_not_reported_is_not_sent():
     assert results.count("tensor<") == 3  # the token, `w` and `b`
 
 
+def test_many_metrics_of_a_loss_are_sent_as_one_array():
+    ranks(2)
+
+    def loss_fn(params, batch):
+        return rows_loss(params, batch), [batch["x"].mean() + i for i in range(40)]
+
+    step = stepping(loss_fn, reports=lambda value: {"all": value[1]}, has_aux=True)
+    text = step.lower(new_state(), ROWS).as_text()
+    (call,) = [line for line in text.splitlines() if "@jdp_all_reduce(" in line]
+    assert call.split("->")[-1].count("tensor<") == 4
+    _, metrics = step(new_state(), ROWS)
+    assert [float(x) for x in metrics["all"]] == [ROWS["x"].mean() + i for i in range(40)]
+
+
 def test_losses_of_two_models_are_each_their_own_mean():
     ranks(3)
 
