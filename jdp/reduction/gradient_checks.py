@@ -4,43 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jdp import axis
 from jdp.axis import AxisName
 from jdp.reduction import known_shards
-
-
-def require_float(path: str, leaf: Any) -> jax.Array:
-    """Return a gradient as an array, and refuse one that cannot be averaged.
-
-    Args:
-      path: of the gradient in its tree, for the error.
-      leaf: an array or a number.
-
-    Raises:
-      TypeError: if it is not a real float of at least 16 bits.
-    """
-    dtype = leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16:
-        return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
-    name = "float0" if dtype == jax.dtypes.float0 else dtype
-    found = f"the gradient `grads{path}` is {name}{list(jnp.shape(leaf))}"
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        raise TypeError(
-            f"{found}, and JAX's gradient of a complex parameter is the conjugate of the direction "
-            "of descent, which is easy to get wrong. Keep the real and imaginary parts as two "
-            "float parameters."
-        )
-    if jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"{found}, and a sum over ranks in fewer than 16 bits would round small gradients to "
-            f"0. Keep the parameter in float32 or bfloat16, and cast it to {dtype} in the loss."
-        )
-    raise TypeError(
-        f"{found}, but only floats have gradients that can be averaged. Differentiate with respect "
-        "to float leaves only; TrainState leaves integer parameters as they are."
-    )
 
 
 def require_local(paths: Sequence[str], leaves: Sequence[jax.Array], axis_name: AxisName) -> None:

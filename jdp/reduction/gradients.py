@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.extend.core
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jdp import axis, collectives
@@ -118,8 +119,7 @@ def reduced(
     if bound and step is not None and _is_alone(axes, all_reduce):
         leaves = [mark(leaf, kind=ALL_REDUCED, path="", axes=axes) for leaf in leaves]
     elif bound:
-        around = step_context.around(axes)  # also where these are some of the step's axes
-        mesh = mesh if mesh is not None or around is None else around.mesh
+        mesh = _mesh_of_step(axes) if mesh is None else mesh
         if step is not None and collectives.starts_when_ready(all_reduce, mesh):
             to_send = send_order.as_ready(paths, to_send, step)
         sent = _in_dtype([leaves[i] for i in to_send], reduce_dtype)
@@ -129,10 +129,11 @@ def reduced(
         with weights.named():
             sums = buckets.summed(sent, bucket_bytes, reduce, axes, along)
         for i, value in zip(to_send, sums, strict=False):
-            leaves[i] = weights.total(mixed_precision.cast(value, leaves[i].dtype))
+            if reduce_dtype is not None:
+                value = mixed_precision.cast(value, leaves[i].dtype)
+            leaves[i] = weights.total(value)
         loss_means.record(step, losses, [weights.total(x) for x in sums[len(sent) :]])
-        if step is not None:
-            step.reductions.append(reduction(all_reduce, sent))
+        record(step, all_reduce, sent)
     return _marked_total(leaves, weight, axes, mean=mean) if bound else leaves
 
 
@@ -140,9 +141,7 @@ def _checked(
     paths: Sequence[str], leaves: Sequence[Any], axis_name: AxisName, *, is_mean_of_step: bool
 ) -> list[jax.Array]:
     """Return gradients as arrays, and refuse one that cannot be averaged here."""
-    floats = [
-        gradient_checks.require_float(path, leaf) for path, leaf in zip(paths, leaves, strict=True)
-    ]
+    floats = [require_float(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
     # A step of jdp's is never typed, and to ask takes a while.
     if axis.is_bound(axis_name) and step_context.current(axis_name) is None:
         gradient_checks.require_local(paths, floats, axis_name)
@@ -158,6 +157,11 @@ def _is_alone(axes: tuple[str, ...], all_reduce: AllReduce) -> bool:
     of the author's is called all the same, since jdp does not know its effect.
     """
     return axis.size(axes) == 1 and all_reduce in collectives.ALGORITHMS
+
+
+def _mesh_of_step(axes: tuple[str, ...]) -> Mesh | None:
+    around = step_context.around(axes)  # also where these are some of the step's axes
+    return None if around is None else around.mesh
 
 
 def _in_dtype(leaves: list[jax.Array], dtype: Any) -> list[jax.Array]:
@@ -189,10 +193,13 @@ def _marked(
     return leaves
 
 
-def reduction(all_reduce: AllReduce, leaves: Sequence[jax.Array]) -> Reduction:
-    """Return how gradients were reduced in the trace that runs now."""
+def record(step: Scope | None, all_reduce: AllReduce, leaves: Sequence[jax.Array]) -> None:
+    """Record how a step reduced gradients in the trace that runs now; without a step, nothing."""
+    if step is None:
+        return
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    return Reduction(all_reduce, jax.extend.core.get_opaque_trace_state(), num_bytes)
+    trace = jax.extend.core.get_opaque_trace_state()
+    step.reductions.append(Reduction(all_reduce, trace, num_bytes))
 
 
 def _marked_total(
@@ -204,3 +211,35 @@ def _marked_total(
     if weight is None and axis.size(axes) == 1:  # no division shows it
         return [mark(leaf, kind=MEAN, path="", axes=axes) for leaf in leaves]
     return leaves
+
+
+def require_float(path: str, leaf: Any) -> jax.Array:
+    """Return a gradient as an array, and refuse one that cannot be averaged.
+
+    Args:
+      path: of the gradient in its tree, for the error.
+      leaf: an array or a number.
+
+    Raises:
+      TypeError: if it is not a real float of at least 16 bits.
+    """
+    dtype = leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16:
+        return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    name = "float0" if dtype == jax.dtypes.float0 else dtype
+    found = f"the gradient `grads{path}` is {name}{list(jnp.shape(leaf))}"
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(
+            f"{found}, and JAX's gradient of a complex parameter is the conjugate of the direction "
+            "of descent, which is easy to get wrong. Keep the real and imaginary parts as two "
+            "float parameters."
+        )
+    if jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"{found}, and a sum over ranks in fewer than 16 bits would round small gradients to "
+            f"0. Keep the parameter in float32 or bfloat16, and cast it to {dtype} in the loss."
+        )
+    raise TypeError(
+        f"{found}, but only floats have gradients that can be averaged. Differentiate with respect "
+        "to float leaves only; TrainState leaves integer parameters as they are."
+    )

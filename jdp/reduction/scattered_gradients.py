@@ -51,7 +51,7 @@ def scattered(
         for i, part in zip(bucket, parts, strict=True):
             part = weights.total(mixed_precision.cast(part, local[to_send[i]].dtype))
             found[to_send[i]] = proved(part, every, mean=sharding.mean)
-    step.reductions.append(gradients.reduction(sharding.all_reduce, terms))
+    gradients.record(step, sharding.all_reduce, terms)
     return [found[i] for i in range(len(local))]
 
 

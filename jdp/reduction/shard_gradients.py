@@ -14,7 +14,7 @@ from jdp.analysis.marks import LOCAL, mark
 from jdp.axis import AxisName
 from jdp.reduction import (
     flat_program,
-    gradient_checks,
+    gradients,
     known_shards,
     mixed_precision,
     scattered_gradients,
@@ -208,7 +208,7 @@ class ShardGradients:
             paths = [self._paths[chosen[k]] for k in places]
             leaves = [
                 mixed_precision.cast(
-                    gradient_checks.require_float(path, grads[k]), self._dtypes[chosen[k]]
+                    gradients.require_float(path, grads[k]), self._dtypes[chosen[k]]
                 )
                 for path, k in zip(paths, places, strict=True)
             ]

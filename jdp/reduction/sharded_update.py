@@ -122,7 +122,7 @@ class Update:
         """Return this rank's parts of the means of gradients, by their position."""
         if not dims:
             return {}
-        chosen = [gradient_checks.require_float(paths[i], leaves[i]) for i in dims]
+        chosen = [gradients.require_float(paths[i], leaves[i]) for i in dims]
         parts = scattered_gradients.scattered(
             [paths[i] for i in dims], chosen, [*dims.values()], self._tx
         )

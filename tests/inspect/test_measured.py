@@ -214,7 +214,8 @@ def explained_by_processes(cache):
 @pytest.mark.skipif(runtime.why_missing() is not None, reason="needs the compiled library")
 def test_processes_of_one_host_are_predicted_by_their_own_laws(calibrated, processes, tmp_path):
     several = dataclasses.replace(ALL_REDUCE, num_ranks=4, num_processes=2)
-    calibrated(rates=(ALL_REDUCE, dataclasses.replace(several, num_processes=1), several))
+    rates = ALL_REDUCE, dataclasses.replace(several, num_processes=1), several
+    calibrated(rates=rates, num_cores=4)
     for laws, source, took_s, rates in processes(2).run(explained_by_processes, str(tmp_path)):
         assert laws == (several,) and took_s == several.seconds(256 * 64 * 4)
         assert source.startswith("measured here") and "host_link_bytes_per_s" not in rates
