@@ -91,7 +91,8 @@ class Evaluation:
         sent: dict[int, Any] = {}
 
         def send_ready(operation: int) -> None:
-            chosen = [to_send[i] for i in ready.get(operation, ())]
+            # As the tree has them: in the order in which they became ready, steps took longer.
+            chosen = sorted(to_send[i] for i in ready.get(operation, ()))
             if not chosen:
                 return
             grads = [self._values[outs[i]] for i in chosen]
