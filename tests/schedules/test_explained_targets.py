@@ -102,7 +102,7 @@ def test_the_leaves_of_one_bucket_are_not_merged_buckets(h200s):
         optax.sgd(0.1), all_reduce=collectives.xla, bucket_bytes=2 * NUM_LAYERS * LAYER
     )
     found = report(h200s, tx)
-    assert {bucket.num_merged for bucket in found.buckets} == {0, 1}
+    assert {bucket.num_merged for bucket in found.buckets} == {1}  # the loss is in one of them
     assert "merged-buckets" not in {finding.kind for finding in found.findings}
 
 
