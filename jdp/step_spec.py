@@ -63,6 +63,11 @@ class StepSpec:
         return rest[:num], dict(zip(names, rest[num:], strict=True))
 
     def paths(self, i: int, arg: Any) -> list[str]:
-        """Return the names of the leaves of an argument, such as `state.params['w']`."""
+        """Return the names of the leaves of an argument, such as `state.params['w']`.
+
+        Args:
+          i: position of the argument.
+          arg: its value, any tree.
+        """
         leaves, name = jax.tree_util.tree_leaves_with_path(arg), self.argument(i)
         return [name + jax.tree_util.keystr(path) for path, _ in leaves]

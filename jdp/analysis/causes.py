@@ -32,7 +32,12 @@ def refusals(report: Report, traced: Traced) -> Iterator[str]:
 
 
 def input_names(report: Report, traced: Traced) -> list[str]:
-    """Return the names of the inputs of a step: first the captured arrays, then the arguments."""
+    """Return the names of the inputs of a step: first the captured arrays, then the arguments.
+
+    Args:
+      report: the analysis of the step's shard_map.
+      traced: the step.
+    """
     return ["a captured array"] * (report.num_inputs - len(traced.inputs)) + list(traced.inputs)
 
 

@@ -22,7 +22,13 @@ ZERO_OF_ZEROS = frozenset("cumsum reduce_sum".split())
 
 # The innermost loop of the interpreter repeats these rules, which it meets most often.
 def mix(interp: "Interpreter", eqn: Any, ins: list[int]) -> int:
-    """Join the operands. The result differs where one of them does, and is not a scaled sum."""
+    """Join the operands. The result differs where one of them does, and is not a scaled sum.
+
+    Args:
+      interp: the analysis.
+      eqn: the equation.
+      ins: the class of each operand.
+    """
     value = 0
     for operand in ins:
         value |= operand
@@ -112,6 +118,11 @@ class Interpreter:
 
         A body is analysed once for equal classes of inputs. Otherwise nested functions that are
         called twice each would be analysed 2^depth times.
+
+        Args:
+          jaxpr: the body.
+          ins: classes of its inputs.
+          eqn: the equation that runs it.
         """
         key = (id(jaxpr), self.where, self.everywhere, *self._controls, *_alike(ins))
         record = self._known.get(key)

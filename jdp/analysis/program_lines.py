@@ -63,6 +63,9 @@ class ProgramLines(NamedTuple):
 def lines_of(jaxpr: Any) -> ProgramLines:
     """Return the lines of a program.
 
+    Args:
+      jaxpr: with its constants.
+
     >>> program = lines_of(jax.make_jaxpr(lambda x: x * 0.5)(jnp.ones(3)))
     >>> [text for text, _ in program.texts.values()]
     ['mul float32[3] 0.5 -> float32[3]']

@@ -186,6 +186,10 @@ def _cpu_devices(num: int) -> list[jax.Device]:
 def require_axes(mesh: Mesh, wanted: tuple[str, ...]) -> None:
     """Raise an error for a mesh without the axes `wanted`.
 
+    Args:
+      mesh: the mesh.
+      wanted: names of the axes.
+
     Raises:
       ValueError: naming the axes of the mesh.
     """

@@ -48,7 +48,11 @@ class Costs:
         return kernels.find(one, self._kernels)
 
     def uncounted(self, one: Instruction) -> str:
-        """Return which floating-point operations `flops` does not count, in words; "" if none."""
+        """Return which floating-point operations `flops` does not count, in words; empty if none.
+
+        Args:
+          one: an instruction without matmuls.
+        """
         if kernel := self.kernel(one):
             if kernel.flops is not None:
                 return ""
@@ -110,7 +114,12 @@ class Costs:
         return changes and any(each.op not in _MOVES for each in inner)
 
     def num_bytes(self, one: Instruction, shapes: dict[str, str]) -> int:
-        """Count the bytes that are read and written: of an array that is sliced, the slice."""
+        """Count the bytes that are read and written: of an array that is sliced, the slice.
+
+        Args:
+          one: the instruction.
+          shapes: the type of each value, by name.
+        """
         if (kernel := self.kernel(one)) and kernel.num_bytes is not None:
             return int(kernel.num_bytes)
         inner = list(self.inside(one)) if one.op in ("fusion", "fusion-start", "call") else []

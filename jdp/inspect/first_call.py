@@ -38,6 +38,11 @@ def first_call(script: str, name: str, arguments: Sequence[str]) -> FirstCall:
 
     Other steps run as always.
 
+    Args:
+      script: path of the script.
+      name: name of the step.
+      arguments: command line of the script.
+
     Raises:
       NeverCalledError: if the script ends and has not called the step.
     """

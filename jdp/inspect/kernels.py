@@ -38,7 +38,12 @@ def kernel_of(eqn: Any) -> Kernel:
 
 
 def find(one: Instruction, kernels: Sequence[Kernel]) -> Kernel | None:
-    """Return the kernel that a custom call runs, found by its name and its results' shapes."""
+    """Return the kernel that a custom call runs, found by its name and the shapes of its results.
+
+    Args:
+      one: an instruction.
+      kernels: of the program.
+    """
     name = one.op_name()
     if one.op != "custom-call" or not name.endswith("pallas_call"):
         return None

@@ -39,7 +39,13 @@ class Match(NamedTuple):
 def match(
     program: HloProgram, transfers: Sequence[SentArrays], plan: Sequence[Planned]
 ) -> list[Match]:
-    """Return for each collective of a program what is known of it."""
+    """Return for each collective of a program what is known of it.
+
+    Args:
+      program: the compiled step.
+      transfers: its collectives.
+      plan: the collectives of the traced step.
+    """
     by_number = {each.number: each for each in plan if each.number is not None}
     left = _Unmatched([each for each in plan if each.number is None])
     users = _Users(program)

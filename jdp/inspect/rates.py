@@ -87,6 +87,11 @@ def rates_of(
 ) -> dict[str, Rate]:
     """Return the rates of a target: given ones, then measured ones, then known ones.
 
+    Args:
+      target: the devices.
+      given: rates by name.
+      measured: rates by name.
+
     Raises:
       ValueError: if one is missing, of a GPU that nobody has described.
     """

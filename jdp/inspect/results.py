@@ -33,7 +33,12 @@ def add_json(
 def add_png(
     parser: argparse.ArgumentParser, text: str = "draw a picture (needs matplotlib)"
 ) -> None:
-    """Add `--png`, with the file of the picture or None."""
+    """Add `--png`, with the file of the picture or None.
+
+    Args:
+      parser: of the command.
+      text: help.
+    """
     parser.add_argument("--png", metavar="FILE", help=text)
 
 

@@ -37,7 +37,12 @@ def local_value_and_grad(
 
 
 class WholeGradients:
-    """The derivative of losses with respect to whole parameters, as `ShardGradients` has it."""
+    """The derivative of losses with respect to whole parameters, as `ShardGradients` has it.
+
+    Args:
+      params: tree of parameters.
+      value_and_grad: of the loss.
+    """
 
     sends = False
 

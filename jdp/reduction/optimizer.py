@@ -147,7 +147,11 @@ def has_optimizer(node: Any) -> bool:
 
 
 def reduce_dtype_of(state: Any) -> np.dtype | None:
-    """Return the dtype in which all optimizers of a state have gradients sent, None if none is."""
+    """Return the dtype in which all optimizers of a state have gradients sent, None if none is.
+
+    Args:
+      state: any tree.
+    """
     nodes = filter(has_optimizer, jax.tree.leaves(state, is_leaf=has_optimizer))
     found: set[np.dtype | None] = {node.tx.reduce_dtype for node in nodes}
     return found.pop() if len(found) == 1 else None

@@ -9,6 +9,9 @@ import jax
 class TreeArrays:
     """The arrays of a tree, whose other leaves stay as they are.
 
+    Args:
+      tree: any tree.
+
     Attributes:
       arrays: the arrays, in the order of the leaves.
       places: their positions among all leaves.

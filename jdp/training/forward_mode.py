@@ -14,6 +14,10 @@ def refused(name: str, scope: Scope) -> Iterator[None]:
 
     JAX finds that before the program is there to be proved, and does not name the layers.
 
+    Args:
+      name: of the step.
+      scope: of its trace.
+
     Raises:
       ValueError: if `scan_layers` has no forward-mode derivative in this trace.
     """

@@ -49,7 +49,12 @@ def add_hint(
 
 
 def add_hint_of_lowering(error: Exception, spec: StepSpec) -> None:
-    """Add a sentence to an error that JAX raises when it lowers a traced step, not before."""
+    """Add a sentence to an error that JAX raises when it lowers a traced step, not before.
+
+    Args:
+      error: of JAX.
+      spec: the step.
+    """
     text = str(error)
     _add(error, spec, _of_constraint(text, spec) if _CONSTRAINT.search(text) else None)
 

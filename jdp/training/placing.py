@@ -138,6 +138,10 @@ def _buffer(leaf: Any) -> Any:
 def require_alive(spec: StepSpec, args: Sequence[Any]) -> None:
     """Refuse arguments of a step that hold a donated leaf.
 
+    Args:
+      spec: the step.
+      args: its arguments, in order.
+
     Raises:
       ValueError: naming the first one.
     """

@@ -24,7 +24,13 @@ _NO_GRADIENT = (
 
 
 def put_together(spec: StepSpec, leaving: RankOutputs, proved: Proved) -> tuple:
-    """Return `(state, metrics, weight, reports, found)`."""
+    """Return `(state, metrics, weight, reports, found)`.
+
+    Args:
+      spec: the step.
+      leaving: the results of its program.
+      proved: of that program.
+    """
     uniform, split = leaving
     metrics = reported.with_uniform(uniform.metrics, uniform.own_metrics, proved.own_metrics)
     metrics = pytrees.put_nodes(metrics, split.rows)

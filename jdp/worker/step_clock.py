@@ -64,6 +64,9 @@ class StepClock:
     A thread waits for each step to end. The training thread only queues it, and synchronizes with
     nothing.
 
+    Args:
+      slot: of this process.
+
     Attributes:
       is_usual: whether nothing but steps, batches and code of the author's has run since the last
         step. Another one, such as a step before which the process saved, is not counted unless

@@ -46,6 +46,10 @@ class Communicator:
     All groups of ranks share one key. A call finds its rank by the key and its device, which is in
     one group only.
 
+    Args:
+      mesh: the mesh of the ranks.
+      axes: names of the axes of the ranks.
+
     Attributes:
       key: the attribute that identifies it in calls.
       why_not: a sentence that says why it cannot be used; None if it can.

@@ -52,7 +52,12 @@ class Given(NamedTuple):
 
 
 class Arguments:
-    """Compares the arguments of one step between the processes of its mesh."""
+    """Compares the arguments of one step between the processes of its mesh.
+
+    Args:
+      mesh: the mesh of the step.
+      spec: the step.
+    """
 
     def __init__(self, mesh: Mesh, spec: StepSpec):
         self._mesh = mesh

@@ -100,7 +100,12 @@ def _stamp(name: str) -> str | None:
 
 
 class FirstRuns:
-    """Compare a step between the processes of its mesh before each new trace runs."""
+    """Compare a step between the processes of its mesh before each new trace runs.
+
+    Args:
+      mesh: the mesh of the step.
+      name: name of the author's function.
+    """
 
     def __init__(self, mesh: Mesh, name: str):
         self._mesh = mesh

@@ -32,7 +32,12 @@ class Diagnosis:
 
 
 def checked(check: str, examine: Callable[[], Diagnosis]) -> Diagnosis:
-    """Return the diagnosis of a check; a check that fails itself is an error of the machine."""
+    """Return the diagnosis of a check; a check that fails itself is an error of the machine.
+
+    Args:
+      check: name of the check.
+      examine: makes the diagnosis.
+    """
     try:
         return examine()
     except Exception as error:

@@ -122,6 +122,10 @@ def with_calibration(known: Assumptions, found: calibration.Calibration) -> Assu
 def with_recovery(known: Assumptions, path: Path) -> Assumptions:
     """Return assumptions with the recovery that `jdp bench faults --json=FILE` measured.
 
+    Args:
+      known: the assumptions so far.
+      path: the file.
+
     Raises:
       ValueError: if the file does not hold such a measurement.
     """

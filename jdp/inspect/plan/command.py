@@ -28,6 +28,9 @@ _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def main(arguments: Sequence[str]) -> int:
     """Run `jdp plan`.
 
+    Args:
+      arguments: of the command line.
+
     Returns:
       The exit code: 0, or 2 if the arguments are wrong.
     """

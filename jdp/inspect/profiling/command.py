@@ -19,6 +19,9 @@ most time of its own, which is all but communication, comes first: the others wa
 def main(arguments: Sequence[str]) -> int:
     """Run `jdp timeline`.
 
+    Args:
+      arguments: of the command line.
+
     Returns:
       The exit code: 1 if the folder has no profile or a file cannot be written, 2 if the arguments
       are wrong.

@@ -127,7 +127,13 @@ def after_end(why: Cause, process_id: int) -> Cause:
 
 
 def loss_of_host(host: str, why: str, silent_s: float) -> Cause:
-    """Return the cause that a host was lost, or was silent for too long."""
+    """Return the cause that a host was lost, or was silent for too long.
+
+    Args:
+      host: its name.
+      why: in words.
+      silent_s: seconds since its last message.
+    """
     text = f"host {host} was lost: {why}"
     full_text = with_code("JDP305", f"the cause: {text}.")
     return Cause(text, 1, full_text, "JDP305", silent_s, is_of_program=False)

@@ -57,7 +57,12 @@ class RunEnd:
         return True
 
     def give_up(self, code: int, why: str) -> None:
-        """End the run when its latest commit is on the disk."""
+        """End the run when its latest commit is on the disk.
+
+        Args:
+          code: its exit code.
+          why: for people.
+        """
         self._members.is_ending = True
         self._last_commits = LastCommits(code, why, self._recoveries.checkpoint_step)
         self._last_commits.ask(self._members.remotes)
@@ -74,7 +79,12 @@ class RunEnd:
             self.finish(*commits.outcome())
 
     def finish(self, code: int, why: str) -> None:
-        """End the run, and send its exit code to all hosts."""
+        """End the run, and send its exit code to all hosts.
+
+        Args:
+          code: its exit code.
+          why: for people.
+        """
         self._report.end_run()
         self._events.write("over", code=code, why=why)
         self._members.end_run(code=code, why=why)

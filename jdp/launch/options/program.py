@@ -39,6 +39,9 @@ def require_program(command: Sequence[str]) -> None:
 def misplaced_flags(command: Sequence[str]) -> str | None:
     """Return a sentence about flags of `jdp run` that stand behind the program, None without any.
 
+    Args:
+      command: the program, and its arguments.
+
     >>> misplaced_flags(["train.py", "--nnodes=2"])
     '--nnodes stands behind train.py, which gets it. If it is for jdp run, write it before train.py'
     >>> misplaced_flags(["train.py", "--lr", "3"])

@@ -19,7 +19,11 @@ class _NotARow(Exception):
 
 
 class _BatchRows(Ranks):
-    """The rows of a batch, in the place of ranks: none needs another one."""
+    """The rows of a batch, in the place of ranks: none needs another one.
+
+    Args:
+      size: the number of rows.
+    """
 
     def __init__(self, size: int):
         super().__init__((), size)

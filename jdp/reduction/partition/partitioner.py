@@ -52,7 +52,11 @@ class Probe(NamedTuple):
 
 
 class Partitioner:
-    """Runs programs of whole arrays on this rank's slices."""
+    """Runs programs of whole arrays on this rank's slices.
+
+    Args:
+      ranks: of the program.
+    """
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks

@@ -71,7 +71,12 @@ class Owned(NamedTuple):
 
 
 class Ranks:
-    """The ranks of one program, and a record of the values gathered from them."""
+    """The ranks of one program, and a record of the values gathered from them.
+
+    Args:
+      axes: names of the mesh axes.
+      size: the number of ranks.
+    """
 
     def __init__(self, axes: tuple[str, ...], size: int):
         self._axes, self.size = axes, size
