@@ -105,7 +105,7 @@ def remember(whole: jax.Array, part: Shard) -> jax.Array:
 def recorded() -> Iterator[list[tuple[jax.Array, Shard]]]:
     """Record the arrays that are remembered in the `with`, and their shards, in this trace alone.
 
-    They are the arrays of its type, not those that were gathered in fewer bits.
+    Arrays that were gathered in fewer bits than their shards have are left out.
     """
     found: list[tuple[jax.Array, Shard]] = []
     token = _record.set((jax.extend.core.get_opaque_trace_state(), found))

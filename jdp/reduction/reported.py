@@ -8,7 +8,7 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
 
-from jdp import axis, collectives, pytrees
+from jdp import axis, pytrees
 from jdp.axis import AxisName
 from jdp.reduction import loss_means, row_weight, step_context
 from jdp.reduction.metrics import is_rows
@@ -144,10 +144,8 @@ def _summed(x: jax.Array, axis_name: AxisName, step: Scope | None) -> jax.Array:
     axes = axis.names(axis_name)
     if step is not None and step.reductions:
         last = step.reductions[-1]
-        if last.trace == jax.extend.core.get_opaque_trace_state():
-            # One of the author's own may round.
-            is_exact = loss_means.is_exact(last.all_reduce)
-            all_reduce = last.all_reduce if is_exact else collectives.auto
-            ((total,),) = all_reduce([[x]], axes, scale=1.0, mesh=step.mesh)
+        is_here = last.trace == jax.extend.core.get_opaque_trace_state()
+        if is_here and loss_means.is_exact(last.all_reduce):
+            ((total,),) = last.all_reduce([[x]], axes, scale=1.0, mesh=step.mesh)
             return total
     return lax.psum(x, axes) if axis.is_bound(axis_name) else x

@@ -157,7 +157,7 @@ class ShardGradients:
     ) -> tuple[FlatProgram, int, Callable[[Sequence[Any]], Any]]:
         """Return a loss with its gradients as one program.
 
-        Its inputs are the leaves of the parameters, and the shards of those that are sent. Its
+        Its inputs are the leaves of the parameters, and the shards that are sent. Its
         outputs are the arrays of the value, then the gradients of all inputs. The number of those
         arrays comes with it, and a function that makes the value of them.
         """

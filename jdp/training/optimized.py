@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jdp.reduction.optimizer import Replicated
+from jdp.reduction.optimizer import has_optimizer
 from jdp.reduction.sharding import sharding_of
 
 # Fields of a `TrainState`; a class that inherits from it may have more.
@@ -62,7 +62,7 @@ def parameters(node: Any) -> Any:
 
 def is_optimizer(node: Any) -> bool:
     """Whether a node has an optimizer and its state: a `TrainState`, that of Flax, of nnx."""
-    return isinstance(getattr(node, "tx", None), Replicated) and hasattr(node, "opt_state")
+    return has_optimizer(node) and hasattr(node, "opt_state")
 
 
 def is_train_state(node: Any) -> bool:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdp.reduction.optimizer import Replicated
+from jdp.reduction.optimizer import has_optimizer
 from jdp.reduction.sharding import Sharded
 
 
@@ -139,10 +139,6 @@ def digits_of(state: Any) -> float:
 
 def digits_of_wire(state: Any) -> float:
     """Return the relative rounding of what optimizers gather and reduce; 0 if it is their own."""
-
-    def has_optimizer(node: Any) -> bool:
-        return isinstance(getattr(node, "tx", None), Replicated)
-
     nodes = jax.tree.leaves(state, is_leaf=has_optimizer)
     found = [node.tx for node in nodes if has_optimizer(node)]
     dtypes = [tx.reduce_dtype for tx in found]
