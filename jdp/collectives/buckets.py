@@ -52,6 +52,26 @@ def plan(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], bucket_bytes: int) 
     return sorted(buckets, key=lambda bucket: bucket[-1], reverse=True)
 
 
+def plan_with(
+    leaves: Sequence[jax.Array], bucket_bytes: int, further: Sequence[jax.Array]
+) -> list[list[int]]:
+    """Return the buckets of `plan`, with further arrays in the last bucket of their dtype.
+
+    Args:
+      leaves, bucket_bytes: as for `plan`.
+      further: arrays of few bytes, whose positions follow those of the leaves.
+    """
+    buckets = plan(leaves, bucket_bytes)
+    dtypes = [leaf.dtype for leaf in (*leaves, *further)]
+    for i in range(len(leaves), len(dtypes)):
+        of_dtype = [bucket for bucket in buckets if dtypes[bucket[0]] == dtypes[i]]
+        if of_dtype:
+            of_dtype[-1].append(i)
+        else:
+            buckets.append([i])
+    return buckets
+
+
 def summed(
     leaves: Sequence[jax.Array],
     bucket_bytes: int,
@@ -69,14 +89,8 @@ def summed(
       further: arrays of few bytes, that are added to the last bucket of their dtype, and whose sums
         follow those of the leaves.
     """
-    buckets = plan(leaves, bucket_bytes)
+    buckets = plan_with(leaves, bucket_bytes, further)
     leaves = [*leaves, *further]
-    for i in range(len(leaves) - len(further), len(leaves)):
-        of_dtype = [bucket for bucket in buckets if leaves[bucket[0]].dtype == leaves[i].dtype]
-        if of_dtype:
-            of_dtype[-1].append(i)
-        else:
-            buckets.append([i])
     sums = all_reduce([[leaves[i] for i in bucket] for bucket in buckets], axes)
     found = {}
     for bucket, values in zip(buckets, sums, strict=True):

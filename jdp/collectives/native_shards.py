@@ -21,7 +21,7 @@ COPIED_DTYPES = SUMMED_DTYPES | {"bool", "complex64", "complex128"}
 
 def reduce_scatter(
     buckets: Sequence[Sequence[jax.Array]],
-    dims: Sequence[Sequence[int]],
+    dims: Sequence[Sequence[int | None]],
     axis_name: AxisName,
     *,
     scale: Scale = 1.0,

@@ -16,13 +16,13 @@ from jdp.collectives.xla import Scale
 
 def reduce_scatter(
     buckets: Sequence[Sequence[jax.Array]],
-    dims: Sequence[Sequence[int]],
+    dims: Sequence[Sequence[int | None]],
     axis_name: AxisName,
     *,
     scale: Scale = 1.0,
     mesh: Mesh | None = None,
 ) -> list[list[jax.Array]]:
-    """Sum every leaf over `axis_name`, and keep this rank's slice.
+    """Sum every leaf over `axis_name`, and keep this rank's slice, of some leaves all of it.
 
     In steps on CPUs of one host a slice has the same bits as that slice of `collectives.auto`,
     which is native in the same cases. It is linear; `all_gather` is its transpose.
@@ -30,7 +30,8 @@ def reduce_scatter(
     Args:
       buckets: lists of leaves, one dtype each; any shapes.
       dims: for each leaf the dim that is split. The number of ranks divides its size. Ranks keep
-        the slices in the order of `lax.axis_index(axis_name)`.
+        the slices in the order of `lax.axis_index(axis_name)`. None for a leaf of which every rank
+        keeps the whole sum: so that a few small leaves need no call of their own.
       axis_name: a name, or a tuple of names, bound by `shard_map`.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
       mesh: the mesh of the ranks; None if it is not known, as inside a `shard_map` of your own.
@@ -39,7 +40,7 @@ def reduce_scatter(
       The same lists of slices, summed and scaled, in the dtype of each leaf.
 
     Raises:
-      ValueError: if a leaf has no dim, or the number of ranks does not divide its size.
+      ValueError: if a leaf has no such dim, or the number of ranks does not divide its size.
     """
     names = axis.names(axis_name)
     _require_dims(buckets, dims, lax.axis_size(names))
@@ -129,9 +130,9 @@ def _chosen(names: tuple[str, ...], mesh: Mesh | None) -> Any:
 
 
 def _require_dims(
-    buckets: Sequence[Sequence[jax.Array]], dims: Sequence[Sequence[int]], num_ranks: int
+    buckets: Sequence[Sequence[jax.Array]], dims: Sequence[Sequence[int | None]], num_ranks: int
 ) -> None:
-    """Raise a ValueError unless every leaf has a dim whose size the number of ranks divides."""
+    """Raise a ValueError unless every leaf that is cut has a dim of a size that can be."""
     if [len(bucket) for bucket in buckets] != [len(own) for own in dims]:
         raise ValueError(
             f"dims must have one number for each leaf, but {[len(own) for own in dims]} were given "
@@ -139,6 +140,8 @@ def _require_dims(
         )
     for bucket, own_dims in zip(buckets, dims, strict=True):
         for leaf, dim in zip(bucket, own_dims, strict=True):
+            if dim is None:
+                continue
             if not 0 <= dim < leaf.ndim or leaf.shape[dim] % num_ranks:
                 raise ValueError(
                     f"a leaf of shape {leaf.shape} cannot be cut along dim {dim} into {num_ranks} "

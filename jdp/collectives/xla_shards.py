@@ -16,7 +16,7 @@ from jdp.collectives.xla import Scale, scaled, split_scale
 
 def reduce_scatter(
     buckets: Sequence[Sequence[jax.Array]],
-    dims: Sequence[Sequence[int]],
+    dims: Sequence[Sequence[int | None]],
     axis_name: AxisName,
     *,
     scale: Scale = 1.0,
@@ -31,12 +31,15 @@ def reduce_scatter(
     """
     names = axis.names(axis_name)
     scatter = _exchanged if _does_not_wait(mesh) else _scattered
-    aborts = axis.aborts_in_bfloat16(axis.platform(mesh))
+    platform = axis.platform(mesh)
+    aborts = axis.aborts_in_bfloat16(platform)
     results = []
     for bucket, own_dims in zip(buckets, dims, strict=True):
         before, after = split_scale(scale, bucket[0].dtype)
         parts = [
-            scatter(scaled(leaf, before), dim, names, aborts)
+            axis.psum(scaled(leaf, before), names, platform)
+            if dim is None
+            else scatter(scaled(leaf, before), dim, names, aborts)
             for leaf, dim in zip(axis.as_varying(list(bucket), names), own_dims, strict=True)
         ]
         results.append([scaled(part, after) for part in parts])

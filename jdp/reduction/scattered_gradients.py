@@ -1,25 +1,33 @@
 """Gradients of parameters whose optimizer is sharded: reduced, and split over the ranks."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
 from jdp import axis
 from jdp.analysis.marks import LOCAL, MEAN, SHARD, SUMMED, mark
 from jdp.collectives import buckets, shards
-from jdp.reduction import gradients, known_shards, mixed_precision, step_context, weighted_sum
+from jdp.reduction import (
+    gradients,
+    known_shards,
+    loss_means,
+    mixed_precision,
+    step_context,
+    weighted_sum,
+)
 from jdp.reduction.sharding import Sharded
 
 
 def scattered(
-    paths: Sequence[str], leaves: Sequence[jax.Array], dims: Sequence[int], tx: Sharded
+    paths: Sequence[str], leaves: Sequence[jax.Array], dims: Sequence[int | None], tx: Sharded
 ) -> list[jax.Array]:
     """Return this rank's slice of the mean of each local gradient over all ranks.
 
     Args:
       paths: names of the gradients.
       leaves: this rank's gradients.
-      dims: the dim of each that is split.
+      dims: the dim of each that is split; None for one of which every rank gets the whole mean.
       tx: the optimizer.
     """
     sharding = tx.sharding
@@ -34,25 +42,53 @@ def scattered(
     local = [mark(leaf, kind=LOCAL, path=path, axes=every) for path, leaf in named]
     uniform = (step.choices.uniform if sharding.mean else None) or frozenset()
     found = {
-        i: known_shards.own(local[i], dims[i], over) for i, p in enumerate(paths) if p in uniform
+        i: local[i] if dims[i] is None else known_shards.own(local[i], dims[i], over)
+        for i, path in enumerate(paths)
+        if path in uniform
     }
     to_send = [i for i in range(len(local)) if i not in found]
-    dtype = tx.reduce_dtype
-    terms = [mixed_precision.cast(weights.term(local[i]), dtype) for i in to_send]
-    plan = buckets.plan(terms, sharding.bucket_bytes)
-    send = [[terms[i] for i in bucket] for bucket in plan]
-    places = [[dims[to_send[i]] for i in bucket] for bucket in plan]
-    others = tuple(name for name in every if name not in over)
+    terms = [mixed_precision.cast(weights.term(local[i]), tx.reduce_dtype) for i in to_send]
+    takes_losses = bool(terms) and sharding.mean
+    losses = loss_means.taken(step, weight, sharding.all_reduce, step.mesh) if takes_losses else []
+    along = [weights.term(x) for x in loss_means.packed(losses)]
     with weights.named():
-        sums = shards.reduce_scatter(send, places, over, scale=scale, mesh=step.mesh)
-        if others:
-            sums = [axis.psum(parts, others, axis.platform(step.mesh)) for parts in sums]
-    for bucket, parts in zip(plan, sums, strict=True):
-        for i, part in zip(bucket, parts, strict=True):
-            part = weights.total(mixed_precision.cast(part, local[to_send[i]].dtype))
-            found[to_send[i]] = proved(part, every, mean=sharding.mean)
+        sums = _summed(terms, along, [dims[i] for i in to_send], scale, tx)
+    for i, part in zip(to_send, sums, strict=False):
+        part = weights.total(mixed_precision.cast(part, local[i].dtype))
+        if dims[i] is not None:
+            part = proved(part, every, mean=sharding.mean)
+        elif not sharding.mean:
+            part = mark(part, kind=SUMMED, path="", axes=every)
+        found[i] = part
+    loss_means.record(step, losses, [weights.total(x) for x in sums[len(terms) :]])
     gradients.record(step, sharding.all_reduce, terms)
     return [found[i] for i in range(len(local))]
+
+
+def _summed(
+    terms: Sequence[jax.Array],
+    along: Sequence[jax.Array],
+    dims: Sequence[int | None],
+    scale: Any,
+    tx: Sharded,
+) -> list[jax.Array]:
+    """Return the slices of the sums of the terms, and the whole sums of what goes along."""
+    every = axis.in_mesh_order(tx.axis_name)
+    over = axis.in_mesh_order(tx.sharding.axes or every)
+    others = tuple(name for name in every if name not in over)
+    step = step_context.current(tx.axis_name)
+    mesh = None if step is None else step.mesh
+    plan = buckets.plan_with(terms, tx.sharding.bucket_bytes, along)
+    leaves, dims = [*terms, *along], [*dims, *[None] * len(along)]
+    send = [[leaves[i] for i in bucket] for bucket in plan]
+    places = [[dims[i] for i in bucket] for bucket in plan]
+    sums = shards.reduce_scatter(send, places, over, scale=scale, mesh=mesh)
+    if others:
+        sums = [axis.psum(parts, others, axis.platform(mesh)) for parts in sums]
+    found: dict[int, jax.Array] = {}
+    for bucket, parts in zip(plan, sums, strict=True):
+        found |= dict(zip(bucket, parts, strict=True))
+    return [found[i] for i in range(len(leaves))]
 
 
 def proved(part: jax.Array, axes: tuple[str, ...], *, mean: bool) -> jax.Array:

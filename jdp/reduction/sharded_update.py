@@ -5,23 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax import lax
 
 from jdp import axis, jax_compat
-from jdp.analysis.marks import SYNCED, mark
 from jdp.collectives import call_order, shards
-from jdp.reduction import (
-    gradient_checks,
-    gradients,
-    known_shards,
-    mixed_precision,
-    scattered_gradients,
-    step_context,
-    tied,
-    whole_gradients,
-)
+from jdp.reduction import known_shards, mixed_precision, step_context, tied
+from jdp.reduction.gradient_pieces import GradientPieces
 from jdp.reduction.known_shards import Shard
 from jdp.reduction.optimizer import Replicated, require_shapes
 from jdp.reduction.partition import Gather, Owned, Piece, partitioned
@@ -52,7 +42,7 @@ def updated(
     if not synced:
         require_shapes(grads, params)
     update = Update(tx, axes, jax.tree.structure(grads))
-    return update.run(update.gradients(grads, synced), opt_state, params, extra)
+    return update.run(update.means(grads, synced), opt_state, params, extra)
 
 
 def shard_axes(tx: Replicated) -> tuple[str, ...] | None:
@@ -86,71 +76,14 @@ class Update:
         sharding: Sharding = self._tx.sharding
         return [sharding.dim(leaf, self._num_shards) for leaf in leaves]
 
-    def gradients(self, grads: Any, synced: bool) -> list[Piece]:
-        """Return this rank's part of the mean of each gradient."""
-        named = jax.tree_util.tree_leaves_with_path(grads)
-        paths = [jax.tree_util.keystr(path) for path, _ in named]
-        leaves = [leaf for _, leaf in named]
-        if not synced and not self._tx.sharding.mean:
-            gradient_checks.require_unreduced(paths, leaves)
-        pieces: dict[int, Piece] = {}
-        to_reduce = []
-        to_scatter: dict[int, int] = {}
-        for i, (leaf, dim) in enumerate(zip(leaves, self._dims(leaves), strict=True)):
-            found = known_shards.known(leaf)
-            if synced:
-                leaves[i] = self._marked(leaf, SYNCED, paths[i])
-            is_part = found is not None and (found.dim, found.axes) == (dim, self._axes)
-            if found is not None and found.is_mean and is_part:
-                pieces[i] = Piece(found.value, dim)
-            elif dim is None:
-                to_reduce.append(i)
-            elif synced:
-                pieces[i] = Piece(known_shards.own(leaves[i], dim, self._axes), dim)
-            else:
-                to_scatter[i] = dim
-        is_at_stage_3 = self._tx.sharding.stage == 3 and known_shards.are_of(self._tx)
-        if is_at_stage_3 and self._tx.sharding.mean and not synced:
-            whole_gradients.log([leaves[i] for i in to_scatter])
-        pieces |= self._scattered(paths, leaves, to_scatter)
-        pieces |= self._reduced(paths, leaves, to_reduce, synced)
-        return [pieces[i] for i in range(len(leaves))]
+    def means(self, grads: Any, synced: bool) -> list[Piece]:
+        """Return this rank's part of the mean of each gradient.
 
-    def _scattered(
-        self, paths: Sequence[str], leaves: Sequence[Any], dims: dict[int, int]
-    ) -> dict[int, Piece]:
-        """Return this rank's parts of the means of gradients, by their position."""
-        if not dims:
-            return {}
-        chosen = [gradients.require_float(paths[i], leaves[i]) for i in dims]
-        parts = scattered_gradients.scattered(
-            [paths[i] for i in dims], chosen, [*dims.values()], self._tx
-        )
-        found = zip(dims.items(), parts, strict=True)
-        return {i: Piece(part, dim) for (i, dim), part in found}
-
-    def _reduced(
-        self, paths: Sequence[str], leaves: Sequence[Any], chosen: Sequence[int], synced: bool
-    ) -> dict[int, Piece]:
-        """Return the means of gradients that stay whole."""
-        sharding = self._tx.sharding
-        whole = [leaves[i] for i in chosen]
-        if whole and not synced:
-            whole = gradients.reduced(
-                [paths[i] for i in chosen],
-                whole,
-                axis_name=self._tx.axis_name,
-                all_reduce=sharding.all_reduce,
-                bucket_bytes=sharding.bucket_bytes,
-                mean=sharding.mean,
-                reduce_dtype=self._tx.reduce_dtype,
-            )
-        return {i: Piece(jnp.asarray(leaf), None) for i, leaf in zip(chosen, whole, strict=True)}
-
-    def _marked(self, leaf: Any, kind: str, path: str) -> Any:
-        if not isinstance(leaf, jax.Array):
-            return leaf
-        return mark(leaf, kind=kind, path=path, axes=axis.names(self._tx.axis_name))
+        Args:
+          grads, synced: as for `updated`.
+        """
+        dims = self._dims(jax.tree.leaves(grads))
+        return GradientPieces(self._tx, self._axes, grads, dims, synced=synced).means()
 
     def run(
         self, pieces: Sequence[Piece], opt_state: Any, params: Any, extra: dict[str, Any]

@@ -47,4 +47,4 @@ def updated(
     if not synced and params is not None:
         require_shapes(grads, params)
     parts = Update(tx, axes, jax.tree.structure(grads), applies=False)
-    return parts.run(parts.gradients(grads, synced), opt_state, params, extra)
+    return parts.run(parts.means(grads, synced), opt_state, params, extra)

@@ -24,12 +24,19 @@ CUTS = [
     [((1, 1, 17), 2)],
 ]
 DIMS = [[dim for _, dim in bucket] for bucket in CUTS]
+# Leaves of a reduce-scatter, some of which stay whole.
+KEPT = [
+    [((5,), None), ((3, 7), 1), ((), None), ((0, 3), None), ((97, 1), 0), ((1_009,), None)],
+    [((2, 3), None)],
+]
+KEPT_DIMS = [[dim for _, dim in bucket] for bucket in KEPT]
 # The wholes of six ranks have so many bytes.
 LARGE = {
     "0.1 MB": [((3_001,), 0), ((401, 3), 1)],
     "5 MB": [((503, 101, 3), 1), ((211, 269), 0)],
     "30 MB": [((700_001,), 0), ((1_009, 499), 1), ((11, 4_001), 0)],
 }
+LARGE_KEPT = [((1,), None), ((50_021, 3), 1), ((300_007,), None), ((7, 31), 0), ((499,), None)]
 
 
 def exchange(*args, **options):
@@ -49,6 +56,8 @@ needs_library = pytest.mark.skipif(not NATIVE, reason=f"{cpu_runtime.why_missing
 
 
 def whole_shape(shape, dim, num_ranks):
+    if dim is None:
+        return shape
     return (*shape[:dim], shape[dim] * num_ranks, *shape[dim + 1 :])
 
 
@@ -70,10 +79,12 @@ def slices(num_ranks, cuts=CUTS, dtype="float32"):
 
 
 def assert_slices_of_sum(got, given, cuts=CUTS, scale=1.0):
-    """`got[bucket][leaf][rank]` is the rank's slice of the sum of `given`."""
+    """`got[bucket][leaf][rank]` is the rank's slice of the sum of `given`, or all of it."""
     for parts, leaves, bucket in zip(got, given, cuts, strict=True):
         for part, leaf, (shape, dim) in zip(parts, leaves, bucket, strict=True):
-            want = np.split(leaf.astype(np.float64).sum(axis=0) * scale, len(leaf), axis=dim)
+            total = leaf.astype(np.float64).sum(axis=0) * scale
+            n = len(leaf)
+            want = [total] * n if dim is None else np.split(total, n, axis=dim)
             assert part.dtype == leaf.dtype and part.shape[1:] == shape
             for rank in range(len(leaf)):
                 np.testing.assert_array_equal(part[rank].astype(np.float64), want[rank])
@@ -93,6 +104,13 @@ def test_every_rank_gets_its_slice_of_the_sum(mesh, algorithm):
     given = wholes(mesh.size)
     got = per_rank(mesh, lambda x: algorithm.reduce_scatter(x, DIMS, "data", scale=0.5), given)
     assert_slices_of_sum(got, given, scale=0.5)
+
+
+@each
+def test_every_rank_gets_all_of_the_sum_of_a_leaf_without_a_dim(mesh, algorithm):
+    given = wholes(mesh.size, KEPT)
+    got = per_rank(mesh, lambda x: algorithm.reduce_scatter(x, KEPT_DIMS, "data", scale=2), given)
+    assert_slices_of_sum(got, given, KEPT, scale=2)
 
 
 @each
@@ -179,10 +197,12 @@ def test_a_slice_has_the_bits_of_the_native_all_reduce(mesh, dtype):
 
     def fn(x):
         [[total, _]] = collectives.native([[x, x.T]], "data", scale=1 / 3)
-        return total, native_shards.reduce_scatter([[x, x.T]], [[0, 1]], "data", scale=1 / 3)
+        dims = [[0, 1, None]]
+        return total, native_shards.reduce_scatter([[x, x.T, x]], dims, "data", scale=1 / 3)
 
-    total, [[rows, columns]] = per_rank(mesh, fn, draw)
+    total, [[rows, columns, kept]] = per_rank(mesh, fn, draw)
     assert_equal_bits(total)
+    assert kept.tobytes() == total.tobytes()
     for rank, want in enumerate(np.split(total[0], n)):
         assert rows[rank].tobytes() == want.tobytes()
         assert columns[rank].T.tobytes() == want.tobytes()
@@ -218,9 +238,18 @@ def gathered(algorithm, x):
     return algorithm.all_gather([[x]], [[0]], "data")[0][0]
 
 
+def with_whole(algorithm, x):
+    part, whole = algorithm.reduce_scatter([[x, 2 * x]], [[0, None]], "data", scale=0.5)[0]
+    return jnp.concatenate([part, whole])
+
+
+def whole_alone(algorithm, x):
+    return algorithm.reduce_scatter([[x]], [[None]], "data", scale=0.5)[0][0]
+
+
 @needs_library
 @pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("call", [scattered, gathered])
+@pytest.mark.parametrize("call", [scattered, gathered, with_whole, whole_alone])
 @each_transform()
 def test_transforms_as_xla_does(make_mesh, of, call, check_vma):
     mesh, x = make_mesh(3), numbers(3, (6,)) - 4
@@ -234,8 +263,9 @@ def test_rows_that_a_vmap_gives_the_name_of_the_axis_are_the_ranks(make_mesh):
     x = numbers(2, (3, 6))
 
     def fn(algorithm, x):
-        pair = lambda row: (scattered(algorithm, row), gathered(algorithm, row))  # noqa: E731
-        return jax.vmap(pair, axis_name="data")(x)
+        calls = scattered, gathered, with_whole
+        each = lambda row: [call(algorithm, row) for call in calls]  # noqa: E731
+        return jax.vmap(each, axis_name="data")(x)
 
     mine, wanted = (
         per_rank(make_mesh(2), lambda x, a=a: fn(a, x), x) for a in (native_shards, xla_shards)
@@ -276,7 +306,10 @@ def scatter_and_gather(cuts):
         rank = jax.lax.axis_index("data")
         mine = [[pattern(shape, rank, jnp) for shape in bucket] for bucket in shapes]
         parts = native_shards.reduce_scatter(mine, dims, "data", mesh=mesh)
-        joined = native_shards.all_gather(parts, dims, "data", mesh=mesh)
+        if None in sum(dims, []):
+            joined = parts
+        else:
+            joined = native_shards.all_gather(parts, dims, "data", mesh=mesh)
         return jax.tree.map(lambda x: x[None], (parts, joined))
 
     run = jax.shard_map(fn, mesh=mesh, in_specs=(), out_specs=P("data"), check_vma=False)
@@ -284,14 +317,14 @@ def scatter_and_gather(cuts):
     found = []
     for i, (shape, dim) in enumerate(zip(sum(shapes, []), sum(dims, []), strict=True)):
         total = n * pattern(shape, 0) + sum(range(n))
-        own = np.split(total, n, axis=dim)
+        own = [total] * n if dim is None else np.split(total, n, axis=dim)
         for part, whole in zip(
             parts[i].addressable_shards, joined[i].addressable_shards, strict=True
         ):
-            rank = part.index[0].start
+            rank = devices.index(part.device)
             if not np.array_equal(part.data[0], own[rank]):
                 found.append(f"slice {i} of rank {rank}")
-            if not np.array_equal(whole.data[0], total):
+            if None not in sum(dims, []) and not np.array_equal(whole.data[0], total):
                 found.append(f"whole {i} of rank {rank}")
     return found
 
@@ -301,4 +334,13 @@ def scatter_and_gather(cuts):
 @pytest.mark.parametrize("size", LARGE)
 def test_ranks_of_several_processes_get_exact_slices_and_wholes(processes, size, num_processes):
     cuts = [LARGE[size], *CUTS] if size == "0.1 MB" else [LARGE[size]]
+    assert processes(num_processes).run(scatter_and_gather, cuts) == [[]] * num_processes
+
+
+@needs_library
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_ranks_of_several_processes_get_exact_sums_of_leaves_without_a_dim(
+    processes, num_processes
+):
+    cuts = [LARGE_KEPT, *KEPT]
     assert processes(num_processes).run(scatter_and_gather, cuts) == [[]] * num_processes

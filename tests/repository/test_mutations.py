@@ -55,16 +55,22 @@ MUTATIONS = {
         "self._rank, self._group = axis.size(axes) - 1 - lax.axis_index(axes), _group(axes)",
         "tests/collectives/test_shards.py",
     ),
+    "a gradient that stays whole is sent as a slice of another": (
+        "jdp/reduction/gradient_pieces.py",
+        "found = zip(chosen, parts, dims, strict=True)",
+        "found = zip(chosen, parts[::-1], dims, strict=True)",
+        "tests/reduction/test_gradient_pieces.py",
+    ),
     "a scattered gradient is the sum, not the mean": (
         "jdp/reduction/scattered_gradients.py",
-        "places, over, scale=scale, mesh=step.mesh)",
-        "places, over, scale=1.0, mesh=step.mesh)",
+        "places, over, scale=scale, mesh=mesh)",
+        "places, over, scale=1.0, mesh=mesh)",
         "tests/fuzz/test_fuzz.py::test_sharded_programs_train_as_plain_jax_does",
     ),
     "parts are averaged over the inner axis alone": (
         "jdp/reduction/scattered_gradients.py",
-        "        if others:\n",
-        "        if False:\n",
+        "    if others:\n",
+        "    if False:\n",
         "tests/fuzz/test_fuzz.py::test_sharded_programs_train_as_plain_jax_does",
     ),
     "a parameter is gathered from the slices of another": (

@@ -38,8 +38,10 @@ def _native_scatter(interp: Interpreter, eqn: Any, ins: list[int]) -> list[int]:
     axes = _meet(interp, eqn)
     token, *leaves = ins[3:]
     totals = [
-        sums.undivided(interp, eqn, _spread(interp, x, axes), x, i, axes)
-        for i, x in enumerate(leaves, 4)
+        sums.all_reduced(interp, eqn, x, i, axes)
+        if dim is None
+        else sums.undivided(interp, eqn, _spread(interp, x, axes), x, i, axes)
+        for i, (x, dim) in enumerate(zip(leaves, eqn.params["dims"], strict=True), 4)
     ]
     return [interp.lattice.agree(token, axes), *_native_scaled(interp, eqn, ins[2], totals)]
 

@@ -23,18 +23,20 @@ from jdp.collectives.cpu.operands import of_one_row
 from jdp.collectives.xla import scaled
 
 # (rank, group, scale, token, *leaves) -> (token, *leaves), with the parameters
-#   dims: for each leaf the dim along which it is split; of an all-to-all a pair of it and of the
-#     dim along which the slices that arrive are joined,
+#   dims: for each leaf the dim along which it is split, None in a reduce-scatter for one of which
+#     every rank gets the whole sum; of an all-to-all a pair of it and of the dim along which the
+#     slices that arrive are joined,
 #   overwrites: of an all-gather, for each leaf whether its result takes the memory of an operand
 #     that follows the leaves; the value of that operand is not used,
 #   axes, num_ranks, number, communicator, beside_xla: as for the all-reduce.
-# In a typed shard_map the results vary, as those of `lax.all_gather` do. The scale of an all-gather
-# and of an all-to-all is 1.
+# In a typed shard_map the results vary, as those of `lax.all_gather` do, but for whole sums of a
+# reduce-scatter. The scale of an all-gather and of an all-to-all is 1.
 reduce_scatter_p = jax.extend.core.Primitive(cpu_runtime.REDUCE_SCATTER)
 all_gather_p = jax.extend.core.Primitive(cpu_runtime.ALL_GATHER)
 all_to_all_p = jax.extend.core.Primitive(cpu_runtime.ALL_TO_ALL)
 _NUM_BEFORE = call_order.TOKEN + 1
 _ONE = np.float32(1)
+_WHOLE = -1  # in compiled code, the dim of a leaf that is not split
 
 
 def _split_and_joined(primitive: Any, dim: Any) -> tuple[int | None, int | None]:
@@ -50,6 +52,9 @@ def _typed(
 ) -> list[Any]:  # fmt: skip
     resized = []
     for x, dim in zip(leaves[: len(dims)], dims, strict=True):
+        if dim is None:  # equal on every rank, as the result of an all-reduce
+            resized.append(jax.core.ShapedArray(x.shape, x.dtype))
+            continue
         shape = list(x.shape)
         split, joined = _split_and_joined(primitive, dim)
         if split is not None:
@@ -68,7 +73,7 @@ def _lower(
     places = [call_order.TOKEN, *(_NUM_BEFORE + i for i, flag in enumerate(overwrites) if flag)]
     if len(places) > 1:
         context, args = _put_into_wholes(context, args, dims, overwrites)
-    flat = np.array(dims, np.int64).reshape(-1)
+    flat = np.array([_WHOLE if dim is None else dim for dim in dims], np.int64).reshape(-1)
     return lowered(name, context, args, in_place=places, dims=flat, **params)
 
 
@@ -123,17 +128,29 @@ def _transpose(
     *leaves: Any, number: int, dims: tuple[Any, ...], overwrites: Any = None, **params: Any,
 ) -> list[Any]:  # fmt: skip
     leaves, wholes = leaves[: len(dims)], leaves[len(dims) :]
-    if other is all_gather_p:
-        params["overwrites"] = (False,) * len(dims)
-    if other is all_to_all_p:
-        dims = tuple((joined, split) for split, joined in dims)
     given = axis.as_varying([ad.instantiate_zeros(ct) for ct in cotangents[1:]], params["axes"])
-    number = call_order.derived(number, "cotangent")
-    _, *given = other.bind(rank, group, _ONE, token, *given, number=number, dims=dims, **params)
+    whole = [i for i, dim in enumerate(dims) if dim is None]
+    cut = [i for i, dim in enumerate(dims) if dim is not None]
+    found = {i: given[i] for i in whole}
+    if whole and not axis.is_typed(params["axes"]):  # as the cotangents of an all-reduce
+        token, *sums = reduce_scatter_p.bind(
+            rank, group, _ONE, token, *found.values(), dims=(None,) * len(whole),
+            number=call_order.derived(number, "cotangent of whole"), **params,
+        )  # fmt: skip
+        found = dict(zip(whole, sums, strict=True))
+    if cut:
+        of_cut = tuple(dims[i] for i in cut)
+        if other is all_gather_p:
+            params["overwrites"] = (False,) * len(cut)
+        if other is all_to_all_p:
+            of_cut = tuple((joined, split) for split, joined in of_cut)
+        _, *results = other.bind(
+            rank, group, _ONE, token, *(given[i] for i in cut), dims=of_cut,
+            number=call_order.derived(number, "cotangent"), **params,
+        )  # fmt: skip
+        found |= dict(zip(cut, results, strict=True))
     asked = map(ad.is_undefined_primal, leaves)
-    own = [
-        scaled(ct, scale) if is_asked else None for ct, is_asked in zip(given, asked, strict=True)
-    ]
+    own = [scaled(found[i], scale) if is_asked else None for i, is_asked in enumerate(asked)]
     return [None] * _NUM_BEFORE + own + [None] * len(wholes)
 
 
@@ -168,12 +185,14 @@ def _batch(
     return out, [None, *(0 if flag else None for flag in is_batched)]
 
 
-def _scatter_rows(rows: jax.Array, dim: int, scale: Any) -> jax.Array:
-    """Return the slice of the sum that each row keeps: `[n, ...]`, `dim` split by n."""
+def _scatter_rows(rows: jax.Array, dim: int | None, scale: Any) -> jax.Array:
+    """Return the slice of the sum that each row keeps: `[n, ...]`, `dim` split by n if given."""
     is_float = jnp.issubdtype(rows.dtype, jnp.floating)
     wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32)) if is_float else rows
     total = wide.sum(0, dtype=wide.dtype)
     total = (total * scale if is_float else total).astype(rows.dtype)
+    if dim is None:
+        return jnp.broadcast_to(total, rows.shape)
     return jnp.stack(jnp.split(total, len(rows), axis=dim))
 
 

@@ -40,6 +40,8 @@ auto visit(Type type, Visitor visitor) {
 // A whole leaf has rows, and each row has one run of elements for each rank:
 // [num_rows][num_ranks][run]. A rank's slice holds its runs: [num_rows][run].
 //
+// A leaf of a reduce-scatter may stay whole: it has no runs, and each rank gets all of its sums.
+//
 // An all-gather of a leaf may be in place: `in` is the whole leaf `out`, in which this rank's slice
 // is in its place. Only that is read, and only the others are written.
 //
@@ -49,11 +51,14 @@ struct Leaf {
   const void* in;
   void* out;            // may be `in` in an all-reduce and in an all-gather
   int64_t count;        // elements of the whole leaf
-  int64_t run = 0;      // elements of a slice in one row; 0 in an all-reduce
+  int64_t run = 0;      // elements of a slice in one row; 0 for a leaf that is not cut
   int64_t out_run = 0;  // the same of `out`; 0 but in an all-to-all
 
   // Whether an all-gather is in place.
   bool is_in_place() const { return run > 0 && count > 0 && in == out; }
+
+  // Elements that one rank gets in a reduce-scatter, or gives in an all-gather or an all-to-all.
+  int64_t slice_count(int num_ranks) const { return run > 0 ? count / num_ranks : count; }
 };
 
 // Calls visitor(rank, at, offset, size) for each run in elements [begin, begin + size) of a whole
@@ -133,18 +138,40 @@ class Bucket {
     return hash;
   }
 
+  // Elements of one rank's slices together.
+  int64_t slice_count(int num_ranks) const {
+    int64_t total = 0;
+    for (const Leaf& leaf : leaves_) total += leaf.slice_count(num_ranks);
+    return total;
+  }
+
   // Calls visitor(index, first, size, offset) for each part of a leaf in elements [begin, begin +
-  // size) of the bucket: `first` is relative to the leaf, `offset` to `begin`. With `num_slices`,
-  // the elements are those of one rank's slices, concatenated.
+  // size) of the bucket: `first` is relative to the leaf, `offset` to `begin`.
   template <typename Visitor>
-  void pieces(int64_t begin, int64_t size, Visitor visitor, int num_slices = 1) const {
-    const auto after = std::upper_bound(begins_.begin(), begins_.end(), begin * num_slices);
+  void pieces(int64_t begin, int64_t size, Visitor visitor) const {
+    const auto after = std::upper_bound(begins_.begin(), begins_.end(), begin);
     int64_t done = 0;
     for (size_t leaf = after - begins_.begin() - 1; done < size; ++leaf) {
-      const int64_t first = begin + done - begins_[leaf] / num_slices;
-      const int64_t length = std::min(size - done, leaves_[leaf].count / num_slices - first);
+      const int64_t first = begin + done - begins_[leaf];
+      const int64_t length = std::min(size - done, leaves_[leaf].count - first);
       if (length > 0) visitor(leaf, first, length, done);
       done += length;
+    }
+  }
+
+  // The same for elements of one rank's slices, concatenated.
+  template <typename Visitor>
+  void slice_pieces(int num_ranks, int64_t begin, int64_t size, Visitor visitor) const {
+    int64_t leaf_begin = 0, done = 0;
+    for (size_t leaf = 0; done < size; ++leaf) {
+      const int64_t count = leaves_[leaf].slice_count(num_ranks);
+      const int64_t first = begin + done - leaf_begin;
+      const int64_t length = std::min(size - done, count - first);
+      if (length > 0) {
+        visitor(leaf, first, length, done);
+        done += length;
+      }
+      leaf_begin += count;
     }
   }
 

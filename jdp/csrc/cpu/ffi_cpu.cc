@@ -15,7 +15,8 @@ namespace {
 
 // The attribute that differs between the operations: the Algorithm of an all-reduce; for the others
 // the dim along which each leaf is split, in an all-to-all followed by the one along which the
-// slices that arrive are joined.
+// slices that arrive are joined. In a reduce-scatter it is kWhole for a leaf that stays whole.
+constexpr int64_t kWhole = -1;
 using Dims = ffi::Span<const int64_t>;
 template <Operation operation>
 using Own = std::conditional_t<operation == Operation::kAllReduce, int32_t, Dims>;
@@ -83,6 +84,11 @@ Leaf leaf_of(const ffi::AnyBuffer& in, const ffi::AnyBuffer& out) {
 std::optional<Leaf> cut_leaf_of(const ffi::AnyBuffer& in, const ffi::AnyBuffer& out,
                                 const int64_t* dims, int64_t num_ranks, Operation operation,
                                 const char** why) {
+  if (operation == Operation::kReduceScatter && dims[0] == kWhole) {
+    const bool is_same = in.element_count() == out.element_count();
+    if (!is_same) *why = "the result of a leaf that stays whole must have its size";
+    return is_same ? std::optional<Leaf>(leaf_of(in, out)) : std::nullopt;
+  }
   const bool is_gathered = operation == Operation::kAllGather;
   const bool is_exchanged = operation == Operation::kAllToAll;
   const auto ins = in.dimensions(), outs = out.dimensions();

@@ -2,7 +2,9 @@
 //
 // A rank writes the elements that others read into its slots: n - 1 slices of S / n bytes in a
 // reduce-scatter or an all-to-all, one slice in an all-gather. It reads n - 1 slices from the
-// others' slots. An all-reduce copies as much in each of its halves.
+// others' slots. An all-reduce copies as much in each of its halves. A leaf of a reduce-scatter
+// that stays whole is written once, into this rank's chunk, and read by all, for which it should be
+// small.
 
 #include <algorithm>
 #include <cstring>
@@ -19,7 +21,7 @@ namespace jdp {
 // all ranks have read the last round: see `sign`.
 template <typename Publish, typename Read>
 Status SegmentCall::in_rounds(int64_t width, Publish publish, Read read) {
-  const int64_t count = bucket_.count() / call_.num_ranks;
+  const int64_t count = bucket_.slice_count(call_.num_ranks);
   // An empty bucket takes one round, in which the ranks compare their signatures.
   const int64_t num_rounds = std::max<int64_t>(1, (count + width - 1) / width);
   const auto span = [&](int64_t round) {
@@ -74,6 +76,11 @@ void SegmentCall::publish_wholes(uint32_t round, Span span, int64_t width) {
   T* const to = data<T>(call_.rank, round);
   const auto copy = [&](size_t index, int64_t first, int64_t size, int64_t at) {
     const Leaf& leaf = bucket_.leaf(index);
+    if (leaf.run == 0) {  // the same for all ranks
+      std::memcpy(to + call_.rank * width + at, static_cast<const T*>(leaf.in) + first,
+                  size * sizeof(T));
+      return;
+    }
     // It reads its own elements in place; to add them up, only if they are in one run.
     const bool is_kept =
         call_.operation == Operation::kAllToAll || leaf.run * call_.num_ranks == leaf.count;
@@ -86,7 +93,7 @@ void SegmentCall::publish_wholes(uint32_t round, Span span, int64_t width) {
           }
         });
   };
-  bucket_.pieces(span.begin, span.size, copy, call_.num_ranks);
+  bucket_.slice_pieces(call_.num_ranks, span.begin, span.size, copy);
 }
 
 template <typename T>
@@ -95,7 +102,8 @@ void SegmentCall::reduce_slices(uint32_t round, Span span, int64_t width) {
   const auto sum = [&](size_t index, int64_t first, int64_t size, int64_t at) {
     const Leaf& leaf = bucket_.leaf(index);
     for (int rank = 0; rank < call_.num_ranks; ++rank) {
-      inputs[rank] = data<T>(rank, round) + call_.rank * width + at;
+      const int chunk = leaf.run == 0 ? rank : call_.rank;
+      inputs[rank] = data<T>(rank, round) + chunk * width + at;
     }
     if (leaf.run * call_.num_ranks == leaf.count) {
       inputs[call_.rank] = static_cast<const T*>(leaf.in) + call_.rank * leaf.run + first;
@@ -104,7 +112,7 @@ void SegmentCall::reduce_slices(uint32_t round, Span span, int64_t width) {
     reduce<T>(inputs.data(), call_.num_ranks, &output, 1, size,
               static_cast<typename Element<T>::Scale>(call_.scale));
   };
-  bucket_.pieces(span.begin, span.size, sum, call_.num_ranks);
+  bucket_.slice_pieces(call_.num_ranks, span.begin, span.size, sum);
 }
 
 // An element is a byte.
@@ -125,7 +133,7 @@ void SegmentCall::publish_slices(uint32_t round, Span span) {
       std::memcpy(to, in + first, size);
     }
   };
-  bucket_.pieces(span.begin, span.size, copy, call_.num_ranks);
+  bucket_.slice_pieces(call_.num_ranks, span.begin, span.size, copy);
 }
 
 void SegmentCall::gather_wholes(uint32_t round, Span span) {
@@ -144,7 +152,7 @@ void SegmentCall::gather_wholes(uint32_t round, Span span) {
           }
         });
   };
-  bucket_.pieces(span.begin, span.size, copy, call_.num_ranks);
+  bucket_.slice_pieces(call_.num_ranks, span.begin, span.size, copy);
 }
 
 // An element is a byte.
@@ -171,7 +179,7 @@ void SegmentCall::read_slices(uint32_t round, Span span, int64_t width) {
           }
         });
   };
-  bucket_.pieces(span.begin, span.size, copy, call_.num_ranks);
+  bucket_.slice_pieces(call_.num_ranks, span.begin, span.size, copy);
 }
 
 // Copies elements [begin, begin + size) of the slice that this rank sends to itself.

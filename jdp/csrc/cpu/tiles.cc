@@ -17,18 +17,17 @@ template <typename T>
 void sum_tile(const Call& call, const Buckets& buckets, int64_t begin, int64_t size) {
   const int num_ranks = call.num_ranks;
   const auto scale = static_cast<typename Element<T>::Scale>(call.scale);
-  const bool is_scattered = call.operation == Operation::kReduceScatter;
   std::vector<const T*> inputs(num_ranks);
   std::vector<T*> outputs(num_ranks);
   buckets[0]->pieces(begin, size, [&](size_t index, int64_t first, int64_t length, int64_t) {
+    const int64_t run = buckets[0]->leaf(index).run;
     for (int rank = 0; rank < num_ranks; ++rank) {
       const Leaf& leaf = buckets[rank]->leaf(index);
       inputs[rank] = static_cast<const T*>(leaf.in) + first;
-      outputs[rank] = static_cast<T*>(leaf.out) + (is_scattered ? 0 : first);
+      outputs[rank] = static_cast<T*>(leaf.out) + (run > 0 ? 0 : first);
     }
-    if (is_scattered) {
-      reduce_to_slices<T>(inputs.data(), num_ranks, outputs.data(), buckets[0]->leaf(index).run,
-                          first, length, scale);
+    if (run > 0) {
+      reduce_to_slices<T>(inputs.data(), num_ranks, outputs.data(), run, first, length, scale);
     } else {
       reduce<T>(inputs.data(), num_ranks, outputs.data(), num_ranks, length, scale);
     }

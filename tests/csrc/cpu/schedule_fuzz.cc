@@ -84,7 +84,7 @@ int64_t random_divisor(Generator& generator, int64_t count) {
 }
 
 // Cuts `count` elements of a slice: along the first dim, or into short runs. What arrives in an
-// all-to-all is cut in the same way or in another one.
+// all-to-all is cut in the same way or in another one. A reduce-scatter leaves some leaves whole.
 Cut random_cut(Generator& generator, int64_t count) {
   if (count == 0) return {1, 0};
   const int64_t run =
@@ -93,7 +93,7 @@ Cut random_cut(Generator& generator, int64_t count) {
           : between(generator, 1, std::min<int64_t>(count, one_in(generator, 2) ? 9 : 999));
   const int64_t num_rows = count / run;
   const int64_t out_run = one_in(generator, 3) ? 0 : random_divisor(generator, num_rows * run);
-  return {num_rows, run, out_run};
+  return {num_rows, run, out_run, one_in(generator, 4)};
 }
 
 Step random_step(Generator& generator, int64_t index, int num_ranks) {
@@ -164,7 +164,7 @@ std::string text_of(const Scenario& it) {
     } else {
       for (const Cut& cut : step.cuts) {
         text += " " + std::to_string(cut.num_rows) + "x" + std::to_string(cut.run) + ">" +
-                std::to_string(cut.out_run);
+                std::to_string(cut.out_run) + (cut.stays_whole ? " (whole)" : "");
       }
     }
     text += "\n";

@@ -40,7 +40,9 @@ void test_gives_slices_and_wholes_of_all_types_and_cuts() {
       {{1, 997}},
       {{61, 65}},
       {{1, 3}, {0, 1}, {5, 1}, {43, 3}, {1, 0}, {1, 4099}, {2, 1030}},
-      {{7, 30, 6}, {7, 30, 210}, {2, 1030, 5}, {97, 1, 97}, {1, 97, 1}}};
+      {{7, 30, 6}, {7, 30, 210}, {2, 1030, 5}, {97, 1, 97}, {1, 97, 1}},
+      {{1, 997, 0, true}},
+      {{1, 1, 0, true}, {3, 5}, {1, 0, 0, true}, {1, 4099, 0, true}, {1, 33}, {7, 3, 0, true}}};
   // Any two of the edges meet, and not all at once.
   size_t turn = flushes_subnormals ? 2 : 0;
   for (const Way& way : kDirectWays) {
@@ -68,6 +70,8 @@ void test_gives_slices_and_wholes_of_many_tiles_and_rounds() {
                                      {{1009, 257}, {20011, 3}, {257, 1009, 257 * 1009}}, 0);
       gives_slices_and_wholes<BFloat16>(
           way, num_ranks, {{100, 1}, {3, (1 << 17) + 3}, {1, 7}, {8, 1 << 13, 1 << 7}}, 3);
+      gives_slices_and_wholes<float>(
+          way, num_ranks, {{1, (1 << 17) + 5, 0, true}, {257, 1009}, {1, 1000003, 0, true}}, 2);
       reset();
     }
   }
@@ -92,10 +96,13 @@ void test_a_slice_has_the_bits_of_the_all_reduce() {
         std::vector<float> sums(count), slice(kRows * kRun);
         Call call = call_of(way, rank, num_ranks, 3, 1, 0, 1.0 / 3);
         CHECK(collective(call, Bucket(Type::kF32, {{values.data(), sums.data(), count}})).ok());
+        std::vector<float> whole(count);
         call.operation = Operation::kReduceScatter;
         call.bucket = 4;
-        CHECK(collective(call, Bucket(Type::kF32, {{values.data(), slice.data(), count, kRun}}))
+        CHECK(collective(call, Bucket(Type::kF32, {{values.data(), slice.data(), count, kRun},
+                                                   {values.data(), whole.data(), count}}))
                   .ok());
+        CHECK(whole == sums);
         for (int64_t row = 0; row < kRows; ++row) {
           const float* own = sums.data() + (row * num_ranks + rank) * kRun;
           CHECK(std::memcmp(slice.data() + row * kRun, own, kRun * sizeof(float)) == 0);

@@ -249,11 +249,13 @@ class Leaves {
 };
 
 // How a leaf is cut: the whole is [num_rows][num_ranks][run], a slice [num_rows][run]. The result
-// of an all-to-all has runs of `out_run` elements, which divides a slice; 0: of `run`.
+// of an all-to-all has runs of `out_run` elements, which divides a slice; 0: of `run`. In a
+// reduce-scatter a leaf of num_rows * run elements may stay whole.
 struct Cut {
   int64_t num_rows;
   int64_t run;
   int64_t out_run = 0;
+  bool stays_whole = false;
 };
 
 // One rank's leaves of an operation with slices; otherwise like `Leaves`.
@@ -273,7 +275,7 @@ class Shards {
     const T untouched = element_of<T>(77);
     int64_t first = salt_;
     for (const Cut& cut : cuts_) {
-      const int64_t slice = cut.num_rows * cut.run, whole = slice * num_ranks;
+      const int64_t slice = cut.num_rows * cut.run, whole = slice * num_slices(cut);
       const int64_t count = operation == Operation::kAllGather ? slice : whole;
       std::vector<T> in(count + shift + 1, untouched);
       for (int64_t i = 0; i < count; ++i) {
@@ -294,8 +296,8 @@ class Shards {
     for (size_t i = 0; i < cuts_.size(); ++i) {
       const Cut& cut = cuts_[i];
       leaves.push_back({(in_place_ ? outs_ : ins_)[i].data() + shift_, outs_[i].data() + shift_,
-                        cut.num_rows * cut.run * num_ranks_ * unit,
-                        std::max<int64_t>(cut.run, 1) * unit,
+                        cut.num_rows * cut.run * num_slices(cut) * unit,
+                        is_whole(cut) ? 0 : std::max<int64_t>(cut.run, 1) * unit,
                         operation_ == Operation::kAllToAll ? out_run(cut) * unit : 0});
     }
     return Bucket(is_copied ? Type::kU8 : type_of<T>(), std::move(leaves));
@@ -318,7 +320,7 @@ class Shards {
         }
       }
       first += cuts_[leaf].num_rows * cuts_[leaf].run *
-               (operation_ == Operation::kAllGather ? 1 : num_ranks_);
+               (operation_ == Operation::kAllGather ? 1 : num_slices(cuts_[leaf]));
     }
     return num_wrong == 0 ? "" : std::to_string(num_wrong) + " wrong elements, first " + text;
   }
@@ -334,6 +336,7 @@ class Shards {
 
   // Element i of the result, of a leaf whose inputs begin with the value `first`.
   T expected_in(const Cut& cut, int64_t first, int64_t i) const {
+    if (is_whole(cut)) return expected_at<T>(num_ranks_, first + i);
     if (operation_ == Operation::kReduceScatter) {
       const int64_t row = i / cut.run, place = row * num_ranks_ + rank_;
       return expected_at<T>(num_ranks_, first + place * cut.run + i % cut.run);
@@ -347,6 +350,12 @@ class Shards {
     }
     return element_of<T>(value_at(static_cast<int>(owner), first + of_owner));
   }
+
+  bool is_whole(const Cut& cut) const {
+    return cut.stays_whole && operation_ == Operation::kReduceScatter;
+  }
+
+  int64_t num_slices(const Cut& cut) const { return is_whole(cut) ? 1 : num_ranks_; }
 
   static int64_t out_run(const Cut& cut) {
     return std::max<int64_t>(cut.out_run == 0 ? cut.run : cut.out_run, 1);
