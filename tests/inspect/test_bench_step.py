@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -75,6 +76,22 @@ def test_the_step_without_communication_is_checked_on_every_rank(tmp_path):
     np.testing.assert_array_equal(
         np.array(weights), 1 - np.array([[1.5, 2.5, 3.5], [7.5, 8.5, 9.5], [13.5, 14.5, 15.5]])
     )
+
+
+# Fusions and copies of the step on two ranks.
+def operations(all_reduce):
+    jdp.init(devices=jax.devices()[:2])
+    train, state, batch = step_command.found_model("transformer")(8, all_reduce)
+    text = train.lower(state, batch).compile().as_text()
+    entry = text[text.index("\nENTRY ") :]
+    return entry.count(" fusion("), entry.count(" copy(")
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA drops the barrier")
+def test_the_step_without_communication_computes_what_the_step_does():
+    (fusions, copies), (own, own_copies) = map(operations, (collectives.auto, step._none))
+    assert own == fusions > 100
+    assert own_copies <= copies
 
 
 def rows_of_processes(script, forgets):

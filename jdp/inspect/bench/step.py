@@ -179,6 +179,12 @@ def _tolerance(right: np.ndarray) -> float:
 
 
 def _none(buckets: Any, axis_name: Any, *, scale: Any = 1.0, mesh: Any = None) -> list:
-    """Leave every rank its own gradients. The mark is not true, so that the step is accepted."""
+    """Leave every rank its own gradients. The mark is not true, so that the step is accepted.
+
+    The barrier takes the place of the call in the compiled program, but with JAX 0.10, which drops
+    it first. Without it XLA fuses gradients with updates and copies parameters that are still read:
+    the step may take longer than one that reduces.
+    """
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    return [[mark(x, kind=ALL_REDUCED, path="", axes=axes) for x in bucket] for bucket in buckets]
+    marked = [[mark(x, kind=ALL_REDUCED, path="", axes=axes) for x in bucket] for bucket in buckets]
+    return [jax.lax.optimization_barrier(bucket) for bucket in marked]
