@@ -22,7 +22,8 @@ from jdp.reduction.sharding import Sharded
 
 # Algorithms of an all-reduce that sum as a native reduce-scatter does, where there is one.
 _AS_SCATTERED = (collectives.auto, collectives.native)
-# Of longer leaves that stay whole, a process would read all from each other one, not its share.
+# Of leaves that stay whole, together. A process reads all of them from each other process; in an
+# all-reduce of so many it would read its share.
 _MAX_WHOLE_BYTES = 2**16
 
 
@@ -79,16 +80,18 @@ class GradientPieces:
         return [pieces[i] for i in range(len(leaves))]
 
     def _going_along(self, chosen: Sequence[int]) -> list[int]:
-        """Return those that stay whole and are sent in the calls of others, in fewer calls."""
-        step = step_context.current(self._tx.axis_name)
-        if step is None or self._tx.sharding.all_reduce not in _AS_SCATTERED:
+        """Return those that stay whole, if they can be sent in the calls of the others."""
+        tx, step = self._tx, step_context.current(self._tx.axis_name)
+        if step is None or tx.sharding.all_reduce not in _AS_SCATTERED:
             return []
-        if not shards.is_native(self._axes, step.mesh):
+        # Parts are summed over further axes by themselves, which rounds twice in 16 bits.
+        if self._axes != axis.in_mesh_order(tx.axis_name):
             return []
         whole = [i for i in chosen if self._dims[i] is None]
         arrays = [gradients.require_float(self._paths[i], self._leaves[i]) for i in whole]
-        sizes = [array.size * array.dtype.itemsize for array in arrays]
-        return [i for i, size in zip(whole, sizes, strict=True) if size <= _MAX_WHOLE_BYTES]
+        num_bytes = sum(x.size * (tx.reduce_dtype or x.dtype).itemsize for x in arrays)
+        fits = num_bytes <= _MAX_WHOLE_BYTES and shards.is_native(self._axes, step.mesh)
+        return whole if fits else []
 
     def _scattered(self, chosen: Sequence[int]) -> dict[int, Piece]:
         """Return this rank's parts of the means of gradients, by their position."""
