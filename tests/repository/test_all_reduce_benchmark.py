@@ -12,7 +12,7 @@ import pytest
 from jdp.collectives.cpu import runtime as cpu_runtime
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 100
+TIMEOUT_S = 300
 
 
 @pytest.mark.slow
