@@ -289,7 +289,7 @@ def imported(*arguments):
         env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert ended.returncode == 0, ended.stderr
     found = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
@@ -319,7 +319,7 @@ def test_the_command_for_slurm_is_one_that_jdp_understands(tmp_path):
     slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "host[0-1]", "SLURM_JOB_ID": "7"}
     path = f"{tmp_path}:{os.environ['PATH']}"
     ended = subprocess.run(
-        ["bash", EXAMPLES / "slurm.sh"], cwd=tmp_path, env={**slurm, "PATH": path}, timeout=60
+        ["bash", EXAMPLES / "slurm.sh"], cwd=tmp_path, env={**slurm, "PATH": path}, timeout=240
     )
     command, *arguments = (tmp_path / "arguments").read_text().splitlines()
     token = (tmp_path / "token").read_text().strip()
@@ -336,7 +336,7 @@ def test_the_version_is_that_of_the_installed_package():
     program = "import jdp, sys; print(jdp.__version__, 'jax' in sys.modules)"
     shown, named = (
         subprocess.run(
-            [sys.executable, *command], capture_output=True, text=True, check=True, timeout=60
+            [sys.executable, *command], capture_output=True, text=True, check=True, timeout=240
         ).stdout.split()
         for command in (["-m", "jdp", "--version"], ["-c", program])
     )
@@ -355,11 +355,11 @@ def test_a_reader_that_closes_the_output_ends_a_command_without_a_traceback(comm
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     process.stdout = None
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert (process.returncode, errors) == (141, b"")
 
 
 def test_a_command_whose_output_is_closed_ends_without_a_traceback():
     command = f"'{sys.executable}' -m jdp explain-error JDP101 >&-"
-    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, timeout=60)
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, timeout=240)
     assert (done.returncode, done.stderr) == (0, b"")

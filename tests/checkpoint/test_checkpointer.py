@@ -491,7 +491,7 @@ with jdp.Checkpointer(sys.argv[1]) as ckpt:
 @pytest.mark.parametrize(("handler", "code"), [([], -signal.SIGTERM), (["own"], 7)])
 def test_what_a_process_forks_off_ends_at_sigterm_as_its_author_wants(tmp_path, handler, code):
     command = [sys.executable, "-W", "ignore", "-c", FORKS, str(tmp_path), *handler]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     assert found.stdout.split() == [str(int(code))]
 
 
@@ -511,7 +511,7 @@ kept = train(sys.argv[1], closes=True), train(sys.argv[2], closes=False)
 def test_a_run_that_ends_without_close_says_what_is_lost(tmp_path):
     paths = [str(tmp_path / name) for name in ("closed", "open")]
     command = [sys.executable, "-W", "ignore", "-c", NEVER_CLOSED, *paths]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     assert re.search(rf"{paths[1]} .*ckpt\.close\(\)", found.stderr)
     assert paths[0] not in found.stderr
     assert names(tmp_path / "open") == ["lock"]

@@ -201,7 +201,7 @@ def test_a_full_disk_is_an_error_that_leaves_the_last_good_checkpoint(tmp_path):
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert not done.returncode, done.stderr
     *error, left, intact, locked = done.stdout.splitlines()

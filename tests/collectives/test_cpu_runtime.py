@@ -19,7 +19,7 @@ needs_library = pytest.mark.skipif(
 )
 
 
-def in_child(program, timeout_s=60):
+def in_child(program, timeout_s=240):
     """Run a program in a Python of its own; it prints JSON last."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],

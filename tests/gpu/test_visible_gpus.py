@@ -22,7 +22,7 @@ _NAMES = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
 
 def found_by_cuda(environment):
     done = subprocess.run(
-        [sys.executable, "-c", _COUNT], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", _COUNT], env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     return int(done.stdout)

@@ -85,7 +85,7 @@ def test_a_host_is_reached_through_the_wire_and_not_where_there_is_no_route_or_n
         stack.callback(listening.kill)
         script = REACH.format(port=int(listening.stdout.readline()))
         done = subprocess.run(
-            [*second, sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+            [*second, sys.executable, "-c", script], capture_output=True, text=True, timeout=240
         )
     reached, no_route, closed = done.stdout.splitlines()
     assert reached == "ok None", done.stderr

@@ -45,7 +45,7 @@ def mounted(num_mib):
     mount = f'mount -t tmpfs -o size={num_mib}m none /dev/shm && exec "$PYTHON" -c "$CODE"'
     command = ["unshare", "--mount", "sh", "-c", mount]
     environment = {**os.environ, "PYTHON": sys.executable, "CODE": code}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     if "unshare" in done.stderr or "mount" in done.stderr:
         pytest.skip(f"no mount namespace: {done.stderr}")
     return json.loads(done.stdout)

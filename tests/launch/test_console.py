@@ -64,7 +64,7 @@ def test_the_cause_of_the_end_reaches_a_full_pipe_that_does_not_block():
     command = [sys.executable, "-c", PROGRAM]
     with subprocess.Popen(command, stdout=-1, stderr=-1, env={"PYTHONPATH": PACKAGES}) as process:
         assert process.stdout.readline() == b"full\n"
-        _, found = process.communicate(timeout=60)
+        _, found = process.communicate(timeout=240)
     assert found.lstrip(b"x") == b"jdp run: the cause: " + b"y" * 100_000 + b"\n"
 
 

@@ -364,7 +364,7 @@ os._exit(0)
     variables = {**os.environ, "TERM": "xterm-256color"}
     for name in ("NO_COLOR", "FORCE_COLOR"):
         variables.pop(name, None)
-    subprocess.run([sys.executable, "-c", program], stdout=theirs, env=variables, timeout=60)
+    subprocess.run([sys.executable, "-c", program], stdout=theirs, env=variables, timeout=240)
     text = os.read(ours, 1000).decode()
     os.close(ours)
     os.close(theirs)

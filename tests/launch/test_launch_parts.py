@@ -585,7 +585,7 @@ assert {VARIABLE!r} not in os.environ and not os.get_inheritable({theirs.fileno(
             env=os.environ | invitation(**fds, slot=5),
             pass_fds=[theirs.fileno()],
             check=True,
-            timeout=30,
+            timeout=240,
         )
 
 
@@ -598,7 +598,7 @@ def test_a_process_with_another_jdp_than_its_launcher_says_so():
             pass_fds=[theirs.fileno()],
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=240,
         )
     assert done.returncode == 1 and "python -m jdp run" in done.stderr
 
@@ -606,7 +606,7 @@ def test_a_process_with_another_jdp_than_its_launcher_says_so():
 def test_what_a_process_starts_before_it_asks_is_no_member_either():
     code = "from jdp.worker.launcher_client import current; assert current() is None"
     variables = os.environ | invitation(socket=77, board=78, commit=79, slot=0)  # without them
-    subprocess.run([sys.executable, "-c", code], env=variables, check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code], env=variables, check=True, timeout=240)
 
 
 @pytest.mark.parametrize(

@@ -221,5 +221,5 @@ def test_pods_train_together_in_the_environment_of_the_manifest(name, tmp_path):
         [container] = pods[0].job["template"]["spec"]["containers"]
         *shell, text = container["readinessProbe"]["exec"]["command"]
         for i in range(2):
-            subprocess.run([*shell, here(text, i)], check=True, timeout=60)
-        assert subprocess.run([*shell, here(text, 2)], timeout=60).returncode
+            subprocess.run([*shell, here(text, i)], check=True, timeout=240)
+        assert subprocess.run([*shell, here(text, 2)], timeout=240).returncode

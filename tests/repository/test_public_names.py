@@ -16,7 +16,7 @@ def run(program):
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert not done.returncode, done.stderr
     return done.stdout.split()

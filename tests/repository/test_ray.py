@@ -64,7 +64,7 @@ def cluster(folder, environment):
     nodes = subprocess.Popen([sys.executable, "-c", CLUSTER], env=environment, **pipes)
     try:
         yield environment | {"RAY_ADDRESS": nodes.stdout.readline().strip()}
-        nodes.communicate(timeout=60)
+        nodes.communicate(timeout=240)
         until(lambda: not processes_with(folder))
     finally:
         for pid in processes_with(folder):

@@ -250,7 +250,7 @@ where = progress.own.slot.read()
 os.write({writer}, f"{{where.steps}} {{where.phase}}".encode())
 """
     subprocess.run(
-        [sys.executable, "-c", program], pass_fds=[writer], env=environment(), timeout=60
+        [sys.executable, "-c", program], pass_fds=[writer], env=environment(), timeout=240
     )
     assert os.read(reader, 100) == b"0 starting"
 

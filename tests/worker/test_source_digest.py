@@ -70,7 +70,7 @@ def test_a_process_takes_a_launcher_with_other_comments_and_no_other_one(
             pass_fds=[theirs.fileno()],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
         )
     assert done.returncode == returncode
     assert ("python -m jdp run" in done.stderr) == (returncode > 0)

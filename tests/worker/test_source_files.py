@@ -80,7 +80,7 @@ def test_the_script_and_the_modules_below_its_folder_are_read(tmp_path, command)
         env=environment() | {"PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert not done.returncode, done.stderr
     found = json.loads(done.stdout)
