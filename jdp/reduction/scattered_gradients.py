@@ -48,7 +48,8 @@ def scattered(
     }
     to_send = [i for i in range(len(local)) if i not in found]
     terms = [mixed_precision.cast(weights.term(local[i]), tx.reduce_dtype) for i in to_send]
-    takes_losses = bool(terms) and sharding.mean
+    # By XLA a loss goes with the gradients that stay whole.
+    takes_losses = bool(terms) and sharding.mean and shards.is_native(over, step.mesh)
     losses = loss_means.taken(step, weight, sharding.all_reduce, step.mesh) if takes_losses else []
     along = [weights.term(x) for x in loss_means.packed(losses)]
     with weights.named():
