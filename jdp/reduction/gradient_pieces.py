@@ -67,7 +67,7 @@ class GradientPieces:
                 pieces[i] = Piece(found.value, dim)
             elif self._synced and dim is None:
                 pieces[i] = Piece(jnp.asarray(leaves[i]), None)
-            elif self._synced:
+            elif self._synced and dim is not None:
                 pieces[i] = Piece(known_shards.own(leaves[i], dim, self._axes), dim)
         left = [i for i in range(len(leaves)) if i not in pieces]
         scattered = [i for i in left if self._dims[i] is not None]

@@ -42,8 +42,8 @@ def scattered(
     local = [mark(leaf, kind=LOCAL, path=path, axes=every) for path, leaf in named]
     uniform = (step.choices.uniform if sharding.mean else None) or frozenset()
     found = {
-        i: local[i] if dims[i] is None else known_shards.own(local[i], dims[i], over)
-        for i, path in enumerate(paths)
+        i: value if dim is None else known_shards.own(value, dim, over)
+        for i, (path, value, dim) in enumerate(zip(paths, local, dims, strict=True))
         if path in uniform
     }
     to_send = [i for i in range(len(local)) if i not in found]
