@@ -30,8 +30,8 @@ def reduce_scatter(
     Args:
       buckets: lists of leaves, one dtype each; any shapes.
       dims: for each leaf the dim that is split. The number of ranks divides its size. Ranks keep
-        the slices in the order of `lax.axis_index(axis_name)`. None for a leaf of which every rank
-        keeps the whole sum: so that a few small leaves need no call of their own.
+        the slices in the order of `lax.axis_index(axis_name)`. None for a leaf that stays whole:
+        every rank keeps its sum. So a few small leaves need no call of their own.
       axis_name: a name, or a tuple of names, bound by `shard_map`.
       scale: multiplies the sum; a number, or `[]` float, the same on every rank.
       mesh: the mesh of the ranks; None if it is not known, as inside a `shard_map` of your own.

@@ -80,7 +80,7 @@ class GradientPieces:
         return [pieces[i] for i in range(len(leaves))]
 
     def _going_along(self, chosen: Sequence[int]) -> list[int]:
-        """Return those that stay whole, if they can be sent in the calls of the others."""
+        """Return the gradients that stay whole, if the calls of the others can take them."""
         tx, step = self._tx, step_context.current(self._tx.axis_name)
         if step is None or tx.sharding.all_reduce not in _AS_SCATTERED:
             return []

@@ -27,7 +27,7 @@ def scattered(
     Args:
       paths: names of the gradients.
       leaves: this rank's gradients.
-      dims: the dim of each that is split; None for one of which every rank gets the whole mean.
+      dims: the dim of each that is split; None for a gradient that stays whole.
       tx: the optimizer.
     """
     sharding = tx.sharding

@@ -1,4 +1,4 @@
-"""Gradients that stay whole go with those that are scattered, and come back as right means."""
+"""Gradients that stay whole go along with scattered ones, and come back as right means."""
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +89,7 @@ def test_what_does_not_go_along_is_reduced_in_a_call_of_its_own(more, options, e
     assert calls(state) == expected
     new, metrics = step(state, ROWS)
     assert_trained(new.params)
-    assert float(metrics["loss"]) == 0
+    assert float(metrics["largest"]) == ROWS.reshape(2, -1).max(1).mean()
 
 
 @needs_library
@@ -126,7 +126,7 @@ def test_means_are_over_both_axes_where_one_of_them_is_split(over):
 
 
 @needs_library
-def test_sums_and_weighted_means_go_along_too():
+def test_weighted_means_go_along_too():
     ranks(3)
     weight = np.where(np.arange(24) < 8, 0, 1).astype(np.float32)  # nothing of the first rank
 
@@ -143,3 +143,18 @@ def test_sums_and_weighted_means_go_along_too():
     for leaf in jax.tree.leaves(new.params):
         for shard in leaf.addressable_shards:
             np.testing.assert_allclose(shard.data, -ROWS[8:].mean() * RATE, rtol=1e-6)
+
+
+@needs_library
+@pytest.mark.parametrize("n", [2, 3])
+def test_sums_go_along_too(n):
+    ranks(n)
+    state = state_of(zeros(), mean=False)
+    assert calls(state)[1:] == (1, 1)
+    new, metrics = step(state, ROWS)
+    assert float(metrics["largest"]) == ROWS.reshape(n, -1).max(1).mean()  # a metric is a mean
+    for leaf in jax.tree.leaves(new.params):
+        for shard in leaf.addressable_shards:
+            np.testing.assert_array_equal(
+                shard.data, np.full(shard.data.shape, -ROWS.mean() * n * RATE)
+            )

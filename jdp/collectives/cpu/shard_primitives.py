@@ -23,9 +23,9 @@ from jdp.collectives.cpu.operands import of_one_row
 from jdp.collectives.xla import scaled
 
 # (rank, group, scale, token, *leaves) -> (token, *leaves), with the parameters
-#   dims: for each leaf the dim along which it is split, None in a reduce-scatter for one of which
-#     every rank gets the whole sum; of an all-to-all a pair of it and of the dim along which the
-#     slices that arrive are joined,
+#   dims: for each leaf the dim along which it is split, None for a leaf of a reduce-scatter that
+#     stays whole; of an all-to-all a pair of it and of the dim along which the slices that arrive
+#     are joined,
 #   overwrites: of an all-gather, for each leaf whether its result takes the memory of an operand
 #     that follows the leaves; the value of that operand is not used,
 #   axes, num_ranks, number, communicator, beside_xla: as for the all-reduce.
