@@ -26,6 +26,7 @@ def setup_py(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.delenv("JDP_CUDA", raising=False)
+    monkeypatch.delenv("JDP_CUDA_ARCH", raising=False)
     return module
 
 
@@ -60,6 +61,25 @@ def test_nvcc_is_asked_for_the_gpus_that_it_knows(build, known, expected):
         *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in expected),
         f"-gencode=arch=compute_{expected[0]},code=compute_{expected[0]}",
     ]
+
+
+@pytest.mark.parametrize("wanted, expected", [("90", ("90",)), ("90, 75", ("75", "90"))])
+def test_it_is_built_for_the_gpus_that_are_demanded(build, monkeypatch, wanted, expected):
+    monkeypatch.setenv("JDP_CUDA_ARCH", wanted)
+    flags = [flag for flag in build("on") if flag.startswith("-gencode")]
+    assert flags == [
+        *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in expected),
+        f"-gencode=arch=compute_{expected[0]},code=compute_{expected[0]}",
+    ]
+
+
+@pytest.mark.parametrize("wanted", ["sm_90", "90,1000", ","])
+def test_a_demand_for_gpus_that_nvcc_does_not_know_is_the_reason(
+    build, setup_py, monkeypatch, wanted
+):
+    monkeypatch.setenv("JDP_CUDA_ARCH", wanted)
+    with pytest.raises(setup_py.BuildError, match="JDP_CUDA_ARCH is .*write some of these"):
+        build("on")
 
 
 @pytest.mark.parametrize("known, status", [("compute_50 compute_60", 0), ("", 0), (CUDA_13, 1)])
