@@ -30,7 +30,7 @@ oldest = $(call find,$(FOR_OLDEST),(3, 11) <= sys.version_info < (3, 12))
 pip = $(1)/bin/python -m pip install -q --no-compile --disable-pip-version-check --no-input
 pytest = $(1)/bin/python -m pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: help demo test test-oldest test-gpu test-ray test-notebook test-schedules schedules wheel release-check fuzz lint docs bench compare clean
+.PHONY: help demo test test-all test-oldest test-gpu test-ray test-notebook test-schedules schedules wheel release-check fuzz lint docs bench compare clean
 
 help:  ## this list
 	sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -38,24 +38,29 @@ help:  ## this list
 demo: .venv/ready  ## train on handwritten digits, on 4 ranks of this machine's CPU
 	.venv/bin/python examples/digits.py
 
-test: .venv/ready  ## all tests on the newest JAX, then a part of them on the oldest; schedules
+# Not what repeats what others show with rarer cases: marked thorough, or few_sets.
+PART ?= -m "not thorough" --few
+test: .venv/ready  ## most tests on the newest JAX, then a part of them on the oldest; schedules
 	if [ "$$(< .venv/pins)" = oldest ]; then
 		echo "No Python 3.12 to 3.14 was found: this tests the oldest JAX only."
-		$(call pytest,.venv)
+		$(call pytest,.venv) $(PART)
 	elif [ -z "$$($(oldest))" ]; then
 		echo "No Python 3.11 was found: this tests the newest JAX only."
-		$(call pytest,.venv)
+		$(call pytest,.venv) $(PART)
 	else
-		$(call pytest,.venv)
+		$(call pytest,.venv) $(PART)
 		$(MAKE) --no-print-directory test-oldest
 	fi
 	$(MAKE) --no-print-directory test-notebook test-ray test-schedules .venv-wheel/pins
 	if [ -e .venv-wheel/why ]; then cat .venv-wheel/why; else $(MAKE) --no-print-directory release-check; fi
 
-# C++ is tested by itself once: its tests do not call JAX. SETS=1000 is all sets of parameters.
-SETS ?= 1
+test-all:  ## the same with all tests, each with all its sets of parameters
+	$(MAKE) --no-print-directory test PART= PART_OF_OLDEST='-m "not slow" --sets 1'
+
+# C++ is tested by itself once: its tests do not call JAX.
+PART_OF_OLDEST ?= -m "not slow and not thorough" --few --sets 1 --of-processes 1
 test-oldest: .venv-oldest/ready  ## on the oldest JAX all but the slow tests, each with one set of its parameters
-	$(call pytest,.venv-oldest) -m "not slow" --sets $(SETS) --ignore tests/csrc
+	$(call pytest,.venv-oldest) $(PART_OF_OLDEST) --ignore tests/csrc
 
 test-gpu:  ## on a machine with a GPU, in an environment with jdp, its tests' packages and JAX's CUDA plugin
 	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false python3 -m pytest -q -m gpu tests/gpu
@@ -71,7 +76,7 @@ test-notebook: .venv-notebook/ready  ## run examples/notebook.ipynb, and press s
 
 # Each environment has the plugin for GPUs and nothing else of its own, and needs no GPU.
 schedules = if [ -e $(1)/why ]; then cat $(1)/why; else \
-	JDP_TARGET_CONFIG=$(CURDIR)/.venv-gpu/h200.txtpb $(1)/bin/python -m pytest -q tests/schedules; fi
+	JDP_TARGET_CONFIG=$(CURDIR)/.venv-gpu/h200.txtpb $(call pytest,$(1)) -q $(2) tests/schedules; fi
 
 test-schedules: .venv-gpu/ready .venv-tpu/ready  ## compile steps for 8 x H200 and for 8 TPUs
 	$(call schedules,.venv-gpu)
@@ -79,7 +84,7 @@ test-schedules: .venv-gpu/ready .venv-tpu/ready  ## compile steps for 8 x H200 a
 		.venv-tpu/bin/python -m pytest -q tests/schedules/test_tpu.py tests/schedules/test_explained_targets.py; fi
 	if [ -e .venv-oldest/ready ]; then
 		$(MAKE) --no-print-directory .venv-gpu-oldest/ready
-		$(call schedules,.venv-gpu-oldest)
+		$(call schedules,.venv-gpu-oldest,$(PART_OF_OLDEST))
 	fi
 
 schedules: test-schedules .venv-gpu-0.11/ready  ## the same, on JAX 0.11.2 too

@@ -13,25 +13,46 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
 import jax  # noqa: E402 - JAX reads the environment when it is imported
+import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 
 
 def pytest_addoption(parser):
-    help = "of each test with parameters run N sets of them, the same in every run"
+    help = "of each test with parameters run N sets of them, but for tests marked all_sets"
     parser.addoption("--sets", type=int, metavar="N", help=help)
+    help = "of each test marked few_sets(n) run n sets of its parameters"
+    parser.addoption("--few", action="store_true", help=help)
+    help = "of a file's tests that start processes run N"
+    parser.addoption("--of-processes", type=int, metavar="N", help=help)
 
 
+@pytest.hookimpl(trylast=True)  # when tests know whether they start processes
 def pytest_collection_modifyitems(config, items):
-    most = config.getoption("--sets")
-    if most is None:
-        return
-    of_test = defaultdict(list)
-    chosen = {item for item in items if item.get_closest_marker("all_sets")}
+    def most_sets(item):
+        few = item.get_closest_marker("few_sets") if config.getoption("--few") else None
+        most = None if item.get_closest_marker("all_sets") else config.getoption("--sets")
+        found = [*(few.args if few else ()), *([] if most is None else [most])]
+        return min(found, default=None)
+
+    def most_of_file(item):
+        marks = item.iter_markers("xdist_group")
+        starts_processes = any(mark.args == ("processes",) for mark in marks)
+        return config.getoption("--of-processes") if starts_processes else None
+
+    kept = _some(items, lambda item: item.nodeid.partition("[")[0], most_sets)
+    kept = _some(kept, lambda item: item.path, most_of_file)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def _some(items, group_of, most_of):
+    """Return of each group at most so many, the same in every run; those without a limit stay."""
+    groups = defaultdict(list)
     for item in items:
-        of_test[item.nodeid.partition("[")[0]].append(item)
-    for each in of_test.values():
+        groups[group_of(item), most_of(item)].append(item)
+    kept = set()
+    for (_, most), group in groups.items():
         # By a hash of the name, which takes sets of one test from anywhere among them.
-        chosen.update(sorted(each, key=lambda item: zlib.crc32(item.nodeid.encode()))[:most])
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = [item for item in items if item in chosen]
+        kept.update(sorted(group, key=lambda item: zlib.crc32(item.nodeid.encode()))[:most])
+    return kept

@@ -64,6 +64,8 @@ def train(program):
     return eqx.filter(fetched((state, reported)), eqx.is_array)
 
 
+@pytest.mark.few_sets(12)
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [each for each in PROGRAMS if each.runs], ids=name_of)
 def test_trains_as_one_rank_does(program):
     # Along all axes: XLA cannot sum over an axis of one device beside an axis of its own.

@@ -111,6 +111,8 @@ def trained_without_a_proof(program, num_ranks, monkeypatch):
     return jax.tree.leaves(jax.device_get(state))
 
 
+@pytest.mark.few_sets(12)
+@pytest.mark.slow
 @pytest.mark.parametrize("program", SCALED, ids=name_of)
 def test_what_is_refused_for_its_scale_is_wrong_in_numbers(program, monkeypatch):
     one, four = (trained_without_a_proof(program, n, monkeypatch) for n in (1, 4))
@@ -214,6 +216,8 @@ FOR_FOUR_RANKS = {
 }
 
 
+@pytest.mark.few_sets(72)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program", [each for each in WRONG_HERE if name_of(each) not in FOR_FOUR_RANKS], ids=name_of
 )

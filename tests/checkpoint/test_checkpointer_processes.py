@@ -87,7 +87,7 @@ def results(processes):
     return [process.result() for process in processes]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_any_number_of_processes_goes_on_from_the_commit_of_any_other(tmp_path):
     began = 0
     with Launcher() as launcher:
@@ -202,6 +202,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.few_sets(2)
 @pytest.mark.parametrize("case", FAILURES)
 def test_what_fails_on_one_process_fails_on_all(tmp_path, case):
     path = tmp_path / "run"
@@ -399,7 +400,7 @@ def forever(path):
             ckpt.step(state, batches)
 
 
-@pytest.mark.parametrize("tier", ["commit", "checkpoint"])
+@pytest.mark.parametrize("tier", ["commit", pytest.param("checkpoint", marks=pytest.mark.thorough)])
 def test_a_process_killed_at_any_time_is_followed_by_one_with_an_intact_state(tmp_path, tier):
     rng, last, num_lives = random.Random(2), 0, 7
     # Without the memory of the one before only the disk is left.

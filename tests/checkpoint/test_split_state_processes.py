@@ -42,7 +42,7 @@ def results(processes):
 GENERATIONS = [(3, "all"), (1, "replicated"), (2, "optimizer"), (2, "replicated")]
 
 
-@pytest.mark.parametrize("tier", ["commit", pytest.param("checkpoint", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tier", ["commit", pytest.param("checkpoint", marks=pytest.mark.thorough)])
 def test_any_number_of_processes_goes_on_from_the_shards_of_any_other(tmp_path, tier):
     began = 0
     with Launcher(num_hosts=len(GENERATIONS)) as launcher:
@@ -73,7 +73,7 @@ def forever(path, stage):
             ckpt.step(state_at(ckpt.steps + 1, mesh, stage))
 
 
-@pytest.mark.parametrize("tier", ["commit", pytest.param("checkpoint", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tier", ["commit", pytest.param("checkpoint", marks=pytest.mark.thorough)])
 def test_shards_of_processes_that_are_killed_at_any_time_are_intact(tmp_path, tier):
     rng, last, numbers = random.Random(3), 0, (2, 3, 1)
     with Launcher(num_hosts=len(numbers)) as launcher:
@@ -120,7 +120,7 @@ def lost(launcher, host):
     os.ftruncate(launcher.memories[host], 0)
 
 
-@pytest.mark.parametrize("num_lost", [1, 2])
+@pytest.mark.parametrize("num_lost", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_parts_of_any_one_lost_host_are_on_the_next_host(tmp_path, num_lost):
     with Launcher(num_hosts=3) as launcher:
         first = launcher.processes(

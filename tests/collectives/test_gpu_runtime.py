@@ -52,7 +52,7 @@ def test_it_exports_its_c_functions_and_handlers_and_nothing_else(built_cuda_lib
     assert names == declared | {"jdp_ring_initialize", "jdp_ring_start", "jdp_ring_done"}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.xdist_group("cuda")
 def test_the_benchmark_of_its_kernels_compiles(tmp_path):
     if shutil.which("nvcc") is None:

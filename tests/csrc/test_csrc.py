@@ -22,9 +22,10 @@ FLAGS = ["-std=c++17", "-g1", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-pthre
 # Compiler flags, and the number of small steps: sanitizers make them slow.
 MODES = {
     "plain": (["-O3"], 30_000),
-    "threads": (["-O1", "-fsanitize=thread"], 2000),
-    "memory": (["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"], 2000),
+    "threads": (["-O1", "-fsanitize=thread"], 500),
+    "memory": (["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"], 500),
 }
+MARKS = {"plain": [], "threads": [pytest.mark.slow], "memory": [pytest.mark.thorough]}
 SMALL_SLOTS = ["-DJDP_FUZZ_SLOT_BYTES=2048", "-O1"]
 
 pytestmark = pytest.mark.skipif(shutil.which(CXX) is None, reason="there is no C++ compiler")
@@ -59,13 +60,7 @@ def require_sanitizers(flags, folder):
         pytest.skip(f"{CXX} has no {' '.join(flags)}")
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param(mode, marks=[pytest.mark.slow] if mode != "plain" else [], id=mode)
-        for mode in MODES
-    ],
-)
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=MARKS[mode]) for mode in MODES])
 def test_the_c_plus_plus_tests_pass(mode, tmp_path):
     names = {"sums_test", "shards_test", "processes_test", "own_threads_test", "copy_out_test"}
     assert names <= {path.stem for path in TESTS}
@@ -79,11 +74,16 @@ def test_the_c_plus_plus_tests_pass(mode, tmp_path):
 
 # Small slots give many rounds of few bytes, and so find more errors per second. The real size is
 # the one that users run.
-@pytest.mark.parametrize("slot", ["small", "real"])
 @pytest.mark.parametrize(
-    "mode, seconds", [("plain", 6), pytest.param("threads", 10, marks=pytest.mark.slow)]
+    "mode, slot, seconds",
+    [
+        ("plain", "real", 6),
+        pytest.param("threads", "small", 10, marks=pytest.mark.slow),
+        pytest.param("plain", "small", 6, marks=pytest.mark.thorough),
+        pytest.param("threads", "real", 10, marks=pytest.mark.thorough),
+    ],
 )
-def test_every_schedule_gives_exact_sums(mode, seconds, slot, tmp_path):
+def test_every_schedule_gives_exact_sums(mode, slot, seconds, tmp_path):
     """Set JDP_FUZZ_SEED to the seed that a failure shows, and JDP_FUZZ_SECONDS to run longer."""
     flags = [*MODES[mode][0], "-DJDP_FUZZ", *SMALL_SLOTS * (slot == "small")]
     require_sanitizers(flags, tmp_path)

@@ -6,7 +6,7 @@ from victim import COMMIT_EVERY
 from benchmarks.elastic import faults
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.xdist_group("processes")
 def test_chaos_costs_no_bits_and_no_row(tmp_path, oracle):
     outcome = faults.chaos(tmp_path, oracle, num_faults=6, seed=1, pace=faults.QUICK)

@@ -73,7 +73,9 @@ def start(folder, rank, within, kind):
     )
 
 
-@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("replicated", marks=pytest.mark.thorough), "sharded"]
+)
 def test_the_loss_of_two_leaders_costs_no_bits(tmp_path, kind):
     if reason := why_no_namespaces():
         pytest.skip(reason)

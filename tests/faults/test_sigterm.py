@@ -79,7 +79,7 @@ def end_of(run):
     return line
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.processes
 @pytest.mark.xdist_group("processes")
 def test_sigterm_in_the_first_compile_in_evaluate_and_in_a_save_costs_no_step(jdp_run):

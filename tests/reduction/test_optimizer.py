@@ -35,6 +35,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.few_sets(4)
 @pytest.mark.parametrize("name", INSIDE)
 def test_wrapped_optimizers_equal_one_rank(name):
     step = jdp.train_step(plain_step)

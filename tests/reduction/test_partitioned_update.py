@@ -49,7 +49,8 @@ def _assert_close(got, want, tolerance):
 
 def _cases():
     for i, name in enumerate(sorted(OPTIMIZERS.keys() - INSIDE.keys())):
-        yield pytest.param(name, (2, 3, 8)[i % 3], marks=[] if name in CORE else pytest.mark.slow)
+        marks = [] if name in CORE else pytest.mark.thorough
+        yield pytest.param(name, (2, 3, 8)[i % 3], marks=marks)
     yield "optax.chain", 1
 
 
@@ -92,6 +93,7 @@ def _every(transformations):
 
 
 # Without XLA's optimizations, for the reason that stands at `ROUNDED`.
+@pytest.mark.few_sets(2)
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
     ("num_ranks", "dtype"), [(1, np.float32), (2, jnp.bfloat16), (3, np.float32), (8, np.float32)]

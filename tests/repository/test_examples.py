@@ -163,7 +163,7 @@ def test_own_loops_agree_with_one_rank(tmp_path, flags, num_ranks):
 @pytest.mark.xdist_group("processes")
 def test_profiled_names_the_process_whose_loader_is_slow(tmp_path):
     command = [sys.executable, "-m", "jdp", "run", "--nproc-per-node", "2"]
-    script = [ROOT / "examples" / "profiled.py", "--steps=6", "--first=2", "--wait-ms=300"]
+    script = [ROOT / "examples" / "profiled.py", "--steps=6", "--first=2", "--wait-ms=1000"]
     subprocess.run(
         command + script, cwd=tmp_path, env=environment(), timeout=DEADLINE_S, check=True
     )
