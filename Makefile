@@ -40,7 +40,7 @@ demo: .venv/ready  ## train on handwritten digits, on 4 ranks of this machine's 
 
 # Not what repeats what others show with rarer cases: marked thorough, or few_sets.
 PART ?= -m "not thorough" --few
-test: .venv/ready  ## most tests on the newest JAX, then a part of them on the oldest; schedules
+test: .venv/ready  ## most tests on the newest JAX, then a part of them on the oldest, and schedules on the newest
 	if [ "$$(< .venv/pins)" = oldest ]; then
 		echo "No Python 3.12 to 3.14 was found: this tests the oldest JAX only."
 		$(call pytest,.venv) $(PART)
@@ -51,11 +51,12 @@ test: .venv/ready  ## most tests on the newest JAX, then a part of them on the o
 		$(call pytest,.venv) $(PART)
 		$(MAKE) --no-print-directory test-oldest
 	fi
-	$(MAKE) --no-print-directory test-notebook test-ray test-schedules .venv-wheel/pins
-	if [ -e .venv-wheel/why ]; then cat .venv-wheel/why; else $(MAKE) --no-print-directory release-check; fi
+	$(MAKE) --no-print-directory test-notebook test-schedules
 
-test-all:  ## the same with all tests, each with all its sets of parameters
+test-all:  ## all tests with all sets of their parameters, all versions of the schedules, Ray, and what is released
 	$(MAKE) --no-print-directory test PART= PART_OF_OLDEST='-m "not slow" --sets 1'
+	$(MAKE) --no-print-directory test-ray schedules .venv-wheel/pins
+	if [ -e .venv-wheel/why ]; then cat .venv-wheel/why; else $(MAKE) --no-print-directory release-check; fi
 
 # C++ is tested by itself once: its tests do not call JAX.
 PART_OF_OLDEST ?= -m "not slow and not thorough" --few --sets 1 --of-processes 1
@@ -82,13 +83,13 @@ test-schedules: .venv-gpu/ready .venv-tpu/ready  ## compile steps for 8 x H200 a
 	$(call schedules,.venv-gpu)
 	if [ -e .venv-tpu/why ]; then cat .venv-tpu/why; else \
 		.venv-tpu/bin/python -m pytest -q tests/schedules/test_tpu.py tests/schedules/test_explained_targets.py; fi
+
+schedules: test-schedules .venv-gpu-0.11/ready  ## the same, on JAX 0.11.2 and the oldest too
+	$(call schedules,.venv-gpu-0.11)
 	if [ -e .venv-oldest/ready ]; then
 		$(MAKE) --no-print-directory .venv-gpu-oldest/ready
-		$(call schedules,.venv-gpu-oldest,$(PART_OF_OLDEST))
+		$(call schedules,.venv-gpu-oldest)
 	fi
-
-schedules: test-schedules .venv-gpu-0.11/ready  ## the same, on JAX 0.11.2 too
-	$(call schedules,.venv-gpu-0.11)
 
 # The GNU libc that jaxlib's wheels ask for: an older one could not run jaxlib.
 GLIBC := 2.27
