@@ -38,8 +38,10 @@ help:  ## this list
 demo: .venv/ready  ## train on handwritten digits, on 4 ranks of this machine's CPU
 	.venv/bin/python examples/digits.py
 
-# Not what repeats what others show with rarer cases: marked thorough, or few_sets.
-PART ?= -m "not thorough" --few
+# Two sets of the parameters of each test, two tests of each file that starts processes, the same
+# in every run, and not what is marked thorough. On a machine that is four times slower than others
+# the whole would take two hours.
+PART ?= -m "not thorough" --few --sets 2 --of-processes 2
 test: .venv/ready  ## most tests on the newest JAX, then a part of them on the oldest, and schedules on the newest
 	if [ "$$(< .venv/pins)" = oldest ]; then
 		echo "No Python 3.12 to 3.14 was found: this tests the oldest JAX only."

@@ -23,7 +23,7 @@ def pytest_addoption(parser):
     parser.addoption("--sets", type=int, metavar="N", help=help)
     help = "of each test marked few_sets(n) run n sets of its parameters"
     parser.addoption("--few", action="store_true", help=help)
-    help = "of a file's tests that start processes run N"
+    help = "of a file's tests that start processes run N, but for tests marked all_sets"
     parser.addoption("--of-processes", type=int, metavar="N", help=help)
 
 
@@ -38,7 +38,8 @@ def pytest_collection_modifyitems(config, items):
     def most_of_file(item):
         marks = item.iter_markers("xdist_group")
         starts_processes = any(mark.args == ("processes",) for mark in marks)
-        return config.getoption("--of-processes") if starts_processes else None
+        is_thinned = starts_processes and not item.get_closest_marker("all_sets")
+        return config.getoption("--of-processes") if is_thinned else None
 
     kept = _some(items, lambda item: item.nodeid.partition("[")[0], most_sets)
     kept = _some(kept, lambda item: item.path, most_of_file)

@@ -1,4 +1,5 @@
 import signal
+from pathlib import Path
 
 import jax
 import pytest
@@ -8,6 +9,7 @@ from support.processes import Processes
 
 from jdp.distributed import this_process
 
+ANALYSIS = Path(__file__).parent / "analysis"
 AUTO = jax.sharding.AxisType.Auto
 
 
@@ -30,6 +32,9 @@ def pytest_collection_modifyitems(items):
         if "built_cuda_library" in getattr(item, "fixturenames", ()):
             # One test process builds it: another would only wait.
             item.add_marker(pytest.mark.xdist_group("cuda"))
+        if item.path.is_relative_to(ANALYSIS):
+            # An analysis of a small program takes milliseconds.
+            item.add_marker(pytest.mark.all_sets)
 
 
 def pytest_runtest_setup(item):

@@ -480,7 +480,7 @@ def loaded(built_cuda_library):
     gpu_runtime._loaded.cache_clear()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_without_a_driver_the_library_loads_and_says_that_there_are_no_gpus(built_cuda_library):
     program = """
         import json, pathlib, sys, jax
@@ -516,12 +516,12 @@ def num_rings(lowered):
     return [text.count(f'custom_call_target="jdp_ring_{kind}"') for kind in kinds]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_step_with_native_compiles_for_8_h200s(h200s, loaded):
     assert num_rings(lowered(h200s)) == [1, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_what_is_tried_before_the_first_use_compiles_for_8_h200s(h200s, loaded):
     num_tried = len(self_test.TRIED)
     lowered = self_test.comparison(h200s, ("data",), 5).lower()

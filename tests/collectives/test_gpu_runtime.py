@@ -36,7 +36,7 @@ def output_of(*command, **env):
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_it_exports_its_c_functions_and_handlers_and_nothing_else(built_cuda_library):
     names = {
         line.split()[2]
@@ -69,7 +69,7 @@ def test_the_benchmark_of_its_kernels_compiles(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_it_needs_neither_the_driver_nor_a_cuda_runtime(built_cuda_library):
     needed = [
         line
@@ -79,7 +79,7 @@ def test_it_needs_neither_the_driver_nor_a_cuda_runtime(built_cuda_library):
     assert needed and not [line for line in needed if "cuda" in line]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_it_loads_without_a_driver_and_its_handlers_register(built_cuda_library):
     version = output_of(sys.executable, "-c", CHILD, built_cuda_library, CUDA_VISIBLE_DEVICES="")
     # Of the FFI headers: a runtime that is older would refuse it.

@@ -61,6 +61,7 @@ def test_calls_follow_each_other_past_the_largest_message_number(host_model):
     assert not differences(host_model, ring_cases.repeated_cases(30), ring_cases.difference)
 
 
+@pytest.mark.thorough
 def test_a_large_leaf_takes_many_messages(host_model):
     assert not differences(host_model, ring_cases.large_cases(), ring_cases.difference)
 
@@ -116,6 +117,7 @@ def test_work_of_a_communicator_is_ordered_and_a_failed_call_leaves_nothing_behi
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough
 def test_the_kernels_benchmark_detects_every_wrong_element(tmp_path):
     if CXX is None:
         pytest.skip("needs a C++ compiler: g++, clang++ or $CXX")

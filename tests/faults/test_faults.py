@@ -13,7 +13,11 @@ import harness
 import pytest
 from victim import COMMIT_EVERY, SAVE_EVERY
 
-pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.xdist_group("processes"),
+    pytest.mark.slow,
+    pytest.mark.all_sets,  # of one run
+]
 
 
 class Case(NamedTuple):

@@ -77,6 +77,7 @@ def test_shrinking_and_growing_give_the_same_parameters(trainings, oracle):
     assert max(training.lost_steps()) <= 2 * harness.victim.COMMIT_EVERY
 
 
+@pytest.mark.thorough
 def test_a_host_whose_wire_is_cut_is_left_out_until_it_can_be_reached(trainings, oracle):
     if reason := why_no_namespaces():
         pytest.skip(reason)

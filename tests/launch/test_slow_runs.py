@@ -110,7 +110,7 @@ def test_a_process_with_a_busy_neighbour_is_named(jdp_run):
     assert slow["part"] == "compute"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_1000_short_steps_without_a_slow_process_give_no_alarm(jdp_run):
     # They wait in both kinds of collectives. Process 0 commits after each step for all of them,
     # which may cost a millisecond.

@@ -110,7 +110,7 @@ def test_the_script_of_running_runs_by_its_commands(tmp_path):
     assert f"host {socket.gethostname()} joined: 2 of 2" in "".join(outputs)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.xdist_group("processes")
 def test_the_quickstart_goes_on_when_a_process_is_killed(tmp_path):
     page = ROOT / "docs" / "quickstart.md"
