@@ -303,6 +303,7 @@ def test_a_user_without_a_home_has_a_folder_of_programs(tmp_path, monkeypatch):
         raise KeyError(uid)
 
     monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     found = Path(spawn.environment({})["JAX_COMPILATION_CACHE_DIR"])
