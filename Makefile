@@ -39,9 +39,8 @@ demo: .venv/ready  ## train on handwritten digits, on 4 ranks of this machine's 
 	.venv/bin/python examples/digits.py
 
 # Two sets of the parameters of each test, two tests of each file that starts processes, the same
-# in every run, and not what is marked thorough. On a machine that is four times slower than others
-# the whole would take two hours.
-PART ?= -m "not thorough" --few --sets 2 --of-processes 2
+# in every run, and not what is marked thorough.
+PART ?= -m "not thorough" --sets 2 --of-processes 2
 test: .venv/ready  ## most tests on the newest JAX, then a part of them on the oldest, and schedules on the newest
 	if [ "$$(< .venv/pins)" = oldest ]; then
 		echo "No Python 3.12 to 3.14 was found: this tests the oldest JAX only."
@@ -55,13 +54,13 @@ test: .venv/ready  ## most tests on the newest JAX, then a part of them on the o
 	fi
 	$(MAKE) --no-print-directory test-notebook test-schedules
 
-test-all:  ## all tests with all sets of their parameters, all versions of the schedules, Ray, and what is released
+test-all:  ## on the newest JAX all tests with all sets of their parameters, all versions of the schedules, Ray, and what is released
 	$(MAKE) --no-print-directory test PART= PART_OF_OLDEST='-m "not slow" --sets 1'
 	$(MAKE) --no-print-directory test-ray schedules .venv-wheel/pins
 	if [ -e .venv-wheel/why ]; then cat .venv-wheel/why; else $(MAKE) --no-print-directory release-check; fi
 
 # C++ is tested by itself once: its tests do not call JAX.
-PART_OF_OLDEST ?= -m "not slow and not thorough" --few --sets 1 --of-processes 1
+PART_OF_OLDEST ?= -m "not slow and not thorough" --sets 1 --of-processes 1
 test-oldest: .venv-oldest/ready  ## on the oldest JAX all but the slow tests, each with one set of its parameters
 	$(call pytest,.venv-oldest) $(PART_OF_OLDEST) --ignore tests/csrc
 
@@ -79,7 +78,7 @@ test-notebook: .venv-notebook/ready  ## run examples/notebook.ipynb, and press s
 
 # Each environment has the plugin for GPUs and nothing else of its own, and needs no GPU.
 schedules = if [ -e $(1)/why ]; then cat $(1)/why; else \
-	JDP_TARGET_CONFIG=$(CURDIR)/.venv-gpu/h200.txtpb $(call pytest,$(1)) -q $(2) tests/schedules; fi
+	JDP_TARGET_CONFIG=$(CURDIR)/.venv-gpu/h200.txtpb $(call pytest,$(1)) -q tests/schedules; fi
 
 test-schedules: .venv-gpu/ready .venv-tpu/ready  ## compile steps for 8 x H200 and for 8 TPUs
 	$(call schedules,.venv-gpu)

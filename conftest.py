@@ -19,10 +19,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 def pytest_addoption(parser):
-    help = "of each test with parameters run N sets of them, but for tests marked all_sets"
+    help = "of each test run N sets of its parameters, unless it is marked few_sets or all_sets"
     parser.addoption("--sets", type=int, metavar="N", help=help)
-    help = "of each test marked few_sets(n) run n sets of its parameters"
-    parser.addoption("--few", action="store_true", help=help)
     help = "of a file's tests that start processes run N, but for tests marked all_sets"
     parser.addoption("--of-processes", type=int, metavar="N", help=help)
 
@@ -30,10 +28,12 @@ def pytest_addoption(parser):
 @pytest.hookimpl(trylast=True)  # when tests know whether they start processes
 def pytest_collection_modifyitems(config, items):
     def most_sets(item):
-        few = item.get_closest_marker("few_sets") if config.getoption("--few") else None
-        most = None if item.get_closest_marker("all_sets") else config.getoption("--sets")
-        found = [*(few.args if few else ()), *([] if most is None else [most])]
-        return min(found, default=None)
+        most = config.getoption("--sets")
+        if most is None:
+            return None
+        if few := item.get_closest_marker("few_sets"):
+            return few.args[0]
+        return None if item.get_closest_marker("all_sets") else most
 
     def most_of_file(item):
         marks = item.iter_markers("xdist_group")

@@ -94,7 +94,6 @@ def test_a_run_that_fails_goes_on_from_its_last_checkpoint(train, tmp_path):
     assert_equal(train(steps=6, resume=True), uninterrupted)
 
 
-@pytest.mark.few_sets(1)
 @pytest.mark.parametrize("before", [2, 3, 4])
 def test_a_run_goes_on_with_any_number_of_ranks(train, tmp_path, before):
     tx = jdp.replicated(optax.sgd(0.1, momentum=0.9))

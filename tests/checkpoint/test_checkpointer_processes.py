@@ -202,7 +202,6 @@ FAILURES = {
 }
 
 
-@pytest.mark.few_sets(2)
 @pytest.mark.parametrize("case", FAILURES)
 def test_what_fails_on_one_process_fails_on_all(tmp_path, case):
     path = tmp_path / "run"

@@ -75,7 +75,6 @@ def assert_exchanged(got, sent, cuts):
                 assert x[rank].shape == want.shape and x[rank].tobytes() == want.tobytes()
 
 
-@pytest.mark.few_sets(5)
 @each
 def test_every_rank_gets_its_slices_of_all_leaves(mesh, algorithm):
     sent = given(mesh.size, CUTS)

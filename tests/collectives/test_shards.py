@@ -99,7 +99,6 @@ def assert_wholes(got, given, cuts=CUTS):
                 np.testing.assert_array_equal(part[rank], want)
 
 
-@pytest.mark.few_sets(6)
 @each
 def test_every_rank_gets_its_slice_of_the_sum(mesh, algorithm):
     given = wholes(mesh.size)
@@ -114,7 +113,6 @@ def test_every_rank_gets_all_of_the_sum_of_a_leaf_without_a_dim(mesh, algorithm)
     assert_slices_of_sum(got, given, KEPT, scale=2)
 
 
-@pytest.mark.few_sets(6)
 @each
 def test_every_rank_gets_the_whole_of_all_slices(mesh, algorithm):
     given = slices(mesh.size)
@@ -249,7 +247,6 @@ def whole_alone(algorithm, x):
     return algorithm.reduce_scatter([[x]], [[None]], "data", scale=0.5)[0][0]
 
 
-@pytest.mark.few_sets(12)
 @needs_library
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("call", [scattered, gathered, with_whole, whole_alone])

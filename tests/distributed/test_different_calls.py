@@ -135,7 +135,6 @@ CASES = {
 }
 
 
-@pytest.mark.few_sets(2)
 @pytest.mark.processes
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize(

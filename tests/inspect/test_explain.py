@@ -54,7 +54,6 @@ def bytes_here(tree):
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
-@pytest.mark.few_sets(3)
 @pytest.mark.parametrize(
     ("name", "stage", "ranks"),
     [

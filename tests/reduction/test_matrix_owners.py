@@ -199,7 +199,6 @@ def _leaves():
     return {name: jnp.asarray(draw(size=shape), jnp.float32) for name, shape in shapes.items()}
 
 
-@pytest.mark.few_sets(2)
 def test_muon_equals_one_device_and_gathers_nothing(mesh):
     params, tx = _leaves(), _muon(stacked=True)
     state = tx.init(params)

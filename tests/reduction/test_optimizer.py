@@ -35,7 +35,6 @@ INSIDE = {
 }
 
 
-@pytest.mark.few_sets(4)
 @pytest.mark.parametrize("name", INSIDE)
 def test_wrapped_optimizers_equal_one_rank(name):
     step = jdp.train_step(plain_step)

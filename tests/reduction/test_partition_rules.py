@@ -133,7 +133,6 @@ def _cut(x, dim, rank, n):
     return lax.dynamic_slice_in_dim(x, rank * (x.shape[dim] // n), x.shape[dim] // n, dim)
 
 
-@pytest.mark.few_sets(3)
 @pytest.mark.parametrize("table", [LOCAL, ELSE], ids=["local", "else"])
 def test_slices_give_the_result_of_whole_arrays(mesh, table):
     cases = [*{(case[0], case[3]): case for case in _cases(table, mesh.size)}.values()]

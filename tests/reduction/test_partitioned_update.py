@@ -93,7 +93,6 @@ def _every(transformations):
 
 
 # Without XLA's optimizations, for the reason that stands at `ROUNDED`.
-@pytest.mark.few_sets(2)
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
     ("num_ranks", "dtype"), [(1, np.float32), (2, jnp.bfloat16), (3, np.float32), (8, np.float32)]

@@ -205,7 +205,6 @@ FORMS = [
 every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 
 
-@pytest.mark.few_sets(5)
 @every_form
 def test_every_form_trains_like_lax_scan_on_one_device(form, make_mesh):
     # Rows are independent of each other in all forms, so that the batch can be split.
@@ -529,7 +528,6 @@ def test_a_mean_of_the_gradient_is_taken_on_all_platforms(make_mesh, monkeypatch
         jdp.train_step(step.__wrapped__).lower(state_of(make_mesh(2), parameters()), rows())
 
 
-@pytest.mark.few_sets(5)
 @every_form
 def test_a_form_that_the_default_takes_on_one_platform_it_takes_on_all(
     form, make_mesh, monkeypatch
@@ -604,7 +602,6 @@ def test_what_is_wrong_on_more_ranks_is_refused_on_one(name, num_ranks, make_mes
     assert re.search(r"(test_scanned_layers|layer_forms)\.py:\d", str(caught.value))
 
 
-@pytest.mark.few_sets(4)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", RIGHT_IF_LATE)
 def test_what_is_right_on_more_ranks_is_taken_on_one(name, num_ranks, make_mesh):

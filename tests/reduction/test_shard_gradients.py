@@ -57,7 +57,6 @@ def test_trains_as_replicated_does_on_any_number_of_ranks(n):
     assert_equals_replicated(n, dense)
 
 
-@pytest.mark.few_sets(4)
 @pytest.mark.parametrize("loss_fn", losses.ALL, ids=lambda fn: fn.__name__)
 def test_trains_as_replicated_does(loss_fn):
     assert_equals_replicated(3, loss_fn)
@@ -123,7 +122,6 @@ def test_a_mean_is_not_weighed_or_summed_once_more(options):
         step(state, batch(0))
 
 
-@pytest.mark.few_sets(2)
 @pytest.mark.parametrize(
     "given",
     [

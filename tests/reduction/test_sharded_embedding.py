@@ -96,7 +96,6 @@ def on_one_device(shape, masked=False, num_steps=3, loss_fn=loss_fn):
     return fetched({"params": params, "loss": reported})
 
 
-@pytest.mark.few_sets(3)
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 @pytest.mark.parametrize("shape", [BY_ROWS, BY_COLUMNS], ids=["rows", "columns"])
 def test_training_equals_one_device(n, shape):
@@ -308,7 +307,6 @@ needs_library = pytest.mark.skipif(
 )
 
 
-@pytest.mark.few_sets(3)
 @needs_library
 @pytest.mark.parametrize("rounds", ROUNDS)
 @pytest.mark.parametrize("n", [2, 4, 8])

@@ -193,7 +193,6 @@ FORMS = [
 ]
 
 
-@pytest.mark.few_sets(5)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_every_form_trains_like_lax_scan_on_one_device(form, make_mesh):
     want = plainly(form, parameters(), rows())

@@ -49,7 +49,6 @@ def test_a_page_has_its_parts_in_order(code):
 
 
 # The examples are the same on the oldest JAX, where nothing slow is tested.
-@pytest.mark.few_sets(12)
 @pytest.mark.slow
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("code", error_codes.codes())

@@ -120,7 +120,6 @@ def test_a_debugger_is_left_alone():
 
 
 # The odd one is the last process. Its own words and, of those that wait for it, the first one's.
-@pytest.mark.few_sets(2)
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize(
     ("kind", "odd", "stack"),
@@ -198,7 +197,6 @@ def launcher():
     launcher.close()
 
 
-@pytest.mark.few_sets(2)
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize(
     ("kind", "odd", "stack"),
