@@ -113,6 +113,10 @@ class Evaluation:
             send_ready(i)
         return [sent[i] if i in sent else self._values[out] for i, out in enumerate(outs)]
 
+    def result(self, i: int) -> Any:
+        """Return an output of the program, None while it is not computed; for `send` of `run`."""
+        return self._values.get(self._program.outs[i])
+
     def _gather(self, members: Sequence[FlatValue]) -> None:
         """Gather a group once the group before the last one has been used."""
         parts = [self._shards[value] for value in members]

@@ -6,25 +6,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdp import axis, collectives
+from jdp import axis
 from jdp.analysis.marks import SYNCED, mark
-from jdp.collectives import shards
 from jdp.reduction import (
     gradient_checks,
     gradients,
     known_shards,
     scattered_gradients,
-    step_context,
     whole_gradients,
 )
 from jdp.reduction.partition import Piece
 from jdp.reduction.sharding import Sharded
-
-# Algorithms of an all-reduce that sum as a native reduce-scatter does, where there is one.
-_AS_SCATTERED = (collectives.auto, collectives.native)
-# Of leaves that stay whole, together. A process reads all of them from each other process; in an
-# all-reduce of so many it would read its share.
-_MAX_WHOLE_BYTES = 2**16
 
 
 class GradientPieces:
@@ -65,6 +57,8 @@ class GradientPieces:
             is_part = found is not None and (found.dim, found.axes) == (dim, self._axes)
             if found is not None and found.is_mean and is_part:
                 pieces[i] = Piece(found.value, dim)
+            elif dim is None and not self._synced and known_shards.is_whole_mean(leaf):
+                pieces[i] = Piece(leaf, None)
             elif self._synced and dim is None:
                 pieces[i] = Piece(jnp.asarray(leaves[i]), None)
             elif self._synced and dim is not None:
@@ -81,17 +75,9 @@ class GradientPieces:
 
     def _going_along(self, chosen: Sequence[int]) -> list[int]:
         """Return the gradients that stay whole, if the calls of the others can take them."""
-        tx, step = self._tx, step_context.current(self._tx.axis_name)
-        if step is None or tx.sharding.all_reduce not in _AS_SCATTERED:
-            return []
-        # Parts are summed over further axes by themselves, which rounds twice in 16 bits.
-        if self._axes != axis.in_mesh_order(tx.axis_name):
-            return []
         whole = [i for i in chosen if self._dims[i] is None]
         arrays = [gradients.require_float(self._paths[i], self._leaves[i]) for i in whole]
-        num_bytes = sum(x.size * (tx.reduce_dtype or x.dtype).itemsize for x in arrays)
-        fits = num_bytes <= _MAX_WHOLE_BYTES and shards.is_native(self._axes, step.mesh)
-        return whole if fits else []
+        return whole if scattered_gradients.takes_along(arrays, self._tx) else []
 
     def _scattered(self, chosen: Sequence[int]) -> dict[int, Piece]:
         """Return this rank's parts of the means of gradients, by their position."""

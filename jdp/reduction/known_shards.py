@@ -132,9 +132,10 @@ def forgotten_after() -> Iterator[None]:
 
 
 def claim(params: Any, flags: Sequence[bool], owner: Any) -> None:
-    """Record the optimizer of parameters whose gradients are split over the ranks.
+    """Record the optimizer of parameters if it splits their gradients over the ranks.
 
-    Those that do not live as shards have a slice of the whole array as their shard.
+    Those that do not live as shards have a slice of the whole array as their shard, but for those
+    of which no dim is split.
 
     Args:
       params: tree of whole arrays.
@@ -155,6 +156,29 @@ def claim(params: Any, flags: Sequence[bool], owner: Any) -> None:
         if part is not None:
             owned = {"owner": owner, "trains": flag, "is_kept": owner.sharding.keeps_params}
             scope.shards[id(leaf)] = leaf, part._replace(**owned)
+        elif is_here and dim is None and flag:
+            scope.whole_owners[id(leaf)] = leaf, owner
+
+
+def owner_of_whole(leaf: Any) -> Any:
+    """Return the optimizer of a parameter that stays whole, None if none was recorded."""
+    scope = step_context.innermost()
+    found = None if scope is None else scope.whole_owners.get(id(leaf))
+    return None if found is None else found[1]
+
+
+def remember_mean(gradient: jax.Array) -> jax.Array:
+    """Return a gradient that stays whole, and remember that it is the mean over all ranks."""
+    scope = step_context.innermost()
+    if scope is not None:
+        scope.whole_means[id(gradient)] = gradient  # kept, so that its id stays its own
+    return gradient
+
+
+def is_whole_mean(gradient: Any) -> bool:
+    """Whether a gradient was remembered as the mean over all ranks."""
+    scope = step_context.innermost()
+    return scope is not None and id(gradient) in scope.whole_means
 
 
 def known(whole: Any) -> Shard | None:

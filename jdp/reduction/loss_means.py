@@ -19,14 +19,18 @@ from jdp.reduction.scope import Scope
 
 
 def offer(step: Scope | None, value: Any) -> None:
-    """Record what a loss returned, for the next reduction of the step.
+    """Record what a loss returned, once, for the next reduction of the step.
 
     Args:
       step: the step that is traced, if there is one.
       value: tree of the loss and its aux, on this rank.
     """
-    if step is not None and _is_here(step):
-        step.losses.extend(leaf for leaf in jax.tree.leaves(value) if _is_loss(leaf))
+    if step is None or not _is_here(step):
+        return
+    for leaf in jax.tree.leaves(value):
+        is_new = id(leaf) not in step.loss_means and all(leaf is not x for x in step.losses)
+        if is_new and _is_loss(leaf):
+            step.losses.append(leaf)
 
 
 def taken(

@@ -66,9 +66,9 @@ def value_and_grad(
     more memory.
 
     With `jdp.sharded(stage=2)` and `stage=3` it scatters a gradient as soon as it is complete, and
-    adds up parts over micro-batches: the gradient of a split leaf is the mean over ranks already,
-    of which `apply_gradients` needs this rank's part alone. At stage 3 it gathers each parameter
-    where the loss uses it, and again on the way back, so that a step never holds all of them.
+    adds up parts over micro-batches: all gradients are means over the ranks already, of which
+    `apply_gradients` needs this rank's part alone. At stage 3 it gathers each parameter where the
+    loss uses it, and again on the way back, so that a step never holds all of them.
 
     Also the helper for a `shard_map` of your own with check_vma=True: it keeps loss and gradient
     local, where plain `jax.value_and_grad` lets JAX sum the gradient. `mean_over_ranks` and
@@ -124,12 +124,10 @@ def value_and_grad(
             k = num_micro_batches(args[0], accumulate, micro_batch_rows) if args else 1
             derivative = loss.derivative(params, k)
             if k > 1:
-                value, grads = loss.accumulate(derivative, args[0], args[1:], k)
-            else:
-                value, local = derivative.differentiate(loss_fn, has_aux, args)
-                grads = derivative.whole(local)
-        loss_means.offer(step_context.current(axis_name), value)
-        return value, grads
+                return loss.accumulate(derivative, args[0], args[1:], k)
+            value, local = derivative.differentiate(loss_fn, has_aux, args)
+            loss_means.offer(step_context.current(axis_name), value)
+            return value, derivative.whole(local)
 
     return named
 
@@ -144,7 +142,8 @@ class _MicroBatchedLoss(NamedTuple):
 
     def derivative(self, params: Any, k: int) -> WholeGradients | ShardGradients:
         """Return the derivative with respect to parameters, for k micro-batches."""
-        of = shard_gradients.of(params, self.axis_name, is_sent=k == 1 or not self._weights()[1])
+        is_sent = k == 1 or not self._weights()[1]
+        of = shard_gradients.of(params, self.axis_name, is_sent=is_sent, is_at_once=k == 1)
         # Here, not in the jitted part: only here it shows whether the values are typed.
         return of or WholeGradients(
             params, local_value_and_grad(self.loss_fn, self.has_aux, self.axis_name)
@@ -182,8 +181,9 @@ class _MicroBatchedLoss(NamedTuple):
         )
         if token is not None:
             call_order.passed(token)
-        whole = derivative.whole(LeafGradients(grads, *reduced))
-        return pytrees.put_nodes(means, rows), whole
+        value = pytrees.put_nodes(means, rows)
+        loss_means.offer(step_context.current(self.axis_name), value)
+        return value, derivative.whole(LeafGradients(grads, *reduced))
 
     def _part(
         self,

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jdp import axis
+from jdp import axis, collectives
 from jdp.analysis.marks import LOCAL, MEAN, SHARD, SUMMED, mark
 from jdp.collectives import buckets, shards
 from jdp.reduction import (
@@ -17,6 +17,30 @@ from jdp.reduction import (
     weighted_sum,
 )
 from jdp.reduction.sharding import Sharded
+
+# Algorithms of an all-reduce that sum as a native reduce-scatter does, where there is one.
+_AS_SCATTERED = (collectives.auto, collectives.native)
+# Of leaves that stay whole, together. A process reads all of them from each other process; in an
+# all-reduce of so many it would read its share.
+_MAX_WHOLE_BYTES = 2**16
+
+
+def takes_along(leaves: Sequence[Any], tx: Sharded) -> bool:
+    """Whether gradients that stay whole are reduced in the calls that scatter others.
+
+    Args:
+      leaves: all of these gradients, or arrays of their shapes and dtypes.
+      tx: the optimizer.
+    """
+    step = step_context.current(tx.axis_name)
+    if step is None or tx.sharding.all_reduce not in _AS_SCATTERED:
+        return False
+    every = axis.in_mesh_order(tx.axis_name)
+    # Parts are summed over further axes by themselves, which rounds twice in 16 bits.
+    if axis.in_mesh_order(tx.sharding.axes or every) != every:
+        return False
+    num_bytes = sum(x.size * (tx.reduce_dtype or x.dtype).itemsize for x in leaves)
+    return num_bytes <= _MAX_WHOLE_BYTES and shards.is_native(every, step.mesh)
 
 
 def scattered(

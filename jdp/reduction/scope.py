@@ -70,6 +70,9 @@ class Scope:
       losses: losses that were computed in this trace, and not sent yet.
       loss_means: id of a loss -> itself and its mean over the ranks, see `loss_means`.
       shards: id of a whole array -> itself and this rank's shard of it, see `known_shards`.
+      whole_owners: id of a parameter that stays whole -> itself and its optimizer, if that splits
+        the gradients of others.
+      whole_means: id of a gradient that stays whole and is the mean over ranks -> itself.
       groups: bytes of parameters that are gathered together, see `gathered_in_time`.
       loss_dtypes: id of a parameter -> itself, the dtype in which a loss sees it, and its
         optimizer, see `mixed_precision`.
@@ -98,6 +101,8 @@ class Scope:
     losses: list[Any] = field(default_factory=list)
     loss_means: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     shards: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    whole_owners: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    whole_means: dict[int, Any] = field(default_factory=dict)
     groups: set[int] = field(default_factory=set)
     loss_dtypes: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)
     reduce_dtype: Any = None

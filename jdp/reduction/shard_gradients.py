@@ -16,6 +16,7 @@ from jdp.reduction import (
     flat_program,
     gradients,
     known_shards,
+    loss_means,
     mixed_precision,
     scattered_gradients,
     step_context,
@@ -23,6 +24,7 @@ from jdp.reduction import (
 from jdp.reduction.flat_program import FlatProgram
 from jdp.reduction.gathered_in_time import Evaluation, first_floats
 from jdp.reduction.known_shards import Shard
+from jdp.reduction.whole_means import WholeMeans
 
 
 class LeafGradients(NamedTuple):
@@ -31,14 +33,16 @@ class LeafGradients(NamedTuple):
     Attributes:
       local: this rank's own gradients; for `ShardGradients` a list of leaves, None for those in
         `means`.
-      means: position of a leaf -> this rank's shard of the mean over all ranks.
+      means: position of a leaf -> this rank's shard of the mean over all ranks, or all of it.
     """
 
     local: Any
     means: Mapping[int, jax.Array] = MappingProxyType({})
 
 
-def of(params: Any, axis_name: AxisName, *, is_sent: bool) -> "ShardGradients | None":
+def of(
+    params: Any, axis_name: AxisName, *, is_sent: bool, is_at_once: bool
+) -> "ShardGradients | None":
     """Return the object that differentiates in some parameters; None where JAX does.
 
     It does where no gradient is split, and no parameter gathered where it is used.
@@ -47,6 +51,7 @@ def of(params: Any, axis_name: AxisName, *, is_sent: bool) -> "ShardGradients | 
       params: tree of parameters.
       axis_name: the data axis of the caller.
       is_sent: whether gradients may be averaged over the ranks where they are computed.
+      is_at_once: whether they are those of all rows of this rank.
     """
     step = step_context.current(axis_name)
     if step is None:
@@ -57,8 +62,10 @@ def of(params: Any, axis_name: AxisName, *, is_sent: bool) -> "ShardGradients | 
         if shard is not None and shard.owner is not None:
             shards[i] = shard
     # Under a vmap of the author's, gradients are those of single rows, which are not averaged.
-    is_here = step.trace == jax.extend.core.get_opaque_trace_state()
-    found = ShardGradients(params, shards, is_sent=is_sent and is_here) if shards else None
+    is_sent = is_sent and step.trace == jax.extend.core.get_opaque_trace_state()
+    sent = [i for i, it in shards.items() if is_sent and it.trains and it.owner.sharding.mean]
+    wholes = WholeMeans(params if sent else (), is_at_once=is_at_once)  # means if others are
+    found = ShardGradients(params, shards, sent, wholes) if shards else None
     return found if found is not None and found.does_anything else None
 
 
@@ -68,7 +75,8 @@ class ShardGradients:
     Args:
       params: tree of parameters.
       shards: position of a leaf that has an owner -> its shard.
-      is_sent: see `of`.
+      sent: positions of those whose gradients are averaged where they are computed.
+      wholes: the gradients of leaves that stay whole.
 
     Attributes:
       sends: whether it sends anything over the ranks while it differentiates.
@@ -76,7 +84,10 @@ class ShardGradients:
 
     sends = True
 
-    def __init__(self, params: Any, shards: dict[int, Shard], *, is_sent: bool):
+    def __init__(
+        self, params: Any, shards: dict[int, Shard], sent: Sequence[int], wholes: WholeMeans
+    ):
+        self._sent, self._wholes = sent, wholes
         named, self._tree = jax.tree_util.tree_flatten_with_path(params)
         self._paths = [jax.tree_util.keystr(path) for path, _ in named]
         leaves = [leaf for _, leaf in named]
@@ -88,11 +99,6 @@ class ShardGradients:
             for i, shard in shards.items()
         }
         self._in_time = {i: shard for i, shard in self._shards.items() if not shard.is_kept}
-        self._sent = [
-            i
-            for i, shard in shards.items()
-            if is_sent and shard.trains and shard.owner.sharding.mean
-        ]
         self._bucket_bytes = min(s.owner.sharding.bucket_bytes for s in shards.values())
         self._keep_gathered()
 
@@ -122,7 +128,6 @@ class ShardGradients:
           has_aux: whether it returns `aux`.
           args: rows of this rank, and further arguments; none for a loss that closes over them.
         """
-        num_leaves = len(self._leaves)
         own_shards = [self._shards[i].value for i in self._sent]
         with known_shards.forgotten_after():
             program, first, restored = self._traced(loss_fn, has_aux, args)
@@ -133,17 +138,16 @@ class ShardGradients:
                 program,
                 [*self._leaves, *own_shards],
                 shards=self._in_time,
-                whole=[i for i in range(num_leaves) if i not in self._shards],
+                whole=[i for i in range(len(self._leaves)) if i not in self._shards],
                 capacity=self._bucket_bytes,
                 after=first_floats(args[:1]),
                 is_native=known_shards.are_native(self._shards.values()),
             )
-            outs = evaluation.run(
-                [first + i for i in self._sent if has_gradient[i]],
-                lambda chosen, grads: self._scattered([i - first for i in chosen], grads),
-            )
-        means = {}
-        for place, i in enumerate(self._sent, num_leaves):
+            sent = sorted([*self._sent, *self._wholes.along])
+            to_send = [first + i for i in sent if has_gradient[i]]
+            outs = evaluation.run(to_send, self._sender(evaluation, to_send, first))
+        means = {i: outs[first + i] for i in self._wholes.along if has_gradient[i]}
+        for place, i in enumerate(self._sent, len(self._leaves)):
             parts = [outs[first + input_] for input_ in (i, place) if has_gradient[input_]]
             means[i] = sum(parts[1:], parts[0]) if parts else self._nothing(i)
         local = [
@@ -151,6 +155,19 @@ class ShardGradients:
             for i, dtype in enumerate(self._dtypes)
         ]
         return restored(outs[:first]), LeafGradients(local, means)
+
+    def _sender(self, evaluation: Evaluation, to_send: Sequence[int], first: int) -> Any:
+        """Return the function that sends gradients when they are ready, the last with the loss."""
+        left = {*to_send}
+
+        def send(chosen: list[int], grads: list[Any]) -> list[Any]:
+            left.difference_update(chosen)
+            if not left and self._wholes.is_at_once:
+                value = [evaluation.result(i) for i in range(first)]
+                loss_means.offer(step_context.innermost(), value)
+            return self._scattered([i - first for i in chosen], grads)
+
+        return send
 
     def _traced(
         self, loss_fn: Callable[..., Any], has_aux: bool, args: tuple
@@ -202,9 +219,10 @@ class ShardGradients:
     def _scattered(self, chosen: Sequence[int], grads: Sequence[Any]) -> list[jax.Array]:
         """Return this rank's shards of the means of some gradients."""
         found: dict[int, jax.Array] = {}
-        owners = {id(self._shards[i].owner): self._shards[i].owner for i in chosen}
-        for owner in owners.values():
-            places = [k for k, i in enumerate(chosen) if self._shards[i].owner is owner]
+        wholes = self._wholes.owners
+        of = {i: wholes[i] if i in wholes else self._shards[i].owner for i in chosen}
+        for owner in {id(owner): owner for owner in of.values()}.values():
+            places = [k for k, i in enumerate(chosen) if of[i] is owner]
             paths = [self._paths[chosen[k]] for k in places]
             leaves = [
                 mixed_precision.cast(
@@ -212,7 +230,7 @@ class ShardGradients:
                 )
                 for path, k in zip(paths, places, strict=True)
             ]
-            dims = [self._shards[chosen[k]].dim for k in places]
+            dims = [None if chosen[k] in wholes else self._shards[chosen[k]].dim for k in places]
             parts = scattered_gradients.scattered(paths, leaves, dims, owner)
             found |= dict(zip(places, parts, strict=True))
         return [found[k] for k in range(len(chosen))]
@@ -220,11 +238,13 @@ class ShardGradients:
     def whole(self, grads: LeafGradients) -> Any:
         """Return the tree of gradients: means are whole arrays that know their shard."""
         parts = []
-        for i, value in grads.means.items():
+        split = [i for i in grads.means if i in self._shards]
+        for i in split:
+            value = grads.means[i]
             axes = axis.in_mesh_order(self._shards[i].owner.axis_name)
             value = scattered_gradients.proved(value, axes, mean=True)
             options: dict[str, Any] = {"is_mean": True, "owner": None, "gather_dtype": None}
             parts.append(self._shards[i]._replace(value=value, **options))
         wholes = known_shards.gathered(parts, self._bucket_bytes)
-        found = dict(zip(grads.means, wholes, strict=True))
+        found = dict(zip(split, wholes, strict=True)) | self._wholes.means(grads.local, grads.means)
         return self._tree.unflatten([found.get(i, leaf) for i, leaf in enumerate(grads.local)])

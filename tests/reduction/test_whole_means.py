@@ -1,0 +1,201 @@
+"""At stages 2 and 3 the author sees means, also of the gradients that stay whole."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from support.training import ranks
+
+import jdp
+from jdp import collectives
+
+RATE = 2.0**-10
+# Row i has the gradient i in every element of every leaf, so that all means are exact.
+ROWS = {"x": np.arange(48, dtype=np.float32) * 48, "weight": np.arange(48) % 3 > 0}
+SIZES = {"w": (24, 8), "b": (7,), "c": (), "v": (8, 48), "d": (7,)}
+LONG = SIZES | {"long": (16_385, 1)}  # 4 bytes more than may go along
+
+
+def loss_fn(params, batch):
+    kept = jnp.where(batch["weight"] > 0, batch["x"], 0).sum() / batch["weight"].sum()
+    return kept * sum(leaf.astype(jnp.float32).sum() for leaf in jax.tree.leaves(params))
+
+
+def state_of(sizes=SIZES, *, dtype=jnp.float32, **options):
+    params = {name: jnp.zeros(shape, dtype) for name, shape in sizes.items()}
+    options = {"min_size": 8, **options}
+    return jdp.TrainState.create(params, jdp.sharded(optax.sgd(RATE), **options))
+
+
+def largest_difference(grads, want):
+    """Of any element of any gradient, as this rank sees it."""
+    return jnp.stack([jnp.abs(x - want).max() for x in jax.tree.leaves(grads)]).max()
+
+
+def stepping(want, *, weight=None, **options):
+    """A step that returns how far its gradients are from `want` on the rank where they are most."""
+
+    @jdp.train_step(weight=weight)
+    def step(state, batch):
+        loss, grads = jdp.value_and_grad(loss_fn, **options)(state.params, batch)
+        of_ranks = jax.lax.pmax(largest_difference(grads, want), "data")
+        return state.apply_gradients(grads), {"loss": loss, "difference": of_ranks}
+
+    return step
+
+
+def assert_trained(params, want, num_steps=1):
+    """Every rank has the parameters of one device."""
+    for leaf in jax.tree.leaves(params):
+        for shard in leaf.addressable_shards:
+            got = np.asarray(shard.data, np.float32)
+            np.testing.assert_array_equal(got, np.full(got.shape, -want * RATE * num_steps))
+
+
+def rows(weighed=False):
+    weight = ROWS["weight"] if weighed else np.ones(48)
+    return {"x": ROWS["x"], "weight": weight.astype(np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("n", "stage", "sizes", "options"),
+    [
+        (1, 2, SIZES, {}),
+        (2, 2, SIZES, {}),
+        (2, 2, SIZES, {"all_reduce": collectives.xla}),
+        (8, 2, SIZES, {"reduce_dtype": jnp.float32}),
+        (3, 2, LONG, {}),
+        (2, 3, LONG, {"all_reduce": collectives.ring}),
+        (3, 3, SIZES, {}),
+        (8, 3, SIZES, {"keep_gathered": True}),
+    ],
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_every_gradient_is_the_mean_on_every_rank(n, stage, sizes, options, accumulate):
+    ranks(n)
+    want, state = ROWS["x"].mean(), state_of(sizes, stage=stage, **options)
+    step = stepping(want, accumulate=accumulate)
+    for i in range(2):
+        state, metrics = step(state, rows())
+        # On one rank a gradient is that of all rows however it is reduced.
+        assert float(metrics["difference"]) == 0
+        assert_trained(state.params, want, num_steps=i + 1)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_ranks_count_by_their_weights(stage, accumulate):
+    ranks(3)
+    batch = rows(weighed=True)
+    want = ROWS["x"][ROWS["weight"]].mean()
+    step = stepping(want, weight=lambda batch: batch["weight"].sum(), accumulate=accumulate)
+    state, metrics = step(state_of(stage=stage), batch)
+    assert float(metrics["difference"]) <= 1e-4 * want
+    for leaf in jax.tree.leaves(state.params):
+        np.testing.assert_allclose(leaf, np.full(leaf.shape, -want * RATE), rtol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_over_a_part_of_the_axes_they_are_means_over_all_ranks(stage):
+    mesh = jax.make_mesh(
+        (2, 2), ("outer", "inner"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    axes = ("outer", "inner")
+    jdp.init(mesh, axis_name=axes)
+    want = ROWS["x"].mean()
+
+    @jdp.train_step(axis_name=axes)
+    def step(state, batch):
+        loss, grads = jdp.value_and_grad(loss_fn, axis_name=axes)(state.params, batch)
+        difference = jax.lax.pmax(largest_difference(grads, want), axes)
+        return state.apply_gradients(grads), {"loss": loss, "difference": difference}
+
+    state = state_of(stage=stage, over="inner", axis_name=axes)
+    state, metrics = step(state, rows())
+    assert float(metrics["difference"]) == 0
+    assert_trained(state.params, want)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_norm_by_hand_is_that_of_one_device_and_no_warning(stage):
+    ranks(3)
+
+    @jdp.train_step
+    def step(state, batch):
+        loss, grads = jdp.value_and_grad(loss_fn)(state.params, batch)
+        norm = optax.tree.norm(grads)
+        grads = jax.tree.map(lambda x: x * jnp.minimum(1, 8 / norm), grads)
+        return state.apply_gradients(grads), {"loss": loss, "norm": norm}
+
+    state, metrics = step(state_of(stage=stage), rows())
+    want = ROWS["x"].mean() * np.sqrt(sum(np.prod(shape) for shape in SIZES.values()))
+    np.testing.assert_allclose(metrics["norm"], want, rtol=1e-6)
+    for leaf in jax.tree.leaves(state.params):
+        clipped = -RATE * 8 / want * ROWS["x"].mean()
+        np.testing.assert_allclose(leaf, np.full(leaf.shape, clipped), rtol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("sizes", "num_more"), [(SIZES, 0), (LONG, 1)])
+def test_gradients_and_loss_take_one_call_if_they_are_small(stage, sizes, num_more):
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        loss, grads = jdp.value_and_grad(loss_fn)(state.params, batch)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    text = step.lower(state_of(sizes, stage=stage), rows()).as_text()
+    calls = re.findall(r"stablehlo.custom_call @jdp_(all_reduce|reduce_scatter)\(", text)
+    assert sorted(calls) == ["all_reduce"] * num_more + ["reduce_scatter"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("synced", [{"synced": True}, {}], ids=str)
+def test_gradients_may_be_handed_on_as_means(stage, synced):
+    ranks(3)
+
+    @jdp.train_step
+    def step(state, batch):
+        loss, grads = jdp.value_and_grad(loss_fn)(state.params, batch)
+        grads = jax.tree.map(lambda x: x * 2, grads)
+        return state.apply_gradients(grads, **synced), {"loss": loss}
+
+    state, _ = step(state_of(stage=stage), rows())
+    assert_trained(state.params, 2 * ROWS["x"].mean())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_mean_is_not_summed_once_more(stage):
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        _, grads = jdp.value_and_grad(loss_fn)(state.params, batch)
+        whole = {"b": grads["b"]}
+        return state.replace(params={**state.params, **jdp.sync_gradients(whole, mean=False)}), {}
+
+    with pytest.raises(ValueError, match=r"grads\['b'\].* mean over the ranks already"):
+        step(state_of(stage=stage), rows())
+
+
+def test_gradients_of_single_rows_stay_those_of_the_rank():
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        def of_row(x):
+            def loss_fn(params, x):
+                return x * sum(leaf.sum() for leaf in jax.tree.leaves(params))
+
+            return jdp.value_and_grad(loss_fn)(state.params, x)[1]
+
+        grads = jax.tree.map(lambda x: x.mean(0), jax.vmap(of_row)(batch["x"]))
+        return state.apply_gradients(grads), {}
+
+    state, _ = step(state_of(stage=2), rows())
+    assert_trained(state.params, ROWS["x"].mean())
