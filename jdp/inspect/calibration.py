@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from jdp.inspect import results
+from jdp.inspect.compute_rates import ComputeRates, Slowness
 from jdp.inspect.law_fit import fitted
 
-FORMAT = 5
+FORMAT = 6
 # Bytes that an operation reads and writes at the rate of a cache.
 CACHED_BYTES = 2**23
 
@@ -86,26 +87,6 @@ class CollectiveLaw:
 
 
 @dataclasses.dataclass(frozen=True)
-class Slowness:
-    """How many times as long operations take in training steps as by themselves.
-
-    Attributes:
-      matmul: of matmuls, beside large ones.
-      elementwise: of others that read arrays in order, beside a loop over one array.
-      strided: of operations that compute while they read or write an array across its rows, beside
-        the same.
-      start: of the start of an operation, beside that of a tiny one that follows another.
-      largest_error: the largest |predicted / measured - 1| of the steps that these are fitted to.
-    """
-
-    matmul: float
-    elementwise: float
-    strided: float
-    start: float
-    largest_error: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Calibration:
     """The measured rates of one machine.
 
@@ -117,21 +98,7 @@ class Calibration:
       num_cores: number of CPU cores that the process may use.
       date: when it was measured, ISO 8601 in UTC.
       versions: package -> version: jdp, jax, jaxlib, python.
-      matmul_flops_per_s: dtype -> floating-point operations per second of large matmuls on one
-        device, while all other devices idle.
-      memory_bytes_per_s: bytes read and written per second by one device that scales a large
-        array, while all other devices idle.
-      cached_bytes_per_s: the same for an array of which CACHED_BYTES are read and written.
-      transcendentals_per_s: hyperbolic tangents per second by one device.
-      operation_start_s: seconds of an operation that does next to nothing, by one device.
-      slowness: of training steps on one device.
-      num_compute_ranks: number of devices that computed at once for the fields `shared_*`.
-      shared_matmul_flops_per_s: dtype -> the same for each device, while all compute.
-      shared_memory_bytes_per_s: the same for each device, while all compute.
-      shared_cached_bytes_per_s: the same.
-      shared_transcendentals_per_s: the same.
-      shared_operation_start_s: the same.
-      shared_slowness: the same.
+      computation: rates of computation of one device by itself, and of more at once, ascending.
       rates: laws of the collectives.
     """
 
@@ -142,19 +109,7 @@ class Calibration:
     num_cores: int
     date: str
     versions: Mapping[str, str]
-    matmul_flops_per_s: Mapping[str, float]
-    memory_bytes_per_s: float
-    cached_bytes_per_s: float
-    transcendentals_per_s: float
-    operation_start_s: float
-    slowness: Slowness
-    num_compute_ranks: int
-    shared_matmul_flops_per_s: Mapping[str, float]
-    shared_memory_bytes_per_s: float
-    shared_cached_bytes_per_s: float
-    shared_transcendentals_per_s: float
-    shared_operation_start_s: float
-    shared_slowness: Slowness
+    computation: tuple[ComputeRates, ...]
     rates: tuple[CollectiveLaw, ...]
 
     def rate(
@@ -217,12 +172,12 @@ def load(platform: str, path: Path | None = None) -> Calibration | None:
         if found.pop("format") != FORMAT:
             raise ValueError("it has another one")
         found["rates"] = tuple(map(_read_rate, found["rates"]))
-        for name in ("slowness", "shared_slowness"):
-            found[name] = Slowness(**found[name])
-        result = Calibration(**found)
-        for part in (result, result.slowness, result.shared_slowness, *result.rates):
-            _require_numbers(part)
-        return result
+        found["computation"] = tuple(map(_read_computation, found["computation"]))
+        if not found["computation"]:
+            raise ValueError("it has no rates of computation")
+        for law in found["rates"]:
+            _require_numbers(law)
+        return Calibration(**found)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"the calibration {path} is not one of this jdp, whose format is {FORMAT}: "
@@ -237,7 +192,15 @@ def _read_rate(found: dict[str, Any]) -> CollectiveLaw:
     return dataclasses.replace(law, bytes_per_s=read_bytes_per_s(law.bytes_per_s))
 
 
-def _require_numbers(part: Calibration | Slowness | CollectiveLaw) -> None:
+def _read_computation(found: dict[str, Any]) -> ComputeRates:
+    slowness = Slowness(**found.pop("slowness"))
+    rates = ComputeRates(**found, slowness=slowness)
+    for part in (rates, slowness):
+        _require_numbers(part)
+    return rates
+
+
+def _require_numbers(part: ComputeRates | Slowness | CollectiveLaw) -> None:
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         if field.type is float and not isinstance(value, int | float):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jdp.inspect import calibration
+from jdp.inspect import calibration, compute_rates
 from jdp.inspect.calibration import Calibration, CollectiveLaw
 from jdp.inspect.rate import Rate, time_interval
 from jdp.inspect.rates import UNITS
@@ -47,34 +47,21 @@ def measured(target: TargetDevices) -> MeasuredRates:
 
 
 def _of_devices(found: Calibration, num_ranks: int) -> dict[str, Rate]:
-    flops, memory = dict(found.matmul_flops_per_s), found.memory_bytes_per_s
-    cached, transcendentals = found.cached_bytes_per_s, found.transcendentals_per_s
-    start_s, slowness = found.operation_start_s, found.slowness
-    if num_ranks > 1:
-        # On CPUs ranks share the cores and the memory of the host. None is faster than by itself.
-        share = found.num_compute_ranks / num_ranks if found.platform == "cpu" else 1.0
-        flops = {
-            name: min(share * x, flops.get(name, share * x))
-            for name, x in found.shared_matmul_flops_per_s.items()
-        }
-        memory = min(memory, share * found.shared_memory_bytes_per_s)
-        cached = min(cached, share * found.shared_cached_bytes_per_s)
-        transcendentals = min(transcendentals, share * found.shared_transcendentals_per_s)
-        start_s = max(start_s, found.shared_operation_start_s / share)
-        slowness = found.shared_slowness
+    own = compute_rates.of_ranks(found.computation, num_ranks, share_cores=found.platform == "cpu")
+    flops, slowness = own.matmul_flops_per_s, own.slowness
     by = f"(jdp bench --calibrate, {found.date[:10]})"
-    alone = {
+    speeds = {
         "matmul_flops": flops.get("bfloat16"),
         "matmul_flops_f32": flops.get("float32"),
-        "memory_bytes_per_s": memory,
-        "cached_bytes_per_s": cached,
-        "transcendentals_per_s": transcendentals,
+        "memory_bytes_per_s": own.memory_bytes_per_s,
+        "cached_bytes_per_s": own.cached_bytes_per_s,
+        "transcendentals_per_s": own.transcendentals_per_s,
     }
     source = f"measured here {by}"
-    rates = {name: Rate(x, x, x, UNITS[name], source) for name, x in alone.items() if x}
+    rates = {name: Rate(x, x, x, UNITS[name], source) for name, x in speeds.items() if x}
     # Each of these multiplies the time of operations, so the error of a step is theirs.
     factors = {
-        "operation_start_s": slowness.start * start_s,
+        "operation_start_s": slowness.start * own.operation_start_s,
         "matmul_times": slowness.matmul,
         "elementwise_times": slowness.elementwise,
         "strided_times": slowness.strided,

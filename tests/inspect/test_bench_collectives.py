@@ -211,12 +211,15 @@ def test_a_calibration_has_every_collective_and_keeps_those_of_other_numbers_of_
     assert len(keys) == len(found.rates) == len(lines) == 2 * (4 + 2)
     assert {rate.num_ranks for rate in found.rates} == {2, 3}
     assert found.rate("all-reduce", "direct", 3).points[0][0] == 60
-    assert set(found.matmul_flops_per_s) == {"float32", "bfloat16"}
-    numbers = [*found.matmul_flops_per_s.values(), found.memory_bytes_per_s]
-    assert np.isfinite(numbers).all() and min(numbers) > 0
-    assert found.slowness.matmul > 0 and found.shared_slowness.matmul > 0
+    cores = found.num_cores
+    assert [it.num_ranks for it in found.computation] == sorted({1, min(cores, 3), 3})
+    for it in found.computation:
+        assert set(it.matmul_flops_per_s) == {"float32", "bfloat16"}
+        numbers = [*it.matmul_flops_per_s.values(), it.memory_bytes_per_s, it.slowness.matmul]
+        assert np.isfinite(numbers).all() and min(numbers) > 0
     again = calibrate.calibrate(make_mesh(2), lines.append)  # 3 ranks are kept
     assert {rate.num_ranks for rate in again.rates} == {2, 3}
+    assert again.computation[-1] == found.computation[-1] != again.computation[0]
 
 
 def calibrated_by_processes(cache):

@@ -5,13 +5,15 @@ import json
 import math
 
 import pytest
-from support.calibrations import FOUND, LAW
+from support.calibrations import ALONE, FOUND, LAW, TOGETHER
 
 from jdp.inspect import calibration
 from jdp.inspect.bench import calibrate, output
 from jdp.inspect.law_fit import fitted
 
 SAVED = {"format": calibration.FORMAT, **dataclasses.asdict(FOUND)}
+FIRST = SAVED["computation"][0]
+SLOWNESS = FIRST["slowness"]
 
 
 def test_a_saved_calibration_is_read_back_from_the_cache_folder(tmp_path, monkeypatch):
@@ -51,8 +53,9 @@ def test_a_rate_is_found_by_operation_algorithm_ranks_and_processes():
         '"text"',
         json.dumps({"format": calibration.FORMAT - 1}),
         json.dumps({"format": calibration.FORMAT, "rates": [{}]}),
-        json.dumps(SAVED | {"memory_bytes_per_s": None}),
-        json.dumps(SAVED | {"slowness": SAVED["slowness"] | {"start": "1"}}),
+        json.dumps(SAVED | {"computation": []}),
+        json.dumps(SAVED | {"computation": [FIRST | {"memory_bytes_per_s": None}]}),
+        json.dumps(SAVED | {"computation": [FIRST | {"slowness": SLOWNESS | {"start": "1"}}]}),
         json.dumps(SAVED | {"rates": [dataclasses.asdict(LAW) | {"alpha_s": None}]}),
     ],
 )
@@ -103,10 +106,8 @@ def test_laws_of_other_devices_or_versions_are_not_kept(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     here = {name: output.machine()[name] for name in ("versions", "device_kind")}
     dataclasses.replace(FOUND, **here | changed).save()
-    computed = {name: getattr(FOUND, name) for name in calibrate._COMPUTATION}
     monkeypatch.setattr(calibrate, "_meshes", lambda mesh: [])
-    monkeypatch.setattr(
-        calibrate, "_computation", lambda mesh, earlier: {**computed, "num_compute_ranks": 1}
-    )
+    monkeypatch.setattr(calibrate, "_computation", lambda mesh, earlier, num_cores: (ALONE,))
     found = calibrate.calibrate(make_mesh(2), print)
     assert found is not None and len(found.rates) == num_kept
+    assert found.computation == ((ALONE, TOGETHER) if num_kept else (ALONE,))

@@ -12,7 +12,8 @@ import pytest
 import jdp
 from jdp.inspect import timeline
 from jdp.inspect.bench import compute, training_steps
-from jdp.inspect.calibration import CACHED_BYTES, Slowness
+from jdp.inspect.calibration import CACHED_BYTES
+from jdp.inspect.compute_rates import ComputeRates, Slowness
 from jdp.inspect.exact import WrongResultError
 from jdp.inspect.hlo import HloProgram
 
@@ -84,17 +85,16 @@ def test_each_rate_is_its_work_over_its_seconds(mesh, programs, monkeypatch):
     monkeypatch.setattr(training_steps, "slowness", lambda mesh, rates: slowness)
     monkeypatch.setitem(compute._WIDTH, "cpu", 4)
     monkeypatch.setattr(compute, "_ELEMENTS", 256)
-    found = compute.alone(mesh) | compute.together(mesh, mesh.size)
-    for prefix in ("", "shared_"):
-        assert found[f"{prefix}matmul_flops_per_s"] == dict.fromkeys(
-            ("float32", "bfloat16"), 2 * 4**3
-        )
-        assert found[f"{prefix}memory_bytes_per_s"] == 2 * 4 * 256
+    assert compute.rates(mesh, 3) == ComputeRates(
+        num_ranks=3,
+        matmul_flops_per_s=dict.fromkeys(("float32", "bfloat16"), 2 * 4**3),
+        memory_bytes_per_s=2 * 4 * 256,
         # 64 operations in a second, each on a cache of 8 MiB or on a million numbers.
-        assert found[f"{prefix}cached_bytes_per_s"] == 64 * CACHED_BYTES
-        assert found[f"{prefix}transcendentals_per_s"] == 64 * MIB
-        assert found[f"{prefix}operation_start_s"] == 1 / 512
-        assert found[f"{prefix}slowness"] == slowness
+        cached_bytes_per_s=64 * CACHED_BYTES,
+        transcendentals_per_s=64 * MIB,
+        operation_start_s=1 / 512,
+        slowness=slowness,
+    )
 
 
 @pytest.mark.parametrize("right", [64.0, 63.0, np.nan])

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from support.calibrations import FOUND
+from support.calibrations import ALONE, FOUND, TOGETHER
 
 import jdp
 from jdp.collectives.cpu import runtime
-from jdp.inspect.calibration import CACHED_BYTES, CollectiveLaw, Slowness
+from jdp.inspect.calibration import CACHED_BYTES, CollectiveLaw
+from jdp.inspect.compute_rates import Slowness, of_ranks
 from jdp.inspect.prediction import Likely
 from jdp.inspect.rates import UNITS, Rate
 from jdp.inspect.speeds import Work
@@ -21,12 +22,11 @@ ALL_REDUCE = CollectiveLaw(
     "all-reduce", "direct", 2, 1, "float32", 1.0, 1e6, 0.0, ((1, 1.0), (1 << 30, 8.0)),
     ((1, 1.5), (1 << 30, 6.0)),
 )  # fmt: skip
+ONE = dataclasses.replace(ALONE, matmul_flops_per_s={"float32": 3e9}, memory_bytes_per_s=5e9)
+TWO = dataclasses.replace(TOGETHER, matmul_flops_per_s={"float32": 2e9}, memory_bytes_per_s=4e9)
 MEASURED = dataclasses.replace(
     FOUND,
-    matmul_flops_per_s={"float32": 3e9},
-    memory_bytes_per_s=5e9,
-    shared_matmul_flops_per_s={"float32": 2e9},
-    shared_memory_bytes_per_s=4e9,
+    computation=(ONE, TWO),
     rates=(ALL_REDUCE,),
 )
 
@@ -67,12 +67,34 @@ def test_ranks_that_share_the_cores_share_the_measured_rates(calibrated):
     assert starts == pytest.approx([1e-7, 2e-7, 4e-7])
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "flops"), [(1, 3e9), (2, 2e9), (3, 0.9e9 * 4 / 3), (4, 0.9e9), (6, 0.6e9)]
+)
+def test_ranks_have_the_rates_of_the_next_larger_number_that_was_measured(
+    calibrated, num_ranks, flops
+):
+    four = dataclasses.replace(TWO, num_ranks=4, matmul_flops_per_s={"float32": 0.9e9})
+    calibrated(computation=(ONE, TWO, four))
+    assert explained(f"cpu:{num_ranks}").rates["matmul_flops_f32"].value == pytest.approx(flops)
+
+
+def test_gpus_share_nothing():
+    measured = ONE, dataclasses.replace(TWO, num_ranks=8)
+    for num_ranks in (2, 8, 16):
+        found = of_ranks(measured, num_ranks, share_cores=False)
+        assert found.matmul_flops_per_s == {"float32": 2e9}
+        assert (found.num_ranks, found.operation_start_s) == (num_ranks, 2e-7)
+    assert of_ranks(measured, 1, share_cores=False) == ONE
+
+
 def test_the_slowness_of_training_steps_is_part_of_the_rates(calibrated):
     alone = explained("cpu:1").rates  # without a calibration
     assert not {"matmul_times", "elementwise_times", "strided_times"} & alone.keys()
     calibrated(
-        slowness=Slowness(2.0, 3.0, 4.0, 5.0, 0.5),
-        shared_slowness=Slowness(6.0, 7.0, 8.0, 9.0, 0.1),
+        computation=(
+            dataclasses.replace(ONE, slowness=Slowness(2.0, 3.0, 4.0, 5.0, 0.5)),
+            dataclasses.replace(TWO, slowness=Slowness(6.0, 7.0, 8.0, 9.0, 0.1)),
+        )
     )
     one, all_ = (explained(f"cpu:{n}").rates for n in (1, 2))
     kinds = "matmul_times", "elementwise_times", "strided_times"
@@ -90,7 +112,7 @@ def test_the_slowness_of_training_steps_is_part_of_the_rates(calibrated):
 
 def test_ranks_that_share_the_cores_are_no_faster_than_one_by_itself(calibrated):
     # 8 ranks were measured: 2 of them have 4 times the cores, but each is one device.
-    calibrated(num_compute_ranks=8)
+    calibrated(computation=(ONE, dataclasses.replace(TWO, num_ranks=8)))
     found = explained("cpu:2").rates
     alone = explained("cpu:1").rates
     for name in ("matmul_flops_f32", "memory_bytes_per_s", "cached_bytes_per_s",

@@ -2,12 +2,31 @@
 
 import dataclasses
 
-from jdp.inspect.calibration import Calibration, CollectiveLaw, Slowness
+from jdp.inspect.calibration import Calibration, CollectiveLaw
+from jdp.inspect.compute_rates import ComputeRates, Slowness
 
 LAW = CollectiveLaw(
     "all-reduce", "direct", 2, 1, "float32", 2e-6, 1e9, 0.25, ((1024, 3e-6), (4096, 6e-6)),
     ((1024, 4e-6), (4096, 8e-6)),
 )  # fmt: skip
+ALONE = ComputeRates(
+    num_ranks=1,
+    matmul_flops_per_s={"float32": 1e11},
+    memory_bytes_per_s=1e10,
+    cached_bytes_per_s=2e10,
+    transcendentals_per_s=4e8,
+    operation_start_s=1e-7,
+    slowness=Slowness(1.0, 1.0, 1.0, 1.0, 0.0),
+)
+TOGETHER = ComputeRates(
+    num_ranks=2,
+    matmul_flops_per_s={"float32": 6e10},
+    memory_bytes_per_s=7e9,
+    cached_bytes_per_s=1e10,
+    transcendentals_per_s=2e8,
+    operation_start_s=2e-7,
+    slowness=Slowness(1.0, 1.0, 1.0, 1.0, 0.0),
+)
 FOUND = Calibration(
     host="host0",
     platform="cpu",
@@ -16,18 +35,6 @@ FOUND = Calibration(
     num_cores=2,
     date="2026-11-25T12:00:00+00:00",
     versions={"jax": "0.12.0"},
-    matmul_flops_per_s={"float32": 1e11},
-    memory_bytes_per_s=1e10,
-    cached_bytes_per_s=2e10,
-    transcendentals_per_s=4e8,
-    operation_start_s=1e-7,
-    slowness=Slowness(1.0, 1.0, 1.0, 1.0, 0.0),
-    num_compute_ranks=2,
-    shared_matmul_flops_per_s={"float32": 6e10},
-    shared_memory_bytes_per_s=7e9,
-    shared_cached_bytes_per_s=1e10,
-    shared_transcendentals_per_s=2e8,
-    shared_operation_start_s=2e-7,
-    shared_slowness=Slowness(1.0, 1.0, 1.0, 1.0, 0.0),
+    computation=(ALONE, TOGETHER),
     rates=(LAW, dataclasses.replace(LAW, num_processes=2)),
 )

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,14 +11,10 @@ from jdp.distributed import agree, hosts
 from jdp.inspect import calibration, known_values
 from jdp.inspect.bench import collectives, compute, output
 from jdp.inspect.calibration import Calibration, CollectiveLaw
+from jdp.inspect.compute_rates import ComputeRates
 from jdp.inspect.law_fit import fitted
 
 _SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
-_ALONE = (
-    "matmul_flops_per_s", "memory_bytes_per_s", "cached_bytes_per_s", "transcendentals_per_s",
-    "operation_start_s", "slowness",
-)  # fmt: skip
-_COMPUTATION = (*_ALONE, *(f"shared_{name}" for name in _ALONE))
 _BYTES = (2**12, 2**16, 2**20, 2**22, 2**24)
 # As in a compiled step, whose gradients are not read again.
 _SETTING = collectives.Setting(num_rounds=5, in_place=True)
@@ -52,10 +47,18 @@ def calibrate(mesh: Mesh, say: Callable[[str], None]) -> Calibration | None:
         rates = {**{_key(rate): rate for rate in earlier.rates}, **rates}
     else:
         earlier = None
-    computation = _computation(mesh, earlier)
+    computation = _computation(mesh, earlier, facts["num_cores"])
     if jax.process_index() != agree.peers(mesh)[0]:
         return None
-    return Calibration(**{**facts, **computation}, rates=tuple(rates.values()))
+    if len(agree.peers(mesh)) > 1 and earlier is not None:
+        facts["num_devices"] = earlier.num_devices
+    kept = () if earlier is None else earlier.computation
+    by_ranks = {it.num_ranks: it for it in (*kept, *computation)}
+    return Calibration(
+        **facts,
+        computation=tuple(by_ranks[number] for number in sorted(by_ranks)),
+        rates=tuple(rates.values()),
+    )
 
 
 def require_own_gpus(
@@ -79,25 +82,33 @@ def require_own_gpus(
         )
 
 
-def _computation(mesh: Mesh, earlier: Calibration | None) -> dict[str, Any]:
-    """Return the fields of a calibration about computation, on the first process of a mesh.
+def _computation(
+    mesh: Mesh, earlier: Calibration | None, num_cores: int
+) -> tuple[ComputeRates, ...]:
+    """Return measured rates of computation, on the first process of a mesh.
 
-    With several processes they are those of an earlier file, if there is one: one process measured
-    them, and could keep all other devices idle.
+    One process measures one device, as many as there are cores, and all. Several measure nothing
+    if there is an earlier file: one process measured that, and could keep all other devices idle.
     """
     group, me = agree.peers(mesh), jax.process_index()
     own = [device for device in mesh.devices.flat if device.process_index == me]
-    local = Mesh(np.array(own), mesh.axis_names, axis_types=mesh.axis_types)
+
+    def rates(num_devices: int, num_ranks: int) -> ComputeRates:
+        devices = np.array(own[:num_devices])
+        return compute.rates(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), num_ranks)
+
     if len(group) == 1:
-        return compute.alone(local) | compute.together(local, mesh.size)
+        # On CPUs more ranks than cores wait for each other.
+        shared = {min(num_cores, mesh.size)} if own[0].platform == "cpu" else set()
+        numbers = {1, mesh.size} | shared
+        return tuple(rates(number, number) for number in sorted(numbers))
     known = agree.all_gather(group, earlier is not None, what="whether computation is measured")
     if known[group[0]]:
-        names = ("num_devices", "num_compute_ranks", *_COMPUTATION)
-        return {name: getattr(earlier, name) for name in names} if me == group[0] else {}
-    found = compute.alone(local) if me == group[0] else {}
+        return ()
+    alone = (rates(1, 1),) if me == group[0] else ()
     agree.all_gather(group, None, what="that one device has computed alone")
     num_here = sum(hosts.is_here(device.process_index) for device in mesh.devices.flat)
-    return found | compute.together(local, num_here)
+    return (*alone, rates(len(own), num_here)) if num_here > 1 else alone
 
 
 def _is_readable(platform: str) -> bool:

@@ -193,24 +193,17 @@ def _calibrate(_: str, arguments: Sequence[str]) -> int:
 
 def _say_rates(found: Any) -> None:
     """Print the rates of computation of a calibration."""
-    for dtype, flops in found.matmul_flops_per_s.items():
-        shared = found.shared_matmul_flops_per_s[dtype]
+    for rates in found.computation:
+        who = f"each of {rates.num_ranks} ranks" if rates.num_ranks > 1 else "one rank by itself"
+        flops = rates.matmul_flops_per_s.items()
+        matmuls = ", ".join(f"{x / 1e9:.1f} GFLOP/s in {dtype}" for dtype, x in flops)
+        times = rates.slowness
         print(
-            f"matmul in {dtype}: {flops / 1e9:.1f} GFLOP/s by one device, {shared / 1e9:.1f} "
-            f"by each of {found.num_compute_ranks}"
-        )
-    print(
-        f"memory: {found.memory_bytes_per_s / 1e9:.1f} GB/s by one device, "
-        f"{found.shared_memory_bytes_per_s / 1e9:.1f} by each of {found.num_compute_ranks}"
-    )
-    print(
-        f"exponentials: {found.transcendentals_per_s / 1e9:.2f} G/s by one device, "
-        f"{found.shared_transcendentals_per_s / 1e9:.2f} by each of {found.num_compute_ranks}; "
-        f"an operation starts in {found.operation_start_s * 1e6:.2f} us"
-    )
-    for times, where in ((found.slowness, "one device"), (found.shared_slowness, "all")):
-        print(
-            f"in training steps on {where}, matmuls take {times.matmul:.2f} times as long, "
-            f"elementwise operations {times.elementwise:.2f}, strided ones {times.strided:.2f} "
-            f"and starts {times.start:.2f} times, within {times.largest_error:.0%}"
+            f"{who}: matmuls {matmuls}; memory {rates.memory_bytes_per_s / 1e9:.1f} GB/s, in a "
+            f"cache {rates.cached_bytes_per_s / 1e9:.1f}; exponentials "
+            f"{rates.transcendentals_per_s / 1e9:.2f} G/s; an operation starts in "
+            f"{rates.operation_start_s * 1e6:.2f} us. In training steps matmuls take "
+            f"{times.matmul:.2f} times as long, elementwise operations {times.elementwise:.2f}, "
+            f"strided ones {times.strided:.2f} and starts {times.start:.2f} times, within "
+            f"{times.largest_error:.0%}"
         )

@@ -1,4 +1,4 @@
-"""Rates of computation: large matmuls, and scaling an array in memory, by one device or all."""
+"""Rates of computation: large matmuls, and scaling an array in memory, by some devices at once."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdp.inspect.bench import training_steps
 from jdp.inspect.calibration import CACHED_BYTES
+from jdp.inspect.compute_rates import ComputeRates
 from jdp.inspect.exact import require
 from jdp.inspect.rate import Rate
 from jdp.inspect.rates import UNITS
@@ -122,48 +123,35 @@ def operation_start_s(mesh: Mesh) -> float:
     return _seconds(run, x, x, right, "a chain") / _NUM_TINY
 
 
-def alone(mesh: Mesh) -> dict[str, Any]:
-    """Return the fields of `Calibration` about computation by one device, the first of a mesh."""
-    first = mesh.devices.reshape(-1)[:1]
-    return _rates(Mesh(first, mesh.axis_names, axis_types=mesh.axis_types), "")
-
-
-def together(mesh: Mesh, num_ranks: int) -> dict[str, Any]:
-    """Return the fields of `Calibration` about computation by several devices at once.
+def rates(mesh: Mesh, num_ranks: int) -> ComputeRates:
+    """Return what each device of a mesh computes per second, while all of them do.
 
     Args:
-      mesh: all devices of this process.
+      mesh: devices of this process.
       num_ranks: devices that compute at once, with those of other processes of this host.
+
+    Raises:
+      WrongResultError: if a result is wrong.
     """
-    return {"num_compute_ranks": num_ranks, **_rates(mesh, "shared_")}
-
-
-def _rates(devices: Mesh, prefix: str) -> dict[str, Any]:
-    dtypes = ("float32", "bfloat16")
-    found: dict[str, Any] = {
-        f"{prefix}matmul_flops_per_s": {
-            dtype: matmul_flops_per_s(devices, dtype) for dtype in dtypes
-        }
-    }
-    found[f"{prefix}memory_bytes_per_s"] = memory_bytes_per_s(devices)
     size = CACHED_BYTES // 8
-    cached_s = loop_s(devices, lambda x: x + 1, size, _NUM_TIMES)
-    tanh_s = loop_s(devices, jnp.tanh, size, 0.0)
-    found[f"{prefix}cached_bytes_per_s"] = CACHED_BYTES / cached_s
-    found[f"{prefix}transcendentals_per_s"] = size / tanh_s
-    found[f"{prefix}operation_start_s"] = operation_start_s(devices)
-    found[f"{prefix}slowness"] = training_steps.slowness(devices, _by_name(found, prefix))
-    return found
+    found: dict[str, Any] = {
+        "matmul_flops_per_s": {
+            dtype: matmul_flops_per_s(mesh, dtype) for dtype in ("float32", "bfloat16")
+        },
+        "memory_bytes_per_s": memory_bytes_per_s(mesh),
+        "cached_bytes_per_s": CACHED_BYTES / loop_s(mesh, lambda x: x + 1, size, _NUM_TIMES),
+        "transcendentals_per_s": size / loop_s(mesh, jnp.tanh, size, 0.0),
+        "operation_start_s": operation_start_s(mesh),
+    }
+    slowness = training_steps.slowness(mesh, _by_name(found))
+    return ComputeRates(num_ranks, **found, slowness=slowness)
 
 
-def _by_name(found: Mapping[str, Any], prefix: str) -> dict[str, Rate]:
+def _by_name(found: Mapping[str, Any]) -> dict[str, Rate]:
     """Return measured rates under the names that a prediction has for them."""
-    flops = found[f"{prefix}matmul_flops_per_s"]
+    flops = found["matmul_flops_per_s"]
     values = {"matmul_flops": flops["bfloat16"], "matmul_flops_f32": flops["float32"]}
-    own = (
-        "memory_bytes_per_s", "cached_bytes_per_s", "transcendentals_per_s", "operation_start_s"
-    )  # fmt: skip
-    values |= {name: found[f"{prefix}{name}"] for name in own}
+    values |= {name: x for name, x in found.items() if name != "matmul_flops_per_s"}
     # A step without collectives uses no link.
     values |= {"link_bytes_per_s": 1.0, "reduction_start_s": 0.0}
     return {name: Rate(x, x, x, UNITS[name], "measured here") for name, x in values.items()}

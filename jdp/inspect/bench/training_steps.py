@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdp.inspect import models, rounds, timeline
-from jdp.inspect.calibration import Slowness
+from jdp.inspect.compute_rates import Slowness
 from jdp.inspect.exact import require
 from jdp.inspect.hlo import HloProgram
 from jdp.inspect.models import SmallModel

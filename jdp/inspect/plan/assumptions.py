@@ -106,13 +106,12 @@ def with_calibration(known: Assumptions, found: calibration.Calibration) -> Assu
         f"(jdp bench --calibrate, {when})"
     )
     hop, bus = law.alpha_s / (2 * (m - 1)), 2 * (m - 1) / m * law.bytes_per_s
-    flops = max(found.shared_matmul_flops_per_s.values())
+    together = found.computation[-1]
+    flops = max(together.matmul_flops_per_s.values())
     here = f"measured here (jdp bench --calibrate, {when})"
     return known | {
         "matmul_flops": part_of(flops, (0.75, 1, 1.25), "FLOP/s", here),
-        "memory_bytes_per_s": part_of(
-            found.shared_memory_bytes_per_s, (0.75, 1, 1.25), "B/s", here
-        ),
+        "memory_bytes_per_s": part_of(together.memory_bytes_per_s, (0.75, 1, 1.25), "B/s", here),
         "link_bytes_per_s": part_of(bus, (0.75, 1, 1.25), "B/s", source),
         "link_hop_s": part_of(hop, (0.75, 1, 1.25), "s", source),
         "collective_start_s": Rate(0.0, 0.0, 0.0, "s", f"in link_hop_s: {source}"),
