@@ -62,11 +62,10 @@ def decided_by_rank(state, rows):
 
 
 WRONG = {
-    unsynced: "JDP101",
     local_beside: "JDP101",
     of_the_loss: "JDP101",
     local_scale: "JDP101",
-    counted_twice: "JDP121",
+    counted_twice: "JDP122",  # a mean already
     decided_by_rank: "JDP103",
 }
 
