@@ -24,7 +24,7 @@ import jdp
 
 
 def unsynced(state, rows):
-    grads = jdp.value_and_grad(loss_fn)(state.params, rows)[1]  # that of b is this rank's
+    grads = jdp.value_and_grad(loss_fn)(state.params, rows)[1]  # this rank's own
     return state.apply_gradients(grads, synced=True), {}
 
 
