@@ -8,9 +8,9 @@ from typing import Any
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Give what all processes of a run wrote."""
-    files = sorted(folder.glob("rows.*"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    """Give what all processes of a run wrote, but for a line that one is writing."""
+    texts = [file.read_text() for file in sorted(folder.glob("rows.*"))]
+    return [json.loads(line) for text in texts for line in text.split("\n")[:-1]]
 
 
 def rows_by_step(entries: Iterable[dict[str, Any]]) -> dict[int, list[int]]:

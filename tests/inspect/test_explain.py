@@ -135,7 +135,9 @@ def test_shards_are_gathered_and_scattered_by_name():
     gathered = {x for bucket in found.buckets if bucket.kind == "all-gather" for x in bucket.leaves}
     scattered = [x for b in found.buckets if b.kind == "reduce-scatter" for x in b.leaves]
     assert {f"state.params[{i}]['w']" for i in range(3)} <= gathered
-    assert sorted(scattered) == [f"grads[{i}]['w']" for i in range(3)]
+    # Biases and the loss stay whole, and go along.
+    gradients = [f"grads[{i}]['{name}']" for i in range(3) for name in ("b", "w")]
+    assert sorted(scattered) == sorted(["a scalar", *gradients])
 
 
 def test_time_on_cpus_is_all_exposed_and_adds_up():
