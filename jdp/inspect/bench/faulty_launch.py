@@ -1,6 +1,5 @@
 """One `jdp run` of `faulty_run`, watched from outside. Needs no JAX."""
 
-import contextlib
 import json
 import os
 import subprocess
@@ -82,11 +81,7 @@ class FaultyLaunch:
     def events(self, event: str) -> list[dict[str, Any]]:
         """Return the events of a name so far."""
         path = self.folder / "logs" / "events.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        found = []
-        for line in lines:
-            with contextlib.suppress(ValueError):  # half a line
-                found.append(json.loads(line))
+        found = read_lines(path) if path.exists() else []
         return [it for it in found if it["event"] == event]
 
     def first_steps(self) -> dict[int, list[dict[str, Any]]]:
@@ -175,5 +170,5 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the steps that one process logged."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """Return the lines of a file of JSON, but for one that is being written."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
