@@ -6,7 +6,7 @@ from typing import Any
 
 from jdp.analysis import eqn_axes
 from jdp.analysis.findings import Marked
-from jdp.analysis.marks import LOCAL, SYNCED
+from jdp.analysis.marks import LOCAL, OWN_WEIGHT, SYNCED
 from jdp.analysis.provenance import Provenance
 from jdp.analysis.report import Report
 from jdp.analysis.way_back import Node
@@ -64,11 +64,37 @@ def unweighted(report: Report, names: Collection[str]) -> Iterator[str]:
         )
 
 
-def means(report: Report) -> dict[str, list[str]]:
-    """Return, by line, the paths of gradients where all gradients of the line are already means."""
+def reweighed(report: Report, averaged: Collection[str]) -> Iterator[str]:
+    """Yield a text for each line that weighs the means of `jdp.value_and_grad` once more.
+
+    Args:
+      report: the analysis of a shard_map.
+      averaged: paths of the gradients that the author gets as means.
+    """
+    grouped: dict[str, list[str]] = {}
+    for found in report.marks:
+        if found.kind == OWN_WEIGHT and found.path in averaged and not _varies(found):
+            grouped.setdefault(found.source, []).append(f"`grads{found.path}`")
+    for source, paths in grouped.items():
+        yield (
+            f"the gradient {shown(paths)} is the mean over the ranks already where it comes to "
+            f"{source or 'jdp.sync_gradients'}: with jdp.sharded(stage=2) or stage=3, "
+            "jdp.value_and_grad averages by the weight of the step, and another weight= does "
+            "nothing. Write jdp.train_step(weight=...), or jax.value_and_grad, which keeps "
+            "gradients local."
+        )
+
+
+def means(report: Report, averaged: Collection[str]) -> dict[str, list[str]]:
+    """Return, by line, the paths of gradients where all gradients of the line are already means.
+
+    Args:
+      report: the analysis of a shard_map.
+      averaged: paths of the gradients that jdp has averaged itself, which are left out.
+    """
     by_line: dict[str, list[Marked]] = {}
     for found in report.marks:
-        if found.kind == LOCAL:
+        if found.kind == LOCAL and found.path not in averaged:
             by_line.setdefault(found.source, []).append(found)
     return {
         line: [found.path for found in marks]
@@ -193,8 +219,11 @@ def _undivided(report: Report, found: Marked, axes: Collection[str]) -> str:
 
 
 def _is_reduced(found: Marked) -> bool:
-    axes = set(found.axes)
-    return bool(found.value.reduced & axes) and not found.value.axes & axes
+    return bool(found.value.reduced & set(found.axes)) and not _varies(found)
+
+
+def _varies(found: Marked) -> bool:
+    return bool(found.value.axes & set(found.axes))
 
 
 def _lines_of_varying(report: Report) -> set[str]:

@@ -19,6 +19,7 @@ def refusals(step: Any, report: Report, traced: Traced) -> Iterator[str]:
       traced: the step, with the names of its inputs and outputs.
     """
     yield from reductions.refusals(step, report, traced.spec.axis_name)
+    yield from reductions.reweighed(report, traced.found.averaged)
     if _has_weight(traced):
         yield from reductions.unweighted(report, traced.spec.axis_name)
     if not any(found.value.repeated for found in report.marks):

@@ -225,7 +225,7 @@ def _means(report: Report, traced: Traced) -> Iterator[str]:
         else "Leave that mean out: the optimizer averages. Or keep it, with synced=True: in "
         "apply_gradients of a jdp.TrainState, or in tx.update of another state."
     )
-    for source, paths in reductions.means(report).items():
+    for source, paths in reductions.means(report, traced.found.averaged).items():
         yield (
             f"the gradient of {shown(_quoted(paths))} is the mean over ranks already where it "
             f"comes to {source or 'jdp.sync_gradients'}, and is sent once more. {mend}"

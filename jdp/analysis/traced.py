@@ -69,6 +69,7 @@ class TraceFindings:
     Attributes:
       marked: paths of the gradients whose reduction was traced.
       split: paths of the gradients that are sent as soon as they are ready.
+      averaged: paths of the gradients that the author gets as means over the ranks.
       weighed: name of the function that weighs ranks, such as jdp.train_step; empty if none does.
       gradient_bytes: bytes of all gradients that are sent.
       gathers: a text for each array that a sharded optimizer's update gathers whole on every rank.
@@ -86,6 +87,7 @@ class TraceFindings:
     owned: tuple[str, ...] = ()
     gather_dtype: str = ""
     group_bytes: int = 0
+    averaged: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,7 @@ def require_unreduced(paths: Sequence[str], leaves: Sequence[Any]) -> None:
       ValueError: naming the first one.
     """
     for path, leaf in zip(paths, leaves, strict=True):
-        found = known_shards.known(leaf)
-        if known_shards.is_whole_mean(leaf) or (found is not None and found.is_mean):
+        if known_shards.is_mean(leaf):
             raise ValueError(
                 f"the gradient `grads{path}` is the mean over the ranks already: with "
                 "jdp.sharded(stage=2) or stage=3, jdp.value_and_grad averages where it "

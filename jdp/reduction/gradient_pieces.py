@@ -57,7 +57,7 @@ class GradientPieces:
             is_part = found is not None and (found.dim, found.axes) == (dim, self._axes)
             if found is not None and found.is_mean and is_part:
                 pieces[i] = Piece(found.value, dim)
-            elif dim is None and not self._synced and known_shards.is_whole_mean(leaf):
+            elif dim is None and not self._synced and known_shards.is_mean(leaf):
                 pieces[i] = Piece(leaf, None)
             elif self._synced and dim is None:
                 pieces[i] = Piece(jnp.asarray(leaves[i]), None)

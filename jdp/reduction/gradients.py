@@ -15,6 +15,7 @@ from jdp.axis import AxisName
 from jdp.collectives import AllReduce, buckets
 from jdp.reduction import (
     gradient_checks,
+    known_shards,
     loss_means,
     mixed_precision,
     row_weight,
@@ -62,7 +63,7 @@ def sync_gradients(
         their own. Default: their own.
 
     Returns:
-      A tree like `grads`, equal bits on every rank. Where no axis is bound there is one rank.
+      A tree like `grads`, equal bits on every rank; a mean of `value_and_grad` stays as it is.
 
     Raises:
       ValueError: if JAX has summed a leaf already (in a `shard_map` with check_vma=True), or
@@ -79,10 +80,11 @@ def sync_gradients(
     """
     buckets.plan([], bucket_bytes)  # It complains here, also where no axis is bound.
     named, treedef = jax.tree_util.tree_flatten_with_path(grads)
-    paths = [jax.tree_util.keystr(path) for path, _ in named]
-    leaves = reduced(
-        paths,
-        [leaf for _, leaf in named],
+    leaves, is_default = [leaf for _, leaf in named], weight is None and mean
+    left = [i for i, x in enumerate(leaves) if not (is_default and known_shards.is_mean(x))]
+    means = reduced(
+        [jax.tree_util.keystr(named[i][0]) for i in left],
+        [leaves[i] for i in left],
         weight=weight,
         axis_name=axis_name,
         all_reduce=all_reduce,
@@ -91,6 +93,8 @@ def sync_gradients(
         mesh=mesh,
         reduce_dtype=mixed_precision.float_dtype("reduce_dtype", reduce_dtype),
     )
+    for i, value in zip(left, means, strict=True):
+        leaves[i] = value
     return jax.tree.unflatten(treedef, leaves)
 
 
@@ -189,7 +193,8 @@ def _marked(
         return leaves
     step.marked.update(paths)
     if weight is not None and weight is not step.weight:
-        leaves = [mark(leaf, kind=OWN_WEIGHT, path="", axes=axes) for leaf in leaves]
+        own = {"kind": OWN_WEIGHT, "axes": axes}
+        leaves = [mark(x, path=path, **own) for path, x in zip(paths, leaves, strict=True)]
     return leaves
 
 

@@ -122,13 +122,14 @@ def forgotten_after() -> Iterator[None]:
     They may be those of a trace that ends with it.
     """
     scope = step_context.innermost()
-    before = {} if scope is None else dict(scope.shards)
+    records = [] if scope is None else [scope.shards, scope.whole_owners, scope.means]
+    before = [dict(record) for record in records]
     try:
         yield
     finally:
-        if scope is not None:
-            scope.shards.clear()
-            scope.shards.update(before)
+        for record, old in zip(records, before, strict=True):
+            record.clear()
+            record.update(old)
 
 
 def claim(params: Any, flags: Sequence[bool], owner: Any) -> None:
@@ -167,18 +168,24 @@ def owner_of_whole(leaf: Any) -> Any:
     return None if found is None else found[1]
 
 
-def remember_mean(gradient: jax.Array) -> jax.Array:
-    """Return a gradient that stays whole, and remember that it is the mean over all ranks."""
+def remember_mean(gradient: jax.Array, path: str) -> jax.Array:
+    """Return a gradient, and remember that it is the mean over all ranks.
+
+    Args:
+      gradient: which stays whole, or is known with its shard.
+      path: of its parameter.
+    """
     scope = step_context.innermost()
     if scope is not None:
-        scope.whole_means[id(gradient)] = gradient  # kept, so that its id stays its own
+        scope.means[id(gradient)] = gradient  # kept, so that its id stays its own
+        scope.averaged.add(path)
     return gradient
 
 
-def is_whole_mean(gradient: Any) -> bool:
+def is_mean(gradient: Any) -> bool:
     """Whether a gradient was remembered as the mean over all ranks."""
     scope = step_context.innermost()
-    return scope is not None and id(gradient) in scope.whole_means
+    return scope is not None and id(gradient) in scope.means
 
 
 def known(whole: Any) -> Shard | None:

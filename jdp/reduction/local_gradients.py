@@ -1,14 +1,28 @@
 """The gradients of a loss over this rank's rows, in parameters that are whole on every rank."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 
 from jdp import axis
 from jdp.axis import AxisName
 from jdp.reduction import mixed_precision, step_context
-from jdp.reduction.shard_gradients import LeafGradients
+from jdp.reduction.whole_means import WholeMeans
+
+
+class LeafGradients(NamedTuple):
+    """The gradients of a tree of parameters.
+
+    Attributes:
+      local: this rank's own gradients; for `ShardGradients` a list of leaves, None for those in
+        `means`.
+      means: position of a leaf -> this rank's shard of the mean over all ranks, or all of it.
+    """
+
+    local: Any
+    means: Mapping[int, jax.Array] = MappingProxyType({})
 
 
 def local_value_and_grad(
@@ -42,14 +56,20 @@ class WholeGradients:
     Args:
       params: tree of parameters.
       value_and_grad: of the loss.
+      wholes: the gradients that are averaged over the ranks.
     """
 
     sends = False
 
-    def __init__(self, params: Any, value_and_grad: Callable[..., tuple[Any, Any]]):
+    def __init__(
+        self,
+        params: Any,
+        value_and_grad: Callable[..., tuple[Any, Any]],
+        wholes: WholeMeans,
+    ):
         self._params = params
         self._seen = mixed_precision.for_loss(params)
-        self._value_and_grad = value_and_grad
+        self._value_and_grad, self._wholes = value_and_grad, wholes
 
     def differentiate(
         self, loss_fn: Callable[..., Any], has_aux: bool, args: tuple
@@ -67,4 +87,8 @@ class WholeGradients:
 
     def whole(self, grads: LeafGradients) -> Any:
         """Return the tree of gradients, like the parameters."""
-        return grads.local
+        if not self._wholes.owners:
+            return grads.local
+        leaves, tree = jax.tree.flatten(grads.local)
+        means = self._wholes.means(leaves, {})
+        return tree.unflatten([means.get(i, leaf) for i, leaf in enumerate(leaves)])

@@ -27,10 +27,11 @@ from jdp.reduction.accumulation import (
     require_typed_keys,
     split,
 )
-from jdp.reduction.local_gradients import WholeGradients, local_value_and_grad
+from jdp.reduction.local_gradients import LeafGradients, WholeGradients, local_value_and_grad
 from jdp.reduction.reported import take_rows
 from jdp.reduction.scope import Scope
-from jdp.reduction.shard_gradients import LeafGradients, ShardGradients
+from jdp.reduction.shard_gradients import ShardGradients
+from jdp.reduction.whole_means import WholeMeans
 from jdp.validation import int_at_least
 
 # The share of a micro-batch in the loss of the step is known only after the last one.
@@ -66,9 +67,9 @@ def value_and_grad(
     more memory.
 
     With `jdp.sharded(stage=2)` and `stage=3` it scatters a gradient as soon as it is complete, and
-    adds up parts over micro-batches: all gradients are means over the ranks already, of which
-    `apply_gradients` needs this rank's part alone. At stage 3 it gathers each parameter where the
-    loss uses it, and again on the way back, so that a step never holds all of them.
+    adds up parts over micro-batches: the gradients of all parameters of the state that train are
+    means over the ranks already, but for those under a `vmap`, `scan`, `jit` of yours. At stage 3
+    it gathers a parameter where the loss uses it, and again on the way back.
 
     Also the helper for a `shard_map` of your own with check_vma=True: it keeps loss and gradient
     local, where plain `jax.value_and_grad` lets JAX sum the gradient. `mean_over_ranks` and
@@ -143,10 +144,10 @@ class _MicroBatchedLoss(NamedTuple):
     def derivative(self, params: Any, k: int) -> WholeGradients | ShardGradients:
         """Return the derivative with respect to parameters, for k micro-batches."""
         is_sent = k == 1 or not self._weights()[1]
-        of = shard_gradients.of(params, self.axis_name, is_sent=is_sent, is_at_once=k == 1)
+        wholes = WholeMeans(params, self.axis_name, is_sent=is_sent, is_at_once=k == 1)
         # Here, not in the jitted part: only here it shows whether the values are typed.
-        return of or WholeGradients(
-            params, local_value_and_grad(self.loss_fn, self.has_aux, self.axis_name)
+        return shard_gradients.of(params, self.axis_name, wholes) or WholeGradients(
+            params, local_value_and_grad(self.loss_fn, self.has_aux, self.axis_name), wholes
         )
 
     def _weights(self) -> tuple[Callable[[Any], Any] | None, bool]:

@@ -72,7 +72,8 @@ class Scope:
       shards: id of a whole array -> itself and this rank's shard of it, see `known_shards`.
       whole_owners: id of a parameter that stays whole -> itself and its optimizer, if that splits
         the gradients of others.
-      whole_means: id of a gradient that stays whole and is the mean over ranks -> itself.
+      means: id of a gradient that is the mean over ranks -> itself.
+      averaged: paths of the gradients that were averaged where they were computed.
       groups: bytes of parameters that are gathered together, see `gathered_in_time`.
       loss_dtypes: id of a parameter -> itself, the dtype in which a loss sees it, and its
         optimizer, see `mixed_precision`.
@@ -102,7 +103,8 @@ class Scope:
     loss_means: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     shards: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     whole_owners: dict[int, tuple[Any, Any]] = field(default_factory=dict)
-    whole_means: dict[int, Any] = field(default_factory=dict)
+    means: dict[int, Any] = field(default_factory=dict)
+    averaged: set[str] = field(default_factory=set)
     groups: set[int] = field(default_factory=set)
     loss_dtypes: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)
     reduce_dtype: Any = None
@@ -113,6 +115,7 @@ class Scope:
         """Return the findings of the trace, once it has ended."""
         return TraceFindings(
             marked=frozenset(self.marked),
+            averaged=frozenset(self.averaged),
             split=frozenset(self.split),
             weighed=frozenset(self.weighed),
             gradient_bytes=sum(reduction.num_bytes for reduction in self.reductions),

@@ -1,11 +1,9 @@
 """Gradients that are split over the ranks: sent when ready, of parameters gathered where used."""
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
 
@@ -24,25 +22,11 @@ from jdp.reduction import (
 from jdp.reduction.flat_program import FlatProgram
 from jdp.reduction.gathered_in_time import Evaluation, first_floats
 from jdp.reduction.known_shards import Shard
+from jdp.reduction.local_gradients import LeafGradients
 from jdp.reduction.whole_means import WholeMeans
 
 
-class LeafGradients(NamedTuple):
-    """The gradients of a tree of parameters.
-
-    Attributes:
-      local: this rank's own gradients; for `ShardGradients` a list of leaves, None for those in
-        `means`.
-      means: position of a leaf -> this rank's shard of the mean over all ranks, or all of it.
-    """
-
-    local: Any
-    means: Mapping[int, jax.Array] = MappingProxyType({})
-
-
-def of(
-    params: Any, axis_name: AxisName, *, is_sent: bool, is_at_once: bool
-) -> "ShardGradients | None":
+def of(params: Any, axis_name: AxisName, wholes: WholeMeans) -> "ShardGradients | None":
     """Return the object that differentiates in some parameters; None where JAX does.
 
     It does where no gradient is split, and no parameter gathered where it is used.
@@ -50,21 +34,17 @@ def of(
     Args:
       params: tree of parameters.
       axis_name: the data axis of the caller.
-      is_sent: whether gradients may be averaged over the ranks where they are computed.
-      is_at_once: whether they are those of all rows of this rank.
+      wholes: the gradients of leaves that stay whole.
     """
-    step = step_context.current(axis_name)
-    if step is None:
+    if step_context.current(axis_name) is None:
         return None
     shards: dict[int, Shard] = {}
     for i, leaf in enumerate(jax.tree.leaves(params)):
         shard = known_shards.known(leaf)
         if shard is not None and shard.owner is not None:
             shards[i] = shard
-    # Under a vmap of the author's, gradients are those of single rows, which are not averaged.
-    is_sent = is_sent and step.trace == jax.extend.core.get_opaque_trace_state()
-    sent = [i for i, it in shards.items() if is_sent and it.trains and it.owner.sharding.mean]
-    wholes = WholeMeans(params if sent else (), is_at_once=is_at_once)  # means if others are
+    trained = [i for i, it in shards.items() if it.trains and it.owner.sharding.mean]
+    sent = trained if wholes.are_sent else []
     found = ShardGradients(params, shards, sent, wholes) if shards else None
     return found if found is not None and found.does_anything else None
 
@@ -143,10 +123,14 @@ class ShardGradients:
                 after=first_floats(args[:1]),
                 is_native=known_shards.are_native(self._shards.values()),
             )
-            sent = sorted([*self._sent, *self._wholes.along])
-            to_send = [first + i for i in sent if has_gradient[i]]
+            along = self._wholes.along() if self._sent else []
+            to_send = [first + i for i in sorted([*self._sent, *along]) if has_gradient[i]]
             outs = evaluation.run(to_send, self._sender(evaluation, to_send, first))
-        means = {i: outs[first + i] for i in self._wholes.along if has_gradient[i]}
+        means = {
+            i: outs[first + i] if has_gradient[i] else self._nothing(i)
+            for i in self._wholes.owners
+            if i in along or (self._wholes.is_at_once and not has_gradient[i])
+        }
         for place, i in enumerate(self._sent, len(self._leaves)):
             parts = [outs[first + input_] for input_ in (i, place) if has_gradient[input_]]
             means[i] = sum(parts[1:], parts[0]) if parts else self._nothing(i)
@@ -209,18 +193,23 @@ class ShardGradients:
 
     def _nothing(self, i: int) -> jax.Array:
         """Return the gradient of a parameter that the loss does not read, marked for the proof."""
-        shard = self._shards[i]
+        shard = self._shards.get(i)
+        owner = self._owner(i)
         # Of the shape of the whole: another loss may have a gradient of that path and shape.
-        zeros = jnp.zeros(self._leaves[i].shape, shard.value.dtype)
-        axes = axis.in_mesh_order(shard.owner.axis_name)
+        zeros = jnp.zeros(self._leaves[i].shape, self._dtypes[i])
+        axes = axis.in_mesh_order(owner.axis_name)
         zeros = mark(zeros, kind=LOCAL, path=self._paths[i], axes=axes)
+        if shard is None:
+            return zeros
         return lax.slice_in_dim(zeros, 0, shard.value.shape[shard.dim], axis=shard.dim)
+
+    def _owner(self, i: int) -> Any:
+        return self._shards[i].owner if i in self._shards else self._wholes.owners[i]
 
     def _scattered(self, chosen: Sequence[int], grads: Sequence[Any]) -> list[jax.Array]:
         """Return this rank's shards of the means of some gradients."""
         found: dict[int, jax.Array] = {}
-        wholes = self._wholes.owners
-        of = {i: wholes[i] if i in wholes else self._shards[i].owner for i in chosen}
+        of = {i: self._owner(i) for i in chosen}
         for owner in {id(owner): owner for owner in of.values()}.values():
             places = [k for k, i in enumerate(chosen) if of[i] is owner]
             paths = [self._paths[chosen[k]] for k in places]
@@ -230,7 +219,8 @@ class ShardGradients:
                 )
                 for path, k in zip(paths, places, strict=True)
             ]
-            dims = [None if chosen[k] in wholes else self._shards[chosen[k]].dim for k in places]
+            shards = [self._shards.get(chosen[k]) for k in places]
+            dims = [None if shard is None else shard.dim for shard in shards]
             parts = scattered_gradients.scattered(paths, leaves, dims, owner)
             found |= dict(zip(places, parts, strict=True))
         return [found[k] for k in range(len(chosen))]
@@ -246,5 +236,8 @@ class ShardGradients:
             options: dict[str, Any] = {"is_mean": True, "owner": None, "gather_dtype": None}
             parts.append(self._shards[i]._replace(value=value, **options))
         wholes = known_shards.gathered(parts, self._bucket_bytes)
-        found = dict(zip(split, wholes, strict=True)) | self._wholes.means(grads.local, grads.means)
+        found = self._wholes.means(grads.local, grads.means) | {
+            i: known_shards.remember_mean(whole, self._paths[i])
+            for i, whole in zip(split, wholes, strict=True)
+        }
         return self._tree.unflatten([found.get(i, leaf) for i, leaf in enumerate(grads.local)])

@@ -158,7 +158,10 @@ def _shared_with(around: Scope | None, mesh: Mesh | None) -> dict[str, Any]:
     """Return the fields of a new scope that are also those of the scope around it, if any."""
     if around is None:
         return {"mesh": mesh}
-    names = ("shards", "groups", "loss_dtypes", "updated", "reverse_only")
+    names = (
+        "shards", "whole_owners", "means", "averaged", "groups", "loss_dtypes", "updated",
+        "reverse_only",
+    )  # fmt: skip
     shared = {name: getattr(around, name) for name in names}
     if around.shards:
         shared["marked"] = around.marked

@@ -1,12 +1,18 @@
-"""The means of gradients that stay whole, of optimizers that split the gradients of others."""
+"""The means of gradients that stay whole, of optimizers that split the gradients of others.
+
+They are means also where no gradient is large enough to be split: what a step does with its
+gradients must not depend on their sizes, or on the number of ranks.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 
-from jdp.reduction import gradients, known_shards, scattered_gradients
+from jdp.axis import AxisName
+from jdp.reduction import gradients, known_shards, scattered_gradients, step_context
 
 
 class WholeMeans:
@@ -14,25 +20,36 @@ class WholeMeans:
 
     Args:
       params: tree of parameters.
+      axis_name: the data axis of the caller.
+      is_sent: whether gradients may be averaged over the ranks where they are computed.
       is_at_once: whether the gradients are those of all rows of this rank.
 
     Attributes:
+      are_sent: whether gradients are averaged over the ranks where they are computed.
       is_at_once: see above.
       owners: position of a leaf that stays whole -> its optimizer.
-      along: positions of those that are reduced in the calls that scatter other gradients.
     """
 
-    def __init__(self, params: Any, *, is_at_once: bool):
-        named = jax.tree_util.tree_leaves_with_path(params)
+    def __init__(self, params: Any, axis_name: AxisName, *, is_sent: bool, is_at_once: bool):
+        step = step_context.current(axis_name)
+        # Under a vmap of the author's, gradients are those of single rows, which are not averaged.
+        is_here = step is not None and step.trace == jax.extend.core.get_opaque_trace_state()
+        self.are_sent, self.is_at_once = is_sent and is_here, is_at_once
+        named = jax.tree_util.tree_leaves_with_path(params) if self.are_sent else []
         found = [known_shards.owner_of_whole(leaf) for _, leaf in named]
-        self.is_at_once = is_at_once
         self.owners = {i: it for i, it in enumerate(found) if it is not None and it.sharding.mean}
+        self._leaves = {i: jnp.asarray(named[i][1]) for i in self.owners}
         self._paths = {i: jax.tree_util.keystr(named[i][0]) for i in self.owners}
-        # Of micro-batches they are reduced once, at the end, with the loss.
-        self.along = [
+
+    def along(self) -> list[int]:
+        """Return the positions of those that are reduced in the calls that scatter others.
+
+        Of micro-batches these are none: they are reduced once, at the end, with the loss.
+        """
+        return [
             i
-            for owner, chosen in self._by_owner(self.owners if is_at_once else ())
-            if scattered_gradients.takes_along([jnp.asarray(named[i][1]) for i in chosen], owner)
+            for owner, chosen in self._by_owner(self.owners if self.is_at_once else ())
+            if scattered_gradients.takes_along([self._leaves[i] for i in chosen], owner)
             for i in chosen
         ]
 
@@ -60,4 +77,4 @@ class WholeMeans:
                 reduce_dtype=owner.reduce_dtype,
             )
             found |= dict(zip(chosen, means, strict=True))
-        return {i: known_shards.remember_mean(value) for i, value in found.items()}
+        return {i: known_shards.remember_mean(value, self._paths[i]) for i, value in found.items()}

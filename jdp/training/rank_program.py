@@ -145,7 +145,7 @@ class RankProgram:
         with explained, order, entered as scope, forward_mode.refused(spec.name, scope):
             wholes = state_shards.whole(split.state, shard_axes)
             given_state = pytrees.restore(layout.joined([state, *wholes]))
-            state_shards.claim(given_state)
+            state_shards.claim(given_state, trains=spec.returns_state)
             tree = jax.tree.structure(given_state)  # which the author's function may change
             positional, named = spec.by_keyword(rest)
             # Called here: JAX records the whole stack for each operation of the author.

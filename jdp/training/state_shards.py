@@ -26,14 +26,15 @@ def whole(lists: Sequence[Sequence[Any]], axes: tuple[str, ...]) -> list[list[An
     return [[*own], *([next(left) for _ in values] for values in by_dim)]
 
 
-def claim(state: Any) -> None:
+def claim(state: Any, *, trains: bool = True) -> None:
     """Record for parameters whose gradients are split which optimizer updates them.
 
     Args:
       state: any tree, as the author's function sees it.
+      trains: whether the function may update them.
     """
     for params, flags, tx in shard_layout.with_split_gradients(state):
-        known_shards.claim(params, flags, tx)
+        known_shards.claim(params, [flag and trains for flag in flags], tx)
 
 
 def parts(lists: Sequence[Sequence[jax.Array]], axes: tuple[str, ...]) -> list[list[jax.Array]]:

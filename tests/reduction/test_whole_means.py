@@ -199,3 +199,144 @@ def test_gradients_of_single_rows_stay_those_of_the_rank():
 
     state, _ = step(state_of(stage=2), rows())
     assert_trained(state.params, ROWS["x"].mean())
+
+
+NOTHING_IS_SPLIT = {
+    "all are small": {"min_size": 4096},
+    "those that are large do not train": {"trainable": {"w": False, "v": False}},
+}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("options", NOTHING_IS_SPLIT.values(), ids=NOTHING_IS_SPLIT)
+def test_they_are_means_where_nothing_is_split(stage, accumulate, options):
+    ranks(3)
+    options = {**options}
+    trainable = {name: True for name in SIZES} | options.pop("trainable", {})
+    params = {name: jnp.zeros(shape) for name, shape in SIZES.items()}
+    tx = jdp.sharded(optax.sgd(RATE), stage=stage, **{"min_size": 8, **options})
+    shifted = rows() | {"x": ROWS["x"] - 1000}  # negative on the first rank
+    want, names = shifted["x"].mean(), [name for name, trains in trainable.items() if trains]
+
+    @jdp.train_step
+    def step(state, batch):
+        loss, grads = jdp.value_and_grad(loss_fn, accumulate=accumulate)(state.params, batch)
+        own = {name: grads[name] for name in names}
+        of_ranks = jax.lax.pmax(largest_difference(own, want), "data")
+        # The sign of a mean is not the mean of the signs.
+        grads = jax.tree.map(jnp.sign, grads)
+        return state.apply_gradients(grads), {"loss": loss, "difference": of_ranks}
+
+    state = jdp.TrainState.create(params, tx, trainable=trainable)
+    state, metrics = step(state, shifted)
+    assert float(metrics["difference"]) == 0
+    assert_trained({name: state.params[name] for name in names}, 1)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_in_a_tree_of_small_leaves_alone_they_are_means(stage):
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        small = {name: state.params[name] for name in "bcd"}
+        _, grads = jdp.value_and_grad(loss_fn)(small, batch)
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        return state.apply_gradients({**zeros, **grads}, synced=True), {}
+
+    state, _ = step(state_of(stage=stage), rows())
+    assert_trained({name: state.params[name] for name in "bcd"}, ROWS["x"].mean())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("unread", ["b", "bcd"])
+def test_a_leaf_that_the_loss_does_not_read_takes_no_call(stage, unread):
+    ranks(2)
+
+    def loss_of_others(params, batch):
+        return loss_fn({name: x for name, x in params.items() if name not in unread}, batch)
+
+    @jdp.train_step
+    def step(state, batch):
+        loss, grads = jdp.value_and_grad(loss_of_others)(state.params, batch)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    state = state_of(stage=stage)
+    with pytest.warns(UserWarning, match="does not depend on"):
+        text = step.lower(state, rows()).as_text()
+        state, _ = step(state, rows())
+    assert re.findall(r"@jdp_(all_reduce|reduce_scatter)\(", text) == ["reduce_scatter"]
+    for name, leaf in state.params.items():
+        assert_trained([leaf], 0 if name in unread else ROWS["x"].mean())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_they_are_not_sent_by_sync_gradients(stage):
+    ranks(2)
+
+    def stepping(average):
+        @jdp.train_step
+        def step(state, batch):
+            loss, grads = jdp.value_and_grad(loss_fn)(state.params, batch)
+            grads = average(grads)
+            return state.apply_gradients(grads, synced=True), {"norm": optax.tree.norm(grads)}
+
+        return step
+
+    texts = [
+        stepping(average).lower(state_of(stage=stage), rows()).as_text()
+        for average in (lambda grads: grads, jdp.sync_gradients)
+    ]
+    of_jdp = [re.findall(r"@jdp_(all_reduce|reduce_scatter|all_gather)\(", x) for x in texts]
+    assert of_jdp[0] == of_jdp[1]
+    state, metrics = stepping(jdp.sync_gradients)(state_of(stage=stage), rows())
+    assert_trained(state.params, ROWS["x"].mean())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", ["b", "w"])
+def test_another_weight_is_refused_where_it_would_do_nothing(stage, name):
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        _, grads = jdp.value_and_grad(loss_fn)(state.params, batch)
+        weight = jnp.where(batch["x"][0] > 0, 3.0, 1.0)
+        changed = jdp.sync_gradients({name: grads[name] * 2}, weight=weight)
+        return state.apply_gradients({**grads, **changed}, synced=True), {}
+
+    with pytest.raises(ValueError, match=rf"grads\['{name}'\].* another weight= does nothing"):
+        step(state_of(stage=stage), rows())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", ["b", "w"])
+def test_a_change_of_one_of_them_is_no_reason_to_warn(stage, name):
+    ranks(2)
+
+    @jdp.train_step
+    def step(state, batch):
+        _, grads = jdp.value_and_grad(loss_fn)(state.params, batch)
+        grads = {**grads, name: grads[name] * 2}
+        return state.apply_gradients(grads), {}
+
+    state, _ = step(state_of(stage=stage), rows())  # a warning is an error in tests
+    for each, leaf in state.params.items():
+        assert_trained([leaf], ROWS["x"].mean() * (2 if each == name else 1))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_in_an_eval_step_gradients_are_those_of_the_rank(stage):
+    ranks(3)
+
+    @jdp.eval_step
+    def measure(state, batch):
+        _, grads = jdp.value_and_grad(loss_fn)(state.params, batch)
+        own = batch["x"].mean()
+        return {"difference": jax.lax.pmax(largest_difference(grads, own), "data")}
+
+    tx = jdp.sharded(optax.sgd(RATE), stage=stage, min_size=8) if stage else None
+    params = {name: jnp.zeros(shape) for name, shape in SIZES.items()}
+    state = jdp.TrainState.create(params, tx or jdp.replicated(optax.sgd(RATE)))
+    assert float(measure(state, rows())["difference"]) == 0
