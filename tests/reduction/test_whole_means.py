@@ -340,3 +340,37 @@ def test_in_an_eval_step_gradients_are_those_of_the_rank(stage):
     params = {name: jnp.zeros(shape) for name, shape in SIZES.items()}
     state = jdp.TrainState.create(params, tx or jdp.replicated(optax.sgd(RATE)))
     assert float(measure(state, rows())["difference"]) == 0
+
+
+def in_a_scan(differentiate, params, batch):
+    return jax.lax.scan(lambda c, _: (c, differentiate(params, batch)[1]), 0, None, length=1)[1]
+
+
+def in_a_cond(differentiate, params, batch):
+    grads = lambda: differentiate(params, batch)[1]  # noqa: E731
+    return jax.lax.cond(params["c"] > -1, grads, grads)
+
+
+PLACES = {
+    "jit": lambda f, params, batch: jax.jit(f)(params, batch)[1],
+    "checkpoint": lambda f, params, batch: jax.checkpoint(f)(params, batch)[1],
+    "scan": lambda f, params, batch: jax.tree.map(lambda x: x[0], in_a_scan(f, params, batch)),
+    "cond": in_a_cond,
+    "copies": lambda f, params, batch: f(jax.tree.map(lambda x: x * 1, params), batch)[1],
+}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("grads_of", PLACES.values(), ids=PLACES)
+def test_in_a_function_of_the_author_they_stay_local_and_are_averaged_later(stage, grads_of):
+    ranks(3)
+
+    @jdp.train_step
+    def step(state, batch):
+        grads = grads_of(jdp.value_and_grad(loss_fn), state.params, batch)
+        difference = jax.lax.pmax(largest_difference(grads, batch["x"].mean()), "data")
+        return state.apply_gradients(grads), {"difference": difference}
+
+    state, metrics = step(state_of(stage=stage), rows())
+    assert float(metrics["difference"]) == 0
+    assert_trained(state.params, ROWS["x"].mean())
