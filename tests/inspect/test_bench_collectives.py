@@ -250,3 +250,26 @@ def test_processes_add_laws_to_a_calibration_and_keep_its_computation(processes,
         found, rates=earlier.rates, date=earlier.date, host=earlier.host, num_cores=2
     )
     assert same == earlier
+
+
+def calibrated_anew_by_processes(cache):
+    from jdp.inspect.bench import compute, training_steps
+
+    small = training_steps.Training(training_steps.models.mlp(width=8, num_layers=2, num_rows=5))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_steps, "_trainings", lambda platform: [small])
+        patch.setattr(training_steps, "_BUDGET_S", 0.0)
+        patch.setattr(compute, "_WIDTH", {"cpu": 64})
+        patch.setattr(compute, "_ELEMENTS", 1000)
+        return calibrated_by_processes(cache)
+
+
+@NEEDS_LIBRARY
+def test_processes_without_a_calibration_measure_one_device_and_all_of_the_host(
+    processes, tmp_path
+):
+    found, none = processes(2).run(calibrated_anew_by_processes, str(tmp_path))
+    assert none is None
+    assert [it.num_ranks for it in found.computation] == [1, 4]
+    for it in found.computation:
+        assert min(it.memory_bytes_per_s, it.slowness.matmul, it.operation_start_s) > 0
