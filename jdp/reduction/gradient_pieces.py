@@ -50,14 +50,15 @@ class GradientPieces:
         if not self._synced and not sharding.mean:
             gradient_checks.require_unreduced(self._paths, leaves)
         pieces: dict[int, Piece] = {}
+        averaged = known_shards.means()
         for i, (leaf, dim) in enumerate(zip(leaves, self._dims, strict=True)):
-            found = known_shards.known(leaf)
+            found, is_mean = known_shards.known(leaf), id(leaf) in averaged
             if self._synced:
                 leaves[i] = self._marked(leaf, self._paths[i])
             is_part = found is not None and (found.dim, found.axes) == (dim, self._axes)
-            if found is not None and found.is_mean and is_part:
+            if found is not None and is_mean and is_part:
                 pieces[i] = Piece(found.value, dim)
-            elif dim is None and not self._synced and known_shards.is_mean(leaf):
+            elif is_mean and dim is None and not self._synced:
                 pieces[i] = Piece(leaf, None)
             elif self._synced and dim is None:
                 pieces[i] = Piece(jnp.asarray(leaves[i]), None)

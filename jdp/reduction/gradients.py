@@ -80,11 +80,11 @@ def sync_gradients(
     """
     buckets.plan([], bucket_bytes)  # It complains here, also where no axis is bound.
     named, treedef = jax.tree_util.tree_flatten_with_path(grads)
-    leaves, is_default = [leaf for _, leaf in named], weight is None and mean
-    left = [i for i, x in enumerate(leaves) if not (is_default and known_shards.is_mean(x))]
+    known = known_shards.means() if weight is None and mean else {}
+    left = [i for i, (_, leaf) in enumerate(named) if id(leaf) not in known]
     means = reduced(
         [jax.tree_util.keystr(named[i][0]) for i in left],
-        [leaves[i] for i in left],
+        [named[i][1] for i in left],
         weight=weight,
         axis_name=axis_name,
         all_reduce=all_reduce,
@@ -93,9 +93,8 @@ def sync_gradients(
         mesh=mesh,
         reduce_dtype=mixed_precision.float_dtype("reduce_dtype", reduce_dtype),
     )
-    for i, value in zip(left, means, strict=True):
-        leaves[i] = value
-    return jax.tree.unflatten(treedef, leaves)
+    found = dict(zip(left, means, strict=True))
+    return treedef.unflatten([found.get(i, leaf) for i, (_, leaf) in enumerate(named)])
 
 
 def reduced(

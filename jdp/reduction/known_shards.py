@@ -7,7 +7,7 @@ author has no known shard: this rank's slice of it is one.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -30,7 +30,6 @@ class Shard(NamedTuple):
       value: the slice `[..., size / n, ...]`.
       dim: the dim that is split over the ranks.
       axes: names of the mesh axes that it is split over.
-      is_mean: whether it is the mean of a gradient over all ranks already.
       owner: of a parameter whose gradient is split, from stage 2 on: its optimizer, `jdp.sharded`.
       trains: whether that optimizer updates it.
       is_kept: whether the whole array is there throughout the step, so that nothing gathers it.
@@ -41,7 +40,6 @@ class Shard(NamedTuple):
     value: jax.Array
     dim: int
     axes: tuple[str, ...]
-    is_mean: bool = False
     owner: Any = None
     trains: bool = True
     is_kept: bool = False
@@ -182,10 +180,10 @@ def remember_mean(gradient: jax.Array, path: str) -> jax.Array:
     return gradient
 
 
-def is_mean(gradient: Any) -> bool:
-    """Whether a gradient was remembered as the mean over all ranks."""
+def means() -> Mapping[int, jax.Array]:
+    """Return the gradients that were remembered as means over all ranks, by their id."""
     scope = step_context.innermost()
-    return scope is not None and id(gradient) in scope.means
+    return {} if scope is None else scope.means
 
 
 def known(whole: Any) -> Shard | None:

@@ -233,8 +233,7 @@ class ShardGradients:
             value = grads.means[i]
             axes = axis.in_mesh_order(self._shards[i].owner.axis_name)
             value = scattered_gradients.proved(value, axes, mean=True)
-            options: dict[str, Any] = {"is_mean": True, "owner": None, "gather_dtype": None}
-            parts.append(self._shards[i]._replace(value=value, **options))
+            parts.append(self._shards[i]._replace(value=value, owner=None, gather_dtype=None))
         wholes = known_shards.gathered(parts, self._bucket_bytes)
         found = self._wholes.means(grads.local, grads.means) | {
             i: known_shards.remember_mean(whole, self._paths[i])

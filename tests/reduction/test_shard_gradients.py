@@ -172,8 +172,8 @@ def test_a_gradient_knows_its_shard_and_is_the_mean_on_every_rank():
         return state.replace(params={**state.params, **new}), {}
 
     state, _ = run(step)
-    assert found["layer"].is_mean and found["layer"].value.shape == (DIM // 2, DIM)
-    assert found["odd"] is None  # it stays whole, and its gradient is this rank's own
+    assert found["layer"].value.shape == (DIM // 2, DIM)
+    assert found["odd"] is None  # it stays whole
     want = jax.grad(dense)(params(), batch())
     for shard in state.params["layers"][0].addressable_shards:
         np.testing.assert_allclose(shard.data, want["layers"][0][shard.index], atol=1e-6)
