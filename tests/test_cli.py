@@ -203,6 +203,8 @@ def test_gpus_are_the_devices_of_the_driver(tmp_path):
     [
         *(("-1", 0), ("-1,0", 0), ("0,,1", 1), ("1, 0", 2), ("1,0,x", 2), ("1,2,0", 1)),
         *(("NoDevFiles", 0), ("none", 0), ("0,1,0", 0), ("00,0", 0), ("", 0), (" 1 ", 1)),
+        *(("0 ,1", 2), ("0 1", 1), ("0x0", 1), ("+0,1", 2), ("\t0", 1), ("0x,0", 0)),
+        *((" GPU-61c0", 0), ("GPU-61c0, GPU-8932f937", 1), ("GPU-61c0 ,GPU-8932f937", 2)),
         *(("GPU-8932f937,GPU-61c0", 2), ("GPU-61c0,1", 1), ("GPU-61c0,GPU-61c0", 0)),
         # CUDA uses one part of a GPU in a process, whatever is listed.
         *(("MIG-GPU-8932f937/1/2,MIG-GPU-8932f937/1/3", 1), ("MIG-61c0", 1)),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdp import axis, pytrees
+from jdp.analysis.marks import ALL_REDUCED, mark
 from jdp.axis import AxisName
 from jdp.reduction import loss_means, row_weight, step_context
 from jdp.reduction.metrics import is_rows
@@ -31,6 +32,11 @@ def take_rows(tree: Any) -> tuple[Any, list[jax.Array]]:
                 "first dim, and return jdp.rows(x) from the step."
             )
     return pytrees.take_nodes(tree, is_rows)
+
+
+def has_rows(tree: Any) -> bool:
+    """Whether a tree holds `rows`."""
+    return any(map(is_rows, jax.tree.leaves(tree, is_leaf=is_rows)))
 
 
 def unmarked(tree: Any) -> Any:
@@ -142,6 +148,8 @@ def _reduced(
 # and on GPU the first JAX puts off all reductions to hide that one.
 def _summed(x: jax.Array, axis_name: AxisName, step: Scope | None) -> jax.Array:
     axes = axis.names(axis_name)
+    if step is not None and axis.size(axes) == 1:  # XLA keeps a sum over one rank
+        return mark(x, kind=ALL_REDUCED, path="", axes=axis.in_mesh_order(axes))
     if step is not None and step.reductions:
         last = step.reductions[-1]
         is_here = last.trace == jax.extend.core.get_opaque_trace_state()

@@ -16,6 +16,7 @@ from jdp.collectives import beside_xla, call_order
 from jdp.collectives.xla import combine_options, group_options
 from jdp.distributed.checks import arguments, startup, traced_programs
 from jdp.distributed.mesh import num_ranks
+from jdp.reduction import reported
 from jdp.reduction.scope import Choices
 from jdp.step_spec import StepSpec
 from jdp.training import hints, passes, program_facts, step_results, uncached
@@ -40,6 +41,7 @@ class CompiledStep:
 
     Attributes:
       jaxprs: the latest programs that were traced, each with the names of its inputs.
+      returns_rows: whether metrics that a program returns hold `jdp.rows`.
       waits_in_xla: whether ranks may wait for each other in collectives of XLA's, in the program
         that was traced last.
     """
@@ -50,7 +52,7 @@ class CompiledStep:
         self.jaxprs: deque[tuple[Any, list[str]]] = deque(maxlen=_MAX_JAXPRS)
         self._traced_programs: deque[traced_programs.TracedProgram] = deque(maxlen=_MAX_JAXPRS)
         self._is_part = is_part
-        self.waits_in_xla = False
+        self.waits_in_xla = self.returns_rows = False
         self._first_runs = self.arguments = None
         if mesh.is_multi_process and not is_part:
             self._first_runs = startup.FirstRuns(mesh, spec.name)
@@ -204,6 +206,7 @@ class CompiledStep:
             if self._loses_order(built.jaxpr):
                 leaving = self._uncached(leaving)
             state, *others = step_results.put_together(self.spec, leaving, built.proved)
+            self.returns_rows |= reported.has_rows(others[0])
             state = step_results.pinned(self.spec, self.mesh, state, args[0], self._args[0])
             return state, *others
 

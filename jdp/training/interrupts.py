@@ -1,5 +1,7 @@
 """Ctrl-C during the call of a step: once the state is donated, the new one must be returned."""
 
+# `signal` itself makes enums of numbers, in more time than all else here takes.
+import _signal  # pyrefly: ignore[missing-import]
 import signal
 import threading
 from typing import Any
@@ -8,6 +10,7 @@ from jdp import pytrees
 
 # By then the caller has stored the state that the step returned.
 _DELAY_S = 0.02
+_SIGINT = int(signal.SIGINT)
 _MAIN = threading.main_thread().ident or 0
 
 
@@ -29,18 +32,18 @@ class Shield:
         if threading.get_ident() != _MAIN:
             return None
         self._interrupt()
-        handler = signal.getsignal(signal.SIGINT)
+        handler = _signal.getsignal(_SIGINT)
         if handler == self._handle or not callable(handler):  # in the trace of another step; none
             return None
         self._handler = handler
-        signal.signal(signal.SIGINT, self._handle)
+        _signal.signal(_SIGINT, self._handle)
         return handler
 
     def end(self, handler: Any) -> None:
         """Leave interrupts to the author's handler again."""
         if handler is not None:
             self._donated = None
-            signal.signal(signal.SIGINT, handler)
+            _signal.signal(_SIGINT, handler)
             if self._is_due:
                 threading.Timer(_DELAY_S, self._interrupt).start()
 

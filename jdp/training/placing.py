@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdp import pytrees
 from jdp.distributed import placement
 from jdp.step_spec import StepSpec
-from jdp.training import shard_layout
+from jdp.training import shard_layout, shared_variables
 
 
 def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
@@ -39,6 +39,21 @@ def place_state(state: Any, where: Mesh, spec: StepSpec) -> Any:
             leaves[i] = jnp.copy(leaf)
         seen.add(buffer)
     return jax.tree.unflatten(treedef, leaves)
+
+
+def require_usable(spec: StepSpec, state: Any) -> None:
+    """Refuse a state that holds a donated leaf, or one that a train step cannot return.
+
+    Args:
+      spec: the step.
+      state: which no step returned.
+
+    Raises:
+      ValueError: naming what is wrong.
+    """
+    require_alive(spec, [state])
+    if spec.returns_state:
+        shared_variables.require_unshared(spec.argument(0), state)
 
 
 def require_batch(spec: StepSpec, batch: Any, num_rest: int) -> None:
@@ -133,6 +148,24 @@ def _buffer(leaf: Any) -> Any:
     # JAX keeps what it returns with each array: 2 objects here, and 27 for the list of
     # `addressable_shards` on 8 devices.
     return pytrees.without_key(leaf).addressable_data(0).unsafe_buffer_pointer()
+
+
+def require_alive_or_unsorted(spec: StepSpec, args: Sequence[Any]) -> None:
+    """Refuse arguments that hold a donated leaf, unless JAX cannot sort keys of one.
+
+    Args:
+      spec: the step.
+      args: its arguments, in order.
+
+    Raises:
+      ValueError: naming the first one.
+    """
+    try:
+        is_gone = pytrees.any_deleted(args)
+    except ValueError:  # of such keys, which have an error of their own
+        return
+    if is_gone:
+        require_alive(spec, args)
 
 
 def require_alive(spec: StepSpec, args: Sequence[Any]) -> None:

@@ -18,9 +18,10 @@ from jdp.distributed.checks import arguments, known_leaves
 from jdp.distributed.step_call import StepCall
 from jdp.reduction import reported, row_weight
 from jdp.step_spec import StepSpec
-from jdp.training import parameters, placing, shared_variables
+from jdp.training import parameters, placing
 from jdp.training.compiled_step import CompiledStep
 from jdp.training.interrupts import SHIELD
+from jdp.training.latest_call import LatestCall
 from jdp.worker import progress
 
 
@@ -36,6 +37,7 @@ class Step:
         self._phase = progress.TRAIN_STEP if spec.returns_state else progress.EVAL_STEP
         self._compiled_steps: dict[tuple, CompiledStep] = {}
         self._returned: list[weakref.ref] = []  # the leaves of the state that was returned last
+        self._latest = LatestCall(self._returned if spec.returns_state else None)
         self._num_calls = 0
         self._holds_others = False  # whether the state has leaves that are not arrays
 
@@ -44,7 +46,8 @@ class Step:
         handler = SHIELD.begin() if self.spec.donate else None
         try:
             state, metrics, _ = self.run(*args, **kwargs)
-            metrics = reported.unmarked(metrics)
+            if any(compiled.returns_rows for compiled in self._compiled_steps.values()):
+                metrics = reported.unmarked(metrics)
             return (state, metrics) if self.spec.returns_state else metrics
         finally:
             SHIELD.end(handler)
@@ -56,23 +59,24 @@ class Step:
           The state, None for an `eval_step`; the metrics, with `jdp.rows` still marked; and the
           weight of the global batch: `[]` float32, its rows where nothing weighs them.
         """
+        given = args
         compiled, args, is_traced, is_returned = self._prepare(args, kwargs)
         if is_traced:
             state, metrics, weight, *_ = compiled(*args)  # inside a jit or scan of the caller's
             return pytrees.restore(state), metrics, weight
-        given = None
+        checksums = None
         with self._phase:
             if not is_returned or in_flight.latest_spec() not in (None, self.spec):
                 _order_between_processes(compiled.mesh)
             in_flight.make_room()
             self._num_calls += 1
             if compiled.arguments is not None:
-                given = compiled.arguments.of(args, self._unknown(args[0], is_returned))
-            call = self._call(compiled, given)
+                checksums = compiled.arguments.of(args, self._unknown(args[0], is_returned))
+            call = self._call(compiled, checksums)
             in_flight.begin_call(call)
             SHIELD.donates(args[0])
             try:
-                returned = compiled(*args, is_returned=is_returned, given=given)
+                returned = compiled(*args, is_returned=is_returned, given=checksums)
                 state, metrics, weight, reports, _ = returned
             except (RuntimeError, ValueError) as error:
                 if "delete" in str(error):
@@ -83,11 +87,14 @@ class Step:
             finally:
                 in_flight.end_call()
             self._returned[:] = map(weakref.ref, jax.tree.leaves(state))
+            if args is not given:
+                self._latest.remember(compiled, () if kwargs else given, args)
             in_flight.add(
                 call._replace(waits_in_xla=compiled.waits_in_xla, reports=reports, weight=weight)
             )
             if progress.own.is_first_step and self.spec.returns_state:
-                _wait_for_first_step()
+                with progress.FIRST_STEP:  # others may still compile: as much time as for that
+                    in_flight.drain()
         return pytrees.restore(state), metrics, weight
 
     def __reduce__(self) -> tuple[type["Step"], tuple[StepSpec]]:
@@ -130,25 +137,27 @@ class Step:
         """Return `(compiled, placed arguments, is_traced, is_returned)`.
 
         `is_traced`: an argument is a tracer, of a `jit` around this call. `is_returned`: the state
-        is what the last call of this step returned.
+        is what the last call of this step returned. The arguments of a call like it stay as they
+        are.
         """
-        spec, (state, batch, *rest) = self.bound(args, kwargs)
-        given_state = state
-        if self._holds_others:
-            state = pytrees.hold(state)
+        latest = self._latest.program_for(args) if where is None and not kwargs else None
+        if latest and not (jax_compat.DELETED_ARRAY_CRASHES and pytrees.any_deleted(args)):
+            return latest, args, False, self.spec.returns_state
+        spec, (given, batch, *rest) = self.bound(args, kwargs)
+        state = pytrees.hold(given) if self._holds_others else given
         leaves = jax.tree.leaves(state)
         where = mesh.mesh_of(leaves, spec.axis_name) if where is None else where
         # A state that the last call returned is placed, and no two of its leaves share a buffer.
         is_returned = known_leaves.are(self._returned, leaves)
         is_traced = not is_returned and _holds_tracer(leaves)
         if not is_returned:
-            _require_usable(spec, state)
+            placing.require_usable(spec, state)
             held = pytrees.hold(state)
             self._holds_others = held is not state or isinstance(state, pytrees.Held)
             state = placing.place_state(held, where, spec)
             leaves = jax.tree.leaves(state)
-        if jax_compat.DELETED_ARRAY_CRASHES and pytrees.any_deleted((state, batch, rest)):
-            placing.require_alive(spec, [state, batch, *rest])
+        if jax_compat.DELETED_ARRAY_CRASHES:
+            placing.require_alive_or_unsorted(spec, [state, batch, *rest])
         try:
             batch = place_batch(batch, where, spec.axis_name)
         except RuntimeError:
@@ -162,13 +171,19 @@ class Step:
         if spec.donate and (rest or mesh.num_ranks(where, spec.axis_name) == 1):
             batch, *rest = placing.copy_donated([batch, *rest], leaves)
         is_traced = is_traced or _holds_tracer((batch, rest))
-        key = where, is_traced, spec.keywords
-        compiled = self._compiled_steps.get(key)
+        compiled = self._compiled_steps.get((where, is_traced, spec.keywords))
         if compiled is None:
             placing.require_batch(spec, batch, len(rest))  # placed, as an empty one is
-            floats = parameters.floats_of_equinox(given_state)
-            compiled = self._compiled_steps[key] = CompiledStep(spec, where, floats, is_traced)
+            compiled = self._new_compiled(spec, where, given, is_traced)
         return compiled, (state, batch, *rest), is_traced, is_returned
+
+    def _new_compiled(
+        self, spec: StepSpec, where: Mesh, state: Any, is_traced: bool
+    ) -> CompiledStep:
+        floats = parameters.floats_of_equinox(state)
+        key = where, is_traced, spec.keywords
+        self._compiled_steps[key] = CompiledStep(spec, where, floats, is_traced)
+        return self._compiled_steps[key]
 
     def bound(self, args: tuple, kwargs: dict[str, Any]) -> tuple[StepSpec, tuple]:
         """Return the arguments in order, keyword-only ones last.
@@ -226,18 +241,6 @@ def _order_between_processes(where: Mesh) -> None:
     # depend on each other in another order in each process.
     if where.is_multi_process and where.devices.flat[0].platform == "cpu":
         in_flight.drain()
-
-
-def _wait_for_first_step() -> None:
-    # The other processes may still compile, so this wait is allowed as much time as compiling.
-    with progress.FIRST_STEP:
-        in_flight.drain()
-
-
-def _require_usable(spec: StepSpec, state: Any) -> None:
-    placing.require_alive(spec, [state])
-    if spec.returns_state:
-        shared_variables.require_unshared(spec.argument(0), state)
 
 
 def _holds_tracer(tree: Any) -> bool:

@@ -38,7 +38,7 @@ def num_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("
 
 def _num_listed(text: str, num_present: int | None) -> int:
     """Return how many of the listed devices CUDA uses, where `num_present` are there, if known."""
-    listed = [device.strip() for device in text.split(",")]
+    listed = text.split(",")
     # Numbers, or names of one kind, such as GPU-8f2a or MIG-GPU-8f2a/1/0.
     kind = next((kind for kind in ("GPU-", _MIG) if listed[0].startswith(kind)), "")
     found: list[str | int] = []
@@ -46,9 +46,11 @@ def _num_listed(text: str, num_present: int | None) -> int:
         if kind:
             known: str | int | None = device if device.startswith(kind) else None
         else:
-            known = int(device) if re.fullmatch(r"[0-9]+", device) else None
+            number = re.match(r"\s*\+?([0-9]+)", device)  # CUDA reads on to what is not a digit
+            known = int(number[1]) if number else None
         if known is None or isinstance(known, int) and known >= (num_present or known + 1):
-            # CUDA stops at the first that is not a device: -1, an empty one, Slurm's NoDevFiles.
+            # CUDA stops at the first that is not a device: -1, an empty one, Slurm's NoDevFiles,
+            # a name with a blank before it.
             break
         if known in found:
             return 0  # CUDA then uses none

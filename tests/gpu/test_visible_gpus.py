@@ -49,6 +49,7 @@ def test_gpus_are_counted_as_cuda_finds_them():
         "none",
     ]
     listed += [name, name[:12], f"{name},{name}", f"{name},0", f"0,{name}", f"{name}, {name}"]
+    listed += ["0 ", "0 ,", "0 1", "0x0", "+0", "\t0", f" {name}", f"{name} ", f"{name} ,0"]
     for visible in listed:
         environment = own | {"CUDA_VISIBLE_DEVICES": visible}
         ours, theirs = num_gpus(environment), found_by_cuda(environment)

@@ -378,8 +378,10 @@ def test_a_page_names_no_folder_of_the_machine(monkeypatch):
 
 def test_the_step_on_one_gpu_is_compared_with_jit_and_a_wrong_one_is_found(monkeypatch):
     problem = models.mlp(width=8, num_layers=2, num_rows=4)
-    (row,) = gpu_step.measured([problem], budget_s=0)
-    assert (row["model"], row["num_rounds"]) == ("mlp", 3) and row["ratio"] > 0
+    rows = list(gpu_step.measured([problem, problem._replace(name="larger")], budget_s=0))
+    assert [row["model"] for row in rows] == ["mlp"] * 3 + ["larger"]
+    assert [row["ten"] for row in rows] == [*gpu_step._WAYS, "in a row"]
+    assert all(row["num_rounds"] == 3 and row["ratio"] > 0 for row in rows)
 
     def twice(loss_fn, mesh, k):
         return contestants.jit_natural(lambda params, batch: 2 * loss_fn(params, batch), mesh, k)

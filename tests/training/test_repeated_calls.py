@@ -1,0 +1,197 @@
+"""A call like the last one is not prepared again; any other is, and all compute the same."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.training import ranks
+
+import jdp
+from jdp.training.step import Step
+
+ROWS = np.arange(24, dtype=np.float32)  # their mean differs with any 8 that are left out
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """The names of the steps whose arguments were looked at, one for each call."""
+    names, bound = [], Step.bound
+
+    def counted(self, *args):
+        names.append(self.__name__)
+        return bound(self, *args)
+
+    monkeypatch.setattr(Step, "bound", counted)
+    return names
+
+
+@jdp.train_step
+def step(state, batch, scale=1.0):
+    # Whole numbers: sums of them are exact in any order.
+    grads = jax.grad(lambda p: (batch["x"] * scale).mean() * p["w"].sum())(state.params)
+    return state.apply_gradients(grads), {"sum": batch["x"].mean()}
+
+
+@jdp.eval_step
+def evaluated(state, batch):
+    return {"w": state.params["w"].sum() + 0 * batch["x"].mean()}
+
+
+def made():
+    return jdp.TrainState.create({"w": jnp.arange(4.0)}, jdp.replicated(optax.sgd(1.0)))
+
+
+def placed(mesh, rows=ROWS):
+    return {"x": jax.device_put(rows, jax.NamedSharding(mesh, jax.P("data")))}
+
+
+def values(state):
+    """The parameter on each device."""
+    return [np.asarray(shard.data).tolist() for shard in state.params["w"].addressable_shards]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_calls_that_go_on_with_the_state_are_prepared_once(n, prepared):
+    batch, state = placed(ranks(n)), made()
+    for i in range(5):
+        state, metrics = step(state, batch)
+        assert metrics["sum"] == ROWS.mean()
+        assert values(state) == [[k - (i + 1) * ROWS.mean() for k in range(4)]] * n
+    assert prepared == ["step"]
+    for _ in range(3):
+        assert evaluated(state, batch)["w"] == 6 - 4 * 5 * ROWS.mean()
+    assert prepared == ["step", "evaluated"]
+
+
+def test_an_evaluation_of_a_new_state_is_prepared(prepared):
+    batch, state = placed(ranks(2)), made()
+    assert evaluated(state, batch)["w"] == evaluated(state, batch)["w"] == 6
+    state = jax.tree.map(lambda x: x + 1, state)
+    assert evaluated(state, batch)["w"] == 10
+    assert len(prepared) == 2
+
+
+CHANGES = {
+    "rows of the host": lambda mesh: ({"x": ROWS.copy()},),
+    "rows that lie elsewhere": lambda mesh: ({"x": jnp.asarray(ROWS)},),
+    "rows on all devices": lambda mesh: (
+        {"x": jax.device_put(ROWS, jax.NamedSharding(mesh, jax.P()))},
+    ),
+    "fewer rows": lambda mesh: (placed(mesh, ROWS[:12]),),
+    "a further argument": lambda mesh: (placed(mesh), 2.0),
+    "an array on one device": lambda mesh: (placed(mesh), jax.device_put(2.0, jax.devices()[0])),
+}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_arguments_are_placed_and_count(change, n):
+    mesh, state, w = ranks(n), made(), np.arange(4.0)
+    other = CHANGES[change](mesh)
+    scale = float(other[1]) if len(other) > 1 else 1.0
+    for args, mean in ((0, 0), (other, 1), (0, 0), (other, 1), (other, 1)):
+        state, _ = step(state, *(args or (placed(mesh),)))
+        w = w - (np.asarray(other[0]["x"]).mean() * scale if mean else ROWS.mean())
+        assert values(state) == [w.tolist()] * n
+
+
+def test_a_row_that_is_a_leaf_of_the_state_is_not_donated_with_it(prepared):
+    everywhere = jax.NamedSharding(ranks(1), jax.P())  # as the state lies
+    batch = {"x": jax.device_put(ROWS, everywhere)}
+    state = jdp.TrainState.create({"w": jnp.ones(24)}, jdp.replicated(optax.sgd(1.0)))
+    for _ in range(2):
+        state, _ = step(state, batch)
+    kept = state.params["w"]
+    new, _ = step(state, {"x": kept})
+    assert len(prepared) == 2  # the first call, and this one
+    assert values(new) == [[0.0] * 24]  # all rows were the parameter, and so was their mean
+
+
+@pytest.mark.parametrize("called", [step, evaluated])
+def test_an_argument_that_is_gone_is_named(called):
+    batch, state = placed(ranks(2)), made()
+    returned = called(state, batch)
+    state = returned[0] if called is step else state
+    gone = jax.tree.map(jnp.copy, batch)
+    gone["x"].delete()
+    with pytest.raises(ValueError, match=r"`batch\['x'\]` was donated"):
+        called(state, gone)
+    state.params["w"].delete()
+    with pytest.raises(ValueError, match=r"`state.params\['w'\]` was donated"):
+        called(state, batch)
+
+
+def test_keys_that_cannot_be_sorted_have_their_error_in_later_calls_too():
+    batch, state = placed(ranks(1)), made()
+    state, _ = step(state, batch)
+    with pytest.raises(TypeError, match="keys of one type"):
+        step(state, {"x": batch["x"], 1: batch["x"]})
+    state, _ = step(state, batch)
+    assert values(state) == [[k - 2 * ROWS.mean() for k in range(4)]]
+
+
+def test_a_program_for_another_mesh_in_between_changes_nothing():
+    one, state = ranks(1), made()
+    state, _ = step(state, placed(one))
+    other = ranks(2)
+    step.lower(jax.device_put(state, jax.NamedSharding(other, jax.P())), placed(other))
+    state, _ = step(state, placed(other))  # the rows follow the state
+    assert values(state) == [[k - 2 * ROWS.mean() for k in range(4)]]
+
+
+def test_a_call_inside_of_a_jit_between_two_calls_is_traced():
+    mesh = ranks(2)
+    batch, state = placed(mesh), made()
+    state, _ = step.without_donation()(state, batch)
+    kept = step.without_donation()
+    state, _ = kept(state, batch)
+    inner, _ = jax.jit(lambda s, b: kept(s, b))(state, batch)
+    inner_rows, _ = jax.jit(lambda b: kept(state, b))(batch)
+    after, _ = kept(state, batch)
+    assert values(inner) == values(inner_rows) == values(after)
+    assert values(after) == [[k - 3 * ROWS.mean() for k in range(4)]] * 2
+
+
+def test_arrays_that_differ_in_more_than_their_values_are_placed():
+    mesh, state = ranks(2), made()
+    on_one = jax.device_put(2.0, jax.devices()[0])
+    for scale in (jnp.asarray(2.0), on_one):  # JAX may move the first, not the second
+        state, _ = step(state, placed(mesh), scale)
+    assert values(state) == [[k - 4 * ROWS.mean() for k in range(4)]] * 2
+    state, _ = step(state, placed(mesh) | {"y": placed(mesh)["x"]})
+    with pytest.raises(ValueError, match="row i of every leaf must belong together"):
+        step(state, placed(mesh) | {"y": placed(mesh, ROWS[:12])["x"]})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_series_of_calls_ends_with_the_exact_parameters(seed):
+    draw, meshes = random.Random(seed), {n: ranks(n) for n in (1, 2, 3)}
+    n, w = 1, np.arange(4.0)
+    mesh, state = ranks(n), made()
+    kept = step.without_donation()
+    for _ in range(30):
+        change = draw.choice([None] * 6 + [*CHANGES, "mesh", "names", "kept", "host", "evaluated"])
+        called, args, names = step, (placed(mesh),), {}
+        if change in CHANGES:
+            args = CHANGES[change](mesh)
+        elif change == "mesh":
+            n = draw.choice([1, 2, 3])
+            mesh = ranks(n)
+            state = jax.device_put(jax.device_get(state), jax.NamedSharding(mesh, jax.P()))
+            args = (placed(meshes[draw.choice([1, 2, 3])]),)
+        elif change == "names":
+            names = {"scale": 2.0}
+        elif change == "kept":
+            called = kept
+        elif change == "host":
+            state = jax.device_get(state)
+        if change == "evaluated":
+            assert evaluated(state, *args)["w"] == w.sum()
+            continue
+        state, _ = called(state, *args, **names)
+        scale = names.get("scale", args[1] if len(args) > 1 else 1.0)
+        w = w - np.asarray(args[0]["x"]).mean() * float(scale)
+        assert values(state) == [w.tolist()] * n, change
