@@ -1,10 +1,13 @@
 """Every difference between JAX versions, and JAX's private names: the only place."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
@@ -101,6 +104,17 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
         constants, carry, _ = params["ft_in"].unpack()
         return len(list(constants)), len(list(carry))
     return params["num_consts"], params["num_carry"]
+
+
+def is_tracing() -> bool:
+    """Whether JAX traces or transforms the code that calls this, also where no tracer is in it."""
+    return jax.extend.core.get_opaque_trace_state() != _outside_of_traces()
+
+
+@functools.cache
+def _outside_of_traces() -> Any:
+    with ThreadPoolExecutor(1) as new_thread:  # where nothing is traced, whatever is here
+        return new_thread.submit(jax.extend.core.get_opaque_trace_state).result()
 
 
 def joined_processes() -> Any:

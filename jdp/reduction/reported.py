@@ -144,12 +144,12 @@ def _reduced(
     return [means] if is_single else [*means], None if summed is None else total[num:]
 
 
-# As the gradients went: a collective of XLA's beside jdp's own costs a wake-up of all ranks on CPU,
-# and on GPU the first JAX puts off all reductions to hide that one.
 def _summed(x: jax.Array, axis_name: AxisName, step: Scope | None) -> jax.Array:
     axes = axis.names(axis_name)
     if step is not None and axis.size(axes) == 1:  # XLA keeps a sum over one rank
         return mark(x, kind=ALL_REDUCED, path="", axes=axis.in_mesh_order(axes))
+    # As the gradients went: a collective of XLA's beside jdp's own costs a wake-up of all ranks on
+    # CPU, and on GPU the first JAX puts off all reductions to hide that one.
     if step is not None and step.reductions:
         last = step.reductions[-1]
         is_here = last.trace == jax.extend.core.get_opaque_trace_state()

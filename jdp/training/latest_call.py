@@ -3,71 +3,91 @@
 import operator
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
+from jdp import jax_compat, pytrees
 from jdp.distributed.checks import known_leaves
 
+_is_deleted = (
+    pytrees.is_deleted if jax_compat.DONATES_SOME_SHARDS else operator.methodcaller("is_deleted")
+)
 
-class LatestCall:
-    """The last call of a step, of which it holds no array.
 
-    Args:
-      returned: references to the leaves of the state that the step returned last, which the step
-        keeps up to date; None for one that returns no state.
+class LatestCall(NamedTuple):
+    """A call of a step, whose arguments were taken as they were given. It holds none of them.
+
+    It never changes, so that threads may call one step.
+
+    Attributes:
+      program: its `CompiledStep`.
+      state: references to the leaves of a state that needs no placing: the one that was returned,
+        or that of an `eval_step`.
+      is_callers: whether that state is the caller's, who may donate it to another step.
+      tree: the structure of the other arguments.
+      places: how each of their arrays lies.
     """
 
-    def __init__(self, returned: list[weakref.ref] | None):
-        self._is_given = returned is None
-        self._state: list[weakref.ref] = [] if returned is None else returned
-        self._program: Any = None
-        self._tree: Any = None
-        self._arrays: list[tuple] = []
+    program: Any
+    state: list[weakref.ref]
+    is_callers: bool
+    tree: Any
+    places: Sequence[tuple]
 
-    def program_for(self, args: tuple) -> Any:
-        """Return the program of the last call for one like it, None for another.
-
-        Such a call has the state that the last one returned, or the same state if none is returned.
-        Its other arguments are arrays that lie as those of the last call, none of them donated.
+    def is_like(self, args: tuple) -> bool:
+        """Whether another call has this state, and further arrays that lie as those of this one.
 
         Args:
-          args: of the call, all by position.
+          args: of that call, all by position.
         """
-        if self._program is None or not args:
-            return None
+        if not args:
+            return False
         state = jax.tree.leaves(args[0])
-        if not known_leaves.are(self._state, state):
-            return None
+        if not known_leaves.are(self.state, state):
+            return False
         try:
             leaves, tree = jax.tree.flatten(args[1:])
         except ValueError:  # keys that cannot be sorted, which have an error of their own
-            return None
-        is_like = (
-            tree == self._tree
-            and all(map(_lies, leaves, self._arrays))
-            and {*map(id, leaves)}.isdisjoint(map(id, state))
+            return False
+        may_be_gone = state if self.is_callers else []
+        if jax_compat.DELETED_ARRAY_CRASHES:
+            may_be_gone = [*state, *leaves]
+        return (
+            tree == self.tree
+            and all(map(_lies, leaves, self.places))
+            and {*map(id, leaves)}.isdisjoint(map(id, state))  # a donated array is copied
+            and not any(map(_is_deleted, may_be_gone))
         )
-        return self._program if is_like else None
 
-    def remember(self, program: Any, given: tuple, taken: tuple) -> None:
-        """Remember a call, if it took all arrays as they were given.
+    def after(self, returned: list[weakref.ref]) -> "LatestCall":
+        """Return the record of a call like this one.
 
         Args:
-          program: of the call.
-          given: its arguments as the caller gave them; empty if some had names.
-          taken: as the program took them.
+          returned: references to the leaves of the state that it returned.
         """
-        self._program = None
-        leaves, tree = jax.tree.flatten(given[1:])
-        if not given or not _are_taken(leaves, jax.tree.leaves(taken[1:])):
-            return
-        if self._is_given:
-            state = jax.tree.leaves(given[0])
-            if not _are_taken(state, jax.tree.leaves(taken[0])):
-                return
-            self._state[:] = map(weakref.ref, state)
-        self._program, self._tree, self._arrays = program, tree, [*map(_place, leaves)]
+        return self if self.is_callers else self._replace(state=returned)
+
+
+def of(program: Any, given: tuple, taken: tuple, returned: Any) -> LatestCall | None:
+    """Return the record of a call, None if an argument had to be placed.
+
+    Args:
+      program: its `CompiledStep`.
+      given: its arguments as the caller gave them.
+      taken: as the program took them.
+      returned: the state that it returned, None for an `eval_step`.
+    """
+    placed = slice(0 if returned is None else 1, None)  # a returned state lies where it has to
+    leaves = jax.tree.leaves(given[placed])
+    if not _are_taken(leaves, jax.tree.leaves(taken[placed])):
+        return None
+    state = jax.tree.leaves(given[0] if returned is None else returned)
+    if all(getattr(leaf.sharding, "mesh", None) != program.mesh for leaf in state):
+        return None  # the mesh is that of `init`, which may change
+    leaves, tree = jax.tree.flatten(given[1:])
+    refs, places = [weakref.ref(leaf) for leaf in state], [_place(leaf) for leaf in leaves]
+    return LatestCall(program, refs, returned is None, tree, places)
 
 
 def _are_taken(given: Sequence[Any], taken: Sequence[Any]) -> bool:

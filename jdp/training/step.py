@@ -18,10 +18,9 @@ from jdp.distributed.checks import arguments, known_leaves
 from jdp.distributed.step_call import StepCall
 from jdp.reduction import reported, row_weight
 from jdp.step_spec import StepSpec
-from jdp.training import parameters, placing
+from jdp.training import latest_call, parameters, placing
 from jdp.training.compiled_step import CompiledStep
 from jdp.training.interrupts import SHIELD
-from jdp.training.latest_call import LatestCall
 from jdp.worker import progress
 
 
@@ -37,7 +36,7 @@ class Step:
         self._phase = progress.TRAIN_STEP if spec.returns_state else progress.EVAL_STEP
         self._compiled_steps: dict[tuple, CompiledStep] = {}
         self._returned: list[weakref.ref] = []  # the leaves of the state that was returned last
-        self._latest = LatestCall(self._returned if spec.returns_state else None)
+        self._latest: latest_call.LatestCall | None = None
         self._num_calls = 0
         self._holds_others = False  # whether the state has leaves that are not arrays
 
@@ -60,7 +59,7 @@ class Step:
           weight of the global batch: `[]` float32, its rows where nothing weighs them.
         """
         given = args
-        compiled, args, is_traced, is_returned = self._prepare(args, kwargs)
+        compiled, args, is_traced, is_returned, like = self._prepare(args, kwargs)
         if is_traced:
             state, metrics, weight, *_ = compiled(*args)  # inside a jit or scan of the caller's
             return pytrees.restore(state), metrics, weight
@@ -74,10 +73,10 @@ class Step:
                 checksums = compiled.arguments.of(args, self._unknown(args[0], is_returned))
             call = self._call(compiled, checksums)
             in_flight.begin_call(call)
-            SHIELD.donates(args[0])
+            SHIELD.donates(args[0] if self.spec.donate else None)
             try:
-                returned = compiled(*args, is_returned=is_returned, given=checksums)
-                state, metrics, weight, reports, _ = returned
+                results = compiled(*args, is_returned=is_returned, given=checksums)
+                state, metrics, weight, reports, _ = results
             except (RuntimeError, ValueError) as error:
                 if "delete" in str(error):
                     placing.require_alive(compiled.spec, args)
@@ -86,9 +85,11 @@ class Step:
                 raise in_flight.failed(call, pytrees.any_deleted(args[0]), error) from error
             finally:
                 in_flight.end_call()
-            self._returned[:] = map(weakref.ref, jax.tree.leaves(state))
-            if args is not given:
-                self._latest.remember(compiled, () if kwargs else given, args)
+            self._returned[:] = returned = [*map(weakref.ref, jax.tree.leaves(state))]
+            if like is not None:
+                self._latest = like.after(returned)
+            else:
+                self._latest = None if kwargs else latest_call.of(compiled, given, args, state)
             in_flight.add(
                 call._replace(waits_in_xla=compiled.waits_in_xla, reports=reports, weight=weight)
             )
@@ -133,23 +134,23 @@ class Step:
 
     def _prepare(
         self, args: tuple, kwargs: dict[str, Any], where: Mesh | None = None
-    ) -> tuple[CompiledStep, tuple, bool, bool]:
-        """Return `(compiled, placed arguments, is_traced, is_returned)`.
+    ) -> tuple[CompiledStep, tuple, bool, bool, latest_call.LatestCall | None]:
+        """Return `(compiled, placed arguments, is_traced, is_returned, like)`.
 
-        `is_traced`: an argument is a tracer, of a `jit` around this call. `is_returned`: the state
-        is what the last call of this step returned. The arguments of a call like it stay as they
-        are.
+        `is_traced`: this call is inside of a `jit`. `is_returned`: the state is what the last call
+        of this step returned. `like`: an earlier call that this one is like.
         """
-        latest = self._latest.program_for(args) if where is None and not kwargs else None
-        if latest and not (jax_compat.DELETED_ARRAY_CRASHES and pytrees.any_deleted(args)):
-            return latest, args, False, self.spec.returns_state
+        is_traced = jax_compat.is_tracing()
+        latest = self._latest  # read once: another thread may replace it
+        if latest and not (is_traced or kwargs or where) and latest.is_like(args):
+            return latest.program, args, False, self.spec.returns_state, latest
         spec, (given, batch, *rest) = self.bound(args, kwargs)
         state = pytrees.hold(given) if self._holds_others else given
         leaves = jax.tree.leaves(state)
         where = mesh.mesh_of(leaves, spec.axis_name) if where is None else where
         # A state that the last call returned is placed, and no two of its leaves share a buffer.
         is_returned = known_leaves.are(self._returned, leaves)
-        is_traced = not is_returned and _holds_tracer(leaves)
+        is_traced = is_traced or not is_returned and _holds_tracer(leaves)
         if not is_returned:
             placing.require_usable(spec, state)
             held = pytrees.hold(state)
@@ -175,7 +176,7 @@ class Step:
         if compiled is None:
             placing.require_batch(spec, batch, len(rest))  # placed, as an empty one is
             compiled = self._new_compiled(spec, where, given, is_traced)
-        return compiled, (state, batch, *rest), is_traced, is_returned
+        return compiled, (state, batch, *rest), is_traced, is_returned, None
 
     def _new_compiled(
         self, spec: StepSpec, where: Mesh, state: Any, is_traced: bool

@@ -46,7 +46,8 @@ def _num_listed(text: str, num_present: int | None) -> int:
         if kind:
             known: str | int | None = device if device.startswith(kind) else None
         else:
-            number = re.match(r"\s*\+?([0-9]+)", device)  # CUDA reads on to what is not a digit
+            # CUDA reads on to what is not a digit.
+            number = re.match(r"\s*\+?([0-9]+)", device, re.ASCII)
             known = int(number[1]) if number else None
         if known is None or isinstance(known, int) and known >= (num_present or known + 1):
             # CUDA stops at the first that is not a device: -1, an empty one, Slurm's NoDevFiles,

@@ -1,6 +1,10 @@
 """A call like the last one is not prepared again; any other is, and all compute the same."""
 
+import gc
 import random
+import sys
+import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -195,3 +199,84 @@ def test_any_series_of_calls_ends_with_the_exact_parameters(seed):
         scale = names.get("scale", args[1] if len(args) > 1 else 1.0)
         w = w - np.asarray(args[0]["x"]).mean() * float(scale)
         assert values(state) == [w.tolist()] * n, change
+
+
+def test_a_state_without_arrays_follows_init():
+    @jdp.eval_step
+    def count(state, batch):
+        return {"rows": 1.0 * batch["x"].shape[0]}
+
+    batch = placed(ranks(2))
+    for n in (2, 2, 3, 3):
+        ranks(n)
+        assert count({}, batch)["rows"] == 24 / n
+
+
+def test_a_leaf_that_an_evaluation_does_not_read_may_not_be_gone():
+    batch = placed(ranks(2))
+    state = {"w": jnp.ones(4), "other": jnp.ones(4)}
+    state = jax.device_put(state, jax.NamedSharding(batch["x"].sharding.mesh, jax.P()))
+
+    @jdp.eval_step
+    def mean(state, batch):
+        return {"mean": batch["x"].mean() + 0 * state["w"].sum()}
+
+    for _ in range(2):
+        assert mean(state, batch)["mean"] == ROWS.mean()
+    state["other"].delete()
+    with pytest.raises(ValueError, match=r"`state\['other'\]` was donated"):
+        mean(state, batch)
+
+
+@pytest.mark.parametrize("called", [step.without_donation(), evaluated])
+def test_a_step_keeps_no_array_that_it_was_given(called):
+    batch, state = placed(ranks(2)), made()
+    state, _ = step(state, batch)
+    for _ in range(3):
+        called(state, batch)
+    gone = [weakref.ref(state.params["w"]), weakref.ref(batch["x"])]
+    del state, batch
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+def test_a_call_with_arrays_inside_of_a_jit_is_part_of_its_program():
+    batch, state = placed(ranks(2)), made()
+    kept = step.without_donation()
+    inner = jax.jit(lambda: kept(state, batch)[0].params["w"] * 1)()
+    shape = jax.eval_shape(lambda: evaluated(state, batch))["w"]
+    assert inner.tolist() == [k - ROWS.mean() for k in range(4)] and shape.shape == ()
+    for _ in range(10):  # more than are in flight
+        state, _ = step(state, batch)
+    inner = jax.jit(lambda: kept(state, batch)[0].params["w"] * 1)()
+    state, _ = step(state, batch)
+    assert inner.tolist() == values(state)[0] == [k - 11 * ROWS.mean() for k in range(4)]
+
+
+def test_threads_that_call_one_step_on_two_meshes_get_their_own_programs():
+    given, wrong = {}, []
+    for n in (2, 4):
+        mesh = ranks(n)
+        given[n] = jax.device_put(made(), jax.NamedSharding(mesh, jax.P())), placed(mesh)
+        evaluated(*given[n])
+
+    def call(n):
+        try:
+            for _ in range(500):
+                found = evaluated(*given[n])["w"]
+                if found != 6 or len(found.sharding.device_set) != n:
+                    wrong.append((n, found))
+        except Exception as error:
+            wrong.append((n, error))
+
+    threads = [threading.Thread(target=call, args=(n,)) for n in given]
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(switch)
+    assert not wrong
