@@ -29,8 +29,8 @@ class Decoder(NamedTuple):
       length: tokens in a row.
       gated: SwiGLU, root mean squares and an output matrix (LLaMA), or GELU, layer norms, learned
         positions and the embedding as output matrix (GPT).
-      saves_dots: whether the backward pass finds the products of the forward pass in memory, or
-        computes each layer again.
+      saves: what the backward pass finds in memory of the forward pass, and does not compute again:
+        "dots", its products and the attention; "qkv", queries, keys and values; or "nothing".
     """
 
     layers: int
@@ -41,7 +41,7 @@ class Decoder(NamedTuple):
     vocabulary: int
     length: int
     gated: bool
-    saves_dots: bool = True
+    saves: str = "dots"
 
 
 def shapes(sizes: Decoder) -> Any:
@@ -82,14 +82,7 @@ def loss_fn(sizes: Decoder, params: Any, tokens: jax.Array) -> jax.Array:
     x = params["tokens"].astype(jnp.bfloat16)[tokens]
     if not sizes.gated:
         x = x + params["positions"].astype(jnp.bfloat16)
-    # MaxText's policy "minimal_flash": what comes cheaply from the products is computed again.
-    policy = jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
-        jax.checkpoint_policies.save_only_these_names("context"),
-    )
-    if not sizes.saves_dots:
-        policy = jax.checkpoint_policies.nothing_saveable
-    layer = jax.checkpoint(functools.partial(_layer, sizes), policy=policy)
+    layer = jax.checkpoint(functools.partial(_layer, sizes), policy=_policy(sizes.saves))
     for block in params["layers"]:
         x = layer(x, block)
     x = _norm(sizes, x, params["norm"])
@@ -100,12 +93,25 @@ def loss_fn(sizes: Decoder, params: Any, tokens: jax.Array) -> jax.Array:
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
 
+def _policy(saves: str) -> Any:
+    policies = jax.checkpoint_policies
+    if saves == "nothing":
+        return policies.nothing_saveable
+    if saves == "qkv":  # MaxText's "save_qkv_proj"
+        return policies.save_only_these_names("qkv")
+    # MaxText's "minimal_flash": what comes cheaply from the products is computed again.
+    return policies.save_from_both_policies(
+        policies.checkpoint_dots_with_no_batch_dims, policies.save_only_these_names("context")
+    )
+
+
 def _layer(sizes: Decoder, x: jax.Array, block: Any) -> jax.Array:
     block = jax.tree.map(lambda w: w.astype(jnp.bfloat16), block)
     inside = _norm(sizes, x, block["norm1"])
     rows, length, dim = x.shape
     head = dim // sizes.heads
-    q, k, v = ((inside @ block[name]).reshape(rows, length, -1, head) for name in "qkv")
+    q, k, v = (checkpoint_name(inside @ block[name], "qkv") for name in "qkv")
+    q, k, v = (y.reshape(rows, length, -1, head) for y in (q, k, v))
     k, v = (jnp.repeat(y, sizes.heads // sizes.kv_heads, axis=2) for y in (k, v))
     context = attention.mha(q, k, v, None, causal=True, sm_scale=head**-0.5).reshape(x.shape)
     x = x + checkpoint_name(context, "context") @ block["o"]

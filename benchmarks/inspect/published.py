@@ -1,6 +1,6 @@
 """Step times that were published for JAX on H100s, beside those that `jdp explain` predicts.
 
-    python -m benchmarks.inspect.published            every run, 5 minutes on 2 idle cores, no GPU
+    python -m benchmarks.inspect.published            every run, 15 minutes on 2 idle cores, no GPU
     python -m benchmarks.inspect.published --only llama2-7b-8 --whole
 
 Needs JAX's CUDA plugin (`pip install 'jdp[explain-gpu]'`). Each model is compiled at its published
@@ -49,20 +49,25 @@ class Run(NamedTuple):
 
 
 _LLAMA2_7B = Decoder(32, 4096, 11008, 32, 32, 32000, 4096, gated=True)
+_LLAMA2_70B = Decoder(80, 8192, 28672, 64, 8, 32000, 4096, gated=True, saves="qkv")
 # Pax saves nothing where its configuration does not say otherwise (TransformerLmSpmdAdafactor).
 # The one of its LLaMA was not seen.
-_GPT_5B = Decoder(24, 4096, 16384, 32, 32, 50304, 2048, gated=False, saves_dots=False)
+_GPT_5B = Decoder(24, 4096, 16384, 32, 32, 50304, 2048, gated=False, saves="nothing")
 RUNS = {
     "llama2-7b-8": Run(_LLAMA2_7B, 8, 2, 3, 0.721, f"{_TOOLBOX}, MaxText"),
     "llama2-7b-16": Run(
-        _LLAMA2_7B._replace(saves_dots=False),
+        _LLAMA2_7B._replace(saves="nothing"),
         16,
         2,
         3,
         32 / 53.69,
         f"{_TOOLBOX}, Pax, TE, fine-tuning",
     ),
+    "llama2-70b-64": Run(_LLAMA2_70B, 64, 2, 3, 6.999, f"{_DGXC}, MaxText"),
+    "llama2-70b-256": Run(_LLAMA2_70B, 256, 2, 3, 7.153, f"{_DGXC}, MaxText"),
     "gpt-5b-16": Run(_GPT_5B, 16, 4, 3, 0.634, f"{_DGXC}, Pax"),
+    "gpt-5b-32": Run(_GPT_5B, 32, 4, 3, 0.639, f"{_DGXC}, Pax"),
+    "gpt-5b-128": Run(_GPT_5B, 128, 4, 3, 0.651, f"{_DGXC}, Pax"),
 }
 
 

@@ -182,9 +182,12 @@ def gpu_devices(description: str, num_hosts: int, num_per_host: int) -> list[Any
     """
     # Without it the CUDA plugin asks for cuDNN, which only a run would need.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    # Each host is a domain of its own: in one of several hosts XLA takes kernels that read the
+    # memory of any GPU, and its compiler aborts for 64 of them.
+    shape = f"{num_hosts}x1x{num_per_host}"
     try:
         topology = topologies.get_topology_desc(
-            platform="cuda", topology=f"1x{num_hosts}x{num_per_host}", target_config=description
+            platform="cuda", topology=shape, target_config=description
         )
     except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
         raise MissingPluginError(

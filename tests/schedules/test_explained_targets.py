@@ -67,6 +67,19 @@ def report(on, tx, loss_fn=loss_fn, stacked=False):
     return jdp.explain(step, state, jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32), on=on)
 
 
+@pytest.mark.parametrize("num", [16, 64, 256])
+def test_hosts_share_no_memory(num, h200s):
+    # In one domain of NVLink XLA sums by kernels that read the memory of all GPUs, and its
+    # compiler ended the process for 64 of them.
+    mesh = targets.target(f"{num}xH200", ("data",)).mesh
+    summed = jax.shard_map(
+        lambda x: lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+    )
+    shape = jax.ShapeDtypeStruct((num,), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    text = jax.jit(summed).lower(shape).compile().as_text()
+    assert "all-reduce" in text and "collective_kernel" not in text and "__triton" not in text
+
+
 def test_gradients_between_gpus_are_named_also_where_xla_packs_them(h200s):
     found = report(h200s, jdp.replicated(optax.sgd(0.1), all_reduce=collectives.xla))
     assert found.memory.parameters == NUM_LAYERS * LAYER
