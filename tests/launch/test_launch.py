@@ -769,7 +769,7 @@ def test_hosts_that_give_up_save_the_latest_commit_of_all_of_them(jdp_run):
             ]
             for run in runs:
                 run.deadline_s = 180.0
-                assert run.wait() == code, run.output
+                assert run.wait() == code, [each.output for each in runs]
                 assert re.search(last, run.output.splitlines()[-1]), run.output
             if act == RAISES:
                 saved = [path.name for path in (runs[0].folder / "checkpoints").glob("7-*")]
