@@ -137,8 +137,8 @@ class Step:
     ) -> tuple[CompiledStep, tuple, bool, bool, latest_call.LatestCall | None]:
         """Return `(compiled, placed arguments, is_traced, is_returned, like)`.
 
-        `is_traced`: this call is inside of a `jit`. `is_returned`: the state is what the last call
-        of this step returned. `like`: an earlier call that this one is like.
+        `is_traced`: JAX traces this call. `is_returned`: the state is what the last call of this
+        step returned. `like`: the last call, if this one is like it.
         """
         is_traced = jax_compat.is_tracing()
         latest = self._latest  # read once: another thread may replace it
