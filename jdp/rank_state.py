@@ -1,5 +1,6 @@
 """`per_rank`: state that belongs to one rank or to its rows, and is split over the ranks."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -203,25 +204,30 @@ def resized(owner: PerRank, leaf: Any, saved: np.ndarray, name: str, where: str)
     Raises:
       ValueError: if the shape differs and there is no rule, or the rule returns another shape.
     """
-    is_key = pytrees.is_key(leaf)
-    old: Any = saved
-    if is_key:
-        old = jax.random.wrap_key_data(jnp.asarray(saved), impl=jax.random.key_impl(leaf))
+    wrap = functools.partial(_wrapped, leaf)
     like = jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
-    if old.shape == like.shape:
+    shape = jax.eval_shape(wrap, saved).shape
+    if shape == like.shape:
         return saved
-    shapes = f"`{name}` is {like.dtype}{list(old.shape)} in {where} and {list(like.shape)} here"
+    shapes = f"`{name}` is {like.dtype}{list(shape)} in {where} and {list(like.shape)} here"
     if owner.resize is None:
         raise ValueError(
             f"{shapes}. It is jdp.per_rank, one part for each rank, and jdp does not know how to "
             "make it for another number of ranks. Write jdp.per_rank(tree, resize=lambda saved, "
             "like: ...), which returns the value for this run, for example "
-            f"jnp.zeros(like.shape, like.dtype); or run on {old.shape[0]} ranks again."
+            f"jnp.zeros(like.shape, like.dtype); or run on {shape[0]} ranks again."
         )
-    new = owner.resize(old, like)
+    new = owner.resize(wrap(np.array(saved)), like)  # a copy, which the rule may change and keep
     if jnp.shape(new) != like.shape or jnp.result_type(new) != like.dtype:
         raise ValueError(
             f"{shapes}, and its resize= returned {jnp.result_type(new)}{list(jnp.shape(new))}. "
             "Return an array of the shape and dtype of its second argument."
         )
-    return np.asarray(jax.random.key_data(new) if is_key else new)
+    return np.asarray(jax.random.key_data(new) if pytrees.is_key(leaf) else new)
+
+
+def _wrapped(leaf: Any, saved: Any) -> Any:
+    """Return a saved value as the author knows it: that of a key is an array of keys."""
+    if not pytrees.is_key(leaf):
+        return saved
+    return jax.random.wrap_key_data(jnp.asarray(saved), impl=jax.random.key_impl(leaf))

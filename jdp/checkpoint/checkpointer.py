@@ -20,10 +20,11 @@ class Checkpointer:
     A *checkpoint*, every `save_every` steps, at the end and after SIGTERM, goes to disk. Both are
     written in the background, from values copied before the next step can donate the state. A step
     waits only if the previous commit or checkpoint is still being written, so a crash loses
-    at most the steps of two intervals. Commits occupy twice the memory of the state on each host.
-    CPU devices write into it themselves; on other devices, and without jdp's native library, a
-    copy for commits permanently occupies the size of the state on one device of each host. The
-    copy for a checkpoint takes as much while it is being written.
+    at most the steps of two intervals. Commits occupy twice the memory of the state on each host,
+    where each process writes a share of them. CPU devices write into it themselves; on other
+    devices, and without jdp's native library, a copy for commits permanently occupies the size of
+    this share on one device of each process. The copy for a checkpoint takes the size of the state
+    on one device of process 0 while it is being written.
 
     All processes must make the same calls. The state may be on any number of ranks, replicated or
     sharded, and can be restored on any other number, in any placement. If it is split over
@@ -35,7 +36,7 @@ class Checkpointer:
     Args:
       directory: directory for the checkpoints of this run only, on a disk that process 0 can
         access; all processes, if the state is split over them. Not a URL.
-      commit_every: number of steps between commits, at least 1.
+      commit_every: number of steps between commits, at least 1, the same on all processes.
       save_every: number of steps between checkpoints, at least 1.
       keep: number of latest checkpoints to keep, at least 1.
       resume: whether to resume from the contents of `directory`. Default: true under
@@ -118,7 +119,8 @@ class Checkpointer:
             began with (see `allow` of `jdp.batches`).
           RuntimeError: if `directory` holds an earlier run and this does not resume it, if another
             run writes there, if all checkpoints there are damaged, if the script was edited since
-            the run wrote the state that it recovers, or if another process failed.
+            the run wrote the state that it recovers, if `commit_every` differs between processes,
+            or if another process failed.
           OSError: if `directory` cannot be written to; if the state is split over processes, and
             one of them sees another directory than process 0.
         """
@@ -154,7 +156,8 @@ class Checkpointer:
         Raises:
           SystemExit: with code 75, after SIGTERM, when the state is saved.
           ValueError: if `state` was donated, or `batches` is given here and not to `restore`.
-          OSError: if an earlier commit or checkpoint could not be written.
+          OSError: if an earlier commit or checkpoint could not be written. This step counts, and is
+            written if it is time.
           RuntimeError: if `restore` was not called; on every process, if the arguments or the state
             of a step differed on one of them, or its weight was invalid. That state is not
             written.

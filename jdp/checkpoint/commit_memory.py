@@ -26,7 +26,11 @@ _ALIGNMENT = 64
 # the facts of each commit, and the values.
 _AREA_BYTES = 1 << 42
 _FACTS_BYTES = 1 << 30
+MARKS = 3 << 30  # between facts and values, for `host_commits.py`
 _VALUES = 1 << 32
+# From the start of a page to the values. JAX on CPUs copies them then; values at a multiple of 64
+# bytes it would use where they lie.
+_SHIFT_BYTES = 16
 
 
 class Commit(NamedTuple):
@@ -50,13 +54,15 @@ class Draft(NamedTuple):
     number: int
     start: int  # of its values, in the area
     values: np.ndarray  # [num_bytes] uint8, the memory itself
+    form: int | None = None  # of `HostCommits.begin`
 
 
 class CommitMemory:
     """Two commits in an area of a file, of which only the older is ever touched.
 
-    One process writes to an area. Any process may read while no write is in progress. The file
-    starts empty. Processes of a host that write parts of a state have an area each.
+    One process writes to an area, or several write a commit together. Any process may read while no
+    write is in progress. The file starts empty. Processes that write parts of a split state have an
+    area each.
 
     >>> memory = CommitMemory(os.memfd_create("example"))
     >>> memory.write({"step": 10}, [np.arange(3, dtype=np.uint8)])
@@ -116,6 +122,22 @@ class CommitMemory:
             done += count
         return data
 
+    def view(self, commit: Commit) -> np.ndarray:
+        """Return the values of a commit where they lie, `[num_bytes]` uint8, to be read only.
+
+        They change when the commit is written over, and must not be read after `free_areas`.
+
+        Args:
+          commit: from `latest` or `intact`.
+        """
+        if not commit.num_bytes:
+            return np.empty(0, np.uint8)
+        first = self._base + commit.start
+        skipped = first % mmap.ALLOCATIONGRANULARITY
+        size = skipped + commit.num_bytes
+        mapped = mmap.mmap(self._file, size, prot=mmap.PROT_READ, offset=first - skipped)
+        return np.frombuffer(mapped, np.uint8)[skipped:]
+
     def write(self, facts: dict[str, Any], parts: Sequence[np.ndarray]) -> None:
         """Write a commit, with its values part by part, in place of the older one.
 
@@ -165,11 +187,8 @@ class CommitMemory:
         record = _RECORD.pack(*fields, _checksum(fields, text))
         _write(self._file, record, self._base + draft.slot * _RECORD.size)
 
-    def reserve(self, num_bytes: int) -> None:
-        """Allocate and map the values of two commits, which takes seconds where they are large.
-
-        Args:
-          num_bytes: of the values of one.
+    def reserve(self, num_bytes: int, own: slice = slice(None)) -> None:
+        """Allocate the values of two commits, and map the bytes of each that this process writes.
 
         Raises:
           OSError: if the host is out of memory.
@@ -178,7 +197,8 @@ class CommitMemory:
         last = max(next_one.start, _room(next_one, num_bytes))
         self._make_room(last + num_bytes)
         # A page enters the page table when it is first touched. Commits stay as they are.
-        np.max(self._mapped[::_PAGE_BYTES], initial=0)
+        for start in {next_one.start - _VALUES, last - _VALUES}:
+            np.max(self._mapped[start : start + num_bytes][own][::_PAGE_BYTES], initial=0)
 
     # Storing into a mapping takes half the time of a write call. But when the host is out of memory
     # a store raises SIGBUS, where a call returns an error, so all pages are allocated first.
@@ -217,10 +237,11 @@ def _facts_at(slot: int) -> int:
 # Returns an offset where `num_bytes` fit beside the values that must stay: before them, otherwise
 # after them. Commits of equal size alternate between the two.
 def _room(stays: Commit | None, num_bytes: int) -> int:
-    if stays is None or _VALUES + num_bytes <= stays.start:
-        return _VALUES
+    first = _VALUES + (_SHIFT_BYTES if num_bytes else 0)  # no memory for no values
+    if stays is None or first + num_bytes <= stays.start:
+        return first
     stop = stays.start + stays.num_bytes
-    return stop + -stop % _PAGE_BYTES
+    return stop + -stop % _PAGE_BYTES + first - _VALUES
 
 
 def _write(file: int, data: bytes, start: int) -> None:

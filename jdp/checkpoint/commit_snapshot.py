@@ -10,8 +10,9 @@ import numpy as np
 
 from jdp import jax_compat
 from jdp.checkpoint import native_copy, shards
-from jdp.checkpoint.commit_memory import CommitMemory, Draft
+from jdp.checkpoint.commit_memory import Draft
 from jdp.checkpoint.device_copies import DeviceCopies
+from jdp.checkpoint.host_commits import HostCommits
 from jdp.checkpoint.native_copy import CopyOut, TargetBox
 from jdp.checkpoint.pieces import Finder, StatePiece, WrittenPieces, on_devices
 from jdp.checkpoint.saved_leaves import SavedLeaf, padded_bytes
@@ -52,10 +53,15 @@ class CommitSnapshots:
 
     CPU devices write into the memory themselves. Other pieces are copied on their devices first,
     which takes as much memory once more.
+
+    Args:
+      commits: of this host. A state with split leaves is written to this process's own memory.
     """
 
-    def __init__(self, memory: CommitMemory) -> None:
-        self._memory, self._finder, self._copies = memory, Finder(), DeviceCopies(reuse=True)
+    def __init__(self, commits: HostCommits) -> None:
+        self._commits, self._finder = commits, Finder(commits.share)
+        self._shares = commits.is_together
+        self._copies = DeviceCopies(reuse=True)
         self._layout: _CommitLayout | None = None
         self._copying: list[jax.Array] = []
 
@@ -72,6 +78,8 @@ class CommitSnapshots:
           ValueError: if the state was donated.
           OSError: if the host is out of memory.
         """
+        if self._shares and not self._commits.is_together:
+            self._write_alone()
         found = self._finder.find(state, here=here)
         if found is None:
             return None
@@ -79,7 +87,9 @@ class CommitSnapshots:
             self._layout = _layout(found)
         layout = self._layout
         self.wait_for_copies()
-        draft = self._memory.begin(layout.num_bytes)
+        draft = self._commits.begin(layout.num_bytes, form=found.form)
+        if draft is None:
+            return None
         for positions, route in layout.routes.values():
             arrays = [found.pieces[i].values for i in positions]
             self._copying += route.begin_copy(arrays, draft.values)
@@ -99,19 +109,47 @@ class CommitSnapshots:
         num_bytes = self._finder.num_bytes(state, here=here)
         pieces = self._finder.local_pieces(state, here=here)
         others = [piece for piece in pieces if not native_copy.takes(piece.values)]
-        reserve_copies = self._copies.reservation(others)
+        reserve_copies, form = self._copies.reservation(others), self._finder.form
+        memory = self._commits.memory(form)
+        written = self._commits.share.of_bytes(num_bytes) if form is not None else slice(num_bytes)
 
         def reserve() -> None:
-            self._memory.reserve(num_bytes)
+            memory.reserve(num_bytes, written)
             reserve_copies()
 
         return reserve
+
+    def stop_waiting(self) -> None:
+        """Wait for other processes of the host only for a short time: this one ends."""
+        self._commits.stop_waiting()
+
+    def hurry(self) -> None:
+        """Wait for other processes of the host for a limited time: the training thread waits."""
+        self._commits.hurry()
+
+    def break_up(self, error: Exception | None = None) -> None:
+        """Write no more shares in this life, when devices write into the memory no more.
+
+        Args:
+          error: why, if not because this process ends or has states that nothing ties to others.
+        """
+        self.wait_for_copies()
+        why = ""
+        if error is not None:
+            number = self._commits.share.number
+            why = f"that with local rank {number} failed: {type(error).__name__}: {error}"
+        self._commits.break_up(why)
 
     def wait_for_copies(self) -> None:
         """Wait until devices write into the memory no more, also where that failed."""
         copying, self._copying = self._copying, []
         with contextlib.suppress(RuntimeError):
             _wait(copying)
+
+    def _write_alone(self) -> None:
+        hosts = self._finder.hosts
+        self._shares, self._finder, self._layout = False, Finder(), None
+        self._finder.hosts, self._copies = hosts, DeviceCopies(reuse=True)
 
 
 def _wait(arrays: Sequence[jax.Array]) -> None:
@@ -128,11 +166,12 @@ def _wait(arrays: Sequence[jax.Array]) -> None:
 def _layout(found: WrittenPieces) -> _CommitLayout:
     targets: list[tuple[SavedLeaf, int]] = []
     places: list[TargetBox | None] = []
-    size, last, offset = 0, -1, 0
+    offsets, size = _whole_leaves(found)
     for piece in found.pieces:
-        leaf = _written_leaf(found, piece)
-        if piece.part is not None or piece.leaf != last:
-            offset, last = size, piece.leaf
+        leaf, offset = _written_leaf(found, piece), size
+        if piece.part is None:
+            offset = offsets[piece.leaf]
+        else:
             size += padded_bytes(leaf)
         targets.append((leaf, offset))
         places.append(_place(piece, leaf, offset))
@@ -140,10 +179,19 @@ def _layout(found: WrittenPieces) -> _CommitLayout:
     for device, positions in on_devices(found.pieces).items():
         chosen = [i for i in positions if places[i] is not None]
         if chosen:
-            arrays = [found.pieces[i].values for i in chosen]
-            routes[device] = chosen, CopyOut(arrays, [p for i in chosen if (p := places[i])])
+            routes[device] = chosen, CopyOut([p for i in chosen if (p := places[i])])
     others = [i for i, place in enumerate(places) if place is None]
     return _CommitLayout(found.leaves, targets, size, routes, others)
+
+
+# The offset of each leaf that is written whole, and where the parts of the others begin.
+def _whole_leaves(found: WrittenPieces) -> tuple[dict[int, int], int]:
+    here = dict.fromkeys(piece.leaf for piece in found.pieces if piece.part is None)
+    offsets, size = {}, 0
+    for i in range(len(found.leaves)) if found.form is not None else here:
+        offsets[i] = size
+        size += padded_bytes(found.leaves[i])
+    return offsets, size
 
 
 def _written_leaf(found: WrittenPieces, piece: StatePiece) -> SavedLeaf:
@@ -155,7 +203,11 @@ def _written_leaf(found: WrittenPieces, piece: StatePiece) -> SavedLeaf:
 def _place(piece: StatePiece, leaf: SavedLeaf, offset: int) -> TargetBox | None:
     if not native_copy.takes(piece.values) or not piece.values.size:
         return None
-    whole = (slice(None),) * len(leaf.shape)
-    index = whole if piece.index is None or piece.index is ... else piece.index
-    box = shards.box_of(index, leaf.shape)
-    return TargetBox.of_box(offset, leaf.shape, box, piece.values.dtype.itemsize)
+    index = () if piece.index is None or piece.index is ... else piece.index
+    index = (*index, *(slice(None),) * (len(leaf.shape) - len(index)))
+    itemsize = piece.values.dtype.itemsize
+    place = TargetBox.of_box(offset, leaf.shape, shards.box_of(index, leaf.shape), itemsize)
+    if piece.rows is None:
+        return place
+    row_bytes = piece.values.nbytes // piece.values.shape[0]
+    return place._replace(first=piece.rows[0] * row_bytes)

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jdp.checkpoint.pieces import StatePiece, on_devices
+from jdp.checkpoint.shares import Rows
 from jdp.checkpoint.single_device import single_device_programs
 
 
@@ -26,29 +27,30 @@ class DeviceCopies:
     def take(self, pieces: Sequence[StatePiece]) -> list[StatePiece]:
         """Start copying pieces, so that the next step may donate them, without waiting for it.
 
-        The copies before must no longer be in use.
+        Of a piece with rows only these are copied. The copies before must no longer be in use.
         """
         found = [*pieces]
         for i, piece in enumerate(found):
             if not isinstance(piece.values, jax.Array):
                 found[i] = piece._replace(values=np.array(piece.values))
         for device, positions in on_devices(found).items():
-            arrays = [found[i].values for i in positions]
+            chosen = [found[i] for i in positions]
             spare = self._spare.pop(device, [])
-            if [*map(_form, spare)] != [*map(_form, arrays)]:
+            if [(x.shape, x.dtype) for x in spare] != [*map(_form, chosen)]:
                 spare = []
+            arrays, rows = [x.values for x in chosen], tuple(x.rows for x in chosen)
             with single_device_programs():
-                copies = _copy(spare, arrays)
+                copies = _copy(spare, arrays, rows)
             if self._reuse:
                 self._spare[device] = copies
             for i, values in zip(positions, copies, strict=True):
-                found[i] = found[i]._replace(values=values)
+                found[i] = found[i]._replace(values=values, rows=None)
         return found
 
     def reservation(self, pieces: Sequence[StatePiece]) -> Callable[[], None]:
         """Return a function that allocates the first copies and may run in a thread."""
         kinds = {
-            device: [_form(pieces[i].values) for i in positions]
+            device: [_form(pieces[i]) for i in positions]
             for device, positions in on_devices(pieces).items()
         }
 
@@ -64,13 +66,21 @@ class DeviceCopies:
         return reserve
 
 
-def _form(x: Any) -> Any:
-    return x.shape, x.dtype
+def _form(piece: StatePiece) -> Any:
+    shape = piece.values.shape
+    if piece.rows is not None:
+        shape = (piece.rows[1] - piece.rows[0], *shape[1:])
+    return shape, piece.values.dtype
 
 
-def _copies(spare: list[jax.Array], arrays: list[jax.Array]) -> list[jax.Array]:
-    return [jnp.copy(x) for x in arrays]
+def _copies(
+    spare: list[jax.Array], arrays: list[jax.Array], rows: tuple[Rows | None, ...]
+) -> list[jax.Array]:
+    return [
+        jnp.copy(x) if r is None else jax.lax.slice_in_dim(x, *r)
+        for x, r in zip(arrays, rows, strict=True)
+    ]
 
 
 # keep_unused: the spare arrays are donated for their memory; their values are not read.
-_copy = jax.jit(_copies, donate_argnums=0, keep_unused=True)
+_copy = jax.jit(_copies, donate_argnums=0, static_argnums=2, keep_unused=True)

@@ -12,6 +12,7 @@ import numpy as np
 from jdp import rank_state
 from jdp.checkpoint.saved_leaves import SavedLeaf, describe
 from jdp.checkpoint.shards import SplitValue
+from jdp.distributed.host_copies import copied
 from jdp.pytrees import is_array, is_key
 
 _log = logging.getLogger("jdp")
@@ -32,6 +33,7 @@ def fill(
     where: str,
     *,
     keeps_missing: bool = False,
+    copies: bool = False,
     instead: str = _INSTEAD,
 ) -> tuple[Any, list[Any]]:
     """Return the state with saved values, and its leaves that were restored.
@@ -42,9 +44,10 @@ def fill(
     Args:
       state: the state.
       saved: leaves that were written.
-      values: values of `saved`. The caller must not write to them afterwards.
+      values: values of `saved`. Nobody must write to them afterwards, unless they are copied.
       where: name of the source of `saved`, for errors.
       instead: what to write where the leaves differ.
+      copies: whether to copy the values, which lie in the memory of a commit.
       keeps_missing: ignore saved leaves that the state does not have, and keep leaves of the state
         that were not saved. Both are logged.
 
@@ -78,7 +81,7 @@ def fill(
         text = "jdp: took %d leaves from %s; %s."
         _log.warning(text, len(found), where, "; ".join(differences))
     for i, value in found.items():
-        leaves[i] = _placed_split(leaves[i], value)
+        leaves[i] = _placed_split(leaves[i], value, copies)
     return treedef.unflatten(leaves), [leaves[i] for i in found]
 
 
@@ -100,9 +103,9 @@ def _listed(title: str, texts: list[str]) -> list[str]:
 
 
 # All processes take part in fetching a leaf, also those that need nothing of it.
-def _placed_split(x: Any, value: np.ndarray | SplitValue) -> Any:
+def _placed_split(x: Any, value: np.ndarray | SplitValue, copies: bool) -> Any:
     if not isinstance(value, SplitValue):
-        return placed(x, value)
+        return placed(x, value, copies=copies)
     value.fetch()
     is_placed = isinstance(x, jax.Array) and x.committed and (is_key(x) or not x.weak_type)
     new = placed(x, value if is_placed else value[...])
@@ -110,21 +113,29 @@ def _placed_split(x: Any, value: np.ndarray | SplitValue) -> Any:
     return new
 
 
-def placed(x: Any, value: Any) -> Any:
-    """Return a saved value, an array or a `SplitValue`, with the type and sharding of `x`."""
+def placed(x: Any, value: Any, *, copies: bool = False) -> Any:
+    """Return a saved value with the type and sharding of `x`.
+
+    Args:
+      x: a leaf of the state.
+      value: an array or a `SplitValue`.
+      copies: whether the result must not share the memory of `value`.
+    """
     if not isinstance(x, jax.Array):
         if isinstance(x, np.ndarray | jax.ShapeDtypeStruct):
             return np.array(value)
         return type(x)(value[()]) if isinstance(x, np.generic) else type(x)(value.item())
     if is_key(x):
-        data = placed(jax.random.key_data(x), value)
+        data = placed(jax.random.key_data(x), value, copies=copies)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if x.weak_type and not x.shape and x.is_fully_addressable:
         # Only a Python number produces a weakly typed array, as jnp.asarray(1.0) does.
         number = jnp.asarray(value.item())
         return jax.device_put(number, x.sharding) if x.committed else number
     if not x.committed:
-        return jnp.asarray(value)
+        return jnp.asarray(np.array(value) if copies else value)
+    if copies:
+        return copied(value, x.sharding)
     return jax.make_array_from_callback(x.shape, x.sharding, lambda index: value[index])
 
 

@@ -10,9 +10,11 @@ import jax
 from jdp.checkpoint import split_commit
 from jdp.checkpoint.commit_memory import CommitMemory
 from jdp.checkpoint.directory import Folder
+from jdp.checkpoint.edits import facts_of_script
 from jdp.checkpoint.shared_checkpoint import require_shared
 from jdp.checkpoint.sources import Key, Sources
 from jdp.distributed import agree, kv_store
+from jdp.worker.version import version
 
 _log = logging.getLogger("jdp")
 
@@ -42,6 +44,11 @@ class Found(NamedTuple):
     hosts: tuple[int, ...]  # the number of the host of each process
     sees_directory: bool  # whether this process sees the directory of process 0
 
+    def identity(self) -> dict[str, Any]:
+        """Return the facts of the next life and its programs, for all states that it writes."""
+        versions = {"jdp": version(), "jax": jax.__version__}
+        return {"life": self.life, "tag": self.tag, **versions, **facts_of_script()}
+
 
 def all_processes() -> tuple[int, ...]:
     """Return the numbers of all processes, which restore together.
@@ -66,6 +73,7 @@ def find(
     is_later: bool,
     host: int,
     splits: bool,
+    commit_every: int,
 ) -> Found:
     """Return the states that all processes of `group` found.
 
@@ -77,9 +85,10 @@ def find(
       is_later: whether processes of this run have died, or stopped at SIGTERM.
       host: number of the host of this process.
       splits: whether the state of this process is split over processes.
+      commit_every: number of steps between commits.
 
     Raises:
-      RuntimeError: as from `latest`, or if another process failed.
+      RuntimeError: as from `latest`; if processes commit after other steps, or one failed.
       OSError: if the state is split, and a process does not see the directory of process 0.
     """
     is_first = jax.process_index() == 0
@@ -89,7 +98,9 @@ def find(
         sources = Sources(folder, memory)
     mine: dict[str, Any] = sources.offer() | {"resumes": resumes, "splits": splits, "host": host}
     mine |= {"tag": secrets.token_hex(4), "owner": folder.owner() if is_first else ""}
+    mine |= {"commit_every": commit_every}
     offers = agree.all_gather(group, mine, what="what there is to restore")
+    _require_equal_intervals(offers)
     owner = offers[0]["owner"]
     if any(each["splits"] for each in offers.values()):
         with agree.propagating_errors(group, "while it looked for the directory"):
@@ -99,6 +110,17 @@ def find(
     found = latest(offers, str(folder.path))
     hosts = tuple(offers[process]["host"] for process in group)
     return Found(sources, found, life, offers[0]["tag"], hosts, folder.owner() == owner)
+
+
+# Each process writes a share of each commit of its host.
+def _require_equal_intervals(offers: dict[int, dict[str, Any]]) -> None:
+    every = {process: each["commit_every"] for process, each in offers.items()}
+    odd = agree.odd_one(every)
+    if odd is not None:
+        raise RuntimeError(
+            f"commit_every is {every[odd[0]]} on process {odd[0]} and {every[odd[1]]} on process "
+            f"{odd[1]}: processes write a commit together, so give all the same number."
+        )
 
 
 def latest(offers: dict[int, dict[str, Any]], directory: str) -> Latest | None:

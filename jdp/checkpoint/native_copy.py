@@ -1,9 +1,10 @@
-"""Copies arrays on CPU devices straight into memory of the process, as programs of the devices.
+"""Copies arrays on CPU devices, or parts of them, straight into memory of the process.
 
-XLA runs such a program after those that compute the arrays and before one that they are donated
-to, so nobody waits for it, and no copy on the device is needed.
+Programs of the devices do it. XLA runs them after those that compute the arrays and before one that
+they are donated to, so nobody waits for them, and no copy on the device is needed.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,11 +21,17 @@ _CALL_BYTES, _CALL_ARRAYS = 64 << 20, 512
 
 
 class TargetBox(NamedTuple):
-    """Where the bytes of an array go: runs of equal length inside of loops, the outermost first."""
+    """Where bytes of an array go: runs of equal length inside of loops, the outermost first."""
 
     offset: int
     run_bytes: int
-    loops: tuple[tuple[int, int], ...]  # count, stride in bytes
+    loops: tuple[tuple[int, int], ...] = ()  # count, stride in bytes
+    first: int = 0  # byte of the array that is copied first
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the number of bytes that are copied."""
+        return self.run_bytes * math.prod(count for count, _ in self.loops)
 
     @classmethod
     def of_box(cls, offset: int, shape: Sequence[int], box: Box, itemsize: int) -> "TargetBox":
@@ -37,16 +44,16 @@ class TargetBox(NamedTuple):
           itemsize: bytes of an element.
 
         >>> TargetBox.of_box(100, (4, 6), ((0, 4), (2, 4)), 4)
-        TargetBox(offset=108, run_bytes=8, loops=((4, 24),))
+        TargetBox(offset=108, run_bytes=8, loops=((4, 24),), first=0)
         >>> TargetBox.of_box(0, (4, 6), ((2, 4), (0, 6)), 4)
-        TargetBox(offset=48, run_bytes=48, loops=())
+        TargetBox(offset=48, run_bytes=48, loops=(), first=0)
         """
         strides = [itemsize * int(np.prod(shape[d + 1 :], dtype=np.int64)) for d in range(len(box))]
         sizes = [stop - start for start, stop in box]
         offset += sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
         cut = [d for d, size in enumerate(sizes) if size != shape[d]]
         if not cut:
-            return cls(offset, itemsize * int(np.prod(sizes, dtype=np.int64)), ())
+            return cls(offset, itemsize * int(np.prod(sizes, dtype=np.int64)))
         last = cut[-1]
         loops = zip(sizes[:last], strides[:last], strict=True)
         return cls(offset, sizes[last] * strides[last], tuple(loops))
@@ -65,15 +72,16 @@ def takes(x: Any) -> bool:
 class CopyOut:
     """The places of arrays of one device, which are copied again and again."""
 
-    def __init__(self, arrays: Sequence[jax.Array], places: Sequence[TargetBox]) -> None:
+    def __init__(self, places: Sequence[TargetBox]) -> None:
         self._calls: list[tuple[slice, np.ndarray, np.ndarray]] = []
         first, num_bytes = 0, 0
-        for i, x in enumerate(arrays):
-            if i > first and (i - first == _CALL_ARRAYS or num_bytes + x.nbytes > _CALL_BYTES):
+        for i, place in enumerate(places):
+            size = place.num_bytes
+            if i > first and (i - first == _CALL_ARRAYS or num_bytes + size > _CALL_BYTES):
                 self._add_call(slice(first, i), places)
                 first, num_bytes = i, 0
-            num_bytes += x.nbytes
-        self._add_call(slice(first, len(arrays)), places)
+            num_bytes += size
+        self._add_call(slice(first, len(places)), places)
 
     def begin_copy(self, arrays: Sequence[jax.Array], target: np.ndarray) -> list[jax.Array]:
         """Start copying into `target`, `[bytes]` uint8, which has to stay until the copy ends.
@@ -92,7 +100,8 @@ class CopyOut:
         words: list[int] = []
         is_offset: list[bool] = []
         for place in places[chosen]:
-            flat = [place.offset, place.run_bytes, len(place.loops), *sum(place.loops, ())]
+            loops = sum(place.loops, ())
+            flat = [place.offset, place.first, place.run_bytes, len(place.loops), *loops]
             words += flat
             is_offset += [True, *[False] * (len(flat) - 1)]
         self._calls.append((chosen, np.array(words, np.int64), np.array(is_offset)))

@@ -3,6 +3,10 @@
 import weakref
 from typing import Protocol
 
+from jdp.checkpoint.host_commits import HostCommits
+from jdp.checkpoint.shares import Share
+from jdp.worker.launcher_client import Assignment, Member
+
 
 class Committing(Protocol):
     """A session of a `Checkpointer` with commits, as far as others must know it."""
@@ -26,3 +30,21 @@ def require_alone(session: Committing) -> None:
             "other one first."
         )
     _committing.add(session)
+
+
+def commits_of(
+    session: Committing, launcher: Member, assigned: Assignment, num_processes: int
+) -> HostCommits | None:
+    """Return the commit memory that a launcher keeps, as this process uses it; None if it may not.
+
+    Args:
+      session: that commits; no other one may, see `require_alone`.
+      launcher: of this process.
+      assigned: what it has assigned to this process.
+      num_processes: of the run; 1 if each process is alone, without `jdp.init`.
+    """
+    require_alone(session)
+    num_shares = assigned.num_local if num_processes > 1 else 1
+    if assigned.local_id >= num_shares:
+        return None
+    return HostCommits(launcher.commit_file, Share(assigned.local_id, num_shares))

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp import pytrees, rank_state
-from jdp.checkpoint import next_host, shards
+from jdp.checkpoint import next_host, shards, shares
 from jdp.checkpoint.saved_leaves import SavedLeaf, describe, padded_bytes
 from jdp.pytrees import is_array, without_key
 
@@ -20,6 +21,7 @@ class StatePiece(NamedTuple):
     index: Any  # the part of the leaf; ... is the entire leaf, None a part that is written alone
     values: Any
     part: int | None = None  # its number, of a leaf that is written in parts
+    rows: shares.Rows | None = None  # of the values that are written; None: all of them
 
 
 class WrittenPieces(NamedTuple):
@@ -28,24 +30,32 @@ class WrittenPieces(NamedTuple):
     leaves: list[SavedLeaf]  # of all leaves; the same list for states of the same kind
     pieces: list[StatePiece]
     split: dict[str, Any]  # facts about its parts; empty if every leaf is whole
+    form: int | None = None  # see `Finder.form`
 
 
 class Finder:
     """Finds the pieces of the successive states of one run.
 
     Of a leaf that no single process holds completely, each process writes parts; a leaf of
-    `per_rank` is gathered. Of other leaves each part is read once, from one device.
+    `per_rank` is gathered. Of other leaves each part is read once, from one device. If there are
+    no parts, the processes of a host may each write a share of the leaves that all of them hold.
+
+    Args:
+      share: of this process; None: one process writes all leaves that are not split.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share: shares.Share | None = None) -> None:
         self.hosts: tuple[int, ...] = ()  # of each process, if parts are kept by the next host too
+        self._share = share
+        self._rows: list[shares.Rows] = []  # of each leaf, that belong to the share
+        self.form: int | None = None  # of the last state, see `shares.form`; None: not shared
         self._kind: Any = None  # of the state that the following describe
         self._leaves: list[SavedLeaf] = []
         self._apart: list[int] = []  # positions of gathered leaves
         self._parts: list[shards.LeafPart] = []  # of the leaves that are written in parts
 
     def find(self, state: Any, *, here: bool) -> WrittenPieces | None:
-        """Return the pieces; None with `here=False`, unless leaves are split.
+        """Return the pieces; None with `here=False`, unless leaves are split or shared.
 
         All processes must find the pieces of the same states; those with `here=False` only take
         part in gathering, and write their parts.
@@ -62,9 +72,10 @@ class Finder:
         arrays = [*map(without_key, arrays)]
         for i, x in zip(self._apart, _gathered([arrays[i] for i in self._apart]), strict=True):
             arrays[i] = x
+        here = here or self.form is not None
         if not here and not self._parts:
             return None
-        pieces = _all_pieces(arrays, self._parts, here=here)
+        pieces = self._of_share(arrays, here=here)
         split = {}
         if self._parts:
             if self._keeps_for_others():
@@ -72,7 +83,7 @@ class Finder:
                 pieces += [StatePiece(-1, None, x, n) for n, x in copies.items()]
             held = [piece.part for piece in pieces if piece.part is not None]
             split = shards.split_facts(self._parts, held, has_whole=here)
-        return WrittenPieces(self._leaves, pieces, split)
+        return WrittenPieces(self._leaves, pieces, split, self.form)
 
     def local_pieces(self, state: Any, *, here: bool) -> list[StatePiece]:
         """Return the pieces that are known without communication; gathered leaves are left out.
@@ -81,7 +92,8 @@ class Finder:
           state, here: as for `find`.
         """
         arrays = [*map(without_key, self._described(state))]
-        return _all_pieces(arrays, self._parts, here=here, without=self._apart)
+        here = here or self.form is not None
+        return self._of_share(arrays, here=here, without=self._apart)
 
     def num_bytes(self, state: Any, *, here: bool) -> int:
         """Return the size of all pieces in the form of a commit, without communication.
@@ -91,6 +103,7 @@ class Finder:
         """
         arrays = self._described(state)
         split = {part.leaf for part in self._parts}
+        here = here or self.form is not None
         whole = [leaf for i, leaf in enumerate(self._leaves) if i not in split] if here else []
         numbers = [n for n, part in enumerate(self._parts) if part.writer == jax.process_index()]
         if self._parts and self._keeps_for_others():
@@ -105,8 +118,24 @@ class Finder:
         if kind != self._kind:
             self._leaves = describe(state)
             self._apart, self._parts = _placement(state, arrays)
+            self.form = None
+            if self._share and not self._parts:
+                is_shared = [*map(shares.holds_everywhere, arrays)]
+                self._rows = shares.rows(self._leaves, is_shared, self._share)
+                self.form = shares.form(self._leaves, is_shared)
             self._kind = kind
         return arrays
+
+    # The pieces that this process writes, without leaves at these positions. Of a leaf of which it
+    # writes nothing it may hold nothing.
+    def _of_share(
+        self, arrays: list[Any], *, here: bool, without: Sequence[int] = ()
+    ) -> list[StatePiece]:
+        if self.form is None:
+            return _all_pieces(arrays, self._parts, here=here, without=without)
+        nothing = [i for i, (start, stop) in enumerate(self._rows) if start == stop]
+        pieces = _all_pieces(arrays, self._parts, here=here, without=[*nothing, *without])
+        return [_cut(piece, self._rows[piece.leaf]) for piece in pieces]
 
     def _keeps_for_others(self) -> bool:
         return len({*self.hosts}) > 1
@@ -199,6 +228,13 @@ def _all_pieces(
     mine = [(n, part) for n, part in enumerate(parts) if part.writer == me]
     found = [StatePiece(part.leaf, None, data[part.leaf, part.box], n) for n, part in mine]
     return [*pieces, *found]
+
+
+def _cut(piece: StatePiece, rows: shares.Rows) -> StatePiece:
+    shape = np.shape(piece.values)
+    if piece.index is not ... or not shape or rows == (0, shape[0]):
+        return piece
+    return piece._replace(index=(slice(*rows),), rows=rows)
 
 
 # The parts on this process's devices that make up array `i`.

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdp.checkpoint.commit_memory import CommitMemory
 from jdp.checkpoint.edits import Edits
 from jdp.checkpoint.fill import fill
 from jdp.checkpoint.find import Found, Latest
@@ -24,6 +25,7 @@ def restored(
     everything: Found,
     state: Any,
     batches: Any,
+    own: CommitMemory | None,
     *,
     keeps_missing: bool,
     edits: Edits,
@@ -35,6 +37,7 @@ def restored(
       everything: what they found, with a latest state.
       state: a state of the same leaves.
       batches: as for `Checkpointer.restore`.
+      own: where this process writes commits alone; later ones, with missing parts, are cleared.
       keeps_missing: as for `fill`.
       edits: gets what was written with the state.
 
@@ -54,10 +57,18 @@ def restored(
     with agree.propagating_errors(group, f"while it restored {found.where}"):
         edits.continue_from(facts)
         state, taken = fill(
-            state, leaves_of(facts), values, found.where, keeps_missing=keeps_missing
+            state,
+            leaves_of(facts),
+            values,
+            found.where,
+            keeps_missing=keeps_missing,
+            copies=found.key.is_commit,
         )
         if batches is not None:
             set_position(batches, facts, found.where)
+        if own is not None:
+            # Before another process of the host begins a commit, in the place of the older record.
+            sources.forget_later(found.key, own)
     agree.all_gather(group, None, what="whether all restored", of=f" {found.where}")
     known_leaves.vouch(taken)  # All processes got them from one source.
     return state

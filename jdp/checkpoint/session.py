@@ -10,10 +10,10 @@ import jax
 
 from jdp import pytrees
 from jdp.checkpoint import directory, orbax_files, part_files
-from jdp.checkpoint.commit_memory import CommitMemory
-from jdp.checkpoint.edits import Edits, facts_of_script
+from jdp.checkpoint.edits import Edits
 from jdp.checkpoint.find import Found, all_processes, find
-from jdp.checkpoint.one_session import require_alone
+from jdp.checkpoint.host_commits import HostCommits
+from jdp.checkpoint.one_session import commits_of
 from jdp.checkpoint.pieces import is_split
 from jdp.checkpoint.restore import restored
 from jdp.checkpoint.state_writer import (
@@ -27,12 +27,10 @@ from jdp.distributed.checks.replicas import RanksDifferError, require_equal_copi
 from jdp.distributed.preemption import Preemption
 from jdp.worker import launcher_client, progress
 from jdp.worker.exit_codes import SAVED
-from jdp.worker.version import version
 
 _log = logging.getLogger("jdp")
 
-# Number of steps after which Orbax is imported: not before the first step, which would delay a
-# recovery, but well before the first checkpoint.
+# Number of steps before Orbax is imported: after a recovery, and well before a checkpoint.
 _PREPARED_AFTER = 3
 
 _NOT_CLOSED = (
@@ -62,12 +60,10 @@ class Session:
         self._group, self._process = all_processes(), jax.process_index()
         self._launcher = launcher_client.current()
         self._assigned = None if self._launcher is None else self._launcher.assignment
-        self._memory: CommitMemory | None = None
-        self._own_memory: CommitMemory | None = None  # the area that this process writes to
+        self._host_commits: HostCommits | None = None
         if self._launcher and self._assigned:
-            require_alone(self)
-            self._memory = CommitMemory(self._launcher.commit_file)
-            self._own_memory = CommitMemory(self._launcher.commit_file, self._assigned.local_id)
+            self._host_commits = commits_of(self, self._launcher, self._assigned, len(self._group))
+        self._num_steps_before = progress.num_steps()
         self._identity: dict[str, Any] = {}  # of this life of the run, equal on all processes
         self._state: Any = None  # state after the last step; self._data belongs to it
         self._data: dict[str, Any] = {"position": None}
@@ -78,9 +74,7 @@ class Session:
         self._is_committed = False  # whether all hosts have a commit of this or the previous life
         self._ends = contextlib.ExitStack()
         self._ends.callback(folder.unlock)
-        num_local = self._assigned.num_local if self._assigned else 0
-        is_first = self._assigned is not None and self._assigned.local_id == 0
-        self._commits = commit_writer(self._own_memory, is_here=is_first, num_local=num_local)
+        self._commits = commit_writer(self._host_commits)
         self._saves = checkpoint_writer(folder, keep=keep, is_here=self._process == 0)
 
     def restore(
@@ -104,16 +98,16 @@ class Session:
                 everything,
                 state,
                 batches,
+                self._host_commits.own if self._host_commits else None,
                 keeps_missing=keeps_missing,
                 edits=self._edits,
             )
             self.steps, this_process.current.has_restored = found.key.step, True
             if found.key.is_commit:
                 self._is_unsaved, self._is_committed = True, not found.lacking
-            if self._own_memory:
-                everything.sources.forget_later(found.key, self._own_memory)
         self.record(state, batches)
-        if self._memory:
+        if self._host_commits:
+            self._host_commits.begin_life(everything.tag)
             self._commits.prepare_for(state, everything.hosts)
         self._preemption = Preemption()
         self._ends.callback(self._preemption.stop_listening)
@@ -129,20 +123,14 @@ class Session:
         found = find(
             self._group,
             self._folder,
-            self._memory,
+            self._host_commits.shared if self._host_commits else None,
             resumes=self._resumes(resume),
             is_later=self._assigned is not None and self._assigned.generation > 0,
             host=self._assigned.host_id if self._assigned else 0,
             splits=self._splits,
+            commit_every=self._commit_every,
         )
-        self._identity = {
-            "directory": str(self._folder.path),
-            "life": found.life,
-            "tag": found.tag,
-            "jdp": version(),
-            "jax": jax.__version__,
-            **facts_of_script(),
-        }
+        self._identity = {"directory": str(self._folder.path), **found.identity()}
         return found
 
     def record(self, state: Any, batches: Any) -> None:
@@ -152,24 +140,27 @@ class Session:
 
     def count_step(self) -> None:
         """Count the step that led to the state, and commit or save it if it is time."""
-        self._commits.raise_failure()
-        self._saves.raise_failure()
-        progress.count_step()
-        self._edits.compare_programs()
+        # The errors of earlier writes come last: others may count the step and write with this one.
         self.steps += 1
         self._num_steps += 1
+        progress.count_step()
+        self._edits.compare_programs()
         if self._num_steps == 1 and self._process == 0:
             warning = weakref.finalize(self, _log.warning, _NOT_CLOSED, self._folder.path)
             self._ends.callback(warning.detach)
         if self._preemption.reached(self.steps):
             self._stop()
-        if self.steps % self._save_every == 0:
-            self._begin_save()
-        if self._memory and (self.steps % self._commit_every == 0 or not self._is_committed):
-            self._commits.begin_write(self._state, self._facts())
-            self._is_committed = True
+        try:
+            if self.steps % self._save_every == 0:
+                self._begin_save()
+        finally:  # others may begin this commit
+            is_due = self.steps % self._commit_every == 0 or not self._is_committed
+            if self._host_commits and is_due:
+                self._begin_commit()
         if self._num_steps == _PREPARED_AFTER and (self._process == 0 or self._splits):
             self._saves.prepare(part_files.prepare if self._splits else orbax_files.prepare)
+        self._commits.raise_failure()
+        self._saves.raise_failure()
 
     def save(self, *, can_compare: bool = False) -> bool:
         """Save the state now, and return whether all processes passed `can_compare`."""
@@ -194,9 +185,10 @@ class Session:
         if not self._num_steps and not self._is_unsaved:
             return
         can_compare = self.save(can_compare=compares and not pytrees.any_deleted(self._state))
-        self._commits.wait()
+        self._commits.settle()
         if can_compare:
             self._require_equal_ranks()
+        self._commits.raise_failure()
 
     def tell_closed(self) -> None:
         """Report to the launcher that the last step is saved."""
@@ -208,14 +200,23 @@ class Session:
         self.is_over, self._state = True, None
         self._ends.close()
 
+    def _begin_commit(self) -> None:
+        pairs = zip(progress.num_steps(), self._num_steps_before, strict=True)
+        num_own, num_calls = (now - before for now, before in pairs)
+        if num_own:
+            self._commits.write_alone()
+        self._is_committed = True  # also if it fails: all processes begin the next one together
+        self._commits.begin_write(self._state, self._facts() | {"num_calls": num_calls})
+
     def _begin_save(self) -> None:
         with progress.SAVING:
-            self._saves.wait()
+            self._saves.settle()
         self._saves.begin_write(self._state, self._facts())
         self._saved_at = self.steps
 
     def _stop(self) -> None:
         self.save()
+        self._commits.settle()
         self.tell_closed()
         self.end_session()
         if self._process == 0:

@@ -24,7 +24,7 @@ class Snapshot(NamedTuple):
             if isinstance(piece.values, jax.Array):
                 piece.values.copy_to_host_async()
         arrays: dict[int, np.ndarray] = {}
-        for i, index, values, part in self.pieces:
+        for i, index, values, part, _ in self.pieces:
             if part is not None:
                 continue
             if index is ...:

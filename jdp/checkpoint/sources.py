@@ -66,7 +66,7 @@ class Sources:
         return {**offer, "life": self.life, "torn": self.torn}
 
     def read(self, key: Key) -> Saved:
-        """Read one of these states."""
+        """Read one of these states; the values of a commit stay in its memory, to be copied."""
         facts, read = self._found[key]
         return facts, read()
 
@@ -107,7 +107,7 @@ class Sources:
         facts = commit.facts if commit else {}
         if commit and facts["directory"] == directory:
             self._commit = commit
-            read = functools.partial(_read_commit, memory, commit, facts)
+            read = functools.partial(_view_commit, memory, commit, facts)
             self._found[_key_of(facts)] = facts, read
 
     def _find_checkpoint(self, folder: Folder) -> None:
@@ -134,8 +134,8 @@ def _key_of(facts: dict[str, Any]) -> Key:
     return Key(facts["life"], facts["step"], True, facts["tag"])
 
 
-def _read_commit(memory: CommitMemory, commit: Commit, facts: dict[str, Any]) -> list[np.ndarray]:
-    return unpack(memory.read(commit), leaves_of(facts))
+def _view_commit(memory: CommitMemory, commit: Commit, facts: dict[str, Any]) -> list[np.ndarray]:
+    return unpack(memory.view(commit), leaves_of(facts))
 
 
 def _read_checkpoint(

@@ -1,5 +1,6 @@
 """Writes states, with the position of the data, in a background thread during training."""
 
+import contextlib
 import itertools
 import logging
 import time
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from jdp.checkpoint import shared_checkpoint, split_commit
-from jdp.checkpoint.commit_memory import CommitMemory, Draft
+from jdp.checkpoint.commit_memory import Draft
 from jdp.checkpoint.commit_snapshot import CommitSnapshot, CommitSnapshots
 from jdp.checkpoint.directory import Folder
+from jdp.checkpoint.host_commits import HostCommits
 from jdp.checkpoint.saved_leaves import is_split, to_disk
 from jdp.checkpoint.snapshot import Snapshot, Snapshots
 from jdp.distributed import agree, in_flight, metrics_log
@@ -33,7 +35,7 @@ class StateWriter:
     A state is not written if a step that led to it failed a check. Each process raises that error
     no later than at its next write; raised from the thread, it would reach only one process. The
     interpreter waits at exit for a state that is being written. Processes where `is_here` is false
-    only take part in gathering, and write their parts of split leaves.
+    only take part in gathering, and write their parts of split leaves and their share of a commit.
 
     >>> written = []
     >>> writer = StateWriter("example", lambda facts, values: written.append((facts, values)),
@@ -52,9 +54,12 @@ class StateWriter:
         self._steps = in_flight.Unchecked()  # steps that led to the last state
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._job: Future[None] | None = None
+        self._failure: BaseException | None = None
 
     def begin_write(self, state: Any, facts: dict[str, Any]) -> None:
         """Wait for the previous write, copy a state so it may be donated, and start writing it.
+
+        It is written also if the previous write has failed, since others may take part in it.
 
         Args:
           state: the state of the step that has just been called.
@@ -66,9 +71,13 @@ class StateWriter:
           OSError: if there is no memory for a commit.
         """
         begin_ns = time.monotonic_ns()
-        self.wait()
+        self.settle()
         self._steps.require_right()
-        taken = self._snapshots.take_snapshot(state, here=self._is_here)
+        try:
+            taken = self._snapshots.take_snapshot(state, here=self._is_here)
+        except Exception as error:
+            self._break_up(error)
+            raise
         self._steps = in_flight.Unchecked()
         if isinstance(taken, CommitSnapshot):
             progress.own.record_copy(taken.copying)
@@ -86,29 +95,54 @@ class StateWriter:
         reserve = self._snapshots.reservation(state, hosts, here=self._is_here)
         self._job = self._pool.submit(reserve)
 
+    def write_alone(self) -> None:
+        """Have the first process of the host write commits alone in this life, from now on.
+
+        For states that no calls of train steps have led to, on all processes: by these the shares
+        of one step are known to be of one step.
+        """
+        self.settle()
+        self._break_up()
+
     def prepare(self, action: Callable[[], None]) -> None:
         """Run an action in the thread, before the next state is written."""
         self._pool.submit(action)
 
     def raise_failure(self) -> None:
-        """Raise the error of a failed write, without waiting."""
+        """Raise the error of a failed write, once, without waiting."""
         if self._job is not None and self._job.done():
-            self.wait()
+            self.settle()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def settle(self) -> None:
+        """Wait until the state is written, and leave an error to the next call that raises it."""
+        # An interrupt of the waiting leaves the job: the memory that it writes to is in use.
+        if isinstance(self._snapshots, CommitSnapshots):
+            self._snapshots.hurry()
+        # One that was interrupted before it was known here runs before this one.
+        if (last := self._submitted(int)) is not None:
+            last.result()
+        if self._job is not None:
+            self._failure = self._job.exception() or self._failure
+            self._job = None
 
     def wait(self) -> None:
         """Wait until the state is written; raise its error, once."""
-        job, self._job = self._job, None
-        if job is not None:
-            job.result()
+        self.settle()
+        self.raise_failure()
 
     def end_thread(self) -> None:
         """Wait, and end the thread; log an error that was not raised."""
+        if isinstance(self._snapshots, CommitSnapshots):
+            self._snapshots.stop_waiting()
         try:
             self.wait()
         except Exception as error:
             _log.error("jdp: %s", error)
         if isinstance(self._snapshots, CommitSnapshots):
-            self._snapshots.wait_for_copies()
+            self._snapshots.break_up()
         self._pool.shutdown()
 
     def _write_taken(
@@ -117,41 +151,47 @@ class StateWriter:
         taken: Snapshot | CommitSnapshot,
         steps: in_flight.Unchecked,
     ) -> None:
-        values = taken.fetch()
-        if not steps.went_wrong():
-            metrics_log.flush()  # a run that continues from here does not repeat these steps
-            self._write(facts, values)
+        try:
+            values = taken.fetch()
+            if not steps.went_wrong():
+                metrics_log.flush()  # a run that continues from here does not repeat these steps
+                self._write(facts, values)
+        except Exception as error:
+            self._break_up(error)
+            raise
+
+    # None if the interpreter ends.
+    def _submitted(self, action: Callable[[], Any]) -> Future[Any] | None:
+        with contextlib.suppress(RuntimeError):
+            return self._pool.submit(action)
+        return None
+
+    # Other processes must not wait for a share that this one does not write.
+    def _break_up(self, error: Exception | None = None) -> None:
+        if isinstance(self._snapshots, CommitSnapshots):
+            self._snapshots.break_up(error)
 
 
-def commit_writer(memory: CommitMemory | None, *, is_here: bool, num_local: int) -> StateWriter:
-    """Return the writer of the commits of this host, which has `num_local` processes.
-
-    Without a memory, there is nothing that it may write.
+def commit_writer(commits: HostCommits | None) -> StateWriter:
+    """Return the writer of commits.
 
     Args:
-      memory: of this process for commits; None if it writes none.
-      is_here: whether this process writes the leaves that are not split.
-      num_local: processes of this host.
+      commits: of this host; None if there are none, so that there is nothing that it may write.
     """
 
-    holds_earlier = is_here
-
     def write(facts: dict[str, Any], draft: Draft) -> None:
-        nonlocal holds_earlier
-        assert memory is not None
-        memory.finish(draft, facts)
-        num_areas = 1
-        if is_split(facts):
+        assert commits is not None
+        if not commits.finish(draft, facts):
+            return
+        if draft.form is None and is_split(facts):
             split_commit.wait_for_all(facts)
-            num_areas = num_local
-        if holds_earlier:
-            # The areas of earlier lives, once: by the next time, processes may write to their own.
-            memory.free_areas(num_areas)
-            holds_earlier = False
+        # Other processes may write to their areas after a commit of this one alone.
+        commits.free_earlier(1 if draft.form is not None else commits.share.num_shares)
         progress.own.latest_kept = f"step {facts['step']} (a commit in this host's memory)"
         progress.own.slot.counter.write_commit(facts["step"])
 
-    snapshots = Snapshots() if memory is None else CommitSnapshots(memory)
+    is_here = commits is not None and commits.share.number == 0
+    snapshots = Snapshots() if commits is None else CommitSnapshots(commits)
     return StateWriter("jdp commit", write, snapshots, is_here=is_here)
 
 

@@ -96,9 +96,11 @@ def report_uncaught(error: BaseException) -> None:
     this_process.current.is_interrupted = isinstance(error, KeyboardInterrupt)
     if this_process.current.why_over is not None or isinstance(error, OtherFailedError):
         return
-    how = "was interrupted (Ctrl-C)"
-    if not this_process.current.is_interrupted:
-        how = f"failed with {type(error).__name__}: {error}"[:TEXT_CHARACTERS]
+    how = f"failed with {type(error).__name__}: {error}"[:TEXT_CHARACTERS]
+    if isinstance(error, SystemExit):
+        how = f"ended by sys.exit({error.code!r})"[:TEXT_CHARACTERS]
+    elif this_process.current.is_interrupted:
+        how = "was interrupted (Ctrl-C)"
     if kv_store.is_open():
         text = json.dumps([jax.process_index(), how])
         kv_store.ends_within(_REPORT_S, lambda: kv_store.offer(UNCAUGHT, text))
@@ -117,8 +119,8 @@ def uncaught(
     """
     end = time.monotonic() + timeout_s
     while True:
-        if or_own and this_process.current.leaving_by is not None:
-            report_uncaught(this_process.current.leaving_by)
+        if or_own and (error := this_process.current.leaving_by) and not _is_success(error):
+            report_uncaught(error)
         text = kv_store.get(UNCAUGHT, timeout_s=min(timeout_s, _POLL_S))
         process, how = json.loads(text or '[-1, ""]')
         if process in peers and (or_own or process != jax.process_index()):
@@ -140,6 +142,11 @@ def end_process(error: Exception) -> None:
     print(text, file=sys.stderr, end="", flush=True)
     if not (hasattr(sys, "ps1") or sys.flags.interactive):
         _leave(1, text)
+
+
+# Whether it is `sys.exit()`, or that after SIGTERM: no reason why other processes could not go on.
+def _is_success(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code in (None, 0, SAVED)
 
 
 def leave_if_failed() -> None:

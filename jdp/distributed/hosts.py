@@ -25,14 +25,16 @@ def is_here(process: int) -> bool:
     return process == me or (process in known and known[process] == known.get(me))
 
 
-def num_hosts(processes: Iterable[int]) -> int:
-    """Return the number of hosts that some processes are on, as `jdp.init` has found.
+def numbered(processes: Iterable[int]) -> list[int]:
+    """Return the number of the host of each process, as `jdp.init` has found.
 
     Args:
-      processes: their numbers, at least one. Each counts as a host if `jdp.init` was not called.
+      processes: their numbers. Each counts as a host if `jdp.init` was not called.
 
-    >>> num_hosts([0])
-    1
+    >>> numbered([0, 0])
+    [0, 0]
     """
     known = this_process.current.hosts
-    return len({known.get(process, str(process)) for process in processes})
+    names = [known.get(process, str(process)) for process in processes]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return [numbers[name] for name in names]

@@ -189,7 +189,7 @@ def _read(file: io.FileIO, path: Path, first_step: int) -> dict[frozenset[str], 
     if begins_at is not None and not run_of_file.may_continue(path, is_later=is_later):
         raise ValueError(
             f"{path} holds the metrics of an earlier run, up to step "
-            f"{max(last.values())}, and this run begins at step {first_step}. Move "
+            f"{max(last.values())}, and the first line of this run is of step {first_step}. Move "
             "the file away, write jdp.log(..., file=...) with another one, or continue that "
             "run with --resume or JDP_RESUME=1."
         )

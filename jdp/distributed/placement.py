@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdp import axis, rank_state
 from jdp.axis import AxisName
 from jdp.distributed.checks import state as state_check
+from jdp.distributed.host_copies import LARGE_BYTES, copied
 from jdp.distributed.mesh import mesh_of, num_ranks
 from jdp.pytrees import is_array, is_key
 
@@ -87,8 +88,9 @@ def copy_to(leaf: Any, sharding: NamedSharding) -> jax.Array:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
-    # Copy a NumPy array, since JAX may use its memory for a device.
-    value = np.asarray(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
+    if not isinstance(leaf, jax.Array):
+        return copied(np.asarray(leaf), sharding)
+    value = np.asarray(leaf)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
@@ -118,10 +120,17 @@ def _copies(leaves: list[Any], targets: Sequence[NamedSharding]) -> list[jax.Arr
         # device_put would compare the values of all processes, leaf by leaf.
         return list(map(copy_to, leaves, targets))
     # Numbers become arrays of a strong type. A weak type would change at the first step, and the
-    # step would compile twice. Copy first: device_put may use the caller's memory, also that of a
-    # NumPy array, whatever its may_alias is.
-    strong = [jnp.copy(x) if isinstance(x, jax.Array) else np.array(x) for x in leaves]
+    # step would compile twice. Copy first, since device_put may use the caller's memory; all small
+    # leaves go in one call.
+    strong = list(map(_copy, leaves, targets))
     return jax.device_put(strong, list(targets))
+
+
+def _copy(leaf: Any, target: NamedSharding) -> Any:
+    if isinstance(leaf, jax.Array):
+        return jnp.copy(leaf)
+    value = np.asarray(leaf)
+    return copied(value, target) if value.nbytes >= LARGE_BYTES else np.array(value)
 
 
 def _is_on(leaf: Any, mesh: Mesh) -> bool:

@@ -15,8 +15,9 @@ def log(leaves: Sequence[Any]) -> None:
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in map(jnp.asarray, leaves))
     if not num_bytes:
         return
+    arrays = "1 array" if len(leaves) == 1 else f"{len(leaves)} arrays"
     message = (
-        f"{len(leaves)} gradients of {num_bytes:,} bytes come to the optimizer as whole arrays, "
+        f"gradients come to the optimizer as whole arrays ({arrays} of {num_bytes:,} bytes), "
         "so that stage=3 saves no memory inside of this step: their parameters are gathered at its "
         f"start, another {num_bytes:,} bytes. Write loss, grads = jdp.value_and_grad(loss_fn)("
         "state.params, batch), and hand on grads as they are: parameters are then gathered where "

@@ -25,6 +25,7 @@ class OwnProgress:
       unstepped: the first phase once a batch was asked for.
       num_steps: steps called.
       num_counted: steps called when `count_step` was called last.
+      num_own_steps: those of them that were not calls of a train step.
       is_first_step: whether no step was called yet, by a process that is not alone.
       compile_s: seconds of compiling.
       longest_wait_s: seconds that others may keep this process waiting; inf for no limit.
@@ -39,7 +40,7 @@ class OwnProgress:
         self.phases: list[tuple[bytes, int]] = [(record(""), 0)]
         self.between: tuple[bytes, int] = (record(phases.BETWEEN), 0)
         self.between_own = self.unstepped = self.between
-        self.num_steps = self.num_counted = 0
+        self.num_steps = self.num_counted = self.num_own_steps = 0
         self.is_first_step = False
         self.compile_s = 0.0
         self.longest_wait_s = math.inf

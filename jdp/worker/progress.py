@@ -79,8 +79,14 @@ def count_step() -> None:
     """Count a step of a loop of the author's own, unless `train_step` has counted it already."""
     if own.num_steps == own.num_counted:
         own.phases[0] = own.between_own
+        own.num_own_steps += 1
         _record_step()
     own.num_counted = own.num_steps
+
+
+def num_steps() -> tuple[int, int]:
+    """Return how many steps of its own, and calls of train steps, this process has made."""
+    return own.num_own_steps, own.num_steps - own.num_own_steps
 
 
 def _record_step() -> None:

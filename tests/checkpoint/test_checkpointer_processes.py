@@ -293,7 +293,7 @@ def train_otherwise(path, differs, by_hand=0, **every):
             ckpt.close()
     except Exception as found:
         error = f"{type(found).__name__}: {found}"
-    commit = ckpt._session._memory.latest().facts
+    commit = ckpt._session._host_commits.shared.latest().facts
     assert commit["directory"] == str(path)
     saved = [int(each.name.partition("-")[0]) for each in path.glob("*-*")]
     return error, commit["step"], max(saved, default=0), ckpt.steps
@@ -322,9 +322,10 @@ DIFFERENCES = {
 }
 
 
-def test_what_differs_between_processes_is_neither_committed_nor_saved(tmp_path):
+@pytest.mark.parametrize("hosts", [[0, 0], [0, 1]], ids=["one host", "two hosts"])
+def test_what_differs_between_processes_is_neither_committed_nor_saved(tmp_path, hosts):
     with Launcher(num_hosts=2) as launcher:
-        lives = launcher.processes(2, f"{HERE}:all_otherwise", tmp_path, hosts=[0, 1])
+        lives = launcher.processes(2, f"{HERE}:all_otherwise", tmp_path, hosts=hosts)
         one, other = results(lives)
     assert one == other
     for name, (error, *kept) in one.items():

@@ -46,6 +46,18 @@ def test_the_latest_of_many_commits_is_read_also_by_another_process(file):
         assert step_of(CommitMemory(os.dup(file))) == step
 
 
+# JAX copies no array of the host that begins at a multiple of 64 bytes.
+@pytest.mark.parametrize("size", [0, 1, 64, 5000, 3_000_017])
+def test_both_commits_can_be_seen_where_they_lie(file, size):
+    memory = CommitMemory(file)
+    for step in range(1, 6):
+        memory.write({"step": step}, parts_of(step, (size,)))
+        for commit in CommitMemory(file).intact():
+            seen = CommitMemory(file).view(commit)
+            assert seen.size == size and (seen == commit.facts["step"]).all()
+            assert size == 0 or (not seen.flags.writeable and seen.ctypes.data % 64 == 16)
+
+
 def test_commits_of_any_sizes_leave_each_other_alone(file):
     memory, rng = CommitMemory(file), random.Random(0)
     for step in range(1, 60):

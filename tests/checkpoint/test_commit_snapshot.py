@@ -13,29 +13,36 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support.launched import Launcher
+from support.states import bits, committed, mixed_state, needs_library, random_bits
 
 import jdp
 from jdp.checkpoint import native_copy
 from jdp.checkpoint.commit_memory import CommitMemory
 from jdp.checkpoint.commit_snapshot import CommitSnapshots
+from jdp.checkpoint.host_commits import HostCommits
 from jdp.checkpoint.pieces import Finder, on_devices
 from jdp.checkpoint.saved_leaves import describe, leaves_of, padded_bytes, unpack
-from jdp.checkpoint.snapshot import Snapshots
+from jdp.checkpoint.shares import Share
 from jdp.checkpoint.state_writer import commit_writer
-from jdp.collectives.cpu import runtime
 
 HERE = "test_commit_snapshot"
 
-needs_library = pytest.mark.skipif(
-    runtime.why_missing() is not None, reason=str(runtime.why_missing())
-)
+
+@pytest.fixture
+def file():
+    file = os.memfd_create("test")
+    yield file
+    os.close(file)
 
 
 @pytest.fixture
-def memory():
-    file = os.memfd_create("test")
-    yield CommitMemory(file)
-    os.close(file)
+def commits(file):
+    return HostCommits(file, Share(0, 1))
+
+
+@pytest.fixture
+def memory(commits):
+    return commits.shared
 
 
 def commit(memory, snapshots, state):
@@ -43,54 +50,11 @@ def commit(memory, snapshots, state):
     memory.finish(taken.fetch(), {"leaves": taken.leaves})
 
 
-def committed(memory):
-    """The bytes of each leaf of the latest commit, by its name."""
-    latest = memory.latest()
-    leaves = leaves_of(latest.facts)
-    values = unpack(memory.read(latest), leaves)
-    return {leaf.name: x.tobytes() for leaf, x in zip(leaves, values, strict=True)}
-
-
-def bits(state):
-    """The bytes of each leaf as NumPy has them, by its name."""
-    values = Snapshots().take_snapshot(state).fetch()
-    return {leaf.name: x.tobytes() for leaf, x in zip(describe(state), values, strict=True)}
-
-
-def random_bits(shape, dtype, seed=0):
-    dtype = np.dtype(dtype)
-    data = np.random.default_rng(seed).integers(0, 256, (*shape, dtype.itemsize), np.uint8)
-    return data.reshape(-1).view(dtype).reshape(shape)
-
-
-# Primes from 0.1 to 30 MB, which no number of ranks divides, and all ways to hold an element.
-def mixed_state(where):
-    on = lambda x: jax.device_put(x, where)  # noqa: E731
-    return {
-        "30 MB": on(random_bits((7_499_981,), np.float32)),
-        "9 MB": on(random_bits((3001, 1511), jnp.bfloat16)),
-        "1 MB": on(random_bits((1_000_003,), np.int8)),
-        "0.1 MB": on(random_bits((13, 983, 2), np.float32)),
-        "half": on(random_bits((997,), np.float16)),
-        "complex": on(random_bits((61,), np.complex64)),
-        "float8": on(random_bits((7, 11), ml_dtypes.float8_e4m3fn)),
-        "bool": on(np.arange(31) % 3 == 0),
-        "int4": on(np.arange(-8, 7, dtype=ml_dtypes.int4)),
-        "uint2": on(np.arange(3, dtype=ml_dtypes.uint2)),
-        "empty": on(np.zeros((0, 5), np.float32)),
-        "number": on(np.float32(-0.0)),
-        "key": on(jax.random.key(3)),
-        "numpy": np.arange(17.0),
-        "python": (3, 2.5, True),
-        "function": jnp.tanh,
-    }
-
-
 @pytest.mark.parametrize("is_native", [pytest.param(True, marks=needs_library), False])
-def test_a_commit_has_the_bits_of_every_leaf(mesh, memory, monkeypatch, is_native):
+def test_a_commit_has_the_bits_of_every_leaf(mesh, memory, commits, monkeypatch, is_native):
     if not is_native:
         monkeypatch.setattr(native_copy, "takes", lambda x: False)
-    state, snapshots = mixed_state(NamedSharding(mesh, PartitionSpec())), CommitSnapshots(memory)
+    state, snapshots = mixed_state(NamedSharding(mesh, PartitionSpec())), CommitSnapshots(commits)
     expected = bits(state)
     for _ in range(3):  # into either half of the memory
         commit(memory, snapshots, state)
@@ -101,7 +65,7 @@ SPECS = [("model",), (None, "model"), ("data", "model"), (("data", "model"),), (
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_shards_of_one_process_are_put_together(spec, memory):
+def test_shards_of_one_process_are_put_together(spec, memory, commits):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     where = NamedSharding(mesh, PartitionSpec(*spec))
     state = {
@@ -110,15 +74,17 @@ def test_shards_of_one_process_are_put_together(spec, memory):
     }
     narrow = (np.arange(768) % 16 - 8).astype(ml_dtypes.int4).reshape(8, 16, 6)
     state["int4"] = jax.device_put(narrow, where)
-    commit(memory, CommitSnapshots(memory), state)
+    commit(memory, CommitSnapshots(commits), state)
     assert committed(memory) == bits(state)
 
 
 @pytest.mark.parametrize("is_native", [pytest.param(True, marks=needs_library), False])
-def test_a_commit_is_taken_under_the_mesh_of_the_script(make_mesh, memory, monkeypatch, is_native):
+def test_a_commit_is_taken_under_the_mesh_of_the_script(
+    make_mesh, memory, commits, monkeypatch, is_native
+):
     if not is_native:
         monkeypatch.setattr(native_copy, "takes", lambda x: False)
-    mesh, snapshots = make_mesh(4), CommitSnapshots(memory)
+    mesh, snapshots = make_mesh(4), CommitSnapshots(commits)
     split = jax.device_put(
         np.arange(16, dtype=np.float32), NamedSharding(mesh, PartitionSpec("data"))
     )
@@ -131,7 +97,7 @@ def test_a_commit_is_taken_under_the_mesh_of_the_script(make_mesh, memory, monke
             assert committed(memory) == expected
 
 
-def test_commits_outlive_the_donation_of_their_states(mesh, memory):
+def test_commits_outlive_the_donation_of_their_states(mesh, memory, commits):
     @jax.jit
     def pattern(n):
         return [jnp.arange(size, dtype=jnp.float32) + n for size in (1_300_021, 30_011, 1)]
@@ -141,7 +107,7 @@ def test_commits_outlive_the_donation_of_their_states(mesh, memory):
 
     step = jax.jit(lambda s: [x + 1 for x in advance(s)], donate_argnums=0)
     state = jax.device_put(pattern(0), NamedSharding(mesh, PartitionSpec()))
-    snapshots = CommitSnapshots(memory)
+    snapshots = CommitSnapshots(commits)
     for n in range(6):
         taken = snapshots.take_snapshot(state)
         state = step(step(state))
@@ -150,14 +116,14 @@ def test_commits_outlive_the_donation_of_their_states(mesh, memory):
         assert committed(memory) == expected
 
 
-def test_a_commit_waits_for_a_state_that_is_still_being_computed(memory, make_mesh):
+def test_a_commit_waits_for_a_state_that_is_still_being_computed(memory, commits, make_mesh):
     def advance(state):
         return jax.lax.fori_loop(0, 200, lambda i, s: [x + 1 for x in s], state)
 
     where = NamedSharding(make_mesh(2), PartitionSpec())
     step = jax.jit(advance, donate_argnums=0)
     state = jax.device_put([np.zeros(1_000_003, np.float32)], where)
-    snapshots = CommitSnapshots(memory)
+    snapshots = CommitSnapshots(commits)
     for n in range(1, 4):
         state = step(state)
         commit(memory, snapshots, state)
@@ -166,21 +132,20 @@ def test_a_commit_waits_for_a_state_that_is_still_being_computed(memory, make_me
 
 
 @needs_library
-def test_nothing_is_copied_on_cpu_devices_but_narrow_integers(mesh, memory):
-    state, snapshots = mixed_state(NamedSharding(mesh, PartitionSpec())), CommitSnapshots(memory)
+def test_nothing_is_copied_on_cpu_devices_but_narrow_integers(mesh, memory, commits):
+    state, snapshots = mixed_state(NamedSharding(mesh, PartitionSpec())), CommitSnapshots(commits)
     snapshots.reservation(state, (), here=True)()
     for _ in range(2):
         commit(memory, snapshots, state)
         spare = [x for copies in snapshots._copies._spare.values() for x in copies]
         assert sorted((str(x.dtype), x.size) for x in spare) == [
-            ("float32", 0),
             ("int4", 15),
             ("uint2", 3),
         ]
 
 
-def test_memory_is_reserved_for_both_commits_before_the_first(mesh, memory):
-    state, snapshots = mixed_state(NamedSharding(mesh, PartitionSpec())), CommitSnapshots(memory)
+def test_memory_is_reserved_for_both_commits_before_the_first(mesh, memory, commits):
+    state, snapshots = mixed_state(NamedSharding(mesh, PartitionSpec())), CommitSnapshots(commits)
     snapshots.reservation(state, (), here=True)()
     reserved = memory._mapped
     assert reserved.size >= 2 * sum(map(padded_bytes, describe(state)))
@@ -189,9 +154,9 @@ def test_memory_is_reserved_for_both_commits_before_the_first(mesh, memory):
         assert memory._mapped is reserved
 
 
-def test_memory_of_device_copies_is_used_again(memory, monkeypatch):
+def test_memory_of_device_copies_is_used_again(memory, commits, monkeypatch):
     monkeypatch.setattr(native_copy, "takes", lambda x: False)
-    snapshots = CommitSnapshots(memory)
+    snapshots = CommitSnapshots(commits)
     state = {"w": jnp.zeros(50_000), "n": 3}
     reserve = snapshots.reservation(state, (), here=True)
     state["w"] = jax.jit(lambda x: x + 1, donate_argnums=0)(state["w"])
@@ -209,8 +174,8 @@ def test_memory_of_device_copies_is_used_again(memory, monkeypatch):
     assert committed(memory) == bits(state)
 
 
-def test_states_of_other_shapes_may_follow(memory):
-    snapshots = CommitSnapshots(memory)
+def test_states_of_other_shapes_may_follow(memory, commits):
+    snapshots = CommitSnapshots(commits)
     snapshots.reservation([jnp.zeros(3), jnp.zeros(2)], (), here=True)()
     for size in (3, 4, 4, 1000, 2):
         state = [jnp.arange(size)]
@@ -219,16 +184,16 @@ def test_states_of_other_shapes_may_follow(memory):
 
 
 @needs_library
-def test_more_arrays_than_a_call_takes_are_copied(memory):
+def test_more_arrays_than_a_call_takes_are_copied(memory, commits):
     state = [jnp.full(1 + i % 5, i) for i in range(1100)]
-    commit(memory, CommitSnapshots(memory), state)
+    commit(memory, CommitSnapshots(commits), state)
     assert committed(memory) == bits(state)
 
 
 @needs_library
 def test_a_program_that_copies_holds_no_address():
     def text(target):
-        words = native_copy.CopyOut([x], [native_copy.TargetBox(0, x.nbytes, ())])._calls
+        words = native_copy.CopyOut([native_copy.TargetBox(0, x.nbytes, ())])._calls
         moved = [np.where(is_offset, w + target, w).view(np.uint32) for _, w, is_offset in words]
         return native_copy._copy_out.lower(moved, [[x]]).as_text()
 
@@ -236,11 +201,11 @@ def test_a_program_that_copies_holds_no_address():
     assert text(1 << 40) == text(3 << 40)
 
 
-def test_a_state_that_failed_leaves_the_commit_before(memory):
+def test_a_state_that_failed_leaves_the_commit_before(memory, commits):
     def fail(x):
         raise ValueError("broken")
 
-    snapshots, good = CommitSnapshots(memory), [jnp.arange(1000.0), jnp.ones(3)]
+    snapshots, good = CommitSnapshots(commits), [jnp.arange(1000.0), jnp.ones(3)]
     commit(memory, snapshots, good)
     failing = jax.jit(lambda x: jax.pure_callback(fail, x, x))
     with pytest.raises(jax.errors.JaxRuntimeError):  # at once on one device, or where it is read
@@ -251,10 +216,10 @@ def test_a_state_that_failed_leaves_the_commit_before(memory):
     assert committed(memory) == bits(good[::-1])
 
 
-def test_a_host_without_memory_is_an_error_of_the_next_write(memory, make_mesh):
+def test_a_host_without_memory_is_an_error_of_the_next_write(memory, commits, make_mesh):
     where = NamedSharding(make_mesh(2), PartitionSpec())
     state = [jax.device_put(np.zeros(size, np.float32), where) for size in (100_003, 11)]
-    writer = commit_writer(memory, is_here=True, num_local=1)
+    writer = commit_writer(commits)
     writer.prepare_for(state[1:], ())
     for step in (1, 2):
         writer.begin_write(state[1:], {"step": step})

@@ -408,3 +408,20 @@ def test_an_error_is_the_cause_while_a_block_of_jdp_still_waits(block, tmp_path)
     assert (code, err.splitlines()[-1]) == (1, "ZeroDivisionError: division by zero")
     assert re.search("OtherFailedError: process 1 .*ZeroDivision.*JDP208", other_err)
     assert "itertools" not in err + other_err
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        ("", r"process 1 left its loop \(break or an error\) after 4 batches.*JDP210"),
+        ("3", r"process 1 ended by sys.exit\(3\).*JDP208"),
+    ],
+)
+def test_an_exit_from_a_loop_is_named_while_a_block_of_jdp_still_waits(status, reason, tmp_path):
+    block = "import pathlib, sys, time, jdp\n" + SLOW_CHECKPOINTER.format(str(tmp_path))
+    exits = block + FAILS.replace("1 / 0", f"sys.exit({status})")
+    (_, _, other_err), (code, _, err) = end_in_a_loop(1, 3, how=("for batch in loop: pass", exits))
+    assert code == (int(status) if status else 1)
+    assert re.search(reason, other_err)
+    assert "_Exit" not in err + other_err

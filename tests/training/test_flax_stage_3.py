@@ -196,7 +196,7 @@ def logged(caplog, program):
 def test_parameters_that_are_gathered_for_a_whole_step_are_logged_once(caplog):
     assert not logged(caplog, with_value_and_grad)
     (line,) = logged(caplog, with_jax)
-    assert "4 gradients of 10,944 bytes" in line and "jdp.value_and_grad" in line
+    assert "4 arrays of 10,944 bytes" in line and "jdp.value_and_grad" in line
 
 
 def test_training_continues_at_another_stage_on_another_number_of_ranks(tmp_path):

@@ -41,8 +41,8 @@ std::string read_places(const void* words, size_t num_words, std::vector<Place>*
     return word;
   };
   while (num_left() > 0) {
-    if (num_left() < 3) return "a place ends early";
-    Place place{reinterpret_cast<char*>(read()), read(), {}};
+    if (num_left() < 4) return "a place ends early";
+    Place place{reinterpret_cast<char*>(read()), read(), read(), {}};
     const int64_t num_loops = read();
     if (num_loops < 0 || num_loops > kMaxLoops || num_left() < 2 * static_cast<size_t>(num_loops)) {
       return "a place has " + std::to_string(num_loops) + " loops";
@@ -57,7 +57,7 @@ std::string read_places(const void* words, size_t num_words, std::vector<Place>*
 }
 
 void copy_out(const char* source, const Place& place) {
-  copy_loops(source, place.target, place, 0);
+  copy_loops(source + place.first, place.target, place, 0);
 }
 
 }  // namespace jdp

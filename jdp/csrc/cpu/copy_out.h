@@ -1,4 +1,4 @@
-// Copies arrays to other memory, where each is a box of a larger array.
+// Copies arrays, or parts of them, to other memory, where each is a box of a larger array.
 
 #pragma once
 
@@ -15,18 +15,19 @@ struct Loop {
   int64_t stride;  // bytes in the larger array
 };
 
-// Where the bytes of an array go: runs of equal length, inside of loops, the outermost first.
+// Where bytes of an array go: runs of equal length, inside of loops, the outermost first.
 struct Place {
   char* target;
+  int64_t first;  // byte of the array that is copied first
   int64_t run_bytes;
   std::vector<Loop> loops;
 
-  // Bytes of the array.
+  // Bytes that are copied.
   int64_t num_bytes() const;
 };
 
-// Reads places as Python writes them, for each array: target, run_bytes, number of loops, and count
-// and stride of each loop.
+// Reads places as Python writes them, for each array: target, first, run_bytes, number of loops,
+// and count and stride of each loop.
 //
 // Args:
 //   words: [num_words] int64, of any alignment.

@@ -19,11 +19,12 @@ ffi::Error copy_arrays(ffi::BufferR1<ffi::U32> words, ffi::RemainingArgs arrays,
   }
   for (size_t i = 0; i < places.size(); ++i) {
     const ffi::AnyBuffer array = *arrays.get<ffi::AnyBuffer>(i);
-    const int64_t num_bytes = static_cast<int64_t>(array.size_bytes());
-    if (num_bytes != places[i].num_bytes()) {
-      return ffi::Error::InvalidArgument("jdp: a place of " +
-                                         std::to_string(places[i].num_bytes()) +
-                                         " bytes for an array of " + std::to_string(num_bytes));
+    const int64_t size = static_cast<int64_t>(array.size_bytes());
+    const int64_t first = places[i].first, num_bytes = places[i].num_bytes();
+    if (first < 0 || num_bytes < 0 || first > size || num_bytes > size - first) {
+      return ffi::Error::InvalidArgument("jdp: " + std::to_string(num_bytes) + " bytes from byte " +
+                                         std::to_string(first) + " of an array of " +
+                                         std::to_string(size));
     }
   }
   for (size_t i = 0; i < places.size(); ++i) {

@@ -1,6 +1,9 @@
 """Check that all processes hold the same state before they train it."""
 
 import hashlib
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -12,6 +15,10 @@ from jdp.distributed import agree, kv_store
 from jdp.distributed.broadcast import broadcast as broadcast_bytes
 from jdp.error_codes import with_code
 from jdp.pytrees import is_array, is_key, without_key
+from jdp.worker.local_devices import num_cpus
+
+# One thread takes less than a millisecond for it.
+_PIECE_BYTES = 1 << 20
 
 
 def agreed(tree: Any, mesh: Mesh | None = None, *, broadcast: bool = False) -> Any:
@@ -46,7 +53,7 @@ def agreed(tree: Any, mesh: Mesh | None = None, *, broadcast: bool = False) -> A
         for i, leaf in zip(local, received, strict=True):
             leaves[i] = leaf
         return jax.tree.unflatten(treedef, leaves)
-    pairs = _odd_ones(group, [_digest(_numbers(leaves[i]).tobytes()) for i in local])
+    pairs = _odd_ones(group, digests([_numbers(leaves[i]) for i in local]))
     for i, pair in zip(local, pairs, strict=True):
         if pair is not None:
             odd, usual = pair
@@ -107,7 +114,32 @@ def _first_difference(group: tuple[int, ...], pair: tuple[int, int], shapes: lis
     return f": leaf {index + 1} is {one} on process {odd}, {other} on process {usual}"
 
 
-def _digest(data: bytes) -> str:
+def digests(values: Sequence[np.ndarray]) -> list[str]:
+    """Return a digest of the elements of each array, as text.
+
+    That of a large array is made from a CRC-32 of each MiB, by all cores: it takes a third of the
+    time of SHA-256, and arrays that differ in one MiB alone have equal ones once in 2**32 times.
+
+    Args:
+      values: arrays of any dtypes and shapes.
+
+    >>> digests([np.zeros(3, np.int8), np.zeros((3, 1), np.uint8)])
+    ['709e80c88487a2411e1ee4dfb9f22a86', '709e80c88487a2411e1ee4dfb9f22a86']
+    """
+    with ThreadPoolExecutor(num_cpus()) as pool:
+        return [_digest(_to_hash(value, pool)) for value in values]
+
+
+def _to_hash(value: np.ndarray, pool: Executor) -> Any:
+    """Return what to hash of an array: its bytes, or checksums of them if it is large."""
+    words = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    if words.size <= _PIECE_BYTES:
+        return words
+    pieces = [words[i : i + _PIECE_BYTES] for i in range(0, words.size, _PIECE_BYTES)]
+    return np.array([*pool.map(zlib.crc32, pieces)], np.uint32)
+
+
+def _digest(data: Any) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 

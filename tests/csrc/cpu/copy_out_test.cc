@@ -1,4 +1,5 @@
-// Arrays are copied to their places: every byte of every box, by several threads at once.
+// Arrays and parts of them are copied to their places: every byte of every box, by several threads
+// at once.
 
 #include "copy_out.h"
 
@@ -26,10 +27,12 @@ void copies_boxes(const Sizes& whole, const Sizes& parts, int64_t item) {
   const int64_t num_bytes = product(whole) * item;
   std::vector<char> target(num_bytes + 2, 'x');
   on_ranks(range(static_cast<int>(product(parts))), [&](int number) {
+    const int64_t first_byte = number;
     Sizes first(num_dims);
     for (size_t d = num_dims; d-- > 0; number /= parts[d]) first[d] = number % parts[d] * box[d];
-    // The oracle: each element of the box is its position in the whole array.
-    std::vector<char> source;
+    // The oracle: each element of the box is its position in the whole array. Before the part of
+    // the source that is copied there are other bytes, as many as the number of the box.
+    std::vector<char> source(static_cast<size_t>(first_byte), 'y');
     int64_t start = 0;
     for (size_t d = 0; d < num_dims; ++d) start += first[d] * strides[d];
     for (int64_t i = 0; i < product(box); ++i) {
@@ -37,12 +40,13 @@ void copies_boxes(const Sizes& whole, const Sizes& parts, int64_t item) {
       for (size_t d = num_dims; d-- > 0; rest /= box[d]) at += rest % box[d] * strides[d];
       for (int64_t byte = 0; byte < item; ++byte) source.push_back(char((at + byte) * 7 % 251));
     }
-    std::vector<int64_t> words = {reinterpret_cast<int64_t>(target.data() + 1 + start), item,
-                                  static_cast<int64_t>(num_dims)};
+    std::vector<int64_t> words = {reinterpret_cast<int64_t>(target.data() + 1 + start), first_byte,
+                                  item, static_cast<int64_t>(num_dims)};
     for (size_t d = 0; d < num_dims; ++d) words.insert(words.end(), {box[d], strides[d]});
     std::vector<Place> places;
     CHECK(read_places(words.data(), words.size(), &places).empty());
-    CHECK(places.size() == 1 && places[0].num_bytes() == static_cast<int64_t>(source.size()));
+    CHECK(places.size() == 1 &&
+          first_byte + places[0].num_bytes() == static_cast<int64_t>(source.size()));
     copy_out(source.data(), places[0]);
   });
   for (int64_t at = 0; at < num_bytes; ++at) CHECK(target[at + 1] == char(at * 7 % 251));
@@ -61,25 +65,33 @@ void test_boxes_of_an_array_are_put_together() {
 
 void test_several_arrays_are_read_from_words_of_any_alignment() {
   char target[8] = {};
-  const int64_t words[] = {
-      reinterpret_cast<int64_t>(target), 3, 0, reinterpret_cast<int64_t>(target + 4), 1, 1, 2, 2};
+  const int64_t words[] = {reinterpret_cast<int64_t>(target),
+                           0,
+                           3,
+                           0,
+                           reinterpret_cast<int64_t>(target + 4),
+                           1,
+                           1,
+                           1,
+                           2,
+                           2};
   std::vector<char> shifted(sizeof words + 1);
   std::memcpy(shifted.data() + 1, words, sizeof words);
   std::vector<Place> places;
-  CHECK(read_places(shifted.data() + 1, 8, &places).empty());
+  CHECK(read_places(shifted.data() + 1, 10, &places).empty());
   CHECK(places.size() == 2);
   copy_out("abc", places[0]);
-  copy_out("de", places[1]);
+  copy_out("cde", places[1]);
   CHECK(std::memcmp(target, "abc\0d\0e\0", 8) == 0);
 }
 
 void test_words_that_are_no_places_are_refused() {
   std::vector<Place> places;
-  const int64_t words[] = {0, 1, 2, 3, 4, 5};
-  CHECK(contains(read_places(words, 2, &places), "ends early"));
-  CHECK(contains(read_places(words, 6, &places), "2 loops"));
-  const int64_t negative[] = {0, 1, -1};
-  CHECK(contains(read_places(negative, 3, &places), "-1 loops"));
+  const int64_t words[] = {0, 0, 1, 2, 3, 4, 5};
+  CHECK(contains(read_places(words, 3, &places), "ends early"));
+  CHECK(contains(read_places(words, 7, &places), "2 loops"));
+  const int64_t negative[] = {0, 0, 1, -1};
+  CHECK(contains(read_places(negative, 4, &places), "-1 loops"));
 }
 
 }  // namespace

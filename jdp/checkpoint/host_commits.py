@@ -1,0 +1,248 @@
+"""Commits that the processes of a host write together, each its share of the values.
+
+All of them begin the same draft, because they see the same records. Each marks its share as begun,
+and as written. The process of share 0 waits for the marks of all, makes the draft a commit, and
+marks that; the others begin the next one after that. A mark says of which state the share is: of
+which step, after how many calls of train steps.
+
+When anything goes wrong, the processes go separate ways: a process that fails, or finds that
+another one has or writes a share of another state, writes no more shares until the next life, and
+marks that. Nobody waits for it then, and share 0 writes further commits alone. So a share that was
+marked is never written again while share 0 may still take it for a part of a commit.
+"""
+
+import logging
+import math
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from jdp.checkpoint.commit_marks import BEGUN, ENDED, WRITTEN, CommitMark, CommitMarks
+from jdp.checkpoint.commit_memory import CommitMemory, Draft
+from jdp.checkpoint.shares import Share
+
+_log = logging.getLogger("jdp")
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.005
+# For processes that are alive, when this one ends.
+_LAST_S = 2.0
+# For other processes while the training thread of this one waits, too.
+_PATIENCE_S = 30.0
+
+
+class HostCommits:
+    """The commit memory of a host, as one of its processes uses it.
+
+    Args:
+      file: descriptor of the memory.
+      share: of this process.
+
+    Attributes:
+      share: as given.
+      shared: where they write together.
+      own: where this process writes alone.
+      is_together: whether this process writes shares in this life.
+
+    >>> import os
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> file = os.memfd_create("example")
+    >>> one, other = [HostCommits(file, Share(number, 2)) for number in (0, 1)]
+    >>> drafts = [each.begin(2, form=0) for each in (one, other)]
+    >>> drafts[0].values[0], drafts[1].values[1] = 10, 11
+    >>> facts = {"step": 4, "num_calls": 4}
+    >>> with ThreadPoolExecutor() as pool:
+    ...     list(pool.map(lambda it, draft: it.finish(draft, facts), (one, other), drafts))
+    [True, True]
+    >>> other.shared.read(other.shared.latest())
+    array([10, 11], dtype=uint8)
+    """
+
+    def __init__(self, file: int, share: Share) -> None:
+        self.share, self.shared = share, CommitMemory(file)
+        self.own = CommitMemory(file, share.number) if share.number else self.shared
+        self.is_together = share.num_shares > 1
+        self._marks = CommitMarks(file, share.number)
+        self._life = 0
+        self._stops_at = self._awaited_at = math.inf
+        self._holds_earlier = share.number == 0
+
+    def begin_life(self, tag: str) -> None:
+        """Take part in the commits of a life of the run, of which this is the tag."""
+        self._life = zlib.crc32(tag.encode())
+
+    def begin(self, num_bytes: int, *, form: int | None) -> Draft | None:
+        """Return the memory for the values of a commit, as `CommitMemory.begin`.
+
+        Args:
+          num_bytes: of the values, of all processes that write it.
+          form: a checksum of the layout, if the processes of the host write the commit together,
+            each its share; None if this process writes it alone.
+
+        Returns:
+          The draft; None if there are no common commits any more.
+
+        Raises:
+          OSError: if the host is out of memory; both commits are intact.
+          RuntimeError: if another process does not come to the end of a share, into whose memory
+            this one is to write.
+        """
+        self._awaited_at = math.inf
+        if form is not None and self.share.number:
+            # Share 0 marks that it has ended before it looks for this one.
+            if self.is_together:
+                self._marks.write(CommitMark(self._life, BEGUN))
+                if self._has_ended(0):
+                    self._follow(0)
+            if not self.is_together:
+                return None
+        elif form is None and not self.share.number:
+            self._wait_for_shares()
+        return self.memory(form).begin(num_bytes)._replace(form=form)
+
+    def memory(self, form: int | None) -> CommitMemory:
+        """Return where commits of such a form are written."""
+        return self.own if form is None else self.shared
+
+    def finish(self, draft: Draft, facts: dict[str, Any]) -> bool:
+        """Make a draft the latest commit, when all that write it have called this.
+
+        Args:
+          draft: of `begin`, with the values of this process written.
+          facts: as for `CommitMemory.finish`, with `step` and, if there are other shares, the
+            `num_calls` of train steps that led to it.
+
+        Returns:
+          Whether it is.
+
+        Raises:
+          OSError: if the host is out of memory.
+        """
+        if draft.form is None or self.share.num_shares == 1:
+            self.memory(draft.form).finish(draft, facts)
+            return True
+        if not self.is_together:
+            return False
+        number, step = draft.number, facts["step"]
+        mark = CommitMark(self._life, WRITTEN, number, draft.form, step, facts["num_calls"])
+        if self.share.number:
+            self._marks.write(mark)
+            is_answered = self._wait(lambda: self._marks.read(0) == mark or self._has_ended(0))
+            return is_answered and self._is_committed(mark)
+        if not self._wait(lambda: self._are_written(mark)) or not self.is_together:
+            return False
+        self.shared.finish(draft, facts)
+        self.free_earlier()
+        self._marks.write(mark)
+        return True
+
+    def break_up(self, why: str = "") -> None:
+        """Write no more shares in this life, and let nobody wait for one.
+
+        Args:
+          why: for the log of the other processes; "" if it is not worth a line.
+        """
+        if self.is_together:
+            self.is_together = False
+            self._marks.write(CommitMark(self._life, ENDED), why)
+
+    def free_earlier(self, num_areas: int = 1) -> None:
+        """Free the areas of earlier lives behind the first ones, once, on the process of share 0.
+
+        When there is a commit of this life, and before other processes may write to their own.
+        """
+        if self._holds_earlier:
+            self.own.free_areas(num_areas)
+            self._holds_earlier = False
+
+    def stop_waiting(self) -> None:
+        """Wait for other processes only for a short time: this one ends."""
+        self._stops_at = time.monotonic() + _LAST_S
+
+    def hurry(self) -> None:
+        """Wait for other processes for a limited time: the training thread waits for this one."""
+        self._awaited_at = min(self._awaited_at, time.monotonic())
+
+    # Whether all other shares are written; also if one never will be, and this process follows.
+    def _are_written(self, mine: CommitMark) -> bool:
+        are_written = True
+        for number in range(1, self.share.num_shares):
+            mark = self._marks.read(number)
+            if self._has_ended(number):
+                self._follow(number)
+                return True
+            if mark is None or (mark.life, mark.status) != (self._life, WRITTEN):
+                are_written = False
+            elif mark != mine and mark.number == mine.number:
+                self._end(_difference(number, mark, mine))
+                return True
+            are_written = are_written and mark == mine
+        return are_written
+
+    # Share 0 has marked this draft as a commit, or something else after it.
+    def _is_committed(self, mine: CommitMark) -> bool:
+        if self._marks.read(0) == mine:
+            return True
+        found = [commit.facts for commit in self.shared.intact() if commit.number == mine.number]
+        self._follow(0)
+        return any(facts["step"] == mine.step for facts in found)
+
+    def _has_ended(self, number: int) -> bool:
+        mark = self._marks.read(number)
+        return mark is not None and (mark.life, mark.status) == (self._life, ENDED)
+
+    def _follow(self, number: int) -> None:
+        self._end(self._marks.reason(number))
+
+    def _end(self, why: str) -> None:
+        if self.is_together and why:
+            _log.warning(
+                "jdp: until the next recovery the process with local rank 0 writes the commits "
+                "of this host alone: %s",
+                why,
+            )
+        self.break_up(why)
+
+    # The others see that this process has ended, and begin no more.
+    def _wait_for_shares(self) -> None:
+        end = time.monotonic() + _PATIENCE_S
+        numbers = range(1, self.share.num_shares)
+        while any(self._marks.read(number) == CommitMark(self._life, BEGUN) for number in numbers):
+            if time.monotonic() > end:
+                raise RuntimeError(
+                    f"a process of this host has not written its share of an earlier commit in "
+                    f"{_PATIENCE_S:g} s, and its memory is not free for this one. The commit "
+                    "before it is intact."
+                )
+            time.sleep(_LONGEST_PAUSE_S)
+
+    # Returns False if this process ends first, or has waited for too long.
+    def _wait(self, is_done: Callable[[], bool]) -> bool:
+        began, pause = time.monotonic(), _FIRST_PAUSE_S
+        while not is_done():
+            now = time.monotonic()
+            if now > self._stops_at or not self.is_together:
+                return False
+            if now > max(began, self._awaited_at) + _PATIENCE_S:
+                self._end(
+                    f"the process with local rank {self.share.number} has waited for "
+                    f"{_PATIENCE_S:g} s for the shares of others, and could not train meanwhile."
+                )
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        return True
+
+
+def _difference(number: int, mark: CommitMark, own: CommitMark) -> str:
+    who = f"that with local rank {number}"
+    if (mark.step, mark.num_calls) == (own.step, own.num_calls):
+        return (
+            f"{who} commits a state with other leaves at step {mark.step}. Paths, shapes, dtypes "
+            "and whether an array is on the whole mesh must be equal on all processes."
+        )
+    return (
+        f"{who} commits step {mark.step} after {mark.num_calls} calls of its train steps, and "
+        f"local rank 0 step {own.step} after {own.num_calls}: all processes must call ckpt.step "
+        "after each step, and go on after the same errors."
+    )
