@@ -80,7 +80,7 @@ def _print_answer(command: str, arguments: Sequence[str]) -> int:
         return timeline(arguments)
     if command == "explain-error":
         return _explain_error(arguments)
-    print(f"jdp: there is no command {command!r}.\n\n{_HELP}", file=sys.stderr)
+    print(f"{_HELP}\n\njdp: there is no command {command!r}.", file=sys.stderr)
     return 2
 
 
@@ -91,6 +91,7 @@ def _run(arguments: Sequence[str]) -> int:
         chosen = options.parse(arguments)
         if not (chosen.module or chosen.no_python):
             program.require_program(chosen.command)
+            program.require_file(chosen.command[0])
     except ValueError as error:
         print(f"jdp run: {error}", file=sys.stderr)
         return 2

@@ -97,6 +97,7 @@ def test_the_loss_of_two_leaders_costs_no_bits(tmp_path, kind):
         assert not first.alive() and len(first.events("formed")) == 1
         first.process.kill()
 
+        second.until("recovered")
         second.process.kill()
         (tmp_path / "leash").write_text(str(NUM_STEPS))
         assert third.wait() == 0, third.output

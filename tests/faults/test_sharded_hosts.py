@@ -97,7 +97,7 @@ def test_a_killed_process_is_followed_by_one_with_its_parts(tmp_path):
     host = start(tmp_path, "host", "--nproc-per-node=2")
     with closing([host]):
         host.until_true((tmp_path / "trained 0").exists, "step 6")
-        os.kill(host.events("first_step", generation=0)[-1]["pid"], signal.SIGKILL)
+        os.kill(host.pids(0, 2)[1], signal.SIGKILL)
         assert host.wait() == 0, host.output
     require_intact(tmp_path, 2)
 

@@ -1,14 +1,12 @@
 """The parts of the launcher that can be looked at alone."""
 
 import asyncio
-import contextlib
 import errno
 import json
 import os
 import re
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -18,16 +16,12 @@ import pytest
 
 from jdp.launch.host import spawn
 from jdp.launch.host.gpu_slots import SHARE, gpus_of_slots, memory_of_shared
-from jdp.launch.host.leader_connection import Link
-from jdp.launch.host.leader_search import LeaderSearch
 from jdp.launch.host.standby_pool import Standbys
 from jdp.launch.leader import failure as failures
 from jdp.launch.leader import rank_assignment
 from jdp.launch.leader import remote_host as remotes
-from jdp.launch.leader.admission import Admission
 from jdp.launch.leader.event_log import Events
 from jdp.launch.leader.generation import Generation
-from jdp.launch.leader.leader import Leader
 from jdp.launch.leader.rank_assignment import Part
 from jdp.launch.leader.remote_host import HostSlot, RemoteHost
 from jdp.launch.leader.restart_budget import RestartBudget
@@ -35,7 +29,6 @@ from jdp.launch.leader.run_report import RunReport
 from jdp.launch.options.options import parse
 from jdp.launch.transport import token_auth
 from jdp.launch.transport.connection import Channel
-from jdp.worker import source_digest
 from jdp.worker.exit_codes import exit_code, in_words
 from jdp.worker.launcher_client import VARIABLE, Assignment, Member, invitation
 from jdp.worker.messages import MAX_LINE_BYTES, decode, encode
@@ -44,7 +37,7 @@ from jdp.worker.process_status import ProcessStatus
 
 def remote(name="a", host_id=None, num=(2, 2), address=None, seen="10.0.0.2", leader="10.0.0.1"):
     facts = {"id": name, "name": name, "address": address, "port": 7, "host_id": host_id}
-    channel = SimpleNamespace(addresses=(leader, seen))
+    channel = SimpleNamespace(addresses=(leader, seen), is_open=True)
     return RemoteHost(channel, {**facts, "num_processes": num, "generation": -1})
 
 
@@ -241,6 +234,22 @@ def test_a_standby_that_cannot_run_is_replaced_when_standbys_are_filled_up():
     assert [each.take_standby().name for _ in range(2)] == ["w", "n"]
 
 
+# A death from outside says nothing of the next standby; an exit of its own does.
+@pytest.mark.parametrize(("returncode", "comes"), [(-signal.SIGKILL, True), (1, False)])
+def test_a_standby_that_was_killed_has_a_successor_after_the_next_recovery(returncode, comes):
+    first, new, said = standby("f", parked=False), standby("n"), []
+    first.popen = SimpleNamespace(pid=7, returncode=returncode)
+    first.last_lines = lambda: ["its end"]
+    coming = iter([first, new])
+    each = Standbys(1, lambda _: next(coming), ready=lambda: None, say=said.append)
+    each.fill()
+    each.record_exit(first)
+    each.fill()
+    assert (new in each) == comes
+    [text] = said
+    assert ("RANK" in text) == ("its end" in text) == (not comes)
+
+
 def test_gpus_are_divided_evenly_or_not_at_all():
     assert gpus_of_slots(8, 2, {}) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert gpus_of_slots(0, 3, {}) == [None] * 3
@@ -352,136 +361,6 @@ def test_a_connection_that_breaks_while_one_sends_is_lost_and_no_bug(number):
             return await asyncio.wait_for(closed, 5.0)
 
     assert asyncio.run(talk()) == os.strerror(number)
-
-
-# Addresses of the loopback at which nobody listens, or never answers.
-@pytest.fixture
-def deserted():
-    with socket.socket() as deserted:
-        deserted.bind(("127.0.0.1", 0))
-        yield deserted.getsockname()
-
-
-@pytest.fixture
-def silent():
-    with (
-        socket.create_server(("127.0.0.1", 0), backlog=0) as silent,
-        contextlib.ExitStack() as stack,
-    ):
-        for _ in range(4):  # more than it keeps; what comes then is left without an answer
-            visitor = stack.enter_context(socket.socket())
-            visitor.setblocking(False)
-            visitor.connect_ex(silent.getsockname())
-        yield silent.getsockname()
-
-
-CODE = source_digest.of_code(source_digest.PROTOCOL)
-
-
-# What a leader of another jdp may say, and what anybody else may.
-@pytest.mark.parametrize(
-    ("greeting", "why"),
-    [
-        (b'{"kind": "challenge", "nonce": "1"}\n', "JDP308"),
-        (b'{"kind": "challenge", "nonce": 1, "protocol": "?", "more": 2}\n', "JDP308"),
-        (encode("challenge", {"nonce": "1", "protocol": "?", "code": CODE}), "JDP307"),
-        (b'{"kind": "welcome"}\n', "JDP309"),
-        (b'{"kind": "refused", "more": 1}\n', "JDP307"),
-        (b'{"kind": "beat"}\n', "JDP307"),
-        (b'{"kind": "go"}\n', "JDP307"),
-    ],
-)
-def test_a_host_says_that_who_listens_is_no_leader_of_its_jdp(greeting, why):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        options = parse(["--join-timeout-s=1", "--heartbeat-timeout-s=0.3", "train.py"], {})
-
-        async def join():
-            found = asyncio.get_running_loop().create_future()
-            joining = Link(
-                options,
-                "token",
-                LeaderSearch.of_one(listener.getsockname()),
-                introduce=dict,
-                received=print,
-                joined=print,
-                lost=print,
-                gave_up=found.set_result,
-            )
-            listener.setblocking(False)
-            visitor, _ = await asyncio.get_running_loop().sock_accept(listener)
-            with visitor:
-                visitor.send(greeting)
-                try:
-                    return await found
-                finally:
-                    joining.leave()
-
-        assert why in asyncio.run(join())
-
-
-@pytest.mark.parametrize("first", ["deserted", "silent"])
-def test_a_host_tries_all_addresses_of_the_leader(monkeypatch, request, first):
-    options = parse(["--join-timeout-s=3", "--heartbeat-timeout-s=1", "train.py"], {})
-    listener = socket.create_server(("127.0.0.1", 0))
-    addresses = request.getfixturevalue(first), listener.getsockname()
-    stream = socket.AF_INET, socket.SOCK_STREAM, 0, ""
-
-    async def join():
-        joined = asyncio.get_running_loop().create_future()
-        door = Admission(
-            listener,
-            "token",
-            judge=lambda facts: None,
-            admit=lambda channel, facts, proof: channel.send(
-                "welcome", proof=proof, is_running=False
-            ),
-        )
-        link = Link(
-            options,
-            "token",
-            LeaderSearch.of_one(("leader", 7)),
-            introduce=dict,
-            joined=lambda is_running: joined.set_result(""),
-            received=lambda kind, facts: None,
-            lost=joined.set_result,
-            gave_up=joined.set_result,
-        )
-        try:
-            return await joined
-        finally:
-            link.leave()
-            door.stop_listening()
-
-    found = [(*stream, address) for address in addresses]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    assert asyncio.run(join()) == ""
-
-
-def test_a_host_that_dies_while_it_joins_is_lost_and_no_bug():
-    options = parse(["--nnodes=2", "--rdzv-endpoint=a:7", "train.py"], {"JDP_TOKEN": "token"})
-    facts = {"id": "a", "name": "a", "address": None, "port": 7, "num_processes": [1, 1]}
-    facts |= {"host_id": None, "run_id": None, "generation": -1, "stepped": False, "nonce": "2"}
-    facts |= {"heartbeat_timeout_s": 5.0, "history": {}, "loss": None}
-
-    async def join():
-        said, bugs, loop = [], [], asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: bugs.append(context))
-        listener = socket.create_server(("127.0.0.1", 0))
-        leader = Leader(options, "token", listener, said.append, show=print)
-        with socket.create_connection(listener.getsockname()) as host:
-            host.setblocking(False)
-            nonce = decode(await loop.sock_recv(host, 9999))[1]["nonce"]
-            facts["proof"] = token_auth.proof("token", "host", nonce, "2")
-            host.sendall(encode("join", facts))
-            reset = struct.pack("ii", 1, 0)  # instead of an orderly end
-            host.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
-        while len(said) < 2 and not bugs:
-            await asyncio.sleep(0.001)
-        await leader.finish_run(1, "")
-        return said, bugs
-
-    (joined, lost), bugs = asyncio.run(asyncio.wait_for(join(), 10.0))
-    assert "1 of 2" in joined and os.strerror(errno.ECONNRESET) in lost and not bugs
 
 
 def test_the_cause_has_who_where_how_and_the_traceback():

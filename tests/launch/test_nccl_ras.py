@@ -1,6 +1,7 @@
 """The client of NCCL's RAS service, against a server that speaks its protocol; not against NCCL."""
 
 import asyncio
+import contextlib
 import re
 import socket
 import threading
@@ -49,7 +50,12 @@ class Service:
             if len(self._silent) < self._num_silent:
                 self._silent.append(connection)
                 continue
-            with connection, connection.makefile("rw") as lines:
+            # One that waited too long for its greeting has closed its end, and tries again.
+            with (
+                contextlib.suppress(ConnectionError),
+                connection,
+                connection.makefile("rw") as lines,
+            ):
                 self._answer(lines)
 
     # As `rasClientEventLoop` of NCCL: a status ends the connection.

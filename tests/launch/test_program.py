@@ -19,6 +19,26 @@ def test_the_command_refuses_it_before_a_process_is_started(capsys):
     assert "empty" in capsys.readouterr().err
 
 
+def test_a_program_that_is_not_there_is_refused_before_a_process_is_started(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--nproc-per-node", "2", "nope.py"]) == 2
+    error = capsys.readouterr().err
+    assert "'nope.py'" in error and str(tmp_path) in error and "-m package.train" in error
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("--nproc", "--nproc-per-node"), ("--max-restart=3", "--max-restarts"), ("--xyz", None)],
+)
+def test_a_flag_that_is_none_is_named_with_the_nearest_one(capsys, given, meant):
+    assert main(["run", given, "2", "train.py"]) == 2
+    error = capsys.readouterr().err
+    assert f"there is no flag {given.partition('=')[0]}." in error
+    assert (f"Did you mean {meant}?" in error) if meant else ("Did you mean" not in error)
+
+
 def test_a_program_with_that_name_is_accepted():
     require_program(["python"])
     require_program(["python_train.py", "--lr", "1"])

@@ -103,7 +103,7 @@ def test_a_process_that_sleeps_is_named_with_the_part_in_which_it_does(
     run.until_true(lambda: "process 1 is slow" in run.output, "line about process 1")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # beside other tests, on two cores, all processes have busy neighbours
 def test_a_process_with_a_busy_neighbour_is_named(jdp_run):
     run = run_of(jdp_run, "neighbour", 0.0, base_s=0.02)
     (slow, *_) = run.until("slow", process_id=1)
@@ -112,8 +112,8 @@ def test_a_process_with_a_busy_neighbour_is_named(jdp_run):
 
 @pytest.mark.thorough
 def test_1000_short_steps_without_a_slow_process_give_no_alarm(jdp_run):
-    # They wait in both kinds of collectives. Process 0 commits after each step for all of them,
-    # which may cost a millisecond.
+    # They wait in both kinds of collectives. They commit after each step, which may cost
+    # process 0, that finishes the commits, a millisecond.
     run = run_of(jdp_run, "none", 0.0, base_s=0.001, more="commits,pmean", num_processes=3)
     assert run.wait() == 0
     assert {slow["process_id"] for slow in run.events("slow")} <= {0}

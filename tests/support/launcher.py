@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jdp.launch.host import spawn
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 # A script of a test's own imports JAX in each process, which takes long on a busy machine.
 WITH_JAX_S = 120.0
 
@@ -93,7 +93,7 @@ class Launcher:
         path = folder / "train.py"
         path.write_text(script)
         changed = f"{changes}\nimport sys; from jdp.__main__ import main; sys.exit(main())"
-        quick = ["--heartbeat-timeout-s=1", "--shutdown-timeout-s=2", "--last-call-timeout-s=0.5"]
+        quick = ["--heartbeat-timeout-s=2", "--shutdown-timeout-s=2", "--last-call-timeout-s=0.5"]
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
                 [

@@ -124,24 +124,29 @@ class Link:
         address = self._search.addresses[place]
         self._answer = asyncio.get_running_loop().create_future()
         timeout_s = self._options.heartbeat_timeout_s
+        give_up, why = time.monotonic() + timeout_s, f"no answer within {timeout_s:g} s"
         try:
             async with asyncio.timeout(timeout_s):
                 connect_s = min(timeout_s, self._search.connect_timeout_s)
                 connection = await connect(address, connect_s)
-                self._channel = Channel(connection, self._receive, self._disconnected)
-                why = await self._answer
-        except TimeoutError:
-            why = f"no answer within {timeout_s:g} s"
         except OSError as error:
-            return error.strerror or str(error)
-        if why:
-            self._close_channel()
-        else:
-            self._search.record_joined(place)
-            if self._search.is_elective:
-                own = self._introduce()["id"]
-                self._lifeline = LeaderLifeline(self._token, address, own)
+            return error.strerror or (why if isinstance(error, TimeoutError) else str(error))
+        self._channel = Channel(connection, self._receive, self._disconnected)
+        try:
+            # An answer counts though it comes as the time ends: with it this host has joined.
+            done, _ = await asyncio.wait([self._answer], timeout=give_up - time.monotonic())
+        finally:  # also if this task is cancelled: a late answer is not for the next attempt
+            if not self.is_joined:
+                self._close_channel()
+        if done and not (why := self._answer.result()):
+            self._record_joined(place)
         return why
+
+    def _record_joined(self, place: int) -> None:
+        self._search.record_joined(place)
+        if self._search.is_elective:
+            own = self._introduce()["id"]
+            self._lifeline = LeaderLifeline(self._token, self._search.addresses[place], own)
 
     def _close_channel(self) -> None:
         if self._channel is not None:

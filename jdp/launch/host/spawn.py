@@ -42,11 +42,8 @@ def spawn(
     The program is looked for on the PATH. It has these variables alone, and keeps `pass_fds` under
     the same numbers. Its group has its pid as number.
     """
-    # A preexec_fn would run Python between fork and exec, where the locks of other threads, such as
-    # the one that reads logs, are never released.
-    before = [sys.executable, "-I", "-S", "-c", _BEFORE, str(os.getpid())]
     return subprocess.Popen(
-        [*before, *command],
+        ends_with_this(command),
         env=environment,
         pass_fds=tuple(pass_fds),
         stdin=subprocess.DEVNULL,
@@ -55,6 +52,17 @@ def spawn(
         bufsize=0,
         process_group=0,
     )
+
+
+def ends_with_this(command: Sequence[str]) -> list[str]:
+    """Return a command whose process is killed when the thread of this process ends that starts it.
+
+    Args:
+      command: a program, which is looked for on the PATH, and its arguments.
+    """
+    # A preexec_fn would run Python between fork and exec, where the locks of other threads, such as
+    # the one that reads logs, are never released.
+    return [sys.executable, "-I", "-S", "-c", _BEFORE, str(os.getpid()), *command]
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:

@@ -1,5 +1,6 @@
 """Processes in reserve: they ran the script up to `jdp.init()`, and wait there."""
 
+import signal
 from collections.abc import Callable
 
 from jdp.launch.host.worker_process import Process
@@ -81,6 +82,8 @@ class Standbys:
         who = f"a standby (pid {process.popen.pid}) {in_words(process.popen.returncode)}"
         if process.parked:
             self._say(f"{who}. The next recovery will use the remaining standbys.")
+        elif process.popen.returncode == -signal.SIGKILL:
+            self._say(f"{who}. The next recovery takes longer, and starts new standbys.")
         else:
             self._gave_up = True
             last = "".join(f"\n  {line}" for line in process.last_lines()[-5:])

@@ -19,7 +19,7 @@ class Cause:
       full_text: for people, with the traceback or the last output of the process.
       error_code: such as "JDP301", the code of the page about it; "" if nothing is wrong.
       silent_s: seconds until it was noticed.
-      is_of_program: whether a process failed, not a host.
+      is_of_program: whether a process failed by itself; false for a lost host and for SIGKILL.
       error: the last line of the traceback if the script raised; `full_text` has the whole.
       step: of the run that the process has called last, if it is known.
       is_sure: whether it cannot be the consequence of another failure.
@@ -81,6 +81,7 @@ def exit_of_process(
         error_code,
         error=(traceback or "").rstrip().rpartition("\n")[2],
         step=step,
+        is_of_program=returncode != -signal.SIGKILL,
         # A process that is killed may be reported after processes that failed because of its
         # death. SIGABRT is not sure: JAX aborts a process that has lost another one.
         is_sure=returncode < 0 and returncode != -signal.SIGABRT,

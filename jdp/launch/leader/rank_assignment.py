@@ -61,10 +61,12 @@ def make(remotes: list[RemoteHost], least: int, now: float) -> Plan | None:
     Returns:
       The plan; None if there are too few hosts, or slots that are needed still rest.
     """
+    # The end of a connection may be known before the host is removed.
+    there = [remote for remote in remotes if remote.channel.is_open]
     # A host that has just joined would start its processes from nothing. Unless it is needed, the
     # others do not wait for that.
-    settled = [remote for remote in remotes if remote.took_part or remote.is_ready]
-    chosen = settled if len(settled) >= least else [*remotes]
+    settled = [remote for remote in there if remote.took_part or remote.is_ready]
+    chosen = settled if len(settled) >= least else there
     # Hosts without a number stay in the order in which they joined.
     chosen.sort(key=lambda remote: (remote.host_id is None, remote.host_id))
     if len(chosen) < least:

@@ -89,6 +89,11 @@ class Parser(argparse.ArgumentParser):
         """Raise the message as ValueError."""
         raise ValueError(message.removeprefix("argument "))
 
+    def spellings(self) -> list[str]:
+        """Return the flags that the help lists, in all spellings."""
+        listed = [flag for flag in self.flags if flag.help != argparse.SUPPRESS]
+        return [spelling for flag in listed for spelling in flag.option_strings]
+
     def flag(self, group: Any, names: str, text: str | None, **keywords: Any) -> None:
         """Add a flag, also in torchrun's spelling with underscores, which is not in the help.
 

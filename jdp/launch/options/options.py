@@ -1,6 +1,7 @@
 """The options of `jdp run`, read from its command line and from variables."""
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -111,8 +112,11 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> O
     elsewhere = getattr(given, "nnodes", None)
     _, unknown = parser.parse_known_args(argv, given)
     if unknown:
+        name = unknown[0].partition("=")[0]
+        near = difflib.get_close_matches(name, parser.spellings(), n=1)
+        meant = f"Did you mean {near[0]}? " if near else ""
         raise ValueError(
-            f"there is no flag {unknown[0]}; jdp run --help lists the flags. Write the program's "
+            f"there is no flag {name}. {meant}jdp run --help lists the flags. Write the program's "
             "own flags after its name."
         )
     if given.standalone and given.nnodes == elsewhere:

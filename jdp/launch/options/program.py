@@ -36,6 +36,26 @@ def require_program(command: Sequence[str]) -> None:
         )
 
 
+def require_file(name: str) -> None:
+    """Refuse a program that is not there, before any process is started.
+
+    Args:
+      name: the path of a Python program.
+
+    Raises:
+      ValueError: naming the folder.
+
+    >>> require_file("no_such.py")
+    Traceback (most recent call last):
+    ValueError: there is no file 'no_such.py' in ... a module: jdp run -m package.train
+    """
+    if not Path(name).exists():
+        raise ValueError(
+            f"there is no file {name!r} in {Path.cwd()}. Write the path of the program, or, if it "
+            "is a module: jdp run -m package.train"
+        )
+
+
 def misplaced_flags(command: Sequence[str]) -> str | None:
     """Return a sentence about flags of `jdp run` that stand behind the program, None without any.
 
