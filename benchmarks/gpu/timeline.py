@@ -1,11 +1,10 @@
 """Assumes times for a compiled schedule, and sums up how much of its reductions is hidden."""
 
 import bisect
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdp.inspect.hlo import HloProgram
-from jdp.inspect.speeds import Work
+from jdp.inspect.speeds import Groups, Work
 from jdp.inspect.timeline import simulate
 
 MiB = 2**20
@@ -29,9 +28,7 @@ class _Speeds:
     def compute_s(self, work: Work) -> float:
         return max(sum(work.flops.values()) / FLOPS_PER_S, work.num_bytes / BYTES_PER_S)
 
-    def transfer_s(
-        self, kind: str, algorithm: str, num_bytes: float, group: Sequence[int] = ()
-    ) -> float:
+    def transfer_s(self, kind: str, algorithm: str, num_bytes: float, groups: Groups = ()) -> float:
         if kind != "all-reduce":
             raise ValueError(f"the time of {kind} is unknown.")
         return all_reduce_s(num_bytes)

@@ -2,9 +2,9 @@
 
 from jax.sharding import AxisType, Mesh
 
-from jdp.inspect import targets
+from jdp.inspect import described_gpus
 
-UnavailableError = targets.MissingPluginError
+UnavailableError = described_gpus.MissingPluginError
 
 
 def mesh_of_h200s(num_devices: int = 8, described: str | None = None) -> Mesh:
@@ -17,7 +17,7 @@ def mesh_of_h200s(num_devices: int = 8, described: str | None = None) -> Mesh:
     Raises:
       UnavailableError: if JAX's CUDA plugin is not installed, or does not describe an H200.
     """
-    devices = targets.gpu_devices(described or target_config(), 1, num_devices)
+    devices = described_gpus.gpu_devices(described or target_config(), 1, num_devices)
     return Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
 
 
@@ -27,4 +27,4 @@ def target_config() -> str:
     Raises:
       UnavailableError: if this environment has no such plugin.
     """
-    return targets.gpu_description(targets.GPUS["H200"])
+    return described_gpus.gpu_description(described_gpus.GPUS["H200"])

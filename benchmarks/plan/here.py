@@ -18,7 +18,6 @@ from jax.sharding import AxisType, Mesh
 from jdp.collectives import auto
 from jdp.inspect.bench import collectives, faults, step
 from jdp.inspect.bench.faulty_launch import FaultSetting
-from jdp.inspect.bench.faulty_run import COMMIT_EVERY
 from jdp.inspect.bench.step_command import found_model
 from jdp.inspect.law_fit import fitted
 from jdp.inspect.plan.fabric import Fabric
@@ -74,7 +73,7 @@ def faulty_row(*, num_faults: int, mtbf_s: float = 10.0) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         row = faults.measure(Path(folder), 2**20, setting, lambda text: None)
     found = Failures(per_s=row["faults"] / row["wall_s"], recovery_s=row["recovery_s"])
-    predicted = found.effective(COMMIT_EVERY * row["step_s"])
+    predicted = found.effective(setting.commit_every * row["step_s"])
     return {**row, "predicted": predicted, "points": 100 * (predicted - row["ettr"])}
 
 

@@ -1,6 +1,6 @@
 """`explain`: the memory, the collectives and the time of a step, from the compiled program."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -80,10 +80,11 @@ def explain(
     here = measured(where)
     chosen = rates_of(where, given, here.rates)
     laws = {} if _OF_LINKS & {*given} else here.laws
-    speeds = Likely(chosen, num_ranks, where.num_hosts, laws=laws)
+    speeds = Likely(chosen, num_ranks, where.hosts, laws=laws)
     kernels = found.traced.kernels
     simulated = timeline.simulate(program, speeds, kernels)
     transfers = list(simulated.transfers.values())
+    _require_one_host(transfers, where.num_hosts)
     matches = matched.match(program, transfers, found.traced.collectives)
     buckets = [
         _bucket(transfer, match, simulated.step_s)
@@ -96,13 +97,21 @@ def explain(
         num_ranks=num_ranks,
         memory=memory,
         buckets=tuple(buckets),
-        time=predicted(program, simulated, chosen, num_ranks, where.num_hosts, laws, kernels),
+        time=predicted(program, simulated, chosen, num_ranks, where.hosts, laws, kernels),
         rates=chosen,
         laws=tuple(laws.values()),
         findings=tuple(findings_of(Facts(found, transfers, buckets, memory))),
         unknown=tuple(dict.fromkeys(simulated.unknown)),
         spans=tuple(simulated.spans),
     )
+
+
+def _require_one_host(transfers: Sequence[SentArrays], num_hosts: int) -> None:
+    if num_hosts > 1 and any(transfer.algorithm == "split" for transfer in transfers):
+        raise ValueError(
+            f"this step sums by jdp.collectives.split, between the GPUs of one host, and these are "
+            f"{num_hosts} hosts: a run would refuse it. Write all_reduce=jdp.collectives.xla."
+        )
 
 
 def _bucket(transfer: SentArrays, match: Match, step_s: float) -> Bucket:

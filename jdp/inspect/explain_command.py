@@ -57,11 +57,11 @@ def main(arguments: Sequence[str]) -> int:
 def _explained(
     options: argparse.Namespace, script: str, name: str, of_script: Sequence[str]
 ) -> int:
-    from jdp.inspect import comparison
+    from jdp.inspect import comparison, described_gpus
     from jdp.inspect.explain import explain
     from jdp.inspect.first_call import NeverCalledError, first_call
     from jdp.inspect.rates import given_rates
-    from jdp.inspect.targets import MissingPluginError, require_name
+    from jdp.inspect.targets import require_name
 
     rates, names = dict(options.rate), [name for name, _ in options.compare]
     if len({*names}) < len(names):
@@ -84,7 +84,7 @@ def _explained(
             print(comparison.to_json(plans) if options.json else comparison.table(plans))
             return 0
         report = explain(call.step, *call.args, **chosen)
-    except (MissingPluginError, ValueError, TypeError, RuntimeError) as error:
+    except (described_gpus.MissingPluginError, ValueError, TypeError, RuntimeError) as error:
         if not _is_of_jdp(error):
             raise  # the author's code failed, whose lines are in the traceback
         return _fail(str(error), 1)

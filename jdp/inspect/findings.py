@@ -143,8 +143,10 @@ def _merged(facts: Facts) -> list[Finding]:
             f"XLA merged {bucket.num_merged} collectives into one {bucket.kind} of "
             f"{of_bytes(bucket.num_bytes)}, which begins when the last of them is ready, and which "
             "no matmul hides.",
-            "On GPUs of one host all_reduce=jdp.collectives.split sends each bucket when it is "
-            "ready; larger buckets (bucket_bytes=) are not merged.",
+            "all_reduce=jdp.collectives.split, for GPUs of one host, sends each bucket when it is "
+            "ready; larger buckets (bucket_bytes=) are not merged."
+            if facts.step.where.num_hosts == 1
+            else "Larger buckets (bucket_bytes=) are not merged.",
         )
         for bucket in merged
         if facts.step.where.platform == "gpu"

@@ -66,7 +66,7 @@ def first_call(script: str, name: str, arguments: Sequence[str]) -> FirstCall:
         sys.argv, sys.path[0] = given
     if found:
         return found[0]
-    called = f"It called {', '.join(dict.fromkeys(others))}." if others else "It called no step."
+    called = f"It called {', '.join(others)}." if others else "It called no step."
     raise NeverCalledError(
         f"{script} {how}, and never called the step `{name}`. {called} A step is a function that "
         "jdp.train_step or jdp.eval_step decorates, and its name is that of the function."
@@ -98,7 +98,10 @@ def _intercepted(name: str, found: list[FirstCall], others: list[str]) -> Iterat
         if step.__name__ == name:
             found.append(FirstCall(step, args, keywords))
             raise _FoundError
-        others.append(step.__name__)
+        if step.__name__ not in others:
+            others.append(step.__name__)
+            text = f"jdp explain: the script calls `{step.__name__}`, and runs on until `{name}`."
+            print(text, file=sys.stderr)
         return run(step, *args, **keywords)
 
     Step.run = intercept  # type: ignore[method-assign]

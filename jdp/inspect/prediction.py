@@ -1,5 +1,6 @@
 """The predicted time of a step: its schedule at the likely, the best and the worst rates."""
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from jdp.inspect import timeline
@@ -8,11 +9,12 @@ from jdp.inspect.hlo import HloProgram
 from jdp.inspect.kernels import Kernel
 from jdp.inspect.rate import Rate, time_interval
 from jdp.inspect.report import StepTime
-from jdp.inspect.speeds import Work
+from jdp.inspect.speeds import Groups, Work
 from jdp.inspect.timeline import Timeline
 
 # How much of its whole arrays a rank sends, over (n - 1) / n.
-_SENT = {"all-reduce": 2.0, "collective-permute": 1.0}
+_SENT = {"all-reduce": 2.0}
+_PERMUTE = "collective-permute"
 
 
 class Likely:
@@ -20,8 +22,8 @@ class Likely:
 
     Args:
       rates: by name.
-      num_ranks: number of ranks of a collective.
-      num_hosts: number of hosts that they are on.
+      num_ranks: number of ranks along the data axis.
+      hosts: for each device of the program, in its order, the host that it is on.
       which: attribute of a rate: `value`, `low` or `high`.
       laws: measured times of collectives, by operation and algorithm.
     """
@@ -30,7 +32,7 @@ class Likely:
         self,
         rates: Mapping[str, Rate],
         num_ranks: int,
-        num_hosts: int,
+        hosts: Sequence[int],
         which: str = "value",
         laws: Mapping[tuple[str, str], CollectiveLaw] | None = None,
     ):
@@ -53,9 +55,10 @@ class Likely:
             for kind in ("matmul", "elementwise", "strided")
         }
         self._reduction_start_s = getattr(rates["reduction_start_s"], other)
-        between = rate("host_link_bytes_per_s") if num_hosts > 1 else self._link
-        self._slowest = min(self._link, between)
-        self._num_ranks, self._ranks_of_host = num_ranks, max(1, num_ranks // num_hosts)
+        if len({*hosts}) > 1:
+            self._host_link = rate("host_link_bytes_per_s")
+            self._host_start_s = getattr(rates["host_reduction_start_s"], other)
+        self._num_ranks, self._hosts = num_ranks, hosts
 
     def compute_s(self, work: Work) -> float:
         """Return the seconds of an operation: of its matmuls, memory or exponentials."""
@@ -68,11 +71,12 @@ class Likely:
         longest_s = max(matmul_s, work.num_bytes / memory, exponentials_s)
         return self._start_s + self._times[kind] * longest_s
 
-    def transfer_s(
-        self, kind: str, algorithm: str, num_bytes: float, group: Sequence[int] = ()
-    ) -> float:
-        """Return the seconds of a collective: measured, or its start and its bytes over links."""
-        n = len(group) or self._num_ranks
+    def transfer_s(self, kind: str, algorithm: str, num_bytes: float, groups: Groups = ()) -> float:
+        """Return the seconds of a collective: measured, or its start and its bytes over links.
+
+        All of its groups run at the same time, and share the network of each host.
+        """
+        n = len(groups[0]) if groups else self._num_ranks
         if n == 1:
             return self._start_s
         # The laws are those of all ranks.
@@ -82,9 +86,30 @@ class Likely:
             shortest, longest = time_interval(0.0 if is_between else law.largest_error)
             factor = {"value": 1.0, "low": longest, "high": shortest}[self._which]
             return factor * law.seconds(num_bytes)
-        sent = _SENT.get(kind, 1.0) * num_bytes * (n - 1) / n
-        hosts = {rank // self._ranks_of_host for rank in group or range(self._num_ranks)}
-        return self._reduction_start_s + sent / (self._link if len(hosts) == 1 else self._slowest)
+        sent = num_bytes if kind == _PERMUTE else _SENT.get(kind, 1.0) * num_bytes * (n - 1) / n
+        leaving = self._leaving_host(kind, num_bytes, sent, groups or [range(len(self._hosts))])
+        if leaving is None:
+            return self._reduction_start_s + sent / self._link
+        return self._host_start_s + max(sent / self._link, leaving / self._host_link)
+
+    def _leaving_host(
+        self, kind: str, num_bytes: float, sent: float, groups: Groups
+    ) -> float | None:
+        """Return the bytes that leave the host which sends most; None if each group is on one.
+
+        The ring of a group leaves each of its hosts once, whatever the number of its ranks there.
+        """
+        leaving: dict[int, float] = defaultdict(float)
+        for group in groups:
+            on_host = Counter(self._hosts[rank] for rank in group)
+            if len(on_host) == 1:
+                continue
+            if kind == _PERMUTE:  # a pair, the one that sends first
+                on_host = Counter([self._hosts[group[0]]])
+            for host, num in on_host.items():
+                others = num * (len(group) - num) / len(group)  # of an array of each of its ranks
+                leaving[host] += num_bytes * others if "all-to-all" in kind else sent
+        return max(leaving.values(), default=None)
 
 
 def predicted(
@@ -92,7 +117,7 @@ def predicted(
     found: Timeline,
     rates: Mapping[str, Rate],
     num_ranks: int,
-    num_hosts: int,
+    hosts: Sequence[int],
     laws: Mapping[tuple[str, str], CollectiveLaw] | None = None,
     kernels: Sequence[Kernel] = (),
 ) -> StepTime:
@@ -103,12 +128,12 @@ def predicted(
       found: its schedule at the likely rates.
       rates: by name.
       num_ranks: number of ranks.
-      num_hosts: number of hosts.
+      hosts: as for `Likely`.
       laws: as for `Likely`.
       kernels: its Pallas kernels.
     """
     low_s, high_s = (
-        timeline.simulate(program, Likely(rates, num_ranks, num_hosts, which, laws), kernels).step_s
+        timeline.simulate(program, Likely(rates, num_ranks, hosts, which, laws), kernels).step_s
         for which in ("high", "low")
     )
     return StepTime(

@@ -43,6 +43,7 @@ UNITS = {
     "link_bytes_per_s": "B/s",
     "host_link_bytes_per_s": "B/s",
     "reduction_start_s": "s",
+    "host_reduction_start_s": "s",
     "operation_start_s": "s",
     # How many times as long operations take in a step as those rates say.
     "matmul_times": "times",
@@ -96,12 +97,11 @@ def rates_of(
       ValueError: if one is missing, of a GPU that nobody has described.
     """
     known = {"gpu": _gpu, "tpu": _tpu}.get(target.platform, _cpu)(target)
-    if target.num_hosts == 1:
-        known.pop("host_link_bytes_per_s", None)
-    else:
-        start_s = known["reduction_start_s"]
-        known["reduction_start_s"] = start_s.times(2, ", twice that within a host")
+    start_s = known["reduction_start_s"]
+    known["host_reduction_start_s"] = start_s.times(2, ", twice that within a host")
     known |= {**(measured or {}), **(given or {})}
+    if target.num_hosts == 1:
+        known = {name: rate for name, rate in known.items() if not name.startswith("host_")}
     missing = [name for name in _OF_DEVICES if name not in known]
     if missing:
         raise ValueError(

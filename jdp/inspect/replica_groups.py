@@ -10,12 +10,15 @@ from jdp.inspect.hlo import Instruction
 # {{0,1},{2,3}}, or [2,2]<=[2,2]T(1,0), or mesh['a'=2,'b'=2] {'b'}.
 _LISTED = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)+)\}")
 _COUNTED = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}")
 _NATIVE = re.compile(r"\bnum_ranks = (\d+)")
 _ON_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}")
 
 
 def groups(one: Instruction) -> list[tuple[int, ...]]:
     """Return the ranks of each group, in ascending order; none where the text names none.
+
+    A group of a `collective-permute` is a pair: who sends, and who receives.
 
     Args:
       one: a collective of XLA's, or a native call, which is between ranks of one host.
@@ -27,6 +30,8 @@ def groups(one: Instruction) -> list[tuple[int, ...]]:
     if found := one.target() and _NATIVE.search(one.rest):
         return [tuple(range(int(found[1])))]  # which ranks these are is not in the program
     text = one.attributes()
+    if found := _PAIRS.search(text):
+        return [tuple(_numbers(each)) for each in re.findall(r"\{(\d+,\d+)\}", found[1])]
     if found := _LISTED.search(text):
         rows = [_numbers(each) for each in re.findall(r"\{([\d,]*)\}", found[1])]
     elif found := _COUNTED.search(text):

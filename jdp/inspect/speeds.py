@@ -20,6 +20,9 @@ class Work(NamedTuple):
     is_strided: bool = False
 
 
+Groups = Sequence[Sequence[int]]
+
+
 class Speeds(Protocol):
     """How long operations take."""
 
@@ -27,15 +30,13 @@ class Speeds(Protocol):
         """Return the seconds of an operation."""
         ...
 
-    def transfer_s(
-        self, kind: str, algorithm: str, num_bytes: float, group: Sequence[int] = ()
-    ) -> float:
+    def transfer_s(self, kind: str, algorithm: str, num_bytes: float, groups: Groups = ()) -> float:
         """Return the seconds of a collective.
 
         Args:
           kind: such as `all-reduce`.
           algorithm: such as `native`.
           num_bytes: of its whole arrays on one rank.
-          group: the ranks that meet; none for all.
+          groups: the devices of each group that meets; none if all meet, or it is not known.
         """
         ...

@@ -1,11 +1,10 @@
 """The devices that a step is compiled for: those of this process, or others that are not here."""
 
-import functools
 import importlib.util
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,25 +14,16 @@ from jax.sharding import AxisType, Mesh
 
 from jdp.distributed import hosts
 from jdp.distributed import mesh as meshes
+from jdp.inspect.described_gpus import (
+    GPUS,
+    MissingPluginError,
+    gpu_description,
+    gpu_devices,
+    gpus_of,
+)
 from jdp.worker.local_devices import require_few_cpu_ranks
 
-# The names of GPUs in XLA's descriptions, by the names that people use.
-GPUS = {
-    "A100": "NVIDIA A100-SXM4-80GB",
-    "H100": "NVIDIA H100 80GB HBM3",
-    "H200": "NVIDIA H200 141GB HBM3e",
-    "B200": "NVIDIA B200",
-    "GB200": "NVIDIA GB200",
-    "B300": "NVIDIA B300",
-}
-# GPUs that share fast links.
-GPUS_PER_HOST = 8
-
 _FORMS = '"8xH200" for GPUs (' + ", ".join(GPUS) + '), "v5e:2x4" for a topology of TPUs, or "cpu:4"'
-
-
-class MissingPluginError(Exception):
-    """Raised where something is missing to compile for a target; names it."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +33,19 @@ class TargetDevices:
     Attributes:
       name: of the target, such as `8xH200`.
       mesh: of the devices.
-      num_hosts: on how many hosts they are.
+      hosts: for each device of the mesh, in its order, the number of the host that it is on.
       description: XLA's description of a GPU, empty for others.
     """
 
     name: str
     mesh: Mesh
-    num_hosts: int = 1
+    hosts: Sequence[int]
     description: str = ""
+
+    @property
+    def num_hosts(self) -> int:
+        """On how many hosts the devices are."""
+        return len({*self.hosts})
 
     @property
     def platform(self) -> str:
@@ -88,11 +83,10 @@ def target(on: str | Mesh, axis_names: tuple[str, ...]) -> TargetDevices:
     require_name(on)
     if on.startswith("cpu:"):
         devices = _cpu_devices(int(on.removeprefix("cpu:")))
-        return TargetDevices(on, _mesh(devices, axis_names, num_hosts=1))
+        return TargetDevices(on, _mesh(devices, axis_names, num_hosts=1), [0] * len(devices))
     if on.startswith("v"):
         return _tpus(on, axis_names)
-    num, _, kind = on.partition("x")
-    return _gpus(on, int(num), kind.upper(), axis_names)
+    return _gpus(on, axis_names)
 
 
 def require_name(on: str) -> None:
@@ -111,22 +105,33 @@ GB200, B300), "v5e:2x4" for a topology of TPUs, or "cpu:4".
         raise ValueError(f"there is no target {on!r}. Write {_FORMS}.")
     if on.startswith("cpu:"):
         require_few_cpu_ranks("the number of ranks of cpu:N", int(on.removeprefix("cpu:")))
+    elif not on.startswith("v"):
+        gpus_of(on)
 
 
 def _of_mesh(mesh: Mesh, axis_names: tuple[str, ...]) -> TargetDevices:
     meshes.require_axes(mesh, axis_names)
     first, size = mesh.devices.flat[0], mesh.size
-    num_hosts = hosts.num_hosts({device.process_index for device in mesh.devices.flat})
+    processes = [device.process_index for device in mesh.devices.flat]
+    found = hosts.numbered(processes) if _is_of_this_run(first) else processes
     if first.platform == "cpu":
-        return TargetDevices(f"cpu:{size}", mesh, num_hosts)
+        return TargetDevices(f"cpu:{size}", mesh, found)
     name = f"{size}x{first.device_kind}"
     if first.platform == "tpu":  # whose links are the same within a host and between hosts
-        return TargetDevices(name, mesh)
+        return TargetDevices(name, mesh, [0] * size)
     try:
         description = gpu_description(first.device_kind)
     except MissingPluginError:  # of JAX before 0.12, or of another kind of GPU
         description = ""
-    return TargetDevices(name, mesh, num_hosts, description)
+    return TargetDevices(name, mesh, found, description)
+
+
+def _is_of_this_run(device: Any) -> bool:
+    """Whether JAX runs a device, which else is only described, with process numbers of its own."""
+    try:
+        return device in jax.devices(device.platform)
+    except RuntimeError:
+        return False
 
 
 def _mesh(devices: Any, axis_names: tuple[str, ...], num_hosts: int) -> Mesh:
@@ -156,75 +161,13 @@ def _cpu_devices(num: int) -> list[Any]:
     return found[:num]
 
 
-def _gpus(name: str, num: int, kind: str, axis_names: tuple[str, ...]) -> TargetDevices:
-    num_hosts = -(-num // GPUS_PER_HOST)
-    if num % num_hosts:
-        equal = -(-num // num_hosts) * num_hosts
-        raise ValueError(
-            f"{name}: {num} GPUs are not the same number on each of {num_hosts} hosts, of "
-            f"{GPUS_PER_HOST} GPUs at most. Write {equal}x{kind}."
-        )
+def _gpus(name: str, axis_names: tuple[str, ...]) -> TargetDevices:
+    kind, num_hosts, num_per_host = gpus_of(name)
     description = gpu_description(GPUS[kind])
-    devices = gpu_devices(description, num_hosts, num // num_hosts)
-    return TargetDevices(name, _mesh(devices, axis_names, num_hosts), num_hosts, description)
-
-
-def gpu_devices(description: str, num_hosts: int, num_per_host: int) -> list[Any]:
-    """Return GPUs to compile for and never to run on.
-
-    Args:
-      description: XLA's description of one of them.
-      num_hosts: number of hosts.
-      num_per_host: number of GPUs of each host.
-
-    Raises:
-      MissingPluginError: if JAX's CUDA plugin is not installed, or does not know such GPUs.
-    """
-    # Without it the CUDA plugin asks for cuDNN, which only a run would need.
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    # Each host is a domain of its own: in one of several hosts XLA takes kernels that read the
-    # memory of any GPU, and its compiler aborts for 64 of them.
-    shape = f"{num_hosts}x1x{num_per_host}"
-    try:
-        topology = topologies.get_topology_desc(
-            platform="cuda", topology=shape, target_config=description
-        )
-    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
-        raise MissingPluginError(
-            f"JAX cannot describe {num_hosts * num_per_host} GPUs here: {error}"
-        ) from error
-    return list(topology.devices)
-
-
-@functools.cache  # the library has hundreds of megabytes
-def gpu_description(name: str) -> str:
-    """Return XLA's own description of a GPU, which its CUDA plugin carries since JAX 0.12.
-
-    Args:
-      name: of the GPU, one of the values of `GPUS`.
-
-    Raises:
-      MissingPluginError: if this environment has no such plugin.
-    """
-    found = importlib.util.find_spec("jax_plugins")
-    folders = [Path(folder) for folder in found.submodule_search_locations or ()] if found else []
-    libraries = [path for folder in folders for path in folder.glob("xla_cuda*/xla_cuda_plugin.so")]
-    if not libraries:
-        raise MissingPluginError(
-            "to compile for GPUs that are not here, install JAX's CUDA plugin (no GPU or driver is "
-            "needed): pip install 'jdp[explain-gpu]'"
-        )
-    library = libraries[0].read_bytes()
-    end = f'device_description_str: "{name}"'.encode()  # in every description; `name:` is in some
-    if end not in library:
-        raise MissingPluginError(
-            f"this CUDA plugin does not describe {name}; that of JAX 0.12 does."
-        )
-    stop = library.index(end) + len(end)
-    start = library.rindex(b"gpu_device_info {", 0, stop)
-    lines = library[start:stop].decode().splitlines()
-    # JAX 0.10 knows no such field.
-    return "\n".join(line for line in lines if "collective_memory_granularity" not in line)
+    devices = gpu_devices(description, num_hosts, num_per_host)
+    mesh = _mesh(devices, axis_names, num_hosts)
+    found = [device.process_index for device in mesh.devices.flat]
+    return TargetDevices(name, mesh, found, description)
 
 
 def _tpus(name: str, axis_names: tuple[str, ...]) -> TargetDevices:
@@ -242,4 +185,4 @@ def _tpus(name: str, axis_names: tuple[str, ...]) -> TargetDevices:
     devices = topologies.make_mesh(topology, (len(topology.devices),), ("data",)).devices
     num_hosts = len({device.process_index for device in devices})
     # The links of a topology are the same within a host and between hosts.
-    return TargetDevices(name, _mesh(list(devices), axis_names, num_hosts))
+    return TargetDevices(name, _mesh(list(devices), axis_names, num_hosts), [0] * len(devices))

@@ -203,7 +203,7 @@ class _Simulation:
 
     def _start(self, handle: str, transfer: SentArrays) -> None:
         took_s = self._speeds.transfer_s(
-            transfer.kind, transfer.algorithm, transfer.num_bytes, transfer.group
+            transfer.kind, transfer.algorithm, transfer.num_bytes, transfer.groups
         )
         begin_s = max(self._free_s, self.now_s)
         self._free_s = begin_s + took_s

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jdp.collectives import call_order
@@ -31,7 +31,7 @@ class SentArrays:
       number: of a native call, see `call_order.next_number`; None for XLA's.
       arrays: the arrays that it takes, without padding or packing.
       num_bytes: of its whole arrays on one rank, in one run.
-      group: the ranks of its first group; none if all ranks meet, or it is not known.
+      groups: the devices of each group that meets; none if all meet, or it is not known.
       runs: how often it runs in a step.
       took_s: seconds of all runs.
       exposed_s: seconds for which computation waited for them.
@@ -49,7 +49,7 @@ class SentArrays:
     number: int | None
     arrays: list[Array]
     num_bytes: int
-    group: tuple[int, ...] = ()
+    groups: Sequence[tuple[int, ...]] = ()
     runs: int = 0
     took_s: float = 0.0
     exposed_s: float = 0.0
@@ -96,7 +96,7 @@ def transfer_of(
         num_bytes = max(num_bytes, _gathered_bytes(one, num_bytes, algorithm))
     return SentArrays(
         one, computation, kind, algorithm, number_of(inner), taken, num_bytes,
-        next(iter(replica_groups.groups(inner)), ()),
+        replica_groups.groups(inner),
     )  # fmt: skip
 
 

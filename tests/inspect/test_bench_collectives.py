@@ -73,6 +73,12 @@ def test_rows_have_the_bandwidths_of_nccl_tests(operation, capsys, tmp_path):
     assert "exact" not in capsys.readouterr().err
 
 
+def test_an_algorithm_that_is_none_is_refused_with_those_that_are(capsys):
+    assert main(["bench", "all-reduce", "-a", "native,xla"]) == 2
+    error = capsys.readouterr().err
+    assert "'native'" in error and "direct and ring" in error and "auto,direct" in error
+
+
 @NEEDS_LIBRARY
 def test_a_wrong_result_ends_the_bench_with_rank_element_and_size(capsys, monkeypatch):
     right = native_shards.all_to_all

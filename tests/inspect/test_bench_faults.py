@@ -1,14 +1,19 @@
 """`jdp bench faults` kills processes, and adds up what that costs."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 
 import jax
 import numpy as np
 import pytest
+from support.processes import environment
 
 from jdp.__main__ import main
 from jdp.data.sampler import Sampler
-from jdp.inspect.bench import fault_costs, faulty_launch, faulty_run
+from jdp.inspect.bench import fault_costs, faults, faulty_launch, faulty_run
 from jdp.inspect.bench.fault_costs import Fault
 from jdp.inspect.bench.faulty_run import BATCH_SIZE, NUM_ROWS, TrainingPlan
 from jdp.inspect.exact import WrongResultError
@@ -99,14 +104,49 @@ def test_wrong_arguments_are_named(capsys):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("processes")
-def test_a_killed_process_is_replaced_and_the_bits_are_right(tmp_path):
-    path = tmp_path / "found.json"
+def test_a_killed_process_is_replaced_and_the_bits_are_right(tmp_path, monkeypatch):
+    path, folders = tmp_path / "found.json", []
+    launch = faults.FaultyLaunch
+
+    def launched(folder, *args):
+        folders.append(folder)
+        return launch(tmp_path / folder.name, *args)
+
+    monkeypatch.setattr(faults, "FaultyLaunch", launched)
     arguments = ["--mtbf", "2", "--faults", "1", "--state", "8K", "--step-s", "0.01"]
-    assert main(["bench", "faults", *arguments, f"--json={path}"]) == 0
+    assert main(["bench", "faults", *arguments, "--commit-every=7", f"--json={path}"]) == 0
     [row] = json.loads(path.read_text())["rows"]
     assert (row["faults"], row["processes"], row["state_bytes"]) == (1, 2, 8192)
-    assert 0 < row["ettr"] < 1
+    assert row["commit_every"] == 7 and 0 < row["ettr"] < 1
     assert row["recovery_s"] == pytest.approx(sum(row[f"{it}_s"] for it in fault_costs.PARTS))
+    events = (tmp_path / folders[0].name / "logs" / "events.jsonl").read_text().splitlines()
+    [recovered] = [it for it in map(json.loads, events) if it["event"] == "recovered"]
+    assert recovered["restored_step"] % 7 == 0 < recovered["restored_step"]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("processes")
+def test_a_killed_benchmark_leaves_no_process(tmp_path):
+    command = [sys.executable, "-m", "jdp", "bench", "faults", "--mtbf=600", "--state=8K"]
+    variables = environment() | {"TMPDIR": str(tmp_path)}
+    benchmark = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL)
+
+    def training():
+        pids = [int(path.suffix[1:]) for path in tmp_path.glob("*/run/steps.*")]
+        return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+    def wait_until(num, deadline_s):
+        end = time.monotonic() + deadline_s
+        while len(training()) != num:
+            assert time.monotonic() < end, training()
+            time.sleep(0.05)
+
+    try:
+        wait_until(2, 120.0)
+    finally:
+        benchmark.kill()
+        benchmark.wait()
+    wait_until(0, 30.0)
 
 
 def test_a_run_that_does_not_start_is_an_error_with_its_last_output(capsys, monkeypatch):

@@ -30,7 +30,7 @@ class Recorder:
         self.works.append(work)
         return 1.0
 
-    def transfer_s(self, kind, algorithm, num_bytes, group=()):
+    def transfer_s(self, kind, algorithm, num_bytes, groups=()):
         raise AssertionError("a program of one rank has a collective")
 
 

@@ -182,7 +182,7 @@ class Seconds:
     def compute_s(self, work):
         return sum(work.flops.values())
 
-    def transfer_s(self, kind, algorithm, num_bytes, group=()):
+    def transfer_s(self, kind, algorithm, num_bytes, groups=()):
         return 0.0
 
 

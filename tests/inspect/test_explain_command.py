@@ -86,10 +86,12 @@ def test_a_script_that_is_not_there_is_an_error(capsys):
 
 @pytest.mark.parametrize(("on", "extra"), [("8xH200", "explain-gpu"), ("v5e:2x4", "explain-tpu")])
 def test_what_is_missing_is_named_in_one_line(on, extra, script, monkeypatch):
-    from jdp.inspect import targets
+    from jdp.inspect import described_gpus, targets
 
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(targets.MissingPluginError, match=re.escape(f"jdp[{extra}]")) as raised:
+    with pytest.raises(
+        described_gpus.MissingPluginError, match=re.escape(f"jdp[{extra}]")
+    ) as raised:
         targets.target(on, ("data",))
     assert "\n" not in str(raised.value)
 
@@ -104,6 +106,8 @@ def test_the_command_starts_without_jax(tmp_path):
     ("options", "text"),
     [
         (["--on", "cpu:0"], "'cpu:0'"),
+        (["--on", "9xH100"], "Write 10xH100"),
+        (["--on", "17XH200"], "Write 18xH200"),
         (["--on", "cpu:1000000"], "1000000, and a process has at most 1024"),
         (["--rate", "speed=1"], "'speed'"),
         (["--lr", "0.1"], "train.py:step -- --lr 0.1"),

@@ -46,6 +46,15 @@ def test_the_first_call_is_found(lines, called):
     assert (found.args, found.keywords) == ((1,), {"batch": ["--lr", "1"]})
 
 
+def test_another_step_that_is_called_before_is_named_once(called, capsys):
+    script = "def warm_up(state, batch):\n    return state, {}\n"
+    script += "warm_up = jdp.train_step(warm_up)\n"
+    script += "import jax.numpy as jnp\nstate = jnp.ones(2)\n"
+    script += "for _ in range(2):\n    state, _ = warm_up(state, jnp.ones(2))\nstep(1, 2)\n"
+    assert called(script).args == (1, 2)
+    assert capsys.readouterr().err.count("`warm_up`, and runs on until `step`") == 1
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_call_in_another_thread_is_found(called):
     thread = "thread = threading.Thread(target=step, args=(1, 2))"

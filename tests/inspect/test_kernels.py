@@ -84,7 +84,7 @@ class Recorder:
         self.works.append((dict(work.flops), work.num_bytes, work.transcendentals))
         return 1.0
 
-    def transfer_s(self, kind, algorithm, num_bytes, group=()):
+    def transfer_s(self, kind, algorithm, num_bytes, groups=()):
         raise AssertionError
 
 

@@ -147,7 +147,7 @@ def test_the_interval_of_a_collective_follows_from_the_error_of_its_law(num_byte
     law = dataclasses.replace(ALL_REDUCE, largest_error=error)
     ones = dict.fromkeys(UNITS, Rate(1.0, 1.0, 1.0, "", ""))
     low, likely, high = (
-        Likely(ones, 2, 1, which, {("all-reduce", "native"): law}).transfer_s(
+        Likely(ones, 2, [0, 0], which, {("all-reduce", "native"): law}).transfer_s(
             "all-reduce", "native", num_bytes
         )
         for which in ("high", "value", "low")
@@ -200,7 +200,7 @@ def test_an_operation_takes_its_slowest_part(num_bytes, exponentials, seconds):
         "reduction_start_s": 0.0,
     }
     rates = {name: Rate(x, x, x, "", "") for name, x in given.items()}
-    found = Likely(rates, 1, 1).compute_s(Work({}, num_bytes, exponentials))
+    found = Likely(rates, 1, [0]).compute_s(Work({}, num_bytes, exponentials))
     assert found == pytest.approx(seconds)
 
 
@@ -216,7 +216,7 @@ def test_a_factor_multiplies_the_operations_of_its_kind(given, seconds, which, o
     factors = {"matmul_times": 2.0, "elementwise_times": 3.0, "strided_times": 4.0}
     times = {name: Rate(x, x - 1, x + 1, "", "") for name, x in factors.items()}
     flops, num_bytes, *_ = given
-    likely = Likely({**ones, **times}, 1, 1, which)
+    likely = Likely({**ones, **times}, 1, [0], which)
     alone = max(8.0 if flops else 0.0, num_bytes / 1e9)
     expected = seconds + of_high * alone
     assert likely.compute_s(Work(*given)) == pytest.approx(expected)

@@ -105,7 +105,7 @@ def test_rates_without_a_limit_are_null_in_json_and_read_back(capsys):
     ("arguments", "named"),
     [
         ("--hosts 0", "--hosts 0"),
-        ("--hosts 4:2", "4:2"),
+        ("--hosts 4:2", "Write 2:4"),
         ("--hosts many", "1:2048"),
         ("--gpu H300", "H100"),
         ("--link fast", "8x400"),

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jdp import collectives
-from jdp.inspect import replica_groups, targets, timeline
+from jdp.inspect import described_gpus, replica_groups, targets, timeline
 from jdp.inspect.hlo import HloProgram, Instruction
 from jdp.inspect.prediction import Likely
 from jdp.inspect.rate import Rate, given
@@ -24,7 +24,8 @@ def devices(platform, kind, num_hosts=1, description=""):
     """Devices that this machine has not."""
     found = [SimpleNamespace(platform=platform, device_kind=kind, process_index=0)] * 8
     mesh = SimpleNamespace(devices=np.array(found, object), size=8)
-    return TargetDevices("8 of them", mesh, num_hosts, description)
+    hosts = [i * num_hosts // 8 for i in range(8)]
+    return TargetDevices("8 of them", mesh, hosts, description)
 
 
 # Peaks of NVIDIA's data sheets; 65 % of those of matmuls, 85 % of that of memory.
@@ -64,35 +65,82 @@ def test_a_rate_of_a_tpu_names_the_peak_of_which_it_is_a_part():
     assert "60% of 1.97e+14" in found["matmul_flops_f32"].source
 
 
-def test_the_start_between_hosts_is_printed_as_it_is_used():
+def test_the_starts_within_a_host_and_between_hosts_are_printed_as_they_are_used():
     one, two = (rates_of(devices("gpu", H100, num_hosts=n)) for n in (1, 2))
-    assert two["reduction_start_s"].value == 2 * one["reduction_start_s"].value
-    assert "twice" in two["reduction_start_s"].source
-    own = rates_of(devices("gpu", H100, 2), given_rates({"reduction_start_s": 7.0}))
-    assert Likely({**own, "operation_start_s": given(0.0, "s")}, 16, 2).transfer_s(
-        "all-reduce", "xla", 0.0
-    ) == pytest.approx(7.0)
+    start, between = two["reduction_start_s"], two["host_reduction_start_s"]
+    assert start == one["reduction_start_s"] and between.value == 2 * start.value
+    assert "twice" in between.source
+    assert not [name for name in one if name.startswith("host_")]  # not even if it is given
+    given_one = {"host_reduction_start_s": 7.0, "reduction_start_s": 5.0}
+    assert rates_of(devices("gpu", H100), given_rates(given_one)).keys() == one.keys()
+    own = rates_of(devices("gpu", H100, 2), given_rates(given_one))
+    likely = Likely(own, 8, TWO_HOSTS)
+    assert likely.transfer_s("all-reduce", "xla", 0.0) == pytest.approx(7.0)
+    assert likely.transfer_s("all-reduce", "xla", 0.0, [(0, 1), (2, 3)]) == pytest.approx(5.0)
 
 
-ONES = dict.fromkeys(UNITS, given(1.0, "")) | {"reduction_start_s": given(0.0, "s")}
+TWO_HOSTS = [0, 0, 0, 0, 1, 1, 1, 1]
+NO_STARTS = dict.fromkeys(("reduction_start_s", "host_reduction_start_s"), given(0.0, "s"))
+ONES = dict.fromkeys(UNITS, given(1.0, "")) | NO_STARTS
+
+
+PAIRS = [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+# 100 bytes a second within a host, 10 between hosts.
+def seconds_of(kind, groups, hosts=TWO_HOSTS, num_ranks=8):
+    rates = ONES | {"link_bytes_per_s": given(100.0, ""), "host_link_bytes_per_s": given(10.0, "")}
+    return Likely(rates, num_ranks, hosts).transfer_s(kind, "xla", 800.0, groups)
 
 
 @pytest.mark.parametrize(
-    ("group", "seconds"),
+    ("groups", "seconds"),
     [
-        # 100 bytes a second within a host of 4 ranks, 10 between hosts: 800 (n - 1) / n bytes.
+        # A rank sends 800 (n - 1) / n bytes.
         ((), 800 * 7 / 8 / 10),
-        (tuple(range(8)), 800 * 7 / 8 / 10),
-        ((0, 1, 2, 3), 800 * 3 / 4 / 100),
-        ((2, 3), 800 / 2 / 100),
-        ((0, 4), 800 / 2 / 10),
-        ((5,), 1.0),
+        ([range(8)], 800 * 7 / 8 / 10),
+        ([range(4), range(4, 8)], 800 * 3 / 4 / 100),
+        ([(0, 1), (2, 3), (4, 5), (6, 7)], 800 / 2 / 100),
+        (PAIRS, 4 * 800 / 2 / 10),  # four rings leave each host
+        (PAIRS[:1], 800 / 2 / 10),
+        ([(0, 1), (2, 3), (4, 6), (3, 7)], 800 / 2 / 10),  # the last one takes longest
+        ([(i,) for i in range(8)], 1.0),
     ],
 )
-def test_ranks_of_one_host_meet_over_the_links_of_the_host(group, seconds):
-    rates = ONES | {"link_bytes_per_s": given(100.0, ""), "host_link_bytes_per_s": given(10.0, "")}
-    likely = Likely(rates, num_ranks=8, num_hosts=2)
-    assert likely.transfer_s("all-gather", "xla", 800.0, group) == pytest.approx(seconds)
+def test_groups_within_a_host_take_its_links_and_others_share_its_network(groups, seconds):
+    assert seconds_of("all-gather", groups) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "seconds"),
+    [
+        ([0, 1] * 4, 2 * 800 * 3 / 4 / 10),  # both groups on both hosts
+        ([0, 0, 0, 0, 1, 1, 1, 1], 800 * 3 / 4 / 100),
+        ([0, 0, 0, 1, 1, 1, 2, 2], 2 * 800 * 3 / 4 / 10),  # the host in the middle has both
+        ([5] * 8, 800 * 3 / 4 / 100),
+    ],
+)
+def test_the_hosts_are_those_of_the_devices_not_of_their_numbers(hosts, seconds):
+    found = seconds_of("all-gather", [range(4), range(4, 8)], hosts, num_ranks=4)
+    assert found == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "seconds"),
+    [
+        # A rank sends an eighth of its array to each other one: half of it to the other host.
+        ("all-to-all", [range(8)], 4 * 800 / 2 / 10),
+        ("all-to-all", [range(4), range(4, 8)], 800 * 3 / 4 / 100),
+        ("all-to-all", PAIRS, 4 * 800 / 2 / 10),
+        # A pair sends a whole array.
+        ("collective-permute", [(i, i ^ 1) for i in range(8)], 800 / 100),
+        ("collective-permute", [(i, (i + 1) % 8) for i in range(8)], 800 / 10),
+        ("collective-permute", [(i, (i + 4) % 8) for i in range(8)], 4 * 800 / 10),
+        ("all-reduce", PAIRS, 2 * 4 * 800 / 2 / 10),
+    ],
+)
+def test_each_kind_sends_its_bytes_out_of_the_host(kind, groups, seconds):
+    assert seconds_of(kind, groups) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +162,12 @@ def test_groups_are_read_in_every_notation(attribute, groups):
     assert replica_groups.groups(Instruction("r", "f32[8]", "all-reduce", rest)) == groups
 
 
+def test_the_groups_of_a_permutation_are_its_pairs():
+    rest = "%x), channel_id=1, source_target_pairs={{0,1},{1,0},{2,3}}"
+    pairs = replica_groups.groups(Instruction("r", "f32[8]", "collective-permute", rest))
+    assert pairs == [(0, 1), (1, 0), (2, 3)]
+
+
 def test_a_native_call_between_the_ranks_of_one_axis_has_as_many(before_init):
     mesh = jax.make_mesh((2, 3), ("outer", "inner"), devices=jax.devices()[:6])
     for axes, num in (("inner", 3), ("outer", 2), (("outer", "inner"), 6)):
@@ -123,14 +177,14 @@ def test_a_native_call_between_the_ranks_of_one_axis_has_as_many(before_init):
         )  # fmt: skip
         text = jax.jit(summed).lower(np.ones((2, 3), np.float32)).compile().as_text()
         (transfer,) = timeline.simulate(HloProgram(text), NoTime()).transfers.values()
-        assert (transfer.algorithm, transfer.group) == ("native", tuple(range(num)))
+        assert (transfer.algorithm, transfer.groups) == ("native", [tuple(range(num))])
 
 
 class NoTime:
     def compute_s(self, work):
         return 0.0
 
-    def transfer_s(self, kind, algorithm, num_bytes, group=()):
+    def transfer_s(self, kind, algorithm, num_bytes, groups=()):
         return 0.0
 
 
@@ -145,7 +199,7 @@ def test_gpus_of_a_mesh_are_described_as_those_of_their_name(monkeypatch):
     assert targets._of_mesh(fake, ("data",)).description == "its text" and asked == [H100]
 
     def missing(name):
-        raise targets.MissingPluginError
+        raise described_gpus.MissingPluginError
 
     monkeypatch.setattr(targets, "gpu_description", missing)
     assert targets._of_mesh(fake, ("data",)).description == ""

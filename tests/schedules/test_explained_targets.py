@@ -11,14 +11,14 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.training import step_of
 
 import jdp
 from benchmarks.gpu import programs
 from jdp import collectives
-from jdp.inspect import targets
+from jdp.inspect import described_gpus, targets
 
 DESCRIBED = os.environ.get("JDP_TARGET_CONFIG")
 DIM, NUM_LAYERS, ROWS = 1024, 4, 8 * 2048
@@ -31,12 +31,13 @@ def h200s():
     if DESCRIBED:
         text = Path(DESCRIBED).read_text()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(targets, "gpu_description", lambda name: text)
+            for module in (targets, described_gpus):
+                patch.setattr(module, "gpu_description", lambda name: text)
             yield "8xH200"
         return
     try:
-        targets.gpu_description(targets.GPUS["H200"])
-    except targets.MissingPluginError as reason:
+        described_gpus.gpu_description(described_gpus.GPUS["H200"])
+    except described_gpus.MissingPluginError as reason:
         pytest.skip(str(reason))
     yield "8xH200"
 
@@ -52,7 +53,7 @@ def scanned_loss(scan, params, x):
     return jnp.mean(jnp.square(x))
 
 
-def report(on, tx, loss_fn=loss_fn, stacked=False):
+def report(on, tx, loss_fn=loss_fn, stacked=False, rates=None):
     """The report of a chain of layers, each of which is one bucket of 4 MiB."""
     jdp.init(devices=jax.devices("cpu")[:1])
     shape = jax.ShapeDtypeStruct((DIM, DIM), jnp.float32)
@@ -64,7 +65,8 @@ def report(on, tx, loss_fn=loss_fn, stacked=False):
     step = step_of(loss_fn)
 
     state = jax.eval_shape(lambda: jdp.TrainState.create(zeros(), tx))
-    return jdp.explain(step, state, jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32), on=on)
+    rows = jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)
+    return jdp.explain(step, state, rows, on=on, rates=rates)
 
 
 @pytest.mark.parametrize("num", [16, 64, 256])
@@ -151,13 +153,13 @@ def test_a_mesh_of_gpus_is_explained_as_the_name_of_its_gpus_is(h200s):
     assert (found.time, found.rates, found.memory) == (named.time, named.rates, named.memory)
 
 
-@pytest.mark.parametrize("kind", targets.GPUS)
+@pytest.mark.parametrize("kind", described_gpus.GPUS)
 def test_every_gpu_of_the_list_is_described(kind, h200s):
     if DESCRIBED:
         pytest.skip("one description stands for all")
-    text = targets.gpu_description(targets.GPUS[kind])
+    text = described_gpus.gpu_description(described_gpus.GPUS[kind])
     assert text.startswith("gpu_device_info {") and text.count("gpu_device_info {") == 1
-    assert text.endswith(f'device_description_str: "{targets.GPUS[kind]}"')
+    assert text.endswith(f'device_description_str: "{described_gpus.GPUS[kind]}"')
 
 
 def test_shards_within_a_host_take_the_links_of_the_host(h200s):
@@ -172,13 +174,37 @@ def test_shards_within_a_host_take_the_links_of_the_host(h200s):
 
     params = [jax.device_put(np.zeros((DIM, DIM), np.float32), NamedSharding(mesh, P()))]
     state = jdp.TrainState.create(params, tx)
-    rates = {"link_bytes_per_s": 1e9, "host_link_bytes_per_s": 1e6, "reduction_start_s": 0.0}
+    rates = {"link_bytes_per_s": 1e9, "host_link_bytes_per_s": 1e6}
+    rates |= {"reduction_start_s": 0.0, "host_reduction_start_s": 0.0}
     rows = jax.ShapeDtypeStruct((64, DIM), jnp.float32)
     found = jdp.explain(step, state, rows, on="16xH200", rates=rates)
     seconds = {x.kind: x.took_s for x in found.buckets if x.num_bytes >= LAYER // 8}
-    # 8 ranks of a host gather a layer; 2 ranks of two hosts sum an eighth of its gradient.
+    # 8 ranks of a host gather a layer; 8 pairs of two hosts each sum an eighth of its gradient.
     assert seconds["all-gather"] == pytest.approx(LAYER * 7 / 8 / 1e9)
-    assert seconds["all-reduce"] == pytest.approx(LAYER / 8 / 1e6)
+    assert seconds["all-reduce"] == pytest.approx(8 * LAYER / 8 / 1e6)
+
+
+# The gradients of a model axis within hosts go between hosts, and those of one across hosts do not.
+@pytest.mark.parametrize(("axes", "seconds"), [
+    (("data", "model"), 4 * 2 * LAYER * 3 / 4 / 1e6), (("model", "data"), 2 * LAYER * 3 / 4 / 1e9),
+])  # fmt: skip
+def test_the_hosts_of_a_mesh_with_a_second_axis_are_those_of_its_devices(h200s, axes, seconds):
+    devices = targets.target("16xH200", ("data",)).mesh.devices.reshape(4, 4)
+    mesh = Mesh(devices, axes, axis_types=(AxisType.Auto,) * 2)
+    tx = jdp.replicated(optax.sgd(0.1), all_reduce=collectives.xla)
+    rates = {"link_bytes_per_s": 1e9, "host_link_bytes_per_s": 1e6}
+    rates |= {"reduction_start_s": 0.0, "host_reduction_start_s": 0.0}
+    found = report(mesh, tx, rates=rates)
+    sums = [x for x in found.buckets if x.num_bytes >= LAYER]
+    layers = sum(x.num_bytes for x in sums) / LAYER
+    assert sum(x.took_s for x in sums) == pytest.approx(layers * seconds)
+
+
+def test_a_ring_of_one_host_is_refused_on_two(h200s):
+    programs.register_handlers()
+    tx = jdp.replicated(optax.sgd(0.1), all_reduce=collectives.split)
+    with pytest.raises(ValueError, match=r"collectives\.split.*2 hosts.*collectives\.xla"):
+        report("16xH200", tx)
 
 
 @pytest.fixture(scope="module")

@@ -96,8 +96,7 @@ def _collective(operation: str, arguments: Sequence[str]) -> int:
     flags.add_common(parser)
     options = parser.parse_args(arguments)
     names = options.a.split(",") if options.a is not None else None
-    if wrong := set(names or ()) - set(known):
-        raise ValueError(f"there is no algorithm {min(wrong)!r}. Write some of {','.join(known)}.")
+    _require_known(names or [], known)
     if options.f < 2:
         raise ValueError(f"-f {options.f} would never reach the largest size. Write at least 2.")
     if options.b > options.e:
@@ -106,6 +105,14 @@ def _collective(operation: str, arguments: Sequence[str]) -> int:
             "would be timed. Exchange them."
         )
     return _timed(operation, names, options)
+
+
+def _require_known(names: Sequence[str], known: Sequence[str]) -> None:
+    if wrong := set(names) - set(known):
+        own = " jdp's own are direct and ring." if "native" in wrong else ""
+        raise ValueError(
+            f"there is no algorithm {min(wrong)!r}.{own} Write some of {','.join(known)}."
+        )
 
 
 def _timed(operation: str, names: Sequence[str] | None, options: argparse.Namespace) -> int:

@@ -42,6 +42,7 @@ def measure(
         "state_bytes": state_bytes,
         "processes": setting.num_processes,
         "mtbf_s": setting.mtbf_s,
+        "commit_every": setting.commit_every,
         **row,
     }
 

@@ -48,7 +48,12 @@ def main(arguments: Sequence[str]) -> int:
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"--state {options.state}: {error}.") from None
     setting = FaultSetting(
-        options.mtbf, options.faults, options.nproc_per_node, options.step_s, seed=options.seed
+        options.mtbf,
+        options.faults,
+        options.nproc_per_node,
+        options.step_s,
+        options.commit_every,
+        seed=options.seed,
     )
     quiet = options.json == results.STDOUT
     try:
@@ -84,6 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     text = "seconds that a step takes at least (default 0.1)"
     parser.add_argument("--step-s", type=_seconds, default=0.1, metavar="S", help=text)
+    text = "steps between commits (default 10)"
+    parser.add_argument(
+        "--commit-every", type=flags.read_positive, default=10, metavar="N", help=text
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default 0)")
     results.add_json(parser)
     results.add_png(parser)

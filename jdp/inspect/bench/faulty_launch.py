@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jdp.inspect.exact import WrongResultError
+from jdp.launch.host import spawn
 
 _POLL_S = 0.01
 _PROGRAM = "jdp.inspect.bench.faulty_run"
@@ -25,6 +26,7 @@ class FaultSetting(NamedTuple):
       num_faults: number of faults.
       num_processes: processes of the run, with a device each.
       step_s: seconds that a step takes at least.
+      commit_every: number of steps between commits, >= 1.
       deadline_s: seconds in which a run must recover from a fault.
       seed: seed of the times and of the processes that are killed.
     """
@@ -33,6 +35,7 @@ class FaultSetting(NamedTuple):
     num_faults: int
     num_processes: int = 2
     step_s: float = 0.1
+    commit_every: int = 10
     deadline_s: float = 120.0
     seed: int = 0
 
@@ -46,14 +49,19 @@ class FaultyLaunch:
 
     def __init__(self, folder: Path, state_bytes: int, setting: FaultSetting):
         folder.mkdir(parents=True)
-        plan = {"state_bytes": state_bytes, "step_s": setting.step_s}
+        plan = {
+            "state_bytes": state_bytes,
+            "step_s": setting.step_s,
+            "commit_every": setting.commit_every,
+        }
         (folder / "run.json").write_text(json.dumps(plan))
         self.folder, self._num_processes = folder, setting.num_processes
         self._output = (folder / "output").open("wb")
+        command = [sys.executable, "-m", "jdp", "run"]
+        command += [f"--nproc-per-node={setting.num_processes}", "--max-restarts=1000000"]
+        command += [f"--log-dir={folder / 'logs'}", "-m", _PROGRAM, str(folder)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "jdp", "run", f"--nproc-per-node={setting.num_processes}"]
-            + ["--max-restarts=1000000", f"--log-dir={folder / 'logs'}"]
-            + ["-m", _PROGRAM, str(folder)],
+            spawn.ends_with_this(command),  # it would train without end
             env={**os.environ, "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"},
             stdin=subprocess.DEVNULL,
             stdout=self._output,

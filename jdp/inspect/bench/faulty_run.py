@@ -32,7 +32,6 @@ from jdp.training.state import TrainState
 from jdp.worker.launcher_client import current
 
 NUM_ROWS, BATCH_SIZE, WIDTH = 64, 8, 256
-COMMIT_EVERY = 10
 STOP = "stop"
 MOST_STEPS = 1_000_000  # float32 holds the parameters exactly for so long
 # Events of JAX: the seconds in which it traces and lowers, and in which it reads its cache.
@@ -46,10 +45,12 @@ class TrainingPlan(NamedTuple):
     Attributes:
       state_bytes: bytes of the parameters.
       step_s: seconds that a step takes at least, as if it computed.
+      commit_every: number of steps between commits, >= 1.
     """
 
     state_bytes: int
     step_s: float
+    commit_every: int = 10
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -66,7 +67,8 @@ def data() -> np.ndarray:
 def initial(plan: TrainingPlan) -> np.ndarray:
     """Return the parameters of step 0: whole numbers."""
     num_rows, width = plan.shape
-    return np.resize(np.arange(13, dtype=np.float32), (num_rows, width))
+    period = np.resize(np.arange(13, dtype=np.float32), (13, width))  # of 13 rows, too
+    return period[np.arange(num_rows) % 13]
 
 
 def final(plan: TrainingPlan, num_steps: int) -> np.ndarray:
@@ -133,7 +135,8 @@ def main() -> None:
     log = StepLog(folder)
     state = TrainState.create({"w": start}, replicated(optax.sgd(1.0)))
     data_of_run = batches(rows, BATCH_SIZE, num_steps=MOST_STEPS)
-    with Checkpointer(folder / "checkpoints", commit_every=COMMIT_EVERY, save_every=10**9) as kept:
+    checkpoints = folder / "checkpoints"
+    with Checkpointer(checkpoints, commit_every=plan.commit_every, save_every=10**9) as kept:
         state = kept.restore(state, data_of_run)
         spent.clear()
         for batch in data_of_run:

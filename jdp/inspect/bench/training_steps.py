@@ -24,7 +24,7 @@ from jdp.inspect.hlo import HloProgram
 from jdp.inspect.models import SmallModel
 from jdp.inspect.prediction import Likely
 from jdp.inspect.rate import Rate, given
-from jdp.inspect.speeds import Work
+from jdp.inspect.speeds import Groups, Work
 
 _NUM_STEPS, _BUDGET_S = 4, 9.0
 _TOLERANCE = 1e-3  # of the largest element of a leaf
@@ -148,7 +148,7 @@ class _Recorder:
     def __init__(self, rates: Mapping[str, Rate]):
         self._start_s = rates["operation_start_s"].value
         no_start = {"operation_start_s": given(0.0, "s")}
-        self._likely = Likely({**rates, **no_start}, num_ranks=1, num_hosts=1)
+        self._likely = Likely({**rates, **no_start}, num_ranks=1, hosts=[0])
         self.alone = AloneSeconds()
 
     def compute_s(self, work: Work) -> float:
@@ -157,9 +157,7 @@ class _Recorder:
         self.alone = self.alone._replace(**own, start=self.alone.start + self._start_s)
         return 0.0
 
-    def transfer_s(
-        self, kind: str, algorithm: str, num_bytes: float, group: Sequence[int] = ()
-    ) -> float:
+    def transfer_s(self, kind: str, algorithm: str, num_bytes: float, groups: Groups = ()) -> float:
         return 0.0
 
 

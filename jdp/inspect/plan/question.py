@@ -139,7 +139,9 @@ def read_hosts(text: str) -> list[int]:
     first, colon, last = text.partition(":")
     words = [first, last] if colon else text.split(",")
     numbers = [int(word) if word.isdecimal() else 0 for word in words]
-    if min(numbers) < 1 or (colon and numbers[0] > numbers[1]):
+    if colon and numbers[0] > numbers[1] > 0:
+        raise ValueError(f"--hosts {text} ends below its beginning. Write {last}:{first}.")
+    if min(numbers) < 1:
         raise ValueError(
             f"--hosts {text} is not a number of hosts from 1. Write 4, 1,2,3, or 1:2048 for the "
             "powers of two between."

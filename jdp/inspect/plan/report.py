@@ -10,14 +10,14 @@ from jdp.inspect.plan.prediction import Row
 
 _COLUMNS = (
     "method", "hosts", "GPUs", "step s", "of it exposed", "stragglers", "memory GB",
-    "efficiency", "ETTR", "commit every",
+    "efficiency", "ETTR", "steps per commit",
 )  # fmt: skip
 
 
 def table(rows: Sequence[Row], known: Assumptions) -> str:
     """Return the rows as a table, below a line that says what it is, and above what it assumes."""
     lines = [
-        "All times are predicted, not measured. (low to high): at the best and worst of all rates.",
+        "All times are predicted, not measured; in parentheses at the best and worst of all rates.",
         _aligned(_COLUMNS),
         *(_aligned(_cells(row)) for row in rows),
     ]
@@ -44,8 +44,8 @@ def _cells(row: Row) -> list[str]:
 
 
 def _aligned(cells: Sequence[str]) -> str:
-    widths = (10, 5, 6, 22, 13, 10, 9, 21, 25, 12)
-    return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+    widths = (10, 5, 6, 22, 13, 10, 9, 21, 25, 16)
+    return "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
 
 def to_json(rows: Sequence[Row], known: Assumptions) -> str:

@@ -8,7 +8,7 @@ from jdp.inspect import explain, matched, replica_groups, timeline
 from jdp.inspect.hlo import HloProgram
 from jdp.inspect.planned import Planned, SentLeaf, planned
 from jdp.inspect.profiling.device_operations import Operation
-from jdp.inspect.speeds import Work
+from jdp.inspect.speeds import Groups, Work
 from jdp.inspect.transfers import SentArrays
 
 _REDUCES = ("all-reduce", "reduce-scatter")
@@ -38,9 +38,7 @@ class _NoTime:
     def compute_s(self, work: Work) -> float:
         return 0.0
 
-    def transfer_s(
-        self, kind: str, algorithm: str, num_bytes: float, group: Sequence[int] = ()
-    ) -> float:
+    def transfer_s(self, kind: str, algorithm: str, num_bytes: float, groups: Groups = ()) -> float:
         return 0.0
 
 
