@@ -64,7 +64,7 @@ def _save(folder: Folder, memory: CommitMemory, candidate: Candidate) -> int:
         return gathered_commit.add(folder, candidate)
     facts = candidate.facts
     leaves = leaves_of(facts)
-    values = to_disk(leaves, unpack(memory.read(candidate), leaves))
+    values = to_disk(leaves, unpack(memory.view(candidate), leaves))
     folder.write(facts["life"], facts["step"], facts, values)
     return 0
 
