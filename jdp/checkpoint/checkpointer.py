@@ -23,8 +23,8 @@ class Checkpointer:
     at most the steps of two intervals. Commits occupy twice the memory of the state on each host,
     where each process writes a share of them. CPU devices write into it themselves; on other
     devices, and without jdp's native library, a copy for commits permanently occupies the size of
-    this share on one device of each process. The copy for a checkpoint takes the size of the state
-    on one device of process 0 while it is being written.
+    this share, array by array on the devices of each process. The copy for a checkpoint takes the
+    size of the state, on the devices of process 0, while it is being written.
 
     All processes must make the same calls. The state may be on any number of ranks, replicated or
     sharded, and can be restored on any other number, in any placement. If it is split over

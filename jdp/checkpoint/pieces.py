@@ -22,6 +22,7 @@ class StatePiece(NamedTuple):
     values: Any
     part: int | None = None  # its number, of a leaf that is written in parts
     rows: shares.Rows | None = None  # of the values that are written; None: all of them
+    array: jax.Array | None = None  # whose copies on all its devices equal the values
 
 
 class WrittenPieces(NamedTuple):
@@ -242,6 +243,6 @@ def _pieces(i: int, x: Any) -> list[StatePiece]:
     if not isinstance(x, jax.Array):
         return [StatePiece(i, ..., x)]
     if x.is_fully_replicated:
-        return [StatePiece(i, ..., x.addressable_data(0))]
+        return [StatePiece(i, ..., x.addressable_data(0), array=x)]
     found = {str(shard.index): shard for shard in x.addressable_shards}
     return [StatePiece(i, shard.index, shard.data) for shard in found.values()]

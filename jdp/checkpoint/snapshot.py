@@ -24,15 +24,16 @@ class Snapshot(NamedTuple):
             if isinstance(piece.values, jax.Array):
                 piece.values.copy_to_host_async()
         arrays: dict[int, np.ndarray] = {}
-        for i, index, values, part, _ in self.pieces:
-            if part is not None:
+        for piece in self.pieces:
+            i, values = piece.leaf, piece.values
+            if piece.part is not None:
                 continue
-            if index is ...:
+            if piece.index is ...:
                 arrays[i] = np.asarray(values)
                 continue
             if i not in arrays:
                 arrays[i] = np.empty(self.leaves[i].shape, jnp.dtype(self.leaves[i].dtype))
-            arrays[i][index] = np.asarray(values)
+            arrays[i][piece.index] = np.asarray(values)
         parts = [np.asarray(piece.values) for piece in self.pieces if piece.part is not None]
         return [*arrays.values(), *parts]
 
