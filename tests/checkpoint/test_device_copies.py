@@ -13,7 +13,7 @@ from jdp.checkpoint import device_copies, native_copy
 from jdp.checkpoint.commit_snapshot import CommitSnapshots
 from jdp.checkpoint.device_copies import DeviceCopies
 from jdp.checkpoint.host_commits import HostCommits
-from jdp.checkpoint.pieces import Finder
+from jdp.checkpoint.pieces import Finder, StatePiece
 from jdp.checkpoint.shares import Share
 
 # Numbers of float32, primes; the last two are less than 1 MiB.
@@ -62,6 +62,19 @@ def test_large_arrays_are_copied_on_the_device_with_the_least(num_devices):
             loads[device] += size
     least = max(sum(loads.values()) / num_devices, *SIZES)
     assert max(loads.values()) <= 4 / 3 * least  # Graham's bound
+
+
+def test_of_a_piece_with_rows_only_these_are_copied_and_counted():
+    first, second, third = replicated(2, numbers)[1:4]
+    pieces = [
+        StatePiece(i, ..., x.addressable_data(0), array=x) for i, x in enumerate((first, second))
+    ]
+    rows = (600_000, 1_000_003)
+    pieces.append(StatePiece(2, (slice(*rows),), third.addressable_data(0), rows=rows, array=third))
+    copied = DeviceCopies(reuse=False).take(pieces)
+    assert [piece.values.device.id for piece in copied] == [0, 1, 1]
+    np.testing.assert_array_equal(copied[2].values, numbers(third.size, 1)[slice(*rows)])
+    assert copied[2].index == (slice(*rows),)
 
 
 def test_every_copy_reuses_the_memory_of_the_one_before():
