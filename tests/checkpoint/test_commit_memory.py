@@ -14,13 +14,6 @@ from support.processes import environment
 from jdp.checkpoint.commit_memory import CommitMemory
 
 
-@pytest.fixture
-def file():
-    file = os.memfd_create("test")
-    yield file
-    os.close(file)
-
-
 def parts_of(step, sizes=(5, 0, 70)):
     return [np.full(size, step % 251, np.uint8) for size in sizes]
 

@@ -29,13 +29,6 @@ HERE = "test_commit_snapshot"
 
 
 @pytest.fixture
-def file():
-    file = os.memfd_create("test")
-    yield file
-    os.close(file)
-
-
-@pytest.fixture
 def commits(file):
     return HostCommits(file, Share(0, 1))
 

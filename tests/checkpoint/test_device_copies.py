@@ -1,7 +1,5 @@
 """Copies of a state on its devices take about as much memory on each device of the process."""
 
-import os
-
 import jax
 import numpy as np
 import pytest
@@ -18,13 +16,6 @@ from jdp.checkpoint.shares import Share
 
 # Numbers of float32, primes; the last two are less than 1 MiB.
 SIZES = (300_007, 700_001, 262_147, 1_000_003, 400_009, 262_139, 5)
-
-
-@pytest.fixture
-def file():
-    file = os.memfd_create("test")
-    yield file
-    os.close(file)
 
 
 def replicated(num_devices, values_of):

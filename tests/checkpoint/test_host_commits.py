@@ -33,13 +33,6 @@ from jdp.checkpoint.shares import Share
 HERE = "test_host_commits"
 
 
-@pytest.fixture
-def file():
-    file = os.memfd_create("test")
-    yield file
-    os.close(file)
-
-
 def random_leaves(rng):
     dtypes = ["float32", "bfloat16", "int8", "float64"]
     shapes = [

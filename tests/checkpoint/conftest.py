@@ -1,0 +1,11 @@
+import os
+
+import pytest
+
+
+@pytest.fixture
+def file():
+    """An empty file for the memory of commits, as a launcher keeps it."""
+    file = os.memfd_create("test")
+    yield file
+    os.close(file)
