@@ -14,15 +14,16 @@ from jdp.checkpoint.pieces import StatePiece, on_devices
 from jdp.checkpoint.shares import Rows
 from jdp.checkpoint.single_device import single_device_programs
 
-# Smaller arrays are copied where they lie first: a program for each device is not worth it.
+# Smaller arrays are copied on the first device that holds them: each device that copies something
+# runs a program for it, which a state of small arrays is not worth.
 LARGE_BYTES = 1 << 20
 
 
 class DeviceCopies:
     """Takes successive copies of pieces.
 
-    A large array that several devices of this process hold is copied on one of them, chosen so that
-    the copies take about as much memory on each device.
+    A large array, or part of one, that several devices of this process hold is copied on one of
+    them, chosen so that the copies take about as much memory on each device.
 
     `reuse` keeps the memory of one copy for the next one: on a CPU, mapping new memory takes four
     times as long as the copy itself.
@@ -37,13 +38,14 @@ class DeviceCopies:
 
         Of a piece with rows only these are copied. The copies before must no longer be in use.
         """
-        found = spread(pieces)
+        found = _spread(pieces)
+        before, self._spare = self._spare, {}
         for i, piece in enumerate(found):
             if not isinstance(piece.values, jax.Array):
                 found[i] = piece._replace(values=np.array(piece.values))
         for device, positions in on_devices(found).items():
             chosen = [found[i] for i in positions]
-            spare = self._spare.pop(device, [])
+            spare = before.pop(device, [])
             if [(x.shape, x.dtype) for x in spare] != [*map(_form, chosen)]:
                 spare = []
             arrays, rows = [x.values for x in chosen], tuple(x.rows for x in chosen)
@@ -57,7 +59,7 @@ class DeviceCopies:
 
     def reservation(self, pieces: Sequence[StatePiece]) -> Callable[[], None]:
         """Return a function that allocates the first copies and may run in a thread."""
-        found = spread(pieces)
+        found = _spread(pieces)
         kinds = {
             device: [_form(found[i]) for i in positions]
             for device, positions in on_devices(found).items()
@@ -75,23 +77,33 @@ class DeviceCopies:
         return reserve
 
 
-def spread(pieces: Sequence[StatePiece]) -> list[StatePiece]:
-    """Return pieces with their values on the devices that are to copy them.
-
-    Each large array goes to the device with the least so far, the largest first, as in R. L.
-    Graham, Bounds on multiprocessing timing anomalies (1969, https://doi.org/10.1137/0117039).
-    """
+# Large arrays go to the device with the least so far, the largest first, after all others, as in
+# R. L. Graham, Bounds on multiprocessing timing anomalies (1969, https://doi.org/10.1137/0117039).
+def _spread(pieces: Sequence[StatePiece]) -> list[StatePiece]:
+    """Return pieces with their values on the devices that are to copy them."""
     found, loads = [*pieces], defaultdict[jax.Device, int](int)
-    for i in sorted(range(len(found)), key=lambda i: -_num_bytes(found[i])):
-        piece, values = found[i], found[i].values
-        if not isinstance(values, jax.Array):
-            continue
-        if piece.array is not None and _num_bytes(piece) >= LARGE_BYTES:
-            copies = [shard.data for shard in piece.array.addressable_shards]
-            values = min(copies, key=lambda x: loads[_device(x)])
-        loads[_device(values)] += _num_bytes(piece)
-        found[i] = piece._replace(values=values, array=None)
+    order = [i for positions in on_devices(pieces).values() for i in positions]
+    order.sort(key=lambda i: (_is_movable(pieces[i]), -_num_bytes(pieces[i])))
+    for i in order:
+        values = pieces[i].values
+        if _is_movable(pieces[i]):
+            shards = _equal_shards(pieces[i])
+            values = min(shards, key=lambda shard: loads[shard.device]).data
+        loads[_device(values)] += _num_bytes(pieces[i])
+        found[i] = pieces[i]._replace(values=values, array=None)
     return found
+
+
+def _is_movable(piece: StatePiece) -> bool:
+    return piece.array is not None and _num_bytes(piece) >= LARGE_BYTES
+
+
+def _equal_shards(piece: StatePiece) -> list[Any]:
+    """Return the shards on devices of this process that have the values of a piece of an array."""
+    assert piece.array is not None
+    shards, device = piece.array.addressable_shards, _device(piece.values)
+    [index] = [shard.index for shard in shards if shard.device == device]
+    return [shard for shard in shards if shard.index == index]
 
 
 def _device(x: jax.Array) -> jax.Device:
@@ -100,8 +112,6 @@ def _device(x: jax.Array) -> jax.Device:
 
 # Of the values that are copied.
 def _num_bytes(piece: StatePiece) -> int:
-    if not isinstance(piece.values, jax.Array):
-        return 0
     shape, dtype = _form(piece)
     return math.prod(shape) * dtype.itemsize
 
