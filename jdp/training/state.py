@@ -65,9 +65,7 @@ class TrainState:
             gradients of the others are never reduced, and the optimizer never sees them.
           seed: where `key` and `shared_key` start, 0 <= seed < 2**32.
           broadcast: several processes: take the values of the first process of the mesh, which is
-            process 0 of most. Otherwise all its processes must give the same ones. After a
-            recovery the first step compares them, but for those that `Checkpointer.restore` has
-            replaced.
+            process 0 of most. Otherwise all its processes must give the same ones.
 
         Returns:
           The state. The arrays given are copied, never donated.

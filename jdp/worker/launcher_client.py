@@ -192,12 +192,6 @@ def current() -> Member | None:
     return Member(socket.socket(fileno=fds["socket"]), fds["board"], fds["slot"], fds["commit"])
 
 
-def is_recovery() -> bool:
-    """Whether `jdp run` has started processes of this run before, in an earlier generation."""
-    member = current()
-    return member is not None and member.assignment is not None and member.assignment.generation > 0
-
-
 def _is_socket(fd: int) -> bool:
     try:
         return stat.S_ISSOCK(os.fstat(fd).st_mode)

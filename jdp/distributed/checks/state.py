@@ -15,7 +15,6 @@ from jdp.distributed import agree, kv_store
 from jdp.distributed.broadcast import broadcast as broadcast_bytes
 from jdp.error_codes import with_code
 from jdp.pytrees import is_array, is_key, without_key
-from jdp.worker import launcher_client
 from jdp.worker.local_devices import num_cpus
 
 # One thread takes less than a millisecond for it.
@@ -24,9 +23,6 @@ _PIECE_BYTES = 1 << 20
 
 def agreed(tree: Any, mesh: Mesh | None = None, *, broadcast: bool = False) -> Any:
     """Return the tree, after checking that every process holds the same one.
-
-    After a recovery it compares no values: `Checkpointer.restore` replaces them, and the first step
-    compares those that it did not. To read 1 GB here takes a second, in which nobody trains.
 
     Args:
       tree: any tree of arrays and numbers. Leaves that several processes share are not compared.
@@ -57,8 +53,6 @@ def agreed(tree: Any, mesh: Mesh | None = None, *, broadcast: bool = False) -> A
         for i, leaf in zip(local, received, strict=True):
             leaves[i] = leaf
         return jax.tree.unflatten(treedef, leaves)
-    if launcher_client.is_recovery():
-        return tree
     pairs = _odd_ones(group, digests([_numbers(leaves[i]) for i in local]))
     for i, pair in zip(local, pairs, strict=True):
         if pair is not None:
