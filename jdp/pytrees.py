@@ -41,15 +41,6 @@ def without_key(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
-def has_equal_copies(x: jax.Array) -> bool:
-    """Whether devices that hold the same part of an array by its sharding hold the same values.
-
-    What a `pure_callback` returns is on its first device, and zeros are on the others, although JAX
-    calls it fully replicated. Its sharding has no mesh.
-    """
-    return isinstance(x.sharding, jax.sharding.NamedSharding)
-
-
 @functools.cache
 def num_bits(dtype: Any) -> int:
     """Return how many bits of an element of a dtype count: 6 of a float6, 1 of a bool."""

@@ -82,25 +82,21 @@ class DeviceCopies:
 def _spread(pieces: Sequence[StatePiece]) -> list[StatePiece]:
     """Return pieces with their values on the devices that are to copy them."""
     found, loads = [*pieces], defaultdict[jax.Device, int](int)
-    order = [i for positions in on_devices(pieces).values() for i in positions]
-    order.sort(key=lambda i: (_is_movable(pieces[i]), -_num_bytes(pieces[i])))
-    for i in order:
+    on_device = [i for positions in on_devices(pieces).values() for i in positions]
+    shards = {i: _equal_shards(pieces[i]) for i in on_device}
+    for i in sorted(on_device, key=lambda i: (len(shards[i]) > 1, -_num_bytes(pieces[i]))):
         values = pieces[i].values
-        if _is_movable(pieces[i]):
-            shards = _equal_shards(pieces[i])
-            values = min(shards, key=lambda shard: loads[shard.device]).data
+        if len(shards[i]) > 1:
+            values = min(shards[i], key=lambda shard: loads[shard.device]).data
         loads[_device(values)] += _num_bytes(pieces[i])
         found[i] = pieces[i]._replace(values=values, array=None)
     return found
 
 
-def _is_movable(piece: StatePiece) -> bool:
-    return piece.array is not None and _num_bytes(piece) >= LARGE_BYTES
-
-
 def _equal_shards(piece: StatePiece) -> list[Any]:
-    """Return the shards on devices of this process that have the values of a piece of an array."""
-    assert piece.array is not None
+    """Return the shards on devices of this process that have the values of a large piece."""
+    if piece.array is None or _num_bytes(piece) < LARGE_BYTES:
+        return []
     shards, device = piece.array.addressable_shards, _device(piece.values)
     [index] = [shard.index for shard in shards if shard.device == device]
     return [shard for shard in shards if shard.index == index]

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jdp import pytrees, rank_state
 from jdp.checkpoint import next_host, shards, shares
 from jdp.checkpoint.saved_leaves import SavedLeaf, describe, padded_bytes
-from jdp.pytrees import has_equal_copies, is_array, without_key
+from jdp.pytrees import is_array, without_key
 
 
 class StatePiece(NamedTuple):
@@ -22,7 +22,7 @@ class StatePiece(NamedTuple):
     values: Any
     part: int | None = None  # its number, of a leaf that is written in parts
     rows: shares.Rows | None = None  # of the values that are written; None: all of them
-    array: jax.Array | None = None  # the entire leaf, if others of its shards may equal the values
+    array: jax.Array | None = None  # the entire leaf, of which other shards may equal the values
 
 
 class WrittenPieces(NamedTuple):
@@ -242,8 +242,7 @@ def _cut(piece: StatePiece, rows: shares.Rows) -> StatePiece:
 def _pieces(i: int, x: Any) -> list[StatePiece]:
     if not isinstance(x, jax.Array):
         return [StatePiece(i, ..., x)]
-    array = x if has_equal_copies(x) else None
     if x.is_fully_replicated:
-        return [StatePiece(i, ..., x.addressable_data(0), array=array)]
+        return [StatePiece(i, ..., x.addressable_data(0), array=x)]
     found = {str(shard.index): shard for shard in x.addressable_shards}
-    return [StatePiece(i, shard.index, shard.data, array=array) for shard in found.values()]
+    return [StatePiece(i, shard.index, shard.data, array=x) for shard in found.values()]

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jdp.pytrees import is_array, is_key
 
@@ -36,6 +37,7 @@ def describe(state: Any) -> list[SavedLeaf]:
 
     Raises:
       TypeError: if a number is too large for an array.
+      ValueError: if JAX calls an array replicated, and only one of its devices has the values.
 
     >>> [leaf.name + " " + str(leaf) for leaf in describe({"w": jnp.ones((2, 3)), "f": jnp.tanh})]
     ["['w'] float32[2, 3]"]
@@ -115,6 +117,7 @@ def padded_bytes(leaf: SavedLeaf) -> int:
 
 
 def _leaf(name: str, x: Any) -> SavedLeaf:
+    _require_equal_copies(name, x)
     if is_key(x):
         data = jax.eval_shape(jax.random.key_data, x)
         return SavedLeaf(name, data.shape, str(data.dtype), str(jax.random.key_impl(x)))
@@ -123,6 +126,19 @@ def _leaf(name: str, x: Any) -> SavedLeaf:
         text = f"`{name}` is {x}" if dtype.hasobject else f"`{name}` is an array of {dtype}"
         raise TypeError(f"{text}, which no array of JAX can hold. Keep it outside the state.")
     return SavedLeaf(name, tuple(np.shape(x)), str(dtype), None)
+
+
+# What a program returns straight from a callback has a sharding without a mesh.
+def _require_equal_copies(name: str, x: Any) -> None:
+    if not isinstance(x, jax.Array) or isinstance(x.sharding, NamedSharding):
+        return
+    if x.is_fully_replicated and len(x.sharding.device_set) > 1:
+        raise ValueError(
+            f"`{name}` is on {len(x.sharding.device_set)} devices, and only one of them has its "
+            "values: JAX leaves them there when jax.pure_callback or io_callback returns them, and "
+            "the others hold zeros, which a commit could have. Write the function that calls back "
+            "as jax.jit(function, out_shardings=jax.NamedSharding(mesh, jax.P()))."
+        )
 
 
 def _is_known(dtype: np.dtype) -> bool:

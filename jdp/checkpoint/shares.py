@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 
 from jdp.checkpoint.saved_leaves import SavedLeaf
-from jdp.pytrees import has_equal_copies
 
 Rows = tuple[int, int]  # start and stop in the first dim of a leaf; an array without dims is a row
 
@@ -74,8 +73,6 @@ def form(leaves: Sequence[SavedLeaf], is_shared: Sequence[bool]) -> int:
 def holds_everywhere(x: Any) -> bool:
     """Whether every process of the run holds all of an array, with the same bits."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable or not x.is_fully_replicated:
-        return False
-    if not has_equal_copies(x):
         return False
     return len({device.process_index for device in x.sharding.device_set}) == jax.process_count()
 

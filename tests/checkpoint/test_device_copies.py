@@ -15,7 +15,6 @@ from jdp.checkpoint.device_copies import DeviceCopies
 from jdp.checkpoint.host_commits import HostCommits
 from jdp.checkpoint.pieces import Finder, StatePiece
 from jdp.checkpoint.shares import Share
-from jdp.checkpoint.snapshot import Snapshots
 
 # Numbers of float32, primes; the last two are less than 1 MiB.
 SIZES = (300_007, 700_001, 262_147, 1_000_003, 400_009, 262_139, 5)
@@ -78,7 +77,7 @@ def test_the_largest_arrays_are_placed_first():
 
 def test_what_only_one_device_can_copy_counts_first():
     small = replicated(3, (MIB // 2,) * 3)
-    alone = jax.device_put(numbers(2 * MIB, 1), jax.devices()[1])
+    alone = jax.device_put(numbers(2 * MIB, 1), jax.devices()[1])  # large, and not replicated
     pieces = taken(DeviceCopies(reuse=False), [*replicated(3, (3 * MIB, 2 * MIB)), *small, alone])
     assert loads_of(pieces) == {0: 1.5 * MIB + 2 * MIB, 1: 2 * MIB, 2: 3 * MIB}
 
@@ -127,23 +126,6 @@ def test_memory_of_devices_that_copy_nothing_more_is_freed():
     taken(copies, replicated(3, (MIB,) * 3))
     taken(copies, replicated(3, (MIB,)))
     assert [*copies._spare] == jax.devices()[:1]
-
-
-# JAX calls its result fully replicated, and only the first device has the values.
-def test_what_a_callback_returned_is_copied_where_its_values_are(file):
-    def ones(x):
-        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return jax.pure_callback(lambda x: np.ones(x.shape, x.dtype), shape, x)
-
-    where = NamedSharding(Mesh(jax.devices()[:3], "data"), PartitionSpec())
-    first, second = (jax.device_put(np.zeros(MIB, np.float32), where) for _ in range(2))
-    state = {"first": first, "table": jax.jit(ones)(second)}
-    commits = HostCommits(file, Share(0, 1))
-    snapshot = CommitSnapshots(commits).take_snapshot(state)
-    commits.shared.finish(snapshot.fetch(), {"leaves": snapshot.leaves})
-    assert committed(commits.shared)["['table']"] == np.ones(MIB, np.float32).tobytes()
-    saved = Snapshots().take_snapshot(state)
-    np.testing.assert_array_equal(saved.fetch()[1], np.ones(MIB, np.float32))
 
 
 def test_commits_and_checkpoints_have_the_bits_of_states_that_are_copied_on_several_devices(

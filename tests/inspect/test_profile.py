@@ -332,6 +332,19 @@ def test_the_files_of_an_earlier_profile_are_replaced(tmp_path):
     assert after["run"] != before and after["steps"] == [1, 2]
 
 
+def test_a_second_block_of_one_profile_is_refused_and_the_first_stays(tmp_path):
+    training.ranks(2)
+    profile, state = jdp.profile(tmp_path, steps=range(1, 2)), training.state()
+    with profile:
+        state = run(plain_step, state)
+    path = trace_file.path_of(tmp_path, 0)
+    before = path.read_bytes()
+    with pytest.raises(RuntimeError, match="has had its block"):
+        with profile:
+            run(plain_step, state)
+    assert path.read_bytes() == before
+
+
 def test_a_loop_that_changes_the_working_directory_has_its_profile_in_one_folder(
     tmp_path, monkeypatch
 ):

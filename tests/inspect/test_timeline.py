@@ -166,6 +166,19 @@ def test_a_profile_in_a_folder_that_cannot_be_written_is_shown(tmp_path, capsys)
     assert "2 ranks, steps 3 to 4" in output.out and "--trace" in output.err
 
 
+@pytest.mark.parametrize("name", ["process-1.perfetto.json.gz", "link"])
+def test_a_trace_in_the_place_of_a_file_of_the_profile_is_refused(
+    name, tmp_path, capsys, monkeypatch
+):
+    profiled.write(tmp_path, two_ranks(), two_ranks(process_number=1, ranks=(2, 3)))
+    path = trace_file.path_of(tmp_path, 1)
+    (tmp_path / "link").symlink_to(path)
+    before = path.read_bytes()
+    monkeypatch.chdir(tmp_path)
+    assert main(["timeline", ".", "--trace", str(tmp_path / name)]) == 2
+    assert "--trace" in capsys.readouterr().err and path.read_bytes() == before
+
+
 def test_a_picture_of_an_unknown_kind_is_refused(tmp_path, capsys):
     profiled.write(tmp_path, two_ranks())
     assert main(["timeline", str(tmp_path), "--png", f"{tmp_path}/steps.xyz"]) == 1

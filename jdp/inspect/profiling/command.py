@@ -30,6 +30,13 @@ def main(arguments: Sequence[str]) -> int:
     folder = Path(options.folder)
     if not folder.is_dir():
         return _fail(f"there is no folder {options.folder!r}.", 2)
+    merged = Path(options.trace or folder / trace_file.MERGED)
+    if merged.resolve() in [path.resolve() for path in trace_file.found_in(folder).values()]:
+        return _fail(
+            f"--trace {options.trace} is a file of the profile itself, which it would replace. "
+            "Write another name, or leave out --trace.",
+            2,
+        )
     try:
         results.require_picture(options.png)
         found = summarize(folder)
@@ -40,7 +47,6 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         return _fail(str(error), 1)
     print(results.to_json(found.to_json()) if options.json else table(found))
-    merged = Path(options.trace or folder / trace_file.MERGED)
     try:
         trace_file.write(merged, found.traces, found.begins())
     except OSError as error:  # such as a folder of another user, whose profile can be read

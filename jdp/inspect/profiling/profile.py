@@ -42,6 +42,7 @@ class Profile:
         group = (jax.process_index(),) if mesh is None else agree.peers(mesh)
         with agree.propagating_errors(group, "while it began jdp.profile"):
             _require_none_runs()
+            self._require_new()
             self._prepare()
         mine = [self._steps.start, self._steps.stop], secrets.token_hex(8)
         found = agree.all_gather(group, mine, what="steps of jdp.profile")
@@ -79,6 +80,14 @@ class Profile:
                 "Checkpointer.step returns.",
                 self._num_steps, self._steps.start, self._steps.stop - 1, missing,
             )  # fmt: skip
+
+    def _require_new(self) -> None:
+        if self._run:
+            raise RuntimeError(
+                f"this jdp.profile has had its block. A second one would replace its files in "
+                f"{self._folder}. Make another one, in another folder: "
+                "with jdp.profile(folder, steps=...)."
+            )
 
     def _prepare(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -187,7 +196,8 @@ def profile(folder: str | os.PathLike[str], *, steps: range) -> Profile:
     Raises:
       ValueError, TypeError: here, if `folder` is not a path or `steps` not such a range; where the
         block begins, if processes have different steps.
-      RuntimeError: where the block begins, if a profile runs already, also one of JAX's.
+      RuntimeError: where the block begins, if a profile runs already, also one of JAX's, or if this
+        one has had a block before.
       OSError: where the block begins, if `folder` cannot be written.
 
     >>> import jax.numpy as jnp, optax, jdp, tempfile
