@@ -1,5 +1,6 @@
 """Where the state and the further arguments of a step lie before it is called."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -147,7 +148,13 @@ def _buffer(leaf: Any) -> Any:
         return id(leaf)
     # JAX keeps what it returns with each array: 2 objects here, and 27 for the list of
     # `addressable_shards` on 8 devices.
-    return pytrees.without_key(leaf).addressable_data(0).unsafe_buffer_pointer()
+    first = pytrees.without_key(leaf).addressable_data(0)
+    if next(iter(first.devices())).platform == "cpu":
+        # The address of values on a CPU waits for them, and keeps Python's lock meanwhile: a
+        # callback of a program that runs before would wait for the lock, without end.
+        with contextlib.suppress(RuntimeError):  # the next line raises it, too
+            first.block_until_ready()
+    return first.unsafe_buffer_pointer()
 
 
 def require_alive_or_unsorted(spec: StepSpec, args: Sequence[Any]) -> None:

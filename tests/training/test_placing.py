@@ -1,13 +1,19 @@
-"""Placing a state leaves little behind with its arrays, of which a model may have thousands."""
+"""Placing a state leaves little behind with its arrays, and waits for nobody who waits for it."""
 
+import contextlib
+import functools
 import gc
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from support.processes import Processes
 from support.training import ranks
 
+import jdp
 from jdp.step_spec import StepSpec
 from jdp.training import placing
 
@@ -33,3 +39,52 @@ def test_an_array_of_a_state_keeps_two_objects_on_any_number_of_ranks(num_ranks)
     # A view of its data on the first device, and the sharding of that.
     assert len(gc.get_objects()) - before < 2.5 * NUM_LEAVES
     assert all(new is old for new, old in zip(placed, state, strict=True))
+
+
+def alternate_behind_callbacks():
+    ranks(3)
+
+    def take_long_on_rank_1(rank):
+        time.sleep(0.2 * int(rank))
+        return np.float32(1)
+
+    @jdp.train_step
+    def calls_back(state, batch):
+        rank, one = jax.lax.axis_index("data") == 1, jax.ShapeDtypeStruct((), np.float32)
+        return state.apply_gradients(
+            {"w": jnp.ones(4) * jax.pure_callback(take_long_on_rank_1, one, rank)}
+        ), {}
+
+    def plain(state, batch):
+        return state.apply_gradients({"w": jnp.ones(4) * batch.mean()}), {}
+
+    steps = jdp.train_step(plain), jdp.train_step(functools.partial(plain))
+    batch = np.ones((6, 1), np.float32)
+
+    def new_state():
+        return jdp.TrainState.create({"w": np.zeros(4)}, jdp.replicated(optax.sgd(1.0)))
+
+    other = new_state()
+    ranks(2)
+    state = new_state()
+    for step in steps:  # compile
+        state, _ = step(state, batch)
+    state = new_state()
+    for _ in range(5):
+        other, _ = calls_back(other, batch)
+    for _ in range(3):
+        for step in steps:
+            state, _ = step(state, batch)
+    return [
+        np.asarray(shard.data) for x in (state, other) for shard in x.params["w"].addressable_shards
+    ]
+
+
+# Placing a state of another step reads addresses of arrays, which on a CPU waits for their values.
+@pytest.mark.processes
+@pytest.mark.xdist_group("processes")
+def test_steps_in_turn_do_not_wait_for_ever_behind_callbacks():
+    with contextlib.closing(Processes(1, num_devices=8)) as process:
+        [found] = process.run(alternate_behind_callbacks)
+    for values, right in zip(found, 2 * (-6,) + 3 * (-5,), strict=True):
+        np.testing.assert_array_equal(values, np.full(4, right))
