@@ -126,8 +126,10 @@ def of_part(x: jax.Array, offsets: list[tuple[Any, int]]) -> tuple[Any, Any]:
 
 
 def words_of(x: jax.Array) -> jax.Array:
-    """Return the bits of an array as uint32, with a further dim for larger elements."""
+    """Return the bits of an array as uint32, on the device; large elements have a further dim."""
     x = pytrees.without_key(x)
+    if jax.typeof(x).memory_space != jax.memory.Space.Device:
+        x = jax.device_put(x, jax.memory.Space.Device)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], -1)
     if x.dtype == jnp.bool_:
