@@ -133,6 +133,8 @@ def why_unreadable(error: Exception) -> str:
         return f"it has no {error}"
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
         return "it is not JSON"
+    if isinstance(error, RecursionError):
+        return "its values are nested too deeply"
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if isinstance(error, TypeError | AttributeError):
