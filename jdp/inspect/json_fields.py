@@ -39,6 +39,12 @@ def list_of(field: Field) -> Field:
     return Field(what, lambda it: isinstance(it, list) and all(map(field.holds, it)))
 
 
+def dict_of(field: Field) -> Field:
+    """Return a field that holds an object, by any names, of what another one holds."""
+    what = f"an object, each value of it {field.what}"
+    return Field(what, lambda it: isinstance(it, dict) and all(map(field.holds, it.values())))
+
+
 def optional(field: Field) -> Field:
     """Return a field that an object may lack."""
     return field._replace(is_required=False)
