@@ -35,6 +35,8 @@ _LOCK_S = 5.0
 # Of file systems without locks, such as Lustre that was mounted without -o flock.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 OWN_NAMES = ("step", "time")
+# The launcher reads the step after the last one in 8 bytes; TensorBoard has as many.
+MAX_STEP = 2**63 - 1
 
 # Open files of this process. A forked child shares their locks, and may outlive this process.
 _open: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
@@ -177,8 +179,10 @@ def _read(file: io.FileIO, path: Path, first_step: int) -> dict[frozenset[str], 
             end += len(line)
             try:
                 values = json.loads(line)
-                step, names = int(values["step"]), frozenset(values) - {*OWN_NAMES}
-            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                step, names = values["step"], frozenset(values) - {*OWN_NAMES}
+                if type(step) is not int or not 0 <= step < MAX_STEP:
+                    raise ValueError
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise ValueError(
                     f"line {number} of {path} is not a line of metrics. Write jdp.log(..., "
                     "file=...) with another file."

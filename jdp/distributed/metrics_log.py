@@ -10,14 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdp.distributed.metrics_file import OWN_NAMES, MetricsFile
+from jdp.distributed.metrics_file import MAX_STEP, OWN_NAMES, MetricsFile
 from jdp.pytrees import is_deleted
 from jdp.validation import int_at_least
 from jdp.worker import launcher_client
 
 _FLUSH_S = 10.0
-# The launcher reads the step after the last one in 8 bytes; TensorBoard has as many.
-_MAX_STEP = 2**63 - 1
 
 
 def log(
@@ -63,7 +61,7 @@ def log(
     (10, 0.5, 3)
     """
     step = int_at_least("step", step, least=0)
-    if step >= _MAX_STEP:
+    if step >= MAX_STEP:
         raise ValueError(f"step must be less than 2**63 - 1, not {step}.")
     scalars = _by_name(metrics)
     hand_out = _handed_to(also)

@@ -54,7 +54,7 @@ def _assignment() -> Assignment | None:
 
 def _read(path: Path) -> str | None:
     try:
-        return _beside(path).read_text()
+        return _beside(path).read_text(errors="replace")  # of no run, if it is damaged
     except FileNotFoundError:
         return None
 

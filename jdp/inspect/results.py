@@ -126,17 +126,15 @@ def _finite(value: Any) -> Any:
 def why_unreadable(error: Exception) -> str:
     """Return in words why a file of jdp could not be read, given the error that its content raised.
 
-    >>> why_unreadable(KeyError("rows")), why_unreadable(TypeError("list indices must be integers"))
-    ("it has no 'rows'", 'its values have other types')
+    >>> why_unreadable(FileNotFoundError(2, "No such file or directory", "plan.json"))
+    'No such file or directory'
     """
-    if isinstance(error, KeyError):
-        return f"it has no {error}"
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
         return "it is not JSON"
+    if isinstance(error, RecursionError):
+        return "its values are nested too deeply"
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    if isinstance(error, TypeError | AttributeError):
-        return "its values have other types"
     return str(error)
 
 

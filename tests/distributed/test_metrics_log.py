@@ -114,14 +114,26 @@ def test_the_file_of_an_earlier_run_is_refused_and_kept(path, before_init):
 
 @pytest.mark.parametrize(
     "before",
-    ["step,loss\n1,0.5\n", '{"step": 1e999}\n', "[" * 100_000 + "\n", "\n", "\0\n"],
-    ids=["a table", "infinity", "deep", "empty", "zero"],
-)
+    [
+        "step,loss\n1,0.5\n", '{"step": 1e999}\n', "[" * 100_000 + "\n", "\n", "\0\n", "NaN\n",
+        '{"step": 1.5}\n', '{"step": "1"}\n', '{"step": true}\n', '{"step": -1}\n', "[1]\n",
+        f'{{"step": {10**30}}}\n', f'{{"step": {"9" * 5000}}}\n',
+    ],
+    ids=["a table", "infinity", "deep", "empty", "zero", "NaN", "half a step", "a text", "a bool",
+         "negative", "a list", "huge", "of 5000 digits"],
+)  # fmt: skip
 def test_a_file_of_something_else_is_refused_and_kept(path, before):
     path.write_text(before)
     with pytest.raises(ValueError, match="line 1 of .*metrics.jsonl"):
         jdp.log({"loss": 2.0}, 2, file=path)
     assert path.read_text() == before
+
+
+def test_bytes_that_are_not_text_are_refused_and_kept(path):
+    path.write_bytes(before := b'{"step": 1, "loss": 1.0}\n{"step": 2, "\xff": 1.0}\n')
+    with pytest.raises(ValueError, match="line 2 of .*metrics.jsonl"):
+        jdp.log({"loss": 2.0}, 2, file=path)
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,13 @@ def test_a_later_generation_continues_the_file_of_its_own_run_alone(life):
         life("b", 1, 4)  # its first generation has died before it logged
 
 
+def test_a_file_whose_run_cannot_be_read_is_of_another_run(life, path):
+    life("a", 0, 1, 2)
+    path.with_name("metrics.jsonl.run").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="earlier run"):
+        life("a", 1, 3)
+
+
 def test_two_runs_of_one_name_are_two_runs(life):
     life("same", 0, 1)
     with pytest.raises(ValueError, match="earlier run"):

@@ -57,8 +57,29 @@ def test_a_rate_is_found_by_operation_algorithm_ranks_and_processes():
         json.dumps(SAVED | {"computation": [FIRST | {"memory_bytes_per_s": None}]}),
         json.dumps(SAVED | {"computation": [FIRST | {"slowness": SLOWNESS | {"start": "1"}}]}),
         json.dumps(SAVED | {"rates": [dataclasses.asdict(LAW) | {"alpha_s": None}]}),
+        "[" * 100_000,
+        json.dumps(SAVED)[:-9],
+        json.dumps(SAVED | {"computation": SAVED["computation"][::-1]}),
+        *(json.dumps(SAVED | {name: value}) for name, value in (
+            ("date", 1), ("host", None), ("num_cores", 0), ("num_cores", "2"), ("versions", []),
+            ("rates", {}), ("rates", [[]]), ("computation", 1), ("device_kind", []),
+        )),
+        *(json.dumps(SAVED | {"computation": [FIRST | {name: value}]}) for name, value in (
+            ("matmul_flops_per_s", {}), ("matmul_flops_per_s", [1]), ("num_ranks", 0),
+            ("matmul_flops_per_s", {"float32": "1"}), ("memory_bytes_per_s", math.nan),
+            ("cached_bytes_per_s", 0), ("transcendentals_per_s", -1), ("operation_start_s", True),
+            ("slowness", None), ("slowness", SLOWNESS | {"matmul": math.inf}),
+        )),
+        *(json.dumps(SAVED | {"rates": [dataclasses.asdict(LAW) | {name: value}]})
+          for name, value in (
+              ("alpha_s", math.nan), ("alpha_s", -1), ("alpha_s", 10**400), ("bytes_per_s", 0),
+              ("bytes_per_s", "1"), ("num_ranks", 1.5), ("operation", 1), ("algorithm", []),
+              ("points", []), ("points", [[1024, 3e-6]]), ("points", [[8, 1.0], [8, 2.0]]),
+              ("points", [[8, 1.0], [16, 0.0]]), ("points", [[8, 1.0], [16]]),
+              ("cpu_points", [[8, 1.0], [16, math.inf]]), ("cpu_points", None),
+          )),
     ],
-)
+)  # fmt: skip
 def test_a_file_of_another_format_is_refused_with_its_path(text, tmp_path):
     path = tmp_path / "file.json"
     path.write_text(text)
@@ -67,6 +88,18 @@ def test_a_file_of_another_format_is_refused_with_its_path(text, tmp_path):
         ValueError, match=rf"{path}.*--calibrate.*{calibration.default_path('cpu')}"
     ):
         calibration.load("cpu", path)
+
+
+def test_bytes_that_are_not_text_are_refused_with_the_path(tmp_path):
+    path = tmp_path / "file.json"
+    path.write_bytes(json.dumps(SAVED).encode().replace(b"host0", b"host\xff"))
+    with pytest.raises(ValueError, match=f"{path}.*not JSON"):
+        calibration.load("cpu", path)
+
+
+def test_a_host_whose_cache_is_below_a_file_has_no_calibration(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    assert calibration.load("cpu") is None
 
 
 # Powers of two: every sum of the fit is exact, or nearly.

@@ -144,7 +144,7 @@ def test_rates_without_a_limit_are_null_in_json_and_read_back(capsys):
         ("--calibration .", "jdp bench --calibrate"),
         ("--recovery without_numbers.json", "jdp bench faults"),
         ("--recovery without_rows.json", "it has no row."),
-        ("--recovery list.json", "its values have other types"),
+        ("--recovery list.json", "[] stands where an object belongs"),
         ("--recovery text.json", "it is not JSON"),
         ("--json=missing/plan.json", "folder missing"),
         ("--json=.", "--json=."),
@@ -163,6 +163,40 @@ def test_bad_input_is_refused_with_what_to_write(arguments, named, capsys):
     assert main(["plan", *MODEL, *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert error.startswith("jdp plan: ") and named in error
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("row", "detection_s", "1"), ("row", "detection_s", math.inf), ("row", "loading_s", None),
+        ("row", "loading_s", math.nan), ("row", "first_step_s", 10**400), ("row", "tracing_s", -1),
+        ("row", "state_bytes", "1"), ("row", "state_bytes", None), ("law", "alpha_s", math.nan),
+        ("law", "bytes_per_s", 0), ("law", "bytes_per_s", []), ("all", "date", 1),
+        ("all", "host", []), ("all", "rows", {"a": 1}), ("all", "rows", [1]),
+        ("all", "restoring", [1]),
+    ],
+)  # fmt: skip
+def test_a_recovery_with_a_value_that_no_measurement_has_is_refused_with_its_name(
+    part, name, value, capsys
+):
+    names = "state_bytes detection_s re_forming_s tracing_s loading_s restoring_s first_step_s"
+    row, law = dict.fromkeys(names.split(), 1), {"alpha_s": 1.0, "bytes_per_s": 1e9}
+    whole = {"rows": [row], "restoring": law, "host": "h", "date": "2026-11-26"}
+    Path("recovery.json").write_text(json.dumps(whole))
+    assert main(["plan", *MODEL, "--recovery", "recovery.json"]) == 0
+    {"row": row, "law": law, "all": whole}[part][name] = value
+    Path("recovery.json").write_text(json.dumps(whole))
+    capsys.readouterr()
+    assert main(["plan", *MODEL, "--recovery", "recovery.json"]) == 2
+    error = capsys.readouterr().err
+    assert "--recovery recovery.json" in error and (name in error or name == "rows")
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'"\xff"', b'{"rows": [', b""])
+def test_a_damaged_recovery_is_refused_with_its_name(content, capsys):
+    Path("recovery.json").write_bytes(content)
+    assert main(["plan", *MODEL, "--recovery", "recovery.json"]) == 2
+    assert "--recovery recovery.json" in capsys.readouterr().err
 
 
 def test_seconds_that_are_not_a_number_are_refused_with_an_example(capsys):

@@ -231,7 +231,7 @@ def test_a_rank_without_steps_is_named(tmp_path):
     profiled.write(tmp_path, trace_file.ProcessTrace(trace.facts, slices))
     found = summarize(tmp_path)
     assert [each.rank for each in found.ranks] == [0]
-    assert [note for note in found.notes if "process 0" in note and "ranks 1 " in note]
+    assert [note for note in found.notes if "process 0" in note and "ranks 1" in note]
 
 
 def test_a_folder_without_a_profile_is_an_error(tmp_path, capsys):

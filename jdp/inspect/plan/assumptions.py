@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jdp.inspect import calibration
 from jdp.inspect.gpus import GPUS, nvlink
+from jdp.inspect.json_fields import AMOUNT, COUNT, LIST, OBJECT, TEXT, Field, checked
 from jdp.inspect.rate import ASSUMED, LEAST_GIVEN, MOST_GIVEN, PUBLISHED, Rate, given, part_of
 from jdp.inspect.results import why_unreadable
 
@@ -42,6 +43,17 @@ NAMES = (
     "matmul_flops", "memory_bytes_per_s", "memory_bytes", "link_bytes_per_s",
     "network_bytes_per_s", *_DEFAULTS,
 )  # fmt: skip
+
+# What `jdp bench faults --json=FILE` writes of a measurement.
+_RECOVERY = {
+    "rows": LIST, "host": TEXT, "date": TEXT,
+    "restoring": Field("an object or null", lambda it: it is None or OBJECT.holds(it)),
+}  # fmt: skip
+_SIZE = {"state_bytes": COUNT}
+_ROW: dict[str, Field] = dict.fromkeys(
+    "detection_s re_forming_s tracing_s loading_s restoring_s first_step_s".split(), AMOUNT
+)
+_LAW = {"alpha_s": AMOUNT, "bytes_per_s": calibration.BYTES_PER_S}
 
 Assumptions = dict[str, Rate]
 
@@ -129,10 +141,11 @@ def with_recovery(known: Assumptions, path: Path) -> Assumptions:
       ValueError: if the file does not hold such a measurement.
     """
     try:
-        found = json.loads(path.read_text())
+        found = checked(json.loads(path.read_bytes()), _RECOVERY)
         if not found["rows"]:
             raise ValueError("it has no row")
-        row = max(found["rows"], key=lambda it: it["state_bytes"])
+        largest = max(found["rows"], key=lambda it: checked(it, _SIZE)["state_bytes"])
+        row = checked(largest, _ROW)
         parts = {
             "detection_s": row["detection_s"],
             "re_forming_s": row["re_forming_s"],
@@ -140,17 +153,15 @@ def with_recovery(known: Assumptions, path: Path) -> Assumptions:
             "restoring_s": row["restoring_s"],
             "first_step_s": row["first_step_s"],
         }
-        law = found["restoring"]
-        if law:
+        if found["restoring"]:
+            law = checked(found["restoring"], _LAW)
             parts |= {
                 "restoring_s": law["alpha_s"],
                 "restore_bytes_per_s": calibration.read_bytes_per_s(law["bytes_per_s"]),
             }
         parts = {name: float(value) for name, value in parts.items()}
-        if wrong := [name for name, value in parts.items() if not value >= 0]:
-            raise ValueError(f"its {wrong[0]} is {parts[wrong[0]]}")
         where = f"measured on {found['host']} (jdp bench faults, {found['date'][:10]})"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"--recovery {path} is not a measurement of recoveries: {why_unreadable(error)}. Make "
             "one: jdp bench faults --state 1M,100M --json=recovery.json."

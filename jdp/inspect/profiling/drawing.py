@@ -60,7 +60,8 @@ def draw(found: Summary, path: str | Path) -> None:
 
 
 def _draw_lanes(axes: Any, found: Summary, shown: Sequence[int]) -> None:
-    numbers = sorted({number for each in found.ranks for number in each.steps})[:_MOST_STEPS]
+    own = (each.steps for each in found.ranks if each.rank in shown)
+    numbers = sorted({number for steps in own for number in steps})[:_MOST_STEPS]
     edges: list[float] = []
     begins = _first_steps(found, numbers[0])
     for trace, shift in zip(found.traces, begins, strict=True):

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jdp.inspect.profiling import breakdown, clocks, spans, trace_file
+from jdp.inspect.profiling import breakdown, clocks, spans, trace_file, trace_folder
 from jdp.inspect.profiling.breakdown import Activity, Parts
 from jdp.inspect.profiling.trace_file import ProcessTrace, Slice
 from jdp.worker import phases
@@ -118,16 +118,16 @@ def summarize(folder: Path) -> Summary:
     Raises:
       ValueError: if no process has a step in it.
     """
-    traces, notes = _read(folder)
+    traces, notes = trace_folder.read(folder)
     by_process = {trace.facts["process"]: _ranks(trace) for trace in traces}
     ranks = [each for found in by_process.values() for each in found]
     for trace in traces:
         left = {*trace.facts["ranks"]} - {each.rank for each in by_process[trace.facts["process"]]}
         if left:
             names = ", ".join(map(str, sorted(left)))
-            notes.append(
-                f"process {trace.facts['process']}: no step of its ranks {names} is there."
-            )
+            process = trace.facts["process"]
+            file = trace_file.path_of(folder, process).name
+            notes.append(f"process {process}: {file} has no step of its ranks {names}.")
     if not ranks:
         raise ValueError(
             f"{folder} has no profile of a step. {' '.join(notes)}".strip()
@@ -145,33 +145,6 @@ def summarize(folder: Path) -> Summary:
             )
     ranks.sort(key=RankSteps.own_ns, reverse=True)
     return Summary(traces, shifts, ranks, _collectives(traces, ranks), notes)
-
-
-def _read(folder: Path) -> tuple[list[ProcessTrace], list[str]]:
-    traces, notes = [], []
-    for process, path in trace_file.found_in(folder).items():
-        try:
-            traces.append(trace_file.read(path))
-        except ValueError as error:
-            notes.append(f"process {process}: {path.name} is damaged and left out: {error}.")
-    if not traces:
-        return [], notes
-    # Every run has a process 0, which replaces its file; clocks of hosts may differ.
-    latest = max(traces, key=lambda trace: (trace.facts["process"] == 0, trace.facts["start_ns"]))
-    run = latest.facts["run"]
-    for trace in traces:
-        if trace.facts["run"] != run:
-            notes.append(
-                f"process {trace.facts['process']}: its file is of an earlier profile, left out."
-            )
-    traces = [trace for trace in traces if trace.facts["run"] == run]
-    there = {trace.facts["process"] for trace in traces}
-    noted = {int(note.split(":")[0].removeprefix("process ")) for note in notes}
-    for process in range(traces[0].facts["num_processes"]):
-        if process not in there | noted:
-            name = trace_file.path_of(folder, process).name
-            notes.append(f"process {process}: {name} is missing.")
-    return traces, notes
 
 
 def _ranks(trace: ProcessTrace) -> list[RankSteps]:

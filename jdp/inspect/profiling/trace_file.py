@@ -7,17 +7,21 @@ nanosecond, and in `otherData` the facts of the process.
 import gzip
 import json
 import os
+import reprlib
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jdp.inspect import json_fields
+from jdp.inspect.json_fields import COUNT, TEXT, Field, checked, list_of, optional
 from jdp.inspect.results import why_unreadable
 
 _SUFFIX = ".perfetto.json.gz"
-# What the content of a damaged file raises.
-_DAMAGES = (OSError, EOFError, KeyError, ValueError, TypeError, AttributeError, zlib.error)
+# What a damaged file raises; `checked` and `_require_consistent` raise ValueError.
+_DAMAGES = (OSError, EOFError, ValueError, RecursionError, zlib.error)
 MERGED = f"merged{_SUFFIX}"
 FORMAT = 1
 
@@ -27,6 +31,32 @@ STEP, PROGRAM, COMPUTATION, COMMUNICATION = "step", "program", "computation", "c
 _KINDS = (CALL, PHASE, STEP, PROGRAM, COMPUTATION, COMMUNICATION)
 _TITLES = {CALL: "calls of the step", PHASE: "host", STEP: "steps", PROGRAM: "programs"}
 _MOST_LANES = 1000
+
+# All that a file holds and a reader may use.
+_MOST_US = 2.0**63 / 1000
+_CONTENT = {"otherData": json_fields.OBJECT, "traceEvents": json_fields.LIST}
+_FACTS = {
+    "run": TEXT, "process": COUNT, "num_processes": COUNT, "host": TEXT, "clock": TEXT,
+    "start_ns": COUNT, "ranks": list_of(COUNT), "platform": TEXT, "jax": optional(TEXT),
+    "steps": optional(list_of(COUNT)), "notes": optional(list_of(TEXT)),
+}  # fmt: skip
+_TYPE = {"ph": json_fields.one_of(("X", "M"))}  # a slice, or the name of a track
+_SLICE = {
+    "cat": json_fields.one_of(_KINDS), "name": TEXT, "args": json_fields.OBJECT,
+    "ts": json_fields.number_in(-_MOST_US, _MOST_US), "dur": json_fields.number_in(0, _MOST_US),
+}  # fmt: skip
+_ARGS: dict[str, dict[str, Field]] = {
+    CALL: {"step": COUNT},
+    PHASE: {},
+    STEP: {"rank": COUNT, "step": COUNT},
+    PROGRAM: {"rank": COUNT},
+    COMPUTATION: {"rank": COUNT},
+    COMMUNICATION: {
+        "rank": COUNT, "op": TEXT, "collective": optional(TEXT), "bytes": optional(COUNT),
+        "algorithm": optional(TEXT), "leaves": optional(list_of(TEXT)),
+        "num_groups": optional(COUNT),
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,7 +87,7 @@ class ProcessTrace:
 
     Attributes:
       facts: for JSON: `run`, `process`, `num_processes`, `host`, `clock`, `start_ns`, `ranks`,
-        `num_ranks`, `platform`, `steps`, `notes`.
+        `platform`, `jax`, `steps`, `notes`.
       slices: what it did.
     """
 
@@ -74,7 +104,9 @@ def found_in(folder: Path) -> dict[int, Path]:
     """Return process -> file, for the files of a profile that are there."""
     named = [(p.name.removeprefix("process-").removesuffix(_SUFFIX), p)
              for p in folder.glob(f"process-*{_SUFFIX}")]  # fmt: skip
-    return {int(number): path for number, path in sorted(named) if number.isdecimal()}
+    # Not process-01, a copy by hand.
+    return {int(number): path for number, path in sorted(named)
+            if number.isdecimal() and number == str(int(number))}  # fmt: skip
 
 
 def write(path: Path, traces: Sequence[ProcessTrace], begins: Sequence[int]) -> None:
@@ -110,23 +142,47 @@ def read(path: Path) -> ProcessTrace:
       ValueError: if it is not such a file, or damaged; says what is wrong.
     """
     try:
-        with gzip.open(path, "rt") as file:
-            content = json.load(file)
-        facts = content["otherData"]
-        if facts["jdp"] != FORMAT:
-            raise ValueError(f"its format is {facts['jdp']}, and this jdp reads {FORMAT}")
-        slices = [_slice(event) for event in content["traceEvents"] if event["ph"] == "X"]
-        for name in ("run", "process", "num_processes", "clock", "start_ns", "ranks", "platform"):
-            facts[name]
+        with gzip.open(path) as file:
+            content = checked(json.load(file), _CONTENT)
+        written = content["otherData"].get("jdp")
+        if written != FORMAT:
+            raise ValueError(f"its format is {reprlib.repr(written)}, and this jdp reads {FORMAT}")
+        facts = checked(content["otherData"], _FACTS)
+        events = enumerate(content["traceEvents"])
+        slices = [found for i, event in events if (found := _slice(i, event)) is not None]
+        _require_consistent(path, facts, slices)
     except _DAMAGES as error:
         raise ValueError(why_unreadable(error)) from None
     return ProcessTrace(facts, slices)
 
 
-def _slice(event: Mapping[str, Any]) -> Slice:
-    begin, facts = round(event["ts"] * 1000), dict(event["args"])
-    end = begin + round(event["dur"] * 1000)
-    return Slice(event["cat"], event["name"], begin, end, facts.pop("rank", None), facts)
+def _slice(i: int, event: Any) -> Slice | None:
+    """Return the slice of an event, or None if it names a track."""
+    try:
+        if checked(event, _TYPE)["ph"] == "M":
+            return None
+        found = checked(event, _SLICE)
+        facts = checked(found["args"], _ARGS[found["cat"]])
+    except ValueError as error:
+        raise ValueError(f"event {i}: {error}") from None
+    begin = round(found["ts"] * 1000)
+    end = begin + round(found["dur"] * 1000)
+    return Slice(found["cat"], found["name"], begin, end, facts.pop("rank", None), facts)
+
+
+def _require_consistent(path: Path, facts: Mapping[str, Any], slices: Sequence[Slice]) -> None:
+    process, ranks = facts["process"], facts["ranks"]
+    if path.name != path_of(path.parent, process).name:
+        raise ValueError(f"it is of process {process}")
+    if process >= facts["num_processes"]:
+        raise ValueError(f"it is of process {process} of {facts['num_processes']}, from 0")
+    if len(set(ranks)) < len(ranks):
+        raise ValueError(f"its ranks {reprlib.repr(ranks)} have one twice")
+    if strange := {each.rank for each in slices} - {None, *ranks}:
+        raise ValueError(f"it has slices of rank {strange.pop()}, which is not of its ranks")
+    steps = Counter((each.rank, each.facts["step"]) for each in slices if each.kind == STEP)
+    if twice := [of_step for of_step, number in steps.items() if number > 1]:
+        raise ValueError("rank {} has step {} twice".format(*twice[0]))
 
 
 def _events(trace: ProcessTrace, begin: int) -> list[dict[str, Any]]:
