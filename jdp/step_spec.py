@@ -56,11 +56,11 @@ class StepSpec:
         names = dict(enumerate(self.signature.parameters)) | dict(self.keywords)
         return names.get(i, f"argument {i}")
 
-    def by_keyword(self, rest: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Split what follows state and batch: `(by position, by keyword)`."""
-        num = len(rest) - len(self.keywords)
+    def by_keyword(self, last: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
+        """Split the last arguments of a call, or all: `(by position, by keyword)`."""
+        num = len(last) - len(self.keywords)
         names = [name for _, name in self.keywords]
-        return rest[:num], dict(zip(names, rest[num:], strict=True))
+        return tuple(last[:num]), dict(zip(names, last[num:], strict=True))
 
     def paths(self, i: int, arg: Any) -> list[str]:
         """Return the names of the leaves of an argument, such as `state.params['w']`.

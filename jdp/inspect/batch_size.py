@@ -42,9 +42,8 @@ class BatchSize(NamedTuple):
 
 def find_batch_size(
     step: Step | Callable[[int], Step],
-    state: Any,
-    batch: Any,
-    *rest: Any,
+    /,
+    *args: Any,
     limit_bytes: int | None = None,
     granularity: int | None = None,
     max_rows: int | None = None,
@@ -60,9 +59,8 @@ def find_batch_size(
     Args:
       step: a decorated step. Or a function that returns one for a given `micro_batch_rows`: then
         the batch stays as it is, and the rows of a micro-batch of one rank are found.
-      state: arrays or shapes, as for `jdp.explain`.
-      batch: a batch: arrays or shapes. Of a step, its first dim is what changes.
-      *rest: further arguments of the step.
+      *args: what a call of the step takes, as for `jdp.explain`: its state, a batch, and further
+        arguments: arrays or shapes. Of a step, the first dim of the batch is what changes.
       limit_bytes: memory that the step may take on one rank, > 0. Default, for GPUs that are named
         in `on`: the part of their memory that JAX takes, 75 %.
       granularity: the rows are a multiple of it, >= 1. Default: the number of ranks, or 1 for
@@ -70,7 +68,8 @@ def find_batch_size(
       max_rows: the most rows to try. Default: those of one rank's batch for micro-batches, else
         1024 times those of `batch`.
       on: the devices, as for `jdp.explain`.
-      **keywords: arguments that the step takes by keyword.
+      **keywords: arguments of that call by keyword. One of the name `limit_bytes`, `granularity`,
+        `max_rows` or `on` goes by position, or into a `functools.partial`.
 
     Returns:
       The rows, and the memory of that step and of the next larger one.
@@ -93,9 +92,11 @@ def find_batch_size(
     (True, 2)
     """
     is_step = isinstance(step, Step)
-    num_rows = _num_rows(batch)
     first = step if is_step else _made(step, 1)
-    where, num_ranks = devices_of(first, (state, batch, *rest), keywords, on)
+    spec, bound = first.bound(args, keywords)
+    (state, batch, *rest), by_keyword = spec.by_keyword(bound)
+    num_rows = _num_rows(batch)
+    where, num_ranks = devices_of(first, args, keywords, on)
     if is_step:
         candidates = _of_batch(num_rows, num_ranks, granularity, max_rows)
     else:
@@ -104,7 +105,7 @@ def find_batch_size(
     def bytes_of(rows: int) -> float:
         used, given = (step, _with_rows(batch, rows)) if is_step else (_made(step, rows), batch)
         try:
-            found = compile_step(used, (state, given, *rest), keywords, on)
+            found = compile_step(used, (state, given, *rest), by_keyword, on)
         except TooLargeError:
             return math.inf
         return allocated_bytes(found.compiled)

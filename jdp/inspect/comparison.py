@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jdp.distributed import mesh as meshes
 from jdp.inspect import results
-from jdp.inspect.explain import explain
+from jdp.inspect.explain import explain_call
 from jdp.inspect.report import StepReport, of_bytes, of_s
 from jdp.reduction.optimizer import has_optimizer, replicated
 from jdp.reduction.sharded import sharded
@@ -36,19 +36,20 @@ class RankedPlan(NamedTuple):
 def compare(
     step: Step,
     args: tuple,
+    keywords: dict[str, Any],
     choices: Mapping[str, Sequence[int]],
     *,
     on: str | Mesh | None = None,
     rates: Mapping[str, float] | None = None,
-    **keywords: Any,
 ) -> list[RankedPlan]:
     """Explain a step with each combination of options, the shortest predicted time first.
 
     Args:
       step: the step.
       args: its arguments; the state holds a `TrainState` or several.
+      keywords: those by keyword.
       choices: values of `stage` and `bucket_bytes` to try.
-      on, rates, keywords: as for `explain`.
+      on, rates: as for `explain`.
 
     Raises:
       ValueError: if there is no such option, or the state has no optimizer of jdp's.
@@ -56,14 +57,15 @@ def compare(
     unknown = [name for name in choices if name not in OPTIONS]
     if unknown:
         raise ValueError(f"cannot compare {unknown[0]!r}. Options are {', '.join(OPTIONS)}.")
-    state, *others = args
+    spec, given = step.bound(args, keywords)
+    (state, *others), keywords = spec.by_keyword(given)
     if not any(map(has_optimizer, jax.tree.leaves(state, is_leaf=has_optimizer))):
         raise ValueError(
             "the state of this step has no jdp.replicated or jdp.sharded in a TrainState, whose "
             "options could be compared."
         )
-    on = on or meshes.mesh_of(jax.tree.leaves(state), step.spec.axis_name)
-    if isinstance(on, str) or set(on.axis_names) == set(step.spec.axis_name):
+    on = meshes.mesh_of(jax.tree.leaves(state), spec.axis_name) if on is None else on
+    if isinstance(on, str) or set(on.axis_names) == set(spec.axis_name):
         # The options of a plan say where an array lies, not those that the state was made with.
         state = jax.tree.map(_shape, state)
     plans = []
@@ -72,7 +74,7 @@ def compare(
         changed = jax.tree.map(
             lambda node, options=options: _changed(node, options), state, is_leaf=has_optimizer
         )
-        report = explain(step, changed, *others, on=on, rates=rates, **keywords)
+        report = explain_call(step, (changed, *others), keywords, on=on, rates=rates)
         plans.append(RankedPlan(options, report))
     return sorted(plans, key=lambda plan: plan.report.time.likely_s)
 

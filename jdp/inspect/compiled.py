@@ -60,7 +60,8 @@ def devices_of(
             "jdp.train_step."
         )
     spec, args = step.bound(args, keywords)
-    on = on or meshes.mesh_of(jax.tree.leaves(args[0]), spec.axis_name)
+    if on is None:
+        on = meshes.mesh_of(jax.tree.leaves(args[0]), spec.axis_name)
     where = target(on, spec.axis_name)
     return where, meshes.num_ranks(where.mesh, spec.axis_name)
 
@@ -80,9 +81,7 @@ def compile_step(
     where, num_ranks = devices_of(step, args, keywords, on)
     spec, args = step.bound(args, keywords)
     shapes = given.shapes_on(where.mesh, spec, args)
-    num_positional = len(args) - len(spec.keywords)
-    called = {name: shapes[i] for i, name in spec.keywords}
-    traced = step.trace_on(where.mesh, shapes[:num_positional], called)
+    traced = step.trace_on(where.mesh, *spec.by_keyword(shapes))
     names = [path for i, arg in enumerate(shapes) for path in spec.paths(i, arg)]
     try:
         compiled = traced.lower().compile()

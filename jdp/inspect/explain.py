@@ -26,9 +26,8 @@ _OF_LINKS = {"link_bytes_per_s", "reduction_start_s"}
 
 def explain(
     step: Step,
-    state: Any,
-    batch: Any,
-    *rest: Any,
+    /,
+    *args: Any,
     on: str | Mesh | None = None,
     rates: Mapping[str, float] | None = None,
     **keywords: Any,
@@ -40,15 +39,15 @@ def explain(
 
     Args:
       step: a function decorated with `jdp.train_step` or `jdp.eval_step`.
-      state: its state: arrays, or shapes such as `jax.eval_shape(make_state)` returns.
-      batch: a global batch: arrays or `jax.ShapeDtypeStruct`s. The number of ranks divides its
-        rows.
-      *rest: further arguments of the step.
+      *args: what a call of the step takes: its state, as arrays, or as shapes such as
+        `jax.eval_shape(make_state)` returns; a global batch, as arrays or `jax.ShapeDtypeStruct`s,
+        whose rows the number of ranks divides; and further arguments.
       on: the devices: `"8xH200"`, `"16xH100"` (two hosts of 8), `"v5e:2x4"`, `"cpu:4"`, or a mesh.
         Default: the mesh of the state.
       rates: rates that the predicted time assumes, such as `{"matmul_flops": 600e12}`; the report
         names all of them, with their units. Default: those of the report.
-      **keywords: arguments that the step takes by keyword.
+      **keywords: arguments of that call by keyword. One of the name `on` or `rates` goes by
+        position, or into a `functools.partial`.
 
     Returns:
       A report: print it, read its attributes, or take `report.to_json()`. Its memory is what XLA
@@ -74,8 +73,27 @@ def explain(
     >>> [finding.kind for finding in report.findings]
     ['replicated-optimizer-state']
     """
+    return explain_call(step, args, keywords, on=on, rates=rates)
+
+
+def explain_call(
+    step: Step,
+    args: tuple,
+    keywords: dict[str, Any],
+    *,
+    on: str | Mesh | None,
+    rates: Mapping[str, float] | None,
+) -> StepReport:
+    """Return what `explain` does, for a step whose keywords may have any names.
+
+    Args:
+      step: as for `explain`.
+      args: the arguments of its call.
+      keywords: those by keyword.
+      on, rates: as for `explain`.
+    """
     given = given_rates(rates)  # before minutes of compiling
-    found = compile_step(step, (state, batch, *rest), keywords, on)
+    found = compile_step(step, args, keywords, on)
     where, program, num_ranks = found.where, found.program, found.num_ranks
     here = measured(where)
     chosen = rates_of(where, given, here.rates)

@@ -58,7 +58,7 @@ def _explained(
     options: argparse.Namespace, script: str, name: str, of_script: Sequence[str]
 ) -> int:
     from jdp.inspect import comparison, described_gpus
-    from jdp.inspect.explain import explain
+    from jdp.inspect.explain import explain_call
     from jdp.inspect.first_call import NeverCalledError, first_call
     from jdp.inspect.rates import given_rates
     from jdp.inspect.targets import require_name
@@ -77,13 +77,13 @@ def _explained(
         call = first_call(script, name, of_script)
     except NeverCalledError as error:
         return _fail(str(error), 1)
-    chosen: dict[str, Any] = dict(on=options.on, rates=rates, **call.keywords)
+    chosen: dict[str, Any] = {"on": options.on, "rates": rates}
     try:
         if options.compare:
-            plans = comparison.compare(call.step, call.args, dict(options.compare), **chosen)
+            plans = comparison.compare(*call, dict(options.compare), **chosen)
             print(comparison.to_json(plans) if options.json else comparison.table(plans))
             return 0
-        report = explain(call.step, *call.args, **chosen)
+        report = explain_call(*call, **chosen)
     except (described_gpus.MissingPluginError, ValueError, TypeError, RuntimeError) as error:
         if not _is_of_jdp(error):
             raise  # the author's code failed, whose lines are in the traceback

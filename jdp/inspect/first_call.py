@@ -94,7 +94,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 def _intercepted(name: str, found: list[FirstCall], others: list[str]) -> Iterator[None]:
     run = Step.run
 
-    def intercept(step: Step, *args: Any, **keywords: Any) -> Any:
+    def intercept(step: Step, /, *args: Any, **keywords: Any) -> Any:
         if step.__name__ == name:
             found.append(FirstCall(step, args, keywords))
             raise _FoundError

@@ -32,7 +32,9 @@ def given():
 def test_each_plan_is_the_step_with_that_optimizer(given):
     step, args = given
     layer = 4 * (WIDTH * WIDTH + WIDTH)
-    plans = comparison.compare(step, args, {"stage": [0, 3], "bucket_bytes": [layer, 4 * layer]})
+    plans = comparison.compare(
+        step, args, {}, {"stage": [0, 3], "bucket_bytes": [layer, 4 * layer]}
+    )
     assert len(plans) == 4
     times = [plan.report.time.likely_s for plan in plans]
     assert times == sorted(times)
@@ -50,7 +52,7 @@ def test_each_plan_is_the_step_with_that_optimizer(given):
 
 def test_json_has_the_options_and_the_report_of_each_plan(given):
     step, args = given
-    plans = comparison.compare(step, args, {"stage": [1]})
+    plans = comparison.compare(step, args, {}, {"stage": [1]})
     (value,) = json.loads(comparison.to_json(plans))
     assert value["plan"] == {"stage": 1}
     assert value["memory"]["parameters"] == plans[0].report.memory.parameters
@@ -60,9 +62,9 @@ def test_json_has_the_options_and_the_report_of_each_plan(given):
 def test_an_option_that_is_not_the_optimizers_is_an_error(given):
     step, args = given
     with pytest.raises(ValueError, match="'rows'.*stage, bucket_bytes"):
-        comparison.compare(step, args, {"rows": [1]})
+        comparison.compare(step, args, {}, {"rows": [1]})
     with pytest.raises(ValueError, match="TrainState"):
-        comparison.compare(step, (np.zeros(3), args[1]), {"stage": [1]})
+        comparison.compare(step, (np.zeros(3), args[1]), {}, {"stage": [1]})
 
 
 def test_sizes_have_units():

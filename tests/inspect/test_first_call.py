@@ -85,3 +85,10 @@ def test_what_the_script_and_its_children_print_is_not_in_the_answer(called, cap
 def test_an_error_of_the_script_is_its_own(called):
     with pytest.raises(ZeroDivisionError):
         called("1 / 0")
+
+
+def test_a_call_with_keywords_of_any_name_is_found(called):
+    found = called("step(state=1, batch=2)")
+    assert (found.args, found.keywords) == ((), {"state": 1, "batch": 2})
+    other = "@jdp.train_step\ndef other(state, batch, *, step, args):\n    return state, {}\n"
+    assert called(f"{other}other(1, 2, step=3, args=4)", "other").keywords == {"step": 3, "args": 4}
